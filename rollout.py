@@ -1,0 +1,117 @@
+"""The vLLM engine that samples: generate, load_weights, sleep, wake.
+
+One engine spans `tp` neighbouring ranks of torchrun's world (vLLM's external launcher), so a world of N ranks holds N / tp engines
+beside the trainer. Knows nothing of Megatron or of rewards.
+"""
+
+import dataclasses
+import gc
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+
+@dataclasses.dataclass
+class Completion:
+    """One sampled answer: its token ids (the end token included), their log-probs under the engine, and whether it ended by itself."""
+
+    ids: list[int]
+    logps: list[float]
+    finished: bool
+
+
+class Engine:
+    """A vLLM engine on this rank's group of `tp` ranks. All ranks of a group must make the same calls with the same arguments."""
+
+    def __init__(self, model: str, dtype: str, tp: int, max_model_len: int, gpu_memory_utilization: float, extra: dict):
+        """Start vLLM on the Hugging Face folder `model`; `extra` goes to vllm.LLM and overrides what is set here."""
+        on_gpu = torch.cuda.device_count() > 0
+        rank = int(os.environ["RANK"])
+        # vLLM reads these when it is imported.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs inside this process
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else every rank is bound to the same cores
+        import vllm
+
+        shm_prefix = None if on_gpu else _name_shared_memory_after_this_run()
+        self.sampling_params = vllm.SamplingParams
+        settings = dict(
+            model=model,
+            dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype],
+            tensor_parallel_size=tp,
+            distributed_executor_backend="external_launcher",
+            seed=rank // tp,  # one seed an engine; sampling itself is seeded per prompt
+            max_model_len=max_model_len,
+            enforce_eager=not on_gpu,
+            enable_prefix_caching=True,
+            enable_sleep_mode=on_gpu,
+            gpu_memory_utilization=gpu_memory_utilization,
+            logprobs_mode="processed_logprobs",  # of the distribution that was sampled from: after temperature
+            disable_log_stats=True,
+        )
+        self.llm = vllm.LLM(**{**settings, **extra})
+        self.sleeps = settings["enable_sleep_mode"]
+        if shm_prefix:  # every rank has mapped it by now: without a name nothing stays behind, however the run ends
+            for file in Path("/dev/shm").glob(f"{shm_prefix}*"):
+                file.unlink(missing_ok=True)
+
+    def generate(self, prompts: list[list[int]], seeds: list[int], n: int, **sampling) -> list[list[Completion]]:
+        """`n` answers to each prompt (token ids). `seeds`: one a prompt; the same prompt and seed give the same answers on any engine.
+
+        `sampling`: temperature, top_p, top_k, max_tokens, as vLLM names them.
+        """
+        params = [
+            self.sampling_params(n=n, seed=seed, logprobs=0, detokenize=False, **sampling) for seed in seeds
+        ]
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        return [[self._completion(answer) for answer in output.outputs] for output in outputs]
+
+    @staticmethod
+    def _completion(answer) -> Completion:
+        ids = list(answer.token_ids)
+        logps = [at[token].logprob for at, token in zip(answer.logprobs, ids, strict=True)]
+        return Completion(ids, logps, answer.finish_reason == "stop")
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace all weights by the (Hugging Face name, full tensor) pairs, ordered by layer, and forget cached prefixes."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        if torch.cuda.device_count() == 0:
+            self.llm.apply_model(_repack_lm_head)
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache after a weight push: requests are still running")
+
+    def sleep(self) -> None:
+        """Give the GPU memory of weights and KV cache to the trainer. On the CPU there is nothing to give."""
+        if self.sleeps:
+            self.llm.sleep(level=1)
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def wake(self, part: str) -> None:
+        """Take memory back for `part`: "weights" before a push, "kv_cache" after it, so that the two peaks do not add up."""
+        if self.sleeps:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=[part])
+
+
+def _name_shared_memory_after_this_run() -> str:
+    """Make vLLM's CPU shared memory carry a name of this torchrun only; returns the prefix of its files in /dev/shm.
+
+    vLLM 0.32 gives it the same name in every external-launcher run, so that a second run, or a dead one, breaks the next.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shm
+
+    prefix, group_name = f"train-grpo-{os.getppid()}", shm.make_group_name
+    shm.make_group_name = staticmethod(lambda communicator: prefix + group_name(communicator).replace("/", ""))
+    return prefix
+
+
+def _repack_lm_head(model: torch.nn.Module) -> None:
+    """On the CPU vLLM keeps a packed copy of a tied output layer, which a reload leaves stale (vLLM 0.32)."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and getattr(head, "quant_method", None) is not None:
+        head.quant_method.process_weights_after_loading(head)

@@ -1,0 +1,104 @@
+"""Make the tiny model, tokenizer and data of the demo from nothing; no download.
+
+    python tools/make_tiny.py build/tiny                             the reversal task of `make demo`
+    python tools/make_tiny.py build/gsm8k --text train.jsonl         a byte-level BPE tokenizer trained on a jsonl's questions
+    python tools/make_tiny.py build/llama --arch llama --untied      another family, for tests
+
+Writes OUT/model (config.json, random weights, tokenizer) and, for the reversal task, OUT/train.jsonl with rows like
+{"prompt": "3142>", "answer": "2413", "source": "reverse"}. The model is untrained: whatever it learns comes from the reward.
+"""
+
+import argparse
+import itertools
+import json
+import random
+from pathlib import Path
+
+ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+
+
+def char_tokenizer(alphabet: str):
+    """One token a character; the prompt "12>" is three tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers.decoders import Fuse
+
+    vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *alphabet])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = Fuse()
+    return tokenizer
+
+
+def bpe_tokenizer(texts: list[str], vocab_size: int):
+    """Byte-level BPE, as GPT-2 and Qwen use it, trained on `texts`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<eos>", "<pad>"], initial_alphabet=alphabet)
+    )
+    return tokenizer
+
+
+def save_model(folder: Path, tokenizer, arch="qwen2", tied=True, hidden=128, layers=4, kv_heads=2, seed=0) -> int:
+    """Write an untrained model with its tokenizer to `folder`; returns its number of parameters."""
+    import torch
+    import transformers
+
+    special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<pad>"}
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    wrapped.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    name = ARCHITECTURES[arch]
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=len(wrapped), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 32, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=2048,
+        tie_word_embeddings=tied, eos_token_id=wrapped.eos_token_id, pad_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float()
+    model.save_pretrained(folder)
+    wrapped.save_pretrained(folder)
+    return sum(p.numel() for p in model.parameters())
+
+
+def reversal_rows(digits: int, rows: int, seed: int) -> list[dict]:
+    """`rows` distinct strings of 1 … `digits` digits (0-9) with their reversal."""
+    strings = ["".join(d) for n in range(1, digits + 1) for d in itertools.product("0123456789", repeat=n)]
+    random.Random(seed).shuffle(strings)
+    return [{"prompt": f"{s}>", "answer": s[::-1], "source": "reverse"} for s in strings[:rows]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--arch", choices=ARCHITECTURES, default="qwen2")
+    parser.add_argument("--untied", action="store_true", help="separate input embedding and output layer")
+    parser.add_argument("--text", type=Path, help="jsonl whose `question` column trains a BPE tokenizer")
+    parser.add_argument("--vocab", type=int, default=1024, help="BPE vocabulary size")
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--digits", type=int, default=3, help="longest string of the reversal task")
+    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.text:
+        tokenizer = bpe_tokenizer([json.loads(line)["question"] for line in args.text.open()], args.vocab)
+    else:
+        tokenizer = char_tokenizer("0123456789>+-=")
+    args.out.mkdir(parents=True, exist_ok=True)
+    size = save_model(
+        args.out / "model", tokenizer, args.arch, not args.untied, args.hidden, args.layers, args.kv_heads, args.seed
+    )
+    print(f"{args.out}/model: untrained {ARCHITECTURES[args.arch]}, {size / 1e6:.2f} M parameters")
+    if not args.text:
+        rows = reversal_rows(args.digits, args.rows, args.seed)
+        (args.out / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{args.out}/train.jsonl: {len(rows)} rows like {json.dumps(rows[0])}")
+
+
+if __name__ == "__main__":
+    main()
