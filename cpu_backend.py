@@ -1,8 +1,8 @@
 """Makes Megatron-core run on a machine without a GPU, over gloo.
 
-Megatron-core asks torch.cuda for the current device, for streams and for the random state, and writes device="cuda" when it
-allocates small tensors. `install()` answers those questions for the CPU. Nothing here changes what is computed, and nothing
-is touched where a GPU is present. Call it once, before `megatron` is imported.
+Megatron-core asks torch.cuda for the current device, for streams and for the random state, and writes device="cuda"
+when it allocates small tensors. `install()` answers those questions for the CPU. Nothing here changes what is computed,
+and nothing is touched where a GPU is present. Call it once, before `megatron` is imported.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def _cpu_for_cuda(factory):
 
 
 def install() -> None:
-    """Patch torch.cuda and three spots of Megatron-core 0.16 for the CPU. Raises RuntimeError where a GPU is present."""
+    """Patch torch.cuda and three spots of Megatron-core 0.16. Raises RuntimeError where a GPU is present."""
     if torch.cuda.is_available():
         raise RuntimeError("cpu_backend.install() is for machines without a GPU")
     cuda = torch.cuda

@@ -1,10 +1,11 @@
 """Between Hugging Face and Megatron-core: process groups, the model, its weights in and out, log-probs, the optimizer.
 
-Knows nothing of rewards, groups, advantages or prompts. What it relies on of a micro-batch `mb` are the fields `tokens, targets,
-mask, position_ids` (each [1, T]), `cu_seqlens` [S+1] and `max_seqlen`; S sequences lie one after another in a row of T tokens.
+Knows nothing of rewards, groups, advantages or prompts. What it relies on of a micro-batch `mb` are the fields `tokens,
+targets, mask, position_ids` (each [1, T]), `cu_seqlens` [S+1] and `max_seqlen`; S sequences lie one after another in a
+row of T tokens.
 
-Weights cross the border as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them, for vLLM
-and for the export alike. One table, `LAYER_RULES`, says how a Megatron weight is made of Hugging Face weights.
+Weights cross the border as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them,
+for vLLM and for the export alike. One table, `LAYER_RULES`, says how a Megatron weight is made of Hugging Face weights.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import dataclasses
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,17 @@ import torch.nn.functional as F
 import transformers
 
 import cpu_backend
+
+# What every run without Transformer Engine and Apex says, and nobody needs to act on.
+for said in (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    r"\s*The 'megatron.core.transformer.custom_layers",
+    "`torch.distributed",
+):
+    warnings.filterwarnings("ignore", said)
 
 if not torch.cuda.is_available():
     cpu_backend.install()  # before Megatron-core is imported
@@ -81,7 +94,9 @@ def data_parallel() -> tuple[int, int]:
 
 
 def reports_loss() -> bool:
-    """True on one rank a replica: the last pipeline stage, first tensor-parallel rank. A sum over these counts each token once."""
+    """True on one rank a replica: the last pipeline stage, first tensor-parallel rank. A sum over these counts each
+    token once.
+    """
     return mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0
 
 
@@ -103,7 +118,9 @@ class RMSNorm(torch.nn.Module):
 
 @dataclasses.dataclass
 class Packing(PackedSeqParams):
-    """Where the S sequences of a packed row lie. Rides through Megatron's layers to the rotary embedding and core attention."""
+    """Where the S sequences of a packed row lie. Rides through Megatron's layers to the rotary embedding and core
+    attention.
+    """
 
     position_ids: torch.Tensor | None = None  # [T], position of each token in its own sequence
     padded_index: torch.Tensor | None = None  # [T], slot of each token in a padded [S * max_seqlen] layout
@@ -123,7 +140,9 @@ class Packing(PackedSeqParams):
 
 
 class PackedRope(torch.nn.Module):
-    """Rotary embedding at the position of each packed token, with the frequencies that transformers computes for the model."""
+    """Rotary embedding at the position of each packed token, with the frequencies that transformers computes for the
+    model.
+    """
 
     def __init__(self, hf_config):
         super().__init__()
@@ -145,7 +164,8 @@ class PackedRope(torch.nn.Module):
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each packed sequence: pad to [S, max_seqlen], one scaled_dot_product_attention, unpad.
 
-    Padding stands right of every real token, so the causal mask alone keeps it out. No Transformer Engine, CPU and GPU alike.
+    Padding stands right of every real token, so the causal mask alone keeps it out. No Transformer Engine, CPU and GPU
+    alike.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **unused):
@@ -177,7 +197,9 @@ class HiddenGPT(GPTModel):
 
 
 def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> TransformerConfig:
-    """The Megatron configuration of a Hugging Face `hf` config; `extra` overrides any field of it."""
+    """The Megatron configuration of a Hugging Face `hf` config; `extra` overrides any field. Megatron raises on what it
+    refuses.
+    """
     settings = dict(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -212,7 +234,7 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
-    return TransformerConfig(**{**settings, **extra})
+    return TransformerConfig(**{**settings, **options_for(TransformerConfig, extra)})
 
 
 def head_dim(hf) -> int:
@@ -220,29 +242,74 @@ def head_dim(hf) -> int:
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
-def megatron_fields(options: dict) -> dict[type, dict]:
-    """Sort `options` by the Megatron config class that has a field of that name. Raises KeyError with the unknown name.
+CONFIG_CLASSES = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 
-    A name that several classes share (such as `overlap_param_gather`) goes to each of them.
+
+def megatron_fields(*classes: type) -> set[str]:
+    """Names of the fields of Megatron's config `classes` (all three if none is given)."""
+    return {field.name for cls in classes or CONFIG_CLASSES for field in dataclasses.fields(cls)}
+
+
+def options_for(cls: type, options: dict) -> dict:
+    """Those of `options` that are fields of `cls`; a name that several classes share goes to each of them."""
+    return {name: value for name, value in options.items() if name in megatron_fields(cls)}
+
+
+FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+
+
+def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: str, extra: dict) -> None:
+    """See, without weights or process groups, that the model of `path` can be built and split. Raises ValueError naming
+    the key.
+
+    `max_tokens`: the longest sample; `extra`: the megatron section of the configuration.
     """
-    classes = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-    sorted_options = {cls: {k: v for k, v in options.items() if k in names(cls)} for cls in classes}
-    for key in options:
-        if not any(key in fields for fields in sorted_options.values()):
-            raise KeyError(key)
-    return sorted_options
-
-
-def names(cls: type) -> set[str]:
-    """Field names of a dataclass."""
-    return {field.name for field in dataclasses.fields(cls)}
+    try:
+        hf = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path={path}: {str(error).splitlines()[0]}") from None
+    family = (hf.architectures or ["?"])[0]
+    if family not in FAMILIES:
+        raise ValueError(f"model.path={path} is a {family}; supported are {', '.join(FAMILIES)}")
+    for attribute in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if getattr(hf, attribute, False):
+            raise ValueError(f"model.path={path}: {attribute}=true in its config.json is not supported")
+    if hf.hidden_act != "silu":
+        raise ValueError(f"model.path={path}: hidden_act={hf.hidden_act!r} is not supported, only 'silu'")
+    sizes = {
+        "attention heads": hf.num_attention_heads,
+        "key-value heads": hf.num_key_value_heads,
+        "feed-forward size": hf.intermediate_size,
+        "vocabulary size": hf.vocab_size,
+    }
+    engine_sizes = {what: sizes[what] for what in ("attention heads", "feed-forward size")}  # vLLM pads the others
+    for key, by, divided in (("parallel.tp", parallel.tp, sizes), ("rollout.tp", rollout_tp, engine_sizes)):
+        legal = [n for n in range(1, hf.num_attention_heads + 1) if not any(size % n for size in divided.values())]
+        for what, size in divided.items():
+            if size % by:
+                raise ValueError(f"{key}={by} does not divide the model's {what} {size}; legal are {legal}")
+    layers, vpp = hf.num_hidden_layers, parallel.vpp
+    if layers % (parallel.pp * vpp):
+        legal = [n for n in range(1, layers + 1) if layers % (n * vpp) == 0]
+        raise ValueError(
+            f"parallel.pp={parallel.pp} × parallel.vpp={vpp} does not divide the model's {layers} layers; "
+            f"legal for parallel.pp are {legal}"
+        )
+    if max_tokens > hf.max_position_embeddings:
+        raise ValueError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {max_tokens} is beyond the model's "
+            f"{hf.max_position_embeddings} positions"
+        )
+    try:
+        transformer_config(hf, parallel, DTYPES[dtype], extra)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"Megatron-core refuses this layout or the megatron section: {error}") from None
 
 
 def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[DistributedDataParallel]:
-    """This rank's model chunks (one, or `vpp`), built from the Hugging Face folder `path` and filled with its weights."""
+    """This rank's model chunks (one, or `vpp`), built from the Hugging Face folder `path`, with its weights."""
     hf = transformers.AutoConfig.from_pretrained(path)
-    fields = megatron_fields(extra)
-    config = transformer_config(hf, parallel, dtype, fields[TransformerConfig])
+    config = transformer_config(hf, parallel, dtype, extra)
     chunks = []
     for stage in range(parallel.vpp):
         vp_stage = stage if parallel.vpp > 1 else None
@@ -266,9 +333,8 @@ def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[Di
         )
         model.rotary_pos_emb = PackedRope(hf)
         chunks.append(model.to(device(), dtype))
-    ddp_config = DistributedDataParallelConfig(
-        **{"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, **fields[DistributedDataParallelConfig]}
-    )
+    settings = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
+    ddp_config = DistributedDataParallelConfig(**{**settings, **options_for(DistributedDataParallelConfig, extra)})
     model = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
     for chunk in model:
         chunk.hf_config = hf
@@ -280,13 +346,13 @@ def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[Di
 
 
 def build_optimizer(model: list, lr: float, weight_decay: float, betas: tuple, clip_grad: float, extra: dict):
-    """Adam with fp32 main weights, its state sharded over the data-parallel ranks (Megatron's distributed optimizer)."""
+    """Adam with fp32 main weights, its state sharded over the replicas (Megatron's distributed optimizer)."""
     dtype = model[0].config.params_dtype
     settings = dict(
         optimizer="adam", lr=lr, weight_decay=weight_decay, adam_beta1=betas[0], adam_beta2=betas[1],
         clip_grad=clip_grad, params_dtype=dtype, bf16=dtype is torch.bfloat16, use_distributed_optimizer=True,
     )  # fmt: skip
-    return get_megatron_optimizer(OptimizerConfig(**{**settings, **megatron_fields(extra)[OptimizerConfig]}), model)
+    return get_megatron_optimizer(OptimizerConfig(**{**settings, **options_for(OptimizerConfig, extra)}), model)
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
@@ -301,8 +367,8 @@ def set_learning_rate(optimizer, lr: float) -> None:
 def vocab_parallel_logp(logits_T: torch.Tensor, targets_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target and entropy of each row, over a vocabulary split across the tensor-parallel ranks.
 
-    logits_T [T, V / tp] fp32, targets_T [T] ids in the full vocabulary → logp_T, entropy_T [T]; both differentiable. Every rank
-    goes on with the same values, so the sums need an all-reduce forward and none backward.
+    logits_T [T, V / tp] fp32, targets_T [T] ids in the full vocabulary → logp_T, entropy_T [T]; both differentiable.
+    Every rank goes on with the same values, so the sums need an all-reduce forward and none backward.
     """
     vocab = logits_T.shape[-1]
     local_T = targets_T - mpu.get_tensor_model_parallel_rank() * vocab
@@ -321,8 +387,9 @@ def vocab_parallel_logp(logits_T: torch.Tensor, targets_T: torch.Tensor) -> tupl
 def token_logprobs(model, hidden, targets, mask, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of the target and entropy at each position, 0 where `mask` is 0.
 
-    hidden [T (/ tp under sequence parallelism), 1, h], targets and mask [1, T] → logp_T, entropy_T [T] fp32. Logits exist for
-    masked-in rows only, LOGITS_CHUNK at a time, and are made anew in the backward pass: a full [T, V] would not fit.
+    hidden [T (/ tp under sequence parallelism), 1, h], targets and mask [1, T] → logp_T, entropy_T [T] fp32. Logits
+    exist for masked-in rows only, LOGITS_CHUNK at a time, and are made anew in the backward pass: a full [T, V] would
+    not fit.
     """
     model = unwrap_model(model)
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
@@ -350,7 +417,9 @@ def token_logprobs(model, hidden, targets, mask, temperature: float) -> tuple[to
 
 
 def forward_step(micro_batches: Iterator, model, loss_func: Callable, temperature: float):
-    """Megatron's forward_step: the next micro-batch through one model chunk; on the last stage, `loss_func(mb, logp_T, entropy_T)`."""
+    """Megatron's forward_step: the next micro-batch through one model chunk; on the last stage, `loss_func(mb, logp_T,
+    entropy_T)`.
+    """
     mb = next(micro_batches)
     packing = Packing.of(mb)
     output = model(mb.tokens, mb.position_ids, attention_mask=None, packed_seq_params=packing)
@@ -360,12 +429,15 @@ def forward_step(micro_batches: Iterator, model, loss_func: Callable, temperatur
     return logp_T, lambda logp_T: loss_func(mb, logp_T, entropy_T)
 
 
-def forward_backward(model: list, micro_batches: list, loss_func: Callable, temperature: float, forward_only=False) -> list:
-    """Run Megatron's pipeline schedule over `micro_batches`; returns the reports of `loss_func` (last stage only, else empty).
+def forward_backward(
+    model: list, micro_batches: list, loss_func: Callable, temperature: float, forward_only=False
+) -> list:
+    """Run Megatron's pipeline schedule over `micro_batches`; returns the reports of `loss_func` (last stage only, else
+    empty).
 
-    `loss_func(mb, logp_T, entropy_T)` → (loss_sum, integer denominator, report). Gradients are summed over micro-batches and
-    replicas and divided once by the global sum of the denominators (calculate_per_token_loss), so neither the split into
-    micro-batches nor the layout enters the result.
+    `loss_func(mb, logp_T, entropy_T)` → (loss_sum, integer denominator, report). Gradients are summed over
+    micro-batches and replicas and divided once by the global sum of the denominators (calculate_per_token_loss), so
+    neither the split into micro-batches nor the layout enters the result.
     """
     for chunk in model:
         chunk.train(not forward_only)
@@ -411,7 +483,9 @@ SPLIT_DIM = {"copy": None, "rows": 0, "cols": 1, "qkv": 0, "gate_up": 1}  # of t
 
 
 def rule_of(name: str, hf) -> tuple[str, list[str]]:
-    """(join, Hugging Face names) of a Megatron weight with a global layer number. Raises KeyError for a name without a rule."""
+    """(join, Hugging Face names) of a Megatron weight with a global layer number. Raises KeyError for a name without a
+    rule.
+    """
     if name == "output_layer.weight" and hf.tie_word_embeddings:  # the last stage's copy of the embedding
         return TOP_RULES["embedding.word_embeddings.weight"]
     if name in TOP_RULES:
@@ -458,7 +532,9 @@ def named_weights(model: list) -> dict[str, torch.nn.Parameter]:
 
 
 def load_weights(model: list, path: str) -> None:
-    """Fill this rank's shard from the safetensors of `path`, one tensor at a time. Raises KeyError or ValueError on a mismatch."""
+    """Fill this rank's shard from the safetensors of `path`, one tensor at a time. Raises KeyError or ValueError on a
+    mismatch.
+    """
     hf = model[0].hf_config
     files = safetensor_files(path)
     rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
@@ -471,12 +547,14 @@ def load_weights(model: list, path: str) -> None:
         whole = joined(join, [handles[files[part]].get_tensor(part) for part in parts], hf)
         shard = whole if SPLIT_DIM[join] is None else whole.chunk(size, SPLIT_DIM[join])[rank]
         if shard.numel() != parameter.numel():
-            raise ValueError(f"{parts[0]} of {path} gives {tuple(shard.shape)}, but {name} has {tuple(parameter.shape)}")
+            raise ValueError(
+                f"{parts[0]} of {path} gives {tuple(shard.shape)}, but {name} has {tuple(parameter.shape)}"
+            )
         parameter.data.copy_(shard.reshape(parameter.shape))
 
 
 def safetensor_files(path: str) -> dict[str, str]:
-    """Tensor name → file, for the safetensors of a Hugging Face folder. Raises FileNotFoundError where there are none."""
+    """Tensor name → file, for the safetensors of a folder. Raises FileNotFoundError where there are none."""
     index = Path(path, "model.safetensors.index.json")
     if index.exists():
         return {name: str(Path(path, file)) for name, file in json.loads(index.read_text())["weight_map"].items()}
@@ -484,14 +562,14 @@ def safetensor_files(path: str) -> dict[str, str]:
     if not single.exists():
         raise FileNotFoundError(f"{path} holds no model.safetensors")
     with safe_open(single, framework="pt") as file:
-        return {name: str(single) for name in file.keys()}
+        return dict.fromkeys(file.keys(), str(single))
 
 
 def hf_weights(model: list, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every (Hugging Face name, full tensor) in layer order, on every rank; all ranks must drain it together.
 
-    Buckets of about `bucket_bytes` cross the wire: one all-gather over the tensor-parallel ranks of the owning pipeline stage and
-    one broadcast over the stages, so a rank never holds more than a bucket besides its own shard.
+    Buckets of about `bucket_bytes` cross the wire: one all-gather over the tensor-parallel ranks of the owning pipeline
+    stage and one broadcast over the stages, so a rank never holds more than a bucket besides its own shard.
     """
     hf, own = model[0].hf_config, named_weights(model)
     tp_group, tp = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_world_size()
@@ -514,7 +592,9 @@ def hf_weights(model: list, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str
 
 
 def buckets(stages: list[dict], hf, limit: int, itemsize: int) -> Iterator[tuple[int, list[str]]]:
-    """Group the weights of all pipeline stages, in layer order, into (stage, names) of about `limit` bytes; a layer stays whole."""
+    """Group the weights of all pipeline stages, in layer order, into (stage, names) of about `limit` bytes; a layer
+    stays whole.
+    """
 
     def position(name: str) -> int:
         if name.startswith("decoder.layers."):
@@ -535,7 +615,8 @@ def buckets(stages: list[dict], hf, limit: int, itemsize: int) -> Iterator[tuple
 
 
 def export_hf(model: list, source: str, target: Path) -> None:
-    """Write the model to the folder `target` so that transformers and vLLM load it; config and tokenizer come from `source`.
+    """Write the model to the folder `target` so that transformers and vLLM load it; config and tokenizer come from
+    `source`.
 
     Called on every rank, written by rank 0, to a temporary name first: `target` is complete or absent.
     """

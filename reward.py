@@ -1,10 +1,10 @@
 """Rewards: what an answer is worth. Knows no models and no tensors.
 
-A reward is `def reward(text: str, answer: str, row: dict) -> float | dict[str, float]`: the decoded response, the row's reference
-answer, the whole row. A dict's values are summed and kept apart in `reward_parts`.
+A reward is `def reward(text: str, answer: str, row: dict) -> float | dict[str, float]`: the decoded response, the row's
+reference answer, the whole row. A dict's values are summed and kept apart in `reward_parts`.
 
-Grading runs in worker processes (this file, started as a program), because only a process can be killed: an answer that takes
-longer than `timeout_s` costs its own reward, never the run.
+Grading runs in worker processes (this file, started as a program), because only a process can be killed: an answer that
+takes longer than `timeout_s` costs its own reward, never the run.
 """
 
 import importlib.util
@@ -38,12 +38,12 @@ def gsm8k(text: str, answer: str, row: dict) -> float:
     return float(final_number(text) == wanted)
 
 
-# An optional sign that does not follow a digit ("10-5" ends in 5), then 1,234.5 or 1234.5 or .5; a "$" may stand between.
+# A sign that does not follow a digit ("10-5" ends in 5), then 1,234.5 or 1234.5 or .5; a "$" may stand between.
 NUMBER = re.compile(r"(?:(?<![\d.])[-−]\s?)?\$?\s?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+")
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the last "####", or the last number of a text without it. Separators, "$", units, full stops are dropped."""
+    """The number after the last "####", or the last number of a text without it; separators, "$" and units dropped."""
     _, marked, tail = text.rpartition("####")
     found = NUMBER.findall(tail)
     if not found:
@@ -55,7 +55,10 @@ REWARDS: dict[str, Callable] = {"exact": exact, "gsm8k": gsm8k}
 
 
 def load_reward(name: str, custom: str | None) -> Callable:
-    """The function behind a reward's name; "custom" is read from `custom`, "path/to/file.py:function". Raises ValueError."""
+    """The function behind a reward's name; "custom" is read from `custom`, "path/to/file.py:function".
+
+    Raises ValueError that says what is legal.
+    """
     if name in REWARDS:
         return REWARDS[name]
     if name != "custom":
@@ -94,7 +97,7 @@ def parts_of(value: float | dict) -> dict[str, float]:
 
 @dataclass
 class Grade:
-    """The outcome for one answer; `status` is "ok", "timeout" or "error", so that wrong and failed are never mixed up."""
+    """The outcome for one answer; `status` is "ok", "timeout" or "error": wrong and failed are never mixed up."""
 
     parts: dict[str, float] = field(default_factory=dict)
     status: str = "ok"

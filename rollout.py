@@ -1,7 +1,7 @@
 """The vLLM engine that samples: generate, load_weights, sleep, wake.
 
-One engine spans `tp` neighbouring ranks of torchrun's world (vLLM's external launcher), so a world of N ranks holds N / tp engines
-beside the trainer. Knows nothing of Megatron or of rewards.
+One engine spans `tp` neighbouring ranks of torchrun's world (vLLM's external launcher), so a world of N ranks holds N /
+tp engines beside the trainer. Knows nothing of Megatron or of rewards.
 """
 
 import dataclasses
@@ -15,7 +15,9 @@ import torch
 
 @dataclasses.dataclass
 class Completion:
-    """One sampled answer: its token ids (the end token included), their log-probs under the engine, and whether it ended by itself."""
+    """One sampled answer: its token ids (the end token included), their log-probs under the engine, and whether it
+    ended by itself.
+    """
 
     ids: list[int]
     logps: list[float]
@@ -23,7 +25,9 @@ class Completion:
 
 
 class Engine:
-    """A vLLM engine on this rank's group of `tp` ranks. All ranks of a group must make the same calls with the same arguments."""
+    """A vLLM engine on this rank's group of `tp` ranks. All ranks of a group must make the same calls with the same
+    arguments.
+    """
 
     def __init__(self, model: str, dtype: str, tp: int, max_model_len: int, gpu_memory_utilization: float, extra: dict):
         """Start vLLM on the Hugging Face folder `model`; `extra` goes to vllm.LLM and overrides what is set here."""
@@ -51,6 +55,7 @@ class Engine:
             gpu_memory_utilization=gpu_memory_utilization,
             logprobs_mode="processed_logprobs",  # of the distribution that was sampled from: after temperature
             disable_log_stats=True,
+            use_tqdm_on_load=False,
         )
         self.llm = vllm.LLM(**{**settings, **extra})
         self.sleeps = settings["enable_sleep_mode"]
@@ -59,13 +64,12 @@ class Engine:
                 file.unlink(missing_ok=True)
 
     def generate(self, prompts: list[list[int]], seeds: list[int], n: int, **sampling) -> list[list[Completion]]:
-        """`n` answers to each prompt (token ids). `seeds`: one a prompt; the same prompt and seed give the same answers on any engine.
+        """`n` answers to each prompt (token ids). `seeds`: one a prompt; the same prompt and seed give the same answers
+        on any engine.
 
         `sampling`: temperature, top_p, top_k, max_tokens, as vLLM names them.
         """
-        params = [
-            self.sampling_params(n=n, seed=seed, logprobs=0, detokenize=False, **sampling) for seed in seeds
-        ]
+        params = [self.sampling_params(n=n, seed=seed, logprobs=0, detokenize=False, **sampling) for seed in seeds]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
         return [[self._completion(answer) for answer in output.outputs] for output in outputs]
@@ -77,7 +81,9 @@ class Engine:
         return Completion(ids, logps, answer.finish_reason == "stop")
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace all weights by the (Hugging Face name, full tensor) pairs, ordered by layer, and forget cached prefixes."""
+        """Replace all weights by the (Hugging Face name, full tensor) pairs, ordered by layer, and forget cached
+        prefixes.
+        """
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if torch.cuda.device_count() == 0:
             self.llm.apply_model(_repack_lm_head)
@@ -92,7 +98,9 @@ class Engine:
             torch.cuda.empty_cache()
 
     def wake(self, part: str) -> None:
-        """Take memory back for `part`: "weights" before a push, "kv_cache" after it, so that the two peaks do not add up."""
+        """Take memory back for `part`: "weights" before a push, "kv_cache" after it, so that the two peaks do not add
+        up.
+        """
         if self.sleeps:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=[part])
@@ -101,7 +109,8 @@ class Engine:
 def _name_shared_memory_after_this_run() -> str:
     """Make vLLM's CPU shared memory carry a name of this torchrun only; returns the prefix of its files in /dev/shm.
 
-    vLLM 0.32 gives it the same name in every external-launcher run, so that a second run, or a dead one, breaks the next.
+    vLLM 0.32 gives it the same name in every external-launcher run, so that a second run, or a dead one, breaks the
+    next.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shm
 

@@ -13,12 +13,14 @@ The objective. For each prompt, vLLM samples a group of G answers; answer i gets
     KL_t  = exp(d) - d - 1,  d = ref_logp_t - logp_t     token_kl           k3, d clamped to +-20, the result to +-10
     loss  = sum_t (L_t + kl_coef KL_t - entropy_coef H_t) / number of response tokens of the update      grpo_loss
 
-One step: sample -> grade -> advantages -> pack -> (old and reference log-probs) -> update(s) -> push weights -> log -> save.
+One step: sample -> grade -> advantages -> pack -> (old and reference log-probs) -> update(s) -> push weights -> log ->
+save.
 
-To fork: a new advantage is a branch in `group_advantages`, a new loss one in `policy_loss`, a new KL one in `token_kl`, each with a
-name that `CHOICES` lists; a reward is a function in reward.py or in a file of your own (`reward.custom`).
+To fork: a new advantage is a branch in `group_advantages`, a new loss one in `policy_loss`, a new KL one in `token_kl`,
+each with a name that `CHOICES` lists; a reward is a function in reward.py or in a file of your own (`reward.custom`).
 
-Names: a suffix tells a tensor's shape. _N per sample, _T per packed token, _F per predicting position of the whole step.
+Names: a suffix tells a tensor's shape. _N per sample, _T per packed token, _F per predicting position of the whole
+step.
 """
 
 import argparse
@@ -32,6 +34,7 @@ import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,9 +44,11 @@ import numpy as np
 import omegaconf
 import torch
 import torch.distributed as dist
+import transformers
 
 import megatron_bridge as bridge
 import reward as rewards
+from data import Prompt, load_prompts, prompt_batch
 from rollout import Engine
 
 # ---------------------------------------------------------------- 1. configuration
@@ -81,7 +86,9 @@ class RolloutConfig:
     top_k: int = -1  # -1: all
     tp: int = 1  # tensor parallel size of each vLLM engine; world size / tp engines run side by side
     gpu_memory_utilization: float = 0.6
-    max_logp_gap: float | None = None  # trainer against vLLM; null: 1e-3 (largest, fp32) or 0.05 (mean, bf16); inf: never stop
+    max_logp_gap: float | None = (
+        None  # trainer against vLLM; null: 1e-3 (largest, fp32) or 0.05 (mean, bf16); inf: never stop
+    )
     sync_bucket_mb: int = 512  # weights cross from trainer to vLLM in buckets of about this size
     vllm: dict[str, Any] = field(default_factory=dict)  # passed to vllm.LLM
 
@@ -120,7 +127,9 @@ class TrainConfig:
     updates_per_step: int = 1  # optimizer steps on each batch of samples
     epochs_per_step: int = 1  # passes over each batch of samples
     max_tokens_per_micro_batch: int = 16384  # strict cap, forward and backward
-    logprob_max_tokens_per_micro_batch: int = 32768  # strict cap of the forward-only passes (old and reference log-probs)
+    logprob_max_tokens_per_micro_batch: int = (
+        32768  # strict cap of the forward-only passes (old and reference log-probs)
+    )
     save_every: int = 0  # steps between exports to output_dir/hf; 0: at the end only
     eval_every: int = 0  # not in this version
 
@@ -148,7 +157,9 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    megatron: dict[str, Any] = field(default_factory=dict)  # TransformerConfig, OptimizerConfig, DistributedDataParallelConfig
+    megatron: dict[str, Any] = field(
+        default_factory=dict
+    )  # TransformerConfig, OptimizerConfig, DistributedDataParallelConfig
 
 
 # Every key with a closed set of values, and the set.
@@ -167,16 +178,30 @@ CHOICES = {
     "parallel.etp": (1,),
 }
 AT_LEAST = {
-    "rollout.prompts_per_step": 1, "rollout.group_size": 2, "rollout.max_new_tokens": 1, "rollout.tp": 1,
-    "rollout.sync_bucket_mb": 1, "data.max_prompt_tokens": 1, "train.steps": 1, "train.lr": 0, "train.warmup_steps": 0,
-    "train.weight_decay": 0, "train.clip_grad": 0, "train.updates_per_step": 1, "train.epochs_per_step": 1, "train.save_every": 0,
-    "algo.clip_low": 0, "algo.clip_high": 0, "algo.kl_coef": 0, "parallel.tp": 1, "parallel.pp": 1, "parallel.vpp": 1,
-    "reward.workers": 1, "reward.timeout_s": 0, "seed": 0,
-}  # fmt: skip
+    0: """train.lr train.warmup_steps train.weight_decay train.clip_grad train.save_every algo.clip_low algo.clip_high
+          algo.kl_coef reward.timeout_s seed""",
+    1: """rollout.prompts_per_step rollout.max_new_tokens rollout.tp rollout.sync_bucket_mb data.max_prompt_tokens
+          train.steps train.updates_per_step train.epochs_per_step parallel.tp parallel.pp parallel.vpp
+          reward.workers""",
+    2: "rollout.group_size",
+}
+# Megatron-core fields that a key of ours sets, and that key.
+MEGATRON_OWNED = {
+    "tensor_model_parallel_size": "parallel.tp",
+    "sequence_parallel": "parallel.sp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "virtual_pipeline_model_parallel_size": "parallel.vpp",
+    "context_parallel_size": "parallel.cp",
+    "expert_model_parallel_size": "parallel.ep",
+    "expert_tensor_parallel_size": "parallel.etp",
+    **{name: f"train.{name}" for name in ("lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")},
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "model.dtype"),
+    "calculate_per_token_loss": "the loss itself, which is exact only with true",
+}
 
 
 def load_config(path: str, overrides: list[str]) -> Config:
-    """The defaults, overlaid with the YAML file `path`, overlaid with `section.key=value` overrides. Raises UserError."""
+    """The defaults, then the YAML file `path`, then the `section.key=value` overrides. Raises UserError."""
     schema = omegaconf.OmegaConf.structured(Config)
     try:
         layers = [omegaconf.OmegaConf.load(path), *(omegaconf.OmegaConf.from_dotlist([o]) for o in overrides)]
@@ -203,9 +228,13 @@ def explain_config_error(error: omegaconf.errors.OmegaConfBaseException, schema)
     key = error.full_key or str(error.key)
     if isinstance(error, omegaconf.errors.ConfigKeyError):
         legal = config_keys(schema)
-        near = difflib.get_close_matches(key, legal, n=1, cutoff=0.0)[0]
-        return f"unknown key {key!r}; the nearest legal key is {near!r}"
+        return f"unknown key {key!r}; the nearest legal key is {nearest(key, legal)!r}"
     return f"{key}: {str(error).splitlines()[0]}"
+
+
+def nearest(name: str, legal: Iterable[str]) -> str:
+    """The legal name most like `name`."""
+    return difflib.get_close_matches(name, legal, n=1, cutoff=0.0)[0]
 
 
 def config_keys(schema, prefix: str = "") -> list[str]:
@@ -228,109 +257,80 @@ def get(cfg: Config, key: str) -> Any:
 
 def check_config(cfg: Config, world_size: int) -> None:
     """Everything that can be known wrong before a process group, a model or an engine exists. Raises UserError."""
+
+    def require(ok: bool, message: str) -> None:
+        if not ok:
+            raise UserError(message)
+
     for key, legal in CHOICES.items():
-        if get(cfg, key) not in legal:
-            raise UserError(f"{key}={get(cfg, key)!r}: legal here is {' | '.join(map(str, legal))}")
-    for key, least in AT_LEAST.items():
-        if not get(cfg, key) >= least:
-            raise UserError(f"{key}={get(cfg, key)}: must be at least {least}")
-    rollout, train, parallel, data = cfg.rollout, cfg.train, cfg.parallel, cfg.data
-    if not rollout.temperature > 0:
-        raise UserError(f"rollout.temperature={rollout.temperature}: must be above 0; a greedy group has no variance to learn from")
-    if (rollout.top_p != 1 or rollout.top_k != -1) and not rollout.max_logp_gap:
-        raise UserError(
-            f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: vLLM's log-probs are then those of the cut "
-            "distribution, the trainer's of the full one. Use 1 and -1, or set rollout.max_logp_gap=inf to train all the same"
-        )
-    replica = parallel.tp * parallel.pp
-    if world_size % replica:
-        raise UserError(
-            f"parallel.tp={parallel.tp} × parallel.pp={parallel.pp} = {replica} does not divide the world size {world_size}; "
-            f"start a multiple of {replica} processes or make the layout smaller"
-        )
-    if world_size % rollout.tp:
-        raise UserError(f"rollout.tp={rollout.tp} does not divide the world size {world_size}")
-    if parallel.vpp > 1 and parallel.pp == 1:
-        raise UserError(f"parallel.vpp={parallel.vpp} needs parallel.pp > 1")
-    if rollout.prompts_per_step % train.updates_per_step:
-        raise UserError(
-            f"train.updates_per_step={train.updates_per_step} must divide rollout.prompts_per_step={rollout.prompts_per_step}: "
-            "an update takes whole groups"
-        )
-    longest = data.max_prompt_tokens + rollout.max_new_tokens
+        require(get(cfg, key) in legal, f"{key}={get(cfg, key)!r}: legal here is {' | '.join(map(str, legal))}")
+    for least, keys in AT_LEAST.items():
+        for key in keys.split():
+            require(get(cfg, key) >= least, f"{key}={get(cfg, key)}: must be at least {least}")
+    for key in cfg.megatron:
+        require(key not in MEGATRON_OWNED, f"megatron.{key} is set by {MEGATRON_OWNED.get(key)}")
+        near = nearest(key, bridge.megatron_fields())
+        require(key == near, f"unknown key 'megatron.{key}'; the nearest field of Megatron-core is 'megatron.{near}'")
+
+    r, t, p = cfg.rollout, cfg.train, cfg.parallel
+    require(r.temperature > 0, f"rollout.temperature={r.temperature}: must be above 0; greedy groups have no variance")
+    require(
+        (r.top_p == 1 and r.top_k == -1) or bool(r.max_logp_gap),
+        f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut distribution, "
+        "the trainer's of the full one. Use 1 and -1, or set rollout.max_logp_gap=inf to train all the same",
+    )
+    require(
+        world_size % (p.tp * p.pp) == 0,
+        f"parallel.tp={p.tp} × parallel.pp={p.pp} = {p.tp * p.pp} does not divide the world size {world_size}; "
+        f"start a multiple of {p.tp * p.pp} processes or make the layout smaller",
+    )
+    require(world_size % r.tp == 0, f"rollout.tp={r.tp} does not divide the world size {world_size}")
+    require(p.vpp == 1 or p.pp > 1, f"parallel.vpp={p.vpp} needs parallel.pp > 1")
+    require(
+        r.prompts_per_step % t.updates_per_step == 0,
+        f"train.updates_per_step={t.updates_per_step} must divide rollout.prompts_per_step={r.prompts_per_step}: "
+        "an update takes whole groups",
+    )
+    longest = cfg.data.max_prompt_tokens + r.max_new_tokens
     for key in ("max_tokens_per_micro_batch", "logprob_max_tokens_per_micro_batch"):
-        if getattr(train, key) // parallel.tp * parallel.tp < longest:
-            raise UserError(
-                f"train.{key}={getattr(train, key)} cannot hold one sample of data.max_prompt_tokens + rollout.max_new_tokens "
-                f"= {data.max_prompt_tokens} + {rollout.max_new_tokens} = {longest} tokens; at least {longest + parallel.tp} is safe"
-            )
-    for key, name in {"reward.default": cfg.reward.default, **{f"reward.by_source.{s}": n for s, n in cfg.reward.by_source.items()}}.items():
+        require(
+            getattr(t, key) // p.tp * p.tp >= longest,
+            f"train.{key}={getattr(t, key)} cannot hold one sample of data.max_prompt_tokens + "
+            f"rollout.max_new_tokens = {longest} tokens; make it at least {math.ceil(longest / p.tp) * p.tp}",
+        )
+    chosen = {"reward.default": cfg.reward.default}
+    chosen.update({f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()})
+    for key, name in chosen.items():
         try:
             rewards.load_reward(name, cfg.reward.custom)
         except ValueError as error:
             raise UserError(f"{key}={name}: {error}") from None
 
 
-FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
-
-
-def check_model(cfg: Config):
-    """Read the model's Hugging Face config (no weights) and see that the layout divides it. Returns it. Raises UserError."""
-    import transformers
-
-    try:
-        hf = transformers.AutoConfig.from_pretrained(cfg.model.path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path={cfg.model.path}: {str(error).splitlines()[0]}") from None
-    family = (hf.architectures or ["?"])[0]
-    if family not in FAMILIES:
-        raise UserError(f"model.path={cfg.model.path} is a {family}; supported are {', '.join(FAMILIES)}")
-    for attribute in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if getattr(hf, attribute, False):
-            raise UserError(f"model.path={cfg.model.path}: {attribute}=true in its config.json is not supported")
-    if hf.hidden_act != "silu":
-        raise UserError(f"model.path={cfg.model.path}: hidden_act={hf.hidden_act!r} is not supported, only 'silu'")
-    tp, pp, vpp = cfg.parallel.tp, cfg.parallel.pp, cfg.parallel.vpp
-    parts = {
-        "attention heads": hf.num_attention_heads, "key-value heads": hf.num_key_value_heads,
-        "feed-forward size": hf.intermediate_size, "vocabulary size": hf.vocab_size,
-    }  # fmt: skip
-    for what, size in parts.items():
-        for key, by in (("parallel.tp", tp), ("rollout.tp", cfg.rollout.tp)):
-            legal = [n for n in range(1, size + 1) if all(s % n == 0 for s in parts.values())]
-            if size % by and not (key == "rollout.tp" and what in ("key-value heads", "vocabulary size")):  # vLLM pads these
-                raise UserError(f"{key}={by} does not divide the model's {what} {size}; legal are {legal}")
-    if hf.num_hidden_layers % (pp * vpp):
-        legal = [n for n in range(1, hf.num_hidden_layers + 1) if hf.num_hidden_layers % (n * vpp) == 0]
-        raise UserError(
-            f"parallel.pp={pp} × parallel.vpp={vpp} does not divide the model's {hf.num_hidden_layers} layers; "
-            f"legal for parallel.pp are {legal}"
-        )
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
-    if longest > hf.max_position_embeddings:
-        raise UserError(
-            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is beyond the model's {hf.max_position_embeddings} positions"
-        )
-    return hf
-
-
 def describe(cfg: Config, world_size: int) -> str:
     """The layout and the arithmetic of a step, in words."""
-    r, t, p = cfg.rollout, cfg.train, cfg.parallel
-    samples = r.prompts_per_step * r.group_size
-    updates = t.updates_per_step * t.epochs_per_step
+    r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
+
+    def count(n: int, what: str) -> str:
+        return f"{n} {what}{'s' * (n != 1)}"
+
     dp = world_size // (p.tp * p.pp)
-    layout = f"{world_size} rank{'s' * (world_size > 1)} = tp {p.tp} × pp {p.pp}{f' (vpp {p.vpp})' * (p.vpp > 1)} × dp {dp}"
-    kl = f" + {cfg.algo.kl_coef} {cfg.algo.kl}" if cfg.algo.kl_coef else ""
-    return "\n".join([
-        f"layout:  {layout}; rollout: {world_size // r.tp} vLLM engine{'s' * (world_size > r.tp)} of tp {r.tp}",
-        f"a step:  {r.prompts_per_step} prompts × {r.group_size} = {samples} samples"
-        f"{f' × {t.epochs_per_step} epochs' * (t.epochs_per_step > 1)} → {updates} update{'s' * (updates > 1)} of "
-        f"{samples // t.updates_per_step} samples → micro-batches of ≤ {t.max_tokens_per_micro_batch} tokens over {dp} replica{'s' * (dp > 1)}",
-        f"a run:   {t.steps} steps = {t.steps * samples} samples, {t.steps * updates} updates; lr {t.lr:g} after {t.warmup_steps} warm-up steps",
-        f"loss:    {cfg.algo.loss} ({cfg.algo.clip_low:g}, {cfg.algo.clip_high:g}), {cfg.algo.advantage} advantages (ddof 1, eps 1e-6)"
-        f"{kl}, {cfg.algo.loss_norm} over the update's response tokens",
-    ])  # fmt: skip
+    samples, updates = r.prompts_per_step * r.group_size, t.updates_per_step * t.epochs_per_step
+    epochs = f" × {count(t.epochs_per_step, 'epoch')}" if t.epochs_per_step > 1 else ""
+    vpp = f" (vpp {p.vpp})" if p.vpp > 1 else ""
+    kl = f" + {a.kl_coef:g} {a.kl}" if a.kl_coef else ""
+    entropy = f" - {a.entropy_coef:g} entropy" if a.entropy_coef else ""
+    return (
+        f"layout:  {count(world_size, 'rank')} = tp {p.tp} × pp {p.pp}{vpp} × dp {dp}; "
+        f"rollout: {count(world_size // r.tp, 'vLLM engine')} of tp {r.tp}\n"
+        f"a step:  {count(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples{epochs} → "
+        f"{count(updates, 'update')} of {samples // t.updates_per_step} samples → "
+        f"micro-batches of ≤ {t.max_tokens_per_micro_batch} tokens over {count(dp, 'replica')}\n"
+        f"a run:   {count(t.steps, 'step')} = {t.steps * samples} samples, {count(t.steps * updates, 'update')}; "
+        f"lr {t.lr:g} after {count(t.warmup_steps, 'warm-up step')}\n"
+        f"loss:    {a.loss} ({a.clip_low:g}, {a.clip_high:g}){kl}{entropy}; {a.advantage} advantages, ddof 1, eps "
+        f"1e-6; {a.loss_norm} over all response tokens of an update"
+    )
 
 
 # ---------------------------------------------------------------- 2. algorithm: pure functions, no Megatron
@@ -339,9 +339,9 @@ def describe(cfg: Config, world_size: int) -> str:
 def group_advantages(rewards_N: np.ndarray, groups_N: np.ndarray, kind: str) -> np.ndarray:
     """Advantage of each answer against its own group.
 
-    rewards_N [N] float, groups_N [N] int → [N] float64.
-    grpo: (r - mean) / (std + 1e-6), std with ddof 1; exactly 0 for a group of one or of equal rewards. Source: DeepSeekMath,
-    arXiv 2402.03300, eq. for outcome supervision; ddof and eps as in verl's compute_grpo_outcome_advantage.
+    rewards_N [N] float, groups_N [N] int → [N] float64. grpo: (r - mean) / (std + 1e-6), std with ddof 1; exactly 0 for
+    a group of one or of equal rewards. Source: DeepSeekMath, arXiv 2402.03300, eq. for outcome supervision; ddof and
+    eps as in verl's compute_grpo_outcome_advantage.
     """
     rewards_N = np.asarray(rewards_N, dtype=np.float64)
     _, index_N, size_G = np.unique(groups_N, return_inverse=True, return_counts=True)
@@ -394,9 +394,9 @@ def policy_loss(
 def grpo_loss(mb: "MicroBatch", logp_T: torch.Tensor, entropy_T: torch.Tensor, algo: AlgoConfig):
     """(loss sum, integer denominator, report) of one micro-batch, as Megatron's schedule wants them.
 
-    Megatron adds the loss gradients of all micro-batches and replicas and divides once by the sum of the denominators, so the
-    loss is sum / count over the whole update whatever the split. No factor of micro-batches, dp or cp belongs here.
-    The report holds sums over response tokens, but for "gap_max".
+    Megatron adds the loss gradients of all micro-batches and replicas and divides once by the sum of the denominators,
+    so the loss is sum / count over the whole update whatever the split. No factor of micro-batches, dp or cp belongs
+    here. The report holds sums over response tokens, but for "gap_max".
     """
     mask_T, advantages_T, rollout_logp_T = mb.mask[0], mb.advantages[0], mb.rollout_logp[0]
     # With one update a step the policy has not moved since it sampled: the ratio is 1 and its gradient that of logp.
@@ -412,23 +412,19 @@ def grpo_loss(mb: "MicroBatch", logp_T: torch.Tensor, entropy_T: torch.Tensor, a
     loss, denominator = (loss_T * mask_T).sum(), mask_T.sum().int()
     gap_T = (old_logp_T - rollout_logp_T).abs() * mask_T
     sums = {
-        "loss": loss, "policy": (pg_T * mask_T).sum(), "kl": (kl_T * mask_T).sum(), "entropy": (entropy_T * mask_T).sum(),
-        "clipped": (clipped_T * mask_T).sum(), "gap": gap_T.sum(), "tokens": denominator, "gap_max": gap_T.max(),
-    }  # fmt: skip
+        "loss": loss,
+        "policy": (pg_T * mask_T).sum(),
+        "kl": (kl_T * mask_T).sum(),
+        "entropy": (entropy_T * mask_T).sum(),
+        "clipped": (clipped_T * mask_T).sum(),
+        "gap": gap_T.sum(),
+        "gap_max": gap_T.max(),
+        "tokens": denominator,
+    }
     return loss, denominator, {name: value.detach().double() for name, value in sums.items()}
 
 
 # ---------------------------------------------------------------- 3. data
-
-
-@dataclass
-class Prompt:
-    """One row of the data: its token ids, its source, and the row itself for the reward."""
-
-    ids: list[int]
-    answer: str
-    source: str
-    row: dict
 
 
 @dataclass
@@ -465,81 +461,10 @@ class MicroBatch:
     max_seqlen: int
 
 
-def load_prompts(cfg: DataConfig, tokenizer) -> tuple[list[Prompt], int]:
-    """Read and tokenise the training data; returns the prompts and how many were dropped as too long. Raises UserError."""
-    table = load_table(cfg.train, cfg.split)
-    for key in ("prompt_key", "answer_key"):
-        if getattr(cfg, key) not in table.column_names:
-            raise UserError(
-                f"data.{key}={getattr(cfg, key)!r}: no such column in {cfg.train}; its columns are {', '.join(table.column_names)}"
-            )
-    if not len(table):
-        raise UserError(f"data.train={cfg.train} has no rows")
-    texts = table[cfg.prompt_key]
-    if cfg.chat_template:
-        messages = [text if isinstance(text, list) else [{"role": "user", "content": text}] for text in texts]
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
-    else:
-        encoded = tokenizer(list(texts))
-    prompts = [
-        Prompt(ids, str(row[cfg.answer_key]), str(row.get(cfg.source_key, "default")), row)
-        for ids, row in zip(encoded["input_ids"], table, strict=True)
-        if 0 < len(ids) <= cfg.max_prompt_tokens
-    ]
-    if not prompts:
-        raise UserError(
-            f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all {len(table)} prompts of {cfg.train} are longer (or empty); "
-            f"the shortest has {min(map(len, encoded['input_ids']))} tokens"
-        )
-    return prompts, len(table) - len(prompts)
-
-
-def load_table(train: Any, split: str):
-    """A `datasets.Dataset` from local files or, for a name that is no path, from the hub. Raises UserError."""
-    import datasets
-    import glob
-
-    datasets.disable_progress_bars()
-    names = [str(name) for name in (train if isinstance(train, (list, tuple)) else [train])]
-    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
-    if all(Path(name).suffix in kinds for name in names):
-        files = [file for name in names for file in (sorted(glob.glob(name)) or [name])]
-        absent = [file for file in files if not Path(file).is_file()]
-        if absent:
-            raise UserError(f"data.train: no such file {absent[0]}")
-        if not any(Path(file).stat().st_size for file in files):
-            raise UserError(f"data.train={train} is empty")
-        suffixes = {Path(file).suffix for file in files}
-        if len({kinds[suffix] for suffix in suffixes}) > 1:
-            raise UserError(f"data.train mixes file types {', '.join(sorted(suffixes))}; give files of one type")
-        source, options = kinds[suffixes.pop()], {"data_files": files, "split": "train"}
-    elif len(names) == 1 and not Path(names[0]).exists():
-        source, options = names[0], {"split": split}
-    else:
-        raise UserError(f"data.train={train}: legal are files ending in {', '.join(kinds)}, or one hub name")
-    try:
-        return datasets.load_dataset(source, **options)
-    except Exception as error:  # datasets raises many kinds: bad JSON, bad schema, unreachable hub
-        cause = error.__cause__ or error
-        raise UserError(f"data.train={train}: {type(cause).__name__}: {str(cause).strip().splitlines()[0]}") from None
-
-
-def prompt_batch(prompts: list[Prompt], step: int, size: int, seed: int) -> list[Prompt]:
-    """The `size` prompts of `step` (from 1), from an endless stream that is shuffled anew each epoch.
-
-    A pure function of its arguments: the last partial batch of an epoch is filled from the next, and a resumed run needs no state.
-    """
-    batch, orders = [], {}
-    for i in range((step - 1) * size, step * size):
-        epoch, place = divmod(i, len(prompts))
-        if epoch not in orders:
-            orders[epoch] = np.random.default_rng([seed, epoch]).permutation(len(prompts))
-        batch.append(prompts[orders[epoch][place]])
-    return batch
-
-
 def sampling_seed(seed: int, step: int, group: int) -> int:
-    """Seed of a group's answers in vLLM. It depends on nothing else, so neither do the answers (engines, order, layout)."""
+    """Seed of a group's answers in vLLM. It depends on nothing else, so neither do the answers (engines, order,
+    layout).
+    """
     return int(np.random.SeedSequence([seed, step, group]).generate_state(1)[0])
 
 
@@ -571,8 +496,9 @@ def flat_rows(samples: list[Sample]) -> tuple[dict[str, torch.Tensor], np.ndarra
 def plan_bins(lengths_N: np.ndarray, max_tokens: int, replicas: int) -> list[list[int]]:
     """Spread samples over bins of at most `max_tokens`: longest first, each into the emptiest bin.
 
-    Returns a multiple of `replicas` bins of sample numbers; replica r takes bins[r::replicas], so all have the same number and
-    nearly the same load. A pure function: every rank computes the same plan. Raises ValueError for a sample beyond `max_tokens`.
+    Returns a multiple of `replicas` bins of sample numbers; replica r takes bins[r::replicas], so all have the same
+    number and nearly the same load. A pure function: every rank computes the same plan. Raises ValueError for a sample
+    beyond `max_tokens`.
     """
     if lengths_N.max(initial=0) > max_tokens:
         raise ValueError(f"a sample of {lengths_N.max()} tokens does not fit a micro-batch of {max_tokens}")
@@ -589,9 +515,11 @@ def plan_bins(lengths_N: np.ndarray, max_tokens: int, replicas: int) -> list[lis
 
 
 def pack(rows: dict[str, torch.Tensor], lengths_N: np.ndarray, samples: list[int], multiple: int, device) -> MicroBatch:
-    """Pack the numbered samples into one row, padded to a `multiple` (tensor parallel size) with a masked sequence of its own.
+    """Pack the numbered samples into one row, padded to a `multiple` (tensor parallel size) with a masked sequence of
+    its own.
 
-    `rows` may hold "old_logp" and "ref_logp" beside the fields of `flat_rows`. An empty list gives a row of padding only.
+    `rows` may hold "old_logp" and "ref_logp" beside the fields of `flat_rows`. An empty list gives a row of padding
+    only.
     """
     starts_N = np.cumsum(lengths_N) - lengths_N
     lengths_S = lengths_N[samples] if samples else np.zeros(0, np.int64)
@@ -609,7 +537,8 @@ def pack(rows: dict[str, torch.Tensor], lengths_N: np.ndarray, samples: list[int
     positions = torch.cat([rows["position_ids"][index_T], torch.arange(padding)])[None].to(device)  # [1, T]
     fields = ("tokens", "targets", "mask", "advantages", "rollout_logp", "old_logp", "ref_logp")
     return MicroBatch(
-        position_ids=positions, seq_id=row("seq_id", -1), index_T=index_T, cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+        position_ids=positions, seq_id=row("seq_id", -1), index_T=index_T,
+        cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
         max_seqlen=int(np.diff(cu_seqlens).max()), **{name: row(name) for name in fields},
     )  # fmt: skip
 
@@ -617,13 +546,16 @@ def pack(rows: dict[str, torch.Tensor], lengths_N: np.ndarray, samples: list[int
 # ---------------------------------------------------------------- 4. training on Megatron
 
 
-def to_micro_batches(rows: dict, lengths_N: np.ndarray, samples: list[int], max_tokens: int, cfg: Config) -> list[MicroBatch]:
+def to_micro_batches(
+    rows: dict, lengths_N: np.ndarray, samples: list[int], max_tokens: int, cfg: Config
+) -> list[MicroBatch]:
     """This replica's micro-batches of the numbered samples, each of at most `max_tokens` tokens."""
     rank, replicas = bridge.data_parallel()
     multiple = cfg.parallel.tp
     bins = plan_bins(lengths_N[samples], max_tokens // multiple * multiple, replicas)
     return [
-        pack(rows, lengths_N, [samples[i] for i in members], multiple, bridge.device()) for members in bins[rank::replicas]
+        pack(rows, lengths_N, [samples[i] for i in members], multiple, bridge.device())
+        for members in bins[rank::replicas]
     ]
 
 
@@ -657,7 +589,9 @@ def reduce_reports(reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
 
 
 def update(model, optimizer, rows, lengths_N, samples: list[int], lr: float, check, cfg: Config) -> dict[str, float]:
-    """One optimizer step on the numbered samples; returns the report with "grad_norm". `check(report)` may stop it before the step."""
+    """One optimizer step on the numbered samples; returns the report with "grad_norm". `check(report)` may stop it
+    before the step.
+    """
     micro_batches = to_micro_batches(rows, lengths_N, samples, cfg.train.max_tokens_per_micro_batch, cfg)
     optimizer.zero_grad()
     reports = bridge.forward_backward(model, micro_batches, partial(grpo_loss, algo=cfg.algo), cfg.rollout.temperature)
@@ -694,13 +628,16 @@ def sample_groups(engine: Engine, batch: list[Prompt], step: int, tokenizer, cfg
 
 
 def grade(graders: rewards.Grader, samples: list[Sample], batch: list[Prompt]) -> tuple[list[Sample], Counter, str]:
-    """The samples with their rewards, how many timed out by source, and what to tell the user if a reward failed ("" if none)."""
+    """The samples with their rewards, how many timed out by source, and what to tell the user if a reward failed ("" if
+    none).
+    """
     grades = graders.grade([(s.source, s.text, batch[s.group].answer, batch[s.group].row) for s in samples])
     for sample, graded in zip(samples, grades, strict=True):
         if graded.status == "error":
             row = json.dumps(batch[sample.group].row, default=str)
             return samples, Counter(), (
-                f"the reward of source {sample.source!r} failed: {graded.error}\n  row: {row}\n  response: {sample.text!r}\n"
+                f"the reward of source {sample.source!r} failed: {graded.error}\n  row: {row}\n"
+                f"  response: {sample.text!r}\n"
                 "  mend the function or the row; reward.by_source chooses another reward for a source"
             )  # fmt: skip
     graded = [
@@ -710,8 +647,11 @@ def grade(graders: rewards.Grader, samples: list[Sample], batch: list[Prompt]) -
     return graded, Counter(s.source for s, g in zip(samples, grades, strict=True) if g.status == "timeout"), ""
 
 
-def gather(samples: list[Sample], timeouts: Counter, problem: str, busy: dict) -> tuple[list[Sample], Counter, list[dict]]:
-    """All ranks' samples in the order of their groups, the timeouts, and how long each rank was busy; the same on every rank.
+def gather(
+    samples: list[Sample], timeouts: Counter, problem: str, busy: dict
+) -> tuple[list[Sample], Counter, list[dict]]:
+    """All ranks' samples in the order of their groups, the timeouts, and how long each rank was busy; the same on every
+    rank.
 
     Raises UserError on every rank if a reward failed on one.
     """
@@ -728,50 +668,53 @@ class TrainingError(Exception):
     """The run cannot go on with right results. The message is all a user needs; exit code 1."""
 
 
-def check_gap(report: dict[str, float], model, rows, lengths_N, samples: list[Sample], step: int, cfg: Config) -> None:
-    """Stop before the weights change if trainer and engine disagree: a gate at the first step, a check of the last push after it."""
-    fp32 = cfg.model.dtype == "fp32"
-    bound = cfg.rollout.max_logp_gap or (1e-3 if fp32 else 0.05)
-    gap = report["gap_max"] if fp32 else report["gap"] / max(report["tokens"], 1)
+def check_gap(report: dict[str, float], trainer: "Trainer", rows, lengths_N, samples: list[Sample], step: int) -> None:
+    """Stop before the weights change if trainer and engine disagree: a gate at step 1, later a check of the push."""
+    cfg = trainer.cfg
+    kind, bound, gap = "largest", 1e-3, report["gap_max"]
+    if cfg.model.dtype == "bf16":
+        kind, bound, gap = "mean", 0.05, report["gap"] / max(report["tokens"], 1)
+    bound = cfg.rollout.max_logp_gap or bound
     if not math.isfinite(report["loss"]):
-        raise TrainingError(f"the loss of step {step} is {report['loss']}")
-    if gap <= bound:
-        return
-    logp_F = score(model, rows, lengths_N, cfg)
-    raise TrainingError(
-        f"step {step}: trainer and vLLM disagree on sampled tokens: {'largest' if fp32 else 'mean'} |Δ log-prob| = {gap:.2e}, "
-        f"bound {bound:.0e} (rollout.max_logp_gap)\n" + explain_gap(logp_F, rows, samples, step, bound)
-    )
+        raise TrainingError(f"step {step}: the loss is {report['loss']}; nothing was updated")
+    if not gap <= bound:
+        logp_F = score(trainer.model, rows, lengths_N, cfg)
+        raise TrainingError(
+            f"step {step}: trainer and vLLM disagree on sampled tokens: {kind} |Δ log-prob| = {gap:.2e}, bound "
+            f"{bound:.0e} (rollout.max_logp_gap)\n{explain_gap(logp_F, rows, samples, step, bound)}"
+        )
 
 
 def explain_gap(logp_F: torch.Tensor, rows: dict, samples: list[Sample], step: int, bound: float) -> str:
-    """A table of the largest differences, their shape, and the likely cause."""
+    """A table of the largest differences, how they spread, and the likely cause."""
     response_F = rows["mask"] > 0
-    gap_F = ((logp_F - rows["rollout_logp"]).abs() * response_F).float()
-    over = (gap_F[response_F] > bound).float().mean().item()
-    seen = torch.zeros(len(samples)).index_reduce_(0, rows["seq_id"], gap_F, "amax", include_self=True)
-    early_F = response_F & (torch.tensor([len(s.prompt_ids) for s in samples])[rows["seq_id"]] + 3 > rows["position_ids"])
-    early, late = gap_F[early_F].mean().item(), gap_F[response_F & ~early_F].nan_to_num().mean().item()
-    table = ["  sample  group  position   token   trainer    vLLM     |Δ|"]
+    gap_F = (logp_F - rows["rollout_logp"]).abs() * response_F
+    prompt_F = torch.tensor([len(s.prompt_ids) for s in samples])[rows["seq_id"]]
+    place_F = rows["position_ids"] + 1 - prompt_F  # of the target within its response
+    beyond_F = gap_F > bound
+    share = (beyond_F.sum() / response_F.sum()).item()
+    early, late = (gap_F[response_F & part].nanmean().item() for part in (place_F < 3, place_F >= 3))
+    if step > 1:
+        cause = "the engine did not take up the last weight push (stale or partly loaded weights): it agreed at first"
+    elif late > 10 * early:
+        cause = "the gap grows along the response: rotary embedding or context length differ"
+    elif share < 0.05:
+        cause = "few tokens differ: numerical noise; compare with model.dtype=fp32, or raise the bound"
+    else:
+        cause = "most tokens differ: other weights (mapping) or another distribution (temperature, top_p, rollout.vllm)"
+    table = ["  sample  group  position   token   trainer      vLLM       |Δ|"]
     for i in gap_F.topk(min(10, len(gap_F))).indices.tolist():
         n = int(rows["seq_id"][i])
-        place = int(rows["position_ids"][i]) + 1 - len(samples[n].prompt_ids)
         table.append(
-            f"  {n:6d} {samples[n].group:6d} {place:9d} {int(rows['targets'][i]):7d} {logp_F[i]:9.4f} {rows['rollout_logp'][i]:8.4f} {gap_F[i]:8.2e}"
+            f"  {n:6d} {samples[n].group:6d} {place_F[i]:9d} {rows['targets'][i]:7d} {logp_F[i]:9.4f} "
+            f"{rows['rollout_logp'][i]:9.4f} {gap_F[i]:9.2e}"
         )
-    if step > 1:
-        cause = "the engine did not take up the last weight push (stale or partly loaded weights); it agreed at step 1"
-    elif late > 10 * early:
-        cause = "the gap grows with the position: rotary embedding or context length differ (rope settings, max_model_len)"
-    elif over < 0.05:
-        cause = "few tokens differ: numerical noise of the precision; compare with model.dtype=fp32, or raise the bound"
-    else:
-        cause = "most tokens differ: other weights or another distribution (temperature, top_p, rollout.vllm overrides, weight mapping)"
-    summary = (
-        f"  {over:.1%} of {int(response_F.sum())} tokens in {int((seen > bound).sum())} of {len(samples)} samples are beyond the bound; "
-        f"mean |Δ| {early:.1e} in the first three response tokens, {late:.1e} later"
-    )
-    return "\n".join([*table, summary, f"  likely cause: {cause}"])
+    return "\n".join([
+        *table,
+        f"  {share:.1%} of {int(response_F.sum())} tokens, in {len(rows['seq_id'][beyond_F].unique())} of "
+        f"{len(samples)} samples, are beyond the bound; mean |Δ| {early:.1e} in the first 3 tokens, {late:.1e} later",
+        f"  likely cause: {cause}",
+    ])  # fmt: skip
 
 
 def push_weights(model: list, engine, cfg: Config) -> None:
@@ -831,7 +774,10 @@ def summarize(step, samples, timeouts, reports, lr, seconds, busy, cfg: Config) 
         "tokens/response_mean": length_N.mean(),
         "tokens/response_max": length_N.max(),
         "tokens/truncated_frac": np.mean([not s.finished for s in samples]),
-        **{f"time/{phase}": seconds.get(phase, 0.0) for phase in ("rollout", "reward", "logprob", "train", "sync", "save", "step")},
+        **{
+            f"time/{phase}": seconds.get(phase, 0.0)
+            for phase in ("rollout", "reward", "logprob", "train", "sync", "save", "step")
+        },
         "speed/response_tokens_per_s": length_N.sum() / wall,
         "speed/samples_per_s": len(samples) / wall,
         "pack/fill": np.mean([r["fill"] for r in reports]),
@@ -874,85 +820,117 @@ def new_output_dir(path: Path, cfg: Config) -> None:
 # ---------------------------------------------------------------- 7. the loop
 
 
-def train(cfg: Config, tokenizer, prompts: list[Prompt]) -> None:
-    """The whole run, on every rank of torchrun's world."""
-    r, t, out, rank = cfg.rollout, cfg.train, Path(cfg.output_dir), dist.get_rank()
-    if rank == 0:
-        new_output_dir(out, cfg)
+@dataclass
+class Trainer:
+    """What lives through a run, on every rank."""
+
+    cfg: Config
+    tokenizer: Any
+    prompts: list[Prompt]
+    engine: Engine
+    model: list
+    optimizer: Any
+    reference: list[torch.Tensor] | None  # the initial weights; None: no KL
+    graders: rewards.Grader
+
+
+def build_trainer(cfg: Config, tokenizer, prompts: list[Prompt]) -> Trainer:
+    """Engine, model, optimizer and graders, the engine holding the model's weights."""
+    r, t = cfg.rollout, cfg.train
     # vLLM measures free memory when it starts, so it comes first and sleeps while the model is built.
     max_model_len = cfg.data.max_prompt_tokens + r.max_new_tokens
     engine = Engine(cfg.model.path, cfg.model.dtype, r.tp, max_model_len, r.gpu_memory_utilization, r.vllm)
     engine.sleep()
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     model = bridge.build_model(cfg.model.path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
-    optimizer = bridge.build_optimizer(model, t.lr, t.weight_decay, (t.adam_beta1, t.adam_beta2), t.clip_grad, cfg.megatron)
+    betas = (t.adam_beta1, t.adam_beta2)
+    optimizer = bridge.build_optimizer(model, t.lr, t.weight_decay, betas, t.clip_grad, cfg.megatron)
     reference = bridge.copy_weights(model) if cfg.algo.kl_coef > 0 else None
-    graders = rewards.Grader(cfg.reward.default, cfg.reward.by_source, cfg.reward.custom, cfg.reward.timeout_s, cfg.reward.workers)
+    graders = rewards.Grader(**dataclasses.asdict(cfg.reward))
     push_weights(model, engine, cfg)
+    return Trainer(cfg, tokenizer, prompts, engine, model, optimizer, reference, graders)
 
+
+def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
+    """One step of GRPO: sample, grade, advantages, pack, log-probs, updates, push. Returns its metrics and samples."""
+    cfg, model, engine, seconds = trainer.cfg, trainer.model, trainer.engine, {}
+    r, t = cfg.rollout, cfg.train
+    start = time.perf_counter()
+
+    batch = prompt_batch(trainer.prompts, step, r.prompts_per_step, cfg.seed)
+    with timed(seconds, "rollout"):
+        samples = sample_groups(engine, batch, step, trainer.tokenizer, cfg)
+    with timed(seconds, "reward"):
+        samples, timeouts, problem = grade(trainer.graders, samples, batch)
+    samples, timeouts, busy = gather(samples, timeouts, problem, {**seconds, "memory_gb": peak_memory_gb()})
+    engine.sleep()
+
+    advantages_N = group_advantages([s.reward for s in samples], [s.group for s in samples], cfg.algo.advantage)
+    samples = [dataclasses.replace(s, advantage=float(a)) for s, a in zip(samples, advantages_N, strict=True)]
+    rows, lengths_N = flat_rows(samples)
+
+    with timed(seconds, "logprob"):
+        if t.updates_per_step * t.epochs_per_step > 1:
+            rows["old_logp"] = score(model, rows, lengths_N, cfg)
+        if trainer.reference is not None:
+            with bridge.swapped_weights(model, trainer.reference):
+                rows["ref_logp"] = score(model, rows, lengths_N, cfg)
+
+    with timed(seconds, "train"):
+        lr = t.lr * min(1.0, step / max(t.warmup_steps, 1))
+        check = partial(check_gap, trainer=trainer, rows=rows, lengths_N=lengths_N, samples=samples, step=step)
+        chunks = np.split(np.arange(len(samples)), t.updates_per_step)  # whole groups, as the prompts were shuffled
+        reports = [
+            update(model, trainer.optimizer, rows, lengths_N, chunk.tolist(), lr, check, cfg)
+            for chunk in chunks * t.epochs_per_step
+        ]
+
+    with timed(seconds, "sync"):
+        push_weights(model, engine, cfg)
+    if step == t.steps or (t.save_every and step % t.save_every == 0):
+        with timed(seconds, "save"):
+            bridge.export_hf(model, cfg.model.path, Path(cfg.output_dir, "hf", f"step_{step:06d}"))
+
+    seconds["step"] = time.perf_counter() - start
+    return summarize(step, samples, timeouts, reports, lr, seconds, busy, cfg), samples
+
+
+def train(cfg: Config, tokenizer, prompts: list[Prompt]) -> None:
+    """The whole run, on every rank of torchrun's world."""
+    out, writes, steps = Path(cfg.output_dir), dist.get_rank() == 0, cfg.train.steps
+    if writes:
+        new_output_dir(out, cfg)
+    trainer = build_trainer(cfg, tokenizer, prompts)
     history = []
-    for step in range(1, t.steps + 1):
-        seconds: dict[str, float] = {}
-        with timed(seconds, "step"):
-            batch = prompt_batch(prompts, step, r.prompts_per_step, cfg.seed)
-            with timed(seconds, "rollout"):
-                samples = sample_groups(engine, batch, step, tokenizer, cfg)
-            with timed(seconds, "reward"):
-                samples, timeouts, problem = grade(graders, samples, batch)
-            samples, timeouts, busy = gather(samples, timeouts, problem, {**seconds, "memory_gb": peak_memory_gb()})
-
-            advantages_N = group_advantages([s.reward for s in samples], [s.group for s in samples], cfg.algo.advantage)
-            samples = [dataclasses.replace(s, advantage=float(a)) for s, a in zip(samples, advantages_N, strict=True)]
-            rows, lengths_N = flat_rows(samples)
-            engine.sleep()
-
-            with timed(seconds, "logprob"):
-                if t.updates_per_step * t.epochs_per_step > 1:
-                    rows["old_logp"] = score(model, rows, lengths_N, cfg)
-                if reference is not None:
-                    with bridge.swapped_weights(model, reference):
-                        rows["ref_logp"] = score(model, rows, lengths_N, cfg)
-
-            with timed(seconds, "train"):
-                lr = t.lr * min(1.0, step / max(t.warmup_steps, 1))
-                check = partial(check_gap, model=model, rows=rows, lengths_N=lengths_N, samples=samples, step=step, cfg=cfg)
-                chunk = len(samples) // t.updates_per_step  # whole groups, in the shuffled order of the prompts
-                reports = [
-                    update(model, optimizer, rows, lengths_N, list(range(i * chunk, (i + 1) * chunk)), lr, check, cfg)
-                    for _ in range(t.epochs_per_step)
-                    for i in range(t.updates_per_step)
-                ]
-
-            with timed(seconds, "sync"):
-                push_weights(model, engine, cfg)
-            if step == t.steps or (t.save_every and step % t.save_every == 0):
-                with timed(seconds, "save"):
-                    bridge.export_hf(model, cfg.model.path, out / "hf" / f"step_{step:06d}")
-
-        metrics = summarize(step, samples, timeouts, reports, lr, seconds, busy, cfg)
+    for step in range(1, steps + 1):
+        metrics, samples = train_step(trainer, step)
         history.append(metrics["reward/mean"])
-        if rank == 0:
+        if writes:
             dump_rollouts(out / "rollouts" / f"step_{step:06d}.jsonl", samples)
             with (out / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(metrics, default=float) + "\n")
-            print(step_line(metrics, t.steps), flush=True)
-
-    graders.close()
-    if rank == 0:
+            print(step_line(metrics, steps), flush=True)
+    trainer.graders.close()
+    if writes:
         last = history[-10:]
         print(f"\nreward: {history[0]:.3f} at the first step, {np.mean(last):.3f} over the last {len(last)} steps")
-        print(f"outputs: {out}/metrics.jsonl, {out}/rollouts/, {out}/hf/step_{t.steps:06d}/ (loads in transformers and vLLM)")
+        print(f"outputs: {out}/metrics.jsonl, {out}/rollouts/, {out}/hf/step_{steps:06d}/ (for transformers and vLLM)")
 
 
 def prepare(args: argparse.Namespace) -> tuple[Config, Any, list[Prompt]]:
-    """Check all that can be checked without a process group; returns the configuration, tokenizer and prompts. Raises UserError."""
-    import transformers
+    """Check all that can be checked without a process group; returns the configuration, tokenizer and prompts. Raises
+    UserError.
+    """
 
     cfg = load_config(args.config, args.overrides)
     check_config(cfg, args.world_size)
-    check_model(cfg)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model.path)
-    prompts, dropped = load_prompts(cfg.data, tokenizer)
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    try:
+        bridge.check_model(cfg.model.path, cfg.parallel, cfg.rollout.tp, longest, cfg.model.dtype, cfg.megatron)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model.path)
+        prompts, dropped = load_prompts(cfg.data, tokenizer)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     if is_first_rank():
         print(describe(cfg, args.world_size))
         note = f"; {dropped} dropped, longer than {cfg.data.max_prompt_tokens} tokens" if dropped else ""
@@ -962,7 +940,9 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Any, list[Prompt]]:
             raise UserError("start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only")
         local, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
         if torch.cuda.is_available() and local > gpus:
-            raise UserError(f"--nproc_per_node={local}, but this machine has {gpus} GPU{'s' * (gpus > 1)}: one process a GPU")
+            raise UserError(
+                f"--nproc_per_node={local}, but this machine has {gpus} GPU{'s' * (gpus > 1)}: one process a GPU"
+            )
     return cfg, tokenizer, prompts
 
 
@@ -973,10 +953,16 @@ def is_first_rank() -> bool:
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """--config, --dry-run, --world-size, and the overrides. Raises UserError for an unknown option."""
-    parser = argparse.ArgumentParser(prog="train_grpo.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="train_grpo.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
-    parser.add_argument("--dry-run", action="store_true", help="check configuration, model and data, print the plan; needs no GPU")
-    parser.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="ranks that a dry run plans for")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check configuration, model and data, print the plan; needs no GPU"
+    )
+    parser.add_argument(
+        "--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="ranks that a dry run plans for"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args(argv)
 
@@ -989,7 +975,6 @@ def main(argv: list[str]) -> int:
         if not args.dry_run:
             bridge.init_distributed()
             train(cfg, tokenizer, prompts)
-            dist.destroy_process_group()
     except (UserError, TrainingError) as error:
         if is_first_rank():
             print(f"error: {error}", file=sys.stderr, flush=True)

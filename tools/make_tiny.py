@@ -1,11 +1,12 @@
 """Make the tiny model, tokenizer and data of the demo from nothing; no download.
 
     python tools/make_tiny.py build/tiny                             the reversal task of `make demo`
-    python tools/make_tiny.py build/gsm8k --text train.jsonl         a byte-level BPE tokenizer trained on a jsonl's questions
+    python tools/make_tiny.py build/gsm8k --text train.jsonl         a byte-level BPE tokenizer trained on its questions
     python tools/make_tiny.py build/llama --arch llama --untied      another family, for tests
 
 Writes OUT/model (config.json, random weights, tokenizer) and, for the reversal task, OUT/train.jsonl with rows like
-{"prompt": "3142>", "answer": "2413", "source": "reverse"}. The model is untrained: whatever it learns comes from the reward.
+{"prompt": "3142>", "answer": "2413", "source": "reverse"}. The model is untrained: whatever it learns comes from the
+reward.
 """
 
 import argparse
@@ -43,8 +44,14 @@ def bpe_tokenizer(texts: list[str], vocab_size: int):
     return tokenizer
 
 
-def save_model(folder: Path, tokenizer, arch="qwen2", tied=True, hidden=128, layers=4, kv_heads=2, seed=0) -> int:
-    """Write an untrained model with its tokenizer to `folder`; returns its number of parameters."""
+def save_model(
+    folder: Path, tokenizer, arch="qwen2", tied=True, hidden=128, layers=2, kv_heads=2, seed=0, std=0.06
+) -> int:
+    """Write an untrained model with its tokenizer to `folder`; returns its number of parameters.
+
+    `std` of the initial weights: at 0.06 attention is sharp enough for pure RL to start from nothing, at the usual 0.02
+    it is not.
+    """
     import torch
     import transformers
 
@@ -53,9 +60,10 @@ def save_model(folder: Path, tokenizer, arch="qwen2", tied=True, hidden=128, lay
     wrapped.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     name = ARCHITECTURES[arch]
     config = getattr(transformers, f"{name}Config")(
-        vocab_size=len(wrapped), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        vocab_size=len(wrapped), hidden_size=hidden, intermediate_size=8 * hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // 32, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=2048,
-        tie_word_embeddings=tied, eos_token_id=wrapped.eos_token_id, pad_token_id=None, bos_token_id=None,
+        tie_word_embeddings=tied, initializer_range=std, eos_token_id=wrapped.eos_token_id,
+        pad_token_id=None, bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config).float()
@@ -65,8 +73,8 @@ def save_model(folder: Path, tokenizer, arch="qwen2", tied=True, hidden=128, lay
 
 
 def reversal_rows(digits: int, rows: int, seed: int) -> list[dict]:
-    """`rows` distinct strings of 1 … `digits` digits (0-9) with their reversal."""
-    strings = ["".join(d) for n in range(1, digits + 1) for d in itertools.product("0123456789", repeat=n)]
+    """Up to `rows` distinct strings of `digits` digits (0-9) with their reversal."""
+    strings = ["".join(d) for d in itertools.product("0123456789", repeat=digits)]
     random.Random(seed).shuffle(strings)
     return [{"prompt": f"{s}>", "answer": s[::-1], "source": "reverse"} for s in strings[:rows]]
 
@@ -79,9 +87,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="jsonl whose `question` column trains a BPE tokenizer")
     parser.add_argument("--vocab", type=int, default=1024, help="BPE vocabulary size")
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--digits", type=int, default=3, help="longest string of the reversal task")
+    parser.add_argument("--digits", type=int, default=3, help="length of the strings of the reversal task")
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,0 +1,41 @@
+# make demo   train a tiny model on this machine     make test      the quick tests
+# make setup  what both need, into .venv             make test-all  the long ones too
+PYTHON ?= python3
+NPROC ?= 2
+ARGS ?=
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+# GPU requirements where an NVIDIA driver answers, else the CPU recipe
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
+
+.PHONY: setup demo test test-all lint
+setup: .venv/ready
+demo: .venv/ready build/tiny/train.jsonl
+	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
+test: .venv/ready
+	$(BIN)/python -m pytest -q -m "not slow" tests
+test-all: .venv/ready
+	$(BIN)/python -m pytest -q tests
+lint: .venv/ready
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+build/tiny/train.jsonl: tools/make_tiny.py | .venv/ready
+	$(BIN)/python tools/make_tiny.py build/tiny
+
+.venv/ready: $(REQUIREMENTS) Makefile
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v in ((3, 11), (3, 12)) or sys.exit(f"Python 3.11 or 3.12 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+ifeq ($(GPU),)
+	# The CPU build of torch first: the other packages then keep it. The index is given here alone, since an unreachable one costs
+	# seconds for every package; without it pip takes a local wheel, or fails with the reason.
+	$(BIN)/pip install --quiet --no-deps --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0
+endif
+	$(BIN)/pip install --quiet -r $(REQUIREMENTS)
+ifeq ($(GPU),)
+	# vLLM pulls CUDA builds of these, which do not load beside a CPU torch; text models need none of them.
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+endif
+	touch $@

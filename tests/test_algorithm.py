@@ -1,0 +1,150 @@
+"""The algorithm against numbers worked by hand, and the packing against the samples it came from."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from train_grpo import (
+    AlgoConfig,
+    MicroBatch,
+    Prompt,
+    Sample,
+    flat_rows,
+    group_advantages,
+    grpo_loss,
+    pack,
+    plan_bins,
+    policy_loss,
+    prompt_batch,
+    sampling_seed,
+    token_kl,
+)
+
+
+def test_group_advantages_by_hand():
+    # Group 0: rewards 1, 0, 0, 1: mean 1/2, ddof-1 variance (4 · 1/4) / 3 = 1/3.  Group 1: 3, 1: mean 2, variance 2.
+    a = 0.5 / (math.sqrt(1 / 3) + 1e-6)
+    b = 1 / (math.sqrt(2) + 1e-6)
+    got = group_advantages([1, 3, 0, 0, 1, 1], [0, 1, 0, 0, 1, 0], "grpo")
+    np.testing.assert_allclose(got, [a, b, -a, -a, -b, a], rtol=1e-12)
+
+
+@pytest.mark.parametrize("rewards", [[0.7], [0.1] * 3, [1 / 3] * 7, [1e9] * 5])
+def test_group_without_variance_gets_exactly_zero(rewards):
+    assert group_advantages(rewards, [4] * len(rewards), "grpo").tolist() == [0.0] * len(rewards)
+
+
+def test_token_kl_by_hand():
+    logp, ref = torch.tensor([0.0, 0.0, 0.0, 0.0]), torch.tensor([0.5, -1.0, 100.0, -100.0])
+    assert token_kl(logp, ref, "k1").tolist() == [-0.5, 1.0, -100.0, 100.0]
+    assert token_kl(logp, ref, "k2").tolist() == [0.125, 0.5, 5000.0, 5000.0]
+    # exp(1/2) - 3/2 and exp(-1) + 1 - 1; then d clamped to ±20 and the result to 10.
+    want = [math.exp(0.5) - 1.5, math.exp(-1), 10.0, 10.0]
+    torch.testing.assert_close(token_kl(logp, ref, "k3"), torch.tensor(want))
+
+
+def test_policy_loss_clips_by_hand():
+    # ratio:      1.5 (A>0, above 1.2: bound)   1.5 (A<0: free)   0.5 (A>0: free)   0.5 (A<0, below 0.8: bound)
+    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5])
+    advantage = torch.tensor([2.0, -2.0, 2.0, -2.0])
+    loss, clipped = policy_loss(ratio.log(), torch.zeros(4), advantage, AlgoConfig(clip_low=0.2, clip_high=0.2))
+    torch.testing.assert_close(loss, torch.tensor([-2.4, 3.0, -1.0, 1.6]))
+    assert clipped.tolist() == [1, 0, 0, 1]
+    loss, _ = policy_loss(ratio.log(), torch.zeros(4), advantage, AlgoConfig(clip_low=0.1, clip_high=0.28))
+    torch.testing.assert_close(loss, torch.tensor([-2.56, 3.0, -1.0, 1.8]))
+
+
+def sample(group: int, prompt: list[int], response: list[int], advantage=0.0) -> Sample:
+    logp = [-0.1 * token for token in response]
+    return Sample(group, prompt, response, logp, True, "", "s", advantage=advantage)
+
+
+SAMPLES = [
+    sample(0, [11, 12], [1, 2, 3], 1.5),
+    sample(0, [11, 12], [4], -1.5),
+    sample(1, [13], [5, 6], 0.5),
+    sample(2, [14, 15, 16], [7, 8], 2.0),
+]
+
+
+def test_packing_aligns_every_field_on_the_position_that_predicts():
+    rows, lengths = flat_rows(SAMPLES)
+    assert lengths.tolist() == [4, 2, 2, 4]
+    mb = pack(rows, lengths, [2, 0], multiple=4, device="cpu")
+    assert mb.tokens.tolist() == [[13, 5, 11, 12, 1, 2, 0, 0]]
+    assert mb.targets.tolist() == [[5, 6, 12, 1, 2, 3, 0, 0]]
+    assert mb.mask.tolist() == [[1, 1, 0, 1, 1, 1, 0, 0]]
+    assert mb.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1]]
+    assert mb.advantages.tolist() == [[0.5, 0.5, 1.5, 1.5, 1.5, 1.5, 0, 0]]
+    torch.testing.assert_close(mb.rollout_logp, torch.tensor([[-0.5, -0.6, 0, -0.1, -0.2, -0.3, 0, 0]]))
+    assert mb.seq_id.tolist() == [[2, 2, 0, 0, 0, 0, -1, -1]]
+    assert mb.cu_seqlens.tolist() == [0, 2, 6, 8] and mb.max_seqlen == 4
+    assert rows["tokens"][mb.index_T].tolist() == mb.tokens[0, :6].tolist()
+    assert mb.old_logp is None and mb.ref_logp is None
+
+
+def test_an_empty_micro_batch_counts_nothing():
+    rows, lengths = flat_rows(SAMPLES)
+    mb = pack(rows, lengths, [], multiple=2, device="cpu")
+    assert mb.tokens.shape == (1, 2) and mb.mask.sum() == 0
+    loss, denominator, _ = grpo_loss(mb, torch.zeros(2, requires_grad=True), torch.zeros(2), AlgoConfig())
+    assert loss.item() == 0 and denominator.item() == 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_bins_hold_every_sample_once_under_a_strict_cap(replicas):
+    lengths = np.random.default_rng(0).integers(1, 50, size=101)
+    bins = plan_bins(lengths, 64, replicas)
+    assert sorted(n for members in bins for n in members) == list(range(101))
+    assert max(lengths[members].sum() for members in bins) <= 64
+    assert len(bins) % replicas == 0
+    loads = [sum(lengths[members].sum() for members in bins[r::replicas]) for r in range(replicas)]
+    assert max(loads) - min(loads) <= 0.05 * max(loads)
+    with pytest.raises(ValueError, match="does not fit"):
+        plan_bins(lengths, 48, replicas)
+
+
+def test_loss_is_a_sum_and_a_count_whatever_the_packing():
+    rows, lengths = flat_rows(SAMPLES)
+    g = torch.Generator().manual_seed(0)
+    logp, rows["old_logp"], rows["ref_logp"] = (-torch.rand(len(rows["mask"]), generator=g) for _ in range(3))
+    algo = AlgoConfig(kl_coef=0.1, entropy_coef=0.01)
+
+    def total(split: list[list[int]]) -> tuple[float, int]:
+        loss, count = 0.0, 0
+        for members in split:
+            mb = pack(rows, lengths, members, 1, "cpu")
+            part, denominator, _ = grpo_loss(mb, logp[mb.index_T], torch.ones(len(mb.index_T)), algo)
+            loss, count = loss + part.item(), count + denominator.item()
+        return loss, count
+
+    # By hand, one token at a time, from the definitions in the docstring of train_grpo.py.
+    want, position = 0.0, 0
+    for s in SAMPLES:
+        position += len(s.prompt_ids) - 1
+        for _ in s.response_ids:
+            ratio = math.exp(logp[position] - rows["old_logp"][position])
+            d = float(rows["ref_logp"][position] - logp[position])
+            want -= min(ratio * s.advantage, min(max(ratio, 0.8), 1.2) * s.advantage)
+            want += 0.1 * (math.exp(d) - d - 1) - 0.01
+            position += 1
+    for split in ([[0, 1, 2, 3]], [[3], [1, 0], [2]], [[2, 3], [0, 1], []]):
+        loss, count = total(split)
+        assert count == 8 and loss == pytest.approx(want, rel=1e-5)
+
+
+def test_prompts_are_a_seeded_stream_without_gaps():
+    prompts = [Prompt([i], "", "s", {}) for i in range(10)]
+    stream = [p.ids[0] for step in range(1, 6) for p in prompt_batch(prompts, step, 4, seed=3)]
+    assert sorted(stream[:10]) == sorted(stream[10:]) == list(range(10)) and stream[:10] != stream[10:]
+    assert stream == [p.ids[0] for p in prompt_batch(prompts, 1, 20, seed=3)]
+    assert stream[:10] != [p.ids[0] for p in prompt_batch(prompts, 1, 10, seed=4)]
+    assert len({sampling_seed(s, t, g) for s in range(5) for t in range(5) for g in range(5)}) == 125
+
+
+def test_micro_batch_is_frozen():
+    with pytest.raises(AttributeError):
+        pack(*flat_rows(SAMPLES), [0], 1, "cpu").mask = None
+    assert MicroBatch.__dataclass_params__.frozen

@@ -1,0 +1,135 @@
+"""Every mistake a user can make before training: exit code 2, one message that names the key and what is legal, no
+traceback.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPO
+from train_grpo import main
+
+
+@pytest.fixture
+def dry_run(tiny, capsys):
+    def run(*overrides: str, world_size: int = 4) -> tuple[int, str]:
+        code = main([
+            "--config", str(REPO / "configs/tiny.yaml"), "--dry-run", "--world-size", str(world_size),
+            f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", *overrides,
+        ])  # fmt: skip
+        streams = capsys.readouterr()
+        return code, streams.err if code else streams.out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("override", "needles"),
+    [
+        ("train.learning_rate=1", ["unknown key 'train.learning_rate'", "train."]),
+        ("rollout.group_sise=4", ["'rollout.group_sise'", "'rollout.group_size'"]),
+        ("trian.lr=1", ["'trian", "nearest legal key"]),
+        ("train.lr=fast", ["train.lr", "fast"]),
+        ("parallel.tp=two", ["parallel.tp", "two"]),
+        ("train", ["section.key=value"]),
+        ("parallel.tp=3", ["parallel.tp=3", "world size 4"]),
+        ("rollout.tp=3", ["rollout.tp=3", "world size 4"]),
+        ("parallel.tp=4", ["parallel.tp=4", "attention heads 2", "[1, 2]"]),
+        ("parallel.pp=4", ["parallel.pp=4", "2 layers", "[1, 2]"]),
+        ("rollout.group_size=1", ["rollout.group_size=1", "at least 2"]),
+        ("rollout.temperature=0", ["rollout.temperature"]),
+        ("rollout.top_p=0.9", ["rollout.top_p=0.9", "rollout.max_logp_gap=inf"]),
+        ("train.updates_per_step=3", ["train.updates_per_step=3", "prompts_per_step=16"]),
+        ("train.max_tokens_per_micro_batch=8", ["max_tokens_per_micro_batch=8", "at least"]),
+        ("train.lr=-1", ["train.lr=-1", "at least 0"]),
+        ("algo.advantage=gae", ["algo.advantage='gae'", "grpo"]),
+        ("algo.kl=k4", ["algo.kl='k4'", "k1 | k2 | k3"]),
+        ("parallel.cp=2", ["parallel.cp=2", "legal here is 1"]),
+        ("megatron.recompute_granularty=full", ["megatron.recompute_granularty", "recompute_granularity"]),
+        ("reward.default=gsmk8", ["unknown reward 'gsmk8'", "exact, gsm8k, custom"]),
+        ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
+        ("reward.custom=nowhere.py:f", ["reward.custom", "exists"]),
+        ("model.path=nowhere", ["model.path=nowhere"]),
+        ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
+        ("data.train=data.csvx", ["data.train=data.csvx"]),
+        ("data.prompt_key=question", ["data.prompt_key='question'", "prompt, answer, source"]),
+        ("data.answer_key=solution", ["data.answer_key='solution'", "prompt, answer, source"]),
+        ("data.max_prompt_tokens=3", ["data.max_prompt_tokens=3", "the shortest has 4"]),
+        ("data.max_prompt_tokens=4000", ["beyond the model's 2048 positions"]),
+    ],
+)
+def test_bad_key(dry_run, override, needles):
+    room = [f"train.{phase}max_tokens_per_micro_batch=8192" for phase in ("", "logprob_")]
+    code, text = dry_run(*(room if "max_prompt" in override else []), override)
+    assert code == 2 and text.startswith("error: ")
+    for needle in needles:
+        assert needle in text
+
+
+def test_bad_data(dry_run, tmp_path):
+    cases = {
+        "empty.jsonl": ("", "is empty"),
+        "broken.jsonl": ('{"prompt": "1>", "answer": "1"}\n{"prompt": ', "data.train"),
+        "norows.json": ("[]", "data.train"),
+    }
+    for name, (content, needle) in cases.items():
+        (tmp_path / name).write_text(content)
+        code, text = dry_run(f"data.train={tmp_path / name}")
+        assert code == 2 and needle in text, text
+
+
+def test_missing_config_and_missing_key(capsys, tmp_path):
+    assert main(["--config", "nowhere.yaml", "--dry-run"]) == 2
+    assert "nowhere.yaml: no such file" in capsys.readouterr().err
+    (tmp_path / "c.yaml").write_text("seed: 1\n")
+    assert main(["--config", str(tmp_path / "c.yaml"), "--dry-run"]) == 2
+    assert "data.train, model.path: not set" in capsys.readouterr().err
+    (tmp_path / "c.yaml").write_text("seed: [1\n")
+    assert main(["--config", str(tmp_path / "c.yaml"), "--dry-run"]) == 2
+    assert "cannot read the configuration" in capsys.readouterr().err
+
+
+def test_unsupported_architecture_names_the_supported(dry_run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    code, text = dry_run(f"model.path={tmp_path}")
+    assert code == 2 and "GPT2LMHeadModel" in text and "Qwen3ForCausalLM" in text
+
+
+def test_long_prompts_are_dropped_and_counted(dry_run, tmp_path):
+    rows = [{"prompt": "1" * n + ">", "answer": "1"} for n in (2, 3, 30)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, text = dry_run(f"data.train={tmp_path / 'long.jsonl'}")
+    assert code == 0 and "2 prompts; 1 dropped, longer than 8 tokens" in text
+
+
+def test_dry_run_says_layout_and_batch_in_words(dry_run):
+    code, text = dry_run("parallel.tp=2", "parallel.pp=2", "rollout.group_size=8", "train.updates_per_step=2")
+    assert code == 0
+    assert "4 ranks = tp 2 × pp 2 × dp 1; rollout: 4 vLLM engines of tp 1" in text
+    assert "16 prompts × 8 = 128 samples → 2 updates of 64 samples" in text
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "json"])
+def test_data_formats_give_the_same_prompts(dry_run, tiny, tmp_path, kind):
+    import datasets
+
+    table = datasets.load_dataset("json", data_files=str(tiny / "train.jsonl"), split="train")
+    path = tmp_path / f"train.{kind}"
+    if kind == "parquet":
+        table.to_parquet(path)
+    elif kind == "json":
+        table.to_json(path)
+    else:
+        table.save_to_disk(tmp_path / "saved")
+        path = next((tmp_path / "saved").glob("*.arrow"))
+    code, text = dry_run(f"data.train={path}")
+    assert code == 0 and "200 prompts" in text
+
+
+def test_python_alone_is_told_to_use_torchrun(tiny):
+    command = [sys.executable, "train_grpo.py", "--config", "configs/tiny.yaml", f"model.path={tiny / 'model'}",
+               f"data.train={tiny / 'train.jsonl'}"]  # fmt: skip
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 2 and "torchrun" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,108 @@
+"""Trainer and vLLM hold the same weights, for every family, layout and precision; where they do not, the run stops."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import REPO
+
+METRICS = [
+    "step",
+    "reward/mean",
+    "reward/std",
+    "reward/reverse/mean",
+    "groups/zero_std_frac",
+    "loss/total",
+    "loss/policy",
+    "kl/ref",
+    "entropy",
+    "ratio/clip_frac",
+    "logp_gap/mean",
+    "logp_gap/max",
+    "grad_norm",
+    "lr",
+    "tokens/prompt_mean",
+    "tokens/response_mean",
+    "tokens/response_max",
+    "tokens/truncated_frac",
+    "time/rollout",
+    "time/reward",
+    "time/logprob",
+    "time/train",
+    "time/sync",
+    "time/save",
+    "time/step",
+    "speed/response_tokens_per_s",
+    "speed/samples_per_s",
+    "pack/fill",
+    "idle_frac",
+    "mem/peak_gb",
+    "update/skipped",
+]
+SMALL = ["train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4"]
+
+
+def test_a_stale_engine_is_caught(train):
+    run = train(2, *SMALL, "train.warmup_steps=0", script=REPO / "tests/stale_push.py")
+    assert run.code != 0 and len(run.metrics) == 1
+    assert "error: step 2: trainer and vLLM disagree" in run.text
+    assert "likely cause: the engine did not take up the last weight push" in run.text
+    assert run.text.count("Traceback") == 1 and run.text.index("error: ") < run.text.index(
+        "Traceback"
+    )  # torchrun's own
+
+
+@pytest.mark.parametrize(
+    ("arch", "tied", "layout"),
+    [
+        ("qwen3", True, ["parallel.tp=2", "rollout.tp=1"]),
+        ("llama", False, ["parallel.pp=2", "rollout.tp=2"]),
+        ("qwen2", False, ["parallel.tp=2", "parallel.sp=false", "rollout.tp=2"]),
+    ],
+)
+def test_families_agree_and_export_bit_exactly(train, tmp_path, arch, tied, layout):
+    import make_tiny
+
+    make_tiny.save_model(
+        tmp_path / "model", make_tiny.char_tokenizer("0123456789>+-="), arch, tied, hidden=64, layers=2
+    )
+    path = f"model.path={tmp_path / 'model'}"
+    run = train(2, path, *layout, *SMALL, "train.save_every=1", "train.warmup_steps=0")
+    assert run.code == 0, run.text
+    assert max(m["logp_gap/max"] for m in run.metrics) < 1e-4  # step 2 samples from pushed, changed weights
+    run = train(2, path, *layout, *SMALL, "train.steps=1", "train.lr=0")
+    before, after = load_file(tmp_path / "model/model.safetensors"), {}
+    for file in (run.out / "hf/step_000001").glob("*.safetensors"):
+        after.update(load_file(file))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_bf16_and_the_output_folder(train):
+    run = train(2, *SMALL, "model.dtype=bf16", "data.eval=null")
+    assert run.code == 0, run.text
+    assert [list(m) for m in run.metrics] == [[*METRICS[:4], "reward/reverse/timeout_frac", *METRICS[4:]]] * 2
+    assert all(m["logp_gap/mean"] < 0.05 for m in run.metrics)
+    row = run.rollouts(2)[0]
+    assert set(row) == {
+        "group", "prompt_ids", "response_ids", "rollout_logp", "text", "source", "reward", "reward_parts", "advantage",
+        "finished",
+    }  # fmt: skip
+    assert len(row["response_ids"]) == len(row["rollout_logp"]) and len(run.rollouts(1)) == 16
+    assert "dtype: bf16" in (run.out / "config.yaml").read_text()
+    assert "outputs: " in run.text and "at the first step" in run.text
+    again = train(2, *SMALL, "model.dtype=bf16")  # a second run moves the first aside
+    assert again.code == 0 and (run.out.with_name("out.1") / "metrics.jsonl").exists()
+    same = [[json.loads(line)["response_ids"] for line in (folder / "rollouts/step_000001.jsonl").open()]
+            for folder in (run.out, run.out.with_name("out.1"))]  # fmt: skip
+    assert same[0] == same[1]
+
+
+def test_a_reward_that_raises_stops_the_run_with_its_row(train, tmp_path):
+    (tmp_path / "broken.py").write_text("def f(text, answer, row):\n    return row['bonus']\n")
+    run = train(2, *SMALL, f"reward.custom={tmp_path / 'broken.py'}:f")
+    assert run.code != 0
+    assert "the reward of source 'reverse' failed: KeyError: 'bonus' (broken.py, line 2)" in run.text
+    assert '"prompt": "' in run.text and "exitcode  : 2" in run.text

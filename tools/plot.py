@@ -1,0 +1,48 @@
+"""Draw learning curves from metrics.jsonl files.
+
+    python tools/plot.py outputs/tiny/metrics.jsonl [more.jsonl ...] --out docs/demo.png
+
+One line a file; reward, response length, entropy and the gap between trainer and vLLM over the steps.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+PANELS = {
+    "reward/mean": "mean reward",
+    "entropy": "entropy (nats a token)",
+    "tokens/response_mean": "response length (tokens)",
+    "logp_gap/max": "largest |trainer − vLLM| log-prob",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("metrics", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("curve.png"))
+    args = parser.parse_args()
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3), constrained_layout=True)
+    for path in args.metrics:
+        rows = [json.loads(line) for line in path.open()]
+        for axis, key in zip(axes, PANELS, strict=True):
+            axis.plot([row["step"] for row in rows], [row[key] for row in rows], linewidth=1.2, label=str(path.parent))
+    for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
+        axis.set(title=title, xlabel="step")
+        axis.grid(alpha=0.3)
+        if key == "logp_gap/max":
+            axis.set_yscale("log")
+    axes[0].set_ylim(0, 1.02 * max(1.0, axes[0].get_ylim()[1]))
+    if len(args.metrics) > 1:
+        axes[0].legend(fontsize=7)
+    figure.savefig(args.out, dpi=110)
+    print(args.out)
+
+
+if __name__ == "__main__":
+    main()
