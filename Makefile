@@ -29,13 +29,13 @@ build/tiny/train.jsonl: tools/make_tiny.py | .venv/ready
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v in ((3, 11), (3, 12)) or sys.exit(f"Python 3.11 or 3.12 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
 ifeq ($(GPU),)
-	# The CPU build of torch first: the other packages then keep it. The index is given here alone, since an unreachable one costs
-	# seconds for every package; without it pip takes a local wheel, or fails with the reason.
+	@# The CPU build of torch first: the other packages then keep it. The index is given here alone, since an unreachable one costs
+	@# seconds for every package; without it pip takes a local wheel, or fails with the reason.
 	$(BIN)/pip install --quiet --no-deps --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0
 endif
 	$(BIN)/pip install --quiet -r $(REQUIREMENTS)
 ifeq ($(GPU),)
-	# vLLM pulls CUDA builds of these, which do not load beside a CPU torch; text models need none of them.
+	@# vLLM pulls CUDA builds of these, which do not load beside a CPU torch; text models need none of them.
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 endif
 	touch $@

@@ -6,7 +6,8 @@ and nothing is touched where a GPU is present. Call it once, before `megatron` i
 """
 
 import contextlib
-import functools
+import importlib
+import types
 
 import torch
 
@@ -23,10 +24,19 @@ class _NoStream:
     wait_stream = wait_event = record_event = record = synchronize = wait = _return_self
 
 
-def _cpu_for_cuda(factory):
-    """Wrap a tensor factory such as torch.zeros so that device="cuda" means the CPU."""
+class _TorchWithoutCuda(types.ModuleType):
+    """The torch module, but that device="cuda" in a tensor factory means the CPU.
 
-    @functools.wraps(factory)
+    Given to Megatron's modules alone: patching torch itself would break what others do with these factories, such as
+    transformers' loading under a meta device.
+    """
+
+    def __getattr__(self, name: str):
+        value = getattr(torch, name)
+        return _cpu_for_cuda(value) if name in FACTORIES else value
+
+
+def _cpu_for_cuda(factory):
     def wrapped(*args, **kwargs):
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
@@ -35,8 +45,24 @@ def _cpu_for_cuda(factory):
     return wrapped
 
 
+FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "empty_like", "zeros_like")
+# Those modules of Megatron-core that write device="cuda".
+MODULES = (
+    "pipeline_parallel.schedules",
+    "optimizer.optimizer",
+    "optimizer.clip_grads",
+    "optimizer.grad_scaler",
+    "distributed.param_and_grad_buffer",
+    "tensor_parallel.data",
+    "transformer.moe.moe_utils",
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.strategies.state_dict_saver",
+    "utils",
+)
+
+
 def install() -> None:
-    """Patch torch.cuda and three spots of Megatron-core 0.16. Raises RuntimeError where a GPU is present."""
+    """Patch torch.cuda and a few spots of Megatron-core 0.16. Raises RuntimeError where a GPU is present."""
     if torch.cuda.is_available():
         raise RuntimeError("cpu_backend.install() is for machines without a GPU")
     cuda = torch.cuda
@@ -51,8 +77,6 @@ def install() -> None:
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    for name in ("zeros", "ones", "empty", "full", "tensor", "empty_like", "zeros_like"):
-        setattr(torch, name, _cpu_for_cuda(getattr(torch, name)))
 
     # The optimizers recognise what they can shard by this string.
     type_of = torch.Tensor.type
@@ -63,6 +87,8 @@ def install() -> None:
     import megatron.core.tensor_parallel.random as mcore_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    for name in MODULES:
+        importlib.import_module(f"megatron.core.{name}").torch = _TorchWithoutCuda("torch")
     mcore_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 defines it only where Transformer Engine is installed
         moe_utils.te_general_gemm = None
