@@ -17,7 +17,7 @@ demo: .venv/ready build/tiny/train.jsonl
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
 test: .venv/ready
 	$(BIN)/python -m pytest -q -m "not slow" tests
-test-all: .venv/ready
+test-all: .venv/ready build/tiny/train.jsonl
 	$(BIN)/python -m pytest -q tests
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

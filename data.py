@@ -23,8 +23,9 @@ class Prompt:
 
 
 def load_prompts(cfg, tokenizer) -> tuple[list[Prompt], int]:
-    """Read and tokenise the training data; returns the prompts and how many were dropped as too long. Raises
-    ValueError.
+    """Read and tokenise the training data; returns the prompts and how many were dropped as too long.
+
+    Raises ValueError.
     """
     table = load_table(cfg.train, cfg.split)
     for key in ("prompt_key", "answer_key"):
@@ -61,10 +62,10 @@ def load_table(train: Any, split: str):
     kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
     if all(Path(name).suffix in kinds for name in names):
         files = [file for name in names for file in (sorted(glob.glob(name)) or [name])]
-        absent = [file for file in files if not Path(file).is_file()]
+        absent = [file for file in files if "://" not in file and not Path(file).is_file()]
         if absent:
             raise ValueError(f"data.train: no such file {absent[0]}")
-        if not any(Path(file).stat().st_size for file in files):
+        if not any("://" in file or Path(file).stat().st_size for file in files):
             raise ValueError(f"data.train={train} is empty")
         suffixes = {Path(file).suffix for file in files}
         if len({kinds[suffix] for suffix in suffixes}) > 1:

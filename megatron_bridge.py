@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -94,8 +95,9 @@ def data_parallel() -> tuple[int, int]:
 
 
 def reports_loss() -> bool:
-    """True on one rank a replica: the last pipeline stage, first tensor-parallel rank. A sum over these counts each
-    token once.
+    """True on one rank a replica: the last pipeline stage, first tensor-parallel rank.
+
+    A sum over these counts each token once.
     """
     return mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0
 
@@ -118,8 +120,9 @@ class RMSNorm(torch.nn.Module):
 
 @dataclasses.dataclass
 class Packing(PackedSeqParams):
-    """Where the S sequences of a packed row lie. Rides through Megatron's layers to the rotary embedding and core
-    attention.
+    """Where the S sequences of a packed row lie.
+
+    Rides through Megatron's layers to the rotary embedding and core attention.
     """
 
     position_ids: torch.Tensor | None = None  # [T], position of each token in its own sequence
@@ -140,9 +143,7 @@ class Packing(PackedSeqParams):
 
 
 class PackedRope(torch.nn.Module):
-    """Rotary embedding at the position of each packed token, with the frequencies that transformers computes for the
-    model.
-    """
+    """Rotary embedding of each packed token at its own position, with the frequencies transformers computes."""
 
     def __init__(self, hf_config):
         super().__init__()
@@ -197,8 +198,9 @@ class HiddenGPT(GPTModel):
 
 
 def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> TransformerConfig:
-    """The Megatron configuration of a Hugging Face `hf` config; `extra` overrides any field. Megatron raises on what it
-    refuses.
+    """The Megatron configuration of a Hugging Face `hf` config; `extra` overrides any field.
+
+    Megatron raises on what it refuses.
     """
     settings = dict(
         num_layers=hf.num_hidden_layers,
@@ -259,8 +261,9 @@ FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
 
 
 def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: str, extra: dict) -> None:
-    """See, without weights or process groups, that the model of `path` can be built and split. Raises ValueError naming
-    the key.
+    """See, without weights or process groups, that the model of `path` can be built and split.
+
+    Raises ValueError naming the key.
 
     `max_tokens`: the longest sample; `extra`: the megatron section of the configuration.
     """
@@ -417,8 +420,9 @@ def token_logprobs(model, hidden, targets, mask, temperature: float) -> tuple[to
 
 
 def forward_step(micro_batches: Iterator, model, loss_func: Callable, temperature: float):
-    """Megatron's forward_step: the next micro-batch through one model chunk; on the last stage, `loss_func(mb, logp_T,
-    entropy_T)`.
+    """Megatron's forward_step: the next micro-batch through one model chunk.
+
+    On the last stage, `loss_func(mb, logp_T, entropy_T)`.
     """
     mb = next(micro_batches)
     packing = Packing.of(mb)
@@ -432,8 +436,9 @@ def forward_step(micro_batches: Iterator, model, loss_func: Callable, temperatur
 def forward_backward(
     model: list, micro_batches: list, loss_func: Callable, temperature: float, forward_only=False
 ) -> list:
-    """Run Megatron's pipeline schedule over `micro_batches`; returns the reports of `loss_func` (last stage only, else
-    empty).
+    """Run Megatron's pipeline schedule over `micro_batches`.
+
+    Returns the reports of `loss_func` (last stage only, else empty).
 
     `loss_func(mb, logp_T, entropy_T)` → (loss_sum, integer denominator, report). Gradients are summed over
     micro-batches and replicas and divided once by the global sum of the denominators (calculate_per_token_loss), so
@@ -483,8 +488,9 @@ SPLIT_DIM = {"copy": None, "rows": 0, "cols": 1, "qkv": 0, "gate_up": 1}  # of t
 
 
 def rule_of(name: str, hf) -> tuple[str, list[str]]:
-    """(join, Hugging Face names) of a Megatron weight with a global layer number. Raises KeyError for a name without a
-    rule.
+    """(join, Hugging Face names) of a Megatron weight with a global layer number.
+
+    Raises KeyError for a name without a rule.
     """
     if name == "output_layer.weight" and hf.tie_word_embeddings:  # the last stage's copy of the embedding
         return TOP_RULES["embedding.word_embeddings.weight"]
@@ -532,8 +538,9 @@ def named_weights(model: list) -> dict[str, torch.nn.Parameter]:
 
 
 def load_weights(model: list, path: str) -> None:
-    """Fill this rank's shard from the safetensors of `path`, one tensor at a time. Raises KeyError or ValueError on a
-    mismatch.
+    """Fill this rank's shard from the safetensors of `path`, one tensor at a time.
+
+    Raises KeyError or ValueError on a mismatch.
     """
     hf = model[0].hf_config
     files = safetensor_files(path)
@@ -551,6 +558,17 @@ def load_weights(model: list, path: str) -> None:
                 f"{parts[0]} of {path} gives {tuple(shard.shape)}, but {name} has {tuple(parameter.shape)}"
             )
         parameter.data.copy_(shard.reshape(parameter.shape))
+
+
+def local_folder(path: str) -> str:
+    """The folder of a model: `path` itself, or the download of a hub name, made by one rank of each machine."""
+    if Path(path).is_dir():
+        return path
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    if os.environ["LOCAL_RANK"] == "0":
+        huggingface_hub.snapshot_download(path, allow_patterns=wanted)
+    dist.barrier()
+    return huggingface_hub.snapshot_download(path, allow_patterns=wanted, local_files_only=True)
 
 
 def safetensor_files(path: str) -> dict[str, str]:
@@ -592,8 +610,9 @@ def hf_weights(model: list, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str
 
 
 def buckets(stages: list[dict], hf, limit: int, itemsize: int) -> Iterator[tuple[int, list[str]]]:
-    """Group the weights of all pipeline stages, in layer order, into (stage, names) of about `limit` bytes; a layer
-    stays whole.
+    """Group the weights of all pipeline stages, in layer order, into (stage, names) of about `limit` bytes.
+
+    A layer stays whole.
     """
 
     def position(name: str) -> int:
@@ -615,8 +634,9 @@ def buckets(stages: list[dict], hf, limit: int, itemsize: int) -> Iterator[tuple
 
 
 def export_hf(model: list, source: str, target: Path) -> None:
-    """Write the model to the folder `target` so that transformers and vLLM load it; config and tokenizer come from
-    `source`.
+    """Write the model to the folder `target` so that transformers and vLLM load it.
+
+    Config and tokenizer come from `source`.
 
     Called on every rank, written by rank 0, to a temporary name first: `target` is complete or absent.
     """

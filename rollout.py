@@ -15,9 +15,7 @@ import torch
 
 @dataclasses.dataclass
 class Completion:
-    """One sampled answer: its token ids (the end token included), their log-probs under the engine, and whether it
-    ended by itself.
-    """
+    """One sampled answer: token ids (the end token included), their log-probs, and whether it ended by itself."""
 
     ids: list[int]
     logps: list[float]
@@ -25,8 +23,9 @@ class Completion:
 
 
 class Engine:
-    """A vLLM engine on this rank's group of `tp` ranks. All ranks of a group must make the same calls with the same
-    arguments.
+    """A vLLM engine on this rank's group of `tp` ranks.
+
+    All ranks of a group must make the same calls with the same arguments.
     """
 
     def __init__(self, model: str, dtype: str, tp: int, max_model_len: int, gpu_memory_utilization: float, extra: dict):
@@ -51,6 +50,8 @@ class Engine:
             max_model_len=max_model_len,
             enforce_eager=not on_gpu,
             enable_prefix_caching=True,
+            # A prompt prefilled in chunks winds its seeded generator back, which only CUDA generators can do.
+            enable_chunked_prefill=on_gpu,
             enable_sleep_mode=on_gpu,
             gpu_memory_utilization=gpu_memory_utilization,
             logprobs_mode="processed_logprobs",  # of the distribution that was sampled from: after temperature
@@ -64,8 +65,9 @@ class Engine:
                 file.unlink(missing_ok=True)
 
     def generate(self, prompts: list[list[int]], seeds: list[int], n: int, **sampling) -> list[list[Completion]]:
-        """`n` answers to each prompt (token ids). `seeds`: one a prompt; the same prompt and seed give the same answers
-        on any engine.
+        """`n` answers to each prompt (token ids). `seeds`: one a prompt.
+
+        The same prompt and seed give the same answers on any engine.
 
         `sampling`: temperature, top_p, top_k, max_tokens, as vLLM names them.
         """
@@ -81,9 +83,7 @@ class Engine:
         return Completion(ids, logps, answer.finish_reason == "stop")
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace all weights by the (Hugging Face name, full tensor) pairs, ordered by layer, and forget cached
-        prefixes.
-        """
+        """Replace all weights by the (Hugging Face name, full tensor) pairs, in layer order; forget cached prefixes."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if torch.cuda.device_count() == 0:
             self.llm.apply_model(_repack_lm_head)
@@ -98,9 +98,7 @@ class Engine:
             torch.cuda.empty_cache()
 
     def wake(self, part: str) -> None:
-        """Take memory back for `part`: "weights" before a push, "kv_cache" after it, so that the two peaks do not add
-        up.
-        """
+        """Take memory back for `part`: "weights" before a push, "kv_cache" after it, so that the peaks do not add up."""
         if self.sleeps:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=[part])

@@ -66,7 +66,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    train: Any = omegaconf.MISSING  # file (jsonl, json, parquet, arrow), glob, list of files, or hub name
+    train: Any = omegaconf.MISSING  # file or address ending in jsonl, json, parquet or arrow; glob; list; hub name
     eval: Any = None  # not in this version
     split: str = "train"  # of a hub data set
     prompt_key: str = "prompt"
@@ -173,6 +173,7 @@ CHOICES = {
     "resume": ("none",),
     "data.eval": (None,),
     "train.eval_every": (0,),
+    "parallel.vpp": (1,),
     "parallel.cp": (1,),
     "parallel.ep": (1,),
     "parallel.etp": (1,),
@@ -181,22 +182,23 @@ AT_LEAST = {
     0: """train.lr train.warmup_steps train.weight_decay train.clip_grad train.save_every algo.clip_low algo.clip_high
           algo.kl_coef reward.timeout_s seed""",
     1: """rollout.prompts_per_step rollout.max_new_tokens rollout.tp rollout.sync_bucket_mb data.max_prompt_tokens
-          train.steps train.updates_per_step train.epochs_per_step parallel.tp parallel.pp parallel.vpp
+          train.steps train.updates_per_step train.epochs_per_step parallel.tp parallel.pp
           reward.workers""",
     2: "rollout.group_size",
 }
-# Megatron-core fields that a key of ours sets, and that key.
+# Megatron-core fields that may not be set under `megatron`, and why.
 MEGATRON_OWNED = {
-    "tensor_model_parallel_size": "parallel.tp",
-    "sequence_parallel": "parallel.sp",
-    "pipeline_model_parallel_size": "parallel.pp",
-    "virtual_pipeline_model_parallel_size": "parallel.vpp",
-    "context_parallel_size": "parallel.cp",
-    "expert_model_parallel_size": "parallel.ep",
-    "expert_tensor_parallel_size": "parallel.etp",
-    **{name: f"train.{name}" for name in ("lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")},
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "model.dtype"),
-    "calculate_per_token_loss": "the loss itself, which is exact only with true",
+    "tensor_model_parallel_size": "use parallel.tp",
+    "sequence_parallel": "use parallel.sp",
+    "pipeline_model_parallel_size": "use parallel.pp",
+    "virtual_pipeline_model_parallel_size": "use parallel.vpp",
+    "context_parallel_size": "use parallel.cp",
+    "expert_model_parallel_size": "use parallel.ep",
+    "expert_tensor_parallel_size": "use parallel.etp",
+    **{name: f"use train.{name}" for name in ("lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")},
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "use model.dtype"),
+    "calculate_per_token_loss": "the loss is exact only with true",
+    **dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), "not supported in this version"),
 }
 
 
@@ -268,7 +270,7 @@ def check_config(cfg: Config, world_size: int) -> None:
         for key in keys.split():
             require(get(cfg, key) >= least, f"{key}={get(cfg, key)}: must be at least {least}")
     for key in cfg.megatron:
-        require(key not in MEGATRON_OWNED, f"megatron.{key} is set by {MEGATRON_OWNED.get(key)}")
+        require(key not in MEGATRON_OWNED, f"megatron.{key}: {MEGATRON_OWNED.get(key)}")
         near = nearest(key, bridge.megatron_fields())
         require(key == near, f"unknown key 'megatron.{key}'; the nearest field of Megatron-core is 'megatron.{near}'")
 
@@ -285,7 +287,6 @@ def check_config(cfg: Config, world_size: int) -> None:
         f"start a multiple of {p.tp * p.pp} processes or make the layout smaller",
     )
     require(world_size % r.tp == 0, f"rollout.tp={r.tp} does not divide the world size {world_size}")
-    require(p.vpp == 1 or p.pp > 1, f"parallel.vpp={p.vpp} needs parallel.pp > 1")
     require(
         r.prompts_per_step % t.updates_per_step == 0,
         f"train.updates_per_step={t.updates_per_step} must divide rollout.prompts_per_step={r.prompts_per_step}: "
@@ -337,25 +338,23 @@ def describe(cfg: Config, world_size: int) -> str:
 
 
 def group_advantages(rewards_N: np.ndarray, groups_N: np.ndarray, kind: str) -> np.ndarray:
-    """Advantage of each answer against its own group.
+    """Advantage of each answer against its own group; rewards_N [N] float, groups_N [N] int → [N] float64.
 
-    rewards_N [N] float, groups_N [N] int → [N] float64. grpo: (r - mean) / (std + 1e-6), std with ddof 1; exactly 0 for
-    a group of one or of equal rewards. Source: DeepSeekMath, arXiv 2402.03300, eq. for outcome supervision; ddof and
-    eps as in verl's compute_grpo_outcome_advantage.
+    grpo: (r - mean) / (std + 1e-6), std with ddof 1; exactly 0 for a group of one or of equal rewards.
+    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; ddof and eps as in verl's compute_grpo_outcome_advantage.
     """
-    rewards_N = np.asarray(rewards_N, dtype=np.float64)
-    _, index_N, size_G = np.unique(groups_N, return_inverse=True, return_counts=True)
-    mean_G = np.bincount(index_N, rewards_N) / size_G
-    centred_N = rewards_N - mean_G[index_N]
-    std_G = np.sqrt(np.bincount(index_N, centred_N**2) / np.maximum(size_G - 1, 1))
-    # A group of equal rewards: its mean may be off by rounding, so equality is tested on the rewards themselves.
-    low_G, high_G = np.full(len(size_G), np.inf), np.full(len(size_G), -np.inf)
-    np.minimum.at(low_G, index_N, rewards_N)
-    np.maximum.at(high_G, index_N, rewards_N)
-    varied_N = (low_G < high_G)[index_N]
-    if kind == "grpo":
-        return np.where(varied_N, centred_N / (std_G[index_N] + 1e-6), 0.0)
-    raise ValueError(f"algo.advantage={kind}")
+    rewards_N, groups_N = np.asarray(rewards_N, dtype=np.float64), np.asarray(groups_N)
+    advantages_N = np.zeros_like(rewards_N)
+    for group in np.unique(groups_N):
+        members = groups_N == group
+        r = rewards_N[members]
+        if r.min() == r.max():  # nothing to learn from, and a mean off by rounding must not look like something
+            continue
+        if kind == "grpo":
+            advantages_N[members] = (r - r.mean()) / (r.std(ddof=1) + 1e-6)
+        else:
+            raise ValueError(f"algo.advantage={kind}")
+    return advantages_N
 
 
 def token_kl(logp_T: torch.Tensor, ref_logp_T: torch.Tensor, kind: str) -> torch.Tensor:
@@ -462,8 +461,9 @@ class MicroBatch:
 
 
 def sampling_seed(seed: int, step: int, group: int) -> int:
-    """Seed of a group's answers in vLLM. It depends on nothing else, so neither do the answers (engines, order,
-    layout).
+    """Seed of a group's answers in vLLM.
+
+    It depends on nothing else, so neither do the answers (engines, order, layout).
     """
     return int(np.random.SeedSequence([seed, step, group]).generate_state(1)[0])
 
@@ -515,11 +515,10 @@ def plan_bins(lengths_N: np.ndarray, max_tokens: int, replicas: int) -> list[lis
 
 
 def pack(rows: dict[str, torch.Tensor], lengths_N: np.ndarray, samples: list[int], multiple: int, device) -> MicroBatch:
-    """Pack the numbered samples into one row, padded to a `multiple` (tensor parallel size) with a masked sequence of
-    its own.
+    """Pack the numbered samples into one row, padded to a `multiple` (the tensor parallel size).
 
-    `rows` may hold "old_logp" and "ref_logp" beside the fields of `flat_rows`. An empty list gives a row of padding
-    only.
+    The padding is a masked sequence of its own. `rows` may hold "old_logp" and "ref_logp" beside the fields of
+    `flat_rows`. An empty list of samples gives a row of padding only.
     """
     starts_N = np.cumsum(lengths_N) - lengths_N
     lengths_S = lengths_N[samples] if samples else np.zeros(0, np.int64)
@@ -589,8 +588,9 @@ def reduce_reports(reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
 
 
 def update(model, optimizer, rows, lengths_N, samples: list[int], lr: float, check, cfg: Config) -> dict[str, float]:
-    """One optimizer step on the numbered samples; returns the report with "grad_norm". `check(report)` may stop it
-    before the step.
+    """One optimizer step on the numbered samples; returns the report with "grad_norm".
+
+    `check(report)` may stop it before the step.
     """
     micro_batches = to_micro_batches(rows, lengths_N, samples, cfg.train.max_tokens_per_micro_batch, cfg)
     optimizer.zero_grad()
@@ -628,9 +628,7 @@ def sample_groups(engine: Engine, batch: list[Prompt], step: int, tokenizer, cfg
 
 
 def grade(graders: rewards.Grader, samples: list[Sample], batch: list[Prompt]) -> tuple[list[Sample], Counter, str]:
-    """The samples with their rewards, how many timed out by source, and what to tell the user if a reward failed ("" if
-    none).
-    """
+    """The samples with their rewards, the timeouts by source, and what to tell the user if a reward failed (or "")."""
     grades = graders.grade([(s.source, s.text, batch[s.group].answer, batch[s.group].row) for s in samples])
     for sample, graded in zip(samples, grades, strict=True):
         if graded.status == "error":
@@ -650,8 +648,9 @@ def grade(graders: rewards.Grader, samples: list[Sample], batch: list[Prompt]) -
 def gather(
     samples: list[Sample], timeouts: Counter, problem: str, busy: dict
 ) -> tuple[list[Sample], Counter, list[dict]]:
-    """All ranks' samples in the order of their groups, the timeouts, and how long each rank was busy; the same on every
-    rank.
+    """All ranks' samples in the order of their groups, the timeouts, and how long each rank was busy.
+
+    The same on every rank.
 
     Raises UserError on every rank if a reward failed on one.
     """
@@ -825,6 +824,7 @@ class Trainer:
     """What lives through a run, on every rank."""
 
     cfg: Config
+    model_path: str  # local folder of the initial model
     tokenizer: Any
     prompts: list[Prompt]
     engine: Engine
@@ -839,16 +839,17 @@ def build_trainer(cfg: Config, tokenizer, prompts: list[Prompt]) -> Trainer:
     r, t = cfg.rollout, cfg.train
     # vLLM measures free memory when it starts, so it comes first and sleeps while the model is built.
     max_model_len = cfg.data.max_prompt_tokens + r.max_new_tokens
-    engine = Engine(cfg.model.path, cfg.model.dtype, r.tp, max_model_len, r.gpu_memory_utilization, r.vllm)
+    path = bridge.local_folder(cfg.model.path)
+    engine = Engine(path, cfg.model.dtype, r.tp, max_model_len, r.gpu_memory_utilization, r.vllm)
     engine.sleep()
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
-    model = bridge.build_model(cfg.model.path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
+    model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
     betas = (t.adam_beta1, t.adam_beta2)
     optimizer = bridge.build_optimizer(model, t.lr, t.weight_decay, betas, t.clip_grad, cfg.megatron)
     reference = bridge.copy_weights(model) if cfg.algo.kl_coef > 0 else None
     graders = rewards.Grader(**dataclasses.asdict(cfg.reward))
     push_weights(model, engine, cfg)
-    return Trainer(cfg, tokenizer, prompts, engine, model, optimizer, reference, graders)
+    return Trainer(cfg, path, tokenizer, prompts, engine, model, optimizer, reference, graders)
 
 
 def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
@@ -889,7 +890,7 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
         push_weights(model, engine, cfg)
     if step == t.steps or (t.save_every and step % t.save_every == 0):
         with timed(seconds, "save"):
-            bridge.export_hf(model, cfg.model.path, Path(cfg.output_dir, "hf", f"step_{step:06d}"))
+            bridge.export_hf(model, trainer.model_path, Path(cfg.output_dir, "hf", f"step_{step:06d}"))
 
     seconds["step"] = time.perf_counter() - start
     return summarize(step, samples, timeouts, reports, lr, seconds, busy, cfg), samples
@@ -918,8 +919,9 @@ def train(cfg: Config, tokenizer, prompts: list[Prompt]) -> None:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Config, Any, list[Prompt]]:
-    """Check all that can be checked without a process group; returns the configuration, tokenizer and prompts. Raises
-    UserError.
+    """Check all that can be checked without a process group; returns the configuration, tokenizer and prompts.
+
+    Raises UserError.
     """
 
     cfg = load_config(args.config, args.overrides)

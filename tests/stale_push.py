@@ -1,5 +1,6 @@
-"""train_grpo.py with one fault: the weight push after the first step is skipped. A helper of test_engine.py, run by
-torchrun.
+"""train_grpo.py with one fault: the weight push after the first step is skipped.
+
+A helper of test_engine.py, run by torchrun.
 """
 
 import sys

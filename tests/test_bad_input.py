@@ -1,6 +1,4 @@
-"""Every mistake a user can make before training: exit code 2, one message that names the key and what is legal, no
-traceback.
-"""
+"""Mistakes a user can make before training: exit code 2, one message with the key and what is legal, no traceback."""
 
 import json
 import subprocess
@@ -47,6 +45,9 @@ def dry_run(tiny, capsys):
         ("algo.advantage=gae", ["algo.advantage='gae'", "grpo"]),
         ("algo.kl=k4", ["algo.kl='k4'", "k1 | k2 | k3"]),
         ("parallel.cp=2", ["parallel.cp=2", "legal here is 1"]),
+        ("megatron.recompute_granularity=most", ["Megatron-core refuses", "most"]),
+        ("megatron.lr=1", ["megatron.lr: use train.lr"]),
+        ("parallel.vpp=2", ["parallel.vpp=2", "legal here is 1"]),
         ("megatron.recompute_granularty=full", ["megatron.recompute_granularty", "recompute_granularity"]),
         ("reward.default=gsmk8", ["unknown reward 'gsmk8'", "exact, gsm8k, custom"]),
         ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
@@ -109,6 +110,11 @@ def test_dry_run_says_layout_and_batch_in_words(dry_run):
     assert code == 0
     assert "4 ranks = tp 2 × pp 2 × dp 1; rollout: 4 vLLM engines of tp 1" in text
     assert "16 prompts × 8 = 128 samples → 2 updates of 64 samples" in text
+
+
+def test_chat_template_wraps_the_prompt(dry_run):
+    code, text = dry_run("data.chat_template=true", "data.max_prompt_tokens=4")
+    assert code == 0 and "200 prompts" in text  # the tiny template adds nothing
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "json"])

@@ -106,3 +106,38 @@ def test_a_reward_that_raises_stops_the_run_with_its_row(train, tmp_path):
     assert run.code != 0
     assert "the reward of source 'reverse' failed: KeyError: 'bonus' (broken.py, line 2)" in run.text
     assert '"prompt": "' in run.text and "exitcode  : 2" in run.text
+
+
+def test_words_with_long_prompts_and_cut_off_answers(train, tmp_path):
+    """The path of configs/tiny_gsm8k.yaml: BPE tokenizer, chat template, prompts of many lengths, the gsm8k reward."""
+    import make_tiny
+
+    names = ["Ann", "Bo", "Cem", "Dora", "Eli"]
+    questions = [
+        " ".join(f"{name} buys {i + k} pears and gives {k} of them away." for k, name in enumerate(names[: 1 + i % 5]))
+        for i in range(200)
+    ]
+    tokenizer = make_tiny.bpe_tokenizer(questions, vocab_size=300)
+    make_tiny.save_model(tmp_path / "model", tokenizer, hidden=64)
+    rows = [{"question": question, "answer": f"#### {i}"} for i, question in enumerate(questions)]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = train(
+        2, "train.steps=2", f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'words.jsonl'}",
+        "rollout.prompts_per_step=64", "rollout.max_new_tokens=48", config="configs/tiny_gsm8k.yaml",
+    )  # fmt: skip
+    assert run.code == 0, run.text
+    rollouts = run.rollouts(1)
+    assert len(rollouts) == 512 and len({len(row["prompt_ids"]) for row in rollouts}) > 10
+    assert 0 < run.metrics[0]["tokens/truncated_frac"] < 1
+    assert all(row["finished"] == (row["response_ids"][-1] == 0) for row in rollouts)
+    assert all(m["logp_gap/max"] < 1e-4 for m in run.metrics)
+
+
+@pytest.mark.slow
+def test_the_demo_learns(train):
+    run = train(2, "model.path=build/tiny/model", "data.train=build/tiny/train.jsonl")
+    assert run.code == 0, run.text
+    rewards = [m["reward/mean"] for m in run.metrics]
+    assert rewards[0] < 0.2 and sum(rewards[-10:]) / 10 >= 0.9
+    assert sum(m["time/step"] for m in run.metrics) < 240
+    assert 2 * run.metrics[-1]["mem/peak_gb"] < 6

@@ -11,10 +11,11 @@ import pytest
 import torch
 import transformers
 
+RECOMPUTE = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
 LAYOUTS = {
     "dp2": (2, []),
     "tp2": (2, ["parallel.tp=2", "rollout.tp=1"]),
-    "pp2": (2, ["parallel.pp=2", "rollout.tp=2"]),
+    "pp2": (2, ["parallel.pp=2", "rollout.tp=2", *RECOMPUTE]),
     "tp2pp2": (4, ["parallel.tp=2", "parallel.pp=2", "rollout.tp=2"]),
 }
 TEMPERATURE = 0.8
