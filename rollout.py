@@ -22,6 +22,13 @@ class Completion:
     finished: bool
 
 
+def engine_options() -> set[str]:
+    """Names that `rollout.vllm` may hold: the fields of vLLM's EngineArgs."""
+    from vllm import EngineArgs
+
+    return {field.name for field in dataclasses.fields(EngineArgs)}
+
+
 class Engine:
     """A vLLM engine on this rank's group of `tp` ranks.
 
@@ -58,17 +65,17 @@ class Engine:
             disable_log_stats=True,
             use_tqdm_on_load=False,
         )
-        self.llm = vllm.LLM(**{**settings, **extra})
+        settings = {**settings, **extra}
+        self.llm = vllm.LLM(**settings)
         self.sleeps = settings["enable_sleep_mode"]
         if shm_prefix:  # every rank has mapped it by now: without a name nothing stays behind, however the run ends
             for file in Path("/dev/shm").glob(f"{shm_prefix}*"):
                 file.unlink(missing_ok=True)
 
     def generate(self, prompts: list[list[int]], seeds: list[int], n: int, **sampling) -> list[list[Completion]]:
-        """`n` answers to each prompt (token ids). `seeds`: one a prompt.
+        """`n` answers to each prompt (token ids), with one seed a prompt.
 
         The same prompt and seed give the same answers on any engine.
-
         `sampling`: temperature, top_p, top_k, max_tokens, as vLLM names them.
         """
         params = [self.sampling_params(n=n, seed=seed, logprobs=0, detokenize=False, **sampling) for seed in seeds]
@@ -98,7 +105,7 @@ class Engine:
             torch.cuda.empty_cache()
 
     def wake(self, part: str) -> None:
-        """Take memory back for `part`: "weights" before a push, "kv_cache" after it, so that the peaks do not add up."""
+        """Take memory back for `part`: "weights" before a push, "kv_cache" after it; so the two peaks do not add up."""
         if self.sleeps:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=[part])

@@ -49,7 +49,7 @@ import transformers
 import megatron_bridge as bridge
 import reward as rewards
 from data import Prompt, load_prompts, prompt_batch
-from rollout import Engine
+from rollout import Engine, engine_options
 
 # ---------------------------------------------------------------- 1. configuration
 
@@ -273,6 +273,10 @@ def check_config(cfg: Config, world_size: int) -> None:
         require(key not in MEGATRON_OWNED, f"megatron.{key}: {MEGATRON_OWNED.get(key)}")
         near = nearest(key, bridge.megatron_fields())
         require(key == near, f"unknown key 'megatron.{key}'; the nearest field of Megatron-core is 'megatron.{near}'")
+
+    for key in cfg.rollout.vllm:  # looked up only where it is used: importing vLLM takes seconds
+        near = nearest(key, engine_options())
+        require(key == near, f"unknown key 'rollout.vllm.{key}'; the nearest option of vLLM is 'rollout.vllm.{near}'")
 
     r, t, p = cfg.rollout, cfg.train, cfg.parallel
     require(r.temperature > 0, f"rollout.temperature={r.temperature}: must be above 0; greedy groups have no variance")

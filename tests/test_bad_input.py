@@ -46,6 +46,7 @@ def dry_run(tiny, capsys):
         ("algo.kl=k4", ["algo.kl='k4'", "k1 | k2 | k3"]),
         ("parallel.cp=2", ["parallel.cp=2", "legal here is 1"]),
         ("megatron.recompute_granularity=most", ["Megatron-core refuses", "most"]),
+        ("rollout.vllm.max_num_seq=8", ["rollout.vllm.max_num_seq", "max_num_seqs"]),
         ("megatron.lr=1", ["megatron.lr: use train.lr"]),
         ("parallel.vpp=2", ["parallel.vpp=2", "legal here is 1"]),
         ("megatron.recompute_granularty=full", ["megatron.recompute_granularty", "recompute_granularity"]),

@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node=2 tools/bench.py [section.key=value ...]
 
-Defaults: 8 prompts × 8 samples × 64 tokens, an untrained model of hidden size 128 and 4 layers, fp32, KL on. Prints
-medians over 20 steps (after 3 to warm up). Bare vLLM: `LLM.generate` on the same engines, prompts and number of
-samples, right after each step, without log-probs, grading or training.
+Defaults: 8 prompts × 8 samples × 64 tokens, an untrained model of hidden size 128, feed-forward size 512 and 4 layers,
+fp32, KL on. Prints medians over 20 steps (after 3 to warm up). Bare vLLM: `LLM.generate` on the same engines, prompts
+and number of samples, right after each step, without log-probs, grading or training.
 """
 
 import json
@@ -46,7 +46,7 @@ def make_inputs(folder: Path) -> None:
         f"Question {i}: what is {i * 37 % 101} + {i * 59 % 89}? Think, then answer with a number." for i in range(4096)
     ]
     tokenizer = make_tiny.bpe_tokenizer(texts, vocab_size=1024)
-    make_tiny.save_model(folder / "model", tokenizer, hidden=128, layers=4)
+    make_tiny.save_model(folder / "model", tokenizer, hidden=128, layers=4, ffn=4)
     rows = [{"prompt": text[:40], "answer": "0"} for text in texts[:64]]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -45,7 +45,7 @@ def bpe_tokenizer(texts: list[str], vocab_size: int):
 
 
 def save_model(
-    folder: Path, tokenizer, arch="qwen2", tied=True, hidden=128, layers=2, kv_heads=2, seed=0, std=0.06
+    folder: Path, tokenizer, arch="qwen2", tied=True, hidden=128, layers=2, kv_heads=2, seed=0, std=0.06, ffn=8
 ) -> int:
     """Write an untrained model with its tokenizer to `folder`; returns its number of parameters.
 
@@ -60,7 +60,7 @@ def save_model(
     wrapped.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     name = ARCHITECTURES[arch]
     config = getattr(transformers, f"{name}Config")(
-        vocab_size=len(wrapped), hidden_size=hidden, intermediate_size=8 * hidden, num_hidden_layers=layers,
+        vocab_size=len(wrapped), hidden_size=hidden, intermediate_size=ffn * hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // 32, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=2048,
         tie_word_embeddings=tied, initializer_range=std, eos_token_id=wrapped.eos_token_id,
         pad_token_id=None, bos_token_id=None,
