@@ -560,6 +560,28 @@ def load_weights(model: list, path: str) -> None:
         parameter.data.copy_(shard.reshape(parameter.shape))
 
 
+def check_weights(path: str) -> None:
+    """See that the safetensors of the folder `path` hold just the tensors the model is made of. Raises ValueError."""
+    hf = transformers.AutoConfig.from_pretrained(path)
+    absent = set()
+    if hf.architectures[0] != "Qwen2ForCausalLM":
+        absent.add("self_attention.linear_qkv.bias")
+    if hf.architectures[0] != "Qwen3ForCausalLM":
+        absent |= {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
+    rules = [f"decoder.layers.{i}.{rest}" for i in range(hf.num_hidden_layers) for rest in LAYER_RULES.keys() - absent]
+    wanted = {part for name in [*rules, *TOP_RULES] for part in rule_of(name, hf)[1]}
+    try:
+        found = {name for name in safetensor_files(path) if not name.endswith("rotary_emb.inv_freq")}
+    except FileNotFoundError as error:
+        raise ValueError(f"model.path={path}: {error}") from None
+    if hf.tie_word_embeddings:
+        found.discard("lm_head.weight")  # a copy that some exporters write
+    for what, names in (("lacks", wanted - found), ("has tensors this model has no place for:", found - wanted)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"model.path={path} {what} {min(names)}{more}")
+
+
 def local_folder(path: str) -> str:
     """The folder of a model: `path` itself, or the download of a hub name, made by one rank of each machine."""
     if Path(path).is_dir():

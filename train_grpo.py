@@ -280,6 +280,7 @@ def check_config(cfg: Config, world_size: int) -> None:
 
     r, t, p = cfg.rollout, cfg.train, cfg.parallel
     require(r.temperature > 0, f"rollout.temperature={r.temperature}: must be above 0; greedy groups have no variance")
+    require(r.max_logp_gap is None or r.max_logp_gap > 0, f"rollout.max_logp_gap={r.max_logp_gap}: must be above 0")
     require(
         (r.top_p == 1 and r.top_k == -1) or bool(r.max_logp_gap),
         f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut distribution, "
@@ -935,6 +936,8 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Any, list[Prompt]]:
         bridge.check_model(cfg.model.path, cfg.parallel, cfg.rollout.tp, longest, cfg.model.dtype, cfg.megatron)
         tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model.path)
         prompts, dropped = load_prompts(cfg.data, tokenizer)
+        if not args.dry_run and Path(cfg.model.path).is_dir():
+            bridge.check_weights(cfg.model.path)
     except ValueError as error:
         raise UserError(str(error)) from None
     if is_first_rank():
@@ -984,6 +987,8 @@ def main(argv: list[str]) -> int:
     except (UserError, TrainingError) as error:
         if is_first_rank():
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(3)  # torchrun ends every rank as soon as one has exited; let the first one speak
         return 2 if isinstance(error, UserError) else 1
     return 0
 

@@ -1,10 +1,11 @@
 """Trainer and vLLM hold the same weights, for every family, layout and precision; where they do not, the run stops."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import REPO
 
@@ -131,6 +132,24 @@ def test_words_with_long_prompts_and_cut_off_answers(train, tmp_path):
     assert 0 < run.metrics[0]["tokens/truncated_frac"] < 1
     assert all(row["finished"] == (row["response_ids"][-1] == 0) for row in rollouts)
     assert all(m["logp_gap/max"] < 1e-4 for m in run.metrics)
+
+
+@pytest.mark.parametrize("change", ["lacks", "has"])
+def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path, change):
+    import megatron_bridge
+
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    megatron_bridge.check_weights(str(tmp_path / "model"))
+    weights = load_file(tmp_path / "model/model.safetensors")
+    if change == "lacks":
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        message = "lacks model.layers.1.mlp.up_proj.weight"
+    else:
+        weights["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(64)
+        message = "no place for: model.layers.0.self_attn.o_proj.bias"
+    save_file(weights, tmp_path / "model/model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        megatron_bridge.check_weights(str(tmp_path / "model"))
 
 
 @pytest.mark.slow
