@@ -36,6 +36,9 @@ def load_prompts(cfg, tokenizer) -> tuple[list[Prompt], int]:
             )
     if not len(table):
         raise ValueError(f"data.train={cfg.train} has no rows")
+    for key in (cfg.prompt_key, cfg.answer_key):
+        if None in table[key]:
+            raise ValueError(f"data.train={cfg.train}: row {list(table[key]).index(None) + 1} has no {key!r} (null)")
     texts = table[cfg.prompt_key]
     if cfg.chat_template:
         messages = [text if isinstance(text, list) else [{"role": "user", "content": text}] for text in texts]

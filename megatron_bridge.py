@@ -75,7 +75,7 @@ def init_distributed() -> None:
 
 
 def init_model_parallel(parallel, seed: int) -> None:
-    """Build Megatron's process groups for `parallel` (tp, pp, vpp, cp, ep, etp) and seed its random streams."""
+    """Build Megatron's process groups for `parallel` (tp, pp, vpp) and seed its random streams."""
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -85,7 +85,7 @@ def init_model_parallel(parallel, seed: int) -> None:
 
 
 def device() -> torch.device:
-    """Where tensors of this rank live. The only place that chooses."""
+    """Where tensors of this rank live."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -263,9 +263,8 @@ FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
 def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: str, extra: dict) -> None:
     """See, without weights or process groups, that the model of `path` can be built and split.
 
-    Raises ValueError naming the key.
-
-    `max_tokens`: the longest sample; `extra`: the megatron section of the configuration.
+    `max_tokens`: the longest sample; `extra`: the megatron section of the configuration. Raises ValueError naming the
+    key.
     """
     try:
         hf = transformers.AutoConfig.from_pretrained(path)
@@ -438,11 +437,9 @@ def forward_backward(
 ) -> list:
     """Run Megatron's pipeline schedule over `micro_batches`.
 
-    Returns the reports of `loss_func` (last stage only, else empty).
-
-    `loss_func(mb, logp_T, entropy_T)` → (loss_sum, integer denominator, report). Gradients are summed over
-    micro-batches and replicas and divided once by the global sum of the denominators (calculate_per_token_loss), so
-    neither the split into micro-batches nor the layout enters the result.
+    `loss_func(mb, logp_T, entropy_T)` → (loss_sum, integer denominator, report). Returns the reports, on the last stage
+    only. Gradients are summed over micro-batches and replicas and divided once by the global sum of the denominators
+    (calculate_per_token_loss), so neither the split into micro-batches nor the layout enters the result.
     """
     for chunk in model:
         chunk.train(not forward_only)
@@ -540,7 +537,7 @@ def named_weights(model: list) -> dict[str, torch.nn.Parameter]:
 def load_weights(model: list, path: str) -> None:
     """Fill this rank's shard from the safetensors of `path`, one tensor at a time.
 
-    Raises KeyError or ValueError on a mismatch.
+    `check_weights` has compared the names; raises ValueError for a shape that does not fit.
     """
     hf = model[0].hf_config
     files = safetensor_files(path)
@@ -548,9 +545,6 @@ def load_weights(model: list, path: str) -> None:
     handles = {file: safe_open(file, framework="pt") for file in set(files.values())}
     for name, parameter in named_weights(model).items():
         join, parts = rule_of(name, hf)
-        missing = [part for part in parts if part not in files]
-        if missing:
-            raise KeyError(f"{path} has no tensor {missing[0]!r}, which the model's {name} is made of")
         whole = joined(join, [handles[files[part]].get_tensor(part) for part in parts], hf)
         shard = whole if SPLIT_DIM[join] is None else whole.chunk(size, SPLIT_DIM[join])[rank]
         if shard.numel() != parameter.numel():
@@ -583,14 +577,11 @@ def check_weights(path: str) -> None:
 
 
 def local_folder(path: str) -> str:
-    """The folder of a model: `path` itself, or the download of a hub name, made by one rank of each machine."""
+    """The folder of a model: `path` itself, or the download of a hub name (the hub's client locks between ranks)."""
     if Path(path).is_dir():
         return path
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-    if os.environ["LOCAL_RANK"] == "0":
-        huggingface_hub.snapshot_download(path, allow_patterns=wanted)
-    dist.barrier()
-    return huggingface_hub.snapshot_download(path, allow_patterns=wanted, local_files_only=True)
+    return huggingface_hub.snapshot_download(path, allow_patterns=wanted)
 
 
 def safetensor_files(path: str) -> dict[str, str]:
@@ -658,9 +649,8 @@ def buckets(stages: list[dict], hf, limit: int, itemsize: int) -> Iterator[tuple
 def export_hf(model: list, source: str, target: Path) -> None:
     """Write the model to the folder `target` so that transformers and vLLM load it.
 
-    Config and tokenizer come from `source`.
-
-    Called on every rank, written by rank 0, to a temporary name first: `target` is complete or absent.
+    Config and tokenizer come from `source`. Called on every rank, written by rank 0, to a temporary name first:
+    `target` is complete or absent.
     """
     writes = dist.get_rank() == 0
     temporary = target.with_name(target.name + ".tmp")

@@ -22,8 +22,17 @@ class Completion:
     finished: bool
 
 
+def set_environment() -> None:
+    """What vLLM reads when it is imported; a variable that the user has set stays."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs inside this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else every rank is bound to the same cores
+
+
 def engine_options() -> set[str]:
     """Names that `rollout.vllm` may hold: the fields of vLLM's EngineArgs."""
+    set_environment()
     from vllm import EngineArgs
 
     return {field.name for field in dataclasses.fields(EngineArgs)}
@@ -39,11 +48,7 @@ class Engine:
         """Start vLLM on the Hugging Face folder `model`; `extra` goes to vllm.LLM and overrides what is set here."""
         on_gpu = torch.cuda.device_count() > 0
         rank = int(os.environ["RANK"])
-        # vLLM reads these when it is imported.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs inside this process
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else every rank is bound to the same cores
+        set_environment()
         import vllm
 
         shm_prefix = None if on_gpu else _name_shared_memory_after_this_run()

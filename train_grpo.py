@@ -13,14 +13,13 @@ The objective. For each prompt, vLLM samples a group of G answers; answer i gets
     KL_t  = exp(d) - d - 1,  d = ref_logp_t - logp_t     token_kl           k3, d clamped to +-20, the result to +-10
     loss  = sum_t (L_t + kl_coef KL_t - entropy_coef H_t) / number of response tokens of the update      grpo_loss
 
-One step: sample -> grade -> advantages -> pack -> (old and reference log-probs) -> update(s) -> push weights -> log ->
-save.
+One step: sample -> grade -> advantages -> pack -> (old, ref log-probs) -> update(s) -> push -> log -> save.
 
 To fork: a new advantage is a branch in `group_advantages`, a new loss one in `policy_loss`, a new KL one in `token_kl`,
 each with a name that `CHOICES` lists; a reward is a function in reward.py or in a file of your own (`reward.custom`).
 
-Names: a suffix tells a tensor's shape. _N per sample, _T per packed token, _F per predicting position of the whole
-step.
+Names: a suffix tells a tensor's shape. _N per sample, _S per packed sequence, _T per packed token, _B per bin, _F per
+predicting position of the whole step.
 """
 
 import argparse
@@ -127,9 +126,7 @@ class TrainConfig:
     updates_per_step: int = 1  # optimizer steps on each batch of samples
     epochs_per_step: int = 1  # passes over each batch of samples
     max_tokens_per_micro_batch: int = 16384  # strict cap, forward and backward
-    logprob_max_tokens_per_micro_batch: int = (
-        32768  # strict cap of the forward-only passes (old and reference log-probs)
-    )
+    logprob_max_tokens_per_micro_batch: int = 32768  # strict cap, forward only (old and reference log-probs)
     save_every: int = 0  # steps between exports to output_dir/hf; 0: at the end only
     eval_every: int = 0  # not in this version
 
@@ -157,9 +154,7 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    megatron: dict[str, Any] = field(
-        default_factory=dict
-    )  # TransformerConfig, OptimizerConfig, DistributedDataParallelConfig
+    megatron: dict[str, Any] = field(default_factory=dict)  # any field of Megatron-core's config classes
 
 
 # Every key with a closed set of values, and the set.
@@ -655,9 +650,7 @@ def gather(
 ) -> tuple[list[Sample], Counter, list[dict]]:
     """All ranks' samples in the order of their groups, the timeouts, and how long each rank was busy.
 
-    The same on every rank.
-
-    Raises UserError on every rank if a reward failed on one.
+    The same on every rank. Raises UserError on every rank if a reward failed on one.
     """
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (samples, timeouts, problem, busy))
@@ -936,9 +929,9 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Any, list[Prompt]]:
         bridge.check_model(cfg.model.path, cfg.parallel, cfg.rollout.tp, longest, cfg.model.dtype, cfg.megatron)
         tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model.path)
         prompts, dropped = load_prompts(cfg.data, tokenizer)
-        if not args.dry_run and Path(cfg.model.path).is_dir():
-            bridge.check_weights(cfg.model.path)
-    except ValueError as error:
+        if not args.dry_run:
+            bridge.check_weights(bridge.local_folder(cfg.model.path))
+    except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
     if is_first_rank():
         print(describe(cfg, args.world_size))
@@ -961,7 +954,7 @@ def is_first_rank() -> bool:
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """--config, --dry-run, --world-size, and the overrides. Raises UserError for an unknown option."""
+    """--config, --dry-run, --world-size, and the overrides. argparse itself exits with 2 on an unknown option."""
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

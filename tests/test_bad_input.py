@@ -75,6 +75,7 @@ def test_bad_data(dry_run, tmp_path):
         "empty.jsonl": ("", "is empty"),
         "broken.jsonl": ('{"prompt": "1>", "answer": "1"}\n{"prompt": ', "data.train"),
         "norows.json": ("[]", "data.train"),
+        "null.jsonl": ('{"prompt": "1>", "answer": "1"}\n{"prompt": "2>", "answer": null}\n', "row 2 has no 'answer'"),
     }
     for name, (content, needle) in cases.items():
         (tmp_path / name).write_text(content)
