@@ -24,12 +24,29 @@ class _NoStream:
     wait_stream = wait_event = record_event = record = synchronize = wait = _return_self
 
 
+class _CudaWithoutGpu(types.ModuleType):
+    """torch.cuda, with streams that vLLM cannot take away: importing its CPU worker puts other stand-ins there."""
+
+    Stream = Event = _NoStream
+
+    def __getattr__(self, name: str):
+        return getattr(torch.cuda, name)
+
+    def current_stream(self, *args):
+        return _NoStream()
+
+    def stream(self, stream):
+        return contextlib.nullcontext()
+
+
 class _TorchWithoutCuda(types.ModuleType):
     """The torch module, but that device="cuda" in a tensor factory means the CPU.
 
     Given to Megatron's modules alone: patching torch itself would break what others do with these factories, such as
     transformers' loading under a meta device.
     """
+
+    cuda = _CudaWithoutGpu("torch.cuda")
 
     def __getattr__(self, name: str):
         value = getattr(torch, name)
@@ -46,7 +63,7 @@ def _cpu_for_cuda(factory):
 
 
 FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "empty_like", "zeros_like")
-# Those modules of Megatron-core that write device="cuda".
+# Those modules of Megatron-core that write device="cuda" or wait for streams.
 MODULES = (
     "pipeline_parallel.schedules",
     "optimizer.optimizer",
@@ -55,10 +72,34 @@ MODULES = (
     "distributed.param_and_grad_buffer",
     "tensor_parallel.data",
     "transformer.moe.moe_utils",
+    "transformer.moe.token_dispatcher",
     "dist_checkpointing.exchange_utils",
     "dist_checkpointing.strategies.state_dict_saver",
     "utils",
 )
+
+
+def _even_splits(mappings) -> None:
+    """Let Megatron's gather and reduce-scatter take parts of different lengths, which gloo refuses: pad, then cut."""
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def padded(x, length):
+        return torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])])
+
+    def gather_any(x, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None:
+            return gather(x, group, None, use_global_buffer)
+        width = max(output_split_sizes)
+        parts = gather(padded(x, width), group).split(max(width, 1))
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=False)])
+
+    def reduce_scatter_any(x, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None:
+            return reduce_scatter(x, group, None, use_global_buffer)
+        parts = torch.cat([padded(part, max(input_split_sizes)) for part in x.split(input_split_sizes)])
+        return reduce_scatter(parts, group)[: input_split_sizes[group.rank()]]
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_any, reduce_scatter_any
 
 
 def install() -> None:
@@ -84,12 +125,14 @@ def install() -> None:
         type_of(self, *args, **kwargs) if args or kwargs else type_of(self).replace("torch.", "torch.cuda.")
     )
 
+    import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as mcore_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     for name in MODULES:
         importlib.import_module(f"megatron.core.{name}").torch = _TorchWithoutCuda("torch")
     mcore_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    _even_splits(mappings)
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 defines it only where Transformer Engine is installed
         moe_utils.te_general_gemm = None
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (

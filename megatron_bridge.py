@@ -5,13 +5,15 @@ targets, mask, position_ids` (each [1, T]), `cu_seqlens` [S+1] and `max_seqlen`;
 row of T tokens.
 
 Weights cross the border as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them,
-for vLLM and for the export alike. One table, `LAYER_RULES`, says how a Megatron weight is made of Hugging Face weights.
+for vLLM and for the export alike. One table, `FAMILIES`, says of which Hugging Face weights a Megatron layer is made.
 """
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -54,6 +56,8 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.utils import unwrap_model
 from safetensors import safe_open
@@ -75,11 +79,14 @@ def init_distributed() -> None:
 
 
 def init_model_parallel(parallel, seed: int) -> None:
-    """Build Megatron's process groups for `parallel` (tp, pp, vpp) and seed its random streams."""
+    """Build Megatron's process groups for `parallel` (tp, pp, vpp, cp, ep, etp) and seed its random streams."""
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
     )
     model_parallel_cuda_manual_seed(seed)
 
@@ -95,11 +102,47 @@ def data_parallel() -> tuple[int, int]:
 
 
 def reports_loss() -> bool:
-    """True on one rank a replica: the last pipeline stage, first tensor-parallel rank.
+    """True on one rank a replica: the last pipeline stage, first tensor- and context-parallel rank.
 
     A sum over these counts each token once.
     """
-    return mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0
+    first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
+    return first and mpu.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def token_multiple(parallel) -> int:
+    """What the length of a packed row must be a multiple of: context parallelism, then tensor parallelism, split it."""
+    return parallel.tp * parallel.cp
+
+
+def micro_batch_multiple(parallel) -> int:
+    """What a replica's number of micro-batches must be a multiple of: the interleaved schedule wants full rounds."""
+    return parallel.pp if parallel.vpp > 1 else 1
+
+
+# ---------------------------------------------------------------- context parallelism
+
+# Rank r of cp holds the tokens r, r + cp, r + 2 cp, ... of every packed row, so each has the same share of early
+# (cheap) and late (dear) positions of every sequence. Source: Striped Attention, arXiv 2311.09431; keys and values are
+# gathered whole instead of passed around a ring.
+
+
+def own_stripe(x: torch.Tensor) -> torch.Tensor:
+    """This rank's tokens of a row; [..., T] → [..., T / cp]."""
+    return x[..., mpu.get_context_parallel_rank() :: mpu.get_context_parallel_world_size()]
+
+
+def gather_stripes(x: torch.Tensor, summed_gradient: bool) -> torch.Tensor:
+    """All ranks' tokens, in the order of the row; [T / cp, ...] → [T, ...].
+
+    `summed_gradient`: every rank uses the result for a part of the loss of its own, so the gradients of all ranks add
+    up. Without it every rank computes the same whole loss, and each takes the gradient of its own tokens.
+    """
+    cp = mpu.get_context_parallel_world_size()
+    if cp == 1:
+        return x
+    gathered = gather_from_sequence_parallel_region(x, summed_gradient, mpu.get_context_parallel_group())
+    return gathered.unflatten(0, (cp, -1)).transpose(0, 1).flatten(0, 1)  # rank by rank → [T, ...]
 
 
 # ---------------------------------------------------------------- model
@@ -122,23 +165,38 @@ class RMSNorm(torch.nn.Module):
 class Packing(PackedSeqParams):
     """Where the S sequences of a packed row lie.
 
-    Rides through Megatron's layers to the rotary embedding and core attention.
+    Rides through Megatron's layers to the rotary embedding and core attention. This rank's queries are a stripe of the
+    row under context parallelism, else all of it; its keys are always the whole row.
     """
 
-    position_ids: torch.Tensor | None = None  # [T], position of each token in its own sequence
-    padded_index: torch.Tensor | None = None  # [T], slot of each token in a padded [S * max_seqlen] layout
+    position_ids: torch.Tensor | None = None  # [T / cp], position of each query in its own sequence
+    query_slot: torch.Tensor | None = None  # [T / cp], place of each query in a padded [S * max_seqlen_q] layout
+    key_slot: torch.Tensor | None = None  # [T], place of each key in a padded [S * max_seqlen_kv] layout
+    mask: torch.Tensor | None = None  # [S, 1, max_seqlen_q, max_seqlen_kv], True where a query sees a key; None: causal
 
     @classmethod
     def of(cls, mb) -> "Packing":
-        lengths_S = mb.cu_seqlens.diff()
-        first_slot_S = torch.arange(len(lengths_S), device=lengths_S.device) * mb.max_seqlen
-        position_T = mb.position_ids[0]
-        slot_T = first_slot_S.repeat_interleave(lengths_S, output_size=len(position_T)) + position_T
+        starts_S, lengths_S = mb.cu_seqlens[:-1].long(), mb.cu_seqlens.diff()
+        sequences, position_T = len(lengths_S), mb.position_ids[0]
+        sequence_T = torch.arange(sequences, device=starts_S.device).repeat_interleave(
+            lengths_S, output_size=len(position_T)
+        )
+        key_slot_T = sequence_T * mb.max_seqlen + position_T
+        query_slot, max_queries, mask = key_slot_T, mb.max_seqlen, None
+        cp = mpu.get_context_parallel_world_size()
+        if cp > 1:
+            first_S = (starts_S - mpu.get_context_parallel_rank() + cp - 1) // cp  # first query of each, in the stripe
+            sequence, max_queries = own_stripe(sequence_T), -(-mb.max_seqlen // cp)
+            place = torch.arange(len(sequence), device=sequence.device) - first_S[sequence]
+            query_slot = sequence * max_queries + place  # [T / cp]
+            position = position_T.new_zeros(sequences * max_queries).index_copy(0, query_slot, own_stripe(position_T))
+            keys = torch.arange(mb.max_seqlen, device=position.device)
+            mask = (position[:, None] >= keys).view(sequences, 1, max_queries, mb.max_seqlen)
         return cls(
             qkv_format="sbhd",  # keeps Megatron from its own per-sequence loop over "thd"
             cu_seqlens_q=mb.cu_seqlens, cu_seqlens_kv=mb.cu_seqlens,
-            max_seqlen_q=mb.max_seqlen, max_seqlen_kv=mb.max_seqlen,
-            position_ids=position_T, padded_index=slot_T,
+            max_seqlen_q=max_queries, max_seqlen_kv=mb.max_seqlen,
+            position_ids=own_stripe(position_T), query_slot=query_slot, key_slot=key_slot_T, mask=mask,
         )  # fmt: skip
 
 
@@ -147,26 +205,34 @@ class PackedRope(torch.nn.Module):
 
     def __init__(self, hf_config):
         super().__init__()
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        rope = LlamaRotaryEmbedding(hf_config)
-        if rope.attention_scaling != 1.0:
-            raise NotImplementedError(f"rope type {rope.rope_type!r} scales attention, which is not supported")
-        self.inv_freq = rope.inv_freq.to(device())  # [head_dim / 2], kept out of state and dtype casts
+        self.inv_freq = rotary_embedding(hf_config).inv_freq.to(device())  # [head_dim / 2], safe from dtype casts
 
     def get_rotary_seq_len(self, inference_context, decoder, hidden, config, packing: Packing) -> Packing:
         return packing  # what GPTModel hands on to forward()
 
     def forward(self, packing: Packing, **unused) -> torch.Tensor:
-        angles = torch.outer(packing.position_ids.float(), self.inv_freq)  # [T, head_dim / 2]
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]  # [T, 1, 1, head_dim]
+        angles = torch.outer(packing.position_ids.float(), self.inv_freq)  # [T / cp, head_dim / 2]
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]  # [T / cp, 1, 1, head_dim]
+
+
+def rotary_embedding(hf_config) -> torch.nn.Module:
+    """transformers' own rotary embedding, for its frequencies (Llama 3 scaling included).
+
+    Raises ValueError for a type that scales attention or changes with the length.
+    """
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = LlamaRotaryEmbedding(hf_config)
+    if rope.rope_type not in ("default", "linear", "llama3") or rope.attention_scaling != 1.0:
+        raise ValueError(f"rope type {rope.rope_type!r} is not supported; supported are default, linear, llama3")
+    return rope
 
 
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each packed sequence: pad to [S, max_seqlen], one scaled_dot_product_attention, unpad.
 
     Padding stands right of every real token, so the causal mask alone keeps it out. No Transformer Engine, CPU and GPU
-    alike.
+    alike. Under context parallelism the keys and values of the other ranks are gathered first.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **unused):
@@ -174,20 +240,51 @@ class PackedAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale
 
     def forward(self, query, key, value, attention_mask, packed_seq_params: Packing, **unused) -> torch.Tensor:
-        """query [T, 1, heads, d], key and value [T, 1, kv_heads, d] → [T, 1, heads * d]."""
-        index, max_seqlen = packed_seq_params.padded_index, packed_seq_params.max_seqlen_q
-        sequences = len(packed_seq_params.cu_seqlens_q) - 1
+        """query [T / cp, 1, heads, d], key and value [T / cp, 1, kv_heads, d] → [T / cp, 1, heads * d]."""
+        packing, sequences = packed_seq_params, len(packed_seq_params.cu_seqlens_q) - 1
+        key, value = gather_stripes(torch.stack((key, value), dim=1), summed_gradient=True).unbind(1)  # [T, 1, ...]
 
-        def pad(x):  # [T, 1, n, d] → [S, n, max_seqlen, d]
-            padded = x.new_zeros(sequences * max_seqlen, *x.shape[2:]).index_copy(0, index, x.squeeze(1))
-            return padded.view(sequences, max_seqlen, *x.shape[2:]).transpose(1, 2)
+        def pad(x, slot, width):  # [tokens, 1, n, d] → [S, n, width, d]
+            padded = x.new_zeros(sequences * width, *x.shape[2:]).index_copy(0, slot, x.squeeze(1))
+            return padded.view(sequences, width, *x.shape[2:]).transpose(1, 2)
 
-        grouped = query.shape[2] != key.shape[2]
         out = F.scaled_dot_product_attention(
-            pad(query), pad(key), pad(value), is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
-        )
-        out = out.transpose(1, 2).reshape(sequences * max_seqlen, -1)  # [S * max_seqlen, heads * d]
-        return out.index_select(0, index).unsqueeze(1)  # [T, 1, heads * d]
+            pad(query, packing.query_slot, packing.max_seqlen_q),
+            *(pad(x, packing.key_slot, packing.max_seqlen_kv) for x in (key, value)),
+            attn_mask=packing.mask, is_causal=packing.mask is None, scale=self.softmax_scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )  # fmt: skip
+        out = out.transpose(1, 2).flatten(0, 1).flatten(1)  # [S * max_seqlen_q, heads * d]
+        return out.index_select(0, packing.query_slot).unsqueeze(1)  # [T / cp, 1, heads * d]
+
+
+class Router(TopKRouter):
+    """Megatron's router with a balancing loss that does not depend on tp and cp, and a count of each expert's load.
+
+    Megatron weighs the loss with the tokens of the rank; here it is those of the whole micro-batch. `padding_mask` is
+    True where no response token is predicted, so loss and load speak of the tokens that are trained, and the weight
+    matches the denominator of `token_mean`.
+    """
+
+    def __init__(self, config, **kwargs):
+        super().__init__(config=config, **kwargs)
+        self.load = torch.zeros(config.num_moe_experts, device=device())  # tokens of each expert, until `expert_load`
+
+    def forward(self, input, padding_mask=None):
+        probs, routing_map = super().forward(input, padding_mask)
+        if self.training:  # full recompute counts everything twice: only ratios are read
+            self.load = self.load + (routing_map & ~padding_mask.reshape(-1, 1)).sum(0)
+        return probs, routing_map
+
+    def _apply_aux_loss(self, probs, scores_for_aux_loss, routing_map, with_padding_mask=False):
+        """Switch Transformer's loss, arXiv 2101.03961 eq. 4, over the micro-batch: coefficient · E · sum_e f_e P_e."""
+        coefficient, experts = self.get_aux_loss_coeff("aux_loss"), self.config.num_moe_experts
+        tokens_E = routing_map.sum(0).float()
+        dist.all_reduce(tokens_E, group=self.tp_cp_group)
+        tokens = tokens_E.sum() / self.topk
+        share_E = scores_for_aux_loss.sum(0)  # this rank's part of tokens · P_e
+        loss = coefficient * experts * (tokens_E * share_E).sum() / (tokens * self.topk).clamp(min=1)
+        return MoEAuxLossAutoScaler.apply(probs, loss)
 
 
 class HiddenGPT(GPTModel):
@@ -197,11 +294,21 @@ class HiddenGPT(GPTModel):
         return hidden_states
 
 
+# Fields of Megatron's configuration that the model's config.json settles.
+FROM_MODEL = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "normalization", "layernorm_epsilon", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias",
+    "qk_layernorm", "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq",
+)  # fmt: skip
+
+
 def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> TransformerConfig:
     """The Megatron configuration of a Hugging Face `hf` config; `extra` overrides any field.
 
     Megatron raises on what it refuses.
     """
+    rules = FAMILIES[hf.architectures[0]]
     settings = dict(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -214,8 +321,8 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=hf.architectures[0] == "Qwen2ForCausalLM",
-        qk_layernorm=hf.architectures[0] == "Qwen3ForCausalLM",
+        add_qkv_bias="self_attention.linear_qkv.bias" in rules,
+        qk_layernorm="self_attention.q_layernorm.weight" in rules,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -225,8 +332,16 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         sequence_parallel=parallel.sp and parallel.tp > 1,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        variable_seq_lengths=parallel.pp > 1,  # packed rows differ in length
+        # Packed rows differ in length. Interleaved stages get rows of one length: between two stages Megatron 0.16
+        # swaps the lengths it sends in the two directions, and the rows themselves too unless sends overlap.
+        variable_seq_lengths=parallel.pp > 1 and parallel.vpp == 1,
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, with or without experts
+        moe_aux_loss_coeff=0.0,
         calculate_per_token_loss=True,  # gradients are sums, divided once by the global denominator
         use_cpu_initialization=not torch.cuda.is_available(),
         gradient_accumulation_fusion=False,  # needs Apex or Transformer Engine
@@ -236,12 +351,37 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+    if is_moe(hf):
+        settings |= dict(
+            num_moe_experts=num_experts(hf),
+            moe_ffn_hidden_size=expert_width(hf),
+            moe_router_topk=hf.num_experts_per_tok,
+            # Top-k of the softmax, or the softmax of the top-k: the same as renormalising what was chosen.
+            moe_router_pre_softmax=not getattr(hf, "norm_topk_prob", True),
+            moe_shared_expert_intermediate_size=getattr(hf, "shared_expert_intermediate_size", None),
+            moe_shared_expert_gate="mlp.shared_experts.gate_weight" in rules,
+        )
     return TransformerConfig(**{**settings, **options_for(TransformerConfig, extra)})
 
 
 def head_dim(hf) -> int:
     """Width of one attention head."""
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
+def is_moe(hf) -> bool:
+    """Whether the layers hold experts instead of one feed-forward block."""
+    return "mlp.router.weight" in FAMILIES[hf.architectures[0]]
+
+
+def num_experts(hf) -> int:
+    """Routed experts of a layer."""
+    return getattr(hf, "num_local_experts", None) or hf.num_experts
+
+
+def expert_width(hf) -> int:
+    """Feed-forward size of one routed expert."""
+    return getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size
 
 
 CONFIG_CLASSES = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
@@ -257,9 +397,6 @@ def options_for(cls: type, options: dict) -> dict:
     return {name: value for name, value in options.items() if name in megatron_fields(cls)}
 
 
-FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
-
-
 def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: str, extra: dict) -> None:
     """See, without weights or process groups, that the model of `path` can be built and split.
 
@@ -273,39 +410,67 @@ def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: st
     family = (hf.architectures or ["?"])[0]
     if family not in FAMILIES:
         raise ValueError(f"model.path={path} is a {family}; supported are {', '.join(FAMILIES)}")
-    for attribute in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if getattr(hf, attribute, False):
-            raise ValueError(f"model.path={path}: {attribute}=true in its config.json is not supported")
-    if hf.hidden_act != "silu":
-        raise ValueError(f"model.path={path}: hidden_act={hf.hidden_act!r} is not supported, only 'silu'")
-    sizes = {
-        "attention heads": hf.num_attention_heads,
-        "key-value heads": hf.num_key_value_heads,
-        "feed-forward size": hf.intermediate_size,
-        "vocabulary size": hf.vocab_size,
-    }
-    engine_sizes = {what: sizes[what] for what in ("attention heads", "feed-forward size")}  # vLLM pads the others
-    for key, by, divided in (("parallel.tp", parallel.tp, sizes), ("rollout.tp", rollout_tp, engine_sizes)):
-        legal = [n for n in range(1, hf.num_attention_heads + 1) if not any(size % n for size in divided.values())]
-        for what, size in divided.items():
-            if size % by:
-                raise ValueError(f"{key}={by} does not divide the model's {what} {size}; legal are {legal}")
-    layers, vpp = hf.num_hidden_layers, parallel.vpp
-    if layers % (parallel.pp * vpp):
-        legal = [n for n in range(1, layers + 1) if layers % (n * vpp) == 0]
+    # What changes the computation and has no counterpart here, with the value that leaves it out.
+    plain = {
+        "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "qkv_bias": True, "mlp_only_layers": [],
+        "decoder_sparse_step": 1, "router_jitter_noise": 0.0, "partial_rotary_factor": 1.0,
+    }  # fmt: skip
+    for attribute, value in plain.items():
+        found = getattr(hf, attribute, None)
+        if found not in (None, value):
+            raise ValueError(
+                f"model.path={path}: {attribute}={found!r} in its config.json is not supported, only {value}"
+            )
+    window = hf.sliding_window if getattr(hf, "use_sliding_window", hasattr(hf, "sliding_window")) else None
+    if window and max_tokens > window:
         raise ValueError(
-            f"parallel.pp={parallel.pp} × parallel.vpp={vpp} does not divide the model's {layers} layers; "
-            f"legal for parallel.pp are {legal}"
+            f"model.path={path} attends to the last {window} tokens only (sliding_window), which is not supported for "
+            f"samples longer than that: data.max_prompt_tokens + rollout.max_new_tokens = {max_tokens}"
         )
+    try:
+        rotary_embedding(hf)
+    except ValueError as error:
+        raise ValueError(f"model.path={path}: {error}") from None
+    check_layout(hf, parallel, rollout_tp)
     if max_tokens > hf.max_position_embeddings:
         raise ValueError(
             f"data.max_prompt_tokens + rollout.max_new_tokens = {max_tokens} is beyond the model's "
             f"{hf.max_position_embeddings} positions"
         )
+    if extra.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+        raise ValueError("megatron.moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed")
     try:
         transformer_config(hf, parallel, DTYPES[dtype], extra)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"Megatron-core refuses this layout or the megatron section: {error}") from None
+
+
+def check_layout(hf, parallel, rollout_tp: int) -> None:
+    """See that every parallel size divides what it splits. Raises ValueError naming the key and the legal values."""
+    heads = {"attention heads": hf.num_attention_heads}
+    shared = getattr(hf, "shared_expert_intermediate_size", None)
+    ffn = {} if is_moe(hf) else {"feed-forward size": hf.intermediate_size}
+    ffn |= {"shared expert's feed-forward size": shared} if shared else {}
+    expert_ffn = {"expert feed-forward size": expert_width(hf)} if is_moe(hf) else {}
+    stages = {"layers": hf.num_hidden_layers}
+    vocabulary = {"key-value heads": hf.num_key_value_heads, "vocabulary size": hf.vocab_size}
+    divides = [
+        ("parallel.tp", parallel.tp, heads | ffn | vocabulary),
+        ("rollout.tp", rollout_tp, heads | ffn),  # vLLM pads or repeats the others
+        ("parallel.ep", parallel.ep, {"experts": num_experts(hf) if is_moe(hf) else 1}),
+        ("parallel.etp", parallel.etp, expert_ffn or {"experts": 1}),
+        ("parallel.pp", parallel.pp, stages),
+        ("parallel.vpp", parallel.vpp, {"layers of a pipeline stage": hf.num_hidden_layers // parallel.pp}),
+    ]
+    for key, by, sizes in divides:
+        for what, size in sizes.items():
+            if size % by:
+                legal = [n for n in range(1, min(sizes.values()) + 1) if not any(s % n for s in sizes.values())]
+                raise ValueError(f"{key}={by} does not divide the model's {what} {size}; legal are {legal[:16]}")
+    if parallel.vpp > 1 and parallel.pp == 1:
+        raise ValueError(f"parallel.vpp={parallel.vpp} needs parallel.pp above 1: it interleaves pipeline stages")
+    if is_moe(hf) and parallel.tp > 1 and not parallel.sp:
+        raise ValueError("parallel.sp=false: experts with parallel.tp above 1 need sequence parallelism, use true")
 
 
 def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[DistributedDataParallel]:
@@ -315,12 +480,16 @@ def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[Di
     chunks = []
     for stage in range(parallel.vpp):
         vp_stage = stage if parallel.vpp > 1 else None
-        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        spec = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        )
         attention = spec.submodules.self_attention.submodules
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
         attention.core_attention = PackedAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if is_moe(hf):
+            spec.submodules.mlp.submodules.router = Router
         layers = get_num_layers_to_build(config, vp_stage=vp_stage)
         model = HiddenGPT(
             config,
@@ -334,6 +503,12 @@ def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[Di
             vp_stage=vp_stage,
         )
         model.rotary_pos_emb = PackedRope(hf)
+        if model.post_process:  # token_logprobs gathers and reduces once for all its chunks
+            head = model.output_layer
+            head.sequence_parallel, head.allreduce_dgrad, head.disable_grad_reduce = False, False, True
+        for name, parameter in model.named_parameters():
+            if EXPERT.search(name):  # Megatron 0.16 forgets it at ep 1, and sums over too few ranks
+                parameter.allreduce = False
         chunks.append(model.to(device(), dtype))
     settings = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     ddp_config = DistributedDataParallelConfig(**{**settings, **options_for(DistributedDataParallelConfig, extra)})
@@ -341,6 +516,8 @@ def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[Di
     for chunk in model:
         chunk.hf_config = hf
     config.finalize_model_grads_func = finalize_model_grads
+    if ddp_config.overlap_grad_reduce:  # only the last micro-batch starts the reduction
+        config.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
     load_weights(model, path)
     for chunk in model:
         chunk.broadcast_params()
@@ -389,33 +566,32 @@ def vocab_parallel_logp(logits_T: torch.Tensor, targets_T: torch.Tensor) -> tupl
 def token_logprobs(model, hidden, targets, mask, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of the target and entropy at each position, 0 where `mask` is 0.
 
-    hidden [T (/ tp under sequence parallelism), 1, h], targets and mask [1, T] → logp_T, entropy_T [T] fp32. Logits
-    exist for masked-in rows only, LOGITS_CHUNK at a time, and are made anew in the backward pass: a full [T, V] would
-    not fit.
+    hidden [T / cp (/ tp under sequence parallelism), 1, h], targets and mask [1, T] → logp_T, entropy_T [T] fp32, on
+    every context-parallel rank. Logits exist for masked-in rows only, LOGITS_CHUNK at a time, and are made anew in the
+    backward pass: a full [T, V] would not fit.
     """
     model = unwrap_model(model)
-    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-    weight = model.output_layer.weight if weight is None else weight
+    tied = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
     if model.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden)  # [T, 1, h]; the backward pass reduce-scatters
+        hidden = gather_from_sequence_parallel_region(hidden)  # [T / cp, 1, h]; the backward pass reduce-scatters
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)  # the backward pass all-reduces
-    rows_R = mask[0].nonzero()[:, 0]
+    targets, mask = own_stripe(targets[0]), own_stripe(mask[0])  # [T / cp]
+    rows_R = mask.nonzero()[:, 0]
 
     def chunk_logprobs(hidden_R, targets_R):
-        return vocab_parallel_logp(F.linear(hidden_R, weight).float() / temperature, targets_R)
+        logits, _ = model.output_layer(hidden_R, weight=tied)  # [R, V / tp]
+        return torch.stack(vocab_parallel_logp(logits.float() / temperature, targets_R), dim=-1)  # [R, 2]
 
-    def chunks(x):
-        return x.split(LOGITS_CHUNK)
-
-    hidden_R, targets_R = hidden[:, 0].index_select(0, rows_R), targets[0].index_select(0, rows_R)
+    hidden_R, targets_R = hidden[:, 0].index_select(0, rows_R), targets.index_select(0, rows_R)
     if len(rows_R) > LOGITS_CHUNK:
         checkpoint = partial(torch.utils.checkpoint.checkpoint, chunk_logprobs, use_reentrant=False)
-        logp_R, entropy_R = map(torch.cat, zip(*map(checkpoint, chunks(hidden_R), chunks(targets_R)), strict=True))
+        values_R = torch.cat(list(map(checkpoint, hidden_R.split(LOGITS_CHUNK), targets_R.split(LOGITS_CHUNK))))
     else:
-        logp_R, entropy_R = chunk_logprobs(hidden_R, targets_R)
-    zeros_T = logp_R.new_zeros(mask.shape[1])
-    return zeros_T.index_copy(0, rows_R, logp_R), zeros_T.index_copy(0, rows_R, entropy_R)
+        values_R = chunk_logprobs(hidden_R, targets_R)
+    values = values_R.new_zeros(len(mask), 2).index_copy(0, rows_R, values_R)  # [T / cp, 2]
+    logp_T, entropy_T = gather_stripes(values, summed_gradient=False).unbind(-1)
+    return logp_T, entropy_T
 
 
 def forward_step(micro_batches: Iterator, model, loss_func: Callable, temperature: float):
@@ -423,13 +599,24 @@ def forward_step(micro_batches: Iterator, model, loss_func: Callable, temperatur
 
     On the last stage, `loss_func(mb, logp_T, entropy_T)`.
     """
-    mb = next(micro_batches)
-    packing = Packing.of(mb)
-    output = model(mb.tokens, mb.position_ids, attention_mask=None, packed_seq_params=packing)
-    if not unwrap_model(model).post_process:
+    mb, chunk = next(micro_batches), unwrap_model(model)
+    untrained = own_stripe(mb.mask) == 0  # [1, T / cp], what the routers leave out of their balance
+    if chunk.config.sequence_parallel and not chunk.pre_process:  # Megatron 0.16 splits it on the first stage only
+        untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
+        untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
+    tokens, positions = own_stripe(mb.tokens).contiguous(), own_stripe(mb.position_ids)  # [1, T / cp]
+    options = {"padding_mask": untrained} if chunk.config.num_moe_experts else {}
+    output = model(tokens, positions, attention_mask=None, packed_seq_params=Packing.of(mb), **options)
+    if not chunk.post_process:
         return output, None
     logp_T, entropy_T = token_logprobs(model, output, mb.targets, mb.mask, temperature)
-    return logp_T, lambda logp_T: loss_func(mb, logp_T, entropy_T)
+
+    def loss(logp_T):
+        loss_sum, denominator, report = loss_func(mb, logp_T, entropy_T)
+        # Every context-parallel rank has the whole row, and Megatron adds their denominators.
+        return loss_sum, denominator * (mpu.get_context_parallel_rank() == 0), report
+
+    return logp_T, loss
 
 
 def forward_backward(
@@ -460,21 +647,51 @@ def forward_backward(
 
 # ---------------------------------------------------------------- weights in and out
 
-# Weight of a Megatron layer → (how it is joined, the Hugging Face weights of the layer it is made of).
+# The weights of one layer: Megatron name → (how it is joined, the Hugging Face weights of the layer it is made of).
 #   copy     one tensor, the same on every tensor-parallel rank
 #   rows     one tensor, split by output rows        cols  one tensor, split by input columns
 #   qkv      query, key, value interleaved by key-value group, split by groups
 #   gate_up  gate above up, each split by rows
-LAYER_RULES = {
+# "{e}" stands for the number of an expert.
+COMMON = {
     "input_layernorm.weight": ("copy", ["input_layernorm.weight"]),
     "self_attention.linear_qkv.weight": ("qkv", [f"self_attn.{x}_proj.weight" for x in "qkv"]),
-    "self_attention.linear_qkv.bias": ("qkv", [f"self_attn.{x}_proj.bias" for x in "qkv"]),
-    "self_attention.q_layernorm.weight": ("copy", ["self_attn.q_norm.weight"]),
-    "self_attention.k_layernorm.weight": ("copy", ["self_attn.k_norm.weight"]),
     "self_attention.linear_proj.weight": ("cols", ["self_attn.o_proj.weight"]),
     "pre_mlp_layernorm.weight": ("copy", ["post_attention_layernorm.weight"]),
+}
+QKV_BIAS = {"self_attention.linear_qkv.bias": ("qkv", [f"self_attn.{x}_proj.bias" for x in "qkv"])}
+QK_NORM = {f"self_attention.{x}_layernorm.weight": ("copy", [f"self_attn.{x}_norm.weight"]) for x in "qk"}
+DENSE = {
     "mlp.linear_fc1.weight": ("gate_up", ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
     "mlp.linear_fc2.weight": ("cols", ["mlp.down_proj.weight"]),
+}
+SHARED_EXPERT = {
+    "mlp.shared_experts.linear_fc1.weight": ("gate_up", [f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up")]),
+    "mlp.shared_experts.linear_fc2.weight": ("cols", ["mlp.shared_expert.down_proj.weight"]),
+    "mlp.shared_experts.gate_weight": ("copy", ["mlp.shared_expert_gate.weight"]),
+}
+
+
+def experts(block: str, gate: str, up: str, down: str) -> dict:
+    """Rules of a router and its experts, which lie in `block` under the names `gate`, `up` and `down`."""
+    fc1, fc2 = (f"mlp.experts.local_experts.{{e}}.linear_{fc}.weight" for fc in ("fc1", "fc2"))
+    return {
+        "mlp.router.weight": ("copy", [f"{block}.gate.weight"]),
+        fc1: ("gate_up", [f"{block}.experts.{{e}}.{part}.weight" for part in (gate, up)]),
+        fc2: ("cols", [f"{block}.experts.{{e}}.{down}.weight"]),
+    }
+
+
+QWEN_EXPERTS = experts("mlp", "gate_proj", "up_proj", "down_proj")
+# Architecture in config.json → its layer. What it is made of also settles Megatron's options (transformer_config).
+FAMILIES = {
+    "LlamaForCausalLM": COMMON | DENSE,
+    "MistralForCausalLM": COMMON | DENSE,
+    "MixtralForCausalLM": COMMON | experts("block_sparse_moe", "w1", "w3", "w2"),
+    "Qwen2ForCausalLM": COMMON | QKV_BIAS | DENSE,
+    "Qwen2MoeForCausalLM": COMMON | QKV_BIAS | QWEN_EXPERTS | SHARED_EXPERT,
+    "Qwen3ForCausalLM": COMMON | QK_NORM | DENSE,
+    "Qwen3MoeForCausalLM": COMMON | QK_NORM | QWEN_EXPERTS,
 }
 TOP_RULES = {
     "embedding.word_embeddings.weight": ("rows", ["model.embed_tokens.weight"]),
@@ -482,10 +699,11 @@ TOP_RULES = {
     "output_layer.weight": ("rows", ["lm_head.weight"]),
 }
 SPLIT_DIM = {"copy": None, "rows": 0, "cols": 1, "qkv": 0, "gate_up": 1}  # of the joined view
+EXPERT = re.compile(r"(?<=local_experts\.)\d+")  # an expert's number in a Megatron name
 
 
 def rule_of(name: str, hf) -> tuple[str, list[str]]:
-    """(join, Hugging Face names) of a Megatron weight with a global layer number.
+    """(join, Hugging Face names) of a Megatron weight with the numbers of layer and expert in the whole model.
 
     Raises KeyError for a name without a rule.
     """
@@ -494,8 +712,25 @@ def rule_of(name: str, hf) -> tuple[str, list[str]]:
     if name in TOP_RULES:
         return TOP_RULES[name]
     _, _, layer, rest = name.split(".", 3)  # decoder.layers.7.rest
-    join, parts = LAYER_RULES[rest]
-    return join, [f"model.layers.{layer}.{part}" for part in parts]
+    expert = EXPERT.search(rest)
+    join, parts = FAMILIES[hf.architectures[0]][EXPERT.sub("{e}", rest)]
+    return join, [f"model.layers.{layer}.{part.replace('{e}', expert[0]) if expert else part}" for part in parts]
+
+
+def shard_group(name: str) -> tuple:
+    """(process group over which a weight is spread, the ranks that split one tensor of it).
+
+    That of an expert spans ep × etp ranks, of which each run of etp splits one expert; that of any other weight tp.
+    """
+    if EXPERT.search(name):
+        return mpu.get_expert_tensor_and_model_parallel_group(), mpu.get_expert_tensor_parallel_world_size()
+    return mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_world_size()
+
+
+def expert_of(name: str, hf, ep_rank: int) -> str:
+    """The name with the expert's number in the whole layer instead of that on expert-parallel rank `ep_rank`."""
+    here = num_experts(hf) // mpu.get_expert_model_parallel_world_size() if EXPERT.search(name) else 0
+    return EXPERT.sub(lambda local: str(ep_rank * here + int(local[0])), name)
 
 
 def joined(join: str, parts: list[torch.Tensor], hf) -> torch.Tensor:
@@ -523,7 +758,7 @@ def local_view(join: str, flat: torch.Tensor, shape: torch.Size, hf) -> torch.Te
 
 
 def named_weights(model: list) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by Megatron name, with the layer's number in the whole model."""
+    """This rank's parameters by Megatron name, with the layer's number in the whole model (an expert's is local)."""
     weights = {}
     for chunk in map(unwrap_model, model):
         for name, parameter in chunk.named_parameters():
@@ -541,12 +776,12 @@ def load_weights(model: list, path: str) -> None:
     """
     hf = model[0].hf_config
     files = safetensor_files(path)
-    rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     handles = {file: safe_open(file, framework="pt") for file in set(files.values())}
     for name, parameter in named_weights(model).items():
-        join, parts = rule_of(name, hf)
+        join, parts = rule_of(expert_of(name, hf, mpu.get_expert_model_parallel_rank()), hf)
+        group, size = shard_group(name)
         whole = joined(join, [handles[files[part]].get_tensor(part) for part in parts], hf)
-        shard = whole if SPLIT_DIM[join] is None else whole.chunk(size, SPLIT_DIM[join])[rank]
+        shard = whole if SPLIT_DIM[join] is None else whole.chunk(size, SPLIT_DIM[join])[group.rank() % size]
         if shard.numel() != parameter.numel():
             raise ValueError(
                 f"{parts[0]} of {path} gives {tuple(shard.shape)}, but {name} has {tuple(parameter.shape)}"
@@ -557,12 +792,12 @@ def load_weights(model: list, path: str) -> None:
 def check_weights(path: str) -> None:
     """See that the safetensors of the folder `path` hold just the tensors the model is made of. Raises ValueError."""
     hf = transformers.AutoConfig.from_pretrained(path)
-    absent = set()
-    if hf.architectures[0] != "Qwen2ForCausalLM":
-        absent.add("self_attention.linear_qkv.bias")
-    if hf.architectures[0] != "Qwen3ForCausalLM":
-        absent |= {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
-    rules = [f"decoder.layers.{i}.{rest}" for i in range(hf.num_hidden_layers) for rest in LAYER_RULES.keys() - absent]
+    layer = [
+        rest.format(e=e)
+        for rest in FAMILIES[hf.architectures[0]]
+        for e in range(num_experts(hf) if "{e}" in rest else 1)
+    ]
+    rules = [f"decoder.layers.{i}.{rest}" for i in range(hf.num_hidden_layers) for rest in layer]
     wanted = {part for name in [*rules, *TOP_RULES] for part in rule_of(name, hf)[1]}
     try:
         found = {name for name in safetensor_files(path) if not name.endswith("rotary_emb.inv_freq")}
@@ -599,51 +834,72 @@ def safetensor_files(path: str) -> dict[str, str]:
 def hf_weights(model: list, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every (Hugging Face name, full tensor) in layer order, on every rank; all ranks must drain it together.
 
-    Buckets of about `bucket_bytes` cross the wire: one all-gather over the tensor-parallel ranks of the owning pipeline
-    stage and one broadcast over the stages, so a rank never holds more than a bucket besides its own shard.
+    Buckets of at most `bucket_bytes` (or one tensor) cross the wire: one all-gather over the ranks that share a weight
+    and one broadcast over the pipeline stages, so a rank never holds more than a bucket besides its own shard.
     """
-    hf, own = model[0].hf_config, named_weights(model)
-    tp_group, tp = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_world_size()
+    for chunk in model:
+        if chunk.ddp_config.overlap_param_gather:  # otherwise gathered only when the next forward pass reads them
+            chunk.start_param_sync(force_sync=True)
+    hf, own, dtype = model[0].hf_config, named_weights(model), model[0].config.params_dtype
     pp_group, pp_rank = mpu.get_pipeline_model_parallel_group(), mpu.get_pipeline_model_parallel_rank()
     stages = [None] * mpu.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(stages, {name: weight.shape for name, weight in own.items()}, group=pp_group)
-    for stage, bucket in buckets(stages, hf, bucket_bytes, model[0].config.params_dtype.itemsize):
-        numels = [stages[stage][name].numel() for name in bucket]
-        flat = torch.empty(tp, sum(numels), dtype=model[0].config.params_dtype, device=device())
+    for stage, names in buckets(stages, hf, bucket_bytes // dtype.itemsize):
+        group, size = shard_group(names[0])
+        numels = [stages[stage][name].numel() for name in names]
+        flat = torch.empty(group.size(), sum(numels), dtype=dtype, device=device())
         if stage == pp_rank:
-            local = torch.cat([own[name].detach().reshape(-1) for name in bucket])
-            dist.all_gather(list(flat), local, group=tp_group) if tp > 1 else flat[0].copy_(local)
+            local = torch.cat([own[name].detach().reshape(-1) for name in names])
+            dist.all_gather(list(flat), local, group=group) if len(flat) > 1 else flat[0].copy_(local)
         if len(stages) > 1:
             dist.broadcast(flat, dist.get_global_rank(pp_group, stage), group=pp_group)
-        for name, shards in zip(bucket, flat.split(numels, dim=1), strict=True):  # shards [tp, numel]
-            join, parts = rule_of(name, hf)
-            views = [local_view(join, shard, stages[stage][name], hf) for shard in shards]
-            whole = views[0] if SPLIT_DIM[join] is None else torch.cat(views, dim=SPLIT_DIM[join])
-            yield from zip(parts, (part.contiguous() for part in parted(join, whole, hf)), strict=True)
+        for name, shards in zip(names, flat.split(numels, dim=1), strict=True):  # shards [group, numel]
+            for ep_rank, split in enumerate(shards.split(size)):  # one round, but for experts
+                join, parts = rule_of(expert_of(name, hf, ep_rank), hf)
+                views = [local_view(join, shard, stages[stage][name], hf) for shard in split]
+                whole = views[0] if SPLIT_DIM[join] is None else torch.cat(views, dim=SPLIT_DIM[join])
+                yield from zip(parts, (part.contiguous() for part in parted(join, whole, hf)), strict=True)
 
 
-def buckets(stages: list[dict], hf, limit: int, itemsize: int) -> Iterator[tuple[int, list[str]]]:
-    """Group the weights of all pipeline stages, in layer order, into (stage, names) of about `limit` bytes.
+def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]]]:
+    """Group the weights of all stages, in layer order, into (stage, names) of at most `limit` gathered numbers.
 
-    A layer stays whole.
+    A bucket holds one tensor at least, and either experts or other weights.
     """
 
-    def position(name: str) -> int:
+    def position(name: str) -> tuple:
         if name.startswith("decoder.layers."):
-            return int(name.split(".")[2])
-        return -1 if name.startswith("embedding.") else hf.num_hidden_layers
+            return int(name.split(".")[2]), bool(EXPERT.search(name))
+        return (-1 if name.startswith("embedding.") else hf.num_hidden_layers), False
 
     owners = {name: stage for stage, weights in enumerate(stages) for name in weights}
     if hf.tie_word_embeddings:
         owners.pop("output_layer.weight", None)
     bucket, held, last = [], 0, None
     for name in sorted(owners, key=position):
-        here = (owners[name], position(name))
-        if bucket and (here[0] != last[0] or (here != last and held >= limit)):
+        here, size = (owners[name], position(name)[1]), stages[owners[name]][name].numel() * shard_group(name)[0].size()
+        if bucket and (here != last or held + size > limit):
             yield last[0], bucket
             bucket, held = [], 0
-        bucket, held, last = [*bucket, name], held + stages[here[0]][name].numel() * itemsize, here
+        bucket, held, last = [*bucket, name], held + size, here
     yield last[0], bucket
+
+
+def expert_load(model: list) -> list[float]:
+    """Per layer, the busiest expert's tokens over the mean of all experts, since the last call; [] without experts.
+
+    Counted over the response tokens of the training passes. The same on every rank.
+    """
+    hf = model[0].hf_config
+    if not is_moe(hf):
+        return []
+    load = torch.zeros(hf.num_hidden_layers, num_experts(hf), device=device())  # [layers, E]
+    for chunk in map(unwrap_model, model):
+        for layer in chunk.decoder.layers:
+            load[layer.layer_number - 1] += layer.mlp.router.load
+            layer.mlp.router.load = torch.zeros_like(layer.mlp.router.load)
+    dist.all_reduce(load)  # tp and cp split the tokens, dp the samples, pp the layers
+    return (load.amax(1) / load.mean(1)).tolist()
 
 
 def export_hf(model: list, source: str, target: Path) -> None:

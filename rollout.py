@@ -96,6 +96,8 @@ class Engine:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights by the (Hugging Face name, full tensor) pairs, in layer order; forget cached prefixes."""
+        if torch.cuda.device_count() == 0:
+            self.llm.apply_model(_unpack_experts)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if torch.cuda.device_count() == 0:
             self.llm.apply_model(_repack_lm_head)
@@ -127,6 +129,14 @@ def _name_shared_memory_after_this_run() -> str:
     prefix, group_name = f"train-grpo-{os.getppid()}", shm.make_group_name
     shm.make_group_name = staticmethod(lambda communicator: prefix + group_name(communicator).replace("/", ""))
     return prefix
+
+
+def _unpack_experts(model: torch.nn.Module) -> None:
+    """On the CPU vLLM packs experts once; a reload packs them anew only where it finds no kernel (vLLM 0.32)."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _repack_lm_head(model: torch.nn.Module) -> None:

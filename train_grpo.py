@@ -125,7 +125,7 @@ class TrainConfig:
     clip_grad: float = 1.0
     updates_per_step: int = 1  # optimizer steps on each batch of samples
     epochs_per_step: int = 1  # passes over each batch of samples
-    max_tokens_per_micro_batch: int = 16384  # strict cap, forward and backward
+    max_tokens_per_micro_batch: int = 16384  # strict cap of a packed row (cp ranks share it), in training
     logprob_max_tokens_per_micro_batch: int = 32768  # strict cap, forward only (old and reference log-probs)
     save_every: int = 0  # steps between exports to output_dir/hf; 0: at the end only
     eval_every: int = 0  # not in this version
@@ -137,9 +137,9 @@ class ParallelConfig:
     sp: bool = True  # sequence parallelism, wherever tp > 1
     pp: int = 1
     vpp: int = 1  # model chunks a pipeline stage
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
+    cp: int = 1  # context parallelism: each packed row is split over cp ranks
+    ep: int = 1  # expert parallelism: each layer's experts are spread over ep ranks
+    etp: int = 1  # tensor parallelism inside an expert
 
 
 @dataclass
@@ -168,17 +168,13 @@ CHOICES = {
     "resume": ("none",),
     "data.eval": (None,),
     "train.eval_every": (0,),
-    "parallel.vpp": (1,),
-    "parallel.cp": (1,),
-    "parallel.ep": (1,),
-    "parallel.etp": (1,),
 }
 AT_LEAST = {
     0: """train.lr train.warmup_steps train.weight_decay train.clip_grad train.save_every algo.clip_low algo.clip_high
           algo.kl_coef reward.timeout_s seed""",
     1: """rollout.prompts_per_step rollout.max_new_tokens rollout.tp rollout.sync_bucket_mb data.max_prompt_tokens
-          train.steps train.updates_per_step train.epochs_per_step parallel.tp parallel.pp
-          reward.workers""",
+          train.steps train.updates_per_step train.epochs_per_step parallel.tp parallel.pp parallel.vpp parallel.cp
+          parallel.ep parallel.etp reward.workers""",
     2: "rollout.group_size",
 }
 # Megatron-core fields that may not be set under `megatron`, and why.
@@ -193,7 +189,10 @@ MEGATRON_OWNED = {
     **{name: f"use train.{name}" for name in ("lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")},
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "use model.dtype"),
     "calculate_per_token_loss": "the loss is exact only with true",
-    **dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), "not supported in this version"),
+    **dict.fromkeys(("variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm"), "it follows from parallel.*"),
+    **dict.fromkeys(bridge.FROM_MODEL, "it comes from config.json of model.path"),
+    "moe_router_load_balancing_type": "only aux_loss, whose weight is megatron.moe_aux_loss_coeff",
+    "moe_grouped_gemm": "needs Transformer Engine; here the experts run one after the other",
 }
 
 
@@ -281,23 +280,26 @@ def check_config(cfg: Config, world_size: int) -> None:
         f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut distribution, "
         "the trainer's of the full one. Use 1 and -1, or set rollout.max_logp_gap=inf to train all the same",
     )
-    require(
-        world_size % (p.tp * p.pp) == 0,
-        f"parallel.tp={p.tp} × parallel.pp={p.pp} = {p.tp * p.pp} does not divide the world size {world_size}; "
-        f"start a multiple of {p.tp * p.pp} processes or make the layout smaller",
-    )
+    for keys in (("tp", "pp", "cp"), ("etp", "ep", "pp")):  # of the model, and of its experts
+        ranks = math.prod(getattr(p, key) for key in keys)
+        require(
+            world_size % ranks == 0,
+            " × ".join(f"parallel.{key}={getattr(p, key)}" for key in keys)
+            + f" = {ranks} does not divide the world size {world_size}; start a multiple of {ranks} processes or make "
+            "the layout smaller",
+        )
     require(world_size % r.tp == 0, f"rollout.tp={r.tp} does not divide the world size {world_size}")
     require(
         r.prompts_per_step % t.updates_per_step == 0,
         f"train.updates_per_step={t.updates_per_step} must divide rollout.prompts_per_step={r.prompts_per_step}: "
         "an update takes whole groups",
     )
-    longest = cfg.data.max_prompt_tokens + r.max_new_tokens
+    longest, multiple = cfg.data.max_prompt_tokens + r.max_new_tokens, bridge.token_multiple(p)
     for key in ("max_tokens_per_micro_batch", "logprob_max_tokens_per_micro_batch"):
         require(
-            getattr(t, key) // p.tp * p.tp >= longest,
+            getattr(t, key) // multiple * multiple >= longest,
             f"train.{key}={getattr(t, key)} cannot hold one sample of data.max_prompt_tokens + "
-            f"rollout.max_new_tokens = {longest} tokens; make it at least {math.ceil(longest / p.tp) * p.tp}",
+            f"rollout.max_new_tokens = {longest} tokens; make it at least {math.ceil(longest / multiple) * multiple}",
         )
     chosen = {"reward.default": cfg.reward.default}
     chosen.update({f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()})
@@ -315,14 +317,16 @@ def describe(cfg: Config, world_size: int) -> str:
     def count(n: int, what: str) -> str:
         return f"{n} {what}{'s' * (n != 1)}"
 
-    dp = world_size // (p.tp * p.pp)
+    dp = world_size // (p.tp * p.pp * p.cp)
     samples, updates = r.prompts_per_step * r.group_size, t.updates_per_step * t.epochs_per_step
     epochs = f" × {count(t.epochs_per_step, 'epoch')}" if t.epochs_per_step > 1 else ""
-    vpp = f" (vpp {p.vpp})" if p.vpp > 1 else ""
+    vpp, cp = f" (vpp {p.vpp})" if p.vpp > 1 else "", f" × cp {p.cp}" if p.cp > 1 else ""
+    edp = world_size // (p.etp * p.ep * p.pp)
+    experts = f"; experts: ep {p.ep} × etp {p.etp} × pp {p.pp} × dp {edp}" if p.ep * p.etp > 1 else ""
     kl = f" + {a.kl_coef:g} {a.kl}" if a.kl_coef else ""
     entropy = f" - {a.entropy_coef:g} entropy" if a.entropy_coef else ""
     return (
-        f"layout:  {count(world_size, 'rank')} = tp {p.tp} × pp {p.pp}{vpp} × dp {dp}; "
+        f"layout:  {count(world_size, 'rank')} = tp {p.tp} × pp {p.pp}{vpp}{cp} × dp {dp}{experts}; "
         f"rollout: {count(world_size // r.tp, 'vLLM engine')} of tp {r.tp}\n"
         f"a step:  {count(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples{epochs} → "
         f"{count(updates, 'update')} of {samples // t.updates_per_step} samples → "
@@ -493,16 +497,16 @@ def flat_rows(samples: list[Sample]) -> tuple[dict[str, torch.Tensor], np.ndarra
     return {name: torch.from_numpy(values) for name, values in rows.items()}, lengths_N
 
 
-def plan_bins(lengths_N: np.ndarray, max_tokens: int, replicas: int) -> list[list[int]]:
+def plan_bins(lengths_N: np.ndarray, max_tokens: int, multiple: int) -> list[list[int]]:
     """Spread samples over bins of at most `max_tokens`: longest first, each into the emptiest bin.
 
-    Returns a multiple of `replicas` bins of sample numbers; replica r takes bins[r::replicas], so all have the same
-    number and nearly the same load. A pure function: every rank computes the same plan. Raises ValueError for a sample
-    beyond `max_tokens`.
+    Returns a multiple of `multiple` (the replicas) bins of sample numbers; replica r takes bins[r::replicas], so all
+    have the same number and nearly the same load. Bins may be empty. A pure function: all ranks compute the same plan.
+    Raises ValueError for a sample beyond `max_tokens`.
     """
     if lengths_N.max(initial=0) > max_tokens:
         raise ValueError(f"a sample of {lengths_N.max()} tokens does not fit a micro-batch of {max_tokens}")
-    count = replicas * max(1, math.ceil(lengths_N.sum() / (max_tokens * replicas)))
+    count = multiple * max(1, math.ceil(lengths_N.sum() / (max_tokens * multiple)))
     while True:
         bins, load_B = [[] for _ in range(count)], np.zeros(count, np.int64)
         for n in np.argsort(-lengths_N, kind="stable"):
@@ -511,22 +515,22 @@ def plan_bins(lengths_N: np.ndarray, max_tokens: int, replicas: int) -> list[lis
             load_B[emptiest] += lengths_N[n]
         if load_B.max() <= max_tokens:
             return bins
-        count += replicas
+        count += multiple
 
 
-def pack(rows: dict[str, torch.Tensor], lengths_N: np.ndarray, samples: list[int], multiple: int, device) -> MicroBatch:
-    """Pack the numbered samples into one row, padded to a `multiple` (the tensor parallel size).
+def pack(rows: dict[str, torch.Tensor], lengths_N: np.ndarray, samples: list[int], width: int, device) -> MicroBatch:
+    """Pack the numbered samples into one row, padded to `width` tokens with a masked sequence of its own.
 
-    The padding is a masked sequence of its own. `rows` may hold "old_logp" and "ref_logp" beside the fields of
-    `flat_rows`. An empty list of samples gives a row of padding only.
+    `rows` may hold "old_logp" and "ref_logp" beside the fields of `flat_rows`. An empty list of samples gives a row of
+    padding only.
     """
     starts_N = np.cumsum(lengths_N) - lengths_N
     lengths_S = lengths_N[samples] if samples else np.zeros(0, np.int64)
     total = int(lengths_S.sum())
     shift_S = starts_N[samples] - (np.cumsum(lengths_S) - lengths_S) if samples else lengths_S
     index_T = torch.from_numpy(np.arange(total) + np.repeat(shift_S, lengths_S))
-    padding = -total % multiple if total else multiple
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths_S), [total + padding] if padding else []]).astype(np.int32)
+    padding = width - total
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths_S), [width] if padding else []]).astype(np.int32)
 
     def row(name: str, fill: int = 0) -> torch.Tensor | None:
         if name not in rows:
@@ -550,11 +554,15 @@ def to_micro_batches(
 ) -> list[MicroBatch]:
     """This replica's micro-batches of the numbered samples, each of at most `max_tokens` tokens."""
     rank, replicas = bridge.data_parallel()
-    multiple = cfg.parallel.tp
-    bins = plan_bins(lengths_N[samples], max_tokens // multiple * multiple, replicas)
+    multiple = bridge.token_multiple(cfg.parallel)
+    count_multiple = replicas * bridge.micro_batch_multiple(cfg.parallel)
+    bins = plan_bins(lengths_N[samples], max_tokens // multiple * multiple, count_multiple)
+    widths = [max(1, math.ceil(lengths_N[samples][members].sum() / multiple)) * multiple for members in bins]
+    if cfg.parallel.vpp > 1:  # the interleaved schedule wants rows of one length
+        widths = [max(widths)] * len(bins)
     return [
-        pack(rows, lengths_N, [samples[i] for i in members], multiple, bridge.device())
-        for members in bins[rank::replicas]
+        pack(rows, lengths_N, [samples[i] for i in members], width, bridge.device())
+        for members, width in list(zip(bins, widths, strict=True))[rank::replicas]
     ]
 
 
@@ -740,7 +748,9 @@ def peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def summarize(step, samples, timeouts, reports, lr, seconds, busy, cfg: Config) -> dict[str, float | int | None]:
+def summarize(
+    step, samples, timeouts, reports, expert_load, lr, seconds, busy, cfg: Config
+) -> dict[str, float | int | None]:
     """The metrics of a step; names as in docs/metrics.md, always all of them."""
     reward_N = np.array([s.reward for s in samples])
     groups = reward_N.reshape(-1, cfg.rollout.group_size)  # samples are in the order of their groups
@@ -766,6 +776,8 @@ def summarize(step, samples, timeouts, reports, lr, seconds, busy, cfg: Config) 
         "logp_gap/mean": sum(r["gap"] for r in gap_tokens) / sum(r["tokens"] for r in gap_tokens),
         "logp_gap/max": max(r["gap_max"] for r in gap_tokens),
         "grad_norm": first["grad_norm"],
+        "moe/load": max(expert_load, default=None),
+        **{f"moe/load/layer_{layer:02d}": load for layer, load in enumerate(expert_load)},
         "lr": lr,
         "tokens/prompt_mean": np.mean([len(s.prompt_ids) for s in samples]),
         "tokens/response_mean": length_N.mean(),
@@ -884,6 +896,7 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
             for chunk in chunks * t.epochs_per_step
         ]
 
+    expert_load = bridge.expert_load(model)
     with timed(seconds, "sync"):
         push_weights(model, engine, cfg)
     if step == t.steps or (t.save_every and step % t.save_every == 0):
@@ -891,7 +904,7 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
             bridge.export_hf(model, trainer.model_path, Path(cfg.output_dir, "hf", f"step_{step:06d}"))
 
     seconds["step"] = time.perf_counter() - start
-    return summarize(step, samples, timeouts, reports, lr, seconds, busy, cfg), samples
+    return summarize(step, samples, timeouts, reports, expert_load, lr, seconds, busy, cfg), samples
 
 
 def train(cfg: Config, tokenizer, prompts: list[Prompt]) -> None:
@@ -940,6 +953,8 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Any, list[Prompt]]:
     if not args.dry_run:
         if "RANK" not in os.environ:
             raise UserError("start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only")
+        if not torch.cuda.is_available() and cfg.rollout.vllm.get("enable_expert_parallel"):
+            raise UserError("rollout.vllm.enable_expert_parallel=true: vLLM has it on GPUs only, set it to false")
         local, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
         if torch.cuda.is_available() and local > gpus:
             raise UserError(

@@ -72,7 +72,7 @@ SAMPLES = [
 def test_packing_aligns_every_field_on_the_position_that_predicts():
     rows, lengths = flat_rows(SAMPLES)
     assert lengths.tolist() == [4, 2, 2, 4]
-    mb = pack(rows, lengths, [2, 0], multiple=4, device="cpu")
+    mb = pack(rows, lengths, [2, 0], width=8, device="cpu")
     assert mb.tokens.tolist() == [[13, 5, 11, 12, 1, 2, 0, 0]]
     assert mb.targets.tolist() == [[5, 6, 12, 1, 2, 3, 0, 0]]
     assert mb.mask.tolist() == [[1, 1, 0, 1, 1, 1, 0, 0]]
@@ -87,7 +87,7 @@ def test_packing_aligns_every_field_on_the_position_that_predicts():
 
 def test_an_empty_micro_batch_counts_nothing():
     rows, lengths = flat_rows(SAMPLES)
-    mb = pack(rows, lengths, [], multiple=2, device="cpu")
+    mb = pack(rows, lengths, [], width=2, device="cpu")
     assert mb.tokens.shape == (1, 2) and mb.mask.sum() == 0
     loss, denominator, _ = grpo_loss(mb, torch.zeros(2, requires_grad=True), torch.zeros(2), AlgoConfig())
     assert loss.item() == 0 and denominator.item() == 0
@@ -115,7 +115,7 @@ def test_loss_is_a_sum_and_a_count_whatever_the_packing():
     def total(split: list[list[int]]) -> tuple[float, int]:
         loss, count = 0.0, 0
         for members in split:
-            mb = pack(rows, lengths, members, 1, "cpu")
+            mb = pack(rows, lengths, members, max(1, int(lengths[members].sum())), "cpu")
             part, denominator, _ = grpo_loss(mb, logp[mb.index_T], torch.ones(len(mb.index_T)), algo)
             loss, count = loss + part.item(), count + denominator.item()
         return loss, count
@@ -146,5 +146,5 @@ def test_prompts_are_a_seeded_stream_without_gaps():
 
 def test_micro_batch_is_frozen():
     with pytest.raises(AttributeError):
-        pack(*flat_rows(SAMPLES), [0], 1, "cpu").mask = None
+        pack(*flat_rows(SAMPLES), [0], 4, "cpu").mask = None
     assert MicroBatch.__dataclass_params__.frozen

@@ -1,6 +1,7 @@
 """Mistakes a user can make before training: exit code 2, one message with the key and what is legal, no traceback."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -35,7 +36,7 @@ def dry_run(tiny, capsys):
         ("parallel.tp=3", ["parallel.tp=3", "world size 4"]),
         ("rollout.tp=3", ["rollout.tp=3", "world size 4"]),
         ("parallel.tp=4", ["parallel.tp=4", "attention heads 2", "[1, 2]"]),
-        ("parallel.pp=4", ["parallel.pp=4", "2 layers", "[1, 2]"]),
+        ("parallel.pp=4", ["parallel.pp=4", "layers 2", "[1, 2]"]),
         ("rollout.group_size=1", ["rollout.group_size=1", "at least 2"]),
         ("rollout.temperature=0", ["rollout.temperature"]),
         ("rollout.top_p=0.9", ["rollout.top_p=0.9", "rollout.max_logp_gap=inf"]),
@@ -44,11 +45,16 @@ def dry_run(tiny, capsys):
         ("train.lr=-1", ["train.lr=-1", "at least 0"]),
         ("algo.advantage=gae", ["algo.advantage='gae'", "grpo"]),
         ("algo.kl=k4", ["algo.kl='k4'", "k1 | k2 | k3"]),
-        ("parallel.cp=2", ["parallel.cp=2", "legal here is 1"]),
+        ("parallel.cp=3", ["parallel.cp=3", "world size 4"]),
+        ("parallel.cp=0", ["parallel.cp=0", "at least 1"]),
+        ("parallel.ep=2", ["parallel.ep=2", "experts 1", "[1]"]),
+        ("parallel.etp=2", ["parallel.etp=2", "experts 1", "[1]"]),
+        ("megatron.num_layers=3", ["megatron.num_layers", "config.json"]),
+        ("megatron.moe_token_dispatcher_type=flex", ["moe_token_dispatcher_type=flex", "deep_ep"]),
         ("megatron.recompute_granularity=most", ["Megatron-core refuses", "most"]),
         ("rollout.vllm.max_num_seq=8", ["rollout.vllm.max_num_seq", "max_num_seqs"]),
         ("megatron.lr=1", ["megatron.lr: use train.lr"]),
-        ("parallel.vpp=2", ["parallel.vpp=2", "legal here is 1"]),
+        ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),
         ("megatron.recompute_granularty=full", ["megatron.recompute_granularty", "recompute_granularity"]),
         ("reward.default=gsmk8", ["unknown reward 'gsmk8'", "exact, gsm8k, custom"]),
         ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
@@ -98,6 +104,23 @@ def test_unsupported_architecture_names_the_supported(dry_run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
     code, text = dry_run(f"model.path={tmp_path}")
     assert code == 2 and "GPT2LMHeadModel" in text and "Qwen3ForCausalLM" in text
+
+
+def test_model_options_without_a_counterpart_are_refused(dry_run, tiny, tmp_path):
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    cases = {
+        "hidden_act": ("gelu", "hidden_act='gelu'"),
+        "attention_bias": (True, "attention_bias=True"),
+        "rope_parameters": (rope, "rope type 'yarn' is not supported"),
+        "use_sliding_window": (True, "attends to the last 8 tokens only"),
+    }
+    for key, (value, message) in cases.items():
+        changed = {**config, "sliding_window": 8, key: value}
+        (tmp_path / "model/config.json").write_text(json.dumps(changed))
+        code, text = dry_run(f"model.path={tmp_path / 'model'}")
+        assert code == 2 and message in text, text
 
 
 def test_long_prompts_are_dropped_and_counted(dry_run, tmp_path):

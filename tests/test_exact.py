@@ -18,6 +18,7 @@ LAYOUTS = {
     "pp2": (2, ["parallel.pp=2", "rollout.tp=2", *RECOMPUTE]),
     "tp2pp2": (4, ["parallel.tp=2", "parallel.pp=2", "rollout.tp=2"]),
 }
+QUICK = (("dp2", 0.0), ("tp2pp2", 0.05))  # in `make test`
 TEMPERATURE = 0.8
 
 
@@ -55,8 +56,14 @@ def reference_step(policy_path, reference_path, rollouts: list[dict], kl_coef: f
     return loss, norm, kl
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.05])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "kl_coef"),
+    [
+        pytest.param(layout, kl, marks=[] if (layout, kl) in QUICK else pytest.mark.slow)
+        for layout in LAYOUTS
+        for kl in (0.0, 0.05)
+    ],
+)
 def test_step_equals_plain_transformers(train, tiny, layout, kl_coef):
     nproc, overrides = LAYOUTS[layout]
     run = train(

@@ -15,7 +15,17 @@ import json
 import random
 from pathlib import Path
 
-ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
+# --arch: (name in transformers, what its config says beside the sizes common to all)
+ARCHITECTURES = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 160}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
+}
 
 
 def char_tokenizer(alphabet: str):
@@ -45,9 +55,11 @@ def bpe_tokenizer(texts: list[str], vocab_size: int):
 
 
 def save_model(
-    folder: Path, tokenizer, arch="qwen2", tied=True, hidden=128, layers=2, kv_heads=2, seed=0, std=0.06, ffn=8
+    folder: Path, tokenizer, arch="qwen2", tied=True, hidden=128, layers=2, kv_heads=2, seed=0, std=0.06, ffn=8, **extra
 ) -> int:
     """Write an untrained model with its tokenizer to `folder`; returns its number of parameters.
+
+    `extra` goes into config.json.
 
     `std` of the initial weights: at 0.06 attention is sharp enough for pure RL to start from nothing, at the usual 0.02
     it is not.
@@ -58,12 +70,12 @@ def save_model(
     special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<pad>"}
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     wrapped.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    name = ARCHITECTURES[arch]
+    name, options = ARCHITECTURES[arch]
     config = getattr(transformers, f"{name}Config")(
         vocab_size=len(wrapped), hidden_size=hidden, intermediate_size=ffn * hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // 32, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=2048,
         tie_word_embeddings=tied, initializer_range=std, eos_token_id=wrapped.eos_token_id,
-        pad_token_id=None, bos_token_id=None,
+        pad_token_id=None, bos_token_id=None, **{**options, **extra},
     )  # fmt: skip
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config).float()
@@ -101,7 +113,7 @@ def main() -> None:
     size = save_model(
         args.out / "model", tokenizer, args.arch, not args.untied, args.hidden, args.layers, args.kv_heads, args.seed
     )
-    print(f"{args.out}/model: untrained {ARCHITECTURES[args.arch]}, {size / 1e6:.2f} M parameters")
+    print(f"{args.out}/model: untrained {ARCHITECTURES[args.arch][0]}, {size / 1e6:.2f} M parameters")
     if not args.text:
         rows = reversal_rows(args.digits, args.rows, args.seed)
         (args.out / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

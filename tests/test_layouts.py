@@ -1,0 +1,323 @@
+"""Every layout and every model family: the gradient of each parameter, the loss and the log-probs of one update equal
+those of plain transformers in float64, one unpadded sequence at a time; weights come back bit by bit.
+
+The table in docs/layouts.md is written by this file when all of it runs (`make test-all`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import REPO
+from train_grpo import plan_bins
+
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MOE)
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+CONFIGS = {"llama": {"rope_parameters": LLAMA3}, "qwen3": {"tied": True}}
+OVERLAP = ["megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true"]
+FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
+SELECTIVE = ["megatron.recompute_granularity=selective"]
+LAYOUTS = {  # on 4 ranks
+    "DP4": [],
+    "TP2·DP2": ["parallel.tp=2"],
+    "PP2·DP2": ["parallel.pp=2"],
+    "TP2·PP2": ["parallel.tp=2", "parallel.pp=2"],
+    "CP2·DP2": ["parallel.cp=2"],
+    "TP2·CP2": ["parallel.tp=2", "parallel.cp=2"],
+    "PP2·CP2": ["parallel.pp=2", "parallel.cp=2"],
+    "PP2·VPP2·DP2": ["parallel.pp=2", "parallel.vpp=2"],
+    "TP2·PP2·VPP2, overlap, full recompute": ["parallel.tp=2", "parallel.pp=2", "parallel.vpp=2", *OVERLAP, *FULL],
+    "CP2·DP2, overlap, selective recompute": ["parallel.cp=2", *OVERLAP, *SELECTIVE],
+}
+DENSE_LAYOUTS = {"TP2·DP2, without SP": ["parallel.tp=2", "parallel.sp=false"]}
+MOE_LAYOUTS = {
+    "EP2·DP4": ["parallel.ep=2"],
+    "EP4·DP4, overlap": ["parallel.ep=4", *OVERLAP],
+    "EP2·TP2·ETP1·DP2": ["parallel.ep=2", "parallel.tp=2"],
+    "EP2·TP2·ETP2·DP2": ["parallel.ep=2", "parallel.tp=2", "parallel.etp=2"],
+    "PP2·EP2·DP2": ["parallel.pp=2", "parallel.ep=2"],
+    "CP2·EP2·DP2": ["parallel.cp=2", "parallel.ep=2"],
+}
+TEMPERATURE, CLIP, KL, ENTROPY = 0.8, 0.2, 0.05, 0.01
+
+
+def layouts_of(family: str) -> dict[str, list[str]]:
+    return LAYOUTS | (MOE_LAYOUTS if family in MOE else DENSE_LAYOUTS)
+
+
+def make_model(folder, family: str):
+    """A 4-layer model in which every parameter, norms and biases too, has a value of its own."""
+    import make_tiny
+
+    options = {"tied": False, **CONFIGS.get(family, {})}
+    make_tiny.save_model(
+        folder, make_tiny.char_tokenizer("0123456789>+-="), family, hidden=128, layers=4, ffn=2, **options
+    )
+    weights = load_file(folder / "model.safetensors")
+    noise = torch.Generator().manual_seed(7)
+    weights = {name: w + 0.05 * torch.randn(w.shape, generator=noise) for name, w in sorted(weights.items())}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_samples() -> list[dict]:
+    """14 answers of 1 to 30 tokens."""
+    rng = np.random.default_rng(3)
+    samples = []
+    for n in range(14):
+        prompt, response = rng.integers(2, 16, rng.integers(1, 9)), rng.integers(0, 16, rng.integers(1, 31))
+        samples.append(
+            dict(
+                group=n // 2,
+                prompt_ids=prompt.tolist(),
+                response_ids=response.tolist(),
+                finished=True,
+                text="",
+                source="s",
+                rollout_logp=rng.normal(-2.5, 0.5, len(response)).tolist(),
+                advantage=rng.normal(),
+            )
+        )
+    return samples
+
+
+def run_worker(folder, nproc: int, **plan) -> dict[str, dict[str, torch.Tensor]]:
+    """Layout → what tests/layout_worker.py found on it."""
+    (folder / "out").mkdir(exist_ok=True)
+    plan = {"config": str(REPO / "configs/tiny.yaml"), "out": str(folder / "out"), **plan}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    process = subprocess.run(
+        [*command, str(REPO / "tests/layout_worker.py"), str(folder / "plan.json")],
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout
+    return {name: load_file(folder / "out" / f"{name}.safetensors") for name in plan["layouts"]}
+
+
+def float64_model(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    model.model.embed_tokens.padding_idx = None  # transformers would drop that row's gradient
+    return model
+
+
+def reference(folder, samples: list[dict], ref_logp_F: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Loss, log-probs [F] and gradients of the update, from plain transformers in float64."""
+    model = float64_model(folder)
+    tokens, position, loss, logps = sum(len(s["response_ids"]) for s in samples), 0, 0.0, []
+    for s in samples:
+        ids, prompt = torch.tensor([s["prompt_ids"] + s["response_ids"]]), len(s["prompt_ids"])
+        all_logp = (model(ids).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        logp = all_logp.gather(-1, ids[0, 1:, None])[prompt - 1 :, 0]
+        entropy = -(all_logp.exp() * all_logp).sum(-1)[prompt - 1 :]
+        ratio = (logp - torch.tensor(s["rollout_logp"], dtype=torch.float32).double()).exp()
+        policy = -torch.minimum(ratio * s["advantage"], ratio.clamp(1 - CLIP, 1 + CLIP) * s["advantage"])
+        d = ref_logp_F[position + prompt - 1 : position + ids.shape[1] - 1].double() - logp
+        k3 = (d.clamp(-20, 20).exp() - d.clamp(-20, 20) - 1).clamp(-10, 10)
+        part = (policy + KL * k3 - ENTROPY * entropy).sum() / tokens
+        part.backward()
+        loss, position = loss + part.item(), position + ids.shape[1] - 1
+        logps.append(torch.cat([logp.new_zeros(prompt - 1), logp.detach()]))
+    return {"loss": loss, "logp": torch.cat(logps), **hf_gradients(model)}
+
+
+def hf_gradients(model) -> dict[str, torch.Tensor]:
+    """Gradients under the names of the safetensors, where transformers keeps fused experts apart."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            gradients[f"grad.{name.replace('mlp.gate.', 'block_sparse_moe.gate.') if mixtral(model) else name}"] = grad
+            continue
+        block = name.rsplit(".", 1)[0]
+        names = ("gate_proj", "up_proj", "down_proj")
+        if mixtral(model):
+            block, names = block.replace(".mlp.", ".block_sparse_moe."), ("w1", "w3", "w2")
+        for e, expert in enumerate(grad):
+            if name.endswith("gate_up_proj"):
+                parts = dict(zip(names[:2], expert.chunk(2), strict=True))
+            else:
+                parts = {names[2]: expert}
+            gradients |= {f"grad.{block}.{e}.{part}.weight": g for part, g in parts.items()}
+    return gradients
+
+
+def mixtral(model) -> bool:
+    return model.config.model_type == "mixtral"
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """results(family) → (what each layout gave, the reference); one torchrun a family, kept for the table."""
+    known, tried = {}, set()
+
+    def of(family: str):
+        assert family in known or family not in tried, "its torchrun failed, see the first failure of this family"
+        if family not in known:
+            tried.add(family)
+            folder = tmp_path_factory.mktemp(family)
+            make_model(folder / "model", family)
+            samples = make_samples()
+            (folder / "samples.json").write_text(json.dumps(samples))
+            overrides = [
+                f"model.path={folder / 'model'}", "data.train=unused", f"rollout.temperature={TEMPERATURE}",
+                f"algo.kl_coef={KL}", f"algo.entropy_coef={ENTROPY}", "data.max_prompt_tokens=8",
+                "rollout.max_new_tokens=32", "train.max_tokens_per_micro_batch=64",
+                "train.logprob_max_tokens_per_micro_batch=40",
+            ]  # fmt: skip
+            found = run_worker(
+                folder, 4, overrides=overrides, samples=str(folder / "samples.json"), layouts=layouts_of(family)
+            )
+            known[family] = found, reference(folder / "model", samples, found["DP4"]["ref_logp"])
+        return known[family]
+
+    yield of
+    if len(known) == len(FAMILIES):
+        write_table(known)
+
+
+CASES = [
+    pytest.param(family, layout, marks=[] if family in ("qwen2", "qwen3_moe") else pytest.mark.slow)
+    for family in FAMILIES
+    for layout in layouts_of(family)
+]
+
+
+def worst_gradient(found: dict, wanted: dict) -> tuple[float, str]:
+    return max((relative(found[name], wanted[name]), name) for name in wanted if name.startswith("grad."))
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_update_equals_plain_transformers(results, family, layout):
+    found, wanted = results(family)[0][layout], results(family)[1]
+    assert {k for k in found if k.startswith("grad.")} == {k for k in wanted if k.startswith("grad.")}
+    assert found["same"] == 1  # loading and exporting gave back every weight bit by bit
+    assert (found["logp"] - wanted["logp"]).abs().max() < 1e-4
+    assert found["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
+    error, name = worst_gradient(found, wanted)
+    assert error < 1e-5, name
+    norm = torch.stack([g.norm() for name, g in wanted.items() if name.startswith("grad.")]).norm().item()
+    assert found["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_one_gradient_whatever_the_micro_batches(tmp_path, family):
+    """The same samples in 1, 2 and 6 micro-batches a replica, in different orders, on 1 and 2 replicas."""
+    make_model(tmp_path / "model", family)
+    samples = make_samples()
+    (tmp_path / "samples.json").write_text(json.dumps(samples))
+    lengths_N = np.array([len(s["prompt_ids"]) + len(s["response_ids"]) - 1 for s in samples])
+    common = [
+        f"model.path={tmp_path / 'model'}", "data.train=unused", "data.max_prompt_tokens=8",
+        "rollout.max_new_tokens=32", f"algo.kl_coef={KL}",
+    ]  # fmt: skip
+    gradients = {}
+    for replicas in (1, 2):
+        budgets = {n: next(b for b in range(40, 999) if len(plan_bins(lengths_N, b, replicas)) == n * replicas)
+                   for n in (1, 2, 6 // replicas)}  # fmt: skip
+        names = {f"{n} of DP{replicas}": budget for n, budget in budgets.items()}
+        rng = np.random.default_rng(replicas)
+        found = run_worker(
+            tmp_path, replicas, overrides=common, samples=str(tmp_path / "samples.json"),
+            layouts={name: [f"train.max_tokens_per_micro_batch={b}"] for name, b in names.items()},
+            orders={name: rng.permutation(len(samples)).tolist() for name in names},
+        )  # fmt: skip
+        gradients |= found
+    one = gradients.pop("1 of DP1")
+    assert len(gradients) == 5
+    whole = torch.stack([g.norm() for name, g in one.items() if name.startswith("grad.")]).norm()
+    for found in gradients.values():
+        for name in (name for name in one if name.startswith("grad.")):
+            assert (found[name] - one[name]).norm() < 1e-6 * whole
+            assert relative(found[name], one[name]) < 1e-5, name
+
+
+@pytest.mark.slow
+def test_balancing_loss_does_not_depend_on_the_layout(tmp_path):
+    """Switch's loss over the response tokens of each micro-batch, weighted by their number; the same two micro-batches
+    on every layout, against transformers' router logits in float64."""
+    make_model(tmp_path / "model", "qwen3_moe")
+    samples = make_samples()
+    (tmp_path / "samples.json").write_text(json.dumps(samples))
+    lengths_N = np.array([len(s["prompt_ids"]) + len(s["response_ids"]) - 1 for s in samples])
+    budget, coefficient = int(lengths_N.sum() * 0.6), 0.5
+    bins = plan_bins(lengths_N, budget, 1)
+    assert len(bins) == 2 and bins == plan_bins(lengths_N, budget, 2)
+    layouts = ("TP2·PP2", "TP2·CP2", "PP2·CP2", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "PP2·EP2·DP2")
+    found = run_worker(
+        tmp_path, 4, samples=str(tmp_path / "samples.json"),
+        layouts={name: (LAYOUTS | MOE_LAYOUTS)[name] for name in layouts},
+        overrides=[
+            f"model.path={tmp_path / 'model'}", "data.train=unused", "data.max_prompt_tokens=8",
+            "rollout.max_new_tokens=32", f"rollout.temperature={TEMPERATURE}", f"algo.kl_coef={KL}",
+            f"algo.entropy_coef={ENTROPY}", f"megatron.moe_aux_loss_coeff={coefficient}",
+            f"train.max_tokens_per_micro_batch={budget}",
+        ],
+    )  # fmt: skip
+    wanted = reference(tmp_path / "model", samples, found["TP2·PP2"]["ref_logp"])
+    balance, load = balance_gradients(tmp_path / "model", samples, bins, coefficient)
+    for layout in layouts:
+        assert found[layout]["load"].tolist() == pytest.approx(load, rel=1e-6)
+        for name, grad in balance.items():
+            assert relative(found[layout][name], wanted[name] + grad) < 1e-5, (layout, name)
+    router = "grad.model.layers.0.mlp.gate.weight"
+    assert balance[router].norm() > 0.01 * wanted[router].norm()  # else this would show nothing
+
+
+def balance_gradients(folder, samples: list[dict], bins: list[list[int]], coefficient: float):
+    """(gradients of sum_bins tokens · coefficient · E · sum_e f_e P_e / all tokens, busiest over mean load a layer)."""
+    model = float64_model(folder)
+    logits = {}  # layer → router logits of the sequence just run
+    for layer, block in enumerate(model.model.layers):
+        block.mlp.gate.register_forward_hook(lambda m, i, out, layer=layer: logits.update({layer: out[0]}))
+    tokens, counts = sum(len(s["response_ids"]) for s in samples), torch.zeros(len(model.model.layers), 4)
+    for members in bins:
+        probs = {layer: [] for layer in range(len(model.model.layers))}
+        for s in (samples[n] for n in members):
+            model(torch.tensor([s["prompt_ids"] + s["response_ids"]]))
+            for layer, found in logits.items():
+                probs[layer].append(found[len(s["prompt_ids"]) - 1 : -1].softmax(-1))
+        loss = 0.0
+        for layer, parts in probs.items():
+            p = torch.cat(parts)  # [tokens of the micro-batch, E]
+            chosen = torch.zeros_like(p).scatter(1, p.topk(2).indices, 1)
+            loss = loss + len(p) * coefficient * 4 * (chosen.mean(0) / 2 * p.mean(0)).sum()
+            counts[layer] += chosen.sum(0).float()
+        (loss / tokens).backward()
+    return hf_gradients(model), (counts.amax(1) / counts.mean(1)).tolist()
+
+
+def write_table(known: dict) -> None:
+    """docs/layouts.md: the largest relative error of a parameter's gradient, layouts × families."""
+    layouts = [*LAYOUTS, *DENSE_LAYOUTS, *MOE_LAYOUTS]
+    lines = [
+        "# Layouts × families",
+        "",
+        "Written by `make test-all` (tests/test_layouts.py): the largest relative error, over all parameters, of the",
+        "gradient of one update against plain transformers in float64. Bound: 1e-5. fp32, CPU, 4 ranks.",
+        "",
+        "| | " + " | ".join(FAMILIES) + " |",
+        "|---" * (len(FAMILIES) + 1) + "|",
+    ]
+    for layout in layouts:
+        cells = (f"{worst_gradient(known[f][0][layout], known[f][1])[0]:.0e}" if layout in layouts_of(f) else "–"
+                 for f in FAMILIES)  # fmt: skip
+        lines.append(f"| {layout} | " + " | ".join(cells) + " |")
+    (REPO / "docs/layouts.md").write_text("\n".join(lines) + "\n")
