@@ -1,5 +1,6 @@
 # make demo   train a tiny model on this machine     make test      the quick tests
 # make setup  what both need, into .venv             make test-all  the long ones too
+# make ablations  train each configs/ablations/*.yaml on the demo's task and write docs/ablations.md
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
@@ -11,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 
-.PHONY: setup demo test test-all lint
+.PHONY: setup demo test test-all ablations lint
 setup: .venv/ready
 demo: .venv/ready build/tiny/train.jsonl
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
@@ -19,6 +20,8 @@ test: .venv/ready
 	$(BIN)/python -m pytest -q -m "not slow" tests
 test-all: .venv/ready build/tiny/train.jsonl
 	$(BIN)/python -m pytest -q tests
+ablations: .venv/ready build/tiny/train.jsonl
+	$(BIN)/python tools/ablations.py
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 

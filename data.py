@@ -85,14 +85,14 @@ def load_table(train: Any, split: str):
         raise ValueError(f"data.train={train}: {type(cause).__name__}: {str(cause).strip().splitlines()[0]}") from None
 
 
-def prompt_batch(prompts: list[Prompt], step: int, size: int, seed: int) -> list[Prompt]:
-    """The `size` prompts of `step` (from 1), from an endless stream that is shuffled anew each epoch.
+def prompt_batch(prompts: list[Prompt], taken: int, size: int, seed: int) -> list[Prompt]:
+    """The `size` prompts after the first `taken` of an endless stream that is shuffled anew each epoch.
 
-    A pure function of its arguments: the last partial batch of an epoch is filled from the next, and a resumed run
-    needs no state.
+    A pure function of its arguments: the last partial batch of an epoch is filled from the next, and `taken` is all a
+    resumed run needs to know.
     """
     batch, orders = [], {}
-    for i in range((step - 1) * size, step * size):
+    for i in range(taken, taken + size):
         epoch, place = divmod(i, len(prompts))
         if epoch not in orders:
             orders[epoch] = np.random.default_rng([seed, epoch]).permutation(len(prompts))

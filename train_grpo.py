@@ -103,15 +103,26 @@ class RewardConfig:
 
 @dataclass
 class AlgoConfig:
-    advantage: str = "grpo"
-    loss: str = "ppo_clip"
+    advantage: str = "grpo"  # grpo | dr_grpo | rloo | grpo_loo | reinforce_pp
+    loss: str = "ppo_clip"  # ppo_clip | gspo | cispo | reinforce
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float | None = None  # bound of the loss of a negative advantage, in advantages; above 1
+    loss_norm: str = "token_mean"  # token_mean | seq_mean_token_mean | seq_mean_token_sum | seq_mean_token_sum_norm
+    loss_norm_length: int = 0  # the constant of seq_mean_token_sum_norm; 0: rollout.max_new_tokens
     kl_coef: float = 0.0  # 0: no reference model is kept
-    kl: str = "k3"  # k1 | k2 | k3
-    loss_norm: str = "token_mean"
+    kl: str = "k3"  # k1 | k2 | k3 | k3+ (the value of k3 with the gradient of k2)
+    kl_in: str = "loss"  # loss | reward
     entropy_coef: float = 0.0
-    correction: str = "none"  # of the mismatch between vLLM and trainer
+    old_logp: str = "trainer"  # trainer | rollout: whose log-probs the ratio starts from
+    correction: str = "none"  # none | tis | icepop | seq_mask, of the mismatch between vLLM and trainer
+    correction_level: str = "token"  # token | sequence, for tis
+    correction_low: float | None = None  # bounds; null: CORRECTION_BOUNDS
+    correction_high: float | None = None
+    max_rounds: int = 1  # above 1, groups of equal rewards are replaced by new prompts, in so many rounds at most
+    overlong_buffer: int = 0  # tokens before rollout.max_new_tokens over which a penalty grows from 0 to overlong_coef
+    overlong_coef: float = 1.0
+    mask_truncated: bool = False  # leave answers that were cut off out of the loss
 
 
 @dataclass
@@ -160,21 +171,24 @@ class Config:
 # Every key with a closed set of values, and the set.
 CHOICES = {
     "model.dtype": ("bf16", "fp32"),
-    "algo.advantage": ("grpo",),
-    "algo.loss": ("ppo_clip",),
-    "algo.kl": ("k1", "k2", "k3"),
-    "algo.loss_norm": ("token_mean",),
-    "algo.correction": ("none",),
+    "algo.advantage": ("grpo", "dr_grpo", "rloo", "grpo_loo", "reinforce_pp"),
+    "algo.loss": ("ppo_clip", "gspo", "cispo", "reinforce"),
+    "algo.loss_norm": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"),
+    "algo.kl": ("k1", "k2", "k3", "k3+"),
+    "algo.kl_in": ("loss", "reward"),
+    "algo.old_logp": ("trainer", "rollout"),
+    "algo.correction": ("none", "tis", "icepop", "seq_mask"),
+    "algo.correction_level": ("token", "sequence"),
     "resume": ("none",),
     "data.eval": (None,),
     "train.eval_every": (0,),
 }
 AT_LEAST = {
     0: """train.lr train.warmup_steps train.weight_decay train.clip_grad train.save_every algo.clip_low algo.clip_high
-          algo.kl_coef reward.timeout_s seed""",
+          algo.kl_coef algo.loss_norm_length algo.overlong_buffer algo.overlong_coef reward.timeout_s seed""",
     1: """rollout.prompts_per_step rollout.max_new_tokens rollout.tp rollout.sync_bucket_mb data.max_prompt_tokens
           train.steps train.updates_per_step train.epochs_per_step parallel.tp parallel.pp parallel.vpp parallel.cp
-          parallel.ep parallel.etp reward.workers""",
+          parallel.ep parallel.etp reward.workers algo.max_rounds""",
     2: "rollout.group_size",
 }
 # Megatron-core fields that may not be set under `megatron`, and why.
@@ -197,12 +211,26 @@ MEGATRON_OWNED = {
 
 
 def load_config(path: str, overrides: list[str]) -> Config:
-    """The defaults, then the YAML file `path`, then the `section.key=value` overrides. Raises UserError."""
+    """The defaults, then the YAML file `path`, then the `section.key=value` overrides. Raises UserError.
+
+    A file that says `base: other.yaml` (seen from its own folder) changes what that one says.
+    """
     schema = omegaconf.OmegaConf.structured(Config)
+    layers, file = [omegaconf.OmegaConf.from_dotlist([o]) for o in overrides], Path(path)
     try:
-        layers = [omegaconf.OmegaConf.load(path), *(omegaconf.OmegaConf.from_dotlist([o]) for o in overrides)]
+        while file is not None:
+            layer = omegaconf.OmegaConf.load(file)
+            base = layer.pop("base", None) if omegaconf.OmegaConf.is_dict(layer) else None
+            layers.insert(0, layer)
+            file = file.parent / base if base else None
+            if len(layers) > len(overrides) + 10:
+                raise UserError(f"--config {path}: its `base` files go round in a circle")
     except FileNotFoundError:
-        raise UserError(f"--config {path}: no such file") from None
+        raise UserError(
+            f"--config {path}: no such file" + ("" if file == Path(path) else f" as its base {file}")
+        ) from None
+    except UserError:
+        raise
     except Exception as error:  # PyYAML's and OmegaConf's own errors share no base class
         raise UserError(f"cannot read the configuration: {error}") from None
     for override in overrides:
@@ -272,7 +300,21 @@ def check_config(cfg: Config, world_size: int) -> None:
         near = nearest(key, engine_options())
         require(key == near, f"unknown key 'rollout.vllm.{key}'; the nearest option of vLLM is 'rollout.vllm.{near}'")
 
-    r, t, p = cfg.rollout, cfg.train, cfg.parallel
+    r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
+    require(a.dual_clip is None or a.dual_clip > 1, f"algo.dual_clip={a.dual_clip}: must be above 1, or null")
+    require(
+        a.correction == "none" or a.old_logp == "trainer",
+        f"algo.correction={a.correction} weighs the trainer's old log-probs against vLLM's, but algo.old_logp=rollout "
+        "takes vLLM's as old; use algo.old_logp=trainer or algo.correction=none",
+    )
+    require(
+        a.correction_level == "token" or a.correction == "tis",
+        f"algo.correction_level={a.correction_level} is for algo.correction=tis; {a.correction} has one level only",
+    )
+    require(
+        a.overlong_buffer <= r.max_new_tokens,
+        f"algo.overlong_buffer={a.overlong_buffer} is beyond rollout.max_new_tokens={r.max_new_tokens}",
+    )
     require(r.temperature > 0, f"rollout.temperature={r.temperature}: must be above 0; greedy groups have no variance")
     require(r.max_logp_gap is None or r.max_logp_gap > 0, f"rollout.max_logp_gap={r.max_logp_gap}: must be above 0")
     require(
@@ -323,29 +365,41 @@ def describe(cfg: Config, world_size: int) -> str:
     vpp, cp = f" (vpp {p.vpp})" if p.vpp > 1 else "", f" × cp {p.cp}" if p.cp > 1 else ""
     edp = world_size // (p.etp * p.ep * p.pp)
     experts = f"; experts: ep {p.ep} × etp {p.etp} × pp {p.pp} × dp {edp}" if p.ep * p.etp > 1 else ""
-    kl = f" + {a.kl_coef:g} {a.kl}" if a.kl_coef else ""
+    kl = f" + {a.kl_coef:g} {a.kl} in the {a.kl_in}" if a.kl_coef else ""
+    rounds = f", up to {a.max_rounds} rounds" if a.max_rounds > 1 else ""
+    correction = f"; {a.correction}" if a.correction != "none" else ""
     entropy = f" - {a.entropy_coef:g} entropy" if a.entropy_coef else ""
     return (
         f"layout:  {count(world_size, 'rank')} = tp {p.tp} × pp {p.pp}{vpp}{cp} × dp {dp}{experts}; "
         f"rollout: {count(world_size // r.tp, 'vLLM engine')} of tp {r.tp}\n"
-        f"a step:  {count(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples{epochs} → "
+        f"a step:  {count(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples{rounds}{epochs} → "
         f"{count(updates, 'update')} of {samples // t.updates_per_step} samples → "
         f"micro-batches of ≤ {t.max_tokens_per_micro_batch} tokens over {count(dp, 'replica')}\n"
         f"a run:   {count(t.steps, 'step')} = {t.steps * samples} samples, {count(t.steps * updates, 'update')}; "
         f"lr {t.lr:g} after {count(t.warmup_steps, 'warm-up step')}\n"
-        f"loss:    {a.loss} ({a.clip_low:g}, {a.clip_high:g}){kl}{entropy}; {a.advantage} advantages, ddof 1, eps "
-        f"1e-6; {a.loss_norm} over all response tokens of an update"
+        f"loss:    {a.loss} ({a.clip_low:g}, {a.clip_high:g}){kl}{entropy}; {a.advantage} advantages; "
+        f"{a.loss_norm} over an update{correction}"
     )
 
 
 # ---------------------------------------------------------------- 2. algorithm: pure functions, no Megatron
 
 
-def group_advantages(rewards_N: np.ndarray, groups_N: np.ndarray, kind: str) -> np.ndarray:
-    """Advantage of each answer against its own group; rewards_N [N] float, groups_N [N] int → [N] float64.
+def group_advantages(
+    rewards_N: np.ndarray, groups_N: np.ndarray, kind: str, tokens_N: np.ndarray | None = None
+) -> np.ndarray:
+    """Advantage of each answer against its own group; [N] each → [N] float64. tokens_N, the answers' trained tokens,
+    is for reinforce_pp alone.
 
-    grpo: (r - mean) / (std + 1e-6), std with ddof 1; exactly 0 for a group of one or of equal rewards.
-    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; ddof and eps as in verl's compute_grpo_outcome_advantage.
+    With mean m and std s (ddof 1) of the group of G answers, and m', s' those of the other G - 1:
+
+      grpo          (r - m) / (s + 1e-6)           DeepSeekMath, arXiv 2402.03300, 4.1.2; ddof and eps as in verl
+      dr_grpo       r - m                          Dr. GRPO, arXiv 2503.20783, 3.2
+      rloo          r - m'                         Ahmadian et al., arXiv 2402.14740, 3.2
+      grpo_loo      (r - m') / (s' + 1e-6)         NeMo-RL; not divided where the others are equal
+      reinforce_pp  a = r - m, then (a - mean(a)) / sqrt(var(a) + 1e-8) over all trained tokens of the batch (ddof 1)
+                                                   REINFORCE++-baseline, arXiv 2501.03262; as in verl
+    Exactly 0 for a group of one or of equal rewards (in reinforce_pp: before the whitening).
     """
     rewards_N, groups_N = np.asarray(rewards_N, dtype=np.float64), np.asarray(groups_N)
     advantages_N = np.zeros_like(rewards_N)
@@ -356,16 +410,38 @@ def group_advantages(rewards_N: np.ndarray, groups_N: np.ndarray, kind: str) -> 
             continue
         if kind == "grpo":
             advantages_N[members] = (r - r.mean()) / (r.std(ddof=1) + 1e-6)
+        elif kind in ("dr_grpo", "reinforce_pp"):
+            advantages_N[members] = r - r.mean()
+        elif kind == "rloo":
+            advantages_N[members] = (r - r.mean()) * len(r) / (len(r) - 1)
+        elif kind == "grpo_loo":
+            others = np.stack([np.delete(r, i) for i in range(len(r))])  # [G, G - 1]
+            equal = others.min(1) == others.max(1)
+            std = np.ones(len(r)) if others.shape[1] == 1 else others.std(1, ddof=1) + 1e-6
+            advantages_N[members] = (r - others.mean(1)) / np.where(equal, 1.0, std)
         else:
             raise ValueError(f"algo.advantage={kind}")
+    if kind == "reinforce_pp" and np.sum(tokens_N) > 1:
+        mean = np.average(advantages_N, weights=tokens_N)
+        variance = np.sum(tokens_N * (advantages_N - mean) ** 2) / (np.sum(tokens_N) - 1)
+        advantages_N = (advantages_N - mean) / np.sqrt(variance + 1e-8)
     return advantages_N
+
+
+def overlong_penalty(lengths_N: np.ndarray, limit: int, buffer: int) -> np.ndarray:
+    """Reward of an answer's length in tokens: 0 up to limit - buffer, then linear to -1 at the limit; [N] → [N].
+
+    Source: DAPO, arXiv 2503.14476, eq. 13 (soft overlong punishment).
+    """
+    return -np.clip((np.asarray(lengths_N, dtype=np.float64) - (limit - buffer)) / buffer, 0, 1)
 
 
 def token_kl(logp_T: torch.Tensor, ref_logp_T: torch.Tensor, kind: str) -> torch.Tensor:
     """Estimate of KL(policy || reference) at each token, from the sampled token alone; [T], [T] → [T].
 
-    With d = ref - logp:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1 with d clamped to ±20 and the result to ±10.
-    Source: Schulman, "Approximating KL divergence" (2020); the clamps as in verl's low_var_kl.
+    With d = ref - logp:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1 with d clamped to ±20 and the result to ±10;
+    k3+ has the value of k3 and the gradient of k2, which is that of the true KL.
+    Source: Schulman, "Approximating KL divergence" (2020); clamps and k3+ as in verl.
     """
     d_T = ref_logp_T - logp_T
     if kind == "k1":
@@ -375,23 +451,138 @@ def token_kl(logp_T: torch.Tensor, ref_logp_T: torch.Tensor, kind: str) -> torch
     if kind == "k3":
         d_T = d_T.clamp(-20, 20)
         return (d_T.exp() - d_T - 1).clamp(-10, 10)
+    if kind == "k3+":
+        k2_T = token_kl(logp_T, ref_logp_T, "k2")
+        return token_kl(logp_T.detach(), ref_logp_T, "k3") + k2_T - k2_T.detach()
     raise ValueError(f"algo.kl={kind}")
 
 
-def policy_loss(
-    logp_T: torch.Tensor, old_logp_T: torch.Tensor, advantages_T: torch.Tensor, algo: AlgoConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Policy loss at each token, and 1.0 where the clip binds; [T] each → ([T], [T]).
+def sequence_sum(values_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
+    """The sum over each packed sequence, at each of its tokens; [T], number of each token's sequence [T] → [T]."""
+    return torch.zeros_like(values_T).index_add(0, sequence_T, values_T)[sequence_T]
 
-    ppo_clip: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(logp - old_logp).
-    Source: PPO, arXiv 1707.06347, eq. 7; two bounds as in DAPO, arXiv 2503.14476.
+
+def sequence_mean(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
+    """The mean over each sequence's tokens with mask 1 (0 without any), at each of its tokens; [T] each → [T]."""
+    return sequence_sum(values_T * mask_T, sequence_T) / sequence_sum(mask_T, sequence_T).clamp(min=1)
+
+
+def policy_loss(
+    logp_T: torch.Tensor,
+    old_logp_T: torch.Tensor,
+    advantages_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    sequence_T: torch.Tensor,
+    algo: AlgoConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Policy loss at each token, and 1.0 where a bound holds the ratio; [T] each → ([T], [T]).
+
+    With ratio = exp(logp - old_logp), the exponent clamped to ±20, and clip to [1 - clip_low, 1 + clip_high]:
+
+      ppo_clip   -min(ratio A, clip(ratio) A)      PPO, arXiv 1707.06347, eq. 7; two bounds: DAPO, arXiv 2503.14476
+      gspo       the same with the sequence's ratio s = exp(mean_t(logp - old_logp)), the mean at most 10, and each
+                 token's gradient s ∇logp          GSPO, arXiv 2507.18071, eq. 5 and 13 (GSPO-token); the cap as in verl
+      cispo      -sg(clip(ratio)) A logp           MiniMax-M1, arXiv 2506.13585, eq. 4
+      reinforce  -A logp                           Williams (1992)
+    dual_clip = c bounds ppo_clip and gspo at -c A where A < 0: arXiv 1912.09729, eq. 5.
     """
-    ratio_T = (logp_T - old_logp_T).exp()
-    if algo.loss == "ppo_clip":
-        free_T = ratio_T * advantages_T
-        bound_T = ratio_T.clamp(1 - algo.clip_low, 1 + algo.clip_high) * advantages_T
-        return -torch.minimum(free_T, bound_T), (bound_T < free_T).float()
-    raise ValueError(f"algo.loss={algo.loss}")
+    if algo.loss == "reinforce":
+        return -advantages_T * logp_T, torch.zeros_like(logp_T)
+    log_ratio_T = logp_T - old_logp_T
+    if algo.loss == "gspo":
+        mean_T = sequence_mean(log_ratio_T.detach(), mask_T, sequence_T)
+        log_ratio_T = mean_T.clamp(max=10) + logp_T - logp_T.detach()
+    ratio_T = log_ratio_T.clamp(-20, 20).exp()
+    bounded_T = ratio_T.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+    if algo.loss == "cispo":
+        return -bounded_T.detach() * advantages_T * logp_T, (bounded_T != ratio_T).float()
+    if algo.loss not in ("ppo_clip", "gspo"):
+        raise ValueError(f"algo.loss={algo.loss}")
+    loss_T = torch.maximum(-ratio_T * advantages_T, -bounded_T * advantages_T)
+    clipped_T = -bounded_T * advantages_T > -ratio_T * advantages_T
+    if algo.dual_clip is not None:
+        ceiling_T = torch.where(advantages_T < 0, -algo.dual_clip * advantages_T, torch.inf)
+        loss_T, clipped_T = torch.minimum(loss_T, ceiling_T), clipped_T | (loss_T > ceiling_T)
+    return loss_T, clipped_T.float()
+
+
+# algo.correction → (lowest, highest) weight that is left alone, unless the configuration says otherwise.
+CORRECTION_BOUNDS = {"none": (0.0, 2.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mask": (0.999, 1.002)}
+
+
+def mismatch_weight(
+    trainer_logp_T: torch.Tensor,
+    rollout_logp_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    sequence_T: torch.Tensor,
+    algo: AlgoConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight of each token's policy loss, since vLLM sampled what the trainer scores; [T] each → ([T], [T]).
+
+    With w = exp(trainer - rollout), exponents clamped to ±20, and bounds [low, high]:
+
+      none      1
+      tis       clip(w), of the token or (correction_level=sequence) of the product over the answer
+                                               Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy
+                                               RL Training" (2025)
+      icepop    w inside the bounds, else 0    Ring-1T, arXiv 2510.18855
+      seq_mask  w in answers whose geometric mean of w is inside the bounds, else 0      as in NeMo-RL
+    The second is 1.0 where the bounds cut (for none: where those of tis would).
+    """
+    low, high = CORRECTION_BOUNDS[algo.correction]
+    low = low if algo.correction_low is None else algo.correction_low
+    high = high if algo.correction_high is None else algo.correction_high
+    log_w_T = trainer_logp_T - rollout_logp_T
+    judged_T = log_w_T  # what is held against the bounds
+    if algo.correction == "seq_mask":
+        judged_T = sequence_mean(log_w_T, mask_T, sequence_T)
+    elif algo.correction_level == "sequence":
+        judged_T = log_w_T = sequence_sum(log_w_T * mask_T, sequence_T)
+    w_T, judged_T = log_w_T.clamp(-20, 20).exp(), judged_T.clamp(-20, 20).exp()
+    outside_T = ((judged_T < low) | (judged_T > high)).float()
+    if algo.correction == "none":
+        return torch.ones_like(w_T), outside_T
+    if algo.correction == "tis":
+        return w_T.clamp(low, high), outside_T
+    return w_T * (1 - outside_T), outside_T
+
+
+def loss_weights(
+    trained_F: torch.Tensor, sample_F: torch.Tensor, samples: list[int], kind: str, length: int
+) -> torch.Tensor:
+    """Weight of each token in an update on the numbered `samples`; mask of the trained tokens [F], sample of each [F]
+    → [F], such that the sum of weight · loss over the number of trained tokens T is the normalised loss.
+
+    Over the N answers with trained tokens, y_i of them in answer i:
+
+      token_mean               1               sum_i sum_t loss / T               DAPO, arXiv 2503.14476, eq. 8
+      seq_mean_token_mean      T / (N y_i)     mean_i (1 / y_i) sum_t loss        GRPO, arXiv 2402.03300, eq. 3
+      seq_mean_token_sum       T / N           mean_i sum_t loss
+      seq_mean_token_sum_norm  T / (N length)  mean_i (1 / length) sum_t loss     Dr. GRPO, arXiv 2503.20783, appendix
+    So the denominator is the same integer for all, and neither micro-batches nor layout enter.
+    """
+    chosen_N = torch.zeros(int(sample_F.max()) + 1, dtype=torch.float64)
+    chosen_N[samples] = 1
+    tokens_N = torch.bincount(sample_F, weights=trained_F.double()) * chosen_N
+    total, answers = tokens_N.sum(), (tokens_N > 0).sum().clamp(min=1)
+    if kind == "token_mean":
+        weight_N = torch.ones_like(tokens_N)
+    elif kind == "seq_mean_token_mean":
+        weight_N = total / (answers * tokens_N.clamp(min=1))
+    elif kind == "seq_mean_token_sum":
+        weight_N = total / answers * torch.ones_like(tokens_N)
+    elif kind == "seq_mean_token_sum_norm":
+        weight_N = total / (answers * length) * torch.ones_like(tokens_N)
+    else:
+        raise ValueError(f"algo.loss_norm={kind}")
+    return ((weight_N * chosen_N)[sample_F] * trained_F).float()
+
+
+# What a micro-batch reports: sums over its response tokens, but for the last, a maximum.
+REPORTED = (
+    "loss", "policy", "trained", "tokens", "kl", "kl_k1", "kl_k2", "entropy", "clipped", "gap", "mismatch_k3", "w",
+    "w2", "outside", "gap_max",
+)  # fmt: skip
 
 
 def grpo_loss(mb: "MicroBatch", logp_T: torch.Tensor, entropy_T: torch.Tensor, algo: AlgoConfig):
@@ -399,32 +590,35 @@ def grpo_loss(mb: "MicroBatch", logp_T: torch.Tensor, entropy_T: torch.Tensor, a
 
     Megatron adds the loss gradients of all micro-batches and replicas and divides once by the sum of the denominators,
     so the loss is sum / count over the whole update whatever the split. No factor of micro-batches, dp or cp belongs
-    here. The report holds sums over response tokens, but for "gap_max".
+    here.
     """
-    mask_T, advantages_T, rollout_logp_T = mb.mask[0], mb.advantages[0], mb.rollout_logp[0]
+    mask_T, weight_T, advantages_T, rollout_logp_T = (
+        x[0] for x in (mb.mask, mb.weights, mb.advantages, mb.rollout_logp)
+    )
     # With one update a step the policy has not moved since it sampled: the ratio is 1 and its gradient that of logp.
     old_logp_T = logp_T.detach() if mb.old_logp is None else mb.old_logp[0]
-    pg_T, clipped_T = policy_loss(logp_T, old_logp_T, advantages_T, algo)
-    loss_T, kl_T = pg_T, torch.zeros_like(logp_T)
-    if mb.ref_logp is not None:
-        kl_T = token_kl(logp_T, mb.ref_logp[0], "k3")
-        penalty_T = kl_T if algo.kl == "k3" else token_kl(logp_T, mb.ref_logp[0], algo.kl)
-        loss_T = loss_T + algo.kl_coef * penalty_T
+    trainer_logp_T = logp_T.detach() if algo.old_logp == "rollout" else old_logp_T
+    pg_T, clipped_T = policy_loss(logp_T, old_logp_T, advantages_T, mask_T, mb.sequence_T, algo)
+    correction_T, outside_T = mismatch_weight(trainer_logp_T, rollout_logp_T, mask_T, mb.sequence_T, algo)
+    loss_T = pg_T = pg_T * correction_T
     if algo.entropy_coef:
         loss_T = loss_T - algo.entropy_coef * entropy_T
-    loss, denominator = (loss_T * mask_T).sum(), mask_T.sum().int()
-    gap_T = (old_logp_T - rollout_logp_T).abs() * mask_T
-    sums = {
-        "loss": loss,
-        "policy": (pg_T * mask_T).sum(),
-        "kl": (kl_T * mask_T).sum(),
-        "entropy": (entropy_T * mask_T).sum(),
-        "clipped": (clipped_T * mask_T).sum(),
-        "gap": gap_T.sum(),
-        "gap_max": gap_T.max(),
-        "tokens": denominator,
-    }
-    return loss, denominator, {name: value.detach().double() for name, value in sums.items()}
+    kl = dict.fromkeys(("k1", "k2", "k3"), torch.zeros_like(mask_T))
+    if mb.ref_logp is not None:
+        kl = {kind: token_kl(logp_T.detach(), mb.ref_logp[0], kind) for kind in kl}
+        if algo.kl_in == "loss":
+            loss_T = loss_T + algo.kl_coef * token_kl(logp_T, mb.ref_logp[0], algo.kl)
+    loss, denominator = (loss_T * weight_T).sum(), (weight_T > 0).sum().int()
+    delta_T = (trainer_logp_T - rollout_logp_T) * mask_T
+    w_T = delta_T.clamp(-20, 20).exp() * mask_T
+    report = {
+        "loss": loss, "policy": (pg_T * weight_T).sum(), "trained": denominator, "tokens": mask_T.sum(),
+        "kl": kl["k3"] @ mask_T, "kl_k1": kl["k1"] @ mask_T, "kl_k2": kl["k2"] @ mask_T, "entropy": entropy_T @ mask_T,
+        "clipped": clipped_T @ mask_T, "gap": delta_T.abs().sum(), "outside": outside_T @ mask_T, "w": w_T.sum(),
+        "w2": w_T @ w_T, "mismatch_k3": token_kl(rollout_logp_T, trainer_logp_T, "k3") @ mask_T,
+        "gap_max": delta_T.abs().max(),
+    }  # fmt: skip
+    return loss, denominator, {name: report[name].detach().double() for name in REPORTED}
 
 
 # ---------------------------------------------------------------- 3. data
@@ -454,7 +648,8 @@ class MicroBatch:
     position_ids: torch.Tensor
     targets: torch.Tensor
     mask: torch.Tensor  # 1.0 where the target is a response token
-    advantages: torch.Tensor
+    weights: torch.Tensor | None  # of each token in the loss (loss_weights); None: log-probs only
+    advantages: torch.Tensor | None
     rollout_logp: torch.Tensor
     old_logp: torch.Tensor | None  # None: one update a step
     ref_logp: torch.Tensor | None  # None: no reference model
@@ -462,6 +657,13 @@ class MicroBatch:
     index_T: torch.Tensor  # [tokens that are not padding], position of each in the step's flat rows
     cu_seqlens: torch.Tensor  # [S + 1] int32
     max_seqlen: int
+
+    @property
+    def sequence_T(self) -> torch.Tensor:
+        """Number of each token's sequence in this row, [T]."""
+        lengths_S = self.cu_seqlens.diff()
+        numbers_S = torch.arange(len(lengths_S), device=lengths_S.device)
+        return numbers_S.repeat_interleave(lengths_S, output_size=self.tokens.shape[1])
 
 
 def sampling_seed(seed: int, step: int, group: int) -> int:
@@ -492,7 +694,6 @@ def flat_rows(samples: list[Sample]) -> tuple[dict[str, torch.Tensor], np.ndarra
     rows = {
         "tokens": ids[last], "targets": ids[first], "position_ids": position_F, "mask": mask_F.astype(np.float32),
         "rollout_logp": logp_F, "seq_id": np.repeat(np.arange(len(samples)), lengths_N),
-        "advantages": np.repeat(np.array([s.advantage for s in samples], np.float32), lengths_N),
     }  # fmt: skip
     return {name: torch.from_numpy(values) for name, values in rows.items()}, lengths_N
 
@@ -521,8 +722,8 @@ def plan_bins(lengths_N: np.ndarray, max_tokens: int, multiple: int) -> list[lis
 def pack(rows: dict[str, torch.Tensor], lengths_N: np.ndarray, samples: list[int], width: int, device) -> MicroBatch:
     """Pack the numbered samples into one row, padded to `width` tokens with a masked sequence of its own.
 
-    `rows` may hold "old_logp" and "ref_logp" beside the fields of `flat_rows`. An empty list of samples gives a row of
-    padding only.
+    `rows` may hold "advantages", "weights", "old_logp", "ref_logp" beside the fields of `flat_rows`. An empty list of
+    samples gives a row of padding only.
     """
     starts_N = np.cumsum(lengths_N) - lengths_N
     lengths_S = lengths_N[samples] if samples else np.zeros(0, np.int64)
@@ -538,7 +739,7 @@ def pack(rows: dict[str, torch.Tensor], lengths_N: np.ndarray, samples: list[int
         return torch.nn.functional.pad(rows[name][index_T], (0, padding), value=fill)[None].to(device)  # [1, T]
 
     positions = torch.cat([rows["position_ids"][index_T], torch.arange(padding)])[None].to(device)  # [1, T]
-    fields = ("tokens", "targets", "mask", "advantages", "rollout_logp", "old_logp", "ref_logp")
+    fields = ("tokens", "targets", "mask", "weights", "advantages", "rollout_logp", "old_logp", "ref_logp")
     return MicroBatch(
         position_ids=positions, seq_id=row("seq_id", -1), index_T=index_T,
         cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
@@ -566,6 +767,11 @@ def to_micro_batches(
     ]
 
 
+def per_sample(values_F: torch.Tensor, rows: dict[str, torch.Tensor]) -> np.ndarray:
+    """The sum over each sample's positions; [F] → [N] float64."""
+    return torch.bincount(rows["seq_id"], weights=values_F.double()).numpy()
+
+
 def score(model: list, rows: dict, lengths_N: np.ndarray, cfg: Config) -> torch.Tensor:
     """Log-prob of every target under the model's present weights, on every rank; [F], 0 where the mask is 0."""
     samples = list(range(len(lengths_N)))
@@ -585,14 +791,13 @@ def score(model: list, rows: dict, lengths_N: np.ndarray, cfg: Config) -> torch.
 
 def reduce_reports(reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     """Add the micro-batches' reports over the world (maximum for "gap_max"); the same on every rank."""
-    names = ("loss", "policy", "kl", "entropy", "clipped", "gap", "tokens")
     counted = reports if bridge.reports_loss() else []
-    zeros = torch.zeros(len(names) + 1, dtype=torch.float64, device=bridge.device())
-    stacked = torch.stack([zeros, *(torch.stack([r[n] for n in (*names, "gap_max")]) for r in counted)])
-    sums, gap_max = stacked[:, :-1].sum(0), stacked[:, -1].max()
+    zeros = torch.zeros(len(REPORTED), dtype=torch.float64, device=bridge.device())
+    stacked = torch.stack([zeros, *(torch.stack([r[name] for name in REPORTED]) for r in counted)])
+    sums, largest = stacked[:, :-1].sum(0), stacked[:, -1].max()
     dist.all_reduce(sums)
-    dist.all_reduce(gap_max, dist.ReduceOp.MAX)
-    return {**dict(zip(names, sums.tolist(), strict=True)), "gap_max": gap_max.item()}
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return dict(zip(REPORTED, [*sums.tolist(), largest.item()], strict=True))
 
 
 def update(model, optimizer, rows, lengths_N, samples: list[int], lr: float, check, cfg: Config) -> dict[str, float]:
@@ -600,6 +805,9 @@ def update(model, optimizer, rows, lengths_N, samples: list[int], lr: float, che
 
     `check(report)` may stop it before the step.
     """
+    length = cfg.algo.loss_norm_length or cfg.rollout.max_new_tokens
+    weights_F = loss_weights(rows["trained"], rows["seq_id"], samples, cfg.algo.loss_norm, length)
+    rows = {**rows, "weights": weights_F}
     micro_batches = to_micro_batches(rows, lengths_N, samples, cfg.train.max_tokens_per_micro_batch, cfg)
     optimizer.zero_grad()
     reports = bridge.forward_backward(model, micro_batches, partial(grpo_loss, algo=cfg.algo), cfg.rollout.temperature)
@@ -616,11 +824,13 @@ def update(model, optimizer, rows, lengths_N, samples: list[int], lr: float, che
 # ---------------------------------------------------------------- 5. phases of a step
 
 
-def sample_groups(engine: Engine, batch: list[Prompt], step: int, tokenizer, cfg: Config) -> list[Sample]:
-    """The answers to this engine's share of the prompts; on the engine's first rank only, elsewhere nothing."""
+def sample_groups(engine: Engine, batch: dict[int, Prompt], step: int, tokenizer, cfg: Config) -> list[Sample]:
+    """The answers to this engine's share of the prompts {group: prompt}; on the engine's first rank only."""
     r = cfg.rollout
     engines = dist.get_world_size() // r.tp
-    share = list(enumerate(batch))[dist.get_rank() // r.tp :: engines]
+    share = list(batch.items())[dist.get_rank() // r.tp :: engines]
+    if not share:
+        return []
     completions = engine.generate(
         [prompt.ids for _, prompt in share], [sampling_seed(cfg.seed, step, group) for group, _ in share], r.group_size,
         temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, max_tokens=r.max_new_tokens,
@@ -635,7 +845,9 @@ def sample_groups(engine: Engine, batch: list[Prompt], step: int, tokenizer, cfg
     ]
 
 
-def grade(graders: rewards.Grader, samples: list[Sample], batch: list[Prompt]) -> tuple[list[Sample], Counter, str]:
+def grade(
+    graders: rewards.Grader, samples: list[Sample], batch: dict[int, Prompt]
+) -> tuple[list[Sample], Counter, str]:
     """The samples with their rewards, the timeouts by source, and what to tell the user if a reward failed (or "")."""
     grades = graders.grade([(s.source, s.text, batch[s.group].answer, batch[s.group].row) for s in samples])
     for sample, graded in zip(samples, grades, strict=True):
@@ -667,6 +879,59 @@ def gather(
         raise UserError(problems[0])
     merged = sorted((s for part, *_ in everywhere for s in part), key=lambda s: s.group)
     return merged, sum((t for _, t, _, _ in everywhere), Counter()), [b for *_, b in everywhere]
+
+
+def collect(trainer: "Trainer", step: int, seconds: dict) -> tuple[list[Sample], set[int], Counter, list[dict], int]:
+    """Sample and grade the groups of a step; the same on every rank.
+
+    Returns all samples in the order of their groups, the groups to train on, timeouts by source, how long each rank was
+    busy, and the number of rounds. With algo.max_rounds above 1, groups whose rewards are all equal are not trained on,
+    and new prompts take their place (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11).
+    """
+    cfg, samples, timeouts, groups = trainer.cfg, [], Counter(), set()
+    r, max_rounds, rounds = cfg.rollout, cfg.algo.max_rounds, 0
+    while len(groups) < r.prompts_per_step and rounds < max_rounds:
+        rounds += 1
+        missing, first = r.prompts_per_step - len(groups), len(samples) // r.group_size
+        prompts = prompt_batch(trainer.prompts, trainer.prompts_taken, missing, cfg.seed)
+        trainer.prompts_taken += missing
+        batch = dict(enumerate(prompts, first))
+        with timed(seconds, "rollout"):
+            answers = sample_groups(trainer.engine, batch, step, trainer.tokenizer, cfg)
+        with timed(seconds, "reward"):
+            answers, late, problem = grade(trainer.graders, answers, batch)
+        answers, late, busy = gather(answers, late, problem, {**seconds, "memory_gb": peak_memory_gb()})
+        samples, timeouts = samples + answers, timeouts + late
+        rewards_G = np.array([s.reward for s in answers]).reshape(-1, r.group_size)  # [groups, G]
+        mixed = rewards_G.min(1) < rewards_G.max(1)
+        groups |= {first + i for i in range(missing) if mixed[i] or max_rounds == 1}
+    if len(groups) < r.prompts_per_step and dist.get_rank() == 0:
+        print(f"step {step}: after {rounds} rounds {len(groups)} of {r.prompts_per_step} groups have mixed rewards")
+    return samples, groups or set(batch), timeouts, busy, rounds
+
+
+def shape_rewards(samples: list[Sample], algo: AlgoConfig, max_new_tokens: int) -> list[Sample]:
+    """Add the overlong penalty, where there is one, to the rewards."""
+    if not algo.overlong_buffer:
+        return samples
+    penalty_N = overlong_penalty([len(s.response_ids) for s in samples], max_new_tokens, algo.overlong_buffer)
+    penalty_N = (penalty_N * algo.overlong_coef).tolist()
+    return [
+        dataclasses.replace(s, reward=s.reward + p, reward_parts={**s.reward_parts, "overlong": p})
+        for s, p in zip(samples, penalty_N, strict=True)
+    ]
+
+
+def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[set[int]]:
+    """The groups of each update of a step: every epoch deals all of them, shuffled anew, into `updates` parts.
+
+    Whole groups; the same on every rank and layout. Parts without a group are left out.
+    """
+    parts = []
+    for epoch in range(epochs):
+        order = np.random.default_rng([seed, step, epoch]).permutation(sorted(groups))
+        parts += [set(part.tolist()) for part in np.array_split(order, updates) if len(part)]
+    return parts
 
 
 class TrainingError(Exception):
@@ -749,15 +1014,19 @@ def peak_memory_gb() -> float:
 
 
 def summarize(
-    step, samples, timeouts, reports, expert_load, lr, seconds, busy, cfg: Config
+    step, samples, groups, rounds, timeouts, reports, expert_load, lr, seconds, busy, cfg: Config
 ) -> dict[str, float | int | None]:
     """The metrics of a step; names as in docs/metrics.md, always all of them."""
     reward_N = np.array([s.reward for s in samples])
-    groups = reward_N.reshape(-1, cfg.rollout.group_size)  # samples are in the order of their groups
+    rewards_G = reward_N.reshape(-1, cfg.rollout.group_size)  # [groups, G]; samples are in the order of their groups
     length_N = np.array([len(s.response_ids) for s in samples])
     sources = sorted({s.source for s in samples})
-    first, tokens = reports[0], sum(r["tokens"] for r in reports)
-    gap_tokens = reports[: cfg.train.updates_per_step]  # one epoch sees each token once
+    first, measured = reports[0], reports[: measured_updates(cfg)]
+
+    def mean(name: str, reports: list[dict], over: str = "tokens") -> float:
+        return sum(r[name] for r in reports) / max(sum(r[over] for r in reports), 1)
+
+    kl = {"kl/ref": "kl", "kl/k1": "kl_k1", "kl/k2": "kl_k2"}
     wall = seconds["step"]
     # A rank idles between the end of its own rollout and grading and that of the slowest rank.
     work = np.array([b.get("rollout", 0.0) + b.get("reward", 0.0) for b in busy])
@@ -767,14 +1036,22 @@ def summarize(
         "reward/std": reward_N.std(),
         **{f"reward/{name}/mean": np.mean([s.reward for s in samples if s.source == name]) for name in sources},
         **{f"reward/{name}/timeout_frac": timeouts[name] / sum(s.source == name for s in samples) for name in sources},
-        "groups/zero_std_frac": np.mean(groups.max(1) == groups.min(1)),
-        "loss/total": first["loss"] / first["tokens"],
-        "loss/policy": first["policy"] / first["tokens"],
-        "kl/ref": first["kl"] / first["tokens"] if cfg.algo.kl_coef else None,
-        "entropy": first["entropy"] / first["tokens"],
-        "ratio/clip_frac": sum(r["clipped"] for r in reports) / tokens,
-        "logp_gap/mean": sum(r["gap"] for r in gap_tokens) / sum(r["tokens"] for r in gap_tokens),
-        "logp_gap/max": max(r["gap_max"] for r in gap_tokens),
+        "groups/zero_std_frac": np.mean(rewards_G.max(1) == rewards_G.min(1)),
+        "groups/sampled": len(rewards_G),
+        "groups/trained": len(groups),
+        "groups/rounds": rounds,
+        "loss/total": mean("loss", [first], "trained"),
+        "loss/policy": mean("policy", [first], "trained"),
+        **{key: mean(name, [first]) if cfg.algo.kl_coef else None for key, name in kl.items()},
+        "entropy": mean("entropy", [first]),
+        "ratio/clip_frac": mean("clipped", reports),
+        "logp_gap/mean": mean("gap", measured),
+        "logp_gap/max": max(r["gap_max"] for r in measured),
+        "mismatch/k3": mean("mismatch_k3", measured),
+        "mismatch/ess": sum(r["w"] for r in measured) ** 2
+        / (sum(r["w2"] for r in measured) or 1)
+        / max(sum(r["tokens"] for r in measured), 1),
+        "mismatch/cut_frac": mean("outside", measured),
         "grad_norm": first["grad_norm"],
         "moe/load": max(expert_load, default=None),
         **{f"moe/load/layer_{layer:02d}": load for layer, load in enumerate(expert_load)},
@@ -794,6 +1071,14 @@ def summarize(
         "mem/peak_gb": max(b["memory_gb"] for b in busy),
         "update/skipped": 0,
     }
+
+
+def measured_updates(cfg: Config) -> int:
+    """How many updates, from the first, compare vLLM with the trainer as it was when vLLM sampled.
+
+    Those of one epoch see each token once; without a pass for the trainer's old log-probs only the first is in time.
+    """
+    return cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
 
 
 def step_line(m: dict, steps: int) -> str:
@@ -837,6 +1122,7 @@ class Trainer:
     model_path: str  # local folder of the initial model
     tokenizer: Any
     prompts: list[Prompt]
+    prompts_taken: int  # from their endless stream, so far
     engine: Engine
     model: list
     optimizer: Any
@@ -859,42 +1145,51 @@ def build_trainer(cfg: Config, tokenizer, prompts: list[Prompt]) -> Trainer:
     reference = bridge.copy_weights(model) if cfg.algo.kl_coef > 0 else None
     graders = rewards.Grader(**dataclasses.asdict(cfg.reward))
     push_weights(model, engine, cfg)
-    return Trainer(cfg, path, tokenizer, prompts, engine, model, optimizer, reference, graders)
+    return Trainer(cfg, path, tokenizer, prompts, 0, engine, model, optimizer, reference, graders)
 
 
 def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
-    """One step of GRPO: sample, grade, advantages, pack, log-probs, updates, push. Returns its metrics and samples."""
+    """One step of GRPO: sample, grade, log-probs, advantages, updates, push. Returns its metrics and samples."""
     cfg, model, engine, seconds = trainer.cfg, trainer.model, trainer.engine, {}
-    r, t = cfg.rollout, cfg.train
+    r, t, algo = cfg.rollout, cfg.train, cfg.algo
     start = time.perf_counter()
 
-    batch = prompt_batch(trainer.prompts, step, r.prompts_per_step, cfg.seed)
-    with timed(seconds, "rollout"):
-        samples = sample_groups(engine, batch, step, trainer.tokenizer, cfg)
-    with timed(seconds, "reward"):
-        samples, timeouts, problem = grade(trainer.graders, samples, batch)
-    samples, timeouts, busy = gather(samples, timeouts, problem, {**seconds, "memory_gb": peak_memory_gb()})
+    samples, groups, timeouts, busy, rounds = collect(trainer, step, seconds)
+    samples = shape_rewards(samples, algo, r.max_new_tokens)
     engine.sleep()
 
-    advantages_N = group_advantages([s.reward for s in samples], [s.group for s in samples], cfg.algo.advantage)
-    samples = [dataclasses.replace(s, advantage=float(a)) for s, a in zip(samples, advantages_N, strict=True)]
-    rows, lengths_N = flat_rows(samples)
+    trained = [s for s in samples if s.group in groups]
+    groups_N = np.array([s.group for s in trained])
+    rows, lengths_N = flat_rows(trained)
+    finished_N = torch.tensor([s.finished or not algo.mask_truncated for s in trained])
+    rows["trained"] = rows["mask"] * finished_N[rows["seq_id"]]
+    parts = update_order(sorted(groups), t.updates_per_step, t.epochs_per_step, cfg.seed, step)
 
     with timed(seconds, "logprob"):
-        if t.updates_per_step * t.epochs_per_step > 1:
+        kl_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
+        if algo.old_logp == "rollout":
+            rows["old_logp"] = rows["rollout_logp"]
+        elif len(parts) > 1 or kl_reward:
             rows["old_logp"] = score(model, rows, lengths_N, cfg)
         if trainer.reference is not None:
             with bridge.swapped_weights(model, trainer.reference):
                 rows["ref_logp"] = score(model, rows, lengths_N, cfg)
 
+    rewards_N, tokens_N = np.array([s.reward for s in trained]), per_sample(rows["trained"], rows)
+    if kl_reward:  # on the sum of an answer's token rewards, as in verl
+        kl_F = token_kl(rows["old_logp"], rows["ref_logp"], algo.kl)
+        rewards_N = rewards_N - algo.kl_coef * per_sample(kl_F * rows["mask"], rows)
+    advantages_N = group_advantages(rewards_N, groups_N, algo.advantage, tokens_N)
+    rows["advantages"] = torch.from_numpy(advantages_N).float()[rows["seq_id"]]  # [F]
+
     with timed(seconds, "train"):
         lr = t.lr * min(1.0, step / max(t.warmup_steps, 1))
-        check = partial(check_gap, trainer=trainer, rows=rows, lengths_N=lengths_N, samples=samples, step=step)
-        chunks = np.split(np.arange(len(samples)), t.updates_per_step)  # whole groups, as the prompts were shuffled
-        reports = [
-            update(model, trainer.optimizer, rows, lengths_N, chunk.tolist(), lr, check, cfg)
-            for chunk in chunks * t.epochs_per_step
-        ]
+        check = partial(check_gap, trainer=trainer, rows=rows, lengths_N=lengths_N, samples=trained, step=step)
+        reports = []
+        for part in parts:
+            chosen = np.flatnonzero(np.isin(groups_N, list(part))).tolist()
+            gate = check if len(reports) < measured_updates(cfg) else lambda report: None
+            reports.append(update(model, trainer.optimizer, rows, lengths_N, chosen, lr, gate, cfg))
 
     expert_load = bridge.expert_load(model)
     with timed(seconds, "sync"):
@@ -904,7 +1199,9 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
             bridge.export_hf(model, trainer.model_path, Path(cfg.output_dir, "hf", f"step_{step:06d}"))
 
     seconds["step"] = time.perf_counter() - start
-    return summarize(step, samples, timeouts, reports, expert_load, lr, seconds, busy, cfg), samples
+    metrics = summarize(step, samples, groups, rounds, timeouts, reports, expert_load, lr, seconds, busy, cfg)
+    advantages = iter(advantages_N.tolist())  # groups that were replaced have none
+    return metrics, [dataclasses.replace(s, advantage=next(advantages) if s.group in groups else 0.0) for s in samples]
 
 
 def train(cfg: Config, tokenizer, prompts: list[Prompt]) -> None:

@@ -46,15 +46,18 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     rows, lengths_N = train_grpo.flat_rows(samples)
     logp_F = train_grpo.score(model, rows, lengths_N, cfg)
     noise = torch.Generator().manual_seed(1)
-    rows["old_logp"] = rows["rollout_logp"]
-    rows["ref_logp"] = rows["rollout_logp"] + 0.3 * torch.randn(len(logp_F), generator=noise)
+    advantages_N = torch.tensor([sample.advantage for sample in samples])
+    rows |= {"advantages": advantages_N[rows["seq_id"]], "trained": rows["mask"]}
+    for name in ("old_logp", "ref_logp"):
+        rows[name] = rows["rollout_logp"] + 0.3 * torch.randn(len(logp_F), generator=noise)
     order = plan.get("orders", {}).get(name, list(range(len(samples))))
     report = train_grpo.update(model, optimizer, rows, lengths_N, order, EPS * STEP, lambda report: None, cfg)
     after, load = dict(bridge.hf_weights(model)), bridge.expert_load(model)
     mpu.destroy_model_parallel()
     return {
-        "logp": logp_F, "ref_logp": rows["ref_logp"], "same": torch.tensor(float(same)), "load": torch.tensor(load),
-        "loss": torch.tensor(report["loss"] / report["tokens"], dtype=torch.float64),
+        "logp": logp_F, "old_logp": rows["old_logp"], "ref_logp": rows["ref_logp"], "load": torch.tensor(load),
+        "same": torch.tensor(float(same)),
+        "loss": torch.tensor(report["loss"] / report["trained"], dtype=torch.float64),
         "grad_norm": torch.tensor(report["grad_norm"], dtype=torch.float64),
         **{f"grad.{name}": (before[name].double() - after[name].double()) / STEP for name in before},
     }  # fmt: skip

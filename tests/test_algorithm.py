@@ -14,6 +14,7 @@ from train_grpo import (
     flat_rows,
     group_advantages,
     grpo_loss,
+    loss_weights,
     pack,
     plan_bins,
     policy_loss,
@@ -49,10 +50,11 @@ def test_policy_loss_clips_by_hand():
     # ratio:      1.5 (A>0, above 1.2: bound)   1.5 (A<0: free)   0.5 (A>0: free)   0.5 (A<0, below 0.8: bound)
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5])
     advantage = torch.tensor([2.0, -2.0, 2.0, -2.0])
-    loss, clipped = policy_loss(ratio.log(), torch.zeros(4), advantage, AlgoConfig(clip_low=0.2, clip_high=0.2))
+    place = (torch.zeros(4), advantage, torch.ones(4), torch.zeros(4, dtype=torch.long))
+    loss, clipped = policy_loss(ratio.log(), *place, AlgoConfig(clip_low=0.2, clip_high=0.2))
     torch.testing.assert_close(loss, torch.tensor([-2.4, 3.0, -1.0, 1.6]))
     assert clipped.tolist() == [1, 0, 0, 1]
-    loss, _ = policy_loss(ratio.log(), torch.zeros(4), advantage, AlgoConfig(clip_low=0.1, clip_high=0.28))
+    loss, _ = policy_loss(ratio.log(), *place, AlgoConfig(clip_low=0.1, clip_high=0.28))
     torch.testing.assert_close(loss, torch.tensor([-2.56, 3.0, -1.0, 1.8]))
 
 
@@ -69,8 +71,16 @@ SAMPLES = [
 ]
 
 
+def flat(samples: list[Sample]) -> tuple[dict, np.ndarray]:
+    """flat_rows with what train_step adds for one update on all samples."""
+    rows, lengths = flat_rows(samples)
+    advantages = torch.tensor([s.advantage for s in samples])
+    weights = loss_weights(rows["mask"], rows["seq_id"], list(range(len(samples))), "token_mean", 1)
+    return {**rows, "advantages": advantages[rows["seq_id"]], "weights": weights}, lengths
+
+
 def test_packing_aligns_every_field_on_the_position_that_predicts():
-    rows, lengths = flat_rows(SAMPLES)
+    rows, lengths = flat(SAMPLES)
     assert lengths.tolist() == [4, 2, 2, 4]
     mb = pack(rows, lengths, [2, 0], width=8, device="cpu")
     assert mb.tokens.tolist() == [[13, 5, 11, 12, 1, 2, 0, 0]]
@@ -86,7 +96,7 @@ def test_packing_aligns_every_field_on_the_position_that_predicts():
 
 
 def test_an_empty_micro_batch_counts_nothing():
-    rows, lengths = flat_rows(SAMPLES)
+    rows, lengths = flat(SAMPLES)
     mb = pack(rows, lengths, [], width=2, device="cpu")
     assert mb.tokens.shape == (1, 2) and mb.mask.sum() == 0
     loss, denominator, _ = grpo_loss(mb, torch.zeros(2, requires_grad=True), torch.zeros(2), AlgoConfig())
@@ -107,7 +117,7 @@ def test_bins_hold_every_sample_once_under_a_strict_cap(replicas):
 
 
 def test_loss_is_a_sum_and_a_count_whatever_the_packing():
-    rows, lengths = flat_rows(SAMPLES)
+    rows, lengths = flat(SAMPLES)
     g = torch.Generator().manual_seed(0)
     logp, rows["old_logp"], rows["ref_logp"] = (-torch.rand(len(rows["mask"]), generator=g) for _ in range(3))
     algo = AlgoConfig(kl_coef=0.1, entropy_coef=0.01)
@@ -116,7 +126,8 @@ def test_loss_is_a_sum_and_a_count_whatever_the_packing():
         loss, count = 0.0, 0
         for members in split:
             mb = pack(rows, lengths, members, max(1, int(lengths[members].sum())), "cpu")
-            part, denominator, _ = grpo_loss(mb, logp[mb.index_T], torch.ones(len(mb.index_T)), algo)
+            logp_T = torch.nn.functional.pad(logp[mb.index_T], (0, mb.tokens.shape[1] - len(mb.index_T)))
+            part, denominator, _ = grpo_loss(mb, logp_T, torch.ones_like(logp_T), algo)
             loss, count = loss + part.item(), count + denominator.item()
         return loss, count
 
@@ -137,10 +148,10 @@ def test_loss_is_a_sum_and_a_count_whatever_the_packing():
 
 def test_prompts_are_a_seeded_stream_without_gaps():
     prompts = [Prompt([i], "", "s", {}) for i in range(10)]
-    stream = [p.ids[0] for step in range(1, 6) for p in prompt_batch(prompts, step, 4, seed=3)]
+    stream = [p.ids[0] for step in range(5) for p in prompt_batch(prompts, 4 * step, 4, seed=3)]
     assert sorted(stream[:10]) == sorted(stream[10:]) == list(range(10)) and stream[:10] != stream[10:]
-    assert stream == [p.ids[0] for p in prompt_batch(prompts, 1, 20, seed=3)]
-    assert stream[:10] != [p.ids[0] for p in prompt_batch(prompts, 1, 10, seed=4)]
+    assert stream == [p.ids[0] for p in prompt_batch(prompts, 0, 20, seed=3)]
+    assert stream[:10] != [p.ids[0] for p in prompt_batch(prompts, 0, 10, seed=4)]
     assert len({sampling_seed(s, t, g) for s in range(5) for t in range(5) for g in range(5)}) == 125
 
 

@@ -22,10 +22,10 @@ QUICK = (("dp2", 0.0), ("tp2pp2", 0.05))  # in `make test`
 TEMPERATURE = 0.8
 
 
-def response_logps(model, row: dict) -> torch.Tensor:
+def response_logps(model, row: dict, temperature: float = TEMPERATURE) -> torch.Tensor:
     """Log-probs of the response tokens, [response length]."""
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-    logps = (model(ids).logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
+    logps = (model(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
     chosen = logps.gather(-1, ids[0, 1:, None])[:, 0]
     return chosen[len(row["prompt_ids"]) - 1 :]
 
@@ -98,3 +98,61 @@ def test_several_updates_a_step_use_the_log_probs_from_before_the_first(train, t
         assert metrics["ratio/clip_frac"] > 0  # later updates have moved away from them
     report = json.dumps(run.metrics[0])
     assert "NaN" not in report and "Infinity" not in report
+
+
+def test_dynamic_sampling_replaces_groups_of_equal_rewards(train, tiny):
+    run = train(
+        2, "train.steps=2", "algo.entropy_coef=0", "algo.max_rounds=2", "rollout.prompts_per_step=8",
+        "rollout.group_size=2", f"rollout.temperature={TEMPERATURE}", "rollout.tp=1",
+    )  # fmt: skip
+    assert run.code == 0, run.text
+    prompts = []
+    for step, metrics in enumerate(run.metrics, start=1):
+        rows = run.rollouts(step)
+        groups = [rows[i : i + 2] for i in range(0, len(rows), 2)]
+        prompts += [tuple(group[0]["prompt_ids"]) for group in groups]
+        assert all(group[0]["group"] == group[1]["group"] == i for i, group in enumerate(groups))
+        mixed = [i for i, (a, b) in enumerate(groups) if a["reward"] != b["reward"]]
+        first_round = sum(i < 8 for i in mixed)
+        assert metrics["groups/sampled"] == len(groups) == 16 - first_round and metrics["groups/rounds"] == 2
+        assert metrics["groups/trained"] == len(mixed) < 8
+        assert f"step {step}: after 2 rounds {len(mixed)} of 8 groups have mixed rewards" in run.text
+        assert [i for i, (a, b) in enumerate(groups) if a["advantage"] or b["advantage"]] == mixed
+        if step == 1:
+            loss, norm, _ = reference_step(
+                tiny / "model", tiny / "model", [row for row in rows if row["group"] in mixed], 0.0
+            )
+            assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-7)
+            assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert len(set(prompts)) == len(prompts)  # the stream goes on, across rounds and steps
+
+
+def test_kl_in_the_reward_overlong_penalty_and_masked_answers(train, tiny):
+    run = train(
+        2, "train.steps=2", "train.save_every=1", "train.warmup_steps=0", "algo.entropy_coef=0", "algo.loss=reinforce",
+        "algo.advantage=rloo", "algo.kl_coef=0.5", "algo.kl=k1", "algo.kl_in=reward", "algo.mask_truncated=true",
+        "algo.overlong_buffer=4", "algo.loss_norm=seq_mean_token_mean", "rollout.max_new_tokens=12",
+        "rollout.prompts_per_step=4", "rollout.group_size=8",
+    )  # fmt: skip
+    assert run.code == 0, run.text
+    policies = [tiny / "model", run.out / "hf/step_000001"]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    for step, (path, metrics) in enumerate(zip(policies, run.metrics, strict=True), start=1):
+        policy, rows = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), run.rollouts(step)
+        shaped, loss, kls = [], 0.0, []
+        for row in rows:
+            logp, ref = (response_logps(model, row, 1.0).detach() for model in (policy, reference))
+            kls.append((logp - ref).sum().item())
+            shaped.append(row["reward"] - 0.5 * kls[-1])
+            length = len(row["response_ids"])
+            assert row["reward_parts"]["overlong"] == -max(0, length - 8) / 4
+            assert sum(row["reward_parts"].values()) == pytest.approx(row["reward"])
+        kept = [row for row in rows if row["finished"]]
+        assert 0 < len(kept) < len(rows)
+        for i, row in enumerate(rows):
+            others = [shaped[j] for j, other in enumerate(rows) if other["group"] == row["group"] and j != i]
+            assert row["advantage"] == pytest.approx(shaped[i] - mean(others), rel=1e-3, abs=1e-5)
+            if row["finished"]:
+                loss -= row["advantage"] * response_logps(policy, row, 1.0).mean().item() / len(kept)
+        assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4)
+        assert (max(map(abs, kls)) > 1e-3) == (step == 2)

@@ -49,6 +49,8 @@ MOE_LAYOUTS = {
     "PP2·EP2·DP2": ["parallel.pp=2", "parallel.ep=2"],
     "CP2·EP2·DP2": ["parallel.cp=2", "parallel.ep=2"],
 }
+LOSSES = ("ppo_clip", "gspo", "cispo", "reinforce")
+NORMS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 TEMPERATURE, CLIP, KL, ENTROPY = 0.8, 0.2, 0.05, 0.01
 
 
@@ -114,24 +116,44 @@ def float64_model(folder):
     return model
 
 
-def reference(folder, samples: list[dict], ref_logp_F: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Loss, log-probs [F] and gradients of the update, from plain transformers in float64."""
-    model = float64_model(folder)
-    tokens, position, loss, logps = sum(len(s["response_ids"]) for s in samples), 0, 0.0, []
+def reference(folder, samples: list[dict], given: dict, loss="ppo_clip", norm="token_mean", kl="k3", tis=False) -> dict:
+    """Loss, log-probs [F] and gradients of the update, from plain transformers in float64.
+
+    `given` holds the old and reference log-probs [F] the worker made up.
+    """
+    model, position, total, logps = float64_model(folder), 0, 0.0, []
+    tokens = sum(len(s["response_ids"]) for s in samples)
     for s in samples:
         ids, prompt = torch.tensor([s["prompt_ids"] + s["response_ids"]]), len(s["prompt_ids"])
         all_logp = (model(ids).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         logp = all_logp.gather(-1, ids[0, 1:, None])[prompt - 1 :, 0]
         entropy = -(all_logp.exp() * all_logp).sum(-1)[prompt - 1 :]
-        ratio = (logp - torch.tensor(s["rollout_logp"], dtype=torch.float32).double()).exp()
-        policy = -torch.minimum(ratio * s["advantage"], ratio.clamp(1 - CLIP, 1 + CLIP) * s["advantage"])
-        d = ref_logp_F[position + prompt - 1 : position + ids.shape[1] - 1].double() - logp
-        k3 = (d.clamp(-20, 20).exp() - d.clamp(-20, 20) - 1).clamp(-10, 10)
-        part = (policy + KL * k3 - ENTROPY * entropy).sum() / tokens
+        here = slice(position + prompt - 1, position + ids.shape[1] - 1)
+        old, ref = given["old_logp"][here].double(), given["ref_logp"][here].double()
+        ratio = (logp - old).exp()
+        if loss == "gspo":
+            ratio = (logp - old).mean().exp().detach() * (logp - logp.detach()).exp()
+        bounded = ratio.clamp(1 - CLIP, 1 + CLIP)
+        policy = {
+            "cispo": -bounded.detach() * s["advantage"] * logp,
+            "reinforce": -s["advantage"] * logp,
+        }.get(loss, -torch.minimum(ratio * s["advantage"], bounded * s["advantage"]))
+        if tis:
+            policy = policy * (old - torch.tensor(s["rollout_logp"]).double()).exp().clamp(max=1.1)
+        d = ref - logp
+        k2, k3 = d**2 / 2, (d.clamp(-20, 20).exp() - d.clamp(-20, 20) - 1).clamp(-10, 10)
+        penalty = k3 if kl == "k3" else k3.detach() + k2 - k2.detach()
+        token_losses = policy + KL * penalty - ENTROPY * entropy
+        part = {
+            "token_mean": token_losses.sum() / tokens,
+            "seq_mean_token_mean": token_losses.mean() / len(samples),
+            "seq_mean_token_sum": token_losses.sum() / len(samples),
+            "seq_mean_token_sum_norm": token_losses.sum() / 32 / len(samples),
+        }[norm]
         part.backward()
-        loss, position = loss + part.item(), position + ids.shape[1] - 1
+        total, position = total + part.item(), position + ids.shape[1] - 1
         logps.append(torch.cat([logp.new_zeros(prompt - 1), logp.detach()]))
-    return {"loss": loss, "logp": torch.cat(logps), **hf_gradients(model)}
+    return {"loss": total, "logp": torch.cat(logps), **hf_gradients(model)}
 
 
 def hf_gradients(model) -> dict[str, torch.Tensor]:
@@ -185,7 +207,7 @@ def results(tmp_path_factory):
             found = run_worker(
                 folder, 4, overrides=overrides, samples=str(folder / "samples.json"), layouts=layouts_of(family)
             )
-            known[family] = found, reference(folder / "model", samples, found["DP4"]["ref_logp"])
+            known[family] = found, reference(folder / "model", samples, found["DP4"])
         return known[family]
 
     yield of
@@ -250,6 +272,31 @@ def test_one_gradient_whatever_the_micro_batches(tmp_path, family):
 
 
 @pytest.mark.slow
+def test_every_loss_and_normalisation_does_not_depend_on_the_layout(tmp_path):
+    """On TP2·PP2 with uneven micro-batches, with truncated importance sampling and the straight-through KL."""
+    make_model(tmp_path / "model", "qwen2")
+    samples = make_samples()
+    (tmp_path / "samples.json").write_text(json.dumps(samples))
+    cases = {f"{loss} {norm}": (loss, norm) for loss in LOSSES for norm in NORMS}
+    found = run_worker(
+        tmp_path, 4, samples=str(tmp_path / "samples.json"),
+        layouts={name: [f"algo.loss={loss}", f"algo.loss_norm={norm}"] for name, (loss, norm) in cases.items()},
+        overrides=[
+            f"model.path={tmp_path / 'model'}", "data.train=unused", "data.max_prompt_tokens=8",
+            "rollout.max_new_tokens=32", f"rollout.temperature={TEMPERATURE}", f"algo.kl_coef={KL}", "algo.kl=k3+",
+            f"algo.entropy_coef={ENTROPY}", "algo.correction=tis", "algo.correction_high=1.1",
+            "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=40",
+            "parallel.tp=2", "parallel.pp=2",
+        ],
+    )  # fmt: skip
+    for name, (loss, norm) in cases.items():
+        wanted = reference(tmp_path / "model", samples, found[name], loss, norm, kl="k3+", tis=True)
+        assert found[name]["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5), name
+        error, parameter = worst_gradient(found[name], wanted)
+        assert error < 1e-5, (name, parameter)
+
+
+@pytest.mark.slow
 def test_balancing_loss_does_not_depend_on_the_layout(tmp_path):
     """Switch's loss over the response tokens of each micro-batch, weighted by their number; the same two micro-batches
     on every layout, against transformers' router logits in float64."""
@@ -271,7 +318,7 @@ def test_balancing_loss_does_not_depend_on_the_layout(tmp_path):
             f"train.max_tokens_per_micro_batch={budget}",
         ],
     )  # fmt: skip
-    wanted = reference(tmp_path / "model", samples, found["TP2·PP2"]["ref_logp"])
+    wanted = reference(tmp_path / "model", samples, found["TP2·PP2"])
     balance, load = balance_gradients(tmp_path / "model", samples, bins, coefficient)
     for layout in layouts:
         assert found[layout]["load"].tolist() == pytest.approx(load, rel=1e-6)

@@ -55,7 +55,7 @@ def bare_vllm_seconds(trainer: train_grpo.Trainer, step: int) -> float:
     """Wall time of this engine's share of the step's batch, from the common start to the end of the slowest engine."""
     cfg, llm = trainer.cfg, trainer.engine.llm
     r = cfg.rollout
-    batch = train_grpo.prompt_batch(trainer.prompts, step, r.prompts_per_step, cfg.seed)
+    batch = train_grpo.prompt_batch(trainer.prompts, trainer.prompts_taken, r.prompts_per_step, cfg.seed)
     share = batch[dist.get_rank() // r.tp :: dist.get_world_size() // r.tp]
     params = trainer.engine.sampling_params(n=r.group_size, temperature=r.temperature, max_tokens=r.max_new_tokens)
     dist.barrier()

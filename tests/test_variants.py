@@ -1,0 +1,250 @@
+"""Each variant of the algorithm: numbers worked by hand, and float64 loops written apart from the code."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from train_grpo import (
+    AlgoConfig,
+    group_advantages,
+    loss_weights,
+    mismatch_weight,
+    overlong_penalty,
+    policy_loss,
+    token_kl,
+    update_order,
+)
+
+F64 = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def f64(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------- advantages
+
+
+@pytest.mark.parametrize(
+    ("kind", "want"),
+    [
+        # Rewards 1, 0, 0, 3: mean 1, squared deviations 0, 1, 1, 4, so s = sqrt(6 / 3).
+        ("grpo", [0, -1 / (math.sqrt(2) + 1e-6), -1 / (math.sqrt(2) + 1e-6), 2 / (math.sqrt(2) + 1e-6)]),
+        ("dr_grpo", [0, -1, -1, 2]),
+        # Means of the others: 1, 4/3, 4/3, 1/3.
+        ("rloo", [0, -4 / 3, -4 / 3, 8 / 3]),
+        # Variances of the others (ddof 1): {0,0,3}: 3; {1,0,3} twice: 7/3; {1,0,0}: 1/3.
+        ("grpo_loo", [0, *[-4 / 3 / (math.sqrt(7 / 3) + 1e-6)] * 2, 8 / 3 / (math.sqrt(1 / 3) + 1e-6)]),
+        # r - m = 0, -1, -1, 2 over 1, 2, 1, 4 tokens: mean 5/8, sum of squares 2 + 1 + 16, variance (19 - 25/8) / 7.
+        ("reinforce_pp", [(a - 5 / 8) / math.sqrt((19 - 25 / 8) / 7 + 1e-8) for a in (0, -1, -1, 2)]),
+    ],
+)
+def test_advantages_by_hand(kind, want):
+    got = group_advantages([1, 0, 0, 3], [5, 5, 5, 5], kind, np.array([1, 2, 1, 4]))
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-15)
+
+
+KINDS = ("grpo", "dr_grpo", "rloo", "grpo_loo", "reinforce_pp")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_advantages_against_a_loop(kind):
+    rng = np.random.default_rng(1)
+    groups, tokens = rng.integers(0, 9, 60), rng.integers(0, 30, 60)
+    rewards = rng.choice([0.0, 0.1, 0.5, 1.0], 60)
+    want = []
+    for r, g in zip(rewards, groups, strict=True):
+        mine = [x for x, h in zip(rewards, groups, strict=True) if h == g]
+        rest = list(mine)
+        rest.remove(r)
+        m, m_rest = sum(mine) / len(mine), sum(rest) / max(len(rest), 1)
+        s = math.sqrt(sum((x - m) ** 2 for x in mine) / max(len(mine) - 1, 1))
+        s_rest = math.sqrt(sum((x - m_rest) ** 2 for x in rest) / max(len(rest) - 1, 1))
+        if len(set(mine)) == 1:
+            want.append(0.0)
+        elif kind == "grpo_loo":
+            want.append((r - m_rest) / (s_rest + 1e-6 if len(set(rest)) > 1 else 1))
+        else:
+            want.append({"grpo": (r - m) / (s + 1e-6), "rloo": r - m_rest}.get(kind, r - m))
+    if kind == "reinforce_pp":
+        each = [a for a, n in zip(want, tokens, strict=True) for _ in range(n)]
+        mean = sum(each) / len(each)
+        variance = sum((a - mean) ** 2 for a in each) / (len(each) - 1)
+        want = [(a - mean) / math.sqrt(variance + 1e-8) for a in want]
+    np.testing.assert_allclose(group_advantages(rewards, groups, kind, tokens), want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rewards", [[0.7], [0.1] * 3, [1 / 3] * 7])
+def test_one_answer_or_equal_rewards_give_exactly_zero(kind, rewards):
+    got = group_advantages(rewards, [0] * len(rewards), kind, np.full(len(rewards), 3))
+    assert got.tolist() == [0.0] * len(rewards)
+
+
+def test_two_answers_leave_one_other_without_a_spread():
+    np.testing.assert_allclose(group_advantages([1, 0], [0, 0], "grpo_loo"), [1, -1])
+
+
+# ---------------------------------------------------------------- KL
+
+
+def test_straight_through_kl_has_the_value_of_k3_and_the_gradient_of_k2():
+    logp = f64(-1.0, -2.0, -30.0).requires_grad_()
+    ref = f64(-1.5, -1.0, -1.0)
+    got = token_kl(logp, ref, "k3+")
+    torch.testing.assert_close(got, f64(math.exp(-0.5) - 0.5, math.e - 2, 10.0), **F64)
+    got.sum().backward()
+    torch.testing.assert_close(logp.grad, f64(0.5, -1.0, -29.0), **F64)  # logp - ref, also where k3 is clamped
+    k3 = logp.detach().clone().requires_grad_()
+    token_kl(k3, ref, "k3").sum().backward()
+    torch.testing.assert_close(k3.grad, f64(1 - math.exp(-0.5), 1 - math.e, 0.0), **F64)
+
+
+# ---------------------------------------------------------------- policy losses
+
+
+def test_dual_clip_by_hand():
+    # A = -1: ratio 5 costs 5, more than c = 3; ratio 2 costs 2. A = 1 is not touched.
+    ratio, advantages = f64(5.0, 2.0, 5.0), f64(-1.0, -1.0, 1.0)
+    logp = ratio.log().requires_grad_()
+    place = (torch.zeros(3), advantages, torch.ones(3), torch.zeros(3, dtype=torch.long))
+    loss, held = policy_loss(logp, *place, AlgoConfig(dual_clip=3.0))
+    torch.testing.assert_close(loss, f64(3.0, 2.0, -1.2), **F64)
+    assert held.tolist() == [1, 0, 1]
+    loss.sum().backward()
+    torch.testing.assert_close(logp.grad, f64(0.0, 2.0, 0.0), **F64)
+
+
+def test_gspo_by_hand():
+    # Sequence 0: log-ratios 0.1, 0.3 (and a prompt token that does not count), s = e^0.2. Sequence 1: -1.
+    logp = f64(7.0, 0.1, 0.3, -1.0).requires_grad_()
+    mask, sequence = f64(0, 1, 1, 1), torch.tensor([0, 0, 0, 1])
+    algo = AlgoConfig(loss="gspo", clip_low=0.3, clip_high=0.3)
+    loss, held = policy_loss(logp, f64(0, 0, 0, 0), f64(2, 2, 2, -1), mask, sequence, algo)
+    s = math.exp(0.2)
+    torch.testing.assert_close(loss[1:], f64(-2 * s, -2 * s, 0.7), **F64)  # e^-1 is below 0.7, and A < 0: held
+    assert held.tolist()[1:] == [0, 0, 1]
+    (loss * mask).sum().backward()
+    torch.testing.assert_close(logp.grad, f64(0, -2 * s, -2 * s, 0), **F64)  # s ∇logp A
+
+
+def test_cispo_and_reinforce_by_hand():
+    logp = (f64(1.5, 0.5, 1.0).log()).requires_grad_()
+    place = (torch.zeros(3), f64(2, 2, -1), torch.ones(3), torch.zeros(3, dtype=torch.long))
+    loss, held = policy_loss(logp, *place, AlgoConfig(loss="cispo"))
+    torch.testing.assert_close(loss, f64(-1.2 * 2 * math.log(1.5), -0.8 * 2 * math.log(0.5), 0.0), **F64)
+    assert held.tolist() == [1, 1, 0]
+    loss.sum().backward()
+    torch.testing.assert_close(logp.grad, f64(-2.4, -1.6, 1.0), **F64)  # held tokens still learn
+    loss, held = policy_loss(logp.detach(), *place, AlgoConfig(loss="reinforce"))
+    torch.testing.assert_close(loss, f64(-2 * math.log(1.5), -2 * math.log(0.5), 0.0), **F64)
+    assert held.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("dual_clip", [None, 2.0])
+def test_policy_losses_against_a_loop(loss, dual_clip):
+    g = torch.Generator().manual_seed(2)
+    logp, old, advantages = (torch.randn(40, generator=g, dtype=torch.float64) for _ in range(3))
+    mask = (torch.rand(40, generator=g) > 0.3).double()
+    sequence = torch.arange(5).repeat_interleave(torch.tensor([3, 20, 1, 15, 1]))
+    algo = AlgoConfig(loss=loss, clip_low=0.3, clip_high=0.5, dual_clip=dual_clip)
+    got, _ = policy_loss(logp, old, advantages, mask, sequence, algo)
+    for t in range(40):
+        same = [u for u in range(40) if sequence[u] == sequence[t] and mask[u]]
+        log_ratio = float(logp[t] - old[t])
+        if loss == "gspo":
+            log_ratio = sum(float(logp[u] - old[u]) for u in same) / max(len(same), 1)
+        ratio, a = math.exp(log_ratio), float(advantages[t])
+        bounded = min(max(ratio, 0.7), 1.5)
+        want = {"cispo": -bounded * a * float(logp[t]), "reinforce": -a * float(logp[t])}.get(loss)
+        if want is None:
+            want = -min(ratio * a, bounded * a)
+            want = min(want, -2.0 * a) if dual_clip and a < 0 else want
+        if mask[t]:
+            assert got[t].item() == pytest.approx(want, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo"])
+def test_ratios_that_would_overflow_stay_finite(loss):
+    logp = torch.tensor([0.0, -2000.0], requires_grad=True)
+    place = (torch.tensor([-2000.0, 0.0]), torch.tensor([-1.0, 1.0]), torch.ones(2), torch.tensor([0, 1]))
+    value, _ = policy_loss(logp, *place, AlgoConfig(loss=loss))
+    value.sum().backward()
+    assert value.isfinite().all() and logp.grad.isfinite().all()
+    largest = math.exp(10) if loss == "gspo" else math.exp(20)
+    assert value[0].item() == pytest.approx(0.0 if loss == "cispo" else largest, rel=1e-6)
+
+
+# ---------------------------------------------------------------- mismatch
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "outside"),
+    [
+        # w = 4, 0.5 in sequence 0 (product 2, geometric mean sqrt 2), 0.25 in sequence 1; the first token is a prompt
+        ({"correction": "none"}, [1, 1, 1], [1, 0, 0]),
+        ({"correction": "tis"}, [2, 0.5, 0.25], [1, 0, 0]),
+        ({"correction": "tis", "correction_low": 0.3, "correction_high": 5}, [4, 0.5, 0.3], [0, 0, 1]),
+        ({"correction": "tis", "correction_level": "sequence", "correction_high": 1.5}, [1.5, 1.5, 0.25], [1, 1, 0]),
+        ({"correction": "icepop"}, [4, 0.5, 0], [0, 0, 1]),
+        ({"correction": "seq_mask", "correction_low": 0.9, "correction_high": 1.5}, [4, 0.5, 0], [0, 0, 1]),
+        ({"correction": "seq_mask"}, [0, 0, 0], [1, 1, 1]),
+    ],
+)
+def test_mismatch_weights_by_hand(options, weights, outside):
+    trainer = torch.log(f64(100, 4, 0.5, 0.25))
+    mask, sequence = f64(0, 1, 1, 1), torch.tensor([0, 0, 0, 1])
+    got, cut = mismatch_weight(trainer, torch.zeros(4), mask, sequence, AlgoConfig(**options))
+    torch.testing.assert_close(got[1:], f64(*weights), **F64)
+    assert cut[1:].tolist() == outside
+
+
+def test_mismatch_weights_do_not_overflow():
+    for options in ({"correction": "icepop"}, {"correction": "tis", "correction_level": "sequence"}):
+        got, _ = mismatch_weight(f64(0, 0), f64(-900, -900), f64(1, 1), torch.tensor([0, 0]), AlgoConfig(**options))
+        assert got.isfinite().all()
+
+
+# ---------------------------------------------------------------- normalisation
+
+
+@pytest.mark.parametrize("kind", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"])
+def test_loss_normalisation_against_a_loop(kind):
+    """Five answers: 3 tokens, 1 (only the end token), none, 4 that are left out of the loss, 2; one more not chosen."""
+    lengths, trained = [4, 2, 1, 6, 2, 3], [3, 1, 0, 0, 2, 3]
+    sample = torch.arange(6).repeat_interleave(torch.tensor(lengths))
+    mask = torch.cat([(torch.arange(n) >= n - k).float() for n, k in zip(lengths, trained, strict=True)])
+    losses = torch.randn(len(mask), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    chosen = [4, 0, 1, 2, 3]
+    weights = loss_weights(mask, sample, chosen, kind, 10)
+    answers = [[float(losses[t]) for t in range(len(mask)) if sample[t] == n and mask[t]] for n in chosen]
+    answers = [tokens for tokens in answers if tokens]
+    count = sum(map(len, answers))
+    want = {
+        "token_mean": sum(map(sum, answers)) / count,
+        "seq_mean_token_mean": sum(sum(a) / len(a) for a in answers) / len(answers),
+        "seq_mean_token_sum": sum(map(sum, answers)) / len(answers),
+        "seq_mean_token_sum_norm": sum(sum(a) / 10 for a in answers) / len(answers),
+    }[kind]
+    assert (weights.double() @ losses / count).item() == pytest.approx(want, rel=1e-6)
+    assert (weights > 0).sum() == count == 6
+
+
+def test_overlong_penalty_by_hand():
+    got = overlong_penalty([10, 80, 85, 90, 100], limit=100, buffer=20)
+    np.testing.assert_allclose(got, [0, 0, -0.25, -0.5, -1])
+
+
+# ---------------------------------------------------------------- updates
+
+
+def test_every_epoch_deals_all_groups_anew():
+    parts = update_order(list(range(10)), updates=3, epochs=2, seed=5, step=7)
+    assert [len(part) for part in parts] == [4, 3, 3] * 2
+    assert set.union(*parts[:3]) == set.union(*parts[3:]) == set(range(10))
+    assert parts[:3] != parts[3:] and parts == update_order(list(range(10)), 3, 2, 5, 7)
+    assert parts != update_order(list(range(10)), 3, 2, 5, 8)
+    assert update_order([4], updates=3, epochs=1, seed=0, step=1) == [{4}]
