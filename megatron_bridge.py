@@ -1,8 +1,8 @@
 """Between Hugging Face and Megatron-core: process groups, the model, its weights in and out, log-probs, the optimizer.
 
 Knows nothing of rewards, groups, advantages or prompts. What it relies on of a micro-batch `mb` are the fields `tokens,
-targets, mask, position_ids` (each [1, T]), `cu_seqlens` [S+1] and `max_seqlen`; S sequences lie one after another in a
-row of T tokens.
+targets, mask, position_ids` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no part in the loss),
+`cu_seqlens` [S+1] and `max_seqlen`; S sequences lie one after another in a row of T tokens.
 
 Weights cross the border as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them,
 for vLLM and for the export alike. One table, `FAMILIES`, says of which Hugging Face weights a Megatron layer is made.
@@ -600,7 +600,7 @@ def forward_step(micro_batches: Iterator, model, loss_func: Callable, temperatur
     On the last stage, `loss_func(mb, logp_T, entropy_T)`.
     """
     mb, chunk = next(micro_batches), unwrap_model(model)
-    untrained = own_stripe(mb.mask) == 0  # [1, T / cp], what the routers leave out of their balance
+    untrained = own_stripe(mb.mask if mb.weights is None else mb.weights) == 0  # [1, T / cp], no matter to the routers
     if chunk.config.sequence_parallel and not chunk.pre_process:  # Megatron 0.16 splits it on the first stage only
         untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
         untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()

@@ -1,11 +1,15 @@
 """Each variant of the algorithm: numbers worked by hand, and float64 loops written apart from the code."""
 
 import math
+import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
 import torch
 
+from tests.conftest import REPO
 from train_grpo import (
     AlgoConfig,
     group_advantages,
@@ -248,3 +252,18 @@ def test_every_epoch_deals_all_groups_anew():
     assert parts[:3] != parts[3:] and parts == update_order(list(range(10)), 3, 2, 5, 7)
     assert parts != update_order(list(range(10)), 3, 2, 5, 8)
     assert update_order([4], updates=3, epochs=1, seed=0, step=1) == [{4}]
+
+
+def test_the_diffs_in_the_docs_still_apply(tmp_path):
+    diffs = re.findall(r"```diff\n(.*?)```", (REPO / "docs/forking.md").read_text(), flags=re.DOTALL)
+    assert len(diffs) == 3
+    for number, diff in enumerate(diffs):
+        fork = tmp_path / str(number)
+        fork.mkdir()
+        shutil.copy(REPO / "train_grpo.py", fork)
+        subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=fork, check=True)
+        changed = [line for line in diff.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+        assert len(changed) <= 20
+        changed_text = (fork / "train_grpo.py").read_text()
+        assert changed_text != (REPO / "train_grpo.py").read_text()
+        compile(changed_text, "train_grpo.py", "exec")

@@ -30,7 +30,7 @@ def row(config: Path, metrics: list[dict]) -> str:
     rewards = [m["reward/mean"] for m in metrics]
     means = [mean(rewards[i - WINDOW : i]) for i in range(WINDOW, len(rewards) + 1)]
     reached = next((i + WINDOW for i, value in enumerate(means) if value >= GOAL), None)
-    title = config.read_text().splitlines()[0].removeprefix("# ").split(". ")[0].rstrip(".")
+    title = config.read_text().splitlines()[0].removeprefix("# ")
     seconds = sum(m["time/step"] for m in metrics)
     path = config.relative_to(REPO)
     return f"| {title} | `{path}` | {reached or 'not'} | {means[-1]:.3f} | {len(metrics)} | {seconds:.0f} |"
