@@ -65,13 +65,15 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    train: Any = omegaconf.MISSING  # file or address ending in jsonl, json, parquet or arrow; glob; list; hub name
+    train: Any = omegaconf.MISSING  # file, glob, folder or hub name:split, or a list of them; see docs/data.md
     eval: Any = None  # not in this version
-    split: str = "train"  # of a hub data set
-    prompt_key: str = "prompt"
+    split: str = "train"  # of a hub data set or folder that names none itself
+    prompt_key: str = "prompt"  # text, or a list of chat messages; this and the next two may lead into dicts: a.b
     answer_key: str = "answer"
     source_key: str = "source"  # column that chooses the reward; rows without it have the source "default"
-    chat_template: bool = True  # wrap the prompt as a user message with the tokenizer's template
+    chat_template: bool = True  # write the prompt with the tokenizer's template; a text is a user message
+    system_prompt: str | None = None  # put before every prompt that brings no system message of its own
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # for the chat template, such as enable_thinking
     max_prompt_tokens: int = 1024  # longer prompts are dropped, counted and reported
 
 

@@ -61,7 +61,7 @@ def dry_run(tiny, capsys):
         ("reward.custom=nowhere.py:f", ["reward.custom", "exists"]),
         ("model.path=nowhere", ["model.path=nowhere"]),
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
-        ("data.train=data.csvx", ["data.train=data.csvx"]),
+        ("data.train=data.csvx", ["data.train=data.csvx", "legal is a file ending in"]),
         ("data.prompt_key=question", ["data.prompt_key='question'", "prompt, answer, source"]),
         ("data.answer_key=solution", ["data.answer_key='solution'", "prompt, answer, source"]),
         ("data.max_prompt_tokens=3", ["data.max_prompt_tokens=3", "the shortest has 4"]),
@@ -79,9 +79,12 @@ def test_bad_key(dry_run, override, needles):
 def test_bad_data(dry_run, tmp_path):
     cases = {
         "empty.jsonl": ("", "is empty"),
-        "broken.jsonl": ('{"prompt": "1>", "answer": "1"}\n{"prompt": ', "data.train"),
-        "norows.json": ("[]", "data.train"),
-        "null.jsonl": ('{"prompt": "1>", "answer": "1"}\n{"prompt": "2>", "answer": null}\n', "row 2 has no 'answer'"),
+        "broken.jsonl": ('{"prompt": "1>", "answer": "1"}\n{"prompt": ', "broken.jsonl, line 2: not JSON"),
+        "norows.json": ("[]", "norows.json has no rows"),
+        "null.jsonl": (
+            '{"prompt": "1>", "answer": "1"}\n{"prompt": "2>", "answer": null}\n',
+            "null.jsonl, row 2: 'answer' is null",
+        ),
     }
     for name, (content, needle) in cases.items():
         (tmp_path / name).write_text(content)

@@ -1,0 +1,246 @@
+"""Data as people have it: every format gives the same prompts, and bad data is refused by file, row or column."""
+
+import csv
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import transformers
+
+from data import fingerprint, load_prompts
+from train_grpo import DataConfig
+
+# What a careless reader would change: leading zeros, the text "None", a number that is text, commas, line breaks.
+ROWS = [
+    {"prompt": f"{i}+{i}=>", "answer": answer, "source": "sums"}
+    for i, answer in enumerate(["007", "None", "1.0", 'a "b", c\nd', "1e3", "ü"])
+]
+VERL = [
+    {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": row["prompt"]}],
+        "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+        "extra_info": {"index": i, "answer": row["answer"]},
+    }
+    for i, row in enumerate(ROWS)
+]
+VERL_KEYS = {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", "source_key": "data_source"}
+ROLES = "{% for m in messages %}{{ {'system': '+', 'user': '-'}[m.role] }}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def tokenizer(tiny):
+    return transformers.AutoTokenizer.from_pretrained(tiny / "model")
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """`rows` as a file (or saved folder) of the type that the name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif path.suffix == ".parquet":
+        pq.write_table(table, path)
+    elif path.suffix == ".arrow":
+        with (pa.ipc.new_stream if "stream" in path.name else pa.ipc.new_file)(path, table.schema) as writer:
+            writer.write_table(table)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+
+
+def load(tokenizer, train, **options):
+    return load_prompts(DataConfig(train=train, **options), tokenizer)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "stream.arrow", "file.arrow", "a.csv", "saved"])
+def test_every_format_gives_the_same_prompts(tokenizer, tmp_path, name):
+    write(tmp_path / name, ROWS)
+    prompts, dropped = load(tokenizer, str(tmp_path / name))
+    assert [(p.ids, p.answer, p.source) for p in prompts] == [
+        (tokenizer(row["prompt"])["input_ids"], row["answer"], "sums") for row in ROWS
+    ]
+    assert dropped == 0 and prompts[3].row == ROWS[3]
+
+
+def test_shards_as_list_glob_folder_and_split(tokenizer, tmp_path):
+    write(tmp_path / "all.parquet", ROWS)
+    for i in range(3):
+        write(tmp_path / f"shards/s-{i}.parquet", ROWS[2 * i : 2 * i + 2])
+        write(tmp_path / f"hub/data/train-0000{i}-of-00003.parquet", ROWS[2 * i : 2 * i + 2])
+    write(tmp_path / "hub/data/test-00000-of-00001.parquet", ROWS[:1])
+    (tmp_path / "hub/README.md").write_text("A folder as the hub has it.")
+    wanted = fingerprint(load(tokenizer, tmp_path / "all.parquet")[0])
+    shards = [tmp_path / f"shards/s-{i}.parquet" for i in range(3)]
+    for train in (shards, tmp_path / "shards/*.parquet", tmp_path / "shards", tmp_path / "hub"):
+        assert fingerprint(load(tokenizer, train)[0]) == wanted
+    assert fingerprint(load(tokenizer, shards[::-1])[0]) != wanted
+    assert len(load(tokenizer, f"{tmp_path / 'hub'}:test")[0]) == 1
+    with pytest.raises(ValueError, match=r"no split 'dev'; .*:split with train, test"):
+        load(tokenizer, f"{tmp_path / 'hub'}:dev")
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("openai/gsm8k", ("openai/gsm8k", None, "train")),
+        ("openai/gsm8k:test", ("openai/gsm8k", None, "test")),
+        ("openai/gsm8k:main:test[:10]", ("openai/gsm8k", "main", "test[:10]")),
+    ],
+)
+def test_hub_names(tokenizer, monkeypatch, name, call):
+    calls = []
+
+    def load_dataset(path, name, split):
+        calls.append((path, name, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert len(load(tokenizer, name)[0]) == len(ROWS) and calls == [call]
+
+
+@pytest.mark.parametrize("name", ["verl.parquet", "verl.jsonl"])
+def test_data_prepared_for_verl_loads_unchanged(tokenizer, tmp_path, name):
+    write(tmp_path / "plain.parquet", ROWS)
+    write(tmp_path / name, VERL)
+    wanted = fingerprint(load(tokenizer, tmp_path / "plain.parquet")[0])
+    for answer_key in ("reward_model.ground_truth", "extra_info.answer"):
+        prompts, _ = load(tokenizer, tmp_path / name, **{**VERL_KEYS, "answer_key": answer_key})
+        assert fingerprint(prompts) == wanted and prompts[1].row == VERL[1]
+
+
+def test_a_column_with_a_dot_in_its_name_wins(tokenizer, tmp_path):
+    write(tmp_path / "a.jsonl", [{"prompt": "1>", "x": {"y": "inner"}, "x.y": "outer"}])
+    assert load(tokenizer, tmp_path / "a.jsonl", answer_key="x.y")[0][0].answer == "outer"
+
+
+def test_chat_template_system_prompt_and_kwargs(tokenizer, tmp_path):
+    tokenizer.chat_template = ROLES + "{% if enable_thinking %}={% endif %}"
+    own = [{"role": "system", "content": "7"}, {"role": "user", "content": "3"}]
+    plain = [{"role": "user", "content": "2", "name": "me"}]  # a key that the others lack
+    write(tmp_path / "a.parquet", [{"prompt": prompt, "answer": "1"} for prompt in (plain, own)])
+    write(tmp_path / "b.jsonl", [{"prompt": "2", "answer": "1"}])
+    options = {"system_prompt": "9", "template_kwargs": {"enable_thinking": True}}
+    texts = [tokenizer.decode(p.ids) for p in load(tokenizer, tmp_path / "a.parquet", **options)[0]]
+    assert texts == ["+9-2=", "+7-3="]
+    assert tokenizer.decode(load(tokenizer, tmp_path / "b.jsonl")[0][0].ids) == "-2"
+    assert tokenizer.decode(load(tokenizer, tmp_path / "b.jsonl", chat_template=False)[0][0].ids) == "2"
+    with pytest.raises(ValueError, match=r"data\.system_prompt .* only with data\.chat_template=true"):
+        load(tokenizer, tmp_path / "b.jsonl", chat_template=False, **options)
+    with pytest.raises(ValueError, match=r"a\.parquet, row 1: 'prompt' .* needs data\.chat_template=true"):
+        load(tokenizer, tmp_path / "a.parquet", chat_template=False)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match=r"b\.jsonl, row 1: .*chat template refuses.*roles must alternate"):
+        load(tokenizer, tmp_path / "b.jsonl")
+
+
+def test_long_prompts_are_counted_and_empty_ones_refused(tokenizer, tmp_path):
+    write(tmp_path / "a.jsonl", [{"prompt": "1" * n, "answer": "1"} for n in (1, 5, 9)])
+    prompts, dropped = load(tokenizer, tmp_path / "a.jsonl", max_prompt_tokens=5)
+    assert [len(p.ids) for p in prompts] == [1, 5] and dropped == 1
+    tokenizer.chat_template = "{{ messages[0].content | trim }}"
+    for empty in ("", " "):
+        write(tmp_path / "b.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": empty, "answer": "1"}])
+        with pytest.raises(ValueError, match=r"b\.jsonl, row 2: 'prompt' is empty"):
+            load(tokenizer, tmp_path / "b.jsonl")
+
+
+def test_evaluation_data_follow_the_same_rules(tokenizer, tmp_path):
+    write(tmp_path / "a.jsonl", ROWS)
+    write(tmp_path / "b.jsonl", [{"prompt": "1>", "answer": "1", "source": "other"}])
+    cfg = DataConfig(train="unused.jsonl", eval=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
+    prompts, _ = load_prompts(cfg, tokenizer, key="eval")
+    assert [p.source for p in prompts] == ["sums"] * len(ROWS) + ["other"]
+    cfg.eval = "nowhere.jsonl"
+    with pytest.raises(ValueError, match=r"data\.eval=nowhere\.jsonl: no such file"):
+        load_prompts(cfg, tokenizer, key="eval")
+
+
+GOOD = b'{"prompt": "1", "answer": "1"}\n'
+BAD_UTF8 = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"1\xff"))
+BAD_FILES = {
+    "empty.jsonl": (b"", "empty.jsonl is empty"),
+    "empty.parquet": (b"", "empty.parquet is empty"),
+    "blank.jsonl": (b"\n\n", "blank.jsonl has no rows"),
+    "none.json": (b"[]", "none.json has no rows"),
+    "header.csv": (b"prompt,answer\n", "has no rows"),
+    "broken.jsonl": (GOOD + b'\n{"prompt": ', r"broken.jsonl, line 3: not JSON \(Expecting value\)"),
+    "broken.json": (b'[{"prompt": "1"},\n{"prompt": ]', "broken.json, line 2: not JSON"),
+    "scalar.jsonl": (GOOD + b"5\n", "scalar.jsonl, line 2: not a JSON object"),
+    "latin.jsonl": (GOOD + b'{"prompt": "\xfc", "answer": "1"}\n', "latin.jsonl, line 2: invalid UTF-8"),
+    "latin.csv": (b"prompt,answer\n1,1\n\xfc,1\n", "latin.csv, line 3: invalid UTF-8"),
+    "commas.csv": (b"prompt,answer\n1,2,3\n", "commas.csv.* row 1 has more fields than the header"),
+    "ragged.csv": (b"prompt,answer\n1,2\n1,2,3\n", "ragged.csv.*Expected 2 fields in line 3, saw 3"),
+    "field.csv": (b"prompt,answer\n1,2\n1,\n", "field.csv, row 2: 'answer' is null"),
+    "answer.jsonl": (GOOD + b'{"prompt": "1", "answer": null}\n', "answer.jsonl, row 2: 'answer' is null"),
+    "prompt.jsonl": (GOOD + b'{"prompt": null, "answer": "1"}\n', "prompt.jsonl, row 2: 'prompt' is null"),
+    "number.jsonl": (b'{"prompt": 5, "answer": "1"}\n', "row 1: 'prompt' is neither text nor a list of messages"),
+    "date.jsonl": (b'{"prompt": "1", "answer": "2024-05-01"}\n', "row 1: 'answer' was read as a datetime"),
+    "mixed.jsonl": (GOOD + b'{"prompt": "1", "answer": 1}\n', "mixed.jsonl.*/answer. changed from string to number"),
+    "a.txt": (b"1", "a.txt is of no known type.*parquet"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_file(tokenizer, tmp_path, name):
+    content, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=r"^data\.train.*" + message):
+        load(tokenizer, str(tmp_path / name))
+
+
+def test_damaged_parquet_and_arrow(tokenizer, tmp_path):
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match=r"none\.parquet has no rows"):
+        load(tokenizer, tmp_path / "none.parquet")
+    for name in ("a.parquet", "stream.arrow", "file.arrow"):
+        write(tmp_path / name, ROWS)
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content[: len(content) // 2])
+        with pytest.raises(ValueError, match=rf"^data\.train: .*{name}: "):
+            load(tokenizer, tmp_path / name)
+    pq.write_table(pa.table({"prompt": ["1", "2"], "answer": BAD_UTF8}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"b\.parquet, column 'answer': .*UTF8"):
+        load(tokenizer, tmp_path / "b.parquet")
+
+
+def test_files_that_do_not_go_together(tokenizer, tmp_path):
+    write(tmp_path / "a.jsonl", ROWS)
+    write(tmp_path / "fewer.jsonl", [{"prompt": "1", "answer": "1"}])
+    write(tmp_path / "number.jsonl", [{"prompt": "1", "answer": 1, "source": "sums"}])
+    write(tmp_path / "b.parquet", ROWS)
+    (tmp_path / "empty").mkdir()
+    for names, message in [
+        (["a.jsonl", "fewer.jsonl"], r"a\.jsonl and .*fewer\.jsonl differ in the column 'source': .* and absent"),
+        (["a.jsonl", "number.jsonl"], r"number\.jsonl differ in the column 'answer': .*string.* and .*int64"),
+        (["a.jsonl", "b.parquet"], r"mixes file types \(.*a\.jsonl, .*b\.parquet\)"),
+        ([""], "mixes file types"),
+        (["empty"], "the folder .*empty has no data files; they end in"),
+        (["nowhere/*.jsonl"], "no such file; legal is"),
+    ]:
+        with pytest.raises(ValueError, match=rf"^data\.train.*{message}"):
+            load(tokenizer, [str(tmp_path / name) for name in names])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_key": "promt"}, r"^data\.prompt_key='promt': no such column in .*nearest is 'prompt'"),
+        ({"answer_key": "reward_model.truth"}, "nearest is 'reward_model.ground_truth', all are .*extra_info.index"),
+        ({"answer_key": "prompt.content"}, r"^data\.answer_key='prompt.content'"),
+        ({"answer_key": "extra_info.answer", "source_key": "kind"}, r"^data\.source_key='kind'"),
+    ],
+)
+def test_unknown_column(tokenizer, tmp_path, options, message):
+    write(tmp_path / "verl.parquet", VERL)
+    with pytest.raises(ValueError, match=message):
+        load(tokenizer, tmp_path / "verl.parquet", **{**VERL_KEYS, **options})
