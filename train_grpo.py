@@ -96,11 +96,14 @@ class RolloutConfig:
 
 @dataclass
 class RewardConfig:
-    default: str = "exact"  # exact | gsm8k | custom
-    by_source: dict[str, str] = field(default_factory=dict)  # source of a row -> reward
+    default: Any = "exact"  # a name of docs/rewards.md, or {name: weight}
+    by_source: dict[str, Any] = field(default_factory=dict)  # source of a row -> reward
     custom: str | None = None  # path/to/file.py:function, used by the name "custom"
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # name of a reward -> its options, docs/rewards.md
     timeout_s: float = 10.0  # a sample graded longer than this gets reward 0 and counts in reward/timeout_frac
     workers: int = 1  # grading processes a rank
+    memory_gb: float = 4.0  # address space of a grading process, except the one of a reward model; 0: no limit
+    max_error_frac: float = 0.0  # a larger share of samples whose reward raised stops the run
 
 
 @dataclass
