@@ -7,7 +7,7 @@ tp engines beside the trainer. Knows nothing of Megatron or of rewards.
 import dataclasses
 import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -50,9 +50,10 @@ class Engine:
         rank = int(os.environ["RANK"])
         set_environment()
         import vllm
+        from vllm.sampling_params import RequestOutputKind
 
         shm_prefix = None if on_gpu else _name_shared_memory_after_this_run()
-        self.sampling_params = vllm.SamplingParams
+        self.sampling_params, self.final_only = vllm.SamplingParams, RequestOutputKind.FINAL_ONLY
         settings = dict(
             model=model,
             dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype],
@@ -77,16 +78,24 @@ class Engine:
             for file in Path("/dev/shm").glob(f"{shm_prefix}*"):
                 file.unlink(missing_ok=True)
 
-    def generate(self, prompts: list[list[int]], seeds: list[int], n: int, **sampling) -> list[list[Completion]]:
-        """`n` answers to each prompt (token ids), with one seed a prompt.
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], n: int, **sampling
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield (prompt's number, its `n` answers) for prompts of token ids as they finish, with one seed a prompt.
 
-        The same prompt and seed give the same answers on any engine.
+        The same prompt and seed give the same answers on any engine, whatever else it samples.
         `sampling`: temperature, top_p, top_k, max_tokens, as vLLM names them.
         """
-        params = [self.sampling_params(n=n, seed=seed, logprobs=0, detokenize=False, **sampling) for seed in seeds]
-        inputs = [{"prompt_token_ids": ids} for ids in prompts]
-        outputs = self.llm.generate(inputs, params, use_tqdm=False)
-        return [[self._completion(answer) for answer in output.outputs] for output in outputs]
+        engine = self.llm.llm_engine
+        for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            params = self.sampling_params(
+                n=n, seed=seed, logprobs=0, detokenize=False, output_kind=self.final_only, **sampling
+            )
+            engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    yield int(output.request_id), [self._completion(answer) for answer in output.outputs]
 
     @staticmethod
     def _completion(answer) -> Completion:

@@ -66,7 +66,7 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     train: Any = omegaconf.MISSING  # file, glob, folder or hub name:split, or a list of them; see docs/data.md
-    eval: Any = None  # not in this version
+    eval: Any = None  # like train, for train.eval_every
     split: str = "train"  # of a hub data set or folder that names none itself
     prompt_key: str = "prompt"  # text, or a list of chat messages; this and the next two may lead into dicts: a.b
     answer_key: str = "answer"
@@ -92,6 +92,16 @@ class RolloutConfig:
     )
     sync_bucket_mb: int = 512  # weights cross from trainer to vLLM in buckets of about this size
     vllm: dict[str, Any] = field(default_factory=dict)  # passed to vllm.LLM
+
+
+@dataclass
+class EvalConfig:
+    samples: int = 1  # answers to each prompt of data.eval
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 0  # 0: rollout.max_new_tokens
+    pass_reward: float = 1.0  # an answer with at least this reward passes, for pass@k
 
 
 @dataclass
@@ -144,7 +154,7 @@ class TrainConfig:
     max_tokens_per_micro_batch: int = 16384  # strict cap of a packed row (cp ranks share it), in training
     logprob_max_tokens_per_micro_batch: int = 32768  # strict cap, forward only (old and reference log-probs)
     save_every: int = 0  # steps between exports to output_dir/hf; 0: at the end only
-    eval_every: int = 0  # not in this version
+    eval_every: int = 0  # steps between evaluations on data.eval, the first before the first step; 0: none
 
 
 @dataclass
@@ -166,6 +176,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -185,15 +196,14 @@ CHOICES = {
     "algo.correction": ("none", "tis", "icepop", "seq_mask"),
     "algo.correction_level": ("token", "sequence"),
     "resume": ("none",),
-    "data.eval": (None,),
-    "train.eval_every": (0,),
 }
 AT_LEAST = {
-    0: """train.lr train.warmup_steps train.weight_decay train.clip_grad train.save_every algo.clip_low algo.clip_high
+    0: """train.lr train.warmup_steps train.weight_decay train.clip_grad train.save_every train.eval_every
+          eval.temperature eval.max_new_tokens reward.max_error_frac algo.clip_low algo.clip_high
           algo.kl_coef algo.loss_norm_length algo.overlong_buffer algo.overlong_coef reward.timeout_s seed""",
     1: """rollout.prompts_per_step rollout.max_new_tokens rollout.tp rollout.sync_bucket_mb data.max_prompt_tokens
           train.steps train.updates_per_step train.epochs_per_step parallel.tp parallel.pp parallel.vpp parallel.cp
-          parallel.ep parallel.etp reward.workers algo.max_rounds""",
+          parallel.ep parallel.etp reward.workers algo.max_rounds eval.samples""",
     2: "rollout.group_size",
 }
 # Megatron-core fields that may not be set under `megatron`, and why.
@@ -306,6 +316,14 @@ def check_config(cfg: Config, world_size: int) -> None:
         require(key == near, f"unknown key 'rollout.vllm.{key}'; the nearest option of vLLM is 'rollout.vllm.{near}'")
 
     r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
+    require(
+        t.eval_every == 0 or cfg.data.eval is not None,
+        f"train.eval_every={t.eval_every}, but data.eval is not set; name the data or use train.eval_every=0",
+    )
+    require(
+        cfg.eval.temperature > 0 or cfg.eval.samples == 1,
+        f"eval.temperature=0 gives the same answer {cfg.eval.samples} times; use eval.samples=1",
+    )
     require(a.dual_clip is None or a.dual_clip > 1, f"algo.dual_clip={a.dual_clip}: must be above 1, or null")
     require(
         a.correction == "none" or a.old_logp == "trainer",
@@ -352,7 +370,7 @@ def check_config(cfg: Config, world_size: int) -> None:
     chosen.update({f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()})
     for key, name in chosen.items():
         try:
-            rewards.load_reward(name, cfg.reward.custom)
+            rewards.load_reward(name, cfg.reward.custom, cfg.reward.options)
         except ValueError as error:
             raise UserError(f"{key}={name}: {error}") from None
 
@@ -829,72 +847,133 @@ def update(model, optimizer, rows, lengths_N, samples: list[int], lr: float, che
 # ---------------------------------------------------------------- 5. phases of a step
 
 
-def sample_groups(engine: Engine, batch: dict[int, Prompt], step: int, tokenizer, cfg: Config) -> list[Sample]:
-    """The answers to this engine's share of the prompts {group: prompt}; on the engine's first rank only."""
-    r = cfg.rollout
-    engines = dist.get_world_size() // r.tp
-    share = list(batch.items())[dist.get_rank() // r.tp :: engines]
-    if not share:
-        return []
-    completions = engine.generate(
-        [prompt.ids for _, prompt in share], [sampling_seed(cfg.seed, step, group) for group, _ in share], r.group_size,
-        temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, max_tokens=r.max_new_tokens,
-    )  # fmt: skip
-    if dist.get_rank() % r.tp:
-        return []
-    texts = iter(tokenizer.batch_decode([c.ids for group in completions for c in group], skip_special_tokens=True))
-    return [
-        Sample(group, prompt.ids, c.ids, c.logps, c.finished, next(texts), prompt.source)
-        for (group, prompt), answers in zip(share, completions, strict=True)
-        for c in answers
-    ]
+def sample_groups(
+    trainer: "Trainer", batch: dict[int, Prompt], step: int, n: int, sampling: dict[str, Any]
+) -> list[Sample]:
+    """`n` answers to each of this engine's share of the prompts {group: prompt}; on the engine's first rank only.
 
-
-def grade(
-    graders: rewards.Grader, samples: list[Sample], batch: dict[int, Prompt]
-) -> tuple[list[Sample], Counter, str]:
-    """The samples with their rewards, the timeouts by source, and what to tell the user if a reward failed (or "")."""
-    grades = graders.grade([(s.source, s.text, batch[s.group].answer, batch[s.group].row) for s in samples])
-    for sample, graded in zip(samples, grades, strict=True):
-        if graded.status == "error":
-            row = json.dumps(batch[sample.group].row, default=str)
-            return samples, Counter(), (
-                f"the reward of source {sample.source!r} failed: {graded.error}\n  row: {row}\n"
-                f"  response: {sample.text!r}\n"
-                "  mend the function or the row; reward.by_source chooses another reward for a source"
-            )  # fmt: skip
-    graded = [
-        dataclasses.replace(s, reward=sum(g.parts.values()), reward_parts=g.parts)
-        for s, g in zip(samples, grades, strict=True)
-    ]
-    return graded, Counter(s.source for s, g in zip(samples, grades, strict=True) if g.status == "timeout"), ""
-
-
-def gather(
-    samples: list[Sample], timeouts: Counter, problem: str, busy: dict
-) -> tuple[list[Sample], Counter, list[dict]]:
-    """All ranks' samples in the order of their groups, the timeouts, and how long each rank was busy.
-
-    The same on every rank. Raises UserError on every rank if a reward failed on one.
+    Each group goes to the graders as soon as it is complete, while the engine works on the others.
     """
+    cfg, tp = trainer.cfg, trainer.cfg.rollout.tp
+    share = list(batch.items())[dist.get_rank() // tp :: dist.get_world_size() // tp]
+    seeds = [sampling_seed(cfg.seed, step, group) for group, _ in share]
+    samples = []
+    for number, answers in trainer.engine.generate([prompt.ids for _, prompt in share], seeds, n, **sampling):
+        group, prompt = share[number]
+        if dist.get_rank() % tp:
+            continue
+        texts = trainer.tokenizer.batch_decode([answer.ids for answer in answers], skip_special_tokens=True)
+        for answer, text in zip(answers, texts, strict=True):
+            samples.append(Sample(group, prompt.ids, answer.ids, answer.logps, answer.finished, text, prompt.source))
+            trainer.graders.submit(prompt.source, text, prompt.answer, prompt.row)
+    return samples
+
+
+@dataclass
+class Graded:
+    """What grading came to: outcomes by (source, "timeout" or "error"), and the first error of each kind, to show."""
+
+    counts: Counter = field(default_factory=Counter)
+    errors: dict[str, str] = field(default_factory=dict)  # kind → message with the row
+
+    def __add__(self, other: "Graded") -> "Graded":
+        return Graded(self.counts + other.counts, {**other.errors, **self.errors})
+
+
+def grade(graders: rewards.Grader, samples: list[Sample], batch: dict[int, Prompt]) -> tuple[list[Sample], Graded]:
+    """Wait for the grades of the samples, in the order they were submitted; a failed or late one gives reward 0."""
+    outcome, graded = Graded(), []
+    for sample, result in zip(samples, graders.collect(), strict=True):
+        graded.append(dataclasses.replace(sample, reward=sum(result.parts.values()), reward_parts=result.parts))
+        if result.status != "ok":
+            outcome.counts[sample.source, result.status] += 1
+        if result.status == "error":
+            row = json.dumps(batch[sample.group].row, default=str)
+            outcome.errors.setdefault(
+                result.error.partition(":")[0],
+                f"the reward of source {sample.source!r} failed: {result.error}\n  row: {row}\n"
+                f"  response: {sample.text!r}",
+            )
+    return graded, outcome
+
+
+def gather(samples: list[Sample], outcome: Graded, busy: dict) -> tuple[list[Sample], Graded, list[dict]]:
+    """All ranks' samples in the order of their groups, all outcomes, and how long each rank was busy; on every rank."""
     everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (samples, timeouts, problem, busy))
-    problems = [p for _, _, p, _ in everywhere if p]
-    if problems:
-        raise UserError(problems[0])
+    dist.all_gather_object(everywhere, (samples, outcome, busy))
     merged = sorted((s for part, *_ in everywhere for s in part), key=lambda s: s.group)
-    return merged, sum((t for _, t, _, _ in everywhere), Counter()), [b for *_, b in everywhere]
+    return merged, sum((o for _, o, _ in everywhere), Graded()), [b for *_, b in everywhere]
 
 
-def collect(trainer: "Trainer", step: int, seconds: dict) -> tuple[list[Sample], set[int], Counter, list[dict], int]:
+def check_errors(trainer: "Trainer", outcome: Graded, samples: int) -> None:
+    """Show the first error of each kind, once a run; too many of them stop the run on every rank. Raises UserError."""
+    bound = trainer.cfg.reward.max_error_frac
+    failed = sum(count for (_, status), count in outcome.counts.items() if status == "error")
+    new = {kind: message for kind, message in outcome.errors.items() if kind not in trainer.errors_shown}
+    if failed > bound * samples:
+        raise UserError(
+            f"{next(iter(outcome.errors.values()))}\n  {failed} of {samples} samples failed, more than "
+            f"reward.max_error_frac={bound:g} allows; mend the function or the row, or choose another reward for the "
+            "source (reward.by_source)"
+        )
+    trainer.errors_shown.update(new)
+    for message in new.values() if dist.get_rank() == 0 else ():
+        print(f"warning: {message}\n  it counts as reward 0, as do further ones of this kind", flush=True)
+
+
+def sampling_options(options: RolloutConfig | EvalConfig, max_new_tokens: int) -> dict[str, Any]:
+    """A section's sampling settings as vLLM names them."""
+    return dict(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, max_tokens=max_new_tokens)
+
+
+def evaluate(trainer: "Trainer", step: int) -> dict[str, float]:
+    """Metrics of the present weights on data.eval, by source; the samples go to the rollouts folder.
+
+    avg@n is the mean reward over n answers; pass@k, for each power of two up to n and n itself, the mean of pass_at_k.
+    """
+    cfg, start, n = trainer.cfg, time.perf_counter(), trainer.cfg.eval.samples
+    batch = dict(enumerate(trainer.eval_prompts))
+    sampling = sampling_options(cfg.eval, cfg.eval.max_new_tokens or cfg.rollout.max_new_tokens)
+    samples = sample_groups(trainer, batch, 0, n, sampling)  # step 0: the same seeds at every evaluation
+    samples, outcome, _ = gather(*grade(trainer.graders, samples, batch), {})
+    check_errors(trainer, outcome, len(samples))
+    metrics = {}
+    for source in sorted({s.source for s in samples}):
+        mine = [s for s in samples if s.source == source]
+        reward_G = np.array([s.reward for s in mine]).reshape(-1, n)  # [prompts, n]
+        metrics[f"eval/{source}/avg@{n}"] = reward_G.mean()
+        passed = (reward_G >= cfg.eval.pass_reward).sum(1)
+        for k in sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n}):
+            metrics[f"eval/{source}/pass@{k}"] = np.mean([pass_at_k(n, c, k) for c in passed.tolist()])
+        metrics[f"eval/{source}/response_mean"] = np.mean([len(s.response_ids) for s in mine])
+        metrics[f"eval/{source}/truncated_frac"] = np.mean([not s.finished for s in mine])
+        for status in ("timeout", "error"):
+            metrics[f"eval/{source}/{status}_frac"] = outcome.counts[source, status] / len(mine)
+    if dist.get_rank() == 0:
+        dump_rollouts(Path(cfg.output_dir, "rollouts", f"eval_{step:06d}.jsonl"), samples)
+        shown = (f"{key.removeprefix('eval/')} {value:.3f}" for key, value in metrics.items() if "@" in key)
+        print(f"eval after step {step}: {'  '.join(shown)}", flush=True)
+    return {**metrics, "time/eval": time.perf_counter() - start}
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """Chance that one of k answers drawn from n, of which `passed` pass, passes: 1 - C(n - passed, k) / C(n, k).
+
+    Without bias for what k fresh answers would give. Source: Chen et al., arXiv 2107.03374, eq. 1.
+    """
+    return 1 - math.comb(n - passed, k) / math.comb(n, k)
+
+
+def collect(trainer: "Trainer", step: int, seconds: dict) -> tuple[list[Sample], set[int], Graded, list[dict], int]:
     """Sample and grade the groups of a step; the same on every rank.
 
-    Returns all samples in the order of their groups, the groups to train on, timeouts by source, how long each rank was
-    busy, and the number of rounds. With algo.max_rounds above 1, groups whose rewards are all equal are not trained on,
-    and new prompts take their place (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11).
+    Returns all samples in the order of their groups, the groups to train on, what went wrong in grading, how long each
+    rank was busy, and the number of rounds. With algo.max_rounds above 1, groups whose rewards are all equal are not
+    trained on, and new prompts take their place (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11).
     """
-    cfg, samples, timeouts, groups = trainer.cfg, [], Counter(), set()
+    cfg, samples, outcome, groups = trainer.cfg, [], Graded(), set()
     r, max_rounds, rounds = cfg.rollout, cfg.algo.max_rounds, 0
+    sampling = sampling_options(r, r.max_new_tokens)
     while len(groups) < r.prompts_per_step and rounds < max_rounds:
         rounds += 1
         missing, first = r.prompts_per_step - len(groups), len(samples) // r.group_size
@@ -902,17 +981,18 @@ def collect(trainer: "Trainer", step: int, seconds: dict) -> tuple[list[Sample],
         trainer.prompts_taken += missing
         batch = dict(enumerate(prompts, first))
         with timed(seconds, "rollout"):
-            answers = sample_groups(trainer.engine, batch, step, trainer.tokenizer, cfg)
+            answers = sample_groups(trainer, batch, step, r.group_size, sampling)
         with timed(seconds, "reward"):
-            answers, late, problem = grade(trainer.graders, answers, batch)
-        answers, late, busy = gather(answers, late, problem, {**seconds, "memory_gb": peak_memory_gb()})
-        samples, timeouts = samples + answers, timeouts + late
+            answers, failed = grade(trainer.graders, answers, batch)
+        answers, failed, busy = gather(answers, failed, {**seconds, "memory_gb": peak_memory_gb()})
+        samples, outcome = samples + answers, outcome + failed
+        check_errors(trainer, failed, len(answers))
         rewards_G = np.array([s.reward for s in answers]).reshape(-1, r.group_size)  # [groups, G]
         mixed = rewards_G.min(1) < rewards_G.max(1)
         groups |= {first + i for i in range(missing) if mixed[i] or max_rounds == 1}
     if len(groups) < r.prompts_per_step and dist.get_rank() == 0:
         print(f"step {step}: after {rounds} rounds {len(groups)} of {r.prompts_per_step} groups have mixed rewards")
-    return samples, groups or set(batch), timeouts, busy, rounds
+    return samples, groups or set(batch), outcome, busy, rounds
 
 
 def shape_rewards(samples: list[Sample], algo: AlgoConfig, max_new_tokens: int) -> list[Sample]:
@@ -1019,7 +1099,7 @@ def peak_memory_gb() -> float:
 
 
 def summarize(
-    step, samples, groups, rounds, timeouts, reports, expert_load, lr, seconds, busy, cfg: Config
+    step, samples, groups, rounds, outcome, reports, expert_load, lr, seconds, busy, cfg: Config
 ) -> dict[str, float | int | None]:
     """The metrics of a step; names as in docs/metrics.md, always all of them."""
     reward_N = np.array([s.reward for s in samples])
@@ -1040,7 +1120,11 @@ def summarize(
         "reward/mean": reward_N.mean(),
         "reward/std": reward_N.std(),
         **{f"reward/{name}/mean": np.mean([s.reward for s in samples if s.source == name]) for name in sources},
-        **{f"reward/{name}/timeout_frac": timeouts[name] / sum(s.source == name for s in samples) for name in sources},
+        **{
+            f"reward/{name}/{status}_frac": outcome.counts[name, status] / sum(s.source == name for s in samples)
+            for name in sources
+            for status in ("timeout", "error")
+        },
         "groups/zero_std_frac": np.mean(rewards_G.max(1) == rewards_G.min(1)),
         "groups/sampled": len(rewards_G),
         "groups/trained": len(groups),
@@ -1097,6 +1181,12 @@ def step_line(m: dict, steps: int) -> str:
     )
 
 
+def log_metrics(out: Path, metrics: dict) -> None:
+    """Add a line to metrics.jsonl."""
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics, default=float) + "\n")
+
+
 def dump_rollouts(path: Path, samples: list[Sample]) -> None:
     """Every sample of the step, a JSON object a line."""
     path.write_text("".join(json.dumps(vars(sample), ensure_ascii=False) + "\n" for sample in samples))
@@ -1127,7 +1217,9 @@ class Trainer:
     model_path: str  # local folder of the initial model
     tokenizer: Any
     prompts: list[Prompt]
-    prompts_taken: int  # from their endless stream, so far
+    eval_prompts: list[Prompt]
+    prompts_taken: int  # of `prompts`, an endless stream, so far
+    errors_shown: set[str]  # kinds of reward errors the user has seen
     engine: Engine
     model: list
     optimizer: Any
@@ -1135,13 +1227,12 @@ class Trainer:
     graders: rewards.Grader
 
 
-def build_trainer(cfg: Config, tokenizer, prompts: list[Prompt]) -> Trainer:
+def build_trainer(cfg: Config, tokenizer, prompts: list[Prompt], eval_prompts: list[Prompt]) -> Trainer:
     """Engine, model, optimizer and graders, the engine holding the model's weights."""
     r, t = cfg.rollout, cfg.train
     # vLLM measures free memory when it starts, so it comes first and sleeps while the model is built.
-    max_model_len = cfg.data.max_prompt_tokens + r.max_new_tokens
     path = bridge.local_folder(cfg.model.path)
-    engine = Engine(path, cfg.model.dtype, r.tp, max_model_len, r.gpu_memory_utilization, r.vllm)
+    engine = Engine(path, cfg.model.dtype, r.tp, longest_sample(cfg), r.gpu_memory_utilization, r.vllm)
     engine.sleep()
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
@@ -1150,7 +1241,7 @@ def build_trainer(cfg: Config, tokenizer, prompts: list[Prompt]) -> Trainer:
     reference = bridge.copy_weights(model) if cfg.algo.kl_coef > 0 else None
     graders = rewards.Grader(**dataclasses.asdict(cfg.reward))
     push_weights(model, engine, cfg)
-    return Trainer(cfg, path, tokenizer, prompts, 0, engine, model, optimizer, reference, graders)
+    return Trainer(cfg, path, tokenizer, prompts, eval_prompts, 0, set(), engine, model, optimizer, reference, graders)
 
 
 def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
@@ -1159,7 +1250,7 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
     r, t, algo = cfg.rollout, cfg.train, cfg.algo
     start = time.perf_counter()
 
-    samples, groups, timeouts, busy, rounds = collect(trainer, step, seconds)
+    samples, groups, outcome, busy, rounds = collect(trainer, step, seconds)
     samples = shape_rewards(samples, algo, r.max_new_tokens)
     engine.sleep()
 
@@ -1204,65 +1295,80 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
             bridge.export_hf(model, trainer.model_path, Path(cfg.output_dir, "hf", f"step_{step:06d}"))
 
     seconds["step"] = time.perf_counter() - start
-    metrics = summarize(step, samples, groups, rounds, timeouts, reports, expert_load, lr, seconds, busy, cfg)
+    metrics = summarize(step, samples, groups, rounds, outcome, reports, expert_load, lr, seconds, busy, cfg)
     advantages = iter(advantages_N.tolist())  # groups that were replaced have none
     return metrics, [dataclasses.replace(s, advantage=next(advantages) if s.group in groups else 0.0) for s in samples]
 
 
-def train(cfg: Config, tokenizer, prompts: list[Prompt]) -> None:
+def train(cfg: Config, tokenizer, prompts: list[Prompt], eval_prompts: list[Prompt]) -> None:
     """The whole run, on every rank of torchrun's world."""
-    out, writes, steps = Path(cfg.output_dir), dist.get_rank() == 0, cfg.train.steps
+    out, writes, t = Path(cfg.output_dir), dist.get_rank() == 0, cfg.train
     if writes:
         new_output_dir(out, cfg)
-    trainer = build_trainer(cfg, tokenizer, prompts)
+    trainer = build_trainer(cfg, tokenizer, prompts, eval_prompts)
     history = []
-    for step in range(1, steps + 1):
+    if t.eval_every:
+        metrics = {"step": 0, **evaluate(trainer, 0)}
+        if writes:
+            log_metrics(out, metrics)
+    for step in range(1, t.steps + 1):
         metrics, samples = train_step(trainer, step)
         history.append(metrics["reward/mean"])
+        if t.eval_every and (step % t.eval_every == 0 or step == t.steps):
+            metrics |= evaluate(trainer, step)
         if writes:
             dump_rollouts(out / "rollouts" / f"step_{step:06d}.jsonl", samples)
-            with (out / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(metrics, default=float) + "\n")
-            print(step_line(metrics, steps), flush=True)
+            log_metrics(out, metrics)
+            print(step_line(metrics, t.steps), flush=True)
     trainer.graders.close()
     if writes:
         last = history[-10:]
         print(f"\nreward: {history[0]:.3f} at the first step, {np.mean(last):.3f} over the last {len(last)} steps")
-        print(f"outputs: {out}/metrics.jsonl, {out}/rollouts/, {out}/hf/step_{steps:06d}/ (for transformers and vLLM)")
+        print(
+            f"outputs: {out}/metrics.jsonl, {out}/rollouts/, {out}/hf/step_{t.steps:06d}/ (for transformers and vLLM)"
+        )
 
 
-def prepare(args: argparse.Namespace) -> tuple[Config, Any, list[Prompt]]:
-    """Check all that can be checked without a process group; returns the configuration, tokenizer and prompts.
+def longest_sample(cfg: Config) -> int:
+    """Tokens of the longest prompt and answer there can be."""
+    new_tokens = max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
+    return cfg.data.max_prompt_tokens + new_tokens
+
+
+def prepare(args: argparse.Namespace) -> tuple[Config, Any, list[Prompt], list[Prompt]]:
+    """Check all that can be checked without a process group; returns configuration, tokenizer, prompts, eval prompts.
 
     Raises UserError.
     """
-
     cfg = load_config(args.config, args.overrides)
     check_config(cfg, args.world_size)
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    r, dropped = cfg.rollout, {}
+    prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
     try:
-        bridge.check_model(cfg.model.path, cfg.parallel, cfg.rollout.tp, longest, cfg.model.dtype, cfg.megatron)
+        bridge.check_model(cfg.model.path, cfg.parallel, r.tp, longest_sample(cfg), cfg.model.dtype, cfg.megatron)
         tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model.path)
-        prompts, dropped = load_prompts(cfg.data, tokenizer)
+        for key in ("train", "eval") if cfg.data.eval is not None else ("train",):
+            prompts[key], dropped[key] = load_prompts(cfg.data, tokenizer, key)
         if not args.dry_run:
             bridge.check_weights(bridge.local_folder(cfg.model.path))
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
     if is_first_rank():
         print(describe(cfg, args.world_size))
-        note = f"; {dropped} dropped, longer than {cfg.data.max_prompt_tokens} tokens" if dropped else ""
-        print(f"data:    {len(prompts)} prompts{note}", flush=True)
+        for key, count in dropped.items():
+            note = f"; {count} dropped, longer than {cfg.data.max_prompt_tokens} tokens" if count else ""
+            print(f"{'data:' if key == 'train' else 'eval:':8s} {len(prompts[key])} prompts{note}", flush=True)
     if not args.dry_run:
         if "RANK" not in os.environ:
             raise UserError("start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only")
-        if not torch.cuda.is_available() and cfg.rollout.vllm.get("enable_expert_parallel"):
+        if not torch.cuda.is_available() and r.vllm.get("enable_expert_parallel"):
             raise UserError("rollout.vllm.enable_expert_parallel=true: vLLM has it on GPUs only, set it to false")
         local, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
         if torch.cuda.is_available() and local > gpus:
             raise UserError(
                 f"--nproc_per_node={local}, but this machine has {gpus} GPU{'s' * (gpus > 1)}: one process a GPU"
             )
-    return cfg, tokenizer, prompts
+    return cfg, tokenizer, prompts["train"], prompts["eval"]
 
 
 def is_first_rank() -> bool:
@@ -1290,10 +1396,10 @@ def main(argv: list[str]) -> int:
     """The exit code: 0 done, 2 a mistake the user can mend, 1 a failure during training."""
     args = parse_args(argv)
     try:
-        cfg, tokenizer, prompts = prepare(args)
+        cfg, *inputs = prepare(args)
         if not args.dry_run:
             bridge.init_distributed()
-            train(cfg, tokenizer, prompts)
+            train(cfg, *inputs)
     except (UserError, TrainingError) as error:
         if is_first_rank():
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
 """Trainer and vLLM hold the same weights, for every family, layout and precision; where they do not, the run stops."""
 
+import itertools
 import json
 import shutil
 
@@ -105,7 +106,8 @@ def test_trainer_transformers_and_vllm_agree(train, tmp_path, arch, tied, layout
 def test_bf16_and_the_output_folder(train):
     run = train(2, *SMALL, "model.dtype=bf16", "data.eval=null")
     assert run.code == 0, run.text
-    assert [list(m) for m in run.metrics] == [[*METRICS[:4], "reward/reverse/timeout_frac", *METRICS[4:]]] * 2
+    outcomes = ["reward/reverse/timeout_frac", "reward/reverse/error_frac"]
+    assert [list(m) for m in run.metrics] == [[*METRICS[:4], *outcomes, *METRICS[4:]]] * 2
     assert all(m["logp_gap/mean"] < 0.05 for m in run.metrics)
     row = run.rollouts(2)[0]
     assert set(row) == {
@@ -128,6 +130,48 @@ def test_a_reward_that_raises_stops_the_run_with_its_row(train, tmp_path):
     assert run.code != 0
     assert "the reward of source 'reverse' failed: KeyError: 'bonus' (broken.py, line 2)" in run.text
     assert '"prompt": "' in run.text and "exitcode  : 2" in run.text
+
+
+def test_rewards_that_fail_now_and_then_are_counted_and_shown_once(train, tmp_path):
+    lines = (
+        "def f(text, answer, row):",
+        "    if text[:1] in ('0', '1'):",
+        "        raise KeyError(text[:1])",
+        "    return 1.0",
+    )
+    (tmp_path / "shaky.py").write_text("\n".join(lines))
+    run = train(2, *SMALL, f"reward.custom={tmp_path / 'shaky.py'}:f", "reward.max_error_frac=0.9")
+    assert run.code == 0, run.text
+    for step, metrics in enumerate(run.metrics, start=1):
+        rows = run.rollouts(step)
+        failed = [row for row in rows if row["text"][:1] in ("0", "1")]
+        assert metrics["reward/reverse/error_frac"] == len(failed) / len(rows)
+        assert all(row["reward"] == 0 and row["reward_parts"] == {} for row in failed)
+    assert run.text.count("warning: the reward of source 'reverse' failed: KeyError") == 1
+
+
+def test_evaluation_before_the_first_step_and_on_the_way(train, tiny, tmp_path):
+    lines = (tiny / "train.jsonl").read_text().splitlines()[:5]
+    rows = [{**json.loads(line), "source": "held"} for line in lines[:2]] + [json.loads(line) for line in lines[2:]]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = train(
+        2, *SMALL, "train.steps=3", f"data.eval={tmp_path / 'eval.jsonl'}", "train.eval_every=2", "eval.samples=4",
+        "eval.pass_reward=0.3", "eval.max_new_tokens=6", "train.lr=0.01",
+    )  # fmt: skip
+    assert run.code == 0, run.text
+    assert [m["step"] for m in run.metrics] == [0, 1, 2, 3]
+    evaluated = {m["step"]: m for m in run.metrics if "time/eval" in m}
+    assert list(evaluated) == [0, 2, 3] and not any(key.startswith("reward/") for key in evaluated[0])
+    for step, metrics in evaluated.items():
+        samples = [json.loads(line) for line in (run.out / f"rollouts/eval_{step:06d}.jsonl").open()]
+        assert len(samples) == 20 and max(len(s["response_ids"]) for s in samples) > 4
+        for source, groups in (("held", (0, 1)), ("reverse", (2, 3, 4))):
+            rewards = [[s["reward"] for s in samples if s["group"] == g] for g in groups]
+            assert metrics[f"eval/{source}/avg@4"] == pytest.approx(sum(map(sum, rewards)) / 4 / len(groups))
+            for k in (1, 2, 4):  # by hand: the share of the k-subsets of the four answers with one that passes
+                subsets = [any(x >= 0.3 for x in part) for r in rewards for part in itertools.combinations(r, k)]
+                assert metrics[f"eval/{source}/pass@{k}"] == pytest.approx(sum(subsets) / len(subsets))
+    assert "eval after step 0: held/avg@4" in run.text
 
 
 def test_words_with_long_prompts_and_cut_off_answers(train, tmp_path):

@@ -77,7 +77,7 @@ def main() -> None:
     train_grpo.check_config(cfg, dist.get_world_size())
     hf = train_grpo.transformers.AutoTokenizer.from_pretrained(cfg.model.path)
     prompts, _ = train_grpo.load_prompts(cfg.data, hf)
-    trainer = train_grpo.build_trainer(cfg, hf, prompts)
+    trainer = train_grpo.build_trainer(cfg, hf, prompts, [])
     rows, bare = [], []
     for step in range(1, WARMUP + STEPS + 1):
         metrics, _ = train_grpo.train_step(trainer, step)
