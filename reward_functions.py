@@ -55,9 +55,10 @@ MAX_EXPRESSION = 2000  # characters; parsing takes more than linear time
 
 
 def math_answer(text: str, answer: str, row: dict) -> float:
-    """1 if math-verify finds the last \\boxed expression, or without one the last expression, equal to the reference.
+    """1 if math-verify finds the last \\boxed expression equal to the reference; else 0.
 
-    No answer, a box that never closes and an expression beyond MAX_EXPRESSION are 0. "50%" is 50, not 0.5.
+    Without a box the last expression counts, after "####" where that stands. No answer, a box that never closes and an
+    expression beyond MAX_EXPRESSION are 0. "50%" is 50, not 0.5.
     """
     import math_verify
 
@@ -83,7 +84,8 @@ def parse_math(text: str) -> list:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
     _, boxed, tail = text.rpartition("\\boxed{")
     if not boxed:
-        return math_verify.parse(plain_numbers(text[-MAX_EXPRESSION:]), parsing_timeout=None)
+        last = text.rpartition("####")[2][-MAX_EXPRESSION:]
+        return math_verify.parse(plain_numbers(last), parsing_timeout=None)
     expression = inside_braces(tail[: MAX_EXPRESSION + 1])
     return parse_latex(expression.strip()) if expression else []
 
