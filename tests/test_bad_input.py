@@ -56,7 +56,7 @@ def dry_run(tiny, capsys):
         ("megatron.lr=1", ["megatron.lr: use train.lr"]),
         ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),
         ("megatron.recompute_granularty=full", ["megatron.recompute_granularty", "recompute_granularity"]),
-        ("reward.default=gsmk8", ["unknown reward 'gsmk8'", "exact, gsm8k, custom"]),
+        ("reward.default=gsmk8", ["unknown reward 'gsmk8'", "exact, gsm8k, math"]),
         ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
         ("reward.custom=nowhere.py:f", ["reward.custom", "exists"]),
         ("model.path=nowhere", ["model.path=nowhere"]),
