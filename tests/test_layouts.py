@@ -241,7 +241,7 @@ def test_update_equals_plain_transformers(results, family, layout):
 
 @pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_one_gradient_whatever_the_micro_batches(tmp_path, family):
-    """The same samples in 1, 2 and 6 micro-batches a replica, in different orders, on 1 and 2 replicas."""
+    """The same samples in 1, 2 and 6 micro-batches, in different orders, on one replica; in 2, 4 and 6 on two."""
     make_model(tmp_path / "model", family)
     samples = make_samples()
     (tmp_path / "samples.json").write_text(json.dumps(samples))
@@ -264,11 +264,11 @@ def test_one_gradient_whatever_the_micro_batches(tmp_path, family):
         gradients |= found
     one = gradients.pop("1 of DP1")
     assert len(gradients) == 5
-    whole = torch.stack([g.norm() for name, g in one.items() if name.startswith("grad.")]).norm()
+    names = [name for name in one if name.startswith("grad.")]
+    whole = torch.cat([one[name].flatten() for name in names])
     for found in gradients.values():
-        for name in (name for name in one if name.startswith("grad.")):
-            assert (found[name] - one[name]).norm() < 1e-6 * whole
-            assert relative(found[name], one[name]) < 1e-5, name
+        assert relative(torch.cat([found[name].flatten() for name in names]), whole) < 1e-6
+        assert max(relative(found[name], one[name]) for name in names) < 5e-6
 
 
 @pytest.mark.slow
