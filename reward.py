@@ -4,6 +4,7 @@ Grading runs in worker processes (this file, started as a program), because only
 takes longer than `timeout_s` costs its own reward, never the run.
 """
 
+import atexit
 import contextlib
 import functools
 import importlib.util
@@ -168,6 +169,7 @@ class Grader:
         self.threads = [threading.Thread(target=self._serve, args=job, daemon=True) for job in enumerate(kinds)]
         for thread in self.threads:
             thread.start()
+        atexit.register(self.close)  # a run that ends with an error leaves no files behind either
 
     def submit(self, source: str, text: str, answer: str, row: dict) -> None:
         """Have an answer graded; returns at once."""
@@ -196,6 +198,7 @@ class Grader:
 
     def close(self) -> None:
         """End the workers and all they started."""
+        atexit.unregister(self.close)
         with self.lock:
             self.closed = True
             self.lock.notify_all()

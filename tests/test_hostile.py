@@ -245,7 +245,8 @@ def test_workers_end_with_the_program_that_started_them(custom, tmp_path):
         "grader.submit('s', 'files', '', {})\nprint('ready', flush=True)\ngrader.collect()"
     )
     folder = Path(reward.__file__).parent
-    with subprocess.Popen([sys.executable, "-c", program], cwd=folder, stdout=subprocess.PIPE) as process:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # after SIGKILL the workers' temporary folders stay
+    with subprocess.Popen([sys.executable, "-c", program], cwd=folder, env=env, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         deadline = time.monotonic() + 20
         while not (workers := processes_below(process.pid)) and time.monotonic() < deadline:
