@@ -16,7 +16,8 @@ The objective. For each prompt, vLLM samples a group of G answers; answer i gets
 One step: sample -> grade -> advantages -> pack -> (old, ref log-probs) -> update(s) -> push -> log -> save.
 
 To fork: a new advantage is a branch in `group_advantages`, a new loss one in `policy_loss`, a new KL one in `token_kl`,
-each with a name that `CHOICES` lists; a reward is a function in reward.py or in a file of your own (`reward.custom`).
+each with a name that `CHOICES` lists; a reward is a function in reward_functions.py or in a file of your own
+(`reward.custom`).
 
 Names: a suffix tells a tensor's shape. _N per sample, _S per packed sequence, _T per packed token, _B per bin, _F per
 predicting position of the whole step.
@@ -199,7 +200,7 @@ CHOICES = {
 }
 AT_LEAST = {
     0: """train.lr train.warmup_steps train.weight_decay train.clip_grad train.save_every train.eval_every
-          eval.temperature eval.max_new_tokens reward.max_error_frac algo.clip_low algo.clip_high
+          eval.temperature eval.max_new_tokens reward.max_error_frac reward.memory_gb algo.clip_low algo.clip_high
           algo.kl_coef algo.loss_norm_length algo.overlong_buffer algo.overlong_coef reward.timeout_s seed""",
     1: """rollout.prompts_per_step rollout.max_new_tokens rollout.tp rollout.sync_bucket_mb data.max_prompt_tokens
           train.steps train.updates_per_step train.epochs_per_step parallel.tp parallel.pp parallel.vpp parallel.cp
