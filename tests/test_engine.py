@@ -3,6 +3,8 @@
 import itertools
 import json
 import shutil
+from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -148,6 +150,64 @@ def test_rewards_that_fail_now_and_then_are_counted_and_shown_once(train, tmp_pa
         assert metrics["reward/reverse/error_frac"] == len(failed) / len(rows)
         assert all(row["reward"] == 0 and row["reward_parts"] == {} for row in failed)
     assert run.text.count("warning: the reward of source 'reverse' failed: KeyError") == 1
+
+
+HOSTILE = """
+import subprocess, sys
+
+def f(text, answer, row):
+    kind = sum(map(ord, text)) % 6
+    if kind == 0:
+        while True:
+            pass
+    if kind == 1:
+        return len(bytearray(10 << 30))
+    if kind == 2:
+        subprocess.Popen(["sleep", "5417"], start_new_session=True)
+        while True:
+            pass
+    if kind == 3:
+        return f(text, answer, row)
+    if kind == 4:
+        sys.exit(3)
+    return 1.0
+"""
+
+
+@pytest.mark.slow
+def test_a_run_survives_hostile_rewards(train, tmp_path):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    run = train(
+        2, *SMALL, f"reward.custom={tmp_path / 'hostile.py'}:f", "reward.max_error_frac=1", "reward.timeout_s=1"
+    )
+    assert run.code == 0, run.text
+    for step, metrics in enumerate(run.metrics, start=1):
+        kinds = [sum(map(ord, row["text"])) % 6 for row in run.rollouts(step)]
+        assert metrics["reward/reverse/timeout_frac"] == sum(k in (0, 2) for k in kinds) / len(kinds)
+        assert metrics["reward/reverse/error_frac"] == sum(k in (1, 3, 4) for k in kinds) / len(kinds)
+        assert metrics["reward/mean"] == sum(k == 5 for k in kinds) / len(kinds)
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not any(b"5417" in command for command in commands)
+
+
+@pytest.mark.slow
+def test_grading_runs_beside_sampling(train, tmp_path):
+    """Rewards that sleep 50 ms lengthen a step by less than a fifth of what they cost one after the other."""
+    seconds = {}
+    for sleep in (0.0, 0.05):
+        (tmp_path / "slow.py").write_text(
+            f"import time\ndef f(text, answer, row):\n    time.sleep({sleep})\n    return 1.0\n"
+        )
+        run = train(
+            2, "train.steps=8", "rollout.prompts_per_step=16", "rollout.group_size=4", "rollout.max_new_tokens=128",
+            "rollout.vllm.max_num_seqs=8", "reward.workers=2", f"reward.custom={tmp_path / 'slow.py'}:f",
+            "train.lr=0",
+        )  # fmt: skip
+        assert run.code == 0, run.text
+        seconds[sleep] = {key: median(m[key] for m in run.metrics[2:]) for key in ("time/step", "time/reward")}
+    serial = 16 * 4 * 0.05
+    print(f"serial cost {serial:.1f} s; {seconds}")
+    assert seconds[0.05]["time/step"] - seconds[0.0]["time/step"] < 0.2 * serial
 
 
 def test_evaluation_before_the_first_step_and_on_the_way(train, tiny, tmp_path):
