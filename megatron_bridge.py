@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -89,6 +90,15 @@ def init_model_parallel(parallel, seed: int) -> None:
         expert_tensor_parallel_size=parallel.etp,
     )
     model_parallel_cuda_manual_seed(seed)
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Seed Megatron's and torch's random streams (dropout, where someone turns it on) for one step.
+
+    So they are the same whether or not the run was interrupted before it.
+    """
+    model_parallel_cuda_manual_seed(seed * 1_000_003 + step, force_reset_rng=True)
+    torch.manual_seed(seed * 1_000_003 + step)
 
 
 def device() -> torch.device:
@@ -531,13 +541,86 @@ def build_optimizer(model: list, lr: float, weight_decay: float, betas: tuple, c
         optimizer="adam", lr=lr, weight_decay=weight_decay, adam_beta1=betas[0], adam_beta2=betas[1],
         clip_grad=clip_grad, params_dtype=dtype, bf16=dtype is torch.bfloat16, use_distributed_optimizer=True,
     )  # fmt: skip
-    return get_megatron_optimizer(OptimizerConfig(**{**settings, **options_for(OptimizerConfig, extra)}), model)
+    optimizer = get_megatron_optimizer(OptimizerConfig(**{**settings, **options_for(OptimizerConfig, extra)}), model)
+    for part in optimizer.chained_optimizers:
+        set_adam_steps(part, 0)  # torch makes the state at the first update; it must be there to be saved and loaded
+    return optimizer
+
+
+def set_adam_steps(part, steps: int) -> None:
+    """Number of updates behind the state of one of Megatron's distributed optimizers; makes a state that is missing.
+
+    Each weight gets a tensor of its own: torch adds to them in place.
+    """
+    for group in part.optimizer.param_groups:
+        for shard in group["params"]:
+            state = part.optimizer.state[shard]
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(moment, torch.zeros_like(shard))
+            state["step"] = torch.tensor(float(steps))
+
+
+def optimizer_steps(optimizer) -> int:
+    """Updates made so far."""
+    inner = next(part.optimizer for part in optimizer.chained_optimizers if part.optimizer.state)
+    return int(next(iter(inner.state.values()))["step"])
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
     """Learning rate of the next step, for every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def optimizer_step(optimizer) -> float:
+    """One update from the gradients that were summed; returns their norm, before clipping.
+
+    Where the norm is no number nothing is changed. The same on every rank.
+    """
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if math.isfinite(norm):
+        optimizer.step()
+    return norm
+
+
+# ---------------------------------------------------------------- training state, for checkpoints
+
+# How Megatron describes the state of its distributed optimizer: weight by weight, so that any layout can read it, put
+# together on one rank of the replicas, in its main memory.
+SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
+
+
+def sharded_state(model: list, optimizer, loading: bool) -> dict:
+    """Main weights and Adam's moments as Megatron's sharded tensors: 12 bytes a weight, and all there is to save.
+
+    With `loading` a description only, to be filled by `load_state`. The weights proper follow from the main weights.
+    """
+    sharding = dict(SHARDING)  # Megatron adds process groups to it
+    weights = {
+        f"{number}.{name}": tensor
+        for number, chunk in enumerate(map(unwrap_model, model))
+        for name, tensor in chunk.sharded_state_dict(metadata=sharding).items()
+    }
+    parts = [
+        part.sharded_param_state_fully_reshardable(weights, loading, sharding) for part in optimizer.chained_optimizers
+    ]
+    return {number: part for number, part in enumerate(parts) if part is not None}
+
+
+def load_state(model: list, optimizer, loaded: dict, steps: int) -> None:
+    """Take over what `sharded_state` described, after `steps` updates."""
+    for number, part in enumerate(optimizer.chained_optimizers):
+        for state in part.optimizer.state.values():
+            state.pop("step")  # Megatron 0.16 would look for it in what was loaded, where it is not
+        part.load_parameter_state_from_fully_reshardable(loaded[number])
+        set_adam_steps(part, steps)
+        part._copy_main_params_to_model_params()
+    for chunk in model:
+        chunk.start_param_sync(force_sync=True)
 
 
 # ---------------------------------------------------------------- forward, backward, log-probs

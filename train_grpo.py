@@ -45,10 +45,20 @@ import omegaconf
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import save_file
 
 import megatron_bridge as bridge
 import reward as rewards
-from data import Prompt, load_prompts, prompt_batch
+from checkpoint import (
+    CheckpointError,
+    CheckpointWriter,
+    damage,
+    load_sharded,
+    read_state,
+    set_aside_after,
+    sound_checkpoint,
+)
+from data import Prompt, fingerprint, load_prompts, prompt_batch
 from rollout import Engine, engine_options
 
 # ---------------------------------------------------------------- 1. configuration
@@ -154,7 +164,11 @@ class TrainConfig:
     epochs_per_step: int = 1  # passes over each batch of samples
     max_tokens_per_micro_batch: int = 16384  # strict cap of a packed row (cp ranks share it), in training
     logprob_max_tokens_per_micro_batch: int = 32768  # strict cap, forward only (old and reference log-probs)
-    save_every: int = 0  # steps between exports to output_dir/hf; 0: at the end only
+    save_every: int = 20  # steps between checkpoints, the last at the end; 0: only where a signal stops the run
+    keep_last: int = 2  # newest checkpoints that are kept; 0: all
+    keep_every: int = 0  # checkpoints of these steps' multiples are kept as well; 0: none
+    export_every: int = 0  # steps between exports to output_dir/hf; 0: at the end only
+    max_skipped: int = 3  # updates in a row with a loss or gradient that is no number, before the run stops
     eval_every: int = 0  # steps between evaluations on data.eval, the first before the first step; 0: none
 
 
@@ -173,7 +187,7 @@ class ParallelConfig:
 class Config:
     output_dir: str = "outputs/run"
     seed: int = 0
-    resume: str = "none"
+    resume: str = "none"  # none | auto (the newest sound checkpoint in output_dir, else from the start) | a checkpoint
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -196,15 +210,15 @@ CHOICES = {
     "algo.old_logp": ("trainer", "rollout"),
     "algo.correction": ("none", "tis", "icepop", "seq_mask"),
     "algo.correction_level": ("token", "sequence"),
-    "resume": ("none",),
 }
 AT_LEAST = {
     0: """train.lr train.warmup_steps train.weight_decay train.clip_grad train.save_every train.eval_every
+          train.keep_last train.keep_every train.export_every
           eval.temperature eval.max_new_tokens reward.max_error_frac reward.memory_gb algo.clip_low algo.clip_high
           algo.kl_coef algo.loss_norm_length algo.overlong_buffer algo.overlong_coef reward.timeout_s seed""",
     1: """rollout.prompts_per_step rollout.max_new_tokens rollout.tp rollout.sync_bucket_mb data.max_prompt_tokens
-          train.steps train.updates_per_step train.epochs_per_step parallel.tp parallel.pp parallel.vpp parallel.cp
-          parallel.ep parallel.etp reward.workers algo.max_rounds eval.samples""",
+          train.steps train.max_skipped train.updates_per_step train.epochs_per_step parallel.tp parallel.pp
+          parallel.vpp parallel.cp parallel.ep parallel.etp reward.workers algo.max_rounds eval.samples""",
     2: "rollout.group_size",
 }
 # Megatron-core fields that may not be set under `megatron`, and why.
@@ -824,10 +838,13 @@ def reduce_reports(reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     return dict(zip(REPORTED, [*sums.tolist(), largest.item()], strict=True))
 
 
-def update(model, optimizer, rows, lengths_N, samples: list[int], lr: float, check, cfg: Config) -> dict[str, float]:
-    """One optimizer step on the numbered samples; returns the report with "grad_norm".
+def update(
+    model, optimizer, rows, lengths_N, samples: list[int], lr: float, check, cfg: Config, bad: Path | None = None
+) -> dict[str, float]:
+    """One optimizer step on the numbered samples; returns the report with "grad_norm", "fill" and "skipped".
 
-    `check(report)` may stop it before the step.
+    `check(report)` may stop it before the step. Where loss or gradient is no number nothing is changed ("skipped" is
+    1), and the offending micro-batches go to files whose names begin with `bad`.
     """
     length = cfg.algo.loss_norm_length or cfg.rollout.max_new_tokens
     weights_F = loss_weights(rows["trained"], rows["seq_id"], samples, cfg.algo.loss_norm, length)
@@ -836,13 +853,29 @@ def update(model, optimizer, rows, lengths_N, samples: list[int], lr: float, che
     optimizer.zero_grad()
     reports = bridge.forward_backward(model, micro_batches, partial(grpo_loss, algo=cfg.algo), cfg.rollout.temperature)
     report = reduce_reports(reports)
-    check(report)
-    bridge.set_learning_rate(optimizer, lr)
-    _, grad_norm, _ = optimizer.step()
-    if not math.isfinite(grad_norm):
-        raise TrainingError(f"the gradient norm is {grad_norm}")
+    grad_norm = math.nan
+    if math.isfinite(report["loss"]):
+        check(report)
+        bridge.set_learning_rate(optimizer, lr)
+        grad_norm = bridge.optimizer_step(optimizer)
+    skipped = not math.isfinite(grad_norm)
+    if skipped and bad is not None and bridge.reports_loss():
+        dump_micro_batches(bad, micro_batches, reports)
     fill = sum(len(mb.index_T) for mb in micro_batches) / (len(micro_batches) * cfg.train.max_tokens_per_micro_batch)
-    return {**report, "grad_norm": float(grad_norm), "fill": fill}
+    return {**report, "grad_norm": grad_norm, "fill": fill, "skipped": int(skipped)}
+
+
+def dump_micro_batches(bad: Path, micro_batches: list[MicroBatch], reports: list[dict]) -> None:
+    """Write those micro-batches whose loss is no number, or all of them if only the gradient is none."""
+    offending = [i for i, report in enumerate(reports) if not report["loss"].isfinite()] or range(len(micro_batches))
+    fields = {
+        f"{i}.{name}": value
+        for i in offending
+        for name, value in vars(micro_batches[i]).items()
+        if torch.is_tensor(value)
+    }
+    bad.parent.mkdir(parents=True, exist_ok=True)
+    save_file(fields, f"{bad}_rank_{dist.get_rank():05d}.safetensors")
 
 
 # ---------------------------------------------------------------- 5. phases of a step
@@ -1031,8 +1064,6 @@ def check_gap(report: dict[str, float], trainer: "Trainer", rows, lengths_N, sam
     if cfg.model.dtype == "bf16":
         kind, bound, gap = "mean", 0.05, report["gap"] / max(report["tokens"], 1)
     bound = cfg.rollout.max_logp_gap or bound
-    if not math.isfinite(report["loss"]):
-        raise TrainingError(f"step {step}: the loss is {report['loss']}; nothing was updated")
     if not gap <= bound:
         logp_F = score(trainer.model, rows, lengths_N, cfg)
         raise TrainingError(
@@ -1159,7 +1190,7 @@ def summarize(
         "pack/fill": np.mean([r["fill"] for r in reports]),
         "idle_frac": (work.max() - work.mean()) / wall,
         "mem/peak_gb": max(b["memory_gb"] for b in busy),
-        "update/skipped": 0,
+        "update/skipped": sum(r["skipped"] for r in reports),
     }
 
 
@@ -1183,9 +1214,12 @@ def step_line(m: dict, steps: int) -> str:
 
 
 def log_metrics(out: Path, metrics: dict) -> None:
-    """Add a line to metrics.jsonl."""
+    """Add a line to metrics.jsonl, on the disk before this returns; null for what is no number."""
+    numbers = {key: value if value is None or math.isfinite(value) else None for key, value in metrics.items()}
     with (out / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(metrics, default=float) + "\n")
+        file.write(json.dumps(numbers, default=float) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def dump_rollouts(path: Path, samples: list[Sample]) -> None:
@@ -1204,6 +1238,26 @@ def new_output_dir(path: Path, cfg: Config) -> None:
         (path / "config.yaml").write_text(omegaconf.OmegaConf.to_yaml(omegaconf.OmegaConf.structured(cfg)))
         (path / "metrics.jsonl").write_text("")
     except OSError as error:
+        raise UserError(f"output_dir={path}: {error}") from None
+
+
+def continue_output_dir(path: Path, cfg: Config, step: int) -> None:
+    """The output folder of a run that goes on after `step`, without what was written of later steps."""
+    try:
+        (path / "rollouts").mkdir(parents=True, exist_ok=True)
+        (path / "config.yaml").write_text(omegaconf.OmegaConf.to_yaml(omegaconf.OmegaConf.structured(cfg)))
+        log, kept = path / "metrics.jsonl", []
+        for line in log.read_text().splitlines(keepends=True) if log.exists() else []:
+            if not line.endswith("\n"):
+                print(f"{log} ends in half a line, which is dropped")
+            elif step and json.loads(line)["step"] <= step:
+                kept.append(line)
+        log.with_suffix(".tmp").write_text("".join(kept))
+        log.with_suffix(".tmp").rename(log)
+        for file in (path / "rollouts").iterdir():
+            if int(file.stem.rpartition("_")[2]) > step or step == 0:
+                file.unlink()
+    except (OSError, ValueError) as error:
         raise UserError(f"output_dir={path}: {error}") from None
 
 
@@ -1226,10 +1280,14 @@ class Trainer:
     optimizer: Any
     reference: list[torch.Tensor] | None  # the initial weights; None: no KL
     graders: rewards.Grader
+    writer: CheckpointWriter
+    skipped: int = 0  # updates in a row that were skipped, up to now
 
 
-def build_trainer(cfg: Config, tokenizer, prompts: list[Prompt], eval_prompts: list[Prompt]) -> Trainer:
-    """Engine, model, optimizer and graders, the engine holding the model's weights."""
+def build_trainer(
+    cfg: Config, tokenizer, prompts: list[Prompt], eval_prompts: list[Prompt], checkpoint: Path | None
+) -> Trainer:
+    """Engine, model, optimizer and graders, as `checkpoint` has them if there is one; the engine holds the weights."""
     r, t = cfg.rollout, cfg.train
     # vLLM measures free memory when it starts, so it comes first and sleeps while the model is built.
     path = bridge.local_folder(cfg.model.path)
@@ -1241,8 +1299,61 @@ def build_trainer(cfg: Config, tokenizer, prompts: list[Prompt], eval_prompts: l
     optimizer = bridge.build_optimizer(model, t.lr, t.weight_decay, betas, t.clip_grad, cfg.megatron)
     reference = bridge.copy_weights(model) if cfg.algo.kl_coef > 0 else None
     graders = rewards.Grader(**dataclasses.asdict(cfg.reward))
+    writer = CheckpointWriter(Path(cfg.output_dir, "checkpoints"), t.keep_last, t.keep_every)
+    trainer = Trainer(
+        cfg, path, tokenizer, prompts, eval_prompts, 0, set(), engine, model, optimizer, reference, graders, writer
+    )
+    if checkpoint is not None:
+        state = read_state(checkpoint)
+        loaded = load_sharded(checkpoint, bridge.sharded_state(model, optimizer, loading=True))
+        bridge.load_state(model, optimizer, loaded, state["updates"])
+        trainer.prompts_taken = state["prompts_taken"]
     push_weights(model, engine, cfg)
-    return Trainer(cfg, path, tokenizer, prompts, eval_prompts, 0, set(), engine, model, optimizer, reference, graders)
+    return trainer
+
+
+def run_state(trainer: Trainer, step: int) -> dict[str, Any]:
+    """What a run needs besides weights and moments to go on after `step`, as JSON.
+
+    There is no random state: all that is drawn follows from seed, step and group (sampling_seed, seed_step, ...).
+    """
+    return {
+        "step": step,
+        "updates": bridge.optimizer_steps(trainer.optimizer),
+        "prompts_taken": trainer.prompts_taken,
+        "data": fingerprint(trainer.prompts),
+        "ranks": dist.get_world_size(),
+        "config": dataclasses.asdict(trainer.cfg),
+    }
+
+
+def start_checkpoint(trainer: Trainer, step: int) -> None:
+    """Begin to write the checkpoint of `step`; CheckpointWriter.finish gives it its name."""
+    state = bridge.sharded_state(trainer.model, trainer.optimizer, loading=False)
+    trainer.writer.start(step, run_state(trainer, step), state)
+
+
+def check_resumed(checkpoint: Path, cfg: Config, prompts: list[Prompt]) -> int:
+    """The step that a checkpoint was saved after, once it is sure that this run can go on from it; says what changed.
+
+    Raises UserError.
+    """
+    state, now = read_state(checkpoint), dataclasses.asdict(cfg)
+    if state["data"] != fingerprint(prompts):
+        raise UserError(
+            f"data.train={cfg.data.train}: not the prompts that {checkpoint} was trained on, so its place among them "
+            "means nothing; use the same data, or start a new run (resume=none) with model.path=an export in hf/"
+        )
+    if state["step"] > cfg.train.steps:
+        raise UserError(f"train.steps={cfg.train.steps}, but {checkpoint} is already after step {state['step']}")
+    if is_first_rank():
+        print(f"resume:  after step {state['step']}, from {checkpoint}")
+        for section, was in state["config"].items():
+            for key, value in was.items() if isinstance(was, dict) else [(None, was)]:
+                new = now[section] if key is None else now[section].get(key)
+                if new != value and section != "resume":
+                    print(f"         changed: {section}{'.' * bool(key)}{key or ''}: {value} → {new}")
+    return state["step"]
 
 
 def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
@@ -1251,6 +1362,7 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
     r, t, algo = cfg.rollout, cfg.train, cfg.algo
     start = time.perf_counter()
 
+    bridge.seed_step(cfg.seed, step)
     samples, groups, outcome, busy, rounds = collect(trainer, step, seconds)
     samples = shape_rewards(samples, algo, r.max_new_tokens)
     engine.sleep()
@@ -1286,14 +1398,19 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
         for part in parts:
             chosen = np.flatnonzero(np.isin(groups_N, list(part))).tolist()
             gate = check if len(reports) < measured_updates(cfg) else lambda report: None
-            reports.append(update(model, trainer.optimizer, rows, lengths_N, chosen, lr, gate, cfg))
+            bad = Path(cfg.output_dir, "skipped", f"step_{step:06d}_update_{len(reports)}")
+            reports.append(update(model, trainer.optimizer, rows, lengths_N, chosen, lr, gate, cfg, bad))
+            trainer.skipped = check_skipped(trainer.skipped, reports[-1], bad, t.max_skipped)
 
     expert_load = bridge.expert_load(model)
     with timed(seconds, "sync"):
         push_weights(model, engine, cfg)
-    if step == t.steps or (t.save_every and step % t.save_every == 0):
-        with timed(seconds, "save"):
+    with timed(seconds, "save"):  # the export first: where its checkpoint exists, so does it
+        trainer.writer.finish()
+        if step == t.steps or (t.export_every and step % t.export_every == 0):
             bridge.export_hf(model, trainer.model_path, Path(cfg.output_dir, "hf", f"step_{step:06d}"))
+        if t.save_every and (step == t.steps or step % t.save_every == 0):
+            start_checkpoint(trainer, step)
 
     seconds["step"] = time.perf_counter() - start
     metrics = summarize(step, samples, groups, rounds, outcome, reports, expert_load, lr, seconds, busy, cfg)
@@ -1304,15 +1421,20 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
 def train(cfg: Config, tokenizer, prompts: list[Prompt], eval_prompts: list[Prompt]) -> None:
     """The whole run, on every rank of torchrun's world."""
     out, writes, t = Path(cfg.output_dir), dist.get_rank() == 0, cfg.train
+    checkpoint = find_checkpoint(cfg)
+    done = check_resumed(checkpoint, cfg, prompts) if checkpoint else 0
+    if done == t.steps:
+        print(f"nothing to do: {checkpoint} is after the last step; train.steps={t.steps}" * writes, flush=True)
+        return
     if writes:
-        new_output_dir(out, cfg)
-    trainer = build_trainer(cfg, tokenizer, prompts, eval_prompts)
+        new_output_dir(out, cfg) if cfg.resume == "none" else continue_output_dir(out, cfg, done)
+    trainer = build_trainer(cfg, tokenizer, prompts, eval_prompts, checkpoint)
     history = []
-    if t.eval_every:
+    if t.eval_every and not checkpoint:
         metrics = {"step": 0, **evaluate(trainer, 0)}
         if writes:
             log_metrics(out, metrics)
-    for step in range(1, t.steps + 1):
+    for step in range(done + 1, t.steps + 1):
         metrics, samples = train_step(trainer, step)
         history.append(metrics["reward/mean"])
         if t.eval_every and (step % t.eval_every == 0 or step == t.steps):
@@ -1321,13 +1443,48 @@ def train(cfg: Config, tokenizer, prompts: list[Prompt], eval_prompts: list[Prom
             dump_rollouts(out / "rollouts" / f"step_{step:06d}.jsonl", samples)
             log_metrics(out, metrics)
             print(step_line(metrics, t.steps), flush=True)
+    trainer.writer.finish()
     trainer.graders.close()
     if writes:
         last = history[-10:]
-        print(f"\nreward: {history[0]:.3f} at the first step, {np.mean(last):.3f} over the last {len(last)} steps")
+        print(f"\nreward: {history[0]:.3f} at step {done + 1}, {np.mean(last):.3f} over the last {len(last)} steps")
         print(
             f"outputs: {out}/metrics.jsonl, {out}/rollouts/, {out}/hf/step_{t.steps:06d}/ (for transformers and vLLM)"
         )
+
+
+def find_checkpoint(cfg: Config) -> Path | None:
+    """The checkpoint to go on from, as `resume` says; the same on every rank. Raises UserError."""
+    folder = Path(cfg.output_dir, "checkpoints")
+    if cfg.resume == "none":
+        return None
+    if cfg.resume == "auto":
+        found = sound_checkpoint(folder)
+        if found is None and dist.get_rank() == 0:
+            print(f"resume:  no checkpoint in {folder}, so from the start", flush=True)
+        return found
+    chosen = Path(cfg.resume)
+    problem = damage(chosen)
+    if problem:
+        raise UserError(f"resume={cfg.resume}: {problem}; give auto, none, or the folder of a checkpoint")
+    if dist.get_rank() == 0 and chosen.resolve().parent == folder.resolve():
+        set_aside_after(chosen)
+    return chosen
+
+
+def check_skipped(before: int, report: dict, bad: Path, limit: int) -> int:
+    """How many updates in a row have been skipped now, with this report; raises TrainingError at the limit."""
+    if not report["skipped"]:
+        return 0
+    what = (
+        f"the loss of an update is {report['loss']}" if not math.isfinite(report["loss"]) else "a gradient is no number"
+    )
+    message = f"{what}; it was skipped, its micro-batches are in {bad}_rank_*.safetensors"
+    if before + 1 >= limit:
+        raise TrainingError(f"{message}; {before + 1} in a row, train.max_skipped={limit}")
+    if dist.get_rank() == 0:
+        print(f"warning: {message}; {before + 1} in a row, the run stops at train.max_skipped={limit}", flush=True)
+    return before + 1
 
 
 def longest_sample(cfg: Config) -> int:
@@ -1401,7 +1558,7 @@ def main(argv: list[str]) -> int:
         if not args.dry_run:
             bridge.init_distributed()
             train(cfg, *inputs)
-    except (UserError, TrainingError) as error:
+    except (UserError, TrainingError, CheckpointError) as error:
         if is_first_rank():
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:

@@ -88,7 +88,7 @@ def test_trainer_transformers_and_vllm_agree(train, tmp_path, arch, tied, layout
     tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
     make_tiny.save_model(tmp_path / "model", tokenizer, arch, tied, hidden=64, layers=2, **LONG_ROPE.get(arch, {}))
     run = train(
-        2, f"model.path={tmp_path / 'model'}", *layout, *SMALL, "train.save_every=1", "train.warmup_steps=0",
+        2, f"model.path={tmp_path / 'model'}", *layout, *SMALL, "train.export_every=1", "train.warmup_steps=0",
         "train.lr=0.01", "rollout.max_new_tokens=24", "train.max_tokens_per_micro_batch=64", "rollout.temperature=0.8",
     )  # fmt: skip
     assert run.code == 0, run.text
@@ -118,7 +118,7 @@ def test_bf16_and_the_output_folder(train):
     }  # fmt: skip
     assert len(row["response_ids"]) == len(row["rollout_logp"]) and len(run.rollouts(1)) == 16
     assert "dtype: bf16" in (run.out / "config.yaml").read_text()
-    assert "outputs: " in run.text and "at the first step" in run.text
+    assert "outputs: " in run.text and "at step 1," in run.text
     again = train(2, *SMALL, "model.dtype=bf16")  # a second run moves the first aside
     assert again.code == 0 and (run.out.with_name("out.1") / "metrics.jsonl").exists()
     same = [[json.loads(line)["response_ids"] for line in (folder / "rollouts/step_000001.jsonl").open()]

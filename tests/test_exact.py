@@ -67,7 +67,7 @@ def reference_step(policy_path, reference_path, rollouts: list[dict], kl_coef: f
 def test_step_equals_plain_transformers(train, tiny, layout, kl_coef):
     nproc, overrides = LAYOUTS[layout]
     run = train(
-        nproc, *overrides, f"algo.kl_coef={kl_coef}", "algo.entropy_coef=0", "train.steps=2", "train.save_every=1",
+        nproc, *overrides, f"algo.kl_coef={kl_coef}", "algo.entropy_coef=0", "train.steps=2", "train.export_every=1",
         "train.warmup_steps=0", "rollout.prompts_per_step=5", "rollout.group_size=4",
         f"rollout.temperature={TEMPERATURE}",
         "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=48",
@@ -129,8 +129,9 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards(train, tiny):
 
 def test_kl_in_the_reward_overlong_penalty_and_masked_answers(train, tiny):
     run = train(
-        2, "train.steps=2", "train.save_every=1", "train.warmup_steps=0", "algo.entropy_coef=0", "algo.loss=reinforce",
-        "algo.advantage=rloo", "algo.kl_coef=0.5", "algo.kl=k1", "algo.kl_in=reward", "algo.mask_truncated=true",
+        2, "train.steps=2", "train.export_every=1", "train.warmup_steps=0", "algo.entropy_coef=0",
+        "algo.loss=reinforce", "algo.advantage=rloo",
+        "algo.kl_coef=0.5", "algo.kl=k1", "algo.kl_in=reward", "algo.mask_truncated=true",
         "algo.overlong_buffer=4", "algo.loss_norm=seq_mean_token_mean", "rollout.max_new_tokens=12",
         "rollout.prompts_per_step=4", "rollout.group_size=8",
     )  # fmt: skip

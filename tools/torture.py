@@ -1,0 +1,223 @@
+"""Kill the tiny job with SIGKILL at random moments, resume it, and see that nothing is lost or changed.
+
+    python tools/torture.py [--runs 100] [--seed 0] [--out outputs/torture] [section.key=value ...]
+
+Needs build/tiny (tools/make_tiny.py). First an undisturbed run; then `--runs` runs of the same job, each killed at
+least once: in a random phase of a random step, a random moment after the phase began, either torchrun with all ranks at
+once or one rank alone. After each kill no process may be left, and what has the name of a checkpoint must be whole;
+after the last resume the exported weights, the rollouts and the metrics (but for times and memory) must be those of the
+undisturbed run, bit by bit. Prints a line a kill, and at the end a table as JSON; exits with 1 at the first difference.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+STEPS = 5
+JOB = [
+    "train.save_every=1", "train.export_every=2", "train.keep_last=2", f"train.steps={STEPS}", "resume=auto",
+    "algo.kl_coef=0.01", "train.updates_per_step=2",
+]  # fmt: skip
+PHASES = ("rollout", "update", "push", "save", "export")
+NOT_COMPARED = re.compile("time/|speed/|mem/|idle_frac")
+
+
+# ---------------------------------------------------------------- in the job: say where it is
+
+
+def worker(argv: list[str]) -> int:
+    """train_grpo.py, unchanged but for a line in the file $TORTURE_LOG as each phase begins and ends."""
+    sys.path.insert(0, str(REPO))
+    import checkpoint
+    import megatron_bridge
+    import train_grpo
+
+    def announce(owner, name: str, phase: str) -> None:
+        function = getattr(owner, name)
+
+        def announced(*args, **kwargs):
+            log.write(f"begin {phase} {time.monotonic()}\n")
+            try:
+                return function(*args, **kwargs)
+            finally:
+                log.write(f"end {phase} {time.monotonic()}\n")
+
+        setattr(owner, name, announced)
+
+    if os.environ["RANK"] == "0":
+        log = open(os.environ["TORTURE_LOG"], "a", buffering=1)  # noqa: SIM115, open as long as the job
+        announce(train_grpo, "sample_groups", "rollout")
+        announce(train_grpo, "update", "update")
+        announce(train_grpo, "push_weights", "push")
+        announce(megatron_bridge, "export_hf", "export")
+        announce(checkpoint.SafetensorsStorage, "write", "save")  # in its thread
+        announce(checkpoint.CheckpointWriter, "finish", "save")
+    return train_grpo.main(argv)
+
+
+# ---------------------------------------------------------------- outside: kill, look, compare
+
+
+class Job:
+    """A torchrun of two ranks, with all that it started."""
+
+    def __init__(self, out: Path, overrides: list[str]):
+        self.log, self.tag = out.with_suffix(".phases"), f"{out}:{time.monotonic()}"
+        self.log.write_text("")
+        env = {
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "TORTURE_LOG": str(self.log),
+            "TORTURE_TAG": self.tag,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+        command += ["--worker", "--config", "configs/tiny.yaml", f"output_dir={out}", *JOB, *overrides]
+        self.printed = out.with_suffix(".log").open("a")
+        self.process = subprocess.Popen(
+            command, cwd=REPO, env=env, stdout=self.printed, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def wait_for(self, phase: str, count: int) -> bool:
+        """Wait until the phase begins for the count-th time; False if the job ends before."""
+        while self.process.poll() is None:
+            if self.log.read_text().count(f"begin {phase} ") >= count:
+                return True
+            time.sleep(0.002)
+        return False
+
+    def family(self) -> dict[int, str]:
+        """Living processes of this job: pid → command line."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environment, command = (folder / "environ").read_bytes(), (folder / "cmdline").read_bytes()
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue  # it has ended meanwhile, or is another user's
+            if f"TORTURE_TAG={self.tag}".encode() in environment.split(b"\0") and state != "Z":
+                found[int(folder.name)] = command.replace(b"\0", b" ").decode(errors="replace")
+        return found
+
+    def kill(self, everything: bool, dice: random.Random) -> None:
+        """SIGKILL to torchrun and all ranks at once, or to one rank; then wait until torchrun has ended."""
+        commands = self.family().items()
+        ranks = [pid for pid, command in commands if "--worker" in command and "torch.distributed.run" not in command]
+        for pid in [self.process.pid, *ranks] if everything else [dice.choice(ranks)]:
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(timeout=120)
+
+    def leftovers(self) -> dict[int, str]:
+        """Processes of this job that are still there a while after its end."""
+        deadline = time.monotonic() + 10
+        while (left := self.family()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+
+def durations(log: Path) -> dict[str, float]:
+    """Mean seconds of each phase in an undisturbed run."""
+    began, total, count = {}, Counter(), Counter()
+    for line in log.read_text().splitlines():
+        what, phase, moment = line.split()
+        if what == "begin":
+            began[phase] = float(moment)
+        else:
+            total[phase] += float(moment) - began[phase]
+            count[phase] += 1
+    return {phase: total[phase] / count[phase] for phase in count}
+
+
+def result(out: Path) -> dict[str, str]:
+    """What must not depend on kills: {file: SHA-256}."""
+    files = [*out.glob("hf/step_*/*.safetensors"), *out.glob("rollouts/*.jsonl")]
+    files += [p for p in out.glob(f"checkpoints/step_{STEPS:06d}/*") if p.suffix == ".safetensors"]
+    found = {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    kept = [{key: value for key, value in line.items() if not NOT_COMPARED.match(key)} for line in lines]
+    return {**found, "metrics": json.dumps(kept)}
+
+
+def half_checkpoints(out: Path) -> list[str]:
+    """What has the name of a checkpoint or an export and is not whole."""
+    bad = []
+    for path in out.glob("checkpoints/step_*"):
+        if re.fullmatch(r"step_\d{6}", path.name):
+            manifest = json.loads((path / "manifest.json").read_text())
+            for name, (size, sha) in manifest.items():
+                data = (path / name).read_bytes()
+                if len(data) != size or hashlib.sha256(data).hexdigest() != sha:
+                    bad.append(f"{path}/{name}")
+    for path in out.glob("hf/step_*"):
+        if re.fullmatch(r"step_\d{6}", path.name) and not (path / "model.safetensors.index.json").exists():
+            bad.append(str(path))
+    return bad
+
+
+def torture(out: Path, runs: int, seed: int, overrides: list[str]) -> dict:
+    """Counts of what was done; raises SystemExit with what went wrong."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    calm = Job(out / "undisturbed", overrides)
+    if calm.process.wait():
+        raise SystemExit(f"the undisturbed run failed, see {out}/undisturbed.log")
+    wanted, seconds = result(out / "undisturbed"), durations(calm.log)
+    print("undisturbed:", {phase: round(seconds[phase], 3) for phase in PHASES}, flush=True)
+    dice, kills, how, resumed = random.Random(seed), Counter(), Counter(), Counter()
+    times = {"rollout": STEPS, "update": 2 * STEPS, "push": STEPS + 1, "save": 2 * STEPS, "export": 3}
+    for run in range(runs):
+        folder, planned, killed = out / f"run_{run:03d}", 1 + (dice.random() < 0.3), True
+        while killed:
+            job, killed = Job(folder, overrides), False
+            phase = dice.choice(PHASES)
+            count = dice.randint(1, times[phase])
+            if planned and job.wait_for(phase, count):
+                time.sleep(dice.uniform(0, 1.2) * seconds[phase])
+                everything = dice.random() < 0.7
+                if job.process.poll() is None:
+                    job.kill(everything, dice)
+                    planned, killed = planned - 1, True
+                    kills[phase] += 1
+                    how["all processes" if everything else "one rank"] += 1
+                    saved = sorted(path.name for path in folder.glob("checkpoints/step_*"))
+                    print(f"run {run}: killed in {phase} {count}, {saved}", flush=True)
+            if job.process.wait() and not killed:
+                raise SystemExit(f"run {run} failed by itself, see {folder}.log")
+            if left := job.leftovers():
+                raise SystemExit(f"run {run}: still there after the job's end: {left}")
+            if bad := half_checkpoints(folder):
+                raise SystemExit(f"run {run}: half written: {bad}")
+        text = folder.with_suffix(".log").read_text()
+        resumed.update(re.findall(r"resume:  (after step \d+|no checkpoint)", text))
+        found = result(folder)
+        different = [name for name in wanted | found if found.get(name) != wanted.get(name)]
+        if different:
+            raise SystemExit(f"run {run} differs from the undisturbed run in {different}, see {folder}")
+        shutil.rmtree(folder)
+    return {"runs": runs, "kills": dict(kills), "killed": dict(how), "resumed": dict(resumed), "different": 0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=REPO / "outputs/torture")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args()
+    start = time.monotonic()
+    counts = torture(args.out.resolve(), args.runs, args.seed, args.overrides)
+    print(json.dumps({**counts, "minutes": round((time.monotonic() - start) / 60, 1)}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        sys.exit(worker(sys.argv[2:]))
+    main()
