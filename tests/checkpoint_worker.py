@@ -1,0 +1,83 @@
+"""Runs under torchrun: saves the training state of a model on one layout and reads it on the others.
+
+    torchrun --nproc_per_node=4 tests/checkpoint_worker.py MODEL DTYPE OUT '{"tp2": {"tp": 2}, ...}'
+
+The first layout makes three updates and saves. Every other one loads that and saves what it has; rank 0 compares main
+weights and moments bit by bit, and the weights after one more update. Prints "LAYOUT: same", or what differs.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from safetensors import safe_open
+
+import megatron_bridge as bridge
+from checkpoint import CheckpointWriter, damage, load_sharded, read_state
+from train_grpo import ParallelConfig
+
+
+def made_up_update(model: list, optimizer, number: int) -> None:
+    """A step whose gradient depends on the weights alone, whatever the layout."""
+    for chunk in model:
+        chunk.zero_grad_buffer()
+        for weight in chunk.parameters():
+            weight.main_grad.copy_(torch.sin(50 * weight.detach().float() + number))
+    bridge.optimizer_step(optimizer)
+
+
+def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, put together from its boxes without the code under test."""
+    found = {}
+    for path in checkpoint.glob("rank_*.safetensors"):
+        file = safe_open(path, "pt")
+        shapes = json.loads(file.metadata()["shapes"])
+        for name in file.keys():  # noqa: SIM118, this is no dict
+            key, _, offset = name.rpartition("@")
+            whole, box = found.setdefault(key, torch.full(shapes[name], torch.nan)), file.get_tensor(name)
+            place = tuple(slice(int(a), int(a) + n) for a, n in zip(offset.split(","), box.shape, strict=True))
+            assert whole[place].isnan().all(), f"{key} was saved twice"
+            whole[place] = box
+    return found
+
+
+def main() -> None:
+    path, dtype, out, layouts = sys.argv[1], bridge.DTYPES[sys.argv[2]], Path(sys.argv[3]), json.loads(sys.argv[4])
+    bridge.init_distributed()
+    first = None
+    for name, sizes in layouts.items():
+        parallel = ParallelConfig(**sizes)
+        bridge.init_model_parallel(parallel, seed=0)
+        model = bridge.build_model(path, parallel, dtype, {})
+        optimizer = bridge.build_optimizer(model, 1e-3, 0.0, (0.9, 0.999), 1.0, {})
+        if first is None:
+            for number in range(3):
+                made_up_update(model, optimizer, number)
+        else:
+            assert damage(first) is None
+            loaded = load_sharded(first, bridge.sharded_state(model, optimizer, loading=True))
+            bridge.load_state(model, optimizer, loaded, read_state(first)["updates"])
+        writer = CheckpointWriter(out / name, keep_last=1, keep_every=0)
+        writer.start(3, {"updates": bridge.optimizer_steps(optimizer)}, bridge.sharded_state(model, optimizer, False))
+        made_up_update(model, optimizer, 3)  # while it is written: what was copied must not change
+        saved = writer.finish()
+        weights = dict(bridge.hf_weights(model))
+        if first is None:
+            first, wanted = saved, weights
+        if dist.get_rank() == 0:
+            was, now = whole_tensors(first), whole_tensors(saved)
+            different = [key for key in was | now if key not in was or key not in now or not was[key].equal(now[key])]
+            different += [key for key in was if was[key].isnan().any()]
+            # One more update after loading: Adam's step counts for it too.
+            different += [key for key in wanted if not torch.allclose(wanted[key], weights[key], rtol=1e-5, atol=1e-7)]
+            same_state = read_state(first) == read_state(saved) == {"updates": 3}
+            print(f"{name}: {different or ('same' if same_state and len(was) > 20 else 'state')}", flush=True)
+        mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Checkpoints: the same state on every layout, an exact resume, damage that is found, updates that are skipped."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import REPO
+
+SMALL = ("rollout.prompts_per_step=4", "rollout.group_size=8", "train.warmup_steps=0")
+VARYING = re.compile("time/|speed/|mem/|idle_frac")
+
+
+def weights(run, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run.out / f"hf/step_{step:06d}/model-00000.safetensors")
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def lasting(metrics: list[dict]) -> list[dict]:
+    """Metrics without times and memory."""
+    return [{key: value for key, value in line.items() if not VARYING.match(key)} for line in metrics]
+
+
+@pytest.mark.parametrize(
+    "arch, dtype, layouts",
+    [
+        ("qwen2", "fp32", {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "vpp": {"tp": 2, "pp": 2, "vpp": 2}, "cp2": {"cp": 2}}),
+        ("qwen2_moe", "bf16", {
+            "ep2tp2": {"tp": 2, "ep": 2}, "dp4": {}, "pp2ep2": {"pp": 2, "ep": 2},
+            "etp2": {"tp": 2, "ep": 2, "etp": 2}, "ep4": {"ep": 4}, "tp2pp2": {"tp": 2, "pp": 2},
+        }),
+    ],
+)  # fmt: skip
+def test_state_is_the_same_on_every_layout(tmp_path, arch, dtype, layouts):
+    import make_tiny
+
+    make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>="), hidden=64, layers=4, arch=arch)
+    worker = [str(REPO / "tests/checkpoint_worker.py"), str(tmp_path / "model"), dtype, str(tmp_path / "out")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+    process = subprocess.run(
+        [*command, *worker, json.dumps(layouts)], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}, text=True, timeout=300,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout
+    found = [line for line in process.stdout.splitlines() if line.split(":")[0] in layouts]
+    assert found == [f"{x}: same" for x in layouts], process.stdout
+
+
+def test_resume_is_exact_and_goes_on_with_other_layouts(train, tmp_path):
+    """Four steps at once; two, then two more: on the same layout, after damage, and on another layout."""
+    job = (*SMALL, "train.save_every=1", "algo.kl_coef=0.05", "train.updates_per_step=2", "algo.max_rounds=2")
+    straight = train(2, "train.steps=4", *job, f"output_dir={tmp_path / 'straight'}")
+    straight.out = tmp_path / "straight"
+    half = train(2, "train.steps=2", *job)
+    assert straight.code == 0 and half.code == 0, straight.text + half.text
+    for copy in ("damaged", "other"):
+        shutil.copytree(half.out, tmp_path / copy)
+
+    resumed = train(2, "train.steps=4", *job, "resume=auto")
+    assert resumed.code == 0 and "after step 2" in resumed.text, resumed.text
+    assert equal(weights(straight, 4), weights(resumed, 4))
+    assert lasting(resumed.metrics) == lasting(straight.metrics)
+    for step in (1, 2, 3, 4):
+        assert resumed.rollouts(step) == straight.rollouts(step)
+    assert sorted(path.name for path in (resumed.out / "checkpoints").iterdir()) == ["step_000003", "step_000004"]
+
+    # A flipped byte in the newest checkpoint: the one before is taken. Half a line in metrics.jsonl, as after a crash.
+    out = tmp_path / "damaged"
+    file = next((out / "checkpoints/step_000002").glob("rank_*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with (out / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 3, "rew')
+    resumed = train(2, "train.steps=4", *job, "resume=auto", f"output_dir={out}")
+    resumed.out = out
+    assert resumed.code == 0 and "has changed since it was written" in resumed.text, resumed.text
+    assert "after step 1" in resumed.text and "ends in half a line" in resumed.text
+    assert lasting(resumed.metrics) == lasting(straight.metrics)
+    assert (out / "checkpoints/step_000002.damaged").exists()
+
+    # From two replicas to two of two pipeline stages.
+    out = tmp_path / "other"
+    resumed = train(
+        4, "train.steps=4", *job, f"resume={out}/checkpoints/step_000002", f"output_dir={out}", "parallel.pp=2"
+    )
+    resumed.out = out
+    assert resumed.code == 0, resumed.text
+    assert "changed: parallel.pp: 1 → 2" in resumed.text
+    for was, now in zip(straight.metrics[2:], resumed.metrics[2:], strict=True):
+        for key in ("loss/total", "grad_norm", "kl/ref", "reward/mean"):
+            assert now[key] == pytest.approx(was[key], rel=1e-5, abs=1e-7), (key, was[key], now[key])
+
+
+def test_other_data_is_refused(train, tiny, tmp_path):
+    assert train(2, *SMALL, "train.steps=1", "train.save_every=1").code == 0
+    (tmp_path / "fewer.jsonl").write_text("".join((tiny / "train.jsonl").open().readlines()[1:]))
+    run = train(2, *SMALL, "train.steps=2", "resume=auto", f"data.train={tmp_path / 'fewer.jsonl'}")
+    assert run.code == 1 and "exitcode  : 2" in run.text and "not the prompts that" in run.text, run.text
+
+
+def test_updates_that_are_no_numbers_are_skipped(train):
+    run = train(
+        2, *SMALL, "train.steps=9", "train.export_every=1", "train.max_skipped=3",
+        script=REPO / "tests/nan_advantages.py",
+    )  # fmt: skip
+    assert run.code == 1 and "3 in a row, train.max_skipped=3" in run.text, run.text
+    assert [m["update/skipped"] for m in run.metrics] == [0, 1, 0, 1, 1]  # the sixth step stops the run
+    assert run.metrics[1]["loss/total"] is None
+    assert [equal(weights(run, i), weights(run, i + 1)) for i in (1, 2, 3)] == [True, False, True]
+    dumped = load_file(next((run.out / "skipped").glob("step_000002_update_0_rank_*")))
+    assert any(name.endswith(".advantages") and values.isnan().any() for name, values in dumped.items())
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def saved_by_hand(folder: Path, step: int) -> Path:
+    """A checkpoint as CheckpointWriter leaves it, with one tensor."""
+    from checkpoint import digest, write_synced
+
+    path = folder / f"step_{step:06d}"
+    path.mkdir(parents=True)
+    save_file(
+        {"weight@0,0": torch.ones(4, 4)}, path / "rank_00000_000.safetensors", {"shapes": '{"weight@0,0": [4, 4]}'}
+    )
+    write_synced(path / "state.json", json.dumps({"step": step}))
+    files = {name: digest(path / name) for name in ("rank_00000_000.safetensors", "state.json")}
+    write_synced(path / "manifest.json", json.dumps(files))
+    return path
+
+
+@pytest.mark.parametrize(
+    "harm, message",
+    [
+        (lambda p: None, None),
+        (lambda p: (p / "state.json").write_text('{"step": 3}'), "state.json has changed"),
+        (lambda p: (p / "rank_00000_000.safetensors").write_bytes(b"short"), "has 5 bytes"),
+        (lambda p: (p / "rank_00000_000.safetensors").unlink(), "No such file"),
+        (lambda p: (p / "manifest.json").unlink(), "manifest.json"),
+        (lambda p: (p / "manifest.json").write_text("{"), "manifest.json: JSONDecodeError"),
+        (lambda p: (p / "manifest.json").write_text("{}"), "names no files"),
+        (lambda p: (p / "manifest.json").write_text('{"state.json": 3}'), "manifest.json: TypeError"),
+    ],
+)
+def test_damage_is_found_and_the_one_before_is_taken(alone, tmp_path, harm, message):
+    from checkpoint import complete, damage, sound_checkpoint
+
+    saved_by_hand(tmp_path, 1)
+    newest = saved_by_hand(tmp_path, 2)
+    (tmp_path / "step_000003.tmp").mkdir()  # the rest of a save that was killed
+    harm(newest)
+    assert [path.name for path in complete(tmp_path)] == ["step_000002", "step_000001"]
+    found = damage(newest)
+    assert found is None if message is None else message in found
+    assert sound_checkpoint(tmp_path).name == ("step_000002" if message is None else "step_000001")
+
+
+def test_overlap_of_boxes():
+    from checkpoint import overlap
+
+    whole = torch.arange(24).view(4, 6)
+    here, there = overlap((1, 0), (3, 4), (0, 3), (2, 3))
+    assert torch.equal(whole[1:4, 0:4][here], whole[0:2, 3:6][there]) and whole[1:4, 0:4][here].tolist() == [[9]]
+    assert overlap((0, 0), (2, 6), (2, 0), (2, 6)) == (None, None)
