@@ -1,0 +1,373 @@
+"""Stop requests, the watchdog, the lock and the checks before the start, each with real processes where it has some."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import guard
+import sandbox
+from tests.conftest import REPO
+
+START = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import guard
+
+folder, rank, restart = Path(sys.argv[1]), int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+guard.die_with_torchrun()
+
+def note(name):  # for the test: who got here
+    (folder / f"{name}.{rank}.{restart}").write_text(str(os.getpid()))
+
+note("pid")
+"""
+GROUP = (
+    START
+    + """
+dist.init_process_group("gloo", store=guard.fresh_store(), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+"""
+)
+WATCHED = GROUP + "watchdog = guard.Watchdog(timeout_s=3)\n"
+
+
+class Started:
+    """A running torchrun of two ranks that execute `program`."""
+
+    def __init__(self, folder: Path, program: str, *options: str, nproc: int = 2, **env: str):
+        self.folder, self.output = folder, folder / "output.txt"
+        (folder / "program.py").write_text(program)
+        rendezvous = [] if any("rdzv" in o or "master" in o for o in options) else ["--standalone"]
+        command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, f"--nproc_per_node={nproc}", *options]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), **env}
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                [*command, str(folder / "program.py"), str(folder)], env=env, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait_for(self, *names: str, seconds: float = 120) -> list[int]:
+        """Wait until the ranks have noted these names, "name.rank.restart"; the process ids."""
+        deadline = time.monotonic() + seconds
+        while not all((self.folder / name).exists() for name in names):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.text
+            time.sleep(0.05)
+        return [int((self.folder / name).read_text()) for name in names]
+
+    def end(self, seconds: float = 120) -> int:
+        """Its exit code."""
+        return self.process.wait(seconds)
+
+    def living(self) -> list[int]:
+        """Ranks that still run; a killed one may take a moment."""
+        deadline = time.monotonic() + 5
+        while True:
+            found = []
+            for note in self.folder.glob("pid.*"):
+                with contextlib.suppress(OSError):
+                    stat = Path(f"/proc/{note.read_text()}/stat").read_text().rpartition(")")[2]
+                    found += [int(note.read_text())] if stat.split()[0] not in "ZX" else []
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(program, *torchrun's options, NAME=...) → Started; whatever is left is killed afterwards."""
+    runs = []
+
+    def one(program: str, *options: str, **settings) -> Started:
+        runs.append(Started(tmp_path, program, *options, **settings))
+        return runs[-1]
+
+    yield one
+    for run in runs:
+        run.process.kill()
+        for pid in run.living():
+            sandbox.kill_family(pid)
+
+
+# ---------------------------------------------------------------- the watchdog
+
+STUCK = """
+def wait_for_the_other():
+    watchdog.enter("train")
+    note("stuck")
+    dist.all_reduce(torch.ones(1))
+
+def turn_in_circles():
+    note("stuck")
+    while True:
+        time.sleep(0.01)
+
+watchdog.enter("reward")
+time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank(start, stopped):
+    run = start(WATCHED + STUCK + f"turn_in_circles() if rank == {stopped} else wait_for_the_other()")
+    pids = run.wait_for("stuck.0.0", "stuck.1.0")
+    time.sleep(1)  # for the last phase to reach the store
+    os.kill(pids[stopped], signal.SIGSTOP)
+    began = time.monotonic()
+    assert run.end() == 1
+    assert time.monotonic() - began < 25  # torchrun alone gives a stopped rank 30 s
+    assert f"   {stopped}  reward            ?  no answer: stopped (SIGSTOP) (process {pids[stopped]}" in run.text
+    assert f"   {1 - stopped}  train     " in run.text and "rank  phase       seconds  state" in run.text
+    assert run.text.count("watchdog:") == 1 and not run.living()
+
+
+def test_a_rank_in_a_loop_shows_its_stack(start):
+    run = start(WATCHED + STUCK + "turn_in_circles() if rank == 1 else wait_for_the_other()")
+    assert run.end() == 1
+    assert "in turn_in_circles" in run.text and "in wait_for_the_other" not in run.text
+    assert "  lags\n" in run.text and "  waits\n" in run.text and "rank 1, most recent call last" in run.text
+    assert run.text.count("watchdog:") == 1 and not run.living()
+
+
+def test_a_rank_that_holds_the_lock_of_python_shows_its_stack(start):
+    hold = "\ndef hold():\n    import ctypes\n    ctypes.PyDLL(None).sleep(100)\n"
+    run = start(WATCHED + STUCK + hold + "hold() if rank == 1 else wait_for_the_other()")
+    assert run.end() == 1
+    assert "no answer: in a call that never returns" in run.text and "in hold" in run.text
+    assert not run.living()
+
+
+def test_no_false_alarm(start):
+    program = """
+for step in range(12):  # each phase shorter than the timeout, all of them longer
+    watchdog.enter(f"phase {step}")
+    time.sleep(0.5)
+    dist.all_reduce(torch.ones(1))
+watchdog.stop()
+time.sleep(4)
+note("done")
+"""
+    run = start(WATCHED + program)
+    assert run.end() == 0 and "watchdog" not in run.text
+    assert all((run.folder / f"done.{rank}.0").exists() for rank in (0, 1))
+
+
+def test_a_suspended_job_is_not_stuck(start):
+    program = """
+watchdog.enter("rollout")
+note("here")
+time.sleep(1.5)
+watchdog.stop()
+"""
+    run = start(WATCHED + program)
+    pids = run.wait_for("here.0.0", "here.1.0")
+    for number, seconds in ((signal.SIGSTOP, 5), (signal.SIGCONT, 0)):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(seconds)
+    assert run.end() == 0 and "watchdog" not in run.text
+
+
+RENDEZVOUS = {
+    "c10d": ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nnodes=1"],
+    "static": ["--master-addr=127.0.0.1", "--master-port=29611"],
+    "standalone": [],
+}
+
+
+@pytest.mark.parametrize("kind", RENDEZVOUS)
+def test_torchrun_restarts_the_ranks(start, kind):
+    early = START + "if restart == '1' and rank == 0: time.sleep(2)  # rank 1 finds only what the first rank 0 left\n"
+    program = """
+if restart == "0":
+    turn_in_circles() if rank == 1 else wait_for_the_other()
+dist.all_reduce(torch.ones(1))
+watchdog.enter("train")
+time.sleep(4 * watchdog.interval)  # what the first ranks left in the store is no alarm
+watchdog.stop()
+note("done")
+"""
+    run = start(early + WATCHED.removeprefix(START) + STUCK + program, *RENDEZVOUS[kind], "--max-restarts=1")
+    assert run.end() == 0, run.text
+    assert (run.folder / "done.0.1").exists() and (run.folder / "done.1.1").exists() and not run.living()
+
+
+@pytest.mark.slow  # for 15 s the ranks hope for the store, then torchrun gives the stopped rank 30 s
+def test_a_store_that_does_not_answer(start):
+    run = start(
+        WATCHED + STUCK + "turn_in_circles() if rank == 0 else wait_for_the_other()",
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # rank 0 holds the store
+    )
+    pids = run.wait_for("stuck.0.0", "stuck.1.0")
+    os.kill(pids[0], signal.SIGSTOP)
+    assert run.end() == 1
+    assert "rank 1 has been in the phase 'train'" in run.text and "in wait_for_the_other" in run.text
+    assert not run.living()
+
+
+# ---------------------------------------------------------------- stop requests
+
+STOP = """
+stop = guard.StopSignals()
+note("ready")
+while not stop.requested:
+    time.sleep(0.05)
+note(stop.requested)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_torchrun_lets_the_ranks_finish(start, name):
+    run = start(START + STOP + "time.sleep(1)\nnote('done')")
+    run.wait_for("ready.0.0", "ready.1.0")
+    run.process.send_signal(getattr(signal, name))
+    assert run.end() == 1  # torchrun's own, whatever the ranks exit with
+    assert all((run.folder / f"{what}.{r}.0").exists() for what in (name, "done") for r in (0, 1))
+    assert run.text.count(f"{name}: finishing this phase, then saving; a second Ctrl-C stops at once") == 1
+
+
+def test_a_second_ctrl_c_stops_at_once_even_in_a_collective(start):
+    program = """
+stop = guard.StopSignals()
+note("ready")
+dist.recv(torch.ones(1), 1) if rank == 0 else time.sleep(100)
+"""
+    run = start(GROUP + program)
+    run.wait_for("ready.0.0", "ready.1.0")
+    time.sleep(0.5)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(2.5)
+    assert all(Path(f"/proc/{pid}").exists() for pid in run.wait_for("pid.0.0", "pid.1.0"))
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 1 and time.monotonic() - began < 10 and not run.living()
+
+
+def test_no_rank_outlives_torchrun(start):
+    run = start(START + "note('ready')\ntime.sleep(100)")
+    run.wait_for("ready.0.0", "ready.1.0")
+    run.process.kill()
+    run.end()
+    assert not run.living()
+
+
+def test_torchrun_may_end_before_a_rank_is_tied_to_it(start):
+    program = """
+torchrun = os.getppid()
+note("ready")
+while os.getppid() == torchrun:
+    time.sleep(0.05)
+guard.die_with_torchrun()
+note("alive")
+time.sleep(100)
+"""
+    run = start(START.replace("guard.die_with_torchrun()", "") + program, nproc=1)
+    run.wait_for("ready.0.0")
+    run.process.kill()
+    run.end()
+    assert not run.living() and not (run.folder / "alive.0.0").exists()
+
+
+# ---------------------------------------------------------------- the lock
+
+
+def test_one_run_in_an_output_folder(tmp_path):
+    program = """
+import pathlib, sys, time
+import guard
+file = guard.output_lock(pathlib.Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(100)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=REPO, stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    with pytest.raises(ValueError, match=f"output_dir=.* is in use by process {holder.pid} on host .*choose another"):
+        guard.output_lock(tmp_path)
+    holder.kill()
+    holder.wait()
+    with guard.output_lock(tmp_path):
+        assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} ")
+
+
+# ---------------------------------------------------------------- checks before the start
+
+
+def test_versions(monkeypatch):
+    assert guard.check_versions() == []
+    versions = {"torch": "2.13.0+cpu", "vllm": "0.40.0", "transformers": "5.16.0.dev0", "megatron-core": "0.16.1"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise guard.importlib.metadata.PackageNotFoundError
+        return versions[name]
+
+    monkeypatch.setattr(guard.importlib.metadata, "version", version)
+    assert guard.check_versions() == ["vllm 0.40.0 was not tested; 0.26 to 0.32 were"]
+    del versions["vllm"]
+    versions["megatron-core"] = "0.17.0rc1"
+    assert guard.check_versions() == [
+        "megatron-core 0.17.0rc1 was not tested; 0.16 was",
+        "vllm is not installed; 0.26 to 0.32 were tested",
+    ]
+
+
+def test_machine(tmp_path):
+    guard.check_shared_memory(1)
+    guard.check_disk(tmp_path / "not/yet", 1)
+    guard.check_writable(tmp_path / "not/yet")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"/dev/shm has .* GiB free, 1024\.00 GiB .*docker run --shm-size"):
+        guard.check_shared_memory(2**40)
+    with pytest.raises(ValueError, match=r"output_dir=.*not/yet: .*train.save_every\) or .*train.keep_last"):
+        guard.check_disk(tmp_path / "not/yet", 2**60)
+    with pytest.raises(ValueError, match=r"output_dir=/proc/out: cannot write in /proc "):
+        guard.check_writable(Path("/proc/out"))
+
+
+def test_same_config_and_groups(start):
+    program = """
+text = "seed: 0\\ntrain:\\n  lr: 1e-6\\nmodel:\\n  lr: 3\\n"
+guard.check_same_config(text)
+pair, alone = dist.new_group([0, 1]), dist.new_group([1])
+guard.check_groups({"tp": pair, "pp": alone if rank == 1 else None}, 30)
+try:
+    guard.check_same_config(text if rank == 0 else text.replace("1e-6", "1e-5"))
+except ValueError as error:
+    print(error, flush=True)
+if rank == 0:
+    try:
+        guard.check_groups({"tp": pair}, 1)
+    except ValueError as error:
+        print(error, flush=True)
+dist.barrier()
+"""
+    run = start(GROUP + program)
+    assert run.end() == 0, run.text
+    assert run.text.count("1 of 2 ranks have another configuration than rank 0") == 2
+    assert run.text.count("\n  train.lr: 1e-6 on rank 0; 1e-5 on rank 1\n") == 2 and "seed:" not in run.text
+    assert "the all-reduce of group tp (ranks 0, 1) did not finish within 1 s; likely a rank that died" in run.text
+
+
+@pytest.mark.parametrize(
+    ("phase", "keys"),
+    [
+        ("rollout", ["rollout.gpu_memory_utilization", "rollout.vllm.max_num_seqs", "rollout.tp"]),
+        ("train", ["train.max_tokens_per_micro_batch", "megatron.recompute_granularity=full", "parallel.cp"]),
+        ("logprob", ["train.logprob_max_tokens_per_micro_batch", "parallel.tp"]),
+        ("sync", ["rollout.sync_bucket_mb"]),
+        ("build", ["parallel.pp"]),
+    ],
+)
+def test_out_of_memory(phase, keys):
+    text = guard.explain_out_of_memory(phase, torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nmore"))
+    assert f"in the phase {phase}" in text and "Tried 2 GiB." in text and "more" not in text
+    assert all(key in text for key in keys)
