@@ -144,9 +144,7 @@ class Watchdog:
         self.alarm, self.ended = threading.Event(), threading.Event()
         self.talk = threading.Thread(target=self._talk, daemon=True)
         if timeout_s:
-            # torchrun may keep its store over a restart, and nodes count their restarts differently: rank 0 names it.
-            env = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
-            name = ["/".join(["watchdog", *env, str(os.getpid()), str(time.time_ns())])]
+            name = [f"watchdog/{uuid.uuid4().hex}"]  # not the restart's count: see fresh_store
             dist.broadcast_object_list(name)
             self.name = name[0]
             if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
@@ -227,14 +225,16 @@ class Watchdog:
         store.wait(["printed"], timedelta(seconds=2 * wait_s + 5))
         # A silent rank, stopped or inside a C call, cannot take torchrun's SIGTERM either, and would cost it 30 s.
         silent = [pid for host, pid in json.loads(store.get("silent")) if host == self.host and str(pid) in workers]
-        if store.add(f"kill/{self.host}", 1) == 1:
-            for number in (signal.SIGUSR2, signal.SIGKILL):
-                for pid in silent:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
-                time.sleep(0.5)
-        else:
-            time.sleep(1.5)  # the first rank to exit makes torchrun end the others; rank 0 may hold the store
+        killer = store.add(f"kill/{self.host}", 1) == 1
+        for pid in silent if killer else []:
+            if workers[str(pid)] not in STATES:
+                say(f"\nprocess {pid} asked for its stack:")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR2)
+        time.sleep(0.6 if silent and not killer else 0.5)  # rank 0 may hold the store: all read, then end
+        for pid in silent if killer else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         os._exit(1)
 
     def _table(self, store: dist.Store, wait_s: float) -> str:
