@@ -150,13 +150,15 @@ class CheckpointWriter:
     def start(self, step: int, state: dict[str, Any], sharded: dict) -> None:
         """Copy the tensors and begin to write; training may go on and change them. Called on every rank."""
         self.finish()
-        temporary = self.folder / f"step_{step:06d}.tmp"
-        if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        dist.barrier()
-        storage = SafetensorsStorage()
-        dist_checkpointing.save(sharded, str(temporary), storage)
+        temporary, storage = self.folder / f"step_{step:06d}.tmp", SafetensorsStorage()
+        try:
+            if dist.get_rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+            dist.barrier()
+            dist_checkpointing.save(sharded, str(temporary), storage)
+        except OSError as error:  # on rank 0, which writes small files here
+            raise CheckpointError(self.explain(step, str(error))) from None
         self.step, self.state, self.failure = step, state, None
         self.thread = threading.Thread(target=self._write, args=(storage, temporary), daemon=True)
         self.thread.start()
@@ -188,11 +190,14 @@ class CheckpointWriter:
         if failure is not None:
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(
-                f"the checkpoint of step {self.step} could not be written to {self.folder}: {failure}; "
-                "the ones before are as they were. Make room or name another output_dir, then go on with resume=auto"
-            )
+            raise CheckpointError(self.explain(self.step, failure))
         return target
+
+    def explain(self, step: int, failure: str) -> str:
+        return (
+            f"the checkpoint of step {step} could not be written to {self.folder}: {failure}; "
+            "the ones before are as they were. Make room or name another output_dir, then go on with resume=auto"
+        )
 
     def _complete(self, temporary: Path, target: Path, digests: dict) -> str | None:
         """Write state and manifest, rename, remove old checkpoints; returns what went wrong."""
@@ -202,8 +207,10 @@ class CheckpointWriter:
             digests["state.json"] = digest(temporary / "state.json")
             write_synced(temporary / "manifest.json", json.dumps(digests, indent=1))
             sync_folder(temporary)
-            shutil.rmtree(target, ignore_errors=True)
+            if target.exists():
+                put_aside(target, "replaced")
             temporary.rename(target)
+            shutil.rmtree(target.with_name(f"{target.name}.replaced"), ignore_errors=True)
             sync_folder(self.folder)
             for path in complete(self.folder)[self.keep_last :] if self.keep_last else []:
                 if not (self.keep_every and step_of(path) % self.keep_every == 0):

@@ -10,6 +10,7 @@ for vLLM and for the export alike. One table, `FAMILIES`, says of which Hugging 
 
 import contextlib
 import dataclasses
+import datetime
 import importlib.util
 import json
 import math
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 import transformers
 
 import cpu_backend
+import guard
 
 # What every run without Transformer Engine and Apex says, and nobody needs to act on.
 for said in (
@@ -74,16 +76,26 @@ EXPORT_SHARD_BYTES = 4 << 30
 # ---------------------------------------------------------------- process groups
 
 
-def init_distributed() -> None:
-    """Join torchrun's world: gloo on the CPU, NCCL (and gloo for Python objects) on GPUs."""
+def init_distributed(timeout_s: float) -> None:
+    """Join torchrun's world: gloo on the CPU, NCCL (and gloo for Python objects) on GPUs.
+
+    A collective that takes longer than `timeout_s` fails.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=guard.fresh_store(),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
 
 
-def init_model_parallel(parallel, seed: int) -> None:
+def init_model_parallel(parallel, seed: int, timeout_s: float = 1800.0) -> None:
     """Build Megatron's process groups for `parallel` (tp, pp, vpp, cp, ep, etp) and seed its random streams."""
     mpu.initialize_model_parallel(
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
@@ -101,6 +113,20 @@ def seed_step(seed: int, step: int) -> None:
     """
     model_parallel_cuda_manual_seed(seed * 1_000_003 + step, force_reset_rng=True)
     torch.manual_seed(seed * 1_000_003 + step)
+
+
+def process_groups() -> dict[str, dist.ProcessGroup]:
+    """Every process group of this rank that training talks over, by name."""
+    return {
+        "world": dist.group.WORLD,
+        "parallel.tp": mpu.get_tensor_model_parallel_group(),
+        "parallel.pp": mpu.get_pipeline_model_parallel_group(),
+        "parallel.cp": mpu.get_context_parallel_group(),
+        "parallel.ep": mpu.get_expert_model_parallel_group(),
+        "parallel.etp": mpu.get_expert_tensor_parallel_group(),
+        "data parallel": mpu.get_data_parallel_group(with_context_parallel=True),
+        "data parallel of the experts": mpu.get_expert_data_parallel_group(),
+    }
 
 
 def device() -> torch.device:
@@ -930,6 +956,15 @@ def local_folder(path: str) -> str:
         return path
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     return huggingface_hub.snapshot_download(path, allow_patterns=wanted)
+
+
+def count_weights(path: str) -> int:
+    """Numbers in the safetensors of a folder."""
+    total = 0
+    for file in set(safetensor_files(path).values()):
+        with safe_open(file, framework="pt") as handle:
+            total += sum(math.prod(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118
+    return total
 
 
 def safetensor_files(path: str) -> dict[str, str]:

@@ -34,11 +34,11 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import omegaconf
@@ -47,7 +47,9 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import save_file
 
+import guard
 import megatron_bridge as bridge
+import preflight
 import reward as rewards
 from checkpoint import (
     CheckpointError,
@@ -168,6 +170,7 @@ class TrainConfig:
     keep_last: int = 2  # newest checkpoints that are kept; 0: all
     keep_every: int = 0  # checkpoints of these steps' multiples are kept as well; 0: none
     export_every: int = 0  # steps between exports to output_dir/hf; 0: at the end only
+    stall_timeout_s: float = 1800.0  # where no rank finishes a phase for so long, the run says where it hangs and ends
     max_skipped: int = 3  # updates in a row with a loss or gradient that is no number, before the run stops
     eval_every: int = 0  # steps between evaluations on data.eval, the first before the first step; 0: none
 
@@ -213,7 +216,7 @@ CHOICES = {
 }
 AT_LEAST = {
     0: """train.lr train.warmup_steps train.weight_decay train.clip_grad train.save_every train.eval_every
-          train.keep_last train.keep_every train.export_every
+          train.stall_timeout_s train.keep_last train.keep_every train.export_every
           eval.temperature eval.max_new_tokens reward.max_error_frac reward.memory_gb algo.clip_low algo.clip_high
           algo.kl_coef algo.loss_norm_length algo.overlong_buffer algo.overlong_coef reward.timeout_s seed""",
     1: """rollout.prompts_per_step rollout.max_new_tokens rollout.tp rollout.sync_bucket_mb data.max_prompt_tokens
@@ -966,6 +969,7 @@ def evaluate(trainer: "Trainer", step: int) -> dict[str, float]:
     avg@n is the mean reward over n answers; pass@k, for each power of two up to n and n itself, the mean of pass_at_k.
     """
     cfg, start, n = trainer.cfg, time.perf_counter(), trainer.cfg.eval.samples
+    trainer.watchdog.enter("eval")
     batch = dict(enumerate(trainer.eval_prompts))
     sampling = sampling_options(cfg.eval, cfg.eval.max_new_tokens or cfg.rollout.max_new_tokens)
     samples = sample_groups(trainer, batch, 0, n, sampling)  # step 0: the same seeds at every evaluation
@@ -987,6 +991,7 @@ def evaluate(trainer: "Trainer", step: int) -> dict[str, float]:
         dump_rollouts(Path(cfg.output_dir, "rollouts", f"eval_{step:06d}.jsonl"), samples)
         shown = (f"{key.removeprefix('eval/')} {value:.3f}" for key, value in metrics.items() if "@" in key)
         print(f"eval after step {step}: {'  '.join(shown)}", flush=True)
+    trainer.watchdog.enter("step")
     return {**metrics, "time/eval": time.perf_counter() - start}
 
 
@@ -1014,11 +1019,14 @@ def collect(trainer: "Trainer", step: int, seconds: dict) -> tuple[list[Sample],
         prompts = prompt_batch(trainer.prompts, trainer.prompts_taken, missing, cfg.seed)
         trainer.prompts_taken += missing
         batch = dict(enumerate(prompts, first))
-        with timed(seconds, "rollout"):
+        with timed(trainer.watchdog, seconds, "rollout"):
             answers = sample_groups(trainer, batch, step, r.group_size, sampling)
-        with timed(seconds, "reward"):
+        with timed(trainer.watchdog, seconds, "reward"):
             answers, failed = grade(trainer.graders, answers, batch)
-        answers, failed, busy = gather(answers, failed, {**seconds, "memory_gb": peak_memory_gb()})
+        state = {**seconds, "memory_gb": peak_memory_gb(), "stop": trainer.signals.requested}
+        answers, failed, busy = gather(answers, failed, state)
+        if any(b["stop"] for b in busy):
+            raise StopRequested
         samples, outcome = samples + answers, outcome + failed
         check_errors(trainer, failed, len(answers))
         rewards_G = np.array([s.reward for s in answers]).reshape(-1, r.group_size)  # [groups, G]
@@ -1053,8 +1061,20 @@ def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: 
     return parts
 
 
+class StopRequested(Exception):
+    """A signal came while the step was sampling: the step is given up, on every rank."""
+
+
+SHARED_MEMORY_BYTES = 64 << 20  # free in /dev/shm at the start, for NCCL and vLLM's tensor parallelism
+GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
+
+
 class TrainingError(Exception):
     """The run cannot go on with right results. The message is all a user needs; exit code 1."""
+
+
+class RankError(TrainingError):
+    """A failure that this rank alone may know of, so this rank says it."""
 
 
 def check_gap(report: dict[str, float], trainer: "Trainer", rows, lengths_N, samples: list[Sample], step: int) -> None:
@@ -1115,12 +1135,14 @@ def push_weights(model: list, engine, cfg: Config) -> None:
 
 
 @contextlib.contextmanager
-def timed(seconds: dict[str, float], phase: str):
-    """Add the seconds of the block to seconds[phase]."""
+def timed(watchdog: guard.Watchdog, seconds: dict[str, float], phase: str):
+    """Add the seconds of the block to seconds[phase], and let the watchdog know of it."""
+    watchdog.enter(phase)
     start = time.perf_counter()
     yield
     torch.cuda.synchronize()  # does nothing on the CPU
     seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
+    watchdog.enter("step")
 
 
 def peak_memory_gb() -> float:
@@ -1241,6 +1263,16 @@ def new_output_dir(path: Path, cfg: Config) -> None:
         raise UserError(f"output_dir={path}: {error}") from None
 
 
+def open_output_dir(path: Path, cfg: Config, step: int, lock: IO) -> IO:
+    """Make the output folder ready to go on after `step`, as `resume` says; returns its lock."""
+    if cfg.resume != "none":
+        continue_output_dir(path, cfg, step)
+        return lock
+    new_output_dir(path, cfg)
+    lock.close()  # it went with the folder of the earlier run
+    return guard.output_lock(path)
+
+
 def continue_output_dir(path: Path, cfg: Config, step: int) -> None:
     """The output folder of a run that goes on after `step`, without what was written of later steps."""
     try:
@@ -1281,19 +1313,27 @@ class Trainer:
     reference: list[torch.Tensor] | None  # the initial weights; None: no KL
     graders: rewards.Grader
     writer: CheckpointWriter
+    watchdog: guard.Watchdog
+    signals: guard.StopSignals
     skipped: int = 0  # updates in a row that were skipped, up to now
 
 
 def build_trainer(
-    cfg: Config, tokenizer, prompts: list[Prompt], eval_prompts: list[Prompt], checkpoint: Path | None
+    cfg: Config,
+    tokenizer,
+    prompts: list[Prompt],
+    eval_prompts: list[Prompt],
+    checkpoint: Path | None,
+    watchdog: guard.Watchdog,
+    signals: guard.StopSignals,
 ) -> Trainer:
     """Engine, model, optimizer and graders, as `checkpoint` has them if there is one; the engine holds the weights."""
     r, t = cfg.rollout, cfg.train
-    # vLLM measures free memory when it starts, so it comes first and sleeps while the model is built.
+    watchdog.enter("build")
     path = bridge.local_folder(cfg.model.path)
+    # vLLM measures free memory when it starts, so it comes first and sleeps while the model is built.
     engine = Engine(path, cfg.model.dtype, r.tp, longest_sample(cfg), r.gpu_memory_utilization, r.vllm)
     engine.sleep()
-    bridge.init_model_parallel(cfg.parallel, cfg.seed)
     model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
     betas = (t.adam_beta1, t.adam_beta2)
     optimizer = bridge.build_optimizer(model, t.lr, t.weight_decay, betas, t.clip_grad, cfg.megatron)
@@ -1301,13 +1341,14 @@ def build_trainer(
     graders = rewards.Grader(**dataclasses.asdict(cfg.reward))
     writer = CheckpointWriter(Path(cfg.output_dir, "checkpoints"), t.keep_last, t.keep_every)
     trainer = Trainer(
-        cfg, path, tokenizer, prompts, eval_prompts, 0, set(), engine, model, optimizer, reference, graders, writer
-    )
+        cfg, path, tokenizer, prompts, eval_prompts, 0, set(), engine, model, optimizer, reference, graders, writer,
+        watchdog, signals,
+    )  # fmt: skip
     if checkpoint is not None:
         state = read_state(checkpoint)
         loaded = load_sharded(checkpoint, bridge.sharded_state(model, optimizer, loading=True))
         bridge.load_state(model, optimizer, loaded, state["updates"])
-        trainer.prompts_taken = state["prompts_taken"]
+        trainer.prompts_taken, writer.step = state["prompts_taken"], state["step"]
     push_weights(model, engine, cfg)
     return trainer
 
@@ -1350,7 +1391,7 @@ def check_resumed(checkpoint: Path, cfg: Config, prompts: list[Prompt]) -> int:
         print(f"resume:  after step {state['step']}, from {checkpoint}")
         for section, was in state["config"].items():
             for key, value in was.items() if isinstance(was, dict) else [(None, was)]:
-                new = now[section] if key is None else now[section].get(key)
+                new = now.get(section) if key is None else now.get(section, {}).get(key)
                 if new != value and section != "resume":
                     print(f"         changed: {section}{'.' * bool(key)}{key or ''}: {value} → {new}")
     return state["step"]
@@ -1358,7 +1399,7 @@ def check_resumed(checkpoint: Path, cfg: Config, prompts: list[Prompt]) -> int:
 
 def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
     """One step of GRPO: sample, grade, log-probs, advantages, updates, push. Returns its metrics and samples."""
-    cfg, model, engine, seconds = trainer.cfg, trainer.model, trainer.engine, {}
+    cfg, model, engine, watchdog, seconds = trainer.cfg, trainer.model, trainer.engine, trainer.watchdog, {}
     r, t, algo = cfg.rollout, cfg.train, cfg.algo
     start = time.perf_counter()
 
@@ -1374,7 +1415,7 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
     rows["trained"] = rows["mask"] * finished_N[rows["seq_id"]]
     parts = update_order(sorted(groups), t.updates_per_step, t.epochs_per_step, cfg.seed, step)
 
-    with timed(seconds, "logprob"):
+    with timed(watchdog, seconds, "logprob"):
         kl_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
         if algo.old_logp == "rollout":
             rows["old_logp"] = rows["rollout_logp"]
@@ -1391,7 +1432,7 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
     advantages_N = group_advantages(rewards_N, groups_N, algo.advantage, tokens_N)
     rows["advantages"] = torch.from_numpy(advantages_N).float()[rows["seq_id"]]  # [F]
 
-    with timed(seconds, "train"):
+    with timed(watchdog, seconds, "train"):
         lr = t.lr * min(1.0, step / max(t.warmup_steps, 1))
         check = partial(check_gap, trainer=trainer, rows=rows, lengths_N=lengths_N, samples=trained, step=step)
         reports = []
@@ -1403,9 +1444,9 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
             trainer.skipped = check_skipped(trainer.skipped, reports[-1], bad, t.max_skipped)
 
     expert_load = bridge.expert_load(model)
-    with timed(seconds, "sync"):
+    with timed(watchdog, seconds, "sync"):
         push_weights(model, engine, cfg)
-    with timed(seconds, "save"):  # the export first: where its checkpoint exists, so does it
+    with timed(watchdog, seconds, "save"):  # the export first: where its checkpoint exists, so does it
         trainer.writer.finish()
         if step == t.steps or (t.export_every and step % t.export_every == 0):
             bridge.export_hf(model, trainer.model_path, Path(cfg.output_dir, "hf", f"step_{step:06d}"))
@@ -1418,24 +1459,34 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
     return metrics, [dataclasses.replace(s, advantage=next(advantages) if s.group in groups else 0.0) for s in samples]
 
 
-def train(cfg: Config, tokenizer, prompts: list[Prompt], eval_prompts: list[Prompt]) -> None:
+def train(cfg: Config, tokenizer, prompts: list[Prompt], eval_prompts: list[Prompt], watchdog: guard.Watchdog) -> None:
     """The whole run, on every rank of torchrun's world."""
     out, writes, t = Path(cfg.output_dir), dist.get_rank() == 0, cfg.train
+    signals = guard.StopSignals()
+    lock = check_machines(cfg)  # held as long as the run
     checkpoint = find_checkpoint(cfg)
     done = check_resumed(checkpoint, cfg, prompts) if checkpoint else 0
     if done == t.steps:
-        print(f"nothing to do: {checkpoint} is after the last step; train.steps={t.steps}" * writes, flush=True)
+        if writes:
+            print(f"nothing to do: {checkpoint} is after the last step, train.steps={t.steps}", flush=True)
         return
-    if writes:
-        new_output_dir(out, cfg) if cfg.resume == "none" else continue_output_dir(out, cfg, done)
-    trainer = build_trainer(cfg, tokenizer, prompts, eval_prompts, checkpoint)
+    lock = on_first_rank(lambda: open_output_dir(out, cfg, done, lock))
+    trainer = build_trainer(cfg, tokenizer, prompts, eval_prompts, checkpoint, watchdog, signals)
     history = []
     if t.eval_every and not checkpoint:
         metrics = {"step": 0, **evaluate(trainer, 0)}
         if writes:
             log_metrics(out, metrics)
     for step in range(done + 1, t.steps + 1):
-        metrics, samples = train_step(trainer, step)
+        taken = trainer.prompts_taken
+        try:
+            if on_any_rank(signals.requested is not None):
+                raise StopRequested
+            metrics, samples = train_step(trainer, step)
+        except StopRequested:
+            trainer.prompts_taken = taken
+            save_and_stop(trainer, step - 1)
+            return
         history.append(metrics["reward/mean"])
         if t.eval_every and (step % t.eval_every == 0 or step == t.steps):
             metrics |= evaluate(trainer, step)
@@ -1451,6 +1502,79 @@ def train(cfg: Config, tokenizer, prompts: list[Prompt], eval_prompts: list[Prom
         print(
             f"outputs: {out}/metrics.jsonl, {out}/rollouts/, {out}/hf/step_{t.steps:06d}/ (for transformers and vLLM)"
         )
+
+
+def save_and_stop(trainer: Trainer, step: int) -> None:
+    """End a run that a signal stopped, after `step`, with a checkpoint of it; on every rank."""
+    trainer.watchdog.enter("save")
+    trainer.writer.finish()
+    if step and trainer.writer.step != step:
+        start_checkpoint(trainer, step)
+        trainer.writer.finish()
+    trainer.graders.close()
+    if dist.get_rank() == 0:
+        saved = f"step {step}, saved in {trainer.writer.folder}; go on with resume=auto"
+        print(f"stopped after {saved if step else 'no step: there is nothing to save'}", flush=True)
+
+
+def on_any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank; the same on every rank."""
+    flags = torch.tensor(float(flag), device=bridge.device())
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
+
+
+def on_first_rank(action: Callable[[], Any]) -> Any:
+    """What `action` returns on rank 0, None elsewhere. A mistake it finds raises UserError on every rank."""
+    result, message = None, [None]
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except (UserError, ValueError) as error:
+            message = [str(error)]
+    dist.broadcast_object_list(message)
+    if message[0] is not None:
+        raise UserError(message[0])
+    return result
+
+
+def check_machines(cfg: Config) -> IO | None:
+    """Check what only the machines can tell, before weights are loaded; builds the process groups. Raises UserError.
+
+    Returns the lock of the output folder on rank 0, to be kept.
+    """
+    try:
+        preflight.check_same_config(omegaconf.OmegaConf.to_yaml(omegaconf.OmegaConf.structured(cfg)))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    lock = on_first_rank(partial(check_host, cfg))
+    bridge.init_model_parallel(cfg.parallel, cfg.seed, group_timeout_s(cfg))
+    try:
+        preflight.check_groups(bridge.process_groups(), min(group_timeout_s(cfg), GROUP_CHECK_S))
+    except ValueError as error:
+        raise RankError(str(error)) from None
+    return lock
+
+
+def check_host(cfg: Config) -> IO:
+    """Check versions, shared memory, output folder and disk, on one rank; returns the folder's lock.
+
+    Raises ValueError.
+    """
+    out = Path(cfg.output_dir)
+    for warning in preflight.check_versions():
+        print(f"warning: {warning}", flush=True)
+    if torch.cuda.is_available() or cfg.rollout.tp > 1:
+        preflight.check_shared_memory(SHARED_MEMORY_BYTES)
+    preflight.check_writable(out)
+    weights = bridge.count_weights(bridge.local_folder(cfg.model.path))
+    preflight.check_disk(out, weights * (12 + bridge.DTYPES[cfg.model.dtype].itemsize))  # a checkpoint and an export
+    return guard.output_lock(out)
+
+
+def group_timeout_s(cfg: Config) -> float:
+    """Longest time of a collective: more than the watchdog's, which says more."""
+    return cfg.train.stall_timeout_s + 60 if cfg.train.stall_timeout_s else 86400.0
 
 
 def find_checkpoint(cfg: Config) -> Path | None:
@@ -1550,17 +1674,36 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
+def run(cfg: Config, inputs: list) -> None:
+    """`train`, watched, with what failures of the machines mean. Raises TrainingError."""
+    watchdog = guard.Watchdog(cfg.train.stall_timeout_s)
+    try:
+        train(cfg, *inputs, watchdog)
+    except torch.OutOfMemoryError as error:
+        raise RankError(preflight.explain_out_of_memory(watchdog.phase, error)) from error
+    except RuntimeError as error:
+        if "onnection" not in str(error):  # of gloo and NCCL; they have no class of their own
+            raise
+        raise RankError(
+            f"rank {dist.get_rank()}, in the phase {watchdog.phase}: another rank is gone "
+            f"({str(error).splitlines()[0]}). torchrun's report says which one; go on with resume=auto"
+        ) from error
+    finally:
+        watchdog.stop()
+
+
 def main(argv: list[str]) -> int:
     """The exit code: 0 done, 2 a mistake the user can mend, 1 a failure during training."""
+    guard.die_with_torchrun()
     args = parse_args(argv)
     try:
         cfg, *inputs = prepare(args)
         if not args.dry_run:
-            bridge.init_distributed()
-            train(cfg, *inputs)
+            bridge.init_distributed(group_timeout_s(cfg))
+            run(cfg, inputs)
     except (UserError, TrainingError, CheckpointError) as error:
-        if is_first_rank():
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if is_first_rank() or isinstance(error, RankError):
+            guard.say(f"error: {error}")
         else:
             time.sleep(3)  # torchrun ends every rank as soon as one has exited; let the first one speak
         return 2 if isinstance(error, UserError) else 1

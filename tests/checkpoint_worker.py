@@ -46,7 +46,7 @@ def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     path, dtype, out, layouts = sys.argv[1], bridge.DTYPES[sys.argv[2]], Path(sys.argv[3]), json.loads(sys.argv[4])
-    bridge.init_distributed()
+    bridge.init_distributed(timeout_s=600)
     first = None
     for name, sizes in layouts.items():
         parallel = ParallelConfig(**sizes)

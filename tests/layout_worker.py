@@ -65,7 +65,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
-    bridge.init_distributed()
+    bridge.init_distributed(timeout_s=600)
     for name in plan["layouts"]:
         found = one_layout(plan, name)
         if dist.get_rank() == 0:

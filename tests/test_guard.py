@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import guard
+import preflight
 import sandbox
 from tests.conftest import REPO
 
@@ -305,50 +306,51 @@ time.sleep(100)
 
 
 def test_versions(monkeypatch):
-    assert guard.check_versions() == []
+    assert preflight.check_versions() == []
     versions = {"torch": "2.13.0+cpu", "vllm": "0.40.0", "transformers": "5.16.0.dev0", "megatron-core": "0.16.1"}
 
     def version(name: str) -> str:
         if name not in versions:
-            raise guard.importlib.metadata.PackageNotFoundError
+            raise preflight.importlib.metadata.PackageNotFoundError
         return versions[name]
 
-    monkeypatch.setattr(guard.importlib.metadata, "version", version)
-    assert guard.check_versions() == ["vllm 0.40.0 was not tested; 0.26 to 0.32 were"]
+    monkeypatch.setattr(preflight.importlib.metadata, "version", version)
+    assert preflight.check_versions() == ["vllm 0.40.0 was not tested; 0.26 to 0.32 were"]
     del versions["vllm"]
     versions["megatron-core"] = "0.17.0rc1"
-    assert guard.check_versions() == [
+    assert preflight.check_versions() == [
         "megatron-core 0.17.0rc1 was not tested; 0.16 was",
         "vllm is not installed; 0.26 to 0.32 were tested",
     ]
 
 
 def test_machine(tmp_path):
-    guard.check_shared_memory(1)
-    guard.check_disk(tmp_path / "not/yet", 1)
-    guard.check_writable(tmp_path / "not/yet")
+    preflight.check_shared_memory(1)
+    preflight.check_disk(tmp_path / "not/yet", 1)
+    preflight.check_writable(tmp_path / "not/yet")
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match=r"/dev/shm has .* GiB free, 1024\.00 GiB .*docker run --shm-size"):
-        guard.check_shared_memory(2**40)
+        preflight.check_shared_memory(2**40)
     with pytest.raises(ValueError, match=r"output_dir=.*not/yet: .*train.save_every\) or .*train.keep_last"):
-        guard.check_disk(tmp_path / "not/yet", 2**60)
+        preflight.check_disk(tmp_path / "not/yet", 2**60)
     with pytest.raises(ValueError, match=r"output_dir=/proc/out: cannot write in /proc "):
-        guard.check_writable(Path("/proc/out"))
+        preflight.check_writable(Path("/proc/out"))
 
 
 def test_same_config_and_groups(start):
     program = """
+import preflight
 text = "seed: 0\\ntrain:\\n  lr: 1e-6\\nmodel:\\n  lr: 3\\n"
-guard.check_same_config(text)
+preflight.check_same_config(text)
 pair, alone = dist.new_group([0, 1]), dist.new_group([1])
-guard.check_groups({"tp": pair, "pp": alone if rank == 1 else None}, 30)
+preflight.check_groups({"tp": pair, "pp": alone if rank == 1 else None}, 30)
 try:
-    guard.check_same_config(text if rank == 0 else text.replace("1e-6", "1e-5"))
+    preflight.check_same_config(text if rank == 0 else text.replace("1e-6", "1e-5"))
 except ValueError as error:
     print(error, flush=True)
 if rank == 0:
     try:
-        guard.check_groups({"tp": pair}, 1)
+        preflight.check_groups({"tp": pair}, 1)
     except ValueError as error:
         print(error, flush=True)
 dist.barrier()
@@ -371,6 +373,6 @@ dist.barrier()
     ],
 )
 def test_out_of_memory(phase, keys):
-    text = guard.explain_out_of_memory(phase, torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nmore"))
+    text = preflight.explain_out_of_memory(phase, torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nmore"))
     assert f"in the phase {phase}" in text and "Tried 2 GiB." in text and "more" not in text
     assert all(key in text for key in keys)

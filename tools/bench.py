@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import make_tiny
 
+import guard
 import train_grpo
 from train_grpo import bridge
 
@@ -35,7 +36,7 @@ def config(folder: Path, overrides: list[str]) -> train_grpo.Config:
         f"data.train={folder / 'train.jsonl'}",
         "data.chat_template=false", "data.max_prompt_tokens=32", "rollout.prompts_per_step=8", "rollout.group_size=8",
         "rollout.max_new_tokens=64", "algo.kl_coef=0.05", "train.lr=1e-4", f"train.steps={WARMUP + STEPS + 1}",
-        "train.max_tokens_per_micro_batch=4096", "train.logprob_max_tokens_per_micro_batch=4096",
+        "train.save_every=0", "train.max_tokens_per_micro_batch=4096", "train.logprob_max_tokens_per_micro_batch=4096",
     ]  # fmt: skip
     return train_grpo.load_config(str(folder / "bench.yaml"), [*defaults, *overrides])
 
@@ -66,7 +67,7 @@ def bare_vllm_seconds(trainer: train_grpo.Trainer, step: int) -> float:
 
 
 def main() -> None:
-    bridge.init_distributed()
+    bridge.init_distributed(timeout_s=600)
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     folder = Path(folder[0])
@@ -77,7 +78,8 @@ def main() -> None:
     train_grpo.check_config(cfg, dist.get_world_size())
     hf = train_grpo.transformers.AutoTokenizer.from_pretrained(cfg.model.path)
     prompts, _ = train_grpo.load_prompts(cfg.data, hf)
-    trainer = train_grpo.build_trainer(cfg, hf, prompts, [])
+    bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    trainer = train_grpo.build_trainer(cfg, hf, prompts, [], None, guard.Watchdog(0), guard.StopSignals())
     rows, bare = [], []
     for step in range(1, WARMUP + STEPS + 1):
         metrics, _ = train_grpo.train_step(trainer, step)

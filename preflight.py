@@ -1,0 +1,218 @@
+"""Checks before weights are loaded, and what running out of memory means for the configuration.
+
+Each raises a ValueError that says what is wrong, why, and what would be legal. Knows torch.distributed, no trainer.
+"""
+
+import contextlib
+import importlib.metadata
+import shutil
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# First and last version of each package that the tests of this repository have run with.
+TESTED = {
+    "python": ("3.11", "3.12"),
+    "torch": ("2.11", "2.13"),
+    "megatron-core": ("0.16", "0.16"),
+    "vllm": ("0.26", "0.32"),
+    "transformers": ("5.16", "5.19"),
+}
+
+
+def check_versions() -> list[str]:
+    """A warning for each package whose version was never tested, or that is missing. Imports none of them."""
+    warnings = []
+    for package, (first, last) in TESTED.items():
+        version = sys.version.split()[0] if package == "python" else installed(package)
+        if version is None:
+            warnings.append(f"{package} is not installed; {first} to {last} were tested")
+        elif not numbers(first) <= numbers(version) <= numbers(last):
+            tested = f"{first} to {last} were" if first != last else f"{first} was"
+            warnings.append(f"{package} {version} was not tested; {tested}")
+    return warnings
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, or of its build for the CPU; None if there is neither."""
+    for name in (package, f"{package}-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def numbers(version: str) -> list[int]:
+    """The first two numbers of a version: "2.13.0+cpu" is [2, 13]."""
+    return [int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2]]
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def check_shared_memory(least_bytes: int, folder: Path = Path("/dev/shm")) -> None:
+    """Raises ValueError where processes cannot share `least_bytes`; a container often has 64 MiB."""
+    free = shutil.disk_usage(folder).free if folder.exists() else 0
+    if free < least_bytes:
+        raise ValueError(
+            f"{folder} has {gib(free)} free, {gib(least_bytes)} are needed: NCCL and vLLM pass data between "
+            "ranks there; start a container with `docker run --shm-size=16g` or --ipc=host, in Kubernetes mount an "
+            f"emptyDir with medium: Memory on {folder}"
+        )
+
+
+def check_disk(folder: Path, bytes_needed: int, key: str = "output_dir") -> None:
+    """Raises ValueError if the disk that `folder`, the value of `key`, is or will be on has less than that free."""
+    free = shutil.disk_usage(existing(folder)).free
+    if free < bytes_needed:
+        raise ValueError(
+            f"{key}={folder}: its disk has {gib(free)} free, {gib(bytes_needed)} are needed for what this run saves; "
+            "make room, choose another output_dir, save less often (train.save_every) or keep less (train.keep_last)"
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Raises ValueError if no file can be written in `folder`, or in the nearest folder above that exists."""
+    there = existing(folder)
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".writable-") as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={folder}: cannot write in {there} ({error.strerror}); choose an output_dir that this user may "
+            "write to, on a disk with room"
+        ) from None
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
+
+
+def check_same_config(text: str) -> None:
+    """Raises ValueError, on every rank, if the ranks do not hold the same YAML text: which keys differ, and where."""
+    texts = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    others = [rank for rank, other in enumerate(texts) if other != texts[0]]
+    if not others:
+        return
+    tables = [dict(yaml_keys(text)) for text in texts]
+    keys = [k for k in dict.fromkeys(k for table in tables for k in table) if len({t.get(k) for t in tables}) > 1]
+    lines = []
+    for key in keys or ["the text"]:
+        values = defaultdict(list)
+        for rank, table in enumerate(tables):
+            values[table.get(key, "not set")].append(str(rank))
+        lines.append(f"  {key}: " + "; ".join(f"{value} on rank {', '.join(r)}" for value, r in values.items()))
+    raise ValueError(
+        f"{len(others)} of {len(texts)} ranks have another configuration than rank 0; start every node with the same "
+        "files and overrides:\n" + "\n".join(lines)
+    )
+
+
+def yaml_keys(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, value) for each line of a YAML text in block style; a list's items count by their place."""
+    above: list[tuple[int, str]] = []
+    for number, line in enumerate(text.splitlines()):
+        indent = len(line) - len(line.lstrip())
+        above = [(i, key) for i, key in above if i < indent]
+        key, colon, value = line.strip().partition(":")
+        key = key if colon else f"line {number + 1}"
+        yield ".".join([*(k for _, k in above), key]), value.strip() if colon else line.strip()
+        above.append((indent, key))
+
+
+def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) -> None:
+    """One all-reduce in each process group, on all ranks in the same order; None where this rank is in no such group.
+
+    Raises ValueError for one that fails, gives a wrong sum or takes more than `timeout_s`. Where it is one of
+    GPUs, leave with os._exit then: a thread may still hang in it.
+    """
+    for name, group in groups.items():
+        if group is None:
+            continue
+        ranks = dist.get_process_group_ranks(group)
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu(group) else "cpu"
+        outcome = []
+
+        def reduce(group=group, device=device, outcome=outcome) -> None:
+            try:
+                value = torch.full((1,), dist.get_rank() + 1, dtype=torch.int64, device=device)
+                dist.all_reduce(value, group=group, async_op=True).wait(timedelta(seconds=timeout_s))
+                outcome.append(value.item())
+            except Exception as error:
+                if "timed out" not in str(error):
+                    outcome.append(str(error).splitlines()[0])
+
+        if on_gpu(group):  # NCCL connects inside the call itself, where its timeout does not count
+            thread = threading.Thread(target=reduce, daemon=True)
+            thread.start()
+            thread.join(timeout_s)
+        else:
+            reduce()
+        if outcome == [sum(ranks) + len(ranks)]:
+            continue
+        if not outcome:
+            what = f"did not finish within {timeout_s:g} s"
+        else:
+            what = (
+                f"gave {outcome[0]}, not {sum(ranks) + len(ranks)}"
+                if isinstance(outcome[0], int)
+                else f"failed: {outcome[0]}"
+            )
+        raise ValueError(
+            f"the all-reduce of group {name} (ranks {', '.join(map(str, ranks))}) {what}; likely a rank that died "
+            "or never started, a network interface that the nodes do not share (NCCL_SOCKET_IFNAME, "
+            "GLOO_SOCKET_IFNAME), or a firewall between the nodes; NCCL_DEBUG=INFO says more"
+        )
+
+
+def on_gpu(group: dist.ProcessGroup) -> bool:
+    """Whether the group connects GPUs."""
+    return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
+
+
+# Phase → what sets its memory, and what to turn.
+MEMORY = {
+    "build": ("parallel.*", ("parallel.tp up", "parallel.pp up", "rollout.gpu_memory_utilization down")),
+    "rollout": (
+        "rollout.gpu_memory_utilization",
+        ("rollout.gpu_memory_utilization down", "rollout.vllm.max_num_seqs down", "rollout.tp up"),
+    ),
+    "logprob": (
+        "train.logprob_max_tokens_per_micro_batch",
+        ("train.logprob_max_tokens_per_micro_batch down", "parallel.tp up", "rollout.gpu_memory_utilization down"),
+    ),
+    "train": (
+        "train.max_tokens_per_micro_batch",
+        (
+            "train.max_tokens_per_micro_batch down",
+            "megatron.recompute_granularity=full (with megatron.recompute_method=uniform "
+            "megatron.recompute_num_layers=1)",
+            "parallel.tp or parallel.cp up",
+        ),
+    ),
+    "sync": (
+        "rollout.sync_bucket_mb",
+        ("rollout.sync_bucket_mb down", "rollout.gpu_memory_utilization down", "parallel.tp up"),
+    ),
+    "save": ("parallel.*", ("parallel.tp up", "parallel.pp up", "rollout.gpu_memory_utilization down")),
+}
+MEMORY["eval"] = MEMORY["rollout"]
+
+
+def explain_out_of_memory(phase: str, error: BaseException) -> str:
+    """What a torch.OutOfMemoryError in a phase means for the configuration; an unknown phase counts as "build"."""
+    budget, keys = MEMORY.get(phase, MEMORY["build"])
+    return (
+        f"out of GPU memory in the phase {phase}, whose budget is {budget}: {str(error).splitlines()[0]}\n"
+        f"  turn one of: {'; '.join(keys)}"
+    )
