@@ -69,6 +69,7 @@ class Engine:
             gpu_memory_utilization=gpu_memory_utilization,
             logprobs_mode="processed_logprobs",  # of the distribution that was sampled from: after temperature
             disable_log_stats=True,
+            load_format="safetensors",  # weights in pickles could run code
             use_tqdm_on_load=False,
         )
         settings = {**settings, **extra}
