@@ -28,6 +28,8 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else every rank is bound to the same cores
+    if torch.cuda.device_count() == 0:  # vLLM would compile one small function, at every start, with a C++ compiler
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def engine_options() -> set[str]:

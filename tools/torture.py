@@ -174,7 +174,7 @@ def torture(out: Path, runs: int, seed: int, overrides: list[str]) -> dict:
     dice, kills, how, resumed = random.Random(seed), Counter(), Counter(), Counter()
     times = {"rollout": STEPS, "update": 2 * STEPS, "push": STEPS + 1, "save": 2 * STEPS, "export": 3}
     for run in range(runs):
-        folder, planned, killed = out / f"run_{run:03d}", 1 + (dice.random() < 0.3), True
+        folder, planned, killed = out / f"run_{run:03d}", 1 + (dice.random() < 0.1), True
         while killed:
             job, killed = Job(folder, overrides), False
             phase = dice.choice(PHASES)
