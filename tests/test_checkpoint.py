@@ -123,6 +123,21 @@ def test_updates_that_are_no_numbers_are_skipped(train):
     assert any(name.endswith(".advantages") and values.isnan().any() for name, values in dumped.items())
 
 
+@pytest.mark.slow
+def test_ten_kills_change_nothing(tiny, tmp_path):
+    """tools/torture.py compares the files; docs/reliability.md has the figures of a hundred runs."""
+    command = [
+        sys.executable, str(REPO / "tools/torture.py"), "--runs", "10", "--seed", "2",
+        "--out", str(tmp_path / "torture"), f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
+    ]  # fmt: skip
+    process = subprocess.run(
+        command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800
+    )
+    assert process.returncode == 0, process.stdout
+    counts = json.loads(process.stdout.splitlines()[-1])
+    assert counts["different"] == 0 and sum(counts["kills"].values()) >= 10, counts
+
+
 @pytest.fixture
 def alone(tmp_path):
     """A process group of this process alone."""
