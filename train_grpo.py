@@ -1348,7 +1348,8 @@ def build_trainer(
         state = read_state(checkpoint)
         loaded = load_sharded(checkpoint, bridge.sharded_state(model, optimizer, loading=True))
         bridge.load_state(model, optimizer, loaded, state["updates"])
-        trainer.prompts_taken, writer.step = state["prompts_taken"], state["step"]
+        trainer.prompts_taken, trainer.skipped = state["prompts_taken"], state["skipped"]
+        writer.step = state["step"]
     push_weights(model, engine, cfg)
     return trainer
 
@@ -1362,6 +1363,7 @@ def run_state(trainer: Trainer, step: int) -> dict[str, Any]:
         "step": step,
         "updates": bridge.optimizer_steps(trainer.optimizer),
         "prompts_taken": trainer.prompts_taken,
+        "skipped": trainer.skipped,
         "data": fingerprint(trainer.prompts),
         "ranks": dist.get_world_size(),
         "config": dataclasses.asdict(trainer.cfg),
