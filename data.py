@@ -8,6 +8,7 @@ import difflib
 import glob
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import jinja2
 import numpy as np
 import pandas
 import pyarrow
+import transformers
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -34,6 +36,17 @@ class Prompt:
     answer: str
     source: str
     row: dict
+
+
+def load_tokenizer(path: str):
+    """The tokenizer of a Hugging Face folder or hub name. Raises ValueError."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # a damaged file fails as code does, with any exception
+        problem = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"model.path={path}: its tokenizer cannot be read: {type(error).__name__}: {problem}"
+        ) from None
 
 
 def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[list[Prompt], int]:
@@ -57,7 +70,9 @@ def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[list[Prompt], int]
     prompts = []
     for ids, answer, (place, row) in zip(all_ids, answers, rows, strict=True):
         if not ids:
-            raise ValueError(f"{place}: {cfg.prompt_key!r} is empty, it has no tokens")
+            raise ValueError(
+                f"{place}: data.prompt_key={cfg.prompt_key!r} has no tokens for the tokenizer of model.path"
+            )
         source = lookup(row, cfg.source_key)
         if len(ids) <= cfg.max_prompt_tokens:
             prompts.append(Prompt(ids, answer, "default" if source is None else str(source), row))
@@ -181,11 +196,11 @@ def load_tables(value: Any, split: str, key: str) -> list[tuple[str, datasets.Da
 
 def find_sources(name: str, split: str, key: str) -> list[tuple[str, dict]]:
     """(name, arguments of datasets.load_dataset) of each file, or of the hub data set, that `name` stands for."""
-    folder, _, named_split = (name, "", "") if Path(name).exists() else name.partition(":")
+    folder, _, named_split = (name, "", "") if os.path.exists(name) else name.partition(":")
     hub = HUB_NAME.fullmatch(name)
-    if Path(name).is_file() or "://" in name:
+    if os.path.isfile(name) or "://" in name:
         files = [name]
-    elif Path(folder).is_dir():
+    elif os.path.isdir(folder):
         files = folder_files(folder, named_split, split, key)
     elif hub and Path(name).suffix not in KINDS:
         return [(name, {"path": hub[1], "name": hub[2], "split": hub[3] or split})]

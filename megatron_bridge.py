@@ -17,12 +17,15 @@ import math
 import os
 import re
 import shutil
+import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
+import pydantic
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -435,6 +438,20 @@ def options_for(cls: type, options: dict) -> dict:
     return {name: value for name, value in options.items() if name in megatron_fields(cls)}
 
 
+def check_type(name: str, value: Any) -> None:
+    """Raises ValueError where `value` is not of the type that Megatron declares for its field `name`."""
+    for cls in CONFIG_CLASSES:
+        if name in megatron_fields(cls):
+            settings = {"arbitrary_types_allowed": True, "allow_inf_nan": False}
+            try:
+                pydantic.TypeAdapter(typing.get_type_hints(cls)[name], config=settings).validate_python(value)
+            except pydantic.ValidationError as error:
+                raise ValueError(f"megatron.{name}={value!r}: {error.errors()[0]['msg']}") from None
+
+
+LONGEST = "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens"
+
+
 def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: str, extra: dict) -> None:
     """See, without weights or process groups, that the model of `path` can be built and split.
 
@@ -443,8 +460,8 @@ def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: st
     """
     try:
         hf = transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.path={path}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # a damaged config.json fails as code does, with any exception
+        raise ValueError(f"model.path={path}: {' '.join(str(error).split())[:300]}") from None
     family = (hf.architectures or ["?"])[0]
     if family not in FAMILIES:
         raise ValueError(f"model.path={path} is a {family}; supported are {', '.join(FAMILIES)}")
@@ -463,7 +480,7 @@ def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: st
     if window and max_tokens > window:
         raise ValueError(
             f"model.path={path} attends to the last {window} tokens only (sliding_window), which is not supported for "
-            f"samples longer than that: data.max_prompt_tokens + rollout.max_new_tokens = {max_tokens}"
+            f"samples longer than that: {LONGEST} = {max_tokens}"
         )
     try:
         rotary_embedding(hf)
@@ -472,15 +489,18 @@ def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: st
     check_layout(hf, parallel, rollout_tp)
     if max_tokens > hf.max_position_embeddings:
         raise ValueError(
-            f"data.max_prompt_tokens + rollout.max_new_tokens = {max_tokens} is beyond the model's "
-            f"{hf.max_position_embeddings} positions"
+            f"{LONGEST} = {max_tokens} is beyond the model's {hf.max_position_embeddings} positions "
+            f"(max_position_embeddings of model.path={path})"
         )
     if extra.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
         raise ValueError("megatron.moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed")
+    for name, value in extra.items():
+        check_type(name, value)
     try:
         transformer_config(hf, parallel, DTYPES[dtype], extra)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"Megatron-core refuses this layout or the megatron section: {error}") from None
+        given = ", ".join(f"megatron.{name}" for name in extra) or "empty"
+        raise ValueError(f"Megatron-core refuses this layout or the megatron section ({given}): {error}") from None
 
 
 def check_layout(hf, parallel, rollout_tp: int) -> None:

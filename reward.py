@@ -43,9 +43,10 @@ def load_reward(
     Raises ValueError that says what is legal.
     """
     options = options or {}
-    for name in [*options, *weights_of(spec)]:
-        if name not in known and name != "custom":
-            raise ValueError(f"unknown reward {name!r}; legal are {', '.join([*known, 'custom'])}")
+    for where, names in (("", weights_of(spec)), ("reward.options: ", options)):
+        for name in names:
+            if name not in known and name != "custom":
+                raise ValueError(f"{where}unknown reward {name!r}; legal are {', '.join([*known, 'custom'])}")
     functions = {}
     for name in weights_of(spec):
         function = load_custom(custom) if name == "custom" else known[name]
@@ -91,13 +92,13 @@ def check_options(name: str, function: Callable, given: dict) -> None:
 def load_custom(custom: str | None) -> Callable:
     """The function of "path/to/file.py:function". Raises ValueError."""
     path, _, function = (custom or "").rpartition(":")
-    if not path or not Path(path).is_file():
+    if not path or not os.path.isfile(path):
         raise ValueError(f"reward.custom={custom!r}: give path/to/file.py:function, a file that exists")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"reward.custom={custom}: importing it failed: {last_line(error)}") from error
     if not callable(getattr(module, function, None)):
         raise ValueError(f"reward.custom={custom}: {path} has no function {function!r}")

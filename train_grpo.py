@@ -29,12 +29,14 @@ import dataclasses
 import difflib
 import json
 import math
+import operator
 import os
+import re
 import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,7 +46,6 @@ import numpy as np
 import omegaconf
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import save_file
 
 import guard
@@ -60,7 +61,7 @@ from checkpoint import (
     set_aside_after,
     sound_checkpoint,
 )
-from data import Prompt, fingerprint, load_prompts, prompt_batch
+from data import Prompt, fingerprint, load_prompts, load_tokenizer, prompt_batch
 from rollout import Engine, engine_options
 
 # ---------------------------------------------------------------- 1. configuration
@@ -218,12 +219,24 @@ AT_LEAST = {
     0: """train.lr train.warmup_steps train.weight_decay train.clip_grad train.save_every train.eval_every
           train.stall_timeout_s train.keep_last train.keep_every train.export_every
           eval.temperature eval.max_new_tokens reward.max_error_frac reward.memory_gb algo.clip_low algo.clip_high
-          algo.kl_coef algo.loss_norm_length algo.overlong_buffer algo.overlong_coef reward.timeout_s seed""",
+          algo.kl_coef algo.loss_norm_length algo.overlong_buffer algo.overlong_coef reward.timeout_s seed
+          train.adam_beta1 train.adam_beta2 algo.correction_low algo.correction_high""",
     1: """rollout.prompts_per_step rollout.max_new_tokens rollout.tp rollout.sync_bucket_mb data.max_prompt_tokens
           train.steps train.max_skipped train.updates_per_step train.epochs_per_step parallel.tp parallel.pp
           parallel.vpp parallel.cp parallel.ep parallel.etp reward.workers algo.max_rounds eval.samples""",
     2: "rollout.group_size",
 }
+AT_MOST = {
+    1: "rollout.top_p rollout.gpu_memory_utilization eval.top_p reward.max_error_frac",
+    10**6: "reward.timeout_s train.stall_timeout_s",
+}
+ABOVE = {
+    0: "rollout.temperature rollout.top_p rollout.gpu_memory_utilization rollout.max_logp_gap eval.top_p",
+    1: "algo.dual_clip",
+}
+BELOW = {1: "train.adam_beta1 train.adam_beta2"}
+NUMBER_LIMIT = 2**31 - 1  # of every number, so that none overflows later; inf means something for these keys:
+MAY_BE_INF = ("rollout.max_logp_gap", "algo.clip_high", "algo.correction_high", "algo.dual_clip")
 # Megatron-core fields that may not be set under `megatron`, and why.
 MEGATRON_OWNED = {
     "tensor_model_parallel_size": "use parallel.tp",
@@ -248,61 +261,80 @@ def load_config(path: str, overrides: list[str]) -> Config:
 
     A file that says `base: other.yaml` (seen from its own folder) changes what that one says.
     """
-    schema = omegaconf.OmegaConf.structured(Config)
-    layers, file = [omegaconf.OmegaConf.from_dotlist([o]) for o in overrides], Path(path)
+    schema, legal = omegaconf.OmegaConf.structured(Config), dict(config_items(Config()))
     try:
-        while file is not None:
-            layer = omegaconf.OmegaConf.load(file)
-            base = layer.pop("base", None) if omegaconf.OmegaConf.is_dict(layer) else None
-            layers.insert(0, layer)
-            file = file.parent / base if base else None
-            if len(layers) > len(overrides) + 10:
-                raise UserError(f"--config {path}: its `base` files go round in a circle")
-    except FileNotFoundError:
-        raise UserError(
-            f"--config {path}: no such file" + ("" if file == Path(path) else f" as its base {file}")
-        ) from None
-    except UserError:
-        raise
-    except Exception as error:  # PyYAML's and OmegaConf's own errors share no base class
-        raise UserError(f"cannot read the configuration: {error}") from None
-    for override in overrides:
-        if "=" not in override:
-            raise UserError(f"override {override!r} is not of the form section.key=value")
-    for layer in layers:
+        for layer in [*read_files(path), *map(read_override, overrides)]:
+            for key, value in settings(layer, legal):
+                if key not in legal:
+                    near = nearest(key.lower(), legal)
+                    raise UserError(f"unknown key {key!r}; the nearest legal key is {near!r}")
+                if dataclasses.is_dataclass(legal[key]):
+                    if value in (None, {}):  # a section whose keys are all commented out
+                        continue
+                    inside = next(iter(vars(legal[key])))
+                    raise UserError(f"{key}={value!r}: this is a section; give its keys, such as {key}.{inside}")
+                omegaconf.OmegaConf.update(schema, key, value)
+        missing = sorted(omegaconf.OmegaConf.missing_keys(schema))
+        if missing:
+            raise UserError(f"{', '.join(missing)}: not set; give it in {path} or as {missing[0]}=...")
+        return omegaconf.OmegaConf.to_object(schema)
+    except omegaconf.errors.OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+
+
+def read_files(path: str) -> list[dict]:
+    """What the YAML file says, and before it what the files that it is based on say. Raises UserError."""
+    layers, file = [], Path(path)
+    while file is not None:
+        where = f"--config {path}" + (f", its base {file}" if layers else "")
         try:
-            schema = omegaconf.OmegaConf.merge(schema, layer)
-        except omegaconf.errors.OmegaConfBaseException as error:
-            raise UserError(explain_config_error(error, schema)) from None
-    missing = sorted(omegaconf.OmegaConf.missing_keys(schema))
-    if missing:
-        raise UserError(f"{', '.join(missing)}: not set; give it in {path} or as {missing[0]}=...")
-    return omegaconf.OmegaConf.to_object(schema)
+            layer = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(file))
+        except FileNotFoundError:
+            raise UserError(f"{where}: no such file") from None
+        except Exception as error:  # PyYAML's and OmegaConf's own errors share no base class
+            raise UserError(f"{where}: cannot read the configuration: {error}") from None
+        base = layer.pop("base", None) if isinstance(layer, dict) else None
+        if not isinstance(layer, dict) or not isinstance(base, str | None):
+            wrong = f"base={base!r}" if base else "the whole is a list"
+            raise UserError(f"{where}: {wrong}; legal are keys with values, where `base` is the path of a file")
+        layers.insert(0, layer)
+        if len(layers) > 10:
+            raise UserError(f"--config {path}: its `base` files go round in a circle")
+        file = file.parent / base if base else None
+    return layers
 
 
-def explain_config_error(error: omegaconf.errors.OmegaConfBaseException, schema) -> str:
-    """One line: the key, what is wrong with it, and for an unknown key the nearest legal one."""
-    key = error.full_key or str(error.key)
-    if isinstance(error, omegaconf.errors.ConfigKeyError):
-        legal = config_keys(schema)
-        return f"unknown key {key!r}; the nearest legal key is {nearest(key, legal)!r}"
-    return f"{key}: {str(error).splitlines()[0]}"
+def read_override(override: str) -> dict:
+    """{section: {key: value}} of `section.key=value`. Raises UserError."""
+    if not re.fullmatch(r"[^.=\[\]]+(\.[^.=\[\]]+)*=.*", override, re.DOTALL):
+        raise UserError(f"override {override!r} is not of the form section.key=value")
+    try:
+        return omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.from_dotlist([override]))
+    except Exception as error:  # as above
+        raise UserError(f"override {override!r}: its value is not YAML: {' '.join(str(error).split())}") from None
+
+
+def settings(layer: dict, legal: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of all that a layer sets; a dict that is itself the value of a key stays whole."""
+    for name, value in layer.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and (key not in legal or dataclasses.is_dataclass(legal[key])):
+            yield from settings(value, legal, f"{key}.")
+        else:
+            yield key, value
+
+
+def config_items(cfg: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every key, sections included."""
+    for name, value in vars(cfg).items():
+        yield f"{prefix}{name}", value
+        if dataclasses.is_dataclass(value):
+            yield from config_items(value, f"{prefix}{name}.")
 
 
 def nearest(name: str, legal: Iterable[str]) -> str:
     """The legal name most like `name`."""
     return difflib.get_close_matches(name, legal, n=1, cutoff=0.0)[0]
-
-
-def config_keys(schema, prefix: str = "") -> list[str]:
-    """Dotted names of every key, sections included."""
-    found = []
-    for key in schema:
-        found.append(prefix + str(key))
-        node = omegaconf.OmegaConf.get_type(schema, key)
-        if dataclasses.is_dataclass(node):
-            found += config_keys(schema[key], f"{prefix}{key}.")
-    return found
 
 
 def get(cfg: Config, key: str) -> Any:
@@ -321,9 +353,21 @@ def check_config(cfg: Config, world_size: int) -> None:
 
     for key, legal in CHOICES.items():
         require(get(cfg, key) in legal, f"{key}={get(cfg, key)!r}: legal here is {' | '.join(map(str, legal))}")
-    for least, keys in AT_LEAST.items():
-        for key in keys.split():
-            require(get(cfg, key) >= least, f"{key}={get(cfg, key)}: must be at least {least}")
+    for key, value in config_items(cfg):
+        if type(value) in (int, float) and not (value == math.inf and key in MAY_BE_INF):
+            require(abs(value) <= NUMBER_LIMIT, f"{key}={value}: must be a number within ±{NUMBER_LIMIT}")
+    for holds, words, bounds in (
+        (operator.ge, "at least", AT_LEAST),
+        (operator.le, "at most", AT_MOST),
+        (operator.gt, "above", ABOVE),
+        (operator.lt, "below", BELOW),
+    ):
+        for bound, keys in bounds.items():
+            for key in keys.split():
+                value = get(cfg, key)
+                require(value is None or holds(value, bound), f"{key}={value}: must be {words} {bound}")
+    for key in ("rollout.top_k", "eval.top_k"):
+        require(get(cfg, key) == -1 or get(cfg, key) > 0, f"{key}={get(cfg, key)}: must be above 0, or -1 for all")
     for key in cfg.megatron:
         require(key not in MEGATRON_OWNED, f"megatron.{key}: {MEGATRON_OWNED.get(key)}")
         near = nearest(key, bridge.megatron_fields())
@@ -342,7 +386,6 @@ def check_config(cfg: Config, world_size: int) -> None:
         cfg.eval.temperature > 0 or cfg.eval.samples == 1,
         f"eval.temperature=0 gives the same answer {cfg.eval.samples} times; use eval.samples=1",
     )
-    require(a.dual_clip is None or a.dual_clip > 1, f"algo.dual_clip={a.dual_clip}: must be above 1, or null")
     require(
         a.correction == "none" or a.old_logp == "trainer",
         f"algo.correction={a.correction} weighs the trainer's old log-probs against vLLM's, but algo.old_logp=rollout "
@@ -353,11 +396,19 @@ def check_config(cfg: Config, world_size: int) -> None:
         f"algo.correction_level={a.correction_level} is for algo.correction=tis; {a.correction} has one level only",
     )
     require(
+        cfg.resume in ("none", "auto") or os.path.isdir(cfg.resume),
+        f"resume={cfg.resume}: no such folder; legal is none, auto, or the folder of a checkpoint",
+    )
+    low, high = correction_bounds(a)
+    require(
+        low <= high,
+        f"algo.correction_low={a.correction_low}, algo.correction_high={a.correction_high}: for algo.correction="
+        f"{a.correction} the bounds are then [{low}, {high}], which hold nothing; give others",
+    )
+    require(
         a.overlong_buffer <= r.max_new_tokens,
         f"algo.overlong_buffer={a.overlong_buffer} is beyond rollout.max_new_tokens={r.max_new_tokens}",
     )
-    require(r.temperature > 0, f"rollout.temperature={r.temperature}: must be above 0; greedy groups have no variance")
-    require(r.max_logp_gap is None or r.max_logp_gap > 0, f"rollout.max_logp_gap={r.max_logp_gap}: must be above 0")
     require(
         (r.top_p == 1 and r.top_k == -1) or bool(r.max_logp_gap),
         f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut distribution, "
@@ -551,6 +602,15 @@ def policy_loss(
 CORRECTION_BOUNDS = {"none": (0.0, 2.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mask": (0.999, 1.002)}
 
 
+def correction_bounds(algo: AlgoConfig) -> tuple[float, float]:
+    """(lowest, highest) weight that algo.correction leaves alone."""
+    low, high = CORRECTION_BOUNDS[algo.correction]
+    return (
+        low if algo.correction_low is None else algo.correction_low,
+        high if algo.correction_high is None else algo.correction_high,
+    )
+
+
 def mismatch_weight(
     trainer_logp_T: torch.Tensor,
     rollout_logp_T: torch.Tensor,
@@ -570,9 +630,7 @@ def mismatch_weight(
       seq_mask  w in answers whose geometric mean of w is inside the bounds, else 0      as in NeMo-RL
     The second is 1.0 where the bounds cut (for none: where those of tis would).
     """
-    low, high = CORRECTION_BOUNDS[algo.correction]
-    low = low if algo.correction_low is None else algo.correction_low
-    high = high if algo.correction_high is None else algo.correction_high
+    low, high = correction_bounds(algo)
     log_w_T = trainer_logp_T - rollout_logp_T
     judged_T = log_w_T  # what is held against the bounds
     if algo.correction == "seq_mask":
@@ -1630,7 +1688,7 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Any, list[Prompt], list[P
     prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
     try:
         bridge.check_model(cfg.model.path, cfg.parallel, r.tp, longest_sample(cfg), cfg.model.dtype, cfg.megatron)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model.path)
+        tokenizer = load_tokenizer(cfg.model.path)
         for key in ("train", "eval") if cfg.data.eval is not None else ("train",):
             prompts[key], dropped[key] = load_prompts(cfg.data, tokenizer, key)
         if not args.dry_run:

@@ -12,13 +12,13 @@ from train_grpo import main
 
 
 @pytest.fixture
-def dry_run(tiny, capsys):
+def dry_run(tiny, capfd):
     def run(*overrides: str, world_size: int = 4) -> tuple[int, str]:
         code = main([
             "--config", str(REPO / "configs/tiny.yaml"), "--dry-run", "--world-size", str(world_size),
             f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", *overrides,
         ])  # fmt: skip
-        streams = capsys.readouterr()
+        streams = capfd.readouterr()
         return code, streams.err if code else streams.out
 
     return run
@@ -51,7 +51,8 @@ def dry_run(tiny, capsys):
         ("parallel.etp=2", ["parallel.etp=2", "experts 1", "[1]"]),
         ("megatron.num_layers=3", ["megatron.num_layers", "config.json"]),
         ("megatron.moe_token_dispatcher_type=flex", ["moe_token_dispatcher_type=flex", "deep_ep"]),
-        ("megatron.recompute_granularity=most", ["Megatron-core refuses", "most"]),
+        ("megatron.recompute_granularity=most", ["megatron.recompute_granularity='most'", "'full' or 'selective'"]),
+        ("megatron.moe_pad_expert_input_to_capacity=true", ["Megatron-core refuses", "moe_expert_capacity_factor"]),
         ("rollout.vllm.max_num_seq=8", ["rollout.vllm.max_num_seq", "max_num_seqs"]),
         ("megatron.lr=1", ["megatron.lr: use train.lr"]),
         ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),
@@ -92,15 +93,15 @@ def test_bad_data(dry_run, tmp_path):
         assert code == 2 and needle in text, text
 
 
-def test_missing_config_and_missing_key(capsys, tmp_path):
+def test_missing_config_and_missing_key(capfd, tmp_path):
     assert main(["--config", "nowhere.yaml", "--dry-run"]) == 2
-    assert "nowhere.yaml: no such file" in capsys.readouterr().err
+    assert "nowhere.yaml: no such file" in capfd.readouterr().err
     (tmp_path / "c.yaml").write_text("seed: 1\n")
     assert main(["--config", str(tmp_path / "c.yaml"), "--dry-run"]) == 2
-    assert "data.train, model.path: not set" in capsys.readouterr().err
+    assert "data.train, model.path: not set" in capfd.readouterr().err
     (tmp_path / "c.yaml").write_text("seed: [1\n")
     assert main(["--config", str(tmp_path / "c.yaml"), "--dry-run"]) == 2
-    assert "cannot read the configuration" in capsys.readouterr().err
+    assert "cannot read the configuration" in capfd.readouterr().err
 
 
 def test_unsupported_architecture_names_the_supported(dry_run, tmp_path):
