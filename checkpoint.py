@@ -184,9 +184,8 @@ class CheckpointWriter:
         if failure is None:
             names = sorted(path.name for path in temporary.iterdir() if path.name != "common.pt")
             digests, failure = digest_files(temporary, names, sync=True)
-        if failure is None and dist.get_rank() == 0:
-            failure = self._complete(temporary, target, digests)
-        failure = first_failure(failure)
+        if failure is None:
+            failure = first_failure(self._complete(temporary, target, digests) if dist.get_rank() == 0 else None)
         if failure is not None:
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -196,7 +195,8 @@ class CheckpointWriter:
     def explain(self, step: int, failure: str) -> str:
         return (
             f"the checkpoint of step {step} could not be written to {self.folder}: {failure}; "
-            "the ones before are as they were. Make room or name another output_dir, then go on with resume=auto"
+            "the ones before are as they were. Make room, then go on with resume=auto, or go on in another output_dir "
+            "with resume=the newest of them"
         )
 
     def _complete(self, temporary: Path, target: Path, digests: dict) -> str | None:

@@ -41,6 +41,7 @@ class StopSignals:
 
     def __init__(self):
         self.requested: str | None = None
+        self.ended = False  # nothing will be finished and saved any more
         read, write = os.pipe()
         os.set_blocking(write, False)
         # A handler runs once the main thread is back in Python; the pipe is written at once, even in a collective.
@@ -61,7 +62,7 @@ class StopSignals:
             if first is None:
                 first, since = number, time.monotonic()
                 self._note(number)
-                if os.environ.get("RANK", "0") == "0":
+                if os.environ.get("RANK", "0") == "0" and not self.ended:
                     say(f"{self.requested}: finishing this phase, then saving; a second Ctrl-C stops at once")
             elif signal.SIGINT in (first, number) and time.monotonic() - since >= SAME_REQUEST_S:
                 os._exit(130)

@@ -4,6 +4,7 @@ Each raises a ValueError that says what is wrong, why, and what would be legal. 
 """
 
 import contextlib
+import errno
 import importlib.metadata
 import shutil
 import sys
@@ -178,6 +179,27 @@ def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) 
 def on_gpu(group: dist.ProcessGroup) -> bool:
     """Whether the group connects GPUs."""
     return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+
+
+def explain_disk_error(phase: str, error: Exception, folder: Path) -> str | None:
+    """What an error means if it comes from a disk that cannot be written, most likely that of output_dir; else None.
+
+    torch and safetensors do not say so with an OSError, so a small file is tried.
+    """
+    reason = str(error) if getattr(error, "errno", None) in DISK_ERRORS or "I/O error" in str(error) else None
+    if reason is None:
+        try:
+            with tempfile.NamedTemporaryFile(dir=existing(folder), prefix=".writable-") as file:
+                file.write(bytes(1 << 20))
+        except OSError as refusal:
+            reason = str(refusal)
+    return reason and (
+        f"a file could not be written in the phase {phase}: {reason}; the disk of output_dir={folder} has "
+        f"{gib(shutil.disk_usage(existing(folder)).free)} free. Make room, then go on with resume=auto"
+    )
 
 
 # Phase → what sets its memory, and what to turn.

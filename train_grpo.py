@@ -46,6 +46,7 @@ import numpy as np
 import omegaconf
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import guard
@@ -1741,13 +1742,16 @@ def run(cfg: Config, inputs: list) -> None:
         train(cfg, *inputs, watchdog)
     except torch.OutOfMemoryError as error:
         raise RankError(preflight.explain_out_of_memory(watchdog.phase, error)) from error
-    except RuntimeError as error:
-        if "onnection" not in str(error):  # of gloo and NCCL; they have no class of their own
+    except (RuntimeError, OSError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo and NCCL have no class of their own
+            raise RankError(
+                f"rank {dist.get_rank()}, in the phase {watchdog.phase}: another rank is gone "
+                f"({str(error).splitlines()[0]}). torchrun's report says which one; go on with resume=auto"
+            ) from error
+        message = preflight.explain_disk_error(watchdog.phase, error, Path(cfg.output_dir))
+        if message is None:
             raise
-        raise RankError(
-            f"rank {dist.get_rank()}, in the phase {watchdog.phase}: another rank is gone "
-            f"({str(error).splitlines()[0]}). torchrun's report says which one; go on with resume=auto"
-        ) from error
+        raise RankError(message) from error
     finally:
         watchdog.stop()
 
