@@ -1520,10 +1520,16 @@ def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
     return metrics, [dataclasses.replace(s, advantage=next(advantages) if s.group in groups else 0.0) for s in samples]
 
 
-def train(cfg: Config, tokenizer, prompts: list[Prompt], eval_prompts: list[Prompt], watchdog: guard.Watchdog) -> None:
+def train(
+    cfg: Config,
+    tokenizer,
+    prompts: list[Prompt],
+    eval_prompts: list[Prompt],
+    watchdog: guard.Watchdog,
+    signals: guard.StopSignals,
+) -> None:
     """The whole run, on every rank of torchrun's world."""
     out, writes, t = Path(cfg.output_dir), dist.get_rank() == 0, cfg.train
-    signals = guard.StopSignals()
     lock = check_machines(cfg)  # held as long as the run
     checkpoint = find_checkpoint(cfg)
     done = check_resumed(checkpoint, cfg, prompts) if checkpoint else 0
@@ -1737,9 +1743,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def run(cfg: Config, inputs: list) -> None:
     """`train`, watched, with what failures of the machines mean. Raises TrainingError."""
-    watchdog = guard.Watchdog(cfg.train.stall_timeout_s)
+    watchdog, signals = guard.Watchdog(cfg.train.stall_timeout_s), guard.StopSignals()
     try:
-        train(cfg, *inputs, watchdog)
+        train(cfg, *inputs, watchdog, signals)
     except torch.OutOfMemoryError as error:
         raise RankError(preflight.explain_out_of_memory(watchdog.phase, error)) from error
     except (RuntimeError, OSError, SafetensorError) as error:
@@ -1753,6 +1759,7 @@ def run(cfg: Config, inputs: list) -> None:
             raise
         raise RankError(message) from error
     finally:
+        signals.ended = True
         watchdog.stop()
 
 
