@@ -76,10 +76,10 @@ def main() -> None:
     dist.barrier()
     cfg = config(folder, sys.argv[1:])
     train_grpo.check_config(cfg, dist.get_world_size())
-    hf = train_grpo.transformers.AutoTokenizer.from_pretrained(cfg.model.path)
-    prompts, _ = train_grpo.load_prompts(cfg.data, hf)
+    tokenizer = train_grpo.load_tokenizer(cfg.model.path)
+    prompts, _ = train_grpo.load_prompts(cfg.data, tokenizer)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
-    trainer = train_grpo.build_trainer(cfg, hf, prompts, [], None, guard.Watchdog(0), guard.StopSignals())
+    trainer = train_grpo.build_trainer(cfg, tokenizer, prompts, [], None, guard.Watchdog(0), guard.StopSignals())
     rows, bare = [], []
     for step in range(1, WARMUP + STEPS + 1):
         metrics, _ = train_grpo.train_step(trainer, step)
