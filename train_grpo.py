@@ -26,17 +26,15 @@ predicting position of the whole step.
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import json
 import math
 import operator
 import os
-import re
 import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -62,14 +60,11 @@ from checkpoint import (
     set_aside_after,
     sound_checkpoint,
 )
+from config import UserError, config_items, get, load_config, nearest, to_yaml
 from data import Prompt, fingerprint, load_prompts, load_tokenizer, prompt_batch
 from rollout import Engine, engine_options
 
 # ---------------------------------------------------------------- 1. configuration
-
-
-class UserError(Exception):
-    """Something the user can mend: what is wrong, which key, what would be legal. Ends the program with exit code 2."""
 
 
 @dataclass
@@ -255,94 +250,6 @@ MEGATRON_OWNED = {
     "moe_router_load_balancing_type": "only aux_loss, whose weight is megatron.moe_aux_loss_coeff",
     "moe_grouped_gemm": "needs Transformer Engine; here the experts run one after the other",
 }
-
-
-def load_config(path: str, overrides: list[str]) -> Config:
-    """The defaults, then the YAML file `path`, then the `section.key=value` overrides. Raises UserError.
-
-    A file that says `base: other.yaml` (seen from its own folder) changes what that one says.
-    """
-    schema, legal = omegaconf.OmegaConf.structured(Config), dict(config_items(Config()))
-    try:
-        for layer in [*read_files(path), *map(read_override, overrides)]:
-            for key, value in settings(layer, legal):
-                if key not in legal:
-                    near = nearest(key.lower(), legal)
-                    raise UserError(f"unknown key {key!r}; the nearest legal key is {near!r}")
-                if dataclasses.is_dataclass(legal[key]):
-                    if value in (None, {}):  # a section whose keys are all commented out
-                        continue
-                    inside = next(iter(vars(legal[key])))
-                    raise UserError(f"{key}={value!r}: this is a section; give its keys, such as {key}.{inside}")
-                omegaconf.OmegaConf.update(schema, key, value)
-        missing = sorted(omegaconf.OmegaConf.missing_keys(schema))
-        if missing:
-            raise UserError(f"{', '.join(missing)}: not set; give it in {path} or as {missing[0]}=...")
-        return omegaconf.OmegaConf.to_object(schema)
-    except omegaconf.errors.OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-
-
-def read_files(path: str) -> list[dict]:
-    """What the YAML file says, and before it what the files that it is based on say. Raises UserError."""
-    layers, file = [], Path(path)
-    while file is not None:
-        where = f"--config {path}" + (f", its base {file}" if layers else "")
-        try:
-            layer = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(file))
-        except FileNotFoundError:
-            raise UserError(f"{where}: no such file") from None
-        except Exception as error:  # PyYAML's and OmegaConf's own errors share no base class
-            raise UserError(f"{where}: cannot read the configuration: {error}") from None
-        base = layer.pop("base", None) if isinstance(layer, dict) else None
-        if not isinstance(layer, dict) or not isinstance(base, str | None):
-            wrong = f"base={base!r}" if base else "the whole is a list"
-            raise UserError(f"{where}: {wrong}; legal are keys with values, where `base` is the path of a file")
-        layers.insert(0, layer)
-        if len(layers) > 10:
-            raise UserError(f"--config {path}: its `base` files go round in a circle")
-        file = file.parent / base if base else None
-    return layers
-
-
-def read_override(override: str) -> dict:
-    """{section: {key: value}} of `section.key=value`. Raises UserError."""
-    if not re.fullmatch(r"[^.=\[\]]+(\.[^.=\[\]]+)*=.*", override, re.DOTALL):
-        raise UserError(f"override {override!r} is not of the form section.key=value")
-    try:
-        return omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.from_dotlist([override]))
-    except Exception as error:  # as above
-        raise UserError(f"override {override!r}: its value is not YAML: {' '.join(str(error).split())}") from None
-
-
-def settings(layer: dict, legal: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of all that a layer sets; a dict that is itself the value of a key stays whole."""
-    for name, value in layer.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and value and (key not in legal or dataclasses.is_dataclass(legal[key])):
-            yield from settings(value, legal, f"{key}.")
-        else:
-            yield key, value
-
-
-def config_items(cfg: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every key, sections included."""
-    for name, value in vars(cfg).items():
-        yield f"{prefix}{name}", value
-        if dataclasses.is_dataclass(value):
-            yield from config_items(value, f"{prefix}{name}.")
-
-
-def nearest(name: str, legal: Iterable[str]) -> str:
-    """The legal name most like `name`."""
-    return difflib.get_close_matches(name, legal, n=1, cutoff=0.0)[0]
-
-
-def get(cfg: Config, key: str) -> Any:
-    """Value at a dotted key."""
-    for part in key.split("."):
-        cfg = getattr(cfg, part)
-    return cfg
 
 
 def check_config(cfg: Config, world_size: int) -> None:
@@ -1316,7 +1223,7 @@ def new_output_dir(path: Path, cfg: Config) -> None:
             path.rename(aside)
             print(f"moved the earlier run in {path} to {aside}")
         (path / "rollouts").mkdir(parents=True, exist_ok=True)
-        (path / "config.yaml").write_text(omegaconf.OmegaConf.to_yaml(omegaconf.OmegaConf.structured(cfg)))
+        (path / "config.yaml").write_text(to_yaml(cfg))
         (path / "metrics.jsonl").write_text("")
     except OSError as error:
         raise UserError(f"output_dir={path}: {error}") from None
@@ -1336,7 +1243,7 @@ def continue_output_dir(path: Path, cfg: Config, step: int) -> None:
     """The output folder of a run that goes on after `step`, without what was written of later steps."""
     try:
         (path / "rollouts").mkdir(parents=True, exist_ok=True)
-        (path / "config.yaml").write_text(omegaconf.OmegaConf.to_yaml(omegaconf.OmegaConf.structured(cfg)))
+        (path / "config.yaml").write_text(to_yaml(cfg))
         log, kept = path / "metrics.jsonl", []
         for line in log.read_text().splitlines(keepends=True) if log.exists() else []:
             if not line.endswith("\n"):
@@ -1611,7 +1518,7 @@ def check_machines(cfg: Config) -> IO | None:
     Returns the lock of the output folder on rank 0, to be kept.
     """
     try:
-        preflight.check_same_config(omegaconf.OmegaConf.to_yaml(omegaconf.OmegaConf.structured(cfg)))
+        preflight.check_same_config(to_yaml(cfg))
     except ValueError as error:
         raise UserError(str(error)) from None
     lock = on_first_rank(partial(check_host, cfg))
@@ -1689,7 +1596,7 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Any, list[Prompt], list[P
 
     Raises UserError.
     """
-    cfg = load_config(args.config, args.overrides)
+    cfg = load_config(Config, args.config, args.overrides)
     check_config(cfg, args.world_size)
     r, dropped = cfg.rollout, {}
     prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}

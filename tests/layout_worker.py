@@ -29,7 +29,7 @@ EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
 def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     """What the layout gives, on every rank."""
     overrides = [*plan["overrides"], *plan["layouts"][name], f"megatron.adam_eps={EPS:.0f}"]
-    cfg = train_grpo.load_config(plan["config"], overrides)
+    cfg = train_grpo.load_config(train_grpo.Config, plan["config"], overrides)
     train_grpo.check_config(cfg, dist.get_world_size())
     bridge.check_model(cfg.model.path, cfg.parallel, 1, 64, cfg.model.dtype, cfg.megatron)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)

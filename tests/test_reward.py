@@ -11,7 +11,8 @@ import pytest
 
 import reward
 import reward_functions
-from train_grpo import RewardConfig, load_config
+from config import load_config
+from train_grpo import Config, RewardConfig
 
 
 def boxed(expression: str) -> str:
@@ -403,7 +404,9 @@ def test_config_becomes_a_grader(tmp_path):
         "model: {path: m}\ndata: {train: t}\nreward:\n  default: {math: 1.0, length: 0.2}\n  by_source: {a: gsm8k}\n"
         "  options: {length: {limit: 9}}\n"
     )
-    cfg = load_config(str(path), ["reward.by_source.b={math: 1, format: 0.5}", "reward.options.length.buffer=3"]).reward
+    cfg = load_config(
+        Config, str(path), ["reward.by_source.b={math: 1, format: 0.5}", "reward.options.length.buffer=3"]
+    ).reward
     assert cfg.default == {"math": 1.0, "length": 0.2} and cfg.options == {"length": {"limit": 9, "buffer": 3}}
     assert cfg.by_source == {"a": "gsm8k", "b": {"math": 1, "format": 0.5}}
     reward.load_reward(cfg.default, cfg.custom, cfg.options)

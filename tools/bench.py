@@ -38,7 +38,7 @@ def config(folder: Path, overrides: list[str]) -> train_grpo.Config:
         "rollout.max_new_tokens=64", "algo.kl_coef=0.05", "train.lr=1e-4", f"train.steps={WARMUP + STEPS + 1}",
         "train.save_every=0", "train.max_tokens_per_micro_batch=4096", "train.logprob_max_tokens_per_micro_batch=4096",
     ]  # fmt: skip
-    return train_grpo.load_config(str(folder / "bench.yaml"), [*defaults, *overrides])
+    return train_grpo.load_config(train_grpo.Config, str(folder / "bench.yaml"), [*defaults, *overrides])
 
 
 def make_inputs(folder: Path) -> None:
