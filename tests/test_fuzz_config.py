@@ -48,15 +48,19 @@ WRONG = [
 ]  # fmt: skip
 
 
-def is_illegal(kind: typing.Any, value: typing.Any) -> bool:
-    """Whether no key of this type can have the value, whatever its range."""
+def is_illegal(key: str, value: typing.Any) -> bool:
+    """Whether the key cannot have the value, whatever its own range."""
+    kind = KEYS[key]
     if isinstance(value, str) and (value.startswith("${") or value == "???"):
         return True
     if value is None:
         return kind is not typing.Any and type(None) not in typing.get_args(kind)
     number = {int, float} & {kind, *typing.get_args(kind)} and typing.get_origin(kind) is not dict
     whole = kind is int and isinstance(value, float) and not value.is_integer()
-    return bool(number) and (isinstance(value, (str, list, dict, bool)) or whole or value != value)
+    if not number or isinstance(value, (str, list, dict, bool)) or whole:
+        return bool(number)
+    no_bound = ("rollout.max_logp_gap", "algo.clip_high", "algo.correction_high", "algo.dual_clip")
+    return not abs(value) < 1e12 and not (value == math.inf and key in no_bound)
 
 
 @dataclass
@@ -88,7 +92,7 @@ class Draft:
 def wrong_value(rng: random.Random, d: Draft) -> None:
     key = rng.choice([key for key in KEYS if key not in d.spoilt])
     value = rng.choice(WRONG)
-    d.illegal |= is_illegal(KEYS[key], value)
+    d.illegal |= is_illegal(key, value)
     d.put(rng, key, value)
 
 
