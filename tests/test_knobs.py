@@ -9,8 +9,9 @@ import sys
 import pytest
 
 import reward as rewards
+from config import config_items
 from tests.conftest import REPO
-from train_grpo import Config, RewardConfig, config_items
+from train_grpo import Config, RewardConfig
 
 # Every optional path at once: evaluation, KL, corrections, penalties, several rounds and updates, saving, exporting.
 OPTIONAL_PATHS = (
