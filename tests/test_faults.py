@@ -1,0 +1,375 @@
+"""What breaks around a run, done to real ones: what the user sees, and that resume=auto then ends with the same bits.
+
+docs/faults.md has the messages.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO
+from tests.test_checkpoint import lasting
+
+STEPS = 12
+JOB = [
+    "rollout.prompts_per_step=4", "rollout.group_size=8", f"train.steps={STEPS}", "train.warmup_steps=0",
+    "train.save_every=2", "reward.timeout_s=100", "resume=auto",
+]  # fmt: skip
+TWO_RANKS = ("--standalone", "--nproc_per_node=2")
+
+# The demo's reward, which takes as long as a file named "pause" lies beside it.
+REWARD = """
+import pathlib, sys, time
+sys.path.insert(0, "tools")
+from tiny_reward import digits_in_place
+
+pause = pathlib.Path(__file__).with_name("pause")
+
+def reward(text, answer, row):
+    with pause.with_name("clock").open("a") as file:
+        print(time.time(), file=file)
+    while pause.exists():
+        pause.with_name("paused").touch()
+        time.sleep(0.05)
+    return digits_in_place(text, answer, row)
+"""
+
+
+class Job:
+    """A torchrun of train_grpo.py in a folder `base`, with all that it started."""
+
+    count = 0
+
+    def __init__(self, base: Path, *overrides: str, torchrun: tuple[str, ...] = TWO_RANKS, **env: str):
+        Job.count += 1
+        self.base, self.out, self.tag = base, base / "out", f"{base}:{Job.count}"
+        self.printed = base / f"printed_{Job.count}.txt"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", *torchrun, "train_grpo.py", "--config", "configs/tiny.yaml",
+            f"output_dir={self.out}", *JOB, f"model.path={base / 'model'}", f"data.train={base / 'train.jsonl'}",
+            f"reward.custom={base / 'reward.py'}:reward", *overrides,
+        ]  # fmt: skip
+        env = {
+            **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
+            "FAULTS_TAG": self.tag, **env,
+        }  # fmt: skip
+        with self.printed.open("w") as file:
+            self.process = subprocess.Popen(
+                command, cwd=REPO, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def text(self) -> str:
+        return self.printed.read_text(errors="replace")
+
+    @property
+    def own_text(self) -> str:
+        """What the run itself has printed, without the report of torchrun at the end."""
+        return re.split(r"\n[WE]\d{4} .*/torch/distributed/", self.text)[0]
+
+    def wait_for(self, pattern: str | Path, seconds: float = 240) -> None:
+        """Wait until the pattern is printed, or the file exists."""
+        deadline = time.monotonic() + seconds
+        while not (pattern.exists() if isinstance(pattern, Path) else re.search(pattern, self.text)):
+            assert time.monotonic() < deadline and self.process.poll() is None, f"no {pattern} in\n{self.text}"
+            time.sleep(0.01)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(rf"\] +{step}/{STEPS} ")
+
+    def end(self, seconds: float = 240) -> int:
+        """Its exit code; nothing that it started may be left."""
+        code, deadline = self.process.wait(seconds), time.monotonic() + 5
+        while (left := self.family()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left, f"still there after the end: {left}"
+        return code
+
+    def family(self) -> dict[int, str]:
+        """Living processes of this job, vLLM's and the grading ones too: id → RANK and command line."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # ended meanwhile
+                environment = dict(
+                    pair.split("=", 1) for pair in (folder / "environ").read_text().split("\0") if "=" in pair
+                )
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                if environment.get("FAULTS_TAG") == self.tag and state not in "ZX":
+                    command = (folder / "cmdline").read_text().replace("\0", " ")
+                    found[int(folder.name)] = f"RANK={environment.get('RANK')} {command}"
+        return found
+
+    def rank(self, rank: int) -> int:
+        """The process id of a rank."""
+        return next(
+            pid for pid, what in self.family().items() if what.startswith(f"RANK={rank} ") and "train_grpo.py" in what
+        )
+
+    def ctrl_c(self) -> None:
+        """As a terminal does it: to the group of processes in the foreground."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def result(self) -> dict:
+        """What no fault may change."""
+        files = [self.out / f"hf/step_{STEPS:06d}/model-00000.safetensors", *sorted(self.out.glob("rollouts/*.jsonl"))]
+        metrics = [json.loads(line) for line in (self.out / "metrics.jsonl").open()]
+        return {path.name: path.read_bytes() for path in files} | {"metrics": lasting(metrics)}
+
+
+@pytest.fixture(scope="module")
+def base(tiny, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    shutil.copytree(tiny, folder, dirs_exist_ok=True)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base) -> dict:
+    job = Job(base)
+    assert job.end() == 0, job.text
+    result = job.result()
+    shutil.rmtree(job.out)
+    return result
+
+
+@pytest.fixture
+def start(base):
+    """start("section.key=value", ..., torchrun=..., NAME=...) → Job; whatever is left is killed afterwards."""
+    jobs = []
+
+    def one(*overrides: str, **settings) -> Job:
+        jobs.append(Job(base, *overrides, **settings))
+        return jobs[-1]
+
+    yield one
+    for job in jobs:
+        for pid in job.family():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.process.wait()
+    shutil.rmtree(base / "out", ignore_errors=True)
+    for name in ("pause", "paused", "clock", "back"):
+        (base / name).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def disk(base):
+    """disk(options of a tmpfs) mounts one on the output folder."""
+    out, mounted = base / "out", []
+
+    def mount(options: str) -> Path:
+        out.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", out], capture_output=True, text=True)
+        if done.returncode:
+            out.rmdir()
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+        mounted.append(out)
+        return out
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_a_killed_and_a_stopped_rank(start, undisturbed):
+    job = start()
+    job.wait_for_step(3)
+    os.kill(job.rank(1), signal.SIGKILL)
+    assert job.end() == 1
+    assert "exitcode  : -9" in job.text and "Signal 9 (SIGKILL) received by PID" in job.text, job.text
+    assert re.search(
+        r"\nerror: rank 0, in the phase \w+: another rank is gone \(.*go on with resume=auto", job.own_text
+    )
+    assert "then saving" not in job.text, job.text  # torchrun ends the others with SIGTERM
+
+    job = start("train.stall_timeout_s=30")  # longer than building takes
+    job.wait_for(r"resume:  after step [23456]")
+    job.wait_for_step(7)
+    stopped = job.rank(1)
+    os.kill(stopped, signal.SIGSTOP)
+    assert job.end() == 1
+    assert "watchdog: no rank has finished a phase for 30 s\nrank  phase       seconds  state\n" in job.text, job.text
+    assert re.search(rf"\n   1  .* no answer: stopped \(SIGSTOP\) \(process {stopped} on ", job.text), job.text
+
+    job = start()
+    assert job.end() == 0 and "resume:  after step " in job.text, job.text
+    assert job.result() == undisturbed
+
+
+@pytest.mark.slow
+def test_stop_requests(start, base, undisturbed):
+    job = start()
+    job.wait_for_step(3)
+    (base / "pause").touch()
+    job.wait_for(base / "paused")
+    job.ctrl_c()
+    job.wait_for("SIGINT: finishing this phase, then saving; a second Ctrl-C stops at once")
+    time.sleep(2.5)
+    job.ctrl_c()
+    began = time.monotonic()
+    assert job.end() == 1 and time.monotonic() - began < 10
+    assert "stopped after" not in job.text
+    (base / "pause").unlink()
+
+    job = start()
+    job.wait_for_step(5)
+    job.ctrl_c()
+    assert job.end() == 1  # torchrun's own
+    step = int(re.search(r"stopped after step (\d+), saved in .*; go on with resume=auto", job.text)[1])
+    assert (job.out / f"checkpoints/step_{step:06d}").exists() and "exitcode" not in job.text, job.text
+
+    job = start()
+    job.wait_for(f"resume:  after step {step}, ")
+    job.wait_for_step(step + 2)
+    for pid in job.family():  # as a scheduler may do it: every process, the grading ones too
+        os.kill(pid, signal.SIGTERM)
+    assert job.end() == 1
+    step = int(re.search(r"stopped after step (\d+), saved in .*; go on with resume=auto", job.text)[1])
+
+    job = start()
+    assert job.end() == 0 and f"resume:  after step {step}, " in job.text, job.text
+    assert job.result() == undisturbed
+
+
+@pytest.mark.slow
+def test_a_full_disk(start, disk, undisturbed):
+    folder = disk("size=64m")  # two checkpoints of 10 MB, one being written, an export
+    for step, room in ((3, 1 << 20), (7, 0)):  # room for logs but not for a checkpoint; for nothing
+        job = start()
+        job.wait_for_step(step)
+        with (folder / "filler").open("wb") as file, contextlib.suppress(OSError):
+            size = shutil.disk_usage(folder).free - room
+            os.posix_fallocate(file.fileno(), 0, size)
+        assert job.end() == 1
+        said = r"\nerror: .*No space left on device.*[Mm]ake room, then go on with resume=auto"
+        assert re.search(said, job.own_text, re.IGNORECASE) and "Traceback" not in job.own_text, job.text
+        (folder / "filler").unlink()
+    job = start()
+    assert job.end() == 0 and "resume:  after step " in job.text, job.text
+    assert job.result() == undisturbed
+
+
+@pytest.mark.slow
+def test_a_read_only_disk(start, disk):
+    disk("ro,size=64m")
+    job = start()
+    assert job.end() == 1
+    assert re.search(
+        r"\nerror: output_dir=.*: cannot write in .* \(Read-only file system\); choose an output_dir", job.text
+    ), job.text
+    assert "exitcode  : 2" in job.text and "Traceback" not in job.own_text, job.text
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_same_folder(start, base, undisturbed):
+    first = start()
+    first.wait_for_step(1)
+    (base / "pause").touch()
+    first.wait_for(base / "paused")
+    second = start("resume=none")  # would move the folder aside
+    assert second.end() == 1
+    assert re.search(rf"\nerror: output_dir=.* is in use by process {first.rank(0)} on host .*; choose", second.text)
+    assert "exitcode  : 2" in second.text and "Traceback" not in second.own_text, second.text
+    (base / "pause").unlink()
+    assert first.end() == 0 and first.result() == undisturbed
+
+
+def test_a_taken_port(start):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        job = start(torchrun=("--nproc_per_node=2", "--master-addr=127.0.0.1", f"--master-port={port}"))
+        assert job.end() == 1
+    assert "EADDRINUSE" in job.text and "layout:" not in job.text, job.text
+
+
+# What a step of the system's clock does to a process; libfaketime 0.9.10 breaks Python's time.sleep.
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+int clock_gettime(clockid_t id, struct timespec *t) {
+    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(id, t);
+    if (id == CLOCK_REALTIME && access(getenv("CLOCK_BACK"), F_OK) == 0) t->tv_sec -= 3600;
+    return result;
+}
+int gettimeofday(struct timeval *t, void *zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    *t = (struct timeval){now.tv_sec, now.tv_nsec / 1000};
+    return 0;
+}
+time_t time(time_t *t) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return t ? (*t = now.tv_sec) : now.tv_sec;
+}
+"""
+
+
+@pytest.mark.slow
+def test_a_clock_that_goes_back(start, base, undisturbed):
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler, which this test needs for its clock")
+    (base / "clock.c").write_text(CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", base / "clock.so", base / "clock.c", "-ldl"], check=True)
+    job = start(LD_PRELOAD=str(base / "clock.so"), CLOCK_BACK=str(base / "back"))
+    job.wait_for_step(3)
+    (base / "back").touch()
+    assert job.end() == 0 and job.result() == undisturbed, job.text
+    seen = [float(line) for line in (base / "clock").open()]  # by the reward, in the order of its calls
+    assert seen[0] - seen[-1] > 3000
+    lines = [json.loads(line) for line in (job.out / "metrics.jsonl").open()]
+    assert all(0 <= value < 600 for line in lines for key, value in line.items() if key.startswith("time/"))
+
+
+def node(rank: int, port: int, tag: str) -> tuple[str, ...]:
+    return (
+        "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
+        f"--rdzv-id={tag}", f"--rdzv-conf=is_host={int(rank == 0)}", "--max-restarts=3", "--local-addr=127.0.0.1",
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["worker", "agent"])
+def test_two_nodes(start, undisturbed, killed):
+    port = free_port()
+    # Without it an agent that joins later waits in vain for the address of the store, which the first told only once
+    # (torch 2.13, DynamicRendezvousHandler.next_rendezvous).
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if killed == "agent" else {}
+    nodes = [start(torchrun=node(rank, port, killed), **env) for rank in (0, 1)]
+    deadline = time.monotonic() + 240
+    while not any(re.search(rf"\] +5/{STEPS} ", job.text) for job in nodes):
+        assert time.monotonic() < deadline and all(job.process.poll() is None for job in nodes)
+        time.sleep(0.01)
+    if killed == "worker":
+        os.kill(next(pid for pid, what in nodes[1].family().items() if not what.startswith("RANK=None")), 9)
+    else:
+        nodes[1].process.kill()
+        nodes[1].end()
+        nodes.append(start(torchrun=node(1, port, killed), **env))
+    assert nodes[0].end() == 0, nodes[0].text
+    assert nodes[-1].end() == 0, nodes[-1].text
+    assert "resume:  after step 4" in nodes[0].text + nodes[-1].text
+    assert nodes[0].result() == undisturbed
