@@ -71,7 +71,7 @@ def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[list[Prompt], int]
     for ids, answer, (place, row) in zip(all_ids, answers, rows, strict=True):
         if not ids:
             raise ValueError(
-                f"{place}: data.prompt_key={cfg.prompt_key!r} has no tokens for the tokenizer of model.path"
+                f"{place}: {cfg.prompt_key!r} is empty: no tokens (data.prompt_key, or the tokenizer of model.path)"
             )
         source = lookup(row, cfg.source_key)
         if len(ids) <= cfg.max_prompt_tokens:
