@@ -1648,6 +1648,18 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
+def join_ranks(cfg: Config) -> None:
+    """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Raises RankError."""
+    try:
+        bridge.init_distributed(group_timeout_s(cfg))
+    except dist.DistError as error:
+        raise RankError(
+            f"rank {os.environ['RANK']} cannot meet the others at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({str(error).splitlines()[0]}). If the address "
+            "is in use, another job has this MASTER_PORT: choose another; else rank 0 is gone or out of reach"
+        ) from error
+
+
 def run(cfg: Config, inputs: list) -> None:
     """`train`, watched, with what failures of the machines mean. Raises TrainingError."""
     watchdog, signals = guard.Watchdog(cfg.train.stall_timeout_s), guard.StopSignals()
@@ -1677,7 +1689,7 @@ def main(argv: list[str]) -> int:
     try:
         cfg, *inputs = prepare(args)
         if not args.dry_run:
-            bridge.init_distributed(group_timeout_s(cfg))
+            join_ranks(cfg)
             run(cfg, inputs)
     except (UserError, TrainingError, CheckpointError) as error:
         if is_first_rank() or isinstance(error, RankError):
