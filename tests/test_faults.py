@@ -299,6 +299,23 @@ def test_a_taken_port(start):
     assert "EADDRINUSE" in job.text and "layout:" not in job.text, job.text
 
 
+@pytest.mark.slow
+def test_a_taken_port_without_torchrun(base):
+    """As srun starts ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        command = [
+            sys.executable, "train_grpo.py", "--config", "configs/tiny.yaml", f"model.path={base / 'model'}",
+            f"data.train={base / 'train.jsonl'}", f"output_dir={base / 'out'}",
+        ]  # fmt: skip
+        env = {**os.environ, **world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert f"error: rank 0 cannot meet the others at 127.0.0.1:{port} (" in done.stderr
+    assert "address already in use" in done.stderr and "choose another" in done.stderr
+
+
 # What a step of the system's clock does to a process; libfaketime 0.9.10 breaks Python's time.sleep.
 CLOCK = """
 #define _GNU_SOURCE
