@@ -303,19 +303,26 @@ def damage(path: Path) -> str | None:
 
 
 def sound_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint that is as it was written, None if there is none; the same on every rank.
+    """The newest checkpoint that is as it was written, None if there are no checkpoints; the same on every rank.
 
-    A damaged one is said, put aside under the name step_N.damaged, and the one before is tried.
+    Newer ones that are damaged are put aside under the name step_N.damaged. Raises CheckpointError if all are.
     """
     first, paths = dist.get_rank() == 0, [complete(folder)]
     dist.broadcast_object_list(paths)
-    for path in paths[0]:
+    for number, path in enumerate(paths[0]):
         problem = damage(path)
         if problem is None:
+            for damaged in paths[0][:number] if first else []:
+                print(f"going back to {path.name}; {damaged.name} is now {damaged.name}.damaged", flush=True)
+                put_aside(damaged, "damaged")
             return path
         if first:
-            print(f"warning: {path} is damaged: {problem}; going back to the checkpoint before it", flush=True)
-            put_aside(path, "damaged")
+            print(f"warning: {path} is damaged: {problem}", flush=True)
+    if paths[0]:
+        raise CheckpointError(
+            f"every checkpoint in {folder} is damaged, so resume=auto has nothing to go on from; resume=none starts "
+            "anew and moves the folder of this run aside"
+        )
     return None
 
 

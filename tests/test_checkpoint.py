@@ -175,7 +175,7 @@ def saved_by_hand(folder: Path, step: int) -> Path:
     ],
 )
 def test_damage_is_found_and_the_one_before_is_taken(alone, tmp_path, harm, message):
-    from checkpoint import complete, damage, sound_checkpoint
+    from checkpoint import CheckpointError, complete, damage, sound_checkpoint
 
     saved_by_hand(tmp_path, 1)
     newest = saved_by_hand(tmp_path, 2)
@@ -185,6 +185,12 @@ def test_damage_is_found_and_the_one_before_is_taken(alone, tmp_path, harm, mess
     found = damage(newest)
     assert found is None if message is None else message in found
     assert sound_checkpoint(tmp_path).name == ("step_000002" if message is None else "step_000001")
+    assert (tmp_path / "step_000002.damaged").exists() == (message is not None)
+    (tmp_path / "step_000001/state.json").unlink()
+    if message is not None:
+        with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+            sound_checkpoint(tmp_path)
+        assert (tmp_path / "step_000001").exists()
 
 
 def test_overlap_of_boxes():
