@@ -57,23 +57,34 @@ def test_state_is_the_same_on_every_layout(tmp_path, arch, dtype, layouts):
     assert found == [f"{x}: same" for x in layouts], process.stdout
 
 
-def test_resume_is_exact_and_goes_on_with_other_layouts(train, tmp_path):
-    """Four steps at once; two, then two more: on the same layout, after damage, and on another layout."""
-    job = (*SMALL, "train.save_every=1", "algo.kl_coef=0.05", "train.updates_per_step=2", "algo.max_rounds=2")
-    straight = train(2, "train.steps=4", *job, f"output_dir={tmp_path / 'straight'}")
-    straight.out = tmp_path / "straight"
-    half = train(2, "train.steps=2", *job)
-    assert straight.code == 0 and half.code == 0, straight.text + half.text
-    for copy in ("damaged", "other"):
-        shutil.copytree(half.out, tmp_path / copy)
+RESUMED = (*SMALL, "train.save_every=1", "algo.kl_coef=0.05", "train.updates_per_step=2", "algo.max_rounds=2")
 
-    resumed = train(2, "train.steps=4", *job, "resume=auto")
+
+def straight_and_half(train, folder: Path) -> tuple:
+    """Four steps at once, and the first two of the same."""
+    straight = train(2, "train.steps=4", *RESUMED, f"output_dir={folder / 'straight'}")
+    straight.out = folder / "straight"
+    half = train(2, "train.steps=2", *RESUMED)
+    assert straight.code == 0 and half.code == 0, straight.text + half.text
+    return straight, half
+
+
+def test_resume_is_exact(train, tmp_path):
+    straight, _ = straight_and_half(train, tmp_path)
+    resumed = train(2, "train.steps=4", *RESUMED, "resume=auto")
     assert resumed.code == 0 and "after step 2" in resumed.text, resumed.text
     assert equal(weights(straight, 4), weights(resumed, 4))
     assert lasting(resumed.metrics) == lasting(straight.metrics)
     for step in (1, 2, 3, 4):
         assert resumed.rollouts(step) == straight.rollouts(step)
     assert sorted(path.name for path in (resumed.out / "checkpoints").iterdir()) == ["step_000003", "step_000004"]
+
+
+@pytest.mark.slow
+def test_resume_after_damage_and_on_another_layout(train, tmp_path):
+    straight, half = straight_and_half(train, tmp_path)
+    for copy in ("damaged", "other"):
+        shutil.copytree(half.out, tmp_path / copy)
 
     # A flipped byte in the newest checkpoint: the one before is taken. Half a line in metrics.jsonl, as after a crash.
     out = tmp_path / "damaged"
@@ -83,7 +94,7 @@ def test_resume_is_exact_and_goes_on_with_other_layouts(train, tmp_path):
     file.write_bytes(data)
     with (out / "metrics.jsonl").open("a") as log:
         log.write('{"step": 3, "rew')
-    resumed = train(2, "train.steps=4", *job, "resume=auto", f"output_dir={out}")
+    resumed = train(2, "train.steps=4", *RESUMED, "resume=auto", f"output_dir={out}")
     resumed.out = out
     assert resumed.code == 0 and "has changed since it was written" in resumed.text, resumed.text
     assert "after step 1" in resumed.text and "ends in half a line" in resumed.text
@@ -93,7 +104,7 @@ def test_resume_is_exact_and_goes_on_with_other_layouts(train, tmp_path):
     # From two replicas to two of two pipeline stages.
     out = tmp_path / "other"
     resumed = train(
-        4, "train.steps=4", *job, f"resume={out}/checkpoints/step_000002", f"output_dir={out}", "parallel.pp=2"
+        4, "train.steps=4", *RESUMED, f"resume={out}/checkpoints/step_000002", f"output_dir={out}", "parallel.pp=2"
     )
     resumed.out = out
     assert resumed.code == 0, resumed.text

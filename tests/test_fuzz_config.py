@@ -374,6 +374,7 @@ def test_case(number, tiny, tmp_path, capfd, offline, time_limit):
     assert wrong is None, f"{wrong}: {draft.spoilt} {draft.overrides}\n{text}"
 
 
+@pytest.mark.slow
 def test_as_a_program(tiny, tmp_path):
     """A few cases as a user starts them."""
     for number in (3, 36, 121, 204):

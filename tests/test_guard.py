@@ -141,6 +141,7 @@ def test_a_rank_in_a_loop_shows_its_stack(start):
     assert run.text.count("watchdog:") == 1 and not run.living()
 
 
+@pytest.mark.slow
 def test_a_rank_that_holds_the_lock_of_python_shows_its_stack(start):
     hold = "\ndef hold():\n    import ctypes\n    ctypes.PyDLL(None).sleep(100)\n"
     run = start(WATCHED + STUCK + hold + "hold() if rank == 1 else wait_for_the_other()")
@@ -150,6 +151,7 @@ def test_a_rank_that_holds_the_lock_of_python_shows_its_stack(start):
     assert not run.living()
 
 
+@pytest.mark.slow
 def test_no_false_alarm(start):
     program = """
 for step in range(12):  # each phase shorter than the timeout, all of them longer
@@ -165,6 +167,7 @@ note("done")
     assert all((run.folder / f"done.{rank}.0").exists() for rank in (0, 1))
 
 
+@pytest.mark.slow
 def test_a_suspended_job_is_not_stuck(start):
     program = """
 watchdog.enter("rollout")
@@ -188,6 +191,7 @@ RENDEZVOUS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RENDEZVOUS)
 def test_torchrun_restarts_the_ranks(start, kind):
     early = START + "if restart == '1' and rank == 0: time.sleep(2)  # rank 1 finds only what the first rank 0 left\n"
@@ -239,6 +243,7 @@ def test_a_signal_to_torchrun_lets_the_ranks_finish(start, name):
     assert run.text.count(f"{name}: finishing this phase, then saving; a second Ctrl-C stops at once") == 1
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once_even_in_a_collective(start):
     program = """
 stop = guard.StopSignals()
@@ -264,6 +269,7 @@ def test_no_rank_outlives_torchrun(start):
     assert not run.living()
 
 
+@pytest.mark.slow
 def test_torchrun_may_end_before_a_rank_is_tied_to_it(start):
     program = """
 torchrun = os.getppid()
