@@ -136,7 +136,7 @@ def test_updates_that_are_no_numbers_are_skipped(train):
 
 @pytest.mark.slow
 def test_ten_kills_change_nothing(tiny, tmp_path):
-    """tools/torture.py compares the files; docs/reliability.md has the figures of a hundred runs."""
+    """tools/torture.py compares the files; docs/reliability.md has the figures of a longer series."""
     command = [
         sys.executable, str(REPO / "tools/torture.py"), "--runs", "10", "--seed", "2",
         "--out", str(tmp_path / "torture"), f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
