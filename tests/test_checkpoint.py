@@ -36,10 +36,10 @@ def lasting(metrics: list[dict]) -> list[dict]:
     "arch, dtype, layouts",
     [
         ("qwen2", "fp32", {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "vpp": {"tp": 2, "pp": 2, "vpp": 2}, "cp2": {"cp": 2}}),
-        ("qwen2_moe", "bf16", {
+        pytest.param("qwen2_moe", "bf16", {
             "ep2tp2": {"tp": 2, "ep": 2}, "dp4": {}, "pp2ep2": {"pp": 2, "ep": 2},
             "etp2": {"tp": 2, "ep": 2, "etp": 2}, "ep4": {"ep": 4}, "tp2pp2": {"tp": 2, "pp": 2},
-        }),
+        }, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_state_is_the_same_on_every_layout(tmp_path, arch, dtype, layouts):
