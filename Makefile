@@ -17,9 +17,9 @@ setup: .venv/ready
 demo: .venv/ready build/tiny/train.jsonl
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
 test: .venv/ready
-	$(BIN)/python -m pytest -q -m "not slow" tests
+	$(BIN)/python -m pytest -q --durations=10 -m "not slow" tests
 test-all: .venv/ready build/tiny/train.jsonl
-	$(BIN)/python -m pytest -q tests
+	$(BIN)/python -m pytest -q --durations=20 tests
 ablations: .venv/ready build/tiny/train.jsonl
 	$(BIN)/python tools/ablations.py
 lint: .venv/ready
