@@ -29,6 +29,8 @@ from megatron.core.dist_checkpointing.strategies.base import (
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from config import UserError
+
 FILE_BYTES = 1 << 30  # of a file, about: so much is held twice in memory while it is written
 COMPLETE = re.compile(r"step_(\d{6,})$")
 
@@ -183,7 +185,7 @@ class CheckpointWriter:
         failure = first_failure(self.failure)
         if failure is None:
             names = sorted(path.name for path in temporary.iterdir() if path.name != "common.pt")
-            digests, failure = digest_files(temporary, names, sync=True)
+            digests, failure = digest_files(temporary, names, synced=True)
         if failure is None:
             failure = first_failure(self._complete(temporary, target, digests) if dist.get_rank() == 0 else None)
         if failure is not None:
@@ -206,15 +208,12 @@ class CheckpointWriter:
             write_synced(temporary / "state.json", json.dumps(self.state, indent=1))
             digests["state.json"] = digest(temporary / "state.json")
             write_synced(temporary / "manifest.json", json.dumps(digests, indent=1))
-            sync_folder(temporary)
-            if target.exists():
-                put_aside(target, "replaced")
-            temporary.rename(target)
-            shutil.rmtree(target.with_name(f"{target.name}.replaced"), ignore_errors=True)
-            sync_folder(self.folder)
+            put_in_place(temporary, target)
             for path in complete(self.folder)[self.keep_last :] if self.keep_last else []:
                 if not (self.keep_every and step_of(path) % self.keep_every == 0):
-                    shutil.rmtree(path)
+                    put_aside(path, "removed")  # so that no half one ever has the name of a whole one
+            for removed in self.folder.glob("step_*.removed"):
+                shutil.rmtree(removed)
         except OSError as error:
             return str(error)
         return None
@@ -235,8 +234,8 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(path: Path) -> None:
-    """Wait until the folder's own entries are on the disk."""
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -244,20 +243,33 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def digest(path: Path, sync: bool = False) -> list:
-    """[bytes, SHA-256] of a file; `sync` waits until it is on the disk."""
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Give a folder, whose files are on the disk, its final name; one that has it already is replaced as a whole."""
+    sync(temporary)
+    if target.exists():
+        put_aside(target, "replaced")
+    temporary.rename(target)
+    sync(target.parent)
+    shutil.rmtree(target.with_name(f"{target.name}.replaced"), ignore_errors=True)
+
+
+def digest(path: Path) -> list:
+    """[bytes, SHA-256] of a file."""
     with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
         return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
-def digest_files(folder: Path, names: list[str], sync: bool = False) -> tuple[dict[str, list], str | None]:
-    """({name: digest}, failure) of files in `folder`, the work spread over the ranks; the same on every rank."""
+def digest_files(folder: Path, names: list[str], synced: bool = False) -> tuple[dict[str, list], str | None]:
+    """({name: digest}, failure) of files in `folder`, the work spread over the ranks; the same on every rank.
+
+    `synced` waits for each file to be on the disk.
+    """
     mine, failure = {}, None
     try:
         for name in names[dist.get_rank() :: dist.get_world_size()]:
-            mine[name] = digest(folder / name, sync)
+            if synced:
+                sync(folder / name)
+            mine[name] = digest(folder / name)
     except OSError as error:
         failure = str(error)
     everywhere = [None] * dist.get_world_size()
@@ -324,6 +336,49 @@ def sound_checkpoint(folder: Path) -> Path | None:
             "anew and moves the folder of this run aside"
         )
     return None
+
+
+def find_checkpoint(resume: str, folder: Path) -> Path | None:
+    """The checkpoint to go on from: for "none" none, for "auto" the newest sound one in `folder`, else the one named.
+
+    The same on every rank. Raises UserError, or CheckpointError where all in `folder` are damaged.
+    """
+    if resume == "none":
+        return None
+    if resume == "auto":
+        found = sound_checkpoint(folder)
+        if found is None and dist.get_rank() == 0:
+            print(f"resume:  no checkpoint in {folder}, so from the start", flush=True)
+        return found
+    chosen = Path(resume)
+    problem = damage(chosen)
+    if problem:
+        raise UserError(f"resume={resume}: {problem}; give auto, none, or the folder of a checkpoint")
+    if dist.get_rank() == 0 and chosen.resolve().parent == folder.resolve():
+        set_aside_after(chosen)
+    return chosen
+
+
+def check_resumed(path: Path, config: dict[str, Any], data: str) -> int:
+    """The step that a checkpoint was saved after, once it is sure that a run with this configuration and fingerprint of
+    its data can go on from it; says what changed. Raises UserError.
+    """
+    state, steps = read_state(path), config["train"]["steps"]
+    if state["data"] != data:
+        raise UserError(
+            f"data.train={config['data']['train']}: not the prompts that {path} was trained on, so its place among "
+            "them means nothing; use the same data, or start a new run (resume=none) with model.path=an export in hf/"
+        )
+    if state["step"] > steps:
+        raise UserError(f"train.steps={steps}, but {path} is already after step {state['step']}")
+    if dist.get_rank() == 0:
+        print(f"resume:  after step {state['step']}, from {path}")
+        for section, was in state["config"].items():
+            for key, value in was.items() if isinstance(was, dict) else [(None, was)]:
+                new = config.get(section) if key is None else config.get(section, {}).get(key)
+                if new != value and section != "resume":
+                    print(f"         changed: {section}{'.' * bool(key)}{key or ''}: {value} → {new}")
+    return state["step"]
 
 
 def put_aside(path: Path, why: str) -> None:

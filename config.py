@@ -5,6 +5,8 @@ Knows no key of its own: which keys there are is for the dataclasses to say.
 
 import dataclasses
 import difflib
+import math
+import operator
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -91,6 +93,29 @@ def config_items(cfg: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield f"{prefix}{name}", value
         if dataclasses.is_dataclass(value):
             yield from config_items(value, f"{prefix}{name}.")
+
+
+def check_choices(cfg: Any, choices: dict[str, tuple]) -> None:
+    """Raises UserError for a key with a value that `choices`, {key: legal values}, does not list."""
+    for key, legal in choices.items():
+        if get(cfg, key) not in legal:
+            raise UserError(f"{key}={get(cfg, key)!r}: legal here is {' | '.join(map(str, legal))}")
+
+
+def check_numbers(cfg: Any, limit: float, may_be_inf: tuple[str, ...], **bounds: dict[float, str]) -> None:
+    """Raises UserError for a number outside ±limit (inf is legal for the keys `may_be_inf`), or outside its bounds:
+    `at_least`, `at_most`, `above` or `below`, each {bound: keys with spaces between}. None is within all of them."""
+    for key, value in config_items(cfg):
+        unbounded = type(value) not in (int, float) or (value == math.inf and key in may_be_inf)
+        if not (unbounded or abs(value) <= limit):
+            raise UserError(f"{key}={value}: must be a number within ±{limit}")
+    holds = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
+    for word, keys_of in bounds.items():
+        for bound, keys in keys_of.items():
+            for key in keys.split():
+                value = get(cfg, key)
+                if value is not None and not holds[word](value, bound):
+                    raise UserError(f"{key}={value}: must be {word.replace('_', ' ')} {bound}")
 
 
 def nearest(name: str, legal: Iterable[str]) -> str:

@@ -71,6 +71,8 @@ from megatron.core.utils import unwrap_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from checkpoint import put_in_place, sync
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOGITS_CHUNK = 2048  # response tokens whose full-vocabulary logits exist at a time
 EXPORT_SHARD_BYTES = 4 << 30
@@ -1100,8 +1102,9 @@ def export_hf(model: list, source: str, target: Path) -> None:
         flush()
         index = {"metadata": {}, "weight_map": weight_map}
         (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
+        for file in temporary.iterdir():
+            sync(file)
+        put_in_place(temporary, target)
     dist.barrier()
 
 

@@ -26,6 +26,8 @@ TESTED = {
     "vllm": ("0.26", "0.32"),
     "transformers": ("5.16", "5.19"),
 }
+SHARED_MEMORY_BYTES = 64 << 20  # free in /dev/shm, for NCCL and vLLM's tensor parallelism
+GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
 
 
 def check_versions() -> list[str]:
@@ -91,6 +93,19 @@ def check_writable(folder: Path) -> None:
             f"output_dir={folder}: cannot write in {there} ({error.strerror}); choose an output_dir that this user may "
             "write to, on a disk with room"
         ) from None
+
+
+def check_host(out: Path, bytes_needed: int, shares_memory: bool) -> None:
+    """Check versions (a warning), shared memory if ranks use it, the output folder and its disk; on one rank.
+
+    Raises ValueError.
+    """
+    for warning in check_versions():
+        print(f"warning: {warning}", flush=True)
+    if shares_memory:
+        check_shared_memory(SHARED_MEMORY_BYTES)
+    check_writable(out)
+    check_disk(out, bytes_needed)
 
 
 def existing(folder: Path) -> Path:

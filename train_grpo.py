@@ -28,7 +28,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import operator
 import os
 import resource
 import sys
@@ -54,14 +53,14 @@ import reward as rewards
 from checkpoint import (
     CheckpointError,
     CheckpointWriter,
-    damage,
+    check_resumed,
+    find_checkpoint,
     load_sharded,
     read_state,
-    set_aside_after,
-    sound_checkpoint,
 )
-from config import UserError, config_items, get, load_config, nearest, to_yaml
+from config import UserError, check_choices, check_numbers, get, load_config, nearest, to_yaml
 from data import Prompt, fingerprint, load_prompts, load_tokenizer, prompt_batch
+from outputs import dump_rollouts, log_metrics, open_output_dir, step_line
 from rollout import Engine, engine_options
 
 # ---------------------------------------------------------------- 1. configuration
@@ -259,21 +258,8 @@ def check_config(cfg: Config, world_size: int) -> None:
         if not ok:
             raise UserError(message)
 
-    for key, legal in CHOICES.items():
-        require(get(cfg, key) in legal, f"{key}={get(cfg, key)!r}: legal here is {' | '.join(map(str, legal))}")
-    for key, value in config_items(cfg):
-        if type(value) in (int, float) and not (value == math.inf and key in MAY_BE_INF):
-            require(abs(value) <= NUMBER_LIMIT, f"{key}={value}: must be a number within ±{NUMBER_LIMIT}")
-    for holds, words, bounds in (
-        (operator.ge, "at least", AT_LEAST),
-        (operator.le, "at most", AT_MOST),
-        (operator.gt, "above", ABOVE),
-        (operator.lt, "below", BELOW),
-    ):
-        for bound, keys in bounds.items():
-            for key in keys.split():
-                value = get(cfg, key)
-                require(value is None or holds(value, bound), f"{key}={value}: must be {words} {bound}")
+    check_choices(cfg, CHOICES)
+    check_numbers(cfg, NUMBER_LIMIT, MAY_BE_INF, at_least=AT_LEAST, at_most=AT_MOST, above=ABOVE, below=BELOW)
     for key in ("rollout.top_k", "eval.top_k"):
         require(get(cfg, key) == -1 or get(cfg, key) > 0, f"{key}={get(cfg, key)}: must be above 0, or -1 for all")
     for key in cfg.megatron:
@@ -1027,22 +1013,6 @@ def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: 
     return parts
 
 
-class StopRequested(Exception):
-    """A signal came while the step was sampling: the step is given up, on every rank."""
-
-
-SHARED_MEMORY_BYTES = 64 << 20  # free in /dev/shm at the start, for NCCL and vLLM's tensor parallelism
-GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
-
-
-class TrainingError(Exception):
-    """The run cannot go on with right results. The message is all a user needs; exit code 1."""
-
-
-class RankError(TrainingError):
-    """A failure that this rank alone may know of, so this rank says it."""
-
-
 def check_gap(report: dict[str, float], trainer: "Trainer", rows, lengths_N, samples: list[Sample], step: int) -> None:
     """Stop before the weights change if trainer and engine disagree: a gate at step 1, later a check of the push."""
     cfg = trainer.cfg
@@ -1190,76 +1160,19 @@ def measured_updates(cfg: Config) -> int:
     return cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
 
 
-def step_line(m: dict, steps: int) -> str:
-    """One line of the log, with a bar of the progress."""
-    done = round(20 * m["step"] / steps)
-    kl = "" if m["kl/ref"] is None else f"  kl {m['kl/ref']:.4f}"
-    return (
-        f"[{'█' * done}{'·' * (20 - done)}] {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
-        f"  grad {m['grad_norm']:.3f}{kl}  entropy {m['entropy']:.2f}  length {m['tokens/response_mean']:.1f}"
-        f"  gap {m['logp_gap/max']:.0e}  {m['time/step']:.2f} s"
-    )
-
-
-def log_metrics(out: Path, metrics: dict) -> None:
-    """Add a line to metrics.jsonl, on the disk before this returns; null for what is no number."""
-    numbers = {key: value if value is None or math.isfinite(value) else None for key, value in metrics.items()}
-    with (out / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(numbers, default=float) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def dump_rollouts(path: Path, samples: list[Sample]) -> None:
-    """Every sample of the step, a JSON object a line."""
-    path.write_text("".join(json.dumps(vars(sample), ensure_ascii=False) + "\n" for sample in samples))
-
-
-def new_output_dir(path: Path, cfg: Config) -> None:
-    """An output folder for this run alone; that of an earlier run is moved aside, never mixed or overwritten."""
-    try:
-        if (path / "metrics.jsonl").exists():
-            aside = next(p for i in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{i}")).exists())
-            path.rename(aside)
-            print(f"moved the earlier run in {path} to {aside}")
-        (path / "rollouts").mkdir(parents=True, exist_ok=True)
-        (path / "config.yaml").write_text(to_yaml(cfg))
-        (path / "metrics.jsonl").write_text("")
-    except OSError as error:
-        raise UserError(f"output_dir={path}: {error}") from None
-
-
-def open_output_dir(path: Path, cfg: Config, step: int, lock: IO) -> IO:
-    """Make the output folder ready to go on after `step`, as `resume` says; returns its lock."""
-    if cfg.resume != "none":
-        continue_output_dir(path, cfg, step)
-        return lock
-    new_output_dir(path, cfg)
-    lock.close()  # it went with the folder of the earlier run
-    return guard.output_lock(path)
-
-
-def continue_output_dir(path: Path, cfg: Config, step: int) -> None:
-    """The output folder of a run that goes on after `step`, without what was written of later steps."""
-    try:
-        (path / "rollouts").mkdir(parents=True, exist_ok=True)
-        (path / "config.yaml").write_text(to_yaml(cfg))
-        log, kept = path / "metrics.jsonl", []
-        for line in log.read_text().splitlines(keepends=True) if log.exists() else []:
-            if not line.endswith("\n"):
-                print(f"{log} ends in half a line, which is dropped")
-            elif step and json.loads(line)["step"] <= step:
-                kept.append(line)
-        log.with_suffix(".tmp").write_text("".join(kept))
-        log.with_suffix(".tmp").rename(log)
-        for file in (path / "rollouts").iterdir():
-            if int(file.stem.rpartition("_")[2]) > step or step == 0:
-                file.unlink()
-    except (OSError, ValueError) as error:
-        raise UserError(f"output_dir={path}: {error}") from None
-
-
 # ---------------------------------------------------------------- 7. the loop
+
+
+class StopRequested(Exception):
+    """A signal came while the step was sampling: the step is given up, on every rank."""
+
+
+class TrainingError(Exception):
+    """The run cannot go on with right results. The message is all a user needs; exit code 1."""
+
+
+class RankError(TrainingError):
+    """A failure that this rank alone may know of, so this rank says it."""
 
 
 @dataclass
@@ -1342,29 +1255,6 @@ def start_checkpoint(trainer: Trainer, step: int) -> None:
     trainer.writer.start(step, run_state(trainer, step), state)
 
 
-def check_resumed(checkpoint: Path, cfg: Config, prompts: list[Prompt]) -> int:
-    """The step that a checkpoint was saved after, once it is sure that this run can go on from it; says what changed.
-
-    Raises UserError.
-    """
-    state, now = read_state(checkpoint), dataclasses.asdict(cfg)
-    if state["data"] != fingerprint(prompts):
-        raise UserError(
-            f"data.train={cfg.data.train}: not the prompts that {checkpoint} was trained on, so its place among them "
-            "means nothing; use the same data, or start a new run (resume=none) with model.path=an export in hf/"
-        )
-    if state["step"] > cfg.train.steps:
-        raise UserError(f"train.steps={cfg.train.steps}, but {checkpoint} is already after step {state['step']}")
-    if is_first_rank():
-        print(f"resume:  after step {state['step']}, from {checkpoint}")
-        for section, was in state["config"].items():
-            for key, value in was.items() if isinstance(was, dict) else [(None, was)]:
-                new = now.get(section) if key is None else now.get(section, {}).get(key)
-                if new != value and section != "resume":
-                    print(f"         changed: {section}{'.' * bool(key)}{key or ''}: {value} → {new}")
-    return state["step"]
-
-
 def train_step(trainer: Trainer, step: int) -> tuple[dict, list[Sample]]:
     """One step of GRPO: sample, grade, log-probs, advantages, updates, push. Returns its metrics and samples."""
     cfg, model, engine, watchdog, seconds = trainer.cfg, trainer.model, trainer.engine, trainer.watchdog, {}
@@ -1438,8 +1328,8 @@ def train(
     """The whole run, on every rank of torchrun's world."""
     out, writes, t = Path(cfg.output_dir), dist.get_rank() == 0, cfg.train
     lock = check_machines(cfg)  # held as long as the run
-    checkpoint = find_checkpoint(cfg)
-    done = check_resumed(checkpoint, cfg, prompts) if checkpoint else 0
+    checkpoint = find_checkpoint(cfg.resume, out / "checkpoints")
+    done = check_resumed(checkpoint, dataclasses.asdict(cfg), fingerprint(prompts)) if checkpoint else 0
     if done == t.steps:
         if writes:
             print(f"nothing to do: {checkpoint} is after the last step, train.steps={t.steps}", flush=True)
@@ -1517,57 +1407,30 @@ def check_machines(cfg: Config) -> IO | None:
 
     Returns the lock of the output folder on rank 0, to be kept.
     """
+    out, timeout_s = Path(cfg.output_dir), group_timeout_s(cfg)
+
+    def check_first_host() -> IO:
+        saved = 12 + bridge.DTYPES[cfg.model.dtype].itemsize  # bytes a weight, of a checkpoint and an export
+        weights = bridge.count_weights(bridge.local_folder(cfg.model.path))
+        preflight.check_host(out, weights * saved, shares_memory=torch.cuda.is_available() or cfg.rollout.tp > 1)
+        return guard.output_lock(out)
+
     try:
         preflight.check_same_config(to_yaml(cfg))
     except ValueError as error:
         raise UserError(str(error)) from None
-    lock = on_first_rank(partial(check_host, cfg))
-    bridge.init_model_parallel(cfg.parallel, cfg.seed, group_timeout_s(cfg))
+    lock = on_first_rank(check_first_host)
+    bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
     try:
-        preflight.check_groups(bridge.process_groups(), min(group_timeout_s(cfg), GROUP_CHECK_S))
+        preflight.check_groups(bridge.process_groups(), min(timeout_s, preflight.GROUP_CHECK_S))
     except ValueError as error:
         raise RankError(str(error)) from None
     return lock
 
 
-def check_host(cfg: Config) -> IO:
-    """Check versions, shared memory, output folder and disk, on one rank; returns the folder's lock.
-
-    Raises ValueError.
-    """
-    out = Path(cfg.output_dir)
-    for warning in preflight.check_versions():
-        print(f"warning: {warning}", flush=True)
-    if torch.cuda.is_available() or cfg.rollout.tp > 1:
-        preflight.check_shared_memory(SHARED_MEMORY_BYTES)
-    preflight.check_writable(out)
-    weights = bridge.count_weights(bridge.local_folder(cfg.model.path))
-    preflight.check_disk(out, weights * (12 + bridge.DTYPES[cfg.model.dtype].itemsize))  # a checkpoint and an export
-    return guard.output_lock(out)
-
-
 def group_timeout_s(cfg: Config) -> float:
     """Longest time of a collective: more than the watchdog's, which says more."""
     return cfg.train.stall_timeout_s + 60 if cfg.train.stall_timeout_s else 86400.0
-
-
-def find_checkpoint(cfg: Config) -> Path | None:
-    """The checkpoint to go on from, as `resume` says; the same on every rank. Raises UserError."""
-    folder = Path(cfg.output_dir, "checkpoints")
-    if cfg.resume == "none":
-        return None
-    if cfg.resume == "auto":
-        found = sound_checkpoint(folder)
-        if found is None and dist.get_rank() == 0:
-            print(f"resume:  no checkpoint in {folder}, so from the start", flush=True)
-        return found
-    chosen = Path(cfg.resume)
-    problem = damage(chosen)
-    if problem:
-        raise UserError(f"resume={cfg.resume}: {problem}; give auto, none, or the folder of a checkpoint")
-    if dist.get_rank() == 0 and chosen.resolve().parent == folder.resolve():
-        set_aside_after(chosen)
-    return chosen
 
 
 def check_skipped(before: int, report: dict, bad: Path, limit: int) -> int:

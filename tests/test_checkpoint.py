@@ -204,6 +204,29 @@ def test_damage_is_found_and_the_one_before_is_taken(alone, tmp_path, harm, mess
         assert (tmp_path / "step_000001").exists()
 
 
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp_path, monkeypatch):
+    """Found by tools/torture.py: a checkpoint under its own name without its manifest."""
+    import checkpoint
+    from checkpoint import CheckpointWriter, ShardedTensor, complete, damage
+
+    def killed_midway(path, **_):
+        for file in path.glob("manifest.json"):
+            file.unlink()
+            raise KeyboardInterrupt
+
+    writer = CheckpointWriter(tmp_path, keep_last=1, keep_every=0)
+    sharded = {"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(4, 4))}
+    saved_by_hand(tmp_path, 1)
+    writer.start(2, {"step": 2}, sharded)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint.shutil, "rmtree", killed_midway)
+        writer.finish()
+    assert [(path.name, damage(path)) for path in complete(tmp_path)] == [("step_000002", None)]
+    writer.start(3, {"step": 3}, sharded)
+    writer.finish()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_000003"]
+
+
 def test_overlap_of_boxes():
     from checkpoint import overlap
 

@@ -23,6 +23,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 REPO = Path(__file__).resolve().parent.parent
 STEPS = 5
 JOB = [
@@ -151,14 +153,24 @@ def half_checkpoints(out: Path) -> list[str]:
     bad = []
     for path in out.glob("checkpoints/step_*"):
         if re.fullmatch(r"step_\d{6}", path.name):
-            manifest = json.loads((path / "manifest.json").read_text())
-            for name, (size, sha) in manifest.items():
-                data = (path / name).read_bytes()
-                if len(data) != size or hashlib.sha256(data).hexdigest() != sha:
-                    bad.append(f"{path}/{name}")
+            try:
+                for name, (size, sha) in json.loads((path / "manifest.json").read_text()).items():
+                    data = (path / name).read_bytes()
+                    if len(data) != size or hashlib.sha256(data).hexdigest() != sha:
+                        bad.append(f"{path}/{name}")
+            except (OSError, ValueError) as error:
+                bad.append(f"{path}: {error}")
     for path in out.glob("hf/step_*"):
-        if re.fullmatch(r"step_\d{6}", path.name) and not (path / "model.safetensors.index.json").exists():
-            bad.append(str(path))
+        if re.fullmatch(r"step_\d{6}", path.name):
+            try:
+                json.loads((path / "config.json").read_text())
+                weights = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+                for name in set(weights.values()):
+                    with safe_open(path / name, framework="numpy") as file:  # checks the length of the file
+                        here = {key for key, holder in weights.items() if holder == name}
+                        bad += [f"{path}/{name}: no {key}" for key in here - set(file.keys())]
+            except (OSError, ValueError, SafetensorError) as error:
+                bad.append(f"{path}: {error}")
     return bad
 
 
