@@ -114,6 +114,7 @@ def test_resume_after_damage_and_on_another_layout(train, tmp_path):
             assert now[key] == pytest.approx(was[key], rel=1e-5, abs=1e-7), (key, was[key], now[key])
 
 
+@pytest.mark.slow
 def test_other_data_is_refused(train, tiny, tmp_path):
     assert train(2, *SMALL, "train.steps=1", "train.save_every=1").code == 0
     (tmp_path / "fewer.jsonl").write_text("".join((tiny / "train.jsonl").open().readlines()[1:]))
@@ -202,6 +203,21 @@ def test_damage_is_found_and_the_one_before_is_taken(alone, tmp_path, harm, mess
         with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
             sound_checkpoint(tmp_path)
         assert (tmp_path / "step_000001").exists()
+
+
+def test_what_a_resumed_run_must_share(alone, tmp_path, capsys):
+    from checkpoint import check_resumed
+    from config import UserError
+
+    path, now = saved_by_hand(tmp_path, 3), {"data": {"train": "a.jsonl"}, "train": {"steps": 9, "lr": 2.0}}
+    state = {"step": 3, "data": "abc", "config": {**now, "train": {"steps": 9, "lr": 1.0}}}
+    (path / "state.json").write_text(json.dumps(state))
+    assert check_resumed(path, now, "abc") == 3
+    assert "changed: train.lr: 1.0 → 2.0" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"data.train=a.jsonl: not the prompts that"):
+        check_resumed(path, now, "another")
+    with pytest.raises(UserError, match=r"train.steps=2, but .* is already after step 3"):
+        check_resumed(path, {**now, "train": {"steps": 2, "lr": 2.0}}, "abc")
 
 
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp_path, monkeypatch):
