@@ -234,6 +234,7 @@ def test_evaluation_before_the_first_step_and_on_the_way(train, tiny, tmp_path):
     assert "eval after step 0: held/avg@4" in run.text
 
 
+@pytest.mark.slow
 def test_words_with_long_prompts_and_cut_off_answers(train, tmp_path):
     """The path of configs/tiny_gsm8k.yaml: BPE tokenizer, chat template, prompts of many lengths, the gsm8k reward."""
     import make_tiny

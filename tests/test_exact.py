@@ -100,6 +100,7 @@ def test_several_updates_a_step_use_the_log_probs_from_before_the_first(train, t
     assert "NaN" not in report and "Infinity" not in report
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_replaces_groups_of_equal_rewards(train, tiny):
     run = train(
         2, "train.steps=2", "algo.entropy_coef=0", "algo.max_rounds=2", "rollout.prompts_per_step=8",
@@ -127,6 +128,7 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards(train, tiny):
     assert len(set(prompts)) == len(prompts)  # the stream goes on, across rounds and steps
 
 
+@pytest.mark.slow
 def test_kl_in_the_reward_overlong_penalty_and_masked_answers(train, tiny):
     run = train(
         2, "train.steps=2", "train.export_every=1", "train.warmup_steps=0", "algo.entropy_coef=0",
