@@ -63,7 +63,8 @@ def nothing_left(monkeypatch, tmp_path):
 def test_hostile_expressions(name, nothing_left):
     answer = {"multiple_choice": "B"}.get(name, "7")
     good = {"multiple_choice": "Answer: B", "format": "<think>3 + 4</think> 7"}.get(name, "\\boxed{7}")
-    grader = reward.Grader(name, {}, None, timeout_s=2.0, workers=2, memory_gb=2.0)
+    timeout_s = 4.0 if name == "math" else 60.0  # the others never need it, but for a machine that stands still
+    grader = reward.Grader(name, {}, None, timeout_s, workers=2, memory_gb=2.0)
     jobs = [("s", text, answer, {}) for hostile in EXPRESSIONS.values() for text in (good, hostile)]
     grades = grader.grade(jobs)
     grader.close()
