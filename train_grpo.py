@@ -1472,7 +1472,10 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Any, list[Prompt], list[P
             bridge.check_weights(bridge.local_folder(cfg.model.path))
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if is_first_rank():
+        if restarts != "0" and cfg.resume != "auto":
+            print(f"warning: --max-restarts={restarts}: each restart begins from resume={cfg.resume} again; use auto")
         print(describe(cfg, args.world_size))
         for key, count in dropped.items():
             note = f"; {count} dropped, longer than {cfg.data.max_prompt_tokens} tokens" if count else ""

@@ -141,6 +141,14 @@ def test_dry_run_says_layout_and_batch_in_words(dry_run):
     assert "16 prompts × 8 = 128 samples → 2 updates of 64 samples" in text
 
 
+def test_restarts_that_would_begin_anew_are_said(dry_run, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    code, text = dry_run()
+    assert code == 0 and "--max-restarts=3: each restart begins from resume=none again; use auto" in text, text
+    code, text = dry_run("resume=auto")
+    assert code == 0 and "restart" not in text, text
+
+
 def test_chat_template_wraps_the_prompt(dry_run):
     code, text = dry_run("data.chat_template=true", "data.max_prompt_tokens=4")
     assert code == 0 and "200 prompts" in text  # the tiny template adds nothing
