@@ -8,6 +8,7 @@ output_dir/rollouts/step_N.jsonl   every sample of the step
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import IO, Any
 
@@ -78,7 +79,8 @@ def continue_output_dir(path: Path, cfg: Any, step: int) -> None:
         log.with_suffix(".tmp").write_text("".join(kept))
         log.with_suffix(".tmp").rename(log)
         for file in (path / "rollouts").iterdir():
-            if int(file.stem.rpartition("_")[2]) > step or step == 0:
+            ours = re.fullmatch(r"(step|eval)_(\d+)\.jsonl", file.name)
+            if ours and (int(ours[2]) > step or step == 0):
                 file.unlink()
     except (OSError, ValueError) as error:
         raise UserError(f"output_dir={path}: {error}") from None

@@ -220,6 +220,19 @@ def test_what_a_resumed_run_must_share(alone, tmp_path, capsys):
         check_resumed(path, {**now, "train": {"steps": 2, "lr": 2.0}}, "abc")
 
 
+def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp_path):
+    from outputs import continue_output_dir
+
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
+    for name in ("step_000002.jsonl", "step_000003.jsonl", "eval_000002.jsonl", "eval_000003.jsonl", "my_notes.txt"):
+        (tmp_path / "rollouts" / name).touch()
+    continue_output_dir(tmp_path, {"seed": 0}, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
+    left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert left == ["eval_000002.jsonl", "my_notes.txt", "step_000002.jsonl"]
+
+
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp_path, monkeypatch):
     """Found by tools/torture.py: a checkpoint under its own name without its manifest."""
     import checkpoint
