@@ -3,6 +3,7 @@
 output_dir/config.yaml             the whole configuration
 output_dir/metrics.jsonl           a JSON object a step; docs/metrics.md
 output_dir/rollouts/step_N.jsonl   every sample of the step
+output_dir/rollouts/eval_N.jsonl   every sample of the evaluation after step N
 """
 
 import json
