@@ -31,8 +31,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 
-import cpu_backend
-import guard
+from support import cpu_backend
+from support import watchdog as guard
 
 # What every run without Transformer Engine and Apex says, and nobody needs to act on.
 for said in (
@@ -71,7 +71,7 @@ from megatron.core.utils import unwrap_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from checkpoint import put_in_place, sync
+from support.checkpoint import put_in_place, sync
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOGITS_CHUNK = 2048  # response tokens whose full-vocabulary logits exist at a time

@@ -1,401 +1,317 @@
-"""Rewards by name, and their grading. Knows no trainer and no tensors; the functions are in reward_functions.py.
+"""The reward functions: what an answer is worth. docs/rewards.md lists them and their options.
 
-Grading runs in worker processes (this file, started as a program), because only a process can be killed: an answer that
-takes longer than `timeout_s` costs its own reward, never the run.
+A reward is `def reward(text: str, answer: str, row: dict, **options) -> float | dict[str, float]`: the decoded
+response, the row's reference answer, the whole row. A dict's values are summed and kept apart in `reward_parts`.
 """
 
-import atexit
-import contextlib
 import functools
-import importlib.util
-import inspect
 import json
-import math
+import logging
 import os
-import resource
-import select
-import subprocess
-import sys
-import tempfile
-import threading
+import re
 import time
-import traceback
-from collections import deque
+import urllib.error
+import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from decimal import Decimal
 
-import sandbox
-from reward_functions import REWARDS, load_model, model, model_scores, parse_math
+from support import sandbox
 
-# ---------------------------------------------------------------- a reward by its name
+# ---------------------------------------------------------------- rewards that compare
 
 
-def load_reward(
-    spec: str | dict[str, float],
-    custom: str | None,
-    options: dict[str, dict] | None = None,
-    known: dict[str, Callable] = REWARDS,
-) -> Callable:
-    """The function `(text, answer, row)` behind a reward's name, or behind {name: weight}, their weighted sum.
+def exact(text: str, answer: str, row: dict) -> float:
+    """1 if the response is the answer, outer white space aside; else 0."""
+    return float(text.strip() == answer.strip())
 
-    "custom" is read from `custom`, "path/to/file.py:function"; `options` are keyword arguments by name. Loads no model.
-    Raises ValueError that says what is legal.
+
+def gsm8k(text: str, answer: str, row: dict) -> float:
+    """1 if the final number of the response equals that of the reference answer; else 0."""
+    wanted = final_number(answer)
+    if wanted is None:
+        raise ValueError(f"the reference answer {answer!r} holds no number")
+    return float(final_number(text) == wanted)
+
+
+# 1,234.5 or 1234.5 or .5, perhaps with an exponent. Before it may stand a sign that does not follow a digit ("10-5"
+# ends in 5) and a "$", behind it a denominator.
+UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\w))?"
+NUMBER = re.compile(rf"((?:(?<![\d.])[-−]\s?)?\$?\s?{UNSIGNED})(?:/({UNSIGNED}))?")
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the last "####", or the last number of a text without it; separators, "$" and units dropped."""
+    _, marked, tail = text.rpartition("####")
+    found = NUMBER.findall(tail)
+    if not found:
+        return None
+    above, below = (re.sub(r"[,$\s]", "", part).replace("−", "-") for part in found[0 if marked else -1])
+    if not below:
+        return Decimal(above)
+    return Decimal(above) / Decimal(below) if Decimal(below) else None
+
+
+MAX_EXPRESSION = 2000  # characters; parsing takes more than linear time
+
+
+def math_answer(text: str, answer: str, row: dict) -> float:
+    """1 if math-verify finds the last \\boxed expression equal to the reference; else 0.
+
+    Without a box the last expression counts, after "####" where that stands. No answer, a box that never closes and an
+    expression beyond MAX_EXPRESSION are 0. "50%" is 50, not 0.5.
     """
-    options = options or {}
-    for where, names in (("", weights_of(spec)), ("reward.options: ", options)):
-        for name in names:
-            if name not in known and name != "custom":
-                raise ValueError(f"{where}unknown reward {name!r}; legal are {', '.join([*known, 'custom'])}")
-    functions = {}
-    for name in weights_of(spec):
-        function = load_custom(custom) if name == "custom" else known[name]
-        check_options(name, REWARDS.get(name, function), options.get(name, {}))
-        functions[name] = functools.partial(function, **options.get(name, {}))
-    if isinstance(spec, str):
-        return functions[spec]
+    import math_verify
 
-    def weighted(text: str, answer: str, row: dict) -> dict[str, float]:
-        parts = {}
-        for name, weight in spec.items():
-            for part, value in parts_of(functions[name](text, answer, row)).items():
-                parts[name if part == "reward" else f"{name}/{part}"] = weight * value
-        return parts
-
-    return weighted
+    wanted = math_reference(answer)
+    # Its own timeouts need signals and miss what C code does; here the worker is killed instead.
+    return float(math_verify.verify(wanted, parse_math(text), allow_set_relation_comp=True, timeout_seconds=None))
 
 
-def weights_of(spec: str | dict[str, float]) -> dict[str, float]:
-    """{name: weight} of a reward written either way. Raises ValueError."""
-    weights = {spec: 1.0} if isinstance(spec, str) else spec
-    numbers = isinstance(weights, dict) and all(type(w) in (int, float) and math.isfinite(w) for w in weights.values())
-    if not numbers or not weights:
-        raise ValueError(f"{spec!r} is no reward; give a name, or {{name: weight, name: weight}}")
-    return weights
+@functools.lru_cache(maxsize=1024)
+def math_reference(answer: str) -> list:
+    """A reference answer, parsed: LaTeX or a plain expression, boxed or not, or what follows "####"."""
+    bare = answer.rpartition("####")[2].strip().strip("$")
+    parsed = parse_math(answer if "\\boxed" in answer else f"\\boxed{{{bare}}}")
+    if all(isinstance(part, str) for part in parsed):
+        raise ValueError(f"the reference answer {answer!r} is no mathematical expression")
+    return parsed
 
 
-def check_options(name: str, function: Callable, given: dict) -> None:
-    """Raises ValueError for options that the reward does not have, and for those that it lacks."""
-    legal = list(inspect.signature(function).parameters.values())[3:]
-    names = [p.name for p in legal]
-    if any(p.kind is p.VAR_KEYWORD for p in legal):
-        return
-    for key in given:
-        if key not in names:
-            raise ValueError(f"unknown option reward.options.{name}.{key}; legal are {', '.join(names) or 'none'}")
-    for p in legal:
-        if p.default is p.empty and p.name not in given:
-            raise ValueError(f"the reward {name!r} needs reward.options.{name}.{p.name}")
+def parse_math(text: str) -> list:
+    """What math-verify reads in the last \\boxed, or else last in the text: an expression and its source, or []."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+    _, boxed, tail = text.rpartition("\\boxed{")
+    if not boxed:
+        last = text.rpartition("####")[2][-MAX_EXPRESSION:]
+        return math_verify.parse(plain_numbers(last), parsing_timeout=None)
+    expression = inside_braces(tail[: MAX_EXPRESSION + 1])
+    return parse_latex(expression.strip()) if expression else []
 
 
-@functools.lru_cache
-def load_custom(custom: str | None) -> Callable:
-    """The function of "path/to/file.py:function". Raises ValueError."""
-    path, _, function = (custom or "").rpartition(":")
-    if not path or not os.path.isfile(path):
-        raise ValueError(f"reward.custom={custom!r}: give path/to/file.py:function, a file that exists")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"reward.custom={custom}: importing it failed: {last_line(error)}") from error
-    if not callable(getattr(module, function, None)):
-        raise ValueError(f"reward.custom={custom}: {path} has no function {function!r}")
-    return getattr(module, function)
+@functools.lru_cache(maxsize=4096)  # the answers of a group often agree
+def parse_latex(expression: str) -> list:
+    """A LaTeX expression without its delimiters, as math-verify reads it."""
+    import math_verify
+
+    # Without "$" and "%" (alone in a box, math-verify cannot read it), and without the thin spaces of 1\,234.
+    latex = re.sub(r"(?<!\\)\$|\\?%|(?<=\d)\\[,!:;](?=\d{3})", "", plain_numbers(expression)).replace("\n", " ")
+    return math_verify.parse(f"${latex}$", [math_verify.LatexExtractionConfig()], parsing_timeout=None)
 
 
-def last_line(error: BaseException) -> str:
-    """The last line of the traceback, with the place that raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+def plain_numbers(text: str) -> str:
+    """1.5e3 written as 1500, since math-verify takes the "e" for Euler's; "−" as "-"."""
+    number = re.compile(r"(?<![\w.\\])\d{1,20}(?:\.\d{1,20})?[eE][+-]?\d{1,3}(?![\w.])")
+    return number.sub(lambda found: f"{Decimal(found[0]):f}", text.replace("−", "-"))
 
 
-def parts_of(value: float | dict) -> dict[str, float]:
-    """What a reward function returned, as {part: finite float}. Raises TypeError or ValueError for anything else."""
-    parts = value if isinstance(value, dict) else {"reward": value}
-    for name, part in parts.items():
-        if isinstance(part, str) or not math.isfinite(part):
-            raise ValueError(f"a reward must be a finite number; {name} is {part!r}")
-    return {str(name): float(part) for name, part in parts.items()}
+def inside_braces(text: str) -> str | None:
+    """The text up to the brace that closes one opened before it; None if none does."""
+    depth = 1
+    for brace in re.finditer(r"\\[{}]|[{}]", text):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if not depth:
+            return text[: brace.start()]
+    return None
 
 
-# ---------------------------------------------------------------- grading
+# Where the letter of a choice stands, from the surest place to the least. "A" and "I" before a word are words. The
+# quantifiers are possessive (*+) lest a page of blanks takes quadratic time.
+CHOICES = [
+    re.compile(r"\\boxed\{\s*(?:\\(?:text|mathrm|mathbf|textbf)\{)?\s*\(?([A-Ja-j])\)?(?![A-Za-z])"),
+    re.compile(r"(?i:\banswer(?:\s++is)?)[\s:*]*+(?:[Oo]ption\s++)?\(?\s*+(?:([A-HJ])|([a-j])(?=\s*[).*]|\s*$)|(I))\b"),
+    re.compile(r"\(([A-Ja-j])\)"),
+    re.compile(r"(?<![\w'’])(?:([B-HJ])|([AI])(?!\s+[a-z]))(?![\w'’])"),
+]
 
 
-@dataclass
-class Grade:
-    """The outcome for one answer; `status` is "ok", "timeout" or "error": wrong and failed are never mixed up."""
-
-    parts: dict[str, float] = field(default_factory=dict)
-    status: str = "ok"
-    error: str = ""
-
-
-LOAD_S = 600.0  # wall clock for what comes before an answer is graded: a custom module's import, a model's weights
-CHUNK = 32  # answers sent to a worker at once, where each takes less than QUICK_S
-QUICK_S = 0.01
+def multiple_choice(text: str, answer: str, row: dict) -> float:
+    """1 if the response chooses the letter of the reference, A to J; else 0. The last of the surest places counts."""
+    wanted = chosen_letter(answer)
+    if wanted is None:
+        raise ValueError(f"the reference answer {answer!r} holds no letter from A to J")
+    return float(chosen_letter(text) == wanted)
 
 
-class Grader:
-    """Worker processes that grade answers while the caller does something else.
+def chosen_letter(text: str) -> str | None:
+    """The letter in "\\boxed{B}", "Answer: B", "(B)", or the last that stands alone; None without one."""
+    for place in CHOICES:
+        found = place.findall(text)
+        if found:
+            return "".join(found[-1]).upper()
+    return None
 
-    `by_source` picks the reward of a source, else `default`. `timeout_s`: wall clock an answer, from when a worker
-    starts on it. `memory_gb`: address space of a worker, 0 for no limit. Where a reward uses `model`, one more worker
-    loads it, without that limit. `max_error_frac` is the caller's.
+
+# ---------------------------------------------------------------- rewards of form
+
+THINK = r"\s*<think>(?:(?!</?think>).)*</think>(?:(?!</?think>).)*\S\s*"
+
+
+def matches_format(text: str, answer: str, row: dict, pattern: str = THINK, row_key: str = "") -> float:
+    """1 if the whole response matches the pattern ("." takes line ends), by default <think>…</think> and an answer.
+
+    `row_key` names a column of the data that holds each row's own pattern.
     """
+    return float(re.fullmatch(row[row_key] if row_key else pattern, text, re.DOTALL) is not None)
 
-    def __init__(
-        self,
-        default: str | dict[str, float],
-        by_source: dict[str, str | dict[str, float]],
-        custom: str | None,
-        timeout_s: float,
-        workers: int,
-        options: dict[str, dict] | None = None,
-        memory_gb: float = 4.0,
-        max_error_frac: float = 0.0,
-    ):
-        self.default, self.by_source, self.custom, self.options = default, by_source, custom, options or {}
-        self.timeout_s, self.memory_gb = timeout_s, memory_gb
-        self.lock = threading.Condition()  # of all that follows
-        self.batch_size = self.options.get("model", {}).get("batch_size", 8)
-        self.waiting = {False: deque(), True: deque()}  # (place in grades, request), by whether it needs the model
-        self.grades: list[Grade | None] = []  # None: not graded yet
-        self.open, self.closed, self.failure = 0, False, None
-        kinds = [False] * workers
-        if any("model" in weights_of(spec) for spec in [default, *by_source.values()]):
-            kinds.append(True)
-        self.workers: list[Worker | None] = [None] * len(kinds)
-        self.threads = [threading.Thread(target=self._serve, args=job, daemon=True) for job in enumerate(kinds)]
-        for thread in self.threads:
-            thread.start()
-        atexit.register(self.close)  # a run that ends with an error leaves no files behind either
 
-    def submit(self, source: str, text: str, answer: str, row: dict) -> None:
-        """Have an answer graded; returns at once."""
-        spec = self.by_source.get(source, self.default)
-        request = json.dumps({"spec": spec, "text": text, "answer": answer, "row": row}, default=str)
-        with self.lock:
-            self.waiting["model" in weights_of(spec)].append((len(self.grades), request))
-            self.grades.append(None)
-            self.open += 1
-            self.lock.notify_all()
+def length_penalty(text: str, answer: str, row: dict, limit: int, buffer: int = 0, unit: str = "characters") -> float:
+    """0 up to `limit` characters or words, then falling, to -1 at `limit` + `buffer` (0: another `limit`)."""
+    if unit not in ("characters", "words"):
+        raise ValueError(f"length: unit={unit!r}; legal are characters, words")
+    count = len(text) if unit == "characters" else len(text.split())
+    return -min(1.0, max(0, count - limit) / (buffer or limit))
 
-    def collect(self) -> list[Grade]:
-        """Wait for everything submitted since the last call; the grades in the order of submission."""
-        with self.lock:
-            self.lock.wait_for(lambda: not self.open or self.failure)
-            if self.failure:
-                raise RuntimeError("grading failed") from self.failure
-            grades, self.grades = self.grades, []
-        return grades
 
-    def grade(self, jobs: list[tuple[str, str, str, dict]]) -> list[Grade]:
-        """Grades of (source, text, answer, row) jobs, in their order."""
-        for job in jobs:
-            self.submit(*job)
-        return self.collect()
+# ---------------------------------------------------------------- rewards that run something
 
-    def close(self) -> None:
-        """End the workers and all they started."""
-        atexit.unregister(self.close)
-        with self.lock:
-            self.closed = True
-            self.lock.notify_all()
-            for worker in filter(None, self.workers):
-                worker.process.kill()
-        for thread in self.threads:
-            thread.join()
 
-    def _serve(self, slot: int, with_model: bool) -> None:
-        """The thread of one worker; starting it here ties the worker's life to this thread's."""
+def code(
+    text: str,
+    answer: str,
+    row: dict,
+    seconds: float = 5.0,
+    memory_mb: int = 1024,
+    file_mb: int = 16,
+    partial: bool = False,
+    allow_writes: bool = False,
+) -> float:
+    """1 if the last fenced block passes all tests of the row (`partial`: the share that it passes); no block is 0.
+
+    The tests are assert statements in row["tests"], or the programs' input and output in row["inputs"], row["outputs"].
+    Raises sandbox.TooLong when one run takes longer than `seconds`, ValueError for a row without tests.
+    """
+    tests, pairs = row.get("tests"), list(zip(row.get("inputs") or [], row.get("outputs") or [], strict=True))
+    if not tests and not pairs:
+        raise ValueError("the row has no tests: give assert statements in `tests`, or `inputs` and `outputs`")
+    blocks = re.findall(r"```(?:python3?|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
+    if not blocks:
+        return 0.0
+    limits = {"seconds": seconds, "memory_mb": memory_mb, "file_mb": file_mb, "allow_writes": allow_writes}
+    if tests:
+        passed, total = sandbox.passed_tests(blocks[-1], tests, **limits), len(tests)
+    else:
+        passed, total = 0, len(pairs)
+        for stdin, wanted in pairs:
+            output = sandbox.output_of(blocks[-1], stdin, **limits)
+            passed += output is not None and lines_of(output) == lines_of(wanted)
+            if not partial and not passed:
+                return 0.0
+    return passed / total if partial else float(passed == total)
+
+
+def lines_of(output: str) -> list[str]:
+    """Lines without white space at their ends or empty lines at the end."""
+    return [line.rstrip() for line in output.rstrip().split("\n")]
+
+
+def model(
+    text: str,
+    answer: str,
+    row: dict,
+    path: str,
+    device: str = "cpu",
+    dtype: str = "float32",
+    batch_size: int = 8,
+    max_tokens: int = 4096,
+    prompt_key: str = "prompt",
+) -> float:
+    """The score a sequence-classification reward model gives the response to row[prompt_key], a text or messages.
+
+    `device` cuda is the trainer's own GPU. Of longer conversations the last `max_tokens` count.
+    """
+    return model_scores([(text, row)], path, device, dtype, batch_size, max_tokens, prompt_key)[0]
+
+
+def model_scores(
+    answers: list[tuple[str, dict]],
+    path: str,
+    device: str = "cpu",
+    dtype: str = "float32",
+    batch_size: int = 8,
+    max_tokens: int = 4096,
+    prompt_key: str = "prompt",
+) -> list[float]:
+    """`model` of many (response, row), in batches: the first logit of each."""
+    import torch
+
+    scorer, tokenizer = load_model(path, device, dtype)
+    texts = []
+    for text, row in answers:
+        prompt = row[prompt_key]
+        if tokenizer.chat_template:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            messages.append({"role": "assistant", "content": text})
+            texts.append(tokenizer.apply_chat_template(messages, tokenize=False))
+        else:
+            texts.append((prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)) + text)
+    scores = []
+    for start in range(0, len(texts), batch_size):
+        batch = tokenizer(
+            texts[start : start + batch_size],
+            padding=True,
+            truncation=True,
+            max_length=max_tokens,
+            add_special_tokens=not tokenizer.chat_template,  # a template writes its own
+            return_tensors="pt",
+        ).to(scorer.device)
+        with torch.inference_mode():
+            scores += scorer(**batch).logits[:, 0].float().tolist()
+    return scores
+
+
+@functools.lru_cache(maxsize=1)
+def load_model(path: str, device: str, dtype: str) -> tuple:
+    """The reward model, in evaluation mode, and its tokenizer."""
+    import torch
+    import transformers
+
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, truncation_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    scorer = transformers.AutoModelForSequenceClassification.from_pretrained(
+        path, dtype=getattr(torch, dtype), use_safetensors=True
+    )
+    scorer.config.pad_token_id = tokenizer.pad_token_id
+    return scorer.to(device).eval(), tokenizer
+
+
+def remote(
+    text: str, answer: str, row: dict, url: str, timeout_s: float = 5.0, retries: int = 2, backoff_s: float = 0.5
+) -> dict[str, float]:
+    """What an HTTP endpoint replies to a POST of {"text", "answer", "row"}: {"reward": number}, or other parts.
+
+    Tried again after `backoff_s`, then twice that, and so on. Raises ConnectionError after the last of the retries.
+    """
+    body = json.dumps({"text": text, "answer": answer, "row": row}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    for attempt in range(retries + 1):
+        if attempt:
+            time.sleep(backoff_s * 2 ** (attempt - 1))
         try:
-            size = 1
-            while jobs := self._take(with_model, size):
-                start = time.monotonic()
-                left = self._ask(slot, jobs, with_model)
-                quick = time.monotonic() - start < QUICK_S * (len(jobs) - len(left))
-                size = CHUNK if quick else 1
-                with self.lock:
-                    self.waiting[with_model].extendleft(reversed(left))
-                    self.lock.notify_all()
-        except BaseException as error:
-            with self.lock:
-                self.failure = error
-                self.lock.notify_all()
-        finally:
-            self._stop(slot)
-
-    def _take(self, with_model: bool, size: int) -> list[tuple[int, str]]:
-        """Up to `size` jobs, fewer near the end so that all workers have some; none when the grader is closed."""
-        waiting = self.waiting[with_model]
-        with self.lock:
-            self.lock.wait_for(lambda: waiting or self.closed)
-            size = self.batch_size if with_model else min(size, 1 + len(waiting) // (2 * len(self.workers)))
-            return [] if self.closed else [waiting.popleft() for _ in range(min(size, len(waiting)))]
-
-    def _ask(self, slot: int, jobs: list[tuple[int, str]], with_model: bool) -> list[tuple[int, str]]:
-        """Have the worker grade the jobs; returns those that it did not come to before it was killed."""
-        worker = self.workers[slot] or self._start(slot, with_model)
-        with contextlib.suppress(BrokenPipeError):  # it is dead: reading finds out
-            worker.send("[" + ",".join(request for _, request in jobs) + "]")
-        for place, (index, _) in enumerate(jobs):
-            began = worker.line(LOAD_S)
-            reply = worker.line(self.timeout_s) if began else began
-            if reply:
-                grade = json.loads(reply)
-                worn = grade.pop("worn", False)
-                self._settle([index], Grade(**grade))
-                if worn:
-                    self._stop(slot)
-                    return jobs[place + 1 :]
-                continue
-            code = self._stop(slot)
-            failed = jobs[place:] if with_model else jobs[place : place + 1]  # the model takes all of them at once
-            if began and reply is None:
-                grade = Grade(status="timeout")
-            elif reply is None:
-                grade = Grade(status="error", error=f"loading the reward took more than {LOAD_S:.0f} s")
-            else:
-                grade = Grade(status="error", error=f"the grading process died (exit code {code})")
-            self._settle([index for index, _ in failed], grade)
-            return jobs[place + len(failed) :]
-        return []
-
-    def _settle(self, places: list[int], grade: Grade) -> None:
-        with self.lock:
-            for place in places:
-                self.grades[place] = grade
-            self.open -= len(places)
-            if not self.open:
-                self.lock.notify_all()
-
-    def _start(self, slot: int, with_model: bool) -> "Worker":
-        settings = {"custom": self.custom, "options": self.options, "with_model": with_model}
-        worker = Worker({**settings, "memory_gb": 0 if with_model else self.memory_gb})
-        with self.lock:
-            self.workers[slot] = worker
-            if self.closed:
-                worker.process.kill()
-        return worker
-
-    def _stop(self, slot: int) -> int | None:
-        """Kill a worker, if there is one, with all it started; returns its exit code."""
-        with self.lock:
-            worker, self.workers[slot] = self.workers[slot], None
-        return worker.stop() if worker else None
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                parts = json.load(response)
+        except (OSError, ValueError) as error:  # no connection, an HTTP error, a time out, a reply that is no JSON
+            problem = error
+            if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code not in (408, 429):
+                break  # the request itself is refused
+            continue
+        if not isinstance(parts, dict) or not parts:
+            raise ValueError(f"{url} replied {parts!r}; a reward is {{'reward': number}}")
+        return parts
+    raise ConnectionError(f"{url}: {problem}, tried {attempt + 1} times") from problem
 
 
-class Worker:
-    """A grading process, seen from the trainer: a line in is a list of requests, a line out a grade."""
-
-    def __init__(self, settings: dict):
-        self.folder = tempfile.mkdtemp(prefix="grading-")
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env={**os.environ, "TMPDIR": self.folder},
-            start_new_session=True,
-        )
-        self.unread = bytearray()
-        with contextlib.suppress(BrokenPipeError):
-            self.send(json.dumps(settings))
-
-    def send(self, line: str) -> None:
-        """Write a line; the worker is reading whenever this is called. Raises BrokenPipeError."""
-        left = memoryview(line.encode() + b"\n")
-        while left:
-            left = left[self.process.stdin.write(left) :]
-
-    def line(self, seconds: float) -> bytes | None:
-        """The next line with its end; empty if the worker is dead, None if it wrote none for so long."""
-        deadline = time.monotonic() + seconds
-        poll = select.poll()  # select.select cannot watch the high descriptors of a large trainer
-        poll.register(self.process.stdout, select.POLLIN)
-        while b"\n" not in self.unread:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                return None
-            data = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not data:
-                return b""
-            self.unread += data
-        line, end, self.unread = self.unread.partition(b"\n")
-        return bytes(line + end)
-
-    def stop(self) -> int:
-        """Kill it and all it started, remove its files; returns its exit code."""
-        sandbox.kill_family(self.process.pid)
-        code = self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
-        sandbox.remove_tree(self.folder)
-        return code
-
-
-# ---------------------------------------------------------------- the worker
-
-
-def serve_requests() -> None:
-    """Grade what comes on standard input. For each answer an empty line when its clock starts, then a line of JSON."""
-    requests, replies = os.fdopen(os.dup(0)), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)  # what a reward function reads or prints must not mix with requests and replies
-    os.dup2(2, 1)
-    sandbox.die_with_parent(adopt=True)
-    settings = json.loads(requests.readline())
-    if settings["memory_gb"]:
-        size = int(settings["memory_gb"] * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    loaded = {}
-    for line in requests:
-        chunk = json.loads(line)
-        if settings["with_model"]:  # the function knows the chunk, to score it in one go
-            loaded = {}
-        for request in chunk:
-            spec = request.pop("spec")
-            key = json.dumps(spec)
-            if key not in loaded:
-                loaded[key] = attempt(prepare, spec, settings, chunk)
-            function, failure = loaded[key]
-            os.write(replies, b"\n")
-            value, failure = (None, failure) if failure else attempt(function, **request)
-            os.write(replies, json.dumps(failure or {"parts": value}).encode() + b"\n")
-
-
-def attempt(function: Callable, *args, **kwargs) -> tuple:
-    """The function's value and None, or None and the fields of a failed Grade; "worn" asks for a new worker."""
-    try:
-        return function(*args, **kwargs), None
-    except sandbox.TooLong:
-        return None, {"status": "timeout"}
-    except Exception as error:
-        worn = {"worn": True} if isinstance(error, MemoryError) else {}
-        return None, {"status": "error", "error": last_line(error), **worn}
-
-
-def prepare(spec: str | dict[str, float], settings: dict, chunk: list[dict]) -> Callable:
-    """`load_reward`, returning parts, with what it needs loaded, so that no answer's time pays for that."""
-    options, names, known, scores = settings["options"], weights_of(spec), dict(REWARDS), {}
-
-    def scored(text: str, answer: str, row: dict, **options) -> float:
-        if not scores:
-            values = model_scores([(request["text"], request["row"]) for request in chunk], **options)
-            scores.update({id(request["row"]): value for request, value in zip(chunk, values, strict=True)})
-        return scores[id(row)]
-
-    if settings["with_model"]:
-        known["model"] = scored
-    function = load_reward(spec, settings["custom"], options, known)
-    if "math" in names:
-        parse_math("$1$ or \\boxed{1}")
-    if "model" in names:
-        chosen = {p.name: p.default for p in inspect.signature(model).parameters.values()} | options["model"]
-        load_model(chosen["path"], chosen["device"], chosen["dtype"])
-    return lambda **request: parts_of(function(**request))
-
-
-if __name__ == "__main__":
-    serve_requests()
+REWARDS: dict[str, Callable] = {
+    "exact": exact,
+    "gsm8k": gsm8k,
+    "math": math_answer,
+    "multiple_choice": multiple_choice,
+    "format": matches_format,
+    "length": length_penalty,
+    "code": code,
+    "model": model,
+    "remote": remote,
+}

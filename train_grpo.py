@@ -46,11 +46,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-import guard
 import megatron_bridge as bridge
-import preflight
-import reward as rewards
-from checkpoint import (
+from config import UserError, check_choices, check_numbers, get, load_config, nearest, to_yaml
+from rollout import Engine, engine_options
+from support import grading as rewards
+from support import preflight
+from support import watchdog as guard
+from support.checkpoint import (
     CheckpointError,
     CheckpointWriter,
     check_resumed,
@@ -58,10 +60,8 @@ from checkpoint import (
     load_sharded,
     read_state,
 )
-from config import UserError, check_choices, check_numbers, get, load_config, nearest, to_yaml
-from data import Prompt, fingerprint, load_prompts, load_tokenizer, prompt_batch
-from outputs import dump_rollouts, log_metrics, open_output_dir, step_line
-from rollout import Engine, engine_options
+from support.data import Prompt, fingerprint, load_prompts, load_tokenizer, prompt_batch
+from support.files import dump_rollouts, log_metrics, open_output_dir, step_line
 
 # ---------------------------------------------------------------- 1. configuration
 

@@ -16,7 +16,7 @@ from megatron.core import parallel_state as mpu
 from safetensors import safe_open
 
 import megatron_bridge as bridge
-from checkpoint import CheckpointWriter, damage, load_sharded, read_state
+from support.checkpoint import CheckpointWriter, damage, load_sharded, read_state
 from train_grpo import ParallelConfig
 
 

@@ -160,7 +160,7 @@ def alone(tmp_path):
 
 def saved_by_hand(folder: Path, step: int) -> Path:
     """A checkpoint as CheckpointWriter leaves it, with one tensor."""
-    from checkpoint import digest, write_synced
+    from support.checkpoint import digest, write_synced
 
     path = folder / f"step_{step:06d}"
     path.mkdir(parents=True)
@@ -187,7 +187,7 @@ def saved_by_hand(folder: Path, step: int) -> Path:
     ],
 )
 def test_damage_is_found_and_the_one_before_is_taken(alone, tmp_path, harm, message):
-    from checkpoint import CheckpointError, complete, damage, sound_checkpoint
+    from support.checkpoint import CheckpointError, complete, damage, sound_checkpoint
 
     saved_by_hand(tmp_path, 1)
     newest = saved_by_hand(tmp_path, 2)
@@ -206,8 +206,8 @@ def test_damage_is_found_and_the_one_before_is_taken(alone, tmp_path, harm, mess
 
 
 def test_what_a_resumed_run_must_share(alone, tmp_path, capsys):
-    from checkpoint import check_resumed
     from config import UserError
+    from support.checkpoint import check_resumed
 
     path, now = saved_by_hand(tmp_path, 3), {"data": {"train": "a.jsonl"}, "train": {"steps": 9, "lr": 2.0}}
     state = {"step": 3, "data": "abc", "config": {**now, "train": {"steps": 9, "lr": 1.0}}}
@@ -221,7 +221,7 @@ def test_what_a_resumed_run_must_share(alone, tmp_path, capsys):
 
 
 def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp_path):
-    from outputs import continue_output_dir
+    from support.files import continue_output_dir
 
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
@@ -235,8 +235,8 @@ def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp
 
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp_path, monkeypatch):
     """Found by tools/torture.py: a checkpoint under its own name without its manifest."""
-    import checkpoint
-    from checkpoint import CheckpointWriter, ShardedTensor, complete, damage
+    from support import checkpoint
+    from support.checkpoint import CheckpointWriter, ShardedTensor, complete, damage
 
     def killed_midway(path, **_):
         for file in path.glob("manifest.json"):
@@ -257,7 +257,7 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp
 
 
 def test_overlap_of_boxes():
-    from checkpoint import overlap
+    from support.checkpoint import overlap
 
     whole = torch.arange(24).view(4, 6)
     here, there = overlap((1, 0), (3, 4), (0, 3), (2, 3))

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import transformers
 
-from data import fingerprint, load_prompts
+from support.data import fingerprint, load_prompts
 from train_grpo import DataConfig
 
 # What a careless reader would change: leading zeros, the text "None", a number that is text, commas, line breaks.

@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import guard
-import preflight
-import sandbox
+from support import preflight, sandbox
+from support import watchdog as guard
 from tests.conftest import REPO
 
 START = """
 import os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-import guard
+from support import watchdog as guard
 
 folder, rank, restart = Path(sys.argv[1]), int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
 guard.die_with_torchrun()
@@ -293,7 +292,7 @@ time.sleep(100)
 def test_one_run_in_an_output_folder(tmp_path):
     program = """
 import pathlib, sys, time
-import guard
+from support import watchdog as guard
 file = guard.output_lock(pathlib.Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(100)
@@ -345,7 +344,7 @@ def test_machine(tmp_path):
 
 def test_same_config_and_groups(start):
     program = """
-import preflight
+from support import preflight
 text = "seed: 0\\ntrain:\\n  lr: 1e-6\\nmodel:\\n  lr: 3\\n"
 preflight.check_same_config(text)
 pair, alone = dist.new_group([0, 1]), dist.new_group([1])

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import reward
-import sandbox
+from support import grading as reward
+from support import sandbox
 
 EXPRESSIONS = {
     "tower": "\\boxed{9^{9^{9^{9}}}}",

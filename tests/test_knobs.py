@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-import reward as rewards
 from config import config_items
+from support import grading as rewards
 from tests.conftest import REPO
 from train_grpo import Config, RewardConfig
 

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-import reward
-import reward_functions
+import reward as reward_functions
 from config import load_config
+from support import grading as reward
 from train_grpo import Config, RewardConfig
 
 

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import make_tiny
 
-import guard
 import train_grpo
+from support import watchdog as guard
 from train_grpo import bridge
 
 WARMUP, STEPS = 3, 20

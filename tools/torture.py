@@ -41,9 +41,9 @@ NOT_COMPARED = re.compile("time/|speed/|mem/|idle_frac")
 def worker(argv: list[str]) -> int:
     """train_grpo.py, unchanged but for a line in the file $TORTURE_LOG as each phase begins and ends."""
     sys.path.insert(0, str(REPO))
-    import checkpoint
     import megatron_bridge
     import train_grpo
+    from support import checkpoint
 
     def announce(owner, name: str, phase: str) -> None:
         function = getattr(owner, name)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import sandbox
+from support import sandbox
 
 # ---------------------------------------------------------------- stop requests
 

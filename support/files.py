@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 from typing import IO, Any
 
-import guard
 from config import UserError, to_yaml
+from support import watchdog as guard
 
 
 def step_line(m: dict, steps: int) -> str:
