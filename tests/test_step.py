@@ -1,0 +1,154 @@
+"""Steps of a run in this process alone: real Megatron-core, real graders, and plain transformers in vLLM's place."""
+
+import socket
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from megatron.core import parallel_state as mpu
+from safetensors.torch import load_file
+
+import megatron_bridge as bridge
+import train_grpo
+from config import UserError
+from rollout import Completion
+from support.data import load_prompts, load_tokenizer
+from tests.conftest import REPO
+
+
+class PlainEngine:
+    """rollout.Engine with the weights in a model of transformers, one token at a time."""
+
+    def __init__(self, model: str, *_):
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], n: int, *, temperature, max_tokens, **_
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            generator = torch.Generator().manual_seed(seed)
+            yield number, [self.answer(prompt, generator, temperature, max_tokens) for _ in range(n)]
+
+    @torch.no_grad()
+    def answer(self, prompt: list[int], generator: torch.Generator, temperature: float, max_tokens: int) -> Completion:
+        ids, logps = [], []
+        while len(ids) < max_tokens and ids[-1:] != [self.model.config.eos_token_id]:
+            logp_V = (self.model(torch.tensor([prompt + ids])).logits[0, -1] / temperature).log_softmax(-1)
+            ids.append(torch.multinomial(logp_V.exp(), 1, generator=generator).item())
+            logps.append(logp_V[ids[-1]].item())
+        return Completion(ids, logps, ids[-1] == self.model.config.eos_token_id)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.model.load_state_dict(dict(weights), strict=False)
+
+    def sleep(self) -> None:
+        pass
+
+    def wake(self, part: str) -> None:
+        pass
+
+
+@pytest.fixture
+def build(tiny, tmp_path, monkeypatch):
+    """build("section.key=value", ...) → what `train_step(run, step)` works on, in a world of one rank."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in world.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(train_grpo, "Engine", PlainEngine)
+    bridge.init_distributed(timeout_s=60)
+    built = []
+
+    def one(*overrides: str):
+        cfg = train_grpo.load_config(train_grpo.Config, str(REPO / "configs/tiny.yaml"), [
+            f"output_dir={tmp_path / 'out'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
+            "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0", "train.save_every=0",
+            *overrides,
+        ])  # fmt: skip
+        train_grpo.check_config(cfg, world_size=1)
+        bridge.init_model_parallel(cfg.parallel, cfg.seed)
+        tokenizer = load_tokenizer(cfg.model.path)
+        prompts, _ = load_prompts(cfg.data, tokenizer, "train")
+        watchdog = train_grpo.guard.Watchdog(0)
+        built.append(
+            train_grpo.build_trainer(cfg, tokenizer, prompts, [], None, watchdog, SimpleNamespace(requested=None))
+        )
+        return built[-1]
+
+    yield one
+    for run in built:
+        run.graders.close()
+        mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def weights(run) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in bridge.hf_weights(run.model)}
+
+
+def test_a_step_agrees_with_the_engine_and_moves_the_weights(build):
+    run = build("train.lr=0.01")
+    for step in (1, 2):
+        before = weights(run)
+        metrics, samples = train_grpo.train_step(run, step)
+        assert metrics["logp_gap/max"] < 1e-5 and len(samples) == 16 and metrics["update/skipped"] == 0
+        assert all(not torch.equal(before[name], weight) for name, weight in weights(run).items() if "mlp" in name)
+
+
+def test_a_push_that_is_lost_is_caught(build, monkeypatch):
+    run = build("train.lr=0.01")
+    monkeypatch.setattr(train_grpo, "push_weights", lambda *_: None)
+    train_grpo.train_step(run, 1)
+    with pytest.raises(train_grpo.TrainingError, match="did not take up the last weight push"):
+        train_grpo.train_step(run, 2)
+
+
+def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, tmp_path, capsys):
+    run, group_advantages, broken = build("train.max_skipped=2"), train_grpo.group_advantages, []
+
+    def advantages(*args):
+        found = group_advantages(*args)
+        return np.where(np.arange(len(found)) == 3, np.nan, found) if broken else found
+
+    monkeypatch.setattr(train_grpo, "group_advantages", advantages)
+    broken.append(True)
+    before = weights(run)
+    metrics, _ = train_grpo.train_step(run, 1)
+    assert metrics["update/skipped"] == 1 and all(torch.equal(before[n], w) for n, w in weights(run).items())
+    assert "1 in a row, the run stops at train.max_skipped=2" in capsys.readouterr().out
+    dumped = load_file(tmp_path / "out/skipped/step_000001_update_0_rank_00000.safetensors")
+    assert any(name.endswith(".advantages") and values.isnan().any() for name, values in dumped.items())
+    broken.clear()
+    metrics, _ = train_grpo.train_step(run, 2)
+    assert metrics["update/skipped"] == 0 and any(not torch.equal(before[n], w) for n, w in weights(run).items())
+    broken.append(True)
+    train_grpo.train_step(run, 3)
+    with pytest.raises(train_grpo.TrainingError, match=r"2 in a row, train\.max_skipped=2"):
+        train_grpo.train_step(run, 4)
+
+
+def test_a_reward_that_raises_stops_the_run_with_its_row(build, tmp_path):
+    (tmp_path / "broken.py").write_text("def f(text, answer, row):\n    return row['bonus']\n")
+    run = build(f"reward.custom={tmp_path / 'broken.py'}:f")
+    with pytest.raises(UserError) as error:
+        train_grpo.train_step(run, 1)
+    assert "the reward of source 'reverse' failed: KeyError: 'bonus' (broken.py, line 2)" in str(error.value)
+    assert '"prompt": "' in str(error.value) and "16 of 16 samples failed" in str(error.value)
+
+
+def test_budgets_reach_their_own_phase(build, monkeypatch):
+    run, plan_bins, planned = build("algo.kl_coef=0.1", "train.updates_per_step=2"), train_grpo.plan_bins, []
+
+    def counted(lengths_N, max_tokens, multiple):
+        planned.append((len(lengths_N), max_tokens))
+        return plan_bins(lengths_N, max_tokens, multiple)
+
+    monkeypatch.setattr(train_grpo, "plan_bins", counted)
+    run.cfg.train.max_tokens_per_micro_batch, run.cfg.train.logprob_max_tokens_per_micro_batch = 64, 48
+    train_grpo.train_step(run, 1)
+    assert planned == [(16, 48), (16, 48), (8, 64), (8, 64)]  # old and reference log-probs; two updates
