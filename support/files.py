@@ -52,8 +52,8 @@ def dump_rollouts(path: Path, samples: list) -> None:
 def lock_output_dir(path: Path) -> IO | None:
     """Lock the output folder `path` for this process; keep the returned file open. Raises UserError.
 
-    The lock is of the file `path`.lock beside the folder, and ends with the process, however it dies. None with a
-    warning where nothing can be locked.
+    The lock is of the file `path`.lock beside the folder, and ends with the process, however it dies. Where there can
+    be none it warns, and returns None if there is not even the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = None
