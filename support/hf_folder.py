@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from support.checkpoint import put_in_place, sync
+from support.files import put_in_place, sync
 
 EXPORT_SHARD_BYTES = 4 << 30
 

@@ -1,4 +1,4 @@
-"""What keeps a run from being lost, stuck or mixed up: stop requests, a store for restarts, a watchdog, a lock.
+"""What keeps a run from being lost, stuck or mixed up: stop requests, a store for restarts, a watchdog.
 
 Knows torchrun and torch.distributed, no trainer. Importing it does nothing.
 """
@@ -6,7 +6,6 @@ Knows torchrun and torch.distributed, no trainer. Importing it does nothing.
 import atexit
 import contextlib
 import faulthandler
-import fcntl
 import json
 import os
 import signal
@@ -287,32 +286,3 @@ def siblings() -> dict[str, str]:
             if int(parent) == os.getppid():
                 found[stat.parent.name] = state
     return found
-
-
-# ---------------------------------------------------------------- one run in one output folder
-
-
-def output_lock(path: Path):
-    """Lock the output folder `path` for this process; keep the returned file open. Raises ValueError.
-
-    The lock ends with the process, however it dies. It is the folder's own: who renames the folder locks the new one.
-    """
-    path.mkdir(parents=True, exist_ok=True)
-    file = (path / "run.lock").open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "another process"
-        file.close()
-        raise ValueError(
-            f"output_dir={path} is in use by {owner}: two runs in one output folder would mix; "
-            "choose another output_dir"
-        ) from None
-    except OSError as error:  # some network file systems have no locks
-        say(f"warning: output_dir={path} cannot be locked ({error.strerror}); start no second run in it")
-        return file
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
-    file.flush()
-    return file

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from support import preflight, sandbox
-from support import watchdog as guard
 from tests.conftest import REPO
 
 START = """
@@ -284,27 +283,6 @@ time.sleep(100)
     run.process.kill()
     run.end()
     assert not run.living() and not (run.folder / "alive.0.0").exists()
-
-
-# ---------------------------------------------------------------- the lock
-
-
-def test_one_run_in_an_output_folder(tmp_path):
-    program = """
-import pathlib, sys, time
-from support import watchdog as guard
-file = guard.output_lock(pathlib.Path(sys.argv[1]))
-print("locked", flush=True)
-time.sleep(100)
-"""
-    holder = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=REPO, stdout=subprocess.PIPE)
-    holder.stdout.readline()
-    with pytest.raises(ValueError, match=f"output_dir=.* is in use by process {holder.pid} on host .*choose another"):
-        guard.output_lock(tmp_path)
-    holder.kill()
-    holder.wait()
-    with guard.output_lock(tmp_path):
-        assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} ")
 
 
 # ---------------------------------------------------------------- checks before the start
