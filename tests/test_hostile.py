@@ -67,7 +67,7 @@ def nothing_left(monkeypatch, tmp_path):
 def test_hostile_expressions(name, nothing_left):
     answer = {"multiple_choice": "B"}.get(name, "7")
     good = {"multiple_choice": "Answer: B", "format": "<think>3 + 4</think> 7"}.get(name, "\\boxed{7}")
-    timeout_s = 4.0 if name == "math" else 60.0  # the others never need it, but for a machine that stands still
+    timeout_s = 1.5 if name == "math" else 60.0  # the others never need it, but for a machine that stands still
     pool = GradingPool(name, {}, None, timeout_s, workers=2, memory_gb=2.0)
     jobs = [("s", text, answer, {}) for hostile in EXPRESSIONS.values() for text in (good, hostile)]
     outcomes = grade(pool, jobs)
@@ -160,7 +160,7 @@ HELD = [
 
 def test_hostile_programs(nothing_left):
     """Among good ones. What fails by itself is wrong, or late on a busy machine; it is never an error of the run."""
-    options = {"code": {"seconds": 4.0, "memory_mb": 512}}
+    options = {"code": {"seconds": 1.5, "memory_mb": 512}}
     pool = GradingPool("code", {}, None, timeout_s=30.0, workers=2, options=options)
     row = {"tests": ["assert 1 + 1 == 2"]}
     jobs = [("s", text, "", row) for hostile, _ in PROGRAMS.values() for text in (fenced("x = 1"), fenced(hostile))]
