@@ -19,6 +19,14 @@ class UserError(Exception):
     """Something the user can mend: what is wrong, which key, what would be legal. Ends the program with exit code 2."""
 
 
+class TrainingError(Exception):
+    """The run cannot go on with right results. The message is all a user needs; exit code 1."""
+
+
+class RankError(TrainingError):
+    """A failure that this rank alone may know of, so this rank says it."""
+
+
 def load_config(schema: type, path: str, overrides: list[str]) -> Any:
     """The defaults of `schema`, a dataclass of dataclasses, under the YAML file `path`, under the overrides.
 
