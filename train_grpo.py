@@ -57,11 +57,12 @@ from support.checkpoint import (
     CheckpointWriter,
     check_resumed,
     find_checkpoint,
-    load_sharded,
+    read_sharded,
     read_state,
 )
 from support.data import Prompt, fingerprint, load_prompts, load_tokenizer, prompt_batch
-from support.files import dump_rollouts, log_metrics, open_output_dir, step_line
+from support.files import dump_rollouts, lock_output_dir, log_metrics, open_output_dir, step_line
+from support.optimizer_state import load_state, optimizer_steps, sharded_state
 
 # ---------------------------------------------------------------- 1. configuration
 
@@ -1225,8 +1226,8 @@ def build_trainer(
     )  # fmt: skip
     if checkpoint is not None:
         state = read_state(checkpoint)
-        loaded = load_sharded(checkpoint, bridge.sharded_state(model, optimizer, loading=True))
-        bridge.load_state(model, optimizer, loaded, state["updates"])
+        loaded = read_sharded(checkpoint, sharded_state(model, optimizer, loading=True))
+        load_state(model, optimizer, loaded, state["updates"])
         trainer.prompts_taken, trainer.skipped = state["prompts_taken"], state["skipped"]
         writer.step = state["step"]
     push_weights(model, engine, cfg)
@@ -1240,7 +1241,7 @@ def run_state(trainer: Trainer, step: int) -> dict[str, Any]:
     """
     return {
         "step": step,
-        "updates": bridge.optimizer_steps(trainer.optimizer),
+        "updates": optimizer_steps(trainer.optimizer),
         "prompts_taken": trainer.prompts_taken,
         "skipped": trainer.skipped,
         "data": fingerprint(trainer.prompts),
@@ -1251,7 +1252,7 @@ def run_state(trainer: Trainer, step: int) -> dict[str, Any]:
 
 def start_checkpoint(trainer: Trainer, step: int) -> None:
     """Begin to write the checkpoint of `step`; CheckpointWriter.finish gives it its name."""
-    state = bridge.sharded_state(trainer.model, trainer.optimizer, loading=False)
+    state = sharded_state(trainer.model, trainer.optimizer, loading=False)
     trainer.writer.start(step, run_state(trainer, step), state)
 
 
@@ -1327,14 +1328,14 @@ def train(
 ) -> None:
     """The whole run, on every rank of torchrun's world."""
     out, writes, t = Path(cfg.output_dir), dist.get_rank() == 0, cfg.train
-    lock = check_machines(cfg)  # held as long as the run
+    _lock = check_machines(cfg)  # held as long as the run
     checkpoint = find_checkpoint(cfg.resume, out / "checkpoints")
     done = check_resumed(checkpoint, dataclasses.asdict(cfg), fingerprint(prompts)) if checkpoint else 0
     if done == t.steps:
         if writes:
             print(f"nothing to do: {checkpoint} is after the last step, train.steps={t.steps}", flush=True)
         return
-    lock = on_first_rank(lambda: open_output_dir(out, cfg, done, lock))
+    on_first_rank(lambda: open_output_dir(out, to_yaml(cfg), cfg.resume, done))
     trainer = build_trainer(cfg, tokenizer, prompts, eval_prompts, checkpoint, watchdog, signals)
     history = []
     if t.eval_every and not checkpoint:
@@ -1413,7 +1414,7 @@ def check_machines(cfg: Config) -> IO | None:
         saved = 12 + bridge.DTYPES[cfg.model.dtype].itemsize  # bytes a weight, of a checkpoint and an export
         weights = bridge.count_weights(bridge.local_folder(cfg.model.path))
         preflight.check_host(out, weights * saved, shares_memory=torch.cuda.is_available() or cfg.rollout.tp > 1)
-        return guard.output_lock(out)
+        return lock_output_dir(out)
 
     try:
         preflight.check_same_config(to_yaml(cfg))

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
+from support import ranks
 from support.signals import StopSignals
 from support.watchdog import Watchdog
 
 
 class StopRequested(Exception):
-    """A signal came while the step was sampling: the step is given up, on every rank."""
+    """A signal asks the run to save and stop; raised on every rank, so that all give up the step together."""
 
 
 class Clock:
@@ -35,6 +36,11 @@ class Clock:
     def stop_requested(self) -> bool:
         """Whether SIGTERM or Ctrl-C has reached this rank; it may change at any moment and differ between ranks."""
         return self.signals.requested is not None
+
+    def check_stop(self) -> None:
+        """Raises StopRequested on every rank if a signal has reached any; all call it at the same place."""
+        if ranks.on_any_rank(self.stop_requested):
+            raise StopRequested
 
     def enter(self, phase: str) -> None:
         """Begin a phase that is not timed."""

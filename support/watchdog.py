@@ -1,4 +1,4 @@
-"""Ends a run that stands still, and says which rank stands where; and the lock of an output folder.
+"""Ends a run that stands still, and says which rank stands where.
 
 Knows torchrun and torch.distributed, no trainer. Importing it does nothing.
 """
@@ -6,7 +6,6 @@ Knows torchrun and torch.distributed, no trainer. Importing it does nothing.
 import atexit
 import contextlib
 import faulthandler
-import fcntl
 import json
 import os
 import signal
@@ -223,32 +222,3 @@ def dumped_stacks(pid: int, stacks: int) -> str:
     except OSError as error:  # ended meanwhile
         return f"its stacks cannot be read: {error}"
     return text or "for too short a time to have its stacks"
-
-
-# ---------------------------------------------------------------- one run in one output folder
-
-
-def output_lock(path: Path):
-    """Lock the output folder `path` for this process; keep the returned file open. Raises ValueError.
-
-    The lock ends with the process, however it dies. It is the folder's own: who renames the folder locks the new one.
-    """
-    path.mkdir(parents=True, exist_ok=True)
-    file = (path / "run.lock").open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "another process"
-        file.close()
-        raise ValueError(
-            f"output_dir={path} is in use by {owner}: two runs in one output folder would mix; "
-            "choose another output_dir"
-        ) from None
-    except OSError as error:  # some network file systems have no locks
-        say(f"warning: output_dir={path} cannot be locked ({error.strerror}); start no second run in it")
-        return file
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
-    file.flush()
-    return file

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from support import sandbox
-from support import watchdog as guard
 from tests.conftest import REPO
 
 START = """
@@ -20,7 +19,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from support import ranks
-from support.clock import Clock
+from support.clock import Clock, StopRequested
 from support.signals import StopSignals
 from support.watchdog import Watchdog
 
@@ -336,38 +335,25 @@ try:
         raise MemoryError
 except MemoryError:
     assert clock.phase == "rollout"  # what a message names
-os.kill(os.getpid(), signal.SIGTERM)
-while not clock.stop_requested:
-    time.sleep(0.01)
+clock.check_stop()
+dist.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not clock.stop_requested:
+        time.sleep(0.01)
+try:
+    clock.check_stop()
+except StopRequested:
+    note("stopped")
 clock.stop()
 assert clock.phase == "ended"
 """
     run = start(GROUP + program)
     assert run.end() == 0, run.text
+    assert all((run.folder / f"stopped.{rank}.0").exists() for rank in (0, 1))
     assert run.text.count("first rank: invalid literal for int()") == 2
     assert run.text.count("1 of 2 ranks have another configuration than rank 0") == 2
     assert run.text.count("  train.lr: 1e-06 on rank 0; 1e-05 on rank 1\n") == 2
     assert run.text.count("  megatron.field: not set on rank 0; 1 on rank 1\n") == 2
     assert "seed:" not in run.text and "model.lr:" not in run.text
     assert "the all-reduce of group tp (ranks 0, 1) did not finish within 1 s; likely a rank that died" in run.text
-
-
-# ---------------------------------------------------------------- the lock
-
-
-def test_one_run_in_an_output_folder(tmp_path):
-    program = """
-import pathlib, sys, time
-from support import watchdog as guard
-file = guard.output_lock(pathlib.Path(sys.argv[1]))
-print("locked", flush=True)
-time.sleep(100)
-"""
-    holder = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=REPO, stdout=subprocess.PIPE)
-    holder.stdout.readline()
-    with pytest.raises(ValueError, match=f"output_dir=.* is in use by process {holder.pid} on host .*choose another"):
-        guard.output_lock(tmp_path)
-    holder.kill()
-    holder.wait()
-    with guard.output_lock(tmp_path):
-        assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} ")
