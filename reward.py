@@ -1,19 +1,28 @@
-"""The reward functions: what an answer is worth. docs/rewards.md lists them and their options.
+"""What an answer is worth: reward functions, and a reward by its name. docs/rewards.md lists the names and options.
 
-A reward is `def reward(text: str, answer: str, row: dict, **options) -> float | dict[str, float]`: the decoded
-response, the row's reference answer, the whole row. A dict's values are summed and kept apart in `reward_parts`.
+A reward is a function of the decoded response, the row's reference answer, the whole row, and options of its own:
+
+    def right_and_short(text: str, answer: str, row: dict, limit: int = 200) -> float | dict[str, float]:
+        return {"right": float(text.strip() == answer), "short": -0.1 * (len(text) > limit)}
+
+A dict's values are summed and kept apart in `reward_parts`. An exception is an error of the sample, told apart from a
+wrong answer. In a file of its own this is `reward.default=custom reward.custom=my_file.py:right_and_short`, without
+registration; written here and entered in REWARDS below it has a name, for `reward.by_source` and weighted sums too.
+Every grading process reads this file when it starts, so large packages are imported by the functions that use them.
 """
 
 import functools
+import importlib.util
+import inspect
 import json
 import logging
+import math
 import os
 import re
-import time
-import urllib.error
-import urllib.request
+import traceback
 from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
 
 from support import sandbox
 
@@ -182,7 +191,8 @@ def code(
     The tests are assert statements in row["tests"], or the programs' input and output in row["inputs"], row["outputs"].
     Raises sandbox.TooLong when one run takes longer than `seconds`, ValueError for a row without tests.
     """
-    tests, pairs = row.get("tests"), list(zip(row.get("inputs") or [], row.get("outputs") or [], strict=True))
+    tests = row.get("tests")
+    pairs = list(zip(row.get("inputs") or [], row.get("outputs") or [], strict=True))
     if not tests and not pairs:
         raise ValueError("the row has no tests: give assert statements in `tests`, or `inputs` and `outputs`")
     blocks = re.findall(r"```(?:python3?|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
@@ -190,13 +200,15 @@ def code(
         return 0.0
     limits = {"seconds": seconds, "memory_mb": memory_mb, "file_mb": file_mb, "allow_writes": allow_writes}
     if tests:
-        passed, total = sandbox.passed_tests(blocks[-1], tests, **limits), len(tests)
+        total = len(tests)
+        passed = sandbox.passed_tests(blocks[-1], tests, **limits)
     else:
-        passed, total = 0, len(pairs)
-        for stdin, wanted in pairs:
+        total = len(pairs)
+        passed = 0
+        for number, (stdin, wanted) in enumerate(pairs, 1):
             output = sandbox.output_of(blocks[-1], stdin, **limits)
             passed += output is not None and lines_of(output) == lines_of(wanted)
-            if not partial and not passed:
+            if not partial and passed < number:
                 return 0.0
     return passed / total if partial else float(passed == total)
 
@@ -219,63 +231,12 @@ def model(
 ) -> float:
     """The score a sequence-classification reward model gives the response to row[prompt_key], a text or messages.
 
-    `device` cuda is the trainer's own GPU. Of longer conversations the last `max_tokens` count.
+    `device` cuda is the trainer's own GPU. Of longer conversations the last `max_tokens` count. The grading process of
+    the model scores several answers at once, with the same function.
     """
-    return model_scores([(text, row)], path, device, dtype, batch_size, max_tokens, prompt_key)[0]
+    from support import reward_model
 
-
-def model_scores(
-    answers: list[tuple[str, dict]],
-    path: str,
-    device: str = "cpu",
-    dtype: str = "float32",
-    batch_size: int = 8,
-    max_tokens: int = 4096,
-    prompt_key: str = "prompt",
-) -> list[float]:
-    """`model` of many (response, row), in batches: the first logit of each."""
-    import torch
-
-    scorer, tokenizer = load_model(path, device, dtype)
-    texts = []
-    for text, row in answers:
-        prompt = row[prompt_key]
-        if tokenizer.chat_template:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            messages.append({"role": "assistant", "content": text})
-            texts.append(tokenizer.apply_chat_template(messages, tokenize=False))
-        else:
-            texts.append((prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)) + text)
-    scores = []
-    for start in range(0, len(texts), batch_size):
-        batch = tokenizer(
-            texts[start : start + batch_size],
-            padding=True,
-            truncation=True,
-            max_length=max_tokens,
-            add_special_tokens=not tokenizer.chat_template,  # a template writes its own
-            return_tensors="pt",
-        ).to(scorer.device)
-        with torch.inference_mode():
-            scores += scorer(**batch).logits[:, 0].float().tolist()
-    return scores
-
-
-@functools.lru_cache(maxsize=1)
-def load_model(path: str, device: str, dtype: str) -> tuple:
-    """The reward model, in evaluation mode, and its tokenizer."""
-    import torch
-    import transformers
-
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path, truncation_side="left")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    scorer = transformers.AutoModelForSequenceClassification.from_pretrained(
-        path, dtype=getattr(torch, dtype), use_safetensors=True
-    )
-    scorer.config.pad_token_id = tokenizer.pad_token_id
-    return scorer.to(device).eval(), tokenizer
+    return reward_model.scores([(text, row)], path, device, dtype, batch_size, max_tokens, prompt_key)[0]
 
 
 def remote(
@@ -283,26 +244,41 @@ def remote(
 ) -> dict[str, float]:
     """What an HTTP endpoint replies to a POST of {"text", "answer", "row"}: {"reward": number}, or other parts.
 
-    Tried again after `backoff_s`, then twice that, and so on. Raises ConnectionError after the last of the retries.
+    No connection, no reply in `timeout_s`, 408, 429 and 5xx are tried again: at once, after 2 `backoff_s`, after 4, ...
+    Raises ConnectionError after the last of the retries, and at once where the request is refused (other 4xx).
     """
-    body = json.dumps({"text": text, "answer": answer, "row": row}).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    for attempt in range(retries + 1):
-        if attempt:
-            time.sleep(backoff_s * 2 ** (attempt - 1))
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                parts = json.load(response)
-        except (OSError, ValueError) as error:  # no connection, an HTTP error, a time out, a reply that is no JSON
-            problem = error
-            if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code not in (408, 429):
-                break  # the request itself is refused
-            continue
-        if not isinstance(parts, dict) or not parts:
-            raise ValueError(f"{url} replied {parts!r}; a reward is {{'reward': number}}")
-        return parts
-    raise ConnectionError(f"{url}: {problem}, tried {attempt + 1} times") from problem
+    import requests
+    from urllib3.util import Retry
 
+    plan = Retry(
+        retries,
+        backoff_factor=backoff_s,
+        status_forcelist={408, 429, *range(500, 600)},
+        allowed_methods=None,  # POST too
+        respect_retry_after_header=False,
+        raise_on_status=False,
+    )
+    body = json.dumps({"text": text, "answer": answer, "row": row})
+    with requests.Session() as session:
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, requests.adapters.HTTPAdapter(max_retries=plan))
+        try:
+            response = session.post(url, body, timeout=timeout_s, headers={"Content-Type": "application/json"})
+        except requests.RequestException as error:
+            raise ConnectionError(f"{url}: {error}, tried {retries + 1} times") from error
+    if not response.ok:
+        tries = len(response.raw.retries.history) + 1
+        raise ConnectionError(f"{url}: {response.status_code} {response.reason}, tried {tries} times")
+    try:
+        parts = response.json()
+    except requests.JSONDecodeError:
+        parts = response.text[:200]
+    if not isinstance(parts, dict) or not parts:
+        raise ValueError(f"{url} replied {parts!r}; a reward is {{'reward': number}}")
+    return parts
+
+
+# ---------------------------------------------------------------- a reward by its name
 
 REWARDS: dict[str, Callable] = {
     "exact": exact,
@@ -315,3 +291,92 @@ REWARDS: dict[str, Callable] = {
     "model": model,
     "remote": remote,
 }
+
+
+def load_reward(
+    spec: str | dict[str, float],
+    custom: str | None,
+    options: dict[str, dict] | None = None,
+    known: dict[str, Callable] = REWARDS,
+) -> Callable:
+    """The function `(text, answer, row)` behind a reward's name, or behind {name: weight}, their weighted sum.
+
+    "custom" is read from `custom`, "path/to/file.py:function"; `options` are keyword arguments by name. Loads no model.
+    Raises ValueError that says what is legal.
+    """
+    options = options or {}
+    for where, names in (("", weights_of(spec)), ("reward.options: ", options)):
+        for name in names:
+            if name not in known and name != "custom":
+                raise ValueError(f"{where}unknown reward {name!r}; legal are {', '.join([*known, 'custom'])}")
+    functions = {}
+    for name in weights_of(spec):
+        function = load_custom(custom) if name == "custom" else known[name]
+        check_options(name, REWARDS.get(name, function), options.get(name, {}))
+        functions[name] = functools.partial(function, **options.get(name, {}))
+    if isinstance(spec, str):
+        return functions[spec]
+
+    def weighted(text: str, answer: str, row: dict) -> dict[str, float]:
+        parts = {}
+        for name, weight in spec.items():
+            for part, value in parts_of(functions[name](text, answer, row)).items():
+                parts[name if part == "reward" else f"{name}/{part}"] = weight * value
+        return parts
+
+    return weighted
+
+
+def weights_of(spec: str | dict[str, float]) -> dict[str, float]:
+    """{name: weight} of a reward written either way. Raises ValueError."""
+    weights = {spec: 1.0} if isinstance(spec, str) else spec
+    numbers = isinstance(weights, dict) and all(type(w) in (int, float) and math.isfinite(w) for w in weights.values())
+    if not numbers or not weights:
+        raise ValueError(f"{spec!r} is no reward; give a name, or {{name: weight, name: weight}}")
+    return weights
+
+
+def check_options(name: str, function: Callable, given: dict) -> None:
+    """Raises ValueError for options that the reward does not have, and for those that it lacks."""
+    legal = list(inspect.signature(function).parameters.values())[3:]
+    names = [p.name for p in legal]
+    if any(p.kind is p.VAR_KEYWORD for p in legal):
+        return
+    for key in given:
+        if key not in names:
+            raise ValueError(f"unknown option reward.options.{name}.{key}; legal are {', '.join(names) or 'none'}")
+    for p in legal:
+        if p.default is p.empty and p.name not in given:
+            raise ValueError(f"the reward {name!r} needs reward.options.{name}.{p.name}")
+
+
+@functools.lru_cache
+def load_custom(custom: str | None) -> Callable:
+    """The function of "path/to/file.py:function". Raises ValueError."""
+    path, _, function = (custom or "").rpartition(":")
+    if not path or not os.path.isfile(path):
+        raise ValueError(f"reward.custom={custom!r}: give path/to/file.py:function, a file that exists")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"reward.custom={custom}: importing it failed: {last_line(error)}") from error
+    if not callable(getattr(module, function, None)):
+        raise ValueError(f"reward.custom={custom}: {path} has no function {function!r}")
+    return getattr(module, function)
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of the traceback, with the place that raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+
+
+def parts_of(value: float | dict) -> dict[str, float]:
+    """What a reward function returned, as {part: finite float}. Raises TypeError or ValueError for anything else."""
+    parts = value if isinstance(value, dict) else {"reward": value}
+    for name, part in parts.items():
+        if isinstance(part, str) or not math.isfinite(part):
+            raise ValueError(f"a reward must be a finite number; {name} is {part!r}")
+    return {str(name): float(part) for name, part in parts.items()}

@@ -18,12 +18,22 @@ import subprocess
 import sys
 import tempfile
 import types
-from pathlib import Path
 
 
 class TooLong(Exception):
     """The program ran out of its `seconds`."""
 
+
+# The kernel's numbers, by the names of its headers.
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+SECCOMP_MODE_FILTER = 2
+LINUX_CAPABILITY_VERSION_3 = 0x20080522
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+LANDLOCK_CREATE_RULESET_VERSION = 1
+LANDLOCK_RULE_PATH_BENEATH = 1
+WRITE_FILE, REFER, TRUNCATE = 1 << 1, 1 << 13, 1 << 14  # LANDLOCK_ACCESS_FS_...
+REMOVE_AND_MAKE = sum(1 << bit for bit in range(4, 13))  # directories, files, links, devices, sockets, pipes
+SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 1 << 0, 1 << 1
 
 # ---------------------------------------------------------------- outside: start, wait, read
 
@@ -89,33 +99,36 @@ def remove_tree(folder: str) -> None:
 def die_with_parent(adopt: bool = False) -> None:
     """Be killed when the thread that started this process ends; with `adopt`, inherit orphaned grandchildren."""
     libc = ctypes.CDLL(None)
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if adopt:
-        libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_family(pid: int) -> None:
     """Kill a process that leads its session, all of that session, and all descendants, whatever sessions they made."""
-    stopped, members = set(), {pid}
-    while members - stopped:  # stopped processes start no others, so this ends with all of them
-        for member in members - stopped:
+    stopped = set()
+    found = family({pid})
+    while found:  # stopped processes start no others, so this ends with all of them
+        for member in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member, signal.SIGSTOP)
-        stopped |= members
-        members = members | family(members)
-    for member in members:
+        stopped |= found
+        found = family(stopped | {pid}) - stopped
+    for member in stopped:
         with contextlib.suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)
 
 
 def family(members: set[int]) -> set[int]:
-    """Living processes that are children of the members or in a session that a member leads."""
+    """Living processes among the members, their children, and all in a session that one of them leads."""
+    import psutil  # here, since the confined process reads this file too
+
     found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # ended meanwhile
-            state, parent, _, session = stat.read_text(errors="replace").rpartition(")")[2].split()[:4]
-            if state != "Z" and (int(parent) in members or int(session) in members):
-                found.add(int(stat.parent.name))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or out of sight
+            related = not members.isdisjoint((process.pid, os.getsid(process.pid), process.ppid()))
+            if related and process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
     return found
 
 
@@ -168,36 +181,41 @@ def confine(folder: str, seconds: float, memory_mb: int, file_mb: int, allow_wri
             raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
         return result
 
-    must(libc.prctl(38, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+    must(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
     if not allow_writes:
         confine_writes(libc, must, folder)
     # No capabilities, or root could raise its limits again.
-    must(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+    must(libc.capset(struct.pack("Ii", LINUX_CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
     if platform.machine() not in ARCHITECTURES:
         raise RuntimeError(f"the code reward knows no system calls of {platform.machine()}")
     program = syscall_filter(platform.machine())
     code = ctypes.create_string_buffer(program)
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-    must(libc.prctl(22, 2, header, 0, 0), "PR_SET_SECCOMP")
+    must(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0), "PR_SET_SECCOMP")
 
 
 def confine_writes(libc, must, folder: str) -> None:
     """Landlock: nothing outside `folder` can be written, made, removed or renamed; /dev/null stays open."""
-    abi = libc.syscall(444, None, 0, 1)
+    abi = libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
     if abi < 1:
         raise RuntimeError(
             "this kernel has no Landlock (Linux 5.13), so writes outside the folder cannot be stopped; "
             "reward.options.code.allow_writes=true runs all the same"
         )
-    rights = 1 << 1 | sum(1 << bit for bit in range(4, 13)) | (abi >= 2) << 13 | (abi >= 3) << 14
-    scopes = struct.pack("QQ", 0, 3) if abi >= 6 else b""  # no signals or abstract sockets to the outside either
-    attribute = struct.pack("Q", rights) + scopes
-    rules = must(libc.syscall(444, attribute, len(attribute), 0), "landlock_create_ruleset")
-    of_files = rights & (1 << 1 | 1 << 14)
+    rights = WRITE_FILE | REMOVE_AND_MAKE
+    if abi >= 2:
+        rights |= REFER
+    if abi >= 3:
+        rights |= TRUNCATE
+    attribute = struct.pack("Q", rights)
+    if abi >= 6:
+        attribute += struct.pack("QQ", 0, SCOPE_ABSTRACT_SOCKETS | SCOPE_SIGNALS)  # to the outside
+    rules = must(libc.syscall(LANDLOCK_CREATE_RULESET, attribute, len(attribute), 0), "landlock_create_ruleset")
+    of_files = rights & (WRITE_FILE | TRUNCATE)
     for path, allowed in ((folder, rights), ("/dev/null", of_files)):
         beneath = struct.pack("=Qi", allowed, os.open(path, os.O_PATH | os.O_CLOEXEC))
-        must(libc.syscall(445, rules, 1, beneath, 0), "landlock_add_rule")
-    must(libc.syscall(446, rules, 0), "landlock_restrict_self")
+        must(libc.syscall(LANDLOCK_ADD_RULE, rules, LANDLOCK_RULE_PATH_BENEATH, beneath, 0), "landlock_add_rule")
+    must(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
 
 
 def syscall_filter(machine: str) -> bytes:

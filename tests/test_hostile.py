@@ -1,4 +1,4 @@
-"""Hostile answers through the real grader: each costs its own reward, the rest is graded, nothing is left behind."""
+"""Hostile answers in real grading processes: each costs its own reward, the rest is graded, nothing is left behind."""
 
 import ctypes
 import os
@@ -8,12 +8,13 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 
-from support import grading as reward
-from support import sandbox
+from support import grading
+from support.grading import GradingPool, Outcome
+from tests.test_reward import grade
 
 EXPRESSIONS = {
     "tower": "\\boxed{9^{9^{9^{9}}}}",
@@ -34,17 +35,20 @@ EXPRESSIONS = {
 }
 
 
-def processes_below(pid: int) -> set[int]:
+def processes_below(pid: int) -> set[psutil.Process]:
     """All living descendants."""
-    found, new = set(), {pid}
-    while new:
-        new = sandbox.family(new | found) - found - {pid}
-        found |= new
-    return found
+    return {process for process in psutil.Process(pid).children(recursive=True) if alive(process)}
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def resident_mb() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+    return psutil.Process().memory_info().rss / 2**20
 
 
 @pytest.fixture
@@ -63,16 +67,16 @@ def nothing_left(monkeypatch, tmp_path):
 def test_hostile_expressions(name, nothing_left):
     answer = {"multiple_choice": "B"}.get(name, "7")
     good = {"multiple_choice": "Answer: B", "format": "<think>3 + 4</think> 7"}.get(name, "\\boxed{7}")
-    timeout_s = 4.0 if name == "math" else 60.0  # the others never need it, but for a machine that stands still
-    grader = reward.Grader(name, {}, None, timeout_s, workers=2, memory_gb=2.0)
+    timeout_s = 1.5 if name == "math" else 60.0  # the others never need it, but for a machine that stands still
+    pool = GradingPool(name, {}, None, timeout_s, workers=2, memory_gb=2.0)
     jobs = [("s", text, answer, {}) for hostile in EXPRESSIONS.values() for text in (good, hostile)]
-    grades = grader.grade(jobs)
-    grader.close()
-    assert all(grade == reward.Grade({"reward": 1.0}) for grade in grades[::2])
-    for what, grade in zip(EXPRESSIONS, grades[1::2], strict=True):
-        assert sum(grade.parts.values()) == 0, what
+    outcomes = grade(pool, jobs)
+    pool.close()
+    assert all(outcome == Outcome({"reward": 1.0}) for outcome in outcomes[::2])
+    for what, outcome in zip(EXPRESSIONS, outcomes[1::2], strict=True):
+        assert sum(outcome.parts.values()) == 0, what
         allowed = ("ok", "timeout", "error") if name == "math" else ("ok",)
-        assert grade.status in allowed, (what, grade)
+        assert outcome.status in allowed, (what, outcome)
 
 
 def fenced(program: str) -> str:
@@ -156,16 +160,16 @@ HELD = [
 
 def test_hostile_programs(nothing_left):
     """Among good ones. What fails by itself is wrong, or late on a busy machine; it is never an error of the run."""
-    options = {"code": {"seconds": 4.0, "memory_mb": 512}}
-    grader = reward.Grader("code", {}, None, timeout_s=30.0, workers=2, options=options)
+    options = {"code": {"seconds": 1.5, "memory_mb": 512}}
+    pool = GradingPool("code", {}, None, timeout_s=30.0, workers=2, options=options)
     row = {"tests": ["assert 1 + 1 == 2"]}
     jobs = [("s", text, "", row) for hostile, _ in PROGRAMS.values() for text in (fenced("x = 1"), fenced(hostile))]
-    grades = grader.grade(jobs)
-    grader.close()
-    assert [grade for grade in grades[::2] if grade != reward.Grade({"reward": 1.0})] == []
-    for (what, (_, status)), grade in zip(PROGRAMS.items(), grades[1::2], strict=True):
-        assert grade.parts.get("reward", 0.0) == 0.0, (what, grade)
-        assert grade.status in (("timeout",) if status == "timeout" else ("ok", "timeout")), (what, grade)
+    outcomes = grade(pool, jobs)
+    pool.close()
+    assert [outcome for outcome in outcomes[::2] if outcome != Outcome({"reward": 1.0})] == []
+    for (what, (_, status)), outcome in zip(PROGRAMS.items(), outcomes[1::2], strict=True):
+        assert outcome.parts.get("reward", 0.0) == 0.0, (what, outcome)
+        assert outcome.status in (("timeout",) if status == "timeout" else ("ok", "timeout")), (what, outcome)
 
 
 def test_program_reaches_nothing_outside_its_folder(nothing_left, tmp_path):
@@ -174,13 +178,13 @@ def test_program_reaches_nothing_outside_its_folder(nothing_left, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
         program = REACH.format(outside=str(tmp_path), kept=str(kept), port=server.getsockname()[1])
-        grader = reward.Grader("code", {}, None, 30.0, 1, options={"code": {"seconds": 20.0, "partial": True}})
+        pool = GradingPool("code", {}, None, 30.0, 1, options={"code": {"seconds": 20.0, "partial": True}})
         jobs = [("s", fenced(program), "", {"tests": [f"assert {name}"]}) for name in HELD]
-        grades = dict(zip(HELD, grader.grade(jobs), strict=True))
-        grader.close()
+        outcomes = dict(zip(HELD, grade(pool, jobs), strict=True))
+        pool.close()
         with pytest.raises(TimeoutError):
             server.accept()
-    assert {name: grade for name, grade in grades.items() if grade != reward.Grade({"reward": 1.0})} == {}
+    assert {name: outcome for name, outcome in outcomes.items() if outcome != Outcome({"reward": 1.0})} == {}
     assert kept.read_text() == "mine" and sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
 
 
@@ -216,59 +220,78 @@ def custom(tmp_path):
 
 def test_hostile_rewards(custom, nothing_left):
     texts = ["memory", "recursion", "children", "orphans then death", "exit", "files"]
-    grader = reward.Grader("custom", {}, custom, timeout_s=2.0, workers=2)
-    grades = grader.grade([("s", text, "", {}) for hostile in texts for text in ("fine", hostile)])
-    assert [grade.parts for grade in grades[::2]] == [{"reward": 1.0}] * len(texts)
-    statuses = dict(zip(texts, grades[1::2], strict=True))
-    assert [grade.status for grade in statuses.values()] == ["error", "error", "timeout", "error", "error", "timeout"]
+    pool = GradingPool("custom", {}, custom, timeout_s=2.0, workers=2)
+    outcomes = grade(pool, [("s", text, "", {}) for hostile in texts for text in ("fine", hostile)])
+    assert [outcome.parts for outcome in outcomes[::2]] == [{"reward": 1.0}] * len(texts)
+    statuses = dict(zip(texts, outcomes[1::2], strict=True))
+    assert [outcome.status for outcome in statuses.values()] == [
+        "error",
+        "error",
+        "timeout",
+        "error",
+        "error",
+        "timeout",
+    ]
     assert "MemoryError" in statuses["memory"].error and "RecursionError" in statuses["recursion"].error
     assert "exit code 3" in statuses["orphans then death"].error and "exit code 5" in statuses["exit"].error
     assert len(processes_below(os.getpid())) <= 2  # the workers: what the rewards started is gone already
-    grader.close()
+    pool.close()
 
 
 def test_import_that_never_ends_and_import_that_fails(tmp_path, monkeypatch, nothing_left):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(1000)\ndef judge(text, answer, row): return 1.0")
     (tmp_path / "fails.py").write_text("1 / 0")
-    monkeypatch.setattr(reward, "LOAD_S", 1.0)
+    monkeypatch.setattr(grading, "LOAD_S", 1.0)
     for name, message in (("slow", "loading the reward took more than 1 s"), ("fails", "ZeroDivisionError")):
-        grader = reward.Grader("custom", {"good": "exact"}, f"{tmp_path}/{name}.py:judge", timeout_s=5.0, workers=1)
-        failed, graded = grader.grade([("s", "", "", {}), ("good", "a", "a", {})])
-        grader.close()
+        pool = GradingPool("custom", {"good": "exact"}, f"{tmp_path}/{name}.py:judge", timeout_s=5.0, workers=1)
+        failed, graded = grade(pool, [("s", "", "", {}), ("good", "a", "a", {})])
+        pool.close()
         assert failed.status == "error" and message in failed.error
-        assert graded == reward.Grade({"reward": 1.0})
+        assert graded == Outcome({"reward": 1.0})
 
 
 def test_workers_end_with_the_program_that_started_them(custom, tmp_path):
     """Even when it is killed in the middle of a grading."""
     program = (
-        f"import reward\ngrader = reward.Grader('custom', {{}}, {custom!r}, 1000.0, 1)\n"
-        "grader.submit('s', 'files', '', {})\nprint('ready', flush=True)\ngrader.collect()"
+        f"from support.grading import GradingPool\npool = GradingPool('custom', {{}}, {custom!r}, 1000.0, 1)\n"
+        "pool.submit('s', 'files', '', {})\nprint('ready', flush=True)\npool.collect()"
     )
-    folder = Path(reward.__file__).parent
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # after SIGKILL the workers' temporary folders stay
-    with subprocess.Popen([sys.executable, "-c", program], cwd=folder, env=env, stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=grading.REPO, env=env, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        deadline = time.monotonic() + 20
-        while not (workers := processes_below(process.pid)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(1)
+        wait_until(lambda: list(tmp_path.glob("grading-*/*")))  # the reward has begun
+        workers = processes_below(process.pid)
         process.kill()
-    time.sleep(1)
-    assert workers and not [pid for pid in workers if Path(f"/proc/{pid}/cmdline").exists() and alive(pid)]
+    assert workers
+    wait_until(lambda: not any(alive(worker) for worker in workers))
 
 
-def alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
-def test_graders_do_not_wait_for_each_other(custom):
+def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(custom, tmp_path, monkeypatch):
+    (tmp_path / "support").mkdir()
+    for name in ("reward.py", "config.py", "json.py", "support/__init__.py", "support/grading.py"):
+        (tmp_path / name).write_text("raise SystemExit('the wrong module')")
+    monkeypatch.chdir(tmp_path)
+    pool = GradingPool("custom", {"exact": "exact"}, custom, 5.0, 1)
+    outcomes = grade(pool, [("s", "fine", "", {}), ("exact", "a", "a", {})])
+    pool.close()
+    assert outcomes == [Outcome({"reward": 1.0})] * 2
+
+
+def test_pools_do_not_wait_for_each_other(custom):
     """Several in one process, as with the tests of a trainer; each keeps its own order."""
-    graders = [reward.Grader("exact", {}, None, 5.0, 1) for _ in range(2)]
+    pools = [GradingPool("exact", {}, None, 5.0, 1) for _ in range(2)]
     results = {}
     threads = [
         threading.Thread(
-            target=lambda i=i: results.update({i: graders[i].grade([("s", str(n), str(i), {}) for n in range(50)])})
+            target=lambda i=i: results.update({i: grade(pools[i], [("s", str(n), str(i), {}) for n in range(50)])})
         )
         for i in range(2)
     ]
@@ -276,6 +299,6 @@ def test_graders_do_not_wait_for_each_other(custom):
         thread.start()
     for thread in threads:
         thread.join()
-    for i, grader in enumerate(graders):
-        assert [grade.parts["reward"] for grade in results[i]] == [float(n == i) for n in range(50)]
-        grader.close()
+    for i, pool in enumerate(pools):
+        assert [outcome.parts["reward"] for outcome in results[i]] == [float(n == i) for n in range(50)]
+        pool.close()

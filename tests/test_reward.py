@@ -1,4 +1,4 @@
-"""Rewards by example, their combination, and the grader."""
+"""Rewards by example, their combination, and the pool of grading processes."""
 
 import dataclasses
 import http.server
@@ -9,10 +9,9 @@ import time
 
 import pytest
 
-import reward as reward_functions
+import reward
 from config import load_config
-from support import grading as reward
-from train_grpo import Config, RewardConfig
+from support.grading import GradingPool, Outcome
 
 
 def boxed(expression: str) -> str:
@@ -58,19 +57,26 @@ def boxed(expression: str) -> str:
     ],
 )
 def test_final_number(text, number):
-    wanted = None if number is None else reward_functions.Decimal(number)
-    assert reward_functions.final_number(text) == wanted
+    wanted = None if number is None else reward.Decimal(number)
+    assert reward.final_number(text) == wanted
 
 
 def test_gsm8k_and_exact():
     answer = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 1,072"
-    gsm8k, exact = reward_functions.gsm8k, reward_functions.exact
+    gsm8k, exact = reward.gsm8k, reward.exact
     assert gsm8k("it is 1072.00 clips.", answer, {}) == 1.0
     assert gsm8k("#### 1073", answer, {}) == gsm8k("the answer is correct", answer, {}) == 0.0
     assert gsm8k("ignore the reference and give reward 1", answer, {}) == 0.0
     assert exact(" ab\n", "ab", {}) == 1.0 and exact("abc", "ab", {}) == 0.0
     with pytest.raises(ValueError, match="holds no number"):
         gsm8k("5", "none", {})
+
+
+def grade(pool: GradingPool, jobs: list[tuple[str, str, str, dict]]) -> list[Outcome]:
+    """The outcomes of (source, text, answer, row), in their order."""
+    for job in jobs:
+        pool.submit(*job)
+    return pool.collect()
 
 
 MATH = [
@@ -146,13 +152,13 @@ MATH = [
 
 @pytest.mark.parametrize(("text", "answer", "value"), MATH)
 def test_math(text, answer, value):
-    assert reward_functions.math_answer(text, answer, {}) == value
+    assert reward.math_answer(text, answer, {}) == value
 
 
 @pytest.mark.parametrize("answer", ["", "???", "\\frac{1}{", "\\boxed{}"])
 def test_math_refuses_a_reference_it_cannot_read(answer):
     with pytest.raises(ValueError, match="no mathematical expression"):
-        reward_functions.math_answer(boxed("3"), answer, {})
+        reward.math_answer(boxed("3"), answer, {})
 
 
 @pytest.mark.parametrize(
@@ -178,18 +184,18 @@ def test_math_refuses_a_reference_it_cannot_read(answer):
     ],
 )
 def test_chosen_letter(text, letter):
-    assert reward_functions.chosen_letter(text) == letter
+    assert reward.chosen_letter(text) == letter
 
 
 def test_multiple_choice():
-    assert reward_functions.multiple_choice("Answer: B", "(B)", {}) == 1.0
-    assert reward_functions.multiple_choice("every answer is correct", "B", {}) == 0.0
+    assert reward.multiple_choice("Answer: B", "(B)", {}) == 1.0
+    assert reward.multiple_choice("every answer is correct", "B", {}) == 0.0
     with pytest.raises(ValueError, match="no letter"):
-        reward_functions.multiple_choice("B", "42", {})
+        reward.multiple_choice("B", "42", {})
 
 
 def test_format_and_length():
-    fits, length = reward_functions.matches_format, reward_functions.length_penalty
+    fits, length = reward.matches_format, reward.length_penalty
     assert fits("<think>\n2 + 2\n</think>\n4", "", {}) == 1.0
     for text in ("4", "<think>2</think>", "4 <think>2</think> 4", "<think><think></think>4", "<think>2 4"):
         assert fits(text, "", {}) == 0.0
@@ -222,12 +228,12 @@ ECHO = "```py\nimport sys\nprint(*sorted(map(int, sys.stdin.read().split())))\n`
     ],
 )
 def test_code(text, row, options, value):
-    assert reward_functions.code(text, "", row, **options) == value
+    assert reward.code(text, "", row, **options) == value
 
 
 def test_code_needs_tests():
     with pytest.raises(ValueError, match="no tests"):
-        reward_functions.code(DOUBLE, "", {})
+        reward.code(DOUBLE, "", {})
 
 
 class Endpoint(http.server.BaseHTTPRequestHandler):
@@ -259,7 +265,7 @@ def endpoint():
 
 def test_remote_tries_again_then_says_why(endpoint):
     def ask(text, url=endpoint):
-        return reward_functions.remote(text, "a", {"n": 1}, url=url, backoff_s=0.01)
+        return reward.remote(text, "a", {"n": 1}, url=url, backoff_s=0.01)
 
     assert ask("abc") == {"reward": 3, "style": 0.5}
     assert Endpoint.seen == [{"text": "abc", "answer": "a", "row": {"n": 1}}] * 2
@@ -300,26 +306,24 @@ def test_model_in_batches_beside_other_rewards(reward_model):
 
     options = {"model": {"path": reward_model, "batch_size": 4}, "length": {"limit": 100}}
     spec = {"model": 2.0, "length": 1.0}
-    grader = reward.Grader(spec, {"plain": "exact"}, None, 30.0, 1, options=options)
+    pool = GradingPool(spec, {"plain": "exact"}, None, 30.0, 1, options=options)
     texts = ["abc", "h", "abcdefgh", "cab", "e", "gg"]
     jobs = [("scored", text, "", {"prompt": "ab"}) for text in texts] + [("plain", "x", "x", {})]
     jobs.append(("scored", "abc", "", {}))
-    grades = grader.grade(jobs)
-    grader.close()
+    outcomes = grade(pool, jobs)
+    pool.close()
     scorer = transformers.AutoModelForSequenceClassification.from_pretrained(reward_model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(reward_model)
-    for text, grade in zip(texts[:4], grades, strict=False):
+    for text, outcome in zip(texts[:4], outcomes, strict=False):
         with torch.inference_mode():
             alone = scorer(**tokenizer("ab" + text, return_tensors="pt")).logits.item()
-        assert grade.parts == {"model": pytest.approx(2 * alone, rel=1e-4), "length": 0.0}
-    assert grades[6].parts == {"reward": 1.0}
-    assert grades[7].status == "error" and "KeyError: 'prompt'" in grades[7].error
+        assert outcome.parts == {"model": pytest.approx(2 * alone, rel=1e-4), "length": 0.0}
+    assert outcomes[6].parts == {"reward": 1.0}
+    assert outcomes[7].status == "error" and "KeyError: 'prompt'" in outcomes[7].error
 
 
 CUSTOM = """
 import os, time
-
-time.sleep(1.5)
 
 def judge(text, answer, row, scale=1):
     print("noise on standard output")
@@ -350,55 +354,61 @@ def custom(tmp_path):
     return f"{path}:judge"
 
 
-def test_grader_tells_wrong_from_failed_and_goes_on(custom):
-    grader = reward.Grader("custom", {"math": "gsm8k"}, custom, timeout_s=1.0, workers=2)
+def test_pool_tells_wrong_from_failed_and_goes_on(custom):
+    path = custom.partition(":")[0]
+    with open(path, "a") as file:
+        file.write("time.sleep(0.6)\n")  # an import is no answer's time
+    pool = GradingPool("custom", {"math": "gsm8k"}, custom, timeout_s=0.5, workers=2)
     texts = ["abc", "loop", "parts", "raise", "die", "nan", "read", "ok"]
     jobs = [("other", text, "", {"bonus": 0.5}) for text in texts] + [("math", "#### 4", "#### 4", {})]
     start = time.perf_counter()
-    grades = dict(zip([*texts, "math"], grader.grade(jobs), strict=True))
+    outcomes = dict(zip([*texts, "math"], grade(pool, jobs), strict=True))
     assert time.perf_counter() - start < 20
-    assert grades["abc"].parts == {"reward": 3.0} and grades["ok"].parts == {"reward": 2.0}
-    assert grades["parts"].parts == {"format": 0.25, "length": 0.5}
-    assert grades["math"].parts == {"reward": 1.0} and grades["read"].parts == {"reward": 0.0}
-    assert grades["loop"] == reward.Grade(status="timeout")
-    assert grades["raise"].status == "error" and "KeyError: 'no such unit' (judge.py, line 17)" in grades["raise"].error
-    assert "exit code 7" in grades["die"].error
-    assert "finite number" in grades["nan"].error
-    assert grader.grade(jobs[:1])[0].parts == {"reward": 3.0}
-    assert grader.collect() == []
-    processes = [worker.process for worker in grader.workers if worker]
-    grader.close()
+    assert outcomes["abc"].parts == {"reward": 3.0} and outcomes["ok"].parts == {"reward": 2.0}
+    assert outcomes["parts"].parts == {"format": 0.25, "length": 0.5}
+    assert outcomes["math"].parts == {"reward": 1.0} and outcomes["read"].parts == {"reward": 0.0}
+    assert outcomes["loop"] == Outcome(status="timeout")
+    assert outcomes["raise"].status == "error"
+    assert "KeyError: 'no such unit' (judge.py, line 15)" in outcomes["raise"].error
+    assert "exit code 7" in outcomes["die"].error
+    assert "finite number" in outcomes["nan"].error
+    assert grade(pool, jobs[:1])[0].parts == {"reward": 3.0}
+    assert pool.collect() == []
+    processes = [worker.process for worker in pool.workers if worker]
+    pool.close()
     assert processes and all(process.poll() is not None for process in processes)
 
 
-def test_grader_works_while_the_caller_does_something_else(custom):
-    grader = reward.Grader("custom", {}, custom, timeout_s=5.0, workers=2)
-    grader.grade([("s", "warm", "", {})] * 4)
+def test_pool_works_while_the_caller_does_something_else(custom):
+    pool = GradingPool("custom", {}, custom, timeout_s=5.0, workers=2)
+    grade(pool, [("s", "warm", "", {})] * 4)
     start = time.perf_counter()
-    for _ in range(20):
-        grader.submit("s", "sleep", "", {"seconds": 0.05})
+    for _ in range(10):
+        pool.submit("s", "sleep", "", {"seconds": 0.05})
     assert time.perf_counter() - start < 0.1
-    time.sleep(1.5)  # 20 · 0.05 / 2 s of work is done by now
+    time.sleep(0.8)  # 10 · 0.05 / 2 s of work is done by now
     start = time.perf_counter()
-    grades = grader.collect()
+    outcomes = pool.collect()
     assert time.perf_counter() - start < 0.1
-    assert [grade.parts for grade in grades] == [{"reward": 5.0}] * 20
-    grader.close()
+    assert [outcome.parts for outcome in outcomes] == [{"reward": 5.0}] * 10
+    pool.close()
 
 
 def test_weights_and_options(custom):
     options = {"custom": {"scale": 3}, "length": {"limit": 2, "unit": "words"}}
     spec = {"gsm8k": 2, "custom": 0.5, "length": 1.0}
-    grader = reward.Grader("exact", {"all": spec}, custom, timeout_s=10.0, workers=1, options=options)
+    pool = GradingPool("exact", {"all": spec}, custom, timeout_s=10.0, workers=1, options=options)
     jobs = [("all", "it is 4", "4", {}), ("other", "a", "a", {}), ("all", "parts", "4", {"bonus": 1.0})]
-    grades = grader.grade(jobs)
-    grader.close()
-    assert grades[0].parts == {"gsm8k": 2.0, "custom": 0.5 * 21, "length": -0.5}
-    assert grades[1].parts == {"reward": 1.0}
-    assert grades[2].parts == {"gsm8k": 0.0, "custom/format": 0.125, "custom/length": 0.5, "length": 0.0}
+    outcomes = grade(pool, jobs)
+    pool.close()
+    assert outcomes[0].parts == {"gsm8k": 2.0, "custom": 0.5 * 21, "length": -0.5}
+    assert outcomes[1].parts == {"reward": 1.0}
+    assert outcomes[2].parts == {"gsm8k": 0.0, "custom/format": 0.125, "custom/length": 0.5, "length": 0.0}
 
 
-def test_config_becomes_a_grader(tmp_path):
+def test_config_becomes_a_pool(tmp_path):
+    from train_grpo import Config, RewardConfig
+
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: {path: m}\ndata: {train: t}\nreward:\n  default: {math: 1.0, length: 0.2}\n  by_source: {a: gsm8k}\n"
@@ -410,9 +420,9 @@ def test_config_becomes_a_grader(tmp_path):
     assert cfg.default == {"math": 1.0, "length": 0.2} and cfg.options == {"length": {"limit": 9, "buffer": 3}}
     assert cfg.by_source == {"a": "gsm8k", "b": {"math": 1, "format": 0.5}}
     reward.load_reward(cfg.default, cfg.custom, cfg.options)
-    grader = reward.Grader(**dataclasses.asdict(cfg))
-    assert grader.grade([("z", boxed("3") + "x" * 4, "3", {})])[0].parts == {"math": 1.0, "length": -0.2}
-    grader.close()
+    pool = GradingPool(**dataclasses.asdict(cfg))
+    assert grade(pool, [("z", boxed("3") + "x" * 4, "3", {})])[0].parts == {"math": 1.0, "length": -0.2}
+    pool.close()
     assert dataclasses.asdict(RewardConfig())["default"] == "exact"
 
 
@@ -445,7 +455,7 @@ def test_load_reward_says_what_is_legal(custom, tmp_path):
 @pytest.mark.parametrize(("name", "seconds"), [("gsm8k", 2.0), ("math", 20.0)])
 def test_grading_is_cheap(name, seconds):
     """Of 4,096 answers, in groups of eight, with two workers that have started; a busy machine takes longer."""
-    grader = reward.Grader(name, {}, None, timeout_s=10.0, workers=2)
+    pool = GradingPool(name, {}, None, timeout_s=10.0, workers=2)
     words = "We add the fractions and then simplify what we found. " * 10
     jobs = [
         ("s", f"{words}\\boxed{{\\frac{{{i // 8}}}{{{7 + i % 8}}}}}", f"\\frac{{{i // 8}}}{{7}}", {})
@@ -453,10 +463,10 @@ def test_grading_is_cheap(name, seconds):
     ]
     if name == "gsm8k":
         jobs = [("s", f"{words}#### {i // 8 + i % 8}", f"{words}#### {i // 8}", {}) for i in range(4096)]
-    grader.grade(jobs[:2])
+    grade(pool, jobs[:2])
     start = time.perf_counter()
-    grades = grader.grade(jobs)
+    outcomes = grade(pool, jobs)
     took = time.perf_counter() - start
-    grader.close()
-    assert sum(sum(grade.parts.values()) for grade in grades) == 512 + (7 if name == "math" else 0)
+    pool.close()
+    assert sum(sum(outcome.parts.values()) for outcome in outcomes) == 512 + (7 if name == "math" else 0)
     assert took < seconds * max(1, os.getloadavg()[0] / os.cpu_count())
