@@ -1,18 +1,20 @@
 """One tiny model, one way to start a run, and the runs that many quick tests read."""
 
 import json
-import sys
+import socket
 from pathlib import Path
 
+import make_tiny
 import pytest
 import torch
+import torch.distributed as dist
+from processes import Torchrun
 from safetensors.torch import load_file
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "tools"))
+import megatron_bridge as bridge
+from support import ranks
 
-import make_tiny  # noqa: E402
-from processes import Torchrun  # noqa: E402
+REPO = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")
@@ -69,6 +71,20 @@ def train(tiny, tmp_path):
     yield run
     for training in started:
         training.kill()
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """This process is a world of one rank, for what needs neither torchrun nor vLLM; a test may build one layout."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    ranks.init_distributed(timeout_s=60)
+    yield
+    bridge.mpu.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------- runs that many quick tests read

@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_reward import digits_in_place
 
+from support.checks import check_weights
 from support.files import new_output_dir
 from tests.conftest import EXACT, read_rows
 from tests.test_exact import check_step, policies
@@ -157,7 +158,7 @@ def test_bf16_and_the_same_run_again(train):
 
 def test_an_earlier_run_is_moved_aside(tmp_path):
     for _ in range(3):
-        new_output_dir(tmp_path / "out", {"seed": 0})
+        new_output_dir(tmp_path / "out", "seed: 0\n")
         (tmp_path / "out/metrics.jsonl").write_text("of this run")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.1", "out.2"]
     assert (tmp_path / "out.2/metrics.jsonl").read_text() == "of this run"
@@ -256,10 +257,8 @@ def test_words_with_long_prompts_and_cut_off_answers(train, tmp_path):
 
 @pytest.mark.parametrize("change", ["lacks", "has"])
 def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path, change):
-    import megatron_bridge
-
     shutil.copytree(tiny / "model", tmp_path / "model")
-    megatron_bridge.check_weights(str(tmp_path / "model"))
+    check_weights(str(tmp_path / "model"))
     weights = load_file(tmp_path / "model/model.safetensors")
     if change == "lacks":
         del weights["model.layers.1.mlp.up_proj.weight"]
@@ -269,7 +268,7 @@ def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path, change):
         message = "no place for: model.layers.0.self_attn.o_proj.bias"
     save_file(weights, tmp_path / "model/model.safetensors")
     with pytest.raises(ValueError, match=message):
-        megatron_bridge.check_weights(str(tmp_path / "model"))
+        check_weights(str(tmp_path / "model"))
 
 
 @pytest.mark.slow

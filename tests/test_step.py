@@ -1,22 +1,19 @@
 """Steps of a run in this process alone: real Megatron-core, real graders, and plain transformers in vLLM's place."""
 
-import socket
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
-from megatron.core import parallel_state as mpu
 from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 import train_grpo
-from config import UserError
+from config import TrainingError, UserError, load_config
 from rollout import Completion
-from support.data import load_prompts, load_tokenizer
+from support import checks, clock, launch
 from tests.conftest import REPO
 
 
@@ -27,11 +24,11 @@ class PlainEngine:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], n: int, *, temperature, max_tokens, **_
+        self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int
     ) -> Iterator[tuple[int, list[Completion]]]:
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             generator = torch.Generator().manual_seed(seed)
-            yield number, [self.answer(prompt, generator, temperature, max_tokens) for _ in range(n)]
+            yield number, [self.answer(prompt, generator, sampling.temperature, max_tokens) for _ in range(n)]
 
     @torch.no_grad()
     def answer(self, prompt: list[int], generator: torch.Generator, temperature: float, max_tokens: int) -> Completion:
@@ -53,38 +50,28 @@ class PlainEngine:
 
 
 @pytest.fixture
-def build(tiny, tmp_path, monkeypatch):
-    """build("section.key=value", ...) → what `train_step(run, step)` works on, in a world of one rank."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in world.items():
-        monkeypatch.setenv(name, str(value))
+def build(world, tiny, tmp_path, monkeypatch):
+    """build("section.key=value", ...) → a run for `train_step(run, step)`."""
     monkeypatch.setattr(train_grpo, "Engine", PlainEngine)
-    bridge.init_distributed(timeout_s=60)
+    monkeypatch.setattr(clock, "StopSignals", lambda: SimpleNamespace(requested=None, ended=False))
     built = []
 
-    def one(*overrides: str):
-        cfg = train_grpo.load_config(train_grpo.Config, str(REPO / "configs/tiny.yaml"), [
+    def one(*overrides: str) -> train_grpo.Run:
+        cfg = load_config(str(REPO / "configs/tiny.yaml"), [
             f"output_dir={tmp_path / 'out'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
             "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0", "train.save_every=0",
             *overrides,
         ])  # fmt: skip
-        train_grpo.check_config(cfg, world_size=1)
+        checks.check_config(cfg, world_size=1)
+        train_grpo.rehearse(cfg)
+        inputs = launch.prepare(cfg, world_size=1, weights=True)
         bridge.init_model_parallel(cfg.parallel, cfg.seed)
-        tokenizer = load_tokenizer(cfg.model.path)
-        prompts, _ = load_prompts(cfg.data, tokenizer, "train")
-        watchdog = train_grpo.guard.Watchdog(0)
-        built.append(
-            train_grpo.build_trainer(cfg, tokenizer, prompts, [], None, watchdog, SimpleNamespace(requested=None))
-        )
+        built.append(train_grpo.build(cfg, inputs, clock.Clock(0)))
         return built[-1]
 
     yield one
     for run in built:
-        run.graders.close()
-        mpu.destroy_model_parallel()
-    dist.destroy_process_group()
+        run.grading.close()
 
 
 def weights(run) -> dict[str, torch.Tensor]:
@@ -104,7 +91,7 @@ def test_a_push_that_is_lost_is_caught(build, monkeypatch):
     run = build("train.lr=0.01")
     monkeypatch.setattr(train_grpo, "push_weights", lambda *_: None)
     train_grpo.train_step(run, 1)
-    with pytest.raises(train_grpo.TrainingError, match="did not take up the last weight push"):
+    with pytest.raises(TrainingError, match="did not take up the last weight push"):
         train_grpo.train_step(run, 2)
 
 
@@ -128,7 +115,7 @@ def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, tmp_path, c
     assert metrics["update/skipped"] == 0 and any(not torch.equal(before[n], w) for n, w in weights(run).items())
     broken.append(True)
     train_grpo.train_step(run, 3)
-    with pytest.raises(train_grpo.TrainingError, match=r"2 in a row, train\.max_skipped=2"):
+    with pytest.raises(TrainingError, match=r"2 in a row, train\.max_skipped=2"):
         train_grpo.train_step(run, 4)
 
 
@@ -142,13 +129,13 @@ def test_a_reward_that_raises_stops_the_run_with_its_row(build, tmp_path):
 
 
 def test_budgets_reach_their_own_phase(build, monkeypatch):
-    run, plan_bins, planned = build("algo.kl_coef=0.1", "train.updates_per_step=2"), train_grpo.plan_bins, []
+    cut, packed = train_grpo.to_micro_batches, []
 
-    def counted(lengths_N, max_tokens, multiple):
-        planned.append((len(lengths_N), max_tokens))
-        return plan_bins(lengths_N, max_tokens, multiple)
+    def counted(batch, samples, max_tokens, cfg):
+        packed.append((len(samples), max_tokens))
+        return cut(batch, samples, max_tokens, cfg)
 
-    monkeypatch.setattr(train_grpo, "plan_bins", counted)
-    run.cfg.train.max_tokens_per_micro_batch, run.cfg.train.logprob_max_tokens_per_micro_batch = 64, 48
-    train_grpo.train_step(run, 1)
-    assert planned == [(16, 48), (16, 48), (8, 64), (8, 64)]  # old and reference log-probs; two updates
+    monkeypatch.setattr(train_grpo, "to_micro_batches", counted)
+    budgets = ("train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=48")
+    train_grpo.train_step(build("algo.kl_coef=0.1", "train.updates_per_step=2", *budgets), 1)
+    assert packed == [(16, 48), (16, 48), (8, 64), (8, 64)]  # old and reference log-probs; two updates

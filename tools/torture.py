@@ -40,9 +40,8 @@ NOT_COMPARED = re.compile("time/|speed/|mem/|idle_frac")
 def worker(argv: list[str]) -> int:
     """train_grpo.py, unchanged but for a line in the file $TORTURE_LOG as each phase begins and ends."""
     sys.path.insert(0, str(REPO))
-    import megatron_bridge
     import train_grpo
-    from support import checkpoint
+    from support import checkpoint, hf_folder
 
     def announce(owner, name: str, phase: str) -> None:
         function = getattr(owner, name)
@@ -58,10 +57,10 @@ def worker(argv: list[str]) -> int:
 
     if os.environ["RANK"] == "0":
         log = open(os.environ["TORTURE_LOG"], "a", buffering=1)  # noqa: SIM115, open as long as the job
-        announce(train_grpo, "sample_groups", "rollout")
-        announce(train_grpo, "update", "update")
+        announce(train_grpo, "answer", "rollout")
+        announce(train_grpo, "forward_backward", "update")
         announce(train_grpo, "push_weights", "push")
-        announce(megatron_bridge, "export_hf", "export")
+        announce(hf_folder, "export_hf", "export")
         announce(checkpoint, "write_boxes", "save")  # in its thread
         announce(checkpoint.CheckpointWriter, "finish", "save")
     return train_grpo.main(argv)
@@ -77,8 +76,8 @@ class Job(Torchrun):
         self.log, number = out.with_suffix(".phases"), len(list(out.parent.glob(f"{out.name}_*.log")))
         self.log.write_text("")
         super().__init__(
-            out.with_name(f"{out.name}_{number}.log"), __file__, "--worker", "--config", "configs/tiny.yaml", f"output_dir={out}",
-            *JOB, *overrides, TORTURE_LOG=str(self.log),
+            out.with_name(f"{out.name}_{number}.log"), __file__, "--worker", "--config", "configs/tiny.yaml",
+            f"output_dir={out}", *JOB, *overrides, TORTURE_LOG=str(self.log),
         )  # fmt: skip
 
     def reaches(self, phase: str, count: int) -> bool:
