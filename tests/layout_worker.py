@@ -1,8 +1,8 @@
 """Runs under torchrun: one update of the same samples on one layout after the other, what it gave written to a folder.
 
-    torchrun --nproc_per_node=4 tests/layout_worker.py PLAN.json
+    torchrun --nproc_per_node=4 tests/layout_worker.py PLANS.json
 
-PLAN is {"config", "overrides", "samples", "out", "layouts": {name: [overrides]}, "orders": {name: [sample numbers]}}.
+A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "orders": {name: [sample numbers]}}.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
 as "grad.<Hugging Face name>", "load" per layer where there are experts, and "same" 1 where the export of the model just
 loaded is the original bit by bit.
@@ -33,7 +33,7 @@ EXACT = ("train.lr=1", "train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "alg
 
 def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     """What the layout gives, on every rank."""
-    cfg = load_config(plan["config"], [*plan["overrides"], *plan["layouts"][name], *EXACT])
+    cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][name], *EXACT])
     checks.check_config(cfg, dist.get_world_size())
     checks.check_model(cfg.model.path, cfg.parallel, 1, 64, cfg.model.dtype, cfg.megatron)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
@@ -75,13 +75,13 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    plan = json.loads(Path(sys.argv[1]).read_text())
     ranks.init_distributed(timeout_s=600)
-    for name in plan["layouts"]:
-        found = one_layout(plan, name)
-        if dist.get_rank() == 0:
-            save_file(found, Path(plan["out"], f"{name}.safetensors"))
-            print(name, flush=True)
+    for plan in json.loads(Path(sys.argv[1]).read_text()):
+        for name in plan["layouts"]:
+            found = one_layout(plan, name)
+            if dist.get_rank() == 0:
+                save_file(found, Path(plan["out"], f"{name}.safetensors"))
+                print(name, flush=True)
     dist.destroy_process_group()
 
 

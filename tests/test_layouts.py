@@ -95,25 +95,23 @@ def make_plan(folder, family: str, *overrides: str, **plan) -> dict:
     """A plan for tests/layout_worker.py, with a model of the family and samples in the folder."""
     make_model(folder / "model", family)
     (folder / "samples.json").write_text(json.dumps(make_samples()))
-    (folder / "out").mkdir()
     common = [
         f"model.path={folder / 'model'}", "data.train=unused", "data.max_prompt_tokens=8", "rollout.max_new_tokens=32",
         f"rollout.temperature={TEMPERATURE}", f"algo.kl_coef={KL}", f"algo.entropy_coef={ENTROPY}",
         "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=40",
     ]  # fmt: skip
-    files = {"config": str(REPO / "configs/tiny.yaml"), "samples": str(folder / "samples.json")}
-    return {**files, "out": str(folder / "out"), "overrides": [*common, *overrides], **plan}
+    return {"samples": str(folder / "samples.json"), "out": str(folder), "overrides": [*common, *overrides], **plan}
 
 
-def run_worker(folder, nproc: int, plan: dict) -> dict[str, dict[str, torch.Tensor]]:
-    """Layout → what tests/layout_worker.py found on it."""
-    (folder / "plan.json").write_text(json.dumps(plan))
-    worker = Torchrun(folder / "printed.txt", "tests/layout_worker.py", str(folder / "plan.json"), nproc=nproc)
+def run_worker(folder, nproc: int, *plans: dict) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """Of each plan, layout → what tests/layout_worker.py found on it."""
+    (folder / "plans.json").write_text(json.dumps(plans))
+    worker = Torchrun(folder / "printed.txt", "tests/layout_worker.py", str(folder / "plans.json"), nproc=nproc)
     try:
-        assert worker.end(900) == 0, worker.text
+        assert worker.end(1800) == 0, worker.text
     finally:
         worker.kill()
-    return {name: load_file(folder / "out" / f"{name}.safetensors") for name in plan["layouts"]}
+    return [{name: load_file(f"{plan['out']}/{name}.safetensors") for name in plan["layouts"]} for plan in plans]
 
 
 def float64_model(folder):
@@ -195,24 +193,21 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """results(family) → (what each layout gave, the reference); one torchrun a family, for the layouts asked for."""
-    known, tried = {}, set()
-
-    def of(family: str):
-        assert family in known or family not in tried, "its torchrun failed, see the first failure of this family"
-        if family not in known:
-            tried.add(family)
-            asked = [item.callspec.params for item in request.session.items if "layout" in item.fixturenames]
-            asked = {case["layout"] for case in asked if case.get("family") == family}
-            layouts = {name: overrides for name, overrides in layouts_of(family).items() if name in asked}
-            folder = tmp_path_factory.mktemp(family)
-            found = run_worker(folder, 4, make_plan(folder, family, layouts=layouts))
-            known[family] = found, reference(folder / "model", make_samples(), next(iter(found.values())))
-        return known[family]
-
-    yield of
-    if sum(len(found) for found, _ in known.values()) == len(CASES):
+    """Family → (what each layout gave, the reference), from one torchrun for all layouts that are asked for."""
+    asked: dict[str, dict] = {}
+    for item in request.session.items:
+        if item.name.startswith("test_update_equals_plain_transformers["):
+            family, layout = item.callspec.params["family"], item.callspec.params["layout"]
+            asked.setdefault(family, {})[layout] = layouts_of(family)[layout]
+    folders = {family: tmp_path_factory.mktemp(family) for family in asked}
+    plans = [make_plan(folders[family], family, layouts=layouts) for family, layouts in asked.items()]
+    known = {
+        family: (found, reference(folders[family] / "model", make_samples(), next(iter(found.values()))))
+        for family, found in zip(asked, run_worker(tmp_path_factory.mktemp("layouts"), 4, *plans), strict=True)
+    }
+    if sum(map(len, asked.values())) == len(CASES):
         write_table(known)
+    return known
 
 
 # In `make test`: each axis, and each pair of axes that meets in one tensor or one schedule.
@@ -233,7 +228,7 @@ def worst_gradient(found: dict, wanted: dict) -> tuple[float, str]:
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_update_equals_plain_transformers(results, family, layout):
-    found, wanted = results(family)[0][layout], results(family)[1]
+    found, wanted = results[family][0][layout], results[family][1]
     assert {k for k in found if k.startswith("grad.")} == {k for k in wanted if k.startswith("grad.")}
     assert found["same"] == 1  # loading and exporting gave back every weight bit by bit
     assert (found["logp"] - wanted["logp"]).abs().max() < 1e-4
@@ -279,7 +274,7 @@ def test_one_gradient_on_two_replicas(world, tmp_path, family):
     for replicas in (1, 2):
         (tmp_path / str(replicas)).mkdir()
     plan = micro_batch_plan(tmp_path / "1", family, replicas=1)
-    found = run_worker(tmp_path / "2", 2, micro_batch_plan(tmp_path / "2", family, replicas=2))
+    (found,) = run_worker(tmp_path / "2", 2, micro_batch_plan(tmp_path / "2", family, replicas=2))
     assert len(found) == 3
     check_one_gradient(one_layout(plan, "1 of DP1"), list(found.values()))
 
@@ -293,7 +288,7 @@ def test_every_loss_and_normalisation_does_not_depend_on_the_layout(tmp_path):
         "parallel.pp=2",
         layouts={name: [f"algo.loss={loss}", f"algo.loss_norm={norm}"] for name, (loss, norm) in cases.items()},
     )  # fmt: skip
-    found = run_worker(tmp_path, 4, plan)
+    (found,) = run_worker(tmp_path, 4, plan)
     for name, (loss, norm) in cases.items():
         wanted = reference(tmp_path / "model", make_samples(), found[name], loss, norm, kl="k3+", tis=True)
         assert found[name]["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5), name
@@ -316,7 +311,7 @@ def test_balancing_loss_does_not_depend_on_the_layout(tmp_path):
         f"train.max_tokens_per_micro_batch={budget}", "train.logprob_max_tokens_per_micro_batch=4096",
         layouts={name: (LAYOUTS | MOE_LAYOUTS)[name] for name in layouts},
     )  # fmt: skip
-    found = run_worker(tmp_path, 4, plan)
+    (found,) = run_worker(tmp_path, 4, plan)
     wanted = reference(tmp_path / "model", samples, found["TP2·PP2"])
     balance, load = balance_gradients(tmp_path / "model", samples, bins, coefficient)
     for layout in layouts:
