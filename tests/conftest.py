@@ -4,6 +4,8 @@ import json
 import socket
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import make_tiny
 import pytest
 import torch
@@ -71,6 +73,13 @@ def train(tiny, tmp_path):
     yield run
     for training in started:
         training.kill()
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """No name is looked for on the hub."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
