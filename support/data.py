@@ -318,3 +318,8 @@ def prompt_batch(prompts: list[Prompt], taken: int, size: int, seed: int) -> lis
             orders[epoch] = np.random.default_rng([seed, epoch]).permutation(len(prompts))
         batch.append(prompts[orders[epoch][place]])
     return batch
+
+
+def sampling_seed(seed: int, step: int, group: int) -> int:
+    """Seed of a group's answers in vLLM. It depends on nothing else, so neither do the answers (engines, layout)."""
+    return int(np.random.SeedSequence([seed, step, group]).generate_state(1)[0])
