@@ -1,53 +1,247 @@
-"""Reads a configuration: YAML files and `section.key=value` overrides over the defaults of dataclasses.
+"""Every knob of a run, once: its type, bounds, default and meaning; and how YAML files and overrides change it.
 
-Knows no key of its own: which keys there are is for the dataclasses to say.
+Knows no other file. Rules that tie several keys together are in support/checks.py; what a name such as `algo.loss` may be
+is for the function with its branches to say (`rehearse` in train_grpo.py asks it before anything is built).
 """
 
-import dataclasses
 import difflib
+import functools
 import math
-import operator
 import re
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import omegaconf
+import pydantic
+import yaml
+from pydantic import BeforeValidator, Field
 
 
 class UserError(Exception):
     """Something the user can mend: what is wrong, which key, what would be legal. Ends the program with exit code 2."""
 
 
-def load_config(schema: type, path: str, overrides: list[str]) -> Any:
-    """The defaults of `schema`, a dataclass of dataclasses, under the YAML file `path`, under the overrides.
+class TrainingError(Exception):
+    """The run cannot go on with right results. The message is all a user needs; exit code 1."""
 
-    A file that says `base: other.yaml` (seen from its own folder) changes what that one says. Raises UserError.
+
+class RankError(TrainingError):
+    """A failure that this rank alone may know of, so this rank says it."""
+
+
+LARGEST = 2**31 - 1  # of every number, so that none overflows later
+# Numbers are never made of text or true/false, but for "inf" where that means something.
+Whole = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
+Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
+AllOrCount = Literal[-1] | Count
+Number = Annotated[float, Field(strict=True, ge=-LARGEST, le=LARGEST)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
+Seconds = Annotated[Number, Field(ge=0, le=10**6)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+ShareAboveZero = Annotated[Number, Field(gt=0, le=1)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+INF = (Field(strict=True, allow_inf_nan=True), BeforeValidator(lambda value: math.inf if value == "inf" else value))
+NotNegativeOrInf = Annotated[float, Field(ge=0), *INF]
+PositiveOrInf = Annotated[float, Field(gt=0), *INF]
+AboveOneOrInf = Annotated[float, Field(gt=1), *INF]
+RewardSpec = str | dict[str, Number]  # a name of docs/rewards.md, or {name: weight}
+
+
+class Section(pydantic.BaseModel):
+    """Read-only, and without keys but those named."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
+
+
+class ModelConfig(Section):
+    path: str  # Hugging Face folder or hub name
+    dtype: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; optimizer state and gradients are fp32
+
+
+class DataConfig(Section):
+    train: str | list[str]  # file, glob, folder or hub name:split, or a list of them; see docs/data.md
+    eval: str | list[str] | None = None  # like train, for train.eval_every
+    split: str = "train"  # of a hub data set or folder that names none itself
+    prompt_key: str = "prompt"  # text, or a list of chat messages; this and the next two may lead into dicts: a.b
+    answer_key: str = "answer"  # what the reward compares with
+    source_key: str = "source"  # column that chooses the reward; rows without it have the source "default"
+    chat_template: bool = True  # write the prompt with the tokenizer's template; a text is a user message
+    system_prompt: str | None = None  # put before every prompt that brings no system message of its own
+    template_kwargs: dict[str, Any] = {}  # for the chat template, such as enable_thinking
+    max_prompt_tokens: Count = 1024  # longer prompts are dropped, counted and reported
+
+
+class RolloutConfig(Section):
+    prompts_per_step: Count = 64  # groups of a step
+    group_size: Annotated[Count, Field(ge=2)] = 8  # answers to each prompt
+    max_new_tokens: Count = 1024  # an answer is cut off there
+    temperature: Positive = 1.0  # of sampling; the trainer's logits are divided by it too
+    top_p: ShareAboveZero = 1.0  # sample from the likeliest tokens with this much probability
+    top_k: AllOrCount = -1  # sample from so many likeliest tokens; -1: all
+    tp: Count = 1  # tensor parallel size of each vLLM engine; world size / tp engines run side by side
+    gpu_memory_utilization: ShareAboveZero = 0.6  # of a GPU, for vLLM while it samples
+    max_logp_gap: PositiveOrInf | None = None  # |trainer - vLLM|; null: 1e-3 (largest, fp32), 0.05 (mean, bf16)
+    sync_bucket_mb: Count = 512  # weights cross from trainer to vLLM in buckets of about this size
+    vllm: dict[str, Any] = {}  # options of vllm.LLM that no other key stands for
+
+
+class EvalConfig(Section):
+    samples: Count = 1  # answers to each prompt of data.eval
+    temperature: NotNegative = 1.0  # of sampling; 0: the likeliest token
+    top_p: ShareAboveZero = 1.0  # as in rollout
+    top_k: AllOrCount = -1  # as in rollout
+    max_new_tokens: Whole = 0  # 0: rollout.max_new_tokens
+    pass_reward: Number = 1.0  # an answer with this reward passes, for pass@k
+
+
+class RewardConfig(Section):
+    default: RewardSpec = "exact"  # what an answer is worth
+    by_source: dict[str, RewardSpec] = {}  # source of a row -> reward
+    custom: str | None = None  # path/to/file.py:function, used by the name "custom"
+    options: dict[str, dict[str, Any]] = {}  # name of a reward -> its options, docs/rewards.md
+    timeout_s: Seconds = 10.0  # a sample graded longer than this gets reward 0 and counts in reward/timeout_frac
+    workers: Count = 1  # grading processes a rank
+    memory_gb: NotNegative = 4.0  # address space of a grading process, except the one of a reward model; 0: no limit
+    max_error_frac: Share = 0.0  # a larger share of samples whose reward raised stops the run
+
+
+class AlgoConfig(Section):
+    advantage: str = "grpo"  # a branch of group_advantages
+    loss: str = "ppo_clip"  # a branch of policy_loss
+    clip_low: NotNegative = 0.2  # the ratio is held above 1 - clip_low
+    clip_high: NotNegativeOrInf = 0.2  # and below 1 + clip_high
+    dual_clip: AboveOneOrInf | None = None  # times |advantage|: bound of its loss, A < 0
+    loss_norm: str = "token_mean"  # a branch of loss_weights
+    loss_norm_length: Whole = 0  # the constant of seq_mean_token_sum_norm; 0: rollout.max_new_tokens
+    kl_coef: NotNegative = 0.0  # 0: no reference model is kept
+    kl: str = "k3"  # a branch of token_kl
+    kl_in: Literal["loss", "reward"] = "loss"  # where kl_coef · KL enters
+    entropy_coef: Number = 0.0  # of the entropy bonus in the loss
+    old_logp: Literal["trainer", "rollout"] = "trainer"  # whose log-probs the ratio starts from
+    correction: str = "none"  # of the mismatch between vLLM and trainer, a name of CORRECTION_BOUNDS
+    correction_level: Literal["token", "sequence"] = "token"  # for tis
+    correction_low: NotNegative | None = None  # bounds; null: those of CORRECTION_BOUNDS
+    correction_high: NotNegativeOrInf | None = None  # as correction_low
+    max_rounds: Count = 1  # above 1, groups of equal rewards are replaced by new prompts, in so many rounds at most
+    overlong_buffer: Whole = 0  # tokens before rollout.max_new_tokens over which a penalty grows; 0: none
+    overlong_coef: NotNegative = 1.0  # the penalty at rollout.max_new_tokens
+    mask_truncated: bool = False  # leave answers that were cut off out of the loss
+
+
+class TrainConfig(Section):
+    steps: Count = 100  # of the whole run
+    lr: NotNegative = 1e-6  # learning rate
+    warmup_steps: Whole = 0  # learning rate rises linearly over these steps, then stays
+    weight_decay: NotNegative = 0.0  # of AdamW
+    adam_beta1: Beta = 0.9  # of the mean of gradients
+    adam_beta2: Beta = 0.999  # of the mean of their squares
+    clip_grad: NotNegative = 1.0  # gradients of a larger norm are scaled down to it; 0: never
+    updates_per_step: Count = 1  # optimizer steps on each batch of samples
+    epochs_per_step: Count = 1  # passes over each batch of samples
+    max_tokens_per_micro_batch: Count = 16384  # strict cap of a packed row (cp ranks share it), in training
+    logprob_max_tokens_per_micro_batch: Count = 32768  # strict cap, forward only (old and reference log-probs)
+    save_every: Whole = 20  # steps between checkpoints, the last at the end; 0: only where a signal stops the run
+    keep_last: Whole = 2  # newest checkpoints that are kept; 0: all
+    keep_every: Whole = 0  # checkpoints of these steps' multiples are kept as well; 0: none
+    export_every: Whole = 0  # steps between exports to output_dir/hf; 0: at the end only
+    stall_timeout_s: Seconds = (
+        1800.0  # where no rank finishes a phase for so long, the run says where and ends; 0: never
+    )
+    max_skipped: Count = 3  # updates in a row whose loss or gradient is NaN or inf, before the run stops
+    eval_every: Whole = 0  # steps between evaluations on data.eval, the first before the first step; 0: none
+
+
+class ParallelConfig(Section):
+    tp: Count = 1  # tensor parallelism
+    sp: bool = True  # sequence parallelism, wherever tp > 1
+    pp: Count = 1  # pipeline stages
+    vpp: Count = 1  # model chunks a pipeline stage
+    cp: Count = 1  # context parallelism: each packed row is split over cp ranks
+    ep: Count = 1  # expert parallelism: each layer's experts are spread over ep ranks
+    etp: Count = 1  # tensor parallelism inside an expert
+
+
+class Config(Section):
+    output_dir: str = "outputs/run"  # all that a run writes
+    seed: Whole = 0  # of prompts, sampling and dropout
+    resume: str = "none"  # none | auto (the newest sound checkpoint in output_dir, else from the start) | a checkpoint
+    model: ModelConfig = Field(default_factory=dict, validate_default=True)
+    data: DataConfig = Field(default_factory=dict, validate_default=True)
+    rollout: RolloutConfig = RolloutConfig()
+    eval: EvalConfig = EvalConfig()
+    reward: RewardConfig = RewardConfig()
+    algo: AlgoConfig = AlgoConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    megatron: dict[str, Any] = {}  # fields of Megatron-core's config classes that no other key stands for
+
+
+SECTIONS = {
+    name: field.annotation for name, field in Config.model_fields.items() if isinstance(field.annotation, type(Section))
+}
+KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields)]
+
+# ---------------------------------------------------------------- files and overrides
+
+
+def load_config(path: str, overrides: list[str]) -> Config:
+    """The defaults, under the YAML file `path`, under `section.key=value` overrides. Raises UserError.
+
+    A file that says `base: other.yaml` (seen from its own folder) changes what that one says.
     """
-    found, legal = omegaconf.OmegaConf.structured(schema), dict(config_items(schema()))
+    tree = omegaconf.OmegaConf.create(functools.reduce(merged, [*read_files(path), *map(read_override, overrides)]))
     try:
-        for layer in [*read_files(path), *map(read_override, overrides)]:
-            for key, value in settings(layer, legal):
-                if key not in legal:
-                    near = nearest(key.lower(), legal)
-                    raise UserError(f"unknown key {key!r}; the nearest legal key is {near!r}")
-                if dataclasses.is_dataclass(legal[key]):
-                    if value in (None, {}):  # a section whose keys are all commented out
-                        continue
-                    inside = next(iter(vars(legal[key])))
-                    raise UserError(f"{key}={value!r}: this is a section; give its keys, such as {key}.{inside}")
-                omegaconf.OmegaConf.update(found, key, value)
-        missing = sorted(omegaconf.OmegaConf.missing_keys(found))
-        if missing:
-            raise UserError(f"{', '.join(missing)}: not set; give it in {path} or as {missing[0]}=...")
-        return omegaconf.OmegaConf.to_object(found)
+        unset = omegaconf.OmegaConf.missing_keys(tree)
+        if unset:
+            raise UserError(f"{', '.join(sorted(unset))}: set to ???; give a value")
+        tree = omegaconf.OmegaConf.to_container(tree, resolve=True)
     except omegaconf.errors.OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    return validated(tree, path)
+
+
+def changed(cfg: Config, values: dict[str, Any]) -> Config:
+    """A copy of the configuration with other values at dotted keys: {"train.lr": 1e-5}. Raises UserError."""
+    tree = cfg.model_dump()
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        functools.reduce(lambda node, section: node.setdefault(section, {}), sections, tree)[name] = value
+    return validated(tree, "the file")
+
+
+def validated(tree: dict, path: str) -> Config:
+    """The configuration of a tree of plain values. Raises UserError that names the key and what is legal."""
+    try:
+        return Config.model_validate(tree)
+    except pydantic.ValidationError as error:
+        errors = error.errors()
+    missing = sorted(".".join(error["loc"]) for error in errors if error["type"] == "missing")
+    wrong = [error for error in errors if error["type"] != "missing"]
+    if not wrong:
+        raise UserError(f"{', '.join(missing)}: not set; give it in {path} or as {missing[0]}=...")
+    name, value = ".".join(map(str, wrong[0]["loc"])), wrong[0]["input"]
+    if wrong[0]["type"] == "extra_forbidden":
+        raise UserError(f"unknown key {name!r}; the nearest legal key is {nearest(name.lower(), KEYS)!r}")
+    if name in SECTIONS:
+        inside = next(iter(SECTIONS[name].model_fields))
+        raise UserError(f"{name}={value!r}: this is a section; give its keys, such as {name}.{inside}")
+    key = max((key for key in KEYS if f"{name}.".startswith(f"{key}.")), key=len)  # beyond it stand types of a union
+    legal = [error["msg"] for error in wrong if ".".join(map(str, error["loc"])).startswith(key)]
+    raise UserError(f"{key}={value!r}: {' or '.join(dict.fromkeys(legal)).replace('Input should', 'must')}")
+
+
+def merged(tree: Any, layer: Any) -> Any:
+    """A tree of settings under another one that changes it."""
+    if not (isinstance(tree, dict) and isinstance(layer, dict)):
+        return layer
+    return tree | {key: merged(tree.get(key), value) for key, value in layer.items()}
 
 
 def read_files(path: str) -> list[dict]:
     """What the YAML file says, and before it what the files that it is based on say. Raises UserError."""
-    layers, file = [], Path(path)
+    layers: list[dict] = []
+    file: Path | None = Path(path)
     while file is not None:
         where = f"--config {path}" + (f", its base {file}" if layers else "")
         try:
@@ -60,7 +254,8 @@ def read_files(path: str) -> list[dict]:
         if not isinstance(layer, dict) or not isinstance(base, str | None):
             wrong = f"base={base!r}" if base else "the whole is a list"
             raise UserError(f"{where}: {wrong}; legal are keys with values, where `base` is the path of a file")
-        layers.insert(0, layer)
+        # A section whose keys are all commented out is null in YAML.
+        layers.insert(0, {key: value for key, value in layer.items() if value is not None or key not in SECTIONS})
         if len(layers) > 10:
             raise UserError(f"--config {path}: its `base` files go round in a circle")
         file = file.parent / base if base else None
@@ -77,59 +272,11 @@ def read_override(override: str) -> dict:
         raise UserError(f"override {override!r}: its value is not YAML: {' '.join(str(error).split())}") from None
 
 
-def settings(layer: dict, legal: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of all that a layer sets; a dict that is itself the value of a key stays whole."""
-    for name, value in layer.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and value and (key not in legal or dataclasses.is_dataclass(legal[key])):
-            yield from settings(value, legal, f"{key}.")
-        else:
-            yield key, value
-
-
-def config_items(cfg: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every key, sections included."""
-    for name, value in vars(cfg).items():
-        yield f"{prefix}{name}", value
-        if dataclasses.is_dataclass(value):
-            yield from config_items(value, f"{prefix}{name}.")
-
-
-def check_choices(cfg: Any, choices: dict[str, tuple]) -> None:
-    """Raises UserError for a key with a value that `choices`, {key: legal values}, does not list."""
-    for key, legal in choices.items():
-        if get(cfg, key) not in legal:
-            raise UserError(f"{key}={get(cfg, key)!r}: legal here is {' | '.join(map(str, legal))}")
-
-
-def check_numbers(cfg: Any, limit: float, may_be_inf: tuple[str, ...], **bounds: dict[float, str]) -> None:
-    """Raises UserError for a number outside ±limit (inf is legal for the keys `may_be_inf`), or outside its bounds:
-    `at_least`, `at_most`, `above` or `below`, each {bound: keys with spaces between}. None is within all of them."""
-    for key, value in config_items(cfg):
-        unbounded = type(value) not in (int, float) or (value == math.inf and key in may_be_inf)
-        if not (unbounded or abs(value) <= limit):
-            raise UserError(f"{key}={value}: must be a number within ±{limit}")
-    holds = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
-    for word, keys_of in bounds.items():
-        for bound, keys in keys_of.items():
-            for key in keys.split():
-                value = get(cfg, key)
-                if value is not None and not holds[word](value, bound):
-                    raise UserError(f"{key}={value}: must be {word.replace('_', ' ')} {bound}")
-
-
-def nearest(name: str, legal: Iterable[str]) -> str:
+def nearest(name: str, legal: list[str]) -> str:
     """The legal name most like `name`."""
     return difflib.get_close_matches(name, legal, n=1, cutoff=0.0)[0]
 
 
-def get(cfg: Any, key: str) -> Any:
-    """Value at a dotted key."""
-    for part in key.split("."):
-        cfg = getattr(cfg, part)
-    return cfg
-
-
-def to_yaml(cfg: Any) -> str:
+def to_yaml(cfg: Config) -> str:
     """The configuration as YAML, every key in it."""
-    return omegaconf.OmegaConf.to_yaml(omegaconf.OmegaConf.structured(cfg))
+    return yaml.safe_dump(cfg.model_dump(), sort_keys=False, allow_unicode=True)

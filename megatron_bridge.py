@@ -10,53 +10,35 @@ for vLLM and for the export alike. One table, `FAMILIES`, says of which Hugging 
 
 import contextlib
 import dataclasses
-import datetime
-import importlib.util
-import json
 import math
-import os
 import re
-import shutil
-import typing
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import huggingface_hub
-import pydantic
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from safetensors import safe_open
 
-from support import cpu_backend
-from support import watchdog as guard
+from support import hf_folder
+from support.layers import (  # first: it prepares the process for Megatron-core
+    HiddenGPT,
+    PackedAttention,
+    PackedRope,
+    Packing,
+    RMSNorm,
+    Router,
+    device,
+    gather_stripes,
+    own_stripe,
+)
 
-# What every run without Transformer Engine and Apex says, and nobody needs to act on.
-for said in (
-    "Transformer Engine and Apex are not installed",
-    "Apex is not installed",
-    "full scope is deprecated",
-    "The .grad attribute of a Tensor that is not a leaf",
-    r"\s*The 'megatron.core.transformer.custom_layers",
-    "`torch.distributed",
-):
-    warnings.filterwarnings("ignore", said)
-
-if not torch.cuda.is_available():
-    cpu_backend.install()  # before Megatron-core is imported
-
+# isort: split
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -64,37 +46,16 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.utils import unwrap_model
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from support.checkpoint import put_in_place, sync
+from support.optimizer_state import set_adam_steps
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOGITS_CHUNK = 2048  # response tokens whose full-vocabulary logits exist at a time
-EXPORT_SHARD_BYTES = 4 << 30
 
 
 # ---------------------------------------------------------------- process groups
-
-
-def init_distributed(timeout_s: float) -> None:
-    """Join torchrun's world: gloo on the CPU, NCCL (and gloo for Python objects) on GPUs.
-
-    A collective that takes longer than `timeout_s` fails.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=guard.fresh_store(),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
 
 
 def init_model_parallel(parallel, seed: int, timeout_s: float = 1800.0) -> None:
@@ -134,11 +95,6 @@ def process_groups() -> dict[str, dist.ProcessGroup]:
     }
 
 
-def device() -> torch.device:
-    """Where tensors of this rank live."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def data_parallel() -> tuple[int, int]:
     """(rank, size) of this rank among the model replicas."""
     return mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -163,187 +119,7 @@ def micro_batch_multiple(parallel) -> int:
     return parallel.pp if parallel.vpp > 1 else 1
 
 
-# ---------------------------------------------------------------- context parallelism
-
-# Rank r of cp holds the tokens r, r + cp, r + 2 cp, ... of every packed row, so each has the same share of early
-# (cheap) and late (dear) positions of every sequence. Source: Striped Attention, arXiv 2311.09431; keys and values are
-# gathered whole instead of passed around a ring.
-
-
-def own_stripe(x: torch.Tensor) -> torch.Tensor:
-    """This rank's tokens of a row; [..., T] → [..., T / cp]."""
-    return x[..., mpu.get_context_parallel_rank() :: mpu.get_context_parallel_world_size()]
-
-
-def gather_stripes(x: torch.Tensor, summed_gradient: bool) -> torch.Tensor:
-    """All ranks' tokens, in the order of the row; [T / cp, ...] → [T, ...].
-
-    `summed_gradient`: every rank uses the result for a part of the loss of its own, so the gradients of all ranks add
-    up. Without it every rank computes the same whole loss, and each takes the gradient of its own tokens.
-    """
-    cp = mpu.get_context_parallel_world_size()
-    if cp == 1:
-        return x
-    gathered = gather_from_sequence_parallel_region(x, summed_gradient, mpu.get_context_parallel_group())
-    return gathered.unflatten(0, (cp, -1)).transpose(0, 1).flatten(0, 1)  # rank by rank → [T, ...]
-
-
 # ---------------------------------------------------------------- model
-
-
-class RMSNorm(torch.nn.Module):
-    """RMS norm whose weight is marked for sequence parallelism, which Megatron's own torch norm refuses."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused):
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device()))
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-@dataclasses.dataclass
-class Packing(PackedSeqParams):
-    """Where the S sequences of a packed row lie.
-
-    Rides through Megatron's layers to the rotary embedding and core attention. This rank's queries are a stripe of the
-    row under context parallelism, else all of it; its keys are always the whole row.
-    """
-
-    position_ids: torch.Tensor | None = None  # [T / cp], position of each query in its own sequence
-    query_slot: torch.Tensor | None = None  # [T / cp], place of each query in a padded [S * max_seqlen_q] layout
-    key_slot: torch.Tensor | None = None  # [T], place of each key in a padded [S * max_seqlen_kv] layout
-    mask: torch.Tensor | None = None  # [S, 1, max_seqlen_q, max_seqlen_kv], True where a query sees a key; None: causal
-
-    @classmethod
-    def of(cls, mb) -> "Packing":
-        starts_S, lengths_S = mb.cu_seqlens[:-1].long(), mb.cu_seqlens.diff()
-        sequences, position_T = len(lengths_S), mb.position_ids[0]
-        sequence_T = torch.arange(sequences, device=starts_S.device).repeat_interleave(
-            lengths_S, output_size=len(position_T)
-        )
-        key_slot_T = sequence_T * mb.max_seqlen + position_T
-        query_slot, max_queries, mask = key_slot_T, mb.max_seqlen, None
-        cp = mpu.get_context_parallel_world_size()
-        if cp > 1:
-            first_S = (starts_S - mpu.get_context_parallel_rank() + cp - 1) // cp  # first query of each, in the stripe
-            sequence, max_queries = own_stripe(sequence_T), -(-mb.max_seqlen // cp)
-            place = torch.arange(len(sequence), device=sequence.device) - first_S[sequence]
-            query_slot = sequence * max_queries + place  # [T / cp]
-            position = position_T.new_zeros(sequences * max_queries).index_copy(0, query_slot, own_stripe(position_T))
-            keys = torch.arange(mb.max_seqlen, device=position.device)
-            mask = (position[:, None] >= keys).view(sequences, 1, max_queries, mb.max_seqlen)
-        return cls(
-            qkv_format="sbhd",  # keeps Megatron from its own per-sequence loop over "thd"
-            cu_seqlens_q=mb.cu_seqlens, cu_seqlens_kv=mb.cu_seqlens,
-            max_seqlen_q=max_queries, max_seqlen_kv=mb.max_seqlen,
-            position_ids=own_stripe(position_T), query_slot=query_slot, key_slot=key_slot_T, mask=mask,
-        )  # fmt: skip
-
-
-class PackedRope(torch.nn.Module):
-    """Rotary embedding of each packed token at its own position, with the frequencies transformers computes."""
-
-    def __init__(self, hf_config):
-        super().__init__()
-        self.inv_freq = rotary_embedding(hf_config).inv_freq.to(device())  # [head_dim / 2], safe from dtype casts
-
-    def get_rotary_seq_len(self, inference_context, decoder, hidden, config, packing: Packing) -> Packing:
-        return packing  # what GPTModel hands on to forward()
-
-    def forward(self, packing: Packing, **unused) -> torch.Tensor:
-        angles = torch.outer(packing.position_ids.float(), self.inv_freq)  # [T / cp, head_dim / 2]
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]  # [T / cp, 1, 1, head_dim]
-
-
-def rotary_embedding(hf_config) -> torch.nn.Module:
-    """transformers' own rotary embedding, for its frequencies (Llama 3 scaling included).
-
-    Raises ValueError for a type that scales attention or changes with the length.
-    """
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    rope = LlamaRotaryEmbedding(hf_config)
-    if rope.rope_type not in ("default", "linear", "llama3") or rope.attention_scaling != 1.0:
-        raise ValueError(f"rope type {rope.rope_type!r} is not supported; supported are default, linear, llama3")
-    return rope
-
-
-class PackedAttention(torch.nn.Module):
-    """Causal attention inside each packed sequence: pad to [S, max_seqlen], one scaled_dot_product_attention, unpad.
-
-    Padding stands right of every real token, so the causal mask alone keeps it out. No Transformer Engine, CPU and GPU
-    alike. Under context parallelism the keys and values of the other ranks are gathered first.
-    """
-
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **unused):
-        super().__init__()
-        self.softmax_scale = softmax_scale
-
-    def forward(self, query, key, value, attention_mask, packed_seq_params: Packing, **unused) -> torch.Tensor:
-        """query [T / cp, 1, heads, d], key and value [T / cp, 1, kv_heads, d] → [T / cp, 1, heads * d]."""
-        packing, sequences = packed_seq_params, len(packed_seq_params.cu_seqlens_q) - 1
-        key, value = gather_stripes(torch.stack((key, value), dim=1), summed_gradient=True).unbind(1)  # [T, 1, ...]
-
-        def pad(x, slot, width):  # [tokens, 1, n, d] → [S, n, width, d]
-            padded = x.new_zeros(sequences * width, *x.shape[2:]).index_copy(0, slot, x.squeeze(1))
-            return padded.view(sequences, width, *x.shape[2:]).transpose(1, 2)
-
-        out = F.scaled_dot_product_attention(
-            pad(query, packing.query_slot, packing.max_seqlen_q),
-            *(pad(x, packing.key_slot, packing.max_seqlen_kv) for x in (key, value)),
-            attn_mask=packing.mask, is_causal=packing.mask is None, scale=self.softmax_scale,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )  # fmt: skip
-        out = out.transpose(1, 2).flatten(0, 1).flatten(1)  # [S * max_seqlen_q, heads * d]
-        return out.index_select(0, packing.query_slot).unsqueeze(1)  # [T / cp, 1, heads * d]
-
-
-class Router(TopKRouter):
-    """Megatron's router with a balancing loss that does not depend on tp and cp, and a count of each expert's load.
-
-    Megatron weighs the loss with the tokens of the rank; here it is those of the whole micro-batch. `padding_mask` is
-    True where no response token is predicted, so loss and load speak of the tokens that are trained, and the weight
-    matches the denominator of `token_mean`.
-    """
-
-    def __init__(self, config, **kwargs):
-        super().__init__(config=config, **kwargs)
-        self.load = torch.zeros(config.num_moe_experts, device=device())  # tokens of each expert, until `expert_load`
-
-    def forward(self, input, padding_mask=None):
-        probs, routing_map = super().forward(input, padding_mask)
-        if self.training:  # full recompute counts everything twice: only ratios are read
-            self.load = self.load + (routing_map & ~padding_mask.reshape(-1, 1)).sum(0)
-        return probs, routing_map
-
-    def _apply_aux_loss(self, probs, scores_for_aux_loss, routing_map, with_padding_mask=False):
-        """Switch Transformer's loss, arXiv 2101.03961 eq. 4, over the micro-batch: coefficient · E · sum_e f_e P_e."""
-        coefficient, experts = self.get_aux_loss_coeff("aux_loss"), self.config.num_moe_experts
-        tokens_E = routing_map.sum(0).float()
-        dist.all_reduce(tokens_E, group=self.tp_cp_group)
-        tokens = tokens_E.sum() / self.topk
-        share_E = scores_for_aux_loss.sum(0)  # this rank's part of tokens · P_e
-        loss = coefficient * experts * (tokens_E * share_E).sum() / (tokens * self.topk).clamp(min=1)
-        return MoEAuxLossAutoScaler.apply(probs, loss)
-
-
-class HiddenGPT(GPTModel):
-    """A GPTModel that ends with the last hidden state, so that logits are made only where a log-prob is wanted."""
-
-    def _postprocess(self, hidden_states, *args, **kwargs) -> torch.Tensor:
-        return hidden_states
-
-
-# Fields of Megatron's configuration that the model's config.json settles.
-FROM_MODEL = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "normalization", "layernorm_epsilon", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias",
-    "qk_layernorm", "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
-    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq",
-)  # fmt: skip
 
 
 def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> TransformerConfig:
@@ -440,99 +216,6 @@ def options_for(cls: type, options: dict) -> dict:
     return {name: value for name, value in options.items() if name in megatron_fields(cls)}
 
 
-def check_type(name: str, value: Any) -> None:
-    """Raises ValueError where `value` is not of the type that Megatron declares for its field `name`."""
-    for cls in CONFIG_CLASSES:
-        if name in megatron_fields(cls):
-            settings = {"arbitrary_types_allowed": True, "allow_inf_nan": False}
-            try:
-                pydantic.TypeAdapter(typing.get_type_hints(cls)[name], config=settings).validate_python(value)
-            except pydantic.ValidationError as error:
-                raise ValueError(f"megatron.{name}={value!r}: {error.errors()[0]['msg']}") from None
-
-
-LONGEST = "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens"
-
-
-def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: str, extra: dict) -> None:
-    """See, without weights or process groups, that the model of `path` can be built and split.
-
-    `max_tokens`: the longest sample; `extra`: the megatron section of the configuration. Raises ValueError naming the
-    key.
-    """
-    try:
-        hf = transformers.AutoConfig.from_pretrained(path)
-    except Exception as error:  # a damaged config.json fails as code does, with any exception
-        raise ValueError(f"model.path={path}: {' '.join(str(error).split())[:300]}") from None
-    family = (hf.architectures or ["?"])[0]
-    if family not in FAMILIES:
-        raise ValueError(f"model.path={path} is a {family}; supported are {', '.join(FAMILIES)}")
-    # What changes the computation and has no counterpart here, with the value that leaves it out.
-    plain = {
-        "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "qkv_bias": True, "mlp_only_layers": [],
-        "decoder_sparse_step": 1, "router_jitter_noise": 0.0, "partial_rotary_factor": 1.0,
-    }  # fmt: skip
-    for attribute, value in plain.items():
-        found = getattr(hf, attribute, None)
-        if found not in (None, value):
-            raise ValueError(
-                f"model.path={path}: {attribute}={found!r} in its config.json is not supported, only {value}"
-            )
-    window = hf.sliding_window if getattr(hf, "use_sliding_window", hasattr(hf, "sliding_window")) else None
-    if window and max_tokens > window:
-        raise ValueError(
-            f"model.path={path} attends to the last {window} tokens only (sliding_window), which is not supported for "
-            f"samples longer than that: {LONGEST} = {max_tokens}"
-        )
-    try:
-        rotary_embedding(hf)
-    except ValueError as error:
-        raise ValueError(f"model.path={path}: {error}") from None
-    check_layout(hf, parallel, rollout_tp)
-    if max_tokens > hf.max_position_embeddings:
-        raise ValueError(
-            f"{LONGEST} = {max_tokens} is beyond the model's {hf.max_position_embeddings} positions "
-            f"(max_position_embeddings of model.path={path})"
-        )
-    if extra.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
-        raise ValueError("megatron.moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed")
-    for name, value in extra.items():
-        check_type(name, value)
-    try:
-        transformer_config(hf, parallel, DTYPES[dtype], extra)
-    except (AssertionError, TypeError, ValueError) as error:
-        given = ", ".join(f"megatron.{name}" for name in extra) or "empty"
-        raise ValueError(f"Megatron-core refuses this layout or the megatron section ({given}): {error}") from None
-
-
-def check_layout(hf, parallel, rollout_tp: int) -> None:
-    """See that every parallel size divides what it splits. Raises ValueError naming the key and the legal values."""
-    heads = {"attention heads": hf.num_attention_heads}
-    shared = getattr(hf, "shared_expert_intermediate_size", None)
-    ffn = {} if is_moe(hf) else {"feed-forward size": hf.intermediate_size}
-    ffn |= {"shared expert's feed-forward size": shared} if shared else {}
-    expert_ffn = {"expert feed-forward size": expert_width(hf)} if is_moe(hf) else {}
-    stages = {"layers": hf.num_hidden_layers}
-    vocabulary = {"key-value heads": hf.num_key_value_heads, "vocabulary size": hf.vocab_size}
-    divides = [
-        ("parallel.tp", parallel.tp, heads | ffn | vocabulary),
-        ("rollout.tp", rollout_tp, heads | ffn),  # vLLM pads or repeats the others
-        ("parallel.ep", parallel.ep, {"experts": num_experts(hf) if is_moe(hf) else 1}),
-        ("parallel.etp", parallel.etp, expert_ffn or {"experts": 1}),
-        ("parallel.pp", parallel.pp, stages),
-        ("parallel.vpp", parallel.vpp, {"layers of a pipeline stage": hf.num_hidden_layers // parallel.pp}),
-    ]
-    for key, by, sizes in divides:
-        for what, size in sizes.items():
-            if size % by:
-                legal = [n for n in range(1, min(sizes.values()) + 1) if not any(s % n for s in sizes.values())]
-                raise ValueError(f"{key}={by} does not divide the model's {what} {size}; legal are {legal[:16]}")
-    if parallel.vpp > 1 and parallel.pp == 1:
-        raise ValueError(f"parallel.vpp={parallel.vpp} needs parallel.pp above 1: it interleaves pipeline stages")
-    if is_moe(hf) and parallel.tp > 1 and not parallel.sp:
-        raise ValueError("parallel.sp=false: experts with parallel.tp above 1 need sequence parallelism, use true")
-
-
 def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or `vpp`), built from the Hugging Face folder `path`, with its weights."""
     hf = transformers.AutoConfig.from_pretrained(path)
@@ -584,12 +267,16 @@ def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[Di
     return model
 
 
-def build_optimizer(model: list, lr: float, weight_decay: float, betas: tuple, clip_grad: float, extra: dict):
-    """Adam with fp32 main weights, its state sharded over the replicas (Megatron's distributed optimizer)."""
+def build_optimizer(model: list, train, extra: dict):
+    """AdamW with fp32 main weights, its state sharded over the replicas (Megatron's distributed optimizer).
+
+    `train`: lr, weight_decay, adam_beta1, adam_beta2, clip_grad; `extra` overrides any field.
+    """
     dtype = model[0].config.params_dtype
     settings = dict(
-        optimizer="adam", lr=lr, weight_decay=weight_decay, adam_beta1=betas[0], adam_beta2=betas[1],
-        clip_grad=clip_grad, params_dtype=dtype, bf16=dtype is torch.bfloat16, use_distributed_optimizer=True,
+        optimizer="adam", lr=train.lr, weight_decay=train.weight_decay, adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2, clip_grad=train.clip_grad, params_dtype=dtype, bf16=dtype is torch.bfloat16,
+        use_distributed_optimizer=True,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(OptimizerConfig(**{**settings, **options_for(OptimizerConfig, extra)}), model)
     for part in optimizer.chained_optimizers:
@@ -597,111 +284,47 @@ def build_optimizer(model: list, lr: float, weight_decay: float, betas: tuple, c
     return optimizer
 
 
-def set_adam_steps(part, steps: int) -> None:
-    """Number of updates behind the state of one of Megatron's distributed optimizers; makes a state that is missing.
+def optimizer_step(optimizer, lr: float) -> float:
+    """One update with learning rate `lr` from the gradients that were summed; returns their norm, before clipping.
 
-    Each weight gets a tensor of its own: torch adds to them in place.
+    Where the norm is NaN, infinite or exactly 0 nothing is changed: Adam would move by momentum alone. The same on
+    every rank.
     """
-    for group in part.optimizer.param_groups:
-        for shard in group["params"]:
-            state = part.optimizer.state[shard]
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state.setdefault(moment, torch.zeros_like(shard))
-            state["step"] = torch.tensor(float(steps))
-
-
-def optimizer_steps(optimizer) -> int:
-    """Updates made so far."""
-    inner = next(part.optimizer for part in optimizer.chained_optimizers if part.optimizer.state)
-    return int(next(iter(inner.state.values()))["step"])
-
-
-def set_learning_rate(optimizer, lr: float) -> None:
-    """Learning rate of the next step, for every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def optimizer_step(optimizer) -> float:
-    """One update from the gradients that were summed; returns their norm, before clipping.
-
-    Where the norm is no number nothing is changed. The same on every rank.
-    """
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if math.isfinite(norm):
+    if math.isfinite(norm) and norm > 0:
         optimizer.step()
     return norm
 
 
-# ---------------------------------------------------------------- training state, for checkpoints
-
-MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first is the main weight
-
-
-def optimizer_weights(model: list, optimizer) -> Iterator[tuple]:
-    """(part of the optimizer, number, weight, Megatron's sharded tensor) of every weight that an optimizer updates.
-
-    In the same order on all ranks of the part's data-parallel group, over which its state is spread.
-    """
-    described, number = {}, 0
-    for chunk in map(unwrap_model, model):
-        tensors, _ = extract_sharded_tensors_and_factories(chunk.sharded_state_dict(metadata={}))
-        described |= {tensor.data: tensor for tensor in tensors.values()}
-    for part in optimizer.chained_optimizers:
-        for weight in (weight for buffer in part.buffers for weight in buffer.param_index_map):
-            yield part, number, weight, described[weight]
-            number += 1
-
-
-def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:
-    """What this rank holds of a weight's state: its place in the flat weight and {moment: values}; {} where nothing."""
-    if weight not in part.model_param_gbuf_map:
-        return slice(0, 0), {}
-    place = part._get_model_param_range_map(weight)["param"]
-    return slice(place.start, place.end), part._get_main_param_and_optimizer_states(weight)
-
-
-def sharded_state(model: list, optimizer, loading: bool) -> dict[str, ShardedTensor]:
-    """Main weights and Adam's moments as Megatron's sharded tensors: 12 bytes a weight, and all there is to save.
-
-    With `loading` a description only, to be filled for `load_state`. The replicas, which hold slices of a tensor, take
-    turns in putting one together. Megatron's own way, "fully_reshardable", gathers all on one replica, and cuts tensors
-    at wrong places where a bucket is padded (0.16: its length is no multiple of 128).
-    """
-    state = {}
-    for part, number, weight, tensor in optimizer_weights(model, optimizer):
-        group, replica, (place, own) = part.data_parallel_group, tensor.replica_id, own_slice(part, weight)
-        owner = number % group.size()
-        for moment in MOMENTS:
-            whole = torch.empty(weight.shape, dtype=torch.float32)
-            if not loading:
-                bits = torch.zeros(weight.numel(), dtype=torch.int32, device=device())  # so that -0.0 stays -0.0
-                if own:
-                    bits[place] = own[moment].detach().view(torch.int32)
-                dist.reduce(bits, group_dst=owner, group=group)
-                replica = (*replica[:2], int(group.rank() != owner))
-                whole = bits.view(torch.float32).view(weight.shape).cpu() if group.rank() == owner else whole
-            key, options = f"{moment}.{tensor.key}", {"dtype": torch.float32} if hasattr(tensor, "dtype") else {}
-            described = dataclasses.replace(tensor, key=key, data=whole, replica_id=replica, **options)
-            state[f"{number}.{moment}"] = described
-    return state
-
-
-def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps: int) -> None:
-    """Take over what `sharded_state` described, after `steps` updates."""
-    for part, number, weight, _ in optimizer_weights(model, optimizer):
-        place, own = own_slice(part, weight)
-        for moment in MOMENTS if own else ():
-            own[moment].data.copy_(loaded[f"{number}.{moment}"].flatten()[place])
-    for part in optimizer.chained_optimizers:
-        set_adam_steps(part, steps)
-        part._copy_main_params_to_model_params()
-    for chunk in model:
-        chunk.start_param_sync(force_sync=True)
-
-
 # ---------------------------------------------------------------- forward, backward, log-probs
+
+
+def hidden_states(model, mb) -> torch.Tensor:
+    """A micro-batch through one model chunk: [T / cp (/ tp under sequence parallelism), 1, h].
+
+    For the next stage or, on the last, for `token_logprobs`.
+    """
+    chunk = unwrap_model(model)
+    untrained = own_stripe(mb.mask if mb.weights is None else mb.weights) == 0  # [1, T / cp], no matter to the routers
+    if chunk.config.sequence_parallel and not chunk.pre_process:  # Megatron 0.16 splits it on the first stage only
+        untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
+        untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
+    tokens, positions = own_stripe(mb.tokens).contiguous(), own_stripe(mb.position_ids)  # [1, T / cp]
+    options = {"padding_mask": untrained} if chunk.config.num_moe_experts else {}
+    return model(tokens, positions, attention_mask=None, packed_seq_params=Packing.of(mb), **options)
+
+
+def is_last_stage(model) -> bool:
+    """Whether this model chunk ends the pipeline, so that its hidden states are the model's last."""
+    return unwrap_model(model).post_process
+
+
+def first_of_context() -> bool:
+    """True on one of the cp ranks, which all hold a whole row's log-probs: it alone counts the row's tokens."""
+    return mpu.get_context_parallel_rank() == 0
 
 
 def vocab_parallel_logp(logits_T: torch.Tensor, targets_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -755,60 +378,9 @@ def token_logprobs(model, hidden, targets, mask, temperature: float) -> tuple[to
     return logp_T, entropy_T
 
 
-def forward_step(micro_batches: Iterator, model, loss_func: Callable, temperature: float):
-    """Megatron's forward_step: the next micro-batch through one model chunk.
-
-    On the last stage, `loss_func(mb, logp_T, entropy_T)`.
-    """
-    mb, chunk = next(micro_batches), unwrap_model(model)
-    untrained = own_stripe(mb.mask if mb.weights is None else mb.weights) == 0  # [1, T / cp], no matter to the routers
-    if chunk.config.sequence_parallel and not chunk.pre_process:  # Megatron 0.16 splits it on the first stage only
-        untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
-        untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
-    tokens, positions = own_stripe(mb.tokens).contiguous(), own_stripe(mb.position_ids)  # [1, T / cp]
-    options = {"padding_mask": untrained} if chunk.config.num_moe_experts else {}
-    output = model(tokens, positions, attention_mask=None, packed_seq_params=Packing.of(mb), **options)
-    if not chunk.post_process:
-        return output, None
-    logp_T, entropy_T = token_logprobs(model, output, mb.targets, mb.mask, temperature)
-
-    def loss(logp_T):
-        loss_sum, denominator, report = loss_func(mb, logp_T, entropy_T)
-        # Every context-parallel rank has the whole row, and Megatron adds their denominators.
-        return loss_sum, denominator * (mpu.get_context_parallel_rank() == 0), report
-
-    return logp_T, loss
-
-
-def forward_backward(
-    model: list, micro_batches: list, loss_func: Callable, temperature: float, forward_only=False
-) -> list:
-    """Run Megatron's pipeline schedule over `micro_batches`.
-
-    `loss_func(mb, logp_T, entropy_T)` → (loss_sum, integer denominator, report). Returns the reports, on the last stage
-    only. Gradients are summed over micro-batches and replicas and divided once by the global sum of the denominators
-    (calculate_per_token_loss), so neither the split into micro-batches nor the layout enters the result.
-    """
-    for chunk in model:
-        chunk.train(not forward_only)
-        if not forward_only:
-            chunk.zero_grad_buffer()
-    schedule = get_forward_backward_func()
-    with torch.set_grad_enabled(not forward_only):
-        return schedule(
-            forward_step_func=partial(forward_step, loss_func=loss_func, temperature=temperature),
-            data_iterator=[iter(micro_batches) for _ in model] if len(model) > 1 else iter(micro_batches),
-            model=model,
-            num_microbatches=len(micro_batches),
-            seq_length=max(mb.tokens.shape[1] for mb in micro_batches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-
-
 # ---------------------------------------------------------------- weights in and out
 
-# The weights of one layer: Megatron name → (how it is joined, the Hugging Face weights of the layer it is made of).
+# The weights of one layer: Megatron name → (how they are merged, the Hugging Face weights of the layer it is made of).
 #   copy     one tensor, the same on every tensor-parallel rank
 #   rows     one tensor, split by output rows        cols  one tensor, split by input columns
 #   qkv      query, key, value interleaved by key-value group, split by groups
@@ -859,7 +431,7 @@ TOP_RULES = {
     "decoder.final_layernorm.weight": ("copy", ["model.norm.weight"]),
     "output_layer.weight": ("rows", ["lm_head.weight"]),
 }
-SPLIT_DIM = {"copy": None, "rows": 0, "cols": 1, "qkv": 0, "gate_up": 1}  # of the joined view
+SPLIT_DIM = {"copy": None, "rows": 0, "cols": 1, "qkv": 0, "gate_up": 1}  # of the merged view
 EXPERT = re.compile(r"(?<=local_experts\.)\d+")  # an expert's number in a Megatron name
 
 
@@ -894,15 +466,15 @@ def expert_of(name: str, hf, ep_rank: int) -> str:
     return EXPERT.sub(lambda local: str(ep_rank * here + int(local[0])), name)
 
 
-def joined(join: str, parts: list[torch.Tensor], hf) -> torch.Tensor:
-    """The joined view of the Hugging Face `parts`: whole, with the tensor-parallel split along SPLIT_DIM[join]."""
+def merged(join: str, parts: list[torch.Tensor], hf) -> torch.Tensor:
+    """The merged view of the Hugging Face `parts`: whole, with the tensor-parallel split along SPLIT_DIM[join]."""
     if join == "qkv":  # [groups, (heads per group + 2) * head_dim, ...]
         return torch.cat([part.view(hf.num_key_value_heads, -1, *part.shape[1:]) for part in parts], dim=1)
     return torch.stack(parts) if join == "gate_up" else parts[0]  # gate_up: [2, ffn, hidden]
 
 
-def parted(join: str, whole: torch.Tensor, hf) -> list[torch.Tensor]:
-    """Inverse of `joined`: the Hugging Face tensors of a joined view."""
+def unmerged(join: str, whole: torch.Tensor, hf) -> list[torch.Tensor]:
+    """Inverse of `merged`: the Hugging Face tensors of a merged view."""
     if join == "qkv":
         width = head_dim(hf)
         heads = hf.num_attention_heads // hf.num_key_value_heads
@@ -911,7 +483,7 @@ def parted(join: str, whole: torch.Tensor, hf) -> list[torch.Tensor]:
 
 
 def local_view(join: str, flat: torch.Tensor, shape: torch.Size, hf) -> torch.Tensor:
-    """A rank's own weight, `flat` of a parameter with `shape`, in the layout of the joined view."""
+    """A rank's own weight, `flat` of a parameter with `shape`, in the layout of the merged view."""
     if join == "qkv":
         heads = hf.num_attention_heads // hf.num_key_value_heads
         return flat.view(-1, (heads + 2) * head_dim(hf), *shape[1:])
@@ -936,69 +508,18 @@ def load_weights(model: list, path: str) -> None:
     `check_weights` has compared the names; raises ValueError for a shape that does not fit.
     """
     hf = model[0].hf_config
-    files = safetensor_files(path)
+    files = hf_folder.safetensor_files(path)
     handles = {file: safe_open(file, framework="pt") for file in set(files.values())}
     for name, parameter in named_weights(model).items():
         join, parts = rule_of(expert_of(name, hf, mpu.get_expert_model_parallel_rank()), hf)
         group, size = shard_group(name)
-        whole = joined(join, [handles[files[part]].get_tensor(part) for part in parts], hf)
+        whole = merged(join, [handles[files[part]].get_tensor(part) for part in parts], hf)
         shard = whole if SPLIT_DIM[join] is None else whole.chunk(size, SPLIT_DIM[join])[group.rank() % size]
         if shard.numel() != parameter.numel():
             raise ValueError(
                 f"{parts[0]} of {path} gives {tuple(shard.shape)}, but {name} has {tuple(parameter.shape)}"
             )
         parameter.data.copy_(shard.reshape(parameter.shape))
-
-
-def check_weights(path: str) -> None:
-    """See that the safetensors of the folder `path` hold just the tensors the model is made of. Raises ValueError."""
-    hf = transformers.AutoConfig.from_pretrained(path)
-    layer = [
-        rest.format(e=e)
-        for rest in FAMILIES[hf.architectures[0]]
-        for e in range(num_experts(hf) if "{e}" in rest else 1)
-    ]
-    rules = [f"decoder.layers.{i}.{rest}" for i in range(hf.num_hidden_layers) for rest in layer]
-    wanted = {part for name in [*rules, *TOP_RULES] for part in rule_of(name, hf)[1]}
-    try:
-        found = {name for name in safetensor_files(path) if not name.endswith("rotary_emb.inv_freq")}
-    except FileNotFoundError as error:
-        raise ValueError(f"model.path={path}: {error}") from None
-    if hf.tie_word_embeddings:
-        found.discard("lm_head.weight")  # a copy that some exporters write
-    for what, names in (("lacks", wanted - found), ("has tensors this model has no place for:", found - wanted)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"model.path={path} {what} {min(names)}{more}")
-
-
-def local_folder(path: str) -> str:
-    """The folder of a model: `path` itself, or the download of a hub name (the hub's client locks between ranks)."""
-    if Path(path).is_dir():
-        return path
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-    return huggingface_hub.snapshot_download(path, allow_patterns=wanted)
-
-
-def count_weights(path: str) -> int:
-    """Numbers in the safetensors of a folder."""
-    total = 0
-    for file in set(safetensor_files(path).values()):
-        with safe_open(file, framework="pt") as handle:
-            total += sum(math.prod(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118
-    return total
-
-
-def safetensor_files(path: str) -> dict[str, str]:
-    """Tensor name → file, for the safetensors of a folder. Raises FileNotFoundError where there are none."""
-    index = Path(path, "model.safetensors.index.json")
-    if index.exists():
-        return {name: str(Path(path, file)) for name, file in json.loads(index.read_text())["weight_map"].items()}
-    single = Path(path, "model.safetensors")
-    if not single.exists():
-        raise FileNotFoundError(f"{path} holds no model.safetensors")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), str(single))
 
 
 def hf_weights(model: list, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
@@ -1028,7 +549,7 @@ def hf_weights(model: list, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str
                 join, parts = rule_of(expert_of(name, hf, ep_rank), hf)
                 views = [local_view(join, shard, stages[stage][name], hf) for shard in split]
                 whole = views[0] if SPLIT_DIM[join] is None else torch.cat(views, dim=SPLIT_DIM[join])
-                yield from zip(parts, (part.contiguous() for part in parted(join, whole, hf)), strict=True)
+                yield from zip(parts, (part.contiguous() for part in unmerged(join, whole, hf)), strict=True)
 
 
 def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]]]:
@@ -1070,42 +591,6 @@ def expert_load(model: list) -> list[float]:
             layer.mlp.router.load = torch.zeros_like(layer.mlp.router.load)
     dist.all_reduce(load)  # tp and cp split the tokens, dp the samples, pp the layers
     return (load.amax(1) / load.mean(1)).tolist()
-
-
-def export_hf(model: list, source: str, target: Path) -> None:
-    """Write the model to the folder `target` so that transformers and vLLM load it.
-
-    Config and tokenizer come from `source`. Called on every rank, written by rank 0, to a temporary name first:
-    `target` is complete or absent.
-    """
-    writes = dist.get_rank() == 0
-    temporary = target.with_name(target.name + ".tmp")
-    if writes:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for file in Path(source).iterdir():
-            if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
-                shutil.copy(file, temporary)
-    shard, held, weight_map, shards = {}, 0, {}, 0
-
-    def flush():
-        save_file(shard, temporary / f"model-{shards:05d}.safetensors", metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, f"model-{shards:05d}.safetensors"))
-
-    for name, tensor in hf_weights(model):
-        if writes:
-            if held + tensor.nbytes > EXPORT_SHARD_BYTES and shard:
-                flush()
-                shard, held, shards = {}, 0, shards + 1
-            shard[name], held = tensor.cpu(), held + tensor.nbytes
-    if writes:
-        flush()
-        index = {"metadata": {}, "weight_map": weight_map}
-        (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        for file in temporary.iterdir():
-            sync(file)
-        put_in_place(temporary, target)
-    dist.barrier()
 
 
 def copy_weights(model: list) -> list[torch.Tensor]:

@@ -82,18 +82,19 @@ class Engine:
                 file.unlink(missing_ok=True)
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], n: int, **sampling
+        self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yield (prompt's number, its `n` answers) for prompts of token ids as they finish, with one seed a prompt.
 
         The same prompt and seed give the same answers on any engine, whatever else it samples.
-        `sampling`: temperature, top_p, top_k, max_tokens, as vLLM names them.
+        `sampling`: a section of the configuration with temperature, top_p and top_k.
         """
         engine = self.llm.llm_engine
         for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True)):
             params = self.sampling_params(
-                n=n, seed=seed, logprobs=0, detokenize=False, output_kind=self.final_only, **sampling
-            )
+                n=n, seed=seed, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
+                max_tokens=max_tokens, logprobs=0, detokenize=False, output_kind=self.final_only,
+            )  # fmt: skip
             engine.add_request(str(number), {"prompt_token_ids": ids}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():

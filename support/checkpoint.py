@@ -2,123 +2,148 @@
 
 A checkpoint is a folder: `state.json` (what the caller wants to remember), `rank_*.safetensors` (sharded tensors, each
 rank its own part) and `manifest.json` (size and SHA-256 of every other file), written last. All is written under a
-temporary name, flushed to the disk, then renamed. Megatron-core's dist_checkpointing says which part of which tensor a
-rank holds; here is how parts are stored: as JSON and safetensors, so that nothing that is read can run code, and by a
+temporary name, flushed to the disk, then renamed. Megatron-core's ShardedTensor says which part of which tensor a rank
+holds; here is how parts are stored: as JSON and safetensors, so that nothing that is read can run code, and by a
 thread, so that training goes on meanwhile. Every rank must see the same file system.
 """
 
-import hashlib
+import itertools
 import json
-import os
+import math
 import re
 import shutil
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
-from megatron.core.dist_checkpointing.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-    SaveShardedStrategy,
-)
-from safetensors import safe_open
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from config import UserError
+from config import TrainingError, UserError
+from support.files import digest, put_aside, put_in_place, sync, write_synced
 
 FILE_BYTES = 1 << 30  # of a file, about: so much is held twice in memory while it is written
 COMPLETE = re.compile(r"step_(\d{6,})$")
 
 
-class CheckpointError(Exception):
+class CheckpointError(TrainingError):
     """A checkpoint could not be written, or cannot be used. The message is for the user."""
 
 
 # ---------------------------------------------------------------- sharded tensors in safetensors files
 
+Box = tuple[str, torch.Tensor, tuple[int, ...]]  # "key@offset", the values, shape of the whole tensor
 
-class SafetensorsStorage(SaveShardedStrategy, LoadShardedStrategy, LoadCommonStrategy):
-    """Megatron's sharded tensors as files `rank_RRRRR_NNN.safetensors` of named boxes.
 
-    A box is called "key@offset" (its place in the whole tensor); the shape of the whole is in the file's metadata.
-    `save` only copies the tensors to memory; `write` puts them into files.
+def described(tensor: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """The sharded tensors of a description: a factory has several, such as gate and up of a joined weight."""
+    return tensor.build() if isinstance(tensor, ShardedTensorFactory) else [tensor]
+
+
+def own_boxes(sharded: dict[str, ShardedTensor | ShardedTensorFactory]) -> list[Box]:
+    """Copies, in host memory, of what this rank has to save: the parts of which it holds the main replica."""
+    parts = [part for tensor in sharded.values() for part in described(tensor) if is_main_replica(part.replica_id)]
+    return [
+        (
+            f"{part.key}@{','.join(map(str, part.global_offset))}",
+            part.data.detach().to("cpu", copy=True).view(box_shape(part)),
+            tuple(part.global_shape),
+        )
+        for part in parts
+    ]
+
+
+def write_boxes(folder: Path, boxes: list[Box]) -> dict[str, list]:
+    """Write a rank's boxes to files `rank_RRRRR_NNN.safetensors`, on the disk before this returns.
+
+    The metadata of a file has the shapes of the whole tensors. Returns {name of the file: its digest}.
     """
+    files, held = [], 0
+    for box in boxes:
+        if not files or held + box[1].nbytes > FILE_BYTES:
+            files.append([])
+            held = 0
+        files[-1].append(box)
+        held += box[1].nbytes
+    digests = {}
+    for number, part in enumerate(files):
+        path = folder / f"rank_{dist.get_rank():05d}_{number:03d}.safetensors"
+        shapes = json.dumps({name: shape for name, _, shape in part})
+        save_file({name: values for name, values, _ in part}, path, {"shapes": shapes})  # several have no fixed order
+        sync(path)
+        digests[path.name] = digest(path)
+    return digests
 
-    def __init__(self):
-        super().__init__("train_grpo_safetensors", 1)
-        self.boxes: dict[str, torch.Tensor] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
 
-    def save(self, sharded_state_dict: dict, checkpoint_dir: str) -> None:
-        for tensor in nested_values(sharded_state_dict):
-            if is_main_replica(tensor.replica_id):
-                name = f"{tensor.key}@{','.join(map(str, tensor.global_offset))}"
-                self.boxes[name] = tensor.data.detach().to("cpu", copy=True).view(box_shape(tensor))
-                self.shapes[tensor.key] = tuple(tensor.global_shape)
+def saved_wrongly(sizes_of_ranks: list[list[tuple[str, int, int]]]) -> str | None:
+    """What is wrong where the ranks' boxes do not hold every number once; None if they do.
 
-    def write(self, folder: Path) -> None:
-        """Write this rank's boxes to `folder`."""
-        files, held = [{}], 0
-        for name, box in self.boxes.items():
-            if held and held + box.nbytes > FILE_BYTES:
-                files, held = [*files, {}], 0
-            files[-1][name], held = box, held + box.nbytes
-        for number, boxes in enumerate(files if self.boxes else []):
-            shapes = {name: self.shapes[name.rpartition("@")[0]] for name in boxes}
-            metadata = {"shapes": json.dumps(shapes)}  # one entry: safetensors writes several in any order
-            save_file(boxes, folder / f"rank_{dist.get_rank():05d}_{number:03d}.safetensors", metadata)
+    A box is told by its name, its numbers and those of the whole tensor.
+    """
+    names, held, wanted = set(), Counter(), {}
+    for name, size, whole in itertools.chain(*sizes_of_ranks):
+        if name in names:
+            return f"{name} is saved twice"
+        names.add(name)
+        key = name.rpartition("@")[0]
+        held[key] += size
+        wanted[key] = whole
+    return next((f"{key} has {held[key]} of {wanted[key]} numbers" for key in wanted if held[key] != wanted[key]), None)
 
-    def load(self, sharded_state_dict: dict, checkpoint_dir: str) -> dict:
-        """The wanted part of each tensor, put together from the boxes that overlap it. Raises CheckpointError."""
-        stored: dict[str, list] = {}  # key → (open file, name of the box, its offset)
-        shapes = {}
-        for path in sorted(Path(checkpoint_dir).glob("rank_*.safetensors")):
-            file = safe_open(path, framework="pt")
-            for name, shape in json.loads(file.metadata()["shapes"]).items():
-                key, _, offset = name.rpartition("@")
-                stored.setdefault(key, []).append((file, name, [int(x) for x in offset.split(",")]))
-                shapes[key] = tuple(shape)
 
-        def read(tensor: ShardedTensor) -> torch.Tensor:
-            if shapes.get(tensor.key) != tuple(tensor.global_shape):
-                raise CheckpointError(
-                    f"{checkpoint_dir}: {tensor.key} is {shapes.get(tensor.key, 'missing')}, this model wants "
-                    f"{tuple(tensor.global_shape)}; it was saved from another model"
-                )
-            out, filled = torch.empty(box_shape(tensor), dtype=tensor.dtype), 0
-            for file, name, offset in stored[tensor.key]:
-                box = file.get_slice(name)
-                here, there = overlap(tensor.global_offset, out.shape, offset, box.get_shape())
-                if here is not None:
-                    out[here] = box[there]
-                    filled += out[here].numel()
-            if filled != out.numel():
-                raise CheckpointError(f"{checkpoint_dir}: {tensor.key} has {filled} of {out.numel()} numbers")
-            return out.view(tensor.local_shape)
+def read_sharded(path: Path, sharded: dict[str, ShardedTensor | ShardedTensorFactory]) -> dict[str, torch.Tensor]:
+    """The tensors that `sharded` describes, put together from the boxes that overlap them, whatever layout saved them.
 
-        return dict_list_map_outplace(read, sharded_state_dict)
+    Called on every rank. Raises CheckpointError on every rank if one of them misses a number.
+    """
+    loaded, failure = {}, None
+    try:
+        stored = stored_boxes(path)
+        for name, tensor in sharded.items():
+            parts = [read_part(stored, part) for part in described(tensor)]
+            loaded[name] = tensor.merge_fn(parts) if isinstance(tensor, ShardedTensorFactory) else parts[0]
+    except (OSError, SafetensorError, ValueError) as error:
+        failure = str(error)
+    failure = first_failure(failure)
+    if failure is not None:
+        raise CheckpointError(f"{path}: {failure}")
+    return loaded
 
-    can_handle_sharded_objects = True  # there are none; Megatron asks
 
-    def load_common(self, checkpoint_dir: str) -> dict:
-        return {}  # common.pt, which Megatron always writes, is a pickle; state.json stands in its place
+def stored_boxes(path: Path) -> dict[str, list[tuple]]:
+    """Key → (open file, name of a box, its offset, shape of the whole tensor) of every box in a checkpoint."""
+    stored = {}
+    for file_path in sorted(path.glob("rank_*.safetensors")):
+        file = safe_open(file_path, framework="pt")
+        for name, shape in json.loads(file.metadata()["shapes"]).items():
+            key, _, offset = name.rpartition("@")
+            stored.setdefault(key, []).append((file, name, [int(x) for x in offset.split(",")], tuple(shape)))
+    return stored
 
-    def load_sharded_objects(self, sharded_objects_state_dict: dict, checkpoint_dir: str) -> dict:
-        return {}
 
-    def load_tensors_metadata(self, checkpoint_dir: str) -> dict:
-        raise CheckpointError("load() checks keys and shapes itself")
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        pass  # the manifest has said what this folder is
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        pass
+def read_part(stored: dict[str, list[tuple]], part: ShardedTensor) -> torch.Tensor:
+    """This rank's part of a tensor, in host memory. Raises ValueError where the boxes do not hold each number once."""
+    boxes = stored.get(part.key, [])
+    shapes = {shape for *_, shape in boxes}
+    if shapes != {tuple(part.global_shape)}:
+        raise ValueError(
+            f"{part.key} is {min(shapes, default='missing')}, this model wants {tuple(part.global_shape)}; it was "
+            "saved from another model"
+        )
+    out, filled = torch.empty(box_shape(part), dtype=part.dtype), 0
+    for file, name, offset, _ in boxes:
+        box = file.get_slice(name)
+        here, there = overlap(part.global_offset, out.shape, offset, box.get_shape())
+        if here is not None:
+            out[here] = box[there]
+            filled += out[here].numel()
+    if filled != out.numel():
+        raise ValueError(f"{part.key} has {filled} of {out.numel()} numbers")
+    return out.view(part.local_shape)
 
 
 def box_shape(tensor: ShardedTensor) -> tuple[int, ...]:
@@ -147,27 +172,25 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, keep_last: int, keep_every: int):
         self.folder, self.keep_last, self.keep_every = folder, keep_last, keep_every
-        self.step, self.state, self.thread, self.failure = None, None, None, None
+        self.step, self.state, self.thread = None, None, None
+        self.sizes, self.digests, self.failure = [], {}, None  # of this rank's boxes, of its files; what went wrong
 
     def start(self, step: int, state: dict[str, Any], sharded: dict) -> None:
         """Copy the tensors and begin to write; training may go on and change them. Called on every rank."""
         self.finish()
-        temporary, storage = self.folder / f"step_{step:06d}.tmp", SafetensorsStorage()
-        try:
-            if dist.get_rank() == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-            dist.barrier()
-            dist_checkpointing.save(sharded, str(temporary), storage)
-        except OSError as error:  # on rank 0, which writes small files here
-            raise CheckpointError(self.explain(step, str(error))) from None
+        temporary = self.folder / f"step_{step:06d}.tmp"
+        failure = first_failure(make_empty(temporary) if dist.get_rank() == 0 else None)
+        if failure is not None:
+            raise CheckpointError(self.explain(step, failure))
+        boxes = own_boxes(sharded)
+        self.sizes = [(name, values.numel(), math.prod(shape)) for name, values, shape in boxes]
         self.step, self.state, self.failure = step, state, None
-        self.thread = threading.Thread(target=self._write, args=(storage, temporary), daemon=True)
+        self.thread = threading.Thread(target=self._write, args=(temporary, boxes), daemon=True)
         self.thread.start()
 
-    def _write(self, storage: SafetensorsStorage, temporary: Path) -> None:
+    def _write(self, temporary: Path, boxes: list[Box]) -> None:
         try:
-            storage.write(temporary)
+            self.digests = write_boxes(temporary, boxes)
         except Exception as error:  # told by finish(), on every rank
             self.failure = f"{type(error).__name__}: {error}"
 
@@ -184,9 +207,9 @@ class CheckpointWriter:
         temporary = self.folder / f"{target.name}.tmp"
         failure = first_failure(self.failure)
         if failure is None:
-            names = sorted(path.name for path in temporary.iterdir() if path.name != "common.pt")
-            digests, failure = digest_files(temporary, names, synced=True)
+            failure = saved_wrongly(gather(self.sizes))
         if failure is None:
+            digests = {name: found for part in gather(self.digests) for name, found in part.items()}
             failure = first_failure(self._complete(temporary, target, digests) if dist.get_rank() == 0 else None)
         if failure is not None:
             if dist.get_rank() == 0:
@@ -204,7 +227,6 @@ class CheckpointWriter:
     def _complete(self, temporary: Path, target: Path, digests: dict) -> str | None:
         """Write state and manifest, rename, remove old checkpoints; returns what went wrong."""
         try:
-            (temporary / "common.pt").unlink()
             write_synced(temporary / "state.json", json.dumps(self.state, indent=1))
             digests["state.json"] = digest(temporary / "state.json")
             write_synced(temporary / "manifest.json", json.dumps(digests, indent=1))
@@ -219,62 +241,37 @@ class CheckpointWriter:
         return None
 
 
+def gather(value: Any) -> list:
+    """Every rank's value, by rank; the same on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def first_failure(failure: str | None) -> str | None:
     """The first rank's failure, if any rank has one; the same on every rank."""
-    failures = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    return next((f"{text} (rank {rank})" for rank, text in enumerate(failures) if text is not None), None)
+    return next((f"{text} (rank {rank})" for rank, text in enumerate(gather(failure)) if text is not None), None)
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Write a file and wait until it is on the disk."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def make_empty(folder: Path) -> str | None:
+    """Make an empty folder; returns what went wrong."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return str(error)
+    return None
 
 
-def put_in_place(temporary: Path, target: Path) -> None:
-    """Give a folder, whose files are on the disk, its final name; one that has it already is replaced as a whole."""
-    sync(temporary)
-    if target.exists():
-        put_aside(target, "replaced")
-    temporary.rename(target)
-    sync(target.parent)
-    shutil.rmtree(target.with_name(f"{target.name}.replaced"), ignore_errors=True)
-
-
-def digest(path: Path) -> list:
-    """[bytes, SHA-256] of a file."""
-    with path.open("rb") as file:
-        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
-
-
-def digest_files(folder: Path, names: list[str], synced: bool = False) -> tuple[dict[str, list], str | None]:
-    """({name: digest}, failure) of files in `folder`, the work spread over the ranks; the same on every rank.
-
-    `synced` waits for each file to be on the disk.
-    """
+def digest_files(folder: Path, names: list[str]) -> tuple[dict[str, list], str | None]:
+    """({name: digest}, failure) of files in `folder`, the work spread over the ranks; the same on every rank."""
     mine, failure = {}, None
     try:
         for name in names[dist.get_rank() :: dist.get_world_size()]:
-            if synced:
-                sync(folder / name)
             mine[name] = digest(folder / name)
     except OSError as error:
         failure = str(error)
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, mine)
-    return {name: found for part in everywhere for name, found in part.items()}, first_failure(failure)
+    return {name: found for part in gather(mine) for name, found in part.items()}, first_failure(failure)
 
 
 # ---------------------------------------------------------------- finding and reading
@@ -381,13 +378,6 @@ def check_resumed(path: Path, config: dict[str, Any], data: str) -> int:
     return state["step"]
 
 
-def put_aside(path: Path, why: str) -> None:
-    """Rename a checkpoint so that it is not taken for one any more."""
-    target = path.with_name(f"{path.name}.{why}")
-    shutil.rmtree(target, ignore_errors=True)
-    path.rename(target)
-
-
 def set_aside_after(path: Path) -> None:
     """Put those checkpoints aside that a run which goes on from `path` will write anew."""
     for later in complete(path.parent):
@@ -399,9 +389,3 @@ def set_aside_after(path: Path) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """What the caller of `start` wanted to remember."""
     return json.loads((path / "state.json").read_text())
-
-
-def load_sharded(path: Path, sharded: dict) -> dict:
-    """The tensors that `sharded` describes, on whatever layout they were saved. Raises CheckpointError."""
-    storage = SafetensorsStorage()
-    return dist_checkpointing.load(sharded, str(path), storage, storage)

@@ -1,20 +1,24 @@
-"""The files of a run, and the line that a step leaves on the screen.
+"""The files of a run, its lock, and what brings files and folders safely onto the disk.
 
 output_dir/config.yaml             the whole configuration
 output_dir/metrics.jsonl           a JSON object a step; docs/metrics.md
 output_dir/rollouts/step_N.jsonl   every sample of the step
 output_dir/rollouts/eval_N.jsonl   every sample of the evaluation after step N
+output_dir.lock                    which process writes there, beside the folder, which may be moved aside
 """
 
+import fcntl
+import hashlib
 import json
 import math
 import os
 import re
+import shutil
+import socket
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from config import UserError, to_yaml
-from support import watchdog as guard
+from config import UserError
 
 
 def step_line(m: dict, steps: int) -> str:
@@ -42,46 +46,115 @@ def dump_rollouts(path: Path, samples: list) -> None:
     path.write_text("".join(json.dumps(vars(sample), ensure_ascii=False) + "\n" for sample in samples))
 
 
-def open_output_dir(path: Path, cfg: Any, step: int, lock: IO) -> IO:
-    """Make the output folder ready to go on after `step`, as `resume` says; returns its lock."""
-    if cfg.resume != "none":
-        continue_output_dir(path, cfg, step)
-        return lock
-    new_output_dir(path, cfg)
-    lock.close()  # it went with the folder of the earlier run
-    return guard.output_lock(path)
+# ---------------------------------------------------------------- the output folder
 
 
-def new_output_dir(path: Path, cfg: Any) -> None:
-    """An output folder for this run alone; that of an earlier run is moved aside, never mixed or overwritten."""
+def lock_output_dir(path: Path) -> IO | None:
+    """Lock the output folder `path` for this process; keep the returned file open. Raises UserError.
+
+    The lock is of the file `path`.lock beside the folder, and ends with the process, however it dies. Where there can
+    be none it warns, and returns None if there is not even the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = None
     try:
-        if (path / "metrics.jsonl").exists():
-            aside = next(p for i in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{i}")).exists())
-            path.rename(aside)
-            print(f"moved the earlier run in {path} to {aside}")
-        (path / "rollouts").mkdir(parents=True, exist_ok=True)
-        (path / "config.yaml").write_text(to_yaml(cfg))
-        (path / "metrics.jsonl").write_text("")
-    except OSError as error:
-        raise UserError(f"output_dir={path}: {error}") from None
+        file = open(f"{os.path.abspath(path)}.lock", "a+")  # noqa: SIM115, open as long as the run
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        raise UserError(
+            f"output_dir={path} is in use by {owner}: two runs in one output folder would mix; "
+            "choose another output_dir"
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        print(f"warning: output_dir={path} cannot be locked ({error.strerror}); start no second run in it", flush=True)
+        return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
+    file.flush()
+    return file
 
 
-def continue_output_dir(path: Path, cfg: Any, step: int) -> None:
-    """The output folder of a run that goes on after `step`, without what was written of later steps."""
+def open_output_dir(path: Path, config_yaml: str, resume: str, step: int) -> None:
+    """Make the output folder, which is locked, ready to go on after `step`, as `resume` says. Raises UserError."""
     try:
-        (path / "rollouts").mkdir(parents=True, exist_ok=True)
-        (path / "config.yaml").write_text(to_yaml(cfg))
-        log, kept = path / "metrics.jsonl", []
-        for line in log.read_text().splitlines(keepends=True) if log.exists() else []:
-            if not line.endswith("\n"):
-                print(f"{log} ends in half a line, which is dropped")
-            elif step and json.loads(line)["step"] <= step:
-                kept.append(line)
-        log.with_suffix(".tmp").write_text("".join(kept))
-        log.with_suffix(".tmp").rename(log)
-        for file in (path / "rollouts").iterdir():
-            ours = re.fullmatch(r"(step|eval)_(\d+)\.jsonl", file.name)
-            if ours and (int(ours[2]) > step or step == 0):
-                file.unlink()
+        if resume == "none":
+            new_output_dir(path, config_yaml)
+        else:
+            continue_output_dir(path, config_yaml, step)
     except (OSError, ValueError) as error:
         raise UserError(f"output_dir={path}: {error}") from None
+
+
+def new_output_dir(path: Path, config_yaml: str) -> None:
+    """An output folder for this run alone; that of an earlier run is moved aside, never mixed or overwritten."""
+    if (path / "metrics.jsonl").exists():
+        aside = next(p for i in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{i}")).exists())
+        path.rename(aside)
+        print(f"moved the earlier run in {path} to {aside}")
+    (path / "rollouts").mkdir(parents=True, exist_ok=True)
+    (path / "config.yaml").write_text(config_yaml)
+    (path / "metrics.jsonl").write_text("")
+
+
+def continue_output_dir(path: Path, config_yaml: str, step: int) -> None:
+    """The output folder of a run that goes on after `step`, without what was written of later steps."""
+    (path / "rollouts").mkdir(parents=True, exist_ok=True)
+    (path / "config.yaml").write_text(config_yaml)
+    log, kept = path / "metrics.jsonl", []
+    for line in log.read_text().splitlines(keepends=True) if log.exists() else []:
+        if not line.endswith("\n"):
+            print(f"{log} ends in half a line, which is dropped")
+        elif step and json.loads(line)["step"] <= step:
+            kept.append(line)
+    log.with_suffix(".tmp").write_text("".join(kept))
+    log.with_suffix(".tmp").rename(log)
+    for file in (path / "rollouts").iterdir():
+        ours = re.fullmatch(r"(step|eval)_(\d+)\.jsonl", file.name)
+        if ours and (int(ours[2]) > step or step == 0):
+            file.unlink()
+
+
+# ---------------------------------------------------------------- onto the disk
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file and wait until it is on the disk."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Give a folder, whose files are on the disk, its final name; one that has it already is replaced as a whole."""
+    sync(temporary)
+    if target.exists():
+        put_aside(target, "replaced")
+    temporary.rename(target)
+    sync(target.parent)
+    shutil.rmtree(target.with_name(f"{target.name}.replaced"), ignore_errors=True)
+
+
+def digest(path: Path) -> list:
+    """[bytes, SHA-256] of a file."""
+    with path.open("rb") as file:
+        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def put_aside(path: Path, why: str) -> None:
+    """Rename a checkpoint so that it is not taken for one any more."""
+    target = path.with_name(f"{path.name}.{why}")
+    shutil.rmtree(target, ignore_errors=True)
+    path.rename(target)

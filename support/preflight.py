@@ -17,29 +17,26 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
-# First and last version of each package that the tests of this repository have run with.
-TESTED = {
-    "python": ("3.11", "3.12"),
-    "torch": ("2.11", "2.13"),
-    "megatron-core": ("0.16", "0.16"),
-    "vllm": ("0.26", "0.32"),
-    "transformers": ("5.16", "5.19"),
-}
+from support import ranks
+
+# The version of each package that the tests of this repository have run with, without its patch level.
+TESTED = {"python": "3.11", "torch": "2.13", "megatron-core": "0.16", "vllm": "0.32", "transformers": "5.19"}
 SHARED_MEMORY_BYTES = 64 << 20  # free in /dev/shm, for NCCL and vLLM's tensor parallelism
 GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
 
 
 def check_versions() -> list[str]:
     """A warning for each package whose version was never tested, or that is missing. Imports none of them."""
+    python = ".".join(map(str, sys.version_info[:3]))
     warnings = []
-    for package, (first, last) in TESTED.items():
-        version = sys.version.split()[0] if package == "python" else installed(package)
+    for package, tested in TESTED.items():
+        version = python if package == "python" else installed(package)
         if version is None:
-            warnings.append(f"{package} is not installed; {first} to {last} were tested")
-        elif not numbers(first) <= numbers(version) <= numbers(last):
-            tested = f"{first} to {last} were" if first != last else f"{first} was"
-            warnings.append(f"{package} {version} was not tested; {tested}")
+            warnings.append(f"{package} is not installed; {tested} was tested")
+        elif Version(version).release[:2] != Version(tested).release:
+            warnings.append(f"{package} {version} was not tested; {tested} was")
     return warnings
 
 
@@ -49,11 +46,6 @@ def installed(package: str) -> str | None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return None
-
-
-def numbers(version: str) -> list[int]:
-    """The first two numbers of a version: "2.13.0+cpu" is [2, 13]."""
-    return [int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2]]
 
 
 def gib(size: float) -> str:
@@ -113,37 +105,35 @@ def existing(folder: Path) -> Path:
     return next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
 
 
-def check_same_config(text: str) -> None:
-    """Raises ValueError, on every rank, if the ranks do not hold the same YAML text: which keys differ, and where."""
-    texts = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    others = [rank for rank, other in enumerate(texts) if other != texts[0]]
+def check_same_config(config: dict) -> None:
+    """Raises ValueError, on every rank, if the ranks do not hold the same configuration: which keys differ, and where.
+
+    `config` is {section: {key: value}}, as deep as it likes.
+    """
+    tables = ranks.gather(dict(dotted(config)))
+    others = [table for table in tables if table != tables[0]]
     if not others:
         return
-    tables = [dict(yaml_keys(text)) for text in texts]
-    keys = [k for k in dict.fromkeys(k for table in tables for k in table) if len({t.get(k) for t in tables}) > 1]
     lines = []
-    for key in keys or ["the text"]:
+    for key in dict.fromkeys(key for table in tables for key in table):
         values = defaultdict(list)
         for rank, table in enumerate(tables):
             values[table.get(key, "not set")].append(str(rank))
-        lines.append(f"  {key}: " + "; ".join(f"{value} on rank {', '.join(r)}" for value, r in values.items()))
+        if len(values) > 1:
+            lines.append(f"  {key}: " + "; ".join(f"{value} on rank {', '.join(r)}" for value, r in values.items()))
     raise ValueError(
-        f"{len(others)} of {len(texts)} ranks have another configuration than rank 0; start every node with the same "
+        f"{len(others)} of {len(tables)} ranks have another configuration than rank 0; start every node with the same "
         "files and overrides:\n" + "\n".join(lines)
     )
 
 
-def yaml_keys(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, value) for each line of a YAML text in block style; a list's items count by their place."""
-    above: list[tuple[int, str]] = []
-    for number, line in enumerate(text.splitlines()):
-        indent = len(line) - len(line.lstrip())
-        above = [(i, key) for i, key in above if i < indent]
-        key, colon, value = line.strip().partition(":")
-        key = key if colon else f"line {number + 1}"
-        yield ".".join([*(k for _, k in above), key]), value.strip() if colon else line.strip()
-        above.append((indent, key))
+def dotted(config: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, value as text) of a dict of dicts."""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
 
 
 def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) -> None:
@@ -155,7 +145,8 @@ def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) 
     for name, group in groups.items():
         if group is None:
             continue
-        ranks = dist.get_process_group_ranks(group)
+        members = dist.get_process_group_ranks(group)
+        expected = sum(rank + 1 for rank in members)
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu(group) else "cpu"
         outcome = []
 
@@ -174,18 +165,16 @@ def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) 
             thread.join(timeout_s)
         else:
             reduce()
-        if outcome == [sum(ranks) + len(ranks)]:
+        if outcome == [expected]:
             continue
         if not outcome:
             what = f"did not finish within {timeout_s:g} s"
+        elif isinstance(outcome[0], int):
+            what = f"gave {outcome[0]}, not {expected}"
         else:
-            what = (
-                f"gave {outcome[0]}, not {sum(ranks) + len(ranks)}"
-                if isinstance(outcome[0], int)
-                else f"failed: {outcome[0]}"
-            )
+            what = f"failed: {outcome[0]}"
         raise ValueError(
-            f"the all-reduce of group {name} (ranks {', '.join(map(str, ranks))}) {what}; likely a rank that died "
+            f"the all-reduce of group {name} (ranks {', '.join(map(str, members))}) {what}; likely a rank that died "
             "or never started, a network interface that the nodes do not share (NCCL_SOCKET_IFNAME, "
             "GLOO_SOCKET_IFNAME), or a firewall between the nodes; NCCL_DEBUG=INFO says more"
         )

@@ -16,7 +16,8 @@ from megatron.core import parallel_state as mpu
 from safetensors import safe_open
 
 import megatron_bridge as bridge
-from support.checkpoint import CheckpointWriter, damage, load_sharded, read_state
+from support.checkpoint import CheckpointWriter, damage, read_sharded, read_state
+from support.optimizer_state import load_state, optimizer_steps, sharded_state
 from train_grpo import ParallelConfig
 
 
@@ -58,10 +59,10 @@ def main() -> None:
                 made_up_update(model, optimizer, number)
         else:
             assert damage(first) is None
-            loaded = load_sharded(first, bridge.sharded_state(model, optimizer, loading=True))
-            bridge.load_state(model, optimizer, loaded, read_state(first)["updates"])
+            loaded = read_sharded(first, sharded_state(model, optimizer, loading=True))
+            load_state(model, optimizer, loaded, read_state(first)["updates"])
         writer = CheckpointWriter(out / name, keep_last=1, keep_every=0)
-        writer.start(3, {"updates": bridge.optimizer_steps(optimizer)}, bridge.sharded_state(model, optimizer, False))
+        writer.start(3, {"updates": optimizer_steps(optimizer)}, sharded_state(model, optimizer, loading=False))
         made_up_update(model, optimizer, 3)  # while it is written: what was copied must not change
         saved = writer.finish()
         weights = dict(bridge.hf_weights(model))

@@ -227,7 +227,7 @@ def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
     for name in ("step_000002.jsonl", "step_000003.jsonl", "eval_000002.jsonl", "eval_000003.jsonl", "my_notes.txt"):
         (tmp_path / "rollouts" / name).touch()
-    continue_output_dir(tmp_path, {"seed": 0}, 2)
+    continue_output_dir(tmp_path, "seed: 0\n", 2)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
     left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert left == ["eval_000002.jsonl", "my_notes.txt", "step_000002.jsonl"]
@@ -254,6 +254,63 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp
     writer.start(3, {"step": 3}, sharded)
     writer.finish()
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_000003"]
+
+
+@pytest.mark.parametrize(
+    "boxes, message",
+    [
+        ({"weight@0,0": [2, 4], "weight@2,0": [2, 4]}, None),
+        ({"weight@0,0": [2, 4]}, "weight has 8 of 16 numbers"),
+        ({"weight@0,0": [4, 4], "weight@2,0": [2, 4]}, "weight has 24 of 16 numbers"),
+        ({"bias@0,0": [4, 4]}, r"weight is missing, this model wants \(4, 4\); it was saved from another model"),
+        ({"weight@0,0": [4, 5]}, r"weight is \(4, 5\), this model wants \(4, 4\)"),
+    ],
+)
+def test_a_checkpoint_without_each_number_once_is_refused(alone, tmp_path, boxes, message):
+    from support.checkpoint import CheckpointError, ShardedTensor, read_sharded
+
+    whole = {name: shape if shape == [4, 5] else [4, 4] for name, shape in boxes.items()}
+    values = {name: torch.ones(shape) for name, shape in boxes.items()}
+    save_file(values, tmp_path / "rank_00000_000.safetensors", {"shapes": json.dumps(whole)})
+    sharded = {"w": ShardedTensor.from_rank_offsets("weight", torch.zeros(4, 4))}
+    if message is None:
+        assert torch.equal(read_sharded(tmp_path, sharded)["w"], torch.ones(4, 4))
+    else:
+        with pytest.raises(CheckpointError, match=message):
+            read_sharded(tmp_path, sharded)
+
+
+def test_a_save_without_each_number_once_is_no_checkpoint(alone, tmp_path):
+    from support.checkpoint import CheckpointError, CheckpointWriter, ShardedTensor, saved_wrongly
+
+    assert saved_wrongly([[("w@0,0", 8, 16)], [("w@2,0", 8, 16), ("b@0", 4, 4)], []]) is None
+    assert saved_wrongly([[("w@0,0", 8, 16)], [("w@0,0", 8, 16)]]) == "w@0,0 is saved twice"
+    writer = CheckpointWriter(tmp_path, keep_last=1, keep_every=0)
+    writer.start(1, {}, {"half": ShardedTensor.from_rank_offsets("w", torch.ones(4, 4), (0, 1, 2))})
+    with pytest.raises(CheckpointError, match=r"w has 16 of 32 numbers; the ones before are as they were"):
+        writer.finish()
+    assert not list(tmp_path.glob("step_*"))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told(alone, tmp_path, monkeypatch):
+    from support import checkpoint
+    from support.checkpoint import CheckpointError, CheckpointWriter, ShardedTensor
+
+    sharded = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4, 4))}
+    writer = CheckpointWriter(tmp_path / "file/checkpoints", keep_last=1, keep_every=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"step 1 could not be written to .*Not a directory.* \(rank 0\)"):
+        writer.start(1, {}, sharded)
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    writer = CheckpointWriter(tmp_path / "checkpoints", keep_last=1, keep_every=0)
+    monkeypatch.setattr(checkpoint, "sync", full)  # on the thread
+    writer.start(1, {}, sharded)
+    with pytest.raises(CheckpointError, match=r"OSError: .*No space left on device \(rank 0\); .* Make room"):
+        writer.finish()
+    assert not list((tmp_path / "checkpoints").iterdir()) and writer.finish() is None
 
 
 def test_overlap_of_boxes():

@@ -63,7 +63,7 @@ def worker(argv: list[str]) -> int:
         announce(train_grpo, "update", "update")
         announce(train_grpo, "push_weights", "push")
         announce(megatron_bridge, "export_hf", "export")
-        announce(checkpoint.SafetensorsStorage, "write", "save")  # in its thread
+        announce(checkpoint, "write_boxes", "save")  # in its thread
         announce(checkpoint.CheckpointWriter, "finish", "save")
     return train_grpo.main(argv)
 

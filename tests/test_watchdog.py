@@ -1,4 +1,4 @@
-"""Stop requests, the watchdog, the lock and the checks before the start, each with real processes where it has some."""
+"""The watchdog, stop requests, the clock, and what ranks do together, each with real processes."""
 
 import contextlib
 import os
@@ -10,33 +10,29 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from support import preflight, sandbox
-from support import watchdog as guard
+from support import sandbox
 from tests.conftest import REPO
 
 START = """
 import os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from support import watchdog as guard
+from support import ranks
+from support.clock import Clock, StopRequested
+from support.signals import StopSignals
+from support.watchdog import Watchdog
 
 folder, rank, restart = Path(sys.argv[1]), int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
-guard.die_with_torchrun()
+ranks.die_with_torchrun()
 
 def note(name):  # for the test: who got here
     (folder / f"{name}.{rank}.{restart}").write_text(str(os.getpid()))
 
 note("pid")
 """
-GROUP = (
-    START
-    + """
-dist.init_process_group("gloo", store=guard.fresh_store(), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-"""
-)
-WATCHED = GROUP + "watchdog = guard.Watchdog(timeout_s=3)\n"
+GROUP = START + "ranks.join_ranks(timeout_s=600)\n"
+WATCHED = GROUP + "watchdog = Watchdog(timeout_s=3)\n"
 
 
 class Started:
@@ -117,7 +113,8 @@ time.sleep(1)
 """
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])  # rank 0 holds what the process group met at
 def test_a_stopped_rank(start, stopped):
     run = start(WATCHED + STUCK + f"turn_in_circles() if rank == {stopped} else wait_for_the_other()")
     pids = run.wait_for("stuck.0.0", "stuck.1.0")
@@ -131,12 +128,17 @@ def test_a_stopped_rank(start, stopped):
     assert run.text.count("watchdog:") == 1 and not run.living()
 
 
-def test_a_rank_in_a_loop_shows_its_stack(start):
-    run = start(WATCHED + STUCK + "turn_in_circles() if rank == 1 else wait_for_the_other()")
+def test_ranks_that_stand_still(start):
+    run = start(WATCHED + STUCK + "wait_for_the_other() if rank == 0 else turn_in_circles()", nproc=3)
+    pids = run.wait_for("stuck.0.0", "stuck.1.0", "stuck.2.0")
+    time.sleep(0.7)  # for the last phase to reach the store
+    os.kill(pids[2], signal.SIGSTOP)
     assert run.end() == 1
     report = re.split(r"\n(?:\[rank|Traceback|[WE]\d{4} )", run.text)[0]  # then torchrun, or a rank that lost the other
-    assert "in turn_in_circles" in report and "in wait_for_the_other" not in report
-    assert "  lags\n" in run.text and "  waits\n" in run.text and "rank 1, most recent call last" in run.text
+    assert re.search(r"\nrank  phase       seconds  state\n   0  train +\d+  waits\n   1  reward +\d+  lags\n", report)
+    assert f"\n   2  reward            ?  no answer: stopped (SIGSTOP) (process {pids[2]} on " in report
+    assert "rank 1, most recent call last" in report and "in turn_in_circles" in report
+    assert "in wait_for_the_other" not in report
     assert run.text.count("watchdog:") == 1 and not run.living()
 
 
@@ -146,7 +148,8 @@ def test_a_rank_that_holds_the_lock_of_python_shows_its_stack(start):
     run = start(WATCHED + STUCK + hold + "hold() if rank == 1 else wait_for_the_other()")
     assert run.end() == 1
     assert "no answer: in a call that never returns" in run.text
-    assert re.search(r"process \d+ asked for its stack:\nStack.*\n.* in hold\n", run.text), run.text
+    assert re.search(r"process \d+ does not let go of Python's lock:\nTimeout", run.text), run.text
+    assert re.search(r"Thread .*\n.*program.py\", line \d+ in hold\n", run.text), run.text
     assert not run.living()
 
 
@@ -224,7 +227,7 @@ def test_a_store_that_does_not_answer(start):
 # ---------------------------------------------------------------- stop requests
 
 STOP = """
-stop = guard.StopSignals()
+stop = StopSignals()
 note("ready")
 while not stop.requested:
     time.sleep(0.05)
@@ -232,7 +235,7 @@ note(stop.requested)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_signal_to_torchrun_lets_the_ranks_finish(start, name):
     run = start(START + STOP + "time.sleep(1)\nnote('done')")
     run.wait_for("ready.0.0", "ready.1.0")
@@ -245,7 +248,7 @@ def test_a_signal_to_torchrun_lets_the_ranks_finish(start, name):
 @pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once_even_in_a_collective(start):
     program = """
-stop = guard.StopSignals()
+stop = StopSignals()
 note("ready")
 dist.recv(torch.ones(1), 1) if rank == 0 else time.sleep(100)
 """
@@ -275,82 +278,37 @@ torchrun = os.getppid()
 note("ready")
 while os.getppid() == torchrun:
     time.sleep(0.05)
-guard.die_with_torchrun()
+ranks.die_with_torchrun()
 note("alive")
 time.sleep(100)
 """
-    run = start(START.replace("guard.die_with_torchrun()", "") + program, nproc=1)
+    run = start(START.replace("ranks.die_with_torchrun()", "") + program, nproc=1)
     run.wait_for("ready.0.0")
     run.process.kill()
     run.end()
     assert not run.living() and not (run.folder / "alive.0.0").exists()
 
 
-# ---------------------------------------------------------------- the lock
+# ---------------------------------------------------------------- the clock, and ranks together
 
 
-def test_one_run_in_an_output_folder(tmp_path):
+def test_ranks_agree_and_a_clock(start):
     program = """
-import pathlib, sys, time
-from support import watchdog as guard
-file = guard.output_lock(pathlib.Path(sys.argv[1]))
-print("locked", flush=True)
-time.sleep(100)
-"""
-    holder = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=REPO, stdout=subprocess.PIPE)
-    holder.stdout.readline()
-    with pytest.raises(ValueError, match=f"output_dir=.* is in use by process {holder.pid} on host .*choose another"):
-        guard.output_lock(tmp_path)
-    holder.kill()
-    holder.wait()
-    with guard.output_lock(tmp_path):
-        assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} ")
-
-
-# ---------------------------------------------------------------- checks before the start
-
-
-def test_versions(monkeypatch):
-    assert preflight.check_versions() == []
-    versions = {"torch": "2.13.0+cpu", "vllm": "0.40.0", "transformers": "5.16.0.dev0", "megatron-core": "0.16.1"}
-
-    def version(name: str) -> str:
-        if name not in versions:
-            raise preflight.importlib.metadata.PackageNotFoundError
-        return versions[name]
-
-    monkeypatch.setattr(preflight.importlib.metadata, "version", version)
-    assert preflight.check_versions() == ["vllm 0.40.0 was not tested; 0.26 to 0.32 were"]
-    del versions["vllm"]
-    versions["megatron-core"] = "0.17.0rc1"
-    assert preflight.check_versions() == [
-        "megatron-core 0.17.0rc1 was not tested; 0.16 was",
-        "vllm is not installed; 0.26 to 0.32 were tested",
-    ]
-
-
-def test_machine(tmp_path):
-    preflight.check_shared_memory(1)
-    preflight.check_disk(tmp_path / "not/yet", 1)
-    preflight.check_writable(tmp_path / "not/yet")
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=r"/dev/shm has .* GiB free, 1024\.00 GiB .*docker run --shm-size"):
-        preflight.check_shared_memory(2**40)
-    with pytest.raises(ValueError, match=r"output_dir=.*not/yet: .*train.save_every\) or .*train.keep_last"):
-        preflight.check_disk(tmp_path / "not/yet", 2**60)
-    with pytest.raises(ValueError, match=r"output_dir=/proc/out: cannot write in /proc "):
-        preflight.check_writable(Path("/proc/out"))
-
-
-def test_same_config_and_groups(start):
-    program = """
+import math
 from support import preflight
-text = "seed: 0\\ntrain:\\n  lr: 1e-6\\nmodel:\\n  lr: 3\\n"
-preflight.check_same_config(text)
+assert ranks.on_any_rank(rank == 1) and not ranks.on_any_rank(False)
+assert ranks.gather(rank) == [0, 1]
+assert ranks.on_first_rank(lambda: "lock") == (None if rank else "lock")
+try:
+    ranks.on_first_rank(lambda: int("x"))
+except ranks.UserError as error:
+    print("first rank:", error, flush=True)
+config = {"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": 3}, "megatron": {"field": 1} if rank else {}}
+preflight.check_same_config({"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": math.nan}})
 pair, alone = dist.new_group([0, 1]), dist.new_group([1])
 preflight.check_groups({"tp": pair, "pp": alone if rank == 1 else None}, 30)
 try:
-    preflight.check_same_config(text if rank == 0 else text.replace("1e-6", "1e-5"))
+    preflight.check_same_config(config | {"train": {"lr": 1e-6 if rank == 0 else 1e-5}})
 except ValueError as error:
     print(error, flush=True)
 if rank == 0:
@@ -359,25 +317,43 @@ if rank == 0:
     except ValueError as error:
         print(error, flush=True)
 dist.barrier()
+
+clock = Clock(stall_timeout_s=60)
+assert clock.phase == "start" and clock.seconds == {} and not clock.stop_requested
+clock.enter("build")
+assert clock.phase == "build"
+time.sleep(0.2)
+clock.start_step()
+for _ in range(2):
+    with clock("train"):
+        assert clock.phase == "train"
+        time.sleep(0.1)
+assert clock.phase == "step" and list(clock.seconds) == ["train"]
+assert 0.2 <= clock.seconds["train"] <= clock.step_seconds() < 0.4
+try:
+    with clock("rollout"):
+        raise MemoryError
+except MemoryError:
+    assert clock.phase == "rollout"  # what a message names
+clock.check_stop()
+dist.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not clock.stop_requested:
+        time.sleep(0.01)
+try:
+    clock.check_stop()
+except StopRequested:
+    note("stopped")
+clock.stop()
+assert clock.phase == "ended"
 """
     run = start(GROUP + program)
     assert run.end() == 0, run.text
+    assert all((run.folder / f"stopped.{rank}.0").exists() for rank in (0, 1))
+    assert run.text.count("first rank: invalid literal for int()") == 2
     assert run.text.count("1 of 2 ranks have another configuration than rank 0") == 2
-    assert run.text.count("  train.lr: 1e-6 on rank 0; 1e-5 on rank 1") == 2 and "seed:" not in run.text
+    assert run.text.count("  train.lr: 1e-06 on rank 0; 1e-05 on rank 1\n") == 2
+    assert run.text.count("  megatron.field: not set on rank 0; 1 on rank 1\n") == 2
+    assert "seed:" not in run.text and "model.lr:" not in run.text
     assert "the all-reduce of group tp (ranks 0, 1) did not finish within 1 s; likely a rank that died" in run.text
-
-
-@pytest.mark.parametrize(
-    ("phase", "keys"),
-    [
-        ("rollout", ["rollout.gpu_memory_utilization", "rollout.vllm.max_num_seqs", "rollout.tp"]),
-        ("train", ["train.max_tokens_per_micro_batch", "megatron.recompute_granularity=full", "parallel.cp"]),
-        ("logprob", ["train.logprob_max_tokens_per_micro_batch", "parallel.tp"]),
-        ("sync", ["rollout.sync_bucket_mb"]),
-        ("build", ["parallel.pp"]),
-    ],
-)
-def test_out_of_memory(phase, keys):
-    text = preflight.explain_out_of_memory(phase, torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nmore"))
-    assert f"in the phase {phase}" in text and "Tried 2 GiB." in text and "more" not in text
-    assert all(key in text for key in keys)

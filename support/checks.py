@@ -1,0 +1,286 @@
+"""What can be known wrong before a process group, a model or an engine exists.
+
+Keys that do not go together, a layout that does not divide the model, a model or weights that cannot be built: each
+check raises UserError or ValueError with the key and what is legal. `describe` says in words what is right.
+"""
+
+import importlib.util
+import math
+import os
+import typing
+from typing import Any
+
+import pydantic
+import transformers
+
+import megatron_bridge as bridge
+import reward as rewards
+from config import Config, UserError, nearest
+from rollout import engine_options
+from support.hf_folder import safetensor_files
+from support.layers import rotary_embedding
+
+# ---------------------------------------------------------------- the configuration
+
+# Fields of Megatron's configuration that the model's config.json settles.
+FROM_MODEL = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "normalization", "layernorm_epsilon", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias",
+    "qk_layernorm", "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq",
+)  # fmt: skip
+
+
+# Megatron-core fields that may not be set under `megatron`, and why.
+MEGATRON_OWNED = {
+    "tensor_model_parallel_size": "use parallel.tp",
+    "sequence_parallel": "use parallel.sp",
+    "pipeline_model_parallel_size": "use parallel.pp",
+    "virtual_pipeline_model_parallel_size": "use parallel.vpp",
+    "context_parallel_size": "use parallel.cp",
+    "expert_model_parallel_size": "use parallel.ep",
+    "expert_tensor_parallel_size": "use parallel.etp",
+    **{name: f"use train.{name}" for name in ("lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")},
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "use model.dtype"),
+    "calculate_per_token_loss": "the loss is exact only with true",
+    **dict.fromkeys(("variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm"), "it follows from parallel.*"),
+    **dict.fromkeys(FROM_MODEL, "it comes from config.json of model.path"),
+    "moe_router_load_balancing_type": "only aux_loss, whose weight is megatron.moe_aux_loss_coeff",
+    "moe_grouped_gemm": "needs Transformer Engine; here the experts run one after the other",
+}
+
+
+def check_config(cfg: Config, world_size: int) -> None:
+    """Keys that do not go together, with each other or with so many ranks. Raises UserError."""
+
+    def require(ok: bool, message: str) -> None:
+        if not ok:
+            raise UserError(message)
+
+    for key in cfg.megatron:
+        require(key not in MEGATRON_OWNED, f"megatron.{key}: {MEGATRON_OWNED.get(key)}")
+        near = nearest(key, bridge.megatron_fields())
+        require(key == near, f"unknown key 'megatron.{key}'; the nearest field of Megatron-core is 'megatron.{near}'")
+
+    for key in cfg.rollout.vllm:  # looked up only where it is used: importing vLLM takes seconds
+        near = nearest(key, engine_options())
+        require(key == near, f"unknown key 'rollout.vllm.{key}'; the nearest option of vLLM is 'rollout.vllm.{near}'")
+
+    r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
+    require(
+        t.eval_every == 0 or cfg.data.eval is not None,
+        f"train.eval_every={t.eval_every}, but data.eval is not set; name the data or use train.eval_every=0",
+    )
+    require(
+        cfg.eval.temperature > 0 or cfg.eval.samples == 1,
+        f"eval.temperature=0 gives the same answer {cfg.eval.samples} times; use eval.samples=1",
+    )
+    require(
+        a.correction == "none" or a.old_logp == "trainer",
+        f"algo.correction={a.correction} weighs the trainer's old log-probs against vLLM's, but algo.old_logp=rollout "
+        "takes vLLM's as old; use algo.old_logp=trainer or algo.correction=none",
+    )
+    require(
+        a.correction_level == "token" or a.correction == "tis",
+        f"algo.correction_level={a.correction_level} is for algo.correction=tis; {a.correction} has one level only",
+    )
+    require(
+        cfg.resume in ("none", "auto") or os.path.isdir(cfg.resume),
+        f"resume={cfg.resume}: no such folder; legal is none, auto, or the folder of a checkpoint",
+    )
+    require(
+        a.overlong_buffer <= r.max_new_tokens,
+        f"algo.overlong_buffer={a.overlong_buffer} is beyond rollout.max_new_tokens={r.max_new_tokens}",
+    )
+    require(
+        (r.top_p == 1 and r.top_k == -1) or bool(r.max_logp_gap),
+        f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut distribution, "
+        "the trainer's of the full one. Use 1 and -1, or set rollout.max_logp_gap=inf to train all the same",
+    )
+    for keys in (("tp", "pp", "cp"), ("etp", "ep", "pp")):  # of the model, and of its experts
+        ranks = math.prod(getattr(p, key) for key in keys)
+        require(
+            world_size % ranks == 0,
+            " × ".join(f"parallel.{key}={getattr(p, key)}" for key in keys)
+            + f" = {ranks} does not divide the world size {world_size}; start a multiple of {ranks} processes or make "
+            "the layout smaller",
+        )
+    require(world_size % r.tp == 0, f"rollout.tp={r.tp} does not divide the world size {world_size}")
+    require(
+        r.prompts_per_step % t.updates_per_step == 0,
+        f"train.updates_per_step={t.updates_per_step} must divide rollout.prompts_per_step={r.prompts_per_step}: "
+        "an update takes whole groups",
+    )
+    longest, multiple = cfg.data.max_prompt_tokens + r.max_new_tokens, bridge.token_multiple(p)
+    for key in ("max_tokens_per_micro_batch", "logprob_max_tokens_per_micro_batch"):
+        require(
+            getattr(t, key) // multiple * multiple >= longest,
+            f"train.{key}={getattr(t, key)} cannot hold one sample of data.max_prompt_tokens + "
+            f"rollout.max_new_tokens = {longest} tokens; make it at least {math.ceil(longest / multiple) * multiple}",
+        )
+    chosen = {"reward.default": cfg.reward.default}
+    chosen.update({f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()})
+    for key, name in chosen.items():
+        try:
+            rewards.load_reward(name, cfg.reward.custom, cfg.reward.options)
+        except ValueError as error:
+            raise UserError(f"{key}={name}: {error}") from None
+
+
+def describe(cfg: Config, world_size: int) -> str:
+    """The layout and the arithmetic of a step, in words."""
+    r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
+
+    def count(n: int, what: str) -> str:
+        return f"{n} {what}{'s' * (n != 1)}"
+
+    dp = world_size // (p.tp * p.pp * p.cp)
+    samples, updates = r.prompts_per_step * r.group_size, t.updates_per_step * t.epochs_per_step
+    epochs = f" × {count(t.epochs_per_step, 'epoch')}" if t.epochs_per_step > 1 else ""
+    vpp, cp = f" (vpp {p.vpp})" if p.vpp > 1 else "", f" × cp {p.cp}" if p.cp > 1 else ""
+    edp = world_size // (p.etp * p.ep * p.pp)
+    experts = f"; experts: ep {p.ep} × etp {p.etp} × pp {p.pp} × dp {edp}" if p.ep * p.etp > 1 else ""
+    kl = f" + {a.kl_coef:g} {a.kl} in the {a.kl_in}" if a.kl_coef else ""
+    rounds = f", up to {a.max_rounds} rounds" if a.max_rounds > 1 else ""
+    correction = f"; {a.correction}" if a.correction != "none" else ""
+    entropy = f" - {a.entropy_coef:g} entropy" if a.entropy_coef else ""
+    return (
+        f"layout:  {count(world_size, 'rank')} = tp {p.tp} × pp {p.pp}{vpp}{cp} × dp {dp}{experts}; "
+        f"rollout: {count(world_size // r.tp, 'vLLM engine')} of tp {r.tp}\n"
+        f"a step:  {count(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples{rounds}{epochs} → "
+        f"{count(updates, 'update')} of {samples // t.updates_per_step} samples → "
+        f"micro-batches of ≤ {t.max_tokens_per_micro_batch} tokens over {count(dp, 'replica')}\n"
+        f"a run:   {count(t.steps, 'step')} = {t.steps * samples} samples, {count(t.steps * updates, 'update')}; "
+        f"lr {t.lr:g} after {count(t.warmup_steps, 'warm-up step')}\n"
+        f"loss:    {a.loss} ({a.clip_low:g}, {a.clip_high:g}){kl}{entropy}; {a.advantage} advantages; "
+        f"{a.loss_norm} over an update{correction}"
+    )
+
+
+def group_timeout_s(cfg: Config) -> float:
+    """Longest time of a collective: more than the watchdog's, which says more."""
+    return cfg.train.stall_timeout_s + 60 if cfg.train.stall_timeout_s else 86400.0
+
+
+# ---------------------------------------------------------------- the model
+
+
+def longest_sample(cfg: Config) -> int:
+    """Tokens of the longest prompt and answer there can be."""
+    new_tokens = max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
+    return cfg.data.max_prompt_tokens + new_tokens
+
+
+def check_type(name: str, value: Any) -> None:
+    """Raises ValueError where `value` is not of the type that Megatron declares for its field `name`."""
+    for cls in bridge.CONFIG_CLASSES:
+        if name in bridge.megatron_fields(cls):
+            settings = {"arbitrary_types_allowed": True, "allow_inf_nan": False}
+            try:
+                pydantic.TypeAdapter(typing.get_type_hints(cls)[name], config=settings).validate_python(value)
+            except pydantic.ValidationError as error:
+                raise ValueError(f"megatron.{name}={value!r}: {error.errors()[0]['msg']}") from None
+
+
+LONGEST = "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens"
+
+
+def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: str, extra: dict) -> None:
+    """See, without weights or process groups, that the model of `path` can be built and split.
+
+    `max_tokens`: the longest sample; `extra`: the megatron section of the configuration. Raises ValueError naming the
+    key.
+    """
+    try:
+        hf = transformers.AutoConfig.from_pretrained(path)
+    except Exception as error:  # a damaged config.json fails as code does, with any exception
+        raise ValueError(f"model.path={path}: {' '.join(str(error).split())[:300]}") from None
+    family = (hf.architectures or ["?"])[0]
+    if family not in bridge.FAMILIES:
+        raise ValueError(f"model.path={path} is a {family}; supported are {', '.join(bridge.FAMILIES)}")
+    # What changes the computation and has no counterpart here, with the value that leaves it out.
+    plain = {
+        "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "qkv_bias": True, "mlp_only_layers": [],
+        "decoder_sparse_step": 1, "router_jitter_noise": 0.0, "partial_rotary_factor": 1.0,
+    }  # fmt: skip
+    for attribute, value in plain.items():
+        found = getattr(hf, attribute, None)
+        if found not in (None, value):
+            raise ValueError(
+                f"model.path={path}: {attribute}={found!r} in its config.json is not supported, only {value}"
+            )
+    window = hf.sliding_window if getattr(hf, "use_sliding_window", hasattr(hf, "sliding_window")) else None
+    if window and max_tokens > window:
+        raise ValueError(
+            f"model.path={path} attends to the last {window} tokens only (sliding_window), which is not supported for "
+            f"samples longer than that: {LONGEST} = {max_tokens}"
+        )
+    try:
+        rotary_embedding(hf)
+    except ValueError as error:
+        raise ValueError(f"model.path={path}: {error}") from None
+    check_layout(hf, parallel, rollout_tp)
+    if max_tokens > hf.max_position_embeddings:
+        raise ValueError(
+            f"{LONGEST} = {max_tokens} is beyond the model's {hf.max_position_embeddings} positions "
+            f"(max_position_embeddings of model.path={path})"
+        )
+    if extra.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+        raise ValueError("megatron.moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed")
+    for name, value in extra.items():
+        check_type(name, value)
+    try:
+        bridge.transformer_config(hf, parallel, bridge.DTYPES[dtype], extra)
+    except (AssertionError, TypeError, ValueError) as error:
+        given = ", ".join(f"megatron.{name}" for name in extra) or "empty"
+        raise ValueError(f"Megatron-core refuses this layout or the megatron section ({given}): {error}") from None
+
+
+def check_layout(hf, parallel, rollout_tp: int) -> None:
+    """See that every parallel size divides what it splits. Raises ValueError naming the key and the legal values."""
+    heads = {"attention heads": hf.num_attention_heads}
+    shared = getattr(hf, "shared_expert_intermediate_size", None)
+    ffn = {} if bridge.is_moe(hf) else {"feed-forward size": hf.intermediate_size}
+    ffn |= {"shared expert's feed-forward size": shared} if shared else {}
+    expert_ffn = {"expert feed-forward size": bridge.expert_width(hf)} if bridge.is_moe(hf) else {}
+    stages = {"layers": hf.num_hidden_layers}
+    vocabulary = {"key-value heads": hf.num_key_value_heads, "vocabulary size": hf.vocab_size}
+    divides = [
+        ("parallel.tp", parallel.tp, heads | ffn | vocabulary),
+        ("rollout.tp", rollout_tp, heads | ffn),  # vLLM pads or repeats the others
+        ("parallel.ep", parallel.ep, {"experts": bridge.num_experts(hf) if bridge.is_moe(hf) else 1}),
+        ("parallel.etp", parallel.etp, expert_ffn or {"experts": 1}),
+        ("parallel.pp", parallel.pp, stages),
+        ("parallel.vpp", parallel.vpp, {"layers of a pipeline stage": hf.num_hidden_layers // parallel.pp}),
+    ]
+    for key, by, sizes in divides:
+        for what, size in sizes.items():
+            if size % by:
+                legal = [n for n in range(1, min(sizes.values()) + 1) if not any(s % n for s in sizes.values())]
+                raise ValueError(f"{key}={by} does not divide the model's {what} {size}; legal are {legal[:16]}")
+    if parallel.vpp > 1 and parallel.pp == 1:
+        raise ValueError(f"parallel.vpp={parallel.vpp} needs parallel.pp above 1: it interleaves pipeline stages")
+    if bridge.is_moe(hf) and parallel.tp > 1 and not parallel.sp:
+        raise ValueError("parallel.sp=false: experts with parallel.tp above 1 need sequence parallelism, use true")
+
+
+def check_weights(path: str) -> None:
+    """See that the safetensors of the folder `path` hold just the tensors the model is made of. Raises ValueError."""
+    hf = transformers.AutoConfig.from_pretrained(path)
+    layer = [
+        rest.format(e=e)
+        for rest in bridge.FAMILIES[hf.architectures[0]]
+        for e in range(bridge.num_experts(hf) if "{e}" in rest else 1)
+    ]
+    rules = [f"decoder.layers.{i}.{rest}" for i in range(hf.num_hidden_layers) for rest in layer]
+    wanted = {part for name in [*rules, *bridge.TOP_RULES] for part in bridge.rule_of(name, hf)[1]}
+    try:
+        found = {name for name in safetensor_files(path) if not name.endswith("rotary_emb.inv_freq")}
+    except FileNotFoundError as error:
+        raise ValueError(f"model.path={path}: {error}") from None
+    if hf.tie_word_embeddings:
+        found.discard("lm_head.weight")  # a copy that some exporters write
+    for what, names in (("lacks", wanted - found), ("has tensors this model has no place for:", found - wanted)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"model.path={path} {what} {min(names)}{more}")

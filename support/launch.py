@@ -1,0 +1,172 @@
+"""The command, without the algorithm: arguments, checks before the start, how ranks meet, what a failure means.
+
+Knows no step of training: the script hands in what it rehearses and how it trains.
+"""
+
+import argparse
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+import megatron_bridge as bridge
+from config import Config, RankError, TrainingError, UserError, load_config
+from support import checks, hf_folder, preflight, ranks
+from support.clock import Clock
+from support.data import Prompt, load_prompts, load_tokenizer
+from support.files import lock_output_dir
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What every rank has read before it meets the others."""
+
+    tokenizer: Any
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+
+
+def command(
+    argv: list[str],
+    doc: str,
+    rehearse: Callable[[Config], None],
+    train: Callable[[Config, Inputs, Clock], None],
+) -> int:
+    """Run the command line `argv`, whose help is `doc`; returns the exit code.
+
+    0: done; 2: a mistake the user can mend, found before training; 1: a failure during training. `rehearse(cfg)` runs
+    at every start and raises UserError; `train(cfg, inputs, clock)` runs on every rank unless this is a dry run.
+    """
+    ranks.die_with_torchrun()
+    args = parse_args(argv, doc)
+    try:
+        cfg = load_config(args.config, args.overrides)
+        checks.check_config(cfg, args.world_size)
+        rehearse(cfg)
+        inputs = prepare(cfg, args.world_size, weights=not args.dry_run)
+        if not args.dry_run:
+            check_start(cfg)
+            ranks.join_ranks(checks.group_timeout_s(cfg))
+            run(cfg, inputs, train)
+    except (UserError, TrainingError) as error:
+        if ranks.is_first_rank() or isinstance(error, RankError):
+            ranks.say(f"error: {error}")
+        else:
+            time.sleep(3)  # torchrun ends every rank as soon as one has exited; let the first one speak
+        return 2 if isinstance(error, UserError) else 1
+    return 0
+
+
+def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
+    """--config, --dry-run, --world-size, and the overrides. argparse itself exits with 2 on an unknown option."""
+    parser = argparse.ArgumentParser(
+        prog="train_grpo.py", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, help="YAML file, see configs/")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check configuration, model and data, print the plan; needs no GPU"
+    )
+    parser.add_argument(
+        "--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="ranks that a dry run plans for"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser.parse_intermixed_args(argv)
+
+
+def prepare(cfg: Config, world_size: int, weights: bool) -> Inputs:
+    """Check the model, its files of `weights` if asked, and the data; say what the run will be. Raises UserError."""
+    parts = ("train", "eval") if cfg.data.eval is not None else ("train",)
+    prompts: dict[str, list[Prompt]] = {"eval": []}
+    dropped: dict[str, int] = {}
+    try:
+        checks.check_model(
+            cfg.model.path, cfg.parallel, cfg.rollout.tp, checks.longest_sample(cfg), cfg.model.dtype, cfg.megatron
+        )
+        tokenizer = load_tokenizer(cfg.model.path)
+        for part in parts:
+            prompts[part], dropped[part] = load_prompts(cfg.data, tokenizer, part)
+        if weights:
+            checks.check_weights(hf_folder.local_folder(cfg.model.path))
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from None
+    if ranks.is_first_rank():
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        if restarts != "0" and cfg.resume != "auto":
+            print(f"warning: --max-restarts={restarts}: each restart begins from resume={cfg.resume} again; use auto")
+        print(checks.describe(cfg, world_size))
+        for part in parts:
+            name = "data:" if part == "train" else "eval:"
+            longer = f"{dropped[part]} dropped, longer than {cfg.data.max_prompt_tokens} tokens"
+            print(f"{name:8s} {len(prompts[part])} prompts" + (f"; {longer}" if dropped[part] else ""), flush=True)
+    return Inputs(tokenizer, prompts["train"], prompts["eval"])
+
+
+def check_start(cfg: Config) -> None:
+    """Check what a dry run need not have: torchrun, and a GPU for each of its processes. Raises UserError."""
+    if "RANK" not in os.environ:
+        raise UserError("start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only")
+    if not torch.cuda.is_available():
+        if cfg.rollout.vllm.get("enable_expert_parallel"):
+            raise UserError("rollout.vllm.enable_expert_parallel=true: vLLM has it on GPUs only, set it to false")
+        return
+    local, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if local > gpus:
+        raise UserError(
+            f"--nproc_per_node={local}, but this machine has {gpus} GPU{'s' * (gpus > 1)}: one process a GPU"
+        )
+
+
+def check_machines(cfg: Config) -> IO | None:
+    """Check what only the machines can tell, before weights are loaded; builds the process groups. Raises UserError.
+
+    Returns the lock of the output folder on rank 0, to be held as long as the run; None elsewhere.
+    """
+    out = Path(cfg.output_dir)
+    timeout_s = checks.group_timeout_s(cfg)
+
+    def check_first_host() -> IO:
+        saved = 12 + bridge.DTYPES[cfg.model.dtype].itemsize  # bytes a weight, of a checkpoint and an export
+        weights = hf_folder.count_weights(hf_folder.local_folder(cfg.model.path))
+        preflight.check_host(out, weights * saved, shares_memory=torch.cuda.is_available() or cfg.rollout.tp > 1)
+        return lock_output_dir(out)
+
+    try:
+        preflight.check_same_config(cfg.model_dump())
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    lock = ranks.on_first_rank(check_first_host)
+    bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
+    try:
+        preflight.check_groups(bridge.process_groups(), min(timeout_s, preflight.GROUP_CHECK_S))
+    except ValueError as error:
+        raise RankError(str(error)) from None
+    return lock
+
+
+def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], None]) -> None:
+    """Check the machines, then `train`, watched; says what their failures mean. Raises UserError, TrainingError."""
+    clock = Clock(cfg.train.stall_timeout_s)
+    try:
+        with check_machines(cfg) or contextlib.nullcontext():  # the lock of the output folder, on rank 0
+            train(cfg, inputs, clock)
+    except torch.OutOfMemoryError as error:
+        raise RankError(preflight.explain_out_of_memory(clock.phase, error)) from error
+    except (RuntimeError, OSError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo and NCCL have no class of their own
+            raise RankError(
+                f"rank {dist.get_rank()}, in the phase {clock.phase}: another rank is gone "
+                f"({str(error).splitlines()[0]}). torchrun's report says which one; go on with resume=auto"
+            ) from error
+        message = preflight.explain_disk_error(clock.phase, error, Path(cfg.output_dir))
+        if message is None:
+            raise
+        raise RankError(message) from error
+    finally:
+        clock.stop()

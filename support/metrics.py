@@ -1,0 +1,265 @@
+"""What a step leaves behind as numbers: the metrics of docs/metrics.md, the line on the screen, the progress bars."""
+
+import dataclasses
+import math
+import resource
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import megatron_bridge as bridge
+from config import Config, EvalConfig
+from support import files, gates
+
+# What grpo_loss reports of a micro-batch: sums over its response tokens, but for the last, a maximum.
+REPORTED = (
+    "loss", "policy", "trained", "tokens", "kl_k3", "kl_k1", "kl_k2", "entropy", "clipped", "gap", "mismatch_k3", "w",
+    "w2", "outside", "gap_max",
+)  # fmt: skip
+
+
+def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums of |trainer - vLLM| log-prob and of w = exp(trainer - vLLM) over response tokens, and the largest gap."""
+    delta_T = difference_T * mask_T
+    w_T = delta_T.clamp(-20, 20).exp() * mask_T
+    return {"gap": delta_T.abs().sum(), "gap_max": delta_T.abs().max(), "w": w_T.sum(), "w2": w_T @ w_T}
+
+
+def add_up(reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """The micro-batches' reports added over the world (maximum for "gap_max"); the same on every rank."""
+    counted = reports if bridge.reports_loss() else []
+    zeros = torch.zeros(len(REPORTED), dtype=torch.float64, device=bridge.device())
+    stacked = torch.stack([zeros, *(torch.stack([r[name].detach().double() for name in REPORTED]) for r in counted)])
+    sums, largest = stacked[:, :-1].sum(0), stacked[:, -1].max()
+    dist.all_reduce(sums)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return dict(zip(REPORTED, [*sums.tolist(), largest.item()], strict=True))
+
+
+@dataclasses.dataclass
+class StepRecord:
+    """A step of training, as it went; the same on every rank, but for `seconds`."""
+
+    step: int
+    samples: list  # all of the step, those of replaced groups too
+    groups: set[int]  # that were trained on
+    rounds: int  # of sampling
+    notes: list[dict[str, float]]  # of each rank: seconds of sampling and grading, memory
+    reports: list[dict[str, float]]  # of each update
+    expert_load: list[float]  # per layer; [] without experts
+    seconds: dict[str, float]  # of each phase, and "step"
+
+
+def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
+    """The metrics of a step; names as in docs/metrics.md, always all of them. `cfg`: as the step used it."""
+    samples, seconds = record.samples, record.seconds
+    first = record.reports[0]
+    compared = record.reports[: gates.compared_updates(cfg)]
+    reward_N = np.array([s.reward for s in samples])
+    length_N = np.array([len(s.response_ids) for s in samples])
+    rewards = rewards_by_group(samples)
+    # A rank idles between the end of its own rollout and grading and that of the slowest rank.
+    work_R = np.array([note.get("rollout", 0.0) + note.get("reward", 0.0) for note in record.notes])
+
+    def mean(name: str, reports: list[dict], over: str = "tokens") -> float:
+        return sum(r[name] for r in reports) / max(sum(r[over] for r in reports), 1)
+
+    def effective_share(reports: list[dict]) -> float:
+        w, w2, tokens = (sum(r[name] for r in reports) for name in ("w", "w2", "tokens"))
+        return w**2 / (w2 or 1) / max(tokens, 1)
+
+    return {
+        "step": record.step,
+        "reward/mean": reward_N.mean(),
+        "reward/std": reward_N.std(),
+        **by_source(samples, "reward", {"mean": lambda mine: np.mean([s.reward for s in mine]), **FAILURES}),
+        "groups/zero_std_frac": np.mean([max(group) == min(group) for group in rewards.values()]),
+        "groups/sampled": len(rewards),
+        "groups/trained": len(record.groups),
+        "groups/rounds": record.rounds,
+        "loss/total": mean("loss", [first], "trained"),
+        "loss/policy": mean("policy", [first], "trained"),
+        "kl/ref": mean("kl_k3", [first]) if cfg.algo.kl_coef else None,
+        "kl/k1": mean("kl_k1", [first]) if cfg.algo.kl_coef else None,
+        "kl/k2": mean("kl_k2", [first]) if cfg.algo.kl_coef else None,
+        "entropy": mean("entropy", [first]),
+        "ratio/clip_frac": mean("clipped", record.reports),
+        "logp_gap/mean": mean("gap", compared),
+        "logp_gap/max": max(r["gap_max"] for r in compared),
+        "mismatch/k3": mean("mismatch_k3", compared),
+        "mismatch/ess": effective_share(compared),
+        "mismatch/cut_frac": mean("outside", compared),
+        "grad_norm": first["grad_norm"],
+        "moe/load": max(record.expert_load, default=None),
+        **{f"moe/load/layer_{layer:02d}": load for layer, load in enumerate(record.expert_load)},
+        "lr": cfg.train.lr,
+        "tokens/prompt_mean": np.mean([len(s.prompt_ids) for s in samples]),
+        "tokens/response_mean": length_N.mean(),
+        "tokens/response_max": length_N.max(),
+        "tokens/truncated_frac": np.mean([not s.finished for s in samples]),
+        **{f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES},
+        "speed/response_tokens_per_s": length_N.sum() / seconds["step"],
+        "speed/samples_per_s": len(samples) / seconds["step"],
+        "pack/fill": np.mean([r["fill"] for r in record.reports]),
+        "idle_frac": (work_R.max() - work_R.mean()) / seconds["step"],
+        "mem/peak_gb": max(note["memory_gb"] for note in record.notes),
+        "update/skipped": sum(not (math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0) for r in record.reports),
+    }
+
+
+def rewards_by_group(samples: list) -> dict[int, list[float]]:
+    """The rewards of each group's answers."""
+    rewards = {s.group: [] for s in samples}
+    for s in samples:
+        rewards[s.group].append(s.reward)
+    return rewards
+
+
+PHASES = ("rollout", "reward", "logprob", "train", "sync", "save", "step")
+FAILURES = {
+    "timeout_frac": lambda mine: np.mean([s.graded == "timeout" for s in mine]),
+    "error_frac": lambda mine: np.mean([s.graded == "error" for s in mine]),
+}
+
+
+def by_source(samples: list, prefix: str, wanted: dict[str, Any]) -> dict[str, float]:
+    """{"prefix/source/name": value} of each function in `wanted`, {name: function of a source's samples}."""
+    found = {}
+    for source in sorted({s.source for s in samples}):
+        mine = [s for s in samples if s.source == source]
+        found |= {f"{prefix}/{source}/{name}": function(mine) for name, function in wanted.items()}
+    return found
+
+
+def evaluation(samples: list, options: EvalConfig) -> dict[str, float]:
+    """Metrics of an evaluation, by source: avg@n, the mean reward over n answers; pass@k for each power of two up to n,
+    and n itself; length, truncation, failures of grading."""
+    n = options.samples
+
+    def pass_at(k: int):
+        def mean_over_prompts(mine: list) -> float:
+            passed = dict.fromkeys((s.group for s in mine), 0)
+            for s in mine:
+                passed[s.group] += s.reward >= options.pass_reward
+            return np.mean([pass_at_k(n, count, k) for count in passed.values()])
+
+        return mean_over_prompts
+
+    powers = sorted({2**i for i in range(n.bit_length())} | {n})
+    wanted = {
+        f"avg@{n}": lambda mine: np.mean([s.reward for s in mine]),
+        **{f"pass@{k}": pass_at(k) for k in powers},
+        "response_mean": lambda mine: np.mean([len(s.response_ids) for s in mine]),
+        "truncated_frac": lambda mine: np.mean([not s.finished for s in mine]),
+        **FAILURES,
+    }
+    return by_source(samples, "eval", wanted)
+
+
+def evaluation_line(step: int, found: dict[str, float]) -> str:
+    """An evaluation on the screen."""
+    shown = (f"{key.removeprefix('eval/')} {value:.3f}" for key, value in found.items() if "@" in key)
+    return f"eval after step {step}: {'  '.join(shown)}"
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """Chance that one of k answers drawn from n, of which `passed` pass, passes: 1 - C(n - passed, k) / C(n, k).
+
+    Without bias for what k fresh answers would give. Source: Chen et al., arXiv 2107.03374, eq. 1.
+    """
+    return 1 - math.comb(n - passed, k) / math.comb(n, k)
+
+
+def peak_memory_gb() -> float:
+    """Largest amount this rank has held: GPU memory of the trainer, or the process's resident memory on the CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+# ---------------------------------------------------------------- on the screen and into files
+
+
+class Log:
+    """What a run says of its steps: metrics.jsonl and rollouts/, a bar on a terminal, a line a step in a log; on rank 0."""
+
+    def __init__(self, out: Path, done: int, steps: int):
+        self.out, self.steps, self.speaks = out, steps, dist.get_rank() == 0
+        self.rewards: dict[int, float] = {}  # mean of each step of this start
+        self.bar = tqdm(total=steps, initial=done, unit="step", disable=not on_terminal(), dynamic_ncols=True)
+
+    def write(self, metrics: dict, samples: list | None = None) -> None:
+        """The metrics of a step that has ended, and its samples; without samples, those of an evaluation before it."""
+        if not self.speaks:
+            return
+        step = metrics["step"]
+        if samples is not None:
+            files.dump_rollouts(self.out / "rollouts" / f"step_{step:06d}.jsonl", samples)
+        files.log_metrics(self.out, metrics)
+        if samples is None:
+            return
+        self.rewards[step] = metrics["reward/mean"]
+        self.bar.set_postfix_str(
+            f"reward {metrics['reward/mean']:.3f}  gap {metrics['logp_gap/max']:.0e}  "
+            f"length {metrics['tokens/response_mean']:.1f}  {metrics['speed/response_tokens_per_s']:.0f} tokens/s",
+            refresh=False,
+        )
+        self.bar.update()
+        if self.bar.disable:
+            print(step_line(metrics, self.steps), flush=True)
+
+    def stopped(self, step: int) -> None:
+        """The run ends after `step`, since it was asked to."""
+        self.bar.close()
+        if self.speaks:
+            saved = f"step {step}, saved in {self.out / 'checkpoints'}; go on with resume=auto"
+            print(f"stopped after {saved if step else 'no step: there is nothing to save'}", flush=True)
+        self.speaks = False
+
+    def close(self) -> None:
+        """The run is done."""
+        self.bar.close()
+        if not self.speaks:
+            return
+        first, *_ = self.rewards
+        last = list(self.rewards.values())[-10:]
+        print(
+            f"\nreward: {self.rewards[first]:.3f} at step {first}, {np.mean(last):.3f} over the last {len(last)} steps"
+        )
+        print(
+            f"outputs: {self.out}/metrics.jsonl, {self.out}/rollouts/, {self.out}/hf/step_{self.steps:06d}/ (for "
+            "transformers and vLLM)"
+        )
+
+
+def on_terminal() -> bool:
+    """Whether this process speaks for the run to somebody who watches; else plain lines go to a log."""
+    return dist.get_rank() == 0 and sys.stderr.isatty()
+
+
+def answers_bar(groups: Iterable, count: int) -> Iterable:
+    """The groups of answers as an engine finishes them, under a bar of answers and tokens/s on a terminal."""
+    tokens = 0
+    with tqdm(total=count, unit="answer", desc="rollout", leave=False, disable=not on_terminal(), delay=2) as bar:
+        for number, answers in groups:
+            tokens += sum(len(answer.ids) for answer in answers)
+            bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", refresh=False)
+            bar.update(len(answers))
+            yield number, answers
+
+
+def step_line(m: dict, steps: int) -> str:
+    """One line of the log, with a bar of the progress."""
+    done = round(20 * m["step"] / steps)
+    kl = "" if m["kl/ref"] is None else f"  kl {m['kl/ref']:.4f}"
+    return (
+        f"[{'█' * done}{'·' * (20 - done)}] {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
+        f"  grad {m['grad_norm']:.3f}{kl}  entropy {m['entropy']:.2f}  length {m['tokens/response_mean']:.1f}"
+        f"  gap {m['logp_gap/max']:.0e}  {m['time/step']:.2f} s"
+    )

@@ -1,0 +1,99 @@
+"""What a checkpoint holds of a model in training: main weights and Adam's moments, whatever the layout.
+
+Megatron's distributed optimizer spreads each weight's state over the replicas; here it is told as Megatron's sharded
+tensors, which say where in the whole tensor a rank's part lies, and is taken over from what a checkpoint held of them.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.utils import unwrap_model
+
+MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first is the main weight
+
+
+def optimizer_weights(model: list, optimizer) -> Iterator[tuple]:
+    """(part of the optimizer, number, weight, Megatron's sharded tensor) of every weight that an optimizer updates.
+
+    In the same order on all ranks of the part's data-parallel group, over which its state is spread.
+    """
+    described, number = {}, 0
+    for chunk in map(unwrap_model, model):
+        tensors, _ = extract_sharded_tensors_and_factories(chunk.sharded_state_dict(metadata={}))
+        described |= {tensor.data: tensor for tensor in tensors.values()}
+    for part in optimizer.chained_optimizers:
+        for weight in (weight for buffer in part.buffers for weight in buffer.param_index_map):
+            yield part, number, weight, described[weight]
+            number += 1
+
+
+def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:
+    """What this rank holds of a weight's state: its place in the flat weight and {moment: values}; {} where nothing."""
+    if weight not in part.model_param_gbuf_map:
+        return slice(0, 0), {}
+    place = part._get_model_param_range_map(weight)["param"]
+    return slice(place.start, place.end), part._get_main_param_and_optimizer_states(weight)
+
+
+def sharded_state(model: list, optimizer, loading: bool) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """Main weights and Adam's moments as Megatron's sharded tensors: 12 bytes a weight, and all there is to save.
+
+    With `loading` a description only, without values, for `load_state`. The replicas, which hold slices of a tensor,
+    take turns in putting one together. Megatron's own way, "fully_reshardable", gathers all on one replica, and cuts
+    tensors at wrong places where a bucket is padded (0.16: its length is no multiple of 128).
+    """
+    state = {}
+    for part, number, weight, tensor in optimizer_weights(model, optimizer):
+        group, replica, (place, own) = part.data_parallel_group, tensor.replica_id, own_slice(part, weight)
+        owner = number % group.size()
+        for moment in MOMENTS:
+            whole = torch.empty(weight.shape, dtype=torch.float32, device="meta")
+            if not loading:
+                bits = torch.zeros(weight.numel(), dtype=torch.int32, device=weight.device)  # so that -0.0 stays -0.0
+                if own:
+                    bits[place] = own[moment].detach().view(torch.int32)
+                dist.reduce(bits, group_dst=owner, group=group)
+                replica = (*replica[:2], int(group.rank() != owner))
+                if group.rank() == owner:
+                    whole = bits.view(torch.float32).view(weight.shape).cpu()
+            fp32 = {"dtype": torch.float32} if isinstance(tensor, ShardedTensor) else {}  # a factory takes its data's
+            state[f"{number}.{moment}"] = dataclasses.replace(
+                tensor, key=f"{moment}.{tensor.key}", data=whole, replica_id=replica, **fp32
+            )
+    return state
+
+
+def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps: int) -> None:
+    """Take over what `sharded_state` described, after `steps` updates."""
+    for part, number, weight, _ in optimizer_weights(model, optimizer):
+        place, own = own_slice(part, weight)
+        for moment in MOMENTS if own else ():
+            own[moment].data.copy_(loaded[f"{number}.{moment}"].flatten()[place])
+    for part in optimizer.chained_optimizers:
+        set_adam_steps(part, steps)
+        part._copy_main_params_to_model_params()
+    for chunk in model:
+        chunk.start_param_sync(force_sync=True)
+
+
+def set_adam_steps(part, steps: int) -> None:
+    """Number of updates behind the state of one of Megatron's distributed optimizers; makes a state that is missing.
+
+    Each weight gets a tensor of its own: torch adds to them in place.
+    """
+    for group in part.optimizer.param_groups:
+        for shard in group["params"]:
+            state = part.optimizer.state[shard]
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(moment, torch.zeros_like(shard))
+            state["step"] = torch.tensor(float(steps))
+
+
+def optimizer_steps(optimizer) -> int:
+    """Updates made so far."""
+    inner = next(part.optimizer for part in optimizer.chained_optimizers if part.optimizer.state)
+    return int(next(iter(inner.state.values()))["step"])

@@ -1,0 +1,122 @@
+"""Samples of many lengths in rows of tokens without padding between them: who packs what, and the packed row.
+
+A row predicts: a position holds a token and what is known of the next one, the target. A sample of n tokens has n - 1
+such positions. Pure functions of the whole step's samples, so every rank computes the same plan and takes its part.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+import megatron_bridge as bridge
+from config import Config
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is known of each predicting position: [F] in a Batch, [1, T] in a MicroBatch. Never written in place."""
+
+    tokens: torch.Tensor  # ids
+    targets: torch.Tensor  # id of the next token
+    position_ids: torch.Tensor  # place of the token in its own sample
+    mask: torch.Tensor  # 1.0 where the target is a response token
+    trained: torch.Tensor  # the mask, but 0 in answers that are left out of the loss
+    rollout_logp: torch.Tensor  # of the target, as vLLM sampled it; 0 where the mask is 0
+    seq_id: torch.Tensor  # number of the sample; -1: padding
+    advantages: torch.Tensor | None = None
+    weights: torch.Tensor | None = None  # of each token in the loss; None: log-probs only
+    old_logp: torch.Tensor | None = None  # None: one update a step
+    ref_logp: torch.Tensor | None = None  # None: no reference model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Rows):
+    """All samples of a step end to end, F positions."""
+
+    lengths_N: np.ndarray  # positions of each sample
+
+    def per_sample(self, values_F: torch.Tensor) -> np.ndarray:
+        """The sum over each sample's positions; [F] → [N] float64."""
+        return torch.bincount(self.seq_id, weights=values_F.double()).numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(Rows):
+    """S sequences in one row of T positions, one after another; what fills the row up is a sequence of its own."""
+
+    index_T: torch.Tensor  # [positions that are not padding], place of each in the Batch
+    cu_seqlens: torch.Tensor  # [S + 1] int32, where sequences begin and end
+    max_seqlen: int
+
+    @property
+    def sequence_T(self) -> torch.Tensor:
+        """Number of each position's sequence in this row, [T]."""
+        lengths_S = self.cu_seqlens.diff()
+        numbers_S = torch.arange(len(lengths_S), device=lengths_S.device)
+        return numbers_S.repeat_interleave(lengths_S, output_size=self.tokens.shape[1])
+
+
+def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Config) -> list[MicroBatch]:
+    """This replica's micro-batches of the numbered samples, each of at most `max_tokens` positions."""
+    rank, replicas = bridge.data_parallel()
+    multiple = bridge.token_multiple(cfg.parallel)
+    lengths_N = batch.lengths_N[samples]
+    bins = plan_bins(lengths_N, max_tokens // multiple * multiple, replicas * bridge.micro_batch_multiple(cfg.parallel))
+    widths = [max(1, math.ceil(lengths_N[members].sum() / multiple)) * multiple for members in bins]
+    if cfg.parallel.vpp > 1:  # the interleaved schedule wants rows of one length
+        widths = [max(widths)] * len(bins)
+    return [
+        pack(batch, [samples[i] for i in members], width, bridge.device())
+        for members, width in list(zip(bins, widths, strict=True))[rank::replicas]
+    ]
+
+
+def plan_bins(lengths_N: np.ndarray, max_tokens: int, multiple: int) -> list[list[int]]:
+    """Spread samples over bins of at most `max_tokens`: longest first, each into the emptiest bin.
+
+    Returns a multiple of `multiple` (the replicas) bins of sample numbers; replica r takes bins[r::replicas], so all
+    have the same number and nearly the same load. Bins may be empty. A pure function: all ranks compute the same plan.
+    Raises ValueError for a sample beyond `max_tokens`.
+    """
+    if lengths_N.max(initial=0) > max_tokens:
+        raise ValueError(f"a sample of {lengths_N.max()} tokens does not fit a micro-batch of {max_tokens}")
+    count = multiple * max(1, math.ceil(lengths_N.sum() / (max_tokens * multiple)))
+    while True:
+        bins, load_B = [[] for _ in range(count)], np.zeros(count, np.int64)
+        for n in np.argsort(-lengths_N, kind="stable"):
+            emptiest = load_B.argmin()
+            bins[emptiest].append(int(n))
+            load_B[emptiest] += lengths_N[n]
+        if load_B.max() <= max_tokens:
+            return bins
+        count += multiple
+
+
+def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
+    """The numbered samples in one row of `width` positions; without samples a row of padding only."""
+    samples_S = np.array(samples, dtype=np.int64)
+    lengths_S = batch.lengths_N[samples_S]
+    total = int(lengths_S.sum())
+    padding = width - total
+    starts_N = np.cumsum(batch.lengths_N) - batch.lengths_N
+    shift_S = starts_N[samples_S] - (np.cumsum(lengths_S) - lengths_S)  # from the row to the batch
+    index_T = torch.from_numpy(np.arange(total) + np.repeat(shift_S, lengths_S))
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths_S), [width] if padding else []]).astype(np.int32)
+
+    def row(name: str) -> torch.Tensor | None:
+        values_F = getattr(batch, name)
+        if values_F is None:
+            return None
+        fill = (
+            torch.arange(padding) if name == "position_ids" else torch.full((padding,), -1 if name == "seq_id" else 0)
+        )
+        return torch.cat([values_F[index_T], fill.to(values_F.dtype)])[None].to(device)  # [1, T]
+
+    return MicroBatch(
+        **{field.name: row(field.name) for field in fields(Rows)},
+        index_T=index_T,
+        cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+        max_seqlen=int(np.diff(cu_seqlens).max()),
+    )
