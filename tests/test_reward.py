@@ -1,6 +1,5 @@
 """Rewards by example, their combination, and the pool of grading processes."""
 
-import dataclasses
 import http.server
 import json
 import os
@@ -10,7 +9,7 @@ import time
 import pytest
 
 import reward
-from config import load_config
+from config import RewardConfig, load_config
 from support.grading import GradingPool, Outcome
 
 
@@ -407,23 +406,20 @@ def test_weights_and_options(custom):
 
 
 def test_config_becomes_a_pool(tmp_path):
-    from train_grpo import Config, RewardConfig
-
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: {path: m}\ndata: {train: t}\nreward:\n  default: {math: 1.0, length: 0.2}\n  by_source: {a: gsm8k}\n"
         "  options: {length: {limit: 9}}\n"
     )
-    cfg = load_config(
-        Config, str(path), ["reward.by_source.b={math: 1, format: 0.5}", "reward.options.length.buffer=3"]
-    ).reward
+    overrides = ["reward.by_source.b={math: 1, format: 0.5}", "reward.options.length.buffer=3"]
+    cfg = load_config(str(path), overrides).reward
     assert cfg.default == {"math": 1.0, "length": 0.2} and cfg.options == {"length": {"limit": 9, "buffer": 3}}
     assert cfg.by_source == {"a": "gsm8k", "b": {"math": 1, "format": 0.5}}
     reward.load_reward(cfg.default, cfg.custom, cfg.options)
-    pool = GradingPool(**dataclasses.asdict(cfg))
+    pool = GradingPool(**cfg.model_dump())
     assert grade(pool, [("z", boxed("3") + "x" * 4, "3", {})])[0].parts == {"math": 1.0, "length": -0.2}
     pool.close()
-    assert dataclasses.asdict(RewardConfig())["default"] == "exact"
+    assert RewardConfig().default == "exact"
 
 
 def test_load_reward_says_what_is_legal(custom, tmp_path):
