@@ -231,8 +231,7 @@ def model(
 ) -> float:
     """The score a sequence-classification reward model gives the response to row[prompt_key], a text or messages.
 
-    `device` cuda is the trainer's own GPU. Of longer conversations the last `max_tokens` count. The grading process of
-    the model scores several answers at once, with the same function.
+    `device` cuda is the trainer's own GPU. Of longer conversations the last `max_tokens` count.
     """
     from support import reward_model
 
