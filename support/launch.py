@@ -8,7 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,20 +17,22 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 import megatron_bridge as bridge
-from config import Config, RankError, TrainingError, UserError, load_config
-from support import checks, hf_folder, preflight, ranks
+from config import Config, RankError, TrainingError, UserError, load_config, to_yaml
+from support import checkpoint, checks, hf_folder, preflight, ranks
 from support.clock import Clock
-from support.data import Prompt, load_prompts, load_tokenizer
-from support.files import lock_output_dir
+from support.data import Prompt, fingerprint, load_prompts, load_tokenizer
+from support.files import lock_output_dir, open_output_dir
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every rank has read before it meets the others."""
+    """What a run starts from, on every rank."""
 
     tokenizer: Any
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
+    checkpoint: Path | None = None  # to go on from
+    done: int = 0  # steps that are behind it
 
 
 def command(
@@ -150,12 +152,31 @@ def check_machines(cfg: Config) -> IO | None:
     return lock
 
 
+def resumed(cfg: Config, inputs: Inputs) -> Inputs:
+    """The inputs with the checkpoint that `resume` asks for, the output folder made ready. Raises UserError.
+
+    CheckpointError where all are damaged. A run that has done all its steps is left as it is.
+    """
+    out, done = Path(cfg.output_dir), 0
+    found = checkpoint.find_checkpoint(cfg.resume, out / "checkpoints")
+    if found:
+        done = checkpoint.check_resumed(found, cfg.model_dump(), fingerprint(inputs.prompts))
+    if done == cfg.train.steps:
+        if dist.get_rank() == 0:
+            print(f"nothing to do: {found} is after the last step, train.steps={done}", flush=True)
+    else:
+        ranks.on_first_rank(lambda: open_output_dir(out, to_yaml(cfg), cfg.resume, done))
+    return replace(inputs, checkpoint=found, done=done)
+
+
 def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], None]) -> None:
     """Check the machines, then `train`, watched; says what their failures mean. Raises UserError, TrainingError."""
     clock = Clock(cfg.train.stall_timeout_s)
     try:
         with check_machines(cfg) or contextlib.nullcontext():  # the lock of the output folder, on rank 0
-            train(cfg, inputs, clock)
+            inputs = resumed(cfg, inputs)
+            if inputs.done < cfg.train.steps:
+                train(cfg, inputs, clock)
     except torch.OutOfMemoryError as error:
         raise RankError(preflight.explain_out_of_memory(clock.phase, error)) from error
     except (RuntimeError, OSError, SafetensorError) as error:

@@ -6,12 +6,16 @@ tensors, which say where in the whole tensor a rank's part lies, and is taken ov
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.utils import unwrap_model
+
+from support.checkpoint import read_sharded, read_state
 
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first is the main weight
 
@@ -78,6 +82,16 @@ def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps: i
         part._copy_main_params_to_model_params()
     for chunk in model:
         chunk.start_param_sync(force_sync=True)
+
+
+def restore(path: Path, model: list, optimizer) -> dict[str, Any]:
+    """Take over weights and moments of a checkpoint from whatever layout; returns its state, {"step": ...}.
+
+    Raises CheckpointError before anything is changed.
+    """
+    state = read_state(path)
+    load_state(model, optimizer, read_sharded(path, sharded_state(model, optimizer, loading=True)), state["updates"])
+    return state
 
 
 def set_adam_steps(part, steps: int) -> None:
