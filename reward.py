@@ -6,8 +6,8 @@ A reward is a function of the decoded response, the row's reference answer, the 
         return {"right": float(text.strip() == answer), "short": -0.1 * (len(text) > limit)}
 
 A dict's values are summed and kept apart in `reward_parts`. An exception is an error of the sample, told apart from a
-wrong answer. In a file of its own this is `reward.default=custom reward.custom=my_file.py:right_and_short`, without
-registration; written here and entered in REWARDS below it has a name, for `reward.by_source` and weighted sums too.
+wrong answer. In a file of its own this is `reward.default=custom reward.custom=my_file.py:right_and_short`; written
+here and entered in REWARDS below it has a name, for `reward.by_source` and weighted sums too.
 Every grading process reads this file when it starts, so large packages are imported by the functions that use them.
 """
 
