@@ -1,7 +1,6 @@
 """What an answer is worth: reward functions, and a reward by its name. docs/rewards.md lists the names and options.
 
 A reward is a function of the decoded response, the row's reference answer, the whole row, and options of its own:
-
     def right_and_short(text: str, answer: str, row: dict, limit: int = 200) -> float | dict[str, float]:
         return {"right": float(text.strip() == answer), "short": -0.1 * (len(text) > limit)}
 
@@ -233,7 +232,7 @@ def model(
 
     `device` cuda is the trainer's own GPU. Of longer conversations the last `max_tokens` count.
     """
-    from support import reward_model
+    from support import reward_model  # its packages take seconds
 
     return reward_model.scores([(text, row)], path, device, dtype, batch_size, max_tokens, prompt_key)[0]
 
