@@ -1,6 +1,6 @@
 """Every knob of a run, once: its type, bounds, default and meaning; and how YAML files and overrides change it.
 
-Knows no other file. Rules that tie several keys together are in support/checks.py; what a name such as `algo.loss` may be
+Knows no other file. Rules that tie several keys together are in support/checks.py. What a name such as `algo.loss` may be
 is for the function with its branches to say (`rehearse` in train_grpo.py asks it before anything is built).
 """
 

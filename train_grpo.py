@@ -13,8 +13,8 @@ The objective. For each prompt, vLLM samples a group of G answers; answer i gets
     loss  = sum_t (L_t + kl_coef KL_t - entropy_coef H_t) / number of response tokens of the update      grpo_loss
 
 Told downwards, in the order of a step: sample -> grade -> advantages -> rows of tokens -> (old, ref log-probs) ->
-update(s) -> push. Then reward.py, rollout.py, megatron_bridge.py; every key is in config.py, and what keeps a run honest
-and alive is in support/, which no reader of the algorithm opens.
+update(s) -> push. Then reward.py, rollout.py, megatron_bridge.py; every key is in config.py. What keeps a run honest and
+alive is in support/, which no reader of the algorithm opens.
 
 To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
 
@@ -97,7 +97,7 @@ def due(step: int, every: int, last: int) -> bool:
 
 
 def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
-    """Engine, model and optimizer, as the checkpoint has them if there is one; the engine holds the trainer's weights."""
+    """Engine, model and optimizer, as the checkpoint has them if there is one; the engine has the same weights."""
     clock.enter("build")
     r, t = cfg.rollout, cfg.train
     path = hf_folder.local_folder(cfg.model.path)
@@ -372,7 +372,7 @@ def group_advantages(
 
 
 def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
-    """All samples end to end; a value for each position that predicts: all tokens of a sample but its last, F in all."""
+    """All samples end to end: a value for each position that predicts, all tokens of a sample but its last; F of them."""
     prompt_N = np.array([len(s.prompt_ids) for s in samples])
     lengths_N = prompt_N + np.array([len(s.response_ids) for s in samples]) - 1
     ends_N = np.cumsum(lengths_N + 1)
@@ -680,8 +680,8 @@ def push_weights(run: Run) -> None:
 
 
 def rehearse(cfg: Config) -> None:
-    """The algorithm on two made-up answers, before anything is built: so an unknown name in `algo`, or a fork's mistake,
-    shows at once. Raises UserError."""
+    """The algorithm on two made-up answers, before anything is built: an unknown name in `algo` shows at once, and so
+    does a fork's mistake. Raises UserError."""
     algo = changed(config_at(cfg, 1), {"algo.kl_coef": 1.0}).algo
     samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=reward) for reward in (0.0, 1.0)]
     batch = flatten(penalize_length(samples, algo, cfg.rollout.max_new_tokens), algo.mask_truncated)

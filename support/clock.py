@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 
 from support import ranks
-from support import ranks
 from support.signals import StopSignals
 from support.watchdog import Watchdog
 
@@ -40,11 +39,6 @@ class Clock:
 
     def check_stop(self) -> None:
         """Raises StopRequested on every rank if a signal has reached any; all call it at the same place."""
-        if ranks.on_any_rank(self.stop_requested):
-            raise StopRequested
-
-    def check_stop(self) -> None:
-        """Raises StopRequested on every rank if a stop was asked for on any; all ranks call it at the same place."""
         if ranks.on_any_rank(self.stop_requested):
             raise StopRequested
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 import megatron_bridge as bridge
 from config import Config, RankError, TrainingError, UserError, load_config, to_yaml
-from support import checks, hf_folder, preflight, ranks
+from support import checkpoint, checks, hf_folder, preflight, ranks
 from support.clock import Clock
 from support.data import Prompt, fingerprint, load_prompts, load_tokenizer
 from support.files import lock_output_dir, open_output_dir

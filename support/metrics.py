@@ -187,7 +187,7 @@ def peak_memory_gb() -> float:
 
 
 class Log:
-    """What a run says of its steps: metrics.jsonl and rollouts/, a bar on a terminal, a line a step in a log; on rank 0."""
+    """What a run says of its steps, on rank 0: metrics.jsonl, rollouts/, a bar on a terminal or a line a step in a log."""
 
     def __init__(self, out: Path, done: int, steps: int):
         self.out, self.steps, self.speaks = out, steps, dist.get_rank() == 0
