@@ -1,13 +1,12 @@
 """What an answer is worth: reward functions, and a reward by its name. docs/rewards.md lists the names and options.
 
 A reward is a function of the decoded response, the row's reference answer, the whole row, and options of its own:
-
     def right_and_short(text: str, answer: str, row: dict, limit: int = 200) -> float | dict[str, float]:
         return {"right": float(text.strip() == answer), "short": -0.1 * (len(text) > limit)}
 
 A dict's values are summed and kept apart in `reward_parts`. An exception is an error of the sample, told apart from a
-wrong answer. In a file of its own this is `reward.default=custom reward.custom=my_file.py:right_and_short`, without
-registration; written here and entered in REWARDS below it has a name, for `reward.by_source` and weighted sums too.
+wrong answer. In a file of its own this is `reward.default=custom reward.custom=my_file.py:right_and_short`; written
+here and entered in REWARDS below it has a name, for `reward.by_source` and weighted sums too.
 Every grading process reads this file when it starts, so large packages are imported by the functions that use them.
 """
 
@@ -231,10 +230,9 @@ def model(
 ) -> float:
     """The score a sequence-classification reward model gives the response to row[prompt_key], a text or messages.
 
-    `device` cuda is the trainer's own GPU. Of longer conversations the last `max_tokens` count. The grading process of
-    the model scores several answers at once, with the same function.
+    `device` cuda is the trainer's own GPU. Of longer conversations the last `max_tokens` count.
     """
-    from support import reward_model
+    from support import reward_model  # its packages take seconds
 
     return reward_model.scores([(text, row)], path, device, dtype, batch_size, max_tokens, prompt_key)[0]
 

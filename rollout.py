@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from support import cpu_engine
+
 
 @dataclasses.dataclass
 class Completion:
@@ -54,7 +56,7 @@ class Engine:
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
-        shm_prefix = None if on_gpu else _name_shared_memory_after_this_run()
+        shm_prefix = None if on_gpu else cpu_engine.name_shared_memory_after_this_run()
         self.sampling_params, self.final_only = vllm.SamplingParams, RequestOutputKind.FINAL_ONLY
         settings = dict(
             model=model,
@@ -110,10 +112,10 @@ class Engine:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights by the (Hugging Face name, full tensor) pairs, in layer order; forget cached prefixes."""
         if torch.cuda.device_count() == 0:
-            self.llm.apply_model(_unpack_experts)
+            self.llm.apply_model(cpu_engine.unpack_experts)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if torch.cuda.device_count() == 0:
-            self.llm.apply_model(_repack_lm_head)
+            self.llm.apply_model(cpu_engine.repack_lm_head)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache after a weight push: requests are still running")
 
@@ -129,31 +131,3 @@ class Engine:
         if self.sleeps:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=[part])
-
-
-def _name_shared_memory_after_this_run() -> str:
-    """Make vLLM's CPU shared memory carry a name of this torchrun only; returns the prefix of its files in /dev/shm.
-
-    vLLM 0.32 gives it the same name in every external-launcher run, so that a second run, or a dead one, breaks the
-    next.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shm
-
-    prefix, group_name = f"train-grpo-{os.getppid()}", shm.make_group_name
-    shm.make_group_name = staticmethod(lambda communicator: prefix + group_name(communicator).replace("/", ""))
-    return prefix
-
-
-def _unpack_experts(model: torch.nn.Module) -> None:
-    """On the CPU vLLM packs experts once; a reload packs them anew only where it finds no kernel (vLLM 0.32)."""
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
-
-
-def _repack_lm_head(model: torch.nn.Module) -> None:
-    """On the CPU vLLM keeps a packed copy of a tied output layer, which a reload leaves stale (vLLM 0.32)."""
-    head = getattr(model, "lm_head", None)
-    if head is not None and getattr(head, "quant_method", None) is not None:
-        head.quant_method.process_weights_after_loading(head)

@@ -13,8 +13,8 @@ The objective. For each prompt, vLLM samples a group of G answers; answer i gets
     loss  = sum_t (L_t + kl_coef KL_t - entropy_coef H_t) / number of response tokens of the update      grpo_loss
 
 Told downwards, in the order of a step: sample -> grade -> advantages -> rows of tokens -> (old, ref log-probs) ->
-update(s) -> push. Then reward.py, rollout.py, megatron_bridge.py; every key is in config.py. What keeps a run honest and
-alive is in support/, which no reader of the algorithm opens.
+update(s) -> push. Then reward.py, rollout.py, megatron_bridge.py; every key is in config.py. What keeps a run honest
+and alive is in support/, which no reader of the algorithm opens.
 
 To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
 
@@ -24,24 +24,24 @@ step, _T per position of a packed row, _S per sequence of one, _R per rank, _E p
 
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy import ndarray
+from torch import Tensor
 
 import megatron_bridge as bridge
 from config import AlgoConfig, Config, EvalConfig, RolloutConfig, UserError, changed
 from rollout import Engine
-from support import checkpoint, checks, files, gates, hf_folder, launch, metrics, optimizer_state, ranks
+from support import checkpoint, checks, gates, hf_folder, launch, metrics, optimizer_state, ranks
 from support.clock import Clock, StopRequested
-from support.data import Prompt, fingerprint, prompt_batch
+from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.grading import GradingPool
-from support.packing import Batch, MicroBatch, pack, to_micro_batches
+from support.packing import Batch, MicroBatch, fill, pack, sequence_mean, sequence_sum, to_micro_batches
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
 
@@ -52,17 +52,15 @@ class Run:
 
     cfg: Config
     clock: Clock  # phases, their seconds, stop requests, the watchdog
-    tokenizer: Any
-    prompts: list[Prompt]
-    eval_prompts: list[Prompt]
+    inputs: launch.Inputs  # tokenizer, prompts, eval_prompts; the checkpoint it goes on from
     model_path: str  # local folder of the initial model
     engine: Engine
     model: list  # Megatron's model chunks on this rank: one, or parallel.vpp
-    optimizer: Any
-    reference: list[torch.Tensor] | None  # the initial weights; None: no KL
+    optimizer: object  # Megatron's, its state sharded over the replicas
+    reference: list[Tensor] | None  # the initial weights; None: no KL
     grading: GradingPool
     writer: checkpoint.CheckpointWriter
-    prompts_taken: int = 0  # of `prompts`, an endless stream
+    prompts_taken: int = 0  # of inputs.prompts, an endless stream
     skipped: int = 0  # updates in a row that were skipped as their loss or gradient was NaN or infinite
     errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors the user has seen
 
@@ -73,7 +71,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
     run = build(cfg, inputs, clock)
     log = metrics.Log(Path(cfg.output_dir), inputs.done, t.steps)
     if t.eval_every and not inputs.checkpoint:
-        log.write({"step": 0} | evaluate(run, 0))
+        log.write(log.evaluated(0, *evaluate(run)))
     for step in range(inputs.done + 1, t.steps + 1):
         try:
             numbers, samples = train_step(run, step)
@@ -84,7 +82,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
             log.stopped(step - 1)
             break
         if due(step, t.eval_every, t.steps):
-            numbers |= evaluate(run, step)
+            numbers |= log.evaluated(step, *evaluate(run))
         log.write(numbers, samples)
     run.writer.finish()
     run.grading.close()
@@ -109,10 +107,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     reference = bridge.copy_weights(model) if cfg.algo.kl_coef > 0 else None
     writer = checkpoint.CheckpointWriter(Path(cfg.output_dir, "checkpoints"), t.keep_last, t.keep_every)
     grading = GradingPool(**cfg.reward.model_dump())
-    run = Run(
-        cfg, clock, inputs.tokenizer, inputs.prompts, inputs.eval_prompts, path, engine, model, optimizer, reference,
-        grading, writer,
-    )  # fmt: skip
+    run = Run(cfg, clock, inputs, path, engine, model, optimizer, reference, grading, writer)
     if inputs.checkpoint:
         state = optimizer_state.restore(inputs.checkpoint, model, optimizer)
         run.prompts_taken, run.skipped, writer.step = state["prompts_taken"], state["skipped"], state["step"]
@@ -128,7 +123,7 @@ def save(run: Run, step: int) -> None:
     """
     state = {
         "step": step, "updates": optimizer_state.optimizer_steps(run.optimizer), "prompts_taken": run.prompts_taken,
-        "skipped": run.skipped, "data": fingerprint(run.prompts), "ranks": dist.get_world_size(),
+        "skipped": run.skipped, "data": fingerprint(run.inputs.prompts), "ranks": dist.get_world_size(),
         "config": run.cfg.model_dump(),
     }  # fmt: skip
     run.writer.start(step, state, optimizer_state.sharded_state(run.model, run.optimizer, loading=False))
@@ -144,8 +139,9 @@ def config_at(cfg: Config, step: int) -> Config:
 
 def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
     """One step of GRPO: sample, grade, log-probs, advantages, updates, push, save. Returns its metrics and samples."""
-    run.clock.start_step()
-    cfg, clock, model = config_at(run.cfg, step), run.clock, run.model
+    clock, model = run.clock, run.model
+    clock.start_step()
+    cfg = config_at(run.cfg, step)
     algo, t = cfg.algo, cfg.train
     bridge.seed_step(cfg.seed, step)
 
@@ -173,19 +169,16 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
     with clock("train"):
         for number, chosen in enumerate(updates):
             length = algo.loss_norm_length or cfg.rollout.max_new_tokens
-            weights_F = loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length)
-            weighted = replace(batch, weights=weights_F)
-            micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)
+            batch = replace(batch, weights=loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length))
+            micro_batches = to_micro_batches(batch, chosen, t.max_tokens_per_micro_batch, cfg)
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             if math.isfinite(report["loss"]):
                 if number < gates.compared_updates(cfg):
                     gates.check_gap(report, step, batch, trained, cfg, partial(score, model, batch, cfg))
                 report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr)
-            bad = Path(cfg.output_dir, "skipped", f"step_{step:06d}_update_{number}")
-            run.skipped = gates.check_finite(report, run.skipped, bad, micro_batches, t.max_skipped)
+            run.skipped = gates.check_finite(report, run.skipped, step, number, micro_batches, cfg)
             reports.append(report)
 
-    expert_load = bridge.expert_load(model)
     with clock("sync"):
         push_weights(run)
     with clock("save"):  # the export first: where its checkpoint exists, so does it
@@ -194,23 +187,19 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
             hf_folder.export_hf(bridge.hf_weights(model), run.model_path, Path(cfg.output_dir, f"hf/step_{step:06d}"))
         if due(step, t.save_every, t.steps):
             save(run, step)
-    seconds = {**clock.seconds, "step": clock.step_seconds()}
-    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, expert_load, seconds)
+    seconds = clock.seconds | {"step": clock.step_seconds()}
+    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, bridge.expert_load(model), seconds)
     return metrics.summarize(record, cfg), samples
 
 
-def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Metrics of the present weights on data.eval, by source; the samples go to the rollouts folder."""
-    cfg, options = run.cfg, run.cfg.eval
+def evaluate(run: Run) -> tuple[dict[str, float], list["Sample"]]:
+    """Metrics of the present weights on data.eval, by source, and the samples that gave them."""
+    options = run.cfg.eval
     with run.clock("eval"):
-        prompts = dict(enumerate(run.eval_prompts))
-        length = options.max_new_tokens or cfg.rollout.max_new_tokens
+        prompts = dict(enumerate(run.inputs.eval_prompts))
+        length = options.max_new_tokens or run.cfg.rollout.max_new_tokens
         samples, _ = answer(run, prompts, 0, options.samples, options, length)  # step 0: always the same seeds
-    found = metrics.evaluation(samples, options)
-    if dist.get_rank() == 0:
-        files.dump_rollouts(Path(cfg.output_dir, f"rollouts/eval_{step:06d}.jsonl"), samples)
-        print(metrics.evaluation_line(step, found), flush=True)
-    return found | {"time/eval": run.clock.seconds["eval"]}
+    return metrics.evaluation(samples, options) | {"time/eval": run.clock.seconds["eval"]}, samples
 
 
 # ---------------------------------------------------------------- 2. sample and grade
@@ -242,13 +231,15 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
     their place (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11); if all are, the last round is, without a gradient.
     """
     r, max_rounds = cfg.rollout, cfg.algo.max_rounds
-    samples, groups = [], set()
-    rounds, taken = 0, run.prompts_taken
+    samples = []
+    groups = set()
+    rounds = 0
+    taken = run.prompts_taken
     while len(groups) < r.prompts_per_step and rounds < max_rounds:
         run.clock.check_stop()
         missing = r.prompts_per_step - len(groups)
         first = taken - run.prompts_taken
-        prompts = dict(enumerate(prompt_batch(run.prompts, taken, missing, cfg.seed), first))  # {group: prompt}
+        prompts = dict(enumerate(prompt_batch(run.inputs.prompts, taken, missing, cfg.seed), first))  # {group: prompt}
         answers, notes = answer(run, prompts, step, r.group_size, r, r.max_new_tokens)
         samples += answers
         rewards = metrics.rewards_by_group(answers)
@@ -259,7 +250,8 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
     run.prompts_taken = taken
     if len(groups) < r.prompts_per_step and dist.get_rank() == 0:
         print(f"step {step}: after {rounds} rounds {len(groups)} of {r.prompts_per_step} groups have mixed rewards")
-    return penalize_length(samples, cfg.algo, r.max_new_tokens), groups or set(prompts), rounds, notes
+    penalize_length(samples, cfg.algo, r.max_new_tokens)
+    return samples, groups or set(prompts), rounds, notes
 
 
 def answer(
@@ -280,7 +272,7 @@ def answer(
             if rank % tp:
                 continue  # an engine's first rank speaks for it
             group, prompt = share[number]
-            texts = run.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
+            texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for c, text in zip(completions, texts, strict=True):
                 samples.append(Sample(group, prompt.ids, c.ids, c.logps, c.finished, text, prompt.source))
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row)
@@ -290,33 +282,25 @@ def answer(
             sample.reward, sample.reward_parts = sum(outcome.parts.values()), outcome.parts
     everywhere = ranks.gather((samples, {**clock.seconds, "memory_gb": metrics.peak_memory_gb()}))
     samples = sorted((s for part, _ in everywhere for s in part), key=lambda s: s.group)
-    rows = {group: prompt.row for group, prompt in prompts.items()}
-    gates.check_graded(samples, rows, cfg.reward.max_error_frac, run.errors_shown)
+    gates.check_graded(samples, prompts, cfg.reward.max_error_frac, run.errors_shown)
     return samples, [notes for _, notes in everywhere]
 
 
-def sampling_seed(seed: int, step: int, group: int) -> int:
-    """Seed of a group's answers in vLLM. It depends on nothing else, so neither do the answers (engines, layout)."""
-    return int(np.random.SeedSequence([seed, step, group]).generate_state(1)[0])
-
-
-def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> list[Sample]:
-    """The samples with the reward of their length in tokens: 0 up to `limit` - overlong_buffer, then linear to
-    -overlong_coef at the limit. Source: DAPO, arXiv 2503.14476, eq. 13 (soft overlong punishment)."""
+def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None:
+    """Add the reward of their length in tokens: 0 up to `limit` - overlong_buffer, then linear to -overlong_coef there
+    (soft overlong punishment: DAPO, arXiv 2503.14476, eq. 13)."""
     if not algo.overlong_buffer:
-        return samples
-    lengths_N = np.array([len(s.response_ids) for s in samples], dtype=np.float64)
-    penalty_N = -np.clip((lengths_N - (limit - algo.overlong_buffer)) / algo.overlong_buffer, 0, 1) * algo.overlong_coef
-    return [
-        replace(s, reward=s.reward + p, reward_parts={**s.reward_parts, "overlong": p})
-        for s, p in zip(samples, penalty_N.tolist(), strict=True)
-    ]
+        return
+    for s in samples:
+        beyond = len(s.response_ids) - (limit - algo.overlong_buffer)
+        s.reward_parts["overlong"] = -min(max(beyond / algo.overlong_buffer, 0.0), 1.0) * algo.overlong_coef
+        s.reward += s.reward_parts["overlong"]
 
 
 # ---------------------------------------------------------------- 3. advantages
 
 
-def answer_advantages(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> np.ndarray:
+def answer_advantages(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> ndarray:
     """Advantage of each answer, of its reward less, with kl_in=reward, kl_coef times the sum of its tokens' KL; [N]."""
     rewards_N, groups_N = np.array([s.reward for s in samples]), np.array([s.group for s in samples])
     if algo.kl_coef > 0 and algo.kl_in == "reward":  # on the sum of an answer's token rewards, as in verl
@@ -325,9 +309,7 @@ def answer_advantages(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> 
     return group_advantages(rewards_N, groups_N, algo.advantage, batch.per_sample(batch.trained))
 
 
-def group_advantages(
-    rewards_N: np.ndarray, groups_N: np.ndarray, kind: str, tokens_N: np.ndarray | None = None
-) -> np.ndarray:
+def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N: ndarray | None = None) -> ndarray:
     """Advantage of each answer against its own group; [N] each → [N] float64. tokens_N, the answers' trained tokens,
     is for reinforce_pp alone.
 
@@ -372,21 +354,19 @@ def group_advantages(
 
 
 def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
-    """All samples end to end: a value for each position that predicts, all tokens of a sample but its last; F of them."""
+    """All samples end to end: a value for each position that predicts, F of them: all tokens but each sample's last."""
     prompt_N = np.array([len(s.prompt_ids) for s in samples])
     lengths_N = prompt_N + np.array([len(s.response_ids) for s in samples]) - 1
     ends_N = np.cumsum(lengths_N + 1)
+    starts_N = ends_N - lengths_N - 1
     ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)]).astype(np.int64)
-    not_first, not_last = np.ones(len(ids), bool), np.ones(len(ids), bool)
-    not_first[ends_N - lengths_N - 1] = False  # a first token is no target,
-    not_last[ends_N - 1] = False  # a last one predicts nothing
     position_F = np.arange(lengths_N.sum()) - np.repeat(np.cumsum(lengths_N) - lengths_N, lengths_N)
     mask_F = position_F >= np.repeat(prompt_N - 1, lengths_N)
     logp_F = np.zeros(len(mask_F), np.float32)
     logp_F[mask_F] = np.concatenate([s.rollout_logp for s in samples])
     kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
     rows = {
-        "tokens": ids[not_last], "targets": ids[not_first], "position_ids": position_F,
+        "tokens": np.delete(ids, ends_N - 1), "targets": np.delete(ids, starts_N), "position_ids": position_F,
         "mask": mask_F.astype(np.float32), "trained": (mask_F & kept_F).astype(np.float32), "rollout_logp": logp_F,
         "seq_id": np.repeat(np.arange(len(samples)), lengths_N),
     }  # fmt: skip
@@ -399,21 +379,20 @@ def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: 
     parts = []
     for epoch in range(epochs):
         order = np.random.default_rng([seed, step, epoch]).permutation(np.unique(groups))
-        parts += [
-            np.flatnonzero(np.isin(groups, part)).tolist() for part in np.array_split(order, updates) if len(part)
-        ]
+        for part in filter(len, np.array_split(order, updates)):
+            parts.append(np.flatnonzero(np.isin(groups, part)).tolist())
     return parts
 
 
-# ---------------------------------------------------------------- 5. on Megatron
+# ---------------------------------------------------------------- 5. on Megatron, and back to vLLM
 
 
-def score(model: list, batch: Batch, cfg: Config) -> torch.Tensor:
+def score(model: list, batch: Batch, cfg: Config) -> Tensor:
     """Log-prob of every target under the model's present weights, on every rank; [F], 0 where the mask is 0."""
-    samples = list(range(len(batch.lengths_N)))
-    micro_batches = to_micro_batches(batch, samples, cfg.train.logprob_max_tokens_per_micro_batch, cfg)
+    budget = cfg.train.logprob_max_tokens_per_micro_batch
+    micro_batches = to_micro_batches(batch, list(range(len(batch.lengths_N))), budget, cfg)
 
-    def keep(mb: MicroBatch, logp_T: torch.Tensor, entropy_T: torch.Tensor):
+    def keep(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor):
         return logp_T.sum(), mb.mask.sum().int(), logp_T[: len(mb.index_T)]
 
     parts = run_schedule(model, micro_batches, keep, cfg.rollout.temperature, training=False)
@@ -432,9 +411,7 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
         chunk.zero_grad_buffer()
     loss_func = partial(grpo_loss, algo=cfg.algo)
     reports = run_schedule(model, micro_batches, loss_func, cfg.rollout.temperature, training=True)
-    tokens = sum(len(mb.index_T) for mb in micro_batches)
-    fill = tokens / (len(micro_batches) * cfg.train.max_tokens_per_micro_batch)
-    return {**metrics.add_up(reports), "grad_norm": math.nan, "fill": fill}
+    return metrics.add_up(reports) | {"grad_norm": math.nan, "fill": fill(micro_batches, cfg)}
 
 
 def run_schedule(model: list, micro_batches: list[MicroBatch], loss_func, temperature: float, training: bool) -> list:
@@ -443,12 +420,10 @@ def run_schedule(model: list, micro_batches: list[MicroBatch], loss_func, temper
     It sums gradients over micro-batches and replicas and divides them once by the global sum of the denominators
     (calculate_per_token_loss), so neither the split into micro-batches nor the layout enters the result.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func  # after megatron_bridge has prepared for it
-
     for chunk in model:
         chunk.train(training)
     with torch.set_grad_enabled(training):
-        return get_forward_backward_func()(
+        return bridge.get_forward_backward_func()(
             forward_step_func=partial(forward_step, loss_func=loss_func, temperature=temperature),
             data_iterator=[iter(micro_batches) for _ in model] if len(model) > 1 else iter(micro_batches),
             model=model,
@@ -459,7 +434,7 @@ def run_schedule(model: list, micro_batches: list[MicroBatch], loss_func, temper
         )
 
 
-def forward_step(micro_batches: Iterator[MicroBatch], model, loss_func, temperature: float):
+def forward_step(micro_batches, model, loss_func, temperature: float):
     """Megatron's forward_step: the next micro-batch through one model chunk; its output, and the loss of it or None.
 
     Sequences of a row do not see each other: attention reads where they begin from `cu_seqlens`.
@@ -470,26 +445,32 @@ def forward_step(micro_batches: Iterator[MicroBatch], model, loss_func, temperat
         return hidden, None
     logp_T, entropy_T = bridge.token_logprobs(model, hidden, mb.targets, mb.mask, temperature)  # [T], on every cp rank
 
-    def loss(logp_T: torch.Tensor):
+    def loss(logp_T: Tensor):
         loss_sum, denominator, report = loss_func(mb, logp_T, entropy_T)
         return loss_sum, denominator * bridge.first_of_context(), report  # Megatron adds them over cp as well
 
     return logp_T, loss
 
 
+def push_weights(run: Run) -> None:
+    """Trainer to vLLM, full tensors under their Hugging Face names; the KV cache takes its memory back afterwards."""
+    run.engine.wake("weights")
+    run.engine.load_weights(bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20))
+    run.engine.wake("kv_cache")
+
+
 # ---------------------------------------------------------------- 6. the loss: pure functions
 
 
-def grpo_loss(mb: MicroBatch, logp_T: torch.Tensor, entropy_T: torch.Tensor, algo: AlgoConfig):
+def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfig):
     """(loss sum, integer denominator, report) of one micro-batch, as Megatron's schedule wants them.
 
     Megatron adds the gradients of all micro-batches and replicas and divides once by the sum of the denominators, so
     the loss is sum / count over the whole update whatever the split. No factor of micro-batches, dp or cp belongs here.
     The count is of tokens with a weight above 0.
     """
-    mask_T, weight_T, advantages_T, rollout_logp_T = (
-        x[0] for x in (mb.mask, mb.weights, mb.advantages, mb.rollout_logp)
-    )
+    mask_T, weight_T, advantages_T = mb.mask[0], mb.weights[0], mb.advantages[0]
+    rollout_logp_T = mb.rollout_logp[0]
     # With one update a step the policy has not moved since it sampled: the ratio is 1 and its gradient that of logp.
     old_logp_T = logp_T.detach() if mb.old_logp is None else mb.old_logp[0]
     trainer_logp_T = logp_T.detach() if algo.old_logp == "rollout" else old_logp_T
@@ -515,13 +496,8 @@ def grpo_loss(mb: MicroBatch, logp_T: torch.Tensor, entropy_T: torch.Tensor, alg
 
 
 def policy_loss(
-    logp_T: torch.Tensor,
-    old_logp_T: torch.Tensor,
-    advantages_T: torch.Tensor,
-    mask_T: torch.Tensor,
-    sequence_T: torch.Tensor,
-    algo: AlgoConfig,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, mask_T: Tensor, sequence_T: Tensor, algo: AlgoConfig
+) -> tuple[Tensor, Tensor]:
     """Policy loss at each token, and 1.0 where a bound holds the ratio; [T] each → ([T], [T]).
 
     With ratio = exp(logp - old_logp), the exponent clamped to ±20, and clip to [1 - clip_low, 1 + clip_high]:
@@ -553,7 +529,7 @@ def policy_loss(
     return loss_T, clipped_T.float()
 
 
-def token_kl(logp_T: torch.Tensor, ref_logp_T: torch.Tensor, kind: str) -> torch.Tensor:
+def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
     """Estimate of KL(policy || reference) at each token, from the sampled token alone; [T], [T] → [T].
 
     With d = ref - logp:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1 with d clamped to ±20 and the result to ±10;
@@ -574,46 +550,39 @@ def token_kl(logp_T: torch.Tensor, ref_logp_T: torch.Tensor, kind: str) -> torch
     raise UserError(f"algo.kl={kind!r}: legal is k1 | k2 | k3 | k3+")
 
 
-# algo.correction → (lowest, highest) weight that is left alone, unless the configuration says otherwise.
+# algo.correction → (lowest, highest) weight that is left alone, where correction_low and correction_high are null
 CORRECTION_BOUNDS = {"none": (0.0, 2.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mask": (0.999, 1.002)}
 
 
-def correction_bounds(algo: AlgoConfig) -> tuple[float, float]:
-    """(lowest, highest) weight that algo.correction leaves alone."""
-    low, high = CORRECTION_BOUNDS[algo.correction]
-    return (
-        low if algo.correction_low is None else algo.correction_low,
-        high if algo.correction_high is None else algo.correction_high,
-    )
-
-
 def mismatch_weight(
-    trainer_logp_T: torch.Tensor,
-    rollout_logp_T: torch.Tensor,
-    mask_T: torch.Tensor,
-    sequence_T: torch.Tensor,
-    algo: AlgoConfig,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    trainer_logp_T: Tensor, rollout_logp_T: Tensor, mask_T: Tensor, sequence_T: Tensor, algo: AlgoConfig
+) -> tuple[Tensor, Tensor]:
     """Weight of each token's policy loss, since vLLM sampled what the trainer scores; [T] each → ([T], [T]).
 
     With w = exp(trainer - rollout), exponents clamped to ±20, and bounds [low, high]:
 
       none      1
       tis       clip(w), of the token or (correction_level=sequence) of the product over the answer
-                                               Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy
-                                               RL Training" (2025)
+                    Yao et al. (2025), "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
       icepop    w inside the bounds, else 0    Ring-1T, arXiv 2510.18855
       seq_mask  w in answers whose geometric mean of w is inside the bounds, else 0      as in NeMo-RL
     The second is 1.0 where the bounds cut (for none: where those of tis would).
     """
-    low, high = correction_bounds(algo)
+    if algo.correction not in CORRECTION_BOUNDS:
+        raise UserError(f"algo.correction={algo.correction!r}: legal is {' | '.join(CORRECTION_BOUNDS)}")
+    low, high = CORRECTION_BOUNDS[algo.correction]
+    low = low if algo.correction_low is None else algo.correction_low
+    high = high if algo.correction_high is None else algo.correction_high
+    if low > high:
+        raise UserError(f"algo.correction_low={low:g} is above algo.correction_high={high:g}: they hold nothing")
     log_w_T = trainer_logp_T - rollout_logp_T
     judged_T = log_w_T  # what is held against the bounds
     if algo.correction == "seq_mask":
         judged_T = sequence_mean(log_w_T, mask_T, sequence_T)
     elif algo.correction_level == "sequence":
         judged_T = log_w_T = sequence_sum(log_w_T * mask_T, sequence_T)
-    w_T, judged_T = log_w_T.clamp(-20, 20).exp(), judged_T.clamp(-20, 20).exp()
+    w_T = log_w_T.clamp(-20, 20).exp()
+    judged_T = judged_T.clamp(-20, 20).exp()
     outside_T = ((judged_T < low) | (judged_T > high)).float()
     if algo.correction == "none":
         return torch.ones_like(w_T), outside_T
@@ -622,19 +591,7 @@ def mismatch_weight(
     return w_T * (1 - outside_T), outside_T
 
 
-def sequence_sum(values_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
-    """The sum over each packed sequence, at each of its tokens; [T], number of each token's sequence [T] → [T]."""
-    return torch.zeros_like(values_T).index_add(0, sequence_T, values_T)[sequence_T]
-
-
-def sequence_mean(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
-    """The mean over each sequence's tokens with mask 1 (0 without any), at each of its tokens; [T] each → [T]."""
-    return sequence_sum(values_T * mask_T, sequence_T) / sequence_sum(mask_T, sequence_T).clamp(min=1)
-
-
-def loss_weights(
-    trained_F: torch.Tensor, sample_F: torch.Tensor, samples: list[int], kind: str, length: int
-) -> torch.Tensor:
+def loss_weights(trained_F: Tensor, sample_F: Tensor, samples: list[int], kind: str, length: int) -> Tensor:
     """Weight of each token in an update on the numbered `samples`; mask of the trained tokens [F], sample of each [F]
     → [F], such that the sum of weight · loss over the number of trained tokens T is the normalised loss.
 
@@ -659,24 +616,11 @@ def loss_weights(
     elif kind == "seq_mean_token_sum_norm":
         weight_N = total / (answers * length) * torch.ones_like(tokens_N)
     else:
-        raise UserError(
-            f"algo.loss_norm={kind!r}: legal is token_mean | seq_mean_token_mean | seq_mean_token_sum | "
-            "seq_mean_token_sum_norm"
-        )
+        raise UserError(f"algo.loss_norm={kind!r}: legal is token_mean | seq_mean_token_ mean | sum | sum_norm")
     return ((weight_N * chosen_N)[sample_F] * trained_F).float()
 
 
-# ---------------------------------------------------------------- 7. push
-
-
-def push_weights(run: Run) -> None:
-    """Trainer to vLLM, full tensors under their Hugging Face names; the KV cache takes its memory back afterwards."""
-    run.engine.wake("weights")
-    run.engine.load_weights(bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20))
-    run.engine.wake("kv_cache")
-
-
-# ---------------------------------------------------------------- 8. the command
+# ---------------------------------------------------------------- 7. the command
 
 
 def rehearse(cfg: Config) -> None:
@@ -684,7 +628,8 @@ def rehearse(cfg: Config) -> None:
     does a fork's mistake. Raises UserError."""
     algo = changed(config_at(cfg, 1), {"algo.kl_coef": 1.0}).algo
     samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=reward) for reward in (0.0, 1.0)]
-    batch = flatten(penalize_length(samples, algo, cfg.rollout.max_new_tokens), algo.mask_truncated)
+    penalize_length(samples, algo, cfg.rollout.max_new_tokens)
+    batch = flatten(samples, algo.mask_truncated)
     batch = replace(batch, old_logp=batch.rollout_logp, ref_logp=batch.rollout_logp)
     advantages_N = answer_advantages(samples, batch, algo)
     weights_F = loss_weights(batch.trained, batch.seq_id, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
@@ -693,7 +638,6 @@ def rehearse(cfg: Config) -> None:
     logp_T = mb.rollout_logp[0].clone().requires_grad_()
     loss, _, _ = grpo_loss(mb, logp_T, -logp_T, algo)
     loss.backward()
-    token_kl(logp_T, logp_T, algo.kl)
 
 
 def main(argv: list[str]) -> int:

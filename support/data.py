@@ -14,12 +14,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import datasets
 
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 LEGAL = f"a file ending in {', '.join(KINDS)}, a glob, a folder, a hub name like owner/name:split, or a list of these"
@@ -165,17 +162,23 @@ def fingerprint(prompts: list[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
-def rows_of(table: "datasets.Dataset") -> Iterator[dict]:
-    """The rows, read a thousand at a time, which takes a fifth of the time."""
+def rows_of(table: Any) -> Iterator[dict]:
+    """The rows of a datasets.Dataset, read a thousand at a time, which takes a fifth of the time."""
     for block in table.iter(1000):
         for values in zip(*block.values(), strict=True):
             yield dict(zip(block, values, strict=True))
 
 
-def load_tables(value: Any, split: str, key: str) -> list[tuple[str, "datasets.Dataset"]]:
-    """(name, table) of every file or hub data set that `value` stands for, all of one schema. Raises ValueError."""
+def load_tables(value: Any, split: str, key: str) -> list[tuple[str, Any]]:
+    """(name, datasets.Dataset) of every file or hub data set that `value` stands for, all of one schema.
+
+    Raises ValueError.
+    """
     import datasets
 
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = (
+        False  # or each local file waits seconds for a network that is not there
+    )
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises, and we say that ourselves
     names = [str(name) for name in (value if isinstance(value, (list, tuple)) else [value] if value else [])]
@@ -241,8 +244,11 @@ def folder_files(folder: str, named_split: str, split: str, key: str) -> list[st
     return found[wanted]
 
 
-def read_table(name: str, arguments: dict, key: str) -> "datasets.Dataset":
-    """One file or hub data set. Raises ValueError that names it, and the line or column where that is known."""
+def read_table(name: str, arguments: dict, key: str) -> Any:
+    """One file or hub data set as a datasets.Dataset.
+
+    Raises ValueError that names it, and the line or column where that is known.
+    """
     import datasets
     import pyarrow
 
@@ -318,3 +324,8 @@ def prompt_batch(prompts: list[Prompt], taken: int, size: int, seed: int) -> lis
             orders[epoch] = np.random.default_rng([seed, epoch]).permutation(len(prompts))
         batch.append(prompts[orders[epoch][place]])
     return batch
+
+
+def sampling_seed(seed: int, step: int, group: int) -> int:
+    """Seed of a group's answers in vLLM. It depends on nothing else, so neither do the answers (engines, layout)."""
+    return int(np.random.SeedSequence([seed, step, group]).generate_state(1)[0])

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import megatron_bridge as bridge
 from config import Config, TrainingError, UserError
+from support.data import Prompt
 from support.packing import Batch, MicroBatch
 
 
@@ -75,13 +76,14 @@ def explain_gap(logp_F: torch.Tensor, batch: Batch, samples: list, step: int, bo
 
 
 def check_finite(
-    report: dict[str, float], in_a_row: int, bad: Path, micro_batches: list[MicroBatch], limit: int
+    report: dict[str, float], in_a_row: int, step: int, number: int, micro_batches: list[MicroBatch], cfg: Config
 ) -> int:
     """How many updates in a row had a loss or gradient that is NaN or infinite, this one included; 0 if it has not.
 
-    The micro-batches of such an update, whose weights are as before, go to files whose names begin with `bad`. Raises
-    TrainingError at the limit.
+    The micro-batches of such an update, which changed nothing, go to files in output_dir/skipped. Raises TrainingError
+    where there are train.max_skipped in a row.
     """
+    bad, limit = Path(cfg.output_dir, "skipped", f"step_{step:06d}_update_{number}"), cfg.train.max_skipped
     if report["grad_norm"] == 0 and dist.get_rank() == 0:
         print("warning: no gradient (equal rewards in every group, no KL or entropy): update skipped", flush=True)
     if math.isfinite(report["grad_norm"]):
@@ -111,15 +113,15 @@ def dump_micro_batches(bad: Path, micro_batches: list[MicroBatch]) -> None:
     save_file(fields, f"{bad}_rank_{dist.get_rank():05d}.safetensors")
 
 
-def check_graded(samples: list, rows: dict[int, dict], bound: float, shown: set[str]) -> None:
+def check_graded(samples: list, prompts: dict[int, Prompt], bound: float, shown: set[str]) -> None:
     """Show the first error of each kind of the reward functions, once a run; `shown` holds the kinds seen so far.
 
-    `rows`: the data's row of each group. Raises UserError, on every rank, where more than the share `bound` failed.
+    `prompts`: that of each group. Raises UserError, on every rank, where more than the share `bound` failed.
     """
     messages = {}
     failed = [s for s in samples if s.graded == "error"]
     for s in failed:
-        row = json.dumps(rows[s.group], default=str)
+        row = json.dumps(prompts[s.group].row, default=str)
         messages.setdefault(
             s.error.partition(":")[0],
             f"the reward of source {s.source!r} failed: {s.error}\n  row: {row}\n  response: {s.text!r}",

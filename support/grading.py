@@ -324,6 +324,3 @@ def model_options(given: dict) -> dict:
 
 if __name__ == "__main__":
     serve_requests()
-
-
-Grader = GradingPool

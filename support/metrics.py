@@ -162,12 +162,6 @@ def evaluation(samples: list, options: EvalConfig) -> dict[str, float]:
     return by_source(samples, "eval", wanted)
 
 
-def evaluation_line(step: int, found: dict[str, float]) -> str:
-    """An evaluation on the screen."""
-    shown = (f"{key.removeprefix('eval/')} {value:.3f}" for key, value in found.items() if "@" in key)
-    return f"eval after step {step}: {'  '.join(shown)}"
-
-
 def pass_at_k(n: int, passed: int, k: int) -> float:
     """Chance that one of k answers drawn from n, of which `passed` pass, passes: 1 - C(n - passed, k) / C(n, k).
 
@@ -187,12 +181,20 @@ def peak_memory_gb() -> float:
 
 
 class Log:
-    """What a run says of its steps, on rank 0: metrics.jsonl, rollouts/, a bar on a terminal or a line a step in a log."""
+    """What a run says of its steps, on rank 0: metrics.jsonl, rollouts/, a bar on a terminal or a line a step."""
 
     def __init__(self, out: Path, done: int, steps: int):
         self.out, self.steps, self.speaks = out, steps, dist.get_rank() == 0
         self.rewards: dict[int, float] = {}  # mean of each step of this start
         self.bar = tqdm(total=steps, initial=done, unit="step", disable=not on_terminal(), dynamic_ncols=True)
+
+    def evaluated(self, step: int, found: dict[str, float], samples: list) -> dict[str, float]:
+        """Keep and show an evaluation after `step`; returns its metrics."""
+        if self.speaks:
+            files.dump_rollouts(self.out / "rollouts" / f"eval_{step:06d}.jsonl", samples)
+            shown = (f"{key.removeprefix('eval/')} {value:.3f}" for key, value in found.items() if "@" in key)
+            print(f"eval after step {step}: {'  '.join(shown)}", flush=True)
+        return {"step": step} | found
 
     def write(self, metrics: dict, samples: list | None = None) -> None:
         """The metrics of a step that has ended, and its samples; without samples, those of an evaluation before it."""

@@ -73,6 +73,11 @@ def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Con
     ]
 
 
+def fill(micro_batches: list[MicroBatch], cfg: Config) -> float:
+    """Positions of samples in this replica's training micro-batches over the positions they were allowed."""
+    return sum(len(mb.index_T) for mb in micro_batches) / (len(micro_batches) * cfg.train.max_tokens_per_micro_batch)
+
+
 def plan_bins(lengths_N: np.ndarray, max_tokens: int, multiple: int) -> list[list[int]]:
     """Spread samples over bins of at most `max_tokens`: longest first, each into the emptiest bin.
 
@@ -120,3 +125,13 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
         cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
         max_seqlen=int(np.diff(cu_seqlens).max()),
     )
+
+
+def sequence_sum(values_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
+    """The sum over each packed sequence, at each of its tokens; [T], number of each token's sequence [T] → [T]."""
+    return torch.zeros_like(values_T).index_add(0, sequence_T, values_T)[sequence_T]
+
+
+def sequence_mean(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
+    """The mean over each sequence's tokens with mask 1 (0 without any), at each of its tokens; [T] each → [T]."""
+    return sequence_sum(values_T * mask_T, sequence_T) / sequence_sum(mask_T, sequence_T).clamp(min=1)

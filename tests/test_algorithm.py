@@ -1,27 +1,16 @@
 """The algorithm against numbers worked by hand, and the packing against the samples it came from."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from train_grpo import (
-    AlgoConfig,
-    MicroBatch,
-    Prompt,
-    Sample,
-    flat_rows,
-    group_advantages,
-    grpo_loss,
-    loss_weights,
-    pack,
-    plan_bins,
-    policy_loss,
-    prompt_batch,
-    sampling_seed,
-    token_kl,
-)
+from config import AlgoConfig
+from support.data import Prompt, prompt_batch, sampling_seed
+from support.packing import Batch, MicroBatch, pack, plan_bins
+from train_grpo import Sample, flatten, group_advantages, grpo_loss, loss_weights, policy_loss, token_kl
 
 
 def test_group_advantages_by_hand():
@@ -71,18 +60,18 @@ SAMPLES = [
 ]
 
 
-def flat(samples: list[Sample]) -> tuple[dict, np.ndarray]:
-    """flat_rows with what train_step adds for one update on all samples."""
-    rows, lengths = flat_rows(samples)
-    advantages = torch.tensor([s.advantage for s in samples])
-    weights = loss_weights(rows["mask"], rows["seq_id"], list(range(len(samples))), "token_mean", 1)
-    return {**rows, "advantages": advantages[rows["seq_id"]], "weights": weights}, lengths
+def flat(samples: list[Sample]) -> Batch:
+    """flatten with what train_step adds for one update on all samples."""
+    batch = flatten(samples)
+    advantages_N = torch.tensor([s.advantage for s in samples])
+    weights_F = loss_weights(batch.trained, batch.seq_id, list(range(len(samples))), "token_mean", 1)
+    return replace(batch, advantages=advantages_N[batch.seq_id], weights=weights_F)
 
 
 def test_packing_aligns_every_field_on_the_position_that_predicts():
-    rows, lengths = flat(SAMPLES)
-    assert lengths.tolist() == [4, 2, 2, 4]
-    mb = pack(rows, lengths, [2, 0], width=8, device="cpu")
+    batch = flat(SAMPLES)
+    assert batch.lengths_N.tolist() == [4, 2, 2, 4]
+    mb = pack(batch, [2, 0], width=8, device="cpu")
     assert mb.tokens.tolist() == [[13, 5, 11, 12, 1, 2, 0, 0]]
     assert mb.targets.tolist() == [[5, 6, 12, 1, 2, 3, 0, 0]]
     assert mb.mask.tolist() == [[1, 1, 0, 1, 1, 1, 0, 0]]
@@ -91,13 +80,12 @@ def test_packing_aligns_every_field_on_the_position_that_predicts():
     torch.testing.assert_close(mb.rollout_logp, torch.tensor([[-0.5, -0.6, 0, -0.1, -0.2, -0.3, 0, 0]]))
     assert mb.seq_id.tolist() == [[2, 2, 0, 0, 0, 0, -1, -1]]
     assert mb.cu_seqlens.tolist() == [0, 2, 6, 8] and mb.max_seqlen == 4
-    assert rows["tokens"][mb.index_T].tolist() == mb.tokens[0, :6].tolist()
+    assert batch.tokens[mb.index_T].tolist() == mb.tokens[0, :6].tolist()
     assert mb.old_logp is None and mb.ref_logp is None
 
 
 def test_an_empty_micro_batch_counts_nothing():
-    rows, lengths = flat(SAMPLES)
-    mb = pack(rows, lengths, [], width=2, device="cpu")
+    mb = pack(flat(SAMPLES), [], width=2, device="cpu")
     assert mb.tokens.shape == (1, 2) and mb.mask.sum() == 0
     loss, denominator, _ = grpo_loss(mb, torch.zeros(2, requires_grad=True), torch.zeros(2), AlgoConfig())
     assert loss.item() == 0 and denominator.item() == 0
@@ -117,15 +105,16 @@ def test_bins_hold_every_sample_once_under_a_strict_cap(replicas):
 
 
 def test_loss_is_a_sum_and_a_count_whatever_the_packing():
-    rows, lengths = flat(SAMPLES)
+    batch = flat(SAMPLES)
     g = torch.Generator().manual_seed(0)
-    logp, rows["old_logp"], rows["ref_logp"] = (-torch.rand(len(rows["mask"]), generator=g) for _ in range(3))
+    logp, old_logp, ref_logp = (-torch.rand(len(batch.mask), generator=g) for _ in range(3))
+    batch = replace(batch, old_logp=old_logp, ref_logp=ref_logp)
     algo = AlgoConfig(kl_coef=0.1, entropy_coef=0.01)
 
     def total(split: list[list[int]]) -> tuple[float, int]:
         loss, count = 0.0, 0
         for members in split:
-            mb = pack(rows, lengths, members, max(1, int(lengths[members].sum())), "cpu")
+            mb = pack(batch, members, max(1, int(batch.lengths_N[members].sum())), "cpu")
             logp_T = torch.nn.functional.pad(logp[mb.index_T], (0, mb.tokens.shape[1] - len(mb.index_T)))
             part, denominator, _ = grpo_loss(mb, logp_T, torch.ones_like(logp_T), algo)
             loss, count = loss + part.item(), count + denominator.item()
@@ -136,8 +125,8 @@ def test_loss_is_a_sum_and_a_count_whatever_the_packing():
     for s in SAMPLES:
         position += len(s.prompt_ids) - 1
         for _ in s.response_ids:
-            ratio = math.exp(logp[position] - rows["old_logp"][position])
-            d = float(rows["ref_logp"][position] - logp[position])
+            ratio = math.exp(logp[position] - old_logp[position])
+            d = float(ref_logp[position] - logp[position])
             want -= min(ratio * s.advantage, min(max(ratio, 0.8), 1.2) * s.advantage)
             want += 0.1 * (math.exp(d) - d - 1) - 0.01
             position += 1
@@ -157,5 +146,5 @@ def test_prompts_are_a_seeded_stream_without_gaps():
 
 def test_micro_batch_is_frozen():
     with pytest.raises(AttributeError):
-        pack(*flat_rows(SAMPLES), [0], 4, "cpu").mask = None
+        pack(flatten(SAMPLES), [0], 4, "cpu").mask = None
     assert MicroBatch.__dataclass_params__.frozen

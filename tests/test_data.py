@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import transformers
 
+from config import DataConfig
 from support.data import fingerprint, load_prompts
-from train_grpo import DataConfig
 
 # What a careless reader would change: leading zeros, the text "None", a number that is text, commas, line breaks.
 ROWS = [
@@ -59,7 +59,8 @@ def write(path: Path, rows: list[dict]) -> None:
 
 
 def load(tokenizer, train, **options):
-    return load_prompts(DataConfig(train=train, **options), tokenizer)
+    names = list(map(str, train)) if isinstance(train, list) else str(train)
+    return load_prompts(DataConfig(train=names, **options), tokenizer)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "stream.arrow", "file.arrow", "a.csv", "saved"])
@@ -160,7 +161,7 @@ def test_evaluation_data_follow_the_same_rules(tokenizer, tmp_path):
     cfg = DataConfig(train="unused.jsonl", eval=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
     prompts, _ = load_prompts(cfg, tokenizer, key="eval")
     assert [p.source for p in prompts] == ["sums"] * len(ROWS) + ["other"]
-    cfg.eval = "nowhere.jsonl"
+    cfg = DataConfig(train="unused.jsonl", eval="nowhere.jsonl")
     with pytest.raises(ValueError, match=r"data\.eval=nowhere\.jsonl: no such file"):
         load_prompts(cfg, tokenizer, key="eval")
 

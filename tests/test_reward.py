@@ -1,17 +1,18 @@
 """Rewards by example, their combination, and the pool of grading processes."""
 
-import dataclasses
 import http.server
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 import reward
-from config import load_config
-from support.grading import GradingPool, Outcome
+from config import RewardConfig, load_config
+from support.grading import REPO, GradingPool, Outcome
 
 
 def boxed(expression: str) -> str:
@@ -244,10 +245,11 @@ class Endpoint(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         self.seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         text = self.seen[-1]["text"]
-        status = {"refuse": 400, "busy": 503}.get(text, 503 if len(self.seen) == 1 else 200)
+        status = {"refuse": 400, "busy": 503, "later": 429}.get(text, 503 if len(self.seen) == 1 else 200)
         self.send_response(status)
         self.end_headers()
-        self.wfile.write(b"[]" if text == "list" else json.dumps({"reward": len(text), "style": 0.5}).encode())
+        reply = {"list": "[]", "page": "<html>"}.get(text) or json.dumps({"reward": len(text), "style": 0.5})
+        self.wfile.write(reply.encode())
 
     def log_message(self, *args):
         pass
@@ -273,9 +275,12 @@ def test_remote_tries_again_then_says_why(endpoint):
         ask("refuse")
     with pytest.raises(ConnectionError, match=r"503.*tried 3 times"):
         ask("busy")
-    with pytest.raises(ValueError, match="a reward is"):
-        ask("list")
-    with pytest.raises(ConnectionError, match="refused"):
+    with pytest.raises(ConnectionError, match=r"429.*tried 3 times"):
+        ask("later")
+    for text in ("list", "page"):
+        with pytest.raises(ValueError, match=f"^{endpoint} replied .*a reward is"):
+            ask(text)
+    with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9/.*refused.*tried 3 times"):
         ask("abc", "http://127.0.0.1:9/")
 
 
@@ -407,23 +412,27 @@ def test_weights_and_options(custom):
 
 
 def test_config_becomes_a_pool(tmp_path):
-    from train_grpo import Config, RewardConfig
-
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: {path: m}\ndata: {train: t}\nreward:\n  default: {math: 1.0, length: 0.2}\n  by_source: {a: gsm8k}\n"
         "  options: {length: {limit: 9}}\n"
     )
-    cfg = load_config(
-        Config, str(path), ["reward.by_source.b={math: 1, format: 0.5}", "reward.options.length.buffer=3"]
-    ).reward
+    overrides = ["reward.by_source.b={math: 1, format: 0.5}", "reward.options.length.buffer=3"]
+    cfg = load_config(str(path), overrides).reward
     assert cfg.default == {"math": 1.0, "length": 0.2} and cfg.options == {"length": {"limit": 9, "buffer": 3}}
     assert cfg.by_source == {"a": "gsm8k", "b": {"math": 1, "format": 0.5}}
     reward.load_reward(cfg.default, cfg.custom, cfg.options)
-    pool = GradingPool(**dataclasses.asdict(cfg))
+    pool = GradingPool(**cfg.model_dump())
     assert grade(pool, [("z", boxed("3") + "x" * 4, "3", {})])[0].parts == {"math": 1.0, "length": -0.2}
     pool.close()
-    assert dataclasses.asdict(RewardConfig())["default"] == "exact"
+    assert RewardConfig().default == "exact"
+
+
+def test_a_worker_starts_without_large_packages():
+    program = "import sys, support.grading; print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    loaded = subprocess.check_output([sys.executable, "-c", program], cwd=REPO, text=True)
+    for name in ("torch", "transformers", "numpy", "datasets", "requests", "psutil", "math_verify", "pydantic"):
+        assert repr(name) not in loaded
 
 
 def test_load_reward_says_what_is_legal(custom, tmp_path):

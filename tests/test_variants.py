@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from config import AlgoConfig, UserError, load_config
 from tests.conftest import REPO
 from train_grpo import (
-    AlgoConfig,
+    Sample,
     group_advantages,
     loss_weights,
     mismatch_weight,
-    overlong_penalty,
+    penalize_length,
     policy_loss,
+    rehearse,
     token_kl,
     update_order,
 )
@@ -238,20 +240,48 @@ def test_loss_normalisation_against_a_loop(kind):
 
 
 def test_overlong_penalty_by_hand():
-    got = overlong_penalty([10, 80, 85, 90, 100], limit=100, buffer=20)
-    np.testing.assert_allclose(got, [0, 0, -0.25, -0.5, -1])
+    samples = [Sample(0, [1], [2] * n, [], True, "", "", reward=1.0) for n in (10, 80, 85, 90, 100)]
+    penalize_length(samples, AlgoConfig(overlong_buffer=20, overlong_coef=2.0), 100)
+    assert [s.reward_parts["overlong"] for s in samples] == [0, 0, -0.5, -1, -2]
+    assert [s.reward for s in samples] == [1, 1, 0.5, 0, -1]
 
 
 # ---------------------------------------------------------------- updates
 
 
 def test_every_epoch_deals_all_groups_anew():
-    parts = update_order(list(range(10)), updates=3, epochs=2, seed=5, step=7)
-    assert [len(part) for part in parts] == [4, 3, 3] * 2
-    assert set.union(*parts[:3]) == set.union(*parts[3:]) == set(range(10))
-    assert parts[:3] != parts[3:] and parts == update_order(list(range(10)), 3, 2, 5, 7)
-    assert parts != update_order(list(range(10)), 3, 2, 5, 8)
-    assert update_order([4], updates=3, epochs=1, seed=0, step=1) == [{4}]
+    groups = [group for group in range(10) for _ in range(3)]  # of each sample
+    parts = update_order(groups, updates=3, epochs=2, seed=5, step=7)
+    assert [len(part) for part in parts] == [12, 9, 9] * 2
+    for epoch in (parts[:3], parts[3:]):
+        assert sorted(n for part in epoch for n in part) == list(range(30))
+    for part in parts:
+        dealt = {groups[n] for n in part}
+        assert part == [n for n in range(30) if groups[n] in dealt]  # whole groups
+    assert parts[:3] != parts[3:] and parts == update_order(groups, 3, 2, 5, 7)
+    assert parts != update_order(groups, 3, 2, 5, 8)
+    assert update_order([4], updates=3, epochs=1, seed=0, step=1) == [[0]]
+
+
+# ---------------------------------------------------------------- names and forks
+
+
+@pytest.mark.parametrize(
+    ("override", "legal"),
+    [
+        ("algo.advantage=gae", "grpo | dr_grpo | rloo | grpo_loo | reinforce_pp"),
+        ("algo.loss=sapo", "ppo_clip | gspo | cispo | reinforce"),
+        ("algo.loss_norm=mean", "token_mean | seq_mean_token_ mean | sum | sum_norm"),
+        ("algo.kl=k4", "k1 | k2 | k3 | k3+"),
+        ("algo.correction=mis", "none | tis | icepop | seq_mask"),
+        ("algo.correction_low=3", "above algo.correction_high=2"),
+    ],
+)
+def test_a_rehearsal_refuses_unknown_names(override, legal):
+    for kl_in in ("loss", "reward"):
+        cfg = load_config(str(REPO / "configs/tiny.yaml"), [override, f"algo.kl_in={kl_in}"])
+        with pytest.raises(UserError, match=re.escape(legal)):
+            rehearse(cfg)
 
 
 def test_the_diffs_in_the_docs_still_apply(tmp_path):

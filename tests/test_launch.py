@@ -1,0 +1,93 @@
+"""The command without its algorithm: exit codes, who speaks, and what failures of machines mean."""
+
+import errno
+
+import pytest
+import torch
+
+from config import RankError, TrainingError, UserError, load_config
+from support import launch
+from tests.conftest import REPO
+
+CONFIG = str(REPO / "configs/tiny.yaml")
+
+
+@pytest.fixture
+def command(tiny, monkeypatch, capfd):
+    """command("section.key=value", ..., rehearse=...) → (exit code, what it printed); nothing is trained."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def run(*options: str, rehearse=lambda cfg: None) -> tuple[int, str]:
+        data = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "reward.default=exact"]
+        code = launch.command(["--config", CONFIG, *options, *data], "", rehearse, None)
+        shown = capfd.readouterr()
+        return code, shown.out + shown.err
+
+    return run
+
+
+def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
+    rehearsed = []
+    code, text = command("--dry-run", "--world-size", "4", "parallel.tp=2", rehearse=rehearsed.append)
+    assert code == 0 and rehearsed[0].parallel.tp == 2
+    assert "layout:  4 ranks = tp 2" in text and "data:    200 prompts\n" in text and "warning" not in text
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert "warning: --max-restarts=3: each restart begins from resume=none again; use auto" in command("--dry-run")[1]
+    assert "warning" not in command("--dry-run", "resume=auto")[1]
+
+
+def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
+    def refuse(error: Exception):
+        def rehearse(cfg):
+            raise error
+
+        return rehearse
+
+    assert command(rehearse=refuse(UserError("algo.loss=x: legal is y"))) == (2, "error: algo.loss=x: legal is y\n")
+    assert command(rehearse=refuse(TrainingError("lost")))[0] == 1
+    code, text = command()
+    assert code == 2 and text.endswith(
+        "error: start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only\n"
+    )
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    assert command(rehearse=refuse(UserError("known to all"))) == (2, "")
+    assert command(rehearse=refuse(RankError("known to me"))) == (1, "error: known to me\n")
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (torch.OutOfMemoryError("Tried 2 GiB."), "out of GPU memory in the phase train, whose budget is"),
+        (
+            RuntimeError("Connection closed by peer [1]\nmore"),
+            r"rank 1, in the phase train: another .*\(Connection closed",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "could not be written in the phase train: .*No space left"),
+    ],
+)
+def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, message):
+    class Clock:
+        phase, stopped = "train", []
+
+        def __init__(self, stall_timeout_s):
+            assert stall_timeout_s == 1800
+
+        def stop(self):
+            self.stopped.append(True)
+
+    def train(cfg, inputs, clock):
+        raise failure
+
+    monkeypatch.setattr(launch, "Clock", Clock)
+    monkeypatch.setattr(launch, "check_machines", lambda cfg: None)
+    monkeypatch.setattr(launch, "resumed", lambda cfg, inputs: inputs)
+    monkeypatch.setattr(launch.dist, "get_rank", lambda: 1)
+    cfg = load_config(CONFIG, [f"output_dir={tmp_path}"])
+    with pytest.raises(RankError, match=message):
+        launch.run(cfg, launch.Inputs(None, [], []), train)
+    failure = RuntimeError("a mistake in the code")
+    with pytest.raises(RuntimeError, match="a mistake in the code"):
+        launch.run(cfg, launch.Inputs(None, [], []), train)
+    assert Clock.stopped == [True, True]
