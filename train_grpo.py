@@ -12,7 +12,7 @@ The objective. For each prompt, vLLM samples a group of G answers; answer i gets
     KL_t  = exp(d) - d - 1,  d = ref_logp_t - logp_t     token_kl           k3, d clamped to +-20, the result to +-10
     loss  = sum_t (L_t + kl_coef KL_t - entropy_coef H_t) / number of response tokens of the update      grpo_loss
 
-Told downwards, in the order of a step: sample -> grade -> advantages -> rows of tokens -> (old, ref log-probs) ->
+Told downwards, in the order of a step: sample -> grade -> rows of tokens -> (old, ref log-probs) -> advantages ->
 update(s) -> push. Then reward.py, rollout.py, megatron_bridge.py; every key is in config.py. What keeps a run honest
 and alive is in support/, which no reader of the algorithm opens.
 
@@ -297,7 +297,41 @@ def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None
         s.reward += s.reward_parts["overlong"]
 
 
-# ---------------------------------------------------------------- 3. advantages
+# ---------------------------------------------------------------- 3. from samples to rows of tokens
+
+
+def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
+    """All samples end to end: a value for each position that predicts, F of them: all tokens but each sample's last."""
+    prompt_N = np.array([len(s.prompt_ids) for s in samples])
+    lengths_N = prompt_N + np.array([len(s.response_ids) for s in samples]) - 1
+    ends_N = np.cumsum(lengths_N + 1)
+    starts_N = ends_N - lengths_N - 1
+    ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)]).astype(np.int64)
+    position_F = np.arange(lengths_N.sum()) - np.repeat(np.cumsum(lengths_N) - lengths_N, lengths_N)
+    mask_F = position_F >= np.repeat(prompt_N - 1, lengths_N)
+    logp_F = np.zeros(len(mask_F), np.float32)
+    logp_F[mask_F] = np.concatenate([s.rollout_logp for s in samples])
+    kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
+    rows = {
+        "tokens": np.delete(ids, ends_N - 1), "targets": np.delete(ids, starts_N), "position_ids": position_F,
+        "mask": mask_F.astype(np.float32), "trained": (mask_F & kept_F).astype(np.float32), "rollout_logp": logp_F,
+        "seq_id": np.repeat(np.arange(len(samples)), lengths_N),
+    }  # fmt: skip
+    return Batch(**{name: torch.from_numpy(values_F) for name, values_F in rows.items()}, lengths_N=lengths_N)
+
+
+def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:
+    """Numbers of the samples of each update, given the group of each: every epoch deals all groups, shuffled anew, into
+    `updates` parts. Whole groups; the same on every rank and layout. Parts without a group are left out."""
+    parts = []
+    for epoch in range(epochs):
+        order = np.random.default_rng([seed, step, epoch]).permutation(np.unique(groups))
+        for part in filter(len, np.array_split(order, updates)):
+            parts.append(np.flatnonzero(np.isin(groups, part)).tolist())
+    return parts
+
+
+# ---------------------------------------------------------------- 4. what a token is worth: advantages and weights
 
 
 def answer_advantages(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> ndarray:
@@ -350,38 +384,33 @@ def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N:
     return advantages_N
 
 
-# ---------------------------------------------------------------- 4. from samples to rows of tokens
+def loss_weights(trained_F: Tensor, sample_F: Tensor, samples: list[int], kind: str, length: int) -> Tensor:
+    """Weight of each token in an update on the numbered `samples`; mask of the trained tokens [F], sample of each [F]
+    → [F], such that the sum of weight · loss over the number of trained tokens T is the normalised loss.
 
+    Over the N answers with trained tokens, y_i of them in answer i:
 
-def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
-    """All samples end to end: a value for each position that predicts, F of them: all tokens but each sample's last."""
-    prompt_N = np.array([len(s.prompt_ids) for s in samples])
-    lengths_N = prompt_N + np.array([len(s.response_ids) for s in samples]) - 1
-    ends_N = np.cumsum(lengths_N + 1)
-    starts_N = ends_N - lengths_N - 1
-    ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)]).astype(np.int64)
-    position_F = np.arange(lengths_N.sum()) - np.repeat(np.cumsum(lengths_N) - lengths_N, lengths_N)
-    mask_F = position_F >= np.repeat(prompt_N - 1, lengths_N)
-    logp_F = np.zeros(len(mask_F), np.float32)
-    logp_F[mask_F] = np.concatenate([s.rollout_logp for s in samples])
-    kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
-    rows = {
-        "tokens": np.delete(ids, ends_N - 1), "targets": np.delete(ids, starts_N), "position_ids": position_F,
-        "mask": mask_F.astype(np.float32), "trained": (mask_F & kept_F).astype(np.float32), "rollout_logp": logp_F,
-        "seq_id": np.repeat(np.arange(len(samples)), lengths_N),
-    }  # fmt: skip
-    return Batch(**{name: torch.from_numpy(values_F) for name, values_F in rows.items()}, lengths_N=lengths_N)
-
-
-def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:
-    """Numbers of the samples of each update, given the group of each: every epoch deals all groups, shuffled anew, into
-    `updates` parts. Whole groups; the same on every rank and layout. Parts without a group are left out."""
-    parts = []
-    for epoch in range(epochs):
-        order = np.random.default_rng([seed, step, epoch]).permutation(np.unique(groups))
-        for part in filter(len, np.array_split(order, updates)):
-            parts.append(np.flatnonzero(np.isin(groups, part)).tolist())
-    return parts
+      token_mean               1               sum_i sum_t loss / T               DAPO, arXiv 2503.14476, eq. 8
+      seq_mean_token_mean      T / (N y_i)     mean_i (1 / y_i) sum_t loss        GRPO, arXiv 2402.03300, eq. 3
+      seq_mean_token_sum       T / N           mean_i sum_t loss
+      seq_mean_token_sum_norm  T / (N length)  mean_i (1 / length) sum_t loss     Dr. GRPO, arXiv 2503.20783, appendix
+    So the denominator is the same integer for all, and neither micro-batches nor layout enter.
+    """
+    chosen_N = torch.zeros(int(sample_F.max()) + 1, dtype=torch.float64)
+    chosen_N[samples] = 1
+    tokens_N = torch.bincount(sample_F, weights=trained_F.double()) * chosen_N
+    total, answers = tokens_N.sum(), (tokens_N > 0).sum().clamp(min=1)
+    if kind == "token_mean":
+        weight_N = torch.ones_like(tokens_N)
+    elif kind == "seq_mean_token_mean":
+        weight_N = total / (answers * tokens_N.clamp(min=1))
+    elif kind == "seq_mean_token_sum":
+        weight_N = total / answers * torch.ones_like(tokens_N)
+    elif kind == "seq_mean_token_sum_norm":
+        weight_N = total / (answers * length) * torch.ones_like(tokens_N)
+    else:
+        raise UserError(f"algo.loss_norm={kind!r}: legal is token_mean | seq_mean_token_ mean | sum | sum_norm")
+    return ((weight_N * chosen_N)[sample_F] * trained_F).float()
 
 
 # ---------------------------------------------------------------- 5. on Megatron, and back to vLLM
@@ -529,27 +558,6 @@ def policy_loss(
     return loss_T, clipped_T.float()
 
 
-def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
-    """Estimate of KL(policy || reference) at each token, from the sampled token alone; [T], [T] → [T].
-
-    With d = ref - logp:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1 with d clamped to ±20 and the result to ±10;
-    k3+ has the value of k3 and the gradient of k2, which is that of the true KL.
-    Source: Schulman, "Approximating KL divergence" (2020); clamps and k3+ as in verl.
-    """
-    d_T = ref_logp_T - logp_T
-    if kind == "k1":
-        return -d_T
-    if kind == "k2":
-        return d_T**2 / 2
-    if kind == "k3":
-        d_T = d_T.clamp(-20, 20)
-        return (d_T.exp() - d_T - 1).clamp(-10, 10)
-    if kind == "k3+":
-        k2_T = token_kl(logp_T, ref_logp_T, "k2")
-        return token_kl(logp_T.detach(), ref_logp_T, "k3") + k2_T - k2_T.detach()
-    raise UserError(f"algo.kl={kind!r}: legal is k1 | k2 | k3 | k3+")
-
-
 # algo.correction → (lowest, highest) weight that is left alone, where correction_low and correction_high are null
 CORRECTION_BOUNDS = {"none": (0.0, 2.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mask": (0.999, 1.002)}
 
@@ -591,33 +599,25 @@ def mismatch_weight(
     return w_T * (1 - outside_T), outside_T
 
 
-def loss_weights(trained_F: Tensor, sample_F: Tensor, samples: list[int], kind: str, length: int) -> Tensor:
-    """Weight of each token in an update on the numbered `samples`; mask of the trained tokens [F], sample of each [F]
-    → [F], such that the sum of weight · loss over the number of trained tokens T is the normalised loss.
+def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
+    """Estimate of KL(policy || reference) at each token, from the sampled token alone; [T], [T] → [T].
 
-    Over the N answers with trained tokens, y_i of them in answer i:
-
-      token_mean               1               sum_i sum_t loss / T               DAPO, arXiv 2503.14476, eq. 8
-      seq_mean_token_mean      T / (N y_i)     mean_i (1 / y_i) sum_t loss        GRPO, arXiv 2402.03300, eq. 3
-      seq_mean_token_sum       T / N           mean_i sum_t loss
-      seq_mean_token_sum_norm  T / (N length)  mean_i (1 / length) sum_t loss     Dr. GRPO, arXiv 2503.20783, appendix
-    So the denominator is the same integer for all, and neither micro-batches nor layout enter.
+    With d = ref - logp:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1 with d clamped to ±20 and the result to ±10;
+    k3+ has the value of k3 and the gradient of k2, which is that of the true KL.
+    Source: Schulman, "Approximating KL divergence" (2020); clamps and k3+ as in verl.
     """
-    chosen_N = torch.zeros(int(sample_F.max()) + 1, dtype=torch.float64)
-    chosen_N[samples] = 1
-    tokens_N = torch.bincount(sample_F, weights=trained_F.double()) * chosen_N
-    total, answers = tokens_N.sum(), (tokens_N > 0).sum().clamp(min=1)
-    if kind == "token_mean":
-        weight_N = torch.ones_like(tokens_N)
-    elif kind == "seq_mean_token_mean":
-        weight_N = total / (answers * tokens_N.clamp(min=1))
-    elif kind == "seq_mean_token_sum":
-        weight_N = total / answers * torch.ones_like(tokens_N)
-    elif kind == "seq_mean_token_sum_norm":
-        weight_N = total / (answers * length) * torch.ones_like(tokens_N)
-    else:
-        raise UserError(f"algo.loss_norm={kind!r}: legal is token_mean | seq_mean_token_ mean | sum | sum_norm")
-    return ((weight_N * chosen_N)[sample_F] * trained_F).float()
+    d_T = ref_logp_T - logp_T
+    if kind == "k1":
+        return -d_T
+    if kind == "k2":
+        return d_T**2 / 2
+    if kind == "k3":
+        d_T = d_T.clamp(-20, 20)
+        return (d_T.exp() - d_T - 1).clamp(-10, 10)
+    if kind == "k3+":
+        k2_T = token_kl(logp_T, ref_logp_T, "k2")
+        return token_kl(logp_T.detach(), ref_logp_T, "k3") + k2_T - k2_T.detach()
+    raise UserError(f"algo.kl={kind!r}: legal is k1 | k2 | k3 | k3+")
 
 
 # ---------------------------------------------------------------- 7. the command
