@@ -172,7 +172,9 @@ def test_stop_requests(start, base, undisturbed):
     for process in job.family():  # as a scheduler may do it: every process, the grading ones too
         process.terminate()
     assert job.end() == 1
-    step = int(re.search(r"stopped after step (\d+), saved in .*; go on with resume=auto", job.text)[1])
+    said = re.search(r"stopped after step (\d+), saved in .*; go on with resume=auto", job.text)
+    assert said, job.text
+    step = int(said[1])
 
     job = start()
     assert job.end() == 0 and f"resume:  after step {step}, " in job.text, job.text

@@ -144,6 +144,22 @@ def test_a_reward_that_raises_stops_the_run_with_its_row(build, tmp_path):
     assert '"prompt": "' in str(error.value) and "16 of 16 samples failed" in str(error.value)
 
 
+def test_a_stop_comes_before_the_errors_of_grading_processes_that_it_ended(build, tmp_path, monkeypatch):
+    """As where a scheduler signals every process."""
+    (tmp_path / "ended.py").write_text("import os\ndef f(text, answer, row):\n    os.kill(os.getpid(), 15)\n")
+    run = build(f"reward.custom={tmp_path / 'ended.py'}:f")
+    generate = run.engine.generate
+
+    def signalled(*args):
+        run.clock.signals.requested = "SIGTERM"
+        yield from generate(*args)
+
+    monkeypatch.setattr(run.engine, "generate", signalled)
+    with pytest.raises(clock.StopRequested):
+        train_grpo.train_step(run, 1)
+    assert run.prompts_taken == 0
+
+
 def test_budgets_reach_their_own_phase(build, monkeypatch):
     cut, packed = train_grpo.to_micro_batches, []
 
