@@ -177,27 +177,22 @@ class Config(Section):
     megatron: dict[str, Any] = {}  # fields of Megatron-core's config classes that no other key stands for
 
 
-SECTIONS = {
-    name: field.annotation for name, field in Config.model_fields.items() if isinstance(field.annotation, type(Section))
-}
+SECTIONS = {key: kind for key, kind in Config.__annotations__.items() if isinstance(kind, type(Section))}
 KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields)]
 
 # ---------------------------------------------------------------- files and overrides
 
 
 def load_config(path: str, overrides: list[str]) -> Config:
-    """The defaults, under the YAML file `path`, under `section.key=value` overrides. Raises UserError.
-
-    A file that says `base: other.yaml` (seen from its own folder) changes what that one says.
-    """
-    tree = omegaconf.OmegaConf.create(functools.reduce(merged, [*read_files(path), *map(read_override, overrides)]))
+    """The defaults, under the YAML file `path`, under `section.key=value` overrides. Raises UserError."""
+    tree = omegaconf.OmegaConf.create(functools.reduce(merged, map(read_override, overrides), read_file(Path(path))))
     try:
-        unset = omegaconf.OmegaConf.missing_keys(tree)
-        if unset:
-            raise UserError(f"{', '.join(sorted(unset))}: set to ???; give a value")
+        unset = sorted(omegaconf.OmegaConf.missing_keys(tree))
         tree = omegaconf.OmegaConf.to_container(tree, resolve=True)
     except omegaconf.errors.OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    if unset:
+        raise UserError(f"{', '.join(unset)}: set to ???; give a value")
     return validated(tree, path)
 
 
@@ -215,20 +210,22 @@ def validated(tree: dict, path: str) -> Config:
     try:
         return Config.model_validate(tree)
     except pydantic.ValidationError as error:
-        errors = error.errors()
-    missing = sorted(".".join(error["loc"]) for error in errors if error["type"] == "missing")
-    wrong = [error for error in errors if error["type"] != "missing"]
+        errors = [(".".join(map(str, problem["loc"])), problem) for problem in error.errors()]
+    missing = sorted(name for name, problem in errors if problem["type"] == "missing")
+    wrong = [(name, problem) for name, problem in errors if problem["type"] != "missing"]
     if not wrong:
         raise UserError(f"{', '.join(missing)}: not set; give it in {path} or as {missing[0]}=...")
-    name, value = ".".join(map(str, wrong[0]["loc"])), wrong[0]["input"]
-    if wrong[0]["type"] == "extra_forbidden":
+    name, problem = wrong[0]
+    if problem["type"] == "extra_forbidden":
         raise UserError(f"unknown key {name!r}; the nearest legal key is {nearest(name.lower(), KEYS)!r}")
     if name in SECTIONS:
         inside = next(iter(SECTIONS[name].model_fields))
-        raise UserError(f"{name}={value!r}: this is a section; give its keys, such as {name}.{inside}")
+        raise UserError(f"{name}={problem['input']!r}: this is a section; give its keys, such as {name}.{inside}")
     key = max((key for key in KEYS if f"{name}.".startswith(f"{key}.")), key=len)  # beyond it stand types of a union
-    legal = [error["msg"] for error in wrong if ".".join(map(str, error["loc"])).startswith(key)]
-    raise UserError(f"{key}={value!r}: {' or '.join(dict.fromkeys(legal)).replace('Input should', 'must')}")
+    legal = dict.fromkeys(
+        other["msg"].replace("Input should", "must") for place, other in wrong if f"{place}.".startswith(f"{key}.")
+    )
+    raise UserError(f"{key}={problem['input']!r}: {' or '.join(legal)}")
 
 
 def merged(tree: Any, layer: Any) -> Any:
@@ -238,28 +235,22 @@ def merged(tree: Any, layer: Any) -> Any:
     return tree | {key: merged(tree.get(key), value) for key, value in layer.items()}
 
 
-def read_files(path: str) -> list[dict]:
-    """What the YAML file says, and before it what the files that it is based on say. Raises UserError."""
-    layers: list[dict] = []
-    file: Path | None = Path(path)
-    while file is not None:
-        where = f"--config {path}" + (f", its base {file}" if layers else "")
-        try:
-            layer = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(file))
-        except FileNotFoundError:
-            raise UserError(f"{where}: no such file") from None
-        except Exception as error:  # PyYAML's and OmegaConf's own errors share no base class
-            raise UserError(f"{where}: cannot read the configuration: {error}") from None
-        base = layer.pop("base", None) if isinstance(layer, dict) else None
-        if not isinstance(layer, dict) or not isinstance(base, str | None):
-            wrong = f"base={base!r}" if base else "the whole is a list"
-            raise UserError(f"{where}: {wrong}; legal are keys with values, where `base` is the path of a file")
-        # A section whose keys are all commented out is null in YAML.
-        layers.insert(0, {key: value for key, value in layer.items() if value is not None or key not in SECTIONS})
-        if len(layers) > 10:
-            raise UserError(f"--config {path}: its `base` files go round in a circle")
-        file = file.parent / base if base else None
-    return layers
+def read_file(path: Path, above: int = 0) -> dict:
+    """What a YAML file says, over what the file says that its `base` names, seen from its folder. Raises UserError."""
+    try:
+        layer = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path))
+    except FileNotFoundError:
+        raise UserError(f"--config: {path}: no such file") from None
+    except Exception as error:  # PyYAML's and OmegaConf's own errors share no base class
+        raise UserError(f"--config: {path}: cannot read the configuration: {error}") from None
+    base = layer.pop("base", None) if isinstance(layer, dict) else None
+    if not isinstance(layer, dict) or not isinstance(base, str | None):
+        raise UserError(f"--config: {path}: legal are keys with values, where `base` is the path of a file")
+    if above == 10:
+        raise UserError(f"--config: {path}: the `base` files go round in a circle")
+    # A section whose keys are all commented out is null in YAML.
+    layer = {key: value for key, value in layer.items() if value is not None or key not in SECTIONS}
+    return merged(read_file(path.parent / base, above + 1), layer) if base else layer
 
 
 def read_override(override: str) -> dict:

@@ -193,7 +193,7 @@ class Log:
         if self.speaks:
             files.dump_rollouts(self.out / "rollouts" / f"eval_{step:06d}.jsonl", samples)
             shown = (f"{key.removeprefix('eval/')} {value:.3f}" for key, value in found.items() if "@" in key)
-            print(f"eval after step {step}: {'  '.join(shown)}", flush=True)
+            self.bar.write(f"eval after step {step}: {'  '.join(shown)}")
         return {"step": step} | found
 
     def write(self, metrics: dict, samples: list | None = None) -> None:

@@ -1,57 +1,141 @@
-"""One tiny model and one way to start torchrun, shared by all tests."""
+"""One tiny model, one way to start a run, and the runs that many quick tests read."""
 
 import json
-import os
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
+import datasets
+import huggingface_hub
+import make_tiny
 import pytest
+import torch
+import torch.distributed as dist
+from processes import Torchrun
+from safetensors.torch import load_file
+
+import megatron_bridge as bridge
+from support import ranks
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "tools"))
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A folder with an untrained tied Qwen2 (2 layers) and the reversal task."""
-    import make_tiny
-
     folder = tmp_path_factory.mktemp("tiny")
     make_tiny.save_model(folder / "model", make_tiny.char_tokenizer("0123456789>+-="), hidden=64, layers=2)
-    rows = make_tiny.reversal_rows(3, 200, seed=0)
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "train.jsonl", make_tiny.reversal_rows(3, 200, seed=0))
     return folder
 
 
-class Run:
-    """A finished torchrun: its exit code, what it printed, and its output folder."""
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def __init__(self, process: subprocess.CompletedProcess, out: Path):
-        self.code, self.text, self.out = process.returncode, process.stdout, out
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.open()]
+
+
+class Training(Torchrun):
+    """A torchrun of train_grpo.py on configs/tiny.yaml with the tiny model, and its output folder."""
+
+    def __init__(self, tiny: Path, out: Path, *overrides: str, script="train_grpo.py", config="tiny", **settings):
+        self.out, self.overrides = out, overrides
+        number = len(list(out.parent.glob("printed_*")))
+        super().__init__(
+            out.parent / f"printed_{number}.txt", script, "--config", f"configs/{config}.yaml", f"output_dir={out}",
+            f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", *overrides, **settings,
+        )  # fmt: skip
 
     @property
     def metrics(self) -> list[dict]:
-        return [json.loads(line) for line in (self.out / "metrics.jsonl").open()]
+        return read_rows(self.out / "metrics.jsonl")
 
-    def rollouts(self, step: int) -> list[dict]:
-        return [json.loads(line) for line in (self.out / f"rollouts/step_{step:06d}.jsonl").open()]
+    def rollouts(self, step: int, kind: str = "step") -> list[dict]:
+        """The samples of a step, or with kind="eval" of the evaluation after it."""
+        return read_rows(self.out / f"rollouts/{kind}_{step:06d}.jsonl")
+
+    def weights(self, step: int) -> dict[str, torch.Tensor]:
+        """What was exported after the step."""
+        return load_file(self.out / f"hf/step_{step:06d}/model-00000.safetensors")
 
 
 @pytest.fixture
 def train(tiny, tmp_path):
-    """train(nproc, "section.key=value", ..., script=...) → Run: torchrun on configs/tiny.yaml with the tiny model."""
+    """train(nproc, "section.key=value", ..., script=..., out=...) → the Training, ended, with its exit code."""
+    started = []
 
-    def run(nproc: int, *overrides: str, script: Path = REPO / "train_grpo.py", config="configs/tiny.yaml") -> Run:
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", str(script),
-            "--config", str(REPO / config), f"output_dir={tmp_path / 'out'}", f"model.path={tiny / 'model'}",
-            f"data.train={tiny / 'train.jsonl'}", *overrides,
-        ]  # fmt: skip
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
-        process = subprocess.run(
-            command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
-        )
-        return Run(process, tmp_path / "out")
+    def run(nproc: int, *overrides: str, out: Path = tmp_path / "out", **settings) -> Training:
+        started.append(Training(tiny, out, *overrides, nproc=nproc, **settings))
+        started[-1].code = started[-1].end()
+        return started[-1]
 
-    return run
+    yield run
+    for training in started:
+        training.kill()
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """No name is looked for on the hub."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """This process is a world of one rank, for what needs neither torchrun nor vLLM; a test may build one layout."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    ranks.init_distributed(timeout_s=60)
+    yield
+    bridge.mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- runs that many quick tests read
+
+# The demo's reward, but that answers which begin with 0 or 1 fail.
+SHAKY = """
+import sys
+sys.path.insert(0, "tools")
+from tiny_reward import digits_in_place
+
+def reward(text, answer, row):
+    if text[:1] in ("0", "1"):
+        raise KeyError(text[:1])
+    return digits_in_place(text, answer, row)
+"""
+EXACT = (  # what makes a step easy to compute again
+    "train.export_every=1", "train.warmup_steps=0", "train.lr=0.003", "algo.entropy_coef=0", "rollout.temperature=0.8",
+    "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=48",
+)  # fmt: skip
+SHARED = (
+    *EXACT, "train.steps=3", "train.epochs_per_step=2", "train.save_every=1", "train.keep_last=0",
+    "algo.kl_coef=0.05", "algo.max_rounds=2", "rollout.prompts_per_step=5", "rollout.group_size=4",
+    "reward.max_error_frac=0.9", "reward.by_source.even={custom: 2}",
+    "train.eval_every=2", "eval.samples=4", "eval.pass_reward=0.3", "eval.max_new_tokens=6",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def shared(tiny, tmp_path_factory) -> Training:
+    """Three steps on two replicas with all that several tests look at: KL, two updates a step, groups sampled anew,
+    rewards of two sources that fail now and then, evaluations, checkpoints and exports."""
+    folder = tmp_path_factory.mktemp("shared")
+    rows = [{**row, "source": "even"} if i % 2 == 0 else row for i, row in enumerate(read_rows(tiny / "train.jsonl"))]
+    write_rows(folder / "train.jsonl", rows)
+    write_rows(folder / "eval.jsonl", rows[:5])
+    (folder / "shaky.py").write_text(SHAKY)
+    training = Training(
+        tiny, folder / "out", *SHARED, f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'eval.jsonl'}",
+        f"reward.custom={folder / 'shaky.py'}:reward",
+    )  # fmt: skip
+    try:
+        assert training.end() == 0, training.text
+    finally:
+        training.kill()
+    return training

@@ -1,8 +1,8 @@
 """Runs under torchrun: one update of the same samples on one layout after the other, what it gave written to a folder.
 
-    torchrun --nproc_per_node=4 tests/layout_worker.py PLAN.json
+    torchrun --nproc_per_node=4 tests/layout_worker.py PLANS.json
 
-PLAN is {"config", "overrides", "samples", "out", "layouts": {name: [overrides]}, "orders": {name: [sample numbers]}}.
+A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "orders": {name: [sample numbers]}}.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
 as "grad.<Hugging Face name>", "load" per layer where there are experts, and "same" 1 where the export of the model just
 loaded is the original bit by bit.
@@ -13,6 +13,7 @@ mapping: Adam with a huge eps steps by lr · grad / eps.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,55 +23,65 @@ from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
 import train_grpo
+from config import load_config
+from support import checks, hf_folder, ranks
+from support.packing import to_micro_batches
 
 EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
+EXACT = ("train.lr=1", "train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "algo.loss_norm_length=32")
 
 
 def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     """What the layout gives, on every rank."""
-    overrides = [*plan["overrides"], *plan["layouts"][name], f"megatron.adam_eps={EPS:.0f}"]
-    cfg = train_grpo.load_config(train_grpo.Config, plan["config"], overrides)
-    train_grpo.check_config(cfg, dist.get_world_size())
-    bridge.check_model(cfg.model.path, cfg.parallel, 1, 64, cfg.model.dtype, cfg.megatron)
+    cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][name], *EXACT])
+    checks.check_config(cfg, dist.get_world_size())
+    checks.check_model(cfg.model.path, cfg.parallel, 1, 64, cfg.model.dtype, cfg.megatron)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, cfg.megatron)
-    optimizer = bridge.build_optimizer(model, 1.0, 0.0, (0.9, 0.999), 0.0, cfg.megatron)
+    optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
     before = dict(bridge.hf_weights(model, bucket_bytes=1 << 16))
-    bridge.export_hf(model, cfg.model.path, Path(plan["out"], "hf"))
-    exported = load_file(Path(plan["out"], "hf/model-00000.safetensors"))
-    original = load_file(Path(cfg.model.path, "model.safetensors"))
+    folder = Path(plan["out"], "hf")
+    hf_folder.export_hf(bridge.hf_weights(model), cfg.model.path, folder)
+    exported, original = load_file(folder / "model-00000.safetensors"), load_file(f"{cfg.model.path}/model.safetensors")
     same = exported.keys() == original.keys() and all(torch.equal(exported[name], original[name]) for name in original)
     same &= before.keys() == original.keys() and all(torch.equal(before[name], original[name]) for name in before)
 
     samples = [train_grpo.Sample(**sample) for sample in json.loads(Path(plan["samples"]).read_text())]
-    rows, lengths_N = train_grpo.flat_rows(samples)
-    logp_F = train_grpo.score(model, rows, lengths_N, cfg)
+    batch = train_grpo.flatten(samples)
+    logp_F = train_grpo.score(model, batch, cfg)
     noise = torch.Generator().manual_seed(1)
-    advantages_N = torch.tensor([sample.advantage for sample in samples])
-    rows |= {"advantages": advantages_N[rows["seq_id"]], "trained": rows["mask"]}
-    for name in ("old_logp", "ref_logp"):
-        rows[name] = rows["rollout_logp"] + 0.3 * torch.randn(len(logp_F), generator=noise)
+    batch = replace(
+        batch,
+        advantages=torch.tensor([sample.advantage for sample in samples])[batch.seq_id],
+        old_logp=batch.rollout_logp + 0.3 * torch.randn(len(logp_F), generator=noise),
+        ref_logp=batch.rollout_logp + 0.3 * torch.randn(len(logp_F), generator=noise),
+    )
     order = plan.get("orders", {}).get(name, list(range(len(samples))))
-    report = train_grpo.update(model, optimizer, rows, lengths_N, order, EPS * STEP, lambda report: None, cfg)
+    weights_F = train_grpo.loss_weights(
+        batch.trained, batch.seq_id, order, cfg.algo.loss_norm, cfg.algo.loss_norm_length
+    )
+    budget = cfg.train.max_tokens_per_micro_batch
+    micro_batches = to_micro_batches(replace(batch, weights=weights_F), order, budget, cfg)
+    report = train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
+    grad_norm = bridge.optimizer_step(optimizer, EPS * STEP)
     after, load = dict(bridge.hf_weights(model)), bridge.expert_load(model)
     mpu.destroy_model_parallel()
     return {
-        "logp": logp_F, "old_logp": rows["old_logp"], "ref_logp": rows["ref_logp"], "load": torch.tensor(load),
-        "same": torch.tensor(float(same)),
+        "logp": logp_F, "old_logp": batch.old_logp, "ref_logp": batch.ref_logp, "load": torch.tensor(load),
+        "same": torch.tensor(float(same)), "grad_norm": torch.tensor(grad_norm, dtype=torch.float64),
         "loss": torch.tensor(report["loss"] / report["trained"], dtype=torch.float64),
-        "grad_norm": torch.tensor(report["grad_norm"], dtype=torch.float64),
         **{f"grad.{name}": (before[name].double() - after[name].double()) / STEP for name in before},
     }  # fmt: skip
 
 
 def main() -> None:
-    plan = json.loads(Path(sys.argv[1]).read_text())
-    bridge.init_distributed(timeout_s=600)
-    for name in plan["layouts"]:
-        found = one_layout(plan, name)
-        if dist.get_rank() == 0:
-            save_file(found, Path(plan["out"], f"{name}.safetensors"))
-            print(name, flush=True)
+    ranks.init_distributed(timeout_s=600)
+    for plan in json.loads(Path(sys.argv[1]).read_text()):
+        for name in plan["layouts"]:
+            found = one_layout(plan, name)
+            if dist.get_rank() == 0:
+                save_file(found, Path(plan["out"], f"{name}.safetensors"))
+                print(name, flush=True)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""train_grpo.py with one fault: an advantage is no number in the steps 2, 4, 5 and 6.
+"""train_grpo.py with one fault: an advantage is NaN in the steps 2, 4, 5 and 6.
 
 A helper of test_checkpoint.py, run by torchrun.
 """

@@ -12,7 +12,7 @@ from train_grpo import main
 
 
 @pytest.fixture
-def dry_run(tiny, capfd):
+def dry_run(tiny, capfd, offline):
     def run(*overrides: str, world_size: int = 4) -> tuple[int, str]:
         code = main([
             "--config", str(REPO / "configs/tiny.yaml"), "--dry-run", "--world-size", str(world_size),

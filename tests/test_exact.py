@@ -3,13 +3,14 @@
 The reference knows nothing of packing, micro-batches or Megatron: one unpadded sequence at a time, float32, autograd.
 """
 
-import json
 import math
 from statistics import mean, stdev
 
 import pytest
 import torch
 import transformers
+
+from tests.conftest import EXACT
 
 RECOMPUTE = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
 LAYOUTS = {
@@ -18,11 +19,17 @@ LAYOUTS = {
     "pp2": (2, ["parallel.pp=2", "rollout.tp=2", *RECOMPUTE]),
     "tp2pp2": (4, ["parallel.tp=2", "parallel.pp=2", "rollout.tp=2"]),
 }
-QUICK = (("dp2", 0.0), ("tp2pp2", 0.05))  # in `make test`
-TEMPERATURE = 0.8
 
 
-def response_logps(model, row: dict, temperature: float = TEMPERATURE) -> torch.Tensor:
+def of_mixed_groups(rows: list[dict]) -> list[dict]:
+    """The samples that a step with algo.max_rounds above 1 trains on: of groups whose rewards differ."""
+    rewards: dict[int, set[float]] = {}
+    for row in rows:
+        rewards.setdefault(row["group"], set()).add(row["reward"])
+    return [row for row in rows if len(rewards[row["group"]]) > 1]
+
+
+def response_logps(model, row: dict, temperature: float = 0.8) -> torch.Tensor:
     """Log-probs of the response tokens, [response length]."""
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
     logps = (model(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
@@ -44,6 +51,7 @@ def reference_step(policy_path, reference_path, rollouts: list[dict], kl_coef: f
         advantage = 0.0 if len(set(rewards)) == 1 else (row["reward"] - mean(rewards)) / (stdev(rewards) + 1e-6)
         assert advantage == pytest.approx(row["advantage"], rel=1e-9, abs=1e-12)
         logp = response_logps(policy, row)
+        assert (logp - torch.tensor(row["rollout_logp"])).abs().max() < 1e-4
         with torch.no_grad():
             d = response_logps(reference, row)
         d = d - logp
@@ -56,76 +64,77 @@ def reference_step(policy_path, reference_path, rollouts: list[dict], kl_coef: f
     return loss, norm, kl
 
 
-@pytest.mark.parametrize(
-    ("layout", "kl_coef"),
-    [
-        pytest.param(layout, kl, marks=[] if (layout, kl) in QUICK else pytest.mark.slow)
-        for layout in LAYOUTS
-        for kl in (0.0, 0.05)
-    ],
-)
+def check_step(metrics: dict, rows: list[dict], policy_path, reference_path, kl_coef: float) -> None:
+    """The step's loss and gradient norm on the samples `rows` are those of plain transformers; vLLM's log-probs too."""
+    loss, norm, kl = reference_step(policy_path, reference_path, rows, kl_coef)
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-7)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["logp_gap/max"] < 1e-5
+    if kl_coef:
+        assert metrics["kl/ref"] == pytest.approx(kl, rel=1e-3, abs=1e-9)
+        assert (kl > 1e-4) == (metrics["step"] > 1)
+    else:
+        assert metrics["kl/ref"] is None
+
+
+def policies(run, model) -> list:
+    """The weights that each step samples with: the model, then the exports, which this checks by the way."""
+    return [model, *sorted(run.out.glob("hf/step_*"))[:-1]]
+
+
+def test_every_step_equals_plain_transformers(shared, tiny):
+    """The first of its two updates; through the KL this also checks the reference."""
+    for policy, metrics in zip(policies(shared, tiny / "model"), shared.metrics[1:], strict=True):
+        trained = of_mixed_groups(shared.rollouts(metrics["step"]))
+        check_step(metrics, trained, policy, tiny / "model", kl_coef=0.05)
+
+
+def test_several_updates_a_step_use_the_log_probs_from_before_the_first(shared):
+    for metrics in shared.metrics[1:]:
+        assert metrics["logp_gap/max"] < 1e-5  # measured against log-probs scored before the first update
+        assert metrics["ratio/clip_frac"] > 0  # the second has moved away from them
+
+
+def test_dynamic_sampling_replaces_groups_of_equal_rewards(shared):
+    prompts, replaced = [], 0
+    for metrics in shared.metrics[1:]:
+        rows = shared.rollouts(metrics["step"])
+        groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]
+        assert all(row["group"] == number for number, group in enumerate(groups) for row in group)
+        prompts += [tuple(group[0]["prompt_ids"]) for group in groups]
+        mixed = sorted({row["group"] for row in of_mixed_groups(rows)})
+        first_round = sum(number < 5 for number in mixed)
+        assert metrics["groups/sampled"] == len(groups) == 10 - first_round
+        assert metrics["groups/rounds"] == (1 if first_round == 5 else 2)
+        assert metrics["groups/trained"] == len(mixed) and len(mixed) < 5
+        assert f"step {metrics['step']}: after 2 rounds {len(mixed)} of 5 groups have mixed rewards" in shared.text
+        assert [number for number, group in enumerate(groups) if any(row["advantage"] for row in group)] == mixed
+        replaced += len(groups) - 5
+    assert replaced and len(set(prompts)) == len(prompts)  # the stream goes on, across rounds and steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kl_coef", [0.0, 0.05])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_step_equals_plain_transformers(train, tiny, layout, kl_coef):
     nproc, overrides = LAYOUTS[layout]
     run = train(
-        nproc, *overrides, f"algo.kl_coef={kl_coef}", "algo.entropy_coef=0", "train.steps=2", "train.export_every=1",
-        "train.warmup_steps=0", "rollout.prompts_per_step=5", "rollout.group_size=4",
-        f"rollout.temperature={TEMPERATURE}",
-        "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=48",
+        nproc, *EXACT, *overrides, f"algo.kl_coef={kl_coef}", "train.steps=2", "rollout.prompts_per_step=5",
+        "rollout.group_size=4",
     )  # fmt: skip
     assert run.code == 0, run.text
-    # At step 2 the policy is the export of step 1, so this also checks the export and, through the KL, the reference.
-    policies = [tiny / "model", run.out / "hf/step_000001"]
-    for step, (policy, metrics) in enumerate(zip(policies, run.metrics, strict=True), start=1):
-        loss, norm, kl = reference_step(policy, tiny / "model", run.rollouts(step), kl_coef)
-        assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-7)
-        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
-        assert metrics["logp_gap/max"] < 1e-5
-        if kl_coef:
-            assert metrics["kl/ref"] == pytest.approx(kl, rel=1e-3, abs=1e-9)
-            assert (kl > 1e-4) == (step == 2)
-        else:
-            assert metrics["kl/ref"] is None
+    for policy, metrics in zip(policies(run, tiny / "model"), run.metrics, strict=True):
+        check_step(metrics, run.rollouts(metrics["step"]), policy, tiny / "model", kl_coef)
 
 
-def test_several_updates_a_step_use_the_log_probs_from_before_the_first(train, tiny):
+@pytest.mark.slow
+def test_two_updates_in_each_of_two_epochs(train):
     run = train(
         2, "train.steps=2", "train.updates_per_step=2", "train.epochs_per_step=2", "train.lr=0.01", "algo.kl_coef=0.05",
         "rollout.prompts_per_step=4", "rollout.group_size=4",
     )  # fmt: skip
     assert run.code == 0, run.text
-    for metrics in run.metrics:
-        assert metrics["logp_gap/max"] < 1e-5  # measured against log-probs scored before the first update
-        assert metrics["ratio/clip_frac"] > 0  # later updates have moved away from them
-    report = json.dumps(run.metrics[0])
-    assert "NaN" not in report and "Infinity" not in report
-
-
-@pytest.mark.slow
-def test_dynamic_sampling_replaces_groups_of_equal_rewards(train, tiny):
-    run = train(
-        2, "train.steps=2", "algo.entropy_coef=0", "algo.max_rounds=2", "rollout.prompts_per_step=8",
-        "rollout.group_size=2", f"rollout.temperature={TEMPERATURE}", "rollout.tp=1",
-    )  # fmt: skip
-    assert run.code == 0, run.text
-    prompts = []
-    for step, metrics in enumerate(run.metrics, start=1):
-        rows = run.rollouts(step)
-        groups = [rows[i : i + 2] for i in range(0, len(rows), 2)]
-        prompts += [tuple(group[0]["prompt_ids"]) for group in groups]
-        assert all(group[0]["group"] == group[1]["group"] == i for i, group in enumerate(groups))
-        mixed = [i for i, (a, b) in enumerate(groups) if a["reward"] != b["reward"]]
-        first_round = sum(i < 8 for i in mixed)
-        assert metrics["groups/sampled"] == len(groups) == 16 - first_round and metrics["groups/rounds"] == 2
-        assert metrics["groups/trained"] == len(mixed) < 8
-        assert f"step {step}: after 2 rounds {len(mixed)} of 8 groups have mixed rewards" in run.text
-        assert [i for i, (a, b) in enumerate(groups) if a["advantage"] or b["advantage"]] == mixed
-        if step == 1:
-            loss, norm, _ = reference_step(
-                tiny / "model", tiny / "model", [row for row in rows if row["group"] in mixed], 0.0
-            )
-            assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-7)
-            assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert len(set(prompts)) == len(prompts)  # the stream goes on, across rounds and steps
+    assert all(metrics["logp_gap/max"] < 1e-5 and metrics["ratio/clip_frac"] > 0 for metrics in run.metrics)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPO
+from tests.conftest import REPO, Training
 from tests.test_checkpoint import lasting
 
 STEPS = 12
@@ -25,7 +25,6 @@ JOB = [
     "rollout.prompts_per_step=4", "rollout.group_size=8", f"train.steps={STEPS}", "train.warmup_steps=0",
     "train.save_every=2", "reward.timeout_s=100", "resume=auto",
 ]  # fmt: skip
-TWO_RANKS = ("--standalone", "--nproc_per_node=2")
 
 # The demo's reward, which takes as long as a file named "pause" lies beside it.
 REWARD = """
@@ -45,85 +44,20 @@ def reward(text, answer, row):
 """
 
 
-class Job:
-    """A torchrun of train_grpo.py in a folder `base`, with all that it started."""
+class Job(Training):
+    """The job that all of these tests disturb, in a folder `base`."""
 
-    count = 0
-
-    def __init__(self, base: Path, *overrides: str, torchrun: tuple[str, ...] = TWO_RANKS, **env: str):
-        Job.count += 1
-        self.base, self.out, self.tag = base, base / "out", f"{base}:{Job.count}"
-        self.printed = base / f"printed_{Job.count}.txt"
-        command = [
-            sys.executable, "-m", "torch.distributed.run", *torchrun, "train_grpo.py", "--config", "configs/tiny.yaml",
-            f"output_dir={self.out}", *JOB, f"model.path={base / 'model'}", f"data.train={base / 'train.jsonl'}",
-            f"reward.custom={base / 'reward.py'}:reward", *overrides,
-        ]  # fmt: skip
-        env = {
-            **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
-            "FAULTS_TAG": self.tag, **env,
-        }  # fmt: skip
-        with self.printed.open("w") as file:
-            self.process = subprocess.Popen(
-                command, cwd=REPO, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    @property
-    def text(self) -> str:
-        return self.printed.read_text(errors="replace")
-
-    @property
-    def own_text(self) -> str:
-        """What the run itself has printed, without the report of torchrun at the end."""
-        return re.split(r"\n[WE]\d{4} .*/torch/distributed/", self.text)[0]
-
-    def wait_for(self, pattern: str | Path, seconds: float = 240) -> None:
-        """Wait until the pattern is printed, or the file exists."""
-        deadline = time.monotonic() + seconds
-        while not (pattern.exists() if isinstance(pattern, Path) else re.search(pattern, self.text)):
-            assert time.monotonic() < deadline and self.process.poll() is None, f"no {pattern} in\n{self.text}"
-            time.sleep(0.01)
+    def __init__(self, base: Path, *overrides: str, **settings):
+        reward = f"reward.custom={base / 'reward.py'}:reward"
+        super().__init__(base, base / "out", *JOB, reward, *overrides, **settings)
 
     def wait_for_step(self, step: int) -> None:
         self.wait_for(rf"\] +{step}/{STEPS} ")
 
-    def end(self, seconds: float = 240) -> int:
-        """Its exit code; nothing that it started may be left."""
-        code, deadline = self.process.wait(seconds), time.monotonic() + 5
-        while (left := self.family()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not left, f"still there after the end: {left}"
-        return code
-
-    def family(self) -> dict[int, str]:
-        """Living processes of this job, vLLM's and the grading ones too: id → RANK and command line."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # ended meanwhile
-                environment = dict(
-                    pair.split("=", 1) for pair in (folder / "environ").read_text().split("\0") if "=" in pair
-                )
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                if environment.get("FAULTS_TAG") == self.tag and state not in "ZX":
-                    command = (folder / "cmdline").read_text().replace("\0", " ")
-                    found[int(folder.name)] = f"RANK={environment.get('RANK')} {command}"
-        return found
-
-    def rank(self, rank: int) -> int:
-        """The process id of a rank."""
-        return next(
-            pid for pid, what in self.family().items() if what.startswith(f"RANK={rank} ") and "train_grpo.py" in what
-        )
-
-    def ctrl_c(self) -> None:
-        """As a terminal does it: to the group of processes in the foreground."""
-        os.killpg(self.process.pid, signal.SIGINT)
-
     def result(self) -> dict:
         """What no fault may change."""
         files = [self.out / f"hf/step_{STEPS:06d}/model-00000.safetensors", *sorted(self.out.glob("rollouts/*.jsonl"))]
-        metrics = [json.loads(line) for line in (self.out / "metrics.jsonl").open()]
-        return {path.name: path.read_bytes() for path in files} | {"metrics": lasting(metrics)}
+        return {path.name: path.read_bytes() for path in files} | {"metrics": lasting(self.metrics)}
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +79,7 @@ def undisturbed(base) -> dict:
 
 @pytest.fixture
 def start(base):
-    """start("section.key=value", ..., torchrun=..., NAME=...) → Job; whatever is left is killed afterwards."""
+    """start("section.key=value", ..., options=..., NAME=...) → Job; whatever is left is killed afterwards."""
     jobs = []
 
     def one(*overrides: str, **settings) -> Job:
@@ -154,10 +88,7 @@ def start(base):
 
     yield one
     for job in jobs:
-        for pid in job.family():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        job.process.wait()
+        job.kill()
     shutil.rmtree(base / "out", ignore_errors=True)
     for name in ("pause", "paused", "clock", "back"):
         (base / name).unlink(missing_ok=True)
@@ -191,7 +122,7 @@ def free_port() -> int:
 def test_a_killed_and_a_stopped_rank(start, undisturbed):
     job = start()
     job.wait_for_step(3)
-    os.kill(job.rank(1), signal.SIGKILL)
+    os.kill(job.ranks()[1], signal.SIGKILL)
     assert job.end() == 1
     assert "exitcode  : -9" in job.text and "Signal 9 (SIGKILL) received by PID" in job.text, job.text
     assert re.search(
@@ -202,7 +133,7 @@ def test_a_killed_and_a_stopped_rank(start, undisturbed):
     job = start("train.stall_timeout_s=30")  # longer than building takes
     job.wait_for(r"resume:  after step [23456]")
     job.wait_for_step(7)
-    stopped = job.rank(1)
+    stopped = job.ranks()[1]
     os.kill(stopped, signal.SIGSTOP)
     assert job.end() == 1
     assert "watchdog: no rank has finished a phase for 30 s\nrank  phase       seconds  state\n" in job.text, job.text
@@ -238,8 +169,8 @@ def test_stop_requests(start, base, undisturbed):
     job = start()
     job.wait_for(f"resume:  after step {step}, ")
     job.wait_for_step(step + 2)
-    for pid in job.family():  # as a scheduler may do it: every process, the grading ones too
-        os.kill(pid, signal.SIGTERM)
+    for process in job.family():  # as a scheduler may do it: every process, the grading ones too
+        process.terminate()
     assert job.end() == 1
     step = int(re.search(r"stopped after step (\d+), saved in .*; go on with resume=auto", job.text)[1])
 
@@ -285,7 +216,7 @@ def test_a_second_run_in_the_same_folder(start, base, undisturbed):
     first.wait_for(base / "paused")
     second = start("resume=none")  # would move the folder aside
     assert second.end() == 1
-    assert re.search(rf"\nerror: output_dir=.* is in use by process {first.rank(0)} on host .*; choose", second.text)
+    assert re.search(rf"\nerror: output_dir=.* is in use by process {first.ranks()[0]} on host .*; choose", second.text)
     assert "exitcode  : 2" in second.text and "Traceback" not in second.own_text, second.text
     (base / "pause").unlink()
     assert first.end() == 0 and first.result() == undisturbed
@@ -294,7 +225,7 @@ def test_a_second_run_in_the_same_folder(start, base, undisturbed):
 def test_a_taken_port(start):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        job = start(torchrun=("--nproc_per_node=2", "--master-addr=127.0.0.1", f"--master-port={port}"))
+        job = start(options=("--master-addr=127.0.0.1", f"--master-port={port}"))
         assert job.end() == 1
     assert "EADDRINUSE" in job.text and "layout:" not in job.text, job.text
 
@@ -363,7 +294,7 @@ def test_a_clock_that_goes_back(start, base, undisturbed):
 
 def node(rank: int, port: int, tag: str) -> tuple[str, ...]:
     return (
-        "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
         f"--rdzv-id={tag}", f"--rdzv-conf=is_host={int(rank == 0)}", "--max-restarts=3", "--local-addr=127.0.0.1",
     )  # fmt: skip
 
@@ -375,17 +306,17 @@ def test_two_nodes(start, undisturbed, killed):
     # Without it an agent that joins later waits in vain for the address of the store, which the first told only once
     # (torch 2.13, DynamicRendezvousHandler.next_rendezvous).
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if killed == "agent" else {}
-    nodes = [start(torchrun=node(rank, port, killed), **env) for rank in (0, 1)]
+    nodes = [start(nproc=1, options=node(rank, port, killed), **env) for rank in (0, 1)]
     deadline = time.monotonic() + 240
     while not any(re.search(rf"\] +5/{STEPS} ", job.text) for job in nodes):
         assert time.monotonic() < deadline and all(job.process.poll() is None for job in nodes)
         time.sleep(0.01)
     if killed == "worker":
-        os.kill(next(pid for pid, what in nodes[1].family().items() if not what.startswith("RANK=None")), 9)
+        os.kill(*nodes[1].ranks().values(), signal.SIGKILL)
     else:
         nodes[1].process.kill()
         nodes[1].end()
-        nodes.append(start(torchrun=node(1, port, killed), **env))
+        nodes.append(start(nproc=1, options=node(1, port, killed), **env))
     assert nodes[0].end() == 0, nodes[0].text
     assert nodes[-1].end() == 0, nodes[-1].text
     assert "resume:  after step 4" in nodes[0].text + nodes[-1].text

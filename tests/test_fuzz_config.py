@@ -3,7 +3,6 @@
 Case n is always the same: `pytest tests/test_fuzz_config.py -k "case and 17"` runs it alone.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -17,30 +16,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import datasets
-import huggingface_hub
+import pydantic
 import pytest
 import yaml
 
 import megatron_bridge as bridge
 import train_grpo
+from config import SECTIONS, Config
 from rollout import engine_options
 from tests.conftest import REPO
 
-CASES = 300
+CASES, QUICK = 300, 60  # of them in `make test`
 LIMIT_S = 10  # a case takes 0.1 s
 
 
-def leaves(cls: type = train_grpo.Config, prefix: str = "") -> dict[str, typing.Any]:
+def leaves(model: type[pydantic.BaseModel] = Config, prefix: str = "") -> dict[str, typing.Any]:
     """Dotted name → declared type, of every key that is no section."""
     found = {}
-    for name, kind in typing.get_type_hints(cls).items():
-        found |= leaves(kind, f"{name}.") if dataclasses.is_dataclass(kind) else {prefix + name: kind}
+    for name, declared in model.model_fields.items():
+        kind = declared.annotation
+        section = isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)
+        found |= leaves(kind, f"{prefix}{name}.") if section else {prefix + name: kind}
     return found
 
 
 KEYS = leaves()
-SECTIONS = sorted({key.partition(".")[0] for key in KEYS if "." in key})
 # Wrong for most keys; "???" and "${...}" mean something to OmegaConf.
 WRONG = [
     "many", "", "nan", "???", "${nowhere}", "${", "\x00", [1, 2], [], {"a": 1}, {}, None, math.nan, math.inf, -math.inf,
@@ -97,7 +97,7 @@ def wrong_value(rng: random.Random, d: Draft) -> None:
 
 
 def wrong_section(rng: random.Random, d: Draft) -> None:
-    section, value = rng.choice(SECTIONS), rng.choice(["many", 3, [1], True, "${nowhere}"])
+    section, value = rng.choice([*SECTIONS]), rng.choice(["many", 3, [1], True, "${nowhere}"])
     d.illegal = True
     d.spoilt.append(section)
     if rng.random() < 0.5:
@@ -114,7 +114,10 @@ def unknown_key(rng: random.Random, d: Draft) -> None:
         key.replace("_", "-") + "-", key.upper(),
     ])  # fmt: skip
     d.illegal = misspelt not in KEYS
-    d.spoilt.append(key)  # of train.lr.more it may be said that train.lr is no dict
+    d.spoilt += [
+        key,
+        f"'{misspelt.partition('.')[0]}'",
+    ]  # train.lr.more: train.lr is no dict; TRAIN.lr: no such section
     d.put(rng, misspelt, rng.choice([1, "auto", None, {"a": 1}]))
 
 
@@ -176,7 +179,11 @@ def odd_batch(rng: random.Random, d: Draft) -> None:
 def odd_choices(rng: random.Random, d: Draft) -> None:
     """Settings that are legal one by one."""
     keys = {
-        **train_grpo.CHOICES, "algo.dual_clip": [0.5, 1, 3], "algo.kl_coef": [0, 0.1], "algo.correction_low": [3, 0.1],
+        "model.dtype": ["bf16", "fp32"], "algo.advantage": ["rloo", "reinforce_pp", "gae"],
+        "algo.loss": ["gspo", "reinforce", "ppo"], "algo.loss_norm": ["seq_mean_token_mean", "mean"],
+        "algo.kl": ["k1", "k3+", "k4"], "algo.kl_in": ["loss", "reward", "both"], "algo.old_logp": ["rollout", "vllm"],
+        "algo.correction": ["tis", "icepop", "seq_mask", "is"], "algo.correction_level": ["sequence", "answer"],
+        "algo.dual_clip": [0.5, 1, 3], "algo.kl_coef": [0, 0.1], "algo.correction_low": [3, 0.1],
         "algo.correction_high": [2, 0.01], "algo.max_rounds": [1, 4], "rollout.top_p": [0, 0.5, 2],
         "rollout.top_k": [0, -2, 5], "rollout.max_logp_gap": [0, math.inf], "eval.temperature": [0, 1],
         "eval.samples": [1, 4], "eval.top_p": [0, 2],
@@ -297,6 +304,10 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
+def mutations(rng: random.Random) -> list[Callable]:
+    return rng.sample(MUTATIONS, rng.choice([1, 1, 2, 3]))
+
+
 def spoil(number: int, folder: Path, tiny: Path) -> Draft:
     """Case `number`: configs/tiny.yaml with one to three mutations."""
     rng = random.Random(number)
@@ -304,7 +315,7 @@ def spoil(number: int, folder: Path, tiny: Path) -> Draft:
     tree["reward"]["custom"] = f"{REPO}/{tree['reward']['custom']}"
     tree["model"]["path"], tree["data"]["train"] = str(tiny / "model"), str(tiny / "train.jsonl")
     draft = Draft(folder, tree)
-    for mutation in rng.sample(MUTATIONS, rng.choice([1, 1, 2, 3])):
+    for mutation in mutations(rng):
         mutation(rng, draft)
     return draft
 
@@ -334,13 +345,6 @@ class TookTooLong(BaseException):
     """No library's `except Exception` may catch it."""
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    """No name of a case is looked for on the hub."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-
-
 @pytest.fixture(scope="module")
 def vllm_imported():
     """What a first look at vLLM's options takes is no case's time."""
@@ -359,7 +363,13 @@ def time_limit(vllm_imported):
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("number", range(CASES))
+def test_the_quick_cases_have_every_mutation():
+    assert {mutation for number in range(QUICK) for mutation in mutations(random.Random(number))} == {*MUTATIONS}
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.slow] if n >= QUICK else []) for n in range(CASES)]
+)
 def test_case(number, tiny, tmp_path, capfd, offline, time_limit):
     draft = spoil(number, tmp_path, tiny)
     arguments = command_line(draft)

@@ -1,59 +1,73 @@
 """No dead knobs: every key of the configuration is used, and a budget reaches the phase it names and no other."""
 
-import dataclasses
+import ast
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from processes import Torchrun
 
-from config import config_items
-from support import grading as rewards
+from config import KEYS, SECTIONS, RewardConfig
+from support.grading import GradingPool
 from tests.conftest import REPO
-from train_grpo import Config, RewardConfig
 
-# Every optional path at once: evaluation, KL, corrections, penalties, several rounds and updates, saving, exporting.
-OPTIONAL_PATHS = (
-    "data.eval={train}", "train.eval_every=1", "data.chat_template=true", "data.system_prompt='1'",
-    "data.max_prompt_tokens=20", "rollout.prompts_per_step=4", "rollout.group_size=8", "algo.kl_coef=0.1",
-    "algo.correction=tis", "algo.max_rounds=2", "algo.overlong_buffer=2", "algo.mask_truncated=true",
-    "algo.loss_norm=seq_mean_token_sum_norm", "train.updates_per_step=2", "train.steps=2", "train.lr=0",
-    "train.save_every=1", "train.export_every=1",
-)  # fmt: skip
+# What only looks at the configuration: a key that nothing else reads is dead.
+LOOKS = ("config.py", "support/checks.py")
+# Names that may be a section ("": the configuration itself) though no annotation says so.
+SECTION_OF = {"cfg": {"", "data"}, "sampling": {"rollout", "eval"}}
 
 
-@pytest.fixture(scope="module")
-def worker(tiny, tmp_path_factory):
-    """worker("section.key=value", ...) → what tests/knobs_worker.py found."""
+def keys_read(source: str) -> set[str]:
+    """The keys that a program reads: `cfg.train.lr`, or `t.lr` after `t = cfg.train` or in `def f(t: TrainConfig)`."""
+    nodes = list(ast.walk(ast.parse(source)))
+    known = {**{section: {section} for section in SECTIONS}, **SECTION_OF}  # name of a variable or attribute
 
-    def run(*overrides: str) -> dict:
-        folder = tmp_path_factory.mktemp("knobs")
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1",
-             str(REPO / "tests/knobs_worker.py"), str(folder / "found.json"), "--config", "configs/tiny.yaml",
-             f"output_dir={folder / 'out'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
-             *(override.format(train=tiny / "eval.jsonl") for override in OPTIONAL_PATHS), *overrides],
-            cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout
-        return json.loads((folder / "found.json").read_text())
+    def sections_of(node: ast.expr) -> set[str]:
+        return known.get(getattr(node, "attr", getattr(node, "id", "")), set())
 
-    (tiny / "eval.jsonl").write_text("".join((tiny / "train.jsonl").open().readlines()[:4]))
-    return run
+    for node in nodes:
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            kinds = ast.unparse(node.annotation)
+            found = {section for section, kind in SECTIONS.items() if kind.__name__ in kinds}
+            known[node.arg] = known.get(node.arg, set()) | found
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            names, values = ([*ast.iter_child_nodes(n)][:-1] if isinstance(n, ast.Tuple) else [n]
+                             for n in (node.targets[0], node.value))  # fmt: skip
+            for name, value in zip(names, values, strict=False):
+                if isinstance(name, ast.Name):
+                    known[name.id] = known.get(name.id, set()) | (sections_of(value) - {""})
+    read = set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            read |= {f"{section}.{node.attr}".lstrip(".") for section in sections_of(node.value)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":  # by a name that stands elsewhere
+            names = {part.value for part in nodes if isinstance(part, ast.Constant)}
+            read |= {f"{section}.{name}" for section in sections_of(node.args[0]) for name in names}
+    return read
 
 
-@pytest.fixture(scope="module")
-def found(worker) -> dict:
-    return worker()
-
-
-def test_every_key_is_read(found):
-    handed_over = {f"reward.{field.name}" for field in dataclasses.fields(RewardConfig)}  # see the next test
-    unread = {key for key, _ in config_items(Config())} - set(found["read"]) - handed_over
+def test_every_key_is_read():
+    program = [path for folder in (".", "support") for path in sorted((REPO / folder).glob("*.py"))]
+    read = {f"reward.{key}" for key in RewardConfig.model_fields}  # handed over as a whole, see the next test
+    for path in program:
+        if str(path.relative_to(REPO)) not in LOOKS:
+            read |= keys_read(path.read_text())
+    unread = set(KEYS) - read - SECTIONS.keys()
     assert not unread
-    assert "reward.max_error_frac" in found["read"]
+
+
+def test_what_counts_as_read():
+    program = """
+def f(cfg, sampling, x: TrainConfig, y: "RolloutConfig"):
+    t, n = run.cfg.algo, 3
+    t.loss, x.lr, y.tp, cfg.model.path, sampling.top_p, run.cfg.seed, other.kl_coef, cfg.megatron, n.steps
+    getattr(cfg.data, "split")
+"""
+    read = keys_read(program) & {*KEYS}
+    assert read == {
+        "algo", "algo.loss", "data", "data.split", "eval.top_p", "megatron", "model", "model.path", "rollout.tp",
+        "rollout.top_p", "seed", "train.lr",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -63,28 +77,34 @@ def test_every_key_is_read(found):
         ("workers", 2), ("options", {"model": {}}), ("memory_gb", 1.0),
     ],
 )  # fmt: skip
-def test_reward_keys_reach_the_grader(key, value):
+def test_reward_keys_reach_the_grading_processes(key, value):
     def built(cfg: RewardConfig) -> dict:
-        grader = rewards.Grader(**dataclasses.asdict(cfg))
-        state = {name: getattr(grader, name) for name in ("default", "by_source", "custom", "options", "timeout_s")}
-        state |= {"memory_gb": grader.memory_gb, "workers": len(grader.workers)}
-        grader.close()
+        pool = GradingPool(**cfg.model_dump())
+        state = {name: getattr(pool, name) for name in ("default", "by_source", "custom", "options", "timeout_s")}
+        state |= {"memory_gb": pool.memory_gb, "workers": len(pool.workers)}
+        pool.close()
         return state
 
     assert built(RewardConfig(**{key: value})) == {**built(RewardConfig()), key: value}
 
 
-def test_budgets_reach_their_own_phase(found):
-    """One step of 32 samples and two updates, packed again with other budgets."""
-    packed = found["packed"]
-    assert packed["none"] == {"logprob": [1, 1], "train": [1, 1]} == packed["none again"]  # old and ref; two updates
-    assert packed["train"]["logprob"] == [1, 1] and min(packed["train"]["train"]) > 1
-    assert packed["logprob"]["train"] == [1, 1] and min(packed["logprob"]["logprob"]) > 1
-
-
 @pytest.mark.slow
-def test_the_budget_of_vllm_reaches_vllm_alone(found, worker):
+def test_the_budget_of_vllm_reaches_vllm_alone(tiny, tmp_path):
     """The answers are the same, and neither phase of the trainer notices."""
-    fewer = worker("rollout.vllm.max_num_seqs=3")
-    assert fewer["max_num_seqs"] == 3 != found["max_num_seqs"]
-    assert fewer["response_ids"] == found["response_ids"] and fewer["packed"] == found["packed"]
+
+    def found(*overrides: str) -> dict:
+        worker = Torchrun(
+            tmp_path / "printed.txt", "tests/knobs_worker.py", str(tmp_path / "found.json"), "--config",
+            "configs/tiny.yaml", f"output_dir={tmp_path / 'out'}", f"model.path={tiny / 'model'}",
+            f"data.train={tiny / 'train.jsonl'}", "rollout.prompts_per_step=4", "algo.kl_coef=0.1", "train.steps=2",
+            "train.updates_per_step=2", *overrides, nproc=1,
+        )  # fmt: skip
+        try:
+            assert worker.end() == 0, worker.text
+        finally:
+            worker.kill()
+        return json.loads((tmp_path / "found.json").read_text())
+
+    all_at_once, fewer = found(), found("rollout.vllm.max_num_seqs=3")
+    assert fewer["max_num_seqs"] == 3 != all_at_once["max_num_seqs"]
+    assert fewer["response_ids"] == all_at_once["response_ids"] and fewer["packed"] == all_at_once["packed"] != []

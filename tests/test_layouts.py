@@ -5,18 +5,18 @@ The table in docs/layouts.md is written by this file when all of it runs (`make 
 """
 
 import json
-import os
-import subprocess
-import sys
 
+import make_tiny
 import numpy as np
 import pytest
 import torch
 import transformers
+from processes import Torchrun
 from safetensors.torch import load_file, save_file
 
+from support.packing import plan_bins
 from tests.conftest import REPO
-from train_grpo import plan_bins
+from tests.layout_worker import one_layout
 
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MOE)
@@ -60,8 +60,6 @@ def layouts_of(family: str) -> dict[str, list[str]]:
 
 def make_model(folder, family: str):
     """A 4-layer model in which every parameter, norms and biases too, has a value of its own."""
-    import make_tiny
-
     options = {"tied": False, **CONFIGS.get(family, {})}
     make_tiny.save_model(
         folder, make_tiny.char_tokenizer("0123456789>+-="), family, hidden=128, layers=4, ffn=2, **options
@@ -93,19 +91,27 @@ def make_samples() -> list[dict]:
     return samples
 
 
-def run_worker(folder, nproc: int, **plan) -> dict[str, dict[str, torch.Tensor]]:
-    """Layout → what tests/layout_worker.py found on it."""
-    (folder / "out").mkdir(exist_ok=True)
-    plan = {"config": str(REPO / "configs/tiny.yaml"), "out": str(folder / "out"), **plan}
-    (folder / "plan.json").write_text(json.dumps(plan))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    process = subprocess.run(
-        [*command, str(REPO / "tests/layout_worker.py"), str(folder / "plan.json")],
-        env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stdout
-    return {name: load_file(folder / "out" / f"{name}.safetensors") for name in plan["layouts"]}
+def make_plan(folder, family: str, *overrides: str, **plan) -> dict:
+    """A plan for tests/layout_worker.py, with a model of the family and samples in the folder."""
+    make_model(folder / "model", family)
+    (folder / "samples.json").write_text(json.dumps(make_samples()))
+    common = [
+        f"model.path={folder / 'model'}", "data.train=unused", "data.max_prompt_tokens=8", "rollout.max_new_tokens=32",
+        f"rollout.temperature={TEMPERATURE}", f"algo.kl_coef={KL}", f"algo.entropy_coef={ENTROPY}",
+        "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=40",
+    ]  # fmt: skip
+    return {"samples": str(folder / "samples.json"), "out": str(folder), "overrides": [*common, *overrides], **plan}
+
+
+def run_worker(folder, nproc: int, *plans: dict) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """Of each plan, layout → what tests/layout_worker.py found on it."""
+    (folder / "plans.json").write_text(json.dumps(plans))
+    worker = Torchrun(folder / "printed.txt", "tests/layout_worker.py", str(folder / "plans.json"), nproc=nproc)
+    try:
+        assert worker.end(1800) == 0, worker.text
+    finally:
+        worker.kill()
+    return [{name: load_file(f"{plan['out']}/{name}.safetensors") for name in plan["layouts"]} for plan in plans]
 
 
 def float64_model(folder):
@@ -186,37 +192,31 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """results(family) → (what each layout gave, the reference); one torchrun a family, kept for the table."""
-    known, tried = {}, set()
-
-    def of(family: str):
-        assert family in known or family not in tried, "its torchrun failed, see the first failure of this family"
-        if family not in known:
-            tried.add(family)
-            folder = tmp_path_factory.mktemp(family)
-            make_model(folder / "model", family)
-            samples = make_samples()
-            (folder / "samples.json").write_text(json.dumps(samples))
-            overrides = [
-                f"model.path={folder / 'model'}", "data.train=unused", f"rollout.temperature={TEMPERATURE}",
-                f"algo.kl_coef={KL}", f"algo.entropy_coef={ENTROPY}", "data.max_prompt_tokens=8",
-                "rollout.max_new_tokens=32", "train.max_tokens_per_micro_batch=64",
-                "train.logprob_max_tokens_per_micro_batch=40",
-            ]  # fmt: skip
-            found = run_worker(
-                folder, 4, overrides=overrides, samples=str(folder / "samples.json"), layouts=layouts_of(family)
-            )
-            known[family] = found, reference(folder / "model", samples, found["DP4"])
-        return known[family]
-
-    yield of
-    if len(known) == len(FAMILIES):
+def results(request, tmp_path_factory):
+    """Family → (what each layout gave, the reference), from one torchrun for all layouts that are asked for."""
+    asked: dict[str, dict] = {}
+    for item in request.session.items:
+        if item.name.startswith("test_update_equals_plain_transformers["):
+            family, layout = item.callspec.params["family"], item.callspec.params["layout"]
+            asked.setdefault(family, {})[layout] = layouts_of(family)[layout]
+    folders = {family: tmp_path_factory.mktemp(family) for family in asked}
+    plans = [make_plan(folders[family], family, layouts=layouts) for family, layouts in asked.items()]
+    known = {
+        family: (found, reference(folders[family] / "model", make_samples(), next(iter(found.values()))))
+        for family, found in zip(asked, run_worker(tmp_path_factory.mktemp("layouts"), 4, *plans), strict=True)
+    }
+    if sum(map(len, asked.values())) == len(CASES):
         write_table(known)
+    return known
 
 
+# In `make test`: each axis, and each pair of axes that meets in one tensor or one schedule.
+QUICK = {
+    "qwen2": ("TP2·DP2, without SP", "TP2·CP2", "PP2·CP2", "TP2·PP2·VPP2, overlap, full recompute"),
+    "qwen3_moe": ("EP4·DP4, overlap", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "PP2·EP2·DP2", "CP2·EP2·DP2"),
+}
 CASES = [
-    pytest.param(family, layout, marks=[] if family in ("qwen2", "qwen3_moe") else pytest.mark.slow)
+    pytest.param(family, layout, marks=[] if layout in QUICK.get(family, ()) else pytest.mark.slow)
     for family in FAMILIES
     for layout in layouts_of(family)
 ]
@@ -228,7 +228,7 @@ def worst_gradient(found: dict, wanted: dict) -> tuple[float, str]:
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_update_equals_plain_transformers(results, family, layout):
-    found, wanted = results(family)[0][layout], results(family)[1]
+    found, wanted = results[family][0][layout], results[family][1]
     assert {k for k in found if k.startswith("grad.")} == {k for k in wanted if k.startswith("grad.")}
     assert found["same"] == 1  # loading and exporting gave back every weight bit by bit
     assert (found["logp"] - wanted["logp"]).abs().max() < 1e-4
@@ -239,58 +239,58 @@ def test_update_equals_plain_transformers(results, family, layout):
     assert found["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
-def test_one_gradient_whatever_the_micro_batches(tmp_path, family):
-    """The same samples in 1, 2 and 6 micro-batches, in different orders, on one replica; in 2, 4 and 6 on two."""
-    make_model(tmp_path / "model", family)
-    samples = make_samples()
-    (tmp_path / "samples.json").write_text(json.dumps(samples))
+def micro_batch_plan(folder, family: str, replicas: int) -> dict:
+    """The same samples in 1, 2 and 6 micro-batches on one replica, in 2, 4 and 6 on two, in different orders."""
+    samples, rng = make_samples(), np.random.default_rng(replicas)
     lengths_N = np.array([len(s["prompt_ids"]) + len(s["response_ids"]) - 1 for s in samples])
-    common = [
-        f"model.path={tmp_path / 'model'}", "data.train=unused", "data.max_prompt_tokens=8",
-        "rollout.max_new_tokens=32", f"algo.kl_coef={KL}",
-    ]  # fmt: skip
-    gradients = {}
-    for replicas in (1, 2):
-        budgets = {n: next(b for b in range(40, 999) if len(plan_bins(lengths_N, b, replicas)) == n * replicas)
-                   for n in (1, 2, 6 // replicas)}  # fmt: skip
-        names = {f"{n} of DP{replicas}": budget for n, budget in budgets.items()}
-        rng = np.random.default_rng(replicas)
-        found = run_worker(
-            tmp_path, replicas, overrides=common, samples=str(tmp_path / "samples.json"),
-            layouts={name: [f"train.max_tokens_per_micro_batch={b}"] for name, b in names.items()},
-            orders={name: rng.permutation(len(samples)).tolist() for name in names},
-        )  # fmt: skip
-        gradients |= found
-    one = gradients.pop("1 of DP1")
-    assert len(gradients) == 5
+    budgets = {n: next(b for b in range(40, 999) if len(plan_bins(lengths_N, b, replicas)) == n * replicas)
+               for n in (1, 2, 6 // replicas)}  # fmt: skip
+    names = {f"{n} of DP{replicas}": budget for n, budget in budgets.items()}
+    return make_plan(
+        folder, family,
+        layouts={name: [f"train.max_tokens_per_micro_batch={b}"] for name, b in names.items()},
+        orders={name: rng.permutation(len(samples)).tolist() for name in names},
+    )  # fmt: skip
+
+
+def check_one_gradient(one: dict, others: list[dict]) -> None:
     names = [name for name in one if name.startswith("grad.")]
     whole = torch.cat([one[name].flatten() for name in names])
-    for found in gradients.values():
+    for found in others:
         assert relative(torch.cat([found[name].flatten() for name in names]), whole) < 1e-6
         assert max(relative(found[name], one[name]) for name in names) < 5e-6
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_one_gradient_whatever_the_micro_batches(world, tmp_path, family):
+    plan = micro_batch_plan(tmp_path, family, replicas=1)
+    one, *others = (one_layout(plan, name) for name in plan["layouts"])
+    check_one_gradient(one, others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_one_gradient_on_two_replicas(world, tmp_path, family):
+    for replicas in (1, 2):
+        (tmp_path / str(replicas)).mkdir()
+    plan = micro_batch_plan(tmp_path / "1", family, replicas=1)
+    (found,) = run_worker(tmp_path / "2", 2, micro_batch_plan(tmp_path / "2", family, replicas=2))
+    assert len(found) == 3
+    check_one_gradient(one_layout(plan, "1 of DP1"), list(found.values()))
 
 
 @pytest.mark.slow
 def test_every_loss_and_normalisation_does_not_depend_on_the_layout(tmp_path):
     """On TP2·PP2 with uneven micro-batches, with truncated importance sampling and the straight-through KL."""
-    make_model(tmp_path / "model", "qwen2")
-    samples = make_samples()
-    (tmp_path / "samples.json").write_text(json.dumps(samples))
     cases = {f"{loss} {norm}": (loss, norm) for loss in LOSSES for norm in NORMS}
-    found = run_worker(
-        tmp_path, 4, samples=str(tmp_path / "samples.json"),
+    plan = make_plan(
+        tmp_path, "qwen2", "algo.kl=k3+", "algo.correction=tis", "algo.correction_high=1.1", "parallel.tp=2",
+        "parallel.pp=2",
         layouts={name: [f"algo.loss={loss}", f"algo.loss_norm={norm}"] for name, (loss, norm) in cases.items()},
-        overrides=[
-            f"model.path={tmp_path / 'model'}", "data.train=unused", "data.max_prompt_tokens=8",
-            "rollout.max_new_tokens=32", f"rollout.temperature={TEMPERATURE}", f"algo.kl_coef={KL}", "algo.kl=k3+",
-            f"algo.entropy_coef={ENTROPY}", "algo.correction=tis", "algo.correction_high=1.1",
-            "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=40",
-            "parallel.tp=2", "parallel.pp=2",
-        ],
     )  # fmt: skip
+    (found,) = run_worker(tmp_path, 4, plan)
     for name, (loss, norm) in cases.items():
-        wanted = reference(tmp_path / "model", samples, found[name], loss, norm, kl="k3+", tis=True)
+        wanted = reference(tmp_path / "model", make_samples(), found[name], loss, norm, kl="k3+", tis=True)
         assert found[name]["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5), name
         error, parameter = worst_gradient(found[name], wanted)
         assert error < 1e-5, (name, parameter)
@@ -300,24 +300,18 @@ def test_every_loss_and_normalisation_does_not_depend_on_the_layout(tmp_path):
 def test_balancing_loss_does_not_depend_on_the_layout(tmp_path):
     """Switch's loss over the response tokens of each micro-batch, weighted by their number; the same two micro-batches
     on every layout, against transformers' router logits in float64."""
-    make_model(tmp_path / "model", "qwen3_moe")
     samples = make_samples()
-    (tmp_path / "samples.json").write_text(json.dumps(samples))
     lengths_N = np.array([len(s["prompt_ids"]) + len(s["response_ids"]) - 1 for s in samples])
     budget, coefficient = int(lengths_N.sum() * 0.6), 0.5
     bins = plan_bins(lengths_N, budget, 1)
     assert len(bins) == 2 and bins == plan_bins(lengths_N, budget, 2)
     layouts = ("TP2·PP2", "TP2·CP2", "PP2·CP2", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "PP2·EP2·DP2")
-    found = run_worker(
-        tmp_path, 4, samples=str(tmp_path / "samples.json"),
+    plan = make_plan(
+        tmp_path, "qwen3_moe", f"megatron.moe_aux_loss_coeff={coefficient}",
+        f"train.max_tokens_per_micro_batch={budget}", "train.logprob_max_tokens_per_micro_batch=4096",
         layouts={name: (LAYOUTS | MOE_LAYOUTS)[name] for name in layouts},
-        overrides=[
-            f"model.path={tmp_path / 'model'}", "data.train=unused", "data.max_prompt_tokens=8",
-            "rollout.max_new_tokens=32", f"rollout.temperature={TEMPERATURE}", f"algo.kl_coef={KL}",
-            f"algo.entropy_coef={ENTROPY}", f"megatron.moe_aux_loss_coeff={coefficient}",
-            f"train.max_tokens_per_micro_batch={budget}",
-        ],
     )  # fmt: skip
+    (found,) = run_worker(tmp_path, 4, plan)
     wanted = reference(tmp_path / "model", samples, found["TP2·PP2"])
     balance, load = balance_gradients(tmp_path / "model", samples, bins, coefficient)
     for layout in layouts:

@@ -17,15 +17,14 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+from processes import REPO, Torchrun
 from safetensors import SafetensorError, safe_open
 
-REPO = Path(__file__).resolve().parent.parent
 STEPS = 5
 JOB = [
     "train.save_every=1", "train.export_every=2", "train.keep_last=2", f"train.steps={STEPS}", "resume=auto",
@@ -41,9 +40,8 @@ NOT_COMPARED = re.compile("time/|speed/|mem/|idle_frac")
 def worker(argv: list[str]) -> int:
     """train_grpo.py, unchanged but for a line in the file $TORTURE_LOG as each phase begins and ends."""
     sys.path.insert(0, str(REPO))
-    import megatron_bridge
     import train_grpo
-    from support import checkpoint
+    from support import checkpoint, hf_folder
 
     def announce(owner, name: str, phase: str) -> None:
         function = getattr(owner, name)
@@ -59,10 +57,10 @@ def worker(argv: list[str]) -> int:
 
     if os.environ["RANK"] == "0":
         log = open(os.environ["TORTURE_LOG"], "a", buffering=1)  # noqa: SIM115, open as long as the job
-        announce(train_grpo, "sample_groups", "rollout")
-        announce(train_grpo, "update", "update")
+        announce(train_grpo, "answer", "rollout")
+        announce(train_grpo, "forward_backward", "update")
         announce(train_grpo, "push_weights", "push")
-        announce(megatron_bridge, "export_hf", "export")
+        announce(hf_folder, "export_hf", "export")
         announce(checkpoint, "write_boxes", "save")  # in its thread
         announce(checkpoint.CheckpointWriter, "finish", "save")
     return train_grpo.main(argv)
@@ -71,24 +69,18 @@ def worker(argv: list[str]) -> int:
 # ---------------------------------------------------------------- outside: kill, look, compare
 
 
-class Job:
-    """A torchrun of two ranks, with all that it started."""
+class Job(Torchrun):
+    """A torchrun of two ranks, and the phases that it says it is in."""
 
     def __init__(self, out: Path, overrides: list[str]):
-        self.log, self.tag = out.with_suffix(".phases"), f"{out}:{time.monotonic()}"
+        self.log, number = out.with_suffix(".phases"), len(list(out.parent.glob(f"{out.name}_*.log")))
         self.log.write_text("")
-        env = {
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "TORTURE_LOG": str(self.log),
-            "TORTURE_TAG": self.tag,
-        }  # fmt: skip
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
-        command += ["--worker", "--config", "configs/tiny.yaml", f"output_dir={out}", *JOB, *overrides]
-        self.printed = out.with_suffix(".log").open("a")
-        self.process = subprocess.Popen(
-            command, cwd=REPO, env=env, stdout=self.printed, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        super().__init__(
+            out.with_name(f"{out.name}_{number}.log"), __file__, "--worker", "--config", "configs/tiny.yaml",
+            f"output_dir={out}", *JOB, *overrides, TORTURE_LOG=str(self.log),
+        )  # fmt: skip
 
-    def wait_for(self, phase: str, count: int) -> bool:
+    def reaches(self, phase: str, count: int) -> bool:
         """Wait until the phase begins for the count-th time; False if the job ends before."""
         while self.process.poll() is None:
             if self.log.read_text().count(f"begin {phase} ") >= count:
@@ -96,33 +88,11 @@ class Job:
             time.sleep(0.002)
         return False
 
-    def family(self) -> dict[int, str]:
-        """Living processes of this job: pid → command line."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                environment, command = (folder / "environ").read_bytes(), (folder / "cmdline").read_bytes()
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue  # it has ended meanwhile, or is another user's
-            if f"TORTURE_TAG={self.tag}".encode() in environment.split(b"\0") and state != "Z":
-                found[int(folder.name)] = command.replace(b"\0", b" ").decode(errors="replace")
-        return found
-
-    def kill(self, everything: bool, dice: random.Random) -> None:
-        """SIGKILL to torchrun and all ranks at once, or to one rank; then wait until torchrun has ended."""
-        commands = self.family().items()
-        ranks = [pid for pid, command in commands if "--worker" in command and "torch.distributed.run" not in command]
+    def strike(self, everything: bool, dice: random.Random) -> None:
+        """SIGKILL to torchrun and all ranks at once, or to one rank."""
+        ranks = list(self.ranks().values())
         for pid in [self.process.pid, *ranks] if everything else [dice.choice(ranks)]:
             os.kill(pid, signal.SIGKILL)
-        self.process.wait(timeout=120)
-
-    def leftovers(self) -> dict[int, str]:
-        """Processes of this job that are still there a while after its end."""
-        deadline = time.monotonic() + 10
-        while (left := self.family()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return left
 
 
 def durations(log: Path) -> dict[str, float]:
@@ -179,8 +149,8 @@ def torture(out: Path, runs: int, seed: int, overrides: list[str]) -> dict:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     calm = Job(out / "undisturbed", overrides)
-    if calm.process.wait():
-        raise SystemExit(f"the undisturbed run failed, see {out}/undisturbed.log")
+    if calm.end():
+        raise SystemExit(f"the undisturbed run failed, see {calm.printed}")
     wanted, seconds = result(out / "undisturbed"), durations(calm.log)
     print("undisturbed:", {phase: round(seconds[phase], 3) for phase in PHASES}, flush=True)
     dice, kills, how, resumed = random.Random(seed), Counter(), Counter(), Counter()
@@ -191,24 +161,21 @@ def torture(out: Path, runs: int, seed: int, overrides: list[str]) -> dict:
             job, killed = Job(folder, overrides), False
             phase = dice.choice(PHASES)
             count = dice.randint(1, times[phase])
-            if planned and job.wait_for(phase, count):
+            if planned and job.reaches(phase, count):
                 time.sleep(dice.uniform(0, 1.2) * seconds[phase])
                 everything = dice.random() < 0.7
                 if job.process.poll() is None:
-                    job.kill(everything, dice)
+                    job.strike(everything, dice)
                     planned, killed = planned - 1, True
                     kills[phase] += 1
                     how["all processes" if everything else "one rank"] += 1
                     saved = sorted(path.name for path in folder.glob("checkpoints/step_*"))
                     print(f"run {run}: killed in {phase} {count}, {saved}", flush=True)
-            if job.process.wait() and not killed:
-                raise SystemExit(f"run {run} failed by itself, see {folder}.log")
-            if left := job.leftovers():
-                raise SystemExit(f"run {run}: still there after the job's end: {left}")
+            if job.end() and not killed:
+                raise SystemExit(f"run {run} failed by itself, see {job.printed}")
+            resumed.update(re.findall(r"resume:  (after step \d+|no checkpoint)", job.text))
             if bad := half_checkpoints(folder):
                 raise SystemExit(f"run {run}: half written: {bad}")
-        text = folder.with_suffix(".log").read_text()
-        resumed.update(re.findall(r"resume:  (after step \d+|no checkpoint)", text))
         found = result(folder)
         different = [name for name in wanted | found if found.get(name) != wanted.get(name)]
         if different:

@@ -1,0 +1,649 @@
+"""GRPO on Megatron-core and vLLM, in one file.
+
+    torchrun --nproc_per_node=2 train_grpo.py --config configs/tiny.yaml                    # a laptop, no GPU
+    torchrun --nproc_per_node=8 train_grpo.py --config configs/qwen7b.yaml algo.kl_coef=0   # eight, with an override
+    python train_grpo.py --config configs/qwen7b.yaml --dry-run --world-size 8              # check only, on any machine
+
+The objective. For each prompt, vLLM samples a group of G answers; answer i gets the reward r_i and
+
+    A_i   = (r_i - mean(r)) / (std(r) + 1e-6)            group_advantages   std with ddof 1; 0 where all r are equal
+    rho_t = exp(logp_t - old_logp_t)                     policy_loss        old = before the first update of the step
+    L_t   = -min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i)
+    KL_t  = exp(d) - d - 1,  d = ref_logp_t - logp_t     token_kl           k3, d clamped to +-20, the result to +-10
+    loss  = sum_t (L_t + kl_coef KL_t - entropy_coef H_t) / number of response tokens of the update      grpo_loss
+
+Told downwards, in the order of a step: sample -> grade -> advantages -> rows of tokens -> (old, ref log-probs) ->
+update(s) -> push. Then reward.py, rollout.py, megatron_bridge.py; every key is in config.py. What keeps a run honest
+and alive is in support/, which no reader of the algorithm opens.
+
+To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
+
+Names: a suffix tells a tensor's shape. _N per sample, _G per answer of a group, _F per predicting position of the whole
+step, _T per position of a packed row, _S per sequence of one, _R per rank, _E per expert, _B per bin.
+"""
+
+import math
+import sys
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy import ndarray
+from torch import Tensor
+
+import megatron_bridge as bridge
+from config import AlgoConfig, Config, EvalConfig, RolloutConfig, UserError, changed
+from rollout import Engine
+from support import checkpoint, checks, gates, hf_folder, launch, metrics, optimizer_state, ranks
+from support.clock import Clock, StopRequested
+from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
+from support.grading import GradingPool
+from support.packing import Batch, MicroBatch, fill, pack, sequence_mean, sequence_sum, to_micro_batches
+
+# ---------------------------------------------------------------- 1. the run, and one step of it
+
+
+@dataclass
+class Run:
+    """What lives through a run, on every rank. What a fork adds here belongs into `run_state` too."""
+
+    cfg: Config
+    clock: Clock  # phases, their seconds, stop requests, the watchdog
+    inputs: launch.Inputs  # tokenizer, prompts, eval_prompts; the checkpoint it goes on from
+    model_path: str  # local folder of the initial model
+    engine: Engine
+    model: list  # Megatron's model chunks on this rank: one, or parallel.vpp
+    optimizer: object  # Megatron's, its state sharded over the replicas
+    reference: list[Tensor] | None  # the initial weights; None: no KL
+    grading: GradingPool
+    writer: checkpoint.CheckpointWriter
+    prompts_taken: int = 0  # of inputs.prompts, an endless stream
+    skipped: int = 0  # updates in a row that were skipped as their loss or gradient was NaN or infinite
+    errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors the user has seen
+
+
+def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
+    """The whole run, on every rank of torchrun's world."""
+    t = cfg.train
+    run = build(cfg, inputs, clock)
+    log = metrics.Log(Path(cfg.output_dir), inputs.done, t.steps)
+    if t.eval_every and not inputs.checkpoint:
+        log.write(log.evaluated(0, *evaluate(run)))
+    for step in range(inputs.done + 1, t.steps + 1):
+        try:
+            numbers, samples = train_step(run, step)
+        except StopRequested:
+            run.writer.finish()
+            if step - 1 not in (0, run.writer.step):
+                save(run, step - 1)
+            log.stopped(step - 1)
+            break
+        if due(step, t.eval_every, t.steps):
+            numbers |= log.evaluated(step, *evaluate(run))
+        log.write(numbers, samples)
+    run.writer.finish()
+    run.grading.close()
+    log.close()
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether what comes every so many steps, and after the last, comes after this one; 0: never."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
+def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
+    """Engine, model and optimizer, as the checkpoint has them if there is one; the engine has the same weights."""
+    clock.enter("build")
+    r, t = cfg.rollout, cfg.train
+    path = hf_folder.local_folder(cfg.model.path)
+    # vLLM measures free memory when it starts, so it comes first and sleeps while the model is built.
+    engine = Engine(path, cfg.model.dtype, r.tp, checks.longest_sample(cfg), r.gpu_memory_utilization, r.vllm)
+    engine.sleep()
+    model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
+    optimizer = bridge.build_optimizer(model, t, cfg.megatron)
+    reference = bridge.copy_weights(model) if cfg.algo.kl_coef > 0 else None
+    writer = checkpoint.CheckpointWriter(Path(cfg.output_dir, "checkpoints"), t.keep_last, t.keep_every)
+    grading = GradingPool(**cfg.reward.model_dump())
+    run = Run(cfg, clock, inputs, path, engine, model, optimizer, reference, grading, writer)
+    if inputs.checkpoint:
+        state = optimizer_state.restore(inputs.checkpoint, model, optimizer)
+        run.prompts_taken, run.skipped, writer.step = state["prompts_taken"], state["skipped"], state["step"]
+    push_weights(run)
+    return run
+
+
+def save(run: Run, step: int) -> None:
+    """Begin to write the checkpoint of `step`; `run.writer.finish` gives it its name.
+
+    `state` is what a run needs besides weights and moments to go on, as JSON. There is no random state: all that is
+    drawn follows from seed, step and group (sampling_seed, seed_step, ...).
+    """
+    state = {
+        "step": step, "updates": optimizer_state.optimizer_steps(run.optimizer), "prompts_taken": run.prompts_taken,
+        "skipped": run.skipped, "data": fingerprint(run.inputs.prompts), "ranks": dist.get_world_size(),
+        "config": run.cfg.model_dump(),
+    }  # fmt: skip
+    run.writer.start(step, state, optimizer_state.sharded_state(run.model, run.optimizer, loading=False))
+
+
+def config_at(cfg: Config, step: int) -> Config:
+    """The configuration as all of this step uses it: what moves during a run moves here, such as {"algo.kl_coef": ...}.
+
+    The default is the learning rate's warm-up. Checkpoints keep `cfg` itself.
+    """
+    return changed(cfg, {"train.lr": cfg.train.lr * min(1.0, step / max(cfg.train.warmup_steps, 1))})
+
+
+def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
+    """One step of GRPO: sample, grade, log-probs, advantages, updates, push, save. Returns its metrics and samples."""
+    clock, model = run.clock, run.model
+    clock.start_step()
+    cfg = config_at(run.cfg, step)
+    algo, t = cfg.algo, cfg.train
+    bridge.seed_step(cfg.seed, step)
+
+    samples, groups, rounds, notes = collect(run, cfg, step)  # the same on every rank, as all that follows from them
+    run.engine.sleep()
+    trained = [s for s in samples if s.group in groups]
+    batch = flatten(trained, algo.mask_truncated)
+    updates = update_order([s.group for s in trained], t.updates_per_step, t.epochs_per_step, cfg.seed, step)
+
+    with clock("logprob"):
+        if algo.old_logp == "rollout":
+            batch = replace(batch, old_logp=batch.rollout_logp)
+        elif len(updates) > 1 or (algo.kl_coef > 0 and algo.kl_in == "reward"):  # else grpo_loss needs no pass for them
+            batch = replace(batch, old_logp=score(model, batch, cfg))
+        if run.reference is not None:
+            with bridge.swapped_weights(model, run.reference):
+                batch = replace(batch, ref_logp=score(model, batch, cfg))
+
+    advantages_N = answer_advantages(trained, batch, algo)
+    for sample, advantage in zip(trained, advantages_N.tolist(), strict=True):
+        sample.advantage = advantage
+    batch = replace(batch, advantages=torch.from_numpy(advantages_N).float()[batch.seq_id])  # [F]: credit a token here
+
+    reports = []
+    with clock("train"):
+        for number, chosen in enumerate(updates):
+            length = algo.loss_norm_length or cfg.rollout.max_new_tokens
+            batch = replace(batch, weights=loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length))
+            micro_batches = to_micro_batches(batch, chosen, t.max_tokens_per_micro_batch, cfg)
+            report = forward_backward(model, run.optimizer, micro_batches, cfg)
+            if math.isfinite(report["loss"]):
+                if number < gates.compared_updates(cfg):
+                    gates.check_gap(report, step, batch, trained, cfg, partial(score, model, batch, cfg))
+                report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr)
+            run.skipped = gates.check_finite(report, run.skipped, step, number, micro_batches, cfg)
+            reports.append(report)
+
+    with clock("sync"):
+        push_weights(run)
+    with clock("save"):  # the export first: where its checkpoint exists, so does it
+        run.writer.finish()
+        if step == t.steps or due(step, t.export_every, t.steps):
+            hf_folder.export_hf(bridge.hf_weights(model), run.model_path, Path(cfg.output_dir, f"hf/step_{step:06d}"))
+        if due(step, t.save_every, t.steps):
+            save(run, step)
+    seconds = clock.seconds | {"step": clock.step_seconds()}
+    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, bridge.expert_load(model), seconds)
+    return metrics.summarize(record, cfg), samples
+
+
+def evaluate(run: Run) -> tuple[dict[str, float], list["Sample"]]:
+    """Metrics of the present weights on data.eval, by source, and the samples that gave them."""
+    options = run.cfg.eval
+    with run.clock("eval"):
+        prompts = dict(enumerate(run.inputs.eval_prompts))
+        length = options.max_new_tokens or run.cfg.rollout.max_new_tokens
+        samples, _ = answer(run, prompts, 0, options.samples, options, length)  # step 0: always the same seeds
+    return metrics.evaluation(samples, options) | {"time/eval": run.clock.seconds["eval"]}, samples
+
+
+# ---------------------------------------------------------------- 2. sample and grade
+
+
+@dataclass
+class Sample:
+    """One answer, as plain Python, filled as the step goes on. `group` numbers the prompt within the step."""
+
+    group: int
+    prompt_ids: list[int]
+    response_ids: list[int]  # as vLLM sampled them, the end token included
+    rollout_logp: list[float]  # of each, by vLLM
+    finished: bool  # by itself, not cut off
+    text: str  # for rewards only, never tokenised again
+    source: str
+    graded: str = "ok"  # ok | timeout | error; the last two have reward 0
+    error: str = ""
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    advantage: float = 0.0
+
+
+def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], int, list[dict]]:
+    """Sample and grade the groups of a step. Raises StopRequested, on every rank, where a signal came meanwhile.
+
+    Returns all samples in the order of their groups, the groups to train on, the number of rounds, and each rank's
+    notes. With algo.max_rounds above 1, groups whose rewards are all equal are not trained on, and new prompts take
+    their place (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11); if all are, the last round is, without a gradient.
+    """
+    r, max_rounds = cfg.rollout, cfg.algo.max_rounds
+    samples = []
+    groups = set()
+    rounds = 0
+    taken = run.prompts_taken
+    while len(groups) < r.prompts_per_step and rounds < max_rounds:
+        run.clock.check_stop()
+        missing = r.prompts_per_step - len(groups)
+        first = taken - run.prompts_taken
+        prompts = dict(enumerate(prompt_batch(run.inputs.prompts, taken, missing, cfg.seed), first))  # {group: prompt}
+        answers, notes = answer(run, prompts, step, r.group_size, r, r.max_new_tokens)
+        samples += answers
+        rewards = metrics.rewards_by_group(answers)
+        groups |= {group for group in prompts if max_rounds == 1 or min(rewards[group]) < max(rewards[group])}
+        rounds += 1
+        taken += missing
+    run.clock.check_stop()
+    run.prompts_taken = taken
+    if len(groups) < r.prompts_per_step and dist.get_rank() == 0:
+        print(f"step {step}: after {rounds} rounds {len(groups)} of {r.prompts_per_step} groups have mixed rewards")
+    penalize_length(samples, cfg.algo, r.max_new_tokens)
+    return samples, groups or set(prompts), rounds, notes
+
+
+def answer(
+    run: Run, prompts: dict[int, Prompt], step: int, n: int, sampling: RolloutConfig | EvalConfig, max_tokens: int
+) -> tuple[list[Sample], list[dict]]:
+    """`n` graded answers to each of {group: prompt}, in the order of groups, and each rank's notes; on every rank.
+
+    Every engine answers its share. A group goes to the grading processes as soon as it is complete, while the engine
+    works on the others.
+    """
+    cfg, clock, rank, tp = run.cfg, run.clock, dist.get_rank(), run.cfg.rollout.tp
+    share = list(prompts.items())[rank // tp :: dist.get_world_size() // tp]
+    seeds = [sampling_seed(cfg.seed, step, group) for group, _ in share]
+    samples = []
+    with clock("rollout"):
+        generated = run.engine.generate([prompt.ids for _, prompt in share], seeds, n, sampling, max_tokens)
+        for number, completions in metrics.answers_bar(generated, n * len(share)):
+            if rank % tp:
+                continue  # an engine's first rank speaks for it
+            group, prompt = share[number]
+            texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
+            for c, text in zip(completions, texts, strict=True):
+                samples.append(Sample(group, prompt.ids, c.ids, c.logps, c.finished, text, prompt.source))
+                run.grading.submit(prompt.source, text, prompt.answer, prompt.row)
+    with clock("reward"):
+        for sample, outcome in zip(samples, run.grading.collect(), strict=True):
+            sample.graded, sample.error = outcome.status, outcome.error
+            sample.reward, sample.reward_parts = sum(outcome.parts.values()), outcome.parts
+    everywhere = ranks.gather((samples, {**clock.seconds, "memory_gb": metrics.peak_memory_gb()}))
+    samples = sorted((s for part, _ in everywhere for s in part), key=lambda s: s.group)
+    gates.check_graded(samples, prompts, cfg.reward.max_error_frac, run.errors_shown)
+    return samples, [notes for _, notes in everywhere]
+
+
+def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None:
+    """Add the reward of their length in tokens: 0 up to `limit` - overlong_buffer, then linear to -overlong_coef there
+    (soft overlong punishment: DAPO, arXiv 2503.14476, eq. 13)."""
+    if not algo.overlong_buffer:
+        return
+    for s in samples:
+        beyond = len(s.response_ids) - (limit - algo.overlong_buffer)
+        s.reward_parts["overlong"] = -min(max(beyond / algo.overlong_buffer, 0.0), 1.0) * algo.overlong_coef
+        s.reward += s.reward_parts["overlong"]
+
+
+# ---------------------------------------------------------------- 3. advantages
+
+
+def answer_advantages(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> ndarray:
+    """Advantage of each answer, of its reward less, with kl_in=reward, kl_coef times the sum of its tokens' KL; [N]."""
+    rewards_N, groups_N = np.array([s.reward for s in samples]), np.array([s.group for s in samples])
+    if algo.kl_coef > 0 and algo.kl_in == "reward":  # on the sum of an answer's token rewards, as in verl
+        kl_F = token_kl(batch.old_logp, batch.ref_logp, algo.kl)
+        rewards_N = rewards_N - algo.kl_coef * batch.per_sample(kl_F * batch.mask)
+    return group_advantages(rewards_N, groups_N, algo.advantage, batch.per_sample(batch.trained))
+
+
+def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N: ndarray | None = None) -> ndarray:
+    """Advantage of each answer against its own group; [N] each → [N] float64. tokens_N, the answers' trained tokens,
+    is for reinforce_pp alone.
+
+    With mean m and std s (ddof 1) of the group of G answers, and m', s' those of the other G - 1:
+
+      grpo          (r - m) / (s + 1e-6)           DeepSeekMath, arXiv 2402.03300, 4.1.2; ddof and eps as in verl
+      dr_grpo       r - m                          Dr. GRPO, arXiv 2503.20783, 3.2
+      rloo          r - m'                         Ahmadian et al., arXiv 2402.14740, 3.2
+      grpo_loo      (r - m') / (s' + 1e-6)         NeMo-RL; not divided where the others are equal
+      reinforce_pp  a = r - m, then (a - mean(a)) / sqrt(var(a) + 1e-8) over all trained tokens of the batch (ddof 1)
+                                                   REINFORCE++-baseline, arXiv 2501.03262; as in verl
+    Exactly 0 for a group of one or of equal rewards (in reinforce_pp: before the whitening).
+    """
+    rewards_N, groups_N = np.asarray(rewards_N, dtype=np.float64), np.asarray(groups_N)
+    advantages_N = np.zeros_like(rewards_N)
+    for group in np.unique(groups_N):
+        members = groups_N == group
+        r = rewards_N[members]  # [G]
+        if r.min() == r.max():  # nothing to learn from, and a mean off by rounding must not look like something
+            continue
+        if kind == "grpo":
+            advantages_N[members] = (r - r.mean()) / (r.std(ddof=1) + 1e-6)
+        elif kind in ("dr_grpo", "reinforce_pp"):
+            advantages_N[members] = r - r.mean()
+        elif kind == "rloo":
+            advantages_N[members] = (r - r.mean()) * len(r) / (len(r) - 1)
+        elif kind == "grpo_loo":
+            others = np.stack([np.delete(r, i) for i in range(len(r))])  # [G, G - 1]
+            equal = others.min(1) == others.max(1)
+            std = np.ones(len(r)) if others.shape[1] == 1 else others.std(1, ddof=1) + 1e-6
+            advantages_N[members] = (r - others.mean(1)) / np.where(equal, 1.0, std)
+        else:
+            raise UserError(f"algo.advantage={kind!r}: legal is grpo | dr_grpo | rloo | grpo_loo | reinforce_pp")
+    if kind == "reinforce_pp" and np.sum(tokens_N) > 1:
+        mean = np.average(advantages_N, weights=tokens_N)
+        variance = np.sum(tokens_N * (advantages_N - mean) ** 2) / (np.sum(tokens_N) - 1)
+        advantages_N = (advantages_N - mean) / np.sqrt(variance + 1e-8)
+    return advantages_N
+
+
+# ---------------------------------------------------------------- 4. from samples to rows of tokens
+
+
+def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
+    """All samples end to end: a value for each position that predicts, F of them: all tokens but each sample's last."""
+    prompt_N = np.array([len(s.prompt_ids) for s in samples])
+    lengths_N = prompt_N + np.array([len(s.response_ids) for s in samples]) - 1
+    ends_N = np.cumsum(lengths_N + 1)
+    starts_N = ends_N - lengths_N - 1
+    ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)]).astype(np.int64)
+    position_F = np.arange(lengths_N.sum()) - np.repeat(np.cumsum(lengths_N) - lengths_N, lengths_N)
+    mask_F = position_F >= np.repeat(prompt_N - 1, lengths_N)
+    logp_F = np.zeros(len(mask_F), np.float32)
+    logp_F[mask_F] = np.concatenate([s.rollout_logp for s in samples])
+    kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
+    rows = {
+        "tokens": np.delete(ids, ends_N - 1), "targets": np.delete(ids, starts_N), "position_ids": position_F,
+        "mask": mask_F.astype(np.float32), "trained": (mask_F & kept_F).astype(np.float32), "rollout_logp": logp_F,
+        "seq_id": np.repeat(np.arange(len(samples)), lengths_N),
+    }  # fmt: skip
+    return Batch(**{name: torch.from_numpy(values_F) for name, values_F in rows.items()}, lengths_N=lengths_N)
+
+
+def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:
+    """Numbers of the samples of each update, given the group of each: every epoch deals all groups, shuffled anew, into
+    `updates` parts. Whole groups; the same on every rank and layout. Parts without a group are left out."""
+    parts = []
+    for epoch in range(epochs):
+        order = np.random.default_rng([seed, step, epoch]).permutation(np.unique(groups))
+        for part in filter(len, np.array_split(order, updates)):
+            parts.append(np.flatnonzero(np.isin(groups, part)).tolist())
+    return parts
+
+
+# ---------------------------------------------------------------- 5. on Megatron, and back to vLLM
+
+
+def score(model: list, batch: Batch, cfg: Config) -> Tensor:
+    """Log-prob of every target under the model's present weights, on every rank; [F], 0 where the mask is 0."""
+    budget = cfg.train.logprob_max_tokens_per_micro_batch
+    micro_batches = to_micro_batches(batch, list(range(len(batch.lengths_N))), budget, cfg)
+
+    def keep(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor):
+        return logp_T.sum(), mb.mask.sum().int(), logp_T[: len(mb.index_T)]
+
+    parts = run_schedule(model, micro_batches, keep, cfg.rollout.temperature, training=False)
+    logp_F = torch.zeros(int(batch.lengths_N.sum()), device=bridge.device())
+    if bridge.reports_loss():
+        for mb, logp_T in zip(micro_batches, parts, strict=True):
+            logp_F[mb.index_T] = logp_T
+    dist.all_reduce(logp_F)  # each token was scored on one rank, the others hold 0
+    return logp_F.cpu()
+
+
+def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
+    """The gradient of an update, left in Megatron's buffers, and what its micro-batches report; same on every rank."""
+    optimizer.zero_grad()
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    loss_func = partial(grpo_loss, algo=cfg.algo)
+    reports = run_schedule(model, micro_batches, loss_func, cfg.rollout.temperature, training=True)
+    return metrics.add_up(reports) | {"grad_norm": math.nan, "fill": fill(micro_batches, cfg)}
+
+
+def run_schedule(model: list, micro_batches: list[MicroBatch], loss_func, temperature: float, training: bool) -> list:
+    """Megatron's pipeline schedule over the micro-batches; returns their reports, on the last stage only.
+
+    It sums gradients over micro-batches and replicas and divides them once by the global sum of the denominators
+    (calculate_per_token_loss), so neither the split into micro-batches nor the layout enters the result.
+    """
+    for chunk in model:
+        chunk.train(training)
+    with torch.set_grad_enabled(training):
+        return bridge.get_forward_backward_func()(
+            forward_step_func=partial(forward_step, loss_func=loss_func, temperature=temperature),
+            data_iterator=[iter(micro_batches) for _ in model] if len(model) > 1 else iter(micro_batches),
+            model=model,
+            num_microbatches=len(micro_batches),
+            seq_length=max(mb.tokens.shape[1] for mb in micro_batches),
+            micro_batch_size=1,
+            forward_only=not training,
+        )
+
+
+def forward_step(micro_batches, model, loss_func, temperature: float):
+    """Megatron's forward_step: the next micro-batch through one model chunk; its output, and the loss of it or None.
+
+    Sequences of a row do not see each other: attention reads where they begin from `cu_seqlens`.
+    """
+    mb = next(micro_batches)
+    hidden = bridge.hidden_states(model, mb)  # [T / cp (/ tp under sequence parallelism), 1, h]
+    if not bridge.is_last_stage(model):
+        return hidden, None
+    logp_T, entropy_T = bridge.token_logprobs(model, hidden, mb.targets, mb.mask, temperature)  # [T], on every cp rank
+
+    def loss(logp_T: Tensor):
+        loss_sum, denominator, report = loss_func(mb, logp_T, entropy_T)
+        return loss_sum, denominator * bridge.first_of_context(), report  # Megatron adds them over cp as well
+
+    return logp_T, loss
+
+
+def push_weights(run: Run) -> None:
+    """Trainer to vLLM, full tensors under their Hugging Face names; the KV cache takes its memory back afterwards."""
+    run.engine.wake("weights")
+    run.engine.load_weights(bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20))
+    run.engine.wake("kv_cache")
+
+
+# ---------------------------------------------------------------- 6. the loss: pure functions
+
+
+def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfig):
+    """(loss sum, integer denominator, report) of one micro-batch, as Megatron's schedule wants them.
+
+    Megatron adds the gradients of all micro-batches and replicas and divides once by the sum of the denominators, so
+    the loss is sum / count over the whole update whatever the split. No factor of micro-batches, dp or cp belongs here.
+    The count is of tokens with a weight above 0.
+    """
+    mask_T, weight_T, advantages_T = mb.mask[0], mb.weights[0], mb.advantages[0]
+    rollout_logp_T = mb.rollout_logp[0]
+    # With one update a step the policy has not moved since it sampled: the ratio is 1 and its gradient that of logp.
+    old_logp_T = logp_T.detach() if mb.old_logp is None else mb.old_logp[0]
+    trainer_logp_T = logp_T.detach() if algo.old_logp == "rollout" else old_logp_T
+    policy_T, clipped_T = policy_loss(logp_T, old_logp_T, advantages_T, mask_T, mb.sequence_T, algo)
+    correction_T, outside_T = mismatch_weight(trainer_logp_T, rollout_logp_T, mask_T, mb.sequence_T, algo)
+    loss_T = policy_T = policy_T * correction_T
+    if algo.entropy_coef:
+        loss_T = loss_T - algo.entropy_coef * entropy_T
+    kl = dict.fromkeys(("k1", "k2", "k3"), torch.zeros_like(mask_T))  # for the report
+    if mb.ref_logp is not None:
+        kl = {kind: token_kl(logp_T.detach(), mb.ref_logp[0], kind) for kind in kl}
+        if algo.kl_in == "loss":
+            loss_T = loss_T + algo.kl_coef * token_kl(logp_T, mb.ref_logp[0], algo.kl)
+    loss, denominator = (loss_T * weight_T).sum(), (weight_T > 0).sum().int()
+    report = {
+        "loss": loss, "policy": (policy_T * weight_T).sum(), "trained": denominator, "tokens": mask_T.sum(),
+        "entropy": entropy_T @ mask_T, "clipped": clipped_T @ mask_T, "outside": outside_T @ mask_T,
+        "mismatch_k3": token_kl(rollout_logp_T, trainer_logp_T, "k3") @ mask_T,
+        **{f"kl_{kind}": kl_T @ mask_T for kind, kl_T in kl.items()},
+        **metrics.gap_report(trainer_logp_T - rollout_logp_T, mask_T),
+    }  # fmt: skip
+    return loss, denominator, {name: value.detach().double() for name, value in report.items()}
+
+
+def policy_loss(
+    logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, mask_T: Tensor, sequence_T: Tensor, algo: AlgoConfig
+) -> tuple[Tensor, Tensor]:
+    """Policy loss at each token, and 1.0 where a bound holds the ratio; [T] each → ([T], [T]).
+
+    With ratio = exp(logp - old_logp), the exponent clamped to ±20, and clip to [1 - clip_low, 1 + clip_high]:
+
+      ppo_clip   -min(ratio A, clip(ratio) A)      PPO, arXiv 1707.06347, eq. 7; two bounds: DAPO, arXiv 2503.14476
+      gspo       the same with the sequence's ratio s = exp(mean_t(logp - old_logp)), the mean at most 10, and each
+                 token's gradient s ∇logp          GSPO, arXiv 2507.18071, eq. 5 and 13 (GSPO-token); the cap as in verl
+      cispo      -sg(clip(ratio)) A logp           MiniMax-M1, arXiv 2506.13585, eq. 4
+      reinforce  -A logp                           Williams (1992)
+    dual_clip = c bounds ppo_clip and gspo at -c A where A < 0: arXiv 1912.09729, eq. 5.
+    """
+    if algo.loss == "reinforce":
+        return -advantages_T * logp_T, torch.zeros_like(logp_T)
+    log_ratio_T = logp_T - old_logp_T
+    if algo.loss == "gspo":
+        mean_T = sequence_mean(log_ratio_T.detach(), mask_T, sequence_T)
+        log_ratio_T = mean_T.clamp(max=10) + logp_T - logp_T.detach()
+    ratio_T = log_ratio_T.clamp(-20, 20).exp()
+    bounded_T = ratio_T.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+    if algo.loss == "cispo":
+        return -bounded_T.detach() * advantages_T * logp_T, (bounded_T != ratio_T).float()
+    if algo.loss not in ("ppo_clip", "gspo"):
+        raise UserError(f"algo.loss={algo.loss!r}: legal is ppo_clip | gspo | cispo | reinforce")
+    loss_T = torch.maximum(-ratio_T * advantages_T, -bounded_T * advantages_T)
+    clipped_T = -bounded_T * advantages_T > -ratio_T * advantages_T
+    if algo.dual_clip is not None:
+        ceiling_T = torch.where(advantages_T < 0, -algo.dual_clip * advantages_T, torch.inf)
+        loss_T, clipped_T = torch.minimum(loss_T, ceiling_T), clipped_T | (loss_T > ceiling_T)
+    return loss_T, clipped_T.float()
+
+
+def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
+    """Estimate of KL(policy || reference) at each token, from the sampled token alone; [T], [T] → [T].
+
+    With d = ref - logp:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1 with d clamped to ±20 and the result to ±10;
+    k3+ has the value of k3 and the gradient of k2, which is that of the true KL.
+    Source: Schulman, "Approximating KL divergence" (2020); clamps and k3+ as in verl.
+    """
+    d_T = ref_logp_T - logp_T
+    if kind == "k1":
+        return -d_T
+    if kind == "k2":
+        return d_T**2 / 2
+    if kind == "k3":
+        d_T = d_T.clamp(-20, 20)
+        return (d_T.exp() - d_T - 1).clamp(-10, 10)
+    if kind == "k3+":
+        k2_T = token_kl(logp_T, ref_logp_T, "k2")
+        return token_kl(logp_T.detach(), ref_logp_T, "k3") + k2_T - k2_T.detach()
+    raise UserError(f"algo.kl={kind!r}: legal is k1 | k2 | k3 | k3+")
+
+
+# algo.correction → (lowest, highest) weight that is left alone, where correction_low and correction_high are null
+CORRECTION_BOUNDS = {"none": (0.0, 2.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mask": (0.999, 1.002)}
+
+
+def mismatch_weight(
+    trainer_logp_T: Tensor, rollout_logp_T: Tensor, mask_T: Tensor, sequence_T: Tensor, algo: AlgoConfig
+) -> tuple[Tensor, Tensor]:
+    """Weight of each token's policy loss, since vLLM sampled what the trainer scores; [T] each → ([T], [T]).
+
+    With w = exp(trainer - rollout), exponents clamped to ±20, and bounds [low, high]:
+
+      none      1
+      tis       clip(w), of the token or (correction_level=sequence) of the product over the answer
+                    Yao et al. (2025), "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+      icepop    w inside the bounds, else 0    Ring-1T, arXiv 2510.18855
+      seq_mask  w in answers whose geometric mean of w is inside the bounds, else 0      as in NeMo-RL
+    The second is 1.0 where the bounds cut (for none: where those of tis would).
+    """
+    if algo.correction not in CORRECTION_BOUNDS:
+        raise UserError(f"algo.correction={algo.correction!r}: legal is {' | '.join(CORRECTION_BOUNDS)}")
+    low, high = CORRECTION_BOUNDS[algo.correction]
+    low = low if algo.correction_low is None else algo.correction_low
+    high = high if algo.correction_high is None else algo.correction_high
+    if low > high:
+        raise UserError(f"algo.correction_low={low:g} is above algo.correction_high={high:g}: they hold nothing")
+    log_w_T = trainer_logp_T - rollout_logp_T
+    judged_T = log_w_T  # what is held against the bounds
+    if algo.correction == "seq_mask":
+        judged_T = sequence_mean(log_w_T, mask_T, sequence_T)
+    elif algo.correction_level == "sequence":
+        judged_T = log_w_T = sequence_sum(log_w_T * mask_T, sequence_T)
+    w_T = log_w_T.clamp(-20, 20).exp()
+    judged_T = judged_T.clamp(-20, 20).exp()
+    outside_T = ((judged_T < low) | (judged_T > high)).float()
+    if algo.correction == "none":
+        return torch.ones_like(w_T), outside_T
+    if algo.correction == "tis":
+        return w_T.clamp(low, high), outside_T
+    return w_T * (1 - outside_T), outside_T
+
+
+def loss_weights(trained_F: Tensor, sample_F: Tensor, samples: list[int], kind: str, length: int) -> Tensor:
+    """Weight of each token in an update on the numbered `samples`; mask of the trained tokens [F], sample of each [F]
+    → [F], such that the sum of weight · loss over the number of trained tokens T is the normalised loss.
+
+    Over the N answers with trained tokens, y_i of them in answer i:
+
+      token_mean               1               sum_i sum_t loss / T               DAPO, arXiv 2503.14476, eq. 8
+      seq_mean_token_mean      T / (N y_i)     mean_i (1 / y_i) sum_t loss        GRPO, arXiv 2402.03300, eq. 3
+      seq_mean_token_sum       T / N           mean_i sum_t loss
+      seq_mean_token_sum_norm  T / (N length)  mean_i (1 / length) sum_t loss     Dr. GRPO, arXiv 2503.20783, appendix
+    So the denominator is the same integer for all, and neither micro-batches nor layout enter.
+    """
+    chosen_N = torch.zeros(int(sample_F.max()) + 1, dtype=torch.float64)
+    chosen_N[samples] = 1
+    tokens_N = torch.bincount(sample_F, weights=trained_F.double()) * chosen_N
+    total, answers = tokens_N.sum(), (tokens_N > 0).sum().clamp(min=1)
+    if kind == "token_mean":
+        weight_N = torch.ones_like(tokens_N)
+    elif kind == "seq_mean_token_mean":
+        weight_N = total / (answers * tokens_N.clamp(min=1))
+    elif kind == "seq_mean_token_sum":
+        weight_N = total / answers * torch.ones_like(tokens_N)
+    elif kind == "seq_mean_token_sum_norm":
+        weight_N = total / (answers * length) * torch.ones_like(tokens_N)
+    else:
+        raise UserError(f"algo.loss_norm={kind!r}: legal is token_mean | seq_mean_token_ mean | sum | sum_norm")
+    return ((weight_N * chosen_N)[sample_F] * trained_F).float()
+
+
+# ---------------------------------------------------------------- 7. the command
+
+
+def rehearse(cfg: Config) -> None:
+    """The algorithm on two made-up answers, before anything is built: an unknown name in `algo` shows at once, and so
+    does a fork's mistake. Raises UserError."""
+    algo = changed(config_at(cfg, 1), {"algo.kl_coef": 1.0}).algo
+    samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=reward) for reward in (0.0, 1.0)]
+    penalize_length(samples, algo, cfg.rollout.max_new_tokens)
+    batch = flatten(samples, algo.mask_truncated)
+    batch = replace(batch, old_logp=batch.rollout_logp, ref_logp=batch.rollout_logp)
+    advantages_N = answer_advantages(samples, batch, algo)
+    weights_F = loss_weights(batch.trained, batch.seq_id, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
+    batch = replace(batch, weights=weights_F, advantages=torch.from_numpy(advantages_N).float()[batch.seq_id])
+    mb = pack(batch, [0, 1], int(batch.lengths_N.sum()), "cpu")
+    logp_T = mb.rollout_logp[0].clone().requires_grad_()
+    loss, _, _ = grpo_loss(mb, logp_T, -logp_T, algo)
+    loss.backward()
+
+
+def main(argv: list[str]) -> int:
+    """The exit code: 0 done, 2 a mistake the user can mend, 1 a failure during training."""
+    return launch.command(argv, __doc__, rehearse, train)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""Steps of a run in this process alone: real Megatron-core, real graders, and plain transformers in vLLM's place."""
+
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import megatron_bridge as bridge
+import train_grpo
+from config import TrainingError, UserError, load_config
+from rollout import Completion
+from support import checks, clock, launch
+from tests.conftest import REPO
+
+
+class PlainEngine:
+    """rollout.Engine with the weights in a model of transformers, one token at a time."""
+
+    def __init__(self, model: str, *_):
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            generator = torch.Generator().manual_seed(seed)
+            yield number, [self.answer(prompt, generator, sampling.temperature, max_tokens) for _ in range(n)]
+
+    @torch.no_grad()
+    def answer(self, prompt: list[int], generator: torch.Generator, temperature: float, max_tokens: int) -> Completion:
+        ids, logps = [], []
+        while len(ids) < max_tokens and ids[-1:] != [self.model.config.eos_token_id]:
+            logp_V = (self.model(torch.tensor([prompt + ids])).logits[0, -1] / temperature).log_softmax(-1)
+            ids.append(torch.multinomial(logp_V.exp(), 1, generator=generator).item())
+            logps.append(logp_V[ids[-1]].item())
+        return Completion(ids, logps, ids[-1] == self.model.config.eos_token_id)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.model.load_state_dict(dict(weights), strict=False)
+
+    def sleep(self) -> None:
+        pass
+
+    def wake(self, part: str) -> None:
+        pass
+
+
+@pytest.fixture
+def build(world, tiny, tmp_path, monkeypatch):
+    """build("section.key=value", ...) → a run for `train_step(run, step)`."""
+    monkeypatch.setattr(train_grpo, "Engine", PlainEngine)
+    monkeypatch.setattr(clock, "StopSignals", lambda: SimpleNamespace(requested=None, ended=False))
+    built = []
+
+    def one(*overrides: str) -> train_grpo.Run:
+        cfg = load_config(str(REPO / "configs/tiny.yaml"), [
+            f"output_dir={tmp_path / 'out'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
+            "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0", "train.save_every=0",
+            *overrides,
+        ])  # fmt: skip
+        checks.check_config(cfg, world_size=1)
+        train_grpo.rehearse(cfg)
+        inputs = launch.prepare(cfg, world_size=1, weights=True)
+        bridge.init_model_parallel(cfg.parallel, cfg.seed)
+        built.append(train_grpo.build(cfg, inputs, clock.Clock(0)))
+        return built[-1]
+
+    yield one
+    for run in built:
+        run.grading.close()
+
+
+def weights(run) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in bridge.hf_weights(run.model)}
+
+
+def test_a_step_agrees_with_the_engine_and_moves_the_weights(build):
+    run = build("train.lr=0.01")
+    for step in (1, 2):
+        before = weights(run)
+        metrics, samples = train_grpo.train_step(run, step)
+        assert metrics["logp_gap/max"] < 1e-5 and len(samples) == 16 and metrics["update/skipped"] == 0
+        assert all(not torch.equal(before[name], weight) for name, weight in weights(run).items() if "mlp" in name)
+
+
+def test_a_push_that_is_lost_is_caught(build, monkeypatch):
+    run = build("train.lr=0.01")
+    monkeypatch.setattr(train_grpo, "push_weights", lambda *_: None)
+    train_grpo.train_step(run, 1)
+    with pytest.raises(TrainingError, match="did not take up the last weight push"):
+        train_grpo.train_step(run, 2)
+
+
+def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, tmp_path, capsys):
+    run, group_advantages, broken = build("train.max_skipped=2"), train_grpo.group_advantages, []
+
+    def advantages(*args):
+        found = group_advantages(*args)
+        return np.where(np.arange(len(found)) == 3, np.nan, found) if broken else found
+
+    monkeypatch.setattr(train_grpo, "group_advantages", advantages)
+    broken.append(True)
+    before = weights(run)
+    metrics, _ = train_grpo.train_step(run, 1)
+    assert metrics["update/skipped"] == 1 and all(torch.equal(before[n], w) for n, w in weights(run).items())
+    assert "1 in a row, the run stops at train.max_skipped=2" in capsys.readouterr().out
+    dumped = load_file(tmp_path / "out/skipped/step_000001_update_0_rank_00000.safetensors")
+    assert any(name.endswith(".advantages") and values.isnan().any() for name, values in dumped.items())
+    broken.clear()
+    metrics, _ = train_grpo.train_step(run, 2)
+    assert metrics["update/skipped"] == 0 and any(not torch.equal(before[n], w) for n, w in weights(run).items())
+    broken.append(True)
+    train_grpo.train_step(run, 3)
+    with pytest.raises(TrainingError, match=r"2 in a row, train\.max_skipped=2"):
+        train_grpo.train_step(run, 4)
+
+
+def test_a_reward_that_raises_stops_the_run_with_its_row(build, tmp_path):
+    (tmp_path / "broken.py").write_text("def f(text, answer, row):\n    return row['bonus']\n")
+    run = build(f"reward.custom={tmp_path / 'broken.py'}:f")
+    with pytest.raises(UserError) as error:
+        train_grpo.train_step(run, 1)
+    assert "the reward of source 'reverse' failed: KeyError: 'bonus' (broken.py, line 2)" in str(error.value)
+    assert '"prompt": "' in str(error.value) and "16 of 16 samples failed" in str(error.value)
+
+
+def test_budgets_reach_their_own_phase(build, monkeypatch):
+    cut, packed = train_grpo.to_micro_batches, []
+
+    def counted(batch, samples, max_tokens, cfg):
+        packed.append((len(samples), max_tokens))
+        return cut(batch, samples, max_tokens, cfg)
+
+    monkeypatch.setattr(train_grpo, "to_micro_batches", counted)
+    budgets = ("train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=48")
+    train_grpo.train_step(build("algo.kl_coef=0.1", "train.updates_per_step=2", *budgets), 1)
+    assert packed == [(16, 48), (16, 48), (8, 64), (8, 64)]  # old and reference log-probs; two updates
