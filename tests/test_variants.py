@@ -106,6 +106,22 @@ def test_straight_through_kl_has_the_value_of_k3_and_the_gradient_of_k2():
     torch.testing.assert_close(k3.grad, f64(1 - math.exp(-0.5), 1 - math.e, 0.0), **F64)
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+"])
+def test_kl_against_a_loop(kind):
+    g = torch.Generator().manual_seed(4)
+    logp, ref = (-12 * torch.rand(200, generator=g, dtype=torch.float64) for _ in range(2))
+    logp = torch.cat([logp, f64(-30.0, -0.1)])  # d = 29.9 and -29.9, beyond the clamp
+    ref = torch.cat([ref, f64(-0.1, -30.0)])
+    for got, p, q in zip(token_kl(logp, ref, kind).tolist(), logp.tolist(), ref.tolist(), strict=True):
+        d = q - p
+        if kind in ("k1", "k2"):
+            want = -d if kind == "k1" else d * d / 2
+        else:
+            d = min(max(d, -20.0), 20.0)
+            want = min(max(math.exp(d) - d - 1, -10.0), 10.0)
+        assert got == pytest.approx(want, rel=1e-12, abs=1e-12)
+
+
 # ---------------------------------------------------------------- policy losses
 
 
@@ -206,6 +222,35 @@ def test_mismatch_weights_by_hand(options, weights, outside):
     assert cut[1:].tolist() == outside
 
 
+@pytest.mark.parametrize(("low", "high"), [(None, None), (0.8, 1.3)])
+@pytest.mark.parametrize(
+    ("correction", "level"),
+    [("none", "token"), ("tis", "token"), ("tis", "sequence"), ("icepop", "token"), ("seq_mask", "token")],
+)
+def test_mismatch_weights_against_a_loop(correction, level, low, high):
+    g = torch.Generator().manual_seed(5)
+    trainer = -2 * torch.rand(60, generator=g, dtype=torch.float64)
+    rollout = trainer + 0.4 * torch.randn(60, generator=g, dtype=torch.float64)
+    lengths = [7, 1, 20, 12, 20]
+    sequence = torch.arange(5).repeat_interleave(torch.tensor(lengths))
+    mask = (torch.rand(60, generator=g) > 0.3).double()
+    algo = AlgoConfig(correction=correction, correction_level=level, correction_low=low, correction_high=high)
+    weights, outside = mismatch_weight(trainer, rollout, mask, sequence, algo)
+    defaults = {"none": (0, 2), "tis": (0, 2), "icepop": (0.5, 5), "seq_mask": (0.999, 1.002)}[correction]
+    low, high = defaults if low is None else (low, high)
+    for t in range(60):
+        w = math.exp(trainer[t] - rollout[t])
+        answer = [math.exp(trainer[u] - rollout[u]) for u in range(60) if sequence[u] == sequence[t] and mask[u]]
+        product = math.prod(answer)
+        judged = {"seq_mask": product ** (1 / max(len(answer), 1))}.get(
+            correction, product if level == "sequence" else w
+        )
+        want = {"none": 1.0, "tis": min(max(judged, low), high)}.get(correction, w if low <= judged <= high else 0.0)
+        if mask[t]:
+            assert weights[t].item() == pytest.approx(want, rel=1e-12)
+            assert outside[t].item() == (not low <= judged <= high)
+
+
 def test_mismatch_weights_do_not_overflow():
     for options in ({"correction": "icepop"}, {"correction": "tis", "correction_level": "sequence"}):
         got, _ = mismatch_weight(f64(0, 0), f64(-900, -900), f64(1, 1), torch.tensor([0, 0]), AlgoConfig(**options))
@@ -244,6 +289,17 @@ def test_overlong_penalty_by_hand():
     assert [s.reward for s in samples] == [1, 1, 0.5, 0, -1]
 
 
+def test_overlong_penalty_against_a_loop():
+    limit, buffer, coef = 50, 15, 0.7
+    samples = [Sample(0, [1], [2] * n, [], n < limit, "", "", reward=0.25) for n in range(1, limit + 1)]
+    penalize_length(samples, AlgoConfig(overlong_buffer=buffer, overlong_coef=coef), limit)
+    for n, sample in enumerate(samples, 1):
+        beyond = max(n - (limit - buffer), 0)
+        want = -beyond / buffer * coef
+        assert sample.reward_parts["overlong"] == pytest.approx(want, rel=1e-12)
+        assert sample.reward == pytest.approx(0.25 + want, rel=1e-12)
+
+
 # ---------------------------------------------------------------- updates
 
 
@@ -269,7 +325,7 @@ def test_every_epoch_deals_all_groups_anew():
     [
         ("algo.advantage=gae", "grpo | dr_grpo | rloo | grpo_loo | reinforce_pp"),
         ("algo.loss=sapo", "ppo_clip | gspo | cispo | reinforce"),
-        ("algo.loss_norm=mean", "token_mean | seq_mean_token_ mean | sum | sum_norm"),
+        ("algo.loss_norm=mean", "token_mean | seq_mean_token_mean | seq_mean_token_sum | seq_mean_token_sum_norm"),
         ("algo.kl=k4", "k1 | k2 | k3 | k3+"),
         ("algo.correction=mis", "none | tis | icepop | seq_mask"),
         ("algo.correction_low=3", "above algo.correction_high=2"),

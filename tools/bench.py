@@ -3,8 +3,9 @@
     torchrun --nproc_per_node=2 tools/bench.py [section.key=value ...]
 
 Defaults: 8 prompts × 8 samples × 64 tokens, an untrained model of hidden size 128, feed-forward size 512 and 4 layers,
-fp32, KL on. Prints medians over 20 steps (after 3 to warm up). Bare vLLM: `LLM.generate` on the same engines, prompts
-and number of samples, right after each step, without log-probs, grading or training.
+fp32, KL on, and an entropy bonus, since equal rewards alone give no gradient. Prints medians over 20 steps (after 3 to
+warm up). Bare vLLM: `LLM.generate` on the same engines and as many prompts and samples, right after each step, without
+log-probs, grading or training.
 """
 
 import json
@@ -21,24 +22,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import make_tiny
 
 import train_grpo
-from support import watchdog as guard
-from train_grpo import bridge
+from config import Config, load_config
+from support import checks, launch, ranks
+from support.clock import Clock
+from support.data import prompt_batch
 
 WARMUP, STEPS = 3, 20
 PHASES = ("rollout", "reward", "logprob", "train", "sync", "step")
 
 
-def config(folder: Path, overrides: list[str]) -> train_grpo.Config:
+def config(folder: Path, overrides: list[str]) -> Config:
     """The benchmark's configuration; rank 0 has made the model and the data in `folder`."""
     (folder / "bench.yaml").touch()
     defaults = [
         f"output_dir={folder / 'out'}", f"model.path={folder / 'model'}", "model.dtype=fp32",
         f"data.train={folder / 'train.jsonl'}",
         "data.chat_template=false", "data.max_prompt_tokens=32", "rollout.prompts_per_step=8", "rollout.group_size=8",
-        "rollout.max_new_tokens=64", "algo.kl_coef=0.05", "train.lr=1e-4", f"train.steps={WARMUP + STEPS + 1}",
-        "train.save_every=0", "train.max_tokens_per_micro_batch=4096", "train.logprob_max_tokens_per_micro_batch=4096",
+        "rollout.max_new_tokens=64", "algo.kl_coef=0.05", "algo.entropy_coef=0.001", "train.lr=1e-4",
+        f"train.steps={WARMUP + STEPS + 1}", "train.save_every=0",
+        "train.max_tokens_per_micro_batch=4096", "train.logprob_max_tokens_per_micro_batch=4096",
     ]  # fmt: skip
-    return train_grpo.load_config(train_grpo.Config, str(folder / "bench.yaml"), [*defaults, *overrides])
+    return load_config(str(folder / "bench.yaml"), [*defaults, *overrides])
 
 
 def make_inputs(folder: Path) -> None:
@@ -52,45 +56,44 @@ def make_inputs(folder: Path) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def bare_vllm_seconds(trainer: train_grpo.Trainer, step: int) -> float:
-    """Wall time of this engine's share of the step's batch, from the common start to the end of the slowest engine."""
-    cfg, llm = trainer.cfg, trainer.engine.llm
+def bare_vllm_seconds(run: train_grpo.Run) -> float:
+    """Wall time of this engine's share of the next step's batch, from the common start to the end of the slowest."""
+    cfg, engine = run.cfg, run.engine
     r = cfg.rollout
-    batch = train_grpo.prompt_batch(trainer.prompts, trainer.prompts_taken, r.prompts_per_step, cfg.seed)
+    batch = prompt_batch(run.inputs.prompts, run.prompts_taken, r.prompts_per_step, cfg.seed)
     share = batch[dist.get_rank() // r.tp :: dist.get_world_size() // r.tp]
-    params = trainer.engine.sampling_params(n=r.group_size, temperature=r.temperature, max_tokens=r.max_new_tokens)
+    params = engine.sampling_params(n=r.group_size, temperature=r.temperature, max_tokens=r.max_new_tokens)
     dist.barrier()
     start = time.perf_counter()
-    llm.generate([{"prompt_token_ids": prompt.ids} for prompt in share], params, use_tqdm=False)
+    engine.llm.generate([{"prompt_token_ids": prompt.ids} for prompt in share], params, use_tqdm=False)
     dist.barrier()
     return time.perf_counter() - start
 
 
 def main() -> None:
-    bridge.init_distributed(timeout_s=600)
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    folder = Path(folder[0])
+    ranks.join_ranks(timeout_s=600)
+    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared)
+    folder = Path(shared[0])
     if dist.get_rank() == 0:
         make_inputs(folder)
     dist.barrier()
     cfg = config(folder, sys.argv[1:])
-    train_grpo.check_config(cfg, dist.get_world_size())
-    tokenizer = train_grpo.load_tokenizer(cfg.model.path)
-    prompts, _ = train_grpo.load_prompts(cfg.data, tokenizer)
-    bridge.init_model_parallel(cfg.parallel, cfg.seed)
-    trainer = train_grpo.build_trainer(cfg, tokenizer, prompts, [], None, guard.Watchdog(0), guard.StopSignals())
+    checks.check_config(cfg, dist.get_world_size())
+    inputs = launch.prepare(cfg, dist.get_world_size(), weights=True)  # prints the plan
+    train_grpo.bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    run = train_grpo.build(cfg, inputs, Clock(stall_timeout_s=0))
     rows, bare = [], []
     for step in range(1, WARMUP + STEPS + 1):
-        metrics, _ = train_grpo.train_step(trainer, step)
-        seconds = bare_vllm_seconds(trainer, step)
+        metrics, _ = train_grpo.train_step(run, step)
+        seconds = bare_vllm_seconds(run)
         if step > WARMUP:
             rows.append(metrics)
             bare.append(seconds)
-    trainer.graders.close()
+    run.grading.close()
+    run.clock.stop()
     if dist.get_rank() == 0:
         r = cfg.rollout
-        print(train_grpo.describe(cfg, dist.get_world_size()))
         length = median(m["tokens/response_mean"] for m in rows)
         print(f"samples of {length:.1f} tokens; medians of {STEPS} steps, in seconds:")
         for phase in PHASES:
