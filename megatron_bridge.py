@@ -275,10 +275,16 @@ def build_optimizer(model: list, train, extra: dict):
     """
     dtype = model[0].config.params_dtype
     settings = dict(
-        optimizer="adam", lr=train.lr, weight_decay=train.weight_decay, adam_beta1=train.adam_beta1,
-        adam_beta2=train.adam_beta2, clip_grad=train.clip_grad, params_dtype=dtype, bf16=dtype is torch.bfloat16,
+        optimizer="adam",
+        lr=train.lr,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        clip_grad=train.clip_grad,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
         use_distributed_optimizer=True,
-    )  # fmt: skip
+    )
     optimizer = get_megatron_optimizer(OptimizerConfig(**{**settings, **options_for(OptimizerConfig, extra)}), model)
     for part in optimizer.chained_optimizers:
         set_adam_steps(part, 0)  # torch makes the state at the first update; it must be there to be saved and loaded

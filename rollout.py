@@ -94,9 +94,16 @@ class Engine:
         engine = self.llm.llm_engine
         for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True)):
             params = self.sampling_params(
-                n=n, seed=seed, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
-                max_tokens=max_tokens, logprobs=0, detokenize=False, output_kind=self.final_only,
-            )  # fmt: skip
+                n=n,
+                seed=seed,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=max_tokens,
+                logprobs=0,
+                detokenize=False,
+                output_kind=self.final_only,
+            )
             engine.add_request(str(number), {"prompt_token_ids": ids}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():

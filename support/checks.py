@@ -23,12 +23,28 @@ from support.layers import rotary_embedding
 # ---------------------------------------------------------------- the configuration
 
 # Fields of Megatron's configuration that the model's config.json settles.
-FROM_MODEL = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "normalization", "layernorm_epsilon", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias",
-    "qk_layernorm", "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
-    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq",
-)  # fmt: skip
+FROM_MODEL = [
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "gated_linear_unit",
+    "activation_func",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_layer_freq",
+]
 
 
 # Megatron-core fields that may not be set under `megatron`, and why.
@@ -200,9 +216,15 @@ def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: st
         raise ValueError(f"model.path={path} is a {family}; supported are {', '.join(bridge.FAMILIES)}")
     # What changes the computation and has no counterpart here, with the value that leaves it out.
     plain = {
-        "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "qkv_bias": True, "mlp_only_layers": [],
-        "decoder_sparse_step": 1, "router_jitter_noise": 0.0, "partial_rotary_factor": 1.0,
-    }  # fmt: skip
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "qkv_bias": True,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "router_jitter_noise": 0.0,
+        "partial_rotary_factor": 1.0,
+    }
     for attribute, value in plain.items():
         found = getattr(hf, attribute, None)
         if found not in (None, value):

@@ -33,7 +33,7 @@ def step_line(m: dict, steps: int) -> str:
 
 
 def log_metrics(out: Path, metrics: dict) -> None:
-    """Add a line to metrics.jsonl, on the disk before this returns; null for what is no number."""
+    """Add a line to metrics.jsonl, on the disk before this returns; null for NaN and infinity."""
     numbers = {key: value if value is None or math.isfinite(value) else None for key, value in metrics.items()}
     with (out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(numbers, default=float) + "\n")

@@ -67,12 +67,15 @@ def explain_gap(logp_F: torch.Tensor, batch: Batch, samples: list, step: int, bo
             f"  {n:6d} {samples[n].group:6d} {place_F[i]:9d} {batch.targets[i]:7d} {logp_F[i]:9.4f} "
             f"{batch.rollout_logp[i]:9.4f} {gap_F[i]:9.2e}"
         )
-    return "\n".join([
-        *table,
-        f"  {share:.1%} of {int(response_F.sum())} tokens, in {len(batch.seq_id[beyond_F].unique())} of "
-        f"{len(samples)} samples, are beyond the bound; mean |Δ| {first3:.1e} in the first 3 tokens, {later:.1e} later",
-        f"  likely cause: {cause}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *table,
+            f"  {share:.1%} of {int(response_F.sum())} tokens, in {len(batch.seq_id[beyond_F].unique())} of "
+            f"{len(samples)} samples, are beyond the bound; mean |Δ| {first3:.1e} in the first 3 tokens, {later:.1e} "
+            "later",
+            f"  likely cause: {cause}",
+        ]
+    )
 
 
 def check_finite(

@@ -115,10 +115,15 @@ class Packing(PackedSeqParams):
             mask = (position[:, None] >= keys).view(sequences, 1, max_queries, mb.max_seqlen)
         return cls(
             qkv_format="sbhd",  # keeps Megatron from its own per-sequence loop over "thd"
-            cu_seqlens_q=mb.cu_seqlens, cu_seqlens_kv=mb.cu_seqlens,
-            max_seqlen_q=max_queries, max_seqlen_kv=mb.max_seqlen,
-            position_ids=own_stripe(position_T), query_slot=query_slot, key_slot=key_slot_T, mask=mask,
-        )  # fmt: skip
+            cu_seqlens_q=mb.cu_seqlens,
+            cu_seqlens_kv=mb.cu_seqlens,
+            max_seqlen_q=max_queries,
+            max_seqlen_kv=mb.max_seqlen,
+            position_ids=own_stripe(position_T),
+            query_slot=query_slot,
+            key_slot=key_slot_T,
+            mask=mask,
+        )
 
 
 class PackedRope(torch.nn.Module):
@@ -172,9 +177,11 @@ class PackedAttention(torch.nn.Module):
         out = F.scaled_dot_product_attention(
             pad(query, packing.query_slot, packing.max_seqlen_q),
             *(pad(x, packing.key_slot, packing.max_seqlen_kv) for x in (key, value)),
-            attn_mask=packing.mask, is_causal=packing.mask is None, scale=self.softmax_scale,
+            attn_mask=packing.mask,
+            is_causal=packing.mask is None,
+            scale=self.softmax_scale,
             enable_gqa=query.shape[2] != key.shape[2],
-        )  # fmt: skip
+        )
         out = out.transpose(1, 2).flatten(0, 1).flatten(1)  # [S * max_seqlen_q, heads * d]
         return out.index_select(0, packing.query_slot).unsqueeze(1)  # [T / cp, 1, heads * d]
 

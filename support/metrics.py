@@ -18,10 +18,23 @@ from config import Config, EvalConfig
 from support import files, gates
 
 # What grpo_loss reports of a micro-batch: sums over its response tokens, but for the last, a maximum.
-REPORTED = (
-    "loss", "policy", "trained", "tokens", "kl_k3", "kl_k1", "kl_k2", "entropy", "clipped", "gap", "mismatch_k3", "w",
-    "w2", "outside", "gap_max",
-)  # fmt: skip
+REPORTED = [
+    "loss",
+    "policy",
+    "trained",
+    "tokens",
+    "kl_k3",
+    "kl_k1",
+    "kl_k2",
+    "entropy",
+    "clipped",
+    "gap",
+    "mismatch_k3",
+    "w",
+    "w2",
+    "outside",
+    "gap_max",
+]
 
 
 def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from safetensors import safe_open
 
 import megatron_bridge as bridge
+from config import ParallelConfig, TrainConfig
+from support import ranks
 from support.checkpoint import CheckpointWriter, damage, read_sharded, read_state
 from support.optimizer_state import load_state, optimizer_steps, sharded_state
-from train_grpo import ParallelConfig
+
+TRAIN = TrainConfig(lr=1e-3)
 
 
 def made_up_update(model: list, optimizer, number: int) -> None:
@@ -27,7 +29,7 @@ def made_up_update(model: list, optimizer, number: int) -> None:
         chunk.zero_grad_buffer()
         for weight in chunk.parameters():
             weight.main_grad.copy_(torch.sin(50 * weight.detach().float() + number))
-    bridge.optimizer_step(optimizer)
+    bridge.optimizer_step(optimizer, TRAIN.lr)
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -47,13 +49,13 @@ def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     path, dtype, out, layouts = sys.argv[1], bridge.DTYPES[sys.argv[2]], Path(sys.argv[3]), json.loads(sys.argv[4])
-    bridge.init_distributed(timeout_s=600)
+    ranks.init_distributed(timeout_s=600)
     first = None
     for name, sizes in layouts.items():
         parallel = ParallelConfig(**sizes)
         bridge.init_model_parallel(parallel, seed=0)
         model = bridge.build_model(path, parallel, dtype, {})
-        optimizer = bridge.build_optimizer(model, 1e-3, 0.0, (0.9, 0.999), 1.0, {})
+        optimizer = bridge.build_optimizer(model, TRAIN, {})
         if first is None:
             for number in range(3):
                 made_up_update(model, optimizer, number)
@@ -76,7 +78,7 @@ def main() -> None:
             different += [key for key in wanted if not torch.allclose(wanted[key], weights[key], rtol=1e-5, atol=1e-7)]
             same_state = read_state(first) == read_state(saved) == {"updates": 3}
             print(f"{name}: {different or ('same' if same_state and len(was) > 20 else 'state')}", flush=True)
-        mpu.destroy_model_parallel()
+        bridge.mpu.destroy_model_parallel()
     dist.destroy_process_group()
 
 

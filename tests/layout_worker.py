@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
@@ -65,7 +64,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     report = train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
     grad_norm = bridge.optimizer_step(optimizer, EPS * STEP)
     after, load = dict(bridge.hf_weights(model)), bridge.expert_load(model)
-    mpu.destroy_model_parallel()
+    bridge.mpu.destroy_model_parallel()
     return {
         "logp": logp_F, "old_logp": batch.old_logp, "ref_logp": batch.ref_logp, "load": torch.tensor(load),
         "same": torch.tensor(float(same)), "grad_norm": torch.tensor(grad_norm, dtype=torch.float64),

@@ -1,7 +1,6 @@
 """Checkpoints: the same state on every layout, an exact resume, damage that is found, updates that are skipped."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import Torchrun
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import REPO
@@ -46,15 +46,13 @@ def test_state_is_the_same_on_every_layout(tmp_path, arch, dtype, layouts):
     import make_tiny
 
     make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>="), hidden=64, layers=4, arch=arch)
-    worker = [str(REPO / "tests/checkpoint_worker.py"), str(tmp_path / "model"), dtype, str(tmp_path / "out")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    process = subprocess.run(
-        [*command, *worker, json.dumps(layouts)], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}, text=True, timeout=300,
+    worker = Torchrun(
+        tmp_path / "printed.txt", "tests/checkpoint_worker.py", str(tmp_path / "model"), dtype, str(tmp_path / "out"),
+        json.dumps(layouts), nproc=4,
     )  # fmt: skip
-    assert process.returncode == 0, process.stdout
-    found = [line for line in process.stdout.splitlines() if line.split(":")[0] in layouts]
-    assert found == [f"{x}: same" for x in layouts], process.stdout
+    assert worker.end(300) == 0, worker.text
+    found = [line for line in worker.text.splitlines() if line.split(":")[0] in layouts]
+    assert found == [f"{x}: same" for x in layouts], worker.text
 
 
 RESUMED = (*SMALL, "train.save_every=1", "algo.kl_coef=0.05", "train.updates_per_step=2", "algo.max_rounds=2")

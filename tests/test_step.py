@@ -14,6 +14,7 @@ import train_grpo
 from config import TrainingError, UserError, load_config
 from rollout import Completion
 from support import checks, clock, launch
+from support.optimizer_state import optimizer_steps
 from tests.conftest import REPO
 
 
@@ -117,6 +118,21 @@ def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, tmp_path, c
     train_grpo.train_step(run, 3)
     with pytest.raises(TrainingError, match=r"2 in a row, train\.max_skipped=2"):
         train_grpo.train_step(run, 4)
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_a_step_without_a_gradient_changes_nothing_and_says_so(build, capsys, entropy_coef):
+    """Every group's rewards are equal. Without KL or entropy in the loss Adam would move by momentum alone."""
+    equal = ("reward.default=length", "reward.options={length: {limit: 1000}}", "algo.max_rounds=2")
+    run = build("train.lr=0.01", f"algo.entropy_coef={entropy_coef}", *equal)
+    before = weights(run)
+    metrics, samples = train_grpo.train_step(run, 1)
+    assert metrics["groups/zero_std_frac"] == 1 and metrics["groups/rounds"] == 2 and len(samples) == 32
+    assert metrics["logp_gap/max"] < 1e-5 and run.skipped == 0  # the update was computed, and nothing is NaN
+    moved = not all(torch.equal(before[name], weight) for name, weight in weights(run).items())
+    said = "no gradient (equal rewards in every group" in capsys.readouterr().out
+    found = (metrics["grad_norm"] > 0, metrics["update/skipped"], optimizer_steps(run.optimizer), moved, said)
+    assert found == ((True, 0, 1, True, False) if entropy_coef else (False, 1, 0, False, True))
 
 
 def test_a_reward_that_raises_stops_the_run_with_its_row(build, tmp_path):

@@ -325,7 +325,7 @@ def test_every_epoch_deals_all_groups_anew():
     [
         ("algo.advantage=gae", "grpo | dr_grpo | rloo | grpo_loo | reinforce_pp"),
         ("algo.loss=sapo", "ppo_clip | gspo | cispo | reinforce"),
-        ("algo.loss_norm=mean", "token_mean | seq_mean_token_ mean | sum | sum_norm"),
+        ("algo.loss_norm=mean", "token_mean | seq_mean_token_mean | seq_mean_token_sum | seq_mean_token_sum_norm"),
         ("algo.kl=k4", "k1 | k2 | k3 | k3+"),
         ("algo.correction=mis", "none | tis | icepop | seq_mask"),
         ("algo.correction_low=3", "above algo.correction_high=2"),

@@ -4,22 +4,22 @@
     torchrun --nproc_per_node=8 train_grpo.py --config configs/qwen7b.yaml algo.kl_coef=0   # eight, with an override
     python train_grpo.py --config configs/qwen7b.yaml --dry-run --world-size 8              # check only, on any machine
 
-The objective. For each prompt, vLLM samples a group of G answers; answer i gets the reward r_i and
+The objective, as the defaults have it. For each prompt, vLLM samples a group of G answers; answer i gets r_i:
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-6)            group_advantages   std with ddof 1; 0 where all r are equal
     rho_t = exp(logp_t - old_logp_t)                     policy_loss        old = before the first update of the step
     L_t   = -min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i)
     KL_t  = exp(d) - d - 1,  d = ref_logp_t - logp_t     token_kl           k3, d clamped to +-20, the result to +-10
-    loss  = sum_t (L_t + kl_coef KL_t - entropy_coef H_t) / number of response tokens of the update      grpo_loss
+    loss  = sum_t (L_t + kl_coef KL_t - entropy_coef H_t) / number of trained tokens of the update       grpo_loss
 
-Told downwards, in the order of a step: sample -> grade -> advantages -> rows of tokens -> (old, ref log-probs) ->
+Told downwards, in the order of a step: sample -> grade -> rows of tokens -> (old, ref log-probs) -> advantages ->
 update(s) -> push. Then reward.py, rollout.py, megatron_bridge.py; every key is in config.py. What keeps a run honest
-and alive is in support/, which no reader of the algorithm opens.
+and alive is in support/, which no reader of the algorithm opens, but for the fields of `Batch` in packing.py.
 
 To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
 
 Names: a suffix tells a tensor's shape. _N per sample, _G per answer of a group, _F per predicting position of the whole
-step, _T per position of a packed row, _S per sequence of one, _R per rank, _E per expert, _B per bin.
+step, _T per position of a packed row; in support/ also _S per sequence of one, _R per rank, _E per expert, _B per bin.
 """
 
 import math
@@ -48,7 +48,7 @@ from support.packing import Batch, MicroBatch, fill, pack, sequence_mean, sequen
 
 @dataclass
 class Run:
-    """What lives through a run, on every rank. What a fork adds here belongs into `run_state` too."""
+    """What lives through a run, on every rank. What a fork adds here belongs into `save` and `build` too."""
 
     cfg: Config
     clock: Clock  # phases, their seconds, stop requests, the watchdog
@@ -77,21 +77,16 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
             numbers, samples = train_step(run, step)
         except StopRequested:
             run.writer.finish()
-            if step - 1 not in (0, run.writer.step):
+            if step - 1 not in (0, run.writer.step):  # there is something, and it is not saved yet
                 save(run, step - 1)
             log.stopped(step - 1)
             break
-        if due(step, t.eval_every, t.steps):
+        if t.eval_every and (step % t.eval_every == 0 or step == t.steps):
             numbers |= log.evaluated(step, *evaluate(run))
         log.write(numbers, samples)
     run.writer.finish()
     run.grading.close()
     log.close()
-
-
-def due(step: int, every: int, last: int) -> bool:
-    """Whether what comes every so many steps, and after the last, comes after this one; 0: never."""
-    return every > 0 and (step % every == 0 or step == last)
 
 
 def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
@@ -104,7 +99,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     engine.sleep()
     model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
     optimizer = bridge.build_optimizer(model, t, cfg.megatron)
-    reference = bridge.copy_weights(model) if cfg.algo.kl_coef > 0 else None
+    reference = bridge.copy_weights(model) if cfg.algo.kl_coef > 0 else None  # of the initial model, also on resume
     writer = checkpoint.CheckpointWriter(Path(cfg.output_dir, "checkpoints"), t.keep_last, t.keep_every)
     grading = GradingPool(**cfg.reward.model_dump())
     run = Run(cfg, clock, inputs, path, engine, model, optimizer, reference, grading, writer)
@@ -116,10 +111,10 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
 
 
 def save(run: Run, step: int) -> None:
-    """Begin to write the checkpoint of `step`; `run.writer.finish` gives it its name.
+    """Begin to write the checkpoint of `step`, which has its final name only when complete (run.writer.finish).
 
-    `state` is what a run needs besides weights and moments to go on, as JSON. There is no random state: all that is
-    drawn follows from seed, step and group (sampling_seed, seed_step, ...).
+    `state`, as JSON, is what a run goes on from besides weights and moments. Random states are none: all that is drawn
+    follows from seed, step and group.
     """
     state = {
         "step": step, "updates": optimizer_state.optimizer_steps(run.optimizer), "prompts_taken": run.prompts_taken,
@@ -145,7 +140,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
     algo, t = cfg.algo, cfg.train
     bridge.seed_step(cfg.seed, step)
 
-    samples, groups, rounds, notes = collect(run, cfg, step)  # the same on every rank, as all that follows from them
+    samples, groups, rounds, notes = collect(run, cfg, step)  # the same on every rank, like all that follows
     run.engine.sleep()
     trained = [s for s in samples if s.group in groups]
     batch = flatten(trained, algo.mask_truncated)
@@ -154,38 +149,36 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
     with clock("logprob"):
         if algo.old_logp == "rollout":
             batch = replace(batch, old_logp=batch.rollout_logp)
-        elif len(updates) > 1 or (algo.kl_coef > 0 and algo.kl_in == "reward"):  # else grpo_loss needs no pass for them
+        elif len(updates) > 1 or (
+            algo.kl_coef > 0 and algo.kl_in == "reward"
+        ):  # else grpo_loss takes its own, detached
             batch = replace(batch, old_logp=score(model, batch, cfg))
         if run.reference is not None:
             with bridge.swapped_weights(model, run.reference):
                 batch = replace(batch, ref_logp=score(model, batch, cfg))
 
-    advantages_N = answer_advantages(trained, batch, algo)
-    for sample, advantage in zip(trained, advantages_N.tolist(), strict=True):
-        sample.advantage = advantage
-    batch = replace(batch, advantages=torch.from_numpy(advantages_N).float()[batch.seq_id])  # [F]: credit a token here
-
+    batch = give_credit(trained, batch, algo)
+    length = algo.loss_norm_length or cfg.rollout.max_new_tokens
     reports = []
     with clock("train"):
         for number, chosen in enumerate(updates):
-            length = algo.loss_norm_length or cfg.rollout.max_new_tokens
             batch = replace(batch, weights=loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length))
-            micro_batches = to_micro_batches(batch, chosen, t.max_tokens_per_micro_batch, cfg)
+            micro_batches = to_micro_batches(batch, chosen, t.max_tokens_per_micro_batch, cfg)  # this replica's share
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             if math.isfinite(report["loss"]):
-                if number < gates.compared_updates(cfg):
+                if number < gates.compared_updates(cfg):  # old log-probs are of the weights that vLLM sampled with
                     gates.check_gap(report, step, batch, trained, cfg, partial(score, model, batch, cfg))
-                report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr)
+                report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr)  # no step where it is NaN, inf or 0
             run.skipped = gates.check_finite(report, run.skipped, step, number, micro_batches, cfg)
             reports.append(report)
 
     with clock("sync"):
         push_weights(run)
-    with clock("save"):  # the export first: where its checkpoint exists, so does it
+    with clock("save"):  # export first: where a checkpoint is, its export is too
         run.writer.finish()
-        if step == t.steps or due(step, t.export_every, t.steps):
+        if step == t.steps or (t.export_every and step % t.export_every == 0):
             hf_folder.export_hf(bridge.hf_weights(model), run.model_path, Path(cfg.output_dir, f"hf/step_{step:06d}"))
-        if due(step, t.save_every, t.steps):
+        if t.save_every and (step % t.save_every == 0 or step == t.steps):
             save(run, step)
     seconds = clock.seconds | {"step": clock.step_seconds()}
     record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, bridge.expert_load(model), seconds)
@@ -228,7 +221,7 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
 
     Returns all samples in the order of their groups, the groups to train on, the number of rounds, and each rank's
     notes. With algo.max_rounds above 1, groups whose rewards are all equal are not trained on, and new prompts take
-    their place (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11); if all are, the last round is, without a gradient.
+    their place (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11); where no group is left, those of the last round are.
     """
     r, max_rounds = cfg.rollout, cfg.algo.max_rounds
     samples = []
@@ -250,7 +243,7 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
     run.prompts_taken = taken
     if len(groups) < r.prompts_per_step and dist.get_rank() == 0:
         print(f"step {step}: after {rounds} rounds {len(groups)} of {r.prompts_per_step} groups have mixed rewards")
-    penalize_length(samples, cfg.algo, r.max_new_tokens)
+    penalize_length(samples, cfg.algo, r.max_new_tokens)  # afterwards: it makes no group a mixed one
     return samples, groups or set(prompts), rounds, notes
 
 
@@ -259,8 +252,7 @@ def answer(
 ) -> tuple[list[Sample], list[dict]]:
     """`n` graded answers to each of {group: prompt}, in the order of groups, and each rank's notes; on every rank.
 
-    Every engine answers its share. A group goes to the grading processes as soon as it is complete, while the engine
-    works on the others.
+    Every engine answers its share. A group is graded as soon as it is complete, while the engine works on the others.
     """
     cfg, clock, rank, tp = run.cfg, run.clock, dist.get_rank(), run.cfg.rollout.tp
     share = list(prompts.items())[rank // tp :: dist.get_world_size() // tp]
@@ -289,24 +281,66 @@ def answer(
 def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None:
     """Add the reward of their length in tokens: 0 up to `limit` - overlong_buffer, then linear to -overlong_coef there
     (soft overlong punishment: DAPO, arXiv 2503.14476, eq. 13)."""
-    if not algo.overlong_buffer:
-        return
-    for s in samples:
-        beyond = len(s.response_ids) - (limit - algo.overlong_buffer)
-        s.reward_parts["overlong"] = -min(max(beyond / algo.overlong_buffer, 0.0), 1.0) * algo.overlong_coef
-        s.reward += s.reward_parts["overlong"]
+    if algo.overlong_buffer:
+        for s in samples:
+            beyond = len(s.response_ids) - (limit - algo.overlong_buffer)
+            s.reward_parts["overlong"] = -min(max(beyond / algo.overlong_buffer, 0.0), 1.0) * algo.overlong_coef
+            s.reward += s.reward_parts["overlong"]
 
 
-# ---------------------------------------------------------------- 3. advantages
+# ---------------------------------------------------------------- 3. from samples to rows of tokens
 
 
-def answer_advantages(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> ndarray:
-    """Advantage of each answer, of its reward less, with kl_in=reward, kl_coef times the sum of its tokens' KL; [N]."""
+def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
+    """All samples end to end, a value for each position that predicts the next token: F, all but each sample's last.
+
+    A prompt a b with the answer c d gives tokens a b c, targets b c d, mask 0 1 1.
+    """
+    prompt_N = np.array([len(s.prompt_ids) for s in samples])
+    lengths_N = prompt_N + np.array([len(s.response_ids) for s in samples]) - 1
+    ends_N = np.cumsum(lengths_N + 1)
+    starts_N = ends_N - lengths_N - 1
+    ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)]).astype(np.int64)
+    position_F = np.arange(lengths_N.sum()) - np.repeat(np.cumsum(lengths_N) - lengths_N, lengths_N)
+    mask_F = position_F >= np.repeat(prompt_N - 1, lengths_N)
+    logp_F = np.zeros(len(mask_F), np.float32)
+    logp_F[mask_F] = np.concatenate([s.rollout_logp for s in samples])
+    kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
+    rows = {
+        "tokens": np.delete(ids, ends_N - 1), "targets": np.delete(ids, starts_N), "position_ids": position_F,
+        "mask": mask_F.astype(np.float32), "trained": (mask_F & kept_F).astype(np.float32), "rollout_logp": logp_F,
+        "seq_id": np.repeat(np.arange(len(samples)), lengths_N),
+    }  # fmt: skip
+    return Batch(**{name: torch.from_numpy(values_F) for name, values_F in rows.items()}, lengths_N=lengths_N)
+
+
+def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:
+    """Numbers of the samples of each update, given the group of each: every epoch deals all groups, shuffled anew, into
+    `updates` parts. Whole groups; the same on every rank and layout. Parts without a group are left out."""
+    parts = []
+    for epoch in range(epochs):
+        order = np.random.default_rng([seed, step, epoch]).permutation(np.unique(groups))
+        for part in filter(len, np.array_split(order, updates)):
+            parts.append(np.flatnonzero(np.isin(groups, part)).tolist())
+    return parts
+
+
+# ---------------------------------------------------------------- 4. what a token is worth: advantages and weights
+
+
+def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
+    """The batch with an advantage for each token, [F]: its answer's, which is noted in the sample too.
+
+    With kl_in=reward, kl_coef times the sum of its tokens' KL is first taken from an answer's reward, as in verl.
+    """
     rewards_N, groups_N = np.array([s.reward for s in samples]), np.array([s.group for s in samples])
-    if algo.kl_coef > 0 and algo.kl_in == "reward":  # on the sum of an answer's token rewards, as in verl
+    if algo.kl_coef > 0 and algo.kl_in == "reward":
         kl_F = token_kl(batch.old_logp, batch.ref_logp, algo.kl)
         rewards_N = rewards_N - algo.kl_coef * batch.per_sample(kl_F * batch.mask)
-    return group_advantages(rewards_N, groups_N, algo.advantage, batch.per_sample(batch.trained))
+    advantages_N = group_advantages(rewards_N, groups_N, algo.advantage, batch.per_sample(batch.trained))
+    for sample, advantage in zip(samples, advantages_N.tolist(), strict=True):
+        sample.advantage = advantage
+    return replace(batch, advantages=torch.from_numpy(advantages_N).float()[batch.seq_id])  # per-token credit goes here
 
 
 def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N: ndarray | None = None) -> ndarray:
@@ -350,38 +384,31 @@ def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N:
     return advantages_N
 
 
-# ---------------------------------------------------------------- 4. from samples to rows of tokens
+def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: str, length: int) -> Tensor:
+    """Weight of each token in an update on the `chosen` samples; mask of trained tokens [F], number of each one's
+    sample [F] → [F], such that the sum of weight · loss over the number T of trained tokens is the normalised loss.
 
+    Over the N answers with trained tokens, y_i of them in answer i:
 
-def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
-    """All samples end to end: a value for each position that predicts, F of them: all tokens but each sample's last."""
-    prompt_N = np.array([len(s.prompt_ids) for s in samples])
-    lengths_N = prompt_N + np.array([len(s.response_ids) for s in samples]) - 1
-    ends_N = np.cumsum(lengths_N + 1)
-    starts_N = ends_N - lengths_N - 1
-    ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)]).astype(np.int64)
-    position_F = np.arange(lengths_N.sum()) - np.repeat(np.cumsum(lengths_N) - lengths_N, lengths_N)
-    mask_F = position_F >= np.repeat(prompt_N - 1, lengths_N)
-    logp_F = np.zeros(len(mask_F), np.float32)
-    logp_F[mask_F] = np.concatenate([s.rollout_logp for s in samples])
-    kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
-    rows = {
-        "tokens": np.delete(ids, ends_N - 1), "targets": np.delete(ids, starts_N), "position_ids": position_F,
-        "mask": mask_F.astype(np.float32), "trained": (mask_F & kept_F).astype(np.float32), "rollout_logp": logp_F,
-        "seq_id": np.repeat(np.arange(len(samples)), lengths_N),
-    }  # fmt: skip
-    return Batch(**{name: torch.from_numpy(values_F) for name, values_F in rows.items()}, lengths_N=lengths_N)
-
-
-def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:
-    """Numbers of the samples of each update, given the group of each: every epoch deals all groups, shuffled anew, into
-    `updates` parts. Whole groups; the same on every rank and layout. Parts without a group are left out."""
-    parts = []
-    for epoch in range(epochs):
-        order = np.random.default_rng([seed, step, epoch]).permutation(np.unique(groups))
-        for part in filter(len, np.array_split(order, updates)):
-            parts.append(np.flatnonzero(np.isin(groups, part)).tolist())
-    return parts
+      token_mean               1               sum_i sum_t loss / T               DAPO, arXiv 2503.14476, eq. 8
+      seq_mean_token_mean      T / (N y_i)     mean_i (1 / y_i) sum_t loss        GRPO, arXiv 2402.03300, eq. 3
+      seq_mean_token_sum       T / N           mean_i sum_t loss
+      seq_mean_token_sum_norm  T / (N length)  mean_i (1 / length) sum_t loss     Dr. GRPO, arXiv 2503.20783, appendix
+    So the denominator is the same integer for all, and neither micro-batches nor layout enter.
+    """
+    chosen_N = torch.zeros(int(seq_id_F.max()) + 1, dtype=torch.float64)
+    chosen_N[chosen] = 1
+    tokens_N = torch.bincount(seq_id_F, weights=trained_F.double()) * chosen_N
+    total, answers = tokens_N.sum(), (tokens_N > 0).sum().clamp(min=1)
+    weights_N = {
+        "token_mean": torch.ones_like(tokens_N),
+        "seq_mean_token_mean": total / (answers * tokens_N.clamp(min=1)),
+        "seq_mean_token_sum": total / answers * torch.ones_like(tokens_N),
+        "seq_mean_token_sum_norm": total / (answers * length) * torch.ones_like(tokens_N),
+    }
+    if kind not in weights_N:
+        raise UserError(f"algo.loss_norm={kind!r}: legal is {' | '.join(weights_N)}")
+    return ((weights_N[kind] * chosen_N)[seq_id_F] * trained_F).float()
 
 
 # ---------------------------------------------------------------- 5. on Megatron, and back to vLLM
@@ -397,7 +424,7 @@ def score(model: list, batch: Batch, cfg: Config) -> Tensor:
 
     parts = run_schedule(model, micro_batches, keep, cfg.rollout.temperature, training=False)
     logp_F = torch.zeros(int(batch.lengths_N.sum()), device=bridge.device())
-    if bridge.reports_loss():
+    if bridge.reports_loss():  # one rank a replica, on the last stage
         for mb, logp_T in zip(micro_batches, parts, strict=True):
             logp_F[mb.index_T] = logp_T
     dist.all_reduce(logp_F)  # each token was scored on one rank, the others hold 0
@@ -409,8 +436,8 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
     optimizer.zero_grad()
     for chunk in model:
         chunk.zero_grad_buffer()
-    loss_func = partial(grpo_loss, algo=cfg.algo)
-    reports = run_schedule(model, micro_batches, loss_func, cfg.rollout.temperature, training=True)
+    loss = partial(grpo_loss, algo=cfg.algo)
+    reports = run_schedule(model, micro_batches, loss, cfg.rollout.temperature, training=True)
     return metrics.add_up(reports) | {"grad_norm": math.nan, "fill": fill(micro_batches, cfg)}
 
 
@@ -467,16 +494,17 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
 
     Megatron adds the gradients of all micro-batches and replicas and divides once by the sum of the denominators, so
     the loss is sum / count over the whole update whatever the split. No factor of micro-batches, dp or cp belongs here.
-    The count is of tokens with a weight above 0.
+    The count is of tokens with a weight above 0. What needs the whole batch is made in train_step and travels in Batch.
     """
     mask_T, weight_T, advantages_T = mb.mask[0], mb.weights[0], mb.advantages[0]
     rollout_logp_T = mb.rollout_logp[0]
     # With one update a step the policy has not moved since it sampled: the ratio is 1 and its gradient that of logp.
     old_logp_T = logp_T.detach() if mb.old_logp is None else mb.old_logp[0]
-    trainer_logp_T = logp_T.detach() if algo.old_logp == "rollout" else old_logp_T
+    trainer_logp_T = logp_T.detach() if algo.old_logp == "rollout" else old_logp_T  # what the trainer gives, not vLLM
     policy_T, clipped_T = policy_loss(logp_T, old_logp_T, advantages_T, mask_T, mb.sequence_T, algo)
     correction_T, outside_T = mismatch_weight(trainer_logp_T, rollout_logp_T, mask_T, mb.sequence_T, algo)
-    loss_T = policy_T = policy_T * correction_T
+    policy_T = policy_T * correction_T
+    loss_T = policy_T
     if algo.entropy_coef:
         loss_T = loss_T - algo.entropy_coef * entropy_T
     kl = dict.fromkeys(("k1", "k2", "k3"), torch.zeros_like(mask_T))  # for the report
@@ -529,27 +557,6 @@ def policy_loss(
     return loss_T, clipped_T.float()
 
 
-def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
-    """Estimate of KL(policy || reference) at each token, from the sampled token alone; [T], [T] → [T].
-
-    With d = ref - logp:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1 with d clamped to ±20 and the result to ±10;
-    k3+ has the value of k3 and the gradient of k2, which is that of the true KL.
-    Source: Schulman, "Approximating KL divergence" (2020); clamps and k3+ as in verl.
-    """
-    d_T = ref_logp_T - logp_T
-    if kind == "k1":
-        return -d_T
-    if kind == "k2":
-        return d_T**2 / 2
-    if kind == "k3":
-        d_T = d_T.clamp(-20, 20)
-        return (d_T.exp() - d_T - 1).clamp(-10, 10)
-    if kind == "k3+":
-        k2_T = token_kl(logp_T, ref_logp_T, "k2")
-        return token_kl(logp_T.detach(), ref_logp_T, "k3") + k2_T - k2_T.detach()
-    raise UserError(f"algo.kl={kind!r}: legal is k1 | k2 | k3 | k3+")
-
-
 # algo.correction → (lowest, highest) weight that is left alone, where correction_low and correction_high are null
 CORRECTION_BOUNDS = {"none": (0.0, 2.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mask": (0.999, 1.002)}
 
@@ -566,7 +573,7 @@ def mismatch_weight(
                     Yao et al. (2025), "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
       icepop    w inside the bounds, else 0    Ring-1T, arXiv 2510.18855
       seq_mask  w in answers whose geometric mean of w is inside the bounds, else 0      as in NeMo-RL
-    The second is 1.0 where the bounds cut (for none: where those of tis would).
+    The second is 1.0 where w is outside the bounds; none has those of tis.
     """
     if algo.correction not in CORRECTION_BOUNDS:
         raise UserError(f"algo.correction={algo.correction!r}: legal is {' | '.join(CORRECTION_BOUNDS)}")
@@ -591,33 +598,25 @@ def mismatch_weight(
     return w_T * (1 - outside_T), outside_T
 
 
-def loss_weights(trained_F: Tensor, sample_F: Tensor, samples: list[int], kind: str, length: int) -> Tensor:
-    """Weight of each token in an update on the numbered `samples`; mask of the trained tokens [F], sample of each [F]
-    → [F], such that the sum of weight · loss over the number of trained tokens T is the normalised loss.
+def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
+    """Estimate of KL(policy || reference) at each token, from the sampled token alone; [T], [T] → [T].
 
-    Over the N answers with trained tokens, y_i of them in answer i:
-
-      token_mean               1               sum_i sum_t loss / T               DAPO, arXiv 2503.14476, eq. 8
-      seq_mean_token_mean      T / (N y_i)     mean_i (1 / y_i) sum_t loss        GRPO, arXiv 2402.03300, eq. 3
-      seq_mean_token_sum       T / N           mean_i sum_t loss
-      seq_mean_token_sum_norm  T / (N length)  mean_i (1 / length) sum_t loss     Dr. GRPO, arXiv 2503.20783, appendix
-    So the denominator is the same integer for all, and neither micro-batches nor layout enter.
+    With d = ref - logp:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1 with d clamped to ±20 and the result to ±10;
+    k3+ has the value of k3 and the gradient of k2, which is that of the true KL.
+    Source: Schulman, "Approximating KL divergence" (2020); clamps and k3+ as in verl.
     """
-    chosen_N = torch.zeros(int(sample_F.max()) + 1, dtype=torch.float64)
-    chosen_N[samples] = 1
-    tokens_N = torch.bincount(sample_F, weights=trained_F.double()) * chosen_N
-    total, answers = tokens_N.sum(), (tokens_N > 0).sum().clamp(min=1)
-    if kind == "token_mean":
-        weight_N = torch.ones_like(tokens_N)
-    elif kind == "seq_mean_token_mean":
-        weight_N = total / (answers * tokens_N.clamp(min=1))
-    elif kind == "seq_mean_token_sum":
-        weight_N = total / answers * torch.ones_like(tokens_N)
-    elif kind == "seq_mean_token_sum_norm":
-        weight_N = total / (answers * length) * torch.ones_like(tokens_N)
-    else:
-        raise UserError(f"algo.loss_norm={kind!r}: legal is token_mean | seq_mean_token_ mean | sum | sum_norm")
-    return ((weight_N * chosen_N)[sample_F] * trained_F).float()
+    d_T = ref_logp_T - logp_T
+    if kind == "k1":
+        return -d_T
+    if kind == "k2":
+        return d_T**2 / 2
+    if kind == "k3":
+        d_T = d_T.clamp(-20, 20)
+        return (d_T.exp() - d_T - 1).clamp(-10, 10)
+    if kind == "k3+":
+        k2_T = token_kl(logp_T, ref_logp_T, "k2")
+        return token_kl(logp_T.detach(), ref_logp_T, "k3") + k2_T - k2_T.detach()
+    raise UserError(f"algo.kl={kind!r}: legal is k1 | k2 | k3 | k3+")
 
 
 # ---------------------------------------------------------------- 7. the command
@@ -626,14 +625,15 @@ def loss_weights(trained_F: Tensor, sample_F: Tensor, samples: list[int], kind: 
 def rehearse(cfg: Config) -> None:
     """The algorithm on two made-up answers, before anything is built: an unknown name in `algo` shows at once, and so
     does a fork's mistake. Raises UserError."""
+    if cfg.algo.kl_coef == 0 and config_at(cfg, cfg.train.steps).algo.kl_coef > 0:
+        raise UserError("algo.kl_coef=0 keeps no reference model, but config_at raises it; start above 0")
     algo = changed(config_at(cfg, 1), {"algo.kl_coef": 1.0}).algo
     samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=reward) for reward in (0.0, 1.0)]
     penalize_length(samples, algo, cfg.rollout.max_new_tokens)
     batch = flatten(samples, algo.mask_truncated)
     batch = replace(batch, old_logp=batch.rollout_logp, ref_logp=batch.rollout_logp)
-    advantages_N = answer_advantages(samples, batch, algo)
     weights_F = loss_weights(batch.trained, batch.seq_id, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
-    batch = replace(batch, weights=weights_F, advantages=torch.from_numpy(advantages_N).float()[batch.seq_id])
+    batch = give_credit(samples, replace(batch, weights=weights_F), algo)
     mb = pack(batch, [0, 1], int(batch.lengths_N.sum()), "cpu")
     logp_T = mb.rollout_logp[0].clone().requires_grad_()
     loss, _, _ = grpo_loss(mb, logp_T, -logp_T, algo)
