@@ -8,6 +8,7 @@ import difflib
 import functools
 import math
 import re
+import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -185,7 +186,8 @@ KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS
 
 def load_config(path: str, overrides: list[str]) -> Config:
     """The defaults, under the YAML file `path`, under `section.key=value` overrides. Raises UserError."""
-    tree = omegaconf.OmegaConf.create(functools.reduce(merged, map(read_override, overrides), read_file(Path(path))))
+    layers = [read_file(Path(path)), *map(read_override, overrides)]
+    tree = omegaconf.OmegaConf.create(functools.reduce(merged, layers))
     try:
         unset = sorted(omegaconf.OmegaConf.missing_keys(tree))
         tree = omegaconf.OmegaConf.to_container(tree, resolve=True)
@@ -218,14 +220,31 @@ def validated(tree: dict, path: str) -> Config:
     name, problem = wrong[0]
     if problem["type"] == "extra_forbidden":
         raise UserError(f"unknown key {name!r}; the nearest legal key is {nearest(name.lower(), KEYS)!r}")
-    if name in SECTIONS:
-        inside = next(iter(SECTIONS[name].model_fields))
-        raise UserError(f"{name}={problem['input']!r}: this is a section; give its keys, such as {name}.{inside}")
     key = max((key for key in KEYS if f"{name}.".startswith(f"{key}.")), key=len)  # beyond it stand types of a union
-    legal = dict.fromkeys(
-        other["msg"].replace("Input should", "must") for place, other in wrong if f"{place}.".startswith(f"{key}.")
-    )
-    raise UserError(f"{key}={problem['input']!r}: {' or '.join(legal)}")
+    section, _, inside = key.rpartition(".")
+    kind = (SECTIONS[section] if section else Config).model_fields[inside].annotation
+    if typing.get_origin(kind) is dict and name != key:  # of one of its entries
+        key = f"{key}.{name.removeprefix(f'{key}.').split('.')[0]}"
+    legal = [other["msg"] for place, other in wrong if f"{place}.".startswith(f"{key}.")]
+    words = " or ".join(dict.fromkeys(legal)).replace("Input should", "must")
+    for long, short in SHORTER.items():
+        words = words.replace(long, short)
+    raise UserError(f"{key}={problem['input']!r}: {words}")
+
+
+SHORTER = {
+    "greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "above",
+    "less than": "below",
+}  # fmt: skip
+
+
+def with_sections(layer: dict) -> dict:
+    """The layer, whose sections hold keys. Raises UserError."""
+    for name in SECTIONS.keys() & layer.keys():
+        if not isinstance(layer[name], dict):
+            inside = next(iter(SECTIONS[name].model_fields))
+            raise UserError(f"{name}={layer[name]!r}: this is a section; give its keys, such as {name}.{inside}")
+    return layer
 
 
 def merged(tree: Any, layer: Any) -> Any:
@@ -235,22 +254,26 @@ def merged(tree: Any, layer: Any) -> Any:
     return tree | {key: merged(tree.get(key), value) for key, value in layer.items()}
 
 
-def read_file(path: Path, above: int = 0) -> dict:
-    """What a YAML file says, over what the file says that its `base` names, seen from its folder. Raises UserError."""
+def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict:
+    """What a YAML file says, over what the file says that its `base` names, seen from its folder. Raises UserError.
+
+    `above`: the files that lead to it.
+    """
+    where = "--config " + ", its base ".join(map(str, (*above, path)))
     try:
         layer = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path))
     except FileNotFoundError:
-        raise UserError(f"--config: {path}: no such file") from None
+        raise UserError(f"{where}: no such file") from None
     except Exception as error:  # PyYAML's and OmegaConf's own errors share no base class
-        raise UserError(f"--config: {path}: cannot read the configuration: {error}") from None
+        raise UserError(f"{where}: cannot read the configuration: {error}") from None
     base = layer.pop("base", None) if isinstance(layer, dict) else None
     if not isinstance(layer, dict) or not isinstance(base, str | None):
-        raise UserError(f"--config: {path}: legal are keys with values, where `base` is the path of a file")
-    if above == 10:
-        raise UserError(f"--config: {path}: the `base` files go round in a circle")
+        raise UserError(f"{where}: legal are keys with values, where `base` is the path of a file")
+    if len(above) == 10:
+        raise UserError(f"{where}: the `base` files go round in a circle")
     # A section whose keys are all commented out is null in YAML.
-    layer = {key: value for key, value in layer.items() if value is not None or key not in SECTIONS}
-    return merged(read_file(path.parent / base, above + 1), layer) if base else layer
+    layer = with_sections({key: value for key, value in layer.items() if value is not None or key not in SECTIONS})
+    return merged(read_file(path.parent / base, (*above, path)), layer) if base else layer
 
 
 def read_override(override: str) -> dict:
@@ -258,9 +281,10 @@ def read_override(override: str) -> dict:
     if not re.fullmatch(r"[^.=\[\]]+(\.[^.=\[\]]+)*=.*", override, re.DOTALL):
         raise UserError(f"override {override!r} is not of the form section.key=value")
     try:
-        return omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.from_dotlist([override]))
+        layer = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.from_dotlist([override]))
     except Exception as error:  # as above
         raise UserError(f"override {override!r}: its value is not YAML: {' '.join(str(error).split())}") from None
+    return with_sections(layer)
 
 
 def nearest(name: str, legal: list[str]) -> str:
