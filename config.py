@@ -225,17 +225,8 @@ def validated(tree: dict, path: str) -> Config:
     kind = (SECTIONS[section] if section else Config).model_fields[inside].annotation
     if typing.get_origin(kind) is dict and name != key:  # of one of its entries
         key = f"{key}.{name.removeprefix(f'{key}.').split('.')[0]}"
-    legal = [other["msg"] for place, other in wrong if f"{place}.".startswith(f"{key}.")]
-    words = " or ".join(dict.fromkeys(legal)).replace("Input should", "must")
-    for long, short in SHORTER.items():
-        words = words.replace(long, short)
-    raise UserError(f"{key}={problem['input']!r}: {words}")
-
-
-SHORTER = {
-    "greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "above",
-    "less than": "below",
-}  # fmt: skip
+    legal = dict.fromkeys(other["msg"] for place, other in wrong if f"{place}.".startswith(f"{key}."))
+    raise UserError(f"{key}={problem['input']!r}: {' or '.join(legal).replace('Input should', 'must')}")
 
 
 def with_sections(layer: dict) -> dict:

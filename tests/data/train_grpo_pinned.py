@@ -192,6 +192,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], list["Sample"]]:
         prompts = dict(enumerate(run.inputs.eval_prompts))
         length = options.max_new_tokens or run.cfg.rollout.max_new_tokens
         samples, _ = answer(run, prompts, 0, options.samples, options, length)  # step 0: always the same seeds
+    gates.check_graded(samples, prompts, run.cfg.reward.max_error_frac, run.errors_shown)
     return metrics.evaluation(samples, options) | {"time/eval": run.clock.seconds["eval"]}, samples
 
 
@@ -234,12 +235,13 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
         first = taken - run.prompts_taken
         prompts = dict(enumerate(prompt_batch(run.inputs.prompts, taken, missing, cfg.seed), first))  # {group: prompt}
         answers, notes = answer(run, prompts, step, r.group_size, r, r.max_new_tokens)
+        run.clock.check_stop()  # before errors are judged: a scheduler's signal may have ended grading processes too
+        gates.check_graded(answers, prompts, cfg.reward.max_error_frac, run.errors_shown)
         samples += answers
         rewards = metrics.rewards_by_group(answers)
         groups |= {group for group in prompts if max_rounds == 1 or min(rewards[group]) < max(rewards[group])}
         rounds += 1
         taken += missing
-    run.clock.check_stop()
     run.prompts_taken = taken
     if len(groups) < r.prompts_per_step and dist.get_rank() == 0:
         print(f"step {step}: after {rounds} rounds {len(groups)} of {r.prompts_per_step} groups have mixed rewards")
@@ -274,7 +276,6 @@ def answer(
             sample.reward, sample.reward_parts = sum(outcome.parts.values()), outcome.parts
     everywhere = ranks.gather((samples, {**clock.seconds, "memory_gb": metrics.peak_memory_gb()}))
     samples = sorted((s for part, _ in everywhere for s in part), key=lambda s: s.group)
-    gates.check_graded(samples, prompts, cfg.reward.max_error_frac, run.errors_shown)
     return samples, [notes for _, notes in everywhere]
 
 
