@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPO
-from tools.walkthrough import QUOTES, quote
+from tools.walkthrough import QUOTED, QUOTES, quote
 
 # The longest each may be, in lines. A fork that needs more room changes these numbers and nothing else.
-LINES = {"train_grpo.py": 650, "config.py": 285, "megatron_bridge.py": 650, "rollout.py": 150, "reward.py": 380}
+LINES = {"train_grpo.py": 650, "config.py": 300, "megatron_bridge.py": 650, "rollout.py": 150, "reward.py": 380}
 SUPPORT_LINES = 400  # of a file of support/
 FUNCTION_LINES = 60  # of a function of train_grpo.py
 FORK = "in a fork, raise the number in tests/test_structure.py, or move what is no algorithm into a file of your own"
@@ -82,7 +82,7 @@ def test_what_the_walkthrough_quotes_is_there(name):
 
 
 def test_the_walkthrough_names_functions_that_exist():
-    """Its line numbers may lag behind the code (`make walkthrough` renews them), its names may not."""
-    links = re.findall(r"\[([\w/]+\.py):\d+\]\(\S+\), in `([\w.]+)`", (REPO / "docs/walkthrough.md").read_text())
-    assert len(links) == len(QUOTES)
-    assert set(links) == {(file, function) for file, function, _, _ in QUOTES.values()}
+    """Its line numbers may lag behind the code, its names may not."""
+    names = [(file, function) for file, function, _, _ in QUOTES.values()]
+    quoted = QUOTED.findall((REPO / "docs/walkthrough.md").read_text())
+    assert quoted == names, "python tools/walkthrough.py --quotes renews them, make walkthrough the numbers too"

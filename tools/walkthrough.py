@@ -13,6 +13,7 @@ import ast
 import functools
 import inspect
 import json
+import re
 import sys
 import tempfile
 import textwrap
@@ -30,21 +31,22 @@ from config import changed
 REPO = Path(__file__).resolve().parent.parent
 SMALL = {"rollout.prompts_per_step": 2, "rollout.group_size": 6}  # in the step that is shown
 
-# What the text quotes: name → (file, function, what stands in the first line, number of lines).
+# What the text quotes: name → (file, function, what stands in the first line, number of lines); a statement is whole.
+# In the order of the page.
 SCRIPT = "train_grpo.py"
 QUOTES = {
     "load": ("support/data.py", "load_prompts", "all_ids = tokenizer(", 1),
     "draw": (SCRIPT, "collect", "prompts = dict(", 1),
     "seeds": (SCRIPT, "answer", "seeds = [", 1),
     "generate": (SCRIPT, "answer", "generated = run.engine.generate(", 1),
-    "request": ("rollout.py", "Engine.generate", "params = self.sampling_params(", 5),
+    "request": ("rollout.py", "Engine.generate", "params = self.sampling_params(", 1),
     "keep": (SCRIPT, "answer", "texts = run.inputs.tokenizer", 4),
-    "graded": (SCRIPT, "answer", "for sample, outcome in zip(", 3),
     "reward": ("tools/tiny_reward.py", "digits_in_place", "return", 1),
+    "graded": (SCRIPT, "answer", "for sample, outcome in zip(", 3),
     "advantage": (SCRIPT, "group_advantages", "r = rewards_N[members]", 5),
-    "spread": (SCRIPT, "train_step", "batch = replace(batch, advantages=", 1),
-    "mask": (SCRIPT, "flatten", "mask_F = position_F >=", 1),
+    "spread": (SCRIPT, "give_credit", "return replace(batch, advantages=", 1),
     "shift": (SCRIPT, "flatten", '"tokens": np.delete(', 1),
+    "mask": (SCRIPT, "flatten", "mask_F = position_F >=", 1),
     "rows": (SCRIPT, "train_step", "micro_batches = to_micro_batches(", 1),
     "bounds": ("support/packing.py", "pack", "cu_seqlens = np.concatenate(", 1),
     "weights": (SCRIPT, "train_step", "batch = replace(batch, weights=", 1),
@@ -56,12 +58,14 @@ QUOTES = {
     "clip": (SCRIPT, "policy_loss", "loss_T = torch.maximum(", 1),
     "entropy": (SCRIPT, "grpo_loss", "if algo.entropy_coef:", 2),
     "sum": (SCRIPT, "grpo_loss", "loss, denominator = ", 1),
-    "schedule": (SCRIPT, "run_schedule", "return bridge.get_forward_backward_func()(", 9),
+    "schedule": (SCRIPT, "run_schedule", "return bridge.get_forward_backward_func()(", 1),
     "step": (SCRIPT, "train_step", 'report["grad_norm"] = ', 1),
     "norm": ("megatron_bridge.py", "optimizer_step", "norm = float(", 3),
     "push": (SCRIPT, "push_weights", "run.engine.wake(", 3),
     "reload": ("rollout.py", "Engine.load_weights", "self.llm.collective_rpc(", 1),
 }
+QUOTED = re.compile(r"\[([\w/]+\.py):\d+\]\(\S+\), in `([\w.]+)`:\n\n```python\n.*?```", re.DOTALL)
+SIMPLE = ast.Assign | ast.Return | ast.Expr
 
 
 def quote(name: str) -> str:
@@ -77,7 +81,9 @@ def quote(name: str) -> str:
     lines = text.splitlines()
     for number in range(scope.lineno, scope.end_lineno + 1):
         if start in lines[number - 1]:
-            code = textwrap.dedent("\n".join(lines[number - 1 : number - 1 + count]))
+            statements = [node for node in ast.walk(scope) if isinstance(node, SIMPLE) and node.lineno == number]
+            end = max([number + count - 1, *(node.end_lineno for node in statements)])
+            code = textwrap.dedent("\n".join(lines[number - 1 : end]))
             return f"[{file}:{number}](../{file}#L{number}), in `{function}`:\n\n```python\n{code}\n```"
     raise LookupError(f"{file}, {function}: no line with {start!r}: change QUOTES[{name!r}] in tools/walkthrough.py")
 
@@ -194,8 +200,8 @@ def choose(seen: dict) -> SimpleNamespace:
     prompt = tape.argument("answer", "prompts")[group]
     return SimpleNamespace(
         **seen, trained=trained, group=group, prompt=prompt, mine=mine, followed=followed, answer=answer, mb=mb,
-        logp_T=logp_T, ratio_T=(logp_T - old_logp_T).exp(), entropy_T=entropy_T, policy_T=policy_T, loss_T=loss_T, added=added, report=report,
-        tokenizer=tokenizer, names=names, places=places,
+        logp_T=logp_T, ratio_T=(logp_T - old_logp_T).exp(), entropy_T=entropy_T, policy_T=policy_T, loss_T=loss_T,
+        added=added, report=report, tokenizer=tokenizer, names=names, places=places,
     )  # fmt: skip
 
 
@@ -368,8 +374,8 @@ The engine has the same weights, so it must have said the same when it sampled. 
 {compared}
 
 The largest difference in the whole row is {gap_T.max():.1e}. It is held against a bound before the weights
-change (1e-3 in fp32; in bf16 the mean against 0.05): a wrongly loaded model shows at step 1, a lost push at any
-other.
+change (1e-3 in fp32; in bf16 the mean against 0.05, which misses small changes): a wrongly loaded model shows at
+step 1, a lost push at any other.
 
 {quote("gate")}"""
 
@@ -380,8 +386,8 @@ def loss(v: SimpleNamespace) -> str:
     tokens = table(
         f"target | log-prob | ratio | A | L | entropy H | L − {coef:g} H",
         [
-            [v.names[mb.targets[0, t]], v.logp_T[t].item(), v.ratio_T[t].item(), mb.advantages[0, t].item(), v.policy_T[t].item(),
-             v.entropy_T[t].item(), v.loss_T[t].item()]
+            [v.names[mb.targets[0, t]], v.logp_T[t].item(), v.ratio_T[t].item(), mb.advantages[0, t].item(),
+             v.policy_T[t].item(), v.entropy_T[t].item(), v.loss_T[t].item()]
             for t in v.places[v.followed]
         ],
     )  # fmt: skip
@@ -493,9 +499,12 @@ def page(seen: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", type=int, default=81, help="the step that is shown")
+    parser.add_argument("--quotes", action="store_true", help="renew the quotes of the page only, without a run")
     parser.add_argument("--out", type=Path, default=REPO / "docs/walkthrough.md")
     args = parser.parse_args()
-    text = page(record(args.step))
+    quotes = iter([quote(name) for name in QUOTES])  # before the run, which takes a minute
+    text = args.out.read_text() if args.quotes else page(record(args.step))
+    text = QUOTED.sub(lambda old: next(quotes), text)
     args.out.write_text(text)
     print(f"{args.out}: {len(text.splitlines())} lines")
 
