@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
 import train_grpo
-from config import load_config
 from support import checks, hf_folder, ranks
 from support.packing import to_micro_batches
+from support.read_config import load_config
 
 EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
 EXACT = ("train.lr=1", "train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "algo.loss_norm_length=32")
