@@ -74,14 +74,14 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    ranks.init_distributed(timeout_s=600)
     for plan in json.loads(Path(sys.argv[1]).read_text()):
         for name in plan["layouts"]:
+            ranks.init_distributed(timeout_s=600)
             found = one_layout(plan, name)
             if dist.get_rank() == 0:
                 save_file(found, Path(plan["out"], f"{name}.safetensors"))
                 print(name, flush=True)
-    dist.destroy_process_group()
+            dist.destroy_process_group()  # with all groups of the layout, whose threads would pile up
 
 
 if __name__ == "__main__":
