@@ -116,8 +116,9 @@ def check_start(cfg: Config) -> None:
     if "RANK" not in os.environ:
         raise UserError("start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only")
     if not torch.cuda.is_available():
-        if cfg.rollout.vllm.get("enable_expert_parallel"):
-            raise UserError("rollout.vllm.enable_expert_parallel=true: vLLM has it on GPUs only, set it to false")
+        for name in ("enable_expert_parallel", "enable_sleep_mode", "enable_chunked_prefill"):
+            if cfg.rollout.vllm.get(name):
+                raise UserError(f"rollout.vllm.{name}=true: works on GPUs only, set it to false")
         return
     local, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if local > gpus:
