@@ -17,11 +17,12 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 import megatron_bridge as bridge
-from config import Config, RankError, TrainingError, UserError, load_config, to_yaml
+from config import Config, RankError, TrainingError, UserError
 from support import checkpoint, checks, debug, hf_folder, preflight, ranks, versions
 from support.clock import Clock
 from support.data import Prompt, fingerprint, load_prompts, load_tokenizer
 from support.files import lock_output_dir, open_output_dir
+from support.read_config import load_config, to_yaml
 
 
 @dataclass(frozen=True)

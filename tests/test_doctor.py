@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from config import load_config
 from support import checkpoint, debug, launch, versions
 from support.files import write_versions
+from support.read_config import load_config
 from tests.conftest import REPO
 from tools import doctor, machine
 from tools.doctor import STOP, WARN

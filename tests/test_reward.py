@@ -11,8 +11,9 @@ import time
 import pytest
 
 import reward
-from config import RewardConfig, load_config
+from config import RewardConfig
 from support.grading import REPO, GradingPool, Outcome
+from support.read_config import load_config
 
 
 def boxed(expression: str) -> str:
