@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 import megatron_bridge as bridge
 from config import Config, RankError, TrainingError, UserError
-from support import checkpoint, checks, hf_folder, preflight, ranks
+from support import checkpoint, checks, debug, hf_folder, preflight, ranks, versions
 from support.clock import Clock
 from support.data import Prompt, fingerprint, load_prompts, load_tokenizer
 from support.files import lock_output_dir, open_output_dir
@@ -51,6 +51,8 @@ def command(
     args = parse_args(argv, doc)
     try:
         cfg = load_config(args.config, args.overrides)
+        if args.debug:
+            debug.turn_on(cfg)
         checks.check_config(cfg, args.world_size)
         rehearse(cfg)
         inputs = prepare(cfg, args.world_size, weights=not args.dry_run)
@@ -68,7 +70,7 @@ def command(
 
 
 def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
-    """--config, --dry-run, --world-size, and the overrides. argparse itself exits with 2 on an unknown option."""
+    """The options and the overrides. argparse itself exits, with 2 on an unknown option, with 0 after --version."""
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,6 +81,9 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     parser.add_argument(
         "--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="ranks that a dry run plans for"
     )
+    parser.add_argument("--debug", action="store_true", help="let torch and NCCL say more, find what makes a NaN")
+    shown = versions.describe(versions.versions()) if "--version" in argv else ""
+    parser.add_argument("--version", action="version", version=shown, help="print the commit and all versions")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args(argv)
 
