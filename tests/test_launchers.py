@@ -114,10 +114,10 @@ def test_what_is_said_where_something_is_missing(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     cfg = load_config(str(REPO / "configs/tiny.yaml"), [])
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    with pytest.raises(UserError, match="start with torchrun .*; in this Slurm job: srun python train_grpo"):
+    with pytest.raises(UserError, match=r"start with torchrun .*; in this Slurm job: srun python train_grpo"):
         launch.check_start(cfg)
     monkeypatch.setattr(launch.os, "environ", environment(INTEL_MPI))
-    with pytest.raises(UserError, match="rank 5 was started without MASTER_ADDR: .* -x MASTER_ADDR=HOST"):
+    with pytest.raises(UserError, match=r"rank 5 was started without MASTER_ADDR: .* -x MASTER_ADDR=HOST"):
         launch.check_start(cfg)
     monkeypatch.setattr(launch.os, "environ", SRUN | environment(SRUN))
     launch.check_start(cfg)
