@@ -17,8 +17,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 import megatron_bridge as bridge
-from config import Config, RankError, TrainingError, UserError, load_config, to_yaml
-from support import checkpoint, checks, hf_folder, preflight, ranks
+from config import Config, RankError, TrainingError, UserError, to_yaml
+from support import checkpoint, checks, from_other_trainers, hf_folder, preflight, ranks
 from support.clock import Clock
 from support.data import Prompt, fingerprint, load_prompts, load_tokenizer
 from support.files import lock_output_dir, open_output_dir
@@ -49,7 +49,7 @@ def command(
     ranks.die_with_torchrun()
     args = parse_args(argv, doc)
     try:
-        cfg = load_config(args.config, args.overrides)
+        cfg = from_other_trainers.load(args.config, args.overrides)
         checks.check_config(cfg, args.world_size)
         rehearse(cfg)
         inputs = prepare(cfg, args.world_size, weights=not args.dry_run)
