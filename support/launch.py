@@ -18,11 +18,21 @@ from safetensors import SafetensorError
 
 import megatron_bridge as bridge
 from config import Config, RankError, TrainingError, UserError
-from support import checkpoint, checks, debug, hf_folder, launchers, preflight, ranks, versions
+from support import (
+    checkpoint,
+    checks,
+    debug,
+    from_other_trainers,
+    hf_folder,
+    launchers,
+    preflight,
+    ranks,
+    versions,
+)
 from support.clock import Clock
 from support.data import Prompt, fingerprint, load_prompts, load_tokenizer
 from support.files import lock_output_dir, open_output_dir
-from support.read_config import load_config, to_yaml
+from support.read_config import to_yaml
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ def command(
     ranks.die_with_torchrun()
     args = parse_args(argv, doc)
     try:
-        cfg = load_config(args.config, args.overrides)
+        cfg = from_other_trainers.load(args.config, args.overrides)
         if args.debug:
             debug.turn_on(cfg)
         checks.check_config(cfg, args.world_size)

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from config import UserError, load_config
+from config import UserError
 from support import launch, launchers
 from support.launchers import environment, first_host, tasks_of_nodes
+from support.read_config import load_config
 from tests.conftest import REPO, read_rows
 
 TORCHRUN = {
