@@ -100,7 +100,7 @@ GPU_FAULTS = {
     "no NVLink": ({"smi.links": ["SYS"]}, ("NVLink", WARN, "SYS for 1 → keep parallel.tp and rollout.tp within")),
     "small /dev/shm": (
         {"shared_memory.free": 63 << 20},
-        ("/dev/shm", STOP, "0.06 GiB free, 0.06 GiB are needed → .*docker run --shm-size=16g"),
+        ("/dev/shm", STOP, "63 MiB free, 64 MiB are needed → .*docker run --shm-size=16g"),
     ),
     "a GPU that others fill": (
         {"smi.gpus.1.used_mib": "60000"},
