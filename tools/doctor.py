@@ -272,7 +272,7 @@ def machine(found: dict) -> Iterator[Row]:
     shared, memory, locked = found["shared_memory"], found["memory"], found["locked_memory"]
     free = shared["free"] if shared["exists"] else 0
     if free < versions.SHARED_MEMORY_BYTES:
-        text = f"{gib(free)} free, {gib(versions.SHARED_MEMORY_BYTES)} are needed"
+        text = f"{free >> 20} MiB free, {versions.SHARED_MEMORY_BYTES >> 20} MiB are needed"
         yield Row("/dev/shm", text, STOP if ranks_share else WARN, versions.SHARED_MEMORY_REMEDY)
     else:
         few = ranks_share and free < 1 << 30
