@@ -10,9 +10,10 @@ import dataclasses
 import enum
 import json
 import typing
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pydantic
+from pydantic import Field
 
 from config import UserError, nearest
 
@@ -181,7 +182,16 @@ MEGATRON_WORKS = by_name(
     }
 )
 
-RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts")  # for megatron.recompute_modules
+# Narrower than what Megatron declares.
+MEGATRON_TYPES = {
+    "adam_eps": Annotated[float, Field(ge=0)],
+    "bucket_size": Annotated[int, Field(ge=1)] | None,
+    "moe_aux_loss_coeff": Annotated[float, Field(ge=0)],
+    "optimizer_offload_fraction": Annotated[float, Field(gt=0, le=1)],
+    "recompute_num_layers": Annotated[int, Field(ge=1)] | None,
+    # Those that Megatron-core recomputes without Transformer Engine.
+    "recompute_modules": list[Literal["core_attn", "mlp", "moe", "shared_experts"]],
+}
 
 # Values in effect that are not Megatron's defaults.
 IN_EFFECT = {
@@ -226,24 +236,15 @@ def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: st
                 f"{key}: nobody has tried this field of a newer Megatron-core here; legal are "
                 f"{', '.join(sorted(MEGATRON_WORKS))}"
             )
-        check_type(key, value, fields[name].type)
+        check_type(key, value, MEGATRON_TYPES.get(name, fields[name].type))
         other, needed = MEGATRON_NEEDS.get(name, (name, value))
-        if options.get(other) != needed:
+        if value != in_effect(fields[name]) and options.get(other) != needed:
             raise UserError(f"{key}={value!r} has no effect without megatron.{other}={needed!r}")
-    fraction = options.get("optimizer_offload_fraction", 1.0)
-    if not 0 < fraction <= 1:
-        raise UserError(f"megatron.optimizer_offload_fraction={fraction!r}: must be above 0 and at most 1")
     if options.get("optimizer_cpu_offload") and dtype == "fp32":
         raise UserError(
             "megatron.optimizer_cpu_offload=True: Megatron-core 0.16 cannot offload the optimizer of fp32 weights; use "
             "model.dtype=bf16"
         )
-    for module in options.get("recompute_modules") or ():
-        if module not in RECOMPUTABLE:
-            raise UserError(
-                f"megatron.recompute_modules={options['recompute_modules']!r}: {module} needs Transformer Engine; "
-                f"legal are {', '.join(RECOMPUTABLE)}"
-            )
 
 
 def in_effect(field: dataclasses.Field) -> Any:

@@ -42,7 +42,10 @@ NAMED = {
     "optimizer_offload_fraction=0.5": "no effect without megatron.optimizer_cpu_offload=True",
     "use_precision_aware_optimizer=true": "no effect without megatron.optimizer_cpu_offload=True",
     "optimizer_cpu_offload=true": "use model.dtype=bf16",
-    "recompute_modules=[layernorm] megatron.recompute_granularity=selective": "layernorm needs Transformer Engine",
+    "recompute_modules=[layernorm] megatron.recompute_granularity=selective": "must be 'core_attn', 'mlp', 'moe' or",
+    "optimizer_offload_fraction=0 megatron.optimizer_cpu_offload=true": "must be greater than 0",
+    "adam_eps=-1": "must be greater than or equal to 0",
+    "moe_aux_loss_coeff=[0.1]": "must be a valid number",
     "recompute_method=uniform": "no effect without megatron.recompute_granularity='full'",
     "bucket_size=1e9": "must be a valid integer",
     "bucket_size='4'": "must be a valid integer",
@@ -244,6 +247,7 @@ def test_a_run_with_it_resumes_exactly(train, tmp_path):
     chosen = (
         "megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_optimizer=true", "model.dtype=bf16",
         "train.warmup_steps=0", "train.save_every=1", "rollout.prompts_per_step=4",
+        "megatron.grad_reduce_in_fp32=false", "megatron.disable_bf16_reduced_precision_matmul=true",
     )  # fmt: skip
     straight = train(1, "train.steps=3", *chosen, out=tmp_path / "straight")
     assert straight.code == 0, straight.text
