@@ -41,7 +41,7 @@ from support import checkpoint, checks, gates, hf_folder, launch, metrics, optim
 from support.clock import Clock, StopRequested
 from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.grading import GradingPool
-from support.packing import Batch, MicroBatch, fill, pack, sequence_mean, sequence_sum, to_micro_batches
+from support.packing import Batch, MicroBatch, pack, sequence_mean, sequence_sum, to_micro_batches, use_of_rows
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
 
@@ -438,7 +438,7 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
         chunk.zero_grad_buffer()
     loss = partial(grpo_loss, algo=cfg.algo)
     reports = run_schedule(model, micro_batches, loss, cfg.rollout.temperature, training=True)
-    return metrics.add_up(reports) | {"grad_norm": math.nan, "fill": fill(micro_batches, cfg)}
+    return metrics.add_up(reports) | {"grad_norm": math.nan} | use_of_rows(micro_batches, cfg)
 
 
 def run_schedule(model: list, micro_batches: list[MicroBatch], loss_func, temperature: float, training: bool) -> list:
