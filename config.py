@@ -79,7 +79,7 @@ class RolloutConfig(Section):
     top_k: AllOrCount = -1  # sample from so many likeliest tokens; -1: all
     tp: Count = 1  # tensor parallel size of each vLLM engine; world size / tp engines run side by side
     gpu_memory_utilization: ShareAboveZero = 0.6  # of a GPU, for vLLM while it samples
-    max_logp_gap: PositiveOrInf | None = None  # |trainer - vLLM|; null: 1e-3 (largest, fp32), 0.05 (mean, bf16)
+    max_logp_gap: PositiveOrInf | None = None  # |trainer - vLLM|; null: 1e-3 (largest, fp32), at most 0.05 (mean, bf16)
     sync_bucket_mb: Count = 512  # weights cross from trainer to vLLM in buckets of about this size
     vllm: dict[str, Any] = {}  # options of vllm.LLM that no other key stands for
 

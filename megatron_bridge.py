@@ -535,30 +535,45 @@ def hf_weights(model: list, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str
     """Yield every (Hugging Face name, full tensor) in layer order, on every rank; all ranks must drain it together.
 
     Buckets of at most `bucket_bytes` (or one tensor) cross the wire: one all-gather over the ranks that share a weight
-    and one broadcast over the pipeline stages, so a rank never holds more than a bucket besides its own shard.
+    and one broadcast over the pipeline stages. Besides its own shard a rank holds a copy of the bucket's part of it
+    while gathering, then the bucket and one joined tensor; no tensor that was yielded keeps the bucket alive.
     """
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:  # otherwise gathered only when the next forward pass reads them
             chunk.start_param_sync(force_sync=True)
-    hf, own, dtype = model[0].hf_config, named_weights(model), model[0].config.params_dtype
-    pp_group, pp_rank = mpu.get_pipeline_model_parallel_group(), mpu.get_pipeline_model_parallel_rank()
+    hf, own = model[0].hf_config, named_weights(model)
     stages = [None] * mpu.get_pipeline_model_parallel_world_size()
-    dist.all_gather_object(stages, {name: weight.shape for name, weight in own.items()}, group=pp_group)
+    shapes = {name: weight.shape for name, weight in own.items()}
+    dist.all_gather_object(stages, shapes, group=mpu.get_pipeline_model_parallel_group())
+    dtype = model[0].config.params_dtype
     for stage, names in buckets(stages, hf, bucket_bytes // dtype.itemsize):
-        group, size = shard_group(names[0])
-        numels = [stages[stage][name].numel() for name in names]
-        flat = torch.empty(group.size(), sum(numels), dtype=dtype, device=device())
-        if stage == pp_rank:
-            local = torch.cat([own[name].detach().reshape(-1) for name in names])
-            dist.all_gather(list(flat), local, group=group) if len(flat) > 1 else flat[0].copy_(local)
-        if len(stages) > 1:
-            dist.broadcast(flat, dist.get_global_rank(pp_group, stage), group=pp_group)
-        for name, shards in zip(names, flat.split(numels, dim=1), strict=True):  # shards [group, numel]
-            for ep_rank, split in enumerate(shards.split(size)):  # one round, but for experts
-                join, parts = rule_of(expert_of(name, hf, ep_rank), hf)
-                views = [local_view(join, shard, stages[stage][name], hf) for shard in split]
-                whole = views[0] if SPLIT_DIM[join] is None else torch.cat(views, dim=SPLIT_DIM[join])
-                yield from zip(parts, (part.contiguous() for part in unmerged(join, whole, hf)), strict=True)
+        bucket_shapes = {name: stages[stage][name] for name in names}
+        yield from joined(gathered(own, bucket_shapes, stage, dtype), bucket_shapes, hf)  # no name here for the bucket
+
+
+def gathered(own: dict, shapes: dict[str, torch.Size], stage: int, dtype: torch.dtype) -> torch.Tensor:
+    """A bucket, on every rank: the weights in `shapes`, of a pipeline stage, of the R ranks that share them; [R, n]."""
+    group, _ = shard_group(next(iter(shapes)))
+    pp_group = mpu.get_pipeline_model_parallel_group()
+    flat = torch.empty(group.size(), sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device())
+    if stage == pp_group.rank():
+        local = torch.cat([own[name].detach().reshape(-1) for name in shapes])
+        dist.all_gather(list(flat), local, group=group) if len(flat) > 1 else flat[0].copy_(local)
+    if pp_group.size() > 1:
+        dist.broadcast(flat, dist.get_global_rank(pp_group, stage), group=pp_group)
+    return flat
+
+
+def joined(flat: torch.Tensor, shapes: dict[str, torch.Size], hf) -> Iterator[tuple[str, torch.Tensor]]:
+    """The (Hugging Face name, full tensor) pairs of a bucket, none of them a view of it."""
+    numels = [shape.numel() for shape in shapes.values()]
+    for name, shards in zip(shapes, flat.split(numels, dim=1), strict=True):  # shards [R, numel]
+        for ep_rank, split in enumerate(shards.split(shard_group(name)[1])):  # one round, but for experts
+            join, parts = rule_of(expert_of(name, hf, ep_rank), hf)
+            views = [local_view(join, shard, shapes[name], hf) for shard in split]
+            whole = views[0].clone() if SPLIT_DIM[join] is None else torch.cat(views, dim=SPLIT_DIM[join])
+            yield from zip(parts, (part.contiguous() for part in unmerged(join, whole, hf)), strict=True)
+            del whole  # before the next one is made
 
 
 def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]]]:

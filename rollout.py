@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from config import RankError
 from support import cpu_engine
+from support.push_check import PushCheck
 
 
 @dataclasses.dataclass
@@ -50,14 +52,14 @@ class Engine:
     """
 
     def __init__(self, model: str, dtype: str, tp: int, max_model_len: int, gpu_memory_utilization: float, extra: dict):
-        """Start vLLM on the Hugging Face folder `model`; `extra` goes to vllm.LLM and overrides what is set here."""
+        """Start vLLM on the Hugging Face folder `model`, asleep; `extra` goes to vllm.LLM and overrides this."""
         on_gpu = torch.cuda.device_count() > 0
         rank = int(os.environ["RANK"])
         set_environment()
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
-        shm_prefix = None if on_gpu else cpu_engine.name_shared_memory_after_this_run()
+        shm_prefix = None if on_gpu else cpu_engine.prepare()
         self.sampling_params, self.final_only = vllm.SamplingParams, RequestOutputKind.FINAL_ONLY
         settings = dict(
             model=model,
@@ -80,9 +82,11 @@ class Engine:
         settings = {**settings, **extra}
         self.llm = vllm.LLM(**settings)
         self.sleeps = settings["enable_sleep_mode"]
+        self.push_check, self.pushed = PushCheck(tp), False  # pushed: since it slept
         if shm_prefix:  # every rank has mapped it by now: without a name nothing stays behind, however the run ends
             for file in Path("/dev/shm").glob(f"{shm_prefix}*"):
                 file.unlink(missing_ok=True)
+        self.sleep()
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int
@@ -90,8 +94,10 @@ class Engine:
         """Yield (prompt's number, its `n` answers) for prompts of token ids as they finish, with one seed a prompt.
 
         The same prompt and seed give the same answers on any engine, whatever else it samples.
-        `sampling`: a section of the configuration with temperature, top_p and top_k.
+        `sampling`: a section with temperature, top_p and top_k. Raises RankError if no weights came since `sleep`.
         """
+        if not self.pushed:
+            raise RankError("vLLM did not take up the weight push: none came since it slept, so its weights are stale")
         engine = self.llm.llm_engine
         for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True)):
             params = self.sampling_params(
@@ -118,17 +124,21 @@ class Engine:
         return Completion(ids, logps, answer.finish_reason == "stop")
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace all weights by the (Hugging Face name, full tensor) pairs, in layer order; forget cached prefixes."""
-        if torch.cuda.device_count() == 0:
-            self.llm.apply_model(cpu_engine.unpack_experts)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        if torch.cuda.device_count() == 0:
-            self.llm.apply_model(cpu_engine.repack_lm_head)
+        """Replace all weights by the (Hugging Face name, full tensor) pairs, in layer order; forget cached prefixes.
+        All ranks of the world together. Raises TrainingError unless every engine then holds them, bit for bit."""
+        with self.push_check.watch(self.llm, weights) as stream:
+            if torch.cuda.device_count() == 0:
+                self.llm.apply_model(cpu_engine.unpack_experts)
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+            if torch.cuda.device_count() == 0:
+                self.llm.apply_model(cpu_engine.repack_lm_head)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache after a weight push: requests are still running")
+        self.pushed = True
 
     def sleep(self) -> None:
         """Give the GPU memory of weights and KV cache to the trainer. On the CPU there is nothing to give."""
+        self.pushed = False
         if self.sleeps:
             self.llm.sleep(level=1)
             gc.collect()

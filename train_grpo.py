@@ -60,6 +60,7 @@ class Run:
     reference: list[Tensor] | None  # the initial weights; None: no KL
     grading: GradingPool
     writer: checkpoint.CheckpointWriter
+    gaps: list[float] = field(default_factory=list)  # mean |trainer - vLLM| log-prob of the updates of this start
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
     skipped: int = 0  # updates in a row that were skipped as their loss or gradient was NaN or infinite
     errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors the user has seen
@@ -94,19 +95,20 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     clock.enter("build")
     r, t = cfg.rollout, cfg.train
     path = hf_folder.local_folder(cfg.model.path)
-    # vLLM measures free memory when it starts, so it comes first and sleeps while the model is built.
+    # vLLM measures free memory when it starts, so it comes first; it sleeps until weights are pushed.
     engine = Engine(path, cfg.model.dtype, r.tp, checks.longest_sample(cfg), r.gpu_memory_utilization, r.vllm)
-    engine.sleep()
     model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
     optimizer = bridge.build_optimizer(model, t, cfg.megatron)
     reference = bridge.copy_weights(model) if cfg.algo.kl_coef > 0 else None  # of the initial model, also on resume
     writer = checkpoint.CheckpointWriter(Path(cfg.output_dir, "checkpoints"), t.keep_last, t.keep_every)
     grading = GradingPool(**cfg.reward.model_dump())
     run = Run(cfg, clock, inputs, path, engine, model, optimizer, reference, grading, writer)
+    push_weights(run)  # of the initial model, which vLLM has read from disk as well: the mapping is checked against it
     if inputs.checkpoint:
+        engine.sleep()
         state = optimizer_state.restore(inputs.checkpoint, model, optimizer)
         run.prompts_taken, run.skipped, writer.step = state["prompts_taken"], state["skipped"], state["step"]
-    push_weights(run)
+        push_weights(run)
     return run
 
 
@@ -150,8 +152,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
         if algo.old_logp == "rollout":
             batch = replace(batch, old_logp=batch.rollout_logp)
         elif len(updates) > 1 or (algo.kl_coef > 0 and algo.kl_in == "reward"):
-            # With one update, and no KL in the reward, grpo_loss takes its own log-probs, detached.
-            batch = replace(batch, old_logp=score(model, batch, cfg))
+            batch = replace(batch, old_logp=score(model, batch, cfg))  # else grpo_loss takes its own, detached
         if run.reference is not None:
             with bridge.swapped_weights(model, run.reference):
                 batch = replace(batch, ref_logp=score(model, batch, cfg))
@@ -166,7 +167,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             if math.isfinite(report["loss"]):
                 if number < gates.compared_updates(cfg):  # old log-probs are of the weights that vLLM sampled with
-                    gates.check_gap(report, step, batch, trained, cfg, partial(score, model, batch, cfg))
+                    gates.check_gap(report, step, batch, trained, cfg, run.gaps, partial(score, model, batch, cfg))
                 report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr)  # no step where it is NaN, inf or 0
             run.skipped = gates.check_finite(report, run.skipped, step, number, micro_batches, cfg)
             reports.append(report)
@@ -181,7 +182,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
             save(run, step)
     seconds = clock.seconds | {"step": clock.step_seconds()}
     record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, bridge.expert_load(model), seconds)
-    return metrics.summarize(record, cfg), samples
+    return metrics.summarize(record, cfg) | run.engine.push_check.metrics, samples
 
 
 def evaluate(run: Run) -> tuple[dict[str, float], list["Sample"]]:

@@ -5,6 +5,14 @@ import os
 
 import torch
 
+from support.push_check import digest
+
+
+def prepare() -> str:
+    """What has to be done before vLLM starts; returns the prefix of its files in /dev/shm."""
+    note_packed_weights()
+    return name_shared_memory_after_this_run()
+
 
 def name_shared_memory_after_this_run() -> str:
     """Make vLLM's CPU shared memory carry a name of this torchrun only; returns the prefix of its files in /dev/shm.
@@ -17,6 +25,36 @@ def name_shared_memory_after_this_run() -> str:
     prefix, group_name = f"train-grpo-{os.getppid()}", shm.make_group_name
     shm.make_group_name = staticmethod(lambda communicator: prefix + group_name(communicator).replace("/", ""))
     return prefix
+
+
+def note_packed_weights() -> None:
+    """Make vLLM's CPU layers keep, as `packed`, digests {name: (unordered, ordered)} of the weights they pack.
+
+    vLLM 0.32 packs them for its kernels as they are loaded and drops what it packed, so a push can be seen there only.
+    """
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+
+    def note(layer: torch.nn.Module, *names: str) -> None:
+        weights = {name: getattr(layer, name) for name in names if getattr(layer, name, None) is not None}
+        dtype = weights[names[0]].dtype  # of a bias too, which some kernels want in fp32
+        layer.packed = {
+            name: (digest(weight.to(dtype)), digest(weight.to(dtype), ordered=True))
+            for name, weight in weights.items()
+            if not weight.is_meta
+        }
+
+    pack, pack_experts = utils.dispatch_cpu_unquantized_gemm, Experts.process_weights_after_loading
+
+    def noted_pack(layer: torch.nn.Module, remove_weight: bool) -> None:
+        note(layer, "weight", "bias")
+        pack(layer, remove_weight)
+
+    def noted_pack_experts(self, layer: torch.nn.Module) -> None:
+        note(layer, "w13_weight", "w2_weight")
+        pack_experts(self, layer)
+
+    utils.dispatch_cpu_unquantized_gemm, Experts.process_weights_after_loading = noted_pack, noted_pack_experts
 
 
 def unpack_experts(model: torch.nn.Module) -> None:

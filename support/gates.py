@@ -24,14 +24,23 @@ def compared_updates(cfg: Config) -> int:
 
 
 def check_gap(
-    report: dict[str, float], step: int, batch: Batch, samples: list, cfg: Config, rescore: Callable[[], torch.Tensor]
+    report: dict[str, float],
+    step: int,
+    batch: Batch,
+    samples: list,
+    cfg: Config,
+    gaps: list[float],
+    rescore: Callable[[], torch.Tensor],
 ) -> None:
-    """Raises TrainingError if trainer and engine disagree: at step 1 about the model, later about the last push.
+    """Raises TrainingError if trainer and engine disagree: at step 1 about the model, later about what has changed.
 
-    Called before the weights change. `rescore` gives the trainer's log-probs [F], for the table of the message.
+    Sees what push_check cannot: kernels, temperature, positions. Called before the weights change. `gaps`: the means of
+    the updates so far, to which this one is added. `rescore` gives the trainer's log-probs [F], for the table.
     """
+    gaps.append(report["gap"] / max(report["tokens"], 1))
     if cfg.model.dtype == "bf16":
-        kind, bound, gap = "mean", 0.05, report["gap"] / max(report["tokens"], 1)
+        kind, gap = "mean", gaps[-1]
+        bound = 0.05 if len(gaps) == 1 else min(0.05, max(0.01, 4 * gaps[0]))
     else:
         kind, bound, gap = "largest", 1e-3, report["gap_max"]
     bound = cfg.rollout.max_logp_gap or bound
@@ -53,7 +62,10 @@ def explain_gap(logp_F: torch.Tensor, batch: Batch, samples: list, step: int, bo
     first3 = gap_F[response_F & (place_F < 3)].nanmean().item()
     later = gap_F[response_F & (place_F >= 3)].nanmean().item()
     if step > 1:
-        cause = "the engine did not take up the last weight push (stale or partly loaded weights): it agreed at first"
+        cause = (
+            "the engine did not take up the last weight push (stale or partly loaded weights): it agreed at first; "
+            "with sync/checked = 1 it did, and the two compute apart (kernels, precision)"
+        )
     elif later > 10 * first3:
         cause = "the gap grows along the response: rotary embedding or context length differ"
     elif share < 0.05:

@@ -29,6 +29,9 @@ REPORTED = [
     "entropy",
     "clipped",
     "gap",
+    "gap_above_0.01",
+    "gap_above_0.1",
+    "gap_above_1",
     "mismatch_k3",
     "w",
     "w2",
@@ -38,10 +41,12 @@ REPORTED = [
 
 
 def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums of |trainer - vLLM| log-prob and of w = exp(trainer - vLLM) over response tokens, and the largest gap."""
+    """Sums of |trainer - vLLM| log-prob and of w = exp(trainer - vLLM) over response tokens, the largest gap, and the
+    number of tokens beyond three sizes."""
     delta_T = difference_T * mask_T
-    w_T = delta_T.clamp(-20, 20).exp() * mask_T
-    return {"gap": delta_T.abs().sum(), "gap_max": delta_T.abs().max(), "w": w_T.sum(), "w2": w_T @ w_T}
+    gap_T, w_T = delta_T.abs(), delta_T.clamp(-20, 20).exp() * mask_T
+    above = {f"gap_above_{size:g}": (gap_T > size).sum() for size in (0.01, 0.1, 1)}
+    return {"gap": gap_T.sum(), "gap_max": gap_T.max(), "w": w_T.sum(), "w2": w_T @ w_T, **above}
 
 
 def add_up(reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
@@ -105,6 +110,7 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
         "ratio/clip_frac": mean("clipped", record.reports),
         "logp_gap/mean": mean("gap", compared),
         "logp_gap/max": max(r["gap_max"] for r in compared),
+        **{f"logp_gap/above_{size}": mean(f"gap_above_{size}", compared) for size in ("0.01", "0.1", "1")},
         "mismatch/k3": mean("mismatch_k3", compared),
         "mismatch/ess": effective_share(compared),
         "mismatch/cut_frac": mean("outside", compared),

@@ -22,6 +22,8 @@ from tests.conftest import REPO
 class PlainEngine:
     """rollout.Engine with the weights in a model of transformers, one token at a time."""
 
+    push_check = SimpleNamespace(metrics={"sync/checked": None})  # what test_push.py is about
+
     def __init__(self, model: str, *_):
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 

@@ -374,8 +374,8 @@ The engine has the same weights, so it must have said the same when it sampled. 
 {compared}
 
 The largest difference in the whole row is {gap_T.max():.1e}. It is held against a bound before the weights
-change (1e-3 in fp32; in bf16 the mean against 0.05, which misses small changes): a wrongly loaded model shows at
-step 1, a lost push at any other.
+change (1e-3 in fp32; in bf16 the mean against 0.05, then 4 times that of step 1): kernels, temperature or positions
+that differ show here. That the weights are the same is proven when they are pushed.
 
 {quote("gate")}"""
 
@@ -482,8 +482,8 @@ Answers share weights and often their first tokens, the other group, the entropy
 well, and a step of so few answers is a rough one: so single answers may go against the sign of their advantage.
 
 One token's log-prob moved by up to {drift:.2f}. An engine that had missed the push would still sample from the
-old weights, and the next step would find a gap of that order; it found {v.next_metrics["logp_gap/max"]:.0e}.
-The next step begins at 1."""
+old weights; digests of both sides, compared here, would end the run at once (support/push_check.py), and the next step
+would find a gap of that order; it found {v.next_metrics["logp_gap/max"]:.0e}. The next step begins at 1."""
 
 
 def page(seen: dict) -> str:

@@ -1,0 +1,171 @@
+"""A weight push that does not arrive whole, on every rank, ends the run at once; and it never holds two buckets."""
+
+import re
+
+import make_tiny
+import numpy as np
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import megatron_bridge as bridge
+from config import ParallelConfig, TrainingError
+from support import push_check
+from support.push_check import Held, PushCheck, digest, engine_digests, pushed_sums, to_numpy
+
+SMALL = ("train.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0")
+FP32, BF16 = ("model.dtype=fp32", "train.lr=0.001"), ("model.dtype=bf16", "train.lr=1e-6")
+NOT_TAKEN = "vLLM did not take up the weight push: "
+ALL = r"on ranks \[0, 1\] 1[27] of 17 "
+NO_DOWN = r"on ranks \[0, 1\] 1 of 17 .*: model\.layers\.1\.mlp\.down_proj\.weight$"
+MOVED = r"the first push changed .* ranks \[0, 1\]: model\.layers\.0\.mlp\.down_proj\.weight"
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "message"),
+    [
+        ("tensor", (*BF16, "parallel.pp=2", "rollout.tp=2"), NOT_TAKEN + NO_DOWN),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("tensor", FP32, NOT_TAKEN + NO_DOWN),
+                ("lost", BF16, NOT_TAKEN + ALL),
+                ("lost", FP32, NOT_TAKEN + ALL),
+                ("rank", (*BF16, "parallel.tp=2"), NOT_TAKEN + r"on ranks \[1\] 1[27] of 17 "),
+                ("rank", FP32, NOT_TAKEN + r"on ranks \[1\] 1[27] of 17 "),
+                ("skipped", BF16, NOT_TAKEN + "none came since it slept"),
+                ("skipped", FP32, NOT_TAKEN + "none came since it slept"),
+                ("swapped", BF16, MOVED),
+                ("swapped", (*FP32, "rollout.tp=2"), MOVED),
+            ]
+        ),
+    ],
+)
+def test_a_faulty_push_ends_the_run_at_once(train, fault, options, message):
+    """The push after step 1 has the fault, so that step 1 is not even logged: "swapped" shows before it."""
+    run = train(2, *SMALL, *options, script="tests/push_faults.py", FAULT=fault)
+    assert run.code == 1 and re.search(f"error: {message}", run.text, re.MULTILINE), run.text
+    assert "Traceback" not in run.own_text
+    assert len(run.metrics) == (1 if fault == "skipped" else 0)  # "skipped" has no push to fail: the next sampling does
+
+
+@pytest.mark.slow
+def test_pushes_of_unchanged_weights_and_after_a_resume_pass(train):
+    for number, options in enumerate([("train.lr=0", "train.save_every=1"), ("train.lr=0.001", "resume=auto")]):
+        run = train(2, *SMALL[1:], *options, f"train.steps={number + 2}", "model.dtype=bf16", "rollout.tp=2")
+        assert run.code == 0, run.text
+    assert [m["sync/checked"] for m in run.metrics] == [1, 1, 1]
+
+
+# ---------------------------------------------------------------- digests, without vLLM
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_digest_is_the_sum_over_parts_and_sees_any_bit(dtype):
+    whole = torch.randn(96, 64).to(dtype)
+    for parts in (whole.split([32, 48, 16]), whole.split([16, 48], dim=1)):
+        assert torch.equal(digest(whole), sum(map(digest, parts)))
+    assert torch.equal(digest(torch.zeros(7, dtype=dtype)), torch.zeros(2, dtype=torch.int64))
+    assert torch.equal(digest(whole.flatten()[3:10]), digest(whole.flatten()[3:10].clone()))  # not aligned
+    bits = whole.clone().view({torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype])
+    bits[5, 7] += 1
+    assert not torch.equal(digest(bits), digest(whole))
+    bits[70, 7] -= 1  # the sum is the old one again
+    assert not torch.equal(digest(bits), digest(whole))
+    swapped = whole.clone()
+    swapped[[3, 5]] = whole[[5, 3]]
+    assert torch.equal(digest(swapped), digest(whole))
+    assert not torch.equal(digest(swapped, ordered=True), digest(whole, ordered=True))
+
+
+def test_chunks_do_not_change_a_digest(monkeypatch):
+    whole = torch.randn(1024)
+    expected = digest(whole), digest(whole, ordered=True)
+    monkeypatch.setattr(push_check, "CHUNK", 64)
+    assert torch.equal(digest(whole), expected[0]) and torch.equal(digest(whole, ordered=True), expected[1])
+
+
+class Layer(torch.nn.Module):
+    """vLLM's stacked query, key, value, and a norm, of a rank of two: queries split, the one key-value head copied."""
+
+    def __init__(self, hf: dict[str, torch.Tensor], rank: int):
+        super().__init__()
+        self.qkv_proj, self.norm = torch.nn.Module(), torch.nn.Module()
+        q = hf["layer.q_proj.weight"].chunk(2)[rank]
+        stacked = torch.cat([q, hf["layer.k_proj.weight"], hf["layer.v_proj.weight"]])
+        self.qkv_proj.weight = torch.nn.Parameter(stacked)
+        self.norm.weight = torch.nn.Parameter(hf["layer.norm.weight"].clone())
+
+
+def compared(check: PushCheck, pushed: dict[str, torch.Tensor], held: list[dict[str, torch.Tensor]], moved=()) -> None:
+    """Two ranks, one engine: `check` sees `pushed`, while rank r holds what follows from held[r]."""
+    layers = [torch.nn.ModuleDict({"layer": Layer(hf, rank)}) for rank, hf in enumerate(held)]
+    everywhere = [Held(list(d), to_numpy(d.values()), 0, list(moved)) for d in map(engine_digests, layers)]
+    check.compare(pushed_sums([(n, digest(t)) for n, t in pushed.items()], set(everywhere[0].names)), everywhere)
+
+
+def weights(seed: int, **others: torch.Tensor) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    made = {f"layer.{x}_proj.weight": torch.randn(64, 32, generator=random) for x in "qkv"}
+    return made | {"layer.norm.weight": torch.ones(32)} | {f"layer.{name}.weight": t for name, t in others.items()}
+
+
+def test_copies_of_key_value_heads_are_found_out_and_held_to():
+    check, old, new = PushCheck(tp=2), weights(0), weights(1)
+    zero = weights(0) | {f"layer.{x}_proj.weight": torch.zeros(64, 32) for x in "qkv"}  # tells nothing of copies
+    for hf in (zero, old, old, new):
+        compared(check, hf, [hf, hf])
+        assert check.metrics["sync/checked"] == 1
+    assert check.copies == {"layer.qkv_proj.weight": [(1, 2)], "layer.norm.weight": [(2, 2)]}
+    with pytest.raises(TrainingError, match=r"ranks \[0, 1\] 1 of 2 weights .*: layer\.qkv_proj\.weight"):
+        compared(check, old, [old, new])
+    with pytest.raises(TrainingError, match=r"1 of 2 weights .*: layer\.norm\.weight"):
+        compared(check, new, [new, weights(1, norm=torch.full((32,), 1.5))])
+
+
+def test_what_vllm_keeps_in_a_form_of_its_own_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(push_check.dist, "get_rank", lambda: 0)
+    check, hf = PushCheck(tp=2), weights(0)
+    other = weights(0, norm=torch.full((32,), 3.0))
+    compared(check, hf, [other, other])
+    assert check.metrics["sync/checked"] == 0.5
+    assert "vLLM keeps 1 of 2 weights in a form of its own" in capsys.readouterr().out
+    compared(check, weights(1), [weights(1), weights(1)])
+
+
+def test_a_push_with_other_names_or_other_replicas_is_refused():
+    hf = weights(0)
+    with pytest.raises(TrainingError, match=r"nothing was pushed into layer\.norm\.weight"):
+        compared(PushCheck(tp=2), {n: t for n, t in hf.items() if "norm" not in n}, [hf, hf])
+    with pytest.raises(TrainingError, match=r"vLLM has no layer\.o_proj\.weight"):
+        compared(PushCheck(tp=2), weights(0, o_proj=torch.ones(8, 8)), [hf, hf])
+    with pytest.raises(TrainingError, match=r"ranks \[0, 1\]: layer\.norm\.weight"):
+        compared(PushCheck(tp=2), hf, [hf, hf], moved=["layer.norm.weight"])
+    everywhere = [Held(["a"], np.zeros((1, 2), np.int64), pushed, []) for pushed in (1, 1, 2, 1)]
+    with pytest.raises(TrainingError, match=r"ranks \[2\] "):
+        PushCheck(tp=1).compare({}, everywhere)
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3_moe"])
+def test_a_push_holds_one_bucket_at_a_time(world, tmp_path, monkeypatch, arch):
+    """What a consumer still holds of a bucket, the last tensor, is no view of it."""
+    make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789"), arch, hidden=64, layers=2)
+    parallel = ParallelConfig()
+    bridge.init_model_parallel(parallel, 0)
+    model = bridge.build_model(str(tmp_path / "model"), parallel, torch.float32, {})
+    gathered, buckets = bridge.gathered, []
+
+    def counted(*args) -> torch.Tensor:
+        assert all(bucket.expired() for bucket in buckets)
+        flat = gathered(*args)
+        buckets.append(StorageWeakRef(flat.untyped_storage()))
+        return flat
+
+    monkeypatch.setattr(bridge, "gathered", counted)
+    whole, last = dict(bridge.hf_weights(model)), None
+    for last in bridge.hf_weights(model, bucket_bytes=1 << 14):
+        assert torch.equal(last[1], whole[last[0]])
+    assert len(buckets) > 5 and all(bucket.expired() for bucket in buckets) and last
