@@ -54,7 +54,6 @@ class Engine:
     def __init__(self, model: str, dtype: str, tp: int, max_model_len: int, gpu_memory_utilization: float, extra: dict):
         """Start vLLM on the Hugging Face folder `model`, asleep; `extra` goes to vllm.LLM and overrides this."""
         on_gpu = torch.cuda.device_count() > 0
-        rank = int(os.environ["RANK"])
         set_environment()
         import vllm
         from vllm.sampling_params import RequestOutputKind
@@ -66,7 +65,7 @@ class Engine:
             dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype],
             tensor_parallel_size=tp,
             distributed_executor_backend="external_launcher",
-            seed=rank // tp,  # one seed an engine; sampling itself is seeded per prompt
+            seed=int(os.environ["RANK"]) // tp,  # one seed an engine; sampling itself is seeded per prompt
             max_model_len=max_model_len,
             enforce_eager=not on_gpu,
             enable_prefix_caching=True,
