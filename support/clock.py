@@ -1,4 +1,4 @@
-"""One clock for what a rank does: its phase, the seconds of each, the watchdog, and whether a stop was asked for."""
+"""One clock for what a rank does: its phase, seconds and memory of each, the watchdog, whether a stop was asked for."""
 
 import contextlib
 import time
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from support import ranks
+from support.memory import Meter
 from support.signals import StopSignals
 from support.watchdog import Watchdog
 
@@ -18,13 +19,14 @@ class StopRequested(Exception):
 class Clock:
     """Every rank makes one after init_process_group, on its main thread: `with clock("train"): ...`.
 
-    `seconds` is {phase: wall seconds} of the step so far. The watchdog hears of every phase and ends a run in which no
-    rank has finished one for `stall_timeout_s` (0: never).
+    `seconds` is {phase: wall seconds} of the step so far, `memory` what its phases took. The watchdog hears of every
+    phase and ends a run in which no rank has finished one for `stall_timeout_s` (0: never).
     """
 
     def __init__(self, stall_timeout_s: float):
         self.watchdog = Watchdog(stall_timeout_s)
         self.signals = StopSignals()
+        self.memory = Meter()
         self.start_step()
 
     @property
@@ -48,18 +50,21 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the seconds of the block to `seconds[phase]`, its work on the GPU included."""
+        """Add the seconds of the block to `seconds[phase]`, its work on the GPU included; note its memory."""
         self.enter(phase)
+        self.memory.enter(phase)
         start = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        self.memory.leave(phase)
         self.enter("step")
 
     def start_step(self) -> None:
         """Begin to count anew."""
         self.seconds: dict[str, float] = {}
+        self.memory.start_step()
         self._step_began = time.perf_counter()
 
     def step_seconds(self) -> float:

@@ -25,6 +25,7 @@ from support import (
     from_other_trainers,
     hf_folder,
     launchers,
+    memory,
     preflight,
     ranks,
     versions,
@@ -173,12 +174,24 @@ def check_machines(cfg: Config) -> IO | None:
     except ValueError as error:
         raise UserError(str(error)) from None
     lock = ranks.on_first_rank(check_first_host)
+    if os.environ["LOCAL_RANK"] == "0":
+        warning = check_host_memory(cfg)
+        if warning:
+            ranks.say(f"warning: {warning}")
     bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
     try:
         preflight.check_groups(bridge.process_groups(), min(timeout_s, preflight.GROUP_CHECK_S))
     except ValueError as error:
         raise RankError(str(error)) from None
     return lock
+
+
+def check_host_memory(cfg: Config) -> str | None:
+    """What to warn of where this machine has too little memory for its ranks; None else."""
+    weights = hf_folder.count_weights(hf_folder.local_folder(cfg.model.path))
+    size, gpu = bridge.DTYPES[cfg.model.dtype].itemsize, torch.cuda.is_available()
+    needed = memory.host_bytes(cfg, weights, dist.get_world_size(), size, gpu)
+    return memory.host_warning(needed, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def resumed(cfg: Config, inputs: Inputs) -> Inputs:
@@ -206,9 +219,12 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
             inputs = resumed(cfg, inputs)
             if inputs.done < cfg.train.steps:
                 train(cfg, inputs, clock)
-    except torch.OutOfMemoryError as error:
-        raise RankError(preflight.explain_out_of_memory(clock.phase, error)) from error
-    except (RuntimeError, OSError, SafetensorError) as error:
+    except (RuntimeError, ValueError, AssertionError, MemoryError, OSError, SafetensorError) as error:
+        message = preflight.explain_out_of_memory(clock.phase, error)
+        if message is not None:
+            raise RankError(message) from error
+        if isinstance(error, (ValueError, AssertionError)):  # a mistake in the code
+            raise
         if isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo and NCCL have no class of their own
             raise RankError(
                 f"rank {dist.get_rank()}, in the phase {clock.phase}: another rank is gone "

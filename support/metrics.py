@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import resource
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +14,7 @@ from tqdm import tqdm
 
 import megatron_bridge as bridge
 from config import Config, EvalConfig
-from support import files, gates, hints
+from support import files, gates, hints, memory
 
 # What grpo_loss reports of a micro-batch: sums over its response tokens, but for the last, a maximum.
 REPORTED = [
@@ -68,7 +67,7 @@ class StepRecord:
     samples: list  # all of the step, those of replaced groups too
     groups: set[int]  # that were trained on
     rounds: int  # of sampling
-    notes: list[dict[str, float]]  # of each rank: seconds of sampling and grading, memory
+    notes: list[dict[str, float]]  # of each rank: seconds of sampling and grading
     reports: list[dict[str, float]]  # of each update
     expert_load: list[float]  # per layer; [] without experts
     seconds: dict[str, float]  # of each phase, and "step"
@@ -128,7 +127,6 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
         "pack/fill": np.mean([r["fill"] for r in record.reports]),
         "pipeline/bubble": np.mean([r["bubble"] for r in record.reports]),
         "idle_frac": (work_R.max() - work_R.mean()) / seconds["step"],
-        "mem/peak_gb": max(note["memory_gb"] for note in record.notes),
         "update/skipped": sum(not (math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0) for r in record.reports),
     }
 
@@ -190,13 +188,6 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
     return 1 - math.comb(n - passed, k) / math.comb(n, k)
 
 
-def peak_memory_gb() -> float:
-    """Largest amount this rank has held: GPU memory of the trainer, or the process's resident memory on the CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
 # ---------------------------------------------------------------- on the screen and into files
 
 
@@ -207,6 +198,7 @@ class Log:
         self.out, self.steps, self.speaks = out, steps, dist.get_rank() == 0
         self.history: list[dict] = []  # the metrics of each step of this start
         self.hinted: set[str] = set()  # rules whose hint was shown
+        self.growth = memory.Growth()
         self.bar = tqdm(total=steps, initial=done, unit="step", disable=not on_terminal(), dynamic_ncols=True)
 
     def evaluated(self, step: int, found: dict[str, float], samples: list) -> dict[str, float]:
@@ -228,6 +220,9 @@ class Log:
         if samples is None:
             return
         self.history.append(metrics)
+        warning = self.growth.warning(metrics)
+        if warning:
+            self.bar.write(f"warning: step {step}: {warning}")
         self.bar.set_postfix_str(
             f"reward {metrics['reward/mean']:.3f}  gap {metrics['logp_gap/max']:.0e}  "
             f"length {metrics['tokens/response_mean']:.1f}  {metrics['speed/response_tokens_per_s']:.0f} tokens/s",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from support import ranks
+from support.memory import HOST_KEYS, host_free_bytes
 from support.versions import SHARED_MEMORY_BYTES, SHARED_MEMORY_REMEDY, check_versions, gib
 
 GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
@@ -203,10 +204,43 @@ MEMORY = {
 MEMORY["eval"] = MEMORY["rollout"]
 
 
-def explain_out_of_memory(phase: str, error: BaseException) -> str:
-    """What a torch.OutOfMemoryError in a phase means for the configuration; an unknown phase counts as "build"."""
-    budget, keys = MEMORY.get(phase, MEMORY["build"])
-    return (
-        f"out of GPU memory in the phase {phase}, whose budget is {budget}: {str(error).splitlines()[0]}\n"
-        f"  turn one of: {'; '.join(keys)}"
-    )
+# What vLLM says where memory is short → what to turn. Its memory has a budget of its own, whatever the phase.
+VLLM_MEMORY = {
+    "No available memory for the cache blocks": (
+        "rollout.gpu_memory_utilization up", "rollout.tp up", "rollout.vllm.max_num_batched_tokens down",
+    ),
+    "larger than the available KV cache": (
+        "rollout.gpu_memory_utilization up", "rollout.tp up", "data.max_prompt_tokens or rollout.max_new_tokens down",
+    ),
+    "on startup is less than": (
+        "rollout.gpu_memory_utilization down", "rollout.tp up", "end what else holds this memory (nvidia-smi shows it)",
+    ),
+    "Error in memory profiling": (
+        "end what else uses this GPU (nvidia-smi shows it)", "start again", "rollout.gpu_memory_utilization down",
+    ),
+    "when warming up": ("rollout.vllm.max_num_seqs down", "rollout.gpu_memory_utilization down", "rollout.tp up"),
+    # its allocator, as it wakes up
+    "out of memory at": ("rollout.gpu_memory_utilization down", "parallel.tp up", "parallel.pp up"),
+    # on the CPU
+    "on kv cache allocation is less than": ("VLLM_CPU_KVCACHE_SPACE down", "rollout.tp up", "fewer ranks on a machine"),
+}  # fmt: skip
+GPU_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+HOST_WORDS = ("DefaultCPUAllocator", "Cannot allocate memory")
+
+
+def explain_out_of_memory(phase: str, error: BaseException) -> str | None:
+    """What an error in a phase means for the configuration, where memory of GPU or host was short; else None.
+
+    An unknown phase counts as "build". Such errors have no class in common: vLLM raises ValueError and RuntimeError.
+    """
+    text = str(error)
+    kind, (budget, keys) = "GPU memory", MEMORY.get(phase, MEMORY["build"])
+    vllm = next((keys for words, keys in VLLM_MEMORY.items() if words in text), None)
+    if isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS):
+        kind, budget, keys = "host memory", f"what is free on the machine ({gib(host_free_bytes())})", HOST_KEYS
+    elif vllm is not None:
+        kind, budget, keys = "memory for vLLM", "rollout.gpu_memory_utilization", vllm
+    elif not isinstance(error, torch.OutOfMemoryError) and not any(words in text for words in GPU_WORDS):
+        return None
+    reason = (text or type(error).__name__).splitlines()[0]
+    return f"out of {kind} in the phase {phase}, whose budget is {budget}: {reason}\n  turn one of: {'; '.join(keys)}"

@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_reward import digits_in_place
 
+from support import memory
 from support.checks import check_weights
 from support.files import new_output_dir
 from tests.conftest import EXACT, read_rows
@@ -27,8 +28,9 @@ METRICS = [
     "mismatch/ess", "mismatch/cut_frac", "grad_norm", "moe/load",
     "lr", "tokens/prompt_mean", "tokens/response_mean", "tokens/response_max", "tokens/truncated_frac",
     "time/rollout", "time/reward", "time/logprob", "time/train", "time/sync", "time/save", "time/step",
-    "speed/response_tokens_per_s", "speed/samples_per_s", "pack/fill", "idle_frac", "mem/peak_gb",
-    "update/skipped", "sync/checked",
+    "speed/response_tokens_per_s", "speed/samples_per_s", "pack/fill", "idle_frac",
+    "update/skipped", "sync/checked", "mem/peak_gb", "mem/host_gb", "mem/host_free_gb", "mem/free_asleep_gb",
+    *(f"mem/{phase}{kind}_gb" for phase in memory.PHASES for kind in ("", "_peak")),
 ]  # fmt: skip
 OUTCOMES = ("mean", "timeout_frac", "error_frac")  # of each source
 LONG_ROPE = {"llama": {"rope_parameters": LLAMA3}}

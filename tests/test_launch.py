@@ -60,6 +60,7 @@ def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
+        (ValueError("No available memory for the cache blocks."), "out of memory for vLLM in the phase train, whose"),
         (torch.OutOfMemoryError("Tried 2 GiB."), "out of GPU memory in the phase train, whose budget is"),
         (
             RuntimeError("Connection closed by peer [1]\nmore"),

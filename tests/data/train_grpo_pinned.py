@@ -182,7 +182,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
             save(run, step)
     seconds = clock.seconds | {"step": clock.step_seconds()}
     record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, bridge.expert_load(model), seconds)
-    return metrics.summarize(record, cfg) | run.engine.push_check.metrics, samples
+    return metrics.summarize(record, cfg) | run.engine.push_check.metrics | clock.memory.numbers(), samples
 
 
 def evaluate(run: Run) -> tuple[dict[str, float], list["Sample"]]:
@@ -274,7 +274,7 @@ def answer(
         for sample, outcome in zip(samples, run.grading.collect(), strict=True):
             sample.graded, sample.error = outcome.status, outcome.error
             sample.reward, sample.reward_parts = sum(outcome.parts.values()), outcome.parts
-    everywhere = ranks.gather((samples, {**clock.seconds, "memory_gb": metrics.peak_memory_gb()}))
+    everywhere = ranks.gather((samples, dict(clock.seconds)))
     samples = sorted((s for part, _ in everywhere for s in part), key=lambda s: s.group)
     return samples, [notes for _, notes in everywhere]
 

@@ -1,0 +1,181 @@
+"""Memory: what each phase of a step takes, whether that grows from step to step, and what is free. Knows no trainer.
+
+On GPUs it is what torch has allocated there; on the CPU the resident memory of the process.
+"""
+
+import statistics
+from collections import defaultdict, deque
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+GIB = 2**30
+PHASES = ("rollout", "reward", "logprob", "train", "sync", "save")  # of every step
+AFTER_SLEEP = "logprob"  # the first phase after vLLM has gone to sleep
+GROWTH_STEPS, GROWTH_SHARE, GROWTH_GB = 21, 0.05, 0.25  # over so many steps, by more than both: worth a warning
+
+
+class Meter:
+    """Memory of the phases of a step, in GiB, on this rank: what is held after each, and the peak within it."""
+
+    def __init__(self):
+        self.largest = 0.0  # since the process began
+        self.resets = True  # peaks are those of a phase
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Begin to note anew."""
+        self.held: dict[str, float] = {}
+        self.peaks: dict[str, float] = {}
+        self.free_asleep = 0.0
+
+    def enter(self, phase: str) -> None:
+        """A phase begins, and with it its peak."""
+        self.largest = max(self.largest, used_gb()[1])
+        if phase == AFTER_SLEEP and torch.cuda.is_available():
+            self.free_asleep = torch.cuda.mem_get_info()[0] / GIB
+        self.resets = reset_peak()
+
+    def leave(self, phase: str) -> None:
+        """A phase has ended; one that comes twice in a step has the memory of the last and the larger peak."""
+        self.held[phase], peak = used_gb()
+        self.peaks[phase] = max(self.peaks.get(phase, 0.0), peak)
+        self.largest = max(self.largest, peak)
+
+    def numbers(self) -> dict[str, float | None]:
+        """The metrics mem/* of the step: of the rank that has most, of what is free least. All ranks call this."""
+        mine = {f"mem/{phase}_gb": self.held.get(phase, 0.0) for phase in PHASES}
+        mine |= {f"mem/{phase}_peak_gb": self.peaks.get(phase, 0.0) for phase in PHASES}
+        mine |= {"mem/peak_gb": self.largest, "mem/host_gb": resident_gb()[0]}
+        mine |= {"mem/free_asleep_gb": -self.free_asleep, "mem/host_free_gb": -host_free_bytes() / GIB}
+        values = torch.tensor([*mine.values()], dtype=torch.float64)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        found = dict(zip(mine, values.abs().tolist(), strict=True))
+        unknown = [] if torch.cuda.is_available() else ["mem/free_asleep_gb"]
+        unknown += [] if self.resets else [f"mem/{phase}_peak_gb" for phase in PHASES]
+        return found | dict.fromkeys(unknown)
+
+
+def used_gb() -> tuple[float, float]:
+    """What the trainer holds now, and the most since `reset_peak`, in GiB."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() / GIB, torch.cuda.max_memory_allocated() / GIB
+    return resident_gb()
+
+
+def reset_peak() -> bool:
+    """Let the peak be what is held now; False where the system does not allow it."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # some containers
+        return False
+    return True
+
+
+def resident_gb() -> tuple[float, float]:
+    """Resident memory of this process now, and the most since it began or `reset_peak`, in GiB."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    now = fields["VmRSS"]
+    return tuple(int(field.split()[0]) / 2**20 for field in (now, fields.get("VmHWM", now)))
+
+
+# ---------------------------------------------------------------- growth
+
+
+class Growth:
+    """The memory of the last steps, and a warning where it grows all along."""
+
+    def __init__(self):
+        self.past: dict[str, deque] = defaultdict(lambda: deque(maxlen=GROWTH_STEPS))
+
+    def warning(self, metrics: dict[str, float | None]) -> str | None:
+        """What to tell the user after a step with these metrics; at most once in GROWTH_STEPS steps."""
+        grown = {}
+        for name in (*PHASES, "host"):
+            now = metrics.get(f"mem/{name}_gb")
+            if now is not None:
+                self.past[name].append(now)
+                grown[name] = growth([*self.past[name]])
+        names = [name for name, gb in grown.items() if gb]
+        if not names:
+            return None
+        worst = max(names, key=grown.get)
+        now = self.past[worst][-1]
+        self.past.clear()
+        return (
+            f"memory grows: {grown[worst]:.2f} GiB more within {GROWTH_STEPS} steps, now {now:.2f} GiB ({worst}; see "
+            f"mem/{'_gb, mem/'.join(names)}_gb). Something keeps more with each step, such as a list in a fork or in a "
+            "reward function; before memory ends, stop and go on with resume=auto"
+        )
+
+
+def growth(values: list[float]) -> float:
+    """How much the median of the last third is above that of the first, in GiB; 0 where that is little, or no steady
+    rise: once more, as a cache that fills, is none."""
+    if len(values) < GROWTH_STEPS:
+        return 0.0
+    third = len(values) // 3
+    early, middle, late = map(statistics.median, (values[:third], values[third:-third], values[-third:]))
+    steady = min(middle - early, late - middle) > (late - early) / 4
+    return late - early if steady and late - early > max(GROWTH_SHARE * early, GROWTH_GB) else 0.0
+
+
+# ---------------------------------------------------------------- the host
+
+
+def host_free_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """What processes may still take of the host's memory: of the machine, or of the limits above this process.
+
+    The limits are those of cgroups (version 2), as containers and Slurm jobs have them; cached files count as free.
+    """
+    free = [psutil.virtual_memory().available]
+    lines = own.read_text().splitlines() if own.exists() else []
+    paths = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
+    for folder in [path for name in paths for path in (cgroups / name, *(cgroups / name).parents)]:
+        limit = folder / "memory.max"
+        if limit.exists() and (most := limit.read_text().strip()) != "max":
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            free.append(int(most) - used)
+    return max(min(free), 0)
+
+
+def host_bytes(cfg, weights: int, world_size: int, itemsize: int, on_gpu: bool) -> int:
+    """What a rank holds of host memory, about, of a model of so many weights of `itemsize` bytes in so many ranks.
+
+    On GPUs: vLLM's weights while it sleeps, a checkpoint that is being written, an optimizer that is kept there. On the
+    CPU: all of it.
+    """
+    p = cfg.parallel
+    in_vllm = weights * itemsize / cfg.rollout.tp
+    checkpoint = weights * 12 / world_size  # weights in fp32 and Adam's moments; also what an optimizer has of them
+    if on_gpu:
+        offloaded = cfg.megatron.get("optimizer_offload_fraction", 0) * cfg.megatron.get("optimizer_cpu_offload", False)
+        return int(in_vllm + checkpoint * (1 + offloaded))
+    mine = weights / (p.tp * p.pp * p.ep)
+    copies = 1 + (cfg.algo.kl_coef > 0)  # the reference
+    return int(in_vllm + mine * (copies * itemsize + 4) + 2 * checkpoint)  # gradients are fp32
+
+
+def host_warning(needed: int, ranks: int) -> str | None:
+    """What to tell the user where `ranks` ranks of this machine need more than it has free, `needed` bytes each."""
+    free = host_free_bytes()
+    if needed * ranks <= free:
+        return None
+    return (
+        f"{ranks} rank{'s' * (ranks > 1)} on this machine will hold about {needed * ranks / GIB:.1f} GiB of host "
+        f"memory, {free / GIB:.1f} GiB are free: the system may kill them without a word (torchrun's exitcode -9). "
+        f"{'; '.join(HOST_KEYS)}"
+    )
+
+
+HOST_KEYS = (
+    "rollout.tp up: a copy of the weights an engine",
+    "reward.workers down",
+    "fewer ranks on a machine, or more memory for the job (Slurm: --mem, Docker: --memory)",
+)

@@ -1,0 +1,172 @@
+"""What the phases of a step take, growth from step to step, and errors of memory on GPU and host.
+
+There is no GPU here: what GPUs say is made up, in the words of torch 2.13 and vLLM 0.32.
+"""
+
+import errno
+
+import pytest
+import torch
+
+from config import load_config
+from support import clock, memory, preflight
+from tests.conftest import REPO
+
+CONFIG = str(REPO / "configs/tiny.yaml")
+MB = 2**20
+
+
+@pytest.fixture
+def timer(world):
+    """A clock of a world of one rank."""
+    timer = clock.Clock(stall_timeout_s=0)
+    yield timer
+    timer.stop()
+
+
+def test_memory_by_phase(timer):
+    """300 MB for a moment in one phase, 200 MB for good in the next."""
+    with timer("rollout"):
+        torch.ones(300 * MB // 4)
+    with timer("train"):
+        kept = torch.ones(200 * MB // 4)
+    with timer("sync"):
+        pass
+    found = timer.memory.numbers()
+    gb = {name.removeprefix("mem/").removesuffix("_gb"): value for name, value in found.items()}
+    assert 0.25 < gb["rollout_peak"] - gb["rollout"] < 0.35
+    assert 0.17 < gb["train"] - gb["rollout"] < 0.23 and gb["train_peak"] - gb["train"] < 0.05
+    assert abs(gb["sync_peak"] - gb["train"]) < 0.05  # the peak of the phase before is forgotten
+    assert gb["peak"] >= gb["rollout_peak"] and abs(gb["host"] - gb["sync"]) < 0.05 < gb["host_free"]
+    assert gb["free_asleep"] is None and gb["reward"] == 0 and len(kept)
+    timer.start_step()
+    with timer("train"):
+        pass
+    again = timer.memory.numbers()
+    assert again["mem/rollout_gb"] == 0 and again["mem/peak_gb"] >= found["mem/peak_gb"]
+
+
+def test_where_a_peak_cannot_be_reset(timer, monkeypatch):
+    monkeypatch.setattr(memory, "reset_peak", lambda: False)
+    with timer("train"):
+        pass
+    found = timer.memory.numbers()
+    assert found["mem/train_peak_gb"] is None and found["mem/train_gb"] > 0 and found["mem/peak_gb"] > 0
+
+
+def test_memory_of_a_gpu(timer, monkeypatch):
+    """With torch's counters made up: free memory is noted as the first phase after vLLM's sleep begins."""
+    state = {"now": 3 * memory.GIB, "peak": 5 * memory.GIB}
+    gpu = {
+        "is_available": lambda: True, "synchronize": lambda: None, "mem_get_info": lambda: (7 * memory.GIB, 0),
+        "memory_allocated": lambda: state["now"], "max_memory_allocated": lambda: state["peak"],
+        "reset_peak_memory_stats": lambda: state.update(peak=state["now"]),
+    }  # fmt: skip
+    for name, value in gpu.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    with timer("logprob"):
+        state.update(peak=4 * memory.GIB)
+    found = timer.memory.numbers()
+    names = ("mem/logprob_gb", "mem/logprob_peak_gb", "mem/peak_gb", "mem/free_asleep_gb")
+    assert [found[name] for name in names] == [3, 4, 5, 7] and 0 < found["mem/host_gb"] < 3
+
+
+@pytest.mark.parametrize(
+    ("values", "grown"),
+    [
+        ([1 + 0.03 * i for i in range(21)], 0.42), ([1 + 0.03 * i for i in range(20)], 0), ([1.0] * 21, 0),
+        ([1.0] * 10 + [2.0] * 11, 0), ([1 + 0.01 * i for i in range(21)], 0), ([20 + 0.03 * i for i in range(21)], 0),
+        ([1 + 0.03 * i + 0.1 * (i % 2) for i in range(21)], 0.42),
+    ],
+    ids=["steady", "too few", "flat", "once", "below 256 MB", "below 5 %", "noisy"],
+)  # fmt: skip
+def test_growth(values, grown):
+    assert memory.growth(values) == pytest.approx(grown, abs=0.11 if grown else 0)
+    assert bool(memory.growth(values)) == bool(grown)
+
+
+def test_growth_is_told_once():
+    growth = memory.Growth()
+    steps = [{"mem/rollout_gb": 1.0, "mem/train_gb": 1 + 0.1 * i, "mem/host_gb": None} for i in range(45)]
+    told = [(step, text) for step, metrics in enumerate(steps) if (text := growth.warning(metrics))]
+    assert [step for step, _ in told] == [20, 41]
+    assert "1.40 GiB more within 21 steps, now 3.00 GiB (train; see mem/train_gb)" in told[0][1]
+
+
+# ---------------------------------------------------------------- errors
+
+FREE = "Free memory on device cuda:0 (3.1/79.2 GiB) on startup is less than desired GPU memory utilization (0.9)"
+CACHE = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing"
+LONG = "max seq len (32768), (8 GiB KV cache is needed, which is larger than the available KV cache memory (2 GiB)."
+WAKE = "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62"
+WARM = "CUDA out of memory occurred when warming up sampler with 256 dummy requests. Please try lowering `max_num_seqs`"
+TORCH_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 9 B"
+
+
+@pytest.mark.parametrize(
+    ("phase", "error", "said"),
+    [
+        ("logprob", RuntimeError("CUDA error: out of memory"), ["train.logprob_max_tokens_per_micro_batch down"]),
+        ("sync", torch.OutOfMemoryError("x"), ["rollout.sync_bucket_mb down"]),
+        ("build", ValueError(FREE), ["memory for vLLM", "rollout.gpu_memory_utilization down", "3.1/79.2 GiB"]),
+        ("build", ValueError(CACHE), ["memory for vLLM", "rollout.gpu_memory_utilization up", "rollout.tp up"]),
+        ("build", ValueError(LONG), ["data.max_prompt_tokens or rollout.max_new_tokens down"]),
+        ("build", RuntimeError(WARM), ["rollout.vllm.max_num_seqs down"]),
+        ("build", AssertionError("Error in memory profiling. Initial free"), ["nvidia-smi"]),
+        ("sync", RuntimeError(WAKE), ["memory for vLLM in the phase sync", "rollout.gpu_memory_utilization down"]),
+        ("build", MemoryError(), ["out of host memory", "GiB)", "MemoryError", "rollout.tp up", "Slurm: --mem"]),
+        ("save", RuntimeError(TORCH_CPU), ["out of host memory in the phase save", "reward.workers down"]),
+        ("reward", OSError(errno.ENOMEM, "Cannot allocate memory"), ["out of host memory", "reward.workers down"]),
+    ],
+)
+def test_out_of_memory(phase, error, said):
+    text = preflight.explain_out_of_memory(phase, error)
+    assert f"in the phase {phase}, whose budget is " in text
+    assert len(text.partition("turn one of: ")[2].split("; ")) == 3
+    assert all(part in text for part in said), text
+
+
+@pytest.mark.parametrize("error", [ValueError("a mistake"), RuntimeError("Connection closed"), OSError("no such file")])
+def test_other_errors_are_none_of_memory(error):
+    assert preflight.explain_out_of_memory("train", error) is None
+
+
+# ---------------------------------------------------------------- the host
+
+
+def test_limits_of_a_container_or_job_count(tmp_path):
+    (tmp_path / "job/step").mkdir(parents=True)
+    (tmp_path / "own").write_text("4:memory:/old\n0::/job/step\n")
+    (tmp_path / "job/step/memory.max").write_text("max\n")
+    (tmp_path / "job/memory.max").write_text(f"{10 * MB}\n")
+    (tmp_path / "job/memory.current").write_text(f"{8 * MB}\n")
+    (tmp_path / "job/memory.stat").write_text(f"anon 1\ninactive_file {3 * MB}\n")
+    assert memory.host_free_bytes(tmp_path, tmp_path / "own") == 5 * MB
+    (tmp_path / "job/memory.current").write_text(f"{80 * MB}\n")
+    assert memory.host_free_bytes(tmp_path, tmp_path / "own") == 0
+    assert memory.host_free_bytes(tmp_path, tmp_path / "none") > 5 * MB
+
+
+def test_host_memory_is_looked_at_before_the_build(monkeypatch):
+    """7 B in bf16 on 8 ranks, vLLM with tp 2: 7 GB of weights asleep and 10.5 GB of a checkpoint a rank."""
+    options = ["model.dtype=bf16", "parallel.tp=2", "parallel.pp=2", "rollout.tp=2"]
+    cfg = load_config(CONFIG, options)
+    needed = memory.host_bytes(cfg, 7 * 10**9, 8, 2, on_gpu=True)
+    assert needed == 7e9 + 10.5e9
+    offload = ["megatron.optimizer_cpu_offload=true", "megatron.optimizer_offload_fraction=0.5"]
+    assert memory.host_bytes(load_config(CONFIG, options + offload), 7 * 10**9, 8, 2, on_gpu=True) == needed + 5.25e9
+    # Without a GPU: also weights and gradients of a quarter of the model, and the optimizer.
+    assert memory.host_bytes(cfg, 7 * 10**9, 8, 2, on_gpu=False) == needed + 7e9 / 4 * (2 + 4) + 10.5e9
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: 64e9)
+    assert memory.host_warning(needed, 2) is None
+    text = memory.host_warning(needed, 8)
+    assert "8 ranks on this machine will hold about 130.4 GiB of host memory" in text and "free: the system may" in text
+
+
+@pytest.mark.slow
+def test_a_cache_of_vllm_that_does_not_fit(train):
+    """Its own error, in a real run: on the CPU the cache has a size of its own."""
+    run = train(1, "train.steps=1", VLLM_CPU_KVCACHE_SPACE="99999")
+    assert run.code == 1 and "Traceback" not in run.own_text, run.text
+    assert "error: out of memory for vLLM in the phase build, whose budget is rollout.gpu_memory_util" in run.own_text
+    assert "turn one of: VLLM_CPU_KVCACHE_SPACE down; " in run.own_text
