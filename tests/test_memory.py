@@ -8,8 +8,8 @@ import errno
 import pytest
 import torch
 
-from config import load_config
 from support import clock, memory, preflight
+from support.read_config import load_config
 from tests.conftest import REPO
 
 CONFIG = str(REPO / "configs/tiny.yaml")
