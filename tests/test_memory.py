@@ -168,5 +168,5 @@ def test_a_cache_of_vllm_that_does_not_fit(train):
     """Its own error, in a real run: on the CPU the cache has a size of its own."""
     run = train(1, "train.steps=1", VLLM_CPU_KVCACHE_SPACE="99999")
     assert run.code == 1 and "Traceback" not in run.own_text, run.text
-    assert "error: out of memory for vLLM in the phase build, whose budget is rollout.gpu_memory_util" in run.own_text
-    assert "turn one of: VLLM_CPU_KVCACHE_SPACE down; " in run.own_text
+    assert "error: out of memory for vLLM in the phase build, whose budget is rollout.gpu_memory_util" in run.text
+    assert "turn one of: VLLM_CPU_KVCACHE_SPACE down; " in run.text
