@@ -284,6 +284,8 @@ def build_optimizer(model: list, train, extra: dict):
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_distributed_optimizer=True,
+        optimizer_offload_fraction=1.0,  # of the state, with megatron.optimizer_cpu_offload
+        pin_cpu_grads=torch.cuda.is_available(),
     )
     optimizer = get_megatron_optimizer(OptimizerConfig(**{**settings, **options_for(OptimizerConfig, extra)}), model)
     for part in optimizer.chained_optimizers:

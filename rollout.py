@@ -9,6 +9,7 @@ import gc
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,12 +35,12 @@ def set_environment() -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
-def engine_options() -> set[str]:
-    """Names that `rollout.vllm` may hold: the fields of vLLM's EngineArgs."""
+def engine_options() -> dict[str, Any]:
+    """Fields of vLLM's EngineArgs and their types; support/options.py says which `rollout.vllm` may hold."""
     set_environment()
     from vllm import EngineArgs
 
-    return {field.name for field in dataclasses.fields(EngineArgs)}
+    return {field.name: field.type for field in dataclasses.fields(EngineArgs)}
 
 
 class Engine:

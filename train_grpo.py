@@ -41,7 +41,7 @@ from support import checkpoint, checks, gates, hf_folder, launch, metrics, optim
 from support.clock import Clock, StopRequested
 from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.grading import GradingPool
-from support.packing import Batch, MicroBatch, fill, pack, sequence_mean, sequence_sum, to_micro_batches
+from support.packing import Batch, MicroBatch, pack, sequence_mean, sequence_sum, to_micro_batches, use_of_rows
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
 
@@ -113,8 +113,8 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
 def save(run: Run, step: int) -> None:
     """Begin to write the checkpoint of `step`, which has its final name only when complete (run.writer.finish).
 
-    `state`, as JSON, is what a run goes on from besides weights and moments. Random states are none: all that is drawn
-    follows from seed, step and group.
+    `state`, as JSON, is what a run goes on from besides weights and moments. There is no random state in it: all that
+    is drawn follows from seed, step and group.
     """
     state = {
         "step": step, "updates": optimizer_state.optimizer_steps(run.optimizer), "prompts_taken": run.prompts_taken,
@@ -149,9 +149,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
     with clock("logprob"):
         if algo.old_logp == "rollout":
             batch = replace(batch, old_logp=batch.rollout_logp)
-        elif len(updates) > 1 or (
-            algo.kl_coef > 0 and algo.kl_in == "reward"
-        ):  # else grpo_loss takes its own, detached
+        elif len(updates) > 1 or (algo.kl_coef > 0 and algo.kl_in == "reward"):
+            # With one update, and no KL in the reward, grpo_loss takes its own log-probs, detached.
             batch = replace(batch, old_logp=score(model, batch, cfg))
         if run.reference is not None:
             with bridge.swapped_weights(model, run.reference):
@@ -439,7 +438,7 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
         chunk.zero_grad_buffer()
     loss = partial(grpo_loss, algo=cfg.algo)
     reports = run_schedule(model, micro_batches, loss, cfg.rollout.temperature, training=True)
-    return metrics.add_up(reports) | {"grad_norm": math.nan, "fill": fill(micro_batches, cfg)}
+    return metrics.add_up(reports) | {"grad_norm": math.nan} | use_of_rows(micro_batches, cfg)
 
 
 def run_schedule(model: list, micro_batches: list[MicroBatch], loss_func, temperature: float, training: bool) -> list:

@@ -1,10 +1,11 @@
 """Checkpoints that are complete or absent, checked before use, and readable on any layout.
 
-A checkpoint is a folder: `state.json` (what the caller wants to remember), `rank_*.safetensors` (sharded tensors, each
-rank its own part) and `manifest.json` (size and SHA-256 of every other file), written last. All is written under a
-temporary name, flushed to the disk, then renamed. Megatron-core's ShardedTensor says which part of which tensor a rank
-holds; here is how parts are stored: as JSON and safetensors, so that nothing that is read can run code, and by a
-thread, so that training goes on meanwhile. Every rank must see the same file system.
+A checkpoint is a folder: `state.json` (what the caller wants to remember), `versions.json` (what it was saved with),
+`rank_*.safetensors` (sharded tensors, each rank its own part) and `manifest.json` (size and SHA-256 of every other
+file), written last. All is written under a temporary name, flushed to the disk, then renamed. Megatron-core's
+ShardedTensor says which part of which tensor a rank holds; here is how parts are stored: as JSON and safetensors, so
+that nothing that is read can run code, and by a thread, so that training goes on meanwhile. Every rank must see the
+same file system.
 """
 
 import itertools
@@ -24,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from config import TrainingError, UserError
+from support import versions
 from support.files import digest, put_aside, put_in_place, sync, write_synced
 
 FILE_BYTES = 1 << 30  # of a file, about: so much is held twice in memory while it is written
@@ -227,8 +229,9 @@ class CheckpointWriter:
     def _complete(self, temporary: Path, target: Path, digests: dict) -> str | None:
         """Write state and manifest, rename, remove old checkpoints; returns what went wrong."""
         try:
-            write_synced(temporary / "state.json", json.dumps(self.state, indent=1))
-            digests["state.json"] = digest(temporary / "state.json")
+            for name, content in {"state.json": self.state, "versions.json": versions.versions()}.items():
+                write_synced(temporary / name, json.dumps(content, indent=1))
+                digests[name] = digest(temporary / name)
             write_synced(temporary / "manifest.json", json.dumps(digests, indent=1))
             put_in_place(temporary, target)
             for path in complete(self.folder)[self.keep_last :] if self.keep_last else []:
@@ -375,6 +378,9 @@ def check_resumed(path: Path, config: dict[str, Any], data: str) -> int:
                 new = config.get(section) if key is None else config.get(section, {}).get(key)
                 if new != value and section != "resume":
                     print(f"         changed: {section}{'.' * bool(key)}{key or ''}: {value} → {new}")
+        made = path / "versions.json"  # checkpoints of before there was this file have none
+        for line in versions.differences(json.loads(made.read_text()), versions.versions()) if made.exists() else []:
+            print(f"         changed: {line}")
     return state["step"]
 
 

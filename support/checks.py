@@ -7,63 +7,17 @@ check raises UserError or ValueError with the key and what is legal. `describe` 
 import importlib.util
 import math
 import os
-import typing
-from typing import Any
 
-import pydantic
 import transformers
 
 import megatron_bridge as bridge
 import reward as rewards
-from config import Config, UserError, nearest
-from rollout import engine_options
+from config import Config, UserError
+from support import options
 from support.hf_folder import safetensor_files
 from support.layers import rotary_embedding
 
 # ---------------------------------------------------------------- the configuration
-
-# Fields of Megatron's configuration that the model's config.json settles.
-FROM_MODEL = [
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "normalization",
-    "layernorm_epsilon",
-    "gated_linear_unit",
-    "activation_func",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "num_moe_experts",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_router_pre_softmax",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_layer_freq",
-]
-
-
-# Megatron-core fields that may not be set under `megatron`, and why.
-MEGATRON_OWNED = {
-    "tensor_model_parallel_size": "use parallel.tp",
-    "sequence_parallel": "use parallel.sp",
-    "pipeline_model_parallel_size": "use parallel.pp",
-    "virtual_pipeline_model_parallel_size": "use parallel.vpp",
-    "context_parallel_size": "use parallel.cp",
-    "expert_model_parallel_size": "use parallel.ep",
-    "expert_tensor_parallel_size": "use parallel.etp",
-    **{name: f"use train.{name}" for name in ("lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")},
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "use model.dtype"),
-    "calculate_per_token_loss": "the loss is exact only with true",
-    **dict.fromkeys(("variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm"), "it follows from parallel.*"),
-    **dict.fromkeys(FROM_MODEL, "it comes from config.json of model.path"),
-    "moe_router_load_balancing_type": "only aux_loss, whose weight is megatron.moe_aux_loss_coeff",
-    "moe_grouped_gemm": "needs Transformer Engine; here the experts run one after the other",
-}
 
 
 def check_config(cfg: Config, world_size: int) -> None:
@@ -73,15 +27,8 @@ def check_config(cfg: Config, world_size: int) -> None:
         if not ok:
             raise UserError(message)
 
-    for key in cfg.megatron:
-        require(key not in MEGATRON_OWNED, f"megatron.{key}: {MEGATRON_OWNED.get(key)}")
-        near = nearest(key, bridge.megatron_fields())
-        require(key == near, f"unknown key 'megatron.{key}'; the nearest field of Megatron-core is 'megatron.{near}'")
-
-    for key in cfg.rollout.vllm:  # looked up only where it is used: importing vLLM takes seconds
-        near = nearest(key, engine_options())
-        require(key == near, f"unknown key 'rollout.vllm.{key}'; the nearest option of vLLM is 'rollout.vllm.{near}'")
-
+    options.check_megatron(cfg.megatron, bridge.CONFIG_CLASSES, cfg.model.dtype)
+    options.check_vllm(cfg.rollout.vllm)
     r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
     require(
         t.eval_every == 0 or cfg.data.eval is not None,
@@ -187,17 +134,6 @@ def longest_sample(cfg: Config) -> int:
     return cfg.data.max_prompt_tokens + new_tokens
 
 
-def check_type(name: str, value: Any) -> None:
-    """Raises ValueError where `value` is not of the type that Megatron declares for its field `name`."""
-    for cls in bridge.CONFIG_CLASSES:
-        if name in bridge.megatron_fields(cls):
-            settings = {"arbitrary_types_allowed": True, "allow_inf_nan": False}
-            try:
-                pydantic.TypeAdapter(typing.get_type_hints(cls)[name], config=settings).validate_python(value)
-            except pydantic.ValidationError as error:
-                raise ValueError(f"megatron.{name}={value!r}: {error.errors()[0]['msg']}") from None
-
-
 LONGEST = "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens"
 
 
@@ -249,8 +185,9 @@ def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: st
         )
     if extra.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
         raise ValueError("megatron.moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed")
-    for name, value in extra.items():
-        check_type(name, value)
+    for name in extra:
+        if name.startswith("moe_") and not bridge.is_moe(hf):
+            raise ValueError(f"megatron.{name}: model.path={path} is a {family}, which has no experts")
     try:
         bridge.transformer_config(hf, parallel, bridge.DTYPES[dtype], extra)
     except (AssertionError, TypeError, ValueError) as error:

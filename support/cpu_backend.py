@@ -68,6 +68,7 @@ MODULES = (
     "pipeline_parallel.schedules",
     "optimizer.optimizer",
     "optimizer.clip_grads",
+    "optimizer.cpu_offloading.hybrid_optimizer",
     "optimizer.grad_scaler",
     "distributed.param_and_grad_buffer",
     "tensor_parallel.data",
@@ -102,6 +103,31 @@ def _even_splits(mappings) -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_any, reduce_scatter_any
 
 
+def _offloaded_groups(self, fraction: float) -> tuple:
+    """HybridDeviceOptimizer's split of its weights, where the "GPU" is the CPU too: a copy stands for the host's.
+
+    Returns (groups on the host, groups on the GPU, weight → copy, copy → weight, weight → fp32 copy), as Megatron 0.16.
+    """
+    room = fraction * sum(weight.numel() for group in self.param_groups for weight in group["params"])
+    host_groups, gpu_groups, copies, fp32_copies = [], [], {}, {}
+    for group in self.param_groups:
+        host, gpu = {**group, "params": []}, {**group, "params": []}
+        for weight in group["params"]:
+            inner, offloaded = weight, room > 0
+            if offloaded:
+                inner = weight.detach().clone()
+                room -= weight.numel()
+            if self.param_update_in_fp32 and inner.dtype != torch.float32:
+                inner = fp32_copies[weight] = inner.detach().clone().float()
+            if offloaded:
+                copies[weight] = inner
+            (host if offloaded else gpu)["params"].append(inner)
+        host_groups.append(host)
+        gpu_groups.append(gpu)
+    host_groups, gpu_groups = ([group for group in groups if group["params"]] for groups in (host_groups, gpu_groups))
+    return host_groups, gpu_groups, copies, {copy: weight for weight, copy in copies.items()}, fp32_copies
+
+
 def install() -> None:
     """Patch torch.cuda and a few spots of Megatron-core 0.16. Raises RuntimeError where a GPU is present."""
     if torch.cuda.is_available():
@@ -127,12 +153,14 @@ def install() -> None:
 
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as mcore_random
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     for name in MODULES:
         importlib.import_module(f"megatron.core.{name}").torch = _TorchWithoutCuda("torch")
     mcore_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     _even_splits(mappings)
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = _offloaded_groups
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 defines it only where Transformer Engine is installed
         moe_utils.te_general_gemm = None
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (

@@ -1,6 +1,7 @@
 """The files of a run, its lock, and what brings files and folders safely onto the disk.
 
 output_dir/config.yaml             the whole configuration
+output_dir/versions.json           the commit and the versions of packages; under "earlier" those before a resume
 output_dir/metrics.jsonl           a JSON object a step; docs/metrics.md
 output_dir/rollouts/step_N.jsonl   every sample of the step
 output_dir/rollouts/eval_N.jsonl   every sample of the evaluation after step N
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from config import UserError
+from support.versions import versions
 
 
 def step_line(m: dict, steps: int) -> str:
@@ -84,6 +86,7 @@ def open_output_dir(path: Path, config_yaml: str, resume: str, step: int) -> Non
             new_output_dir(path, config_yaml)
         else:
             continue_output_dir(path, config_yaml, step)
+        write_versions(path / "versions.json", step)
     except (OSError, ValueError) as error:
         raise UserError(f"output_dir={path}: {error}") from None
 
@@ -115,6 +118,15 @@ def continue_output_dir(path: Path, config_yaml: str, step: int) -> None:
         ours = re.fullmatch(r"(step|eval)_(\d+)\.jsonl", file.name)
         if ours and (int(ours[2]) > step or step == 0):
             file.unlink()
+
+
+def write_versions(path: Path, step: int) -> None:
+    """What makes this run; where others made it until `step`, they stay under "earlier"."""
+    was = json.loads(path.read_text()) if step and path.exists() else {}
+    earlier = was.pop("earlier", [])
+    if was and was != versions():
+        earlier.append({"until_step": step, **was})
+    write_synced(path, json.dumps({**versions(), "earlier": earlier}, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------- onto the disk

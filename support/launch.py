@@ -17,11 +17,22 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 import megatron_bridge as bridge
-from config import Config, RankError, TrainingError, UserError, to_yaml
-from support import checkpoint, checks, from_other_trainers, hf_folder, preflight, ranks
+from config import Config, RankError, TrainingError, UserError
+from support import (
+    checkpoint,
+    checks,
+    debug,
+    from_other_trainers,
+    hf_folder,
+    launchers,
+    preflight,
+    ranks,
+    versions,
+)
 from support.clock import Clock
 from support.data import Prompt, fingerprint, load_prompts, load_tokenizer
 from support.files import lock_output_dir, open_output_dir
+from support.read_config import to_yaml
 
 
 @dataclass(frozen=True)
@@ -46,10 +57,13 @@ def command(
     0: done; 2: a mistake the user can mend, found before training; 1: a failure during training. `rehearse(cfg)` runs
     at every start and raises UserError; `train(cfg, inputs, clock)` runs on every rank unless this is a dry run.
     """
+    os.environ.update(launchers.environment(os.environ))
     ranks.die_with_torchrun()
     args = parse_args(argv, doc)
     try:
         cfg = from_other_trainers.load(args.config, args.overrides)
+        if args.debug:
+            debug.turn_on(cfg)
         checks.check_config(cfg, args.world_size)
         rehearse(cfg)
         inputs = prepare(cfg, args.world_size, weights=not args.dry_run)
@@ -67,7 +81,7 @@ def command(
 
 
 def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
-    """--config, --dry-run, --world-size, and the overrides. argparse itself exits with 2 on an unknown option."""
+    """The options and the overrides. argparse itself exits, with 2 on an unknown option, with 0 after --version."""
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -78,6 +92,9 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     parser.add_argument(
         "--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="ranks that a dry run plans for"
     )
+    parser.add_argument("--debug", action="store_true", help="let torch and NCCL say more, find what makes a NaN")
+    shown = versions.describe(versions.versions()) if "--version" in argv else ""
+    parser.add_argument("--version", action="version", version=shown, help="print the commit and all versions")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args(argv)
 
@@ -111,17 +128,29 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> Inputs:
 
 
 def check_start(cfg: Config) -> None:
-    """Check what a dry run need not have: torchrun, and a GPU for each of its processes. Raises UserError."""
+    """Check what a dry run need not have: a launcher, and a GPU for each of its processes. Raises UserError."""
     if "RANK" not in os.environ:
-        raise UserError("start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only")
-    if not torch.cuda.is_available():
-        if cfg.rollout.vllm.get("enable_expert_parallel"):
-            raise UserError("rollout.vllm.enable_expert_parallel=true: vLLM has it on GPUs only, set it to false")
-        return
-    local, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if local > gpus:
+        by_srun = "; in this Slurm job: srun python train_grpo.py ..." * ("SLURM_JOB_ID" in os.environ)
         raise UserError(
-            f"--nproc_per_node={local}, but this machine has {gpus} GPU{'s' * (gpus > 1)}: one process a GPU"
+            f"start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only{by_srun}"
+        )
+    missing = [name for name in ("WORLD_SIZE", "LOCAL_RANK", *launchers.MASTER_NAMES) if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"rank {os.environ['RANK']} was started without {', '.join(missing)}: torchrun and srun say them all; with "
+            "mpirun on several machines add -x MASTER_ADDR=HOST, the host of rank 0"
+        )
+    if not torch.cuda.is_available():
+        for name in ("enable_expert_parallel", "enable_sleep_mode", "enable_chunked_prefill"):
+            if cfg.rollout.vllm.get(name):
+                raise UserError(f"rollout.vllm.{name}=true: works on GPUs only, set it to false")
+        return
+    least = int(os.environ["LOCAL_RANK"]) + 1
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", least)), torch.cuda.device_count()
+    if local > gpus:
+        bound = "; if srun binds one GPU to each, add --gpu-bind=none to it" * ("SLURM_PROCID" in os.environ)
+        raise UserError(
+            f"--nproc_per_node={local}, but this machine has {gpus} GPU{'s' * (gpus > 1)}: one process a GPU{bound}"
         )
 
 

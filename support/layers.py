@@ -5,6 +5,7 @@ this file prepares the process for Megatron-core, which is imported here first.
 """
 
 import dataclasses
+import importlib.util
 import warnings
 
 import torch
@@ -29,11 +30,16 @@ if not torch.cuda.is_available():
 
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import optimizer_config
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+
+# Megatron-core 0.16 asks for the version of Transformer Engine, for use_precision_aware_optimizer, where there is none.
+if importlib.util.find_spec("transformer_engine") is None:
+    optimizer_config.is_te_min_version = lambda *args, **kwargs: False
 
 
 def device() -> torch.device:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 import megatron_bridge as bridge
 from config import Config, EvalConfig
-from support import files, gates
+from support import files, gates, hints
 
 # What grpo_loss reports of a micro-batch: sums over its response tokens, but for the last, a maximum.
 REPORTED = [
@@ -120,6 +120,7 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
         "speed/response_tokens_per_s": length_N.sum() / seconds["step"],
         "speed/samples_per_s": len(samples) / seconds["step"],
         "pack/fill": np.mean([r["fill"] for r in record.reports]),
+        "pipeline/bubble": np.mean([r["bubble"] for r in record.reports]),
         "idle_frac": (work_R.max() - work_R.mean()) / seconds["step"],
         "mem/peak_gb": max(note["memory_gb"] for note in record.notes),
         "update/skipped": sum(not (math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0) for r in record.reports),
@@ -198,7 +199,8 @@ class Log:
 
     def __init__(self, out: Path, done: int, steps: int):
         self.out, self.steps, self.speaks = out, steps, dist.get_rank() == 0
-        self.rewards: dict[int, float] = {}  # mean of each step of this start
+        self.history: list[dict] = []  # the metrics of each step of this start
+        self.hinted: set[str] = set()  # rules whose hint was shown
         self.bar = tqdm(total=steps, initial=done, unit="step", disable=not on_terminal(), dynamic_ncols=True)
 
     def evaluated(self, step: int, found: dict[str, float], samples: list) -> dict[str, float]:
@@ -219,7 +221,7 @@ class Log:
         files.log_metrics(self.out, metrics)
         if samples is None:
             return
-        self.rewards[step] = metrics["reward/mean"]
+        self.history.append(metrics)
         self.bar.set_postfix_str(
             f"reward {metrics['reward/mean']:.3f}  gap {metrics['logp_gap/max']:.0e}  "
             f"length {metrics['tokens/response_mean']:.1f}  {metrics['speed/response_tokens_per_s']:.0f} tokens/s",
@@ -228,6 +230,15 @@ class Log:
         self.bar.update()
         if self.bar.disable:
             print(step_line(metrics, self.steps), flush=True)
+        if len(self.history) % hints.WINDOW == 0:
+            self.hint()
+
+    def hint(self) -> None:
+        """Show what the metrics ask for and did not ask before."""
+        for rule, text in hints.hints(self.history).items():
+            if rule not in self.hinted:
+                self.bar.write(f"hint: {text}")
+                self.hinted.add(rule)
 
     def stopped(self, step: int) -> None:
         """The run ends after `step`, since it was asked to."""
@@ -242,10 +253,11 @@ class Log:
         self.bar.close()
         if not self.speaks:
             return
-        first, *_ = self.rewards
-        last = list(self.rewards.values())[-10:]
+        self.hint()
+        first, rewards = self.history[0], [metrics["reward/mean"] for metrics in self.history]
+        last = rewards[-10:]
         print(
-            f"\nreward: {self.rewards[first]:.3f} at step {first}, {np.mean(last):.3f} over the last {len(last)} steps"
+            f"\nreward: {rewards[0]:.3f} at step {first['step']}, {np.mean(last):.3f} over the last {len(last)} steps"
         )
         print(
             f"outputs: {self.out}/metrics.jsonl, {self.out}/rollouts/, {self.out}/hf/step_{self.steps:06d}/ (for "

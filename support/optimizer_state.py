@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.utils import unwrap_model
 
 from support.checkpoint import read_sharded, read_state
@@ -40,7 +41,9 @@ def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:
     if weight not in part.model_param_gbuf_map:
         return slice(0, 0), {}
     place = part._get_model_param_range_map(weight)["param"]
-    return slice(place.start, place.end), part._get_main_param_and_optimizer_states(weight)
+    own = part._get_main_param_and_optimizer_states(weight)
+    own["param"] = own.pop("master_param", own["param"])  # with optimizer_cpu_offload: the weight that Adam steps
+    return slice(place.start, place.end), own
 
 
 def sharded_state(model: list, optimizer, loading: bool) -> dict[str, ShardedTensor | ShardedTensorFactory]:
@@ -79,6 +82,8 @@ def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps: i
             own[moment].data.copy_(loaded[f"{number}.{moment}"].flatten()[place])
     for part in optimizer.chained_optimizers:
         set_adam_steps(part, steps)
+        for main, stepped in getattr(part.optimizer, "param_to_inner_param", {}).items():  # with optimizer_cpu_offload
+            main.data.copy_(stepped.data)
         part._copy_main_params_to_model_params()
     for chunk in model:
         chunk.start_param_sync(force_sync=True)
@@ -97,14 +102,19 @@ def restore(path: Path, model: list, optimizer) -> dict[str, Any]:
 def set_adam_steps(part, steps: int) -> None:
     """Number of updates behind the state of one of Megatron's distributed optimizers; makes a state that is missing.
 
-    Each weight gets a tensor of its own: torch adds to them in place.
+    Each weight gets a tensor of its own: torch adds to them in place. With optimizer_cpu_offload there are two
+    optimizers below Megatron's, for what lies on the host and what lies on the GPU.
     """
-    for group in part.optimizer.param_groups:
-        for shard in group["params"]:
-            state = part.optimizer.state[shard]
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state.setdefault(moment, torch.zeros_like(shard))
-            state["step"] = torch.tensor(float(steps))
+    offloads = isinstance(part.optimizer, HybridDeviceOptimizer)
+    for inner in part.optimizer.sub_optimizers if offloads else [part.optimizer]:
+        for group in inner.param_groups:
+            for shard in group["params"]:
+                state = inner.state[shard]
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(moment, torch.zeros_like(shard))
+                state["step"] = torch.tensor(float(steps), device=shard.device if group.get("fused") else None)
+    if offloads:
+        part.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def optimizer_steps(optimizer) -> int:

@@ -73,9 +73,18 @@ def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Con
     ]
 
 
-def fill(micro_batches: list[MicroBatch], cfg: Config) -> float:
-    """Positions of samples in this replica's training micro-batches over the positions they were allowed."""
-    return sum(len(mb.index_T) for mb in micro_batches) / (len(micro_batches) * cfg.train.max_tokens_per_micro_batch)
+def use_of_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
+    """How well this replica's training micro-batches are used: "fill", the positions of samples in them over those they
+    were allowed; "bubble", the share of an update in which a pipeline stage idles.
+
+    With p stages, m micro-batches and v chunks a stage the bubble is (p - 1) / (m v + p - 1): arXiv 2104.04473, 2.2.
+    """
+    allowed = len(micro_batches) * cfg.train.max_tokens_per_micro_batch
+    idle = cfg.parallel.pp - 1
+    return {
+        "fill": sum(len(mb.index_T) for mb in micro_batches) / allowed,
+        "bubble": idle / (len(micro_batches) * cfg.parallel.vpp + idle),
+    }
 
 
 def plan_bins(lengths_N: np.ndarray, max_tokens: int, multiple: int) -> list[list[int]]:

@@ -3,11 +3,8 @@
 Each raises a ValueError that says what is wrong, why, and what would be legal. Knows torch.distributed, no trainer.
 """
 
-import contextlib
 import errno
-import importlib.metadata
 import shutil
-import sys
 import tempfile
 import threading
 from collections import defaultdict
@@ -17,39 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 
 from support import ranks
+from support.versions import SHARED_MEMORY_BYTES, SHARED_MEMORY_REMEDY, check_versions, gib
 
-# The version of each package that the tests of this repository have run with, without its patch level.
-TESTED = {"python": "3.11", "torch": "2.13", "megatron-core": "0.16", "vllm": "0.32", "transformers": "5.19"}
-SHARED_MEMORY_BYTES = 64 << 20  # free in /dev/shm, for NCCL and vLLM's tensor parallelism
 GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
-
-
-def check_versions() -> list[str]:
-    """A warning for each package whose version was never tested, or that is missing. Imports none of them."""
-    python = ".".join(map(str, sys.version_info[:3]))
-    warnings = []
-    for package, tested in TESTED.items():
-        version = python if package == "python" else installed(package)
-        if version is None:
-            warnings.append(f"{package} is not installed; {tested} was tested")
-        elif Version(version).release[:2] != Version(tested).release:
-            warnings.append(f"{package} {version} was not tested; {tested} was")
-    return warnings
-
-
-def installed(package: str) -> str | None:
-    """The version of a package, or of its build for the CPU; None if there is neither."""
-    for name in (package, f"{package}-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
-
-
-def gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
 
 
 def check_shared_memory(least_bytes: int, folder: Path = Path("/dev/shm")) -> None:
@@ -58,8 +27,7 @@ def check_shared_memory(least_bytes: int, folder: Path = Path("/dev/shm")) -> No
     if free < least_bytes:
         raise ValueError(
             f"{folder} has {gib(free)} free, {gib(least_bytes)} are needed: NCCL and vLLM pass data between "
-            "ranks there; start a container with `docker run --shm-size=16g` or --ipc=host, in Kubernetes mount an "
-            f"emptyDir with medium: Memory on {folder}"
+            f"ranks there; {SHARED_MEMORY_REMEDY}"
         )
 
 

@@ -28,7 +28,10 @@ def say(text: str) -> None:
 
 
 def die_with_torchrun() -> None:
-    """Be killed as soon as torchrun ends, however it does; call it early. Does nothing without torchrun."""
+    """Be killed as soon as torchrun ends, however it does; call it early. Does nothing without torchrun.
+
+    The parent is another then: srun's daemon, which ends its ranks itself, or a shell that may end before them.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     sandbox.die_with_parent()
@@ -61,7 +64,7 @@ def join_ranks(timeout_s: float) -> None:
 
 
 def init_distributed(timeout_s: float) -> None:
-    """Join torchrun's world: gloo on the CPU, NCCL (and gloo for Python objects) on GPUs.
+    """Join the launcher's world: gloo on the CPU, NCCL (and gloo for Python objects) on GPUs.
 
     A collective that takes longer than `timeout_s` fails. Raises torch's DistError.
     """

@@ -42,7 +42,7 @@ class Watchdog:
 
     def __init__(self, timeout_s: float):
         self.timeout_s, self.interval = timeout_s, min(timeout_s / 10, 5.0)
-        self.rank, self.host = int(os.environ["RANK"]), os.environ.get("GROUP_RANK", "0")
+        self.rank, self.host = int(os.environ["RANK"]), os.environ.get("GROUP_RANK", socket.gethostname())
         self.at = (0, "start", time.monotonic())  # replaced as a whole, so no thread sees half of it
         self.total = 0  # phases that all ranks together have finished, as last heard
         self.alarm, self.ended = threading.Event(), threading.Event()
@@ -201,9 +201,15 @@ def main_stack() -> str:
 
 
 def siblings() -> dict[str, str]:
-    """The processes that torchrun, this one's parent, started on this host: {id: state, as psutil names it}."""
-    processes = psutil.process_iter(["ppid", "status"])
-    return {str(p.pid): p.info["status"] for p in processes if p.info["ppid"] == os.getppid()}
+    """The processes that torchrun or srun started on this host: {id: state, as psutil names it}.
+
+    They have this one's parent, or its command line, where each has a shell of its own between it and the launcher.
+    """
+    own = psutil.Process().cmdline()
+    processes = psutil.process_iter(["ppid", "cmdline", "status"])
+    return {
+        str(p.pid): p.info["status"] for p in processes if p.info["ppid"] == os.getppid() or p.info["cmdline"] == own
+    }
 
 
 def state_of(place: dict, workers: dict[str, dict[str, str]]) -> str:

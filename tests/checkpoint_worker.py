@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node=4 tests/checkpoint_worker.py MODEL DTYPE OUT '{"tp2": {"tp": 2}, ...}'
 
-The first layout makes three updates and saves. Every other one loads that and saves what it has; rank 0 compares main
-weights and moments bit by bit, and the weights after one more update. Prints "LAYOUT: same", or what differs.
+A layout's "megatron" holds options of Megatron-core. The first layout makes three updates and saves. Every other one
+loads that and saves what it has; rank 0 compares main weights and moments bit by bit, and the weights after one more
+update. Prints "LAYOUT: same", or what differs.
 """
 
 import json
@@ -52,10 +53,11 @@ def main() -> None:
     ranks.init_distributed(timeout_s=600)
     first = None
     for name, sizes in layouts.items():
+        extra = sizes.pop("megatron", {})
         parallel = ParallelConfig(**sizes)
         bridge.init_model_parallel(parallel, seed=0)
-        model = bridge.build_model(path, parallel, dtype, {})
-        optimizer = bridge.build_optimizer(model, TRAIN, {})
+        model = bridge.build_model(path, parallel, dtype, extra)
+        optimizer = bridge.build_optimizer(model, TRAIN, extra)
         if first is None:
             for number in range(3):
                 made_up_update(model, optimizer, number)

@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
 import train_grpo
-from config import load_config
 from support import checks, hf_folder, ranks
 from support.packing import to_micro_batches
+from support.read_config import load_config
 
 EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
 EXACT = ("train.lr=1", "train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "algo.loss_norm_length=32")
@@ -74,14 +74,14 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    ranks.init_distributed(timeout_s=600)
     for plan in json.loads(Path(sys.argv[1]).read_text()):
         for name in plan["layouts"]:
+            ranks.init_distributed(timeout_s=600)
             found = one_layout(plan, name)
             if dist.get_rank() == 0:
                 save_file(found, Path(plan["out"], f"{name}.safetensors"))
                 print(name, flush=True)
-    dist.destroy_process_group()
+            dist.destroy_process_group()  # with all groups of the layout, whose threads would pile up
 
 
 if __name__ == "__main__":

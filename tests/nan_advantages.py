@@ -15,7 +15,7 @@ group_advantages, calls = train_grpo.group_advantages, []
 def broken(*args) -> np.ndarray:
     calls.append(1)
     advantages_N = group_advantages(*args)
-    if len(calls) not in (2, 4, 5, 6):
+    if len(calls) - 1 not in (2, 4, 5, 6):  # the first call is the rehearsal
         return advantages_N
     return np.where(np.arange(len(advantages_N)) == 3, np.nan, advantages_N)
 

@@ -52,7 +52,7 @@ def dry_run(tiny, capfd, offline):
         ("megatron.num_layers=3", ["megatron.num_layers", "config.json"]),
         ("megatron.moe_token_dispatcher_type=flex", ["moe_token_dispatcher_type=flex", "deep_ep"]),
         ("megatron.recompute_granularity=most", ["megatron.recompute_granularity='most'", "'full' or 'selective'"]),
-        ("megatron.moe_pad_expert_input_to_capacity=true", ["Megatron-core refuses", "moe_expert_capacity_factor"]),
+        ("megatron.recompute_granularity=full", ["Megatron-core refuses", "recompute_method"]),
         ("rollout.vllm.max_num_seq=8", ["rollout.vllm.max_num_seq", "max_num_seqs"]),
         ("megatron.lr=1", ["megatron.lr: use train.lr"]),
         ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),

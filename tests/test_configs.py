@@ -9,8 +9,8 @@ import math
 import pytest
 
 import train_grpo
-from config import load_config
 from support import checks
+from support.read_config import load_config
 from tests.conftest import REPO
 
 CONFIGS = sorted((REPO / "configs").rglob("*.yaml"))

@@ -150,7 +150,7 @@ def test_bf16_and_the_same_run_again(train):
     assert all(m["logp_gap/mean"] < 0.05 for m in run.metrics)
     assert "dtype: bf16" in (run.out / "config.yaml").read_text()
     again = train(2, *SMALL, "model.dtype=bf16")  # a second run moves the first aside
-    earlier = run.out.with_name("out.1/rollouts/step_000001.jsonl")
+    earlier = run.out.parent / "out.1/rollouts/step_000001.jsonl"
     assert again.code == 0 and [r["response_ids"] for r in read_rows(earlier)] == [
         r["response_ids"] for r in again.rollouts(1)
     ]

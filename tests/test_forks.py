@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import load_config
+from support.read_config import load_config
 from tests.conftest import REPO
 
 PINNED = REPO / "tests/data/train_grpo_pinned.py"

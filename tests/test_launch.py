@@ -5,8 +5,9 @@ import errno
 import pytest
 import torch
 
-from config import RankError, TrainingError, UserError, load_config
+from config import RankError, TrainingError, UserError
 from support import launch
+from support.read_config import load_config
 from tests.conftest import REPO
 
 CONFIG = str(REPO / "configs/tiny.yaml")

@@ -12,10 +12,11 @@ import datasets
 import pytest
 
 import reward
-from config import DataConfig, RewardConfig, load_config
+from config import DataConfig, RewardConfig
 from support import user_code
 from support.data import load_prompts, load_tokenizer
 from support.grading import REPO, GradingPool, Outcome
+from support.read_config import load_config
 
 
 def boxed(expression: str) -> str:

