@@ -6,7 +6,8 @@ Run as a program it writes the tables into that page anew.
 import itertools
 from pathlib import Path
 
-from config import KEYS, SECTIONS, Config, UserError, load_config, read_file, read_override
+from config import KEYS, SECTIONS, Config, UserError
+from support.read_config import load_config, read_file, read_override
 
 # Their key → (ours, or None where there is nothing to set; what to mind).
 VERL = {
@@ -235,7 +236,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs/from-other-trainers.md"
 
 
 def load(path: str, overrides: list[str]) -> Config:
-    """`config.load_config`, which answers keys of other trainers with ours, all of them at once. Raises UserError."""
+    """`load_config`, which answers keys of other trainers with ours, all of them at once. Raises UserError."""
     try:
         return load_config(path, overrides)
     except UserError as error:
@@ -260,7 +261,8 @@ def keys_of(tree: dict, above: str = "") -> list[str]:
 def translation(key: str) -> str | None:
     """What to say of a dotted key that is not ours; None where it is, or where no other trainer has one like it.
 
-    Like it is a key of theirs itself, a section that it is in, or one with the same end: two names, or one with a "_".
+    Like it is a key of theirs itself, a section that it is in, or one with the same end: two names, or one with a "_"
+    that is not ours in another section.
     """
     if any(f"{key}.".startswith(f"{known}.") for known in KEYS if known not in SECTIONS):
         return None
@@ -279,7 +281,8 @@ def likeness(key: str, theirs: str) -> int:
         return 100
     names = zip(reversed(key.split(".")), reversed(theirs.split(".")), strict=False)
     common = [name for name, other in itertools.takewhile(lambda pair: pair[0] == pair[1], names)]
-    return len(common) if len(common) > 1 or "_" in "".join(common) else 0
+    ours = len(common) == 1 and common[0] in {known.rpartition(".")[2] for known in KEYS}
+    return len(common) if len(common) > 1 or ("_" in "".join(common) and not ours) else 0
 
 
 def tables() -> str:

@@ -3,9 +3,10 @@
 import pytest
 
 import megatron_bridge as bridge
-from config import KEYS, SECTIONS, UserError, load_config
+from config import KEYS, SECTIONS, UserError
 from support.checks import engine_options
 from support.from_other_trainers import PAGE, TRAINERS, load, page, translation
+from support.read_config import load_config
 from tests.conftest import REPO
 
 CONFIG = str(REPO / "configs/tiny.yaml")
@@ -37,6 +38,7 @@ def test_each_key_of_theirs_is_answered(row):
 def test_a_key_with_the_same_end_is_answered_too():
     assert translation("algo.kl_loss_coef").endswith("; here algo.kl_coef: with algo.kl_in=loss")
     assert "here rollout.group_size" in translation("rollout.n") and translation("train.n") is None
+    assert translation("evall.max_new_tokens") is None  # a misspelt key of ours
     assert "there is no critic" in translation("critic.optim.lr")
     assert translation("train.lr") is translation("megatron.num_generations") is translation("trian.lr") is None
 
