@@ -4,7 +4,7 @@ import pytest
 
 import megatron_bridge as bridge
 from config import KEYS, SECTIONS, UserError
-from support.checks import engine_options
+from rollout import engine_options
 from support.from_other_trainers import PAGE, TRAINERS, load, page, translation
 from support.read_config import load_config
 from tests.conftest import REPO
