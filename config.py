@@ -97,6 +97,7 @@ class RewardConfig(Section):
     default: RewardSpec = "exact"  # what an answer is worth
     by_source: dict[str, RewardSpec] = {}  # source of a row -> reward
     custom: str | None = None  # path/to/file.py:function, used by the name "custom"
+    functions: dict[str, str] = {}  # further names -> file.py:function or class, or a reward of docs/rewards.md
     options: dict[str, dict[str, Any]] = {}  # name of a reward -> its options, docs/rewards.md
     timeout_s: Seconds = 10.0  # a sample graded longer than this gets reward 0 and counts in reward/timeout_frac
     workers: Count = 1  # grading processes a rank

@@ -5,25 +5,21 @@ A reward is a function of the decoded response, the row's reference answer, the 
         return {"right": float(text.strip() == answer), "short": -0.1 * (len(text) > limit)}
 
 A dict's values are summed and kept apart in `reward_parts`. An exception is an error of the sample, told apart from a
-wrong answer. In a file of its own this is `reward.default=custom reward.custom=my_file.py:right_and_short`; written
-here and entered in REWARDS below it has a name, for `reward.by_source` and weighted sums too.
+wrong answer. In a file of its own this is `reward.default=custom reward.custom=my_file.py:right_and_short`, and
+`reward.functions` gives names to several; written here and entered in REWARDS below it has a name as well.
 Every grading process reads this file when it starts, so large packages are imported by the functions that use them.
 """
 
 import functools
-import importlib.util
 import inspect
 import json
 import logging
 import math
-import os
 import re
-import traceback
 from collections.abc import Callable
 from decimal import Decimal
-from pathlib import Path
 
-from support import sandbox
+from support import code_tests, reward_model, user_code
 
 # ---------------------------------------------------------------- rewards that compare
 
@@ -184,37 +180,19 @@ def code(
     file_mb: int = 16,
     partial: bool = False,
     allow_writes: bool = False,
+    prelude: str = "",
 ) -> float:
-    """1 if the last fenced block passes all tests of the row (`partial`: the share that it passes); no block is 0.
+    """1 if the last fenced block, after `prelude`, passes all tests of the row (`partial`: the share); no block is 0.
 
-    The tests are assert statements in row["tests"], or the programs' input and output in row["inputs"], row["outputs"].
+    `code_tests.find_tests` says where tests may be: assert statements, programs' input and output, or calls.
     Raises sandbox.TooLong when one run takes longer than `seconds`, ValueError for a row without tests.
     """
-    tests = row.get("tests")
-    pairs = list(zip(row.get("inputs") or [], row.get("outputs") or [], strict=True))
-    if not tests and not pairs:
-        raise ValueError("the row has no tests: give assert statements in `tests`, or `inputs` and `outputs`")
+    tests = code_tests.find_tests(row, answer)
     blocks = re.findall(r"```(?:python3?|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
     if not blocks:
         return 0.0
     limits = {"seconds": seconds, "memory_mb": memory_mb, "file_mb": file_mb, "allow_writes": allow_writes}
-    if tests:
-        total = len(tests)
-        passed = sandbox.passed_tests(blocks[-1], tests, **limits)
-    else:
-        total = len(pairs)
-        passed = 0
-        for number, (stdin, wanted) in enumerate(pairs, 1):
-            output = sandbox.output_of(blocks[-1], stdin, **limits)
-            passed += output is not None and lines_of(output) == lines_of(wanted)
-            if not partial and passed < number:
-                return 0.0
-    return passed / total if partial else float(passed == total)
-
-
-def lines_of(output: str) -> list[str]:
-    """Lines without white space at their ends or empty lines at the end."""
-    return [line.rstrip() for line in output.rstrip().split("\n")]
+    return code_tests.share_passed(f"{prelude}\n{blocks[-1]}", tests, partial, **limits)
 
 
 def model(
@@ -227,14 +205,14 @@ def model(
     batch_size: int = 8,
     max_tokens: int = 4096,
     prompt_key: str = "prompt",
+    pairs: bool = False,
 ) -> float:
     """The score a sequence-classification reward model gives the response to row[prompt_key], a text or messages.
 
-    `device` cuda is the trainer's own GPU. Of longer conversations the last `max_tokens` count.
+    `device` cuda is the trainer's own GPU. Of longer conversations the last `max_tokens` count. `pairs`: the tokenizer
+    is given the question and the answer as two texts, as models of the kind of BERT want them.
     """
-    from support import reward_model  # its packages take seconds
-
-    return reward_model.scores([(text, row)], path, device, dtype, batch_size, max_tokens, prompt_key)[0]
+    return reward_model.scores([(text, row)], path, device, dtype, batch_size, max_tokens, prompt_key, pairs)[0]
 
 
 def remote(
@@ -295,30 +273,45 @@ def load_reward(
     spec: str | dict[str, float],
     custom: str | None,
     options: dict[str, dict] | None = None,
-    known: dict[str, Callable] = REWARDS,
+    functions: dict[str, str] | None = None,
+    batched: dict[str, Callable] | None = None,
+    build: bool = True,
 ) -> Callable:
     """The function `(text, answer, row)` behind a reward's name, or behind {name: weight}, their weighted sum.
 
-    "custom" is read from `custom`, "path/to/file.py:function"; `options` are keyword arguments by name. Loads no model.
+    "custom" is read from `custom`, "path/to/file.py:function"; `functions` gives further names to such files or to
+    REWARDS; `options` are keyword arguments by name, of a class those of its constructor. `batched` functions stand in
+    for those of their names. Without `build` it only checks: no class is instantiated. Loads no model.
     Raises ValueError that says what is legal.
     """
-    options = options or {}
+    options, functions, batched = options or {}, functions or {}, batched or {}
+    for name in functions:
+        if name in REWARDS or name == "custom":
+            raise ValueError(f"reward.functions.{name}: a reward has this name already; choose another")
     for where, names in (("", weights_of(spec)), ("reward.options: ", options)):
         for name in names:
-            if name not in known and name != "custom":
-                raise ValueError(f"{where}unknown reward {name!r}; legal are {', '.join([*known, 'custom'])}")
-    functions = {}
+            if name not in REWARDS and name != "custom" and name not in functions:
+                legal = ", ".join([*REWARDS, "custom", *functions])
+                raise ValueError(f"{where}unknown reward {name!r}; legal are {legal}")
+    chosen = {}
     for name in weights_of(spec):
-        function = load_custom(custom) if name == "custom" else known[name]
-        check_options(name, REWARDS.get(name, function), options.get(name, {}))
-        functions[name] = functools.partial(function, **options.get(name, {}))
+        kind, given = functions.get(name, name), options.get(name, {})
+        file = ("reward.custom", custom) if name == "custom" else (f"reward.functions.{name}", kind)
+        function = REWARDS.get(kind) or user_code.load_function(*file)
+        check_options(name, function, given)
+        if kind == "model":
+            reward_model.check_folder(f"reward.options.{name}.path", given["path"])
+        if not inspect.isclass(function):
+            chosen[name] = functools.partial(batched.get(name, function), **given)
+        elif build:
+            chosen[name] = user_code.instance(*file, json.dumps(given))
     if isinstance(spec, str):
-        return functions[spec]
+        return chosen.get(spec)
 
     def weighted(text: str, answer: str, row: dict) -> dict[str, float]:
         parts = {}
         for name, weight in spec.items():
-            for part, value in parts_of(functions[name](text, answer, row)).items():
+            for part, value in parts_of(chosen[name](text, answer, row)).items():
                 parts[name if part == "reward" else f"{name}/{part}"] = weight * value
         return parts
 
@@ -334,9 +327,14 @@ def weights_of(spec: str | dict[str, float]) -> dict[str, float]:
     return weights
 
 
+def models_of(spec: str | dict[str, float], functions: dict[str, str]) -> list[str]:
+    """The names among a reward's that are reward models."""
+    return [name for name in weights_of(spec) if functions.get(name, name) == "model"]
+
+
 def check_options(name: str, function: Callable, given: dict) -> None:
     """Raises ValueError for options that the reward does not have, and for those that it lacks."""
-    legal = list(inspect.signature(function).parameters.values())[3:]
+    legal = list(inspect.signature(function).parameters.values())[0 if inspect.isclass(function) else 3 :]
     names = [p.name for p in legal]
     if any(p.kind is p.VAR_KEYWORD for p in legal):
         return
@@ -346,29 +344,6 @@ def check_options(name: str, function: Callable, given: dict) -> None:
     for p in legal:
         if p.default is p.empty and p.name not in given:
             raise ValueError(f"the reward {name!r} needs reward.options.{name}.{p.name}")
-
-
-@functools.lru_cache
-def load_custom(custom: str | None) -> Callable:
-    """The function of "path/to/file.py:function". Raises ValueError."""
-    path, _, function = (custom or "").rpartition(":")
-    if not path or not os.path.isfile(path):
-        raise ValueError(f"reward.custom={custom!r}: give path/to/file.py:function, a file that exists")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"reward.custom={custom}: importing it failed: {last_line(error)}") from error
-    if not callable(getattr(module, function, None)):
-        raise ValueError(f"reward.custom={custom}: {path} has no function {function!r}")
-    return getattr(module, function)
-
-
-def last_line(error: BaseException) -> str:
-    """The last line of the traceback, with the place that raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 def parts_of(value: float | dict) -> dict[str, float]:

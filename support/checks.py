@@ -85,7 +85,7 @@ def check_config(cfg: Config, world_size: int) -> None:
     chosen.update({f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()})
     for key, name in chosen.items():
         try:
-            rewards.load_reward(name, cfg.reward.custom, cfg.reward.options)
+            rewards.load_reward(name, cfg.reward.custom, cfg.reward.options, cfg.reward.functions, build=False)
         except ValueError as error:
             raise UserError(f"{key}={name}: {error}") from None
 

@@ -261,7 +261,8 @@ def keys_of(tree: dict, above: str = "") -> list[str]:
 def translation(key: str) -> str | None:
     """What to say of a dotted key that is not ours; None where it is, or where no other trainer has one like it.
 
-    Like it is a key of theirs itself, a section that it is in, or one with the same end: two names, or one with a "_".
+    Like it is a key of theirs itself, a section that it is in, or one with the same end: two names, or one with a "_"
+    that is not ours in another section.
     """
     if any(f"{key}.".startswith(f"{known}.") for known in KEYS if known not in SECTIONS):
         return None
@@ -280,7 +281,8 @@ def likeness(key: str, theirs: str) -> int:
         return 100
     names = zip(reversed(key.split(".")), reversed(theirs.split(".")), strict=False)
     common = [name for name, other in itertools.takewhile(lambda pair: pair[0] == pair[1], names)]
-    return len(common) if len(common) > 1 or "_" in "".join(common) else 0
+    ours = len(common) == 1 and common[0] in {known.rpartition(".")[2] for known in KEYS}
+    return len(common) if len(common) > 1 or ("_" in "".join(common) and not ours) else 0
 
 
 def tables() -> str:

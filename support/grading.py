@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import reward
-from support import sandbox
+from support import reward_model, sandbox
+from support.user_code import last_line
 
 # ---------------------------------------------------------------- the pool, in the trainer
 
@@ -44,8 +45,8 @@ class GradingPool:
     """Worker processes that grade answers while the caller does something else.
 
     `by_source` picks the reward of a source, else `default`. `timeout_s`: wall clock an answer, from when a worker
-    starts on it. `memory_gb`: address space of a worker, 0 for no limit. Where a reward uses `model`, one more worker
-    loads it, without that limit. `max_error_frac` is the caller's.
+    starts on it. `memory_gb`: address space of a worker, 0 for no limit. Where rewards use reward models, one more
+    worker loads all of them, without that limit. `max_error_frac` is the caller's.
     """
 
     def __init__(
@@ -58,23 +59,24 @@ class GradingPool:
         options: dict[str, dict] | None = None,
         memory_gb: float = 4.0,
         max_error_frac: float = 0.0,
+        functions: dict[str, str] | None = None,
     ):
         self.default = default
         self.by_source = by_source
         self.custom = custom
         self.options = options or {}
+        self.functions = functions or {}
         self.timeout_s = timeout_s
         self.memory_gb = memory_gb
         self.lock = threading.Condition()  # of all that follows
-        self.batch_size = self.options.get("model", {}).get("batch_size", 8)
-        self.waiting = {False: deque(), True: deque()}  # (place in outcomes, request), by whether it needs the model
+        models = [name for spec in [default, *by_source.values()] for name in reward.models_of(spec, self.functions)]
+        self.batch_size = max([self.options.get(name, {}).get("batch_size", 8) for name in models], default=8)
+        self.waiting = {False: deque(), True: deque()}  # (place in outcomes, request), by whether it needs a model
         self.outcomes: list[Outcome | None] = []  # None: not graded yet
         self.open = 0  # submitted and without an outcome
         self.closed = False
         self.failure: BaseException | None = None  # of a thread, for the caller
-        kinds = [False] * workers
-        if any("model" in reward.weights_of(spec) for spec in [default, *by_source.values()]):
-            kinds.append(True)
+        kinds = [False] * workers + [True] * bool(models)
         self.workers: list[Worker | None] = [None] * len(kinds)
         self.threads = [threading.Thread(target=self._serve, args=job, daemon=True) for job in enumerate(kinds)]
         for thread in self.threads:
@@ -86,7 +88,7 @@ class GradingPool:
         spec = self.by_source.get(source, self.default)
         request = json.dumps({"spec": spec, "text": text, "answer": answer, "row": row}, default=str)
         with self.lock:
-            self.waiting["model" in reward.weights_of(spec)].append((len(self.outcomes), request))
+            self.waiting[bool(reward.models_of(spec, self.functions))].append((len(self.outcomes), request))
             self.outcomes.append(None)
             self.open += 1
             self.lock.notify_all()
@@ -179,8 +181,8 @@ class GradingPool:
                 self.lock.notify_all()
 
     def _start(self, slot: int, with_model: bool) -> "Worker":
-        settings = {"custom": self.custom, "options": self.options, "with_model": with_model}
-        worker = Worker({**settings, "memory_gb": 0 if with_model else self.memory_gb})
+        settings = {"custom": self.custom, "options": self.options, "functions": self.functions}
+        worker = Worker({**settings, "with_model": with_model, "memory_gb": 0 if with_model else self.memory_gb})
         with self.lock:
             self.workers[slot] = worker
             if self.closed:
@@ -260,58 +262,53 @@ def serve_requests() -> None:
     loaded = {}
     for line in requests:
         chunk = json.loads(line)
-        if settings["with_model"]:  # the function knows the chunk, to score it in one go
+        if settings["with_model"]:  # the functions know the chunk, to score it in one go
             loaded = {}
         for request in chunk:
-            spec = request.pop("spec")
-            key = json.dumps(spec)
+            key = json.dumps(request["spec"])
             if key not in loaded:
-                loaded[key] = attempt(prepare, spec, settings, chunk)
+                loaded[key] = attempt(prepare, request["spec"], settings, chunk)
             function, failure = loaded[key]
             os.write(replies, b"\n")
-            value, failure = (None, failure) if failure else attempt(function, **request)
+            arguments = request["text"], request["answer"], request["row"]
+            value, failure = (None, failure) if failure else attempt(function, *arguments)
             os.write(replies, json.dumps(failure or {"parts": value}).encode() + b"\n")
 
 
-def attempt(function: Callable, *args, **kwargs) -> tuple:
+def attempt(function: Callable, *args) -> tuple:
     """The function's value and None, or None and the fields of a failed Outcome; "worn" asks for a new worker."""
     try:
-        return function(*args, **kwargs), None
+        return function(*args), None
     except sandbox.TooLong:
         return None, {"status": "timeout"}
     except Exception as error:
         worn = {"worn": True} if isinstance(error, MemoryError) else {}
-        return None, {"status": "error", "error": reward.last_line(error), **worn}
+        return None, {"status": "error", "error": last_line(error), **worn}
 
 
 def prepare(spec: str | dict[str, float], settings: dict, chunk: list[dict]) -> Callable:
     """`reward.load_reward`, returning parts, with what it needs loaded, so that no answer's time pays for that."""
-    known = dict(reward.REWARDS)
-    if settings["with_model"]:
-        known["model"] = batched_model(chunk)
-    function = reward.load_reward(spec, settings["custom"], settings["options"], known)
-    names = reward.weights_of(spec)
-    if "math" in names:
+    models = reward.models_of(spec, settings["functions"])
+    batched = {name: batched_model(name, chunk) for name in models}
+    function = reward.load_reward(spec, settings["custom"], settings["options"], settings["functions"], batched)
+    if any(settings["functions"].get(name, name) == "math" for name in reward.weights_of(spec)):
         reward.parse_math("$1$ or \\boxed{1}")
-    if "model" in names:
-        from support import reward_model
-
-        options = model_options(settings["options"]["model"])
+    for name in models:
+        options = model_options(settings["options"][name])
         reward_model.load(options["path"], options["device"], options["dtype"])
-    return lambda **request: reward.parts_of(function(**request))
+    return lambda *arguments: reward.parts_of(function(*arguments))
 
 
-def batched_model(chunk: list[dict]) -> Callable:
-    """`reward.model` for the requests of a chunk, all scored when the first of them is graded."""
+def batched_model(name: str, chunk: list[dict]) -> Callable:
+    """`reward.model` for the requests of a chunk that use it by this name, all scored when the first is graded."""
     found = {}
 
     def score(text: str, answer: str, row: dict, **options) -> float:
-        from support import reward_model
-
         if not found:
-            answers = [(request["text"], request["row"]) for request in chunk]
+            asked = [request for request in chunk if name in reward.weights_of(request["spec"])]
+            answers = [(request["text"], request["row"]) for request in asked]
             values = reward_model.scores(answers, **model_options(options))
-            found.update({id(request["row"]): value for request, value in zip(chunk, values, strict=True)})
+            found.update({id(request["row"]): value for request, value in zip(asked, values, strict=True)})
         return found[id(row)]
 
     return score

@@ -2,6 +2,21 @@
 
 import functools
 import os
+from pathlib import Path
+
+CONVERT = (
+    "convert it once, from weights you trust: python -c \"import transformers as t; p = '{path}'; "
+    "t.AutoModelForSequenceClassification.from_pretrained(p, use_safetensors=False).save_pretrained(p + '-safe'); "
+    "t.AutoTokenizer.from_pretrained(p).save_pretrained(p + '-safe')\""
+)
+
+
+def check_folder(key: str, path: str) -> None:
+    """Raises ValueError for a folder, given at `key` of the configuration, without safetensors."""
+    folder = Path(path)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        what = "only pickled weights (.bin), which may run code" if any(folder.glob("*.bin")) else "no weights"
+        raise ValueError(f"{key}={path} holds {what}, and no safetensors; {CONVERT.format(path=path)}")
 
 
 def scores(
@@ -12,28 +27,31 @@ def scores(
     batch_size: int,
     max_tokens: int,
     prompt_key: str,
+    pairs: bool,
 ) -> list[float]:
     """`reward.model` of many (response, row), in batches: the first logit of each."""
     import torch
 
     scorer, tokenizer = load(path, device, dtype)
-    texts = []
+    questions, texts = [], []
     for text, row in answers:
         prompt = row[prompt_key]
-        if tokenizer.chat_template:
+        if pairs or not tokenizer.chat_template:
+            questions.append(prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt))
+            texts.append(text if pairs else questions[-1] + text)
+        else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             messages.append({"role": "assistant", "content": text})
             texts.append(tokenizer.apply_chat_template(messages, tokenize=False))
-        else:
-            texts.append((prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)) + text)
     logits = []
     for start in range(0, len(texts), batch_size):
+        part = slice(start, start + batch_size)
         batch = tokenizer(
-            texts[start : start + batch_size],
+            *([questions[part], texts[part]] if pairs else [texts[part]]),
             padding=True,
             truncation=True,
             max_length=max_tokens,
-            add_special_tokens=not tokenizer.chat_template,  # a template writes its own
+            add_special_tokens=pairs or not tokenizer.chat_template,  # a template writes its own
             return_tensors="pt",
         ).to(scorer.device)
         with torch.inference_mode():
@@ -41,9 +59,9 @@ def scores(
     return logits
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache  # several may be used side by side
 def load(path: str, device: str, dtype: str) -> tuple:
-    """The reward model, in evaluation mode, and its tokenizer."""
+    """The reward model, in evaluation mode, and its tokenizer. Raises ValueError where it has no safetensors."""
     import torch
     import transformers
 
@@ -51,8 +69,12 @@ def load(path: str, device: str, dtype: str) -> tuple:
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, truncation_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    scorer = transformers.AutoModelForSequenceClassification.from_pretrained(
-        path, dtype=getattr(torch, dtype), use_safetensors=True
-    )
+    try:
+        scorer = transformers.AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=getattr(torch, dtype), use_safetensors=True
+        )
+    except OSError as error:
+        hint = f"; {CONVERT.format(path=path)}" if "safetensors" in str(error) else ""
+        raise ValueError(f"the reward model {path}: {error}{hint}") from error
     scorer.config.pad_token_id = tokenizer.pad_token_id
     return scorer.to(device).eval(), tokenizer

@@ -38,22 +38,34 @@ SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 1 << 0, 1 << 1
 # ---------------------------------------------------------------- outside: start, wait, read
 
 
-def passed_tests(program: str, tests: list[str], **limits) -> int:
-    """How many of the tests, Python such as "assert f(1) == 2", hold after the program. `limits` as in `run`."""
+def values_of(program: str, tests: list[list[tuple[str, bool]]], **limits) -> list[list[str] | None]:
+    """What the tests find after the program: for each the repr of its values, None where it raised.
+
+    A test is a list of Python sources, each with whether it is an expression, whose value is wanted; others are
+    statements. Values are in Python's own types. `limits` as in `run`.
+    """
     secret = secrets.token_hex(16)  # so that a program that ends early, or prints, cannot pass
-    _, _, report = run({"program": program, "tests": tests, "secret": secret}, **limits)
-    _, found, rest = report.partition(secret + " ")
-    return int(rest.split()[0]) if found else 0
+    _, output = run({"program": program, "tests": tests, "secret": secret}, **limits)
+    try:
+        found = json.loads(output.partition(secret)[2])
+    except (ValueError, RecursionError):  # it ended early, or wrote more
+        found = []
+    sound = isinstance(found, list) and len(found) == len(tests)
+    return [texts if is_texts(texts) else None for texts in found] if sound else [None] * len(tests)
+
+
+def is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def output_of(program: str, stdin: str, **limits) -> str | None:
     """What the program prints when it reads `stdin`; None if it failed. `limits` as in `run`."""
-    code, output, _ = run({"program": program, "stdin": stdin}, **limits)
+    code, output = run({"program": program, "stdin": stdin}, **limits)
     return output if code == 0 else None
 
 
-def run(job: dict, *, seconds: float, memory_mb: int, file_mb: int, allow_writes: bool) -> tuple[int, str, str]:
-    """Run job["program"] confined; returns its exit code, its standard output, and what it reported.
+def run(job: dict, *, seconds: float, memory_mb: int, file_mb: int, allow_writes: bool) -> tuple[int, str]:
+    """Run job["program"] confined; returns its exit code and its standard output, with tests what they found.
 
     Raises TooLong after `seconds` of wall clock, RuntimeError where this machine cannot confine a program.
     """
@@ -78,12 +90,11 @@ def run(job: dict, *, seconds: float, memory_mb: int, file_mb: int, allow_writes
             finally:
                 process.kill()
                 process.wait()
-            report = os.read(report_out, 1 << 16).decode(errors="replace")
-            if not report.startswith("ready\n"):
+            if os.read(report_out, 6) != b"ready\n":
                 stderr.seek(0)
                 raise RuntimeError(f"no sandbox: {stderr.read().decode(errors='replace').strip().splitlines()[-1:]}")
             stdout.seek(0)
-            return code, stdout.read().decode(errors="replace"), report
+            return code, stdout.read().decode(errors="replace")
     finally:
         os.close(report_out)
         if report_in is not None:
@@ -240,9 +251,13 @@ def syscall_filter(machine: str) -> bytes:
 
 
 def main() -> None:
-    """Read the job, give up rights, run the program; its tests, if any, in its own module."""
-    job, write, leave = json.load(sys.stdin), os.write, os._exit
-    tests, secret, report = job.get("tests"), job.get("secret", ""), job["report"]
+    """Read the job, give up rights, run the program; its tests, if any, in its own module, the values to where its
+    standard output would have gone."""
+    job = json.load(sys.stdin)
+    tests, secret, report, found = job.get("tests"), job.get("secret", ""), job["report"], os.dup(1)
+    # By names of its own, which the program cannot put others under.
+    write, leave, execute, evaluate, show = os.write, os._exit, exec, eval, repr
+    quote = json.encoder.encode_basestring_ascii
     die_with_parent()
     stdin = os.memfd_create("stdin")
     with open(stdin, "wb", closefd=False) as file:
@@ -262,15 +277,35 @@ def main() -> None:
     if tests is None:
         exec(compile(program, "answer.py", "exec"), module.__dict__)
         return
-    passed = 0
     with contextlib.suppress(SystemExit):
         exec(compile(program, "answer.py", "exec"), module.__dict__)
-    for test in tests:
+    results = ["null"] * len(tests)
+    for number, steps in enumerate(tests):
         with contextlib.suppress(BaseException):
-            exec(test, module.__dict__)
-            passed += 1
-    write(report, f"{secret} {passed} ".encode())
+            texts = []
+            for source, is_expression in steps:
+                if is_expression:
+                    texts.append(quote(show(plain(evaluate(source, module.__dict__)))))
+                else:
+                    execute(source, module.__dict__)
+            results[number] = "[" + ",".join(texts) + "]"
+    write(found, (secret + "[" + ",".join(results) + "]").encode())
     leave(0)
+
+
+def plain(value):
+    """A value in Python's own types, so that its repr is a literal; numbers of libraries too. Raises TypeError."""
+    if isinstance(value, dict):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    for kind, origins in ((list, list), (tuple, tuple), (set, (set, frozenset))):
+        if isinstance(value, origins):
+            return kind(map(plain, value))
+    for kind in (bool, int, float, complex, str, bytes):
+        if isinstance(value, kind):
+            return kind(value)
+    if value is None:
+        return None
+    return plain(value.item()) if hasattr(value, "item") else float(value)
 
 
 if __name__ == "__main__":

@@ -188,6 +188,63 @@ def test_program_reaches_nothing_outside_its_folder(nothing_left, tmp_path):
     assert kept.read_text() == "mine" and sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
 
 
+ANY = """
+class Any:
+    def __eq__(self, other): return True
+    def __hash__(self): return 0
+    def __repr__(self): return "Any()"
+    def __float__(self): return 0.0
+    def __getattr__(self, name): return self
+    def __call__(self, *args): return self
+"""
+FORGERIES = {
+    "equals everything": f"{ANY}def f(x): return Any()",
+    "in a list": f"{ANY}def f(x): return [Any(), Any()]",
+    "a subclass of int": "class I(int):\n    def __eq__(self, other): return True\ndef f(x): return I()",
+    "asserts that do nothing": "import builtins\nbuiltins.AssertionError = SystemExit\ndef f(x): return 0",
+    "eval that is patched": "import builtins as b\nb.eval = b.exec = b.repr = lambda *a: '0'\ndef f(x): 0",
+    "results that are patched": "import json\njson.dumps = lambda *a: '[[], [], []]'\ndef f(x): 0",
+    "results that are no results": "import json\njson.dumps = lambda *a: '{\"a\": [1]}'\ndef f(x): 0",
+    "results that are no texts": "import json\njson.dumps = lambda *a: '[[[]], [7], [null]]'\ndef f(x): 0",
+    "results without end": "import json\njson.dumps = lambda *a: '[' * 10**6\ndef f(x): 0",
+    "a flood in their place": "import os\nfor i in 3, 4, 5, 6:\n  try: os.write(i, b'x' * 2**15)\n"
+    "  except OSError: 0\ndef f(x): 0",
+    "results that are closed": "import os\nos.closerange(3, 99)\ndef f(x): 0",
+    "text that does not parse": "def f(x):\n    class T(float):\n        __repr__ = lambda self: '('\n    return T()",
+    "a deep value": "def f(x):\n    y = []\n    for _ in range(900):\n        y = [y]\n    return y",
+    "a value in itself": "def f(x):\n    y = []\n    y.append(y)\n    return y",
+    "a large value": "def f(x): return ['x' * 100] * 50_000",
+    "a large number": "def f(x): return 10**10_000",
+    "an item in itself": "class N:\n    def item(self): return self\ndef f(x): return N()",
+    "names of the test's frame": "import sys\ndef f(x): return [*map(str, sys._getframe(1).f_locals.values())]",
+}
+
+
+def test_values_that_claim_to_be_equal_earn_nothing(nothing_left):
+    """The literal of `assert f(x) == literal` never enters the answer's process, nor does its == count."""
+    row = {"tests": ["assert f(1) == 64207", "assert 'a' == f(2)", "assert f(3) == [1, 2]"]}
+    pool = GradingPool("code", {}, None, 30.0, 2, options={"code": {"seconds": 20.0, "partial": True}})
+    outcomes = grade(pool, [("s", fenced(program), "", row) for program in FORGERIES.values()])
+    right = {**row, "tests": [f"assert f({i}) == {literal}" for i, literal in enumerate(("64207", "'a'", "[1, 2]"))]}
+    good = grade(pool, [("s", fenced("def f(x): return [64207, 'a', [1, 2]][x]"), "", right)])
+    pool.close()
+    wrong = {
+        what: outcome for what, outcome in zip(FORGERIES, outcomes, strict=True) if outcome.parts != {"reward": 0.0}
+    }
+    assert wrong == {} and good == [Outcome({"reward": 1.0})]
+
+
+def test_other_tests_run_as_they_are_written(nothing_left):
+    """In the answer's process, where it cannot put its own functions in the place of those that run them."""
+    row = {"tests": ["assert f(1) > 5", "for i in range(3):\n    assert abs(f(i)) >= 6"]}
+    patched = [name for name in FORGERIES if "patched" in name or name.startswith(("results", "asserts"))]
+    pool = GradingPool("code", {}, None, 30.0, 2, options={"code": {"seconds": 20.0, "partial": True}})
+    outcomes = grade(pool, [("s", fenced(program), "", row) for program in map(FORGERIES.get, patched)])
+    good = grade(pool, [("s", fenced("def f(x): return 6"), "", row)])
+    pool.close()
+    assert outcomes == [Outcome({"reward": 0.0})] * len(patched) and good == [Outcome({"reward": 1.0})]
+
+
 CUSTOM = """
 import os, subprocess, sys, time
 

@@ -74,13 +74,17 @@ def f(cfg, sampling, x: TrainConfig, y: "RolloutConfig"):
     "key, value",
     [
         ("default", "gsm8k"), ("by_source", {"a": "exact"}), ("custom", "file.py:f"), ("timeout_s", 3.0),
+        ("functions", {"a": "model"}),
         ("workers", 2), ("options", {"model": {}}), ("memory_gb", 1.0),
     ],
 )  # fmt: skip
 def test_reward_keys_reach_the_grading_processes(key, value):
     def built(cfg: RewardConfig) -> dict:
         pool = GradingPool(**cfg.model_dump())
-        state = {name: getattr(pool, name) for name in ("default", "by_source", "custom", "options", "timeout_s")}
+        state = {
+            name: getattr(pool, name)
+            for name in ("default", "by_source", "custom", "options", "functions", "timeout_s")
+        }
         state |= {"memory_gb": pool.memory_gb, "workers": len(pool.workers)}
         pool.close()
         return state

@@ -38,6 +38,7 @@ def test_each_key_of_theirs_is_answered(row):
 def test_a_key_with_the_same_end_is_answered_too():
     assert translation("algo.kl_loss_coef").endswith("; here algo.kl_coef: with algo.kl_in=loss")
     assert "here rollout.group_size" in translation("rollout.n") and translation("train.n") is None
+    assert translation("evall.max_new_tokens") is None  # a misspelt key of ours
     assert "there is no critic" in translation("critic.optim.lr")
     assert translation("train.lr") is translation("megatron.num_generations") is translation("trian.lr") is None
 

@@ -8,10 +8,13 @@ import sys
 import threading
 import time
 
+import datasets
 import pytest
 
 import reward
-from config import RewardConfig
+from config import DataConfig, RewardConfig
+from support import user_code
+from support.data import load_prompts, load_tokenizer
 from support.grading import REPO, GradingPool, Outcome
 from support.read_config import load_config
 
@@ -233,9 +236,98 @@ def test_code(text, row, options, value):
     assert reward.code(text, "", row, **options) == value
 
 
+def fenced(program: str) -> str:
+    return f"```python\n{program}\n```"
+
+
+SHIFT = "def shift(xs, n):\n    return tuple(x + n for x in xs)"
+SOLUTION = (
+    "class Solution:\n    def shift(self, xs: List[int], n: int) -> List[int]:\n        return [x + n for x in xs]"
+)
+EURUS = {"fn_name": "shift", "inputs": ["[1, 2]\n3", "[]\n0"], "outputs": ["[4, 5]", "[]"]}
+APPS = {"fn_name": "shift", "inputs": [[[1, 2], 3], [[5], 1]], "outputs": [[[4, 5]], [6]]}
+LEETCODE = {"functional": "def check(f):\n    assert f([1], 2) == [3]\n\ncheck(Solution().shift)"}
+STDIN = {"inputs": ["3 1\n2\n", ["9", "8"]], "outputs": ["1 2 3\n", ["8 9"]]}
+TYPED = {"prelude": "from typing import *"}
+
+
+@pytest.mark.parametrize(
+    ("program", "found", "options", "value"),
+    [
+        (SHIFT, EURUS, {}, 1.0),
+        (SOLUTION, EURUS, TYPED, 1.0),
+        (SOLUTION, EURUS, {}, 0.0),
+        (SOLUTION, LEETCODE, TYPED, 1.0),
+        (SOLUTION.replace("+", "-"), LEETCODE, TYPED, 0.0),
+        (SHIFT, APPS, {}, 1.0),
+        (SHIFT, {**APPS, "outputs": [[4, 5], [6, 7]]}, {"partial": True}, 0.5),
+        ("def shift(xs, n): return 4", {**APPS, "outputs": [[4, 5], [4]]}, {"partial": True}, 0.5),
+        (ECHO.strip("`py\n"), STDIN, {}, 1.0),
+        (SHIFT, ["assert shift([1], 2) == (3,)"], {}, 1.0),
+        (SHIFT, {"tests": "assert shift([1], 2) == (3,)\nassert shift([], 2) == ()"}, {}, 1.0),
+    ],
+)
+def test_code_reads_tests_that_are_json(program, found, options, value):
+    """In the reference answer, and in the column where verl's data sets have them."""
+    text = json.dumps(found)
+    assert reward.code(fenced(program), text, {}, **options) == value
+    assert reward.code(fenced(program), "", {"reward_model": {"ground_truth": text}}, **options) == value
+
+
+def test_verl_code_data_from_a_file_to_rewards(tiny, tmp_path):
+    """Mathematics and code in one file, as Eurus has them, graded by source in grading processes."""
+    rows = [
+        {"data_source": source, "prompt": [{"role": "user", "content": "1>"}], "reward_model": {"ground_truth": truth}}
+        for source, truth in (("numina", "4"), ("taco", json.dumps(EURUS)), ("codeforces", json.dumps(STDIN)))
+    ]
+    path = tmp_path / "eurus.parquet"
+    datasets.Dataset.from_list(rows).to_parquet(str(path))
+    data = DataConfig(train=str(path), answer_key="reward_model.ground_truth", source_key="data_source")
+    prompts, _ = load_prompts(data, load_tokenizer(str(tiny / "model")), "train")
+    pool = GradingPool("code", {"numina": "math"}, None, 20.0, 1)
+    texts = [boxed("4"), fenced(SHIFT), ECHO]
+    outcomes = grade(pool, [(p.source, text, p.answer, p.row) for p, text in zip(prompts, texts, strict=True)])
+    pool.close()
+    assert outcomes == [Outcome({"reward": 1.0})] * 3
+
+
 def test_code_needs_tests():
-    with pytest.raises(ValueError, match="no tests"):
-        reward.code(DOUBLE, "", {})
+    for answer, row in (("", {}), ("42", {}), ("{}", {"reward_model": {"ground_truth": "no JSON"}})):
+        with pytest.raises(ValueError, match="no tests"):
+            reward.code(DOUBLE, answer, row)
+    with pytest.raises(ValueError, match="a text of Python"):
+        reward.code(DOUBLE, '[{"input": "1"}]', {})
+
+
+VALUES = """
+import collections, decimal, enum, fractions
+class Two(enum.IntEnum):
+    b = 2
+Pair = collections.namedtuple("Pair", "a b")
+class Number:
+    item = lambda self: 7
+values = {"enum": [Two.b], "pair": Pair(1, 2), "counts": collections.Counter("aab"), "frozen": frozenset([1]),
+    "true": True, "none": None, "decimal": decimal.Decimal("2.5"), "half": fractions.Fraction(1, 2),
+    "library": Number(), "text": "é'\\n", "bytes": b"a", "nested": {1: [(2, {3})]}, "empty": set(),
+    "complex": 1j, "negative": -1}
+def f(name):
+    return values[name]
+"""
+
+
+def test_values_equal_as_they_do_in_python():
+    tests = [
+        "assert f('enum') == [2]", "assert f('pair') == (1, 2)", "assert f('counts') == {'a': 2, 'b': 1}",
+        "assert f('frozen') == {1}", "assert f('true') == 1", "assert f('none') == None", "assert f('decimal') == 2.5",
+        "assert f('half') == 0.5", "assert f('library') == 7", "assert f('text') == 'é\\'\\n'",
+        "assert b'a' == f('bytes')",
+        "assert f('nested') == {1: [(2, {3})]}", "assert f('empty') == set([])", "assert f('complex') == 1j",
+        "assert f('negative') == -1, 'with a message'", "assert set(f('enum')) == set((2,))",
+        "x = f('true')\nimport math\nassert math.floor(f('decimal')) == 2 and x",
+    ]  # fmt: skip
+    assert reward.code(fenced(VALUES), "", {"tests": tests}, partial=True) == 1.0
+    wrong = ["assert f('pair') == [1, 2]", "assert f('enum') == 2", "assert f('text') == b'a'", "assert f('no') == 1"]
+    assert reward.code(fenced(VALUES), "", {"tests": wrong}, partial=True) == 0.0
 
 
 class Endpoint(http.server.BaseHTTPRequestHandler):
@@ -328,6 +420,51 @@ def test_model_in_batches_beside_other_rewards(reward_model):
     assert outcomes[7].status == "error" and "KeyError: 'prompt'" in outcomes[7].error
 
 
+@pytest.mark.slow
+def test_several_models_side_by_side_one_of_them_with_pairs(reward_model):
+    import torch
+    import transformers
+
+    functions = {"first": "model", "second": "model", "brief": "length"}
+    options = {
+        "first": {"path": reward_model}, "second": {"path": reward_model, "pairs": True, "prompt_key": "question"},
+        "brief": {"limit": 1, "buffer": 2},
+    }  # fmt: skip
+    spec = {"first": 1.0, "second": 3.0, "brief": 1.0}
+    pool = GradingPool(spec, {"one": "first"}, None, 30.0, 1, options=options, functions=functions)
+    row = {"prompt": "ab", "question": "ha"}
+    outcomes = grade(pool, [("s", "ce", "", row), ("one", "ce", "", {"prompt": "ab"})])
+    pool.close()
+    scorer = transformers.AutoModelForSequenceClassification.from_pretrained(reward_model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(reward_model)
+    with torch.inference_mode():
+        alone = scorer(**tokenizer("abce", return_tensors="pt")).logits.item()
+        pair = scorer(**tokenizer("ha", "ce", return_tensors="pt")).logits.item()
+    parts = {"first": pytest.approx(alone, rel=1e-4), "second": pytest.approx(3 * pair, rel=1e-4), "brief": -0.5}
+    assert outcomes[0].parts == parts and outcomes[1].parts == {"reward": parts["first"]}
+
+
+@pytest.mark.slow
+def test_pickled_reward_models_are_refused_with_a_command_that_converts_them(reward_model, tmp_path):
+    import torch
+    import transformers
+
+    folder = tmp_path / "pickled"
+    transformers.AutoTokenizer.from_pretrained(reward_model).save_pretrained(folder)
+    scorer = transformers.AutoModelForSequenceClassification.from_pretrained(reward_model)
+    scorer.config.save_pretrained(folder)
+    torch.save(scorer.state_dict(), folder / "pytorch_model.bin")
+    options = {"model": {"path": str(folder)}}
+    with pytest.raises(ValueError, match=r"^reward\.options\.model\.path=.*only pickled weights") as error:
+        reward.load_reward("model", None, options)
+    command = str(error.value).partition("trust: ")[2]
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True)
+    options["model"]["path"] += "-safe"
+    assert reward.load_reward("model", None, options)("abc", "", {"prompt": "ab"}) == pytest.approx(
+        scorer(**transformers.AutoTokenizer.from_pretrained(folder)("ababc", return_tensors="pt")).logits.item()
+    )
+
+
 CUSTOM = """
 import os, time
 
@@ -410,6 +547,61 @@ def test_weights_and_options(custom):
     assert outcomes[0].parts == {"gsm8k": 2.0, "custom": 0.5 * 21, "length": -0.5}
     assert outcomes[1].parts == {"reward": 1.0}
     assert outcomes[2].parts == {"gsm8k": 0.0, "custom/format": 0.125, "custom/length": 0.5, "length": 0.0}
+
+
+STATEFUL = """
+import os
+made = []
+class Novelty:
+    def __init__(self, bonus, seen=()):
+        made.append(self)
+        self.bonus, self.seen = bonus, set(seen)
+    def __call__(self, text, answer, row):
+        if text == "die":
+            os._exit(3)
+        new = text not in self.seen
+        self.seen.add(text)
+        return {"new": self.bonus * new, "objects": len(made)}
+def longer(words, reference, row, than=1):
+    return len(words) > than
+class NoFunction:
+    pass
+"""
+
+
+def test_functions_and_classes_by_names(tmp_path, custom):
+    path = tmp_path / "own.py"
+    path.write_text(STATEFUL)
+    functions = {"novel": f"{path}:Novelty", "long": f"{path}:longer", "judge": custom, "brief": "length"}
+    options = {"novel": {"bonus": 4, "seen": ["c"]}, "long": {"than": 2}, "brief": {"limit": 2}}
+    spec = {"novel": 0.5, "long": 1.0, "custom": 1.0}
+    pool = GradingPool(spec, {"n": "novel", "b": "brief"}, custom, 10.0, 1, options=options, functions=functions)
+    jobs = [("s", "abc", "", {}), ("n", "abc", "", {}), ("n", "c", "", {}), ("b", "abc", "", {}), ("n", "die", "", {})]
+    outcomes = grade(pool, [*jobs, ("n", "abc", "", {})])
+    pool.close()
+    assert outcomes[0].parts == {"novel/new": 2.0, "novel/objects": 0.5, "long": 1.0, "custom": 3.0}
+    assert outcomes[1].parts == outcomes[2].parts == {"new": 0.0, "objects": 1.0}
+    assert outcomes[3].parts == {"reward": -0.5}
+    assert outcomes[4].status == "error" and outcomes[5].parts == {"new": 4.0, "objects": 1.0}  # a new worker
+
+    def refused(match, name, functions, options=None):
+        with pytest.raises(ValueError, match=match):
+            reward.load_reward(name, None, options, functions, build=False)
+
+    refused("legal are .*remote, custom, novel, long", "nvel", functions)
+    refused(r"reward\.functions\.math: a reward has this name", "exact", {"math": custom})
+    refused(r"reward\.functions\.j='nowhere.py:f'.*a file that exists", "j", {"j": "nowhere.py:f"})
+    refused("has no __call__", "j", {"j": f"{path}:NoFunction"})
+    refused("needs reward.options.novel.bonus", "novel", functions)
+    refused("unknown option reward.options.novel.b; legal are bonus, seen", "novel", functions, {"novel": {"b": 1}})
+    refused("needs reward.options.brief.limit", "brief", functions)
+    refused(r"reward\.options\.m\.path=.* holds no weights", "m", {"m": "model"}, {"m": {"path": str(tmp_path)}})
+    made = user_code.load_module(str(path)).made
+    reward.load_reward("novel", None, options, functions, build=False)
+    assert made == []
+    reward.load_reward({"novel": 1.0, "long": 1.0}, None, options, functions)
+    reward.load_reward("novel", None, options, functions)
+    assert len(made) == 1
 
 
 def test_config_becomes_a_pool(tmp_path):

@@ -1,0 +1,48 @@
+"""Functions and classes of the user's own, named as path/to/file.py:function in the configuration."""
+
+import functools
+import importlib.util
+import inspect
+import json
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+
+def load_function(key: str, place: str | None) -> Callable:
+    """The function or class of "path/to/file.py:function", given at `key` of the configuration. Raises ValueError."""
+    path, _, name = (place or "").rpartition(":")
+    if not path or not os.path.isfile(path):
+        raise ValueError(f"{key}={place!r}: give path/to/file.py:function, a file that exists")
+    try:
+        function = getattr(load_module(path), name, None)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{key}={place}: importing it failed: {last_line(error)}") from error
+    if not callable(function):
+        raise ValueError(f"{key}={place}: {path} has no function {name!r}")
+    if inspect.isclass(function) and not any("__call__" in vars(base) for base in function.__mro__):
+        raise ValueError(f"{key}={place}: the class has no __call__, to be used as a function")
+    return function
+
+
+@functools.lru_cache
+def load_module(path: str) -> ModuleType:
+    """The module of a file, executed once a process."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def instance(key: str, place: str, options: str) -> Callable:
+    """The one object of a class in this process under this key, made with its options, a JSON text."""
+    return load_function(key, place)(**json.loads(options))
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of the traceback, with the place that raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
