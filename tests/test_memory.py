@@ -98,7 +98,7 @@ def test_growth_is_told_once():
 FREE = "Free memory on device cuda:0 (3.1/79.2 GiB) on startup is less than desired GPU memory utilization (0.9)"
 CACHE = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing"
 LONG = "max seq len (32768), (8 GiB KV cache is needed, which is larger than the available KV cache memory (2 GiB)."
-WAKE = "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62"
+WAKE = "CUDA Error: out of memory at csrc/cumem_allocator.cpp:62"
 WARM = "CUDA out of memory occurred when warming up sampler with 256 dummy requests. Please try lowering `max_num_seqs`"
 TORCH_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 9 B"
 
