@@ -1,10 +1,11 @@
 """What vLLM 0.32 needs on the CPU to run beside a trainer: names of its own in shared memory, and packed weights that
 take up a push. Nothing here is called where there is a GPU."""
 
-import os
+import uuid
 
 import torch
 
+from support import ranks
 from support.push_check import digest
 
 
@@ -15,14 +16,14 @@ def prepare() -> str:
 
 
 def name_shared_memory_after_this_run() -> str:
-    """Make vLLM's CPU shared memory carry a name of this torchrun only; returns the prefix of its files in /dev/shm.
+    """Make vLLM's CPU shared memory carry a name of this run only; returns the prefix of its files in /dev/shm.
 
     vLLM 0.32 gives it the same name in every external-launcher run, so that a second run, or a dead one, breaks the
-    next.
+    next. All ranks call this together.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shm
 
-    prefix, group_name = f"train-grpo-{os.getppid()}", shm.make_group_name
+    prefix, group_name = f"train-grpo-{ranks.gather(uuid.uuid4().hex)[0]}", shm.make_group_name
     shm.make_group_name = staticmethod(lambda communicator: prefix + group_name(communicator).replace("/", ""))
     return prefix
 
