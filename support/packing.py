@@ -22,7 +22,8 @@ from config import Config, ParallelConfig
 # 18 × hidden such positions by its operations, and by the time of its kernels less; a round number that is low rather
 # than high, as padding is moved in memory too. Only how rows are cut and dealt depends on it, never a result.
 TOKEN = 4096
-ROW = 128  # tokens that take as long as a row by itself: launches of kernels, messages between pipeline stages
+ROW = 2048  # tokens; a shorter row takes as long: on a GPU the kernels of a row are launched one after the other
+GAIN = 0.002  # by so much must more rows be faster
 PIECE = 128  # longest sequence of padding in a row without samples
 
 
@@ -134,8 +135,8 @@ def plan_bins(
     `max_tokens` (with what fills a row up to a multiple of tp · cp); else bins are alike, and their tokens are.
 
     Returns bins of sample numbers, as many for each replica: replica r takes bins[r::replicas], which cost about the
-    same for all, in order of falling cost. So many as are best by the costliest replica, ROW a bin and the pipeline
-    bubble, and not fewer than pipeline stages. Bins may be empty. A pure function: all ranks compute the same plan.
+    same for all. They are as many as make the costliest replica and the pipeline bubble least, and not fewer than
+    pipeline stages. Bins may be empty. A pure function: all ranks compute the same plan.
     Raises ValueError for a sample beyond `max_tokens`.
     """
     if lengths_N.max(initial=0) > max_tokens:
@@ -161,9 +162,11 @@ def plan_bins(
         if bin_N is None:  # no place for one: one round more
             rounds += step
             continue
-        place_B, slowest = deal(bin_costs(sorted_N, bin_N, count, token, padded), replicas)
-        duration = (slowest + rounds * ROW * token) / (1 - bubble(rounds, parallel))
-        if duration >= best:
+        cost_B = bin_costs(sorted_N, bin_N, count, token, padded)
+        place_B = deal(cost_B, replicas)
+        load_R = np.bincount(place_B % replicas, weights=np.maximum(cost_B, token * ROW))
+        duration = load_R.max() / (1 - bubble(rounds, parallel))
+        if duration > best * (1 - GAIN):
             break
         best, place_N, wanted = duration, place_B[bin_N], count
         rounds += max(rounds // 4 // step, 1) * step
@@ -233,15 +236,15 @@ def bin_costs(lengths_N: np.ndarray, bin_N: np.ndarray, count: int, token: int, 
     return np.bincount(bin_N, weights=token * lengths_N + square_N, minlength=count)
 
 
-def deal(cost_B: np.ndarray, replicas: int) -> tuple[np.ndarray, float]:
-    """(place of each bin, cost of the costliest replica). In rounds of bins that cost about the same, so that replicas
-    that meet in a layer's experts wait little: the costliest left go one to each, the first to who has least."""
+def deal(cost_B: np.ndarray, replicas: int) -> np.ndarray:
+    """Place of each bin, [B]. In rounds of bins that cost about the same, so that replicas that meet in a layer's
+    experts wait little: the costliest that are left go one to each, the first to the replica with least so far."""
     place_B, load_R = np.zeros(len(cost_B), dtype=np.int64), np.zeros(replicas)
     for number, bins in enumerate(np.argsort(-cost_B, kind="stable").reshape(-1, replicas)):
         takers = np.argsort(load_R, kind="stable")
         place_B[bins] = number * replicas + takers
         load_R[takers] += cost_B[bins]
-    return place_B, load_R.max()
+    return place_B
 
 
 def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
