@@ -281,7 +281,7 @@ def with_padding(lengths_S: np.ndarray, padding: int) -> np.ndarray:
     pieces = np.diff([*range(0, padding, piece), padding]) if padding else []
     if len(lengths_S):
         longer = np.append(lengths_S[:-1], lengths_S[-1] + padding)
-        if len(longer) * longer.max() <= (len(longer) + len(pieces)) * piece:
+        if len(longer) * longer.max() < (len(longer) + len(pieces)) * piece:
             return longer
     return np.append(lengths_S, pieces).astype(np.int64)
 
