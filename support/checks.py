@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 
+import numpy as np
 import transformers
 
 import megatron_bridge as bridge
@@ -16,6 +17,7 @@ from config import Config, UserError
 from support import options
 from support.hf_folder import safetensor_files
 from support.layers import rotary_embedding
+from support.packing import attention_pads, bubble, plan_bins
 
 # ---------------------------------------------------------------- the configuration
 
@@ -107,17 +109,62 @@ def describe(cfg: Config, world_size: int) -> str:
     rounds = f", up to {a.max_rounds} rounds" if a.max_rounds > 1 else ""
     correction = f"; {a.correction}" if a.correction != "none" else ""
     entropy = f" - {a.entropy_coef:g} entropy" if a.entropy_coef else ""
+    fewest, most = rows_of_an_update(cfg, dp)
+    idle = [f"{bubble(rows, p):.0%}" for rows in (fewest, most)]
+    pipeline = (
+        f"pipeline: {count(p.pp, 'stage')}, {fewest} to {most} micro-batches a replica and update, as answers are "
+        f"short or long: stages idle {idle[0]} to {idle[1]} of it\n"
+    )
     return (
         f"layout:  {count(world_size, 'rank')} = tp {p.tp} × pp {p.pp}{vpp}{cp} × dp {dp}{experts}; "
         f"rollout: {count(world_size // r.tp, 'vLLM engine')} of tp {r.tp}\n"
         f"a step:  {count(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples{rounds}{epochs} → "
         f"{count(updates, 'update')} of {samples // t.updates_per_step} samples → "
         f"micro-batches of ≤ {t.max_tokens_per_micro_batch} tokens over {count(dp, 'replica')}\n"
+        f"{pipeline if p.pp > 1 else ''}"
         f"a run:   {count(t.steps, 'step')} = {t.steps * samples} samples, {count(t.steps * updates, 'update')}; "
         f"lr {t.lr:g} after {count(t.warmup_steps, 'warm-up step')}\n"
         f"loss:    {a.loss} ({a.clip_low:g}, {a.clip_high:g}){kl}{entropy}; {a.advantage} advantages; "
         f"{a.loss_norm} over an update{correction}"
     )
+
+
+def rows_of_an_update(cfg: Config, replicas: int) -> tuple[int, int]:
+    """(fewest, most) micro-batches of a replica in an update: if all samples had one token, or all were the longest."""
+    samples = cfg.rollout.prompts_per_step * cfg.rollout.group_size // cfg.train.updates_per_step
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    multiple = bridge.token_multiple(cfg.parallel)
+    cap = cfg.train.max_tokens_per_micro_batch // multiple * multiple
+    plans = (plan_bins(np.full(samples, n), cap, replicas, cfg.parallel, attention_pads()) for n in (1, longest))
+    return tuple(len(bins) // replicas for bins in plans)
+
+
+def advice(cfg: Config, world_size: int) -> list[str]:
+    """What of the plan will be slow or take much memory, a sentence each with the key to try."""
+    t, p = cfg.train, cfg.parallel
+    replicas = world_size // (p.tp * p.pp * p.cp)
+    samples = cfg.rollout.prompts_per_step * cfg.rollout.group_size // t.updates_per_step // replicas
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    found = []
+    if samples < p.pp:
+        found.append(
+            f"an update has {samples} samples a replica for parallel.pp={p.pp} stages, which idle at least "
+            f"{bubble(max(samples, 1), p):.0%} of it: try a larger rollout.prompts_per_step, fewer "
+            "train.updates_per_step, or parallel.tp instead of parallel.pp"
+        )
+    if p.pp > 4 and cfg.megatron.get("recompute_granularity") is None:
+        found.append(
+            f"parallel.pp={p.pp} keeps the activations of {p.pp} micro-batches on the first stage: try "
+            "megatron.recompute_granularity=full with megatron.recompute_method=uniform and "
+            "megatron.recompute_num_layers=1"
+        )
+    if samples * longest < t.max_tokens_per_micro_batch / 2:
+        found.append(
+            f"an update has at most {samples * longest} tokens a replica, less than half of "
+            f"train.max_tokens_per_micro_batch={t.max_tokens_per_micro_batch}: pack/fill stays below 1/2, and small "
+            "rows use a GPU badly; try a larger rollout.prompts_per_step or fewer train.updates_per_step"
+        )
+    return found
 
 
 def group_timeout_s(cfg: Config) -> float:

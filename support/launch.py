@@ -121,6 +121,8 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> Inputs:
         if restarts != "0" and cfg.resume != "auto":
             print(f"warning: --max-restarts={restarts}: each restart begins from resume={cfg.resume} again; use auto")
         print(checks.describe(cfg, world_size))
+        for warning in checks.advice(cfg, world_size):
+            print(f"warning: {warning}")
         for part in parts:
             name = "data:" if part == "train" else "eval:"
             longer = f"{dropped[part]} dropped, longer than {cfg.data.max_prompt_tokens} tokens"

@@ -125,6 +125,7 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
         "speed/response_tokens_per_s": length_N.sum() / seconds["step"],
         "speed/samples_per_s": len(samples) / seconds["step"],
         "pack/fill": np.mean([r["fill"] for r in record.reports]),
+        "pack/attention_waste": np.mean([r["attention_waste"] for r in record.reports]),
         "pipeline/bubble": np.mean([r["bubble"] for r in record.reports]),
         "idle_frac": (work_R.max() - work_R.mean()) / seconds["step"],
         "update/skipped": sum(not (math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0) for r in record.reports),

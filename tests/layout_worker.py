@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node=4 tests/layout_worker.py PLANS.json
 
-A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "orders": {name: [sample numbers]}}.
+A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "orders": {name: [sample numbers]}, "bins":
+[[sample numbers]]}; with bins the micro-batches of the update are these.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
 as "grad.<Hugging Face name>", "load" per layer where there are experts, and "same" 1 where the export of the model just
 loaded is the original bit by bit.
@@ -23,7 +24,7 @@ from safetensors.torch import load_file, save_file
 import megatron_bridge as bridge
 import train_grpo
 from support import checks, hf_folder, ranks
-from support.packing import to_micro_batches
+from support.packing import pack, to_micro_batches
 from support.read_config import load_config
 
 EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
@@ -60,7 +61,12 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         batch.trained, batch.seq_id, order, cfg.algo.loss_norm, cfg.algo.loss_norm_length
     )
     budget = cfg.train.max_tokens_per_micro_batch
-    micro_batches = to_micro_batches(replace(batch, weights=weights_F), order, budget, cfg)
+    batch = replace(batch, weights=weights_F)
+    if "bins" in plan:
+        rank, replicas = bridge.data_parallel()
+        micro_batches = [pack(batch, members, budget, bridge.device()) for members in plan["bins"][rank::replicas]]
+    else:
+        micro_batches = to_micro_batches(batch, order, budget, cfg)
     report = train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
     grad_norm = bridge.optimizer_step(optimizer, EPS * STEP)
     after, load = dict(bridge.hf_weights(model)), bridge.expert_load(model)

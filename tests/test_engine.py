@@ -28,7 +28,7 @@ METRICS = [
     "mismatch/ess", "mismatch/cut_frac", "grad_norm", "moe/load",
     "lr", "tokens/prompt_mean", "tokens/response_mean", "tokens/response_max", "tokens/truncated_frac",
     "time/rollout", "time/reward", "time/logprob", "time/train", "time/sync", "time/save", "time/step",
-    "speed/response_tokens_per_s", "speed/samples_per_s", "pack/fill", "idle_frac",
+    "speed/response_tokens_per_s", "speed/samples_per_s", "pack/fill", "pack/attention_waste", "idle_frac",
     "update/skipped", "sync/checked", "mem/peak_gb", "mem/host_gb", "mem/host_free_gb", "mem/free_asleep_gb",
     *(f"mem/{phase}{kind}_gb" for phase in memory.PHASES for kind in ("", "_peak")),
 ]  # fmt: skip

@@ -1,12 +1,13 @@
 """The command without its algorithm: exit codes, who speaks, and what failures of machines mean."""
 
 import errno
+import re
 
 import pytest
 import torch
 
 from config import RankError, TrainingError, UserError
-from support import launch
+from support import checks, launch
 from support.read_config import load_config
 from tests.conftest import REPO
 
@@ -36,6 +37,35 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert "warning: --max-restarts=3: each restart begins from resume=none again; use auto" in command("--dry-run")[1]
     assert "warning" not in command("--dry-run", "resume=auto")[1]
+
+
+def test_the_plan_tells_the_bubble_and_what_will_be_slow(command):
+    """16 × 16 samples of up to 12 tokens."""
+
+    def plan(ranks: int, *overrides: str) -> tuple[str, list[str]]:
+        code, text = command("--dry-run", "--world-size", str(ranks), *overrides)
+        assert code == 0, text
+        return text, [line for line in text.splitlines() if line.startswith("warning: ")]
+
+    text, warned = plan(2, "parallel.pp=2", "train.max_tokens_per_micro_batch=384")
+    # At one token a sample 2 rows, idle 1 slot of 3; at 12, 32 samples fit a row: 8 rows or more, 1 of 9 or less.
+    fewest, most = map(int, re.search(r"pipeline: 2 stages, (\d+) to (\d+) micro-batches a replica", text).groups())
+    assert fewest == 2 and most >= 8 and not warned
+    assert f"stages idle 33% to {1 / (most + 1):.0%} of it" in text and "pipeline" not in plan(2)[0]
+
+    few = ("rollout.prompts_per_step=1", "rollout.group_size=3", "train.max_tokens_per_micro_batch=64")
+    (line,) = checks.advice(load_config(CONFIG, ["parallel.pp=4", *few]), world_size=4)
+    assert "3 samples a replica for parallel.pp=4 stages, which idle at least 50% of it" in line
+    (line,) = plan(1, "train.max_tokens_per_micro_batch=6145")[1]
+    assert "at most 3072 tokens a replica" in line and "rollout.prompts_per_step" in line
+    assert not plan(1, "train.max_tokens_per_micro_batch=6144")[1]
+
+
+@pytest.mark.parametrize(("pp", "extra"), [(4, {}), (8, {"recompute_granularity": "full"}), (8, {})])
+def test_many_stages_without_recompute_are_warned_of(pp, extra):
+    cfg = load_config(CONFIG, [f"parallel.pp={pp}"])
+    found = checks.advice(cfg.model_copy(update={"megatron": extra}), pp)
+    assert ["megatron.recompute_granularity=full" in text for text in found] == [True] * (pp == 8 and not extra)
 
 
 def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):

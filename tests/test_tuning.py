@@ -1,0 +1,48 @@
+"""docs/tuning.md: every key and metric it names exists, and its layouts are the arithmetic it states."""
+
+import re
+
+import megatron_bridge as bridge
+from config import KEYS, SECTIONS
+from rollout import engine_options
+from support import hints
+from tests.conftest import REPO
+
+PAGE = (REPO / "docs/tuning.md").read_text()
+QUOTED = {name.partition("=")[0] for name in re.findall(r"`([a-z_]+[./][\w./]+(?:=[^`]*)?)`", PAGE)}
+METRICS = set(re.findall(r"`([a-z_]+/\w+)`", (REPO / "docs/metrics.md").read_text()))
+
+
+def test_every_key_exists():
+    legal = {*KEYS, *(f"megatron.{key}" for key in bridge.megatron_fields())} - SECTIONS.keys()
+    legal |= {f"rollout.vllm.{key}" for key in engine_options()}
+    named = {name for name in QUOTED if name.partition(".")[0] in {*SECTIONS, "megatron"} and "/" not in name}
+    assert len(named) >= 40 and named <= legal
+    files = {name for name in QUOTED - named if name.endswith((".py", ".jsonl"))}
+    assert QUOTED - named - files <= METRICS
+
+
+def test_every_key_of_a_hint_is_there():
+    """The rules of support/hints.py, whose texts are in their functions."""
+    texts = [str(const) for rule in hints.RULES for const in rule.__code__.co_consts]
+    keys = {key for text in texts for key in re.findall(r"\b(?:algo|rollout|train|parallel|model)\.\w+", text)}
+    assert len(keys) >= 12
+    missing = keys - QUOTED - {"rollout.temperature", "algo.loss_norm"}
+    assert not missing
+
+
+def test_the_layouts_are_the_arithmetic():
+    rows = re.findall(
+        r"^\| Q[^|]*?(?:, ([\d.]+) of it experts)? \| ([\d.]+) \| (\d+) "
+        r"\| tp (\d+) × pp (\d+)(?:, ep (\d+) × etp (\d+))? \| ([\d.]+) \| ([\d.]+) \|$",
+        PAGE,
+        flags=re.MULTILINE,
+    )
+    assert len(rows) == PAGE.count("\n| Qwen")
+    for experts, weights, gpus, tp, pp, ep, etp, state, share in rows:
+        dense = float(weights) - float(experts or 0)
+        held = dense / (int(tp) * int(pp)) * 6 + float(weights) / int(gpus) * 12
+        held += float(experts or 0) / (int(ep or 1) * int(etp or 1) * int(pp)) * 6
+        assert abs(held - float(state)) < 0.06, (weights, gpus)
+        assert abs((80 - 8 - held) / 80 - float(share)) < 0.006, (weights, gpus)
+        assert int(gpus) % (int(tp) * int(pp)) == 0 == int(gpus) % (int(ep or 1) * int(pp))
