@@ -70,7 +70,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
     """The whole run, on every rank of torchrun's world."""
     t = cfg.train
     run = build(cfg, inputs, clock)
-    log = metrics.Log(Path(cfg.output_dir), inputs.done, t.steps)
+    log = metrics.Log(Path(cfg.output_dir), inputs.done, t.steps, run.writer.rollouts)
     if t.eval_every and not inputs.checkpoint:
         log.write(log.evaluated(0, *evaluate(run)))
     for step in range(inputs.done + 1, t.steps + 1):
