@@ -66,6 +66,7 @@ class RolloutWriter:
                     self._send(job)
             except Exception as error:
                 self.failure = error
+            job = None  # not held until the next one comes
             self.jobs.task_done()
         self.jobs.task_done()
         if self.process is not None:
