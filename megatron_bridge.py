@@ -321,7 +321,7 @@ def hidden_states(model, mb) -> torch.Tensor:
     if chunk.config.sequence_parallel and not chunk.pre_process:  # Megatron 0.16 splits it on the first stage only
         untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
         untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
-    tokens, positions = own_stripe(mb.tokens).contiguous(), own_stripe(mb.position_ids)  # [1, T / cp]
+    tokens, positions = own_stripe(mb.tokens).long().contiguous(), own_stripe(mb.position_ids)  # [1, T / cp]
     options = {"padding_mask": untrained} if chunk.config.num_moe_experts else {}
     return model(tokens, positions, attention_mask=None, packed_seq_params=Packing.of(mb), **options)
 
@@ -376,7 +376,7 @@ def token_logprobs(model, hidden, targets, mask, temperature: float) -> tuple[to
         logits, _ = model.output_layer(hidden_R, weight=tied)  # [R, V / tp]
         return torch.stack(vocab_parallel_logp(logits.float() / temperature, targets_R), dim=-1)  # [R, 2]
 
-    hidden_R, targets_R = hidden[:, 0].index_select(0, rows_R), targets.index_select(0, rows_R)
+    hidden_R, targets_R = hidden[:, 0].index_select(0, rows_R), targets.index_select(0, rows_R).long()
     if len(rows_R) > LOGITS_CHUNK:
         checkpoint = partial(torch.utils.checkpoint.checkpoint, chunk_logprobs, use_reentrant=False)
         values_R = torch.cat(list(map(checkpoint, hidden_R.split(LOGITS_CHUNK), targets_R.split(LOGITS_CHUNK))))

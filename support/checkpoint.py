@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
@@ -27,6 +28,8 @@ from safetensors.torch import save_file
 from config import TrainingError, UserError
 from support import versions
 from support.files import digest, put_aside, put_in_place, sync, write_synced
+from support.ranks import gather
+from support.rollout_files import RolloutWriter
 
 FILE_BYTES = 1 << 30  # of a file, about: so much is held twice in memory while it is written
 COMPLETE = re.compile(r"step_(\d{6,})$")
@@ -175,6 +178,7 @@ class CheckpointWriter:
     def __init__(self, folder: Path, keep_last: int, keep_every: int):
         self.folder, self.keep_last, self.keep_every = folder, keep_last, keep_every
         self.step, self.state, self.thread = None, None, None
+        self.rollouts = RolloutWriter()  # of the same run: a checkpoint gets its name after the samples before it
         self.sizes, self.digests, self.failure = [], {}, None  # of this rank's boxes, of its files; what went wrong
 
     def start(self, step: int, state: dict[str, Any], sharded: dict) -> None:
@@ -197,7 +201,8 @@ class CheckpointWriter:
             self.failure = f"{type(error).__name__}: {error}"
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint that is being written, and give it its name; returns it, None if there is none.
+        """Wait for the checkpoint that is being written, and for the files of samples, and give it its name; returns
+        it, None if there is none.
 
         Called on every rank. Raises CheckpointError on every rank if one of them failed, and leaves no half checkpoint.
         """
@@ -205,6 +210,7 @@ class CheckpointWriter:
             return None
         self.thread.join()
         self.thread = None
+        self.rollouts.finish()
         target = self.folder / f"step_{self.step:06d}"
         temporary = self.folder / f"{target.name}.tmp"
         failure = first_failure(self.failure)
@@ -230,7 +236,7 @@ class CheckpointWriter:
         """Write state and manifest, rename, remove old checkpoints; returns what went wrong."""
         try:
             for name, content in {"state.json": self.state, "versions.json": versions.versions()}.items():
-                write_synced(temporary / name, json.dumps(content, indent=1))
+                write_synced(temporary / name, json.dumps(content, indent=1, default=np.ndarray.tolist))
                 digests[name] = digest(temporary / name)
             write_synced(temporary / "manifest.json", json.dumps(digests, indent=1))
             put_in_place(temporary, target)
@@ -242,13 +248,6 @@ class CheckpointWriter:
         except OSError as error:
             return str(error)
         return None
-
-
-def gather(value: Any) -> list:
-    """Every rank's value, by rank; the same on every rank."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def first_failure(failure: str | None) -> str | None:

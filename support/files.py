@@ -3,7 +3,7 @@
 output_dir/config.yaml             the whole configuration
 output_dir/versions.json           the commit and the versions of packages; under "earlier" those before a resume
 output_dir/metrics.jsonl           a JSON object a step; docs/metrics.md
-output_dir/rollouts/step_N.jsonl   every sample of the step
+output_dir/rollouts/step_N.jsonl   every sample of the step; support/rollout_files.py
 output_dir/rollouts/eval_N.jsonl   every sample of the evaluation after step N
 output_dir.lock                    which process writes there, beside the folder, which may be moved aside
 """
@@ -41,11 +41,6 @@ def log_metrics(out: Path, metrics: dict) -> None:
         file.write(json.dumps(numbers, default=float) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def dump_rollouts(path: Path, samples: list) -> None:
-    """Every Sample of a step, a JSON object a line."""
-    path.write_text("".join(json.dumps(vars(sample), ensure_ascii=False) + "\n" for sample in samples))
 
 
 # ---------------------------------------------------------------- the output folder
@@ -115,8 +110,8 @@ def continue_output_dir(path: Path, config_yaml: str, step: int) -> None:
     log.with_suffix(".tmp").write_text("".join(kept))
     log.with_suffix(".tmp").rename(log)
     for file in (path / "rollouts").iterdir():
-        ours = re.fullmatch(r"(step|eval)_(\d+)\.jsonl", file.name)
-        if ours and (int(ours[2]) > step or step == 0):
+        ours = re.fullmatch(r"(step|eval)_(\d+)\.jsonl(\.tmp)?", file.name)
+        if ours and (int(ours[2]) > step or step == 0 or ours[3]):
             file.unlink()
 
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 import megatron_bridge as bridge
 from config import Config, EvalConfig
 from support import files, gates, hints, memory
+from support.rollout_files import RolloutWriter
 
 # What grpo_loss reports of a micro-batch: sums over its response tokens, but for the last, a maximum.
 REPORTED = [
@@ -195,8 +196,9 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 class Log:
     """What a run says of its steps, on rank 0: metrics.jsonl, rollouts/, a bar on a terminal or a line a step."""
 
-    def __init__(self, out: Path, done: int, steps: int):
+    def __init__(self, out: Path, done: int, steps: int, rollouts: RolloutWriter):
         self.out, self.steps, self.speaks = out, steps, dist.get_rank() == 0
+        self.rollouts = rollouts
         self.history: list[dict] = []  # the metrics of each step of this start
         self.hinted: set[str] = set()  # rules whose hint was shown
         self.growth = memory.Growth()
@@ -205,7 +207,7 @@ class Log:
     def evaluated(self, step: int, found: dict[str, float], samples: list) -> dict[str, float]:
         """Keep and show an evaluation after `step`; returns its metrics."""
         if self.speaks:
-            files.dump_rollouts(self.out / "rollouts" / f"eval_{step:06d}.jsonl", samples)
+            self.rollouts.write(self.out / "rollouts" / f"eval_{step:06d}.jsonl", samples)
             shown = (f"{key.removeprefix('eval/')} {value:.3f}" for key, value in found.items() if "@" in key)
             self.bar.write(f"eval after step {step}: {'  '.join(shown)}")
         return {"step": step} | found
@@ -216,7 +218,7 @@ class Log:
             return
         step = metrics["step"]
         if samples is not None:
-            files.dump_rollouts(self.out / "rollouts" / f"step_{step:06d}.jsonl", samples)
+            self.rollouts.write(self.out / "rollouts" / f"step_{step:06d}.jsonl", samples)
         files.log_metrics(self.out, metrics)
         if samples is None:
             return
@@ -251,7 +253,9 @@ class Log:
         self.speaks = False
 
     def close(self) -> None:
-        """The run is done."""
+        """The run is done, its files are on the disk."""
+        self.rollouts.finish()
+        self.rollouts.close()
         self.bar.close()
         if not self.speaks:
             return

@@ -10,7 +10,7 @@ length share a row, and the cap of a row counts sequences × longest.
 import heapq
 import math
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -34,15 +34,16 @@ def attention_pads() -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """What is known of each predicting position: [F] in a Batch, [1, T] in a MicroBatch. Never written in place."""
+    """What is known of each predicting position: [F] in a Batch, [1, T] in a MicroBatch. Never written in place.
+
+    Numbers take 4 bytes: int32, float32. The two masks are True and False in a Batch, 1.0 and 0.0 in a MicroBatch.
+    """
 
     tokens: torch.Tensor  # ids
     targets: torch.Tensor  # id of the next token
-    position_ids: torch.Tensor  # place of the token in its own sample
-    mask: torch.Tensor  # 1.0 where the target is a response token
+    mask: torch.Tensor  # where the target is a response token
     trained: torch.Tensor  # the mask, but 0 in answers that are left out of the loss
     rollout_logp: torch.Tensor  # of the target, as vLLM sampled it; 0 where the mask is 0
-    seq_id: torch.Tensor  # number of the sample; -1: padding
     advantages: torch.Tensor | None = None
     weights: torch.Tensor | None = None  # of each token in the loss; None: log-probs only
     old_logp: torch.Tensor | None = None  # None: one update a step
@@ -55,6 +56,22 @@ class Batch(Rows):
 
     lengths_N: np.ndarray  # positions of each sample
 
+    @cached_property
+    def starts_N(self) -> np.ndarray:
+        """Place of each sample's first position."""
+        return np.cumsum(self.lengths_N) - self.lengths_N
+
+    @property
+    def seq_id(self) -> torch.Tensor:
+        """Number of each position's sample, [F]; made anew at each use, as `position_ids` is."""
+        return torch.from_numpy(np.repeat(np.arange(len(self.lengths_N), dtype=np.int32), self.lengths_N))
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Place of each token in its own sample, [F]."""
+        starts_F = np.repeat(self.starts_N.astype(np.int32), self.lengths_N)
+        return torch.from_numpy(np.arange(len(starts_F), dtype=np.int32) - starts_F)
+
     def per_sample(self, values_F: torch.Tensor) -> np.ndarray:
         """The sum over each sample's positions; [F] → [N] float64."""
         return torch.bincount(self.seq_id, weights=values_F.double()).numpy()
@@ -65,6 +82,8 @@ class MicroBatch(Rows):
     """S sequences in one row of T positions, one after another. What fills the row up stands at its end and is masked:
     it lengthens the last sequence, or makes sequences of its own."""
 
+    position_ids: torch.Tensor  # [1, T], place of the token in its own sample
+    seq_id: torch.Tensor  # [1, T], number of the sample in the Batch; -1: padding
     index_T: torch.Tensor  # [positions that are not padding], place of each in the Batch
     cu_seqlens: torch.Tensor  # [S + 1] int32, where sequences begin and end
     max_seqlen: int
@@ -252,22 +271,25 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
     samples_S = np.array(samples, dtype=np.int64)
     lengths_S = batch.lengths_N[samples_S]
     total = int(lengths_S.sum())
-    starts_N = np.cumsum(batch.lengths_N) - batch.lengths_N
-    shift_S = starts_N[samples_S] - (np.cumsum(lengths_S) - lengths_S)  # from the row to the batch
+    starts_S = np.cumsum(lengths_S) - lengths_S
+    shift_S = batch.starts_N[samples_S] - starts_S  # from the row to the batch
     index_T = torch.from_numpy(np.arange(total) + np.repeat(shift_S, lengths_S))
+    seq_id_T = np.full(width, -1, np.int32)
+    seq_id_T[:total] = np.repeat(samples_S, lengths_S)
     lengths_S = with_padding(lengths_S, width - total)
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32)
-    position_T = torch.from_numpy(np.arange(width) - np.repeat(cu_seqlens[:-1], lengths_S))
+    cu_seqlens = np.cumsum([0, *lengths_S], dtype=np.int32)
+    position_T = np.arange(width, dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths_S)
 
-    def row(name: str) -> torch.Tensor | None:
-        values_F = getattr(batch, name)
+    def row(values_F: torch.Tensor | None) -> torch.Tensor | None:
         if values_F is None:
             return None
-        fill = position_T[total:] if name == "position_ids" else torch.full((width - total,), -(name == "seq_id"))
-        return torch.cat([values_F[index_T], fill.to(values_F.dtype)])[None].to(device)  # [1, T]
+        values_T = torch.nn.functional.pad(values_F[index_T], (0, width - total))
+        return (values_T.float() if values_T.dtype == torch.bool else values_T)[None].to(device)  # [1, T]
 
     return MicroBatch(
-        **{field.name: row(field.name) for field in fields(Rows)},
+        **{field.name: row(getattr(batch, field.name)) for field in fields(Rows)},
+        position_ids=torch.from_numpy(position_T)[None].to(device),
+        seq_id=torch.from_numpy(seq_id_T)[None].to(device),
         index_T=index_T,
         cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
         max_seqlen=int(np.diff(cu_seqlens).max()),

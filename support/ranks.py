@@ -1,13 +1,16 @@
 """The ranks of a run: how they meet, agree and speak. Knows torchrun and torch.distributed, no trainer."""
 
 import datetime
+import itertools
 import os
+import pickle
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -130,7 +133,43 @@ def on_first_rank(action: Callable[[], Any]) -> Any:
 
 
 def gather(value: Any) -> list:
-    """The value of every rank, in the order of ranks; anything that can be pickled, so for small things."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    """The value of every rank, in the order of ranks; anything that can be pickled, the same on every rank.
+
+    Contiguous numpy arrays anywhere in it travel as the bytes they are, and come back as views of one buffer of all
+    ranks: a rank's parts are broadcast into it one after the other, so that uneven shares need no padding.
+    """
+    buffers = []
+    pickled = pickle.dumps(value, protocol=5, buffer_callback=lambda array: buffers.append(array.raw()))
+    headers = [None] * dist.get_world_size()
+    dist.all_gather_object(headers, (pickled, [len(buffer) for buffer in buffers]))
+    places, total = [], 0  # where each rank's arrays begin, at multiples of 8 bytes, and the end of the last
+    for _, sizes in headers:
+        places.append(total + np.cumsum([0, *(-(-size // 8) * 8 for size in sizes)]))
+        total = int(places[-1][-1])
+    whole = torch.empty(total, dtype=torch.uint8)
+    view = memoryview(whole.numpy())
+    for start, buffer in zip(places[dist.get_rank()][:-1], buffers, strict=True):
+        view[start : start + len(buffer)] = buffer.cast("B")
+    for rank, starts in enumerate(places):
+        if starts[-1] > starts[0]:
+            dist.broadcast(whole[starts[0] : starts[-1]], src=rank)
+    return [
+        pickle.loads(pickled, buffers=[view[start : start + size] for start, size in zip(starts, sizes, strict=False)])
+        for (pickled, sizes), starts in zip(headers, places, strict=True)
+    ]
+
+
+def gather_samples(samples: list, notes: Any) -> tuple[list, list]:
+    """The samples of all ranks in the order of their groups, and each rank's notes; on every rank.
+
+    Texts go to rank 0 alone, which writes them; elsewhere `text` is None, so that code which needs it fails at once.
+    """
+    texts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object([sample.text for sample in samples], texts)
+    for sample in samples:
+        sample.text = None
+    everywhere = gather((samples, notes))
+    samples = [sample for part, _ in everywhere for sample in part]
+    for sample, text in zip(samples, itertools.chain(*texts or []), strict=False):
+        sample.text = text
+    return sorted(samples, key=lambda sample: sample.group), [notes for _, notes in everywhere]

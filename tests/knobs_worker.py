@@ -20,7 +20,7 @@ def main() -> int:
     def noted_step(run, step):
         found["max_num_seqs"] = run.engine.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         result = train_step(run, step)
-        found["response_ids"] += [sample.response_ids for sample in result[1]]
+        found["response_ids"] += [sample.response_ids.tolist() for sample in result[1]]
         return result
 
     def noted_cut(*args):

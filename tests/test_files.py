@@ -1,14 +1,23 @@
-"""The lock of the output folder, with a process that holds it, and the folder of an earlier run."""
+"""The lock of the output folder, with a process that holds it; the folder of an earlier run; files of samples."""
 
+import errno
 import fcntl
+import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from config import UserError
+from config import TrainingError, UserError
 from support.files import lock_output_dir, open_output_dir
+from support.preflight import explain_disk_error
+from support.rollout_files import RolloutWriter
 from tests.conftest import REPO
 
 
@@ -59,3 +68,85 @@ def test_an_earlier_run_is_moved_aside(tmp_path, capsys):
     (out / "metrics.jsonl").write_text("no JSON\n")
     with pytest.raises(UserError, match=r"output_dir=.*out: Expecting value"):
         open_output_dir(out, "seed: 3\n", "auto", 2)
+
+
+# ---------------------------------------------------------------- files of samples
+
+
+@pytest.fixture
+def writer():
+    writer = RolloutWriter()
+    yield writer
+    writer.close()
+
+
+def made_up(text: str = "ab") -> SimpleNamespace:
+    """A sample with what JSON does not know: float32, of which it has to be said which number of 64 bits it is."""
+    logp = np.array([-0.1, -1e-7, -0.0, -12.5], np.float32)
+    return SimpleNamespace(ids=np.array([5, 150_000], np.int32), logp=logp, text=text, parts={"x": 0.1}, group=3)
+
+
+def test_a_file_of_samples_is_what_json_makes_of_lists(writer, tmp_path):
+    texts = ["ab", "été 😀 \u2028", 'a "quoted"\nline', ""]
+    writer.write(tmp_path / "step_000001.jsonl", [made_up(text) for text in texts])
+    writer.finish()
+    plain = {"ids": [5, 150_000], "logp": made_up().logp.tolist()}
+    lines = [json.dumps({**plain, "text": text, "parts": {"x": 0.1}, "group": 3}, ensure_ascii=False) for text in texts]
+    assert (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8") == "".join(f"{line}\n" for line in lines)
+    assert "-1.0000000116860974e-07, -0.0, -12.5" in lines[0]
+
+
+def test_a_slow_disk_holds_the_loop_up_from_the_third_file_on(writer, tmp_path):
+    files = [tmp_path / f"step_{number:06d}.jsonl" for number in range(5)]
+    writer.write(files[0], [made_up()])
+    writer.finish()
+    os.kill(writer.process.pid, signal.SIGSTOP)
+    sample = made_up("as it was")
+    writer.write(files[1], [sample])  # being written
+    while writer.jobs.qsize():
+        time.sleep(0.01)
+    writer.write(files[2], [sample])  # waits
+    sample.text = "changed later"
+    third = threading.Thread(target=writer.write, args=(files[3], [sample]))
+    third.start()
+    third.join(0.3)
+    assert third.is_alive() and not files[1].exists()
+    os.kill(writer.process.pid, signal.SIGCONT)
+    third.join()
+    writer.finish()
+    assert [json.loads(file.read_text())["text"] for file in files[1:4]] == ["as it was"] * 2 + ["changed later"]
+    writer.write(files[4], [])
+    writer.close()  # writes what waits
+    assert files[4].read_text() == "" and sorted(tmp_path.iterdir()) == files
+
+
+def test_a_full_disk_is_told_by_the_next_call(writer, tmp_path):
+    path = tmp_path / "step_000001.jsonl"
+    (tmp_path / f"{path.name}.tmp").symlink_to("/dev/full")
+    writer.write(path, [made_up()])
+    for call in (writer.finish, writer.finish, lambda: writer.write(tmp_path / "step_000002.jsonl", [])):
+        with pytest.raises(OSError, match="No space left on device") as raised:
+            call()
+    assert raised.value.errno == errno.ENOSPC and list(tmp_path.iterdir()) == []
+    said = explain_disk_error("save", raised.value, tmp_path)
+    assert said.startswith("a file could not be written in the phase save: [Errno 28] No space left on device")
+
+
+def test_what_else_can_go_wrong_with_files_of_samples(tmp_path):
+    def failure(samples: list, path=tmp_path / "step_000001.jsonl", kill: bool = False):
+        writer = RolloutWriter()
+        if kill:
+            writer.write(tmp_path / "before", [])
+            writer.finish()
+            os.kill(writer.process.pid, signal.SIGKILL)
+        writer.write(path, samples)
+        with pytest.raises(Exception) as raised:
+            writer.finish()
+        writer.close()
+        return raised.value
+
+    assert isinstance(failure([SimpleNamespace(field={1, 2})]), AttributeError)  # a fork's field that is no JSON
+    missing = failure([], tmp_path / "none" / "step_000001.jsonl")
+    assert isinstance(missing, FileNotFoundError) and missing.errno == errno.ENOENT
+    died = failure([made_up()], kill=True)
+    assert isinstance(died, TrainingError) and "died (exit code -9)" in str(died), died

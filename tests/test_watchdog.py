@@ -292,6 +292,49 @@ time.sleep(100)
 # ---------------------------------------------------------------- the clock, and ranks together
 
 
+def test_gather_keeps_everything(start):
+    program = """
+import numpy as np
+from dataclasses import dataclass
+
+@dataclass
+class Answer:
+    group: int
+    ids: np.ndarray
+    text: str | None
+    parts: dict
+
+def ids(*values):
+    return np.array(values, np.int32)
+
+def shares():  # of each rank: odd sizes, nothing in an array, text of many alphabets, two samples that share an array
+    shared = ids(7, 8, 9)
+    return [
+        [Answer(2, ids(1), "ab", {"x": 0.5}), Answer(2, ids(), "", {}), Answer(0, shared, "été 😀", {"y": -1.0})],
+        [Answer(1, ids(*range(1000)), "数学\\n", {"x": np.float64(0.1)}), Answer(1, shared, "z", {})],
+    ]
+
+samples, notes = ranks.gather_samples(shares()[rank], {"rank": rank})
+assert notes == [{"rank": 0}, {"rank": 1}]
+a, b = shares()
+for sample, was in zip(samples, [a[2], b[0], b[1], a[0], a[1]], strict=True):
+    assert (sample.group, sample.ids.tolist(), sample.parts) == (was.group, was.ids.tolist(), was.parts)
+    assert sample.ids.dtype == np.int32 and sample.text == (was.text if rank == 0 else None)
+samples, _ = ranks.gather_samples(shares()[0] if rank else [], None)  # a rank without any
+assert [s.text for s in samples] == (["été 😀", "ab", ""] if rank == 0 else [None] * 3)
+
+value = {"rank": rank, "odd": np.arange(rank * 3, dtype=np.int8), "cut": np.arange(6.0)[::2], "words": ["é" * rank]}
+zero, one = ranks.gather(value)
+assert (zero["rank"], zero["odd"].tolist(), zero["words"]) == (0, [], [""])
+assert (one["rank"], one["odd"].tolist(), one["words"]) == (1, [0, 1, 2], ["é"])
+assert zero["cut"].tolist() == one["cut"].tolist() == [0, 2, 4]
+note("same")
+"""
+    run = start(GROUP + program)
+    assert run.end() == 0, run.text
+    assert all((run.folder / f"same.{rank}.0").exists() for rank in (0, 1))
+
+
 def test_ranks_agree_and_a_clock(start):
     program = """
 import math

@@ -46,9 +46,9 @@ QUOTES = {
     "advantage": (SCRIPT, "group_advantages", "r = rewards_N[members]", 5),
     "spread": (SCRIPT, "give_credit", "return replace(batch, advantages=", 1),
     "shift": (SCRIPT, "flatten", '"tokens": np.delete(', 1),
-    "mask": (SCRIPT, "flatten", "mask_F = position_F >=", 1),
+    "mask": (SCRIPT, "flatten", "mask_F = np.repeat(", 1),
     "rows": (SCRIPT, "train_step", "micro_batches = to_micro_batches(", 1),
-    "bounds": ("support/packing.py", "pack", "cu_seqlens = np.concatenate(", 1),
+    "bounds": ("support/packing.py", "pack", "cu_seqlens = np.cumsum(", 1),
     "weights": (SCRIPT, "train_step", "batch = replace(batch, weights=", 1),
     "forward": (SCRIPT, "forward_step", "mb = next(micro_batches)", 5),
     "logits": ("megatron_bridge.py", "token_logprobs", "logits, _ = model.output_layer(", 2),
@@ -211,7 +211,7 @@ def sampling(v: SimpleNamespace) -> str:
     answers = table(
         "answer | ids | text | finished | vLLM's log-prob of each id",
         [
-            [n, s.response_ids, f"`{s.text}`", s.finished, " ".join(f"{logp:.3f}" for logp in s.rollout_logp)]
+            [n, s.response_ids.tolist(), f"`{s.text}`", s.finished, " ".join(f"{logp:.3f}" for logp in s.rollout_logp)]
             for n, s in v.mine
         ],
     )

@@ -70,7 +70,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
     """The whole run, on every rank of torchrun's world."""
     t = cfg.train
     run = build(cfg, inputs, clock)
-    log = metrics.Log(Path(cfg.output_dir), inputs.done, t.steps)
+    log = metrics.Log(Path(cfg.output_dir), inputs.done, t.steps, run.writer.rollouts)
     if t.eval_every and not inputs.checkpoint:
         log.write(log.evaluated(0, *evaluate(run)))
     for step in range(inputs.done + 1, t.steps + 1):
@@ -201,20 +201,24 @@ def evaluate(run: Run) -> tuple[dict[str, float], list["Sample"]]:
 
 @dataclass
 class Sample:
-    """One answer, as plain Python, filled as the step goes on. `group` numbers the prompt within the step."""
+    """One answer, as plain fields, filled as the step goes on. `group` numbers the prompt within the step."""
 
     group: int
-    prompt_ids: list[int]
-    response_ids: list[int]  # as vLLM sampled them, the end token included
-    rollout_logp: list[float]  # of each, by vLLM
+    prompt_ids: ndarray  # int32; a list becomes an array, here and below
+    response_ids: ndarray  # int32, as vLLM sampled them, the end token included
+    rollout_logp: ndarray  # float32, of each, by vLLM
     finished: bool  # by itself, not cut off
-    text: str  # for rewards only, never tokenised again
+    text: str | None  # for rewards and rollouts/ only, never tokenised again; None on ranks other than 0
     source: str
     graded: str = "ok"  # ok | timeout | error; the last two have reward 0
     error: str = ""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     advantage: float = 0.0
+
+    def __post_init__(self):
+        self.prompt_ids, self.response_ids = np.asarray(self.prompt_ids, "i4"), np.asarray(self.response_ids, "i4")
+        self.rollout_logp = np.asarray(self.rollout_logp, "f4")
 
 
 def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], int, list[dict]]:
@@ -274,9 +278,7 @@ def answer(
         for sample, outcome in zip(samples, run.grading.collect(), strict=True):
             sample.graded, sample.error = outcome.status, outcome.error
             sample.reward, sample.reward_parts = sum(outcome.parts.values()), outcome.parts
-    everywhere = ranks.gather((samples, dict(clock.seconds)))
-    samples = sorted((s for part, _ in everywhere for s in part), key=lambda s: s.group)
-    return samples, [notes for _, notes in everywhere]
+    return ranks.gather_samples(samples, dict(clock.seconds))
 
 
 def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None:
@@ -298,19 +300,17 @@ def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
     A prompt a b with the answer c d gives tokens a b c, targets b c d, mask 0 1 1.
     """
     prompt_N = np.array([len(s.prompt_ids) for s in samples])
-    lengths_N = prompt_N + np.array([len(s.response_ids) for s in samples]) - 1
-    ends_N = np.cumsum(lengths_N + 1)
-    starts_N = ends_N - lengths_N - 1
-    ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)]).astype(np.int64)
-    position_F = np.arange(lengths_N.sum()) - np.repeat(np.cumsum(lengths_N) - lengths_N, lengths_N)
-    mask_F = position_F >= np.repeat(prompt_N - 1, lengths_N)
+    response_N = np.array([len(s.response_ids) for s in samples])
+    lengths_N = prompt_N + response_N - 1
+    lasts_N = np.cumsum(lengths_N + 1) - 1  # place of each sample's last id
+    ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)])
+    mask_F = np.repeat(np.tile([False, True], len(samples)), np.stack([prompt_N - 1, response_N], axis=1).ravel())
     logp_F = np.zeros(len(mask_F), np.float32)
     logp_F[mask_F] = np.concatenate([s.rollout_logp for s in samples])
     kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
     rows = {
-        "tokens": np.delete(ids, ends_N - 1), "targets": np.delete(ids, starts_N), "position_ids": position_F,
-        "mask": mask_F.astype(np.float32), "trained": (mask_F & kept_F).astype(np.float32), "rollout_logp": logp_F,
-        "seq_id": np.repeat(np.arange(len(samples)), lengths_N),
+        "tokens": np.delete(ids, lasts_N), "targets": np.delete(ids, lasts_N - lengths_N), "mask": mask_F,
+        "trained": mask_F & kept_F, "rollout_logp": logp_F,
     }  # fmt: skip
     return Batch(**{name: torch.from_numpy(values_F) for name, values_F in rows.items()}, lengths_N=lengths_N)
 
@@ -409,7 +409,7 @@ def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: s
     }
     if kind not in weights_N:
         raise UserError(f"algo.loss_norm={kind!r}: legal is {' | '.join(weights_N)}")
-    return ((weights_N[kind] * chosen_N)[seq_id_F] * trained_F).float()
+    return (weights_N[kind] * chosen_N).float()[seq_id_F] * trained_F
 
 
 # ---------------------------------------------------------------- 5. on Megatron, and back to vLLM

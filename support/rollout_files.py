@@ -1,0 +1,143 @@
+"""Files of samples, written beside the training: by a process, since turning numbers into text holds Python's lock, and
+a thread that did it would hold up the loop, and vLLM in it, for as long. Started as a program it is that process.
+
+A file is complete or absent: it has another name until it is on the disk.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+REPO = str(Path(__file__).resolve().parent.parent)  # where the process finds support/
+TEMPORARY = ".tmp"  # what a name ends in until the file is complete
+
+# ---------------------------------------------------------------- in the trainer
+
+
+class RolloutWriter:
+    """Writes files of samples in the order they come: one is being written, one may wait, then `write` waits.
+
+    What goes wrong is raised by the next `write` or `finish`: OSError as it was met, TrainingError for a dead process.
+    """
+
+    def __init__(self):
+        self.jobs = queue.Queue(maxsize=1)
+        self.process, self.thread, self.failure = None, None, None
+
+    def write(self, path: Path, samples: list) -> None:
+        """Have every Sample written to `path` as it is now, a JSON object a line."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._serve, daemon=True)
+            self.thread.start()
+            atexit.register(self.close)  # a run that ends with an error writes its last samples too
+        self._check()
+        self.jobs.put((str(path), [dict(vars(sample)) for sample in samples]))
+
+    def finish(self) -> None:
+        """Wait until all files are on the disk."""
+        self.jobs.join()
+        self._check()
+
+    def close(self) -> None:
+        """Write what waits, then end the process."""
+        atexit.unregister(self.close)
+        if self.thread is not None:
+            self.jobs.put(None)
+            self.thread.join()
+            self.thread = None
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _serve(self) -> None:
+        """The thread that feeds the process. After a failure it takes jobs without writing them, so nobody waits."""
+        while (job := self.jobs.get()) is not None:
+            try:
+                if self.failure is None:
+                    self._send(job)
+            except Exception as error:
+                self.failure = error
+            job = None  # not held until the next one comes
+            self.jobs.task_done()
+        self.jobs.task_done()
+        if self.process is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()  # the process reads to the end
+            self.process.wait()
+            self.process.stdout.close()
+
+    def _send(self, job: tuple[str, list[dict]]) -> None:
+        """Have the process write a file. Raises what it met there."""
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "support.rollout_files"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [REPO, os.environ.get("PYTHONPATH")]))},
+                start_new_session=True,  # Ctrl-C is not for it
+            )
+        try:
+            pickle.dump(job, self.process.stdin, protocol=5)
+            self.process.stdin.flush()
+            failure = pickle.load(self.process.stdout)
+        except (BrokenPipeError, EOFError):
+            from config import TrainingError  # here, since the process reads this file too
+
+            raise TrainingError(
+                f"the process that writes {job[0]} died (exit code {self.process.wait()}), maybe killed as host memory "
+                "ran out. Go on with resume=auto"
+            ) from None
+        if failure is not None:
+            raise failure
+
+
+# ---------------------------------------------------------------- the process
+
+
+def write_rows(path: str, rows: list[dict]) -> None:
+    """Write a JSON object a line, numpy arrays as lists. Raises OSError, and leaves nothing behind then."""
+    temporary = path + TEMPORARY
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False, default=lambda array: array.tolist()) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def serve() -> None:
+    """Write what comes on standard input, a pickled (path, rows) each; answer with None or the error, pickled."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler's is for the ranks: they save, then end this process
+    from support import sandbox
+
+    sandbox.die_with_parent()
+    jobs, replies = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr
+    while jobs.peek(1):
+        path, rows = pickle.load(jobs)
+        failure = None
+        try:
+            write_rows(path, rows)
+        except Exception as error:
+            failure = error
+        del rows  # not held while nothing is to be written
+        pickle.dump(failure, replies)
+        replies.flush()
+
+
+if __name__ == "__main__":
+    serve()
