@@ -129,7 +129,9 @@ class AlgoConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: Count = 100  # of the whole run
+    epochs: Positive | None = None  # passes over data.train, in place of train.steps; docs/data.md
+    # of the whole run; null where train.epochs says it, until the data are read
+    steps: Count | None = Field(default_factory=lambda given: None if given.get("epochs") else 100)
     lr: NotNegative = 1e-6  # learning rate
     warmup_steps: Whole = 0  # learning rate rises linearly over these steps, then stays
     weight_decay: NotNegative = 0.0  # of AdamW

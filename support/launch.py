@@ -5,10 +5,12 @@ Knows no step of training: the script hands in what it rehearses and how it trai
 
 import argparse
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 import megatron_bridge as bridge
-from config import Config, RankError, TrainingError, UserError
+from config import Config, RankError, TrainingError, UserError, changed
 from support import (
     checkpoint,
     checks,
@@ -66,8 +68,8 @@ def command(
         if args.debug:
             debug.turn_on(cfg)
         checks.check_config(cfg, args.world_size)
-        rehearse(cfg)
-        inputs = prepare(cfg, args.world_size, weights=not args.dry_run)
+        rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))  # the data are not read yet: any number will do
+        cfg, inputs = prepare(cfg, args.world_size, weights=not args.dry_run)
         if not args.dry_run:
             check_start(cfg)
             ranks.join_ranks(checks.group_timeout_s(cfg))
@@ -100,8 +102,19 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def prepare(cfg: Config, world_size: int, weights: bool) -> Inputs:
-    """Check the model, its files of `weights` if asked, and the data; say what the run will be. Raises UserError."""
+def with_steps(cfg: Config, prompts: int) -> Config:
+    """The configuration with `train.steps`, where `train.epochs` is given: of so many passes over so many prompts."""
+    if cfg.train.epochs is None:
+        return cfg
+    passes = Fraction(str(cfg.train.epochs))  # 1.1 epochs of 100 prompts are 110, not 110.00000000000001
+    return changed(cfg, {"train.steps": math.ceil(passes * prompts / cfg.rollout.prompts_per_step)})
+
+
+def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs]:
+    """Check the model, its files of `weights` if asked, and the data; say what the run will be. Raises UserError.
+
+    Returns the configuration to train with, where `train.steps` alone says how long, and the inputs.
+    """
     parts = ("train", "eval") if cfg.data.eval is not None else ("train",)
     prompts: dict[str, list[Prompt]] = {"eval": []}
     dropped: dict[str, int] = {}
@@ -116,6 +129,7 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> Inputs:
             checks.check_weights(hf_folder.local_folder(cfg.model.path))
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
+    cfg = with_steps(cfg, len(prompts["train"]))
     if ranks.is_first_rank():
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
         if restarts != "0" and cfg.resume != "auto":
@@ -125,7 +139,7 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> Inputs:
             name = "data:" if part == "train" else "eval:"
             longer = f"{dropped[part]} dropped, longer than {cfg.data.max_prompt_tokens} tokens"
             print(f"{name:8s} {len(prompts[part])} prompts" + (f"; {longer}" if dropped[part] else ""), flush=True)
-    return Inputs(tokenizer, prompts["train"], prompts["eval"])
+    return changed(cfg, {"train.epochs": None}), Inputs(tokenizer, prompts["train"], prompts["eval"])
 
 
 def check_start(cfg: Config) -> None:

@@ -5,7 +5,7 @@ import errno
 import pytest
 import torch
 
-from config import RankError, TrainingError, UserError
+from config import RankError, TrainConfig, TrainingError, UserError
 from support import launch
 from support.read_config import load_config
 from tests.conftest import REPO
@@ -36,6 +36,30 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert "warning: --max-restarts=3: each restart begins from resume=none again; use auto" in command("--dry-run")[1]
     assert "warning" not in command("--dry-run", "resume=auto")[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "plan"),  # of 200 prompts, 16 a step
+    [
+        (["train.steps=null", "train.epochs=3"], "38 steps (3 epochs) = 9728 samples"),  # 37.5 of them
+        (["train.steps=null", "train.epochs=1.1", "rollout.prompts_per_step=20"], "11 steps (1.1 epochs)"),
+        (["train.steps=null", "train.epochs=0.01"], "1 step (0.01 epochs)"),
+        (["train.steps=7"], "7 steps = 1792 samples"),
+        (["train.epochs=2"], "train.steps=300 and train.epochs=2.0 both say how long"),
+        (["train.steps=null"], "train.steps=null: say how long"),
+    ],
+)
+def test_epochs_stand_for_steps(command, options, plan):
+    rehearsed = []
+    code, text = command("--dry-run", *options, rehearse=rehearsed.append)
+    assert code == (2 if "say how long" in plan else 0) and plan in text
+    assert all(cfg.train.steps for cfg in rehearsed)
+
+
+def test_what_is_trained_with_says_steps_alone(tiny):
+    options = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "train.steps=null"]
+    cfg, _ = launch.prepare(load_config(CONFIG, [*options, "train.epochs=2"]), 1, weights=True)
+    assert (cfg.train.steps, cfg.train.epochs) == (25, None) == (TrainConfig().steps // 4, TrainConfig().epochs)
 
 
 def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
