@@ -58,8 +58,10 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    train: str | list[str]  # file, glob, folder or hub name:split, or a list of them; see docs/data.md
-    eval: str | list[str] | None = None  # like train, for train.eval_every
+    # file, glob, folder or hub name:split, or a list of them, or sets to mix as {name: weight}; see docs/data.md
+    train: str | list[str] | dict[str, Positive]
+    eval: str | list[str] | None = None  # like train, but for weights; for train.eval_every
+    custom: str | None = None  # path/to/file.py:function that yields the rows of each name in train and eval
     split: str = "train"  # of a hub data set or folder that names none itself
     prompt_key: str = "prompt"  # text, or a list of chat messages; this and the next two may lead into dicts: a.b
     answer_key: str = "answer"  # what the reward compares with

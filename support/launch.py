@@ -8,7 +8,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -33,7 +33,7 @@ from support import (
     versions,
 )
 from support.clock import Clock
-from support.data import Prompt, fingerprint, load_prompts, load_tokenizer
+from support.data import Mixture, Prompt, fingerprint, load_prompts, load_tokenizer
 from support.files import lock_output_dir, open_output_dir
 from support.read_config import to_yaml
 
@@ -43,8 +43,8 @@ class Inputs:
     """What a run starts from, on every rank."""
 
     tokenizer: Any
-    prompts: list[Prompt]
-    eval_prompts: list[Prompt]
+    prompts: Sequence[Prompt]  # each is put together when it is asked for
+    eval_prompts: Sequence[Prompt]
     checkpoint: Path | None = None  # to go on from
     done: int = 0  # steps that are behind it
 
@@ -116,7 +116,7 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs
     Returns the configuration to train with, where `train.steps` alone says how long, and the inputs.
     """
     parts = ("train", "eval") if cfg.data.eval is not None else ("train",)
-    prompts: dict[str, list[Prompt]] = {"eval": []}
+    prompts: dict[str, Sequence[Prompt]] = {"eval": []}
     dropped: dict[str, int] = {}
     try:
         checks.check_model(
@@ -139,6 +139,8 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs
             name = "data:" if part == "train" else "eval:"
             longer = f"{dropped[part]} dropped, longer than {cfg.data.max_prompt_tokens} tokens"
             print(f"{name:8s} {len(prompts[part])} prompts" + (f"; {longer}" if dropped[part] else ""), flush=True)
+            if isinstance(prompts[part], Mixture):
+                print(prompts[part].describe(cfg.train.steps * cfg.rollout.prompts_per_step), flush=True)
     return changed(cfg, {"train.epochs": None}), Inputs(tokenizer, prompts["train"], prompts["eval"])
 
 
@@ -169,9 +171,10 @@ def check_start(cfg: Config) -> None:
         )
 
 
-def check_machines(cfg: Config) -> IO | None:
+def check_machines(cfg: Config, data: str) -> IO | None:
     """Check what only the machines can tell, before weights are loaded; builds the process groups. Raises UserError.
 
+    `data` is the fingerprint of the prompts, which files of another machine, or rows that a function makes, may change.
     Returns the lock of the output folder on rank 0, to be held as long as the run; None elsewhere.
     """
     out = Path(cfg.output_dir)
@@ -184,7 +187,7 @@ def check_machines(cfg: Config) -> IO | None:
         return lock_output_dir(out)
 
     try:
-        preflight.check_same_config(cfg.model_dump())
+        preflight.check_same_config({**cfg.model_dump(), "prompts of data.train": data})
     except ValueError as error:
         raise UserError(str(error)) from None
     lock = ranks.on_first_rank(check_first_host)
@@ -229,7 +232,8 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
     """Check the machines, then `train`, watched; says what their failures mean. Raises UserError, TrainingError."""
     clock = Clock(cfg.train.stall_timeout_s)
     try:
-        with check_machines(cfg) or contextlib.nullcontext():  # the lock of the output folder, on rank 0
+        lock = check_machines(cfg, fingerprint(inputs.prompts))  # of the output folder, on rank 0
+        with lock or contextlib.nullcontext():
             inputs = resumed(cfg, inputs)
             if inputs.done < cfg.train.steps:
                 train(cfg, inputs, clock)

@@ -107,7 +107,8 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, messa
         raise failure
 
     monkeypatch.setattr(launch, "Clock", Clock)
-    monkeypatch.setattr(launch, "check_machines", lambda cfg: None)
+    monkeypatch.setattr(launch, "check_machines", lambda cfg, data: None)
+    monkeypatch.setattr(launch, "fingerprint", lambda prompts: "")
     monkeypatch.setattr(launch, "resumed", lambda cfg, inputs: inputs)
     monkeypatch.setattr(launch.dist, "get_rank", lambda: 1)
     cfg = load_config(CONFIG, [f"output_dir={tmp_path}"])
