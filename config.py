@@ -58,8 +58,10 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    train: str | list[str]  # file, glob, folder or hub name:split, or a list of them; see docs/data.md
-    eval: str | list[str] | None = None  # like train, for train.eval_every
+    # file, glob, folder or hub name:split, or a list of them, or sets to mix as {name: weight}; see docs/data.md
+    train: str | list[str] | dict[str, Positive]
+    eval: str | list[str] | None = None  # like train, but for weights; for train.eval_every
+    custom: str | None = None  # path/to/file.py:function that yields the rows of each name in train and eval
     split: str = "train"  # of a hub data set or folder that names none itself
     prompt_key: str = "prompt"  # text, or a list of chat messages; this and the next two may lead into dicts: a.b
     answer_key: str = "answer"  # what the reward compares with
@@ -129,7 +131,9 @@ class AlgoConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: Count = 100  # of the whole run
+    epochs: Positive | None = None  # passes over data.train, in place of train.steps; docs/data.md
+    # of the whole run; null where train.epochs says it, until the data are read
+    steps: Count | None = Field(default_factory=lambda given: None if given.get("epochs") else 100)
     lr: NotNegative = 1e-6  # learning rate
     warmup_steps: Whole = 0  # learning rate rises linearly over these steps, then stays
     weight_decay: NotNegative = 0.0  # of AdamW

@@ -37,6 +37,11 @@ def check_config(cfg: Config, world_size: int) -> None:
         f"train.eval_every={t.eval_every}, but data.eval is not set; name the data or use train.eval_every=0",
     )
     require(
+        t.steps is None or t.epochs is None,
+        f"train.steps={t.steps} and train.epochs={t.epochs} both say how long to train; set one of them to null",
+    )
+    require(bool(t.steps or t.epochs), "train.steps=null: say how long to train, by train.steps or by train.epochs")
+    require(
         cfg.eval.temperature > 0 or cfg.eval.samples == 1,
         f"eval.temperature=0 gives the same answer {cfg.eval.samples} times; use eval.samples=1",
     )
@@ -96,8 +101,8 @@ def describe(cfg: Config, world_size: int) -> str:
     """The layout and the arithmetic of a step, in words."""
     r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
 
-    def count(n: int, what: str) -> str:
-        return f"{n} {what}{'s' * (n != 1)}"
+    def count(n: float, what: str) -> str:
+        return f"{n:.12g} {what}{'s' * (n != 1)}"
 
     dp = world_size // (p.tp * p.pp * p.cp)
     samples, updates = r.prompts_per_step * r.group_size, t.updates_per_step * t.epochs_per_step
@@ -106,6 +111,7 @@ def describe(cfg: Config, world_size: int) -> str:
     edp = world_size // (p.etp * p.ep * p.pp)
     experts = f"; experts: ep {p.ep} × etp {p.etp} × pp {p.pp} × dp {edp}" if p.ep * p.etp > 1 else ""
     kl = f" + {a.kl_coef:g} {a.kl} in the {a.kl_in}" if a.kl_coef else ""
+    passes = f" ({count(t.epochs, 'epoch')})" if t.epochs else ""
     rounds = f", up to {a.max_rounds} rounds" if a.max_rounds > 1 else ""
     correction = f"; {a.correction}" if a.correction != "none" else ""
     entropy = f" - {a.entropy_coef:g} entropy" if a.entropy_coef else ""
@@ -122,8 +128,8 @@ def describe(cfg: Config, world_size: int) -> str:
         f"{count(updates, 'update')} of {samples // t.updates_per_step} samples → "
         f"micro-batches of ≤ {t.max_tokens_per_micro_batch} tokens over {count(dp, 'replica')}\n"
         f"{pipeline if p.pp > 1 else ''}"
-        f"a run:   {count(t.steps, 'step')} = {t.steps * samples} samples, {count(t.steps * updates, 'update')}; "
-        f"lr {t.lr:g} after {count(t.warmup_steps, 'warm-up step')}\n"
+        f"a run:   {count(t.steps, 'step')}{passes} = {t.steps * samples} samples, "
+        f"{count(t.steps * updates, 'update')}; lr {t.lr:g} after {count(t.warmup_steps, 'warm-up step')}\n"
         f"loss:    {a.loss} ({a.clip_low:g}, {a.clip_high:g}){kl}{entropy}; {a.advantage} advantages; "
         f"{a.loss_norm} over an update{correction}"
     )

@@ -5,10 +5,12 @@ Knows no step of training: the script hands in what it rehearses and how it trai
 
 import argparse
 import contextlib
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 import megatron_bridge as bridge
-from config import Config, RankError, TrainingError, UserError
+from config import Config, RankError, TrainingError, UserError, changed
 from support import (
     checkpoint,
     checks,
@@ -31,7 +33,7 @@ from support import (
     versions,
 )
 from support.clock import Clock
-from support.data import Prompt, fingerprint, load_prompts, load_tokenizer
+from support.data import Mixture, Prompt, fingerprint, load_prompts, load_tokenizer
 from support.files import lock_output_dir, open_output_dir
 from support.read_config import to_yaml
 
@@ -41,8 +43,8 @@ class Inputs:
     """What a run starts from, on every rank."""
 
     tokenizer: Any
-    prompts: list[Prompt]
-    eval_prompts: list[Prompt]
+    prompts: Sequence[Prompt]  # each is put together when it is asked for
+    eval_prompts: Sequence[Prompt]
     checkpoint: Path | None = None  # to go on from
     done: int = 0  # steps that are behind it
 
@@ -66,8 +68,8 @@ def command(
         if args.debug:
             debug.turn_on(cfg)
         checks.check_config(cfg, args.world_size)
-        rehearse(cfg)
-        inputs = prepare(cfg, args.world_size, weights=not args.dry_run)
+        rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))  # the data are not read yet: any number will do
+        cfg, inputs = prepare(cfg, args.world_size, weights=not args.dry_run)
         if not args.dry_run:
             check_start(cfg)
             ranks.join_ranks(checks.group_timeout_s(cfg))
@@ -100,10 +102,21 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def prepare(cfg: Config, world_size: int, weights: bool) -> Inputs:
-    """Check the model, its files of `weights` if asked, and the data; say what the run will be. Raises UserError."""
+def with_steps(cfg: Config, prompts: int) -> Config:
+    """The configuration with `train.steps`, where `train.epochs` is given: of so many passes over so many prompts."""
+    if cfg.train.epochs is None:
+        return cfg
+    passes = Fraction(str(cfg.train.epochs))  # 1.1 epochs of 100 prompts are 110, not 110.00000000000001
+    return changed(cfg, {"train.steps": math.ceil(passes * prompts / cfg.rollout.prompts_per_step)})
+
+
+def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs]:
+    """Check the model, its files of `weights` if asked, and the data; say what the run will be. Raises UserError.
+
+    Returns the configuration to train with, where `train.steps` alone says how long, and the inputs.
+    """
     parts = ("train", "eval") if cfg.data.eval is not None else ("train",)
-    prompts: dict[str, list[Prompt]] = {"eval": []}
+    prompts: dict[str, Sequence[Prompt]] = {"eval": []}
     dropped: dict[str, int] = {}
     try:
         checks.check_model(
@@ -116,6 +129,7 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> Inputs:
             checks.check_weights(hf_folder.local_folder(cfg.model.path))
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
+    cfg = with_steps(cfg, len(prompts["train"]))
     if ranks.is_first_rank():
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
         if restarts != "0" and cfg.resume != "auto":
@@ -127,7 +141,9 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> Inputs:
             name = "data:" if part == "train" else "eval:"
             longer = f"{dropped[part]} dropped, longer than {cfg.data.max_prompt_tokens} tokens"
             print(f"{name:8s} {len(prompts[part])} prompts" + (f"; {longer}" if dropped[part] else ""), flush=True)
-    return Inputs(tokenizer, prompts["train"], prompts["eval"])
+            if isinstance(prompts[part], Mixture):
+                print(prompts[part].describe(cfg.train.steps * cfg.rollout.prompts_per_step), flush=True)
+    return changed(cfg, {"train.epochs": None}), Inputs(tokenizer, prompts["train"], prompts["eval"])
 
 
 def check_start(cfg: Config) -> None:
@@ -157,9 +173,10 @@ def check_start(cfg: Config) -> None:
         )
 
 
-def check_machines(cfg: Config) -> IO | None:
+def check_machines(cfg: Config, data: str) -> IO | None:
     """Check what only the machines can tell, before weights are loaded; builds the process groups. Raises UserError.
 
+    `data` is the fingerprint of the prompts, which files of another machine, or rows that a function makes, may change.
     Returns the lock of the output folder on rank 0, to be held as long as the run; None elsewhere.
     """
     out = Path(cfg.output_dir)
@@ -172,7 +189,7 @@ def check_machines(cfg: Config) -> IO | None:
         return lock_output_dir(out)
 
     try:
-        preflight.check_same_config(cfg.model_dump())
+        preflight.check_same_config({**cfg.model_dump(), "prompts of data.train": data})
     except ValueError as error:
         raise UserError(str(error)) from None
     lock = ranks.on_first_rank(check_first_host)
@@ -217,7 +234,8 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
     """Check the machines, then `train`, watched; says what their failures mean. Raises UserError, TrainingError."""
     clock = Clock(cfg.train.stall_timeout_s)
     try:
-        with check_machines(cfg) or contextlib.nullcontext():  # the lock of the output folder, on rank 0
+        lock = check_machines(cfg, fingerprint(inputs.prompts))  # of the output folder, on rank 0
+        with lock or contextlib.nullcontext():
             inputs = resumed(cfg, inputs)
             if inputs.done < cfg.train.steps:
                 train(cfg, inputs, clock)

@@ -166,6 +166,53 @@ def test_evaluation_data_follow_the_same_rules(tokenizer, tmp_path):
         load_prompts(cfg, tokenizer, key="eval")
 
 
+CUSTOM = """
+import json
+
+def rows(name):
+    for i in range(int(name)):
+        yield {"prompt": f"{i}>", "answer": i, "source": name, "seen": {i}}
+
+def no_dict(name):
+    return [{"prompt": "1", "answer": "1"}, ["1", "1"]]
+
+def fails(name):
+    yield {"prompt": "1", "answer": "1"}
+    raise KeyError(name)
+
+def nothing(name):
+    return []
+
+def no_answer(name):
+    return [{"prompt": "1", "answer": "1"}, {"prompt": "2"}]
+"""
+
+
+def test_rows_of_a_function(tokenizer, tmp_path):
+    (tmp_path / "own.py").write_text(CUSTOM)
+
+    def own(function, train="3"):
+        return load(tokenizer, train, custom=f"{tmp_path / 'own.py'}:{function}")[0]
+
+    prompts = own("rows")
+    assert [(p.answer, p.source, p.row["seen"]) for p in prompts] == [(str(i), "3", {i}) for i in range(3)]
+    assert tokenizer.decode(prompts[2].ids) == "2>"
+    cfg = DataConfig(train={"3": 1, "5": 2}, eval=["1", "2"], custom=f"{tmp_path / 'own.py'}:rows")
+    assert len(load_prompts(cfg, tokenizer)[0]) == 8 and len(load_prompts(cfg, tokenizer, "eval")[0]) == 3
+    for function, message in {
+        "no_dict": "row 2 of data.train=3 is a list, not a dict",
+        "fails": r"for data.train=3 it failed: KeyError: '3' \(own.py, line 13\)",
+        "nothing": "it yields no rows for data.train=3",
+        "nowhere": "own.py has no function 'nowhere'",
+    }.items():
+        with pytest.raises(ValueError, match=rf"^data\.custom=.*own\.py:{function}: .*{message}"):
+            own(function)
+    with pytest.raises(ValueError, match=r"^data\.train: 3, row 2: 'answer' is null"):
+        own("no_answer")
+    with pytest.raises(ValueError, match=r"^data\.custom='x\.py:rows': give path/to/file\.py:function"):
+        load(tokenizer, "3", custom="x.py:rows")
+
+
 GOOD = b'{"prompt": "1", "answer": "1"}\n'
 BAD_UTF8 = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"1\xff"))
 BAD_FILES = {

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from config import RankError, TrainingError, UserError
+from config import RankError, TrainConfig, TrainingError, UserError
 from support import checks, launch
 from support.read_config import load_config
 from tests.conftest import REPO
@@ -68,6 +68,30 @@ def test_many_stages_without_recompute_are_warned_of(pp, extra):
     assert ["megatron.recompute_granularity=full" in text for text in found] == [True] * (pp == 8 and not extra)
 
 
+@pytest.mark.parametrize(
+    ("options", "plan"),  # of 200 prompts, 16 a step
+    [
+        (["train.steps=null", "train.epochs=3"], "38 steps (3 epochs) = 9728 samples"),  # 37.5 of them
+        (["train.steps=null", "train.epochs=1.1", "rollout.prompts_per_step=20"], "11 steps (1.1 epochs)"),
+        (["train.steps=null", "train.epochs=0.01"], "1 step (0.01 epochs)"),
+        (["train.steps=7"], "7 steps = 1792 samples"),
+        (["train.epochs=2"], "train.steps=300 and train.epochs=2.0 both say how long"),
+        (["train.steps=null"], "train.steps=null: say how long"),
+    ],
+)
+def test_epochs_stand_for_steps(command, options, plan):
+    rehearsed = []
+    code, text = command("--dry-run", *options, rehearse=rehearsed.append)
+    assert code == (2 if "say how long" in plan else 0) and plan in text
+    assert all(cfg.train.steps for cfg in rehearsed)
+
+
+def test_what_is_trained_with_says_steps_alone(tiny):
+    options = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "train.steps=null"]
+    cfg, _ = launch.prepare(load_config(CONFIG, [*options, "train.epochs=2"]), 1, weights=True)
+    assert (cfg.train.steps, cfg.train.epochs) == (25, None) == (TrainConfig().steps // 4, TrainConfig().epochs)
+
+
 def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
     def refuse(error: Exception):
         def rehearse(cfg):
@@ -113,7 +137,8 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, messa
         raise failure
 
     monkeypatch.setattr(launch, "Clock", Clock)
-    monkeypatch.setattr(launch, "check_machines", lambda cfg: None)
+    monkeypatch.setattr(launch, "check_machines", lambda cfg, data: None)
+    monkeypatch.setattr(launch, "fingerprint", lambda prompts: "")
     monkeypatch.setattr(launch, "resumed", lambda cfg, inputs: inputs)
     monkeypatch.setattr(launch.dist, "get_rank", lambda: 1)
     cfg = load_config(CONFIG, [f"output_dir={tmp_path}"])

@@ -68,7 +68,7 @@ def build(world, tiny, tmp_path, monkeypatch):
         ])  # fmt: skip
         checks.check_config(cfg, world_size=1)
         train_grpo.rehearse(cfg)
-        inputs = launch.prepare(cfg, world_size=1, weights=True)
+        cfg, inputs = launch.prepare(cfg, world_size=1, weights=True)
         bridge.init_model_parallel(cfg.parallel, cfg.seed)
         built.append(train_grpo.build(cfg, inputs, clock.Clock(0)))
         return built[-1]

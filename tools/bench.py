@@ -81,7 +81,7 @@ def main() -> None:
     dist.barrier()
     cfg = config(folder, sys.argv[1:])
     checks.check_config(cfg, dist.get_world_size())
-    inputs = launch.prepare(cfg, dist.get_world_size(), weights=True)  # prints the plan
+    cfg, inputs = launch.prepare(cfg, dist.get_world_size(), weights=True)  # prints the plan
     train_grpo.bridge.init_model_parallel(cfg.parallel, cfg.seed)
     run = train_grpo.build(cfg, inputs, Clock(stall_timeout_s=0))
     rows, bare = [], []

@@ -1,0 +1,228 @@
+"""Large sets, tokenised once a machine: the ids lie in a file that every rank maps. Started as a program, the builder.
+
+One rank builds, in a process of its own so that no rank needs the memory, while the others wait for its lock. What the
+ids follow from is digested into the folder's name: the files (path, size, time), the options, the tokenizer, versions.
+
+    <HF_DATASETS_CACHE>/train_grpo/<digest>/   ids, ends, rows: arrays of Tokens; meta.json: the rest, and checksums
+                                   <digest>.lock, <digest>.error   held while one builds; what was wrong with the data
+
+Any of it may be deleted; what is damaged is built again.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from config import DataConfig
+from support import sandbox
+from support.files import put_in_place, sync, write_synced
+from support.tables import Source, Table, load_tables
+from support.tokens import Block, Tokens, check_columns, jobs_of, join, tokenise
+
+REPO = Path(__file__).resolve().parent.parent
+LARGE_BYTES = 16 * 2**20  # of files; smaller ones are tokenised by every rank, which takes less than a build
+FORMAT = 1  # of the cache; change it with what tokens.py or this file makes
+MAX_PROCESSES = 16  # of a build; each holds a few hundred MB
+ARRAYS = {"ids": np.int32, "ends": np.int64, "rows": np.int64}
+
+# ---------------------------------------------------------------- in a rank
+
+
+def cached(cfg, tokenizer, sources: list[Source], files: list[str], value: str | list[str], key: str) -> Tokens | None:
+    """The tokens of a set, mapped from the cache, built if it is not there; None where there can be no cache.
+
+    `files` are what the sources are read from, `value` what the user gave at `key`. Raises ValueError for bad data.
+    """
+    import datasets
+
+    root = Path(datasets.config.HF_DATASETS_CACHE, "train_grpo")
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as saved:
+        tokenizer.save_pretrained(saved)
+        folder = root / identity(cfg, sources, files, saved)
+        found, failure = opened(folder), folder.with_suffix(".error")
+        if found is not None:
+            return found
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            before = stamp(failure)
+            with locked(folder.with_suffix(".lock")):
+                if stamp(failure) != before:  # while this rank waited, another one found the data bad
+                    raise ValueError(failure.read_text())
+                found = opened(folder)
+                if found is None:
+                    print(f"{key}: {value} is tokenised once for this machine, into {folder}", flush=True)
+                    try:
+                        build_apart(cfg, sources, saved, folder, value, key)
+                    except ValueError as error:
+                        failure.write_text(str(error))
+                        raise
+                    found = opened(folder)
+        except OSError as error:
+            print(f"note: {key}={value}: no cache in {root} ({error}), so every rank tokenises it", flush=True)
+        return found
+
+
+def identity(cfg, sources: list[Source], files: list[str], tokenizer: str) -> str:
+    """What the tokens of a set follow from, as 32 hex digits; `tokenizer` is a folder."""
+    import tokenizers
+    import transformers
+
+    states = [(os.path.abspath(file), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in files]
+    texts = [(path.name, path.read_bytes().hex()) for path in sorted(Path(tokenizer).iterdir())]
+    kinds = [[arguments.get(name) for name in ("path", "name", "split")] for _, arguments in sources]
+    options = cfg.model_dump(exclude={"train", "eval", "split", "custom"})
+    versions = [FORMAT, tokenizers.__version__, transformers.__version__]
+    return hashlib.sha256(json.dumps([versions, kinds, states, options, texts]).encode()).hexdigest()[:32]
+
+
+def opened(folder: Path) -> Tokens | None:
+    """The tokens in a folder of the cache; None where there are none, or not as they were written."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        if any(checksum(folder / name) != meta["checksums"][name] for name in ARRAYS):
+            return None
+        ids = np.memmap(folder / "ids", ARRAYS["ids"], mode="r")
+        ends, rows = (np.fromfile(folder / name, ARRAYS[name]) for name in ("ends", "rows"))
+        return Tokens(ids, ends, rows, meta["dropped"], meta["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file, read and not mapped, so that the rank does not hold it."""
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait for the lock of a file, and hold it. Raises OSError where there can be none."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def stamp(path: Path) -> tuple[int, int] | None:
+    """What changes when the file is written; None where there is none."""
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return None
+    return state.st_ino, state.st_mtime_ns
+
+
+def build_apart(cfg, sources: list[Source], tokenizer: str, folder: Path, value: Any, key: str) -> None:
+    """Have a process build the folder. Raises ValueError for bad data, OSError where it cannot write."""
+    import datasets
+
+    job = {"cfg": cfg.model_dump(), "sources": sources, "tokenizer": tokenizer, "folder": str(folder), "value": value}
+    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+    settings = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "support.token_cache"],  # -P: no support/ of the working directory
+        input=json.dumps({**job, "key": key}),
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **settings, "HF_DATASETS_CACHE": str(datasets.config.HF_DATASETS_CACHE)},
+        start_new_session=True,
+    )
+    outcome = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
+    if "bad data" in outcome:
+        raise ValueError(outcome["bad data"])
+    if done.returncode:
+        raise OSError(outcome.get("failed", f"the process that tokenises ended with exit code {done.returncode}"))
+
+
+# ---------------------------------------------------------------- the builder, and its helpers
+
+
+def main() -> int:
+    """Build what standard input says; the last line of standard output says what was wrong. Returns the exit code."""
+    sandbox.die_with_parent()
+    replies = os.dup(1)
+    os.dup2(2, 1)  # what libraries print
+    job = json.load(sys.stdin)
+    outcome = {}
+    try:
+        build(DataConfig(**job.pop("cfg")), **job)
+    except ValueError as error:
+        outcome = {"bad data": str(error)}
+    except (OSError, EOFError) as error:
+        outcome = {"failed": str(error) or "a process that tokenises was killed"}
+    os.write(replies, json.dumps(outcome).encode() + b"\n")
+    return int(bool(outcome))
+
+
+def build(cfg, sources: list, tokenizer: str, folder: str, value: Any, key: str) -> None:
+    """Tokenise a set and put it in place. Raises ValueError for bad data, OSError and EOFError."""
+    import transformers
+
+    tables = load_tables(sources, key)
+    check_columns(cfg, tables)
+    loaded = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    part = Path(f"{folder}.tmp")
+    shutil.rmtree(part, ignore_errors=True)  # of a build that was killed
+    part.mkdir()
+    try:
+        with (part / "ids").open("wb") as file:
+            tokens = join(tokenised(cfg, loaded, tables, key), cfg, value, lambda ids: file.write(ids.data))
+        tokens.ends.tofile(part / "ends")
+        tokens.rows.tofile(part / "rows")
+        for name in ARRAYS:
+            sync(part / name)
+        checksums = {name: checksum(part / name) for name in ARRAYS}
+        meta = {"dropped": tokens.dropped, "fingerprint": tokens.fingerprint, "checksums": checksums}
+        write_synced(part / "meta.json", json.dumps(meta))
+        put_in_place(part, Path(folder))
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def tokenised(cfg, tokenizer, tables: list[tuple[str, Table]], key: str) -> Iterator[Block]:
+    """The blocks of a set in their order, each process making its share. Raises ValueError; EOFError if one died."""
+    jobs = jobs_of(tables)
+    count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES, len(jobs))
+    context = multiprocessing.get_context("fork")  # they share the tokenizer and the mapped tables
+    readers = []
+    for number in range(count):
+        reader, writer = context.Pipe(duplex=False)
+        arguments = cfg, tokenizer, tables, key, jobs[number::count], writer
+        context.Process(target=send_blocks, args=arguments, daemon=True).start()
+        writer.close()  # so that the end of the process ends the pipe
+        readers.append(reader)
+    for number in range(len(jobs)):
+        block = readers[number % count].recv()
+        if isinstance(block, str):
+            raise ValueError(block)
+        yield block
+
+
+def send_blocks(cfg, tokenizer, tables: list, key: str, jobs: list, writer) -> None:
+    """A helper: its blocks one by one, or the message of what is wrong with one, at which it ends."""
+    sandbox.die_with_parent()
+    for job in jobs:
+        try:
+            writer.send(tokenise(cfg, tokenizer, tables, key, job))
+        except ValueError as error:
+            writer.send(str(error))
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

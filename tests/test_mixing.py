@@ -1,0 +1,106 @@
+"""Sets mixed by weight: the shares hold early and late, each set is passed evenly, and a resume changes nothing."""
+
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+import transformers
+
+from config import Config, DataConfig, UserError
+from support.data import Mixture, fingerprint, load_prompts, prompt_batch
+from support.mixing import block_counts, draws, places
+from support.read_config import load_config
+from tests.conftest import REPO, write_rows
+
+
+@pytest.fixture
+def tokenizer(tiny):
+    return transformers.AutoTokenizer.from_pretrained(tiny / "model")
+
+
+@pytest.mark.parametrize("weights", [[0.7, 0.3], [1, 1, 1], [5, 0.5, 0.013], [1], [1e-4, 1, 2, 3, 4, 5, 6, 7]])
+@pytest.mark.parametrize("seed", [0, 5])
+def test_the_shares_hold_from_a_thousand_prompts_on(weights, seed):
+    sets = np.array([chosen for chosen, _ in draws(weights, 0, 30_000, seed)])
+    for chosen, weight in enumerate(weights):
+        so_far = np.cumsum(sets == chosen)[999:] / np.arange(1000, 30_001)
+        assert abs(so_far - weight / sum(weights)).max() < 0.01
+        assert abs(so_far[-1] - weight / sum(weights)) < 2e-4
+
+
+def test_a_block_by_hand():
+    """Thirds of 100 in the first block, where nothing is shifted: numbers 0-33, 34-66, 67-99 fall on the three sets."""
+    assert block_counts([1, 1, 1], 1).tolist() == [[34, 33, 33]]
+    assert block_counts([0.001, 0.999], 1000).sum(0).tolist() == [100, 99_900]
+
+
+def test_every_set_is_a_stream_without_gaps():
+    sizes, weights = [10, 25], [0.7, 0.3]
+    found = places(sizes, weights, 0, 1000, seed=3)
+    mine = [[place for chosen, place in found if chosen == s] for s in (0, 1)]
+    for size, stream in zip(sizes, mine, strict=True):
+        passes = [stream[i : i + size] for i in range(0, len(stream) - size + 1, size)]
+        assert all(sorted(one) == list(range(size)) for one in passes) and passes[0] != passes[1]
+    steps = [step for taken in range(0, 1000, 8) for step in places(sizes, weights, taken, 8, seed=3)]
+    assert steps == found  # however they are taken
+    assert places(sizes, weights, 0, 1000, seed=4) != found
+
+
+def test_one_set_is_the_stream_it_has_always_been():
+    wanted = [p for epoch in range(3) for p in np.random.default_rng([7, epoch]).permutation(50).tolist()]
+    assert [place for _, place in places([50], [1.0], 0, 150, seed=7)] == wanted
+
+
+def test_sets_of_other_columns_and_types_mix(tokenizer, tmp_path):
+    write_rows(tmp_path / "a.jsonl", [{"prompt": f"{i}>", "answer": "1", "level": 3} for i in range(6)])
+    (tmp_path / "b.csv").write_text("prompt,answer,source\n" + "".join(f"9{i}>,2,other\n" for i in range(4)))
+    write_rows(tmp_path / "c.jsonl", [{"question": "1>", "answer": "1"}])
+    a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.csv")
+
+    def load(train):
+        return load_prompts(DataConfig(train=train, max_prompt_tokens=3), tokenizer)
+
+    mixed, dropped = load({a: 0.75, b: 0.25})
+    assert isinstance(mixed, Mixture) and (len(mixed), dropped) == (10, 0)
+    assert [p.answer for p in mixed] == ["1"] * 6 + ["2"] * 4 and mixed[-1].row["source"] == "other"
+    batch = prompt_batch(mixed, 0, 400, seed=0)
+    assert Counter(p.source for p in batch) == {"default": 300, "other": 100}
+    assert batch[300:] == prompt_batch(mixed, 300, 100, seed=0)
+    assert re.findall(r"\S+ of \S+: .*", mixed.describe(400)) == [
+        f"0.75 of {a}: 6 prompts, 50 passes", f"0.25 of {b}: 4 prompts, 25 passes",
+    ]  # fmt: skip
+    assert len({fingerprint(load(train)[0]) for train in ({a: 3, b: 1}, {b: 1, a: 3}, {a: 1, b: 1}, [a], a)}) == 4
+    with pytest.raises(ValueError, match=r"data\.prompt_key='prompt': no such column in .*c\.jsonl"):
+        load({a: 1, str(tmp_path / "c.jsonl"): 1})
+
+
+@pytest.mark.parametrize(
+    ("value", "legal"),
+    [
+        ("{a.jsonl: 0}", "greater than 0"), ("{a.jsonl: -1}", "greater than 0"), ("{a.jsonl: much}", "number"),
+        ("{a.jsonl: .nan}", "finite"), ("{a.jsonl: true}", "number"), ("{a.jsonl: null}", "number"),
+        ("[{a.jsonl: 1}]", "string"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_none_are_refused(value, legal):
+    with pytest.raises(UserError, match=rf"^data\.train=.*{legal}"):
+        load_config(str(REPO / "configs/tiny.yaml"), [f"data.train={value}"])
+
+
+def test_other_places_for_weights_are_refused(tokenizer):
+    with pytest.raises(UserError, match=r"^data\.eval="):
+        load_config(str(REPO / "configs/tiny.yaml"), ["data.eval={a.jsonl: 1}"])
+    with pytest.raises(ValueError, match=r"^data\.train={}: nothing to read"):
+        load_prompts(DataConfig(train={}), tokenizer)
+
+
+def test_a_file_and_an_override_may_give_weights(tmp_path):
+    text = json.dumps(
+        {"base": str(REPO / "configs/tiny.yaml"), "data": {"train": {"x/a.b.jsonl": 0.7, "hub/x:train": 2}}}
+    )
+    (tmp_path / "c.yaml").write_text(text)
+    cfg = load_config(str(tmp_path / "c.yaml"), [])
+    assert isinstance(cfg, Config) and cfg.data.train == {"x/a.b.jsonl": 0.7, "hub/x:train": 2}
+    assert load_config(str(tmp_path / "c.yaml"), ["data.train={c.jsonl: 1}"]).data.train["c.jsonl"] == 1

@@ -1,0 +1,206 @@
+"""Large sets are tokenised once a machine: the same prompts as without the cache, mapped by every rank."""
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import large_data
+import numpy as np
+import pytest
+import transformers
+
+from config import DataConfig
+from support import token_cache
+from support.data import fingerprint, load_prompts
+from support.tokens import jobs_of, tokenise
+from tests.conftest import REPO, read_rows, write_rows
+
+ROWS = 20_500  # 21 blocks, the last one half full
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """A folder with a tokenizer and rows of chat messages, a few of them too long, in two files."""
+    folder = tmp_path_factory.mktemp("large")
+    large_data.write_tokenizer(folder / "tokenizer")
+    rng = random.Random(0)
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": " ".join(rng.choices(large_data.WORDS, k=rng.randint(1, 20)))}],
+            "reward_model": {"ground_truth": f"{i}é"},
+            "data_source": rng.choice(["code", "math"]),
+        }
+        for i in range(ROWS)
+    ]
+    write_rows(folder / "a.jsonl", rows[:12_345])
+    write_rows(folder / "b.jsonl", rows[12_345:])
+    write_rows(folder / "few.jsonl", rows[:1500])
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """Where tokens are cached; every set of at least 100 kB is."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(token_cache, "LARGE_BYTES", 100_000)
+    return tmp_path / "hf/train_grpo"
+
+
+@pytest.fixture
+def builds(monkeypatch) -> list:
+    """What is built, and that in this process: starting another takes seconds."""
+    found = []
+
+    def build_here(cfg, sources, tokenizer, folder, value, key):
+        found.append(value)
+        token_cache.build(cfg, sources, tokenizer, str(folder), value, key)
+
+    def tokenised_here(cfg, tokenizer, tables, key):
+        return (tokenise(cfg, tokenizer, tables, key, job) for job in jobs_of(tables))
+
+    monkeypatch.setattr(token_cache, "build_apart", build_here)
+    monkeypatch.setattr(token_cache, "tokenised", tokenised_here)
+    return found
+
+
+def load(folder: Path, *names: str, **options):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
+    keys = {"answer_key": "reward_model.ground_truth", "source_key": "data_source", "max_prompt_tokens": 90}
+    files = [str(folder / name) for name in names or ("a.jsonl", "b.jsonl")]
+    return load_prompts(DataConfig(train=files, **{**keys, **options}), tokenizer)
+
+
+def forbidden(*_):
+    raise AssertionError("it is built again")
+
+
+def test_prompts_are_the_same_with_and_without_the_cache(large, cache, monkeypatch, capsys):
+    cached, dropped = load(large, "b.jsonl", "few.jsonl")
+    assert isinstance(cached.tokens.ids, np.memmap) and "tokenised once for this machine" in capsys.readouterr().out
+    monkeypatch.setattr(token_cache, "LARGE_BYTES", 10**9)
+    plain, dropped_too = load(large, "b.jsonl", "few.jsonl")
+    assert not isinstance(plain.tokens.ids, np.memmap) and isinstance(plain.tables[0], list)
+    assert len(cached) == len(plain) == 9655 - dropped and dropped == dropped_too > 100
+    assert fingerprint(cached) == fingerprint(plain)
+    for i in [0, 1, len(plain) // 2, len(plain) - 1, -1, *random.Random(1).sample(range(len(plain)), 200)]:
+        assert cached[i] == plain[i]
+    with pytest.raises(IndexError):
+        cached[len(cached)]
+
+    monkeypatch.setattr(token_cache, "LARGE_BYTES", 100_000)
+    monkeypatch.setattr(token_cache, "build_apart", forbidden)
+    again, _ = load(large, "b.jsonl", "few.jsonl")  # the second start only maps
+    assert fingerprint(again) == fingerprint(plain) and isinstance(again.tokens.ids, np.memmap)
+
+
+def test_what_changes_tokens_has_a_cache_of_its_own_and_damage_is_repaired(large, cache, builds):
+    def built(**options) -> int:
+        builds.clear()
+        prompts, _ = load(large, "few.jsonl", **options)
+        assert len(prompts) > 500 and isinstance(prompts.tokens.ids, np.memmap)
+        return len(builds)
+
+    assert built() == 1 and built() == 0
+    for options in ({"max_prompt_tokens": 70}, {"system_prompt": "Go."}, {"answer_key": "data_source"}):
+        assert built(**options) == 1 and built(**options) == 0
+    os.utime(large / "few.jsonl", ns=(time.time_ns(), time.time_ns()))
+    assert built() == 1 and built() == 0
+    newest = max(cache.glob("*/meta.json"), key=lambda path: path.stat().st_mtime_ns).parent
+    harm = {
+        "ids": lambda path: path.write_bytes(path.read_bytes()[:-4]),
+        "ends": lambda path: path.unlink(),
+        "rows": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+        "meta.json": lambda path: path.write_text("{}"),
+    }
+    for name, damage in harm.items():
+        damage(newest / name)
+        assert built() == 1 and built() == 0
+    assert {path.suffix for path in cache.iterdir()} == {"", ".lock"}  # nothing half made is left
+
+
+RANK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from config import DataConfig
+from support import data, token_cache
+token_cache.LARGE_BYTES = 100_000
+cfg = DataConfig(train=sys.argv[2] + "/[ab].jsonl", answer_key="reward_model.ground_truth", max_prompt_tokens=90)
+prompts, dropped = data.load_prompts(cfg, data.load_tokenizer(sys.argv[2] + "/tokenizer"))
+print(type(prompts.tokens.ids).__name__, len(prompts) + dropped, data.fingerprint(prompts))
+"""
+
+
+def test_two_ranks_at_once_build_once(large, tmp_path):
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "hf")}
+    command = [sys.executable, "-c", RANK, str(REPO), str(large)]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    texts = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert sum("tokenised once" in text for text in texts) == 1
+    assert len({text.splitlines()[-1] for text in texts}) == 1 and f"memmap {ROWS} " in texts[0]
+
+
+def test_ranks_that_wait_for_bad_data_are_told(large, cache, builds, monkeypatch):
+    """Whichever rank builds, the first one must be able to say what is wrong."""
+    write_rows(large / "bad.jsonl", [*read_rows(large / "few.jsonl"), {"prompt": []}])
+    with pytest.raises(ValueError, match="row 1501: 'prompt' is empty") as first:
+        load(large, "bad.jsonl")
+    (failure,) = cache.glob("*.error")
+
+    @contextlib.contextmanager
+    def lock_after_another_build(path):
+        failure.write_text(str(first.value))
+        yield
+
+    monkeypatch.setattr(token_cache, "locked", lock_after_another_build)
+    with pytest.raises(ValueError, match="row 1501: 'prompt' is empty"):
+        load(large, "bad.jsonl")
+    assert len(builds) == 1
+
+
+def test_where_there_can_be_no_cache_every_rank_tokenises(large, cache, capsys):
+    cache.parent.mkdir(parents=True)
+    cache.write_text("a file where the folder should be")
+    prompts, _ = load(large, "few.jsonl")
+    assert "note: data.train=" in capsys.readouterr().out
+    assert not isinstance(prompts.tokens.ids, np.memmap) and not isinstance(prompts.tables[0], list)
+    assert prompts[5].answer == f"{prompts.tokens.rows[5]}é"
+
+
+def test_bad_rows_are_named_as_ever(large, cache, tmp_path):
+    """The first of them, though another process may find a later one first."""
+    rows = read_rows(large / "few.jsonl")
+    rows[321]["reward_model"]["ground_truth"] = None
+    rows[1000]["prompt"] = []
+    write_rows(tmp_path / "bad.jsonl", rows)
+    with pytest.raises(ValueError, match=r"^data\.train: .*bad\.jsonl, row 322: 'reward_model.ground_truth' is null$"):
+        load(large, str(tmp_path / "bad.jsonl"))
+    assert not list(cache.glob("*.tmp")) and not list(cache.glob("*/meta.json"))
+
+
+def test_other_mistakes_are_named_as_ever(large, cache, builds, tmp_path):
+    with pytest.raises(ValueError, match=r"^data\.answer_key='reward_model.truth': no such column in .*few\.jsonl"):
+        load(large, "few.jsonl", answer_key="reward_model.truth")
+    with pytest.raises(ValueError, match=r"^data\.max_prompt_tokens=1: all 1500 prompts of .* the shortest has \d+"):
+        load(large, "few.jsonl", max_prompt_tokens=1)
+    (tmp_path / "cut.jsonl").write_text((large / "few.jsonl").read_text()[:-9])
+    with pytest.raises(ValueError, match=r"cut\.jsonl, line 1500: not JSON"):
+        load(large, str(tmp_path / "cut.jsonl"))
+    assert len(builds) == 3
+
+
+@pytest.mark.slow
+def test_a_set_of_1_7_gb(tmp_path):
+    """Prints seconds and memory; the bound on memory is of what a rank holds itself, without its imports."""
+    command = [sys.executable, "tools/large_data.py", str(tmp_path)]
+    lines = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout.splitlines()
+    print("\n".join(lines))
+    ranks = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(ranks) == 4 and len({(rank["prompts"], rank["fingerprint"]) for rank in ranks}) == 1
+    assert all(rank["peak_mib"] < 1024 for rank in ranks)

@@ -1,0 +1,124 @@
+"""How long a large data set takes to load, and what memory each rank needs: 482,000 rows with long tests, 1.7 GB.
+
+    python tools/large_data.py build/large                    all of it; make it smaller with --rows
+
+Makes OUT/train.parquet if it is not there, shaped like Eurus-2-RL-Data (chat messages, reward_model.ground_truth with
+about 3 KB of JSON), and a byte-level BPE tokenizer. Then two processes at once load it, as ranks of one machine do,
+first without any cache and then again, and print a JSON object each: seconds, peak memory, of it what no file backs.
+The text is made up: the seconds that a real tokenizer and real prompts take are others.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+ROWS, TESTS_BYTES = 482_000, 3000
+LETTERS = random.Random(1)
+WORDS = ["".join(LETTERS.choices("abcdefghijklmnopqrstuvwxyz", k=LETTERS.randint(2, 9))) for _ in range(4000)]
+KEYS = {"answer_key": "reward_model.ground_truth", "source_key": "data_source", "max_prompt_tokens": 2048}
+SYSTEM = "Think about the task step by step, check each step, then write the answer and nothing else after it. "
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_rows(path: Path, rows: int) -> None:
+    """A parquet file as the hub has it, in row groups of 1,000."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rng = random.Random(0)
+    writer = None
+    for start in range(0, rows, 1000):
+        block = []
+        for i in range(start, min(start + 1000, rows)):
+            tests = {
+                "inputs": [rng.randbytes(TESTS_BYTES // 4).hex()],
+                "outputs": [rng.randbytes(TESTS_BYTES // 4).hex()],
+            }
+            text = " ".join(rng.choices(WORDS, k=rng.randint(30, 180)))
+            block.append({
+                "data_source": "codecontests",
+                "prompt": [{"role": "system", "content": SYSTEM * 4}, {"role": "user", "content": text}],
+                "ability": "code",
+                "reward_model": {"style": "rule", "ground_truth": json.dumps(tests)},
+                "extra_info": {"index": i, "split": "train"},
+            })  # fmt: skip
+        table = pa.Table.from_pylist(block)
+        writer = writer or pq.ParquetWriter(path, table.schema)
+        writer.write_table(table)
+    writer.close()
+
+
+def write_tokenizer(folder: Path) -> None:
+    import make_tiny
+    import transformers
+
+    trained = make_tiny.bpe_tokenizer([SYSTEM, " ".join(WORDS)], vocab_size=4096)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def load(out: Path) -> dict:
+    """What a rank does, and what it took."""
+    from config import DataConfig
+    from support.data import fingerprint, load_prompts, load_tokenizer, prompt_batch
+
+    tokenizer = load_tokenizer(str(out / "tokenizer"))
+    imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.monotonic()
+    prompts, dropped = load_prompts(DataConfig(train=str(out / "train.parquet"), **KEYS), tokenizer)
+    seconds = time.monotonic() - start
+    start = time.monotonic()
+    batch = prompt_batch(prompts, 0, 256, seed=0)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "prompts": len(prompts), "dropped": dropped, "tokens": len(prompts.tokens.ids), "seconds": round(seconds, 1),
+        "seconds_of_256_prompts": round(time.monotonic() - start, 3), "longest": max(len(p.ids) for p in batch),
+        "peak_mib": int(status["VmHWM"].split()[0]) // 1024, "no_file_mib": int(status["RssAnon"].split()[0]) // 1024,
+        "peak_mib_before": imported // 1024, "fingerprint": fingerprint(prompts),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        print(json.dumps(load(args.out)), flush=True)
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not (args.out / "train.parquet").exists():
+        start = time.monotonic()
+        write_rows(args.out / "part.parquet", args.rows)
+        write_tokenizer(args.out / "tokenizer")
+        (args.out / "part.parquet").rename(args.out / "train.parquet")
+        print(f"made in {time.monotonic() - start:.0f} s", flush=True)
+    print(f"{(args.out / 'train.parquet').stat().st_size / 1e9:.2f} GB", flush=True)
+    cache = (args.out / "cache").absolute()
+    shutil.rmtree(cache, ignore_errors=True)
+    for start in ("nothing cached", "second start"):
+        print(start, flush=True)
+        began = time.monotonic()
+        command = [sys.executable, __file__, str(args.out), "--rank"]
+        ranks = [subprocess.Popen(command, env={**os.environ, "HF_DATASETS_CACHE": str(cache)}) for _ in range(2)]
+        codes = [rank.wait() for rank in ranks]
+        assert codes == [0, 0], codes
+        print(f"{time.monotonic() - began:.0f} s, imports included", flush=True)
+
+
+if __name__ == "__main__":
+    main()
