@@ -25,13 +25,14 @@ from support import hf_folder
 from support.layers import (  # first: it prepares the process for Megatron-core
     HiddenGPT,
     PackedAttention,
-    PackedRope,
     Packing,
     RMSNorm,
     Router,
     device,
     gather_stripes,
     own_stripe,
+    rotary_embedding,
+    swiglu,
 )
 
 # isort: split
@@ -167,6 +168,7 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         gradient_accumulation_fusion=False,  # needs Apex or Transformer Engine
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
+        use_te_activation_func=not extra.get("bias_activation_fusion"),  # the slot for an activation: swiglu
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -230,10 +232,14 @@ def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[Di
         attention = spec.submodules.self_attention.submodules
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
         attention.core_attention = PackedAttention
+        mlp = spec.submodules.mlp.submodules
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if is_moe(hf):
-            spec.submodules.mlp.submodules.router = Router
+            mlp.router = Router
+            mlp.experts.submodules.activation_func = mlp.shared_experts.submodules.activation_func = swiglu
+        else:
+            mlp.activation_func = swiglu
         layers = get_num_layers_to_build(config, vp_stage=vp_stage)
         model = HiddenGPT(
             config,
@@ -243,10 +249,10 @@ def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[Di
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            position_embedding_type="rope",
+            position_embedding_type="none",  # PackedAttention turns queries and keys
             vp_stage=vp_stage,
         )
-        model.rotary_pos_emb = PackedRope(hf)
+        model.inv_freq = rotary_embedding(hf).inv_freq.to(device())  # no buffer: safe from dtype casts
         if model.post_process:  # token_logprobs gathers and reduces once for all its chunks
             head = model.output_layer
             head.sequence_parallel, head.allreduce_dgrad, head.disable_grad_reduce = False, False, True
@@ -322,8 +328,9 @@ def hidden_states(model, mb) -> torch.Tensor:
         untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
         untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
     tokens, positions = own_stripe(mb.tokens).contiguous(), own_stripe(mb.position_ids)  # [1, T / cp]
+    packing = Packing.of(mb, chunk.inv_freq, chunk.config.params_dtype)
     options = {"padding_mask": untrained} if chunk.config.num_moe_experts else {}
-    return model(tokens, positions, attention_mask=None, packed_seq_params=Packing.of(mb), **options)
+    return model(tokens, positions, attention_mask=None, packed_seq_params=packing, **options)
 
 
 def is_last_stage(model) -> bool:
