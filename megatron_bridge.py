@@ -22,6 +22,7 @@ import transformers
 from safetensors import safe_open
 
 from support import hf_folder
+from support.experts import experts_for
 from support.layers import (  # first: it prepares the process for Megatron-core
     HiddenGPT,
     PackedAttention,
@@ -177,6 +178,7 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         settings |= dict(
             num_moe_experts=num_experts(hf),
             moe_ffn_hidden_size=expert_width(hf),
+            moe_grouped_gemm=True,  # by torch: support/experts.py
             moe_router_topk=hf.num_experts_per_tok,
             # Top-k of the softmax, or the softmax of the top-k: the same as renormalising what was chosen.
             moe_router_pre_softmax=not getattr(hf, "norm_topk_prob", True),
@@ -236,7 +238,7 @@ def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[Di
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if is_moe(hf):
-            mlp.router = Router
+            mlp.router, mlp.experts.module = Router, experts_for(config)
             mlp.experts.submodules.activation_func = mlp.shared_experts.submodules.activation_func = swiglu
         else:
             mlp.activation_func = swiglu

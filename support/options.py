@@ -136,8 +136,7 @@ MEGATRON_REFUSED = by_name(
         "megatron.moe_aux_loss_coeff": "moe_z_loss_coeff",
         "experts on other ranks may hold another number of tokens; use alltoall": "moe_token_dispatcher_type",
         "use megatron.moe_token_dispatcher_type=flex": "moe_enable_deepep",
-        "needs Transformer Engine; here the experts run one after the other": "moe_grouped_gemm "
-        "moe_use_legacy_grouped_gemm",
+        "needs the package grouped_gemm; torch's grouped_mm is used without it": "moe_use_legacy_grouped_gemm",
         "needs Transformer Engine, which this trainer does without": "moe_permute_fusion moe_router_fusion "
         "use_te_rng_tracker apply_rope_fusion fused_single_qkv_rope "
         "gradient_accumulation_fusion tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag "
@@ -174,7 +173,7 @@ MEGATRON_WORKS = by_name(
     {
         "tests/test_layouts.py": "recompute_granularity recompute_method recompute_num_layers overlap_grad_reduce "
         "overlap_param_gather moe_aux_loss_coeff adam_eps",
-        "tests/test_options.py": "recompute_modules moe_layer_recompute moe_router_dtype "
+        "tests/test_options.py": "recompute_modules moe_layer_recompute moe_router_dtype moe_grouped_gemm "
         "bias_activation_fusion bias_dropout_fusion clone_scatter_output_in_embedding deallocate_pipeline_outputs "
         "batch_p2p_sync "
         "deterministic_mode grad_reduce_in_fp32 bucket_size pad_buckets_for_high_nccl_busbw optimizer_cpu_offload "
@@ -199,6 +198,7 @@ MEGATRON_TYPES = {
 IN_EFFECT = {
     "use_distributed_optimizer": True,
     "moe_token_dispatcher_type": "alltoall",
+    "moe_grouped_gemm": True,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
