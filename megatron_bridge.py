@@ -345,10 +345,11 @@ def first_of_context() -> bool:
     return mpu.get_context_parallel_rank() == 0
 
 
-def vocab_parallel_logp(logits_T: torch.Tensor, targets_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def vocab_parallel_logp(logits_T, targets_T, with_entropy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target and entropy of each row, over a vocabulary split across the tensor-parallel ranks.
 
     logits_T [T, V / tp] fp32, targets_T [T] ids in the full vocabulary → logp_T, entropy_T [T]; both differentiable.
+    Without `with_entropy` the entropy is NaN.
     Every rank goes on with the same values, so the sums need an all-reduce forward and none backward.
     """
     vocab = logits_T.shape[-1]
@@ -359,14 +360,17 @@ def vocab_parallel_logp(logits_T: torch.Tensor, targets_T: torch.Tensor) -> tupl
     shifted = logits_T - max_T[:, None]  # [T, V / tp]
     exp = shifted.exp()
     target_T = shifted.gather(-1, local_T.clamp(0, vocab - 1)[:, None])[:, 0] * here_T
-    sums = torch.stack([exp.sum(-1), (exp * shifted).sum(-1), target_T])  # [3, T]
+    weighted_T = (exp * shifted).sum(-1) if with_entropy else torch.full_like(target_T, math.nan)
+    sums = torch.stack([exp.sum(-1), weighted_T, target_T])  # [3, T]
     exp_sum_T, weighted_sum_T, target_T = reduce_from_tensor_model_parallel_region(sums)
     log_z_T = exp_sum_T.log()
     return target_T - log_z_T, log_z_T - weighted_sum_T / exp_sum_T
 
 
-def token_logprobs(model, hidden, targets, mask, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of the target and entropy at each position, 0 where `mask` is 0.
+def token_logprobs(
+    model, hidden, targets, mask, temperature: float, with_entropy: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of the target and entropy (NaN if not asked for) at each position, 0 where `mask` is 0.
 
     hidden [T / cp (/ tp under sequence parallelism), 1, h], targets and mask [1, T] → logp_T, entropy_T [T] fp32, on
     every context-parallel rank. Logits exist for masked-in rows only, LOGITS_CHUNK at a time, and are made anew in the
@@ -383,7 +387,7 @@ def token_logprobs(model, hidden, targets, mask, temperature: float) -> tuple[to
 
     def chunk_logprobs(hidden_R, targets_R):
         logits, _ = model.output_layer(hidden_R, weight=tied)  # [R, V / tp]
-        return torch.stack(vocab_parallel_logp(logits.float() / temperature, targets_R), dim=-1)  # [R, 2]
+        return torch.stack(vocab_parallel_logp(logits.float() / temperature, targets_R, with_entropy), dim=-1)  # [R, 2]
 
     hidden_R, targets_R = hidden[:, 0].index_select(0, rows_R), targets.index_select(0, rows_R)
     if len(rows_R) > LOGITS_CHUNK:
