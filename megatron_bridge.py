@@ -22,16 +22,18 @@ import transformers
 from safetensors import safe_open
 
 from support import hf_folder
+from support.experts import experts_for
 from support.layers import (  # first: it prepares the process for Megatron-core
     HiddenGPT,
     PackedAttention,
-    PackedRope,
     Packing,
     RMSNorm,
     Router,
     device,
     gather_stripes,
     own_stripe,
+    rotary_embedding,
+    swiglu,
 )
 
 # isort: split
@@ -167,6 +169,7 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         gradient_accumulation_fusion=False,  # needs Apex or Transformer Engine
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
+        use_te_activation_func=not extra.get("bias_activation_fusion"),  # the slot for an activation: swiglu
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -175,6 +178,7 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         settings |= dict(
             num_moe_experts=num_experts(hf),
             moe_ffn_hidden_size=expert_width(hf),
+            moe_grouped_gemm=True,  # by torch: support/experts.py
             moe_router_topk=hf.num_experts_per_tok,
             # Top-k of the softmax, or the softmax of the top-k: the same as renormalising what was chosen.
             moe_router_pre_softmax=not getattr(hf, "norm_topk_prob", True),
@@ -230,10 +234,14 @@ def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[Di
         attention = spec.submodules.self_attention.submodules
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
         attention.core_attention = PackedAttention
+        mlp = spec.submodules.mlp.submodules
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if is_moe(hf):
-            spec.submodules.mlp.submodules.router = Router
+            mlp.router, mlp.experts.module = Router, experts_for(config)
+            mlp.experts.submodules.activation_func = mlp.shared_experts.submodules.activation_func = swiglu
+        else:
+            mlp.activation_func = swiglu
         layers = get_num_layers_to_build(config, vp_stage=vp_stage)
         model = HiddenGPT(
             config,
@@ -243,10 +251,10 @@ def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[Di
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            position_embedding_type="rope",
+            position_embedding_type="none",  # PackedAttention turns queries and keys
             vp_stage=vp_stage,
         )
-        model.rotary_pos_emb = PackedRope(hf)
+        model.inv_freq = rotary_embedding(hf).inv_freq.to(device())  # no buffer: safe from dtype casts
         if model.post_process:  # token_logprobs gathers and reduces once for all its chunks
             head = model.output_layer
             head.sequence_parallel, head.allreduce_dgrad, head.disable_grad_reduce = False, False, True
@@ -322,8 +330,9 @@ def hidden_states(model, mb) -> torch.Tensor:
         untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
         untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
     tokens, positions = own_stripe(mb.tokens).long().contiguous(), own_stripe(mb.position_ids)  # [1, T / cp]
+    packing = Packing.of(mb, chunk.inv_freq, chunk.config.params_dtype)
     options = {"padding_mask": untrained} if chunk.config.num_moe_experts else {}
-    return model(tokens, positions, attention_mask=None, packed_seq_params=Packing.of(mb), **options)
+    return model(tokens, positions, attention_mask=None, packed_seq_params=packing, **options)
 
 
 def is_last_stage(model) -> bool:
@@ -336,10 +345,11 @@ def first_of_context() -> bool:
     return mpu.get_context_parallel_rank() == 0
 
 
-def vocab_parallel_logp(logits_T: torch.Tensor, targets_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def vocab_parallel_logp(logits_T, targets_T, with_entropy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target and entropy of each row, over a vocabulary split across the tensor-parallel ranks.
 
     logits_T [T, V / tp] fp32, targets_T [T] ids in the full vocabulary → logp_T, entropy_T [T]; both differentiable.
+    Without `with_entropy` the entropy is NaN.
     Every rank goes on with the same values, so the sums need an all-reduce forward and none backward.
     """
     vocab = logits_T.shape[-1]
@@ -350,14 +360,17 @@ def vocab_parallel_logp(logits_T: torch.Tensor, targets_T: torch.Tensor) -> tupl
     shifted = logits_T - max_T[:, None]  # [T, V / tp]
     exp = shifted.exp()
     target_T = shifted.gather(-1, local_T.clamp(0, vocab - 1)[:, None])[:, 0] * here_T
-    sums = torch.stack([exp.sum(-1), (exp * shifted).sum(-1), target_T])  # [3, T]
+    weighted_T = (exp * shifted).sum(-1) if with_entropy else torch.full_like(target_T, math.nan)
+    sums = torch.stack([exp.sum(-1), weighted_T, target_T])  # [3, T]
     exp_sum_T, weighted_sum_T, target_T = reduce_from_tensor_model_parallel_region(sums)
     log_z_T = exp_sum_T.log()
     return target_T - log_z_T, log_z_T - weighted_sum_T / exp_sum_T
 
 
-def token_logprobs(model, hidden, targets, mask, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of the target and entropy at each position, 0 where `mask` is 0.
+def token_logprobs(
+    model, hidden, targets, mask, temperature: float, with_entropy: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of the target and entropy (NaN if not asked for) at each position, 0 where `mask` is 0.
 
     hidden [T / cp (/ tp under sequence parallelism), 1, h], targets and mask [1, T] → logp_T, entropy_T [T] fp32, on
     every context-parallel rank. Logits exist for masked-in rows only, LOGITS_CHUNK at a time, and are made anew in the
@@ -374,7 +387,7 @@ def token_logprobs(model, hidden, targets, mask, temperature: float) -> tuple[to
 
     def chunk_logprobs(hidden_R, targets_R):
         logits, _ = model.output_layer(hidden_R, weight=tied)  # [R, V / tp]
-        return torch.stack(vocab_parallel_logp(logits.float() / temperature, targets_R), dim=-1)  # [R, 2]
+        return torch.stack(vocab_parallel_logp(logits.float() / temperature, targets_R, with_entropy), dim=-1)  # [R, 2]
 
     hidden_R, targets_R = hidden[:, 0].index_select(0, rows_R), targets.index_select(0, rows_R).long()
     if len(rows_R) > LOGITS_CHUNK:

@@ -1,7 +1,7 @@
 """Layers of a Megatron-core model that need no Transformer Engine and know packed rows, on the CPU and on GPUs alike.
 
-Norm, rotary embedding, attention and router are given to Megatron's layer spec (megatron_bridge.build_model). Importing
-this file prepares the process for Megatron-core, which is imported here first.
+Norm, activation, attention (which also turns queries and keys) and router are given to Megatron's layer spec
+(megatron_bridge.build_model). Importing this file prepares the process for Megatron-core, which is imported here first.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import optimizer_config
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, attention
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -72,6 +72,97 @@ def gather_stripes(x: torch.Tensor, summed_gradient: bool) -> torch.Tensor:
     return gathered.unflatten(0, (cp, -1)).transpose(0, 1).flatten(0, 1)  # rank by rank → [T, ...]
 
 
+# ---------------------------------------------------------------- gradients without copies
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) · up of [gate, up]; [..., 2 f] → [..., f]. Keeps its input alone; one tensor takes both gradients."""
+
+    @staticmethod
+    def forward(ctx, gate_up):
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        grads = torch.empty_like(gate_up)
+        grad_gate, grad_up = grads.chunk(2, -1)
+        torch.ops.aten.silu.out(gate, out=grad_up).mul_(grad)
+        torch.mul(grad, up, out=grad_gate)
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grads
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Activation of every feed-forward block, for Megatron's layer spec; [..., 2 f] → [..., f]."""
+    return SwiGLU.apply(gate_up)
+
+
+class Split(torch.autograd.Function):
+    """torch.split; one tensor takes the gradients of all parts, which stay views."""
+
+    @staticmethod
+    def forward(ctx, x, dim, sizes):
+        ctx.dim, ctx.sizes = dim, sizes
+        return x.split(sizes, dim)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        shape = list(grads[0].shape)
+        shape[ctx.dim] = sum(ctx.sizes)
+        whole = grads[0].new_empty(shape)
+        for part, grad in zip(whole.split(ctx.sizes, ctx.dim), grads, strict=True):
+            part.copy_(grad)
+        return whole, None, None
+
+
+attention.SplitAlongDim = Split.apply  # Transformer Engine's, for query, key and value, where that is installed
+
+
+class Rotation(torch.autograd.Function):
+    """Rotary embedding: the halves (a, b) of each head become (a cos - b sin, b cos + a sin).
+
+    x [T, 1, heads, d], cos = (cos, cos) and sin = (-sin, sin) [T, 1, 1, d] → [T, 1, heads, d]. Keeps no copy of x.
+    """
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return torch.addcmul(grad * cos, grad.roll(grad.shape[-1] // 2, -1), sin, value=-1), None, None
+
+
+class Normalization(torch.autograd.Function):
+    """RMS norm of the last dimension in fp32, for the CPU, where torch's own makes three times as many copies.
+
+    x [..., h], weight [h] → [..., h].
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = (size.square() / x.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        normed, weight = x * scale, weight.float()
+        product = grad * normed  # [..., h] fp32
+        grad_weight = product.flatten(0, -2).sum(0)
+        mean = (product @ weight).unsqueeze(-1) / x.shape[-1]
+        torch.mul(grad, weight, out=product).addcmul_(normed, mean, value=-1).mul_(scale)
+        return product.to(x.dtype), grad_weight.to(x.dtype), None
+
+
 # ---------------------------------------------------------------- layers
 
 
@@ -85,24 +176,28 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if x.is_cuda:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return Normalization.apply(x, self.weight, self.eps)
 
 
 @dataclasses.dataclass
 class Packing(PackedSeqParams):
     """Where the S sequences of a packed row lie.
 
-    Rides through Megatron's layers to the rotary embedding and core attention. This rank's queries are a stripe of the
-    row under context parallelism, else all of it; its keys are always the whole row.
+    Rides through Megatron's layers to core attention. This rank's queries are a stripe of the row under context
+    parallelism, else all of it; its keys are always the whole row.
     """
 
-    position_ids: torch.Tensor | None = None  # [T / cp], position of each query in its own sequence
+    cos: torch.Tensor | None = None  # [T / cp, 1, 1, head_dim], of each query's position, as Rotation wants them
+    sin: torch.Tensor | None = None
     query_slot: torch.Tensor | None = None  # [T / cp], place of each query in a padded [S * max_seqlen_q] layout
     key_slot: torch.Tensor | None = None  # [T], place of each key in a padded [S * max_seqlen_kv] layout
     mask: torch.Tensor | None = None  # [S, 1, max_seqlen_q, max_seqlen_kv], True where a query sees a key; None: causal
 
     @classmethod
-    def of(cls, mb) -> "Packing":
+    def of(cls, mb, inv_freq: torch.Tensor, dtype: torch.dtype) -> "Packing":
+        """That of a micro-batch; `inv_freq` [head_dim / 2] as transformers computes it, `dtype` that of the layers."""
         starts_S, lengths_S = mb.cu_seqlens[:-1].long(), mb.cu_seqlens.diff()
         sequences, position_T = len(lengths_S), mb.position_ids[0]
         sequence_T = torch.arange(sequences, device=starts_S.device).repeat_interleave(
@@ -119,32 +214,19 @@ class Packing(PackedSeqParams):
             position = position_T.new_zeros(sequences * max_queries).index_copy(0, query_slot, own_stripe(position_T))
             keys = torch.arange(mb.max_seqlen, device=position.device)
             mask = (position[:, None] >= keys).view(sequences, 1, max_queries, mb.max_seqlen)
+        angles = torch.outer(own_stripe(position_T).float(), inv_freq)[:, None, None]
         return cls(
             qkv_format="sbhd",  # keeps Megatron from its own per-sequence loop over "thd"
             cu_seqlens_q=mb.cu_seqlens,
             cu_seqlens_kv=mb.cu_seqlens,
             max_seqlen_q=max_queries,
             max_seqlen_kv=mb.max_seqlen,
-            position_ids=own_stripe(position_T),
+            cos=torch.cat((angles.cos(), angles.cos()), -1).to(dtype),
+            sin=torch.cat((-angles.sin(), angles.sin()), -1).to(dtype),
             query_slot=query_slot,
             key_slot=key_slot_T,
             mask=mask,
         )
-
-
-class PackedRope(torch.nn.Module):
-    """Rotary embedding of each packed token at its own position, with the frequencies transformers computes."""
-
-    def __init__(self, hf_config):
-        super().__init__()
-        self.inv_freq = rotary_embedding(hf_config).inv_freq.to(device())  # [head_dim / 2], safe from dtype casts
-
-    def get_rotary_seq_len(self, inference_context, decoder, hidden, config, packing: Packing) -> Packing:
-        return packing  # what GPTModel hands on to forward()
-
-    def forward(self, packing: Packing, **unused) -> torch.Tensor:
-        angles = torch.outer(packing.position_ids.float(), self.inv_freq)  # [T / cp, head_dim / 2]
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]  # [T / cp, 1, 1, head_dim]
 
 
 def rotary_embedding(hf_config) -> torch.nn.Module:
@@ -164,7 +246,8 @@ class PackedAttention(torch.nn.Module):
     """Causal attention inside each packed sequence: pad to [S, max_seqlen], one scaled_dot_product_attention, unpad.
 
     Padding stands right of every real token, so the causal mask alone keeps it out. No Transformer Engine, CPU and GPU
-    alike. Under context parallelism the keys and values of the other ranks are gathered first.
+    alike. A row whose sequences are all of one length is not copied. Under context parallelism the keys and values of
+    the other ranks are gathered first.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **unused):
@@ -174,11 +257,15 @@ class PackedAttention(torch.nn.Module):
     def forward(self, query, key, value, attention_mask, packed_seq_params: Packing, **unused) -> torch.Tensor:
         """query [T / cp, 1, heads, d], key and value [T / cp, 1, kv_heads, d] → [T / cp, 1, heads * d]."""
         packing, sequences = packed_seq_params, len(packed_seq_params.cu_seqlens_q) - 1
-        key, value = gather_stripes(torch.stack((key, value), dim=1), summed_gradient=True).unbind(1)  # [T, 1, ...]
+        query, key = (Rotation.apply(x, packing.cos, packing.sin) for x in (query, key))
+        if mpu.get_context_parallel_world_size() > 1:
+            key, value = gather_stripes(torch.stack((key, value), dim=1), summed_gradient=True).unbind(1)  # [T, 1, ...]
 
         def pad(x, slot, width):  # [tokens, 1, n, d] → [S, n, width, d]
-            padded = x.new_zeros(sequences * width, *x.shape[2:]).index_copy(0, slot, x.squeeze(1))
-            return padded.view(sequences, width, *x.shape[2:]).transpose(1, 2)
+            x = x.squeeze(1) if x.is_cuda else x.squeeze(1).float()  # on the CPU bf16 takes ten times as long
+            if len(x) < sequences * width:
+                x = x.new_zeros(sequences * width, *x.shape[1:]).index_copy_(0, slot, x)
+            return x.unflatten(0, (sequences, width)).transpose(1, 2)
 
         out = F.scaled_dot_product_attention(
             pad(query, packing.query_slot, packing.max_seqlen_q),
@@ -189,7 +276,9 @@ class PackedAttention(torch.nn.Module):
             enable_gqa=query.shape[2] != key.shape[2],
         )
         out = out.transpose(1, 2).flatten(0, 1).flatten(1)  # [S * max_seqlen_q, heads * d]
-        return out.index_select(0, packing.query_slot).unsqueeze(1)  # [T / cp, 1, heads * d]
+        if len(query) < len(out):
+            out = out.index_select(0, packing.query_slot)
+        return out.unsqueeze(1).to(query.dtype)  # [T / cp, 1, heads * d]
 
 
 class Router(TopKRouter):
@@ -222,7 +311,10 @@ class Router(TopKRouter):
 
 
 class HiddenGPT(GPTModel):
-    """A GPTModel that ends with the last hidden state, so that logits are made only where a log-prob is wanted."""
+    """A GPTModel that ends with the last hidden state, so that logits are made only where a log-prob is wanted.
+
+    `inv_freq`, set once it is built, are the frequencies of its rotary embedding.
+    """
 
     def _postprocess(self, hidden_states, *args, **kwargs) -> torch.Tensor:
         return hidden_states

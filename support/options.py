@@ -57,6 +57,7 @@ MEGATRON_OWNED = {
     "expert_tensor_parallel_size": "use parallel.etp",
     **{name: f"use train.{name}" for name in ("lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")},
     "calculate_per_token_loss": "the loss is exact only with true",
+    "use_te_activation_func": "the slot holds swiglu of support/layers.py, unless megatron.bias_activation_fusion=true",
     "moe_router_load_balancing_type": "only aux_loss, whose weight is megatron.moe_aux_loss_coeff",
     **by_name(
         {
@@ -135,10 +136,9 @@ MEGATRON_REFUSED = by_name(
         "megatron.moe_aux_loss_coeff": "moe_z_loss_coeff",
         "experts on other ranks may hold another number of tokens; use alltoall": "moe_token_dispatcher_type",
         "use megatron.moe_token_dispatcher_type=flex": "moe_enable_deepep",
-        "needs Transformer Engine; here the experts run one after the other": "moe_grouped_gemm "
-        "moe_use_legacy_grouped_gemm",
+        "needs the package grouped_gemm; torch's grouped_mm is used without it": "moe_use_legacy_grouped_gemm",
         "needs Transformer Engine, which this trainer does without": "moe_permute_fusion moe_router_fusion "
-        "use_te_rng_tracker use_te_activation_func apply_rope_fusion fused_single_qkv_rope "
+        "use_te_rng_tracker apply_rope_fusion fused_single_qkv_rope "
         "gradient_accumulation_fusion tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag "
         "tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs "
         "tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend "
@@ -173,8 +173,9 @@ MEGATRON_WORKS = by_name(
     {
         "tests/test_layouts.py": "recompute_granularity recompute_method recompute_num_layers overlap_grad_reduce "
         "overlap_param_gather moe_aux_loss_coeff adam_eps",
-        "tests/test_options.py": "recompute_modules moe_layer_recompute moe_router_dtype bias_activation_fusion "
-        "bias_dropout_fusion clone_scatter_output_in_embedding deallocate_pipeline_outputs batch_p2p_sync "
+        "tests/test_options.py": "recompute_modules moe_layer_recompute moe_router_dtype moe_grouped_gemm "
+        "bias_activation_fusion bias_dropout_fusion clone_scatter_output_in_embedding deallocate_pipeline_outputs "
+        "batch_p2p_sync "
         "deterministic_mode grad_reduce_in_fp32 bucket_size pad_buckets_for_high_nccl_busbw optimizer_cpu_offload "
         "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads use_precision_aware_optimizer "
         "disable_bf16_reduced_precision_matmul",
@@ -197,6 +198,7 @@ MEGATRON_TYPES = {
 IN_EFFECT = {
     "use_distributed_optimizer": True,
     "moe_token_dispatcher_type": "alltoall",
+    "moe_grouped_gemm": True,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }

@@ -32,7 +32,7 @@ NAMED = {
     "loss_scale=1024": "bf16 and fp32 need no loss scale",
     "fp16=true": "use model.dtype, which is bf16 or fp32",
     "moe_token_dispatcher_type=allgather": "legal is 'alltoall'",
-    "moe_grouped_gemm=true": "needs Transformer Engine",
+    "moe_use_legacy_grouped_gemm=true": "needs the package grouped_gemm",
     "moe_permute_fusion=true": "needs Transformer Engine",
     "apply_rope_fusion=true": "needs Transformer Engine",
     "gradient_accumulation_fusion=true": "needs Transformer Engine",
@@ -148,6 +148,7 @@ EVERYTHING = {
             "megatron.moe_router_dtype=fp64",
         ],
         "layer": ["megatron.moe_layer_recompute=true"],
+        "sequential": ["megatron.moe_grouped_gemm=false"],
     },
 }  # fmt: skip
 

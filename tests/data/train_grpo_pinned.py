@@ -471,7 +471,7 @@ def forward_step(micro_batches, model, loss_func, temperature: float):
     hidden = bridge.hidden_states(model, mb)  # [T / cp (/ tp under sequence parallelism), 1, h]
     if not bridge.is_last_stage(model):
         return hidden, None
-    logp_T, entropy_T = bridge.token_logprobs(model, hidden, mb.targets, mb.mask, temperature)  # [T], on every cp rank
+    logp_T, entropy_T = bridge.token_logprobs(model, hidden, mb.targets, mb.mask, temperature, mb.weights is not None)
 
     def loss(logp_T: Tensor):
         loss_sum, denominator, report = loss_func(mb, logp_T, entropy_T)

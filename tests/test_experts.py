@@ -1,0 +1,51 @@
+"""Grouped experts (support/experts.py) against Megatron's sequential ones: equal bit for bit in fp32 on the CPU."""
+
+import pytest
+import torch
+
+import megatron_bridge as bridge
+from support.experts import GroupedExperts, GroupedLinear, SequentialMLP, stacked
+from tests.layout_worker import one_layout
+from tests.test_layouts import make_plan
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens_E", [[3, 0, 5, 1], [0, 9, 0, 0], [0, 0, 0, 0]])
+def test_a_grouped_product_is_that_of_each_expert(dtype, tokens_E):
+    torch.manual_seed(0)
+    x_R, grad_R = torch.randn(sum(tokens_E), 16).to(dtype).requires_grad_(), torch.randn(sum(tokens_E), 24).to(dtype)
+    weights = [torch.randn(24, 16).to(dtype).requires_grad_() for _ in tokens_E]
+    out_R = GroupedLinear.apply(x_R, torch.tensor(tokens_E).cumsum(0).int(), *weights)
+    expected_R = torch.cat([x @ weight.t() for x, weight in zip(x_R.split(tokens_E), weights, strict=True)])
+    assert torch.equal(out_R, expected_R)
+    found, expected = (torch.autograd.grad(out, [x_R, *weights], grad_R) for out in (out_R, expected_R))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_weights_that_lie_evenly_are_not_copied():
+    memory = torch.randn(400)
+    even = [memory[start : start + 24].view(6, 4) for start in (8, 108, 208)]
+    assert stacked(even).data_ptr() == even[0].data_ptr() and torch.equal(stacked(even), torch.stack(even))
+    for others in (even[::-1], [even[0], even[2], even[1]], [even[0], even[1], even[2].clone()], even[:1]):
+        assert torch.equal(stacked(others), torch.stack(others))
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_update_and_export_are_those_of_sequential_experts(world, tmp_path, family, monkeypatch):
+    layers, build = [], bridge.build_model
+
+    def spied(*args):
+        model = build(*args)
+        layers.append(bridge.unwrap_model(model[0]).decoder.layers[0].mlp.experts)
+        return model
+
+    monkeypatch.setattr(bridge, "build_model", spied)
+    plan = make_plan(tmp_path, family, layouts={"grouped": [], "sequential": ["megatron.moe_grouped_gemm=false"]})
+    grouped, sequential = (one_layout(plan, name) for name in plan["layouts"])
+    assert [type(layer) for layer in layers] == [GroupedExperts, SequentialMLP]
+    weights = [expert.linear_fc1.weight for expert in layers[0].local_experts]
+    assert stacked(weights).data_ptr() == weights[0].data_ptr()  # in the buffer of the optimizer, they are one tensor
+    assert grouped.keys() == sequential.keys()
+    different = [name for name in grouped if not torch.equal(grouped[name], sequential[name])]
+    assert set(different) <= {"grad_norm"}  # the same squares, added up in another order
+    assert float(grouped["grad_norm"]) == pytest.approx(float(sequential["grad_norm"]), rel=1e-6)
