@@ -13,6 +13,7 @@ from support.read_config import load_config, read_file, read_override
 VERL = {
     "data.train_files": ("data.train", ""),
     "data.val_files": ("data.eval", "read where train.eval_every is above 0"),
+    "data.custom_cls.path": ("data.custom", "path:function, which yields the rows as dicts; docs/data.md"),
     "data.reward_fn_key": ("data.source_key", "reward.by_source chooses the reward of each source"),
     "data.train_batch_size": ("rollout.prompts_per_step", "prompts, as there"),
     "data.max_prompt_length": ("data.max_prompt_tokens", "longer prompts are dropped and counted"),
@@ -210,6 +211,7 @@ ROLL = {
     "actor_train.training_args.warmup_steps": ("train.warmup_steps", ""),
     "actor_train.training_args.weight_decay": ("train.weight_decay", ""),
     "actor_train.data_args.file_name": ("data.train", ""),
+    "actor_train.data_args.domain_interleave_probs": ("data.train", "{file: weight, file: weight}"),
     "actor_train.strategy_args.strategy_name": (None, "always Megatron-core"),
     "actor_train.strategy_args.strategy_config.tensor_model_parallel_size": ("parallel.tp", ""),
     "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size": ("parallel.pp", ""),

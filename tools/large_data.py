@@ -4,7 +4,8 @@
 
 Makes OUT/train.parquet if it is not there, shaped like Eurus-2-RL-Data (chat messages, reward_model.ground_truth with
 about 3 KB of JSON), and a byte-level BPE tokenizer. Then two processes at once load it, as ranks of one machine do,
-first without any cache and then again, and print a JSON object each: seconds, peak memory, of it what no file backs.
+first without any cache and then again, and print a JSON object each: seconds, and memory before and after, with and
+without what is mapped from files, which ranks share and the system takes back when it is short of memory.
 The text is made up: the seconds that a real tokenizer and real prompts take are others.
 """
 
@@ -12,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import shutil
 import subprocess
 import sys
@@ -70,24 +70,32 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def memory_mib() -> dict[str, int]:
+    """MiB of this process: RssAnon, which no file backs; RssFile, mapped from files; VmHWM, the peak of both."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(status[name].split()[0]) // 1024 for name in ("RssAnon", "RssFile", "VmHWM")}
+
+
 def load(out: Path) -> dict:
     """What a rank does, and what it took."""
     from config import DataConfig
     from support.data import fingerprint, load_prompts, load_tokenizer, prompt_batch
 
     tokenizer = load_tokenizer(str(out / "tokenizer"))
-    imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    import datasets  # noqa: F401, its memory is not the data's
+
+    before = memory_mib()
     start = time.monotonic()
     prompts, dropped = load_prompts(DataConfig(train=str(out / "train.parquet"), **KEYS), tokenizer)
     seconds = time.monotonic() - start
     start = time.monotonic()
     batch = prompt_batch(prompts, 0, 256, seed=0)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    after = memory_mib()
     return {
         "prompts": len(prompts), "dropped": dropped, "tokens": len(prompts.tokens.ids), "seconds": round(seconds, 1),
         "seconds_of_256_prompts": round(time.monotonic() - start, 3), "longest": max(len(p.ids) for p in batch),
-        "peak_mib": int(status["VmHWM"].split()[0]) // 1024, "no_file_mib": int(status["RssAnon"].split()[0]) // 1024,
-        "peak_mib_before": imported // 1024, "fingerprint": fingerprint(prompts),
+        "no_file_mib_before": before["RssAnon"], "no_file_mib": after["RssAnon"], "mapped_mib": after["RssFile"],
+        "peak_mib": after["VmHWM"], "fingerprint": fingerprint(prompts),
     }  # fmt: skip
 
 
