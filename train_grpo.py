@@ -399,7 +399,7 @@ def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: s
     """
     chosen_N = torch.zeros(int(seq_id_F.max()) + 1, dtype=torch.float64)
     chosen_N[chosen] = 1
-    tokens_N = torch.bincount(seq_id_F, weights=trained_F.double()) * chosen_N
+    tokens_N = torch.bincount(seq_id_F[trained_F > 0], minlength=len(chosen_N)) * chosen_N
     total, answers = tokens_N.sum(), (tokens_N > 0).sum().clamp(min=1)
     weights_N = {
         "token_mean": torch.ones_like(tokens_N),

@@ -74,7 +74,7 @@ class Batch(Rows):
 
     def per_sample(self, values_F: torch.Tensor) -> np.ndarray:
         """The sum over each sample's positions; [F] → [N] float64."""
-        return torch.bincount(self.seq_id, weights=values_F.double()).numpy()
+        return np.add.reduceat(values_F.numpy(), self.starts_N, dtype=np.float64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,10 @@
     torchrun --standalone --nproc_per_node=2 tools/bench_host.py [--samples 5120] [--tokens 2048] [--out FOLDER]
 
 Made-up answers, as many on each rank, a quarter of each its prompt. For each part of a step the seconds of the slowest
-rank, and on each rank the most memory until then beyond what the process held before, in bytes a token of the whole
-step; rank 0 has the texts too. `lists` turns what an engine gives into samples; `write` is what the loop waits until
-it goes on, `written` until the file is on the disk; of the process that writes it the memory is given at the end.
+rank and its CPU seconds, which tell more where other programs run; then, for each rank, the most memory until then
+beyond what the process held before, in bytes a token of the whole step; rank 0 has the texts too. `lists` turns what an
+engine gives into samples; `write` is what the loop waits until it goes on, `written` until the file is on the disk; of
+the process that writes it the memory is given at the end.
 """
 
 import argparse
@@ -50,18 +51,24 @@ class Parts:
     """Seconds and memory of one part after the other."""
 
     def __init__(self, tokens: int):
-        self.tokens, self.held, self.began = tokens, memory.resident_gb()[0], time.perf_counter()
+        self.tokens, self.held, self.began = tokens, memory.resident_gb()[0], self.now()
         memory.reset_peak()
 
     def end(self, part: str) -> None:
         """Say what the part took that began when the last one ended. All ranks call this."""
-        seconds = time.perf_counter() - self.began
+        taken = [now - then for now, then in zip(self.now(), self.began, strict=True)]
         beyond = (memory.resident_gb()[1] - self.held) * memory.GIB / self.tokens
-        found = ranks.gather((seconds, beyond))
+        found = ranks.gather((*taken, beyond))
         if dist.get_rank() == 0:
-            most = "  ".join(f"{beyond:7.1f}" for _, beyond in found)
-            print(f"{part:8s} {max(seconds for seconds, _ in found):8.3f} s   {most} bytes a token", flush=True)
-        self.began = time.perf_counter()
+            wall, cpu, beyond = zip(*found, strict=True)
+            most = "  ".join(f"{bytes_a_token:7.1f}" for bytes_a_token in beyond)
+            print(f"{part:8s} {max(wall):8.3f} s, {max(cpu):.3f} of CPU   {most} bytes a token", flush=True)
+        self.began = self.now()
+
+    @staticmethod
+    def now() -> tuple[float, float]:
+        """Seconds on the wall and of the CPU."""
+        return time.perf_counter(), time.process_time()
 
 
 def step(args: argparse.Namespace, cfg: Config, writer: RolloutWriter, out: Path) -> None:
