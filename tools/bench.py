@@ -1,64 +1,152 @@
-"""Time the phases of a step, beside bare vLLM generating the same batch in the same run.
+"""Time the phases of a step beside what this machine can do, measured in the same run.
 
-    torchrun --nproc_per_node=2 tools/bench.py [section.key=value ...]
+    torchrun --nproc_per_node=2 tools/bench.py                                  # the work tiny-64
+    torchrun --nproc_per_node=2 tools/bench.py --work small-bf16-natural --json bench.json
+    torchrun --nproc_per_node=2 tools/bench.py --compare bench.json             # the same, and pair by pair with that
+    torchrun --nproc_per_node=8 tools/bench.py --model qwen2.5-7b --dtype bf16 --tokens 1024 parallel.tp=2 ...
 
-Defaults: 8 prompts × 8 samples × 64 tokens, an untrained model of hidden size 128, feed-forward size 512 and 4 layers,
-fp32, KL on, and an entropy bonus, since equal rewards alone give no gradient. Prints medians over 20 steps (after 3 to
-warm up). Bare vLLM: `LLM.generate` on the same engines and as many prompts and samples, right after each step, without
-log-probs, grading or training.
+A work is a model with random weights, a dtype, lengths and the most tokens of an answer (tools/bench_works.py). Each
+step has 8 prompts × 8 samples and a KL to a reference; overrides (section.key=value) change anything. Medians over the
+steps after warm-up. MFU is the operations of a phase (bench_works.train_flops) ÷ its seconds ÷ ranks ÷ the rate that
+matmuls of the model's shapes reach, in the same run with all ranks busy. Bare vLLM: `LLM.generate` on the same engines
+for as many prompts and samples, right after each step, without log-probs, grading or training.
 """
 
-import json
+import argparse
+import os
+import shlex
+import shutil
 import sys
-import tempfile
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
+import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import make_tiny
+import bench_works
+from bench_works import GIB, GROUP, KL, LR, MAX_PROMPT_TOKENS, PROMPTS, STEPS, WARMUP, WORKS, Work
 
+import megatron_bridge as bridge
 import train_grpo
-from config import Config
-from support import checks, launch, ranks
+from config import Config, UserError
+from support import checks, cpu_engine, launch, memory, push_check, ranks, versions
 from support.clock import Clock
 from support.data import prompt_batch
 from support.read_config import load_config
 
-WARMUP, STEPS = 3, 20
-PHASES = ("rollout", "reward", "logprob", "train", "sync", "step")
+PHASES = ("rollout", "reward", "logprob", "train", "sync")
+MICRO_BATCH = 4096  # tokens
 
 
-def config(folder: Path, overrides: list[str]) -> Config:
-    """The benchmark's configuration; rank 0 has made the model and the data in `folder`."""
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", choices=WORKS, default="tiny-64", help="what to time; the next four change it")
+    parser.add_argument("--model", choices=bench_works.MODELS, help="shape of the model")
+    parser.add_argument("--dtype", choices=bridge.DTYPES)
+    parser.add_argument("--lengths", choices=bench_works.END_CHANCE, help="of the answers")
+    parser.add_argument("--tokens", type=int, dest="max_tokens", help="longest answer")
+    parser.add_argument("--steps", type=int, default=STEPS, help="that are timed, after the warm-up")
+    parser.add_argument("--warmup", type=int, default=WARMUP)
+    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")
+    parser.add_argument("--json", type=Path, help="file to add this run to")
+    parser.add_argument("--round", type=int, default=1, help="number of the run, for --json")
+    parser.add_argument("--compare", type=Path, help="earlier file to hold this run against")
+    parser.add_argument("--no-ceilings", action="store_true", help="leave out matmul, copy, all-reduce and bare vLLM")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser.parse_intermixed_args()
+
+
+def chosen_work(args: argparse.Namespace) -> Work:
+    """The work named, with what the options change."""
+    given = {name: getattr(args, name) for name in ("model", "dtype", "lengths", "max_tokens")}
+    return replace(WORKS[args.work], **{name: value for name, value in given.items() if value is not None})
+
+
+def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config:
+    """The benchmark's configuration; rank 0 has made model and data in `folder`."""
+    model, data = bench_works.make_inputs(folder, work) if dist.get_rank() == 0 else (None, None)
+    shared = [str(model), str(data)]
+    dist.broadcast_object_list(shared)
     (folder / "bench.yaml").touch()
+    room = max(MICRO_BATCH, MAX_PROMPT_TOKENS + work.max_tokens)
     defaults = [
-        f"output_dir={folder / 'out'}", f"model.path={folder / 'model'}", "model.dtype=fp32",
-        f"data.train={folder / 'train.jsonl'}",
-        "data.chat_template=false", "data.max_prompt_tokens=32", "rollout.prompts_per_step=8", "rollout.group_size=8",
-        "rollout.max_new_tokens=64", "algo.kl_coef=0.05", "algo.entropy_coef=0.001", "train.lr=1e-4",
-        f"train.steps={WARMUP + STEPS + 1}", "train.save_every=0",
-        "train.max_tokens_per_micro_batch=4096", "train.logprob_max_tokens_per_micro_batch=4096",
+        f"output_dir={folder / 'out'}", f"model.path={shared[0]}", f"model.dtype={work.dtype}",
+        f"data.train={shared[1]}", "data.chat_template=false", f"data.max_prompt_tokens={MAX_PROMPT_TOKENS}",
+        f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={GROUP}",
+        f"rollout.max_new_tokens={work.max_tokens}", "reward.default=custom",
+        f"reward.custom={bench_works.__file__}:checksum", f"algo.kl_coef={KL}", f"train.lr={LR}",
+        f"train.steps={steps + 1}", "train.save_every=0",
+        f"train.max_tokens_per_micro_batch={room}", f"train.logprob_max_tokens_per_micro_batch={room}",
     ]  # fmt: skip
     return load_config(str(folder / "bench.yaml"), [*defaults, *overrides])
 
 
-def make_inputs(folder: Path) -> None:
-    """A model with 1,024 tokens, so that an untrained one rarely samples the end token, and 64 short prompts."""
-    texts = [
-        f"Question {i}: what is {i * 37 % 101} + {i * 59 % 89}? Think, then answer with a number." for i in range(4096)
-    ]
-    tokenizer = make_tiny.bpe_tokenizer(texts, vocab_size=1024)
-    make_tiny.save_model(folder / "model", tokenizer, hidden=128, layers=4, ffn=4)
-    rows = [{"prompt": text[:40], "answer": "0"} for text in texts[:64]]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def check_room(folder: Path, work: Work) -> None:
+    """Raises UserError where this machine cannot hold the model: its memory, or its files on disk."""
+    shape, local = bench_works.MODELS[work.model], int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())][:local]
+    free = (sum(gpus) if gpus else memory.host_free_bytes()) / GIB * dist.get_world_size() / local
+    # Each rank without a GPU to itself holds all: tp, pp and ep are not known yet, so the least is one copy.
+    needed = bench_works.needed_gib(shape, work.dtype)
+    disk = bench_works.count(shape) * {"fp32": 4, "bf16": 2}[work.dtype] / GIB
+    folder.mkdir(parents=True, exist_ok=True)
+    for what, least, there in (("memory", needed, free), ("disk", disk, shutil.disk_usage(folder).free / GIB)):
+        if least > there:
+            raise UserError(
+                f"--model {work.model} in {work.dtype} needs about {least:.1f} GiB of {what}, {there:.1f} GiB are free "
+                f"on these {dist.get_world_size()} ranks' machines; choose a smaller model or more GPUs"
+            )
 
 
-def bare_vllm_seconds(run: train_grpo.Run) -> float:
-    """Wall time of this engine's share of the next step's batch, from the common start to the end of the slowest."""
+# ---------------------------------------------------------------- ceilings
+
+
+def rate(amount: float, action, seconds: float = 0.5) -> float:
+    """`amount` per second of the slowest rank, for an action that all ranks repeat at once; median of repeats."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    action()
+    wait()
+    taken, start = [], time.perf_counter()
+    for _ in range(50):
+        dist.barrier()
+        began = time.perf_counter()
+        action()
+        wait()
+        taken.append(time.perf_counter() - began)
+        if ranks.on_any_rank(time.perf_counter() - start > seconds and len(taken) > 2):
+            break
+    slowest = torch.tensor(median(taken), dtype=torch.float64, device=bridge.device())
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return amount / slowest.item()
+
+
+def ceilings(work: Work, rows: int) -> dict[str, float]:
+    """What a rank reaches with all busy: operations/s of matmuls of `rows` tokens with the model's matrices, each as
+    often as a token meets it; bytes/s of a copy, read and written; bytes/s of an all-reduce of the fp32 gradients."""
+    shape, dtype, device = bench_works.MODELS[work.model], bridge.DTYPES[work.dtype], bridge.device()
+    flops = seconds = 0.0
+    for out, inp, times in bench_works.matmuls(shape):
+        a, b = torch.randn(rows, inp, device=device).to(dtype), torch.randn(out, inp, device=device).to(dtype)
+        one = 2.0 * rows * out * inp
+        flops += one * times
+        seconds += one * times / rate(one, lambda a=a, b=b: a @ b.T, 0.2)
+    source = torch.ones((64 << 20) // 4, device=device)
+    target = torch.empty_like(source)
+    copied = rate(2 * source.nbytes, lambda: target.copy_(source))
+    size = min(bench_works.count(shape), 64 << 20)
+    gradients = torch.zeros(size, device=device)
+    reduced = rate(gradients.nbytes, lambda: dist.all_reduce(gradients))
+    return {"matmul_flops_per_s": flops / seconds, "copy_bytes_per_s": copied, "all_reduce_bytes_per_s": reduced}
+
+
+def bare_vllm(run: train_grpo.Run) -> float:
+    """Tokens/s of all engines on as many samples as a step has, from the common start to the end of the slowest."""
     cfg, engine = run.cfg, run.engine
     r = cfg.rollout
     batch = prompt_batch(run.inputs.prompts, run.prompts_taken, r.prompts_per_step, cfg.seed)
@@ -66,42 +154,116 @@ def bare_vllm_seconds(run: train_grpo.Run) -> float:
     params = engine.sampling_params(n=r.group_size, temperature=r.temperature, max_tokens=r.max_new_tokens)
     dist.barrier()
     start = time.perf_counter()
-    engine.llm.generate([{"prompt_token_ids": prompt.ids} for prompt in share], params, use_tqdm=False)
+    outputs = engine.llm.generate([{"prompt_token_ids": prompt.ids} for prompt in share], params, use_tqdm=False)
     dist.barrier()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    own = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+    return sum(ranks.gather(own * (dist.get_rank() % r.tp == 0))) / seconds
 
 
-def main() -> None:
-    ranks.join_ranks(timeout_s=600)
-    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(shared)
-    folder = Path(shared[0])
-    if dist.get_rank() == 0:
-        make_inputs(folder)
-    dist.barrier()
-    cfg = config(folder, sys.argv[1:])
-    checks.check_config(cfg, dist.get_world_size())
+def timed(owner, name: str, seconds: Counter, key: str) -> None:
+    """Put a function in place of owner.name that adds its seconds to seconds[key]."""
+    inner = getattr(owner, name)
+
+    def outer(*args, **kwargs):
+        start = time.perf_counter()
+        result = inner(*args, **kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds[key] += time.perf_counter() - start
+        return result
+
+    setattr(owner, name, outer)
+
+
+def time_push_check() -> Counter:
+    """Seconds of the push check from now on: of its digests, and until all ranks have told theirs."""
+    seconds = Counter()
+    push_check.ranks = SimpleNamespace(gather=ranks.gather)
+    timed(push_check, "digest", seconds, "digests")
+    cpu_engine.digest = push_check.digest
+    timed(push_check.ranks, "gather", seconds, "gather")
+    timed(push_check.PushCheck, "compare", seconds, "compare")
+    return seconds
+
+
+# ---------------------------------------------------------------- a run, and what it says
+
+
+def measure(args: argparse.Namespace, work: Work, cfg: Config) -> dict:
+    """The result of a run; what each rank sees of it is rank 0's, but for lengths, memory and ceilings."""
+    check_seconds = time_push_check()  # before vLLM takes the functions
     cfg, inputs = launch.prepare(cfg, dist.get_world_size(), weights=True)  # prints the plan
-    train_grpo.bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    bridge.init_model_parallel(cfg.parallel, cfg.seed)
     run = train_grpo.build(cfg, inputs, Clock(stall_timeout_s=0))
-    rows, bare = [], []
-    for step in range(1, WARMUP + STEPS + 1):
-        metrics, _ = train_grpo.train_step(run, step)
-        seconds = bare_vllm_seconds(run)
-        if step > WARMUP:
-            rows.append(metrics)
-            bare.append(seconds)
+    found = {"tokens_per_s": [], "step_s": [], "bare_tokens_per_s": []}
+    seconds = {phase: [] for phase in (*PHASES, "push digests", "push gather", "push compare")}
+    flops, peaks, lengths = [], {}, []
+    for step in range(1, args.warmup + args.steps + 1):
+        check_seconds.clear()
+        metrics, samples = train_grpo.train_step(run, step)
+        checked = dict(check_seconds)
+        bare = 0.0 if args.no_ceilings else bare_vllm(run)
+        if step <= args.warmup:
+            continue
+        found["tokens_per_s"].append(metrics["speed/response_tokens_per_s"])
+        found["step_s"].append(metrics["time/step"])
+        found["bare_tokens_per_s"].append(bare)
+        for phase in PHASES:
+            seconds[phase].append(metrics[f"time/{phase}"])
+            peaks[phase] = max(peaks.get(phase, 0.0), metrics[f"mem/{phase}_peak_gb"] or 0.0)
+        for part in ("digests", "gather", "compare"):
+            seconds[f"push {part}"].append(checked.get(part, 0.0))
+        flops.append(
+            bench_works.train_flops(
+                bench_works.MODELS[work.model], [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+            )
+        )
+        lengths += [len(s.response_ids) for s in samples]
     run.grading.close()
     run.clock.stop()
+    run.engine.sleep()
+    found |= {"seconds": seconds, "train_flops": flops, "peak_gib": peaks}
+    found |= {"lengths": {"mean": sum(lengths) / len(lengths), "max": max(lengths)}}
+    return found | ({} if args.no_ceilings else {"ceilings": ceilings(work, min(MICRO_BATCH, 2048))})
+
+
+def show(run: dict, earlier: dict | None) -> None:
+    """The table of a result, with an earlier one and the ratio beside it."""
+    old = bench_works.summary(earlier) if earlier else {}
+    print(f"{' ' * 26}{'now':>12}" + (f"{earlier['date']:>20}{'ratio':>8}" if earlier else ""))
+    for name, value in bench_works.summary(run).items():
+        beside = f"{old[name]:>20.4g}{value / old[name]:>8.2f}" if old.get(name) else ""
+        print(f"{name:26}{value:>12.4g}{beside}")
+    print(f"answers of {run['lengths']['mean']:.1f} tokens, the longest {run['lengths']['max']}")
+
+
+def main() -> int:
+    args = parse_args()
+    work = chosen_work(args)
+    ranks.join_ranks(timeout_s=600)
+    try:
+        ranks.on_first_rank(lambda: check_room(args.folder, work))
+        cfg = config(args.folder, work, args.warmup + args.steps, args.overrides)
+        checks.check_config(cfg, dist.get_world_size())
+        run = measure(args, work, cfg)
+    except UserError as error:
+        if ranks.is_first_rank():
+            ranks.say(f"error: {error}")
+        return 2
     if dist.get_rank() == 0:
-        r = cfg.rollout
-        length = median(m["tokens/response_mean"] for m in rows)
-        print(f"samples of {length:.1f} tokens; medians of {STEPS} steps, in seconds:")
-        for phase in PHASES:
-            print(f"  {phase:10s} {median(m[f'time/{phase}'] for m in rows):.3f}")
-        print(f"  {'bare vLLM':10s} {median(bare):.3f}   ({r.prompts_per_step} × {r.group_size} samples)")
-        print(f"step / bare vLLM: {median(m['time/step'] / b for m, b in zip(rows, bare, strict=True)):.2f}")
+        command = "torchrun --nproc_per_node=" + shlex.join([os.environ["LOCAL_WORLD_SIZE"], *sys.argv])
+        about = {"system": "ours", "round": args.round, "ranks": dist.get_world_size(), "command": command}
+        run = {**about, "commit": versions.commit(), **bench_works.facts(), **run}
+        before = [old for old in bench_works.results(args.compare) if old["system"] == "ours"] if args.compare else []
+        same = [old for old in before if Work(**old["work"]) == work]
+        show(run, same[-1] if same else None)
+        if args.compare and not same:
+            print(f"{args.compare} has no run of this work")
+        if args.json:
+            bench_works.add_result(args.json, work, run)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

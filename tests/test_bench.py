@@ -1,0 +1,48 @@
+"""What tools/bench.py counts, and the lengths it makes."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from tests.conftest import REPO
+
+sys.path.insert(0, str(REPO / "tools"))
+import bench_works
+
+# As the model cards on the hub have them.
+PARAMETERS = {"qwen2.5-0.5b": 0.49e9, "qwen2.5-1.5b": 1.54e9, "qwen2.5-7b": 7.61e9, "qwen3-30b-a3b": 30.5e9}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_models_have_as_many_weights_as_their_cards_say(name):
+    assert bench_works.count(bench_works.MODELS[name]) == pytest.approx(PARAMETERS[name], rel=0.01)
+
+
+def test_operations_of_a_model_worked_by_hand():
+    c = bench_works.QWEN2 | bench_works.sizes(hidden=4, layers=2, heads=2, kv_heads=1, ffn=8, vocab=10, tied=True)
+    layer = 4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 8  # q, k and v, o, feed-forward
+    weights = 2 * layer + 4 * 10
+    attention = 2 * 2 * 2 * (3**2 + 5**2)  # layers, heads, their dimension, tokens of the two sequences
+    assert bench_works.train_flops(c, [3, 5]) == 6 * weights * (3 + 5) + 6 * attention
+
+
+def test_experts_count_as_many_as_a_token_meets():
+    c = bench_works.MODELS["qwen3-30b-a3b"]
+    active = sum(out * inp * times for out, inp, times in bench_works.matmuls(c))
+    embedding = c["vocab_size"] * c["hidden_size"]  # a lookup is no product
+    assert active + embedding == pytest.approx(3.3e9, rel=0.02)  # A3B
+
+
+@pytest.mark.parametrize("work", ["tiny-natural", "small-bf16-natural"])
+def test_the_end_token_has_its_chance_everywhere(tmp_path, work):
+    work = bench_works.WORKS[work]
+    folder, _ = bench_works.make_inputs(tmp_path, replace(work, model="tiny"))
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype="auto")
+    with torch.no_grad():
+        logits = model(torch.randint(2, 512, (2, 32))).logits.float()
+    chance = logits.softmax(-1)[..., 0]
+    wanted = bench_works.END_CHANCE[work.lengths]
+    assert chance.min() > 0.8 * wanted and chance.max() < 1.25 * wanted

