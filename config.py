@@ -55,6 +55,7 @@ class Section(pydantic.BaseModel):
 class ModelConfig(Section):
     path: str  # Hugging Face folder or hub name
     dtype: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; optimizer state and gradients are fp32
+    fp32_head: bool = False  # logits of a bf16 model in fp32, in the trainer and in vLLM
 
 
 class DataConfig(Section):
@@ -83,6 +84,10 @@ class RolloutConfig(Section):
     gpu_memory_utilization: ShareAboveZero = 0.6  # of a GPU, for vLLM while it samples
     max_logp_gap: PositiveOrInf | None = None  # |trainer - vLLM|; null: 1e-3 (largest, fp32), at most 0.05 (mean, bf16)
     sync_bucket_mb: Count = 512  # weights cross from trainer to vLLM in buckets of about this size
+    sleep_level: Literal[1, 2] = (
+        2  # of vLLM on GPUs, while the trainer works: 2 drops weights, 1 keeps them on the host
+    )
+    exact: bool = False  # the same answers and updates in each run on GPUs, at a price: docs/reliability.md
     vllm: dict[str, Any] = {}  # options of vllm.LLM that no other key stands for
 
 
@@ -116,6 +121,7 @@ class AlgoConfig(Section):
     loss_norm: str = "token_mean"  # a branch of loss_weights
     loss_norm_length: Whole = 0  # the constant of seq_mean_token_sum_norm; 0: rollout.max_new_tokens
     kl_coef: NotNegative = 0.0  # 0: no reference model is kept
+    reference_on: Literal["gpu", "host"] = "gpu"  # where the reference model waits between its passes
     kl: str = "k3"  # a branch of token_kl
     kl_in: Literal["loss", "reward"] = "loss"  # where kl_coef · KL enters
     entropy_coef: Number = 0.0  # of the entropy bonus in the loss
@@ -144,6 +150,8 @@ class TrainConfig(Section):
     epochs_per_step: Count = 1  # passes over each batch of samples
     max_tokens_per_micro_batch: Count = 16384  # cap of a row, sequences × longest (cp ranks share it), in training
     logprob_max_tokens_per_micro_batch: Count = 32768  # the same, forward only (old and reference log-probs)
+    # what leaves the GPU while vLLM samples, "optimizer": its state and the gradients; null: grads on a GPU, else none
+    offload: Literal["none", "grads", "optimizer"] | None = None
     save_every: Whole = 20  # steps between checkpoints, the last at the end; 0: only where a signal stops the run
     keep_last: Whole = 2  # newest checkpoints that are kept; 0: all
     keep_every: Whole = 0  # checkpoints of these steps' multiples are kept as well; 0: none

@@ -52,6 +52,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.utils import unwrap_model
 
+from support.offload import take_back_state
 from support.optimizer_state import set_adam_steps
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -221,8 +222,13 @@ def options_for(cls: type, options: dict) -> dict:
     return {name: value for name, value in options.items() if name in megatron_fields(cls)}
 
 
-def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[DistributedDataParallel]:
-    """This rank's model chunks (one, or `vpp`), built from the Hugging Face folder `path`, with its weights."""
+def build_model(
+    path: str, parallel, dtype: torch.dtype, extra: dict, fp32_head: bool = False
+) -> list[DistributedDataParallel]:
+    """This rank's model chunks (one, or `vpp`), built from the Hugging Face folder `path`, with its weights.
+
+    `extra` overrides fields of Megatron's configurations; `fp32_head`: logits in fp32, whatever the `dtype`.
+    """
     hf = transformers.AutoConfig.from_pretrained(path)
     config = transformer_config(hf, parallel, dtype, extra)
     chunks = []
@@ -254,6 +260,7 @@ def build_model(path: str, parallel, dtype: torch.dtype, extra: dict) -> list[Di
             position_embedding_type="none",  # PackedAttention turns queries and keys
             vp_stage=vp_stage,
         )
+        model.fp32_head = fp32_head
         model.inv_freq = rotary_embedding(hf).inv_freq.to(device())  # no buffer: safe from dtype casts
         if model.post_process:  # token_logprobs gathers and reduces once for all its chunks
             head = model.output_layer
@@ -312,6 +319,7 @@ def optimizer_step(optimizer, lr: float) -> float:
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if math.isfinite(norm) and norm > 0:
+        take_back_state(optimizer)
         optimizer.step()
     return norm
 
@@ -377,7 +385,7 @@ def token_logprobs(
     backward pass: a full [T, V] would not fit.
     """
     model = unwrap_model(model)
-    tied = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)  # [T / cp, 1, h]; the backward pass reduce-scatters
     else:
@@ -386,10 +394,12 @@ def token_logprobs(
     rows_R = mask.nonzero()[:, 0]
 
     def chunk_logprobs(hidden_R, targets_R):
-        logits, _ = model.output_layer(hidden_R, weight=tied)  # [R, V / tp]
+        logits, _ = model.output_layer(hidden_R, weight=weight)  # [R, V / tp]
         return torch.stack(vocab_parallel_logp(logits.float() / temperature, targets_R, with_entropy), dim=-1)  # [R, 2]
 
     hidden_R, targets_R = hidden[:, 0].index_select(0, rows_R), targets.index_select(0, rows_R).long()
+    if model.fp32_head:
+        hidden_R, weight = hidden_R.float(), (model.output_layer.weight if weight is None else weight).float()
     if len(rows_R) > LOGITS_CHUNK:
         checkpoint = partial(torch.utils.checkpoint.checkpoint, chunk_logprobs, use_reentrant=False)
         values_R = torch.cat(list(map(checkpoint, hidden_R.split(LOGITS_CHUNK), targets_R.split(LOGITS_CHUNK))))
@@ -613,36 +623,24 @@ def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]
     yield last[0], bucket
 
 
-def expert_load(model: list) -> list[float]:
-    """Per layer, the busiest expert's tokens over the mean of all experts, since the last call; [] without experts.
-
-    Counted over the response tokens of the training passes. The same on every rank.
-    """
-    hf = model[0].hf_config
-    if not is_moe(hf):
-        return []
-    load = torch.zeros(hf.num_hidden_layers, num_experts(hf), device=device())  # [layers, E]
-    for chunk in map(unwrap_model, model):
-        for layer in chunk.decoder.layers:
-            load[layer.layer_number - 1] += layer.mlp.router.load
-            layer.mlp.router.load = torch.zeros_like(layer.mlp.router.load)
-    dist.all_reduce(load)  # tp and cp split the tokens, dp the samples, pp the layers
-    return (load.amax(1) / load.mean(1)).tolist()
-
-
-def copy_weights(model: list) -> list[torch.Tensor]:
-    """A second set of this rank's weights, such as a reference model's."""
-    return [parameter.detach().clone() for chunk in model for parameter in chunk.parameters()]
+def copy_weights(model: list, on: str = "gpu") -> list[torch.Tensor]:
+    """A second set of this rank's weights, such as a reference model's; on the "gpu" or, page-locked, on the "host"."""
+    host, gpu = on == "host", torch.cuda.is_available()
+    parameters = [parameter.detach() for chunk in model for parameter in chunk.parameters()]
+    copies = [weight.to("cpu" if host else weight.device, copy=True) for weight in parameters]
+    return [copy.pin_memory() for copy in copies] if host and gpu else copies
 
 
 @contextlib.contextmanager
 def swapped_weights(model: list, weights: list[torch.Tensor]) -> Iterable[None]:
-    """Run the model with `weights` (as `copy_weights` gave them); its own are back afterwards, untouched."""
+    """Run the model with `weights` (as `copy_weights` gave them); its own are back afterwards, untouched.
+
+    Weights on the host are copied to the GPU for as long."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
     own = [parameter.data for parameter in parameters]
     try:
         for parameter, data in zip(parameters, weights, strict=True):
-            parameter.data = data
+            parameter.data = data.to(parameter.device, non_blocking=True)
         yield
     finally:
         for parameter, data in zip(parameters, own, strict=True):

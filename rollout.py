@@ -9,13 +9,13 @@ import gc
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from config import RankError
+from config import ModelConfig, RankError, RolloutConfig
 from support import cpu_engine
 from support.push_check import PushCheck
+from support.vllm_process import set_environment
 
 
 @dataclasses.dataclass
@@ -27,42 +27,25 @@ class Completion:
     finished: bool
 
 
-def set_environment() -> None:
-    """What vLLM reads when it is imported; a variable that the user has set stays."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs inside this process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else every rank is bound to the same cores
-    if torch.cuda.device_count() == 0:  # vLLM would compile one small function, at every start, with a C++ compiler
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
-
-def engine_options() -> dict[str, Any]:
-    """Fields of vLLM's EngineArgs and their types; support/options.py says which `rollout.vllm` may hold."""
-    set_environment()
-    from vllm import EngineArgs
-
-    return {field.name: field.type for field in dataclasses.fields(EngineArgs)}
-
-
 class Engine:
     """A vLLM engine on this rank's group of `tp` ranks.
 
     All ranks of a group must make the same calls with the same arguments.
     """
 
-    def __init__(self, model: str, dtype: str, tp: int, max_model_len: int, gpu_memory_utilization: float, extra: dict):
-        """Start vLLM on the Hugging Face folder `model`, asleep; `extra` goes to vllm.LLM and overrides this."""
+    def __init__(self, path: str, model: ModelConfig, rollout: RolloutConfig, max_model_len: int):
+        """Start vLLM on the Hugging Face folder `path`, asleep; rollout.vllm goes to vllm.LLM and overrides this."""
         on_gpu = torch.cuda.device_count() > 0
-        set_environment()
+        set_environment(rollout.exact)
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
         shm_prefix = None if on_gpu else cpu_engine.prepare()
         self.sampling_params, self.final_only = vllm.SamplingParams, RequestOutputKind.FINAL_ONLY
+        tp, engines = rollout.tp, int(os.environ["WORLD_SIZE"]) // rollout.tp
         settings = dict(
-            model=model,
-            dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype],
+            model=path,
+            dtype={"fp32": "float32", "bf16": "bfloat16"}[model.dtype],
             tensor_parallel_size=tp,
             distributed_executor_backend="external_launcher",
             seed=int(os.environ["RANK"]) // tp,  # one seed an engine; sampling itself is seeded per prompt
@@ -72,16 +55,21 @@ class Engine:
             # A prompt prefilled in chunks winds its seeded generator back, which only CUDA generators can do.
             enable_chunked_prefill=on_gpu,
             enable_sleep_mode=on_gpu,
-            gpu_memory_utilization=gpu_memory_utilization,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
             logprobs_mode="processed_logprobs",  # of the distribution that was sampled from: after temperature
             disable_log_stats=True,
             load_format="safetensors",  # weights in pickles could run code
             use_tqdm_on_load=False,
         )
-        settings = {**settings, **extra}
-        self.llm = vllm.LLM(**settings)
-        self.sleeps = settings["enable_sleep_mode"]
-        self.push_check, self.pushed = PushCheck(tp), False  # pushed: since it slept
+        if on_gpu:  # graphs for as many answers as there can be at once
+            batch = -(-rollout.prompts_per_step // engines) * rollout.group_size
+            settings["compilation_config"] = {"max_cudagraph_capture_size": min(batch, 512)}
+        if model.fp32_head:
+            settings["hf_overrides"] = {"head_dtype": "float32"}
+        self.llm = vllm.LLM(**{**settings, **rollout.vllm})
+        self.sleeps = on_gpu and rollout.vllm.get("enable_sleep_mode", True)
+        self.sleep_level = rollout.sleep_level
+        self.push_check, self.pushed = PushCheck(tp, self.llm), False  # pushed: since it slept
         if shm_prefix:  # every rank has mapped it by now: without a name nothing stays behind, however the run ends
             for file in Path("/dev/shm").glob(f"{shm_prefix}*"):
                 file.unlink(missing_ok=True)
@@ -136,10 +124,12 @@ class Engine:
         self.pushed = True
 
     def sleep(self) -> None:
-        """Give the GPU memory of weights and KV cache to the trainer. On the CPU there is nothing to give."""
+        """Give the GPU memory of weights and KV cache to the trainer. On the CPU there is nothing to give.
+
+        Weights are pushed before they are read again, so level 2 may drop them; level 1 copies them to the host."""
         self.pushed = False
         if self.sleeps:
-            self.llm.sleep(level=1)
+            self.llm.sleep(level=self.sleep_level)
             gc.collect()
             torch.cuda.empty_cache()
 

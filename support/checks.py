@@ -55,6 +55,25 @@ def check_config(cfg: Config, world_size: int) -> None:
         f"algo.correction_level={a.correction_level} is for algo.correction=tis; {a.correction} has one level only",
     )
     require(
+        t.offload != "optimizer" or (cfg.model.dtype == "bf16" and not cfg.megatron.get("optimizer_cpu_offload")),
+        "train.offload=optimizer needs model.dtype=bf16 (the main weights of an fp32 model are the model's own) and no "
+        "megatron.optimizer_cpu_offload, which keeps them on the host all the time; use train.offload=grads",
+    )
+    require(
+        a.reference_on == "gpu" or a.kl_coef > 0,
+        "algo.reference_on=host has no effect with algo.kl_coef=0, which keeps no reference model; leave it out",
+    )
+    require(
+        not cfg.model.fp32_head or (cfg.model.dtype == "bf16" and not cfg.megatron.get("overlap_param_gather")),
+        "model.fp32_head=true is for model.dtype=bf16, and reads the head's weight before "
+        "megatron.overlap_param_gather has put it together; use fp32_head=false or overlap_param_gather=false",
+    )
+    require(
+        not r.exact or (r.tp == p.tp and not r.vllm.get("quantization")),
+        f"rollout.exact=true: sums have the same order on both sides only where rollout.tp={r.tp} is "
+        f"parallel.tp={p.tp}, and in the same precision; set them alike, and leave out rollout.vllm.quantization",
+    )
+    require(
         cfg.resume in ("none", "auto") or os.path.isdir(cfg.resume),
         f"resume={cfg.resume}: no such folder; legal is none, auto, or the folder of a checkpoint",
     )
@@ -163,6 +182,11 @@ def advice(cfg: Config, world_size: int) -> list[str]:
             f"parallel.pp={p.pp} keeps the activations of {p.pp} micro-batches on the first stage: try "
             "megatron.recompute_granularity=full with megatron.recompute_method=uniform and "
             "megatron.recompute_num_layers=1"
+        )
+    if cfg.rollout.vllm.get("quantization") and cfg.algo.correction == "none":
+        found.append(
+            "rollout.vllm.quantization makes vLLM sample from other weights than are trained: set algo.correction=tis, "
+            "and rollout.max_logp_gap above the gap that the first steps show"
         )
     if samples * longest < t.max_tokens_per_micro_batch / 2:
         found.append(

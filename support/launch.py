@@ -31,6 +31,7 @@ from support import (
     preflight,
     ranks,
     versions,
+    vllm_process,
 )
 from support.clock import Clock
 from support.data import Mixture, Prompt, fingerprint, load_prompts, load_tokenizer
@@ -159,7 +160,11 @@ def check_start(cfg: Config) -> None:
             f"rank {os.environ['RANK']} was started without {', '.join(missing)}: torchrun and srun say them all; with "
             "mpirun on several machines add -x MASTER_ADDR=HOST, the host of rank 0"
         )
+    vllm_process.set_environment(cfg.rollout.exact)  # before anything is allocated on a GPU
+    torch.use_deterministic_algorithms(cfg.rollout.exact)
     if not torch.cuda.is_available():
+        if cfg.rollout.vllm.get("quantization"):
+            raise UserError("rollout.vllm.quantization=fp8: works on GPUs only, leave it out")
         for name in ("enable_expert_parallel", "enable_sleep_mode", "enable_chunked_prefill"):
             if cfg.rollout.vllm.get(name):
                 raise UserError(f"rollout.vllm.{name}=true: works on GPUs only, set it to false")

@@ -148,16 +148,18 @@ def host_free_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
 def host_bytes(cfg, weights: int, world_size: int, itemsize: int, on_gpu: bool) -> int:
     """What a rank holds of host memory, about, of a model of so many weights of `itemsize` bytes in so many ranks.
 
-    On GPUs: vLLM's weights while it sleeps, a checkpoint that is being written, an optimizer that is kept there. On the
-    CPU: all of it.
+    On GPUs: vLLM's weights while it sleeps at level 1, a checkpoint that is being written, an optimizer or a reference
+    model that is kept there. On the CPU: all of it.
     """
     p = cfg.parallel
     in_vllm = weights * itemsize / cfg.rollout.tp
     checkpoint = weights * 12 / world_size  # weights in fp32 and Adam's moments; also what an optimizer has of them
+    mine = weights / (p.tp * p.pp * p.ep)
     if on_gpu:
         offloaded = cfg.megatron.get("optimizer_offload_fraction", 0) * cfg.megatron.get("optimizer_cpu_offload", False)
-        return int(in_vllm + checkpoint * (1 + offloaded))
-    mine = weights / (p.tp * p.pp * p.ep)
+        offloaded += cfg.train.offload == "optimizer"
+        reference = mine * itemsize * (cfg.algo.reference_on == "host")
+        return int(in_vllm * (cfg.rollout.sleep_level == 1) + reference + checkpoint * (1 + offloaded))
     copies = 1 + (cfg.algo.kl_coef > 0)  # the reference
     return int(in_vllm + mine * (copies * itemsize + 4) + 2 * checkpoint)  # gradients are fp32
 

@@ -133,6 +133,23 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
     }
 
 
+def expert_load(model: list) -> list[float]:
+    """Per layer, the busiest expert's tokens over the mean of all experts, since the last call; [] without experts.
+
+    Counted over the response tokens of the training passes. The same on every rank.
+    """
+    hf = model[0].hf_config
+    if not bridge.is_moe(hf):
+        return []
+    load = torch.zeros(hf.num_hidden_layers, bridge.num_experts(hf), device=bridge.device())  # [layers, E]
+    for chunk in map(bridge.unwrap_model, model):
+        for layer in chunk.decoder.layers:
+            load[layer.layer_number - 1] += layer.mlp.router.load
+            layer.mlp.router.load = torch.zeros_like(layer.mlp.router.load)
+    dist.all_reduce(load)  # tp and cp split the tokens, dp the samples, pp the layers
+    return (load.amax(1) / load.mean(1)).tolist()
+
+
 def rewards_by_group(samples: list) -> dict[int, list[float]]:
     """The rewards of each group's answers."""
     rewards = {s.group: [] for s in samples}

@@ -17,6 +17,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.utils import unwrap_model
 
 from support.checkpoint import read_sharded, read_state
+from support.offload import is_away, take_back_state
 
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first is the main weight
 
@@ -43,6 +44,7 @@ def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:
     place = part._get_model_param_range_map(weight)["param"]
     own = part._get_main_param_and_optimizer_states(weight)
     own["param"] = own.pop("master_param", own["param"])  # with optimizer_cpu_offload: the weight that Adam steps
+    own = {moment: values.host if is_away(values) else values for moment, values in own.items()}
     return slice(place.start, place.end), own
 
 
@@ -95,6 +97,7 @@ def restore(path: Path, model: list, optimizer) -> dict[str, Any]:
     Raises CheckpointError before anything is changed.
     """
     state = read_state(path)
+    take_back_state(optimizer)
     load_state(model, optimizer, read_sharded(path, sharded_state(model, optimizer, loading=True)), state["updates"])
     return state
 

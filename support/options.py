@@ -286,7 +286,7 @@ VLLM_OWNED = {
             "an answer ends as the model's own generation_config says; use rollout.temperature, top_p, top_k": (
                 "generation_config override_generation_config"
             ),
-            "answers would come from another distribution than the trainer's": "logits_processors quantization "
+            "answers would come from another distribution than the trainer's": "logits_processors "
             "quantization_config allow_deprecated_quantization watermark_config disable_sliding_window "
             "structured_outputs_config diffusion_config",
             "the model is sampled from as it is, without a draft model": "speculative_config spec_method spec_model "
@@ -308,9 +308,13 @@ def check_vllm(options: dict[str, Any]) -> None:
     for name in options:
         if name in VLLM_OWNED:
             raise UserError(f"rollout.vllm.{name}: {VLLM_OWNED[name]}")
+    if options.get("quantization") not in (None, "fp8"):
+        raise UserError(
+            f"rollout.vllm.quantization={options['quantization']!r}: a push is quantised as it is loaded; legal is fp8"
+        )
     if not options:
         return
-    from rollout import engine_options  # only where it is used: importing vLLM takes seconds
+    from support.vllm_process import engine_options  # only where it is used: importing vLLM takes seconds
 
     types = engine_options()
     for name, value in options.items():

@@ -110,8 +110,10 @@ class Held:
 class PushCheck:
     """Watches all pushes into this rank's engine, which spans `tp` ranks. The ranks of the world push together."""
 
-    def __init__(self, tp: int):
+    def __init__(self, tp: int, llm=None):
+        """`llm`: vLLM, with the weights that it read from disk."""
         self.tp = tp
+        self.on_disk = ordered_digests(llm) if llm else {}  # now, since weights do not outlive a sleep of level 2
         self.copies: dict[str, list[tuple[int, int]]] | None = None  # see `compare`; None before the first push
         self.metrics = {"sync/checked": None}
 
@@ -119,15 +121,15 @@ class PushCheck:
     def watch(self, llm, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
         """The pairs that `llm` has to load inside the block. Raises TrainingError, on every rank, unless all engines
         hold them at its end; after the first push also unless they hold what they read from disk."""
-        on_disk = ordered_digests(llm) if self.copies is None else {}
         found = []
         stream = watched(weights, found)
         yield stream
         for _ in stream:  # an engine that left some must not leave the other ranks waiting
             pass
         (held,) = llm.apply_model(engine_digests)
-        after = ordered_digests(llm) if on_disk else {}
-        moved = [name for name in on_disk if on_disk[name] != after.get(name)]
+        after = ordered_digests(llm) if self.on_disk else {}
+        moved = [name for name, sums in self.on_disk.items() if sums != after.get(name)]
+        self.on_disk = {}  # the first push tells
         pushed = pushed_sums(found, set(held))
         checksum = zlib.crc32(b"".join(name.encode() + sums.tobytes() for name, sums in sorted(pushed.items())))
         self.compare(pushed, ranks.gather(Held(list(held), to_numpy(held.values()), checksum, moved)))

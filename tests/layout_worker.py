@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
 import train_grpo
-from support import checks, hf_folder, ranks
+from support import checks, hf_folder, metrics, ranks
 from support.packing import pack, to_micro_batches
 from support.read_config import load_config
 
@@ -69,7 +69,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         micro_batches = to_micro_batches(batch, order, budget, cfg)
     report = train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
     grad_norm = bridge.optimizer_step(optimizer, EPS * STEP)
-    after, load = dict(bridge.hf_weights(model)), bridge.expert_load(model)
+    after, load = dict(bridge.hf_weights(model)), metrics.expert_load(model)
     bridge.mpu.destroy_model_parallel()
     return {
         "logp": logp_F, "old_logp": batch.old_logp, "ref_logp": batch.ref_logp, "load": torch.tensor(load),

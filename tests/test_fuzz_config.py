@@ -23,7 +23,7 @@ import yaml
 import megatron_bridge as bridge
 import train_grpo
 from config import SECTIONS, Config
-from rollout import engine_options
+from support.vllm_process import engine_options
 from tests.conftest import REPO
 
 CASES, QUICK = 300, 60  # of them in `make test`

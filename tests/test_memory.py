@@ -149,12 +149,15 @@ def test_limits_of_a_container_or_job_count(tmp_path):
 
 def test_host_memory_is_looked_at_before_the_build(monkeypatch):
     """7 B in bf16 on 8 ranks, vLLM with tp 2: 7 GB of weights asleep and 10.5 GB of a checkpoint a rank."""
-    options = ["model.dtype=bf16", "parallel.tp=2", "parallel.pp=2", "rollout.tp=2"]
+    options = ["model.dtype=bf16", "parallel.tp=2", "parallel.pp=2", "rollout.tp=2", "rollout.sleep_level=1"]
     cfg = load_config(CONFIG, options)
     needed = memory.host_bytes(cfg, 7 * 10**9, 8, 2, on_gpu=True)
     assert needed == 7e9 + 10.5e9
     offload = ["megatron.optimizer_cpu_offload=true", "megatron.optimizer_offload_fraction=0.5"]
     assert memory.host_bytes(load_config(CONFIG, options + offload), 7 * 10**9, 8, 2, on_gpu=True) == needed + 5.25e9
+    # Asleep at level 2 nothing is kept of vLLM; state and reference that wait on the host: 10.5 and 3.5 GB.
+    waiting = ["rollout.sleep_level=2", "train.offload=optimizer", "algo.kl_coef=0.1", "algo.reference_on=host"]
+    assert memory.host_bytes(load_config(CONFIG, options + waiting), 7 * 10**9, 8, 2, on_gpu=True) == 10.5e9 * 2 + 3.5e9
     # Without a GPU: also weights and gradients of a quarter of the model, and the optimizer.
     assert memory.host_bytes(cfg, 7 * 10**9, 8, 2, on_gpu=False) == needed + 7e9 / 4 * (2 + 4) + 10.5e9
     monkeypatch.setattr(memory, "host_free_bytes", lambda: 64e9)

@@ -257,3 +257,28 @@ def test_a_run_with_it_resumes_exactly(train, tmp_path):
     assert resumed.code == 0 and "after step 2" in resumed.text, resumed.text
     assert lasting(resumed.metrics) == lasting(straight.metrics) and resumed.metrics[-1]["grad_norm"] > 0
     assert equal(resumed.weights(3), straight.weights(3))
+
+
+@pytest.mark.slow
+def test_a_run_whose_state_leaves_the_gpu_is_the_same_and_resumes_exactly(train, tmp_path):
+    chosen = ("model.dtype=bf16", "algo.kl_coef=0.05", "train.save_every=1", "rollout.prompts_per_step=4")
+    moving = ("train.offload=optimizer", "algo.reference_on=host")
+    straight = train(2, "train.steps=5", *chosen, out=tmp_path / "straight")
+    moved = train(2, "train.steps=3", *chosen, *moving)
+    assert straight.code == moved.code == 0, moved.text
+    resumed = train(2, "train.steps=5", *chosen, *moving, "resume=auto")
+    assert resumed.code == 0 and "after step 3" in resumed.text, resumed.text
+    assert lasting(resumed.metrics) == lasting(straight.metrics) and resumed.metrics[-1]["grad_norm"] > 0
+    assert equal(resumed.weights(5), straight.weights(5))
+
+
+@pytest.mark.slow
+def test_an_fp32_head_narrows_the_gap(train, tmp_path):
+    """Of a bf16 model; on both sides, so that the log-probs agree better than with logits in bf16."""
+    gaps = {}
+    for value in ("false", "true"):
+        options = (f"model.fp32_head={value}", "model.dtype=bf16", "train.steps=2", "train.save_every=0")
+        run = train(2, *options, "parallel.tp=2", "rollout.tp=2", out=tmp_path / value)
+        assert run.code == 0, run.text
+        gaps[value] = [m["logp_gap/mean"] for m in run.metrics]
+    assert max(gaps["true"]) < 0.7 * min(gaps["false"]), gaps

@@ -14,7 +14,8 @@ import train_grpo
 from config import TrainingError, UserError
 from rollout import Completion
 from support import checks, clock, launch
-from support.optimizer_state import optimizer_steps
+from support.offload import is_away, state_shards
+from support.optimizer_state import optimizer_steps, sharded_state
 from support.read_config import load_config
 from tests.conftest import REPO
 
@@ -121,6 +122,28 @@ def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, tmp_path, c
     train_grpo.train_step(run, 3)
     with pytest.raises(TrainingError, match=r"2 in a row, train\.max_skipped=2"):
         train_grpo.train_step(run, 4)
+
+
+def test_what_leaves_while_vllm_samples_comes_back_the_same(build):
+    """Three steps with two updates each; what a checkpoint holds after them; and that it was away at all."""
+    bf16 = ("model.dtype=bf16", "train.updates_per_step=2", "algo.kl_coef=0.05", "rollout.max_logp_gap=inf")
+    found = {}
+    for offload, reference in (("none", "gpu"), ("grads", "gpu"), ("optimizer", "host")):
+        run = build(*bf16, f"train.offload={offload}", f"algo.reference_on={reference}")
+        metrics = [train_grpo.train_step(run, step)[0] for step in (1, 2, 3)]
+        buffers = [buffer for chunk in run.model for buffer in chunk.buffers]
+        assert all((buffer.grad_data.storage().size() == 0) == (offload != "none") for buffer in buffers)
+        assert all(is_away(shard) == (offload == "optimizer") for shard in state_shards(run.optimizer))
+        saved = sharded_state(run.model, run.optimizer, loading=False)
+        losses = [[m[name] for name in ("loss/total", "kl/ref", "grad_norm", "reward/mean")] for m in metrics]
+        found[offload] = (losses, weights(run), {key: part.data for key, part in saved.items()})
+        bridge.mpu.destroy_model_parallel()
+    losses, trained, saved = found["none"]
+    assert all(loss[2] > 0 for loss in losses) and len(saved) > 20
+    for other in ("grads", "optimizer"):
+        assert found[other][0] == losses
+        assert all(torch.equal(found[other][1][name], weight) for name, weight in trained.items())
+        assert all(torch.equal(found[other][2][key], values) for key, values in saved.items())
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])

@@ -4,8 +4,8 @@ import re
 
 import megatron_bridge as bridge
 from config import KEYS, SECTIONS
-from rollout import engine_options
 from support import hints
+from support.vllm_process import engine_options
 from tests.conftest import REPO
 
 PAGE = (REPO / "docs/tuning.md").read_text()

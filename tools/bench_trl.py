@@ -170,9 +170,9 @@ def main() -> None:
         return
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
     if args.vllm:
-        import rollout
+        from support.vllm_process import set_environment
 
-        rollout.set_environment()
+        set_environment()
         patch_vllm_for_cpu()
     work = WORKS[args.work]
     model, data = bench_works.make_inputs(

@@ -37,7 +37,7 @@ from torch import Tensor
 import megatron_bridge as bridge
 from config import AlgoConfig, Config, EvalConfig, RolloutConfig, UserError, changed
 from rollout import Engine
-from support import checkpoint, checks, gates, hf_folder, launch, metrics, optimizer_state, ranks
+from support import checkpoint, checks, gates, hf_folder, launch, metrics, offload, optimizer_state, ranks
 from support.clock import Clock, StopRequested
 from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.grading import GradingPool
@@ -93,13 +93,13 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
 def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     """Engine, model and optimizer, as the checkpoint has them if there is one; the engine has the same weights."""
     clock.enter("build")
-    r, t = cfg.rollout, cfg.train
-    path = hf_folder.local_folder(cfg.model.path)
+    m, r, t = cfg.model, cfg.rollout, cfg.train
+    path = hf_folder.local_folder(m.path)
     # vLLM measures free memory when it starts, so it comes first; it sleeps until weights are pushed.
-    engine = Engine(path, cfg.model.dtype, r.tp, checks.longest_sample(cfg), r.gpu_memory_utilization, r.vllm)
-    model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
+    engine = Engine(path, m, r, checks.longest_sample(cfg))
+    model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head)
     optimizer = bridge.build_optimizer(model, t, cfg.megatron)
-    reference = bridge.copy_weights(model) if cfg.algo.kl_coef > 0 else None  # of the initial model, also on resume
+    reference = bridge.copy_weights(model, cfg.algo.reference_on) if cfg.algo.kl_coef > 0 else None  # also on resume
     writer = checkpoint.CheckpointWriter(Path(cfg.output_dir, "checkpoints"), t.keep_last, t.keep_every)
     grading = GradingPool(**cfg.reward.model_dump())
     run = Run(cfg, clock, inputs, path, engine, model, optimizer, reference, grading, writer)
@@ -181,7 +181,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
         if t.save_every and (step % t.save_every == 0 or step == t.steps):
             save(run, step)
     seconds = clock.seconds | {"step": clock.step_seconds()}
-    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, bridge.expert_load(model), seconds)
+    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, metrics.expert_load(model), seconds)
     return metrics.summarize(record, cfg) | run.engine.push_check.metrics | clock.memory.numbers(), samples
 
 
@@ -434,9 +434,7 @@ def score(model: list, batch: Batch, cfg: Config) -> Tensor:
 
 def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
     """The gradient of an update, left in Megatron's buffers, and what its micro-batches report; same on every rank."""
-    optimizer.zero_grad()
-    for chunk in model:
-        chunk.zero_grad_buffer()
+    offload.zero_gradients(model, optimizer)
     loss = partial(grpo_loss, algo=cfg.algo)
     reports = run_schedule(model, micro_batches, loss, cfg.rollout.temperature, training=True)
     return metrics.add_up(reports) | {"grad_norm": math.nan} | use_of_rows(micro_batches, cfg)
@@ -482,6 +480,7 @@ def forward_step(micro_batches, model, loss_func, temperature: float):
 
 def push_weights(run: Run) -> None:
     """Trainer to vLLM, full tensors under their Hugging Face names; the KV cache takes its memory back afterwards."""
+    offload.leave(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
     run.engine.wake("weights")
     run.engine.load_weights(bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20))
     run.engine.wake("kv_cache")

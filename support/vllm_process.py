@@ -1,0 +1,37 @@
+"""What vLLM reads from the environment of its process, and what may be told it: settled before it is imported."""
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+
+
+def set_environment(exact: bool = False) -> None:
+    """Variables that vLLM, or torch for it, reads when it is imported or first allocates; one that the user has set
+    stays. `exact`: rollout.exact."""
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs inside this process
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every rank is bound to the same cores
+    }
+    if torch.cuda.device_count() == 0:
+        defaults["TORCHDYNAMO_DISABLE"] = "1"  # it would compile one small function at every start, by a C++ compiler
+    else:
+        # One seed a prompt: the old runner draws for one request after the other, the new one for all at once.
+        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        # Rows differ in length, and segments that can grow leave fewer holes. vLLM keeps its own pool out of it.
+        defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if exact and torch.cuda.device_count():
+        defaults |= {"VLLM_BATCH_INVARIANT": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_options() -> dict[str, Any]:
+    """Fields of vLLM's EngineArgs and their types; support/options.py says which `rollout.vllm` may hold."""
+    set_environment()
+    from vllm import EngineArgs
+
+    return {field.name: field.type for field in dataclasses.fields(EngineArgs)}

@@ -1,0 +1,71 @@
+"""What vLLM is told on a GPU, as its own objects hold it; only its start is left out, since there is no GPU."""
+
+import os
+
+import pytest
+import torch
+
+from config import Config, changed
+from rollout import Engine
+from support import vllm_process
+
+NAMES = ("VLLM_USE_V2_MODEL_RUNNER", "PYTORCH_CUDA_ALLOC_CONF", "VLLM_BATCH_INVARIANT", "CUBLAS_WORKSPACE_CONFIG")
+
+
+@pytest.fixture
+def told(monkeypatch, tiny):
+    """told({key: value}) → (vLLM's arguments, levels that it was asked to sleep at) on a machine with two GPUs."""
+    vllm_process.set_environment()
+    import vllm
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    for name in NAMES:  # set first, so that what the engine sets is taken back too
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    slept = []
+
+    class NotStarted:
+        def __init__(self, **settings):
+            self.args = vllm.EngineArgs(**settings)
+
+        def sleep(self, level):
+            slept.append(level)
+
+    monkeypatch.setattr(vllm, "LLM", NotStarted)
+    monkeypatch.setattr("rollout.PushCheck", lambda *_: None)
+
+    def engine(values: dict):
+        cfg = changed(Config(model={"path": str(tiny / "model")}, data={"train": "d"}), values)
+        return Engine(cfg.model.path, cfg.model, cfg.rollout, 128).llm.args, slept
+
+    return engine
+
+
+def test_settings_on_a_gpu(told):
+    args, slept = told({"rollout.prompts_per_step": 6, "rollout.group_size": 4, "rollout.tp": 2})
+    assert args.enable_sleep_mode and args.enable_chunked_prefill and not args.enforce_eager
+    assert args.compilation_config.max_cudagraph_capture_size == 12  # 3 of 6 prompts for each of two engines, 4 answers
+    assert slept == [2] and args.hf_overrides == {}
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "VLLM_BATCH_INVARIANT" not in os.environ
+
+
+def test_keys_reach_vllm_and_what_the_user_set_stays(told, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    args, slept = told(
+        {
+            "rollout.sleep_level": 1, "rollout.exact": True, "model.fp32_head": True, "rollout.prompts_per_step": 4096,
+            "rollout.vllm": {"quantization": "fp8", "enable_chunked_prefill": False},
+        }
+    )  # fmt: skip
+    assert slept == [1] and args.quantization == "fp8" and not args.enable_chunked_prefill
+    assert args.hf_overrides == {"head_dtype": "float32"} and args.compilation_config.max_cudagraph_capture_size == 512
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0" and os.environ["VLLM_BATCH_INVARIANT"] == "1"
+
+
+def test_without_sleep_mode_nothing_sleeps(told):
+    _, slept = told({"rollout.vllm": {"enable_sleep_mode": False}})
+    assert slept == []
