@@ -142,7 +142,7 @@ class TrainConfig(Section):
     clip_grad: NotNegative = 1.0  # gradients of a larger norm are scaled down to it; 0: never
     updates_per_step: Count = 1  # optimizer steps on each batch of samples
     epochs_per_step: Count = 1  # passes over each batch of samples
-    max_tokens_per_micro_batch: Count = 16384  # cap of a row, sequences × longest (cp ranks share it), in training
+    max_tokens_per_micro_batch: Count = 16384  # cap of a row in training, what attention pads too; cp ranks share it
     logprob_max_tokens_per_micro_batch: Count = 32768  # the same, forward only (old and reference log-probs)
     save_every: Whole = 20  # steps between checkpoints, the last at the end; 0: only where a signal stops the run
     keep_last: Whole = 2  # newest checkpoints that are kept; 0: all
