@@ -363,6 +363,10 @@ def write_table(known: dict) -> None:
         "Written by `make test-all` (tests/test_layouts.py): the largest relative error, over all parameters, of the",
         "gradient of one update against plain transformers in float64. Bound: 1e-5. fp32, CPU, 4 ranks.",
         "",
+        "The models have 4 heads and 2 key-value heads, mistral 4 of these; mistral and mixtral have a window of 8",
+        "tokens, samples up to 38. CP2 splits attention by heads, TP2·CP2 and CP4 by chunks, but under mistral",
+        "by heads too ([how](models.md#layouts)).",
+        "",
         "| | " + " | ".join(FAMILIES) + " |",
         "|---" * (len(FAMILIES) + 1) + "|",
     ]
