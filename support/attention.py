@@ -84,7 +84,7 @@ class Segments:
         position = torch.arange(self.max_q, device=self.cu_q.device)[None]  # of each query among its keys, [S or 1, Q]
         if self.cu_k is not self.cu_q:
             lengths_S = self.cu_k.diff()[:, None]
-            # What pads queries stays at the last key: a query that sees none would make NaN of the gradient.
+            # Padding stays at the last key, so that no query sees none: not every kernel has a result for that.
             position = (position + lengths_S - self.cu_q.diff()[:, None]).minimum(lengths_S - 1)
         elif self.window is None or self.window >= self.max_k:
             return None

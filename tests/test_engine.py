@@ -33,7 +33,13 @@ METRICS = [
     *(f"mem/{phase}{kind}_gb" for phase in memory.PHASES for kind in ("", "_peak")),
 ]  # fmt: skip
 OUTCOMES = ("mean", "timeout_frac", "error_frac")  # of each source
-CONFIGS = {"llama": {"rope_parameters": LLAMA3}, "mistral": {"sliding_window": 8}}
+WINDOW = {"sliding_window": 8}  # answers are longer
+CONFIGS = {
+    "llama": {"rope_parameters": LLAMA3},
+    "mistral": WINDOW,
+    "mixtral": WINDOW,
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 0, **WINDOW},
+}
 SMALL = ["train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4"]
 
 
