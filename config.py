@@ -148,7 +148,7 @@ class TrainConfig(Section):
     clip_grad: NotNegative = 1.0  # gradients of a larger norm are scaled down to it; 0: never
     updates_per_step: Count = 1  # optimizer steps on each batch of samples
     epochs_per_step: Count = 1  # passes over each batch of samples
-    max_tokens_per_micro_batch: Count = 16384  # cap of a row, sequences × longest (cp ranks share it), in training
+    max_tokens_per_micro_batch: Count = 16384  # cap of a row in training, what attention pads too; cp ranks share it
     logprob_max_tokens_per_micro_batch: Count = 32768  # the same, forward only (old and reference log-probs)
     # what leaves the GPU while vLLM samples, "optimizer": its state and the gradients; null: grads on a GPU, else none
     offload: Literal["none", "grads", "optimizer"] | None = None

@@ -22,19 +22,15 @@ import transformers
 from safetensors import safe_open
 
 from support import hf_folder
+from support.attention import PackedAttention, Packing, gather_stripes, own_stripe, rotary_embedding, sliding_window
 from support.experts import experts_for
-from support.layers import (  # first: it prepares the process for Megatron-core
+from support.layers import (
     HiddenGPT,
-    PackedAttention,
-    Packing,
     RMSNorm,
     Router,
     device,
-    gather_stripes,
-    own_stripe,
-    rotary_embedding,
     swiglu,
-)
+)  # first: it prepares the process for Megatron-core
 
 # isort: split
 from megatron.core import parallel_state as mpu
@@ -139,6 +135,7 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
         kv_channels=head_dim(hf),
+        window_size=(window - 1, 0) if (window := sliding_window(hf)) else None,  # read by Packing
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
@@ -338,7 +335,7 @@ def hidden_states(model, mb) -> torch.Tensor:
         untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
         untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
     tokens, positions = own_stripe(mb.tokens).long().contiguous(), own_stripe(mb.position_ids)  # [1, T / cp]
-    packing = Packing.of(mb, chunk.inv_freq, chunk.config.params_dtype)
+    packing = Packing.of(mb, chunk.inv_freq, chunk.config)
     options = {"padding_mask": untrained} if chunk.config.num_moe_experts else {}
     return model(tokens, positions, attention_mask=None, packed_seq_params=packing, **options)
 

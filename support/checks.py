@@ -15,8 +15,8 @@ import megatron_bridge as bridge
 import reward as rewards
 from config import Config, UserError
 from support import options
+from support.attention import rotary_embedding, sliding_window
 from support.hf_folder import safetensor_files
-from support.layers import rotary_embedding
 from support.packing import attention_pads, bubble, plan_bins
 
 # ---------------------------------------------------------------- the configuration
@@ -160,7 +160,8 @@ def rows_of_an_update(cfg: Config, replicas: int) -> tuple[int, int]:
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     multiple = bridge.token_multiple(cfg.parallel)
     cap = cfg.train.max_tokens_per_micro_batch // multiple * multiple
-    plans = (plan_bins(np.full(samples, n), cap, replicas, cfg.parallel, attention_pads()) for n in (1, longest))
+    pads = attention_pads(cfg.model.dtype)
+    plans = (plan_bins(np.full(samples, n), cap, replicas, cfg.parallel, pads) for n in (1, longest))
     return tuple(len(bins) // replicas for bins in plans)
 
 
@@ -244,14 +245,15 @@ def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: st
             raise ValueError(
                 f"model.path={path}: {attribute}={found!r} in its config.json is not supported, only {value}"
             )
-    window = hf.sliding_window if getattr(hf, "use_sliding_window", hasattr(hf, "sliding_window")) else None
-    if window and max_tokens > window:
+    width = bridge.head_dim(hf)
+    if not attention_pads(dtype) and (width % 8 or width > 256):
         raise ValueError(
-            f"model.path={path} attends to the last {window} tokens only (sliding_window), which is not supported for "
-            f"samples longer than that: {LONGEST} = {max_tokens}"
+            f"model.path={path}: attention on a GPU with model.dtype={dtype} takes heads of 8, 16, ... 256 numbers, "
+            f"not {width}; use model.dtype=fp32"
         )
     try:
         rotary_embedding(hf)
+        sliding_window(hf)
     except ValueError as error:
         raise ValueError(f"model.path={path}: {error}") from None
     check_layout(hf, parallel, rollout_tp)

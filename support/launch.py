@@ -33,6 +33,7 @@ from support import (
     versions,
     vllm_process,
 )
+from support.attention import use_flash_attention_3
 from support.clock import Clock
 from support.data import Mixture, Prompt, fingerprint, load_prompts, load_tokenizer
 from support.files import lock_output_dir, open_output_dir
@@ -243,6 +244,7 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
         with lock or contextlib.nullcontext():
             inputs = resumed(cfg, inputs)
             if inputs.done < cfg.train.steps:
+                use_flash_attention_3(bridge.DTYPES[cfg.model.dtype])
                 train(cfg, inputs, clock)
     except (RuntimeError, ValueError, AssertionError, MemoryError, OSError, SafetensorError) as error:
         message = preflight.explain_out_of_memory(clock.phase, error)

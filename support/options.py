@@ -73,7 +73,8 @@ MEGATRON_OWNED = {
             "it comes from config.json of model.path": "num_layers hidden_size ffn_hidden_size num_attention_heads "
             "num_query_groups kv_channels normalization layernorm_epsilon gated_linear_unit activation_func "
             "add_bias_linear add_qkv_bias qk_layernorm num_moe_experts moe_ffn_hidden_size moe_router_topk "
-            "moe_router_pre_softmax moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq",
+            "moe_router_pre_softmax moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq "
+            "window_size",
             "the weights come from model.path": "init_method output_layer_init_method init_method_std "
             "embedding_init_method embedding_init_method_std init_model_with_meta_device use_cpu_initialization",
             "it is a function, which no file of settings can hold": "timers finalize_model_grads_func grad_scale_func "
@@ -118,7 +119,7 @@ MEGATRON_REFUSED = by_name(
         "cpu_offloading_weights cpu_offloading_double_buffering fine_grained_activation_offloading offload_modules "
         "min_offloaded_tensor_size",
         "vLLM would sample from another model than the one that is trained": "softmax_scale softmax_type "
-        "rotary_interleaved window_size window_attn_skip_freq qk_l2_norm qk_clip qk_clip_alpha qk_clip_threshold "
+        "rotary_interleaved window_attn_skip_freq qk_l2_norm qk_clip qk_clip_alpha qk_clip_threshold "
         "attention_output_gate multi_latent_attention no_rope_freq experimental_attention_variant "
         "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff "
         "dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim linear_key_head_dim "
@@ -151,7 +152,7 @@ MEGATRON_REFUSED = by_name(
         "kitchen_attention_backend fp4 fp4_recipe fp4_param fp4_quantizer_factory activation_func_fp8_input_store "
         "quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8 fp8_param_gather "
         "keep_fp8_transpose_cache reuse_grad_buf_for_mxfp8_param_ag disable_parameter_transpose_cache",
-        "attention is torch's scaled_dot_product_attention over packed rows (support/layers.py)": "attention_backend "
+        "attention is torch's, over packed rows (support/attention.py)": "attention_backend "
         "apply_query_key_layer_scaling attention_softmax_in_fp32 masked_softmax_fusion cp_comm_type "
         "hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel flash_decode",
         "the norm is torch's rms_norm in model.dtype (support/layers.py)": "persist_layer_norm "

@@ -3,8 +3,9 @@
 A row predicts: a position holds a token and what is known of the next one, the target. A sample of n tokens has n - 1
 such positions. Pure functions of the whole step's samples, so every rank computes the same plan and takes its part.
 
-Rows have no padding, but attention may: `PackedAttention` lays a row out as [sequences, longest]. So sequences of like
-length share a row, and the cap of a row counts sequences × longest.
+Rows have no padding, but attention may (`attention_pads`): it then lays a row out as [sequences, longest]. So sequences
+of like length share a row, and the cap of a row counts sequences × longest. Where it does not, a row is as good as any
+other of as many tokens, and the cap counts these.
 """
 
 import heapq
@@ -17,6 +18,7 @@ import torch
 
 import megatron_bridge as bridge
 from config import Config, ParallelConfig
+from support.attention import uses_varlen
 
 # What a row costs, in attended positions a head: each token TOKEN + what it attends to. The rest of a layer takes about
 # 18 × hidden such positions by its operations, and by the time of its kernels less; a round number that is low rather
@@ -27,9 +29,10 @@ GAIN = 0.002  # by so much must more rows be faster
 PIECE = 128  # longest sequence of padding in a row without samples
 
 
-def attention_pads() -> bool:
-    """Whether attention pads the sequences of a row to the longest; the one place that says so."""
-    return True
+def attention_pads(dtype: str) -> bool:
+    """Whether attention pads the sequences of a row to the longest, on this machine and with model.dtype `dtype`; the
+    one place that says so to who packs rows. It asks what attention itself asks."""
+    return not uses_varlen(bridge.device(), bridge.DTYPES[dtype])
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Con
     rank, replicas = bridge.data_parallel()
     multiple = bridge.token_multiple(cfg.parallel)
     lengths_N = batch.lengths_N[samples]
-    bins = plan_bins(lengths_N, max_tokens // multiple * multiple, replicas, cfg.parallel, attention_pads())
+    pads = attention_pads(cfg.model.dtype)
+    bins = plan_bins(lengths_N, max_tokens // multiple * multiple, replicas, cfg.parallel, pads)
     widths = [max(1, math.ceil(lengths_N[members].sum() / multiple)) * multiple for members in bins]
     if cfg.parallel.vpp > 1:  # the interleaved schedule wants rows of one length
         widths = [max(widths)] * len(bins)
@@ -118,7 +122,7 @@ def use_of_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float
     sizes = [len(mb.cu_seqlens) - 1 for mb in micro_batches]
     samples = [mb.seq_id[0, : len(mb.index_T)].unique_consecutive(return_counts=True)[1] for mb in micro_batches]
     wanted = sum(int(lengths.square().sum()) for lengths in samples)
-    if attention_pads():
+    if attention_pads(cfg.model.dtype):
         positions = [size * mb.max_seqlen for size, mb in zip(sizes, micro_batches, strict=True)]
         done = sum(n * mb.max_seqlen for n, mb in zip(positions, micro_batches, strict=True))
     else:

@@ -118,10 +118,13 @@ def test_model_options_without_a_counterpart_are_refused(dry_run, tiny, tmp_path
         "hidden_act": ("gelu", "hidden_act='gelu'"),
         "attention_bias": (True, "attention_bias=True"),
         "rope_parameters": (rope, "rope type 'yarn' is not supported"),
-        "use_sliding_window": (True, "attends to the last 8 tokens only"),
+        "layer_types": (
+            ["full_attention", "sliding_attention"],
+            "sliding_window=8 in its config.json is supported for",
+        ),
     }
     for key, (value, message) in cases.items():
-        changed = {**config, "sliding_window": 8, key: value}
+        changed = {**config, "sliding_window": 8, "use_sliding_window": True, key: value}
         (tmp_path / "model/config.json").write_text(json.dumps(changed))
         code, text = dry_run(f"model.path={tmp_path / 'model'}")
         assert code == 2 and message in text, text

@@ -33,7 +33,13 @@ METRICS = [
     *(f"mem/{phase}{kind}_gb" for phase in memory.PHASES for kind in ("", "_peak")),
 ]  # fmt: skip
 OUTCOMES = ("mean", "timeout_frac", "error_frac")  # of each source
-LONG_ROPE = {"llama": {"rope_parameters": LLAMA3}}
+WINDOW = {"sliding_window": 8}  # answers are longer
+CONFIGS = {
+    "llama": {"rope_parameters": LLAMA3},
+    "mistral": WINDOW,
+    "mixtral": WINDOW,
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 0, **WINDOW},
+}
 SMALL = ["train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4"]
 
 
@@ -52,7 +58,7 @@ SMALL = ["train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4"]
 def test_trainer_transformers_and_vllm_agree(train, tmp_path, arch, tied, layout):
     """Step 2 samples from pushed, changed weights; the export of step 1 holds the same."""
     tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
-    make_tiny.save_model(tmp_path / "model", tokenizer, arch, tied, hidden=64, layers=2, **LONG_ROPE.get(arch, {}))
+    make_tiny.save_model(tmp_path / "model", tokenizer, arch, tied, hidden=64, layers=2, **CONFIGS.get(arch, {}))
     run = train(2, *SMALL, *EXACT, f"model.path={tmp_path / 'model'}", *layout, "rollout.max_new_tokens=24")
     assert run.code == 0, run.text
     assert all(m["sync/checked"] == 1 for m in run.metrics)

@@ -25,7 +25,12 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-CONFIGS = {"llama": {"rope_parameters": LLAMA3}, "qwen3": {"tied": True}}
+CONFIGS = {
+    "llama": {"rope_parameters": LLAMA3},
+    "mistral": {"sliding_window": 8, "kv_heads": 4},  # answers are longer; the others have 2 key-value heads
+    "mixtral": {"sliding_window": 8},
+    "qwen3": {"tied": True},
+}
 OVERLAP = ["megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true"]
 FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
 SELECTIVE = ["megatron.recompute_granularity=selective"]
@@ -37,6 +42,7 @@ LAYOUTS = {  # on 4 ranks
     "CP2·DP2": ["parallel.cp=2"],
     "TP2·CP2": ["parallel.tp=2", "parallel.cp=2"],
     "PP2·CP2": ["parallel.pp=2", "parallel.cp=2"],
+    "CP4": ["parallel.cp=4"],
     "PP2·VPP2·DP2": ["parallel.pp=2", "parallel.vpp=2"],
     "TP2·PP2·VPP2, overlap, full recompute": ["parallel.tp=2", "parallel.pp=2", "parallel.vpp=2", *OVERLAP, *FULL],
     "CP2·DP2, overlap, selective recompute": ["parallel.cp=2", *OVERLAP, *SELECTIVE],
@@ -356,6 +362,10 @@ def write_table(known: dict) -> None:
         "",
         "Written by `make test-all` (tests/test_layouts.py): the largest relative error, over all parameters, of the",
         "gradient of one update against plain transformers in float64. Bound: 1e-5. fp32, CPU, 4 ranks.",
+        "",
+        "The models have 4 heads and 2 key-value heads, mistral 4 of these; mistral and mixtral have a window of 8",
+        "tokens, samples up to 38. CP2 splits attention by heads, TP2·CP2 and CP4 by chunks, but under mistral",
+        "by heads too ([how](models.md#layouts)).",
         "",
         "| | " + " | ".join(FAMILIES) + " |",
         "|---" * (len(FAMILIES) + 1) + "|",

@@ -121,7 +121,7 @@ def test_use_of_rows_counts_what_attention_pads(monkeypatch):
     rows = [pack(flatten(samples), members, width, "cpu") for members, width in (([0, 1], 8), ([2, 3], 6))]
     cfg = changed(Config(model={"path": "m"}, data={"train": "d"}), {"train.max_tokens_per_micro_batch": 12})
     assert use_of_rows(rows, cfg) == {"fill": 18 / 24, "attention_waste": 90 / 58, "bubble": 0}
-    monkeypatch.setattr(packing, "attention_pads", lambda: False)
+    monkeypatch.setattr(packing, "attention_pads", lambda dtype: False)
     assert use_of_rows(rows, cfg) == {"fill": 14 / 24, "attention_waste": 1, "bubble": 0}
 
 

@@ -1,0 +1,231 @@
+"""Attention over packed rows (support/attention.py): the padded path, the unpadded one, and how cp ranks share a row.
+
+torch's kernel without padding needs a GPU. Here a function of its signature stands in for it, that of torch 2.10, 2.11
+or 2.13, which refuses what torch's refuses and computes by the formula.
+"""
+
+import inspect
+import itertools
+
+import make_tiny
+import pytest
+import torch
+import transformers
+from torch.nn.attention import varlen as flash
+
+from support import attention, packing
+from support.attention import Chunks, Segments, padded, sliding_window, uses_varlen, varlen
+from tests.layout_worker import one_layout
+from tests.test_layouts import make_plan, make_samples, reference, worst_gradient
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def by_formula(query, key, value, cu_q, cu_k, left=-1):
+    """Softmax over the keys that each query sees, a segment at a time; the last query is at the last key."""
+    out = []
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
+        q, (k, v) = query[q0:q1], (x[k0:k1].repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        distance = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+        unseen = (distance < 0) | ((distance > left) if left >= 0 else torch.tensor(False))
+        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v))
+    return torch.cat(out)
+
+
+def stand_in(version: str, dtypes=HALF):
+    """varlen_attn of that torch, but for the device."""
+
+    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, left):
+        for x, cu, longest in ((query, cu_q, max_q), (key, cu_k, max_k), (value, cu_k, max_k)):
+            if x.dtype not in dtypes or x.dtype != query.dtype:
+                raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+            if x.dim() != 3 or x.stride(-1) != 1 or x.shape[-1] % 8 or x.shape[-1] > 256:
+                raise RuntimeError("Input tensor must have contiguous last dimension")
+            if cu.dtype != torch.int32 or not cu.is_contiguous() or len(cu) < 2:
+                raise RuntimeError("cu_seqlens must have dtype int32")
+            assert type(longest) is int and longest == cu.diff().max() and len(x) == cu[-1]  # else wrong in silence
+        return by_formula(query, key, value, cu_q, cu_k, left)
+
+    def torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+        assert is_causal
+        return kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, -1)
+
+    def torch_2_11(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+    ):
+        assert window_size[1] == 0 and scale is None
+        return kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size[0])
+
+    def torch_2_13(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+        enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+    ):  # fmt: skip
+        if not enable_gqa and query.shape[1] != key.shape[1]:
+            raise ValueError("Expect query and key/value to have the same number of heads")
+        assert window_size[1] == 0 and scale is seqused_k is block_table is None and num_splits == 1
+        return kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size[0])
+
+    return {"2.10": torch_2_10, "2.11": torch_2_11, "2.13": torch_2_13}[version]
+
+
+def tensors(tokens_q: int, tokens_k: int, dtype=torch.float32) -> list[torch.Tensor]:
+    """query of 4 heads, key and value of 2; value as a view, as Megatron makes it."""
+    torch.manual_seed(0)
+    query, key = torch.randn(tokens_q, 4, 8), torch.randn(tokens_k, 2, 8)
+    value = torch.randn(tokens_k, 2, 3, 8)[:, :, 1]
+    return [x.to(dtype).requires_grad_() for x in (query, key, value)]
+
+
+def segments(lengths_q: list[int], lengths_k: list[int] | None = None, window: int | None = None) -> Segments:
+    cu_q = cu_k = torch.tensor([0, *lengths_q], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    if lengths_k:
+        cu_k = torch.tensor([0, *lengths_k], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return Segments(cu_q, cu_k, max(lengths_q), max(lengths_k or lengths_q), window)
+
+
+def outcome(function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The result and the gradients of the inputs."""
+    out = function(*inputs)
+    torch.manual_seed(1)
+    return [out, *torch.autograd.grad(out, inputs, torch.randn(out.shape).to(out.dtype))]
+
+
+def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    pairs = zip(found, wanted, strict=True)
+    return max(((f.double() - w.double()).norm() / w.double().norm()).item() for f, w in pairs)
+
+
+CASES = [
+    segments([5, 1, 9]), segments([6, 6]), segments([5, 1, 9], window=3), segments([9, 2], window=2),
+    segments([7, 3], window=7), segments([2, 1, 4], [5, 1, 9]), segments([2, 1, 4], [5, 8, 9], window=4),
+    segments([10, 1], [10, 12], window=4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", CASES)
+def test_padded_attention_is_the_formula(where):
+    inputs = tensors(int(where.cu_q[-1]), int(where.cu_k[-1]))
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    left = -1 if where.window is None else where.window - 1
+    wanted = outcome(lambda *x: by_formula(*x, where.cu_q, where.cu_k, left), doubles)
+    assert worst(outcome(lambda *x: padded(*x, where), inputs), wanted) < 1e-6
+
+
+@pytest.mark.parametrize("version", ["2.10", "2.11", "2.13"])
+@pytest.mark.parametrize("where", CASES)
+def test_the_unpadded_path_gives_the_gradients_of_the_padded(monkeypatch, version, where):
+    """In fp32, which the kernel itself refuses, to see more than rounding; then in bf16, as it asks."""
+    size = int(where.cu_q[-1]), int(where.cu_k[-1])
+
+    def both(dtype):
+        return [outcome(lambda *x, path=path: path(*x, where), tensors(*size, dtype)) for path in (varlen, padded)]
+
+    monkeypatch.setattr(flash, "varlen_attn", stand_in(version, (torch.float32,)))
+    if version == "2.10" and where.window:
+        with pytest.raises(RuntimeError, match="no sliding window in varlen_attn"):
+            varlen(*tensors(*size), where)
+        return
+    assert worst(*both(torch.float32)) < 1e-5
+    monkeypatch.setattr(flash, "varlen_attn", stand_in(version))
+    assert worst(*both(torch.bfloat16)) < 0.02
+    with pytest.raises(RuntimeError, match="only support fp16 and bf16"):
+        varlen(*tensors(*size), where)
+
+
+def test_torch_has_what_stands_in_for_it_and_refuses_the_cpu():
+    def shape(function):
+        return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+    if torch.__version__.startswith("2.13"):
+        assert shape(flash.varlen_attn) == shape(stand_in("2.13"))
+    where = segments([3, 2])
+    with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
+        varlen(*tensors(5, 5, torch.bfloat16), where)
+    asked = itertools.product(("cpu", "cuda"), (*HALF, torch.float32))
+    assert [case for case in asked if uses_varlen(torch.device(case[0]), case[1])] == [("cuda", x) for x in HALF]
+
+
+def share(x: torch.Tensor, ranks: list[Chunks]) -> list[torch.Tensor]:
+    """What `take` gives each rank of the tokens of a row."""
+    sent = [x[r :: len(ranks)][c.send].split(c.sent) for r, c in enumerate(ranks)]
+    arrived = [[parts[r] for parts in sent] for r in range(len(ranks))]
+    assert [[len(part) for part in parts] for parts in arrived] == [c.received for c in ranks]
+    return [torch.cat(parts)[c.order] for parts, c in zip(arrived, ranks, strict=True)]
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("lengths", [[33, 1, 7, 19, 12], [1, 1, 5, 1, 4], [1] * 12, [60]])
+def test_chunks_of_all_ranks_are_the_whole_row(cp, window, lengths):
+    where = segments(lengths, window=window)
+    query, key, value = (x.detach() for x in tensors(sum(lengths), sum(lengths)))
+    ranks = [Chunks.of(where.cu_q, r, cp, window) for r in range(cp)]
+    found = torch.full_like(query, torch.nan)
+    for chunks, mine, places in zip(ranks, share(query, ranks), share(torch.arange(sum(lengths)), ranks), strict=True):
+        mine = mine if len(mine) else query[:1]  # what `take` makes up
+        found[places] = padded(mine, key[chunks.keys], value[chunks.keys], chunks.segments)[: len(places)]
+    assert torch.allclose(found, padded(query, key, value, where), atol=1e-6)  # no place is left out
+    assert sum(len(c.keys) for c in ranks) <= (2 * cp + 1) / 2 * sum(lengths) + cp * len(lengths)
+
+
+def test_chunks_share_the_work_alike():
+    """Positions that queries attend to, of 20 sequences of 100 to 4,000 tokens, over cp ranks: at most 1 % apart."""
+    lengths = torch.randint(100, 4000, (20,), generator=torch.Generator().manual_seed(0)).tolist()
+    for cp in (2, 4, 8):
+        work = []
+        for rank in range(cp):
+            where = Chunks.of(segments(lengths).cu_q, rank, cp, None).segments
+            q, k = where.cu_q.diff().double(), where.cu_k.diff().double()
+            work.append((q * (k - q) + q * (q + 1) / 2).sum().item())
+        assert sum(work) == sum(n * (n + 1) / 2 for n in lengths) and max(work) <= 1.01 * min(work)
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "window"),
+    [
+        ("mistral", {"sliding_window": 8}, 8),
+        ("mistral", {}, None),
+        ("mixtral", {"sliding_window": 8}, 8),
+        ("qwen2", {"sliding_window": 8}, None),  # without use_sliding_window
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, 8),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True}, None),  # all layers below max_window_layers
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, "for all layers alike"),
+        ("qwen3", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, "for all layers alike"),
+        ("qwen2_moe", {"sliding_window": 8, "use_sliding_window": True}, "for all layers alike"),
+        ("qwen2_moe", {}, None),
+        ("qwen3_moe", {"sliding_window": 8, "use_sliding_window": True}, 8),
+        ("llama", {"sliding_window": 8}, "for all layers alike"),  # which transformers does not read, and vLLM does
+        ("llama", {}, None),
+    ],
+)
+def test_the_window_of_a_model(arch, settings, window):
+    name, options = make_tiny.ARCHITECTURES[arch]
+    hf = getattr(transformers, f"{name}Config")(num_hidden_layers=2, **{**options, **settings})
+    if isinstance(window, str):
+        with pytest.raises(ValueError, match=window):
+            sliding_window(hf)
+    else:
+        assert sliding_window(hf) == window
+
+
+def test_an_update_without_padding_equals_plain_transformers(world, tmp_path, monkeypatch):
+    """The path of a GPU in bf16, here in fp32: rows that are planned without padding, with a window of 8."""
+    calls = []
+
+    def kernel(*args, **kwargs):
+        calls.append(len(args[3]) - 1)
+        return exact(*args, **kwargs)
+
+    exact = stand_in("2.13", (torch.float32,))
+    kernel.__signature__ = inspect.signature(exact)
+    monkeypatch.setattr(flash, "varlen_attn", kernel)
+    for module in (attention, packing):
+        monkeypatch.setattr(module, "uses_varlen", lambda on, dtype: True)
+    plan = make_plan(tmp_path, "mistral", layouts={"one": []})
+    found = one_layout(plan, "one")
+    wanted = reference(tmp_path / "model", make_samples(), found)
+    assert len(set(calls)) > 1  # rows of several sequences, none laid out with another's length
+    assert (found["logp"] - wanted["logp"]).abs().max() < 1e-4
+    error, name = worst_gradient(found, wanted)
+    assert error < 1e-5, name
