@@ -58,6 +58,7 @@ def nothing_left(monkeypatch, tmp_path):
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process
     before, memory = processes_below(os.getpid()), resident_mb()
     yield
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # other tests want to see what becomes of orphans
     assert processes_below(os.getpid()) <= before
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(("grading-", "answer-"))]
     assert resident_mb() < memory + 100
