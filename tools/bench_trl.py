@@ -51,12 +51,13 @@ def setup(folder: Path) -> Path:
 # ---------------------------------------------------------------- below here: in that environment, under torchrun
 
 
-def patch_vllm_for_cpu() -> None:
-    """TRL 1.16 with vLLM colocated on a CPU: two changes, neither of which makes it slower.
+def patch_vllm_for_cpu(dtype: str) -> None:
+    """TRL 1.16 with vLLM colocated on a CPU: three changes, of which one makes it slower.
 
     vLLM packs weights for its CPU kernels and drops the tensors, so that TRL's `model.load_weights` changes nothing
-    that samples: all go through reload_weights instead, as in rollout.py. And vLLM is eager, as ours is there, since it
-    would compile for minutes.
+    that samples: all go through reload_weights instead, as in rollout.py. vLLM is eager, as ours is there, since it
+    would compile for minutes. And it samples in `dtype`: by itself it takes bf16 for an fp32 model, which is faster,
+    and not the policy that is trained.
     """
     from functools import partial
 
@@ -71,7 +72,7 @@ def patch_vllm_for_cpu() -> None:
         self.llm.reset_prefix_cache()
 
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
-    vllm_generation.LLM = partial(vllm_generation.LLM, enforce_eager=True, disable_log_stats=True)
+    vllm_generation.LLM = partial(vllm_generation.LLM, dtype=dtype, enforce_eager=True, disable_log_stats=True)
 
 
 def timed_trainer(seconds: Counter):
@@ -169,12 +170,12 @@ def main() -> None:
         setup(args.setup)
         return
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
+    work = WORKS[args.work]
     if args.vllm:
         from support.vllm_process import set_environment
 
         set_environment()
-        patch_vllm_for_cpu()
-    work = WORKS[args.work]
+        patch_vllm_for_cpu({"fp32": "float32", "bf16": "bfloat16"}[work.dtype])
     model, data = bench_works.make_inputs(
         args.folder, work
     )  # tools/bench.py has made them, or one rank at a time would
