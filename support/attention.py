@@ -219,7 +219,8 @@ class Chunks:
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, rank: int, cp: int, window: int | None) -> "Chunks":
         """What `rank` of `cp` takes of a row; chunk c of n tokens begins at floor(n c / 2 cp). Waits for the GPU."""
-        starts_S, lengths_S = cu_seqlens[:-1].long().cpu(), cu_seqlens.diff().long().cpu()
+        ends = cu_seqlens.long().cpu()
+        starts_S, lengths_S = ends[:-1], ends.diff()
         number = torch.arange(2 * cp + 1)
         bounds = lengths_S[:, None] * number // (2 * cp)  # [S, 2 cp + 1], in the sequence
         takers = number[:-1].minimum(2 * cp - 1 - number[:-1])  # of each chunk

@@ -290,6 +290,24 @@ def test_one_gradient_on_two_replicas(world, tmp_path, family):
 
 
 @pytest.mark.slow
+def test_a_context_parallel_rank_without_queries_keeps_up(tmp_path):
+    """Attention by chunks, and a row whose sequences are all of one position: the first rank has every query of it."""
+    samples = make_samples()
+    for s in samples[7:]:
+        s |= {key: s[key][:1] for key in ("prompt_ids", "response_ids", "rollout_logp")}
+    lengths_N = np.array([len(s["prompt_ids"]) + len(s["response_ids"]) - 1 for s in samples])
+    budget = math.ceil(lengths_N[:7].sum() / 4) * 4
+    plan = make_plan(
+        tmp_path, "qwen2", f"train.max_tokens_per_micro_batch={budget}", layouts={"one": LAYOUTS["TP2·CP2"]},
+        bins=[[*range(7)], [*range(7, 14)]],
+    )  # fmt: skip
+    (tmp_path / "samples.json").write_text(json.dumps(samples))
+    ((found,),) = (each.values() for each in run_worker(tmp_path, 4, plan))
+    error, name = worst_gradient(found, reference(tmp_path / "model", samples, found))
+    assert error < 1e-5, name
+
+
+@pytest.mark.slow
 def test_every_loss_and_normalisation_does_not_depend_on_the_layout(tmp_path):
     """On TP2·PP2 with uneven micro-batches, with truncated importance sampling and the straight-through KL."""
     cases = {f"{loss} {norm}": (loss, norm) for loss in LOSSES for norm in NORMS}
