@@ -173,6 +173,20 @@ class ParallelConfig(Section):
     etp: Count = 1  # tensor parallelism inside an expert
 
 
+class LogConfig(Section):
+    tensorboard: bool = False  # scalars, histograms and answers for TensorBoard, in output_dir/tensorboard
+    wandb: bool = False  # the same for Weights & Biases, which its own variables guide: WANDB_MODE, WANDB_PROJECT, ...
+    samples_every: Whole = 0  # steps between a few answers on the screen; 0: none, and each 20th step's in the trackers
+
+
+class ProfileConfig(Section):
+    start: Whole = 0  # first step of the timeline in output_dir/traces; 0: none
+    stop: Whole = 0  # its last step
+    ranks: Annotated[list[Whole], Field(min_length=1)] | None = None  # whose tracks it has; null: all
+    torch: bool = False  # torch.profiler over the same steps, a file for each of these ranks
+    memory: bool = False  # a snapshot of their GPU memory at the end
+
+
 class Config(Section):
     output_dir: str = "outputs/run"  # all that a run writes
     seed: Whole = 0  # of prompts, sampling and dropout
@@ -185,6 +199,8 @@ class Config(Section):
     algo: AlgoConfig = AlgoConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
+    log: LogConfig = LogConfig()
+    profile: ProfileConfig = ProfileConfig()
     megatron: dict[str, Any] = {}  # fields of Megatron-core's config classes that no other key stands for
 
 

@@ -70,7 +70,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
     """The whole run, on every rank of torchrun's world."""
     t = cfg.train
     run = build(cfg, inputs, clock)
-    log = metrics.Log(Path(cfg.output_dir), inputs.done, t.steps, run.writer.rollouts)
+    log = metrics.Log(cfg, inputs, run.writer.rollouts)
     if t.eval_every and not inputs.checkpoint:
         log.write(log.evaluated(0, *evaluate(run)))
     for step in range(inputs.done + 1, t.steps + 1):
@@ -137,13 +137,14 @@ def config_at(cfg: Config, step: int) -> Config:
 def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
     """One step of GRPO: sample, grade, log-probs, advantages, updates, push, save. Returns its metrics and samples."""
     clock, model = run.clock, run.model
-    clock.start_step()
+    clock.start_step(step)
     cfg = config_at(run.cfg, step)
     algo, t = cfg.algo, cfg.train
     bridge.seed_step(cfg.seed, step)
 
     samples, groups, rounds, notes = collect(run, cfg, step)  # the same on every rank, like all that follows
-    run.engine.sleep()
+    with clock("sleep"):
+        run.engine.sleep()
     trained = [s for s in samples if s.group in groups]
     batch = flatten(trained, algo.mask_truncated)
     updates = update_order([s.group for s in trained], t.updates_per_step, t.epochs_per_step, cfg.seed, step)
@@ -160,8 +161,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
     batch = give_credit(trained, batch, algo)
     length = algo.loss_norm_length or cfg.rollout.max_new_tokens
     reports = []
-    with clock("train"):
-        for number, chosen in enumerate(updates):
+    for number, chosen in enumerate(updates):
+        with clock("train"):
             batch = replace(batch, weights=loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length))
             micro_batches = to_micro_batches(batch, chosen, t.max_tokens_per_micro_batch, cfg)  # this replica's share
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
@@ -180,7 +181,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
             hf_folder.export_hf(bridge.hf_weights(model), run.model_path, Path(cfg.output_dir, f"hf/step_{step:06d}"))
         if t.save_every and (step % t.save_every == 0 or step == t.steps):
             save(run, step)
-    seconds = clock.seconds | {"step": clock.step_seconds()}
+    seconds = clock.end_step()
     record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, metrics.expert_load(model), seconds)
     return metrics.summarize(record, cfg) | run.engine.push_check.metrics | clock.memory.numbers(), samples
 
@@ -229,10 +230,8 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
     their place (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11); where no group is left, those of the last round are.
     """
     r, max_rounds = cfg.rollout, cfg.algo.max_rounds
-    samples = []
-    groups = set()
-    rounds = 0
-    taken = run.prompts_taken
+    samples, groups = [], set()
+    rounds, taken = 0, run.prompts_taken
     while len(groups) < r.prompts_per_step and rounds < max_rounds:
         run.clock.check_stop()
         missing = r.prompts_per_step - len(groups)
@@ -278,7 +277,8 @@ def answer(
         for sample, outcome in zip(samples, run.grading.collect(), strict=True):
             sample.graded, sample.error = outcome.status, outcome.error
             sample.reward, sample.reward_parts = sum(outcome.parts.values()), outcome.parts
-    return ranks.gather_samples(samples, dict(clock.seconds))
+    with clock("gather"):
+        return ranks.gather_samples(samples, dict(clock.seconds))
 
 
 def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None:

@@ -14,7 +14,7 @@ import transformers
 import megatron_bridge as bridge
 import reward as rewards
 from config import Config, UserError
-from support import options
+from support import options, trackers
 from support.attention import rotary_embedding, sliding_window
 from support.hf_folder import safetensor_files
 from support.packing import attention_pads, bubble, plan_bins
@@ -85,6 +85,27 @@ def check_config(cfg: Config, world_size: int) -> None:
         (r.top_p == 1 and r.top_k == -1) or bool(r.max_logp_gap),
         f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut distribution, "
         "the trainer's of the full one. Use 1 and -1, or set rollout.max_logp_gap=inf to train all the same",
+    )
+    for name in trackers.chosen(cfg.log):
+        require(
+            not trackers.absent(name),
+            f"log.{name}=true needs a package that is not installed: pip install {trackers.PACKAGES[name]}, or use "
+            f"log.{name}=false",
+        )
+    profile = cfg.profile
+    require(
+        profile.start <= profile.stop,
+        f"profile.start={profile.start} is after profile.stop={profile.stop}: they are the first and the last step of "
+        "the timeline",
+    )
+    require(
+        bool(profile.start) or not (profile.stop or profile.torch or profile.memory),
+        "profile.start=0: there is no timeline, so profile.stop, profile.torch and profile.memory have no effect; give "
+        "its first step",
+    )
+    require(
+        max(profile.ranks or [0]) < world_size,
+        f"profile.ranks={profile.ranks}: there are only ranks 0 to {world_size - 1}",
     )
     for keys in (("tp", "pp", "cp"), ("etp", "ep", "pp")):  # of the model, and of its experts
         ranks = math.prod(getattr(p, key) for key in keys)

@@ -1,4 +1,4 @@
-"""One clock for what a rank does: its phase, seconds and memory of each, the watchdog, whether a stop was asked for."""
+"""One clock for what a rank does: its phase, seconds and memory of each, timeline, watchdog, requests to stop."""
 
 import contextlib
 import time
@@ -9,6 +9,7 @@ import torch
 from support import ranks
 from support.memory import Meter
 from support.signals import StopSignals
+from support.timeline import Timeline
 from support.watchdog import Watchdog
 
 
@@ -19,15 +20,19 @@ class StopRequested(Exception):
 class Clock:
     """Every rank makes one after init_process_group, on its main thread: `with clock("train"): ...`.
 
-    `seconds` is {phase: wall seconds} of the step so far, `memory` what its phases took. The watchdog hears of every
-    phase and ends a run in which no rank has finished one for `stall_timeout_s` (0: never).
+    `seconds` is {phase: wall seconds} of the step so far, `memory` what its phases took; `timeline` records them where
+    it is asked to. The watchdog hears of every phase and ends a run in which no rank has finished one for
+    `stall_timeout_s` (0: never).
     """
 
-    def __init__(self, stall_timeout_s: float):
+    def __init__(self, stall_timeout_s: float, timeline: Timeline | None = None):
         self.watchdog = Watchdog(stall_timeout_s)
         self.signals = StopSignals()
         self.memory = Meter()
-        self.start_step()
+        self.timeline = timeline or Timeline()
+        self.seconds: dict[str, float] = {}
+        self._began: float | None = None  # when the step did, None between steps
+        self._free_since = 0.0  # when its last phase ended
 
     @property
     def phase(self) -> str:
@@ -40,8 +45,12 @@ class Clock:
         return self.signals.requested is not None
 
     def check_stop(self) -> None:
-        """Raises StopRequested on every rank if a signal has reached any; all call it at the same place."""
-        if ranks.on_any_rank(self.stop_requested):
+        """Raises StopRequested on every rank if a signal has reached any; all call it at the same place, and who is
+        early waits there, which is the phase "wait"."""
+        with self("wait"):
+            stop = ranks.on_any_rank(self.stop_requested)
+        if stop:
+            self.timeline.close()
             raise StopRequested
 
     def enter(self, phase: str) -> None:
@@ -54,22 +63,39 @@ class Clock:
         self.enter(phase)
         self.memory.enter(phase)
         start = time.perf_counter()
+        self._between(start)
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        end = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + end - start
+        self.timeline.add(phase, start, end)
+        self._free_since = end
         self.memory.leave(phase)
         self.enter("step")
 
-    def start_step(self) -> None:
-        """Begin to count anew."""
-        self.seconds: dict[str, float] = {}
-        self.memory.start_step()
-        self._step_began = time.perf_counter()
+    def _between(self, now: float) -> None:
+        """What no phase of the step has had until now is the phase "other", so that the phases are all of it."""
+        if self._began is not None:
+            self.seconds["other"] = self.seconds.get("other", 0.0) + now - self._free_since
+            self.timeline.add("other", self._free_since, now)
 
-    def step_seconds(self) -> float:
-        """Wall seconds since `start_step`."""
-        return time.perf_counter() - self._step_began
+    def start_step(self, step: int) -> None:
+        """Begin to count anew."""
+        self.seconds = {}
+        self.memory.start_step()
+        self.timeline.start_step(step)
+        self._began = self._free_since = time.perf_counter()
+
+    def end_step(self) -> dict[str, float]:
+        """{phase: seconds} of the step that ends here, and of "step", their sum. All ranks call this together."""
+        end = time.perf_counter()
+        self._between(end)
+        self.timeline.add("step", self._began, end)
+        seconds = self.seconds | {"step": end - self._began}
+        self._began = None
+        self.timeline.end_step()
+        return seconds
 
     def stop(self) -> None:
         """Watch no longer: what follows may take as long as it likes, and a signal saves nothing any more."""

@@ -121,7 +121,7 @@ VERL = {
     "trainer.resume_from_path": ("resume", "the folder of a checkpoint"),
     "trainer.n_gpus_per_node": (None, "torchrun --nproc_per_node"),
     "trainer.nnodes": (None, "torchrun --nnodes"),
-    "trainer.logger": (None, "metrics.jsonl in output_dir; docs/forking.md adds a tracker"),
+    "trainer.logger": (None, "log.tensorboard, log.wandb; metrics.jsonl always"),
     "trainer.project_name": (None, "output_dir names a run"),
     "trainer.experiment_name": (None, "output_dir names a run"),
 }
@@ -177,7 +177,7 @@ TRL = {
     "save_total_limit": ("train.keep_last", ""),
     "eval_steps": ("train.eval_every", ""),
     "resume_from_checkpoint": ("resume", "auto, or the folder of a checkpoint"),
-    "report_to": (None, "metrics.jsonl in output_dir; docs/forking.md adds a tracker"),
+    "report_to": (None, "log.tensorboard, log.wandb; metrics.jsonl always"),
 }
 ROLL = {
     "pretrain": ("model.path", ""),
@@ -231,7 +231,7 @@ ROLL = {
     "device_mapping": (None, "torchrun's ranks; trainer and vLLM share all GPUs"),
     "num_gpus_per_node": (None, "torchrun --nproc_per_node"),
     "logging_dir": ("output_dir", ""),
-    "track_with": (None, "metrics.jsonl in output_dir; docs/forking.md adds a tracker"),
+    "track_with": (None, "log.tensorboard, log.wandb; metrics.jsonl always"),
 }
 TRAINERS = {"verl": VERL, "TRL": TRL, "ROLL": ROLL}
 PAGE = Path(__file__).resolve().parent.parent / "docs/from-other-trainers.md"

@@ -38,6 +38,7 @@ from support.clock import Clock
 from support.data import Mixture, Prompt, fingerprint, load_prompts, load_tokenizer
 from support.files import lock_output_dir, open_output_dir
 from support.read_config import to_yaml
+from support.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,11 @@ def check_start(cfg: Config) -> None:
     if not torch.cuda.is_available():
         if cfg.rollout.vllm.get("quantization"):
             raise UserError("rollout.vllm.quantization=fp8: works on GPUs only, leave it out")
+        if cfg.profile.memory:
+            raise UserError(
+                "profile.memory=true: torch takes snapshots of GPU memory only, and there is no GPU here; set it to "
+                "false (mem/* in metrics.jsonl are of the host's memory then)"
+            )
         for name in ("enable_expert_parallel", "enable_sleep_mode", "enable_chunked_prefill"):
             if cfg.rollout.vllm.get(name):
                 raise UserError(f"rollout.vllm.{name}=true: works on GPUs only, set it to false")
@@ -238,7 +244,7 @@ def resumed(cfg: Config, inputs: Inputs) -> Inputs:
 
 def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], None]) -> None:
     """Check the machines, then `train`, watched; says what their failures mean. Raises UserError, TrainingError."""
-    clock = Clock(cfg.train.stall_timeout_s)
+    clock = Clock(cfg.train.stall_timeout_s, Timeline(Path(cfg.output_dir, "traces"), cfg.profile, cfg.train.steps))
     try:
         lock = check_machines(cfg, fingerprint(inputs.prompts))  # of the output folder, on rank 0
         with lock or contextlib.nullcontext():

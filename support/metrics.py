@@ -1,4 +1,4 @@
-"""What a step leaves behind as numbers: the metrics of docs/metrics.md, the line on the screen, the progress bars."""
+"""What a step leaves behind: the metrics of docs/metrics.md, lines and bars on the screen, files, trackers."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import megatron_bridge as bridge
 from config import Config, EvalConfig
-from support import files, gates, hints, memory
+from support import files, gates, hints, memory, trackers
 from support.rollout_files import RolloutWriter
 
 # What grpo_loss reports of a micro-batch: sums over its response tokens, but for the last, a maximum.
@@ -82,8 +82,8 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
     reward_N = np.array([s.reward for s in samples])
     length_N = np.array([len(s.response_ids) for s in samples])
     rewards = rewards_by_group(samples)
-    # A rank idles between the end of its own rollout and grading and that of the slowest rank.
-    work_R = np.array([note.get("rollout", 0.0) + note.get("reward", 0.0) for note in record.notes])
+    bubble = np.mean([r["bubble"] for r in record.reports])
+    idle = idle_seconds(record.notes, bubble * seconds.get("train", 0.0))
 
     def mean(name: str, reports: list[dict], over: str = "tokens") -> float:
         return sum(r[name] for r in reports) / max(sum(r[over] for r in reports), 1)
@@ -127,8 +127,9 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
         "speed/samples_per_s": len(samples) / seconds["step"],
         "pack/fill": np.mean([r["fill"] for r in record.reports]),
         "pack/attention_waste": np.mean([r["attention_waste"] for r in record.reports]),
-        "pipeline/bubble": np.mean([r["bubble"] for r in record.reports]),
-        "idle_frac": (work_R.max() - work_R.mean()) / seconds["step"],
+        "pipeline/bubble": bubble,
+        "idle_frac": sum(idle.values()) / seconds["step"],
+        **{f"idle/{cause}": idle[cause] / seconds["step"] for cause in idle},
         "update/skipped": sum(not (math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0) for r in record.reports),
     }
 
@@ -150,6 +151,26 @@ def expert_load(model: list) -> list[float]:
     return (load.amax(1) / load.mean(1)).tolist()
 
 
+def idle_seconds(notes: list[dict[str, float]], bubble: float) -> dict[str, float]:
+    """{cause: seconds}, mean over the ranks, in which ranks wait for others, of each rank's seconds by phase when its
+    own answers were graded.
+
+    Until the slowest rank has sampled and graded, the others wait: for its generation as long as it samples, then for
+    its grading. `save`: at the start of the step, for ranks that still save, evaluate or log.
+    """
+    rollout_R, work_R = np.array(
+        [[n.get("rollout", 0.0), n.get("rollout", 0.0) + n.get("reward", 0.0)] for n in notes]
+    ).T
+    slowest = work_R.argmax()
+    sampled_R = np.maximum(rollout_R[slowest], work_R)  # until when a rank waits for generation, if it waits
+    return {
+        "generation": np.mean(sampled_R - work_R),
+        "grading": np.mean(work_R[slowest] - sampled_R),
+        "bubble": bubble,
+        "save": np.mean([note.get("wait", 0.0) for note in notes]),
+    }
+
+
 def rewards_by_group(samples: list) -> dict[int, list[float]]:
     """The rewards of each group's answers."""
     rewards = {s.group: [] for s in samples}
@@ -158,7 +179,7 @@ def rewards_by_group(samples: list) -> dict[int, list[float]]:
     return rewards
 
 
-PHASES = ("rollout", "reward", "logprob", "train", "sync", "save", "step")
+PHASES = ("wait", "rollout", "reward", "gather", "sleep", "logprob", "train", "sync", "save", "other", "step")
 FAILURES = {
     "timeout_frac": lambda mine: np.mean([s.graded == "timeout" for s in mine]),
     "error_frac": lambda mine: np.mean([s.graded == "error" for s in mine]),
@@ -211,15 +232,18 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 
 class Log:
-    """What a run says of its steps, on rank 0: metrics.jsonl, rollouts/, a bar on a terminal or a line a step."""
+    """What a run says of its steps, on rank 0: metrics.jsonl, rollouts/, a bar on a terminal or a line a step, some
+    answers, trackers. `inputs`: what the run goes on from."""
 
-    def __init__(self, out: Path, done: int, steps: int, rollouts: RolloutWriter):
-        self.out, self.steps, self.speaks = out, steps, dist.get_rank() == 0
-        self.rollouts = rollouts
+    def __init__(self, cfg: Config, inputs: Any, rollouts: RolloutWriter):
+        self.out, self.steps, self.speaks = Path(cfg.output_dir), cfg.train.steps, dist.get_rank() == 0
+        self.rollouts, self.samples_every, self.tokenizer = rollouts, cfg.log.samples_every, inputs.tokenizer
+        self.trackers = trackers.Trackers(cfg, inputs.done) if self.speaks else None
         self.history: list[dict] = []  # the metrics of each step of this start
         self.hinted: set[str] = set()  # rules whose hint was shown
         self.growth = memory.Growth()
-        self.bar = tqdm(total=steps, initial=done, unit="step", disable=not on_terminal(), dynamic_ncols=True)
+        steps = dict(total=self.steps, initial=inputs.done, unit="step")
+        self.bar = tqdm(**steps, disable=not on_terminal(), dynamic_ncols=True)
 
     def evaluated(self, step: int, found: dict[str, float], samples: list) -> dict[str, float]:
         """Keep and show an evaluation after `step`; returns its metrics."""
@@ -240,8 +264,7 @@ class Log:
         if samples is None:
             return
         self.history.append(metrics)
-        warning = self.growth.warning(metrics)
-        if warning:
+        for warning in filter(None, (self.growth.warning(metrics), self.trackers.warning())):
             self.bar.write(f"warning: step {step}: {warning}")
         self.bar.set_postfix_str(
             f"reward {metrics['reward/mean']:.3f}  gap {metrics['logp_gap/max']:.0e}  "
@@ -251,6 +274,9 @@ class Log:
         self.bar.update()
         if self.bar.disable:
             print(step_line(metrics, self.steps), flush=True)
+        if self.samples_every and step % self.samples_every == 0:
+            some = trackers.shown([vars(sample) for sample in samples], self.tokenizer.decode)
+            self.bar.write(f"answers of step {step}, from the lowest reward to the highest:\n{some}")
         if len(self.history) % hints.WINDOW == 0:
             self.hint()
 
@@ -267,6 +293,7 @@ class Log:
         if self.speaks:
             saved = f"step {step}, saved in {self.out / 'checkpoints'}; go on with resume=auto"
             print(f"stopped after {saved if step else 'no step: there is nothing to save'}", flush=True)
+            self.trackers.close()
         self.speaks = False
 
     def close(self) -> None:
@@ -276,6 +303,7 @@ class Log:
         self.bar.close()
         if not self.speaks:
             return
+        self.trackers.close()
         self.hint()
         first, rewards = self.history[0], [metrics["reward/mean"] for metrics in self.history]
         last = rewards[-10:]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import REPO
 
 SMALL = ("rollout.prompts_per_step=4", "rollout.group_size=8", "train.warmup_steps=0")
-VARYING = re.compile("time/|speed/|mem/|idle_frac")
+VARYING = re.compile("time/|speed/|mem/|idle")
 
 
 def weights(run, step: int) -> dict[str, torch.Tensor]:

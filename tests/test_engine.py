@@ -27,8 +27,9 @@ METRICS = [
     "logp_gap/mean", "logp_gap/max", "logp_gap/above_0.01", "logp_gap/above_0.1", "logp_gap/above_1", "mismatch/k3",
     "mismatch/ess", "mismatch/cut_frac", "grad_norm", "moe/load",
     "lr", "tokens/prompt_mean", "tokens/response_mean", "tokens/response_max", "tokens/truncated_frac",
-    "time/rollout", "time/reward", "time/logprob", "time/train", "time/sync", "time/save", "time/step",
-    "speed/response_tokens_per_s", "speed/samples_per_s", "pack/fill", "pack/attention_waste", "idle_frac",
+    "time/wait", "time/rollout", "time/reward", "time/gather", "time/sleep", "time/logprob", "time/train", "time/sync",
+    "time/save", "time/other", "time/step", "idle_frac", "idle/generation", "idle/grading", "idle/bubble", "idle/save",
+    "speed/response_tokens_per_s", "speed/samples_per_s", "pack/fill", "pack/attention_waste",
     "update/skipped", "sync/checked", "mem/peak_gb", "mem/host_gb", "mem/host_free_gb", "mem/free_asleep_gb",
     *(f"mem/{phase}{kind}_gb" for phase in memory.PHASES for kind in ("", "_peak")),
 ]  # fmt: skip

@@ -127,8 +127,8 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, messa
     class Clock:
         phase, stopped = "train", []
 
-        def __init__(self, stall_timeout_s):
-            assert stall_timeout_s == 1800
+        def __init__(self, stall_timeout_s, timeline):
+            assert stall_timeout_s == 1800 and timeline.folder == tmp_path / "traces"
 
         def stop(self):
             self.stopped.append(True)

@@ -39,7 +39,7 @@ def test_memory_by_phase(timer):
     assert abs(gb["sync_peak"] - gb["train"]) < 0.05  # the peak of the phase before is forgotten
     assert gb["peak"] >= gb["rollout_peak"] and abs(gb["host"] - gb["sync"]) < 0.05 < gb["host_free"]
     assert gb["free_asleep"] is None and gb["reward"] == 0 and len(kept)
-    timer.start_step()
+    timer.start_step(1)
     with timer("train"):
         pass
     again = timer.memory.numbers()

@@ -366,13 +366,15 @@ assert clock.phase == "start" and clock.seconds == {} and not clock.stop_request
 clock.enter("build")
 assert clock.phase == "build"
 time.sleep(0.2)
-clock.start_step()
+clock.start_step(1)
 for _ in range(2):
     with clock("train"):
         assert clock.phase == "train"
         time.sleep(0.1)
-assert clock.phase == "step" and list(clock.seconds) == ["train"]
-assert 0.2 <= clock.seconds["train"] <= clock.step_seconds() < 0.4
+assert clock.phase == "step" and list(clock.seconds) == ["other", "train"]
+seconds = clock.end_step()
+assert 0.2 <= seconds["train"] <= seconds["step"] < 0.4
+assert math.isclose(seconds["train"] + seconds["other"], seconds["step"], abs_tol=1e-6)
 try:
     with clock("rollout"):
         raise MemoryError

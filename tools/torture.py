@@ -31,7 +31,7 @@ JOB = [
     "algo.kl_coef=0.01", "train.updates_per_step=2",
 ]  # fmt: skip
 PHASES = ("rollout", "update", "push", "save", "export")
-NOT_COMPARED = re.compile("time/|speed/|mem/|idle_frac")
+NOT_COMPARED = re.compile("time/|speed/|mem/|idle")
 
 
 # ---------------------------------------------------------------- in the job: say where it is
