@@ -293,7 +293,6 @@ class Log:
         if self.speaks:
             saved = f"step {step}, saved in {self.out / 'checkpoints'}; go on with resume=auto"
             print(f"stopped after {saved if step else 'no step: there is nothing to save'}", flush=True)
-            self.trackers.close()
         self.speaks = False
 
     def close(self) -> None:
@@ -303,7 +302,6 @@ class Log:
         self.bar.close()
         if not self.speaks:
             return
-        self.trackers.close()
         self.hint()
         first, rewards = self.history[0], [metrics["reward/mean"] for metrics in self.history]
         last = rewards[-10:]

@@ -33,7 +33,7 @@ from support import sandbox
 PACKAGES = {"tensorboard": "tensorboard==2.21.0", "wandb": "wandb==0.31.0"}
 REPO = str(Path(__file__).resolve().parent.parent)  # where the process finds support/
 TABLE_EVERY = 20  # steps between tables of answers, where log.samples_every does not say
-LEAST, MOST, TABLE_ROWS = 3, 60, 8  # answers on the screen, characters shown of each, answers in a table
+ON_SCREEN, CHARACTERS, TABLE_ROWS = 3, 60, 8  # answers on the screen, characters of each there, answers in a table
 POLL_S = 1.0  # between two looks at the files
 FINISH_S = 60.0  # for what is left to send once the run has ended
 LATE_S = 30.0  # a file of samples comes so long after the step's metrics, at most
@@ -48,24 +48,23 @@ def picked(samples: list[dict], count: int) -> list[dict]:
     return [ordered[i] for i in places]
 
 
-def shortened(text: str, most: int) -> str:
-    """The text on one line, its middle left out if it is longer; nothing in it can move a terminal's cursor."""
-    if len(text) > most:
-        text = f"{text[: most // 2]} … {text[-(most // 2) :]}"
-    return repr(text)
+def shortened(text: str) -> str:
+    """The text on one line, the middle of a long one left out; nothing in it can move a terminal's cursor."""
+    half = CHARACTERS // 2
+    return repr(text if len(text) <= CHARACTERS else f"{text[:half]} … {text[-half:]}")
 
 
 def shown(samples: list[dict], decode: Callable) -> str:
     """A few answers for the screen, a line each, with rewards and advantage; decode(token ids) gives a prompt."""
     lines = []
-    for s in picked(samples, LEAST):
+    for s in picked(samples, ON_SCREEN):
         several = s["reward_parts"].items() if len(s["reward_parts"]) > 1 else []
         parts = f" ({', '.join(f'{name} {value:.3g}' for name, value in several)})" if several else ""
         notes = [s["graded"]] * (s["graded"] != "ok") + ["cut off"] * (not s["finished"])
         end = f"  ({', '.join(notes)})" if notes else ""
         lines.append(
             f"  reward {s['reward']:.3f}{parts}  advantage {s['advantage']:+.2f}  "
-            f"{shortened(decode(s['prompt_ids']), MOST)} → {shortened(s['text'], MOST)}{end}"
+            f"{shortened(decode(s['prompt_ids']))} → {shortened(s['text'])}{end}"
         )
     return "\n".join(lines)
 
@@ -101,7 +100,7 @@ class Trackers:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [REPO, os.environ.get("PYTHONPATH")]))},
             start_new_session=True,  # Ctrl-C is not for it
         )
-        atexit.register(self.close)  # a run that ends with an error sends its last steps too
+        atexit.register(self.close)  # however the run ends, and when no watchdog is left that waiting could alarm
 
     def warning(self) -> str | None:
         """What to tell the user if the process is gone; once."""
@@ -121,6 +120,7 @@ class Trackers:
         except subprocess.TimeoutExpired:
             print(f"warning: log.*: the trackers did not take all within {FINISH_S:.0f} s; {LATER}", flush=True)
             sandbox.kill_family(self.process.pid)
+            self.process.wait()
         self.process = None
 
 
