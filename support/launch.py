@@ -24,6 +24,7 @@ from support import (
     checkpoint,
     checks,
     debug,
+    drawing,
     from_other_trainers,
     hf_folder,
     launchers,
@@ -73,6 +74,8 @@ def command(
         checks.check_config(cfg, args.world_size)
         rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))  # the data are not read yet: any number will do
         cfg, inputs = prepare(cfg, args.world_size, weights=not args.dry_run)
+        if args.draw:
+            draw(cfg, args.world_size, Path(args.draw))
         if not args.dry_run:
             check_start(cfg)
             ranks.join_ranks(checks.group_timeout_s(cfg))
@@ -98,11 +101,26 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     parser.add_argument(
         "--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="ranks that a dry run plans for"
     )
+    parser.add_argument(
+        "--draw", metavar="FILE.svg", help="with --dry-run: who holds what, and who waits, as a picture"
+    )
     parser.add_argument("--debug", action="store_true", help="let torch and NCCL say more, find what makes a NaN")
     shown = versions.describe(versions.versions()) if "--version" in argv else ""
     parser.add_argument("--version", action="version", version=shown, help="print the commit and all versions")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if args.draw and not args.dry_run:
+        parser.error("--draw goes with --dry-run")
+    return args
+
+
+def draw(cfg: Config, world_size: int, path: Path) -> None:
+    """Write the pictures of the configuration. Raises UserError."""
+    try:
+        path.write_text(drawing.stacked([*drawing.pictures(cfg, world_size).values()]))
+    except OSError as error:
+        raise UserError(f"--draw {path}: {error.strerror}") from None
+    print(f"drawn:   {path}")
 
 
 def with_steps(cfg: Config, prompts: int) -> Config:

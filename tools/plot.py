@@ -22,14 +22,11 @@ PANELS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("metrics", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("curve.png"))
-    args = parser.parse_args()
+def draw(files: list[Path], out: Path) -> None:
+    """The curves of metrics.jsonl files, as a picture."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3), constrained_layout=True)
-    for path in args.metrics:
-        rows = [json.loads(line) for line in path.open()]
+    for path in files:
+        rows = [row for row in map(json.loads, path.open()) if "reward/mean" in row]  # not those of an evaluation alone
         for axis, key in zip(axes, PANELS, strict=True):
             axis.plot([row["step"] for row in rows], [row[key] for row in rows], linewidth=1.2, label=str(path.parent))
     for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
@@ -38,9 +35,17 @@ def main() -> None:
         if key == "logp_gap/max":
             axis.set_yscale("log")
     axes[0].set_ylim(0, 1.02 * max(1.0, axes[0].get_ylim()[1]))
-    if len(args.metrics) > 1:
+    if len(files) > 1:
         axes[0].legend(fontsize=7)
-    figure.savefig(args.out, dpi=110)
+    figure.savefig(out, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("metrics", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("curve.png"))
+    args = parser.parse_args()
+    draw(args.metrics, args.out)
     print(args.out)
 
 
