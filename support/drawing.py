@@ -7,6 +7,7 @@ layers, the bridge's rules and buckets. `--dry-run --draw FILE.svg` writes them 
 import contextlib
 import html
 import math
+import textwrap
 from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from support.packing import bubble
 
 WIDTH = 1000  # of every picture, in pixels
 MOST_REPLICAS = 4  # that are drawn
+MOST_PASSES = 160  # forward passes of chunks in a timeline that is drawn
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #1c2127; }
 .soft { fill: #59636e; } .title { font-size: 15px; font-weight: 600; } .small { font-size: 10px; }
@@ -202,9 +204,7 @@ def pictures(cfg: Config, world_size: int) -> dict[str, str]:
     found = {"layout": draw_layout(cfg, world_size, hf, config, stages)}
     if cfg.parallel.pp > 1:
         p = cfg.parallel
-        fewest, most = rows_of_an_update(cfg, world_size // (p.tp * p.pp * p.cp))
-        cases = [(fewest, "as few as short answers make"), (most, "as many as long answers make")]
-        found["pipeline"] = stacked([draw_pipeline(p, m, why) for m, why in cases[: 1 + (most > fewest)]])
+        found["pipeline"] = draw_pipeline(p, *rows_of_an_update(cfg, world_size // (p.tp * p.pp * p.cp)))
     return found | {"push": draw_push(cfg, world_size, hf, stages)}
 
 
@@ -221,14 +221,14 @@ def draw_layout(cfg: Config, world_size: int, hf, config, stages: list[dict]) ->
     parts = [text(12, 24, f"{world_size} ranks = {sizes}; {world_size // cfg.rollout.tp} vLLM engines", "title")]
     for stage in range(p.pp):
         x = left + stage * (room + gap)
+        ends = ", embedding" * (stage == 0) + ", norm, head" * (stage == p.pp - 1)
         layers = layers_of(config, stage)
-        has = [f"layer{'s' * (len(layers) != 1)} {run_of(layers)}"]
-        has = ["embedding"] * (stage == 0) + has + ["norm, head"] * (stage == p.pp - 1)
+        numbers = textwrap.shorten(
+            f"layer{'s' * (len(layers) != 1)} {run_of(layers)}", int(room / 5.5), placeholder=" …"
+        )
         mine = sum(shape.numel() for shape in stages[stage].values()) * itemsize
-        parts += [
-            text(x, 50, f"stage {stage}: {', '.join(has)}"),
-            text(x, 68, f"{size_of(mine)} of weights a rank", "soft"),
-        ]
+        parts += [text(x, 46, f"stage {stage}{ends}"), text(x, 62, numbers, "small")]
+        parts += [text(x, 78, f"{size_of(mine)} of weights a rank", "soft small")]
     for rank, place in enumerate(of):
         if place["dp"] >= shown:
             continue
@@ -296,20 +296,30 @@ def timeline(p: int, v: int, m: int) -> list[list[tuple[float, float, str, int, 
     return found
 
 
-def draw_pipeline(parallel: ParallelConfig, m: int, why: str) -> str:
+def draw_pipeline(parallel: ParallelConfig, fewest: int, most: int) -> str:
+    """An update of as few micro-batches as short answers make, and of as many as long ones make."""
+    pictures = [draw_timeline(parallel, fewest, "as few as short answers make")]
+    if fewest < most:
+        pictures.append(draw_timeline(parallel, most, "as many as long answers make"))
+    return stacked(pictures) if len(pictures) > 1 else pictures[0]
+
+
+def draw_timeline(parallel: ParallelConfig, m: int, why: str) -> str:
     """A row a stage, time to the right: forward and backward passes of `m` micro-batches, and where a stage waits."""
     p, v = parallel.pp, parallel.vpp
-    work = timeline(p, v, m)
-    end = max(begin for row in work for _, begin, *_ in row)
-    left, top, height = 70, 66, 26
-    scale = (WIDTH - left - 12) / end
     chunks = f", {v} chunks a stage" if v > 1 else ""
     title = f"An update of {m} micro-batches, {why}: {p} stages{chunks} idle {bubble(m, parallel):.0%} of it"
+    if p * v * m > MOST_PASSES:
+        return svg([text(12, 24, title, "title")], 40, title)
+    work = timeline(p, v, m)
+    end = max(stop for row in work for _, stop, *_ in row)
+    left, top, height = 70, 66, 26
+    scale = (WIDTH - left - 12) / end
     parts = [text(12, 24, title, "title")]
     parts += [box(12, 36, 14, 12, "c0"), text(31, 46, "forward"), box(95, 36, 14, 12, "c1"), text(114, 46, "backward")]
     parts += [box(190, 36, 14, 12, "idle"), text(209, 46, "idle: the bubble")]
     if v > 1:
-        parts.append(text(330, 46, "a number is a micro-batch; paler: the first chunk of a stage", "soft"))
+        parts.append(text(330, 46, "violet and yellow: chunks of a stage after its first", "soft"))
     for stage, row in enumerate(work):
         y = top + stage * (height + 4)
         parts += [text(12, y + 17, f"stage {stage}"), box(left, y, end * scale, height, "idle")]

@@ -98,7 +98,10 @@ def test_the_pictures_say_what_the_configuration_means(tiny):
 
     words = words_of("parallel.tp=2", "rollout.tp=2")
     assert "8 ranks = tp 2 × cp 1 × pp 2 × dp 2; 4 vLLM engines" in words["layout"]
-    assert "stage 1: layer 1, norm, head" in words["layout"] and "rank 6: engine 3, rollout_tp 0" in words["layout"]
+    assert (
+        "stage 1, norm, head layer 1" in " ".join(words["layout"].split())
+        and "rank 6: engine 3, rollout_tp 0" in words["layout"]
+    )
     assert "2 micro-batches" in words["pipeline"] and "idle 33%" in words["pipeline"]
     size = hf_folder.count_weights(str(tiny / "model")) * 4
     assert f"A push: {drawing.size_of(size)} in 2 buckets" in words_of()["push"]  # two stages: never in one

@@ -18,7 +18,7 @@ from config import SECTIONS, UserError, validated
 from support import hints
 
 Z = 1.96  # of a normal distribution, for bands of 95 %
-BYTES_A_TOKEN = 6.0  # of a response in the page, about: id and log-prob, compressed, as base64
+BYTES_A_TOKEN = 4.5  # of a response in the page, about: id and log-prob, compressed, as base64
 
 
 class Run:

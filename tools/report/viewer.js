@@ -10,7 +10,9 @@ let opened = new Map(); // blocks, the latest ones
 
 /** What was compressed with gzip, written as base64: its JSON. */
 async function unpack(base64) {
-  const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+  const letters = atob(base64),
+    bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 }
 
@@ -206,7 +208,7 @@ function answerCard(block, answer, number, most, run, needle) {
     make("span", {}, `${answer.ids.length} tokens`),
     make("span", {class: answer.finished ? "good" : "bad"}, answer.finished ? "✓ finished" : "✂ cut off"),
     answer.graded === "ok"
-      ? make("span", {class: "good"}, "✓ graded")
+      ? null
       : make("span", {class: "bad"}, `✗ grading: ${answer.graded}${answer.error ? " – " + answer.error : ""}`),
   );
   const tint = (i) => {
@@ -279,7 +281,7 @@ function drawGroup() {
   const missing = ["gap", "ratio"]
     .filter((key) => !group.answers.some((a) => a[key]))
     .map((key) => COLOURS[key].missing);
-  if (missing.length && run.updates === 1)
+  if (missing.length && run.updates === 1 && run.config["algo.old_logp"] !== "rollout")
     missing.push("This run makes one update a step: the ratio is exactly 1 at every token, and the clip holds none.");
   const noPieces = block.pieces
     ? null
