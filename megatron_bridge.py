@@ -68,6 +68,7 @@ def init_model_parallel(parallel, seed: int, timeout_s: float = 1800.0) -> None:
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
+        create_gloo_process_groups=False,  # for checkpoints in Megatron's own way
     )
     model_parallel_cuda_manual_seed(seed)
 
@@ -220,17 +221,16 @@ def options_for(cls: type, options: dict) -> dict:
 
 
 def build_model(
-    path: str, parallel, dtype: torch.dtype, extra: dict, fp32_head: bool = False
+    path: str, parallel, dtype: torch.dtype, extra: dict, fp32_head: bool = False, weights: bool = True
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks (one, or `vpp`), built from the Hugging Face folder `path`, with its weights.
+    """This rank's model chunks (one, or `vpp`), built from the Hugging Face folder `path`, with its `weights`.
 
     `extra` overrides fields of Megatron's configurations; `fp32_head`: logits in fp32, whatever the `dtype`.
     """
     hf = transformers.AutoConfig.from_pretrained(path)
     config = transformer_config(hf, parallel, dtype, extra)
     chunks = []
-    for stage in range(parallel.vpp):
-        vp_stage = stage if parallel.vpp > 1 else None
+    for vp_stage in range(parallel.vpp) if parallel.vpp > 1 else [None]:
         spec = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
         )
@@ -274,7 +274,8 @@ def build_model(
     config.finalize_model_grads_func = finalize_model_grads
     if ddp_config.overlap_grad_reduce:  # only the last micro-batch starts the reduction
         config.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
-    load_weights(model, path)
+    if weights:
+        load_weights(model, path)
     for chunk in model:
         chunk.broadcast_params()
     return model
@@ -299,7 +300,8 @@ def build_optimizer(model: list, train, extra: dict):
         optimizer_offload_fraction=1.0,  # of the state, with megatron.optimizer_cpu_offload
         pin_cpu_grads=torch.cuda.is_available(),
     )
-    optimizer = get_megatron_optimizer(OptimizerConfig(**{**settings, **options_for(OptimizerConfig, extra)}), model)
+    config = OptimizerConfig(**{**settings, **options_for(OptimizerConfig, extra)})
+    optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers:
         set_adam_steps(part, 0)  # torch makes the state at the first update; it must be there to be saved and loaded
     return optimizer
@@ -545,9 +547,7 @@ def load_weights(model: list, path: str) -> None:
         whole = merged(join, [handles[files[part]].get_tensor(part) for part in parts], hf)
         shard = whole if SPLIT_DIM[join] is None else whole.chunk(size, SPLIT_DIM[join])[group.rank() % size]
         if shard.numel() != parameter.numel():
-            raise ValueError(
-                f"{parts[0]} of {path} gives {tuple(shard.shape)}, but {name} has {tuple(parameter.shape)}"
-            )
+            raise ValueError(f"{parts[0]} of {path} gives {tuple(shard.shape)}, {name} has {tuple(parameter.shape)}")
         parameter.data.copy_(shard.reshape(parameter.shape))
 
 

@@ -29,6 +29,7 @@ from support import (
     hf_folder,
     launchers,
     memory,
+    memory_plan,
     preflight,
     ranks,
     versions,
@@ -73,7 +74,8 @@ def command(
             debug.turn_on(cfg)
         checks.check_config(cfg, args.world_size)
         rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))  # the data are not read yet: any number will do
-        cfg, inputs = prepare(cfg, args.world_size, weights=not args.dry_run)
+        gpu = memory_plan.gpu_bytes(args.gpu_memory_gb) if args.dry_run else None
+        cfg, inputs = prepare(cfg, args.world_size, weights=not args.dry_run, gpu=gpu)
         if args.draw:
             draw(cfg, args.world_size, Path(args.draw))
         if not args.dry_run:
@@ -104,6 +106,11 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     parser.add_argument(
         "--draw", metavar="FILE.svg", help="with --dry-run: who holds what, and who waits, as a picture"
     )
+    parser.add_argument(
+        "--gpu-memory-gb",
+        type=float,
+        help="size of a GPU that a dry run plans for, in 10⁹ bytes; else this machine's, or 80",
+    )
     parser.add_argument("--debug", action="store_true", help="let torch and NCCL say more, find what makes a NaN")
     shown = versions.describe(versions.versions()) if "--version" in argv else ""
     parser.add_argument("--version", action="version", version=shown, help="print the commit and all versions")
@@ -131,9 +138,10 @@ def with_steps(cfg: Config, prompts: int) -> Config:
     return changed(cfg, {"train.steps": math.ceil(passes * prompts / cfg.rollout.prompts_per_step)})
 
 
-def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs]:
+def prepare(cfg: Config, world_size: int, weights: bool, gpu: int | None = None) -> tuple[Config, Inputs]:
     """Check the model, its files of `weights` if asked, and the data; say what the run will be. Raises UserError.
 
+    With `gpu`, in bytes, first say what will be in the memory of a GPU of that size: config.json is enough for it.
     Returns the configuration to train with, where `train.steps` alone says how long, and the inputs.
     """
     parts = ("train", "eval") if cfg.data.eval is not None else ("train",)
@@ -143,6 +151,8 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs
         checks.check_model(
             cfg.model.path, cfg.parallel, cfg.rollout.tp, checks.longest_sample(cfg), cfg.model.dtype, cfg.megatron
         )
+        if gpu and ranks.is_first_rank():
+            print(memory_plan.describe(cfg, world_size, gpu), flush=True)
         tokenizer = load_tokenizer(cfg.model.path)
         for part in parts:
             prompts[part], dropped[part] = load_prompts(cfg.data, tokenizer, part)

@@ -156,10 +156,11 @@ def host_bytes(cfg, weights: int, world_size: int, itemsize: int, on_gpu: bool) 
     checkpoint = weights * 12 / world_size  # weights in fp32 and Adam's moments; also what an optimizer has of them
     mine = weights / (p.tp * p.pp * p.ep)
     if on_gpu:
-        offloaded = cfg.megatron.get("optimizer_offload_fraction", 0) * cfg.megatron.get("optimizer_cpu_offload", False)
-        offloaded += cfg.train.offload == "optimizer"
+        offloaded = cfg.megatron.get("optimizer_offload_fraction", 1) * cfg.megatron.get("optimizer_cpu_offload", False)
+        state = 16 * offloaded + 12 * (cfg.train.offload == "optimizer")  # 16: with the gradients that Adam steps by
         reference = mine * itemsize * (cfg.algo.reference_on == "host")
-        return int(in_vllm * (cfg.rollout.sleep_level == 1) + reference + checkpoint * (1 + offloaded))
+        asleep = in_vllm * (cfg.rollout.sleep_level == 1)
+        return int(asleep + reference + checkpoint + weights * state / world_size)
     copies = 1 + (cfg.algo.kl_coef > 0)  # the reference
     return int(in_vllm + mine * (copies * itemsize + 4) + 2 * checkpoint)  # gradients are fp32
 

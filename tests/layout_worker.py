@@ -5,8 +5,8 @@
 A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "orders": {name: [sample numbers]}, "bins":
 [[sample numbers]]}; with bins the micro-batches of the update are these.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
-as "grad.<Hugging Face name>", "load" per layer where there are experts, and "same" 1 where the export of the model just
-loaded is the original bit by bit.
+as "grad.<Hugging Face name>", "load" per layer where there are experts, "held" [ranks, 4] (held_bytes of
+tests/memory_worker.py), and "same" 1 where the export of the model just loaded is the original bit by bit.
 
 The gradients are read from the exported weights, so they have passed through the distributed optimizer and the weight
 mapping: Adam with a huge eps steps by lr · grad / eps.
@@ -26,6 +26,7 @@ import train_grpo
 from support import checks, hf_folder, metrics, ranks
 from support.packing import pack, to_micro_batches
 from support.read_config import load_config
+from tests.memory_worker import held_bytes
 
 EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
 EXACT = ("train.lr=1", "train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "algo.loss_norm_length=32")
@@ -39,6 +40,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, cfg.megatron)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
+    held = ranks.gather(held_bytes(model, optimizer))
     before = dict(bridge.hf_weights(model, bucket_bytes=1 << 16))
     folder = Path(plan["out"], "hf")
     hf_folder.export_hf(bridge.hf_weights(model), cfg.model.path, folder)
@@ -73,6 +75,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     bridge.mpu.destroy_model_parallel()
     return {
         "logp": logp_F, "old_logp": batch.old_logp, "ref_logp": batch.ref_logp, "load": torch.tensor(load),
+        "held": torch.tensor(held),
         "same": torch.tensor(float(same)), "grad_norm": torch.tensor(grad_norm, dtype=torch.float64),
         "loss": torch.tensor(report["loss"] / report["trained"], dtype=torch.float64),
         **{f"grad.{name}": (before[name].double() - after[name].double()) / STEP for name in before},

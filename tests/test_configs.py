@@ -1,10 +1,11 @@
-"""Every file in configs/ loads, passes the checks of keys, and dry-runs in its own layout with a tiny model.
+"""Every file in configs/ loads, passes the checks of keys, and dry-runs in its own layout, with the shape of its own
+model where it is on the hub; its plan of memory is the one in docs/memory.md, and fits.
 
-Their own models and data sets are on the hub, so two things stay untested here: whether the layout divides the real
-model, and whether the real columns are named as the file says.
+The data sets are on the hub, so one thing stays untested here: whether the real columns are named as the file says.
 """
 
 import math
+import shutil
 
 import pytest
 
@@ -12,23 +13,33 @@ import train_grpo
 from support import checks
 from support.read_config import load_config
 from tests.conftest import REPO
+from tools import plans
 
 CONFIGS = sorted((REPO / "configs").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(REPO / "configs")))
-def test_a_config_dry_runs(path, tiny, monkeypatch, capsys):
+def test_a_config_dry_runs(path, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPO)
     cfg = load_config(str(path), [])
-    p = cfg.parallel
+    p, model = cfg.parallel, tiny / "model"
     ranks = math.lcm(p.tp * p.pp * p.cp, p.etp * p.ep * p.pp, cfg.rollout.tp)
+    if cfg.model.path in plans.SHAPES:
+        ranks, model = plans.world_size(path), plans.model_folder(cfg.model.path, tmp_path)
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(tiny / "model" / file, model)
     checks.check_config(cfg, ranks)
     train_grpo.rehearse(cfg)
     assert checks.describe(cfg, ranks)
     overrides = [
-        f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "data.prompt_key=prompt",
-        "data.max_prompt_tokens=8",
+        f"model.path={model}", f"data.train={tiny / 'train.jsonl'}", "data.prompt_key=prompt",
+        f"data.max_prompt_tokens={cfg.data.max_prompt_tokens if cfg.model.path in plans.SHAPES else 8}",
     ]  # fmt: skip
-    command = ["--config", str(path), "--dry-run", "--world-size", str(ranks), *overrides]
+    command = ["--config", str(path), "--dry-run", "--world-size", str(ranks), "--gpu-memory-gb", "80", *overrides]
     assert train_grpo.main(command) == 0, capsys.readouterr().err
-    assert "200 prompts" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "200 prompts" in out and "does not fit" not in out and "no room" not in out
+    if cfg.model.path in plans.SHAPES:
+        plan = out.partition("layout: ")[0]
+        section = f"\n## {path.stem}: {cfg.model.path}, {ranks} × 80 GB\n\n```\n{plan}```\n"
+        assert section in (REPO / "docs/memory.md").read_text(), "python -m tools.plans"

@@ -15,7 +15,9 @@ import transformers
 from processes import Torchrun
 from safetensors.torch import load_file, save_file
 
+from support import memory_plan
 from support.packing import plan_bins
+from support.read_config import load_config
 from tests.conftest import REPO
 from tests.layout_worker import one_layout
 
@@ -200,7 +202,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Family → (what each layout gave, the reference), of all layouts that are asked for; a few share a torchrun."""
+    """Family → (what each layout gave, the reference, the worker's plan), of all that are asked for; a few share a
+    torchrun."""
     asked: dict[str, dict] = {}
     for item in request.session.items:
         if item.name.startswith("test_update_equals_plain_transformers["):
@@ -212,8 +215,8 @@ def results(request, tmp_path_factory):
     together = [plans] if number <= 16 else [[plan] for plan in plans]  # experts' groups leave threads behind
     found = [each for part in together for each in run_worker(tmp_path_factory.mktemp("layouts"), 4, *part)]
     known = {
-        family: (layouts, reference(folders[family] / "model", make_samples(), next(iter(layouts.values()))))
-        for family, layouts in zip(asked, found, strict=True)
+        family: (layouts, reference(folders[family] / "model", make_samples(), next(iter(layouts.values()))), plan)
+        for family, layouts, plan in zip(asked, found, plans, strict=True)
     }
     if number == len(CASES):
         write_table(known)
@@ -247,6 +250,9 @@ def test_update_equals_plain_transformers(results, family, layout):
     assert error < 1e-5, name
     norm = torch.stack([g.norm() for name, g in wanted.items() if name.startswith("grad.")]).norm().item()
     assert found["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+    cfg = load_config("configs/tiny.yaml", [*results[family][2]["overrides"], *layouts_of(family)[layout]])
+    planned = [memory_plan.count(cfg, 4, rank) for rank in range(4)]  # --dry-run plans what each rank holds
+    assert found["held"].tolist() == [[r.weights, r.gradients, r.optimizer, r.reference] for r in planned]
 
 
 def micro_batch_plan(folder, family: str, replicas: int) -> dict:

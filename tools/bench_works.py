@@ -57,17 +57,26 @@ def sizes(hidden, layers, heads, kv_heads, ffn, vocab, tied, **more) -> dict:
     }  # fmt: skip
 
 
-# The last five as their config.json on the hub has them (Qwen/Qwen2.5-0.5B, -1.5B, -7B; Qwen/Qwen3-30B-A3B).
+def experts(width: int) -> dict:
+    """The entries of a Qwen3 with 128 experts of this width."""
+    return {
+        "max_position_embeddings": 40960, "moe_intermediate_size": width, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 128,
+    }  # fmt: skip
+
+
+# Those below "small" as their config.json on the hub has them (Qwen/Qwen2.5-0.5B ..., Qwen/Qwen3-30B-A3B ...).
 MODELS = {
     "tiny": QWEN2 | sizes(128, 4, 4, 2, 512, 1024, True),
     "small": QWEN2 | sizes(512, 8, 16, 2, 2048, 512, True),
     "qwen2.5-0.5b": QWEN2 | sizes(896, 24, 14, 2, 4864, 151936, True),
     "qwen2.5-1.5b": QWEN2 | sizes(1536, 28, 12, 2, 8960, 151936, True),
     "qwen2.5-7b": QWEN2 | sizes(3584, 28, 28, 4, 18944, 152064, False),
-    "qwen3-30b-a3b": QWEN3_MOE
-    | sizes(2048, 48, 32, 4, 6144, 151936, False, max_position_embeddings=40960, moe_intermediate_size=768,
-            num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
-    | {"head_dim": 128},
+    "qwen2.5-14b": QWEN2 | sizes(5120, 48, 40, 8, 13824, 152064, False),
+    "qwen2.5-32b": QWEN2 | sizes(5120, 64, 40, 8, 27648, 152064, False),
+    "qwen2.5-72b": QWEN2 | sizes(8192, 80, 64, 8, 29568, 152064, False),
+    "qwen3-30b-a3b": QWEN3_MOE | sizes(2048, 48, 32, 4, 6144, 151936, False) | experts(768),
+    "qwen3-235b-a22b": QWEN3_MOE | sizes(4096, 94, 64, 4, 12288, 151936, False) | experts(1536),
 }  # fmt: skip
 
 # ---------------------------------------------------------------- models

@@ -1,0 +1,279 @@
+"""The plan of memory: what stays, to the byte, against real ranks; what comes and goes against an update on a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import make_tiny
+import numpy as np
+import pytest
+import torch
+from processes import Torchrun
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import megatron_bridge as bridge
+import train_grpo
+from config import UserError
+from support import memory_plan
+from support.packing import to_micro_batches
+from support.read_config import load_config
+from tests.conftest import REPO
+from tests.memory_worker import held_bytes
+from tools import bench_works, plans
+
+TINY = str(REPO / "configs/tiny.yaml")
+GPU = 80 * memory_plan.GB
+FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
+OFFLOAD = "megatron.optimizer_cpu_offload=true"
+PRECISE = "megatron.use_precision_aware_optimizer=true"
+
+
+def stays(held: memory_plan.Held) -> list[int]:
+    return [held.weights, held.gradients, held.optimizer, held.reference]
+
+
+# ---------------------------------------------------------------- what stays
+# fp32, on 9 layouts in `make test` and on all of them in `make test-all`: tests/test_layouts.py
+
+
+def test_the_count_is_that_of_a_real_rank_in_bf16(world, tiny):
+    options = [f"model.path={tiny / 'model'}", "data.train=unused", "model.dtype=bf16", "algo.kl_coef=0.1"]
+    found = {}
+    for name, more in {"gpu": [], "host": [OFFLOAD], "precise": [OFFLOAD, PRECISE]}.items():
+        cfg = load_config(TINY, [*options, *more])
+        bridge.init_model_parallel(cfg.parallel, cfg.seed)
+        model = bridge.build_model(cfg.model.path, cfg.parallel, torch.bfloat16, cfg.megatron)
+        found[name] = held_bytes(model, bridge.build_optimizer(model, cfg.train, cfg.megatron))
+        bridge.mpu.destroy_model_parallel()
+    train_grpo.dist.destroy_process_group()
+    for name, more in {"gpu": [], "host": [OFFLOAD], "precise": [OFFLOAD, PRECISE]}.items():
+        assert stays(memory_plan.count(load_config(TINY, [*options, *more]), 1, 0)) == found[name], name
+    weights, gradients, optimizer, reference = found["gpu"]
+    padded, real = weights // 2, reference // 2
+    assert gradients == 4 * padded and optimizer == 12 * real and padded - real < 128  # worked by hand
+    assert found["host"][2] == 4 * real and found["precise"][2] == 0
+    train_grpo.ranks.init_distributed(timeout_s=60)  # for the fixture, which ends it
+
+
+LAYOUTS = {
+    "qwen2": {
+        "DP4": [], "TP2·PP2": ["parallel.tp=2", "parallel.pp=2"], "CP2": ["parallel.cp=2"],
+        "PP2·VPP2": ["parallel.pp=2", "parallel.vpp=2"], "PP4": ["parallel.pp=4"],
+        "buckets": ["megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true",
+                    "megatron.bucket_size=50000"],
+        "wide buckets": ["megatron.pad_buckets_for_high_nccl_busbw=true"],
+        "bf16 gradients": ["megatron.grad_reduce_in_fp32=false"], "host": [OFFLOAD], "precise": [OFFLOAD, PRECISE],
+    },
+    "qwen3_moe": {
+        "TP2": ["parallel.tp=2"], "EP2": ["parallel.ep=2"], "EP4": ["parallel.ep=4"],
+        "EP2·TP2·ETP2": ["parallel.ep=2", "parallel.tp=2", "parallel.etp=2"],
+        "PP2·EP2": ["parallel.pp=2", "parallel.ep=2"], "CP2·EP2": ["parallel.cp=2", "parallel.ep=2"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_counts_are_those_of_4_ranks(tmp_path):
+    """In bf16, embeddings tied and not; and there is nothing else: the count has all tensors that a rank has made."""
+    cases = {}
+    for family, tied in (("qwen2", True), ("qwen2", False), ("qwen3_moe", False)):
+        folder = tmp_path / f"{family}-{tied}"
+        alphabet = make_tiny.char_tokenizer("0123456789>+-=ab")
+        make_tiny.save_model(folder, alphabet, family, tied=tied, hidden=128, layers=4, ffn=2)
+        options = [f"model.path={folder}", "data.train=unused", "model.dtype=bf16", "algo.kl_coef=0.1"]
+        cases |= {f"{folder.name} {name}": [*options, *layout] for name, layout in LAYOUTS[family].items()}
+    plan, out = tmp_path / "plan.json", tmp_path / "out.json"
+    plan.write_text(json.dumps({"out": str(out), "layouts": cases}))
+    worker = Torchrun(tmp_path / "printed.txt", "tests/memory_worker.py", str(plan), nproc=4)
+    try:
+        assert worker.end(900) == 0, worker.text
+    finally:
+        worker.kill()
+    for name, found in json.loads(out.read_text()).items():
+        for rank, (*held, new) in enumerate(found):
+            count = memory_plan.count(load_config(TINY, cases[name]), 4, rank)
+            assert stays(count) == held, (name, rank)
+            assert OFFLOAD in cases[name] or 0 <= new - sum(held[:3]) < 20_000, (name, rank)
+
+
+@pytest.mark.parametrize(("size", "layout"), [("0.5B", (8, 2, 2)), ("30B-A3B", (64, 2, 2, 32))])
+def test_the_whole_model_is_counted_once(tmp_path, size, layout):
+    """The stages' weights add up to those of the model's card, tied embeddings included."""
+    gpus, tp, pp, *ep = layout
+    name = next(name for name in plans.SHAPES if f"-{size}" in name)
+    keys = [f"model.path={plans.model_folder(name, tmp_path)}", f"parallel.tp={tp}", f"parallel.pp={pp}"]
+    cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [*keys, f"parallel.ep={ep[0] if ep else 1}"])
+    whole = [memory_plan.count(cfg, gpus, stage * gpus // pp).whole for stage in range(pp)]
+    assert sum(whole) == bench_works.count(bench_works.MODELS[plans.SHAPES[name]])
+
+
+# ---------------------------------------------------------------- what comes and goes
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations have returned and that are still there."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.peak = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.sizes[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+        self.sizes = {ref: size for ref, size in self.sizes.items() if not ref.expired()}
+        self.peak = max(self.peak, sum({ref.cdata: size for ref, size in self.sizes.items()}.values()))
+        return out
+
+
+def peaks(cfg) -> tuple[int, int]:
+    """Bytes of scoring and of an update beyond weights and gradients, of one row of 512 tokens."""
+    bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, cfg.megatron)
+    optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
+    weights, gradients, *_ = held_bytes(model, optimizer)
+    ids = np.random.default_rng(0).integers(2, 4000, (4, 128)).tolist()
+    samples = [train_grpo.Sample(n, [1], ids[n], [-1.0] * 128, True, "", "") for n in range(4)]
+    batch = train_grpo.flatten(samples)
+    with Live() as scoring:
+        old_logp = train_grpo.score(model, batch, cfg)
+    weights_F = train_grpo.loss_weights(batch.trained, batch.seq_id, [0, 1, 2, 3], "token_mean", 128)
+    batch = replace(batch, weights=weights_F, advantages=torch.ones(512), old_logp=old_logp)
+    (row,) = to_micro_batches(batch, [0, 1, 2, 3], 512, cfg)
+    with Live() as training:
+        train_grpo.forward_backward(model, optimizer, [row], cfg)
+    bridge.mpu.destroy_model_parallel()
+    return scoring.peak - weights, training.peak - weights - gradients
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("qwen2", []),
+        ("qwen2_moe", FULL),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("qwen2", FULL), ("qwen3", []), ("qwen3_moe", []))),
+    ],
+)
+def test_the_formulas_are_near_a_real_update(world, tmp_path, family, more):
+    """One stage on a CPU, a vocabulary of 4,096: the peak is while the last logits and all activations are there."""
+    alphabet = make_tiny.char_tokenizer("".join(chr(0x4E00 + n) for n in range(4094)))
+    make_tiny.save_model(tmp_path, alphabet, family, tied=False, hidden=256, layers=6, ffn=3)
+    rows = [f"train.{kind}max_tokens_per_micro_batch=512" for kind in ("", "logprob_")]
+    cfg = load_config(TINY, [f"model.path={tmp_path}", "data.train=unused", "algo.entropy_coef=0.1", *rows, *more])
+    hf = memory_plan.transformers.AutoConfig.from_pretrained(tmp_path)
+    scoring, training = peaks(cfg)
+    kept, _ = memory_plan.activation_bytes(hf, cfg, 0, 1)
+    assert kept + memory_plan.head_bytes(hf, cfg, 512, memory_plan.LOGIT_TRAIN) == pytest.approx(training, rel=0.1)
+    assert memory_plan.head_bytes(hf, cfg, 512, memory_plan.LOGIT_SCORE) == pytest.approx(scoring, rel=0.1)
+
+
+def test_rows_under_way(tmp_path):
+    """Of 4 stages with 2 chunks each: 4, 3, 2, 1 rows without chunks; 11, 9, 7, 5 halves of one with them."""
+    folder = plans.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
+    options = [f"model.path={folder}", "parallel.tp=1", "parallel.pp=4"]
+    hf = memory_plan.transformers.AutoConfig.from_pretrained(folder)
+
+    def kept(vpp: int, rows: int) -> list[float]:
+        cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [*options, f"parallel.vpp={vpp}", *map(str, ())])
+        return [memory_plan.activation_bytes(hf, cfg, stage, rows)[0] for stage in range(4)]
+
+    one = kept(1, 1)[0]
+    assert [bytes_ / one for bytes_ in kept(1, 99)] == [4, 3, 2, 1] and kept(1, 2) == [2 * one, 2 * one, 2 * one, one]
+    assert [bytes_ / one for bytes_ in kept(2, 99)] == [5.5, 4.5, 3.5, 2.5] and kept(2, 2)[0] == 2 * one
+
+
+# ---------------------------------------------------------------- what it says
+
+
+def dry_run(capfd, folder, *options: str) -> tuple[int, str, str]:
+    arguments = [
+        "--config",
+        str(REPO / "configs/qwen7b.yaml"),
+        "--dry-run",
+        "--world-size",
+        "8",
+        f"model.path={folder}",
+    ]
+    code = train_grpo.main([*arguments, *options])
+    return code, *capfd.readouterr()
+
+
+def test_config_json_alone_is_enough_for_a_plan(tmp_path, capfd, offline):
+    """What else is missing is told after it."""
+    folder = plans.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
+    code, out, err = dry_run(capfd, folder, "--gpu-memory-gb", "80")
+    assert code == 2 and "error: data.train: hf://" in err
+    assert out.startswith("memory:  in GB (10⁹ bytes) of a GPU of 80.0, of which stay weights 3.8 + gradients 7.6")
+    assert "warning" not in out
+    for wrong in ("0", "-1", "nan", "inf"):
+        code, out, err = dry_run(capfd, folder, f"--gpu-memory-gb={wrong}")
+        assert code == 2 and not out and f"--gpu-memory-gb={float(wrong)}: must be above 0" in err
+
+
+def test_what_does_not_fit_is_told_and_what_helps_does(tmp_path):
+    folder = plans.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
+    options = [f"model.path={folder}", "rollout.gpu_memory_utilization=0.7"]
+    cfg = load_config(str(REPO / "configs/qwen7b.yaml"), options)
+    text = memory_plan.describe(cfg, 8, GPU)
+    found = memory_plan.plan(cfg, 8, GPU)
+    over = found.total("save") - GPU
+    assert f"does not fit a GPU of 80.0 GB: rollout by 10.7 GB, save by {over / 1e9:.1f} GB" in text
+    helps = [line.split(": ") for line in text.splitlines() if line.endswith(", fits")]
+    assert len(helps) >= 3 and [found.utilization] == [
+        float(keys.partition("=")[2]) for keys, _ in helps if keys.startswith("    rollout.gpu_memory_utilization")
+    ]
+    for keys, less in helps:
+        mended = memory_plan.plan(load_config(str(REPO / "configs/qwen7b.yaml"), [*options, *keys.split()]), 8, GPU)
+        assert mended.fits and found.total("save") - mended.total("save") == pytest.approx(
+            float(less.split()[0]) * 1e9, abs=6e7
+        )
+    more = [*options, f"rollout.gpu_memory_utilization={found.utilization + 0.01:.2f}"]
+    assert not memory_plan.plan(load_config(str(REPO / "configs/qwen7b.yaml"), more), 8, GPU).fits
+
+
+def test_a_cache_without_room_for_one_sample(tmp_path):
+    folder = plans.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
+    options = [f"model.path={folder}", "rollout.gpu_memory_utilization=0.1", "rollout.tp=1"]
+    text = memory_plan.describe(load_config(str(REPO / "configs/qwen7b.yaml"), options), 8, GPU)
+    assert "warning: vLLM's share of the GPU has no room for one sample of 2048 tokens" in text
+    assert "    rollout.gpu_memory_utilization=0.52: " in text and "does not fit" not in text
+
+
+def test_the_size_of_a_gpu(monkeypatch):
+    assert memory_plan.gpu_bytes(None) == GPU and memory_plan.gpu_bytes(24) == 24 * 10**9
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("GPU", (), {"total_memory": 150 * 2**30}))
+    assert memory_plan.gpu_bytes(None) == 150 * 2**30 and memory_plan.gpu_bytes(80) == GPU
+    with pytest.raises(UserError, match="--gpu-memory-gb=-1: must be above 0"):
+        memory_plan.gpu_bytes(-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "ranks"), [("qwen7b", 8), ("qwen3_235b_a22b", 64)])
+def test_a_plan_takes_less_than_ten_seconds(tmp_path, config, ranks):
+    """Of one core, imports included."""
+    path = REPO / f"configs/{config}.yaml"
+    folder = plans.model_folder(load_config(str(path), []).model.path, tmp_path)
+    command = [sys.executable, "train_grpo.py", "--config", path, "--dry-run", "--world-size", str(ranks)]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    before = os.times()
+    done = subprocess.run([*command, f"model.path={folder}"], cwd=REPO, env=settings, capture_output=True, text=True)
+    after = os.times()
+    assert done.stdout.startswith("memory: ") and done.returncode == 2
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 10
+
+
+@pytest.mark.slow
+def test_the_pages_are_written_anew():
+    """docs/memory.md is compared with dry runs in tests/test_configs.py; here the table of docs/tuning.md."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as parent:
+        rows = "".join(plans.layout_row(Path(parent), *layout) for layout in plans.LAYOUTS)
+    assert plans.HEAD + rows in (REPO / "docs/tuning.md").read_text(), "python -m tools.plans"
