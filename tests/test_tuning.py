@@ -1,6 +1,6 @@
-"""docs/tuning.md: every key and metric it names exists, and its layouts, which are planned, are the arithmetic it states.
+"""docs/tuning.md: every key and metric it names exists, and its layouts are the arithmetic it states.
 
-That they are the plan's is for tests/test_memory_plan.py.
+They are written from the plan of memory, with which tests/test_memory_plan.py compares them.
 """
 
 import re
