@@ -81,8 +81,11 @@ def wandb_history(out: Path) -> dict[int, dict]:
         if kind in (1, 4):
             record, whole = pb.Record.FromString(whole), b""
             if record.WhichOneof("record_type") == "history":
-                items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-                found[record.history.step.num] = items
+                values = found.setdefault(record.history.step.num, {})
+                for item in record.history.item:  # a table or a histogram has an item for each of its fields
+                    name, *fields = item.nested_key or [item.key]
+                    value = json.loads(item.value_json)
+                    values[name] = values.get(name, {}) | {"/".join(fields): value} if fields else value
     return found
 
 
