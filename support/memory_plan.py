@@ -1,139 +1,27 @@
 """What each phase of a step will take of a GPU, and of the host, told before anything is built.
 
-What stays from phase to phase is counted to the byte: Megatron's own model, buffers and ranges of its distributed
-optimizer, on torch's meta device, where tensors take no memory, in a world of process groups that connect nobody. So
-every layout and stage is as a run will have it. What comes and goes follows from the formulas at their functions. What
-no formula here knows is RESERVE. Needs config.json of the model alone; all sizes are bytes until they are printed.
+What a rank holds is counted to the byte (support/memory_count.py); what comes and goes follows from the formulas at
+their functions; what no formula here knows is RESERVE. All sizes are bytes until they are printed.
 """
 
-import contextlib
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import transformers
-from torch.overrides import TorchFunctionMode
 
 import megatron_bridge as bridge
 from config import Config, UserError, changed
 from support import checks, memory
-
-# isort: split
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from support.memory_count import Held, count
 
 GB = 10**9
 GPU_GB = 80.0  # where there is no GPU to ask
 RESERVE = 0.1  # of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs and fragments: assumed, not measured
 LOGIT_TRAIN, LOGIT_SCORE = 24, 16  # bytes for each logit of a chunk, with a backward pass and without
 BLOCK = 16  # tokens of a block of vLLM's KV cache
-EXPORT_BUCKET = 512 << 20  # as bridge.hf_weights has it
 MACHINE = 8  # GPUs of one, for the host's memory
-META = torch.device("meta")
-
-
-# ---------------------------------------------------------------- what stays
-
-
-@dataclass(frozen=True)
-class Held:
-    """What one rank holds from phase to phase, in bytes, and what follows from its weights."""
-
-    weights: int  # with the padding of Megatron's buffers
-    gradients: int
-    optimizer: int  # on the GPU
-    reference: int
-    update: int  # what Adam makes for a moment: one fp32 number for each weight that it steps on the GPU
-    push: int  # peak of one bucket on its way to vLLM
-    export: int  # the same, to an export
-    largest: int  # numbers in the largest weight
-    whole: int  # numbers in the weights of this stage, on all ranks together
-
-    @property
-    def all(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.reference
-
-
-class OnMeta(TorchFunctionMode):
-    """Wherever code names a device, it is the meta device."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        named = {"device": META} if kwargs.get("device") is not None else {}
-        return function(*(META if isinstance(value, torch.device) else value for value in args), **(kwargs | named))
-
-
-@contextlib.contextmanager
-def fake_rank(cfg: Config, world_size: int, rank: int) -> Iterator[None]:
-    """This process as `rank` of a world that is not there, with Megatron's groups, which connect nobody."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # the run itself will say them
-            bridge.init_model_parallel(cfg.parallel, cfg.seed)
-            yield
-    finally:
-        bridge.mpu.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
-def count(cfg: Config, world_size: int, rank: int) -> Held:
-    """What `rank` of `world_size` will hold. Needs no process group, and must not find one."""
-    size = bridge.DTYPES[cfg.model.dtype].itemsize
-    extra = {**cfg.megatron, "perform_initialization": False}
-    with fake_rank(cfg, world_size, rank):
-        with META, OnMeta():
-            model = bridge.build_model(cfg.model.path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], extra, False)
-        hf, own = model[0].hf_config, bridge.named_weights(model)
-        buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        ranges = [part for buffer in buffers for part in DistributedOptimizer._build_gbuf_range_map(buffer).values()]
-        share = sum(place["param"].size for part in ranges for held in part for place in held["param_map"].values())
-        optimizer, away = adam_bytes(cfg, share)
-        reference = sum(weight.nbytes for weight in bridge.copy_weights(model)) if cfg.algo.kl_coef > 0 else 0
-        shapes = {name: weight.shape for name, weight in own.items()}
-        whole = 0
-        for name, weight in own.items():
-            join, _ = bridge.rule_of(bridge.expert_of(name, hf, 0), hf)
-            if name != "output_layer.weight" or not hf.tie_word_embeddings:
-                split = bridge.SPLIT_DIM[join] is not None
-                whole += weight.numel() * (bridge.shard_group(name)[0].size() if split else 1)
-        return Held(
-            weights=sum(buffer.param_data.nbytes for buffer in buffers),
-            gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
-            optimizer=optimizer,
-            reference=reference,
-            update=4 * (share - away),
-            push=push_bytes(shapes, hf, cfg.rollout.sync_bucket_mb << 20, size),
-            export=push_bytes(shapes, hf, EXPORT_BUCKET, size),
-            largest=max(weight.numel() for weight in own.values()),
-            whole=whole,
-        )
-
-
-def adam_bytes(cfg: Config, share: int) -> tuple[int, int]:
-    """(bytes of AdamW's state for `share` weights on the GPU, weights that it steps in host memory).
-
-    8 of moments a weight and, of bf16 weights, 4 of an fp32 copy. With megatron.optimizer_cpu_offload these and a
-    gradient, 16, are in host memory, and Megatron's own fp32 copy, 4, stays on the GPU; not with
-    megatron.use_precision_aware_optimizer. Its number of steps, a scalar a weight on the host, is not counted.
-    """
-    if not cfg.megatron.get("optimizer_cpu_offload"):
-        return share * (8 if cfg.model.dtype == "fp32" else 12), 0
-    away = int(share * cfg.megatron.get("optimizer_offload_fraction", 1.0))  # Megatron takes whole weights
-    precise = cfg.megatron.get("use_precision_aware_optimizer")
-    return 8 * (share - away) + 4 * (share - away if precise else share), away
-
-
-def push_bytes(shapes: dict[str, torch.Size], hf, limit: int, size: int) -> int:
-    """Peak of `bridge.hf_weights` on a stage with weights of these shapes: the bucket, and then either this rank's part
-    of it or one joined tensor and a part of that."""
-    peak = 0
-    for _, names in bridge.buckets([shapes], hf, limit // size):
-        own = [shapes[name].numel() for name in names]
-        ranks, split = bridge.shard_group(names[0])
-        peak = max(peak, sum(own) * (ranks.size() + 1), sum(own) * ranks.size() + 2 * max(own) * split)
-    return peak * size
 
 
 # ---------------------------------------------------------------- what comes and goes
@@ -199,10 +87,11 @@ def activation_bytes(hf, cfg: Config, stage: int, micro_batches: int) -> tuple[i
 
 def head_bytes(hf, cfg: Config, tokens: int, each: int) -> int:
     """Peak of the log-probs of a row of `tokens`: hidden states gathered and chosen, and `each` bytes for each of the
-    logits of one chunk."""
-    tokens //= cfg.parallel.cp
+    logits of one chunk; with model.fp32_head also its weight in fp32, and that one's gradient."""
+    tokens, vocabulary = tokens // cfg.parallel.cp, hf.vocab_size // cfg.parallel.tp
     hidden = 4 * hf.hidden_size * bridge.DTYPES[cfg.model.dtype].itemsize
-    return tokens * hidden + min(tokens, bridge.LOGITS_CHUNK) * hf.vocab_size // cfg.parallel.tp * each
+    head = cfg.model.fp32_head * vocabulary * hf.hidden_size * (8 if each == LOGIT_TRAIN else 4)
+    return tokens * hidden + min(tokens, bridge.LOGITS_CHUNK) * vocabulary * each + head
 
 
 @dataclass(frozen=True)
@@ -291,23 +180,31 @@ def plan(cfg: Config, world_size: int, gpu: int, held: dict[int, Held] | None = 
 
 
 def stage_phases(hf, cfg: Config, stage: int, held: Held, rows: int, vllm: Sampling, gpu: int) -> dict[str, dict]:
-    """{phase: {what: bytes}} of a pipeline stage with `rows` micro-batches in an update."""
-    t, last = cfg.train, stage == cfg.parallel.pp - 1
+    """{phase: {what: bytes}} of a pipeline stage with `rows` micro-batches in an update.
+
+    From a push to the next update train.offload is away, the optimizer's state to the end of its first backward pass; a
+    reference on the host comes for the log-probs alone.
+    """
+    a, t, last = cfg.algo, cfg.train, stage == cfg.parallel.pp - 1
     size, share = bridge.DTYPES[cfg.model.dtype].itemsize, int(cfg.rollout.gpu_memory_utilization * gpu)
+    host = ("reference",) * (a.reference_on == "host")
+    away = {"none": (), "grads": ("gradients",), "optimizer": ("gradients", "optimizer")}[t.offload or "grads"]
+    one = t.offload == "optimizer" and t.updates_per_step * t.epochs_per_step == 1
+    always, rolling, training = held.all(*host), held.all(*host, *away), held.all(*host, *("optimizer",) * one)
     kept, again = activation_bytes(hf, cfg, stage, rows)
     head = last * head_bytes(hf, cfg, t.max_tokens_per_micro_batch, LOGIT_TRAIN)
     score = last * head_bytes(hf, cfg, t.logprob_max_tokens_per_micro_batch, LOGIT_SCORE)
-    layer = total(layer_numbers(hf, cfg)) * size * t.logprob_max_tokens_per_micro_batch // cfg.parallel.cp
-    train = {"activations": kept, "log-probs": head}, {"activations": kept + again}, {"update": held.update}
-    phases = {
-        "build": {"copies": max(2 * held.weights + held.gradients - held.all, 0)},  # as Megatron fills its buffers
-        "rollout": {"vLLM": share},
-        "logprob": max({"activations": int(layer)}, {"log-probs": score}, key=total),  # one after the other
-        "train": max(train, key=total),
-        "sync": {"vLLM": vllm.weights + vllm.loading, "bucket": held.push},
-        "save": {"vLLM": share, "copies": max(4 * held.largest, held.export)},
+    layer = int(total(layer_numbers(hf, cfg)) * size * t.logprob_max_tokens_per_micro_batch // cfg.parallel.cp)
+    layers = max({"activations": kept, "log-probs": head}, {"activations": kept + again}, key=total)
+    phases = {  # as Megatron fills its buffers, weights are there twice
+        "build": max(always, {"weights": 2 * held.weights, "gradients": held.gradients}, key=total),
+        "rollout": rolling | {"vLLM": share},
+        "logprob": held.all(*away) | max({"activations": layer}, {"log-probs": score}, key=total),
+        "train": max(training | layers, always | {"update": held.update}, key=total),
+        "sync": rolling | {"vLLM": vllm.weights + vllm.loading, "bucket": held.push},
+        "save": rolling | {"vLLM": share, "copies": max(4 * held.largest, held.export)},
     }
-    return {phase: {"stay": held.all, **parts, "reserve": int(RESERVE * gpu)} for phase, parts in phases.items()}
+    return {phase: {**parts, "reserve": int(RESERVE * gpu)} for phase, parts in phases.items()}
 
 
 def levers(cfg: Config, world_size: int) -> Iterator[tuple[dict, Config]]:
@@ -321,6 +218,8 @@ def levers(cfg: Config, world_size: int) -> Iterator[tuple[dict, Config]]:
         {"rollout.tp": 2 * r.tp},
         {"rollout.sync_bucket_mb": max(r.sync_bucket_mb // 2, 1)},
         {f"megatron.recompute_{key}": value for key, value in recompute.items()},
+        {"train.offload": "optimizer"},
+        {"algo.reference_on": "host"},
         {"megatron.optimizer_cpu_offload": True, "megatron.use_precision_aware_optimizer": True},
     ]
     for keys in choices:
@@ -372,11 +271,11 @@ def describe(cfg: Config, world_size: int, gpu: int) -> str:
         terms = [f"{what} {value / GB:.1f}" for what, value in parts.items() if value]
         return f"{' + '.join(terms)} = {total(parts) / GB:.1f}"
 
-    most = max(found.held.values(), key=lambda held: held.all)
-    stay = {name: getattr(most, name) for name in ("weights", "gradients", "optimizer", "reference")}
     longest, asked = checks.longest_sample(cfg), r.prompts_per_step * r.group_size * r.tp // world_size
     local = min(MACHINE, world_size)
-    lines = [f"memory:  in GB (10⁹ bytes) of a GPU of {gpu / GB:.1f}, of which stay {added(stay)}"]
+    lines = [
+        f"memory:  of a GPU of {gpu / GB:.1f} GB (10⁹ bytes), by phase, on the pipeline stage that takes most then"
+    ]
     for phase, parts in found.phases.items():
         lines.append(f"{phase:>8s} {added(parts)}" + f" on stage {found.stage[phase] + 1} of {p.pp}" * (p.pp > 1))
     lines += [

@@ -1,0 +1,129 @@
+"""What a rank will hold of weights, gradients, optimizer state and reference, counted before anything is built.
+
+Megatron's own model, buffers and shares of its distributed optimizer, on torch's meta device, where tensors take no
+memory, in a world of process groups that connect nobody: so every layout and every stage is as a run will have it, to
+the byte. Needs config.json of the model alone.
+"""
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+import megatron_bridge as bridge
+from config import Config
+
+# isort: split
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+META = torch.device("meta")
+EXPORT_BUCKET = 512 << 20  # as bridge.hf_weights has it
+KINDS = ("weights", "gradients", "optimizer", "reference")
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds from phase to phase, in bytes, and what follows from its weights."""
+
+    weights: int  # with the padding of Megatron's buffers
+    gradients: int
+    optimizer: int  # on the GPU
+    reference: int
+    update: int  # what Adam makes for a moment: one fp32 number for each weight that it steps on the GPU
+    push: int  # peak of one bucket on its way to vLLM
+    export: int  # the same, to an export
+    largest: int  # numbers in the largest weight
+    whole: int  # numbers in the weights of this stage, on all ranks together
+
+    def all(self, *but: str) -> dict[str, int]:
+        """{kind: bytes} of the kinds that are on the GPU, when those named are not."""
+        return {kind: getattr(self, kind) for kind in KINDS if kind not in but}
+
+
+class OnMeta(TorchFunctionMode):
+    """Wherever code names a device, it is the meta device."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        named = {"device": META} if kwargs.get("device") is not None else {}
+        return function(*(META if isinstance(value, torch.device) else value for value in args), **(kwargs | named))
+
+
+@contextlib.contextmanager
+def fake_rank(cfg: Config, world_size: int, rank: int) -> Iterator[None]:
+    """This process as `rank` of a world that is not there, with Megatron's groups, which connect nobody."""
+    hook = sys.excepthook
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    sys.excepthook = hook  # torch would put the rank before every line of a traceback
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the run itself will say them
+            bridge.init_model_parallel(cfg.parallel, cfg.seed)
+            yield
+    finally:
+        bridge.mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def count(cfg: Config, world_size: int, rank: int) -> Held:
+    """What `rank` of `world_size` will hold. Needs no process group, and must not find one."""
+    size = bridge.DTYPES[cfg.model.dtype].itemsize
+    extra = {**cfg.megatron, "perform_initialization": False}
+    with fake_rank(cfg, world_size, rank):
+        with META, OnMeta():
+            model = bridge.build_model(
+                cfg.model.path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], extra, weights=False
+            )
+        hf, own = model[0].hf_config, bridge.named_weights(model)
+        buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        ranges = [part for buffer in buffers for part in DistributedOptimizer._build_gbuf_range_map(buffer).values()]
+        share = sum(place["param"].size for part in ranges for held in part for place in held["param_map"].values())
+        optimizer, away = adam_bytes(cfg, share)
+        reference = sum(weight.nbytes for weight in bridge.copy_weights(model)) if cfg.algo.kl_coef > 0 else 0
+        shapes = {name: weight.shape for name, weight in own.items()}
+        whole = 0
+        for name, weight in own.items():
+            join, _ = bridge.rule_of(bridge.expert_of(name, hf, 0), hf)
+            if name != "output_layer.weight" or not hf.tie_word_embeddings:
+                split = bridge.SPLIT_DIM[join] is not None
+                whole += weight.numel() * (bridge.shard_group(name)[0].size() if split else 1)
+        return Held(
+            weights=sum(buffer.param_data.nbytes for buffer in buffers),
+            gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
+            optimizer=optimizer,
+            reference=reference,
+            update=4 * (share - away),
+            push=push_bytes(shapes, hf, cfg.rollout.sync_bucket_mb << 20, size),
+            export=push_bytes(shapes, hf, EXPORT_BUCKET, size),
+            largest=max(weight.numel() for weight in own.values()),
+            whole=whole,
+        )
+
+
+def adam_bytes(cfg: Config, share: int) -> tuple[int, int]:
+    """(bytes of AdamW's state for `share` weights on the GPU, weights that it steps in host memory).
+
+    8 of moments a weight and, of bf16 weights, 4 of an fp32 copy. With megatron.optimizer_cpu_offload these and a
+    gradient, 16, are in host memory, and Megatron's own fp32 copy, 4, stays on the GPU; not with
+    megatron.use_precision_aware_optimizer. Its number of steps, a scalar a weight on the host, is not counted.
+    """
+    if not cfg.megatron.get("optimizer_cpu_offload"):
+        return share * (8 if cfg.model.dtype == "fp32" else 12), 0
+    away = int(share * cfg.megatron.get("optimizer_offload_fraction", 1.0))  # Megatron takes whole weights
+    precise = cfg.megatron.get("use_precision_aware_optimizer")
+    return 8 * (share - away) + 4 * (share - away if precise else share), away
+
+
+def push_bytes(shapes: dict[str, torch.Size], hf, limit: int, size: int) -> int:
+    """Peak of `bridge.hf_weights` on a stage with weights of these shapes: the bucket, and then either this rank's part
+    of it or one joined tensor and a part of that."""
+    peak = 0
+    for _, names in bridge.buckets([shapes], hf, limit // size):
+        own = [shapes[name].numel() for name in names]
+        ranks, split = bridge.shard_group(names[0])
+        peak = max(peak, sum(own) * (ranks.size() + 1), sum(own) * ranks.size() + 2 * max(own) * split)
+    return peak * size
