@@ -1,0 +1,253 @@
+"""What tools/gpu_check.py runs and holds results against: every check with its rows, bounds and remedies, as data.
+
+Imports no torch: a check works in processes of its own.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple
+
+from tools import bench_works
+
+FOLDER = "GPU_CHECK_FOLDER"  # variable: where a check writes
+ROWS = "rows.jsonl"  # there: {"row", "figure", "note"} a line
+
+
+class NotRun(Exception):
+    """Why a check could not be made here; no fault of the machine."""
+
+
+class Row(NamedTuple):
+    """A line of the table: what is measured, its bound, and what to do where it does not hold."""
+
+    name: str
+    sign: str  # "≤" or "≥": the figure must be that of the bound
+    bound: float
+    unit: str
+    remedy: str
+    gpu: bool = False  # says nothing without one
+
+
+class Check(NamedTuple):
+    """A torchrun, and the rows that it answers."""
+
+    name: str
+    seconds: float  # after which it is ended
+    rows: list[Row]
+    script: str
+    arguments: tuple[str, ...] = ()  # {own}: its folder; {shared}: one for models; {nproc}
+    read: Callable = lambda outcome: read_lines(outcome.folder / ROWS)  # Outcome → answers; raises NotRun
+    alone: bool = False  # one rank is enough
+    code: int = 0  # exit code of torchrun
+    least_ranks: int = 1
+    least_gib: float = 0.0  # memory of a GPU
+
+
+# ---------------------------------------------------------------- what checks leave behind
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The objects of a JSON lines file, as far as they are whole; [] where there is none."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def read_demo(outcome) -> Iterator[dict]:
+    """Of a run of the demo: what it had learned at its end, and how far trainer and vLLM were apart."""
+    metrics = read_lines(outcome.folder / "out/metrics.jsonl")
+    steps = [m for m in metrics if m.get("reward/mean") is not None]
+    text = outcome.text
+    if outcome.code == 0:
+        rewards, gaps = [m["reward/mean"] for m in steps], [m["logp_gap/mean"] for m in steps]
+        note = f"{len(steps)} steps, {median(m['time/step'] for m in steps):.2f} s each, from {rewards[0]:.2f}"
+        yield {"row": DEMO[0].name, "figure": mean(rewards[-10:]), "note": note}
+        yield {"row": DEMO[1].name, "figure": max(gaps), "note": f"the median of the steps is {median(gaps):.1e}"}
+    elif "out of" in text and "memory" in text:
+        raise NotRun("out of memory: see what it printed")
+
+
+def read_killed(outcome) -> Iterator[dict]:
+    """Of a run whose last rank killed itself: how soon all had ended, and what they said."""
+    killed = outcome.folder / "killed"
+    if not killed.exists():
+        return
+    blamed = re.search(r"exitcode\s*: -9|Signal 9 \(SIGKILL\)", outcome.text)
+    others = re.findall(r"error: (rank \d+, in the phase \w+: another rank is gone)|(watchdog: no rank)", outcome.text)
+    said = next((first or second for first, second in others), "the others said nothing before torchrun ended them")
+    if outcome.code is not None:
+        yield {"row": KILLED[0].name, "figure": outcome.ended - killed.stat().st_mtime, "note": said}
+    yield {"row": KILLED[1].name, "figure": float(bool(blamed)), "note": blamed[0] if blamed else "not in its report"}
+
+
+def read_bench(outcome, rows: list[Row]) -> Iterator[dict]:
+    """Of tools/bench.py: training, sampling and the push."""
+    no_room = re.search(r"error: (--model .* GiB are free)", outcome.text)
+    if no_room:
+        raise NotRun(no_room[1])
+    results = read_lines_of_bench(outcome.folder / "bench.json")
+    table = bench_works.summary(results)
+    tokens = [rate * step for rate, step in zip(results["tokens_per_s"], results["step_s"], strict=True)]
+    rates = [n / s for n, s in zip(tokens, results["seconds"]["rollout"], strict=True)]
+    share = median(rate / bare for rate, bare in zip(rates, results["bare_tokens_per_s"], strict=True))
+    peak = max(results["peak_gib"].values())
+    phases = ", ".join(f"{phase} {table[f'{phase} s']:.2g}" for phase in ("rollout", "logprob", "train", "sync"))
+    notes = [
+        f"of the rate of its matmuls; step {table['step s']:.2f} s: {phases}; peak {peak:.1f} GiB",
+        f"{median(rates):.0f} tokens/s sampled, vLLM alone {table['bare vLLM tokens/s']:.0f}",
+        f"its digests take {table['push check % of step']:.1f} % of the step",
+    ]
+    figures = [table["MFU of train %"], share, table["sync s"]]
+    for row, figure, note in zip(rows, figures, notes, strict=True):
+        yield {"row": row.name, "figure": figure, "note": note}
+
+
+def read_lines_of_bench(path: Path) -> dict:
+    """The last run of a results file. Raises OSError where there is none."""
+    return json.loads(path.read_text())[-1]
+
+
+def machine_row(rows: list[dict]) -> tuple[Row, float, str]:
+    """(row, figure, note) of what tools/doctor.py found."""
+    stops = [f"{row['item']}: {row['found']}" for row in rows if row["verdict"] == "STOP"]
+    row = Row("machine", "≤", 0, "things that stop a run", "python -m tools.doctor names the remedy of each")
+    return row, len(stops), "; ".join(stops)
+
+
+# ---------------------------------------------------------------- rows
+
+KERNEL = "another torch; until then model.dtype=fp32, which does not use it"
+GROUPED = "megatron.moe_grouped_gemm=false computes one expert after the other"
+GRADIENT = (
+    "if attention or experts failed above, that; else the libraries of CUDA and NCCL: do not train on this machine"
+)
+PUSH = "rollout.sleep_level=1; with experts rollout.vllm.moe_backend=triton; rollout.vllm.enforce_eager=true"
+GAP = "if push is ok, arithmetic: model.fp32_head=true, algo.correction=tis; compare with the gradients above"
+SLEEP = "rollout.sleep_level=1 or 2, the one that holds; rollout.gpu_memory_utilization down"
+SEEDS = "VLLM_USE_V2_MODEL_RUNNER=1 must be set, and Triton must work"
+PLAN = "trust the measured one: add the difference to the plan of --dry-run"
+OFFLOAD = "train.offload=none"
+RATE = "results are right all the same; look for others on the GPU (nvidia-smi), CPU cores, clocks"
+
+KINDS = ("dense", "gqa", "moe")  # models of tools/gpu_checks/worker.py
+ATTENTION = [
+    Row("attention without padding: result", "≤", 0.01, "relative", KERNEL, gpu=True),
+    Row("attention without padding: gradient", "≤", 0.02, "relative", KERNEL, gpu=True),
+]
+EXPERTS = [
+    Row("grouped experts, fp32", "≤", 1e-5, "relative", GROUPED),
+    Row("grouped experts, bf16", "≤", 0.01, "relative", GROUPED),
+    Row("experts without a token: gradient", "≤", 0, "largest", GROUPED),
+]
+GRADIENTS = [
+    Row(f"gradient, {kind}, {dtype}", "≤", bound, "relative", GRADIENT)
+    for kind in KINDS
+    # in bf16 a token near a tie goes to another expert than in fp32
+    for dtype, bound in (("fp32", 1e-4), ("bf16", 0.1 if kind == "moe" else 0.05))
+]
+OFFLOADS = [
+    Row("update made twice", "≤", 0, "numbers differ", "rollout.exact=true will not repeat a run here"),
+    Row("update with train.offload=grads", "≤", 0, "numbers differ", OFFLOAD),
+    Row("update with train.offload=optimizer", "≤", 0, "numbers differ", OFFLOAD),
+    Row("memory that train.offload=optimizer frees", "≥", 0.95, "of its bytes", OFFLOAD, gpu=True),
+]
+PLANS = [
+    Row("plan: what stays", "≤", 0.15, "off", PLAN),
+    Row("plan: peak of log-probs", "≤", 0.15, "off", PLAN, gpu=True),
+    Row("plan: peak of training", "≤", 0.15, "off", PLAN, gpu=True),
+]
+
+
+def pushed(kind: str) -> list[Row]:
+    """Rows of every model that vLLM samples from."""
+    return [
+        Row(f"push, {kind}", "≥", 1, "of vLLM's weights proven", PUSH),
+        Row(f"log-prob gap, {kind}", "≤", 0.05, "mean", GAP),
+    ]
+
+
+SLEEPS = [
+    Row("a tensor lost in a push", "≥", 1, "noticed", "report it: the proof of pushes does not hold here"),
+    *(
+        row
+        for level in (2, 1)
+        for row in (
+            Row(f"sleep level {level}: growth over 20 steps", "≤", 0.25, "GiB", SLEEP, gpu=True),
+            Row(f"sleep level {level}: left of vLLM", "≤", 4, "GiB", SLEEP, gpu=True),
+            Row(f"sleep level {level}: sleep and wake", "≤", 2, "s", SLEEP, gpu=True),
+        )
+    ),
+    Row("seeded sampling", "≥", 0.95, "of the speed without seeds", SEEDS, gpu=True),
+]
+DEMO = [
+    Row("demo in bf16: reward at its end", "≥", 0.9, "of 1", "the rows above; then docs/tuning.md"),
+    Row("demo in bf16: log-prob gap", "≤", 0.05, "mean", GAP),
+]
+KILLED = [
+    Row("a killed rank: all have ended", "≤", 60, "s after", "train.stall_timeout_s down; TORCH_NCCL_* unset"),
+    Row("a killed rank: torchrun names it", "≥", 1, "named", "keep the job's standard error"),
+]
+
+
+def bench_rows(model: str, mfu: float) -> list[Row]:
+    """Rows of tools/bench.py, with the least MFU in training."""
+    return [
+        Row(f"{model}: training", "≥", mfu, "% MFU", RATE),
+        Row(f"{model}: sampling", "≥", 0.95 if mfu else 0, "of vLLM alone", RATE),
+        Row(f"{model}: push", "≤", 1, "s", RATE),
+    ]
+
+
+# ---------------------------------------------------------------- checks
+
+KERNELS, TRAINER, ENGINE = (f"tools/gpu_checks/try_{name}.py" for name in ("kernels", "trainer", "engine"))
+TRIALS = [
+    Check("attention", 60, ATTENTION, KERNELS, ("attention",), alone=True),
+    Check("experts", 60, EXPERTS, KERNELS, ("experts",), alone=True),
+    Check("gradients", 90, GRADIENTS, TRAINER, ("gradients",)),
+    Check("offload", 60, OFFLOADS, TRAINER, ("offload",)),
+    Check("plan", 90, PLANS, TRAINER, ("plan",), least_gib=20),
+    Check("vllm gqa", 180, [*pushed("gqa"), *SLEEPS], ENGINE, ("gqa",)),
+    Check("vllm dense", 90, pushed("dense"), ENGINE, ("dense",)),
+    Check("vllm moe", 120, pushed("moe"), ENGINE, ("moe",)),
+    Check(
+        "demo", 180, DEMO, "train_grpo.py",
+        ("--config", "configs/tiny.yaml", "model.dtype=bf16", "model.path={shared}/tiny/model",
+         "data.train={shared}/tiny/train.jsonl", "output_dir={own}/out", "train.save_every=0"), read_demo,
+    ),
+    Check(
+        "killed rank", 180, KILLED, "tools/gpu_checks/try_killed.py",
+        ("--config", "configs/tiny.yaml", "model.dtype=bf16", "model.path={shared}/tiny/model", "train.steps=9",
+         "data.train={shared}/tiny/train.jsonl", "output_dir={own}/out", "rollout.vllm.enforce_eager=true"),
+        read_killed, code=1, least_ranks=2,
+    ),
+]  # fmt: skip
+
+
+def bench(model: str, mfu: float, dtype: str, least_gib: float, *arguments: str) -> Check:
+    rows = bench_rows(model, mfu)
+    common = ("--model", model, "--dtype", dtype, "--folder", "{shared}/bench", "--json", "{own}/bench.json")
+    steps = ("--warmup", "1", "--steps", "2")
+    return Check(
+        f"bench {model}", 180, rows, "tools/bench.py", (*common, *steps, *arguments),
+        partial(read_bench, rows=rows), least_gib=least_gib,
+    )  # fmt: skip
+
+
+ROOM = ("train.max_tokens_per_micro_batch={n}", "train.logprob_max_tokens_per_micro_batch={n}")
+
+
+def all_checks(gpu: bool) -> list[Check]:
+    """In the order in which they run; what takes long, and only tells of speed, comes last."""
+    if not gpu:
+        return [*TRIALS, bench("tiny", 0, "fp32", 0)]
+    step = ("--tokens", "256", "rollout.prompts_per_step=32", "rollout.gpu_memory_utilization=0.4")
+    small, large = (tuple(word.replace("{n}", str(n)) for word in ROOM) for n in (16384, 8192))
+    return [
+        *TRIALS,
+        bench("qwen2.5-0.5b", 25, "bf16", 44, *step, *small),
+        bench("qwen2.5-1.5b", 35, "bf16", 70, *step, *large),
+    ]

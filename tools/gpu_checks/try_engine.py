@@ -1,0 +1,190 @@
+"""vLLM beside the trainer on a model of one kind: pushes, sleep, log-probs, seeds. See checks.py."""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import megatron_bridge as bridge
+import train_grpo
+from config import Config, TrainingError
+from rollout import Engine
+from support import checks, ranks
+from support.attention import use_flash_attention_3
+from tools.gpu_checks import worker
+
+GPU = torch.cuda.device_count() > 0
+CYCLES = 20 if GPU else 2  # of each level; the growth of memory is that of all but the first two
+REQUESTS, ANSWER = (256, 128) if GPU else (8, 16)
+
+
+@dataclass
+class Pair:
+    """vLLM and the trainer on this rank, and what was seen of them."""
+
+    cfg: Config
+    engine: Engine
+    model: list
+    beside: float  # GiB that the GPU holds without vLLM
+    proven: list[float] = field(default_factory=list)  # share of vLLM's weights, of each push
+    gaps: list[tuple[float, float]] = field(default_factory=list)  # (mean, largest)
+
+
+def held_gib() -> float:
+    """What all processes hold of this GPU; 0 without one."""
+    if not GPU:
+        return 0.0
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def seconds(action) -> float:
+    """That it takes, until the GPU has done it too."""
+    held_gib()
+    began = time.perf_counter()
+    action()
+    held_gib()
+    return time.perf_counter() - began
+
+
+def prompts(pair: Pair, number: int) -> list[list[int]]:
+    """Of token ids, different on each engine."""
+    rng = np.random.default_rng(dist.get_rank() // pair.cfg.rollout.tp)
+    return rng.integers(2, worker.VOCABULARY, (number, worker.PROMPT)).tolist()
+
+
+def push(pair: Pair) -> None:
+    """Change all weights, and push them; raises TrainingError where vLLM does not hold them then."""
+    for parameter in (p for chunk in pair.model for p in chunk.parameters()):
+        parameter.data.mul_(0.98 if len(pair.proven) % 2 else 1.02)
+    pair.engine.load_weights(bridge.hf_weights(pair.model))
+    pair.proven.append(pair.engine.push_check.metrics["sync/checked"])
+
+
+def sampled(pair: Pair) -> list[train_grpo.Sample]:
+    """A few answers of this rank's engine."""
+    asked, made = prompts(pair, 8), []
+    answers = dict(pair.engine.generate(asked, list(range(8)), 2, pair.cfg.rollout, ANSWER))
+    for number, completions in answers.items():
+        for c in completions:
+            made.append(train_grpo.Sample(number, asked[number], c.ids, c.logps, c.finished, "", ""))
+    return made
+
+
+def compare(pair: Pair, samples: list[train_grpo.Sample]) -> None:
+    """Note how far vLLM's log-probs are from the trainer's, whose weights are those that were pushed."""
+    batch = train_grpo.flatten([sample for part in ranks.gather(samples) for sample in part])
+    gap = (train_grpo.score(pair.model, batch, pair.cfg) - batch.rollout_logp)[batch.mask].abs()
+    pair.gaps.append((gap.mean().item(), gap.max().item()))
+
+
+def cycle(pair: Pair) -> tuple[float, float, list[train_grpo.Sample]]:
+    """Wake, push, sample, sleep: (GiB held asleep, seconds of waking and sleeping, samples)."""
+    taken = seconds(partial(pair.engine.wake, "weights"))
+    push(pair)
+    taken += seconds(partial(pair.engine.wake, "kv_cache"))
+    samples = sampled(pair)
+    taken += seconds(pair.engine.sleep)
+    return held_gib(), taken, samples
+
+
+def sleeps(pair: Pair, level: int, cycles: int, tell: worker.Tell | None) -> None:
+    """So many cycles of sleep at this level; `tell` what they leave on the GPU."""
+    pair.engine.sleep_level = level
+    found = [cycle(pair) for _ in range(cycles)]
+    compare(pair, found[-1][2])
+    if not (tell and GPU):
+        return
+    held, taken = [one[0] for one in found], [one[1] for one in found]
+    growth, left = held[-1] - held[2], held[-1] - pair.beside
+    name = f"sleep level {level}:"
+    tell(
+        f"{name} growth over {CYCLES} steps",
+        max(ranks.gather(growth)),
+        f"held asleep: {held[2]:.2f} → {held[-1]:.2f} GiB",
+    )
+    tell(f"{name} left of vLLM", max(ranks.gather(left)), "on top of the trainer")
+    tell(f"{name} sleep and wake", max(ranks.gather(median(taken))), f"the longest {max(taken):.2f} s")
+
+
+def lost_tensor(pair: Pair, tell: worker.Tell) -> None:
+    """A push of which one tensor does not arrive has to be noticed. vLLM's weights are wrong afterwards."""
+    rpc, lost = pair.engine.llm.collective_rpc, "model.layers.1.mlp.down_proj.weight"
+
+    def lossy(method, *args, kwargs=None, **others):
+        if method == "reload_weights":
+            kwargs = {"weights_iterator": (pair for pair in kwargs["weights_iterator"] if pair[0] != lost)}
+        return rpc(method, *args, kwargs=kwargs, **others)
+
+    pair.engine.llm.collective_rpc = lossy
+    pair.engine.wake("weights")
+    try:
+        push(pair)
+    except TrainingError as error:
+        tell("a tensor lost in a push", 1, str(error)[:200])
+    else:
+        tell("a tensor lost in a push", 0, f"{lost} was left out, and nobody said so")
+
+
+def seeded(pair: Pair, tell: worker.Tell) -> None:
+    """Sampling with a seed a prompt against sampling without, in turns."""
+    pair.engine.wake("weights")
+    push(pair)
+    pair.engine.wake("kv_cache")
+    asked, rates = prompts(pair, REQUESTS), {True: [], False: []}
+    for turn in range(8):
+        with_seeds = turn % 2 == 0
+        seeds = [1000 * turn + i if with_seeds else None for i in range(REQUESTS)]
+        began = time.perf_counter()
+        answers = list(pair.engine.generate(asked, seeds, 1, pair.cfg.rollout, ANSWER))
+        tokens = sum(len(c.ids) for _, completions in answers for c in completions)
+        rates[with_seeds].append(tokens / (time.perf_counter() - began))
+    with_seeds, without = (median(rates[kind][1:]) for kind in (True, False))  # the first of each warms up
+    share = min(ranks.gather(with_seeds / without))
+    tell(
+        "seeded sampling", share, f"{with_seeds:.0f} tokens/s, without seeds {without:.0f}, {REQUESTS} requests at once"
+    )
+    pair.engine.sleep()
+
+
+def engine(kind: str, tell: worker.Tell) -> None:
+    """All of it for gqa; pushes and log-probs alone for the others."""
+    ranks.join_ranks(600)
+    path = worker.make_model(kind)
+    cfg = worker.config(
+        path, *worker.layout(kind), f"rollout.max_new_tokens={ANSWER}", "train.max_tokens_per_micro_batch=2048",
+        f"rollout.prompts_per_step={REQUESTS}", "rollout.group_size=2",
+        *(("rollout.vllm.enforce_eager=true",) if kind == "dense" else ()),  # a faster start; the others have graphs
+    )  # fmt: skip
+    ranks.on_any_rank(False)  # NCCL takes its memory
+    before = held_gib()
+    vllm = Engine(str(path), cfg.model, cfg.rollout, checks.longest_sample(cfg))
+    vllm.sampling_params = partial(vllm.sampling_params, ignore_eos=True)  # answers of one length
+    asleep = held_gib()
+    use_flash_attention_3(torch.bfloat16)
+    bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    model = bridge.build_model(str(path), cfg.parallel, torch.bfloat16, cfg.megatron)
+    pair = Pair(cfg, vllm, model, before + held_gib() - asleep)
+    vllm.wake("weights")
+    vllm.load_weights(bridge.hf_weights(model))  # the weights on disk, which the first push is held against
+    vllm.wake("kv_cache")
+    vllm.sleep()
+    thorough = kind == "gqa"
+    for level in (2, 1):
+        sleeps(pair, level, CYCLES if thorough else 3, tell if thorough else None)
+    tell(f"push, {kind}", min(pair.proven), f"in each of {len(pair.proven)}; {' '.join(worker.layout(kind))}")
+    mean, largest = (max(values) for values in zip(*pair.gaps, strict=True))
+    tell(f"log-prob gap, {kind}", mean, f"the largest of a token {largest:.2g}")
+    if thorough:
+        seeded(pair, tell)
+        lost_tensor(pair, tell)
+
+
+if __name__ == "__main__":
+    sys.exit(worker.main({kind: partial(engine, kind) for kind in worker.MODELS}))

@@ -1,0 +1,218 @@
+"""Gradients, offload and memory of the trainer alone, without vLLM. See checks.py."""
+
+import itertools
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+
+import megatron_bridge as bridge
+import train_grpo
+from config import Config
+from support import offload, ranks
+from support.attention import use_flash_attention_3
+from support.packing import Batch, to_micro_batches
+from tools.gpu_checks import worker
+
+UPDATES = 5
+
+
+def batch_of(samples: list[train_grpo.Sample], cfg: Config) -> Batch:
+    """The samples with their advantages and, as weights in the loss, the mean over all tokens."""
+    batch = train_grpo.flatten(samples)
+    advantages_F = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)[batch.seq_id]
+    weights_F = train_grpo.loss_weights(batch.trained, batch.seq_id, list(range(len(samples))), cfg.algo.loss_norm, 1)
+    return replace(batch, advantages=advantages_F, weights=weights_F)
+
+
+def micro_batches_of(samples: list[train_grpo.Sample], cfg: Config) -> list:
+    """This replica's."""
+    budget = cfg.train.max_tokens_per_micro_batch
+    return to_micro_batches(batch_of(samples, cfg), list(range(len(samples))), budget, cfg)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def own_gradient(cfg: Config, samples: list[train_grpo.Sample]) -> dict[str, torch.Tensor]:
+    """The gradient of one update under its Hugging Face names, whole, on every rank, in fp32 on the host.
+
+    It passes through the reduction over replicas and the mapping of weights: gradients are put in the weights' place.
+    """
+    bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    model = bridge.build_model(cfg.model.path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    loss = partial(train_grpo.grpo_loss, algo=cfg.algo)
+    train_grpo.run_schedule(model, micro_batches_of(samples, cfg), loss, cfg.rollout.temperature, training=True)
+    for buffer in itertools.chain.from_iterable((*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in model):
+        for bucket in buffer.buckets:  # each replica has the sum of a part of it
+            group = buffer.data_parallel_group
+            part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
+    gradients = [p.main_grad.to(p.dtype) for chunk in model for p in chunk.parameters()]
+    with bridge.swapped_weights(model, gradients):
+        found = {name: tensor.float().cpu() for name, tensor in bridge.hf_weights(model)}
+    bridge.mpu.destroy_model_parallel()
+    return found
+
+
+def transformers_gradient(path: Path, dtype: torch.dtype, samples: list[train_grpo.Sample]) -> dict[str, torch.Tensor]:
+    """The same by transformers on the host in fp32, of the weights as they are in `dtype`, a sequence at a time."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+    tokens = sum(len(sample.response_ids) for sample in samples)
+    for sample in samples:
+        ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids])).long()[None]
+        logp = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[len(sample.prompt_ids) - 1 :, 0]
+        (-sample.advantage * logp.sum() / tokens).backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        block, _, last = name.rpartition(".")
+        for e, expert in enumerate(grad) if last in ("gate_up_proj", "down_proj") else ():  # all experts in one tensor
+            gates = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+            parts = gates if last == "gate_up_proj" else {"down_proj": expert}
+            found |= {f"{block}.{e}.{part}.weight": value for part, value in parts.items()}
+        if last in ("weight", "bias"):
+            found[name] = grad
+    return found
+
+
+def gradients(tell: worker.Tell) -> None:
+    """An update's gradient against that of transformers: in fp32 of each weight, in bf16 (rounded) of all together."""
+    ranks.join_ranks(600)
+    samples = worker.samples(24, 300 if torch.cuda.is_available() else 60)
+    for kind in worker.MODELS:
+        path = worker.make_model(kind)
+        for dtype in ("fp32", "bf16"):
+            use_flash_attention_3(bridge.DTYPES[dtype])
+            cfg = worker.config(
+                path, f"model.dtype={dtype}", *worker.layout(kind), "rollout.temperature=1", "algo.entropy_coef=0",
+                "train.max_tokens_per_micro_batch=1024",
+            )  # fmt: skip
+            found = own_gradient(cfg, samples)
+            if dist.get_rank():
+                continue
+            wanted = transformers_gradient(path, bridge.DTYPES[dtype], samples)
+            if found.keys() != wanted.keys():
+                raise ValueError(f"weights without a gradient: {sorted(found.keys() ^ wanted.keys())[:4]}")
+            errors = {name: (found[name] - wanted[name]).norm().item() for name in wanted}
+            norms = {name: wanted[name].norm().item() for name in wanted}
+            worst = max(wanted, key=lambda name: errors[name] / norms[name])
+            whole = torch.tensor([*errors.values()]).norm().item() / torch.tensor([*norms.values()]).norm().item()
+            one = errors[worst] / norms[worst]
+            note = f"worst: {worst}" if dtype == "fp32" else f"of all; worst alone: {worst} {one:.2g}"
+            tell(f"gradient, {kind}, {dtype}", one if dtype == "fp32" else whole, note)
+
+
+# ---------------------------------------------------------------- offload
+
+
+def state_after(what: str, path: Path, tell: worker.Tell) -> list[torch.Tensor]:
+    """Main weights and moments after UPDATES updates, between which `what` leaves the GPU."""
+    cfg = worker.config(path, "train.lr=0.001", "train.max_tokens_per_micro_batch=512")
+    model = bridge.build_model(path, cfg.parallel, torch.bfloat16, cfg.megatron)
+    optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
+    micro_batches = micro_batches_of(worker.samples(16, 60), cfg)
+    for number in range(UPDATES):
+        before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        offload.leave(what, model, optimizer)
+        if torch.cuda.is_available() and what == "optimizer" and number == UPDATES - 1:
+            freed = before - torch.cuda.memory_allocated()
+            buffers = [buffer for chunk in model for buffer in chunk.buffers]
+            shards = list(offload.state_shards(optimizer))
+            held = sum(b.grad_data.numel() * 4 for b in buffers) + sum(shard.numel() * 4 for shard in shards)
+            tell("memory that train.offload=optimizer frees", freed / held, f"of {held / 2**20:.0f} MiB")
+        train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
+        bridge.optimizer_step(optimizer, cfg.train.lr)
+    return [shard.detach().clone() for shard in offload.state_shards(optimizer)]
+
+
+def offloaded(tell: worker.Tell) -> None:
+    """What leaves the GPU between updates comes back bit for bit. Deterministic kernels, or nothing would repeat."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    ranks.join_ranks(600)
+    path = worker.make_model("gqa")
+    use_flash_attention_3(torch.bfloat16)
+    bridge.init_model_parallel(worker.config(path).parallel, 0)
+    wanted = state_after("none", path, tell)
+    moved = max(float(shard.abs().max()) for shard in wanted)
+    rows = {"none": "update made twice"} | {w: f"update with train.offload={w}" for w in ("grads", "optimizer")}
+    for what, row in rows.items():
+        found = state_after(what, path, tell)
+        different = sum(int((f != w).sum()) for f, w in zip(found, wanted, strict=True))
+        total = sum(shard.numel() for shard in wanted)
+        tell(row, sum(ranks.gather(different)) if moved else float("nan"), f"of {total} a rank, {UPDATES} updates")
+
+
+# ---------------------------------------------------------------- plan
+
+
+def plan(tell: worker.Tell) -> None:
+    """What --dry-run plans of the trainer's memory, against what torch allocates: at the shape of a 0.5B on a GPU."""
+    from support import memory_plan
+
+    gpu = torch.cuda.is_available()
+    ranks.join_ranks(600)
+    path = worker.bench_model("qwen2.5-0.5b" if gpu else "tiny")
+    world = dist.get_world_size()
+    dist.destroy_process_group()  # the plan makes a world of its own
+    tokens = 8192 if gpu else 512
+    cfg = worker.config(
+        path, "algo.kl_coef=0.05", f"train.max_tokens_per_micro_batch={tokens}", "rollout.prompts_per_step=8",
+        f"train.logprob_max_tokens_per_micro_batch={tokens}", f"rollout.max_new_tokens={tokens // 8 - worker.PROMPT}",
+        "rollout.group_size=8",
+    )  # fmt: skip
+    planned = memory_plan.plan(cfg, world, memory_plan.gpu_bytes(None))
+    ranks.join_ranks(600)
+    use_flash_attention_3(torch.bfloat16)
+    bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    model = bridge.build_model(path, cfg.parallel, torch.bfloat16, cfg.megatron)
+    optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
+    reference = bridge.copy_weights(model)
+    longest = tokens // 8 - worker.PROMPT
+    made = worker.samples(16 * world, longest, vocabulary=512, shortest=longest - 8)  # rows are nearly full
+    micro_batches, batch = micro_batches_of(made, cfg), batch_of(made, cfg)
+
+    def compare(row: str, measured: float, expected: int) -> None:
+        measured = max(ranks.gather(measured))
+        gib = f"{measured / 2**30:.2f} GiB of {expected / 2**30:.2f} planned"
+        tell(row, abs(measured / expected - 1), gib)
+
+    def peak(phase: str) -> tuple[float, int]:
+        """(bytes measured since the last, those planned without the reserve and without vLLM)."""
+        measured = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return measured, planned.total(phase) - planned.phases[phase]["reserve"]
+
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()  # building has a peak of its own
+    for _ in range(2):  # the first makes what stays
+        train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
+        bridge.optimizer_step(optimizer, cfg.train.lr)
+    stays = max(held.all for held in planned.held.values())
+    if not gpu:
+        buffers = [buffer for chunk in model for buffer in chunk.buffers]
+        tensors = [t for b in buffers for t in (b.param_data, b.grad_data)] + list(offload.state_shards(optimizer))
+        compare("plan: what stays", sum(t.nbytes for t in (*tensors, *reference)), stays)
+        return
+    compare("plan: what stays", torch.cuda.memory_allocated(), stays)
+    compare("plan: peak of training", *peak("train"))
+    train_grpo.score(model, batch, cfg)
+    compare("plan: peak of log-probs", *peak("logprob"))
+
+
+if __name__ == "__main__":
+    sys.exit(worker.main({"gradients": gradients, "offload": offloaded, "plan": plan}))

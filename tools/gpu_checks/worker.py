@@ -1,0 +1,109 @@
+"""What the processes of tools/gpu_check.py share: how they begin and answer, and the small models that they try.
+
+A check is a function(tell) of a script that torchrun starts: `tell(row, figure, note)` answers a row of checks.py.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import train_grpo
+from config import Config
+from support import ranks, vllm_process
+from support.read_config import load_config
+from tools import bench_works, make_tiny
+from tools.gpu_checks.checks import FOLDER, ROWS
+
+Tell = Callable[..., None]  # (row's name, figure, note)
+
+# kind → (architecture of make_tiny, its options): as many keys as queries, fewer, experts
+MODELS = {"dense": ("llama", {"kv_heads": 8}), "gqa": ("qwen2", {"kv_heads": 2}), "moe": ("qwen3_moe", {"kv_heads": 2})}
+# on an even number of ranks each is laid out in a way of its own
+PAIRS = {
+    "dense": ("parallel.tp=2", "rollout.tp=2"),
+    "gqa": ("parallel.tp=1", "rollout.tp=1"),
+    "moe": ("parallel.ep=2", "rollout.tp=1"),
+}
+PROMPT, VOCABULARY = 16, 16  # tokens of a prompt at most, and those that char_tokenizer knows
+
+
+def folder() -> Path:
+    """Where this check writes."""
+    return Path(os.environ[FOLDER])
+
+
+def main(checks: dict[str, Callable[[Tell], None]]) -> int:
+    """Do the check that the command line names."""
+    ranks.die_with_torchrun()
+    vllm_process.set_environment()  # before anything is allocated on a GPU
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+    def tell(row: str, figure: float, note: str = "") -> None:
+        if ranks.is_first_rank():
+            with (folder() / ROWS).open("a") as file:
+                file.write(json.dumps({"row": row, "figure": float(figure), "note": note}) + "\n")
+
+    checks[sys.argv[1]](tell)
+    return 0
+
+
+def config(path: Path, *overrides: str) -> Config:
+    """The demo's, on another model."""
+    common = (
+        f"model.path={path}", "data.train=none", "model.dtype=bf16", f"data.max_prompt_tokens={PROMPT}",
+        "train.clip_grad=0", "rollout.gpu_memory_utilization=0.3",
+    )  # fmt: skip
+    return load_config("configs/tiny.yaml", [*common, *overrides])
+
+
+def layout(kind: str) -> tuple[str, ...]:
+    """How a model is spread over the ranks there are."""
+    return PAIRS[kind] if dist.get_world_size() % 2 == 0 else ()
+
+
+def make_model(kind: str) -> Path:
+    """A model of that kind on disk, of 3 to 6 million weights, with values of their own in norms and biases too."""
+    path = folder() / kind
+    if ranks.is_first_rank():
+        arch, options = MODELS[kind]
+        make_tiny.save_model(
+            path, make_tiny.char_tokenizer("0123456789>+-="), arch, tied=kind == "gqa", hidden=256, ffn=4, **options
+        )
+        from safetensors.torch import load_file, save_file
+
+        weights, noise = load_file(path / "model.safetensors"), torch.Generator().manual_seed(7)
+        weights = {name: w + 0.02 * torch.randn(w.shape, generator=noise) for name, w in sorted(weights.items())}
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+    return path
+
+
+def bench_model(name: str) -> Path:
+    """A model of tools/bench.py in bf16 on disk, in the folder that the benchmarks use too."""
+    path = None
+    if ranks.is_first_rank():
+        sys.path.append(str(Path(bench_works.__file__).parent))  # it imports make_tiny from there
+        path, _ = bench_works.make_inputs(folder().parent / "bench", bench_works.Work(name, "bf16"))
+    found = [path]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def samples(number: int, longest: int, vocabulary: int = VOCABULARY, shortest: int = 1) -> list[train_grpo.Sample]:
+    """Made-up answers of `shortest` to `longest` tokens, with advantages; the same on every rank."""
+    rng, made = np.random.default_rng(3), []
+    for n in range(number):
+        prompt = rng.integers(2, vocabulary, rng.integers(1, PROMPT + 1)).tolist()
+        response = rng.integers(0, vocabulary, rng.integers(shortest, longest + 1)).tolist()
+        made.append(
+            train_grpo.Sample(n // 2, prompt, response, rng.normal(-2.5, 0.5, len(response)).tolist(), True, "", "s")
+        )
+        made[-1].advantage = rng.normal()
+    return made
