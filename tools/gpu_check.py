@@ -109,11 +109,12 @@ def verdicts(check: Check, asked: list[Row], outcome: Outcome) -> Iterator[Verdi
 
 def last_words(outcome: Outcome) -> str:
     """How it ended and the last that it said of an error, in a line."""
-    end = "did not end in time" if outcome.code is None else f"exit code {outcome.code}"
     own = re.split(r"\n[WE]\d{4} .*/torch/distributed/", outcome.text)[0]  # without the report of torchrun
-    lines = [line.strip() for line in own.splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if re.search(r"error|Error|exception", line)), (lines or [""])[-1])
-    return f"{end}: {said[:300]}" if said else end
+    lines = [line.strip()[:300] for line in own.splitlines() if line.strip()] or [""]
+    if outcome.code is None:
+        return f"did not end in time; last: {lines[-1]}"
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: *)?([\w.]*(Error|Exception)|error)\b.*:", line)]
+    return f"exit code {outcome.code}: {[*lines, *errors][-1]}"
 
 
 # ---------------------------------------------------------------- running
@@ -124,7 +125,7 @@ def run(check: Check, folder: Path, machine: Machine, seconds: float) -> Outcome
     own = folder / check.name.replace(" ", "-")
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir(parents=True)
-    arguments = [word.format(own=own, shared=folder, nproc=machine.nproc) for word in check.arguments]
+    arguments = [word.format(own=own, shared=folder, prompts=32 * machine.nproc) for word in check.arguments]
     nproc, settings = (1 if check.alone else machine.nproc), {FOLDER: str(own)}
     if not machine.gpus:
         settings["CUDA_VISIBLE_DEVICES"] = ""

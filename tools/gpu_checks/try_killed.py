@@ -1,4 +1,4 @@
-"""train_grpo.py, whose last rank kills itself in its third push of weights and notes when. See checks.py."""
+"""train_grpo.py, whose last rank kills itself before its third update, while the others wait for it. See checks.py."""
 
 import os
 import signal
@@ -8,17 +8,17 @@ from pathlib import Path
 import train_grpo
 from tools.gpu_checks.checks import FOLDER
 
-push_weights, pushes = train_grpo.push_weights, []
+forward_backward, updates = train_grpo.forward_backward, []
 
 
-def push_or_die(run: train_grpo.Run) -> None:
-    pushes.append(1)
-    if len(pushes) == 3 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+def update_or_die(*args) -> dict[str, float]:
+    updates.append(1)
+    if len(updates) == 3 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         Path(os.environ[FOLDER], "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    push_weights(run)
+    return forward_backward(*args)
 
 
 if __name__ == "__main__":
-    train_grpo.push_weights = push_or_die
+    train_grpo.forward_backward = update_or_die
     sys.exit(train_grpo.main(sys.argv[1:]))

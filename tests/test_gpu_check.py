@@ -1,0 +1,165 @@
+"""tools/gpu_check.py: its verdicts on made-up results, its checks that end badly, and all of it on the CPU."""
+
+import json
+import math
+import shutil
+
+import pytest
+
+from tests.conftest import REPO
+from tools import gpu_check
+from tools.gpu_check import FAILED, NOT_RUN, OK, Machine, Outcome
+from tools.gpu_checks import checks
+from tools.gpu_checks.checks import KILLED, ROWS, Check, Row
+
+FEW = [Row("small", "≤", 0.5, "relative", "make it small"), Row("large", "≥", 2, "of 3", "make it large")]
+GPU_ONLY = Row("on a GPU", "≤", 1, "", "none", gpu=True)
+ONE_GPU = Machine(gpus=1, gib=80, nproc=1)
+
+
+def outcome(folder, answers: dict, code: int | None = 0, text: str = "") -> Outcome:
+    lines = [json.dumps({"row": row, "figure": figure, "note": "n"}) for row, figure in answers.items()]
+    (folder / ROWS).write_text("".join(f"{line}\n" for line in lines))
+    return Outcome(folder, text, code, 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "code", "expected"),
+    [
+        ({"small": 0.5, "large": 2}, 0, [OK, OK]),
+        ({"small": 0.501, "large": 1.99}, 0, [FAILED, FAILED]),
+        ({"small": math.nan, "large": math.inf}, 0, [FAILED, OK]),
+        ({"small": 0.1}, 1, [OK, FAILED]),
+        ({}, None, [FAILED, FAILED]),
+        ({"small": 0.1, "large": 3}, 1, [OK, OK, FAILED]),  # it crashed after the last answer
+        ({"small": 0.1, "large": 3}, None, [OK, OK, FAILED]),
+    ],
+)
+def test_verdicts(tmp_path, answers, code, expected):
+    text = "[rank0]: ValueError: too bad\nnoise\nE1122 08:00:00.000000 1 site-packages/torch/distributed/x.py:1] report"
+    found = list(gpu_check.verdicts(Check("c", 1, FEW, ""), FEW, outcome(tmp_path, answers, code, text)))
+    assert [each.verdict for each in found] == expected
+    for each in found:
+        shown = gpu_check.line(each)
+        assert bool(shown.remedy) == (each.verdict == FAILED)
+        if each.verdict == FAILED and each.figure is None:
+            assert shown.found in (
+                "exit code 1: [rank0]: ValueError: too bad", "did not end in time; last: noise", "no answer either"
+            )  # fmt: skip
+        if each.verdict == FAILED and each.figure is not None:
+            assert f"not {each.row.sign} {each.row.bound:g}" in shown.found
+
+
+def test_what_cannot_be_tried_is_not_run():
+    check = Check("c", 1, [*FEW, GPU_ONLY], "", least_ranks=2, least_gib=44)
+    reasons = [
+        gpu_check.hindrance(check, check.rows[row], Machine(gpus, gib, nproc))
+        for row, gpus, gib, nproc in ((2, 0, 0, 2), (0, 1, 80, 1), (0, 2, 39.6, 2), (0, 0, 0, 2), (2, 2, 80, 2))
+    ]
+    assert reasons[:2] == ["needs a GPU", "needs --nproc=2 or more"] and reasons[3:] == [None, None]
+    assert reasons[2] == "needs a GPU of 44 GiB, this has 40"
+
+
+def test_a_benchmark_without_room_is_not_run(tmp_path):
+    text = "error: --model qwen2.5-1.5b in bf16 needs about 31.5 GiB of memory, 20.0 GiB are free on these 1 ranks'"
+    check = next(check for check in checks.all_checks(gpu=True) if check.name == "bench qwen2.5-1.5b")
+    found = list(gpu_check.verdicts(check, check.rows, outcome(tmp_path, {}, 1, text)))
+    assert [each.verdict for each in found] == [NOT_RUN] * 3
+    assert found[0].note == text.removeprefix("error: ").partition(" on these")[0]
+    lost = list(gpu_check.verdicts(check, check.rows, outcome(tmp_path, {}, 1, "error: other")))
+    assert [each.verdict for each in lost] == [FAILED] * 3
+
+
+def test_what_the_others_say_of_a_killed_rank(tmp_path):
+    check = next(check for check in checks.TRIALS if check.name == "killed rank")
+    text = "error: rank 0, in the phase train: another rank is gone (x)\n  exitcode  : -9 (pid: 12)\n"
+    (tmp_path / "killed").touch()
+    ended = (tmp_path / "killed").stat().st_mtime + 3
+    found = list(gpu_check.verdicts(check, KILLED, Outcome(tmp_path, text, 1, ended)))
+    assert [each.verdict for each in found] == [OK, OK] and found[0].figure == pytest.approx(3)
+    assert found[0].note == "rank 0, in the phase train: another rank is gone"
+    hung = list(gpu_check.verdicts(check, KILLED, Outcome(tmp_path, "", None, ended)))
+    assert [each.verdict for each in hung] == [FAILED, FAILED]
+
+
+def test_checks_agree_with_their_programs_and_the_document():
+    document = (REPO / "docs/gpu-check.md").read_text()
+    for check in {check.name: check for gpu in (True, False) for check in checks.all_checks(gpu)}.values():
+        assert (REPO / check.script).exists() and len({row.name for row in check.rows}) == len(check.rows)
+        assert f"`{check.name}`" in document or check.name.startswith("bench ")
+        assert all(row.remedy and row.sign in "≤≥" for row in check.rows)
+    names = [row.name for check in checks.all_checks(gpu=True) for row in check.rows]
+    assert len(set(names)) == len(names)
+
+
+# What a check's process does, in place of one: it answers a row, then fails; and one that never ends.
+CRASHES = (
+    'import os, sys\nopen(os.environ["GPU_CHECK_FOLDER"] + "/rows.jsonl", "w").write(sys.argv[1] + "\\n")\nos.abort()'
+)
+HANGS = "import time\ntime.sleep(1000)"
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """command(checks, *options) → (exit code, the JSON) of gpu_check on a machine without a GPU, with these checks."""
+    facts = {
+        "torch": {"gpus": [], "cuda": None, "nccl": None}, "driver": None,
+        "packages": dict.fromkeys(gpu_check.PACKAGES, "1.0"),
+    }  # fmt: skip
+    monkeypatch.setattr(gpu_check, "examined", lambda: {"facts": facts, "rows": [{"verdict": "ok"}]})
+    monkeypatch.setattr(gpu_check, "make_demo", lambda folder: None)
+
+    def run(asked: list[Check], *options: str):
+        monkeypatch.setattr(gpu_check, "all_checks", lambda gpu: asked)
+        path = tmp_path / "found.json"
+        path.unlink(missing_ok=True)
+        code = gpu_check.main([*options, "--folder", str(tmp_path / "work"), "--json", str(path)])
+        return code, json.loads(path.read_text()) if path.exists() else None
+
+    return run
+
+
+def test_one_that_crashes_or_hangs_ends_no_other(command, monkeypatch, tmp_path, capsys):
+    (tmp_path / "crashes.py").write_text(CRASHES)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    answer = json.dumps({"row": "small", "figure": 0.7}).replace("{", "{{").replace("}", "}}")
+    monkeypatch.setattr(gpu_check, "CPU_TIMES", 1)
+    hangs = Check("hangs", 3, [FEW[0]._replace(name="waits")], str(tmp_path / "hangs.py"))
+    crashes = Check("crashes", 60, [*FEW, GPU_ONLY], str(tmp_path / "crashes.py"), (answer,))
+    code, found = command([hangs, crashes], "--cpu")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert code == 1 and {name: row["verdict"] for name, row in rows.items()} == {
+        "machine": OK, "waits": FAILED, "on a GPU": NOT_RUN, "small": FAILED, "large": FAILED,
+    }  # fmt: skip
+    assert "did not end in time" in rows["waits"]["note"] and "needs a GPU" in rows["on a GPU"]["note"]
+    assert rows["small"]["figure"] == 0.7 and rows["large"]["figure"] is None
+    printed = capsys.readouterr().out
+    assert "0.7 not ≤ 0.5 relative" in printed and "make it small" in printed
+    assert "5 rows in " in printed and "1 ok, 3 failed, 1 not run" in printed
+
+
+def test_time_that_is_over_is_no_failure(command):
+    code, found = command([Check("c", 60, FEW, "none.py")], "--cpu", "--minutes", "0.01")
+    assert code == 0 and [row["verdict"] for row in found["rows"]] == [OK, NOT_RUN, NOT_RUN]
+    assert found["rows"][1]["note"].startswith("the 0.01 minutes were over")
+
+
+def test_without_a_gpu_it_says_so(command, capsys):
+    code, found = command([Check("c", 60, FEW, "none.py")])
+    assert code == 2 and found is None
+    assert capsys.readouterr().out.startswith("error: no GPU is seen here")
+
+
+@pytest.mark.slow
+def test_all_of_it_on_the_cpu(tmp_path):
+    """Two ranks, so that models are split and a rank can be killed."""
+    path = tmp_path / "found.json"
+    options = ["--cpu", "--nproc", "2", "--minutes", "90", "--folder", str(tmp_path / "work"), "--json", str(path)]
+    code = gpu_check.main(options)
+    rows = json.loads(path.read_text())["rows"]
+    failed = {row["name"]: row for row in rows if row["verdict"] == FAILED}
+    printed = "".join(path.read_text()[-3000:] for path in tmp_path.glob("work/*/printed.txt")) if failed else ""
+    assert code == 0 and not failed, f"{failed}\n{printed}"
+    assert {row["note"] for row in rows if row["verdict"] == NOT_RUN} == {"needs a GPU"}
+    assert sum(row["verdict"] == OK for row in rows) >= 25
+    shutil.rmtree(tmp_path / "work")
