@@ -117,6 +117,7 @@ GRADIENT = (
 PUSH = "rollout.sleep_level=1; with experts rollout.vllm.moe_backend=triton; rollout.vllm.enforce_eager=true"
 GAP = "if push is ok, arithmetic: model.fp32_head=true, algo.correction=tis; compare with the gradients above"
 SLEEP = "rollout.sleep_level=1 or 2, the one that holds; rollout.gpu_memory_utilization down"
+AWAKE = "rollout.gpu_memory_utilization down by as much"
 SEEDS = "VLLM_USE_V2_MODEL_RUNNER=1 must be set, and Triton must work"
 PLAN = "trust the measured one: add the difference to the plan of --dry-run"
 OFFLOAD = "train.offload=none"
@@ -170,6 +171,7 @@ SLEEPS = [
             Row(f"sleep level {level}: sleep and wake", "≤", 2, "s", SLEEP, gpu=True),
         )
     ),
+    Row("vLLM awake", "≤", 1.15, "of its share of the GPU", AWAKE, gpu=True),
     Row("seeded sampling", "≥", 0.95, "of the speed without seeds", SEEDS, gpu=True),
 ]
 DEMO = [

@@ -84,33 +84,32 @@ def compare(pair: Pair, samples: list[train_grpo.Sample]) -> None:
     pair.gaps.append((gap.mean().item(), gap.max().item()))
 
 
-def cycle(pair: Pair) -> tuple[float, float, list[train_grpo.Sample]]:
-    """Wake, push, sample, sleep: (GiB held asleep, seconds of waking and sleeping, samples)."""
+def cycle(pair: Pair) -> dict:
+    """Wake, push, sample, sleep: GiB held "awake" and "asleep", "seconds" of waking and sleeping, "samples"."""
     taken = seconds(partial(pair.engine.wake, "weights"))
     push(pair)
     taken += seconds(partial(pair.engine.wake, "kv_cache"))
-    samples = sampled(pair)
+    samples, awake = sampled(pair), held_gib()
     taken += seconds(pair.engine.sleep)
-    return held_gib(), taken, samples
+    return {"awake": awake, "asleep": held_gib(), "seconds": taken, "samples": samples}
 
 
 def sleeps(pair: Pair, level: int, cycles: int, tell: worker.Tell | None) -> None:
     """So many cycles of sleep at this level; `tell` what they leave on the GPU."""
     pair.engine.sleep_level = level
     found = [cycle(pair) for _ in range(cycles)]
-    compare(pair, found[-1][2])
+    compare(pair, found[-1]["samples"])
     if not (tell and GPU):
         return
-    held, taken = [one[0] for one in found], [one[1] for one in found]
-    growth, left = held[-1] - held[2], held[-1] - pair.beside
-    name = f"sleep level {level}:"
-    tell(
-        f"{name} growth over {CYCLES} steps",
-        max(ranks.gather(growth)),
-        f"held asleep: {held[2]:.2f} → {held[-1]:.2f} GiB",
-    )
-    tell(f"{name} left of vLLM", max(ranks.gather(left)), "on top of the trainer")
+    awake, held, taken = ([one[what] for one in found] for what in ("awake", "asleep", "seconds"))
+    name, grown = f"sleep level {level}:", f"held asleep: {held[2]:.2f} → {held[-1]:.2f} GiB"
+    tell(f"{name} growth over 20 steps", max(ranks.gather(held[-1] - held[2])), grown)
+    tell(f"{name} left of vLLM", max(ranks.gather(held[-1] - pair.beside)), "on top of the trainer")
     tell(f"{name} sleep and wake", max(ranks.gather(median(taken))), f"the longest {max(taken):.2f} s")
+    if level == 2:
+        share = pair.cfg.rollout.gpu_memory_utilization * torch.cuda.mem_get_info()[1] / 2**30
+        used = max(ranks.gather(max(awake) - pair.beside))
+        tell("vLLM awake", used / share, f"{used:.1f} GiB of {share:.1f}")
 
 
 def lost_tensor(pair: Pair, tell: worker.Tell) -> None:
@@ -119,14 +118,15 @@ def lost_tensor(pair: Pair, tell: worker.Tell) -> None:
 
     def lossy(method, *args, kwargs=None, **others):
         if method == "reload_weights":
-            kwargs = {"weights_iterator": (pair for pair in kwargs["weights_iterator"] if pair[0] != lost)}
+            weights = kwargs["weights_iterator"]
+            kwargs = {"weights_iterator": ((name, tensor) for name, tensor in weights if name != lost)}
         return rpc(method, *args, kwargs=kwargs, **others)
 
     pair.engine.llm.collective_rpc = lossy
     pair.engine.wake("weights")
     try:
         push(pair)
-    except TrainingError as error:
+    except (TrainingError, RuntimeError, ValueError) as error:  # ours, or vLLM's own
         tell("a tensor lost in a push", 1, str(error)[:200])
     else:
         tell("a tensor lost in a push", 0, f"{lost} was left out, and nobody said so")
@@ -162,13 +162,13 @@ def engine(kind: str, tell: worker.Tell) -> None:
         f"rollout.prompts_per_step={REQUESTS}", "rollout.group_size=2",
         *(("rollout.vllm.enforce_eager=true",) if kind == "dense" else ()),  # a faster start; the others have graphs
     )  # fmt: skip
+    bridge.init_model_parallel(cfg.parallel, cfg.seed)
     ranks.on_any_rank(False)  # NCCL takes its memory
     before = held_gib()
     vllm = Engine(str(path), cfg.model, cfg.rollout, checks.longest_sample(cfg))
     vllm.sampling_params = partial(vllm.sampling_params, ignore_eos=True)  # answers of one length
     asleep = held_gib()
     use_flash_attention_3(torch.bfloat16)
-    bridge.init_model_parallel(cfg.parallel, cfg.seed)
     model = bridge.build_model(str(path), cfg.parallel, torch.bfloat16, cfg.megatron)
     pair = Pair(cfg, vllm, model, before + held_gib() - asleep)
     vllm.wake("weights")
