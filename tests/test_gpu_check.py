@@ -70,6 +70,33 @@ def test_a_benchmark_without_room_is_not_run(tmp_path):
     assert [each.verdict for each in lost] == [FAILED] * 3
 
 
+def test_figures_of_a_benchmark(tmp_path):
+    """Worked by hand: 200 tokens a step, sampled in 1 s; 1e9 operations in 0.5 s on 2 ranks that reach 4e9 each."""
+    seconds = {"rollout": [1.0], "reward": [0.0], "logprob": [0.2], "train": [0.5], "sync": [0.1]}
+    seconds |= {f"push {part}": [0.01] for part in ("digests", "gather", "compare")}
+    run = {
+        "system": "ours", "ranks": 2, "tokens_per_s": [100.0], "step_s": [2.0], "bare_tokens_per_s": [250.0],
+        "seconds": seconds, "train_flops": [1e9], "peak_gib": {"train": 3.0},
+        "ceilings": {"matmul_flops_per_s": 4e9, "copy_bytes_per_s": 1e9, "all_reduce_bytes_per_s": 1e9},
+    }  # fmt: skip
+    (tmp_path / "bench.json").write_text(json.dumps([run]))
+    rows = checks.bench_rows("m", 25)
+    found = list(checks.read_bench(outcome(tmp_path, {}), rows))
+    assert [each["figure"] for each in found] == pytest.approx([25, 0.8, 0.1])
+    assert "peak 3.0 GiB" in found[0]["note"] and found[1]["note"] == "200 tokens/s, vLLM alone 250"
+
+
+def test_what_the_demo_learned(tmp_path):
+    (tmp_path / "out").mkdir()
+    steps = [{"reward/mean": n / 20, "logp_gap/mean": 0.01 * (n == 7), "time/step": 0.5} for n in range(21)]
+    lines = [{"step": 0, "eval/avg": 1.0}, *steps]  # an evaluation has no reward of a step
+    (tmp_path / "out/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = list(checks.read_demo(outcome(tmp_path, {})))
+    assert [each["figure"] for each in found] == pytest.approx([0.775, 0.01])
+    assert found[0]["note"] == "21 steps, 0.50 s each, from 0.00"
+    assert not list(checks.read_demo(outcome(tmp_path, {}, code=1)))
+
+
 def test_what_the_others_say_of_a_killed_rank(tmp_path):
     check = next(check for check in checks.TRIALS if check.name == "killed rank")
     text = "error: rank 0, in the phase train: another rank is gone (x)\n  exitcode  : -9 (pid: 12)\n"
