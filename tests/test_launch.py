@@ -51,7 +51,7 @@ def test_the_plan_tells_the_bubble_and_what_will_be_slow(command):
     # At one token a sample 2 rows, idle 1 slot of 3; at 12, 32 samples fit a row: 8 rows or more, 1 of 9 or less.
     fewest, most = map(int, re.search(r"pipeline: 2 stages, (\d+) to (\d+) micro-batches a replica", text).groups())
     assert fewest == 2 and most >= 8 and not warned
-    assert f"stages idle 33% to {1 / (most + 1):.0%} of it" in text and "pipeline" not in plan(2)[0]
+    assert f"stages idle 33% to {1 / (most + 1):.0%} of it" in text and "pipeline:" not in plan(2)[0]
 
     few = ("rollout.prompts_per_step=1", "rollout.group_size=3", "train.max_tokens_per_micro_batch=64")
     (line,) = checks.advice(load_config(CONFIG, ["parallel.pp=4", *few]), world_size=4)
