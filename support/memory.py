@@ -32,7 +32,9 @@ class Meter:
         self.free_asleep = 0.0
 
     def enter(self, phase: str) -> None:
-        """A phase begins, and with it its peak."""
+        """A phase begins, and with it its peak; phases that are in no metric count as what is between the others."""
+        if phase not in PHASES:
+            return
         self.largest = max(self.largest, used_gb()[1])
         if phase == AFTER_SLEEP and torch.cuda.is_available():
             self.free_asleep = torch.cuda.mem_get_info()[0] / GIB
@@ -40,6 +42,8 @@ class Meter:
 
     def leave(self, phase: str) -> None:
         """A phase has ended; one that comes twice in a step has the memory of the last and the larger peak."""
+        if phase not in PHASES:
+            return
         self.held[phase], peak = used_gb()
         self.peaks[phase] = max(self.peaks.get(phase, 0.0), peak)
         self.largest = max(self.largest, peak)

@@ -53,15 +53,12 @@ def tensorboard_numbers(out: Path) -> tuple[dict[int, dict[str, float]], object]
     event_accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="log.tensorboard is optional"
     )
-    from tensorboard.util.tensor_util import make_ndarray
-
     found = {}
-    accumulator = event_accumulator.EventAccumulator(str(out / "tensorboard"), {"tensors": 0})
+    accumulator = event_accumulator.EventAccumulator(str(out / "tensorboard"), {"scalars": 0, "tensors": 0})
     accumulator.Reload()
-    for name in accumulator.Tags()["tensors"]:
-        if accumulator.SummaryMetadata(name).plugin_data.plugin_name == "scalars":
-            for event in accumulator.Tensors(name):
-                found.setdefault(event.step, {})[name] = make_ndarray(event.tensor_proto).item()
+    for name in accumulator.Tags()["scalars"]:
+        for event in accumulator.Scalars(name):
+            found.setdefault(event.step, {})[name] = event.value
     return found, accumulator
 
 
