@@ -69,10 +69,12 @@ def pictures(runs: list[Run], title: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         file = Path(place, "report.html")
         file.write_text(page.standing_alone(title, runs, 60.0), encoding="utf-8")
-        with browser.Browser(width=1280, height=900) as tab:
+        steps = [name for name in runs[0].sample_files() if name.startswith("step")]
+        with browser.Browser(width=1280, height=1200) as tab:
             tab.open(file.as_uri())
             tab.screenshot(folder / "report.png")
-            tab.open(file.as_uri() + "#run=0&at=&colour=logp")
+            tab.resize(1280, 800)
+            tab.open(file.as_uri() + f"#run=0&at={steps[len(steps) // 2] if steps else ''}&colour=logp")
             tab.screenshot(folder / "samples.png")
     print(folder / "report.png", folder / "samples.png", sep="\n")
 

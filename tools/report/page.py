@@ -7,7 +7,8 @@ import html
 import json
 from pathlib import Path
 
-from tools.report.panels import PHASES, SECTIONS
+from support.memory import PHASES
+from tools.report.panels import SECTIONS
 from tools.report.read import BYTES_A_TOKEN, Run
 
 HERE = Path(__file__).resolve().parent

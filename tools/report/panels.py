@@ -59,4 +59,3 @@ SECTIONS = {
         ("Attention ÷ that without padding", ["pack/attention_waste"], None, "1 is none"),
     ],
 }
-PHASES = ["rollout", "reward", "logprob", "train", "sync", "save"]  # of a step, in their order

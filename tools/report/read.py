@@ -7,12 +7,14 @@ need of it; the samples themselves become blocks, one a step, which the page ope
 import gzip
 import json
 import math
+import re
 from collections import defaultdict
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean, stdev
 
 import yaml
+from huggingface_hub import try_to_load_from_cache
 
 from config import SECTIONS, UserError, validated
 from support import hints
@@ -39,14 +41,12 @@ class Run:
         from support.data import load_tokenizer
 
         exports = sorted(self.folder.glob("hf/step_*/tokenizer_config.json"))
-        own = [str(exports[-1].parent)] if exports else []
-        for path in [given] if given else [*own, self.config.get("model", {}).get("path", "")]:
+        found = str(exports[-1].parent) if exports else on_this_machine(self.config.get("model", {}).get("path", ""))
+        if given or found:
             try:
-                return load_tokenizer(path)
+                return load_tokenizer(given or found)
             except ValueError as error:
-                reason = error
-        if given:
-            raise UserError(str(reason))
+                raise UserError(f"{error}; name another with --tokenizer") from None
         self.notes.append("no tokenizer was found, so tokens are shown as ids: name one with --tokenizer")
         return None
 
@@ -130,6 +130,14 @@ class Run:
         """Of all steps, as the metrics say."""
         rows = read_lines(self.folder / "metrics.jsonl")
         return sum((row.get("speed/response_tokens_per_s") or 0) * (row.get("time/step") or 0) for row in rows)
+
+
+def on_this_machine(model: str) -> str | None:
+    """The folder of a model, or of what is cached of a hub name; None where neither is there. Asks no network."""
+    if Path(model).is_dir():
+        return model
+    cached = try_to_load_from_cache(model, "tokenizer_config.json") if re.fullmatch(r"[\w.-]+/[\w.-]+", model) else None
+    return str(Path(cached).parent) if isinstance(cached, str) else None
 
 
 def read_lines(path: Path) -> list[dict]:
