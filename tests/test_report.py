@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 
+import psutil
 import pytest
 
 from config import UserError
@@ -332,6 +333,12 @@ def test_a_live_page_takes_up_a_new_step(served, tab):
     assert tab.errors == []
 
 
+def cpu_seconds(tab) -> float:
+    """Of the browser and all its processes, since they began."""
+    first = psutil.Process(tab.process.pid)
+    return sum(sum(process.cpu_times()[:2]) for process in (first, *first.children(recursive=True)))
+
+
 @pytest.mark.slow
 @needs_browser
 def test_a_long_run_opens_within_three_seconds(shared, tmp_path, tab):
@@ -349,7 +356,9 @@ def test_a_long_run_opens_within_three_seconds(shared, tmp_path, tab):
         files.log_metrics(out, metrics | {"step": step})
     file = tmp_path / "report.html"
     file.write_text(page.standing_alone("long", [Run(out)], 60.0))
-    seconds = tab.open(file.as_uri())
+    began = cpu_seconds(tab)
+    tab.open(file.as_uri())
+    seconds = cpu_seconds(tab) - began  # the clock's also count what other tests' programs do
     assert tab.ask("viewed.block.groups.length") == tab.ask("viewed.block.of") == 128
     assert tab.ask("Object.keys(report.runs[0].files).filter((name) => name.startsWith('step')).length") == 100
-    assert seconds < 3, f"{file.stat().st_size / 1e6:.1f} MB opened in {seconds:.1f} s"
+    assert seconds < 3, f"{file.stat().st_size / 1e6:.1f} MB opened in {seconds:.1f} s of CPU time"
