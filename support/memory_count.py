@@ -57,7 +57,8 @@ class OnMeta(TorchFunctionMode):
 @contextlib.contextmanager
 def fake_rank(cfg: Config, world_size: int, rank: int) -> Iterator[None]:
     """This process as `rank` of a world that is not there, with Megatron's groups, which connect nobody."""
-    hook = sys.excepthook
+    hook, level = sys.excepthook, dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)  # DETAIL wraps every group in one that does connect
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     sys.excepthook = hook  # torch would put the rank before every line of a traceback
     try:
@@ -67,6 +68,7 @@ def fake_rank(cfg: Config, world_size: int, rank: int) -> Iterator[None]:
     finally:
         bridge.mpu.destroy_model_parallel()
         dist.destroy_process_group()
+        dist.set_debug_level(level)
 
 
 def count(cfg: Config, world_size: int, rank: int) -> Held:

@@ -268,7 +268,7 @@ def describe(cfg: Config, world_size: int, gpu: int) -> str:
     vllm, p, r = found.sampling, cfg.parallel, cfg.rollout
 
     def added(parts: dict[str, int]) -> str:
-        terms = [f"{what} {value / GB:.1f}" for what, value in parts.items() if value]
+        terms = [f"{what} {value / GB:.1f}" for what, value in parts.items() if value >= GB / 20]
         return f"{' + '.join(terms)} = {total(parts) / GB:.1f}"
 
     longest, asked = checks.longest_sample(cfg), r.prompts_per_step * r.group_size * r.tp // world_size

@@ -235,6 +235,18 @@ def test_config_json_alone_is_enough_for_a_plan(tmp_path, capfd, offline):
         assert code == 2 and not out and f"--gpu-memory-gb={float(wrong)}: must be above 0" in err
 
 
+def test_debug_does_not_reach_into_the_world_that_is_not_there(tmp_path):
+    """Torch's DETAIL wraps every process group in one that connects."""
+    level, hook = torch.distributed.get_debug_level(), sys.excepthook
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
+    try:
+        folder = plans.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
+        memory_plan.count(load_config(str(REPO / "configs/qwen7b.yaml"), [f"model.path={folder}"]), 8, 7)
+        assert torch.distributed.get_debug_level() is torch.distributed.DebugLevel.DETAIL and sys.excepthook is hook
+    finally:
+        torch.distributed.set_debug_level(level)
+
+
 def test_what_does_not_fit_is_told_and_what_helps_does(tmp_path):
     folder = plans.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
     options = [f"model.path={folder}", "rollout.gpu_memory_utilization=0.8"]
