@@ -247,9 +247,10 @@ def remedies(cfg: Config, world_size: int, found: Plan) -> list[str]:
                 alone = alone if keys else best.utilization
                 keys, best = keys | share, smaller
         less = found.total(worst) - best.total(worst)
-        if best.fits or less > GB / 10:
+        gain = [f"{less / GB:.1f} GB less"] * (less > GB / 10) + ["fits"] * best.fits
+        if best.fits or (gain and found.total(worst) > found.gpu):
             names = " ".join(f"{key}={str(value).lower()}" for key, value in keys.items())
-            ways.append((best.fits, less, f"{names}: {less / GB:.1f} GB less" + ", fits" * best.fits))
+            ways.append((best.fits, less, f"{names}: {', '.join(gain)}"))
     return [text for *_, text in sorted(ways, reverse=True)]
 
 
