@@ -33,7 +33,9 @@ def imported(path: Path) -> set[str]:
 
 
 SUPPORT = sorted((REPO / "support").glob("*.py"))
-SOURCES = sorted(path for folder in ("", "support", "tools", "tests") for path in (REPO / folder).glob("*.py"))
+SOURCES = sorted(
+    path for folder in ("", "support", "tools", "tools/gpu_checks", "tests") for path in (REPO / folder).glob("*.py")
+)
 
 
 def test_the_top_level_is_the_five_files():
