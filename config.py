@@ -84,9 +84,7 @@ class RolloutConfig(Section):
     gpu_memory_utilization: ShareAboveZero = 0.6  # of a GPU, for vLLM while it samples
     max_logp_gap: PositiveOrInf | None = None  # |trainer - vLLM|; null: 1e-3 (largest, fp32), at most 0.05 (mean, bf16)
     sync_bucket_mb: Count = 512  # weights cross from trainer to vLLM in buckets of about this size
-    sleep_level: Literal[1, 2] = (
-        2  # of vLLM on GPUs, while the trainer works: 2 drops weights, 1 keeps them on the host
-    )
+    sleep_level: Literal[1, 2] = 2  # of vLLM on GPUs: asleep, it drops its weights at 2, keeps them on the host at 1
     exact: bool = False  # the same answers and updates in each run on GPUs, at a price: docs/reliability.md
     vllm: dict[str, Any] = {}  # options of vllm.LLM that no other key stands for
 
@@ -156,9 +154,7 @@ class TrainConfig(Section):
     keep_last: Whole = 2  # newest checkpoints that are kept; 0: all
     keep_every: Whole = 0  # checkpoints of these steps' multiples are kept as well; 0: none
     export_every: Whole = 0  # steps between exports to output_dir/hf; 0: at the end only
-    stall_timeout_s: Seconds = (
-        1800.0  # where no rank finishes a phase for so long, the run says where and ends; 0: never
-    )
+    stall_timeout_s: Seconds = 1800.0  # where no rank ends a phase for so long, the run says so and ends; 0: never
     max_skipped: Count = 3  # updates in a row whose loss or gradient is NaN or inf, before the run stops
     eval_every: Whole = 0  # steps between evaluations on data.eval, the first before the first step; 0: none
 
