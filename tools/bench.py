@@ -252,7 +252,7 @@ def main() -> int:
             ranks.say(f"error: {error}")
         return 2
     if dist.get_rank() == 0:
-        command = "torchrun --nproc_per_node=" + shlex.join([os.environ["LOCAL_WORLD_SIZE"], *sys.argv])
+        command = f"torchrun --nproc_per_node={dist.get_world_size()} {shlex.join(sys.argv)}"
         about = {"system": "ours", "round": args.round, "ranks": dist.get_world_size(), "command": command}
         run = {**about, "commit": versions.commit(), **bench_works.facts(), **run}
         before = [old for old in bench_works.results(args.compare) if old["system"] == "ours"] if args.compare else []

@@ -36,7 +36,8 @@ def command(work: str, system: str, number: int) -> list[str]:
     script = ["tools/bench.py"] if system == "ours" else ["tools/bench_trl.py", *["--vllm"] * (system == "trl-vllm")]
     python = sys.executable if system == "ours" else str(TRL / "bin/python")
     start = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    return [*start, *script, "--work", work, "--round", str(number), "--json", str(RESULTS / f"{work}.json")]
+    result = RESULTS.relative_to(REPO) / f"{work}.json"
+    return [*start, *script, "--work", work, "--round", str(number), "--json", str(result)]
 
 
 def run(work: str, system: str, number: int) -> bool:
