@@ -274,9 +274,7 @@ def describe(cfg: Config, world_size: int, gpu: int) -> str:
 
     longest, asked = checks.longest_sample(cfg), r.prompts_per_step * r.group_size * r.tp // world_size
     local = min(MACHINE, world_size)
-    lines = [
-        f"memory:  of a GPU of {gpu / GB:.1f} GB (10⁹ bytes), by phase, on the pipeline stage that takes most then"
-    ]
+    lines = [f"memory:  of a GPU of {gpu / GB:.1f} GB (10⁹ bytes), by phase"]
     for phase, parts in found.phases.items():
         lines.append(f"{phase:>8s} {added(parts)}" + f" on stage {found.stage[phase] + 1} of {p.pp}" * (p.pp > 1))
     lines += [
