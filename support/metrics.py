@@ -239,6 +239,7 @@ class Log:
         self.out, self.steps, self.speaks = Path(cfg.output_dir), cfg.train.steps, dist.get_rank() == 0
         self.rollouts, self.samples_every, self.tokenizer = rollouts, cfg.log.samples_every, inputs.tokenizer
         self.trackers = trackers.Trackers(cfg, inputs.done) if self.speaks else None
+        self.exact = cfg.rollout.exact
         self.history: list[dict] = []  # the metrics of each step of this start
         self.hinted: set[str] = set()  # rules whose hint was shown
         self.growth = memory.Growth()
@@ -308,6 +309,9 @@ class Log:
         print(
             f"\nreward: {rewards[0]:.3f} at step {first['step']}, {np.mean(last):.3f} over the last {len(last)} steps"
         )
+        if self.exact:
+            gap = max(metrics["logp_gap/max"] for metrics in self.history)
+            print(f"exact: repeatable, not bitwise equal: a log-prob gap of at most {gap:.1e} between trainer and vLLM")
         print(
             f"outputs: {self.out}/metrics.jsonl, {self.out}/rollouts/, {self.out}/hf/step_{self.steps:06d}/ (for "
             "transformers and vLLM)"

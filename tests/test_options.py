@@ -261,6 +261,16 @@ def test_a_run_with_it_resumes_exactly(train, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_exact_run_is_repeated_and_says_what_gap_remains(train, tmp_path):
+    """With torch's deterministic kernels, which exist for all that runs on the CPU."""
+    options = ("rollout.exact=true", "parallel.tp=2", "rollout.tp=2", "train.steps=2", "train.save_every=0")
+    first, second = (train(2, *options, out=tmp_path / name) for name in "ab")
+    assert first.code == second.code == 0, first.text
+    assert lasting(first.metrics) == lasting(second.metrics) and equal(first.weights(2), second.weights(2))
+    assert "a log-prob gap of at most" in first.text
+
+
+@pytest.mark.slow
 def test_a_run_whose_state_leaves_the_gpu_is_the_same_and_resumes_exactly(train, tmp_path):
     chosen = ("model.dtype=bf16", "algo.kl_coef=0.05", "train.save_every=1", "rollout.prompts_per_step=4")
     moving = ("train.offload=optimizer", "algo.reference_on=host")
