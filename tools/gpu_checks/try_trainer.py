@@ -173,7 +173,7 @@ def plan(tell: worker.Tell) -> None:
     cfg = worker.config(
         path, "algo.kl_coef=0.05", f"train.max_tokens_per_micro_batch={tokens}", "rollout.prompts_per_step=8",
         f"train.logprob_max_tokens_per_micro_batch={tokens}", f"rollout.max_new_tokens={tokens // 8 - worker.PROMPT}",
-        "rollout.group_size=8",
+        "rollout.group_size=8", "train.offload=none",
     )  # fmt: skip
     planned = memory_plan.plan(cfg, world, memory_plan.gpu_bytes(None))
     ranks.join_ranks(600)
@@ -202,7 +202,7 @@ def plan(tell: worker.Tell) -> None:
     for _ in range(2):  # the first makes what stays
         train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
         bridge.optimizer_step(optimizer, cfg.train.lr)
-    stays = max(held.all for held in planned.held.values())
+    stays = max(sum(held.all().values()) for held in planned.held.values())
     if not gpu:
         buffers = [buffer for chunk in model for buffer in chunk.buffers]
         tensors = [t for b in buffers for t in (b.param_data, b.grad_data)] + list(offload.state_shards(optimizer))
