@@ -153,7 +153,7 @@ def origin_lines(found: dict[str, list[dict]]) -> list[str]:
     rounds = len({run["round"] for run in runs})
     return [
         f"`make bench`, {dates[0]} to {dates[-1]}, {', '.join(sorted(machines))};",
-        f"commit {', '.join(sorted(map(str, commits)))}; {rounds} round{"s" * (rounds > 1)} of {len(runs[0]['step_s'])} timed steps.",
+        f"commit {', '.join(sorted(map(str, commits)))}; rounds: {rounds}, of {len(runs[0]['step_s'])} timed steps.",
         "Medians over all steps, in parentheses the range.",
     ]
 
