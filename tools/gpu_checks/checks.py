@@ -175,7 +175,7 @@ SLEEPS = [
     Row("seeded sampling", "≥", 0.95, "of the speed without seeds", SEEDS, gpu=True),
 ]
 DEMO = [
-    Row("demo in bf16: reward at its end", "≥", 0.9, "of 1", "the rows above; then docs/tuning.md"),
+    Row("demo in bf16: reward at its end", "≥", 0.5, "of 1", "the rows above; then docs/tuning.md"),
     Row("demo in bf16: log-prob gap", "≤", 0.05, "mean", GAP),
 ]
 KILLED = [
