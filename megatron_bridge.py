@@ -24,13 +24,7 @@ from safetensors import safe_open
 from support import hf_folder
 from support.attention import PackedAttention, Packing, gather_stripes, own_stripe, rotary_embedding, sliding_window
 from support.experts import experts_for
-from support.layers import (
-    HiddenGPT,
-    RMSNorm,
-    Router,
-    device,
-    swiglu,
-)  # first: it prepares the process for Megatron-core
+from support.layers import HiddenGPT, RMSNorm, Router, device, swiglu  # before Megatron-core
 
 # isort: split
 from megatron.core import parallel_state as mpu
@@ -68,7 +62,7 @@ def init_model_parallel(parallel, seed: int, timeout_s: float = 1800.0) -> None:
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
-        create_gloo_process_groups=False,  # for checkpoints in Megatron's own way
+        create_gloo_process_groups=False,  # those are for Megatron's own checkpoints
     )
     model_parallel_cuda_manual_seed(seed)
 

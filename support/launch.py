@@ -70,6 +70,7 @@ def command(
     args = parse_args(argv, doc)
     try:
         cfg = from_other_trainers.load(args.config, args.overrides)
+        vllm_process.set_environment(cfg.rollout.exact)  # before vLLM is imported, or a GPU allocates
         if args.debug:
             debug.turn_on(cfg)
         checks.check_config(cfg, args.world_size)
@@ -80,6 +81,8 @@ def command(
             draw(cfg, args.world_size, Path(args.draw))
         if not args.dry_run:
             check_start(cfg)
+            if cfg.rollout.exact:
+                torch.use_deterministic_algorithms(True)
             ranks.join_ranks(checks.group_timeout_s(cfg))
             run(cfg, inputs, train)
     except (UserError, TrainingError) as error:
@@ -190,8 +193,6 @@ def check_start(cfg: Config) -> None:
             f"rank {os.environ['RANK']} was started without {', '.join(missing)}: torchrun and srun say them all; with "
             "mpirun on several machines add -x MASTER_ADDR=HOST, the host of rank 0"
         )
-    vllm_process.set_environment(cfg.rollout.exact)  # before anything is allocated on a GPU
-    torch.use_deterministic_algorithms(cfg.rollout.exact)
     if not torch.cuda.is_available():
         if cfg.rollout.vllm.get("quantization"):
             raise UserError("rollout.vllm.quantization=fp8: works on GPUs only, leave it out")

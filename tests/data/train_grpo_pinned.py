@@ -230,8 +230,10 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
     their place (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11); where no group is left, those of the last round are.
     """
     r, max_rounds = cfg.rollout, cfg.algo.max_rounds
-    samples, groups = [], set()
-    rounds, taken = 0, run.prompts_taken
+    samples = []
+    groups = set()
+    rounds = 0
+    taken = run.prompts_taken
     while len(groups) < r.prompts_per_step and rounds < max_rounds:
         run.clock.check_stop()
         missing = r.prompts_per_step - len(groups)
@@ -636,8 +638,7 @@ def rehearse(cfg: Config) -> None:
     batch = give_credit(samples, replace(batch, weights=weights_F), algo)
     mb = pack(batch, [0, 1], int(batch.lengths_N.sum()), "cpu")
     logp_T = mb.rollout_logp[0].clone().requires_grad_()
-    loss, _, _ = grpo_loss(mb, logp_T, -logp_T, algo)
-    loss.backward()
+    grpo_loss(mb, logp_T, -logp_T, algo)[0].backward()
 
 
 def main(argv: list[str]) -> int:
