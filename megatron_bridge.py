@@ -46,6 +46,7 @@ from support.offload import take_back_state
 from support.optimizer_state import set_adam_steps
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BUCKET_BYTES = 512 << 20  # of weights on their way, where nobody says
 LOGITS_CHUNK = 2048  # response tokens whose full-vocabulary logits exist at a time
 
 
@@ -545,7 +546,7 @@ def load_weights(model: list, path: str) -> None:
         parameter.data.copy_(shard.reshape(parameter.shape))
 
 
-def hf_weights(model: list, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_weights(model: list, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every (Hugging Face name, full tensor) in layer order, on every rank; all ranks must drain it together.
 
     Buckets of at most `bucket_bytes` (or one tensor) cross the wire: one all-gather over the ranks that share a weight

@@ -22,15 +22,17 @@ from support.packing import attention_pads, bubble, plan_bins
 # ---------------------------------------------------------------- the configuration
 
 
+def require(ok: bool, message: str) -> None:
+    """Raises UserError with the message unless `ok`."""
+    if not ok:
+        raise UserError(message)
+
+
 def check_config(cfg: Config, world_size: int) -> None:
     """Keys that do not go together, with each other or with so many ranks. Raises UserError."""
-
-    def require(ok: bool, message: str) -> None:
-        if not ok:
-            raise UserError(message)
-
     options.check_megatron(cfg.megatron, bridge.CONFIG_CLASSES, cfg.model.dtype)
     options.check_vllm(cfg.rollout.vllm)
+    check_places(cfg)
     r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
     require(
         t.eval_every == 0 or cfg.data.eval is not None,
@@ -53,25 +55,6 @@ def check_config(cfg: Config, world_size: int) -> None:
     require(
         a.correction_level == "token" or a.correction == "tis",
         f"algo.correction_level={a.correction_level} is for algo.correction=tis; {a.correction} has one level only",
-    )
-    require(
-        t.offload != "optimizer" or (cfg.model.dtype == "bf16" and not cfg.megatron.get("optimizer_cpu_offload")),
-        "train.offload=optimizer needs model.dtype=bf16 (the main weights of an fp32 model are the model's own) and no "
-        "megatron.optimizer_cpu_offload, which keeps them on the host all the time; use train.offload=grads",
-    )
-    require(
-        a.reference_on == "gpu" or a.kl_coef > 0,
-        "algo.reference_on=host has no effect with algo.kl_coef=0, which keeps no reference model; leave it out",
-    )
-    require(
-        not cfg.model.fp32_head or (cfg.model.dtype == "bf16" and not cfg.megatron.get("overlap_param_gather")),
-        "model.fp32_head=true is for model.dtype=bf16, and reads the head's weight before "
-        "megatron.overlap_param_gather has put it together; use fp32_head=false or overlap_param_gather=false",
-    )
-    require(
-        not r.exact or (r.tp == p.tp and not r.vllm.get("quantization")),
-        f"rollout.exact=true: sums have the same order on both sides only where rollout.tp={r.tp} is "
-        f"parallel.tp={p.tp}, and in the same precision; set them alike, and leave out rollout.vllm.quantization",
     )
     require(
         cfg.resume in ("none", "auto") or os.path.isdir(cfg.resume),
@@ -135,6 +118,30 @@ def check_config(cfg: Config, world_size: int) -> None:
             rewards.load_reward(name, cfg.reward.custom, cfg.reward.options, cfg.reward.functions, build=False)
         except ValueError as error:
             raise UserError(f"{key}={name}: {error}") from None
+
+
+def check_places(cfg: Config) -> None:
+    """Keys of where weights and state wait, and of how exactly both sides compute. Raises UserError."""
+    r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
+    require(
+        t.offload != "optimizer" or (cfg.model.dtype == "bf16" and not cfg.megatron.get("optimizer_cpu_offload")),
+        "train.offload=optimizer needs model.dtype=bf16 (the main weights of an fp32 model are the model's own) and no "
+        "megatron.optimizer_cpu_offload, which keeps them on the host all the time; use train.offload=grads",
+    )
+    require(
+        a.reference_on == "gpu" or a.kl_coef > 0,
+        "algo.reference_on=host has no effect with algo.kl_coef=0, which keeps no reference model; leave it out",
+    )
+    require(
+        not cfg.model.fp32_head or (cfg.model.dtype == "bf16" and not cfg.megatron.get("overlap_param_gather")),
+        "model.fp32_head=true is for model.dtype=bf16, and reads the head's weight before "
+        "megatron.overlap_param_gather has put it together; use fp32_head=false or overlap_param_gather=false",
+    )
+    require(
+        not r.exact or (r.tp == p.tp and not r.vllm.get("quantization")),
+        f"rollout.exact=true: sums have the same order on both sides only where rollout.tp={r.tp} is "
+        f"parallel.tp={p.tp}, and in the same precision; set them alike, and leave out rollout.vllm.quantization",
+    )
 
 
 def describe(cfg: Config, world_size: int) -> str:

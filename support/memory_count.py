@@ -22,7 +22,6 @@ from config import Config
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 META = torch.device("meta")
-EXPORT_BUCKET = 512 << 20  # as bridge.hf_weights has it
 KINDS = ("weights", "gradients", "optimizer", "reference")
 
 
@@ -100,7 +99,7 @@ def count(cfg: Config, world_size: int, rank: int) -> Held:
             reference=reference,
             update=4 * (share - away),
             push=push_bytes(shapes, hf, cfg.rollout.sync_bucket_mb << 20, size),
-            export=push_bytes(shapes, hf, EXPORT_BUCKET, size),
+            export=push_bytes(shapes, hf, bridge.BUCKET_BYTES, size),
             largest=max(weight.numel() for weight in own.values()),
             whole=whole,
         )
