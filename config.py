@@ -1,14 +1,11 @@
 """Every knob of a run, once: its type, bounds, default and meaning; and the errors that a user sees.
 
-Knows no other file: YAML files and overrides are read in support/read_config.py, rules that tie several keys together
-are in support/checks.py. What a name such as `algo.loss` may be is for the function with its branches to say; it is
-asked by `rehearse` in train_grpo.py before anything is built.
+Knows no other file: YAML files and overrides are read and checked in support/read_config.py, rules that tie several
+keys together are in support/checks.py. What a name such as `algo.loss` may be is for the function with its branches to
+say; it is asked by `rehearse` in train_grpo.py before anything is built.
 """
 
-import difflib
-import functools
 import math
-import typing
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -202,41 +199,3 @@ class Config(Section):
 
 SECTIONS = {key: kind for key, kind in Config.__annotations__.items() if isinstance(kind, type(Section))}
 KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields)]
-
-# ---------------------------------------------------------------- values for the keys
-
-
-def changed(cfg: Config, values: dict[str, Any]) -> Config:
-    """A copy of the configuration with other values at dotted keys: {"train.lr": 1e-5}. Raises UserError."""
-    tree = cfg.model_dump()
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        functools.reduce(lambda node, section: node.setdefault(section, {}), sections, tree)[name] = value
-    return validated(tree, "the file")
-
-
-def validated(tree: dict, path: str) -> Config:
-    """The configuration of a tree of plain values. Raises UserError that names the key and what is legal."""
-    try:
-        return Config.model_validate(tree)
-    except pydantic.ValidationError as error:
-        errors = [(".".join(map(str, problem["loc"])), problem) for problem in error.errors()]
-    missing = sorted(name for name, problem in errors if problem["type"] == "missing")
-    wrong = [(name, problem) for name, problem in errors if problem["type"] != "missing"]
-    if not wrong:
-        raise UserError(f"{', '.join(missing)}: not set; give it in {path} or as {missing[0]}=...")
-    name, problem = wrong[0]
-    if problem["type"] == "extra_forbidden":
-        raise UserError(f"unknown key {name!r}; the nearest legal key is {nearest(name.lower(), KEYS)!r}")
-    key = max((key for key in KEYS if f"{name}.".startswith(f"{key}.")), key=len)  # beyond it stand types of a union
-    section, _, inside = key.rpartition(".")
-    kind = (SECTIONS[section] if section else Config).model_fields[inside].annotation
-    if typing.get_origin(kind) is dict and name != key:  # of one of its entries
-        key = f"{key}.{name.removeprefix(f'{key}.').split('.')[0]}"
-    legal = dict.fromkeys(other["msg"] for place, other in wrong if f"{place}.".startswith(f"{key}."))
-    raise UserError(f"{key}={problem['input']!r}: {' or '.join(legal).replace('Input should', 'must')}")
-
-
-def nearest(name: str, legal: list[str]) -> str:
-    """The legal name most like `name`."""
-    return difflib.get_close_matches(name, legal, n=1, cutoff=0.0)[0]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 import megatron_bridge as bridge
-from config import Config, RankError, TrainingError, UserError, changed
+from config import Config, RankError, TrainingError, UserError
 from support import (
     checkpoint,
     checks,
@@ -39,7 +39,7 @@ from support.attention import use_flash_attention_3
 from support.clock import Clock
 from support.data import Mixture, Prompt, fingerprint, load_prompts, load_tokenizer
 from support.files import lock_output_dir, open_output_dir
-from support.read_config import to_yaml
+from support.read_config import changed, to_yaml
 from support.timeline import Timeline
 
 

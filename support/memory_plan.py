@@ -12,9 +12,10 @@ import torch
 import transformers
 
 import megatron_bridge as bridge
-from config import Config, UserError, changed
+from config import Config, UserError
 from support import checks, memory
 from support.memory_count import Held, count
+from support.read_config import changed
 
 GB = 10**9
 GPU_GB = 80.0  # where there is no GPU to ask

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from config import UserError, nearest
+from config import UserError
+from support.read_config import nearest
 
 
 def by_name(groups: dict[str, str]) -> dict[str, str]:

@@ -5,9 +5,10 @@ import os
 import pytest
 import torch
 
-from config import Config, changed
+from config import Config
 from rollout import Engine
 from support import vllm_process
+from support.read_config import changed
 
 NAMES = ("VLLM_USE_V2_MODEL_RUNNER", "PYTORCH_CUDA_ALLOC_CONF", "VLLM_BATCH_INVARIANT", "CUBLAS_WORKSPACE_CONFIG")
 

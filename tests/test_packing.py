@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from config import Config, ParallelConfig, changed
+from config import Config, ParallelConfig
 from support import packing
 from support.packing import ROW, TOKEN, bubble, pack, plan_bins, use_of_rows, with_padding
+from support.read_config import changed
 from train_grpo import Sample, flatten
 
 STEP, UPDATE, CAPS = 5120, 1280, (24576, 49152)  # samples; positions of a training and of a log-prob row

@@ -11,7 +11,7 @@ from tests.conftest import REPO
 from tools.walkthrough import QUOTED, QUOTES, quote
 
 # The longest each may be, in lines. A fork that needs more room changes these numbers and nothing else.
-LINES = {"train_grpo.py": 650, "config.py": 250, "megatron_bridge.py": 650, "rollout.py": 150, "reward.py": 380}
+LINES = {"train_grpo.py": 700, "config.py": 230, "megatron_bridge.py": 650, "rollout.py": 150, "reward.py": 380}
 SUPPORT_LINES = 400  # of a file of support/
 FUNCTION_LINES = 60  # of a function of train_grpo.py
 FORK = "in a fork, raise the number in tests/test_structure.py, or move what is no algorithm into a file of your own"

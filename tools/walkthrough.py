@@ -26,7 +26,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import changed
 
 REPO = Path(__file__).resolve().parent.parent
 SMALL = {"rollout.prompts_per_step": 2, "rollout.group_size": 6}  # in the step that is shown
@@ -130,7 +129,7 @@ def record(shown: int) -> dict:
     config_at, train_step = train_grpo.config_at, train_grpo.train_step
 
     def small_step(cfg, step):
-        return changed(config_at(cfg, step), SMALL) if step == shown else config_at(cfg, step)
+        return train_grpo.changed(config_at(cfg, step), SMALL) if step == shown else config_at(cfg, step)
 
     def keep_gradient(arguments):
         arguments["logp_T"].register_hook(lambda gradient_T: tape.calls.update(gradient=[({}, gradient_T)]))

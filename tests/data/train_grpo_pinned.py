@@ -35,13 +35,14 @@ from numpy import ndarray
 from torch import Tensor
 
 import megatron_bridge as bridge
-from config import AlgoConfig, Config, EvalConfig, RolloutConfig, UserError, changed
+from config import AlgoConfig, Config, EvalConfig, RolloutConfig, UserError
 from rollout import Engine
 from support import checkpoint, checks, gates, hf_folder, launch, metrics, offload, optimizer_state, ranks
 from support.clock import Clock, StopRequested
 from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.grading import GradingPool
 from support.packing import Batch, MicroBatch, pack, sequence_mean, sequence_sum, to_micro_batches, use_of_rows
+from support.read_config import changed
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
 
