@@ -156,6 +156,19 @@ class TrainConfig(Section):
     eval_every: Whole = 0  # steps between evaluations on data.eval, the first before the first step; 0: none
 
 
+class Course(Section):
+    shape: Literal["constant", "linear", "cosine"] = "linear"  # of the way there; constant: all of it in the last step
+    to: Number = 0.0  # from the key's own value at step 1
+    steps: Whole = 0  # until it is there, and stays; 0: train.steps
+
+
+class ScheduleConfig(Section):  # null: no course
+    lr: Course | None = None  # of train.lr, beside its warm-up
+    kl_coef: Course | None = None  # of algo.kl_coef, which has to start above 0
+    entropy_coef: Course | None = None  # of algo.entropy_coef
+    temperature: Course | None = None  # of rollout.temperature
+
+
 class ParallelConfig(Section):
     tp: Count = 1  # tensor parallelism
     sp: bool = True  # sequence parallelism, wherever tp > 1
@@ -191,6 +204,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     algo: AlgoConfig = AlgoConfig()
     train: TrainConfig = TrainConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig()
     log: LogConfig = LogConfig()
     profile: ProfileConfig = ProfileConfig()

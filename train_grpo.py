@@ -37,7 +37,7 @@ from torch import Tensor
 import megatron_bridge as bridge
 from config import AlgoConfig, Config, EvalConfig, RolloutConfig, UserError
 from rollout import Engine
-from support import checkpoint, checks, gates, hf_folder, launch, metrics, offload, optimizer_state, ranks
+from support import checkpoint, checks, gates, hf_folder, launch, metrics, offload, optimizer_state, ranks, schedule
 from support.clock import Clock, StopRequested
 from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.grading import GradingPool
@@ -65,6 +65,7 @@ class Run:
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
     skipped: int = 0  # updates in a row that were skipped as their loss or gradient was NaN or infinite
     errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors the user has seen
+    moving: dict[str, float] = field(default_factory=dict)  # {dotted key: value} that a step set for those after it
 
 
 def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
@@ -109,6 +110,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         engine.sleep()
         state = optimizer_state.restore(inputs.checkpoint, model, optimizer)
         run.prompts_taken, run.skipped, writer.step = state["prompts_taken"], state["skipped"], state["step"]
+        run.moving = state.get("moving", {})
         push_weights(run)
     return run
 
@@ -122,24 +124,25 @@ def save(run: Run, step: int) -> None:
     state = {
         "step": step, "updates": optimizer_state.optimizer_steps(run.optimizer), "prompts_taken": run.prompts_taken,
         "skipped": run.skipped, "data": fingerprint(run.inputs.prompts), "ranks": dist.get_world_size(),
-        "config": run.cfg.model_dump(),
+        "config": run.cfg.model_dump(), "moving": run.moving,
     }  # fmt: skip
     run.writer.start(step, state, optimizer_state.sharded_state(run.model, run.optimizer, loading=False))
 
 
-def config_at(cfg: Config, step: int) -> Config:
+def config_at(cfg: Config, step: int, moving: dict[str, float]) -> Config:
     """The configuration as all of this step uses it: what moves during a run moves here, such as {"algo.kl_coef": ...}.
 
-    The default is the learning rate's warm-up. Checkpoints keep `cfg` itself.
+    By a function of the step, `schedule` and the warm-up; or, `moving`, by what earlier steps saw. Checkpoints keep
+    `cfg` itself, and `moving`.
     """
-    return changed(cfg, {"train.lr": cfg.train.lr * min(1.0, step / max(cfg.train.warmup_steps, 1))})
+    return changed(cfg, schedule.moved(cfg, step) | moving)
 
 
 def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
     """One step of GRPO: sample, grade, log-probs, advantages, updates, push, save. Returns its metrics and samples."""
     clock, model = run.clock, run.model
     clock.start_step(step)
-    cfg = config_at(run.cfg, step)
+    cfg = config_at(run.cfg, step, run.moving)
     algo, t = cfg.algo, cfg.train
     bridge.seed_step(cfg.seed, step)
 
@@ -628,9 +631,9 @@ def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
 def rehearse(cfg: Config) -> None:
     """The algorithm on two made-up answers, before anything is built: an unknown name in `algo` shows at once, and so
     does a fork's mistake. Raises UserError."""
-    if cfg.algo.kl_coef == 0 and config_at(cfg, cfg.train.steps).algo.kl_coef > 0:
+    if cfg.algo.kl_coef == 0 and config_at(cfg, cfg.train.steps, {}).algo.kl_coef > 0:
         raise UserError("algo.kl_coef=0 keeps no reference model, but config_at raises it; start above 0")
-    algo = changed(config_at(cfg, 1), {"algo.kl_coef": 1.0}).algo
+    algo = changed(config_at(cfg, 1, {}), {"algo.kl_coef": 1.0}).algo
     samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=reward) for reward in (0.0, 1.0)]
     penalize_length(samples, algo, cfg.rollout.max_new_tokens)
     batch = flatten(samples, algo.mask_truncated)

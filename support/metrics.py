@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import megatron_bridge as bridge
 from config import Config, EvalConfig
-from support import files, gates, hints, memory, trackers
+from support import files, gates, hints, memory, schedule, trackers
 from support.rollout_files import RolloutWriter
 
 # What grpo_loss reports of a micro-batch: sums over its response tokens, but for the last, a maximum.
@@ -118,6 +118,7 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
         "moe/load": max(record.expert_load, default=None),
         **{f"moe/load/layer_{layer:02d}": load for layer, load in enumerate(record.expert_load)},
         "lr": cfg.train.lr,
+        **schedule.metrics(cfg),
         "tokens/prompt_mean": np.mean([len(s.prompt_ids) for s in samples]),
         "tokens/response_mean": length_N.mean(),
         "tokens/response_max": length_N.max(),

@@ -84,13 +84,6 @@ def test_clip_cov_by_hand(fork):
     assert module.clip_cov(first, share=0.0).tolist() == [0, 1, -1, -1]
 
 
-def test_a_schedule_moves_what_a_step_uses(fork):
-    module = fork(title_of("schedule"))
-    cfg = load_config(str(REPO / "configs/tiny.yaml"), ["algo.kl_coef=0.08", "train.steps=4", "train.warmup_steps=2"])
-    assert [module.config_at(cfg, step).algo.kl_coef for step in (1, 2, 3, 4)] == [0.08, 0.06, 0.04, 0.02]
-    assert [module.config_at(cfg, step).train.lr for step in (1, 2, 3)] == [0.0005, 0.001, 0.001]
-
-
 def test_the_diffs_apply_to_todays_script_too(tmp_path):
     """A hint, not a failure: in a fork the script differs, as it should."""
     script = REPO / "train_grpo.py"

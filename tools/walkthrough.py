@@ -128,8 +128,9 @@ def record(shown: int) -> dict:
     seen = {}
     config_at, train_step = train_grpo.config_at, train_grpo.train_step
 
-    def small_step(cfg, step):
-        return train_grpo.changed(config_at(cfg, step), SMALL) if step == shown else config_at(cfg, step)
+    def small_step(cfg, step, moving):
+        used = config_at(cfg, step, moving)
+        return train_grpo.changed(used, SMALL) if step == shown else used
 
     def keep_gradient(arguments):
         arguments["logp_T"].register_hook(lambda gradient_T: tape.calls.update(gradient=[({}, gradient_T)]))
@@ -143,7 +144,12 @@ def record(shown: int) -> dict:
         tape.calls = {}
         metrics, samples = train_step(run, step)
         if step == shown:
-            seen.update(cfg=train_grpo.config_at(run.cfg, step), metrics=metrics, after=weights(run), calls=tape.calls)
+            seen.update(
+                cfg=train_grpo.config_at(run.cfg, step, run.moving),
+                metrics=metrics,
+                after=weights(run),
+                calls=tape.calls,
+            )
             seen["rescored_F"] = train_grpo.score(run.model, tape.result("flatten"), seen["cfg"])
         if step == shown + 1:
             seen.update(next_metrics=metrics)

@@ -1,0 +1,88 @@
+"""What moves with the steps: courses by hand, in a run, and what a fork moves by what it saw, over a resume."""
+
+import shutil
+
+import pytest
+
+from config import Config, UserError
+from support import schedule
+from support.read_config import load_config
+from tests.conftest import REPO
+from tests.test_checkpoint import SMALL, equal, lasting, weights
+from tests.test_forks import FORKS, apply, title_of
+from train_grpo import config_at, rehearse
+
+
+def tiny(*overrides: str) -> Config:
+    return load_config(str(REPO / "configs/tiny.yaml"), [*overrides])
+
+
+def test_courses_by_hand():
+    cfg = tiny(
+        "train.steps=5", "train.lr=0.008", "train.warmup_steps=2", "algo.kl_coef=0.08", "algo.entropy_coef=0.5",
+        "schedule.lr={shape: cosine}", "schedule.kl_coef={to: 0.04, steps: 3}", "schedule.entropy_coef.shape=constant",
+        "schedule.entropy_coef.steps=4", "schedule.temperature={to: 0.6}",
+    )  # fmt: skip
+    steps = [config_at(cfg, step, {}) for step in range(1, 6)]
+    half = 0.5**0.5
+    # Of the way to 0: (1 - cos(0, 45, 90, 135, 180 degrees)) / 2; the first step is half of the warm-up.
+    lr = [0.5 * 0.008, 0.004 * (1 + half), 0.004, 0.004 * (1 - half), 0.0]
+    assert [used.train.lr for used in steps] == pytest.approx(lr, abs=1e-12)
+    assert [used.algo.kl_coef for used in steps] == pytest.approx([0.08, 0.06, 0.04, 0.04, 0.04])
+    assert [used.algo.entropy_coef for used in steps] == [0.5, 0.5, 0.5, 0.0, 0.0]
+    assert [used.rollout.temperature for used in steps] == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6])
+    shown = {"lr": lr[1], "kl_coef": 0.06, "entropy_coef": 0.5, "temperature": 0.9}
+    assert schedule.metrics(steps[1]) == pytest.approx({f"schedule/{name}": value for name, value in shown.items()})
+    assert schedule.metrics(config_at(tiny(), 1, {})) == {}
+
+
+def test_what_earlier_steps_moved_stands_over_a_course():
+    cfg = tiny("schedule.entropy_coef={to: 1.0}", "train.steps=2")
+    assert config_at(cfg, 2, {"algo.entropy_coef": 0.25}).algo.entropy_coef == 0.25
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["schedule.lr={shape: cubic}"], "schedule.lr=.*'constant', 'linear' or 'cosine'"),
+        (["schedule.kl_coef={to: 0.1}"], "algo.kl_coef=0 keeps no reference model"),
+        (["schedule.temperature={to: 0}", "train.steps=3"], "rollout.temperature=0.*greater than 0"),
+        (["schedule.entropy={to: 0}"], "unknown key 'schedule.entropy'; .* 'schedule.entropy_coef'"),
+    ],
+)
+def test_a_course_that_cannot_be(overrides, message):
+    with pytest.raises(UserError, match=message):
+        rehearse(tiny(*overrides))
+
+
+@pytest.mark.slow
+def test_a_run_uses_its_courses(train):
+    """The last learning rate is 0, so the last step moves no weight; the coefficients are in the metrics."""
+    run = train(
+        2, *SMALL, "train.steps=3", "train.export_every=1", "algo.kl_coef=0.1", "schedule.kl_coef={to: 0.02}",
+        "schedule.lr={shape: linear}", "schedule.temperature={to: 0.5}",
+    )  # fmt: skip
+    assert run.code == 0, run.text
+    assert [row["schedule/kl_coef"] for row in run.metrics] == pytest.approx([0.1, 0.06, 0.02])
+    assert [row["schedule/temperature"] for row in run.metrics] == pytest.approx([1.0, 0.75, 0.5])
+    assert not equal(run.weights(1), run.weights(2)) and equal(run.weights(2), run.weights(3))
+    assert run.metrics[2]["entropy"] < run.metrics[0]["entropy"]  # of the colder distribution, in trainer and vLLM
+    assert max(row["logp_gap/max"] for row in run.metrics) < 1e-3
+
+
+@pytest.mark.slow
+def test_what_a_fork_moves_goes_on_after_a_resume(train, tmp_path):
+    """The fork with the adaptive entropy coefficient: four steps at once, and two and two."""
+    assert apply(FORKS[title_of("entropy coefficient")][2], REPO / "train_grpo.py", tmp_path).returncode == 0
+    forked = {"script": tmp_path / "train_grpo.py"}
+    keys = (*SMALL, "train.save_every=1", "schedule.entropy_coef={to: 0}")  # has a course: so it is in the metrics
+    straight = train(2, *keys, "train.steps=4", out=tmp_path / "straight", **forked)
+    half = train(2, *keys, "train.steps=2", out=tmp_path / "half", **forked)
+    assert straight.code == half.code == 0, straight.text + half.text
+    shutil.copytree(half.out, tmp_path / "resumed")
+    resumed = train(2, *keys, "train.steps=4", "resume=auto", out=tmp_path / "resumed", **forked)
+    assert resumed.code == 0, resumed.text
+    moved = [row["schedule/entropy_coef"] for row in straight.metrics]
+    assert len({*moved}) > 1
+    assert lasting(resumed.metrics) == lasting(straight.metrics)
+    assert equal(weights(straight, 4), weights(resumed, 4))
