@@ -305,19 +305,16 @@ def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
 
     A prompt a b with the answer c d gives tokens a b c, targets b c d, mask 0 1 1.
     """
-    prompt_N = np.array([len(s.prompt_ids) for s in samples])
-    response_N = np.array([len(s.response_ids) for s in samples])
-    lengths_N = prompt_N + response_N - 1
-    lasts_N = np.cumsum(lengths_N + 1) - 1  # place of each sample's last id
-    ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)])
-    mask_F = np.repeat(np.tile([False, True], len(samples)), np.stack([prompt_N - 1, response_N], axis=1).ravel())
-    logp_F = np.zeros(len(mask_F), np.float32)
-    logp_F[mask_F] = np.concatenate([s.rollout_logp for s in samples])
-    kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
-    rows = {
-        "tokens": np.delete(ids, lasts_N), "targets": np.delete(ids, lasts_N - lengths_N), "mask": mask_F,
-        "trained": mask_F & kept_F, "rollout_logp": logp_F,
-    }  # fmt: skip
+    before = [np.zeros(len(s.prompt_ids) - 1, bool) for s in samples]  # positions that predict the prompt
+    parts = {
+        "tokens": [ids for s in samples for ids in (s.prompt_ids, s.response_ids[:-1])],
+        "targets": [ids for s in samples for ids in (s.prompt_ids[1:], s.response_ids)],
+        "mask": [m for b, s in zip(before, samples, strict=True) for m in (b, np.ones(len(s.response_ids), bool))],
+        "rollout_logp": [v for b, s in zip(before, samples, strict=True) for v in (b.astype("f4"), s.rollout_logp)],
+    }
+    rows = {name: np.concatenate(values) for name, values in parts.items()}
+    lengths_N = np.array([len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples])
+    rows["trained"] = rows["mask"] & np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
     return Batch(**{name: torch.from_numpy(values_F) for name, values_F in rows.items()}, lengths_N=lengths_N)
 
 
