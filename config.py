@@ -63,6 +63,7 @@ class DataConfig(Section):
     split: str = "train"  # of a hub data set or folder that names none itself
     prompt_key: str = "prompt"  # text, or a list of chat messages; this and the next two may lead into dicts: a.b
     answer_key: str = "answer"  # what the reward compares with
+    hint_key: str | None = None  # hint that stands before the prompt which algo.teacher sees
     source_key: str = "source"  # column that chooses the reward; rows without it have the source "default"
     chat_template: bool = True  # write the prompt with the tokenizer's template; a text is a user message
     system_prompt: str | None = None  # put before every prompt that brings no system message of its own
@@ -77,6 +78,7 @@ class RolloutConfig(Section):
     temperature: Positive = 1.0  # of sampling; the trainer's logits are divided by it too
     top_p: ShareAboveZero = 1.0  # sample from the likeliest tokens with this much probability
     top_k: AllOrCount = -1  # sample from so many likeliest tokens; -1: all
+    lag: Whole = 0  # vLLM samples with the weights of so many steps before the present ones; 0: with these
     tp: Count = 1  # tensor parallel size of each vLLM engine; world size / tp engines run side by side
     gpu_memory_utilization: ShareAboveZero = 0.6  # of a GPU, for vLLM while it samples
     max_logp_gap: PositiveOrInf | None = None  # |trainer - vLLM|; null: 1e-3 (largest, fp32), at most 0.05 (mean, bf16)
@@ -116,9 +118,12 @@ class AlgoConfig(Section):
     loss_norm: str = "token_mean"  # a branch of loss_weights
     loss_norm_length: Whole = 0  # the constant of seq_mean_token_sum_norm; 0: rollout.max_new_tokens
     kl_coef: NotNegative = 0.0  # 0: no reference model is kept
-    reference_on: Literal["gpu", "host"] = "gpu"  # where the reference model waits between its passes
+    reference_on: Literal["gpu", "host"] = "gpu"  # where reference, teacher and past weights wait between their passes
+    reference_every: Whole = 0  # the reference becomes the present weights every so many steps; 0: never
     kl: str = "k3"  # a branch of token_kl
     kl_in: Literal["loss", "reward"] = "loss"  # where kl_coef · KL enters
+    teacher: str | None = None  # folder or hub name of a model to distil on-policy, or self: with data.hint_key
+    teacher_coef: NotNegative = 1.0  # of log(teacher / policy) in each token's advantage
     entropy_coef: Number = 0.0  # of the entropy bonus in the loss
     old_logp: Literal["trainer", "rollout"] = "trainer"  # whose log-probs the ratio starts from
     correction: str = "none"  # of the mismatch between vLLM and trainer, a name of CORRECTION_BOUNDS

@@ -216,11 +216,12 @@ def options_for(cls: type, options: dict) -> dict:
 
 
 def build_model(
-    path: str, parallel, dtype: torch.dtype, extra: dict, fp32_head: bool = False, weights: bool = True
+    path: str, parallel, dtype: torch.dtype, extra: dict, fp32_head=False, weights=True, trained=True
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or `vpp`), built from the Hugging Face folder `path`, with its `weights`.
 
-    `extra` overrides fields of Megatron's configurations; `fp32_head`: logits in fp32, whatever the `dtype`.
+    `extra` overrides fields of Megatron's configurations; `fp32_head`: logits in fp32, whatever the `dtype`. Without
+    gradients where it is not `trained`.
     """
     hf = transformers.AutoConfig.from_pretrained(path)
     config = transformer_config(hf, parallel, dtype, extra)
@@ -260,7 +261,7 @@ def build_model(
         for name, parameter in model.named_parameters():
             if EXPERT.search(name):  # Megatron 0.16 forgets it at ep 1, and sums over too few ranks
                 parameter.allreduce = False
-        chunks.append(model.to(device(), dtype))
+        chunks.append(model.to(device(), dtype).requires_grad_(trained))
     settings = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     ddp_config = DistributedDataParallelConfig(**{**settings, **options_for(DistributedDataParallelConfig, extra)})
     model = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
@@ -624,14 +625,14 @@ def copy_weights(model: list, on: str = "gpu") -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def swapped_weights(model: list, weights: list[torch.Tensor]) -> Iterable[None]:
-    """Run the model with `weights` (as `copy_weights` gave them); its own are back afterwards, untouched.
+def swapped_weights(model: list, weights: list[torch.Tensor] | None) -> Iterable[None]:
+    """Run the model with `weights` (as `copy_weights` gave them; None: its own); these are back afterwards, untouched.
 
     Weights on the host are copied to the GPU for as long."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
     own = [parameter.data for parameter in parameters]
     try:
-        for parameter, data in zip(parameters, weights, strict=True):
+        for parameter, data in zip(parameters, own if weights is None else weights, strict=True):
             parameter.data = data.to(parameter.device, non_blocking=True)
         yield
     finally:

@@ -129,8 +129,25 @@ def check_places(cfg: Config) -> None:
         "megatron.optimizer_cpu_offload, which keeps them on the host all the time; use train.offload=grads",
     )
     require(
-        a.reference_on == "gpu" or a.kl_coef > 0,
-        "algo.reference_on=host has no effect with algo.kl_coef=0, which keeps no reference model; leave it out",
+        a.reference_on == "gpu" or a.kl_coef > 0 or r.lag > 0 or a.teacher not in (None, "self"),
+        "algo.reference_on=host has no effect with algo.kl_coef=0, which keeps no reference model, and without "
+        "rollout.lag or another model as algo.teacher; leave it out",
+    )
+    require(
+        a.reference_every == 0 or a.kl_coef > 0,
+        f"algo.reference_every={a.reference_every}, but algo.kl_coef=0 keeps no reference model; leave it out",
+    )
+    require(
+        a.advantage != "none" or a.teacher is not None,
+        "algo.advantage=none leaves rewards out of the loss, so there is nothing to learn without algo.teacher",
+    )
+    require(
+        cfg.data.hint_key is None or a.teacher is not None,
+        f"data.hint_key={cfg.data.hint_key} has no effect without algo.teacher, who alone sees the hints; leave it out",
+    )
+    require(
+        a.teacher != "self" or cfg.data.hint_key is not None,
+        "algo.teacher=self without hints says just what the policy says; name their column in data.hint_key",
     )
     require(
         not cfg.model.fp32_head or (cfg.model.dtype == "bf16" and not cfg.megatron.get("overlap_param_gather")),
@@ -158,6 +175,7 @@ def describe(cfg: Config, world_size: int) -> str:
     edp = world_size // (p.etp * p.ep * p.pp)
     experts = f"; experts: ep {p.ep} × etp {p.etp} × pp {p.pp} × dp {edp}" if p.ep * p.etp > 1 else ""
     kl = f" + {a.kl_coef:g} {a.kl} in the {a.kl_in}" if a.kl_coef else ""
+    teacher = f" + {a.teacher_coef:g} log(teacher / policy)" if a.teacher else ""
     passes = f" ({count(t.epochs, 'epoch')})" if t.epochs else ""
     rounds = f", up to {a.max_rounds} rounds" if a.max_rounds > 1 else ""
     correction = f"; {a.correction}" if a.correction != "none" else ""
@@ -177,7 +195,7 @@ def describe(cfg: Config, world_size: int) -> str:
         f"{pipeline if p.pp > 1 else ''}"
         f"a run:   {count(t.steps, 'step')}{passes} = {t.steps * samples} samples, "
         f"{count(t.steps * updates, 'update')}; lr {t.lr:g} after {count(t.warmup_steps, 'warm-up step')}\n"
-        f"loss:    {a.loss} ({a.clip_low:g}, {a.clip_high:g}){kl}{entropy}; {a.advantage} advantages; "
+        f"loss:    {a.loss} ({a.clip_low:g}, {a.clip_high:g}){kl}{entropy}; {a.advantage} advantages{teacher}; "
         f"{a.loss_norm} over an update{correction}"
     )
 

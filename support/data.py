@@ -14,10 +14,22 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
+from numpy import ndarray
 
 from support import mixing, token_cache
 from support.tables import Table, cached_files, custom_rows, is_local, load_tables, names_of, rows_of, sources_of
-from support.tokens import Tokens, answer_text, check_columns, jobs_of, join, lookup, source_of, tokenise
+from support.tokens import (
+    Tokens,
+    answer_text,
+    check_columns,
+    hinted_text,
+    jobs_of,
+    join,
+    lookup,
+    source_of,
+    to_ids,
+    tokenise,
+)
 
 
 @dataclass
@@ -28,13 +40,14 @@ class Prompt:
     answer: str
     source: str
     row: dict
+    asked: ndarray | None = None  # int32, the prompt with its hint, for the teacher; None without data.hint_key
 
 
 class PromptSet(Sequence):
     """The prompts of one set; each is put together when it is asked for, from `tokens` and its row in the `tables`."""
 
-    def __init__(self, cfg, tokens: Tokens, tables: list[Table]):
-        self.cfg, self.tokens, self.tables = cfg, tokens, tables
+    def __init__(self, cfg, tokens: Tokens, tables: list[Table], tokenizer=None):
+        self.cfg, self.tokens, self.tables, self.tokenizer = cfg, tokens, tables, tokenizer
         self.ends = list(accumulate(map(len, tables)))
         self.fingerprint = tokens.fingerprint
 
@@ -48,7 +61,10 @@ class PromptSet(Sequence):
         table = int(np.searchsorted(self.ends, number, side="right"))
         row = self.tables[table][number - (self.ends[table - 1] if table else 0)]
         answer = answer_text(lookup(row, self.cfg.answer_key), self.cfg.answer_key)
-        return Prompt(ids.tolist(), answer, source_of(row, self.cfg.source_key), row)
+        asked = None
+        if self.cfg.hint_key is not None:
+            asked = np.array(to_ids([hinted_text(row, self.cfg, self.tokenizer)], self.cfg, self.tokenizer)[0], "i4")
+        return Prompt(ids.tolist(), answer, source_of(row, self.cfg.source_key), row, asked)
 
 
 class Mixture(Sequence):
@@ -97,6 +113,8 @@ def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[PromptSet | Mixtur
     """
     if not cfg.chat_template and (cfg.system_prompt is not None or cfg.template_kwargs):
         raise ValueError("data.system_prompt and data.template_kwargs have an effect only with data.chat_template=true")
+    if key == "eval":
+        cfg = cfg.model_copy(update={"hint_key": None})  # no teacher looks at an evaluation
     value = getattr(cfg, key)
     if not isinstance(value, dict) or not value:
         prompts = load_set(cfg, tokenizer, value, f"data.{key}")
@@ -125,7 +143,7 @@ def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
         blocks = (tokenise(cfg, tokenizer, tables, key, job) for job in jobs_of(tables))
         tokens = replace(join(blocks, cfg, value, parts.append), ids=np.concatenate(parts))
     rows = [table if large else rows_of(table, 0, len(table)) for _, table in tables]
-    return PromptSet(cfg, tokens, rows)
+    return PromptSet(cfg, tokens, rows, tokenizer)
 
 
 def fingerprint(prompts: PromptSet | Mixture) -> str:

@@ -35,7 +35,8 @@ def check_gap(
     """Raises TrainingError if trainer and engine disagree: at step 1 about the model, later about what has changed.
 
     Sees what push_check cannot: kernels, temperature, positions. Called before the weights change. `gaps`: the means of
-    the updates so far, to which this one is added. `rescore` gives the trainer's log-probs [F], for the table.
+    the updates so far, to which this one is added. `rescore` gives the trainer's log-probs [F], for the table; with
+    rollout.lag they are there, of the weights that vLLM sampled with.
     """
     gaps.append(report["gap"] / max(report["tokens"], 1))
     if cfg.model.dtype == "bf16":
@@ -45,9 +46,10 @@ def check_gap(
         kind, bound, gap = "largest", 1e-3, report["gap_max"]
     bound = cfg.rollout.max_logp_gap or bound
     if not gap <= bound:
+        logp_F = rescore() if batch.sampler_logp is None else batch.sampler_logp
         raise TrainingError(
             f"step {step}: trainer and vLLM disagree on sampled tokens: {kind} |Δ log-prob| = {gap:.2e}, bound "
-            f"{bound:.0e} (rollout.max_logp_gap)\n{explain_gap(rescore(), batch, samples, step, bound)}"
+            f"{bound:.0e} (rollout.max_logp_gap)\n{explain_gap(logp_F, batch, samples, step, bound)}"
         )
 
 

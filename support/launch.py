@@ -32,8 +32,10 @@ from support import (
     memory_plan,
     preflight,
     ranks,
+    teacher,
     versions,
     vllm_process,
+    weight_sets,
 )
 from support.attention import use_flash_attention_3
 from support.clock import Clock
@@ -159,6 +161,7 @@ def prepare(cfg: Config, world_size: int, weights: bool, gpu: int | None = None)
         tokenizer = load_tokenizer(cfg.model.path)
         for part in parts:
             prompts[part], dropped[part] = load_prompts(cfg.data, tokenizer, part)
+        teacher.check_teacher(cfg, tokenizer, weights)
         if weights:
             checks.check_weights(hf_folder.local_folder(cfg.model.path))
     except (OSError, ValueError) as error:
@@ -250,7 +253,9 @@ def check_host_memory(cfg: Config) -> str | None:
     """What to warn of where this machine has too little memory for its ranks; None else."""
     weights = hf_folder.count_weights(hf_folder.local_folder(cfg.model.path))
     size, gpu = bridge.DTYPES[cfg.model.dtype].itemsize, torch.cuda.is_available()
-    needed = memory.host_bytes(cfg, weights, dist.get_world_size(), size, gpu)
+    other = cfg.algo.teacher not in (None, teacher.SELF)
+    taught = hf_folder.count_weights(hf_folder.local_folder(cfg.algo.teacher)) if other else 0
+    needed = memory.host_bytes(cfg, weights, dist.get_world_size(), size, gpu, taught)
     return memory.host_warning(needed, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
@@ -263,6 +268,7 @@ def resumed(cfg: Config, inputs: Inputs) -> Inputs:
     found = checkpoint.find_checkpoint(cfg.resume, out / "checkpoints")
     if found:
         done = checkpoint.check_resumed(found, cfg.model_dump(), fingerprint(inputs.prompts))
+        weight_sets.check_resumed(checkpoint.read_state(found)["config"], cfg, found)
     if done == cfg.train.steps:
         if dist.get_rank() == 0:
             print(f"nothing to do: {found} is after the last step, train.steps={done}", flush=True)

@@ -149,24 +149,25 @@ def host_free_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
     return max(min(free), 0)
 
 
-def host_bytes(cfg, weights: int, world_size: int, itemsize: int, on_gpu: bool) -> int:
-    """What a rank holds of host memory, about, of a model of so many weights of `itemsize` bytes in so many ranks.
+def host_bytes(cfg, weights: int, world_size: int, itemsize: int, on_gpu: bool, teacher: int = 0) -> int:
+    """What a rank holds of host memory, about, of a model of so many weights of `itemsize` bytes in so many ranks, with
+    a teacher of so many.
 
-    On GPUs: vLLM's weights while it sleeps at level 1, a checkpoint that is being written, an optimizer or a reference
-    model that is kept there. On the CPU: all of it.
+    On GPUs: vLLM's weights while it sleeps at level 1, a checkpoint that is being written, and what is kept there of an
+    optimizer, a reference, past weights and a teacher. On the CPU: all of it.
     """
     p = cfg.parallel
     in_vllm = weights * itemsize / cfg.rollout.tp
     checkpoint = weights * 12 / world_size  # weights in fp32 and Adam's moments; also what an optimizer has of them
-    mine = weights / (p.tp * p.pp * p.ep)
+    mine, taught = weights / (p.tp * p.pp * p.ep), teacher / (p.tp * p.pp * p.ep)
+    sets = (cfg.algo.kl_coef > 0) + cfg.rollout.lag  # the reference and past weights
     if on_gpu:
         offloaded = cfg.megatron.get("optimizer_offload_fraction", 1) * cfg.megatron.get("optimizer_cpu_offload", False)
         state = 16 * offloaded + 12 * (cfg.train.offload == "optimizer")  # 16: with the gradients that Adam steps by
-        reference = mine * itemsize * (cfg.algo.reference_on == "host")
+        reference = (mine * sets + taught) * itemsize * (cfg.algo.reference_on == "host")
         asleep = in_vllm * (cfg.rollout.sleep_level == 1)
         return int(asleep + reference + checkpoint + weights * state / world_size)
-    copies = 1 + (cfg.algo.kl_coef > 0)  # the reference
-    return int(in_vllm + mine * (copies * itemsize + 4) + 2 * checkpoint)  # gradients are fp32
+    return int(in_vllm + mine * ((1 + sets) * itemsize + 4) + taught * itemsize + 2 * checkpoint)  # gradients are fp32
 
 
 def host_warning(needed: int, ranks: int) -> str | None:

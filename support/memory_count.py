@@ -1,4 +1,5 @@
-"""What a rank will hold of weights, gradients, optimizer state and reference, counted before anything is built.
+"""What a rank will hold of weights, gradients, optimizer state, reference, past weights and teacher, counted before
+anything is built.
 
 Megatron's own model, buffers and shares of its distributed optimizer, on torch's meta device, where tensors take no
 memory, in a world of process groups that connect nobody: so every layout and every stage is as a run will have it, to
@@ -10,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,8 @@ from config import Config
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 META = torch.device("meta")
-KINDS = ("weights", "gradients", "optimizer", "reference")
+FURTHER = ("reference", "past", "teacher")  # what algo.reference_on is about
+KINDS = ("weights", "gradients", "optimizer", *FURTHER)
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Held:
     gradients: int
     optimizer: int  # on the GPU
     reference: int
+    past: int  # with rollout.lag
+    teacher: int  # another model than this
     update: int  # what Adam makes for a moment: one fp32 number for each weight that it steps on the GPU
     push: int  # peak of one bucket on its way to vLLM
     export: int  # the same, to an export
@@ -40,8 +45,8 @@ class Held:
     whole: int  # numbers in the weights of this stage, on all ranks together
 
     def all(self, *but: str) -> dict[str, int]:
-        """{kind: bytes} of the kinds that are on the GPU, when those named are not."""
-        return {kind: getattr(self, kind) for kind in KINDS if kind not in but}
+        """{kind: bytes} of the kinds that there are on the GPU, when those named are not."""
+        return {kind: size for kind in KINDS if kind not in but and (size := getattr(self, kind))}
 
 
 class OnMeta(TorchFunctionMode):
@@ -75,16 +80,16 @@ def count(cfg: Config, world_size: int, rank: int) -> Held:
     size = bridge.DTYPES[cfg.model.dtype].itemsize
     extra = {**cfg.megatron, "perform_initialization": False}
     with fake_rank(cfg, world_size, rank):
+        build = partial(bridge.build_model, parallel=cfg.parallel, dtype=bridge.DTYPES[cfg.model.dtype], extra=extra)
         with META, OnMeta():
-            model = bridge.build_model(
-                cfg.model.path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], extra, weights=False
-            )
+            model = build(cfg.model.path, weights=False)
+            other = [] if cfg.algo.teacher in (None, "self") else build(cfg.algo.teacher, weights=False, trained=False)
         hf, own = model[0].hf_config, bridge.named_weights(model)
         buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         ranges = [part for buffer in buffers for part in DistributedOptimizer._build_gbuf_range_map(buffer).values()]
         share = sum(place["param"].size for part in ranges for held in part for place in held["param_map"].values())
         optimizer, away = adam_bytes(cfg, share)
-        reference = sum(weight.nbytes for weight in bridge.copy_weights(model)) if cfg.algo.kl_coef > 0 else 0
+        copy = sum(weight.nbytes for weight in bridge.copy_weights(model))
         shapes = {name: weight.shape for name, weight in own.items()}
         whole = 0
         for name, weight in own.items():
@@ -96,7 +101,9 @@ def count(cfg: Config, world_size: int, rank: int) -> Held:
             weights=sum(buffer.param_data.nbytes for buffer in buffers),
             gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
             optimizer=optimizer,
-            reference=reference,
+            reference=copy * (cfg.algo.kl_coef > 0),
+            past=copy * cfg.rollout.lag,
+            teacher=sum(weight.nbytes for chunk in other for weight in chunk.parameters()),
             update=4 * (share - away),
             push=push_bytes(shapes, hf, cfg.rollout.sync_bucket_mb << 20, size),
             export=push_bytes(shapes, hf, bridge.BUCKET_BYTES, size),

@@ -14,7 +14,7 @@ import transformers
 import megatron_bridge as bridge
 from config import Config, UserError
 from support import checks, memory
-from support.memory_count import Held, count
+from support.memory_count import FURTHER, Held, count
 from support.read_config import changed
 
 GB = 10**9
@@ -183,12 +183,16 @@ def plan(cfg: Config, world_size: int, gpu: int, held: dict[int, Held] | None = 
 def stage_phases(hf, cfg: Config, stage: int, held: Held, rows: int, vllm: Sampling, gpu: int) -> dict[str, dict]:
     """{phase: {what: bytes}} of a pipeline stage with `rows` micro-batches in an update.
 
-    From a push to the next update train.offload is away, the optimizer's state to the end of its first backward pass; a
-    reference on the host comes for the log-probs alone.
+    From a push to the next update train.offload is away, the optimizer's state to the end of its first backward pass.
+    What waits on the host (algo.reference_on) comes for its log-probs alone, past weights for a push as well.
     """
     a, t, last = cfg.algo, cfg.train, stage == cfg.parallel.pp - 1
     size, share = bridge.DTYPES[cfg.model.dtype].itemsize, int(cfg.rollout.gpu_memory_utilization * gpu)
-    host = ("reference",) * (a.reference_on == "host")
+    host = FURTHER * (a.reference_on == "host")
+    visits = {"reference": held.reference, "past": held.past // max(cfg.rollout.lag, 1), "teacher": held.teacher}
+    most = max(visits, key=visits.get)
+    scored = {most: visits[most]} if host and visits[most] else {}
+    pushed = {"past": visits["past"]} if host and held.past else {}
     away = {"none": (), "grads": ("gradients",), "optimizer": ("gradients", "optimizer")}[t.offload or "grads"]
     one = t.offload == "optimizer" and t.updates_per_step * t.epochs_per_step == 1
     always, rolling, training = held.all(*host), held.all(*host, *away), held.all(*host, *("optimizer",) * one)
@@ -200,9 +204,9 @@ def stage_phases(hf, cfg: Config, stage: int, held: Held, rows: int, vllm: Sampl
     phases = {  # as Megatron fills its buffers, weights are there twice
         "build": max(always, {"weights": 2 * held.weights, "gradients": held.gradients}, key=total),
         "rollout": rolling | {"vLLM": share},
-        "logprob": held.all(*away) | max({"activations": layer}, {"log-probs": score}, key=total),
+        "logprob": held.all(*host, *away) | scored | max({"activations": layer}, {"log-probs": score}, key=total),
         "train": max(training | layers, always | {"update": held.update}, key=total),
-        "sync": rolling | {"vLLM": vllm.weights + vllm.loading, "bucket": held.push},
+        "sync": rolling | pushed | {"vLLM": vllm.weights + vllm.loading, "bucket": held.push},
         "save": rolling | {"vLLM": share, "copies": max(4 * held.largest, held.export)},
     }
     return {phase: {**parts, "reserve": int(RESERVE * gpu)} for phase, parts in phases.items()}

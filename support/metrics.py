@@ -40,11 +40,10 @@ REPORTED = [
 ]
 
 
-def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums of |trainer - vLLM| log-prob and of w = exp(trainer - vLLM) over response tokens, the largest gap, and the
-    number of tokens beyond three sizes."""
-    delta_T = difference_T * mask_T
-    gap_T, w_T = delta_T.abs(), delta_T.clamp(-20, 20).exp() * mask_T
+def gap_report(gap_T: torch.Tensor, log_w_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums over response tokens of |trainer - vLLM| log-prob and of w = exp(trainer - vLLM), the largest gap, and the
+    number of tokens beyond three sizes. A gap is of the weights that vLLM sampled with, log w of the present ones."""
+    gap_T, w_T = (gap_T * mask_T).abs(), (log_w_T * mask_T).clamp(-20, 20).exp() * mask_T
     above = {f"gap_above_{size:g}": (gap_T > size).sum() for size in (0.01, 0.1, 1)}
     return {"gap": gap_T.sum(), "gap_max": gap_T.max(), "w": w_T.sum(), "w2": w_T @ w_T, **above}
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model in training: main weights and Adam's moments, whatever the layout.
+"""What a checkpoint holds of a model in training: main weights, Adam's moments, further sets of weights; on any layout.
 
 Megatron's distributed optimizer spreads each weight's state over the replicas; here it is told as Megatron's sharded
 tensors, which say where in the whole tensor a rank's part lies, and is taken over from what a checkpoint held of them.
@@ -19,7 +19,16 @@ from megatron.core.utils import unwrap_model
 from support.checkpoint import read_sharded, read_state
 from support.offload import is_away, take_back_state
 
+Sets = dict[str, list[torch.Tensor]]  # further sets of weights by name, as support/weight_sets.py makes them
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first is the main weight
+
+
+def described(model: list) -> dict[torch.nn.Parameter, ShardedTensor | ShardedTensorFactory]:
+    """Megatron's sharded tensor of each of this rank's weights."""
+    states = (unwrap_model(chunk).sharded_state_dict(metadata={}) for chunk in model)
+    return {
+        tensor.data: tensor for state in states for tensor in extract_sharded_tensors_and_factories(state)[0].values()
+    }
 
 
 def optimizer_weights(model: list, optimizer) -> Iterator[tuple]:
@@ -27,13 +36,10 @@ def optimizer_weights(model: list, optimizer) -> Iterator[tuple]:
 
     In the same order on all ranks of the part's data-parallel group, over which its state is spread.
     """
-    described, number = {}, 0
-    for chunk in map(unwrap_model, model):
-        tensors, _ = extract_sharded_tensors_and_factories(chunk.sharded_state_dict(metadata={}))
-        described |= {tensor.data: tensor for tensor in tensors.values()}
+    tensors, number = described(model), 0
     for part in optimizer.chained_optimizers:
         for weight in (weight for buffer in part.buffers for weight in buffer.param_index_map):
-            yield part, number, weight, described[weight]
+            yield part, number, weight, tensors[weight]
             number += 1
 
 
@@ -48,8 +54,11 @@ def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:
     return slice(place.start, place.end), own
 
 
-def sharded_state(model: list, optimizer, loading: bool) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """Main weights and Adam's moments as Megatron's sharded tensors: 12 bytes a weight, and all there is to save.
+def sharded_state(
+    model: list, optimizer, loading: bool, sets: Sets | None = None
+) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """Main weights and Adam's moments as Megatron's sharded tensors, 12 bytes a weight, and further `sets` of weights
+    in their own type: all there is to save.
 
     With `loading` a description only, without values, for `load_state`. The replicas, which hold slices of a tensor,
     take turns in putting one together. Megatron's own way, "fully_reshardable", gathers all on one replica, and cuts
@@ -73,6 +82,11 @@ def sharded_state(model: list, optimizer, loading: bool) -> dict[str, ShardedTen
             state[f"{number}.{moment}"] = dataclasses.replace(
                 tensor, key=f"{moment}.{tensor.key}", data=whole, replica_id=replica, **fp32
             )
+    tensors, parameters = described(model) if sets else {}, [weight for chunk in model for weight in chunk.parameters()]
+    for name, weights in (sets or {}).items():  # each replica has them whole, as it has the model's own
+        for number, (weight, values) in enumerate(zip(parameters, weights, strict=True)):
+            tensor = tensors[weight]
+            state[f"{name}.{number}"] = dataclasses.replace(tensor, key=f"{name}.{tensor.key}", data=values)
     return state
 
 
@@ -91,14 +105,29 @@ def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps: i
         chunk.start_param_sync(force_sync=True)
 
 
-def restore(path: Path, model: list, optimizer) -> dict[str, Any]:
-    """Take over weights and moments of a checkpoint from whatever layout; returns its state, {"step": ...}.
+def carried(sets: Sets, config: dict[str, Any]) -> Sets:
+    """Those of the sets that a checkpoint of a run with this configuration has; an older one has no such keys.
+
+    A reference that stays the initial model is read from there."""
+    lag, every = config["rollout"].get("lag", 0), config["algo"].get("reference_every", 0)
+    names = ["reference"] * (every > 0) + [f"past_{n}" for n in range(1, lag + 1)]
+    return {name: sets[name] for name in names if name in sets}
+
+
+def restore(path: Path, model: list, optimizer, sets: Sets) -> dict[str, Any]:
+    """Take over weights, moments and what there is of `sets` from a checkpoint of whatever layout; returns its state,
+    {"step": ...}.
 
     Raises CheckpointError before anything is changed.
     """
     state = read_state(path)
     take_back_state(optimizer)
-    load_state(model, optimizer, read_sharded(path, sharded_state(model, optimizer, loading=True)), state["updates"])
+    there = carried(sets, state["config"])
+    loaded = read_sharded(path, sharded_state(model, optimizer, loading=True, sets=there))
+    load_state(model, optimizer, loaded, state["updates"])
+    for name, weights in there.items():
+        for number, weight in enumerate(weights):
+            weight.copy_(loaded[f"{name}.{number}"])
     return state
 
 

@@ -51,6 +51,7 @@ class Rows:
     weights: torch.Tensor | None = None  # of each token in the loss; None: log-probs only
     old_logp: torch.Tensor | None = None  # None: one update a step
     ref_logp: torch.Tensor | None = None  # None: no reference model
+    sampler_logp: torch.Tensor | None = None  # by the trainer, of the weights that vLLM sampled with; None: the present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class Batch(Rows):
     """All samples of a step end to end, F positions."""
 
     lengths_N: np.ndarray  # positions of each sample
+    teacher_logp: torch.Tensor | None = None  # None: no teacher
 
     @cached_property
     def starts_N(self) -> np.ndarray:

@@ -33,13 +33,18 @@ class RolloutWriter:
         self.process, self.thread, self.failure = None, None, None
 
     def write(self, path: Path, samples: list) -> None:
-        """Have every Sample written to `path` as it is now, a JSON object a line."""
+        """Have every Sample written to `path` as it is now, a JSON object a line, without what is None."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._serve, daemon=True)
             self.thread.start()
             atexit.register(self.close)  # a run that ends with an error writes its last samples too
         self._check()
-        self.jobs.put((str(path), [dict(vars(sample)) for sample in samples]))
+        self.jobs.put(
+            (
+                str(path),
+                [{name: value for name, value in vars(sample).items() if value is not None} for sample in samples],
+            )
+        )
 
     def finish(self) -> None:
         """Wait until all files are on the disk."""

@@ -16,10 +16,10 @@ from numpy import ndarray
 from support.tables import Table, check_text, columns_of, rows_of
 
 
-def prompt_text(value: Any, cfg, tokenizer) -> str:
+def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
     """The text to tokenise for a row's prompt: itself, or written out by the tokenizer's chat template.
 
-    Raises ValueError.
+    A `hint` stands right before the text, in a list of chat messages before the user's last. Raises ValueError.
     """
     import jinja2
 
@@ -31,10 +31,15 @@ def prompt_text(value: Any, cfg, tokenizer) -> str:
     if not cfg.chat_template:
         if isinstance(value, list):
             raise ValueError(f"{key!r} is a list of chat messages, which needs data.chat_template=true")
-        return value
+        return hint + value
     chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
     # A column gives all its messages the same keys; null stands for one that this message does not have.
     messages = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in chat]
+    if hint:
+        asked = next((m for m in reversed(messages) if m["role"] == "user" and isinstance(m["content"], str)), None)
+        if asked is None:
+            raise ValueError(f"{key!r} has no text of a user that the hint could stand before (data.hint_key)")
+        asked["content"] = hint + asked["content"]
     if cfg.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": cfg.system_prompt})
     try:
@@ -43,6 +48,17 @@ def prompt_text(value: Any, cfg, tokenizer) -> str:
         )
     except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise the first, or fail as code does
         raise ValueError(f"the tokenizer's chat template refuses {key!r} (data.chat_template): {error}") from None
+
+
+def hinted_text(row: dict, cfg, tokenizer) -> str:
+    """The text to tokenise for what the teacher is asked: the prompt with the row's hint. Raises ValueError."""
+    hint = answer_text(lookup(row, cfg.hint_key), cfg.hint_key)
+    return prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer, hint)
+
+
+def to_ids(texts: list[str], cfg, tokenizer) -> list[list[int]]:
+    """Token ids of texts of `prompt_text`."""
+    return tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]  # a template brings its own
 
 
 def is_chat(value: Any) -> bool:
@@ -93,8 +109,8 @@ class Block:
     lengths: ndarray  # int64 [prompts]
     rows: ndarray  # int64 [prompts]: the row of the set that each is of
     digests: bytes  # 16 of each prompt, which change with a token id, the answer or the source
-    dropped: int  # rows whose prompt is too long
-    shortest: int  # tokens of the shortest prompt, dropped or not
+    dropped: int  # rows whose prompt, with its hint, is too long
+    shortest: int  # tokens of the shortest prompt with its hint, dropped or not
 
 
 @dataclass(frozen=True)
@@ -112,7 +128,7 @@ def check_columns(cfg, tables: list[tuple[str, Table]]) -> None:
     """Raises ValueError for a key that no row has. Without `source_key` at its default every source is "default"."""
     file, table = tables[0]
     names = columns_of(table)
-    for option in ("prompt_key", "answer_key", "source_key"):
+    for option in ("prompt_key", "answer_key", "source_key", *["hint_key"] * (cfg.hint_key is not None)):
         key = getattr(cfg, option)
         known = key in names or any(lookup(row, key) is not None for row in all_rows(tables, [key]))
         if not known and (option, key) != ("source_key", "source"):
@@ -147,15 +163,21 @@ def tokenise(cfg, tokenizer, tables: list[tuple[str, Table]], key: str, job: tup
     (name, table), start, first = tables[job[0]], job[1], job[2]
     if not isinstance(table, list):
         check_text(name, table.select(range(start, min(start + BLOCK, len(table)))), key)
-    rows = rows_of(table, start, start + BLOCK, columns_for(table, [cfg.prompt_key, cfg.answer_key, cfg.source_key]))
-    texts, answers = [], []
+    keys = [cfg.prompt_key, cfg.answer_key, cfg.source_key, *filter(None, [cfg.hint_key])]
+    rows = rows_of(table, start, start + BLOCK, columns_for(table, keys))
+    texts, answers, hinted = [], [], []
     for i, row in enumerate(rows, start + 1):
         try:
             texts.append(prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer))
             answers.append(answer_text(lookup(row, cfg.answer_key), cfg.answer_key))
+            hinted += [hinted_text(row, cfg, tokenizer)] if cfg.hint_key is not None else []
         except ValueError as error:
             raise ValueError(f"{key}: {name}, row {i}: {error}") from None
-    all_ids = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]  # a template brings its own
+    all_ids = to_ids(texts, cfg, tokenizer)
+    taught = (
+        to_ids(hinted, cfg, tokenizer) if hinted else [[]] * len(rows)
+    )  # looked at here, made again when trained on
+    lengths = [max(len(ids), len(more)) for ids, more in zip(all_ids, taught, strict=True)]
     kept, arrays, digests = [], [np.zeros(0, np.int32)], []
     for i, (ids, answer, row) in enumerate(zip(all_ids, answers, rows, strict=True)):
         if not ids:
@@ -163,17 +185,17 @@ def tokenise(cfg, tokenizer, tables: list[tuple[str, Table]], key: str, job: tup
                 f"{key}: {name}, row {start + i + 1}: {cfg.prompt_key!r} is empty: no tokens (data.prompt_key, or the "
                 "tokenizer of model.path)"
             )
-        if len(ids) <= cfg.max_prompt_tokens:
+        if lengths[i] <= cfg.max_prompt_tokens:
             kept.append(i)
             arrays.append(np.array(ids, np.int32))
-            digests.append(digest_of(arrays[-1], answer, source_of(row, cfg.source_key)))
+            digests.append(digest_of(np.array([*ids, *taught[i]], np.int32), answer, source_of(row, cfg.source_key)))
     return Block(
         np.concatenate(arrays),
         np.array([len(all_ids[i]) for i in kept], np.int64),
         np.array(kept, np.int64) + first,
         b"".join(digests),
         len(rows) - len(kept),
-        min(map(len, all_ids)),
+        min(lengths),
     )
 
 

@@ -34,7 +34,7 @@ SMALL = {"rollout.prompts_per_step": 2, "rollout.group_size": 6}  # in the step 
 # In the order of the page.
 SCRIPT = "train_grpo.py"
 QUOTES = {
-    "load": ("support/tokens.py", "tokenise", "all_ids = tokenizer(", 1),
+    "load": ("support/tokens.py", "to_ids", "return tokenizer(", 1),
     "draw": (SCRIPT, "collect", "prompts = dict(", 1),
     "seeds": (SCRIPT, "answer", "seeds = [", 1),
     "generate": (SCRIPT, "answer", "generated = run.engine.generate(", 1),

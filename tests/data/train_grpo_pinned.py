@@ -43,6 +43,8 @@ from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.grading import GradingPool
 from support.packing import Batch, MicroBatch, pack, sequence_mean, sequence_sum, to_micro_batches, use_of_rows
 from support.read_config import changed
+from support.teacher import Teacher, as_asked, build_teacher, kl_metric, taught
+from support.weight_sets import initial_sets, move_sets, present_weights, sampling_weights
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
 
@@ -58,7 +60,8 @@ class Run:
     engine: Engine
     model: list  # Megatron's model chunks on this rank: one, or parallel.vpp
     optimizer: object  # Megatron's, its state sharded over the replicas
-    reference: list[Tensor] | None  # the initial weights; None: no KL
+    sets: dict[str, list[Tensor]]  # further weights: the reference, past ones (support/weight_sets.py)
+    teacher: Teacher | None  # None: no distillation
     grading: GradingPool
     writer: checkpoint.CheckpointWriter
     gaps: list[float] = field(default_factory=list)  # mean |trainer - vLLM| log-prob of the updates of this start
@@ -101,14 +104,14 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     engine = Engine(path, m, r, checks.longest_sample(cfg))
     model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head)
     optimizer = bridge.build_optimizer(model, t, cfg.megatron)
-    reference = bridge.copy_weights(model, cfg.algo.reference_on) if cfg.algo.kl_coef > 0 else None  # also on resume
+    sets, teacher = initial_sets(model, cfg), build_teacher(model, cfg)
     writer = checkpoint.CheckpointWriter(Path(cfg.output_dir, "checkpoints"), t.keep_last, t.keep_every)
     grading = GradingPool(**cfg.reward.model_dump())
-    run = Run(cfg, clock, inputs, path, engine, model, optimizer, reference, grading, writer)
+    run = Run(cfg, clock, inputs, path, engine, model, optimizer, sets, teacher, grading, writer)
     push_weights(run)  # of the initial model, which vLLM has read from disk as well: the mapping is checked against it
     if inputs.checkpoint:
         engine.sleep()
-        state = optimizer_state.restore(inputs.checkpoint, model, optimizer)
+        state = optimizer_state.restore(inputs.checkpoint, model, optimizer, sets)
         run.prompts_taken, run.skipped, writer.step = state["prompts_taken"], state["skipped"], state["step"]
         run.moving = state.get("moving", {})
         push_weights(run)
@@ -126,7 +129,8 @@ def save(run: Run, step: int) -> None:
         "skipped": run.skipped, "data": fingerprint(run.inputs.prompts), "ranks": dist.get_world_size(),
         "config": run.cfg.model_dump(), "moving": run.moving,
     }  # fmt: skip
-    run.writer.start(step, state, optimizer_state.sharded_state(run.model, run.optimizer, loading=False))
+    sets = optimizer_state.carried(run.sets, state["config"])
+    run.writer.start(step, state, optimizer_state.sharded_state(run.model, run.optimizer, loading=False, sets=sets))
 
 
 def config_at(cfg: Config, step: int, moving: dict[str, float]) -> Config:
@@ -156,11 +160,16 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
     with clock("logprob"):
         if algo.old_logp == "rollout":
             batch = replace(batch, old_logp=batch.rollout_logp)
-        elif len(updates) > 1 or (algo.kl_coef > 0 and algo.kl_in == "reward"):
+        elif len(updates) > 1 or run.teacher or (algo.kl_coef > 0 and algo.kl_in == "reward"):
             batch = replace(batch, old_logp=score(model, batch, cfg))  # else grpo_loss takes its own, detached
-        if run.reference is not None:
-            with bridge.swapped_weights(model, run.reference):
-                batch = replace(batch, ref_logp=score(model, batch, cfg))
+        if cfg.rollout.lag:  # vLLM sampled with other weights than these
+            batch = replace(batch, sampler_logp=score(model, batch, cfg, sampling_weights(run.sets)))
+        move_sets(run.sets, model, step, cfg)
+        if "reference" in run.sets:
+            batch = replace(batch, ref_logp=score(model, batch, cfg, run.sets["reference"]))
+        if run.teacher:
+            seen = flatten(as_asked(trained))  # the same answers, after its own prompts
+            batch = taught(batch, seen, score(run.teacher.model, seen, cfg, run.teacher.weights))
 
     batch = give_credit(trained, batch, algo)
     length = algo.loss_norm_length or cfg.rollout.max_new_tokens
@@ -187,13 +196,14 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
             save(run, step)
     seconds = clock.end_step()
     record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, metrics.expert_load(model), seconds)
-    return metrics.summarize(record, cfg) | run.engine.push_check.metrics | clock.memory.numbers(), samples
+    found = metrics.summarize(record, cfg) | kl_metric(batch) | run.engine.push_check.metrics
+    return found | clock.memory.numbers(), samples
 
 
 def evaluate(run: Run) -> tuple[dict[str, float], list["Sample"]]:
     """Metrics of the present weights on data.eval, by source, and the samples that gave them."""
     options = run.cfg.eval
-    with run.clock("eval"):
+    with run.clock("eval"), present_weights(run.sets, run.engine.sleep, partial(push_weights, run)):
         prompts = dict(enumerate(run.inputs.eval_prompts))
         length = options.max_new_tokens or run.cfg.rollout.max_new_tokens
         samples, _ = answer(run, prompts, 0, options.samples, options, length)  # step 0: always the same seeds
@@ -215,6 +225,7 @@ class Sample:
     finished: bool  # by itself, not cut off
     text: str | None  # for rewards and rollouts/ only, never tokenised again; None on ranks other than 0
     source: str
+    asked: ndarray | None = None  # the prompt as the teacher gets it, with a hint; None: this one
     graded: str = "ok"  # ok | timeout | error; the last two have reward 0
     error: str = ""
     reward: float = 0.0
@@ -277,7 +288,7 @@ def answer(
             group, prompt = share[number]
             texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for c, text in zip(completions, texts, strict=True):
-                samples.append(Sample(group, prompt.ids, c.ids, c.logps, c.finished, text, prompt.source))
+                samples.append(Sample(group, prompt.ids, c.ids, c.logps, c.finished, text, prompt.source, prompt.asked))
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row)
     with clock("reward"):
         for sample, outcome in zip(samples, run.grading.collect(), strict=True):
@@ -344,7 +355,10 @@ def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
     advantages_N = group_advantages(rewards_N, groups_N, algo.advantage, batch.per_sample(batch.trained))
     for sample, advantage in zip(samples, advantages_N.tolist(), strict=True):
         sample.advantage = advantage
-    return replace(batch, advantages=torch.from_numpy(advantages_N).float()[batch.seq_id])  # per-token credit goes here
+    credit_F = torch.from_numpy(advantages_N).float()[batch.seq_id]  # per-token credit goes here
+    if batch.teacher_logp is not None:  # on-policy distillation: arXiv 2306.13649, its reverse KL at the sampled token
+        credit_F = credit_F - algo.teacher_coef * (batch.old_logp - batch.teacher_logp)
+    return replace(batch, advantages=credit_F)
 
 
 def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N: ndarray | None = None) -> ndarray:
@@ -359,6 +373,7 @@ def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N:
       grpo_loo      (r - m') / (s' + 1e-6)         NeMo-RL; not divided where the others are equal
       reinforce_pp  a = r - m, then (a - mean(a)) / sqrt(var(a) + 1e-8) over all trained tokens of the batch (ddof 1)
                                                    REINFORCE++-baseline, arXiv 2501.03262; as in verl
+      none          0                              for a teacher alone
     Exactly 0 for a group of one or of equal rewards (in reinforce_pp: before the whitening).
     """
     rewards_N, groups_N = np.asarray(rewards_N, dtype=np.float64), np.asarray(groups_N)
@@ -379,8 +394,8 @@ def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N:
             equal = others.min(1) == others.max(1)
             std = np.ones(len(r)) if others.shape[1] == 1 else others.std(1, ddof=1) + 1e-6
             advantages_N[members] = (r - others.mean(1)) / np.where(equal, 1.0, std)
-        else:
-            raise UserError(f"algo.advantage={kind!r}: legal is grpo | dr_grpo | rloo | grpo_loo | reinforce_pp")
+        elif kind != "none":
+            raise UserError(f"algo.advantage={kind!r}: legal is grpo | dr_grpo | rloo | grpo_loo | reinforce_pp | none")
     if kind == "reinforce_pp" and np.sum(tokens_N) > 1:
         mean = np.average(advantages_N, weights=tokens_N)
         variance = np.sum(tokens_N * (advantages_N - mean) ** 2) / (np.sum(tokens_N) - 1)
@@ -418,15 +433,16 @@ def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: s
 # ---------------------------------------------------------------- 5. on Megatron, and back to vLLM
 
 
-def score(model: list, batch: Batch, cfg: Config) -> Tensor:
-    """Log-prob of every target under the model's present weights, on every rank; [F], 0 where the mask is 0."""
+def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None = None) -> Tensor:
+    """Log-prob of every target under `weights` (None: the present ones), on every rank; [F], 0 where the mask is 0."""
     budget = cfg.train.logprob_max_tokens_per_micro_batch
     micro_batches = to_micro_batches(batch, list(range(len(batch.lengths_N))), budget, cfg)
 
     def keep(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor):
         return logp_T.sum(), mb.mask.sum().int(), logp_T[: len(mb.index_T)]
 
-    parts = run_schedule(model, micro_batches, keep, cfg.rollout.temperature, training=False)
+    with bridge.swapped_weights(model, weights):
+        parts = run_schedule(model, micro_batches, keep, cfg.rollout.temperature, training=False)
     logp_F = torch.zeros(int(batch.lengths_N.sum()), device=bridge.device())
     if bridge.reports_loss():  # one rank a replica, on the last stage
         for mb, logp_T in zip(micro_batches, parts, strict=True):
@@ -485,7 +501,8 @@ def push_weights(run: Run) -> None:
     """Trainer to vLLM, full tensors under their Hugging Face names; the KV cache takes its memory back afterwards."""
     offload.leave(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
     run.engine.wake("weights")
-    run.engine.load_weights(bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20))
+    with bridge.swapped_weights(run.model, sampling_weights(run.sets)):  # the present ones, but for rollout.lag
+        run.engine.load_weights(bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20))
     run.engine.wake("kv_cache")
 
 
@@ -504,6 +521,7 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     # With one update a step the policy has not moved since it sampled: the ratio is 1 and its gradient that of logp.
     old_logp_T = logp_T.detach() if mb.old_logp is None else mb.old_logp[0]
     trainer_logp_T = logp_T.detach() if algo.old_logp == "rollout" else old_logp_T  # what the trainer gives, not vLLM
+    sampler_logp_T = trainer_logp_T if mb.sampler_logp is None else mb.sampler_logp[0]  # of what vLLM sampled with
     policy_T, clipped_T = policy_loss(logp_T, old_logp_T, advantages_T, mask_T, mb.sequence_T, algo)
     correction_T, outside_T = mismatch_weight(trainer_logp_T, rollout_logp_T, mask_T, mb.sequence_T, algo)
     policy_T = policy_T * correction_T
@@ -521,7 +539,7 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
         "entropy": entropy_T @ mask_T, "clipped": clipped_T @ mask_T, "outside": outside_T @ mask_T,
         "mismatch_k3": token_kl(rollout_logp_T, trainer_logp_T, "k3") @ mask_T,
         **{f"kl_{kind}": kl_T @ mask_T for kind, kl_T in kl.items()},
-        **metrics.gap_report(trainer_logp_T - rollout_logp_T, mask_T),
+        **metrics.gap_report(sampler_logp_T - rollout_logp_T, trainer_logp_T - rollout_logp_T, mask_T),
     }  # fmt: skip
     return loss, denominator, {name: value.detach().double() for name, value in report.items()}
 
@@ -634,7 +652,7 @@ def rehearse(cfg: Config) -> None:
     samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=reward) for reward in (0.0, 1.0)]
     penalize_length(samples, algo, cfg.rollout.max_new_tokens)
     batch = flatten(samples, algo.mask_truncated)
-    batch = replace(batch, old_logp=batch.rollout_logp, ref_logp=batch.rollout_logp)
+    batch = replace(batch, old_logp=batch.rollout_logp, ref_logp=batch.rollout_logp, teacher_logp=batch.rollout_logp)
     weights_F = loss_weights(batch.trained, batch.seq_id, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
     batch = give_credit(samples, replace(batch, weights=weights_F), algo)
     mb = pack(batch, [0, 1], int(batch.lengths_N.sum()), "cpu")

@@ -1,0 +1,90 @@
+"""The teacher of on-policy distillation (algo.teacher): another model, or the model itself with a hint in its prompt.
+
+It scores the answers that the policy gave, each after the teacher's own prompt, by the same pass as the reference. A
+teacher of another size is a second model of Megatron on the same layout, without gradients or optimizer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+import megatron_bridge as bridge
+from config import Config
+from support import checks, hf_folder
+from support.data import load_tokenizer
+from support.packing import Batch
+
+SELF = "self"  # algo.teacher: the model's own present weights
+
+
+@dataclass
+class Teacher:
+    """What `score` needs: the chunks of a model, and its weights where they wait on the host (None: in the model)."""
+
+    model: list
+    weights: list[torch.Tensor] | None = None
+
+
+def build_teacher(model: list, cfg: Config) -> Teacher | None:
+    """The teacher of a run that trains `model`; None without one."""
+    a, m = cfg.algo, cfg.model
+    if a.teacher is None:
+        return None
+    if a.teacher == SELF:
+        return Teacher(model)
+    path, dtype = hf_folder.local_folder(a.teacher), bridge.DTYPES[m.dtype]
+    teacher = Teacher(bridge.build_model(path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, trained=False))
+    if a.reference_on == "host":
+        teacher.weights = bridge.copy_weights(teacher.model, "host")
+        for parameter in (parameter for chunk in teacher.model for parameter in chunk.parameters()):
+            parameter.data = parameter.data.new_empty(0)
+    return teacher
+
+
+def as_asked(samples: Sequence) -> list:
+    """The samples as the teacher sees them: the same answers, after the prompts with hints where there are any."""
+    return [sample if sample.asked is None else replace(sample, prompt_ids=sample.asked) for sample in samples]
+
+
+def taught(batch: Batch, seen: Batch, logp_F: torch.Tensor) -> Batch:
+    """The batch with the teacher's log-probs, given for `seen`: the same answers, perhaps after other prompts."""
+    at_answers_F = torch.zeros(len(batch.mask)).masked_scatter(batch.mask, logp_F[seen.mask])
+    return replace(batch, teacher_logp=at_answers_F)
+
+
+def kl_metric(batch: Batch) -> dict[str, float | None]:
+    """The metric of a step's batch: k1 estimate of KL(policy ‖ teacher), mean over response tokens; null without."""
+    if batch.teacher_logp is None:
+        return {"kl/teacher": None}
+    difference_F = (batch.old_logp - batch.teacher_logp) * batch.mask
+    return {"kl/teacher": (difference_F.double().sum() / batch.mask.sum()).item()}
+
+
+def check_teacher(cfg: Config, tokenizer, weights: bool) -> None:
+    """See that the teacher can be built on this layout and knows the `tokenizer`'s tokens by the same ids; with
+    `weights` look at its files too. Raises ValueError naming the key."""
+    path = cfg.algo.teacher
+    if path in (None, SELF):
+        return
+    try:
+        checks.check_model(path, cfg.parallel, 1, checks.longest_sample(cfg), cfg.model.dtype, cfg.megatron)
+        known = load_tokenizer(path).get_vocab()
+        if weights:
+            checks.check_weights(hf_folder.local_folder(path))
+    except ValueError as error:
+        text = str(error).replace(f"model.path={path}", f"algo.teacher={path}")
+        raise ValueError(text if "algo.teacher" in text else f"algo.teacher={path}: {text}") from None
+    for token, number in tokenizer.get_vocab().items():
+        if known.get(token) != number:
+            raise ValueError(
+                f"algo.teacher={path}: its tokenizer is another one: token {number} of model.path={cfg.model.path} is "
+                f"{token!r}, which the teacher has as {known.get(token, 'none of its tokens')}; a teacher scores the "
+                "very ids that were sampled, so it has to know all tokens of the model by the same ids"
+            )
+    sizes = [checks.transformers.AutoConfig.from_pretrained(name).vocab_size for name in (path, cfg.model.path)]
+    if sizes[0] < sizes[1]:
+        raise ValueError(
+            f"algo.teacher={path}: its vocabulary has {sizes[0]} rows, that of model.path={cfg.model.path} {sizes[1]}; "
+            "an id beyond them could be sampled, so it must have as many at least"
+        )
