@@ -75,7 +75,7 @@ def check_teacher(cfg: Config, tokenizer, weights: bool) -> None:
     except ValueError as error:
         text = str(error).replace(f"model.path={path}", f"algo.teacher={path}")
         raise ValueError(text if "algo.teacher" in text else f"algo.teacher={path}: {text}") from None
-    for token, number in tokenizer.get_vocab().items():
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         if known.get(token) != number:
             raise ValueError(
                 f"algo.teacher={path}: its tokenizer is another one: token {number} of model.path={cfg.model.path} is "

@@ -6,7 +6,8 @@ A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "order
 [[sample numbers]]}; with bins the micro-batches of the update are these.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
 as "grad.<Hugging Face name>", "load" per layer where there are experts, "held" [ranks, 4] (held_bytes of
-tests/memory_worker.py), and "same" 1 where the export of the model just loaded is the original bit by bit.
+tests/memory_worker.py), "credit" [F], the advantages under a teacher if there is one, and "same" 1 where the export of
+the model just loaded is the original bit by bit.
 
 The gradients are read from the exported weights, so they have passed through the distributed optimizer and the weight
 mapping: Adam with a huge eps steps by lr · grad / eps.
@@ -26,6 +27,7 @@ import train_grpo
 from support import checks, hf_folder, metrics, ranks
 from support.packing import pack, to_micro_batches
 from support.read_config import load_config
+from support.teacher import as_asked, build_teacher, taught
 from tests.memory_worker import held_bytes
 
 EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
@@ -51,6 +53,11 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     samples = [train_grpo.Sample(**sample) for sample in json.loads(Path(plan["samples"]).read_text())]
     batch = train_grpo.flatten(samples)
     logp_F = train_grpo.score(model, batch, cfg)
+    credit = {}
+    if teacher := build_teacher(model, cfg):
+        seen = train_grpo.flatten(as_asked(samples))
+        asked = taught(batch, seen, train_grpo.score(teacher.model, seen, cfg, teacher.weights))
+        credit["credit"] = train_grpo.give_credit(samples, replace(asked, old_logp=logp_F), cfg.algo).advantages
     noise = torch.Generator().manual_seed(1)
     batch = replace(
         batch,
@@ -75,7 +82,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     bridge.mpu.destroy_model_parallel()
     return {
         "logp": logp_F, "old_logp": batch.old_logp, "ref_logp": batch.ref_logp, "load": torch.tensor(load),
-        "held": torch.tensor(held),
+        "held": torch.tensor(held), **credit,
         "same": torch.tensor(float(same)), "grad_norm": torch.tensor(grad_norm, dtype=torch.float64),
         "loss": torch.tensor(report["loss"] / report["trained"], dtype=torch.float64),
         **{f"grad.{name}": (before[name].double() - after[name].double()) / STEP for name in before},

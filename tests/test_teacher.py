@@ -1,0 +1,250 @@
+"""On-policy distillation: what a teacher is asked, what each token is credited with, and who may be a teacher."""
+
+import json
+from dataclasses import replace
+
+import make_tiny
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import megatron_bridge as bridge
+import train_grpo
+from config import AlgoConfig, DataConfig, UserError
+from support import checks, launch
+from support.data import fingerprint, load_prompts
+from support.read_config import load_config
+from support.teacher import Teacher, as_asked, kl_metric, taught
+from tests.conftest import REPO, read_rows, write_rows
+from tests.test_exact import response_logps
+from tests.test_layouts import float64_model, make_model, make_plan, make_samples, run_worker
+from tests.test_step import build  # noqa: F401, a fixture
+
+Sample = train_grpo.Sample
+
+
+def test_credit_by_hand():
+    """Two answers of 2 and 1 tokens; the teacher is asked something longer for the first."""
+    samples = [
+        Sample(0, [7], [1, 2], [-1.0, -2.0], True, "", "", np.array([8, 9, 7]), reward=1.0),
+        Sample(0, [7, 7], [3], [-3.0], True, "", "", reward=0.0),
+    ]
+    batch, seen = train_grpo.flatten(samples), train_grpo.flatten(as_asked(samples))
+    assert seen.tokens.tolist() == [8, 9, 7, 1, 7, 7] and batch.tokens.tolist() == [7, 1, 7, 7]
+    logp_F = torch.tensor([0.0, 0.0, -0.5, -2.25, 0.0, -1.0])  # of the targets 1, 2 and 3
+    batch = taught(replace(batch, old_logp=batch.rollout_logp), seen, logp_F)
+    assert batch.teacher_logp.tolist() == [-0.5, -2.25, 0.0, -1.0]
+    assert kl_metric(batch) == {"kl/teacher": pytest.approx((-0.5 + 0.25 - 2.0) / 3)}
+    alone = train_grpo.give_credit(samples, batch, AlgoConfig(advantage="none"))
+    assert alone.advantages.tolist() == [0.5, -0.25, 0.0, 2.0]
+    both = train_grpo.give_credit(samples, batch, AlgoConfig(advantage="dr_grpo", teacher_coef=2.0))
+    assert both.advantages.tolist() == [0.5 + 1.0, 0.5 - 0.5, -0.5, -0.5 + 4.0]
+    assert [sample.advantage for sample in samples] == [0.5, -0.5]  # the group's alone
+
+
+# ---------------------------------------------------------------- hints
+
+
+def test_a_hint_stands_before_what_the_user_asks(tiny, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny / "model")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ {'system': '+', 'user': '-'}[m.role] }}{{ m.content }}{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "1"}, {"role": "system", "content": "2"}, {"role": "user", "content": "3"}]
+    write_rows(tmp_path / "text.jsonl", [{"prompt": "5", "answer": 12, "hint": "7="}])
+    write_rows(tmp_path / "chat.jsonl", [{"prompt": chat, "answer": 12, "hint": "7="}])
+
+    def prompt(file: str, **options):
+        cfg = DataConfig(train=str(tmp_path / file), **options)
+        found = load_prompts(cfg, tokenizer)[0][0]
+        asked = None if found.asked is None else tokenizer.decode(found.asked)
+        return tokenizer.decode(found.ids), asked
+
+    assert prompt("text.jsonl") == ("-5", None)
+    assert prompt("text.jsonl", hint_key="hint") == ("-5", "-7=5")
+    assert prompt("text.jsonl", hint_key="answer", chat_template=False) == ("5", "125")
+    assert prompt("chat.jsonl", hint_key="hint", system_prompt="9") == ("+9-1+2-3", "+9-1+2-7=3")
+
+
+def test_hints_count_for_length_and_fingerprint_and_must_be_there(tiny, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny / "model")
+    rows = [{"prompt": "123>", "answer": "1", "hint": hint} for hint in ("", "9", "99999")]
+
+    def load(rows: list[dict], key: str = "train", **options):
+        write_rows(tmp_path / "a.jsonl", rows)
+        return load_prompts(DataConfig(**{"train": "no", key: str(tmp_path / "a.jsonl")}, **options), tokenizer, key)
+
+    prompts, dropped = load(rows, hint_key="hint", max_prompt_tokens=5)
+    assert [len(prompt.asked) for prompt in prompts] == [4, 5] and dropped == 1
+    assert load(rows, max_prompt_tokens=5)[1] == 0
+    other = [rows[0], {**rows[1], "hint": "8"}]
+    assert fingerprint(load(other)[0]) == fingerprint(load(rows[:2])[0])
+    assert fingerprint(load(other, hint_key="hint")[0]) != fingerprint(load(rows[:2], hint_key="hint")[0])
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 2: 'hint' is null"):
+        load([rows[0], {**rows[1], "hint": None}], hint_key="hint")
+    with pytest.raises(ValueError, match=r"data\.hint_key='hnt': no such column"):
+        load(rows, hint_key="hnt")
+    assert load(rows, "eval", hint_key="hnt")[0][0].asked is None  # nobody is taught there
+
+
+# ---------------------------------------------------------------- a step
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory):
+    """A teacher of another shape and family for the tiny model."""
+    folder = tmp_path_factory.mktemp("larger")
+    tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
+    make_tiny.save_model(folder, tokenizer, "qwen3", tied=False, hidden=128, layers=3, seed=5)
+    return folder
+
+
+@pytest.mark.parametrize("waits", ["gpu", "host"])
+@pytest.mark.parametrize("who", ["self", "larger"])
+def test_a_step_credits_what_plain_transformers_says(build, larger, tiny, monkeypatch, who, waits):  # noqa: F811
+    """Hints and temperature included; and the loss is the mean of what the tokens are credited with."""
+    if who == "self" and waits == "host":
+        pytest.skip("nothing waits")
+    credit, found = train_grpo.give_credit, []
+    monkeypatch.setattr(train_grpo, "give_credit", lambda *args: found.append(credit(*args)) or found[-1])
+    teacher = "self" if who == "self" else str(larger)
+    run = build(
+        f"algo.teacher={teacher}", "data.hint_key=answer", "algo.advantage=none", "algo.entropy_coef=0",
+        "algo.teacher_coef=0.5", "rollout.temperature=0.8", f"algo.reference_on={waits}",
+    )  # fmt: skip
+    found.clear()  # of `rehearse`
+    metrics, samples = train_grpo.train_step(run, 1)
+    policy, taught_by = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (tiny / "model", tiny / "model" if who == "self" else larger)
+    )
+    rows = read_rows(tiny / "train.jsonl")
+    wanted, texts = [], {row["prompt"]: row["answer"] + row["prompt"] for row in rows}
+    for sample in samples:
+        asked = run.inputs.tokenizer.decode(sample.asked)
+        assert asked == texts[run.inputs.tokenizer.decode(sample.prompt_ids)]
+        row = {"prompt_ids": sample.prompt_ids.tolist(), "response_ids": sample.response_ids.tolist()}
+        with torch.no_grad():
+            logp = response_logps(policy, row)
+            wanted.append(0.5 * (response_logps(taught_by, row | {"prompt_ids": sample.asked.tolist()}) - logp))
+    wanted, (batch,) = torch.cat(wanted), found
+    torch.testing.assert_close(batch.advantages[batch.mask], wanted, rtol=1e-4, atol=2e-5)
+    assert not batch.advantages[~batch.mask].any() and wanted.abs().mean() > 0.1
+    assert metrics["kl/teacher"] == pytest.approx(-2 * wanted.mean().item(), rel=1e-4)
+    assert metrics["loss/total"] == pytest.approx(-wanted.mean().item(), rel=1e-3, abs=1e-6)
+    assert metrics["grad_norm"] > 0 and all(sample.advantage == 0 for sample in samples)
+    if waits == "host":  # between its passes there is nothing of it in the model
+        assert all(weight.numel() == 0 for chunk in run.teacher.model for weight in chunk.parameters())
+
+
+def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach(build, larger):  # noqa: F811
+    """With coefficient 0 the run is the one without a teacher."""
+    trained = []
+    for more in ([], [f"algo.teacher={larger}", "algo.teacher_coef=0"]):
+        run = build("train.lr=0.01", "train.updates_per_step=2", *more)
+        metrics = [train_grpo.train_step(run, step)[0] for step in (1, 2)]
+        trained.append([{name: weight.clone() for name, weight in bridge.hf_weights(run.model)}, metrics])
+        bridge.mpu.destroy_model_parallel()
+    assert isinstance(run.teacher, Teacher) and not run.teacher.model[0].buffers
+    assert not any(weight.requires_grad for weight in run.teacher.model[0].parameters())
+    assert all(torch.equal(trained[0][0][name], weight) for name, weight in trained[1][0].items())
+    for without, with_one in zip(trained[0][1], trained[1][1], strict=True):
+        assert without["loss/total"] == with_one["loss/total"] and without["kl/teacher"] is None
+        assert with_one["kl/teacher"] != 0
+    bridge.init_model_parallel(run.cfg.parallel, 0)  # for the fixture, which ends it
+
+
+# ---------------------------------------------------------------- who may be one
+
+
+@pytest.fixture
+def prepare(tiny, offline):
+    """prepare("section.key=value", ...) as the start of a run; raises UserError."""
+
+    def start(*overrides: str, world_size: int = 2) -> None:
+        files = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
+        cfg = load_config(str(REPO / "configs/tiny.yaml"), [*files, *overrides])
+        checks.check_config(cfg, world_size)
+        train_grpo.rehearse(cfg)
+        launch.prepare(cfg, world_size, weights=True)
+
+    return start
+
+
+def test_who_may_teach(prepare, larger, tmp_path):
+    prepare(f"algo.teacher={larger}")
+    make_tiny.save_model(tmp_path / "shuffled", make_tiny.char_tokenizer("1023456789>+-="))
+    make_tiny.save_model(tmp_path / "more", make_tiny.char_tokenizer("0123456789>+-=ab"))  # knows more: legal
+    make_tiny.save_model(tmp_path / "narrow", make_tiny.char_tokenizer("0123456789>+-="), hidden=96, kv_heads=1)
+    make_tiny.save_model(tmp_path / "few", make_tiny.char_tokenizer("0123456789>+-="))
+    for folder, changes in {"few": {"vocab_size": 15}, "narrow": {}}.items():
+        config = tmp_path / folder / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    prepare(f"algo.teacher={tmp_path / 'more'}")
+    for folder, message in {
+        "shuffled": r"algo\.teacher=.*: its tokenizer is another one: token 2 of model\.path=.* is '0', which",
+        "few": r"algo\.teacher=.*: its vocabulary has 15 rows, that of model\.path=.* 16",
+        "nowhere": r"algo\.teacher=.*nowhere",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            prepare(f"algo.teacher={tmp_path / folder}")
+    with pytest.raises(UserError, match=r"algo\.teacher=.*narrow: parallel\.tp=2 does not divide .* attention heads 3"):
+        prepare(f"algo.teacher={tmp_path / 'narrow'}", "parallel.tp=2")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["algo.teacher=self"], r"algo\.teacher=self without hints .* data\.hint_key"),
+        (["data.hint_key=answer"], r"data\.hint_key=answer has no effect without algo\.teacher"),
+        (["algo.advantage=none"], r"algo\.advantage=none .* without algo\.teacher"),
+        (["algo.teacher=self", "data.hint_key=answer", "algo.reference_on=host"], r"algo\.reference_on=host has no"),
+    ],
+)
+def test_keys_that_do_not_go_together(prepare, keys, message):
+    with pytest.raises(UserError, match=message):
+        prepare(*keys)
+
+
+# ---------------------------------------------------------------- every layout
+
+
+@pytest.mark.slow
+def test_the_credit_is_the_same_on_every_layout(tmp_path):
+    """A teacher of another family and shape, asked with hints, against transformers in float64."""
+    make_model(tmp_path / "teacher", "qwen3")
+    layouts = {
+        "DP4": [], "TP2·DP2": ["parallel.tp=2"], "TP2·PP2": ["parallel.tp=2", "parallel.pp=2"],
+        "CP2·DP2": ["parallel.cp=2"], "PP2·VPP2·DP2, on the host": [
+            "parallel.pp=2", "parallel.vpp=2", "algo.reference_on=host"],
+        "DP4, overlap": ["megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true"],
+    }  # fmt: skip
+    given = (f"algo.teacher={tmp_path / 'teacher'}", "algo.advantage=none")
+    plan = make_plan(tmp_path, "qwen2", *given, layouts=layouts)
+    samples = make_samples()
+    for sample in samples[::2]:
+        sample["asked"] = [3, 4, *sample["prompt_ids"]]
+    (tmp_path / "samples.json").write_text(json.dumps(samples))
+    policy, teacher = float64_model(tmp_path / "model"), float64_model(tmp_path / "teacher")
+    wanted = []
+    for sample in samples:
+        with torch.no_grad():
+            logp, told = (
+                double_logps(model, prompt, sample["response_ids"])
+                for model, prompt in (
+                    (policy, sample["prompt_ids"]),
+                    (teacher, sample.get("asked", sample["prompt_ids"])),
+                )
+            )
+        wanted += [torch.zeros(len(sample["prompt_ids"]) - 1), told - logp]
+    wanted = torch.cat(wanted)
+    (found,) = run_worker(tmp_path, 4, plan)
+    for name in layouts:
+        assert (found[name]["credit"] - wanted).abs().max() < 1e-4, name
+
+
+def double_logps(model, prompt: list[int], response: list[int]) -> torch.Tensor:
+    ids = torch.tensor([prompt + response])
+    logps = (model(ids).logits[0, :-1] / 0.8).log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return logps[len(prompt) - 1 :]
