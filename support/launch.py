@@ -156,12 +156,13 @@ def prepare(cfg: Config, world_size: int, weights: bool, gpu: int | None = None)
         checks.check_model(
             cfg.model.path, cfg.parallel, cfg.rollout.tp, checks.longest_sample(cfg), cfg.model.dtype, cfg.megatron
         )
+        teacher.check_shape(cfg)
         if gpu and ranks.is_first_rank():
             print(memory_plan.describe(cfg, world_size, gpu), flush=True)
         tokenizer = load_tokenizer(cfg.model.path)
         for part in parts:
             prompts[part], dropped[part] = load_prompts(cfg.data, tokenizer, part)
-        teacher.check_teacher(cfg, tokenizer, weights)
+        teacher.check_tokens(cfg, tokenizer, weights)
         if weights:
             checks.check_weights(hf_folder.local_folder(cfg.model.path))
     except (OSError, ValueError) as error:
@@ -253,8 +254,8 @@ def check_host_memory(cfg: Config) -> str | None:
     """What to warn of where this machine has too little memory for its ranks; None else."""
     weights = hf_folder.count_weights(hf_folder.local_folder(cfg.model.path))
     size, gpu = bridge.DTYPES[cfg.model.dtype].itemsize, torch.cuda.is_available()
-    other = cfg.algo.teacher not in (None, teacher.SELF)
-    taught = hf_folder.count_weights(hf_folder.local_folder(cfg.algo.teacher)) if other else 0
+    other = teacher.another(cfg)
+    taught = hf_folder.count_weights(hf_folder.local_folder(other)) if other else 0
     needed = memory.host_bytes(cfg, weights, dist.get_world_size(), size, gpu, taught)
     return memory.host_warning(needed, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 

@@ -177,7 +177,9 @@ def plan(cfg: Config, world_size: int, gpu: int, held: dict[int, Held] | None = 
     table = {stage: stage_phases(hf, cfg, stage, each, rows, vllm, gpu) for stage, each in held.items()}
     stage = {phase: max(stages, key=lambda stage: total(table[stage][phase])) for phase in table[0]}
     phases = {phase: table[most][phase] for phase, most in stage.items()}
-    return Plan(gpu, held, phases, stage, vllm, memory.host_bytes(cfg, weights, world_size, size, on_gpu=True))
+    taught = max(each.teacher for each in held.values()) // size * p.tp * p.pp * p.ep
+    host = memory.host_bytes(cfg, weights, world_size, size, on_gpu=True, teacher=taught)
+    return Plan(gpu, held, phases, stage, vllm, host)
 
 
 def stage_phases(hf, cfg: Config, stage: int, held: Held, rows: int, vllm: Sampling, gpu: int) -> dict[str, dict]:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import megatron_bridge as bridge
 import train_grpo
@@ -12,6 +13,8 @@ from config import TrainingError, UserError
 from support import checkpoint, checks, weight_sets
 from support.read_config import load_config
 from tests.conftest import REPO, read_rows, write_rows
+from tests.test_checkpoint import equal, lasting
+from tests.test_exact import response_logps
 from tests.test_step import build, weights  # noqa: F401, a fixture
 
 FAST = ("train.lr=0.01", "algo.entropy_coef=0")
@@ -141,6 +144,34 @@ def test_a_resumed_run_goes_on_with_the_same_bits(build):  # noqa: F811
     assert all(torch.equal(a, b) for name in sets for a, b in zip(sets[name], resumed.sets[name], strict=True))
     keys = {key.partition(".")[0] for key in checkpoint.stored_boxes(path)}
     assert keys == {"param", "exp_avg", "exp_avg_sq", "reference", "past_1", "past_2"}
+
+
+@pytest.mark.slow
+def test_a_real_run_goes_on_with_the_same_bits_and_on_another_layout(train, tiny, tmp_path):
+    """What vLLM sampled with was in truth the export of so many steps before, also where weights lie spread."""
+    keys = (
+        "rollout.prompts_per_step=4", "rollout.group_size=8", "train.warmup_steps=0", "train.save_every=2",
+        "megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true", "train.export_every=1", *ALL_ON,
+    )  # fmt: skip
+    straight = train(2, "train.steps=4", *keys, out=tmp_path / "straight")
+    assert straight.code == 0, straight.text
+    for step, folder in {3: tiny / "model", 4: straight.out / "hf/step_000001"}.items():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for row in straight.rollouts(step):
+            logp = response_logps(model, row, temperature=1.0)
+            assert (logp - torch.tensor(row["rollout_logp"])).abs().max() < 1e-4
+    for layout in ([], ["parallel.pp=2"]):
+        out = tmp_path / f"resumed{len(layout)}"
+        resumed = train(
+            2, "train.steps=4", *keys, *layout, f"resume={straight.out}/checkpoints/step_000002", out=out
+        )  # fmt: skip
+        assert resumed.code == 0, resumed.text
+        if not layout:
+            assert lasting(resumed.metrics) == lasting(straight.metrics)[2:]
+            assert equal(resumed.weights(4), straight.weights(4))
+        for was, now in zip(straight.metrics[2:], resumed.metrics, strict=True):
+            for key in ("loss/total", "grad_norm", "kl/ref", "kl/teacher", "mismatch/k3", "reward/mean"):
+                assert now[key] == pytest.approx(was[key], rel=1e-4, abs=1e-6), (key, was[key], now[key])
 
 
 def test_without_the_keys_a_checkpoint_has_what_it_had(build):  # noqa: F811
