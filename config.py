@@ -61,10 +61,10 @@ class DataConfig(Section):
     eval: str | list[str] | None = None  # like train, but for weights; for train.eval_every
     custom: str | None = None  # path/to/file.py:function that yields the rows of each name in train and eval
     split: str = "train"  # of a hub data set or folder that names none itself
-    prompt_key: str = "prompt"  # text, or a list of chat messages; this and the next two may lead into dicts: a.b
+    prompt_key: str = "prompt"  # text, or a list of chat messages; this and the next three may lead into dicts: a.b
     answer_key: str = "answer"  # what the reward compares with
-    hint_key: str | None = None  # hint that stands before the prompt which algo.teacher sees
     source_key: str = "source"  # column that chooses the reward; rows without it have the source "default"
+    hint_key: str | None = None  # hint that stands before the prompt for algo.teacher alone
     chat_template: bool = True  # write the prompt with the tokenizer's template; a text is a user message
     system_prompt: str | None = None  # put before every prompt that brings no system message of its own
     template_kwargs: dict[str, Any] = {}  # for the chat template, such as enable_thinking

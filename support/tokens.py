@@ -174,10 +174,8 @@ def tokenise(cfg, tokenizer, tables: list[tuple[str, Table]], key: str, job: tup
         except ValueError as error:
             raise ValueError(f"{key}: {name}, row {i}: {error}") from None
     all_ids = to_ids(texts, cfg, tokenizer)
-    taught = (
-        to_ids(hinted, cfg, tokenizer) if hinted else [[]] * len(rows)
-    )  # looked at here, made again when trained on
-    lengths = [max(len(ids), len(more)) for ids, more in zip(all_ids, taught, strict=True)]
+    asked = to_ids(hinted, cfg, tokenizer) if hinted else all_ids  # looked at here, made again when a step needs them
+    lengths = [max(len(ids), len(longer)) for ids, longer in zip(all_ids, asked, strict=True)]
     kept, arrays, digests = [], [np.zeros(0, np.int32)], []
     for i, (ids, answer, row) in enumerate(zip(all_ids, answers, rows, strict=True)):
         if not ids:
@@ -188,7 +186,8 @@ def tokenise(cfg, tokenizer, tables: list[tuple[str, Table]], key: str, job: tup
         if lengths[i] <= cfg.max_prompt_tokens:
             kept.append(i)
             arrays.append(np.array(ids, np.int32))
-            digests.append(digest_of(np.array([*ids, *taught[i]], np.int32), answer, source_of(row, cfg.source_key)))
+            known = np.array([*ids, *asked[i]], np.int32) if hinted else arrays[-1]
+            digests.append(digest_of(known, answer, source_of(row, cfg.source_key)))
     return Block(
         np.concatenate(arrays),
         np.array([len(all_ids[i]) for i in kept], np.int64),
