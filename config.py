@@ -75,6 +75,8 @@ class RolloutConfig(Section):
     prompts_per_step: Count = 64  # groups of a step
     group_size: Annotated[Count, Field(ge=2)] = 8  # answers to each prompt
     max_new_tokens: Count = 1024  # an answer is cut off there
+    turns: str | None = None  # path/to/file.py:function that says what follows on an answer: docs/turns.md
+    max_turns: Count = 4  # answers of a conversation; with rollout.turns
     temperature: Positive = 1.0  # of sampling; the trainer's logits are divided by it too
     top_p: ShareAboveZero = 1.0  # sample from the likeliest tokens with this much probability
     top_k: AllOrCount = -1  # sample from so many likeliest tokens; -1: all

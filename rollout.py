@@ -20,11 +20,16 @@ from support.vllm_process import set_environment
 
 @dataclasses.dataclass
 class Completion:
-    """One sampled answer: token ids (the end token included), their log-probs, and whether it ended by itself."""
+    """One sampled answer: token ids (the end token included), their log-probs, and whether it ended by itself.
+
+    With rollout.turns a conversation, to which support/turns.py adds what follows."""
 
     ids: list[int]
-    logps: list[float]
+    logps: list[float]  # 0 of an environment's tokens
     finished: bool
+    turns: list[int] = dataclasses.field(default_factory=list)  # tokens by the model, the environment, the model, ...
+    told: dict = dataclasses.field(default_factory=dict)  # what the reward finds in its row, beside the data's columns
+    lost: object | None = None  # what became of it where the environment failed; it is not graded then
 
 
 class Engine:
@@ -76,24 +81,26 @@ class Engine:
         self.sleep()
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int
+        self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int | list[int]
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yield (prompt's number, its `n` answers) for prompts of token ids as they finish, with one seed a prompt.
 
         The same prompt and seed give the same answers on any engine, whatever else it samples.
-        `sampling`: a section with temperature, top_p and top_k. Raises RankError if no weights came since `sleep`.
+        `sampling`: a section with temperature, top_p and top_k. `max_tokens`: of an answer; a list has one a prompt.
+        Raises RankError if no weights came since `sleep`.
         """
         if not self.pushed:
             raise RankError("vLLM did not take up the weight push: none came since it slept, so its weights are stale")
         engine = self.llm.llm_engine
-        for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
+        for number, (ids, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True)):
             params = self.sampling_params(
                 n=n,
                 seed=seed,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                max_tokens=max_tokens,
+                max_tokens=limit,
                 logprobs=0,
                 detokenize=False,
                 output_kind=self.final_only,

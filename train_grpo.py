@@ -44,6 +44,7 @@ from support.grading import GradingPool
 from support.packing import Batch, MicroBatch, pack, sequence_mean, sequence_sum, to_micro_batches, use_of_rows
 from support.read_config import changed
 from support.teacher import Teacher, as_asked, build_teacher, kl_metric, taught
+from support.turns import converse
 from support.weight_sets import initial_sets, move_sets, present_weights, sampling_weights
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
@@ -221,11 +222,12 @@ class Sample:
     group: int
     prompt_ids: ndarray  # int32; a list becomes an array, here and below
     response_ids: ndarray  # int32, as vLLM sampled them, the end token included
-    rollout_logp: ndarray  # float32, of each, by vLLM
+    rollout_logp: ndarray  # float32, of each, by vLLM; 0 where an environment wrote it
     finished: bool  # by itself, not cut off
     text: str | None  # for rewards and rollouts/ only, never tokenised again; None on ranks other than 0
     source: str
     asked: ndarray | None = None  # the prompt as the teacher gets it, with a hint; None: this one
+    turns: list[int] = field(default_factory=list)  # tokens by the model, an environment, the model, ...
     graded: str = "ok"  # ok | timeout | error; the last two have reward 0
     error: str = ""
     reward: float = 0.0
@@ -235,6 +237,7 @@ class Sample:
     def __post_init__(self):
         self.prompt_ids, self.response_ids = np.asarray(self.prompt_ids, "i4"), np.asarray(self.response_ids, "i4")
         self.rollout_logp = np.asarray(self.rollout_logp, "f4")
+        self.turns = self.turns or [len(self.response_ids)]
 
 
 def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], int, list[dict]]:
@@ -281,15 +284,17 @@ def answer(
     seeds = [sampling_seed(cfg.seed, step, group) for group, _ in share]
     samples = []
     with clock("rollout"):
-        generated = run.engine.generate([prompt.ids for _, prompt in share], seeds, n, sampling, max_tokens)
+        generate = partial(converse, run, [p.row for _, p in share]) if cfg.rollout.turns else run.engine.generate
+        generated = generate([prompt.ids for _, prompt in share], seeds, n, sampling, max_tokens)
         for number, completions in metrics.answers_bar(generated, n * len(share)):
             if rank % tp:
                 continue  # an engine's first rank speaks for it
             group, prompt = share[number]
             texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for c, text in zip(completions, texts, strict=True):
-                samples.append(Sample(group, prompt.ids, c.ids, c.logps, c.finished, text, prompt.source, prompt.asked))
-                run.grading.submit(prompt.source, text, prompt.answer, prompt.row)
+                about = (prompt.source, prompt.asked, c.turns)
+                samples.append(Sample(group, prompt.ids, c.ids, c.logps, c.finished, text, *about))
+                run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.told, c.lost)
     with clock("reward"):
         for sample, outcome in zip(samples, run.grading.collect(), strict=True):
             sample.graded, sample.error = outcome.status, outcome.error
@@ -314,16 +319,16 @@ def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None
 def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
     """All samples end to end, a value for each position that predicts the next token: F, all but each sample's last.
 
-    A prompt a b with the answer c d gives tokens a b c, targets b c d, mask 0 1 1.
+    A prompt a b with the answer c d gives tokens a b c, targets b c d, mask 0 1 1. Where an environment speaks it is 0.
     """
-    before = [np.zeros(len(s.prompt_ids) - 1, bool) for s in samples]  # positions that predict the prompt
     parts = {
-        "tokens": [ids for s in samples for ids in (s.prompt_ids, s.response_ids[:-1])],
-        "targets": [ids for s in samples for ids in (s.prompt_ids[1:], s.response_ids)],
-        "mask": [m for b, s in zip(before, samples, strict=True) for m in (b, np.ones(len(s.response_ids), bool))],
-        "rollout_logp": [v for b, s in zip(before, samples, strict=True) for v in (b.astype("f4"), s.rollout_logp)],
+        "tokens": [part for s in samples for part in (s.prompt_ids, s.response_ids[:-1])],
+        "targets": [part for s in samples for part in (s.prompt_ids[1:], s.response_ids)],
+        "rollout_logp": [part for s in samples for part in (np.zeros(len(s.prompt_ids) - 1, "f4"), s.rollout_logp)],
     }
     rows = {name: np.concatenate(values) for name, values in parts.items()}
+    sampled = [turn % 2 == 1 for s in samples for turn in range(1 + len(s.turns))]  # the prompt, the model, ...
+    rows["mask"] = np.repeat(sampled, [size for s in samples for size in (len(s.prompt_ids) - 1, *s.turns)])
     lengths_N = np.array([len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples])
     rows["trained"] = rows["mask"] & np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
     return Batch(**{name: torch.from_numpy(values_F) for name, values_F in rows.items()}, lengths_N=lengths_N)

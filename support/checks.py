@@ -111,6 +111,10 @@ def check_config(cfg: Config, world_size: int) -> None:
             f"train.{key}={getattr(t, key)} cannot hold one sample of data.max_prompt_tokens + "
             f"rollout.max_new_tokens = {longest} tokens; make it at least {math.ceil(longest / multiple) * multiple}",
         )
+    require(
+        bool(r.turns) or r.max_turns == type(r)().max_turns,
+        f"rollout.max_turns={r.max_turns} has no effect without rollout.turns; name its function or leave it out",
+    )
     chosen = {"reward.default": cfg.reward.default}
     chosen.update({f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()})
     for key, name in chosen.items():

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import megatron_bridge as bridge
 from config import Config, TrainingError, UserError
+from support import turns
 from support.data import Prompt
 from support.packing import Batch, MicroBatch
 
@@ -138,10 +139,11 @@ def check_graded(samples: list, prompts: dict[int, Prompt], bound: float, shown:
     messages = {}
     failed = [s for s in samples if s.graded == "error"]
     for s in failed:
+        what = "" if s.error.startswith(turns.FAILED) else f"the reward of source {s.source!r} failed: "
         row = json.dumps(prompts[s.group].row, default=str)
         messages.setdefault(
             s.error.partition(":")[0],
-            f"the reward of source {s.source!r} failed: {s.error}\n  row: {row}\n  response: {s.text!r}",
+            f"{what}{s.error}\n  row: {row}\n  response: {s.text!r}",
         )
     if len(failed) > bound * len(samples):
         raise UserError(

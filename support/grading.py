@@ -1,5 +1,6 @@
 """Rewards computed in processes of their own, because only a process can be killed: an answer that takes longer than
 `timeout_s` costs its own reward, never the run. Knows no trainer and no tensors; started as a program it is the worker.
+The functions of rollout.turns are called there as well (support/turns.py).
 """
 
 import atexit
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import reward
-from support import reward_model, sandbox
+from support import reward_model, sandbox, user_code
 from support.user_code import last_line
 
 # ---------------------------------------------------------------- the pool, in the trainer
@@ -30,15 +31,27 @@ from support.user_code import last_line
 class Outcome:
     """What came of one answer; `status` is "ok", "timeout" or "error": wrong and failed are never mixed up."""
 
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)  # of a turn: "reply" and "state"
     status: str = "ok"
     error: str = ""
 
+
+@dataclass
+class Ledger:
+    """What was submitted together, to be waited for together."""
+
+    outcomes: list[Outcome | None] = field(default_factory=list)  # in the order of submission; None: not there yet
+    open: int = 0  # how many are not
+
+
+Job = tuple[Ledger, int, str]  # its place in the ledger, its request as JSON
 
 REPO = str(Path(__file__).resolve().parent.parent)  # where a worker finds reward.py and support/
 LOAD_S = 600.0  # wall clock for what comes before an answer is graded: a custom module's import, a model's weights
 CHUNK = 32  # answers sent to a worker at once, where each takes less than QUICK_S
 QUICK_S = 0.01
+TURNS = "rollout.turns"  # in place of a reward's name
+LONGEST = 100_000  # characters of what a function of rollout.turns returns, and of its state as JSON
 
 
 class GradingPool:
@@ -71,9 +84,8 @@ class GradingPool:
         self.lock = threading.Condition()  # of all that follows
         models = [name for spec in [default, *by_source.values()] for name in reward.models_of(spec, self.functions)]
         self.batch_size = max([self.options.get(name, {}).get("batch_size", 8) for name in models], default=8)
-        self.waiting = {False: deque(), True: deque()}  # (place in outcomes, request), by whether it needs a model
-        self.outcomes: list[Outcome | None] = []  # None: not graded yet
-        self.open = 0  # submitted and without an outcome
+        self.waiting = {False: deque(), True: deque()}  # jobs, by whether they need a model
+        self.submitted = Ledger()  # since the last `collect`
         self.closed = False
         self.failure: BaseException | None = None  # of a thread, for the caller
         kinds = [False] * workers + [True] * bool(models)
@@ -83,25 +95,39 @@ class GradingPool:
             thread.start()
         atexit.register(self.close)  # a run that ends with an error leaves no files behind either
 
-    def submit(self, source: str, text: str, answer: str, row: dict) -> None:
-        """Have an answer graded; returns at once."""
+    def submit(self, source: str, text: str, answer: str, row: dict, lost: Outcome | None = None) -> None:
+        """Have an answer graded; returns at once. One that is lost has that outcome, ungraded."""
+        if lost:
+            self.submitted.outcomes.append(lost)
+            return
         spec = self.by_source.get(source, self.default)
-        request = json.dumps({"spec": spec, "text": text, "answer": answer, "row": row}, default=str)
+        queue = self.waiting[bool(reward.models_of(spec, self.functions))]
+        self._put(queue.append, self.submitted, {"spec": spec, "arguments": [text, answer, row]})
+
+    def submit_turn(self, ledger: Ledger, place: str, text: str, row: dict, state: dict) -> None:
+        """Have the function of rollout.turns at `place` called, before what waits: vLLM stands still."""
+        self._put(self.waiting[False].appendleft, ledger, {"spec": {TURNS: place}, "arguments": [text, row, state]})
+
+    def _put(self, put: Callable[[Job], None], ledger: Ledger, request: dict) -> None:
+        request = json.dumps(request, default=str)
         with self.lock:
-            self.waiting[bool(reward.models_of(spec, self.functions))].append((len(self.outcomes), request))
-            self.outcomes.append(None)
-            self.open += 1
+            put((ledger, len(ledger.outcomes), request))
+            ledger.outcomes.append(None)
+            ledger.open += 1
             self.lock.notify_all()
 
     def collect(self) -> list[Outcome]:
         """Wait for everything submitted since the last call; the outcomes in the order of submission."""
+        ledger, self.submitted = self.submitted, Ledger()
+        return self.wait(ledger)
+
+    def wait(self, ledger: Ledger) -> list[Outcome]:
+        """The outcomes of a ledger, once all are there."""
         with self.lock:
-            self.lock.wait_for(lambda: not self.open or self.failure)
+            self.lock.wait_for(lambda: not ledger.open or self.failure)
             if self.failure:
                 raise RuntimeError("grading failed") from self.failure
-            outcomes = self.outcomes
-            self.outcomes = []
-        return outcomes
+        return ledger.outcomes
 
     def close(self) -> None:
         """End the workers and all they started."""
@@ -136,7 +162,7 @@ class GradingPool:
         finally:
             self._stop(slot)
 
-    def _take(self, with_model: bool, size: int) -> list[tuple[int, str]]:
+    def _take(self, with_model: bool, size: int) -> list[Job]:
         """Up to `size` jobs, fewer near the end so that all workers have some; none when the pool is closed."""
         waiting = self.waiting[with_model]
         with self.lock:
@@ -144,18 +170,18 @@ class GradingPool:
             size = self.batch_size if with_model else min(size, 1 + len(waiting) // (2 * len(self.workers)))
             return [] if self.closed else [waiting.popleft() for _ in range(min(size, len(waiting)))]
 
-    def _ask(self, slot: int, jobs: list[tuple[int, str]], with_model: bool) -> list[tuple[int, str]]:
+    def _ask(self, slot: int, jobs: list[Job], with_model: bool) -> list[Job]:
         """Have the worker grade the jobs; returns those that it did not come to before it was killed."""
         worker = self.workers[slot] or self._start(slot, with_model)
         with contextlib.suppress(BrokenPipeError):  # it is dead: reading finds out
-            worker.send("[" + ",".join(request for _, request in jobs) + "]")
-        for place, (index, _) in enumerate(jobs):
+            worker.send("[" + ",".join(request for *_, request in jobs) + "]")
+        for place, job in enumerate(jobs):
             began = worker.line(LOAD_S)
             reply = worker.line(self.timeout_s) if began else began
             if reply:
                 fields = json.loads(reply)
                 worn = fields.pop("worn", False)
-                self._settle([index], Outcome(**fields))
+                self._settle([job], Outcome(**fields))
                 if worn:
                     self._stop(slot)
                     return jobs[place + 1 :]
@@ -168,17 +194,17 @@ class GradingPool:
                 outcome = Outcome(status="error", error=f"loading the reward took more than {LOAD_S:.0f} s")
             else:
                 outcome = Outcome(status="error", error=f"the grading process died (exit code {code})")
-            self._settle([index for index, _ in failed], outcome)
+            self._settle(failed, outcome)
             return jobs[place + len(failed) :]
         return []
 
-    def _settle(self, places: list[int], outcome: Outcome) -> None:
+    def _settle(self, jobs: list[Job], outcome: Outcome) -> None:
         with self.lock:
-            for place in places:
-                self.outcomes[place] = outcome
-            self.open -= len(places)
-            if not self.open:
-                self.lock.notify_all()
+            for ledger, place, _ in jobs:
+                ledger.outcomes[place] = outcome
+                ledger.open -= 1
+                if not ledger.open:
+                    self.lock.notify_all()
 
     def _start(self, slot: int, with_model: bool) -> "Worker":
         settings = {"custom": self.custom, "options": self.options, "functions": self.functions}
@@ -270,8 +296,7 @@ def serve_requests() -> None:
                 loaded[key] = attempt(prepare, request["spec"], settings, chunk)
             function, failure = loaded[key]
             os.write(replies, b"\n")
-            arguments = request["text"], request["answer"], request["row"]
-            value, failure = (None, failure) if failure else attempt(function, *arguments)
+            value, failure = (None, failure) if failure else attempt(function, *request["arguments"])
             os.write(replies, json.dumps(failure or {"parts": value}).encode() + b"\n")
 
 
@@ -288,6 +313,8 @@ def attempt(function: Callable, *args) -> tuple:
 
 def prepare(spec: str | dict[str, float], settings: dict, chunk: list[dict]) -> Callable:
     """`reward.load_reward`, returning parts, with what it needs loaded, so that no answer's time pays for that."""
+    if isinstance(spec, dict) and TURNS in spec:
+        return prepare_turns(spec[TURNS])
     models = reward.models_of(spec, settings["functions"])
     batched = {name: batched_model(name, chunk) for name in models}
     function = reward.load_reward(spec, settings["custom"], settings["options"], settings["functions"], batched)
@@ -299,16 +326,34 @@ def prepare(spec: str | dict[str, float], settings: dict, chunk: list[dict]) -> 
     return lambda *arguments: reward.parts_of(function(*arguments))
 
 
+def prepare_turns(place: str) -> Callable:
+    """The function of rollout.turns, returning {"reply": text or None, "state": dict}.
+
+    It raises TypeError or ValueError for what is no text, no JSON, or longer than LONGEST.
+    """
+    function = user_code.load_function(TURNS, place)
+
+    def play(text: str, row: dict, state: dict) -> dict:
+        reply = function(text, row, state)
+        if not isinstance(reply, str | None):
+            raise TypeError(f"it returned a {type(reply).__name__}; legal are a text and None")
+        for what, size in (("the text", len((reply or "").encode())), ("the state", len(json.dumps(state)))):
+            if size > LONGEST:
+                raise ValueError(f"{what} that it returned has {size} characters; at most {LONGEST} are legal")
+        return {"reply": reply, "state": state}
+
+    return play
+
+
 def batched_model(name: str, chunk: list[dict]) -> Callable:
     """`reward.model` for the requests of a chunk that use it by this name, all scored when the first is graded."""
     found = {}
 
     def score(text: str, answer: str, row: dict, **options) -> float:
         if not found:
-            asked = [request for request in chunk if name in reward.weights_of(request["spec"])]
-            answers = [(request["text"], request["row"]) for request in asked]
-            values = reward_model.scores(answers, **model_options(options))
-            found.update({id(request["row"]): value for request, value in zip(asked, values, strict=True)})
+            asked = [request["arguments"] for request in chunk if name in reward.weights_of(request["spec"])]
+            values = reward_model.scores([(text, row) for text, _, row in asked], **model_options(options))
+            found.update({id(row): value for (*_, row), value in zip(asked, values, strict=True)})
         return found[id(row)]
 
     return score

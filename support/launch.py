@@ -33,6 +33,7 @@ from support import (
     preflight,
     ranks,
     teacher,
+    turns,
     versions,
     vllm_process,
     weight_sets,
@@ -162,6 +163,7 @@ def prepare(cfg: Config, world_size: int, weights: bool, gpu: int | None = None)
         tokenizer = load_tokenizer(cfg.model.path)
         for part in parts:
             prompts[part], dropped[part] = load_prompts(cfg.data, tokenizer, part)
+            turns.check(cfg, tokenizer, prompts[part][0].row)
         teacher.check_tokens(cfg, tokenizer, weights)
         if weights:
             checks.check_weights(hf_folder.local_folder(cfg.model.path))

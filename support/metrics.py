@@ -79,7 +79,7 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
     first = record.reports[0]
     compared = record.reports[: gates.compared_updates(cfg)]
     reward_N = np.array([s.reward for s in samples])
-    length_N = np.array([len(s.response_ids) for s in samples])
+    length_N = np.array([sum(s.turns[::2]) for s in samples])  # by the model
     rewards = rewards_by_group(samples)
     bubble = np.mean([r["bubble"] for r in record.reports])
     idle = idle_seconds(record.notes, bubble * seconds.get("train", 0.0))
@@ -121,7 +121,9 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
         "tokens/prompt_mean": np.mean([len(s.prompt_ids) for s in samples]),
         "tokens/response_mean": length_N.mean(),
         "tokens/response_max": length_N.max(),
+        "tokens/environment_mean": np.mean([sum(s.turns[1::2]) for s in samples]) if cfg.rollout.turns else None,
         "tokens/truncated_frac": np.mean([not s.finished for s in samples]),
+        "turns/mean": np.mean([len(s.turns[::2]) for s in samples]) if cfg.rollout.turns else None,
         **{f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES},
         "speed/response_tokens_per_s": length_N.sum() / seconds["step"],
         "speed/samples_per_s": len(samples) / seconds["step"],
@@ -213,7 +215,7 @@ def evaluation(samples: list, options: EvalConfig) -> dict[str, float]:
     wanted = {
         f"avg@{n}": lambda mine: np.mean([s.reward for s in mine]),
         **{f"pass@{k}": pass_at(k) for k in powers},
-        "response_mean": lambda mine: np.mean([len(s.response_ids) for s in mine]),
+        "response_mean": lambda mine: np.mean([sum(s.turns[::2]) for s in mine]),
         "truncated_frac": lambda mine: np.mean([not s.finished for s in mine]),
         **FAILURES,
     }

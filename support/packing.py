@@ -44,7 +44,7 @@ class Rows:
 
     tokens: torch.Tensor  # ids
     targets: torch.Tensor  # id of the next token
-    mask: torch.Tensor  # where the target is a response token
+    mask: torch.Tensor  # where the target is a token that the model sampled
     trained: torch.Tensor  # the mask, but 0 in answers that are left out of the loss
     rollout_logp: torch.Tensor  # of the target, as vLLM sampled it; 0 where the mask is 0
     advantages: torch.Tensor | None = None

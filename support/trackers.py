@@ -226,7 +226,7 @@ def steps(out: Path, done: int, follow: bool) -> Iterator[dict]:
 
 
 def samples_of(path: Path, follow: bool) -> list[dict]:
-    """The samples of a step without log-probs, `response_ids` a number; [] if they do not come."""
+    """The samples of a step without log-probs, `response_ids` the number of the model's; [] if they do not come."""
     deadline = time.monotonic() + LATE_S * follow
     while not path.exists():
         if time.monotonic() >= deadline:
@@ -235,7 +235,8 @@ def samples_of(path: Path, follow: bool) -> list[dict]:
     samples = []
     with path.open() as file:
         for row in map(json.loads, file):
-            samples.append(row | {"response_ids": len(row["response_ids"]), "rollout_logp": None})
+            sampled = sum(row.get("turns", [len(row["response_ids"])])[::2])  # an earlier version wrote no turns
+            samples.append(row | {"response_ids": sampled, "rollout_logp": None})
     return samples
 
 

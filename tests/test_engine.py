@@ -27,6 +27,7 @@ METRICS = [
     "logp_gap/mean", "logp_gap/max", "logp_gap/above_0.01", "logp_gap/above_0.1", "logp_gap/above_1", "mismatch/k3",
     "mismatch/ess", "mismatch/cut_frac", "grad_norm", "moe/load",
     "lr", "tokens/prompt_mean", "tokens/response_mean", "tokens/response_max", "tokens/truncated_frac",
+    "tokens/environment_mean", "turns/mean",
     "time/wait", "time/rollout", "time/reward", "time/gather", "time/sleep", "time/logprob", "time/train", "time/sync",
     "time/save", "time/other", "time/step", "idle_frac", "idle/generation", "idle/grading", "idle/bubble", "idle/save",
     "speed/response_tokens_per_s", "speed/samples_per_s", "pack/fill", "pack/attention_waste",

@@ -30,11 +30,12 @@ class PlainEngine:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int
+        self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int | list[int]
     ) -> Iterator[tuple[int, list[Completion]]]:
-        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
+        for number, (prompt, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True)):
             generator = torch.Generator().manual_seed(seed)
-            yield number, [self.answer(prompt, generator, sampling.temperature, max_tokens) for _ in range(n)]
+            yield number, [self.answer(prompt, generator, sampling.temperature, limit) for _ in range(n)]
 
     @torch.no_grad()
     def answer(self, prompt: list[int], generator: torch.Generator, temperature: float, max_tokens: int) -> Completion:
