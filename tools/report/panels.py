@@ -31,6 +31,8 @@ SECTIONS = {
         ),
         ("Cut off", ["tokens/truncated_frac"], FRACTION, "share of answers that reached rollout.max_new_tokens"),
         ("Prompt length", ["tokens/prompt_mean"], ZERO, "tokens, mean"),
+        ("Environment's tokens", ["tokens/environment_mean"], ZERO, "of rollout.turns: mean of a conversation"),
+        ("Turns", ["turns/mean"], ZERO, "answers of a conversation, mean"),
     ],
     "Gap, clip and KL": [
         (

@@ -263,6 +263,7 @@ def as_group(number_: int, samples: list[dict], texts: bool) -> dict:
             "parts": {part: number(value) for part, value in s["reward_parts"].items()},
             "advantage": number(s["advantage"]),
             "finished": s["finished"],
+            "turns": s.get("turns", [len(s["response_ids"])]),  # an earlier version wrote none
             "graded": s["graded"],
             "error": s["error"],
         }

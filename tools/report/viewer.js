@@ -111,6 +111,8 @@ function beyondClip(answer, i, algo) {
 
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 const rewardsOf = (group) => group.answers.map((a) => a.reward);
+/** For each token of an answer, whether an environment wrote it: every second turn. */
+const environments = (answer) => answer.turns.flatMap((length, turn) => Array(length).fill(turn % 2 === 1));
 const isMixed = (group) => new Set(rewardsOf(group)).size > 1;
 const textOf = (block, ids) => ids.map((id) => block.pieces?.[id] ?? ` ${id}`).join("");
 const answerText = (block, answer) => (block.pieces ? textOf(block, answer.ids) : (answer.text ?? ""));
@@ -126,9 +128,10 @@ function tokenSpans(block, ids, upTo, tint, tell, hits) {
     );
     const [channel, strength] = tint(i) || [];
     if (channel) span.style.backgroundColor = shade(channel, strength);
-    span.className = [special.has(id) ? "special" : "", hits.has(i) ? "hit" : "", tell.clipped?.(i) ? "clipped" : ""]
-      .join(" ")
-      .trim();
+    const kinds = {special: special.has(id), hit: hits.has(i), clipped: tell.clipped?.(i), told: tell.told?.(i)};
+    span.className = Object.keys(kinds)
+      .filter((kind) => kinds[kind])
+      .join(" ");
     return span;
   });
 }
@@ -191,7 +194,8 @@ function tokenTable(block, answer) {
 
 function answerCard(block, answer, number, most, run, needle) {
   const colour = COLOURS[$("colour").value],
-    algo = run.algo;
+    algo = run.algo,
+    told = environments(answer);
   const parts = Object.entries(answer.parts);
   const facts = make(
     "div",
@@ -206,24 +210,36 @@ function answerCard(block, answer, number, most, run, needle) {
     ),
     make("span", {}, "advantage ", make("b", {}, show(answer.advantage)), gauge(answer.advantage, most.advantage)),
     make("span", {}, `${answer.ids.length} tokens`),
+    answer.turns.length > 1
+      ? make(
+          "span",
+          {class: "tokens"},
+          `in ${(answer.turns.length + 1) / 2} turns, `,
+          make("span", {class: "told"}, `${told.filter(Boolean).length} by the environment`),
+        )
+      : null,
     make("span", {class: answer.finished ? "good" : "bad"}, answer.finished ? "✓ finished" : "✂ cut off"),
     answer.graded === "ok"
       ? null
       : make("span", {class: "bad"}, `✗ grading: ${answer.graded}${answer.error ? " – " + answer.error : ""}`),
   );
   const tint = (i) => {
+    if (told[i]) return null;
     const v = colour.of(answer, i);
     return v === null || v === undefined ? null : colour.tint(v, most[$("colour").value]);
   };
   const tell = (i) =>
     [
       `${JSON.stringify(block.pieces?.[answer.ids[i]] ?? "")}, id ${answer.ids[i]}`,
-      `log-prob ${show(answer.logp[i])} (p ${show(Math.exp(answer.logp[i]))})`,
+      told[i]
+        ? "by the environment, not trained"
+        : `log-prob ${show(answer.logp[i])} (p ${show(Math.exp(answer.logp[i]))})`,
       answer.gap ? `gap ${show(answer.gap[i])}` : "",
       answer.ratio ? `ratio ${show(answer.ratio[i])}${beyondClip(answer, i, algo) ? ", beyond the clip" : ""}` : "",
     ]
       .filter(Boolean)
       .join("\n");
+  tell.told = (i) => told[i];
   tell.clipped = (i) => beyondClip(answer, i, algo);
   const hits = hitTokens(block, answer.ids, needle);
   const tokens = make("div", {class: "tokens"}, ...tokenSpans(block, answer.ids, FIRST_TOKENS, tint, tell, hits));

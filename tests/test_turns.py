@@ -1,0 +1,435 @@
+"""Conversations: what an environment says enters the sequence and not the loss; a bad environment costs its sample."""
+
+import json
+import re
+import shutil
+from types import SimpleNamespace
+
+import make_tiny
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import train_grpo
+from config import UserError
+from rollout import Completion
+from support import turns
+from support.grading import GradingPool
+from support.read_config import load_config
+from tests.conftest import EXACT, REPO, Training
+from tests.test_checkpoint import equal, lasting, weights
+from tests.test_exact import LAYOUTS, policies
+from tests.test_layouts import (
+    CLIP,
+    ENTROPY,
+    KL,
+    TEMPERATURE,
+    float64_model,
+    hf_gradients,
+    make_plan,
+    make_samples,
+    run_worker,
+    worst_gradient,
+)
+from tests.test_step import build  # noqa: F401, a fixture
+
+# Replies with the reference's first digits, one more each time; says at the end what it has heard.
+ECHO = """
+def echo(text, row, state):
+    state.setdefault("heard", []).append(text)
+    if len(state["heard"]) > 2:
+        return None
+    return "+" + row["answer"][:len(state["heard"])]
+
+def reward(text, answer, row):
+    heard = row["state"].get("heard", [])
+    assert heard == row["turns"][: 2 * len(heard) : 2]
+    return {"turns": float(len(row["turns"])), "first": 0.1 * float((row["turns"][0] or "x") < answer)}
+"""
+
+
+@pytest.fixture
+def echo(tmp_path) -> list[str]:
+    """The overrides of a run with ECHO."""
+    (tmp_path / "echo.py").write_text(ECHO)
+    return [
+        f"rollout.turns={tmp_path / 'echo.py'}:echo", f"reward.custom={tmp_path / 'echo.py'}:reward",
+        "rollout.max_turns=3", "rollout.max_new_tokens=16",
+    ]  # fmt: skip
+
+
+def sampled(row: dict) -> torch.Tensor:
+    """Which tokens of a line of rollouts/ the model sampled, [response length]."""
+    return torch.cat([torch.full((length,), turn % 2 == 0) for turn, length in enumerate(row["turns"])])
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_only_what_the_model_sampled_is_in_the_mask():
+    talk = train_grpo.Sample(0, [11, 12], [1, 2, 13, 14, 3], [-0.1, -0.2, 0, 0, -0.3], True, "", "s", [2, 2, 1])
+    plain = train_grpo.Sample(0, [11], [4, 5], [-0.4, -0.5], True, "", "s")
+    batch = train_grpo.flatten([talk, plain])
+    assert plain.turns == [2]
+    assert batch.tokens.tolist() == [11, 12, 1, 2, 13, 14, 11, 4]
+    assert batch.targets.tolist() == [12, 1, 2, 13, 14, 3, 4, 5]
+    assert batch.mask.int().tolist() == [0, 1, 1, 0, 0, 1, 1, 1]
+    assert batch.rollout_logp.tolist() == pytest.approx([0, -0.1, -0.2, 0, 0, -0.3, -0.4, -0.5])
+    weights_F = train_grpo.loss_weights(batch.trained, batch.seq_id, [0, 1], "seq_mean_token_mean", 1)
+    assert weights_F.tolist() == pytest.approx([0, 5 / 6, 5 / 6, 0, 0, 5 / 6, 5 / 4, 5 / 4])  # 3 and 2 tokens, not 5
+
+
+EOS = 0
+
+
+class Script:
+    """rollout.Engine that plays what it is given: (prompt, seed) → answers, each ending with EOS or cut off."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.asked = tokenizer, []
+
+    def generate(self, prompts, seeds, n, sampling, max_tokens):
+        limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
+        for number, (prompt, seed, limit) in reversed([*enumerate(zip(prompts, seeds, limits, strict=True))]):
+            self.asked.append((self.tokenizer.decode(prompt), seed, n, limit))
+            answers = []
+            for i in range(n):
+                ids = [*self.tokenizer(str(seed + i)[-2:])["input_ids"], EOS][:limit]
+                answers.append(Completion(ids, [-1.0] * len(ids), ids[-1] == EOS))
+            yield number, answers
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return transformers.AutoTokenizer.from_pretrained(tiny / "model")
+
+
+@pytest.fixture
+def converse(world, tokenizer, tmp_path):
+    """converse("a function's body", max_new_tokens, rows, ...) → (the conversations of each prompt, what was asked)."""
+    pools = []
+
+    def run(body: str, budget: int, rows: list[dict], n=2, **rollout):
+        (tmp_path / "play.py").write_text(f"import os, time, sys\ndef play(text, row, state):\n    {body}\n")
+        cfg = load_config(str(REPO / "configs/tiny.yaml"), [
+            f"rollout.turns={tmp_path / 'play.py'}:play", "reward.timeout_s=1", "reward.memory_gb=2",
+            *(f"rollout.{key}={value}" for key, value in rollout.items()),
+        ])  # fmt: skip
+        pools.append(GradingPool(**cfg.reward.model_dump()))
+        run = SimpleNamespace(
+            cfg=cfg, grading=pools[-1], engine=Script(tokenizer), inputs=SimpleNamespace(tokenizer=tokenizer)
+        )
+        prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
+        found = dict(turns.generate(run, rows, prompts, [100 + 10 * p for p in range(len(rows))], n, None, budget))
+        return [found[p] for p in range(len(rows))], run.engine.asked
+
+    yield run
+    for pool in pools:
+        pool.close()
+
+
+def test_a_conversation_by_hand(converse, tokenizer):
+    """Answers "00" and "01" to "5>"; the function ends the first and says "+7" to the second, then ends it."""
+    body = 'state["n"] = state.get("n", 0) + 1; return "+" + row["add"] if text == "01" else None'
+    ((first, second),), asked = converse(body, 16, [{"prompt": "5>", "add": "7"}])
+    one, zero, seven, plus = (tokenizer(x)["input_ids"][0] for x in "107+")
+    assert (first.ids, first.turns, first.finished) == ([zero, zero, EOS], [3], True)
+    assert first.told == {"turns": ["00"], "state": {"n": 1}} and not first.logps.count(0.0)
+    seed = turns.turn_seed(100, 1, 1)  # of the prompt's seed, the answer's number, the turn
+    assert asked == [("5>", 100, 2, 16), ("5>01<eos>+7", seed, 1, 16 - 5)]
+    last = str(seed)[-2:]
+    assert second.ids == [zero, one, EOS, plus, seven, *tokenizer(last)["input_ids"], EOS]
+    assert second.turns == [3, 2, 3] and second.logps == [-1.0] * 3 + [0.0] * 2 + [-1.0] * 3
+    assert second.told == {"turns": ["01", "+7", last], "state": {"n": 2}} and second.finished
+
+
+def test_what_ends_a_conversation(converse):
+    rows = [{"prompt": "1>", "say": "+"}, {"prompt": "2>", "say": "+" * 6}, {"prompt": "3>", "say": ""}]
+    talks, _ = converse('return row["say"]', 10, rows, n=1, max_turns=3)
+    (short,), (long,), (mute,) = talks
+    assert short.turns == [3, 1, 3, 1, 2] and not short.finished  # by the budget, in the third answer
+    assert long.turns == [3, 6, 1] and not long.finished
+    assert mute.turns == [3, 0, 3, 0, 3] and mute.finished  # by max_turns: no token budget cut it
+    (((alone,),), _) = converse('state["seen"] = text; return "+" * 7', 10, rows[:1], n=1)
+    assert alone.turns == [3] and not alone.finished  # no room for an answer: what it said is dropped
+    (((once,),), asked) = converse('state["seen"] = text; return "+"', 10, rows[:1], n=1, max_turns=1)
+    assert once.turns == [3] and once.finished and once.told["state"] == {"seen": "00"} and len(asked) == 1
+
+
+def test_conversations_do_not_depend_on_each_other(converse):
+    """Nor on which engine holds them: each alone is as it is beside the others."""
+    rows = [{"prompt": f"{digit}>"} for digit in range(4)]
+    body = 'return "+" * int(text[-1])'
+    together, _ = converse(body, 24, rows, n=3)
+    for p in (0, 3):
+        seeds = [100 + 10 * p]
+        alone, asked = converse(body, 24, rows[: p + 1], n=3)
+        assert alone[p] == together[p] and seeds[0] in [seed for _, seed, _, _ in asked]
+
+
+HOSTILE = {
+    "hangs": ("time.sleep(1000)", "timeout", ""),
+    "raises": ('return row["nothing"]', "error", r"rollout.turns failed: KeyError: 'nothing' \(play.py, line 5\)"),
+    "exits": ("os._exit(3)", "error", r"the grading process died \(exit code 3\)"),
+    "leaves": ("sys.exit()", "error", "the grading process died"),
+    "a megabyte": ('return "+" * 2**20', "error", "the text that it returned has 1048576 characters; at most 100000"),
+    "a megabyte of state": ('state["x"] = "+" * 2**20; return "+"', "error", "the state that it returned has 1048"),
+    "a number": ("return 3", "error", "TypeError: it returned a int; legal are a text and None"),
+    "no JSON": ("state['x'] = {1, 2}; return '+'", "error", "Object of type set is not JSON serializable"),
+    "half a character": (r"return '\ud800'", "error", "UnicodeEncodeError"),
+    "all memory": ("return 'x' * 2**40", "error", "MemoryError"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_function_costs_one_sample(converse, name):
+    """In the second turn; the other answer's conversation goes on as if nothing had been, and grading knows."""
+    body, status, message = HOSTILE[name]
+    body = f"if text == '00' or 'ok' in state:\n        state['ok'] = 1; return '+'\n    {body}"
+    ((good, bad),), _ = converse(body, 10, [{"prompt": "5>"}], max_turns=2)
+    assert good.lost is None and good.told["turns"][:2] == ["00", "+"]
+    assert bad.turns == [3] and bad.lost.status == status and not bad.lost.parts
+    assert bad.lost.error == "" if status == "timeout" else bad.lost.error.startswith("rollout.turns failed: ")
+    assert re.search(message, bad.lost.error)
+    pool = GradingPool("exact", {}, None, 5.0, 1)
+    pool.submit("s", "5", "5", {})
+    pool.submit("s", "5", "5", {}, bad.lost)
+    graded = pool.collect()
+    pool.close()
+    assert [(o.status, sum(o.parts.values())) for o in graded] == [("ok", 1), (status, 0)]
+
+
+# ---------------------------------------------------------------- chat templates
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ prefix }}{% endif %}"
+)
+
+
+def test_the_chat_template_writes_what_stands_between_two_answers():
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=make_tiny.bpe_tokenizer(["hello there, 12 and 13"], 300),
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        chat_template=CHATML,
+    )
+    data = SimpleNamespace(chat_template=True, template_kwargs={"prefix": "<think>"})
+    end, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
+    between = "\n<|im_start|>user\n 12\n<|im_end|>\n<|im_start|>assistant\n<think>"
+    assert tokenizer.decode(turns.reply_ids(" 12\n", end, tokenizer, data)) == between
+    assert tokenizer.decode(turns.reply_ids(" 12\n", other, tokenizer, data)) == "<|im_end|>" + between
+    chat = [("user", "hi"), ("assistant", "ho"), ("user", " 12\n")]
+    whole = tokenizer.apply_chat_template(
+        [{"role": role, "content": content} for role, content in chat], add_generation_prompt=True, tokenize=True,
+        return_dict=False, **data.template_kwargs,
+    )  # fmt: skip
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False, prefix=""
+    )
+    answer = tokenizer(prompt + "ho<|im_end|>")["input_ids"]
+    assert answer + turns.reply_ids(" 12\n", end, tokenizer, data) == whole  # as if all had been written at once
+    plain = SimpleNamespace(chat_template=False, template_kwargs={})
+    assert turns.reply_ids(" 12\n", end, tokenizer, plain) == tokenizer(" 12\n", add_special_tokens=False)["input_ids"]
+
+
+PLAY = "def play(text, row, state): ..."
+
+
+@pytest.mark.parametrize(
+    ("source", "template", "message"),
+    [
+        ("play = 3", None, "has no function 'play'"),
+        ("class play:\n    def __call__(self, text, row, state): ...", None, "a class; give a function"),
+        ("def play(text): ...", None, r"too many positional arguments; it is called with \(text, row, state\)"),
+        (
+            "def play(text, row, state): ...",
+            "{% for m in messages %}{{ m.x.y }}{% endfor %}",
+            "a user's second message",
+        ),
+        (PLAY, "{{ messages[0]['content'] }}", "leaves an assistant's message out"),
+        (PLAY, "column", "the data have a column 'state'"),
+    ],
+)
+def test_what_is_refused_before_the_start(tmp_path, tiny, source, template, message):
+    (tmp_path / "play.py").write_text(source + "\n")
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    if template not in (None, "column"):
+        (tmp_path / "model/chat_template.jinja").write_text(template)
+    cfg = load_config(str(REPO / "configs/tiny.yaml"), [
+        f"rollout.turns={tmp_path / 'play.py'}:play", f"data.chat_template={str(template is not None).lower()}"
+    ])  # fmt: skip
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=message) as error:
+        turns.check(cfg, tokenizer, {"state": 1} if template == "column" else {})
+    assert "rollout.turns" in str(error.value)
+
+
+def test_max_turns_without_turns_is_refused():
+    with pytest.raises(UserError, match="has no effect without"):
+        train_grpo.checks.check_config(load_config(str(REPO / "configs/tiny.yaml"), ["rollout.max_turns=3"]), 1)
+
+
+# ---------------------------------------------------------------- against plain transformers
+
+
+def check_talks(rows: list[dict], metrics: dict, policy_path, temperature: float) -> None:
+    """Log-probs, loss, gradient norm and lengths of a step of conversations are those of plain transformers, of one
+    update in which the ratio is 1, without KL."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32)
+    assert {len(row["turns"]) for row in rows} >= {1, 3}
+    tokens, loss = sum(sampled(row).sum().item() for row in rows), 0.0
+    for row in rows:
+        ids, prompt = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["prompt_ids"])
+        logp = (model(ids).logits[0, :-1] / temperature).log_softmax(-1).gather(-1, ids[0, 1:, None])[prompt - 1 :, 0]
+        mine, recorded = sampled(row), torch.tensor(row["rollout_logp"])
+        assert (logp[mine] - recorded[mine]).abs().max() < 1e-4 and not recorded[~mine].any()
+        part = -(row["advantage"] * logp[mine]).sum() / tokens
+        part.backward()  # of -A rho, whose gradient at rho = 1 is that of -A logp
+        loss -= row["advantage"] * mine.sum().item() / tokens
+    norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm().item()
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["logp_gap/max"] < 1e-5
+    assert metrics["tokens/response_mean"] == pytest.approx(tokens / len(rows))
+    assert metrics["tokens/environment_mean"] == np.mean([(~sampled(row)).sum().item() for row in rows])
+    assert metrics["turns/mean"] == np.mean([(len(row["turns"]) + 1) / 2 for row in rows])
+
+
+def test_a_step_of_conversations_equals_plain_transformers(build, tiny, echo):  # noqa: F811
+    run = build(*echo, "algo.entropy_coef=0", "rollout.temperature=0.8", "train.max_tokens_per_micro_batch=64")
+    metrics, samples = train_grpo.train_step(run, 1)
+    rows = [vars(s) | {name: vars(s)[name].tolist() for name in ("prompt_ids", "response_ids")} for s in samples]
+    check_talks(rows, metrics, tiny / "model", 0.8)
+    for s in samples:
+        assert s.graded == "ok" and s.reward_parts["turns"] == len(s.turns)
+    evaluated = train_grpo.answer(run, {0: run.inputs.prompts[0]}, 0, 2, run.cfg.eval, 16)[0]
+    assert any(len(s.turns) > 1 for s in evaluated + samples)
+
+
+def talks() -> list[dict]:
+    """The samples of test_layouts, every longer response with places where an environment speaks."""
+    rng = np.random.default_rng(5)
+    samples = make_samples()
+    for s in samples:
+        if len(s["response_ids"]) >= 5:
+            cuts = sorted(rng.choice(np.arange(1, len(s["response_ids"])), 4, replace=False).tolist())
+            s["turns"] = np.diff([0, *cuts, len(s["response_ids"])]).tolist()
+        else:
+            s["turns"] = [len(s["response_ids"])]
+        s["rollout_logp"] = (np.array(s["rollout_logp"]) * sampled(s).numpy()).tolist()
+    return samples
+
+
+def masked_reference(folder, samples: list[dict], given: dict) -> dict:
+    """As test_layouts.reference, of what the model sampled only: loss, log-probs [F], gradients."""
+    model, position, total, logps = float64_model(folder), 0, 0.0, []
+    tokens = sum(sampled(s).sum().item() for s in samples)
+    for s in samples:
+        ids, prompt, mine = torch.tensor([s["prompt_ids"] + s["response_ids"]]), len(s["prompt_ids"]), sampled(s)
+        all_logp = (model(ids).logits[0, :-1] / TEMPERATURE).log_softmax(-1)[prompt - 1 :]
+        logp = all_logp.gather(-1, ids[0, prompt:, None])[:, 0]
+        here = slice(position + prompt - 1, position + ids.shape[1] - 1)
+        old, ref = given["old_logp"][here].double(), given["ref_logp"][here].double()
+        ratio, advantage, d = (logp - old).exp(), s["advantage"], ref - logp
+        policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+        entropy = -(all_logp.exp() * all_logp).sum(-1)
+        part = (policy + KL * (d.exp() - d - 1) - ENTROPY * entropy)[mine].sum() / tokens
+        part.backward()
+        total, position = total + part.item(), position + ids.shape[1] - 1
+        logps.append(torch.cat([logp.new_zeros(prompt - 1), logp.detach() * mine]))
+    return {"loss": total, "logp": torch.cat(logps), **hf_gradients(model)}
+
+
+@pytest.mark.slow
+def test_every_gradient_of_conversations_on_every_axis(tmp_path):
+    layouts = {
+        "DP4": [], "TP2·PP2": ["parallel.tp=2", "parallel.pp=2"], "CP2·DP2": ["parallel.cp=2"],
+        "TP2·CP2": ["parallel.tp=2", "parallel.cp=2"],
+    }  # fmt: skip
+    plan = make_plan(tmp_path, "qwen2", layouts=layouts)
+    (tmp_path / "samples.json").write_text(json.dumps(talks()))
+    (found,) = run_worker(tmp_path, 4, plan)
+    wanted = masked_reference(tmp_path / "model", talks(), found["DP4"])
+    for layout in layouts:
+        assert (found[layout]["logp"] - wanted["logp"]).abs().max() < 1e-4
+        assert found[layout]["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
+        error, name = worst_gradient(found[layout], wanted)
+        assert error < 1e-5, (layout, name)
+
+
+# ---------------------------------------------------------------- real runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2", "tp2pp2", "cp2"])
+def test_a_run_of_conversations_equals_plain_transformers(train, tiny, echo, layout):
+    """vLLM's too; on tp2pp2 an engine spans two ranks, of which one calls the function."""
+    nproc, overrides = {**LAYOUTS, "cp2": (2, ["parallel.cp=2"])}[layout]
+    run = train(
+        nproc, *EXACT, *overrides, *echo, "train.steps=2", "rollout.prompts_per_step=5", "rollout.group_size=4",
+        "train.max_tokens_per_micro_batch=64",
+    )  # fmt: skip
+    assert run.code == 0, run.text
+    for policy, metrics in zip(policies(run, tiny / "model"), run.metrics, strict=True):
+        check_talks(run.rollouts(metrics["step"]), metrics, policy, 0.8)
+
+
+@pytest.mark.slow
+def test_conversations_are_the_same_on_one_engine_and_on_two(train, echo, tmp_path):
+    """And where one engine spans both ranks; and the run goes on from a checkpoint bit for bit."""
+    small = ("train.steps=2", "train.save_every=1", "rollout.prompts_per_step=4", "rollout.group_size=4")
+    two = train(2, *small, *echo, out=tmp_path / "two")
+    spanning = train(2, *small, *echo, "rollout.tp=2", out=tmp_path / "spanning")
+    one = train(1, *small, *echo, "train.steps=1", out=tmp_path / "one")
+    assert two.code == spanning.code == one.code == 0, two.text + spanning.text + one.text
+    for other in (spanning, one):
+        for mine, theirs in zip(two.rollouts(1), other.rollouts(1), strict=True):
+            assert [mine[key] for key in ("response_ids", "turns", "text", "reward")] == [
+                theirs[key] for key in ("response_ids", "turns", "text", "reward")
+            ]
+    out = tmp_path / "resumed"
+    shutil.copytree(two.out, out)
+    shutil.rmtree(out / "checkpoints/step_000002")
+    resumed = train(2, *small, *echo, "resume=auto", out=out)
+    assert resumed.code == 0 and "after step 1" in resumed.text, resumed.text
+    assert equal(weights(two, 2), weights(resumed, 2)) and lasting(two.metrics) == lasting(resumed.metrics)
+    assert two.rollouts(2) == resumed.rollouts(2)
+
+
+@pytest.mark.slow
+def test_a_hostile_function_and_a_run(train, tmp_path):
+    """Hangs, raises, exits, says a megabyte; with reward.max_error_frac the run goes on, without it ends with a row."""
+    (tmp_path / "bad.py").write_text(
+        "import os, time\ndef bad(text, row, state):\n"
+        "    kind = int(row['answer'][0]) % 6\n"
+        "    if kind == 0: time.sleep(1000)\n    if kind == 1: os._exit(1)\n    if kind == 2: return '1' * 2**20\n"
+        "    if kind == 3: return 3\n    return '+' if kind == 4 else None\n"
+    )
+    bad = (
+        f"rollout.turns={tmp_path / 'bad.py'}:bad", "rollout.prompts_per_step=12", "rollout.group_size=2",
+        "rollout.max_new_tokens=12", "reward.timeout_s=0.5", "train.steps=1",
+    )  # fmt: skip
+    run = train(2, *bad, "reward.max_error_frac=1")
+    assert run.code == 0, run.text
+    rows = run.rollouts(1)
+    assert {row["graded"] for row in rows} == {"ok", "timeout", "error"}
+    assert all(row["reward"] == 0 for row in rows if row["graded"] != "ok")
+    assert run.text.count("warning: rollout.turns failed: ") == 1
+    run = train(2, *bad)
+    assert run.code == 1 and "exitcode  : 2" in run.text and "samples failed, more than" in run.text, run.text
+
+
+@pytest.mark.slow
+def test_the_game_is_learned(tiny, tmp_path):
+    """From nothing, by reward alone: who does not listen wins at most 3 games of 7."""
+    make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>+-="))
+    run = Training(
+        tiny, tmp_path / "out", f"model.path={tmp_path / 'model'}", "data.train='1234567'", config="tiny_turns"
+    )
+    try:
+        assert run.end(1800) == 0, run.text
+    finally:
+        run.kill()
+    rewards = [metrics["reward/mean"] for metrics in run.metrics]
+    assert rewards[0] < 0.2 and np.mean(rewards[-10:]) > 0.9
