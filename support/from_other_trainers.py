@@ -93,6 +93,8 @@ VERL = {
     "actor_rollout_ref.rollout.max_num_batched_tokens": ("rollout.vllm.max_num_batched_tokens", ""),
     "actor_rollout_ref.rollout.max_num_seqs": ("rollout.vllm.max_num_seqs", ""),
     "actor_rollout_ref.rollout.free_cache_engine": (None, "always: vLLM sleeps while the trainer works"),
+    "actor_rollout_ref.rollout.multi_turn.enable": ("rollout.turns", "path:function, which replies; docs/turns.md"),
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": ("rollout.max_turns", ""),
     "actor_rollout_ref.rollout.val_kwargs.n": ("eval.samples", ""),
     "actor_rollout_ref.rollout.val_kwargs.temperature": ("eval.temperature", ""),
     "algorithm.adv_estimator": ("algo.advantage", ""),

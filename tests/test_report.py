@@ -138,6 +138,8 @@ def test_values_of_tokens_are_those_that_were_recorded():
     extra = sample(trainer_logp=[-0.5, -1.0, -0.001], ratio=[1.0, 1.5, 0.5])
     (answer,) = as_group(0, [extra], texts=False)["answers"]
     assert answer["gap"] == [0, 0.25, 0] and answer["ratio"] == [1.0, 1.5, 0.5]
+    (talk,) = as_group(0, [sample(turns=[1, 1, 1])], texts=False)["answers"]
+    assert plain["turns"] == [3] and talk["turns"] == [1, 1, 1]  # which tokens are the environment's
 
 
 # ---------------------------------------------------------------- live
