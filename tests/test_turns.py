@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import make_tiny
 import numpy as np
 import pytest
+import tiny_turns
 import torch
 import transformers
 
@@ -15,7 +16,7 @@ import train_grpo
 from config import UserError
 from rollout import Completion
 from support import turns
-from support.grading import GradingPool
+from support.grading import GradingPool, Ledger
 from support.read_config import load_config
 from tests.conftest import EXACT, REPO, Training
 from tests.test_checkpoint import equal, lasting, weights
@@ -198,6 +199,21 @@ def test_a_hostile_function_costs_one_sample(converse, name):
     graded = pool.collect()
     pool.close()
     assert [(o.status, sum(o.parts.values())) for o in graded] == [("ok", 1), (status, 0)]
+
+
+def test_the_tools_of_the_examples_as_the_workers_call_them():
+    state = {}
+    row = {"prompt": ">", "answer": "5"}
+    assert [tiny_turns.higher_or_lower(text, row, state) for text in ("55", "4", "6", "5")] == [None, "+", "-", None]
+    assert state == {"guesses": 3, "won": True} and tiny_turns.won("", "5", {"state": state}) == 1
+    assert tiny_turns.won("", "5", {"state": {"guesses": 2, "won": False}}) == 0.2
+    pool, calls = GradingPool("exact", {}, None, 10.0, 1), Ledger()
+    for program in ("print(6 * 7)", "1 / 0", "import socket; socket.socket()"):
+        pool.submit_turn(calls, "tools/tiny_turns.py:python", f"I compute\n```python\n{program}\n```", {}, {})
+    pool.submit_turn(calls, "tools/tiny_turns.py:python", "It is 42.", {}, {})
+    replies = {outcome.parts["reply"] for outcome in pool.wait(calls)}
+    pool.close()
+    assert replies == {"```output\n42\n```\n", "```output\nit failed\n```\n", None}
 
 
 # ---------------------------------------------------------------- chat templates

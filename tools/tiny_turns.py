@@ -35,4 +35,4 @@ def python(text: str, row: dict, state: dict) -> str | None:
         output = sandbox.output_of(blocks[-1], "", seconds=5, memory_mb=512, file_mb=16, allow_writes=False)
     except sandbox.TooLong:
         output = "it took more than 5 seconds"
-    return f"```output\n{'it failed' if output is None else output[:2000]}\n```\n"
+    return f"```output\n{'it failed' if output is None else output[:2000].rstrip()}\n```\n"
