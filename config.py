@@ -113,6 +113,7 @@ class RewardConfig(Section):
 
 class AlgoConfig(Section):
     advantage: str = "grpo"  # a branch of group_advantages
+    credit: str = "to_go"  # a branch of support/credit.py:compare; what a token answers for where tokens have rewards
     loss: str = "ppo_clip"  # a branch of policy_loss
     clip_low: NotNegative = 0.2  # the ratio is held above 1 - clip_low
     clip_high: NotNegativeOrInf = 0.2  # and below 1 + clip_high

@@ -4,9 +4,10 @@ A reward is a function of the decoded response, the row's reference answer, the 
     def right_and_short(text: str, answer: str, row: dict, limit: int = 200) -> float | dict[str, float]:
         return {"right": float(text.strip() == answer), "short": -0.1 * (len(text) > limit)}
 
-A dict's values are summed and kept apart in `reward_parts`. An exception is an error of the sample, told apart from a
-wrong answer. In a file of its own this is `reward.default=custom reward.custom=my_file.py:right_and_short`, and
-`reward.functions` gives names to several; written here and entered in REWARDS below it has a name as well.
+A dict's values are summed and kept apart in `reward_parts`. In place of a number there may be a list: a number for each
+token, or spans (start, end, number) of the text; a reward with a parameter `response_ids` is given the tokens. An
+exception is an error of the sample, told apart from a wrong answer. In a file of its own this is `reward.default=custom
+reward.custom=my_file.py:right_and_short`, `reward.functions` gives names to several; entered in REWARDS below too.
 Every grading process reads this file when it starts, so large packages are imported by the functions that use them.
 """
 
@@ -15,6 +16,7 @@ import inspect
 import json
 import logging
 import math
+import operator
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -277,7 +279,7 @@ def load_reward(
     batched: dict[str, Callable] | None = None,
     build: bool = True,
 ) -> Callable:
-    """The function `(text, answer, row)` behind a reward's name, or behind {name: weight}, their weighted sum.
+    """The function `(text, answer, row, response_ids)` of a reward's name, or of {name: weight}: their weighted sum.
 
     "custom" is read from `custom`, "path/to/file.py:function"; `functions` gives further names to such files or to
     REWARDS; `options` are keyword arguments by name, of a class those of its constructor. `batched` functions stand in
@@ -302,20 +304,26 @@ def load_reward(
         if kind == "model":
             reward_model.check_folder(f"reward.options.{name}.path", given["path"])
         if not inspect.isclass(function):
-            chosen[name] = functools.partial(batched.get(name, function), **given)
+            chosen[name] = with_ids(functools.partial(batched.get(name, function), **given))
         elif build:
-            chosen[name] = user_code.instance(*file, json.dumps(given))
+            chosen[name] = with_ids(user_code.instance(*file, json.dumps(given)))
     if isinstance(spec, str):
         return chosen.get(spec)
 
-    def weighted(text: str, answer: str, row: dict) -> dict[str, float]:
+    def weighted(text: str, answer: str, row: dict, response_ids: list[int] | None = None) -> dict[str, float | list]:
         parts = {}
         for name, weight in spec.items():
-            for part, value in parts_of(chosen[name](text, answer, row)).items():
-                parts[name if part == "reward" else f"{name}/{part}"] = weight * value
+            for part, value in parts_of(chosen[name](text, answer, row, response_ids), weight).items():
+                parts[name if part == "reward" else f"{name}/{part}"] = value
         return parts
 
     return weighted
+
+
+def with_ids(function: Callable) -> Callable:
+    """A reward as `(text, answer, row, response_ids)`; the ids go on to one that has a parameter of that name."""
+    asks = "response_ids" in inspect.signature(function).parameters
+    return lambda text, answer, row, ids=None: function(text, answer, row, **({"response_ids": ids} if asks else {}))
 
 
 def weights_of(spec: str | dict[str, float]) -> dict[str, float]:
@@ -332,9 +340,15 @@ def models_of(spec: str | dict[str, float], functions: dict[str, str]) -> list[s
     return [name for name in weights_of(spec) if functions.get(name, name) == "model"]
 
 
+def has_own(spec: str | dict[str, float], functions: dict[str, str]) -> bool:
+    """Whether a reward of the user's own is among a reward's names."""
+    return any(functions.get(name, name) not in REWARDS for name in weights_of(spec))
+
+
 def check_options(name: str, function: Callable, given: dict) -> None:
     """Raises ValueError for options that the reward does not have, and for those that it lacks."""
     legal = list(inspect.signature(function).parameters.values())[0 if inspect.isclass(function) else 3 :]
+    legal = [p for p in legal if p.name != "response_ids"]
     names = [p.name for p in legal]
     if any(p.kind is p.VAR_KEYWORD for p in legal):
         return
@@ -346,10 +360,21 @@ def check_options(name: str, function: Callable, given: dict) -> None:
             raise ValueError(f"the reward {name!r} needs reward.options.{name}.{p.name}")
 
 
-def parts_of(value: float | dict) -> dict[str, float]:
-    """What a reward function returned, as {part: finite float}. Raises TypeError or ValueError for anything else."""
-    parts = value if isinstance(value, dict) else {"reward": value}
-    for name, part in parts.items():
-        if isinstance(part, str) or not math.isfinite(part):
-            raise ValueError(f"a reward must be a finite number; {name} is {part!r}")
-    return {str(name): float(part) for name, part in parts.items()}
+def parts_of(value: float | list | dict, weight: float = 1.0) -> dict[str, float | list]:
+    """What a reward function returned, times a weight: {part: a finite number, or a list of them, or of spans (start,
+    end, number)}. Raises TypeError or ValueError for anything else."""
+
+    def number(given) -> float:
+        if isinstance(given, str) or not math.isfinite(given):
+            raise ValueError(f"a reward must be a finite number; {name} is {given!r}")
+        return weight * float(given)
+
+    def span(start, end, given) -> tuple[int, int, float]:
+        return operator.index(start), operator.index(end), number(given)
+
+    found = {}
+    for name, part in (value if isinstance(value, dict) else {"reward": value}).items():
+        several = part if isinstance(part, (list, tuple)) else [part]
+        numbers = [span(*each) if isinstance(each, (list, tuple)) else number(each) for each in several]
+        found[str(name)] = numbers if several is part else numbers[0]
+    return found

@@ -37,12 +37,13 @@ from torch import Tensor
 import megatron_bridge as bridge
 from config import AlgoConfig, Config, EvalConfig, RolloutConfig, UserError
 from rollout import Engine
-from support import checkpoint, checks, gates, hf_folder, launch, metrics, offload, optimizer_state, ranks, schedule
+from support import checkpoint, checks, credit, gates, hf_folder, launch, metrics, offload, optimizer_state, ranks
 from support.clock import Clock, StopRequested
 from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.grading import GradingPool
 from support.packing import Batch, MicroBatch, pack, sequence_mean, sequence_sum, to_micro_batches, use_of_rows
 from support.read_config import changed
+from support.schedule import moved
 from support.teacher import Teacher, as_asked, build_teacher, kl_metric, taught
 from support.turns import converse
 from support.weight_sets import initial_sets, move_sets, present_weights, sampling_weights
@@ -140,7 +141,7 @@ def config_at(cfg: Config, step: int, moving: dict[str, float]) -> Config:
     By a function of the step, `schedule` and the warm-up; or, `moving`, by what earlier steps saw. Checkpoints keep
     `cfg` itself, and `moving`.
     """
-    return changed(cfg, schedule.moved(cfg, step) | moving)
+    return changed(cfg, moved(cfg, step) | moving)
 
 
 def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
@@ -226,13 +227,15 @@ class Sample:
     finished: bool  # by itself, not cut off
     text: str | None  # for rewards and rollouts/ only, never tokenised again; None on ranks other than 0
     source: str
-    asked: ndarray | None = None  # the prompt as the teacher gets it, with a hint; None: this one
     turns: list[int] = field(default_factory=list)  # tokens by the model, an environment, the model, ...
+    asked: ndarray | None = None  # the prompt as the teacher gets it, with a hint; None: this one
     graded: str = "ok"  # ok | timeout | error; the last two have reward 0
     error: str = ""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
+    token_rewards: dict[str, ndarray] | None = None  # parts that are tokens' own, credit.ROWs; None: all are numbers
     advantage: float = 0.0
+    advantages: ndarray | None = None  # float32, of each response token, where they differ
 
     def __post_init__(self):
         self.prompt_ids, self.response_ids = np.asarray(self.prompt_ids, "i4"), np.asarray(self.response_ids, "i4")
@@ -292,11 +295,13 @@ def answer(
             group, prompt = share[number]
             texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for c, text in zip(completions, texts, strict=True):
-                about = (prompt.source, prompt.asked, c.turns)
+                about = (prompt.source, c.turns, prompt.asked)
                 samples.append(Sample(group, prompt.ids, c.ids, c.logps, c.finished, text, *about))
-                run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.told, c.lost)
+                run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.told, c.ids, c.lost)
     with clock("reward"):
+        decode = partial(run.inputs.tokenizer.decode, skip_special_tokens=True)
         for sample, outcome in zip(samples, run.grading.collect(), strict=True):
+            outcome, sample.token_rewards = credit.at_tokens(outcome, sample, decode)
             sample.graded, sample.error = outcome.status, outcome.error
             sample.reward, sample.reward_parts = sum(outcome.parts.values()), outcome.parts
     with clock("gather"):
@@ -351,16 +356,18 @@ def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: 
 def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
     """The batch with an advantage for each token, [F]: its answer's, which is noted in the sample too.
 
-    With kl_in=reward, kl_coef times the sum of its tokens' KL is first taken from an answer's reward, as in verl.
+    Where single tokens have rewards, an answer is cut into steps that end with them, K in all, and a token's advantage
+    is its step's: that of the rewards from there on (algo.credit, a branch of credit.compare).
+    With kl_in=reward, kl_coef times the sum of its tokens' KL is first taken from a step's reward, as in verl.
     """
-    rewards_N, groups_N = np.array([s.reward for s in samples]), np.array([s.group for s in samples])
+    groups_N, compared = np.array([s.group for s in samples]), partial(group_advantages, kind=algo.advantage)
+    starts_K, sample_K, rewards_K = credit.steps(samples, batch, algo.credit)
     if algo.kl_coef > 0 and algo.kl_in == "reward":
         kl_F = token_kl(batch.old_logp, batch.ref_logp, algo.kl)
-        rewards_N = rewards_N - algo.kl_coef * batch.per_sample(kl_F * batch.mask)
-    advantages_N = group_advantages(rewards_N, groups_N, algo.advantage, batch.per_sample(batch.trained))
-    for sample, advantage in zip(samples, advantages_N.tolist(), strict=True):
-        sample.advantage = advantage
-    credit_F = torch.from_numpy(advantages_N).float()[batch.seq_id]  # per-token credit goes here
+        rewards_K = rewards_K - algo.kl_coef * batch.sums(kl_F * batch.mask, starts_K)
+    tokens_K = batch.sums(batch.trained, starts_K)
+    advantages_K = credit.compare(rewards_K, sample_K, groups_N, tokens_K, algo.credit, compared)
+    credit_F = credit.spread(advantages_K, starts_K, sample_K, samples, batch)
     if batch.teacher_logp is not None:  # on-policy distillation: arXiv 2306.13649, its reverse KL at the sampled token
         credit_F = credit_F - algo.teacher_coef * (batch.old_logp - batch.teacher_logp)
     return replace(batch, advantages=credit_F)
@@ -383,8 +390,8 @@ def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N:
     """
     rewards_N, groups_N = np.asarray(rewards_N, dtype=np.float64), np.asarray(groups_N)
     advantages_N = np.zeros_like(rewards_N)
-    for group in np.unique(groups_N):
-        members = groups_N == group
+    order = np.argsort(groups_N, kind="stable")
+    for members in np.split(order, np.flatnonzero(np.diff(groups_N[order])) + 1):  # of each group
         r = rewards_N[members]  # [G]
         if r.min() == r.max():  # nothing to learn from, and a mean off by rounding must not look like something
             continue

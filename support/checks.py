@@ -57,6 +57,11 @@ def check_config(cfg: Config, world_size: int) -> None:
         f"algo.correction_level={a.correction_level} is for algo.correction=tis; {a.correction} has one level only",
     )
     require(
+        a.credit != "process" or a.advantage not in ("rloo", "grpo_loo", "reinforce_pp"),
+        f"algo.credit=process compares steps; algo.advantage={a.advantage} leaves out or whitens whole answers. Use "
+        "algo.advantage=grpo or dr_grpo, or algo.credit=to_go",
+    )
+    require(
         cfg.resume in ("none", "auto") or os.path.isdir(cfg.resume),
         f"resume={cfg.resume}: no such folder; legal is none, auto, or the folder of a checkpoint",
     )

@@ -101,7 +101,7 @@ VERL = {
     "algorithm.norm_adv_by_std_in_grpo": ("algo.advantage", "true is grpo, false is dr_grpo"),
     "algorithm.use_kl_in_reward": ("algo.kl_in", "reward or loss"),
     "algorithm.kl_ctrl.kl_coef": ("algo.kl_coef", "with algo.kl_in=reward"),
-    "algorithm.gamma": (None, "an answer has one reward; there is no discount"),
+    "algorithm.gamma": (None, "there is no discount"),
     "algorithm.filter_groups.enable": ("algo.max_rounds", "false is 1"),
     "algorithm.filter_groups.max_num_gen_batches": ("algo.max_rounds", "the step goes on after the last round"),
     "algorithm.rollout_correction.rollout_is": ("algo.correction", "tis, with algo.correction_level"),

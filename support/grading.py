@@ -31,7 +31,7 @@ from support.user_code import last_line
 class Outcome:
     """What came of one answer; `status` is "ok", "timeout" or "error": wrong and failed are never mixed up."""
 
-    parts: dict[str, float] = field(default_factory=dict)  # of a turn: "reply" and "state"
+    parts: dict[str, float | list] = field(default_factory=dict)  # as reward.parts_of; of a turn: "reply" and "state"
     status: str = "ok"
     error: str = ""
 
@@ -95,14 +95,18 @@ class GradingPool:
             thread.start()
         atexit.register(self.close)  # a run that ends with an error leaves no files behind either
 
-    def submit(self, source: str, text: str, answer: str, row: dict, lost: Outcome | None = None) -> None:
-        """Have an answer graded; returns at once. One that is lost has that outcome, ungraded."""
+    def submit(
+        self, source: str, text: str, answer: str, row: dict, ids: list[int] | None = None, lost: Outcome | None = None
+    ) -> None:
+        """Have an answer graded; returns at once. Rewards of the user's own may ask for its token `ids`. One that is
+        lost has that outcome, ungraded."""
         if lost:
             self.submitted.outcomes.append(lost)
             return
         spec = self.by_source.get(source, self.default)
+        ids = ids if reward.has_own(spec, self.functions) else None
         queue = self.waiting[bool(reward.models_of(spec, self.functions))]
-        self._put(queue.append, self.submitted, {"spec": spec, "arguments": [text, answer, row]})
+        self._put(queue.append, self.submitted, {"spec": spec, "arguments": [text, answer, row, ids]})
 
     def submit_turn(self, ledger: Ledger, place: str, text: str, row: dict, state: dict) -> None:
         """Have the function of rollout.turns at `place` called, before what waits: vLLM stands still."""
@@ -352,8 +356,8 @@ def batched_model(name: str, chunk: list[dict]) -> Callable:
     def score(text: str, answer: str, row: dict, **options) -> float:
         if not found:
             asked = [request["arguments"] for request in chunk if name in reward.weights_of(request["spec"])]
-            values = reward_model.scores([(text, row) for text, _, row in asked], **model_options(options))
-            found.update({id(row): value for (*_, row), value in zip(asked, values, strict=True)})
+            values = reward_model.scores([(text, row) for text, _, row, _ in asked], **model_options(options))
+            found.update({id(row): value for (_, _, row, _), value in zip(asked, values, strict=True)})
         return found[id(row)]
 
     return score

@@ -77,9 +77,9 @@ class Batch(Rows):
         starts_F = np.repeat(self.starts_N.astype(np.int32), self.lengths_N)
         return torch.from_numpy(np.arange(len(starts_F), dtype=np.int32) - starts_F)
 
-    def per_sample(self, values_F: torch.Tensor) -> np.ndarray:
-        """The sum over each sample's positions; [F] → [N] float64."""
-        return np.add.reduceat(values_F.numpy(), self.starts_N, dtype=np.float64)
+    def sums(self, values_F: torch.Tensor, starts_K: np.ndarray) -> np.ndarray:
+        """The sums over the positions from each start to the next, the last to the end; [F], [K] → [K] float64."""
+        return np.add.reduceat(values_F.numpy(), starts_K, dtype=np.float64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,6 +140,10 @@ def test_values_of_tokens_are_those_that_were_recorded():
     assert answer["gap"] == [0, 0.25, 0] and answer["ratio"] == [1.0, 1.5, 0.5]
     (talk,) = as_group(0, [sample(turns=[1, 1, 1])], texts=False)["answers"]
     assert plain["turns"] == [3] and talk["turns"] == [1, 1, 1]  # which tokens are the environment's
+    assert "rewards" not in plain and "advantages" not in plain
+    own = sample(token_rewards={"a": [[0, 0.5], [2, 0.0]], "b": [[0, -0.25]]}, advantages=[0.5, -1.0, -1.0])
+    (answer,) = as_group(0, [own], texts=False)["answers"]
+    assert answer["rewards"] == [0.25, None, 0.0] and answer["advantages"] == [0.5, -1.0, -1.0]
 
 
 # ---------------------------------------------------------------- live

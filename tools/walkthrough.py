@@ -41,9 +41,9 @@ QUOTES = {
     "request": ("rollout.py", "Engine.generate", "params = self.sampling_params(", 1),
     "keep": (SCRIPT, "answer", "texts = run.inputs.tokenizer", 4),
     "reward": ("tools/tiny_reward.py", "digits_in_place", "return", 1),
-    "graded": (SCRIPT, "answer", "for sample, outcome in zip(", 3),
+    "graded": (SCRIPT, "answer", "for sample, outcome in zip(", 4),
     "advantage": (SCRIPT, "group_advantages", "r = rewards_N[members]", 5),
-    "spread": (SCRIPT, "give_credit", "return replace(batch, advantages=", 1),
+    "spread": (SCRIPT, "give_credit", "credit_F = credit.spread(", 1),
     "shift": (SCRIPT, "flatten", '"tokens": [', 2),
     "mask": (SCRIPT, "flatten", 'rows["mask"] = ', 1),
     "rows": (SCRIPT, "train_step", "micro_batches = to_micro_batches(", 1),
@@ -302,8 +302,8 @@ the {len(v.mine)} rewards.
 {graded}
 
 Answer {v.followed}, which the rest of this page follows: {formula}. A group whose rewards are all equal gets
-exactly 0. Every token of an answer has the advantage of the answer; this is the line where it is spread out,
-and where credit for single tokens would enter:
+exactly 0. Every token of an answer has the advantage of the answer, since the demo's reward is one number; where
+single tokens have rewards, this line gives each the advantage of its step:
 
 {quote("spread")}"""
 

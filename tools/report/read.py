@@ -251,9 +251,18 @@ def evaluations(rows: list[dict], bands: dict[str, dict]) -> dict[str, list]:
     return found
 
 
+def rewards_of_tokens(s: dict) -> list[float | None]:
+    """What each response token of a sample was given of its own, all parts together; None where nothing was."""
+    found = [None] * len(s["response_ids"])
+    for place, reward in (row for rows in s["token_rewards"].values() for row in rows):
+        found[place] = number((found[place] or 0.0) + reward)
+    return found
+
+
 def as_group(number_: int, samples: list[dict], texts: bool) -> dict:
     """A prompt and its answers for the page. Values of single tokens are those that the run recorded: `rollout_logp`,
-    and, where a fork writes them, `trainer_logp` and `ratio` of each response token."""
+    `advantages` and `token_rewards` where tokens have rewards, and, where a fork writes them, `trainer_logp`
+    and `ratio` of each response token."""
     answers = []
     for s in samples:
         answer = {
@@ -267,6 +276,10 @@ def as_group(number_: int, samples: list[dict], texts: bool) -> dict:
             "graded": s["graded"],
             "error": s["error"],
         }
+        if "advantages" in s:
+            answer["advantages"] = [number(x, 4) for x in s["advantages"]]
+        if "token_rewards" in s:
+            answer["rewards"] = rewards_of_tokens(s)
         if "trainer_logp" in s:
             pairs = zip(s["trainer_logp"], s["rollout_logp"], strict=True)
             answer["gap"] = [number(trainer - rollout, 3) for trainer, rollout in pairs]

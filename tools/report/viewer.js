@@ -29,14 +29,17 @@ async function load(run, file) {
 
 // ---------------------------------------------------------------- colours of tokens
 
+/** A token's own advantage where tokens have rewards of their own, else its answer's. */
+const advantageOf = (answer, i) => answer.advantages?.[i] ?? answer.advantage;
+
 /** name → {label, of: (answer, i) → value, colour: (value, most) → [channel, strength], stops, missing} */
 const COLOURS = {
   advantage: {
     label: "advantage",
-    of: (answer) => answer.advantage,
-    most: (groups) => largest(groups, (a) => [a.advantage]),
+    of: advantageOf,
+    most: (groups) => largest(groups, (a) => a.advantages || [a.advantage]),
     tint: (v, most) => [v > 0 ? "--up" : "--down", v && 0.15 + (0.85 * Math.abs(v)) / most],
-    about: "the answer's, the same for all its tokens",
+    about: "the answer's, the same for all its tokens, or the token's where it has rewards of its own",
     ends: (most) => [
       [-most, "worse than its group"],
       [0, ""],
@@ -104,7 +107,8 @@ function beyondClip(answer, i, algo) {
   const ratio = answer.ratio[i],
     high = ratio > 1 + algo.clip_high,
     low = ratio < 1 - algo.clip_low;
-  return algo.loss === "cispo" ? high || low : answer.advantage > 0 ? high : answer.advantage < 0 && low;
+  const advantage = advantageOf(answer, i);
+  return algo.loss === "cispo" ? high || low : advantage > 0 ? high : advantage < 0 && low;
 }
 
 // ---------------------------------------------------------------- a prompt and its answers
@@ -168,6 +172,8 @@ function tokenTable(block, answer) {
     ["log-prob", answer.logp],
     ["gap", answer.gap],
     ["ratio", answer.ratio],
+    ["reward", answer.rewards],
+    ["advantage", answer.advantages],
   ].filter(([, values]) => values);
   const details = make(
     "details",
