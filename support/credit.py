@@ -36,7 +36,7 @@ def at_tokens(
         rows = {name: rows_of(name, part, sample, decode) for name, part in lists.items()}
     except ValueError as error:
         return Outcome(status="error", error=f"ValueError: {error}"), None
-    sums = {name: math.fsum(rows_of_part["reward"]) for name, rows_of_part in rows.items()}
+    sums = {name: math.fsum(rows[name]["reward"]) for name in rows}
     return replace(outcome, parts=outcome.parts | sums), rows
 
 
@@ -52,6 +52,8 @@ def rows_of(name: str, part: list, sample, decode: Callable[[list[int]], str]) -
         return np.array([*enumerate(part)], ROW)
     if len(spans) < len(part):
         raise ValueError(f"{name} mixes numbers and spans")
+    if spans and decode(ids) != sample.text:
+        raise ValueError(f"{name} has spans of a text that is not the one of the answer's tokens")
     for start, end, _ in spans:
         if not 0 <= start <= end <= len(sample.text):
             raise ValueError(f"{name}: the span {start}, {end} is not within the text's {len(sample.text)} characters")

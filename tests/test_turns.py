@@ -122,7 +122,7 @@ def converse(world, tokenizer, tmp_path):
             cfg=cfg, grading=pools[-1], engine=Script(tokenizer), inputs=SimpleNamespace(tokenizer=tokenizer)
         )
         prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-        found = dict(turns.generate(run, rows, prompts, [100 + 10 * p for p in range(len(rows))], n, None, budget))
+        found = dict(turns.converse(run, rows, prompts, [100 + 10 * p for p in range(len(rows))], n, None, budget))
         return [found[p] for p in range(len(rows))], run.engine.asked
 
     yield run

@@ -18,8 +18,8 @@ and alive is in support/, which no reader of the algorithm opens, but for the fi
 
 To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
 
-Names: a suffix tells a tensor's shape. _N per sample, _G per answer of a group, _F per predicting position of the whole
-step, _T per position of a packed row; in support/ also _S per sequence of one, _R per rank, _E per expert, _B per bin.
+Names: a suffix tells a tensor's shape. _N per sample, _G per answer of a group, _K per step of an answer, _F per
+predicting position of a batch, _T of a packed row; in support/ also _S per sequence, _R rank, _E expert, _B bin.
 """
 
 import math
