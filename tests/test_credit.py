@@ -88,8 +88,11 @@ def test_an_answer_that_is_cut_off_within_a_letter(bpe):
 )  # fmt: skip
 def test_a_list_that_does_not_fit_is_an_error_of_the_sample(part, message):
     sample = SimpleNamespace(response_ids=np.arange(3), text="ab")
-    outcome, rows = credit.at_tokens(Outcome({"good": 1.0, "reward": part}), sample, str)
+    decode = lambda ids: "ab"  # noqa: E731
+    outcome, rows = credit.at_tokens(Outcome({"good": 1.0, "reward": part}), sample, decode)
     assert outcome.status == "error" and message in outcome.error and outcome.parts == {} and rows is None
+    outcome, _ = credit.at_tokens(Outcome({"reward": [[0, 1, 1.0]]}), sample, lambda ids: "abc")
+    assert "spans of a text that is not the one of the answer's tokens" in outcome.error
 
 
 REWARDS = """
