@@ -19,6 +19,7 @@ from support.offload import is_away, state_shards
 from support.optimizer_state import optimizer_steps, sharded_state
 from support.read_config import load_config
 from tests.conftest import REPO
+from tools.tiny_reward import digits_in_place
 
 
 class PlainEngine:
@@ -187,6 +188,20 @@ def test_a_stop_comes_before_the_errors_of_grading_processes_that_it_ended(build
     with pytest.raises(clock.StopRequested):
         train_grpo.train_step(run, 1)
     assert run.prompts_taken == 0
+
+
+def test_spans_give_tokens_advantages_of_their_own(build):
+    """The demo's reward digit by digit: the same rewards, and the loss is that of the noted advantages."""
+    run = build("reward.custom=tools/tiny_reward.py:each_digit", "algo.entropy_coef=0")
+    metrics, samples = train_grpo.train_step(run, 1)
+    decode = run.inputs.tokenizer.decode
+    for s in samples:
+        wanted = digits_in_place(s.text, decode(s.prompt_ids)[-2::-1], {})
+        assert s.reward == s.reward_parts["reward"] == pytest.approx(wanted)
+        assert (s.advantages is None) == (len(s.text) < 2)  # a step a digit
+    noted = [[s.advantage] * len(s.response_ids) if s.advantages is None else s.advantages for s in samples]
+    assert any(len(set(np.round(answer, 6))) > 1 for answer in noted)
+    assert metrics["loss/policy"] == pytest.approx(-np.concatenate(noted).mean(), rel=1e-5)
 
 
 def test_budgets_reach_their_own_phase(build, monkeypatch):
