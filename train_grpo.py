@@ -356,8 +356,8 @@ def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: 
 def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
     """The batch with an advantage for each token, [F]: its answer's, which is noted in the sample too.
 
-    Where single tokens have rewards, an answer is cut into steps that end with them, K in all, and a token's advantage
-    is its step's: that of the rewards from there on (algo.credit, a branch of credit.compare).
+    Where single tokens have rewards, answers are cut into steps that end with them, K in all, and a token's advantage
+    is its step's, that of the rewards from there on (algo.credit, a branch of credit.compare).
     With kl_in=reward, kl_coef times the sum of its tokens' KL is first taken from a step's reward, as in verl.
     """
     groups_N, compared = np.array([s.group for s in samples]), partial(group_advantages, kind=algo.advantage)

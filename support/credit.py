@@ -74,19 +74,26 @@ def place_of(end: int, text: str, ids: list[int], decode: Callable[[list[int]], 
 def steps(samples: list, batch: Batch, credit: str) -> tuple[ndarray, ndarray, ndarray]:
     """The answers cut into steps, [K] each: a step's first position in the batch, its sample, its reward.
 
-    A step ends at each token with a reward of its own, and with the answer; it has the rewards of its last token, and
-    an answer's last step those of the whole answer too. With credit=answer, and without rewards of single tokens, each
-    answer is one step.
+    With credit=process a step ends at each token with a reward of its own, and with the answer; with credit=to_go also
+    where one of another answer of the group does, so that steps of the same number begin at the same place. A step has
+    the rewards of its tokens, and an answer's last step those of the whole answer too. With credit=answer, and without
+    rewards of single tokens, each answer is one step.
     """
     if credit == "answer" or not any(s.token_rewards for s in samples):
         return batch.starts_N, np.arange(len(samples)), np.array([s.reward for s in samples])
+    rows = [np.concatenate([np.empty(0, ROW), *(s.token_rewards or {}).values()]) for s in samples]
+    ends = {s.group: [] for s in samples}
+    for s, own in zip(samples, rows, strict=True):
+        ends[s.group].append(own["place"])
+    ends = {group: np.unique(np.concatenate(places)) for group, places in ends.items()}
     starts, rewards = [], []
-    for s, first in zip(samples, batch.starts_N, strict=True):
-        own = s.token_rewards or {}
-        rows = np.concatenate([np.empty(0, ROW), *own.values()])
-        rest = sum(value for name, value in s.reward_parts.items() if name not in own) if own else s.reward
-        places, step = np.unique([*rows["place"], len(s.response_ids) - 1], return_inverse=True)
-        rewards.append(np.bincount(step, weights=[*rows["reward"], rest]))
+    for s, own, first in zip(samples, rows, batch.starts_N, strict=True):
+        last = len(s.response_ids) - 1
+        places = ends[s.group] if credit == "to_go" else np.unique(own["place"])
+        places = np.append(places[places < last], last)
+        whole = sum(v for name, v in s.reward_parts.items() if name not in s.token_rewards) if len(own) else s.reward
+        step = np.searchsorted(places, [*own["place"], last])
+        rewards.append(np.bincount(step, weights=[*own["reward"], whole], minlength=len(places)))
         starts.append(np.array([0, *(len(s.prompt_ids) + places[:-1])]) + first)
     sample_K = np.repeat(np.arange(len(samples)), [len(each) for each in starts])
     return np.concatenate(starts), sample_K, np.concatenate(rewards)
@@ -100,8 +107,8 @@ def compare(
     With r_ij the reward of step j of answer i, of K_i steps, and A(x) what `advantages(values, groups, tokens_N=...)`
     makes of values that are compared with each other:
 
-      to_go    A(R_ij) among the R_ij of all answers of the group, R_ij = sum_k>=j r_ik; R_ij = R_iK_i beyond an
-               answer's last step. So each step has a baseline of its own, and answers that agree get 0
+      to_go    A(R_ij) among the R_ij of all answers i of the group, R_ij = sum_k>=j r_ik; beyond the end of an answer
+               its last, R_iK_i. Reward-to-go with a baseline for each place
       process  sum_k>=j A(r_ik), among all steps of the group     DeepSeekMath, arXiv 2402.03300, 4.1.3
       answer   A(r_i1), the answer being one step
     Where each answer is one step they are the same.

@@ -164,28 +164,19 @@ def three() -> list[Sample]:
 
 
 E = 1e-6
+S = math.sqrt(1 / 3) + E
 U = 0.5 / (math.sqrt(0.3) + E)
 
 
 @pytest.mark.parametrize(
     ("keys", "want"),
     [
-        # To go 1, 0; 2, 2, 1; 0. First steps 1, 2, 0: mean 1, std 1. Second 0, 2, 0 (the last, held): mean 2/3,
-        # variance (4 + 16 + 4) / 9 / 2. Third 0 (held), 1, 0 (held): mean 1/3, variance (1 + 4 + 1) / 9 / 2.
-        (
-            {"advantage": "dr_grpo"},
-            [[0, 0, -2 / 3, -2 / 3], [1, 4 / 3, 2 / 3], [-1, -1]],
-        ),
-        (
-            {},
-            [
-                [0, 0, *[-2 / 3 / (math.sqrt(4 / 3) + E)] * 2],
-                [1 / (1 + E), 4 / 3 / (math.sqrt(4 / 3) + E), 2 / 3 / (math.sqrt(1 / 3) + E)],
-                [-1 / (1 + E)] * 2,
-            ],
-        ),
-        # Against the mean of the others: 1, 1/2, 3/2; 1, 0; 0.
-        ({"advantage": "rloo"}, [[0, 0, -1, -1], [1.5, 2, 1], [-1.5, -1.5]]),
+        # From each token on: 1, 1, 0, 0; 2, 2, 1; 0, 0. The first two: mean 1, std 1. The third: 0, 1 and 0 (held):
+        # mean 1/3, variance (1 + 4 + 1) / 9 / 2; so the fourth, with 1 and 0 held.
+        ({"advantage": "dr_grpo"}, [[0, 0, -1 / 3, -1 / 3], [1, 1, 2 / 3], [-1, -1]]),
+        ({}, [[0, 0, -1 / 3 / S, -1 / 3 / S], [1 / (1 + E), 1 / (1 + E), 2 / 3 / S], [-1 / (1 + E)] * 2]),
+        # Against the mean of the others: 1, 1/2, 3/2; 1/2, 0.
+        ({"advantage": "rloo"}, [[0, 0, -1 / 2, -1 / 2], [1.5, 1.5, 1], [-1.5, -1.5]]),
         # Six steps: three of 1, three of 0: mean 1/2, variance 6/4/5. Each is U or -U; then added up from the end.
         ({"credit": "process"}, [[0, 0, -U, -U], [U, 2 * U, U], [-U, -U]]),
         ({"credit": "answer", "advantage": "dr_grpo"}, [[0] * 4, [1] * 3, [-1] * 2]),
@@ -200,8 +191,8 @@ def test_with_the_overlong_penalty_by_hand():
     """Limit 4, buffer 2: the answers of 4, 3 and 2 tokens lose 1, 1/2 and 0 at their ends."""
     samples = three()
     penalize_length(samples, AlgoConfig(overlong_buffer=2), 4)
-    # To go 0, -1; 1.5, 1.5, 0.5; 0. Means 1/2, 1/6, and of -1 (held), 0.5, 0 (held) -1/6.
-    want = [[-1 / 2, -1 / 2, -7 / 6, -7 / 6], [1, 4 / 3, 2 / 3], [-1 / 2, -1 / 2]]
+    # From each token on: 0, 0, -1, -1; 1.5, 1.5, 0.5; 0, 0. Means 1/2, and of -1, 0.5 and 0 (held) -1/6.
+    want = [[-1 / 2, -1 / 2, -5 / 6, -5 / 6], [1, 1, 2 / 3], [-1 / 2, -1 / 2]]
     for got, wanted in zip(advantages(samples, advantage="dr_grpo"), want, strict=True):
         assert got == pytest.approx(wanted, rel=1e-6)
 
@@ -256,23 +247,18 @@ def test_credit_to_go_against_a_loop(kind):
         samples.append(made(n % 6, length, rows, right=rng.choice([0.0, 0.5, 1.0])))
         samples[-1].finished = n % 7 > 0
     batch = give_credit(samples, flatten(samples, mask_truncated=True), AlgoConfig(advantage=kind))
-    values, steps = [], []  # of each answer: the reward from each token on; the number of each token's step
+    values = []  # of each answer: the reward from each token on
     for s in samples:
-        r, ends = [0.0] * len(s.response_ids), {len(s.response_ids) - 1}
+        r = [0.0] * len(s.response_ids)
         for place, value in () if s.token_rewards is None else s.token_rewards["own"].tolist():
             r[place] += value
-            ends.add(place)
         r[-1] += s.reward_parts["right"]
-        steps.append([sum(end < t for end in ends) for t in range(len(r))])
-        start = [min(t for t in range(len(r)) if steps[-1][t] == step) for step in steps[-1]]
-        values.append([sum(r[t:]) for t in start])
+        values.append([sum(r[t:]) for t in range(len(r))])
     want = []
     for n, s in enumerate(samples):
-        for v, step in zip(values[n], steps[n], strict=True):
-            rest = [
-                values[m][steps[m].index(step)] if step in steps[m] else values[m][-1]
-                for m, other in enumerate(samples) if other.group == s.group and m != n
-            ]  # fmt: skip
+        others = [values[m] for m, other in enumerate(samples) if other.group == s.group and m != n]
+        for t, v in enumerate(values[n]):
+            rest = [mine[min(t, len(mine) - 1)] for mine in others]
             everyone = [v, *rest]
             if max(everyone) - min(everyone) < 1e-9:
                 want.append(0.0)
@@ -311,16 +297,14 @@ def test_a_step_with_token_rewards_equals_plain_transformers(train, tiny, layout
         rows, loss = run.rollouts(metrics["step"]), 0.0
         for row in rows:
             row["r"] = {place: value for place, value in row["token_rewards"]["reward"]}
-            row["ends"] = sorted({*row["r"], len(row["response_ids"]) - 1})
-            late = row["reward_parts"]["overlong"]
-            row["to_go"] = [sum(v for p, v in row["r"].items() if p >= end) + late for end in row["ends"]]
+            late, places = row["reward_parts"]["overlong"], range(len(row["response_ids"]))
+            row["to_go"] = [sum(v for place, v in row["r"].items() if place >= t) + late for t in places]
             assert row["reward"] == pytest.approx(row["to_go"][0])
         for row in rows:
             group = [other["to_go"] for other in rows if other["group"] == row["group"]]
-            means = [mean(values[min(k, len(values) - 1)] for values in group) for k in range(len(row["ends"]))]
-            step_T = [sum(end < t for end in row["ends"]) for t in range(len(row["response_ids"]))]
-            advantage_T = torch.tensor([row["to_go"][k] - means[k] for k in step_T])
-            noted = row.get("advantages") or [row["advantage"]] * len(step_T)
+            means = [mean(values[min(t, len(values) - 1)] for values in group) for t in range(len(row["to_go"]))]
+            advantage_T = torch.tensor(row["to_go"]) - torch.tensor(means)
+            noted = row.get("advantages") or [row["advantage"]] * len(means)
             torch.testing.assert_close(torch.tensor(noted), advantage_T, rtol=1e-5, atol=1e-6)
             logp = response_logps(policy, row)
             part = -(advantage_T * (logp - logp.detach()).exp()).sum() / sum(len(r["response_ids"]) for r in rows)
