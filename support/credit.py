@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from config import UserError
+from config import AlgoConfig, UserError
 from support.grading import Outcome
 from support.packing import Batch
 
@@ -100,12 +100,12 @@ def steps(samples: list, batch: Batch, credit: str) -> tuple[ndarray, ndarray, n
 
 
 def compare(
-    rewards_K: ndarray, sample_K: ndarray, groups_N: ndarray, tokens_K: ndarray, credit: str, advantages: Callable
+    rewards_K: ndarray, sample_K: ndarray, groups_N: ndarray, tokens_K: ndarray, algo: AlgoConfig, advantages: Callable
 ) -> ndarray:
     """The advantage of each step, [K] float64, given its reward, its sample, the samples' groups and its tokens.
 
-    With r_ij the reward of step j of answer i, of K_i steps, and A(x) what `advantages(values, groups, tokens_N=...)`
-    makes of values that are compared with each other:
+    With r_ij the reward of step j of answer i, of K_i steps, and A(x) what `advantages(values, groups,
+    algo.advantage, tokens)` makes of values that are compared with each other:
 
       to_go    A(R_ij) among the R_ij of all answers i of the group, R_ij = sum_k>=j r_ik; beyond the end of an answer
                its last, R_iK_i. Reward-to-go with a baseline for each place
@@ -113,10 +113,10 @@ def compare(
       answer   A(r_i1), the answer being one step
     Where each answer is one step they are the same.
     """
-    if credit == "process":
-        return to_go(advantages(rewards_K, groups_N[sample_K], tokens_N=tokens_K), sample_K)
-    if credit not in ("to_go", "answer"):
-        raise UserError(f"algo.credit={credit!r}: legal is to_go | process | answer")
+    if algo.credit == "process":
+        return to_go(advantages(rewards_K, groups_N[sample_K], algo.advantage, tokens_K), sample_K)
+    if algo.credit not in ("to_go", "answer"):
+        raise UserError(f"algo.credit={algo.credit!r}: legal is to_go | process | answer")
     count_N = np.bincount(sample_K)
     first_N = np.cumsum(count_N) - count_N
     group_N = np.unique(groups_N, return_inverse=True)[1]
@@ -129,7 +129,8 @@ def compare(
     of_C = first_N[sample_C] + np.minimum(step_C, last_C)
     tokens_C = np.where(step_C <= last_C, tokens_K[of_C], 0)
     values_C = to_go(rewards_K, sample_K)[of_C]
-    return advantages(values_C, group_N[sample_C] * most_G.max() + step_C, tokens_N=tokens_C)[step_C <= last_C]
+    groups_C = group_N[sample_C] * most_G.max() + step_C
+    return advantages(values_C, groups_C, algo.advantage, tokens_C)[step_C <= last_C]
 
 
 def to_go(values_K: ndarray, sample_K: ndarray) -> ndarray:

@@ -198,7 +198,6 @@ def test_spans_give_tokens_advantages_of_their_own(build):
     for s in samples:
         wanted = digits_in_place(s.text, decode(s.prompt_ids)[-2::-1], {})
         assert s.reward == s.reward_parts["reward"] == pytest.approx(wanted)
-        assert (s.advantages is None) == (len(s.text) < 2)  # a step a digit
     noted = [[s.advantage] * len(s.response_ids) if s.advantages is None else s.advantages for s in samples]
     assert any(len(set(np.round(answer, 6))) > 1 for answer in noted)
     assert metrics["loss/policy"] == pytest.approx(-np.concatenate(noted).mean(), rel=1e-5)

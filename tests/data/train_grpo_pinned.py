@@ -360,13 +360,13 @@ def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
     is its step's, that of the rewards from there on (algo.credit, a branch of credit.compare).
     With kl_in=reward, kl_coef times the sum of its tokens' KL is first taken from a step's reward, as in verl.
     """
-    groups_N, compared = np.array([s.group for s in samples]), partial(group_advantages, kind=algo.advantage)
+    groups_N = np.array([s.group for s in samples])
     starts_K, sample_K, rewards_K = credit.steps(samples, batch, algo.credit)
     if algo.kl_coef > 0 and algo.kl_in == "reward":
         kl_F = token_kl(batch.old_logp, batch.ref_logp, algo.kl)
         rewards_K = rewards_K - algo.kl_coef * batch.sums(kl_F * batch.mask, starts_K)
     tokens_K = batch.sums(batch.trained, starts_K)
-    advantages_K = credit.compare(rewards_K, sample_K, groups_N, tokens_K, algo.credit, compared)
+    advantages_K = credit.compare(rewards_K, sample_K, groups_N, tokens_K, algo, group_advantages)
     credit_F = credit.spread(advantages_K, starts_K, sample_K, samples, batch)
     if batch.teacher_logp is not None:  # on-policy distillation: arXiv 2306.13649, its reverse KL at the sampled token
         credit_F = credit_F - algo.teacher_coef * (batch.old_logp - batch.teacher_logp)
