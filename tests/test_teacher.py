@@ -27,7 +27,7 @@ Sample = train_grpo.Sample
 def test_credit_by_hand():
     """Two answers of 2 and 1 tokens; the teacher is asked something longer for the first."""
     samples = [
-        Sample(0, [7], [1, 2], [-1.0, -2.0], True, "", "", np.array([8, 9, 7]), reward=1.0),
+        Sample(0, [7], [1, 2], [-1.0, -2.0], True, "", "", asked=np.array([8, 9, 7]), reward=1.0),
         Sample(0, [7, 7], [3], [-3.0], True, "", "", reward=0.0),
     ]
     batch, seen = train_grpo.flatten(samples), train_grpo.flatten(as_asked(samples))

@@ -195,7 +195,7 @@ def test_a_hostile_function_costs_one_sample(converse, name):
     assert re.search(message, bad.lost.error)
     pool = GradingPool("exact", {}, None, 5.0, 1)
     pool.submit("s", "5", "5", {})
-    pool.submit("s", "5", "5", {}, bad.lost)
+    pool.submit("s", "5", "5", {}, lost=bad.lost)
     graded = pool.collect()
     pool.close()
     assert [(o.status, sum(o.parts.values())) for o in graded] == [("ok", 1), (status, 0)]
