@@ -187,6 +187,7 @@ def describe(cfg: Config, world_size: int) -> str:
     teacher = f" + {a.teacher_coef:g} log(teacher / policy)" if a.teacher else ""
     passes = f" ({count(t.epochs, 'epoch')})" if t.epochs else ""
     rounds = f", up to {a.max_rounds} rounds" if a.max_rounds > 1 else ""
+    talk = f", each a conversation of up to {count(r.max_turns, 'answer')}" if r.turns else ""
     correction = f"; {a.correction}" if a.correction != "none" else ""
     entropy = f" - {a.entropy_coef:g} entropy" if a.entropy_coef else ""
     fewest, most = rows_of_an_update(cfg, dp)
@@ -198,7 +199,7 @@ def describe(cfg: Config, world_size: int) -> str:
     return (
         f"layout:  {count(world_size, 'rank')} = tp {p.tp} × pp {p.pp}{vpp}{cp} × dp {dp}{experts}; "
         f"rollout: {count(world_size // r.tp, 'vLLM engine')} of tp {r.tp}\n"
-        f"a step:  {count(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples{rounds}{epochs} → "
+        f"a step:  {count(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples{talk}{rounds}{epochs} → "
         f"{count(updates, 'update')} of {samples // t.updates_per_step} samples → "
         f"micro-batches of ≤ {t.max_tokens_per_micro_batch} tokens over {count(dp, 'replica')}\n"
         f"{pipeline if p.pp > 1 else ''}"
