@@ -626,7 +626,7 @@ def copy_weights(model: list, on: str = "gpu") -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def swapped_weights(model: list, weights: list[torch.Tensor] | None) -> Iterable[None]:
-    """Run the model with `weights` (as `copy_weights` gave them; None: its own), then with its own again, untouched.
+    """Run the model with `weights` (as `copy_weights` gave them; None: its own); then it has its own back.
 
     Weights on the host are copied to the GPU for as long."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]

@@ -23,7 +23,7 @@ from tests.test_layouts import LLAMA3
 
 METRICS = [
     "step", "reward/mean", "reward/std", "groups/zero_std_frac", "groups/sampled", "groups/trained",
-    "groups/rounds", "loss/total", "loss/policy", "kl/ref", "kl/k1", "kl/k2", "entropy", "ratio/clip_frac",
+    "groups/rounds", "loss/total", "loss/policy", "kl/ref", "kl/k1", "kl/k2", "kl/teacher", "entropy", "ratio/clip_frac",
     "logp_gap/mean", "logp_gap/max", "logp_gap/above_0.01", "logp_gap/above_0.1", "logp_gap/above_1", "mismatch/k3",
     "mismatch/ess", "mismatch/cut_frac", "grad_norm", "moe/load",
     "lr", "tokens/prompt_mean", "tokens/response_mean", "tokens/response_max", "tokens/truncated_frac",

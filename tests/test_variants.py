@@ -35,6 +35,7 @@ def f64(*values: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "want"),
     [
+        ("none", [0, 0, 0, 0]),
         # Rewards 1, 0, 0, 3: mean 1, squared deviations 0, 1, 1, 4, so s = sqrt(6 / 3).
         ("grpo", [0, -1 / (math.sqrt(2) + 1e-6), -1 / (math.sqrt(2) + 1e-6), 2 / (math.sqrt(2) + 1e-6)]),
         ("dr_grpo", [0, -1, -1, 2]),
