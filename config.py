@@ -187,6 +187,13 @@ class ParallelConfig(Section):
     etp: Count = 1  # tensor parallelism inside an expert
 
 
+class LoraConfig(Section):
+    rank: Whole = 0  # of the adapters that are trained in place of the weights; 0: none, all weights are trained
+    alpha: Positive = 16.0  # an adapter counts alpha / rank times
+    # weights of each layer that get one: attention's two and the two of the feed-forward block or of its experts
+    targets: Annotated[list[Literal["qkv", "proj", "fc1", "fc2"]], Field(min_length=1)] = ["qkv", "proj", "fc1", "fc2"]
+
+
 class LogConfig(Section):
     tensorboard: bool = False  # scalars, histograms and answers for TensorBoard, in output_dir/tensorboard
     wandb: bool = False  # the same for Weights & Biases, which its own variables guide: WANDB_MODE, WANDB_PROJECT, ...
@@ -213,11 +220,8 @@ class Config(Section):
     algo: AlgoConfig = AlgoConfig()
     train: TrainConfig = TrainConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     log: LogConfig = LogConfig()
     profile: ProfileConfig = ProfileConfig()
     megatron: dict[str, Any] = {}  # fields of Megatron-core's config classes that no other key stands for
-
-
-SECTIONS = {key: kind for key, kind in Config.__annotations__.items() if isinstance(kind, type(Section))}
-KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields)]

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
 
-from support import hf_folder
+from config import LoraConfig
+from support import hf_folder, lora
 from support.attention import PackedAttention, Packing, gather_stripes, own_stripe, rotary_embedding, sliding_window
 from support.experts import experts_for
 from support.layers import HiddenGPT, RMSNorm, Router, device, swiglu  # before Megatron-core
@@ -43,10 +44,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.utils import unwrap_model
 
 from support.offload import take_back_state
-from support.optimizer_state import set_adam_steps
+from support.optimizer_state import moving_weights, set_adam_steps
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BUCKET_BYTES = 512 << 20  # of weights on their way, where nobody says
+ALL_WEIGHTS = LoraConfig()  # are trained, none has adapters
 LOGITS_CHUNK = 2048  # response tokens whose full-vocabulary logits exist at a time
 
 
@@ -216,12 +218,12 @@ def options_for(cls: type, options: dict) -> dict:
 
 
 def build_model(
-    path: str, parallel, dtype: torch.dtype, extra: dict, fp32_head=False, weights=True, trained=True
+    path: str, parallel, dtype: torch.dtype, extra: dict, fp32_head=False, weights=True, trained=ALL_WEIGHTS
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or `vpp`), built from the Hugging Face folder `path`, with its `weights`.
 
-    `extra` overrides fields of Megatron's configurations; `fp32_head`: logits in fp32, whatever the `dtype`. Without
-    gradients where it is not `trained`.
+    `extra` overrides fields of Megatron's configurations; `fp32_head`: logits in fp32, whatever the `dtype`; `trained`:
+    config.lora, what is trained, all weights where its rank is 0; None: nothing, there are no gradients.
     """
     hf = transformers.AutoConfig.from_pretrained(path)
     config = transformer_config(hf, parallel, dtype, extra)
@@ -237,7 +239,7 @@ def build_model(
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if is_moe(hf):
-            mlp.router, mlp.experts.module = Router, experts_for(config)
+            mlp.router, mlp.experts.module = Router, experts_for(config, trained.rank if trained else 0)
             mlp.experts.submodules.activation_func = mlp.shared_experts.submodules.activation_func = swiglu
         else:
             mlp.activation_func = swiglu
@@ -258,10 +260,11 @@ def build_model(
         if model.post_process:  # token_logprobs gathers and reduces once for all its chunks
             head = model.output_layer
             head.sequence_parallel, head.allreduce_dgrad, head.disable_grad_reduce = False, False, True
+        lora.attach(model, trained)
         for name, parameter in model.named_parameters():
             if EXPERT.search(name):  # Megatron 0.16 forgets it at ep 1, and sums over too few ranks
                 parameter.allreduce = False
-        chunks.append(model.to(device(), dtype).requires_grad_(trained))
+        chunks.append(model.to(device(), dtype))
     settings = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     ddp_config = DistributedDataParallelConfig(**{**settings, **options_for(DistributedDataParallelConfig, extra)})
     model = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
@@ -412,6 +415,7 @@ def token_logprobs(
 #   rows     one tensor, split by output rows        cols  one tensor, split by input columns
 #   qkv      query, key, value interleaved by key-value group, split by groups
 #   gate_up  gate above up, each split by rows
+#   stack    several, the same on every rank: LoRA's A
 # "{e}" stands for the number of an expert.
 COMMON = {
     "input_layernorm.weight": ("copy", ["input_layernorm.weight"]),
@@ -458,7 +462,7 @@ TOP_RULES = {
     "decoder.final_layernorm.weight": ("copy", ["model.norm.weight"]),
     "output_layer.weight": ("rows", ["lm_head.weight"]),
 }
-SPLIT_DIM = {"copy": None, "rows": 0, "cols": 1, "qkv": 0, "gate_up": 1}  # of the merged view
+SPLIT_DIM = {"copy": None, "stack": None, "rows": 0, "cols": 1, "qkv": 0, "gate_up": 1}  # of the merged view
 EXPERT = re.compile(r"(?<=local_experts\.)\d+")  # an expert's number in a Megatron name
 
 
@@ -467,6 +471,8 @@ def rule_of(name: str, hf) -> tuple[str, list[str]]:
 
     Raises KeyError for a name without a rule.
     """
+    if lora.is_factor(name):
+        return lora.rule(name, *rule_of(lora.weight_of(name), hf))
     if name == "output_layer.weight" and hf.tie_word_embeddings:  # the last stage's copy of the embedding
         return TOP_RULES["embedding.word_embeddings.weight"]
     if name in TOP_RULES:
@@ -497,7 +503,7 @@ def merged(join: str, parts: list[torch.Tensor], hf) -> torch.Tensor:
     """The merged view of the Hugging Face `parts`: whole, with the tensor-parallel split along SPLIT_DIM[join]."""
     if join == "qkv":  # [groups, (heads per group + 2) * head_dim, ...]
         return torch.cat([part.view(hf.num_key_value_heads, -1, *part.shape[1:]) for part in parts], dim=1)
-    return torch.stack(parts) if join == "gate_up" else parts[0]  # gate_up: [2, ffn, hidden]
+    return torch.stack(parts) if join in ("gate_up", "stack") else parts[0]  # gate_up: [2, ffn, hidden]
 
 
 def unmerged(join: str, whole: torch.Tensor, hf) -> list[torch.Tensor]:
@@ -506,7 +512,7 @@ def unmerged(join: str, whole: torch.Tensor, hf) -> list[torch.Tensor]:
         width = head_dim(hf)
         heads = hf.num_attention_heads // hf.num_key_value_heads
         return [part.flatten(0, 1) for part in whole.split([heads * width, width, width], dim=1)]
-    return list(whole) if join == "gate_up" else [whole]
+    return list(whole) if join in ("gate_up", "stack") else [whole]
 
 
 def local_view(join: str, flat: torch.Tensor, shape: torch.Size, hf) -> torch.Tensor:
@@ -517,15 +523,17 @@ def local_view(join: str, flat: torch.Tensor, shape: torch.Size, hf) -> torch.Te
     return flat.view(2, shape[0] // 2, shape[1]) if join == "gate_up" else flat.view(shape)
 
 
-def named_weights(model: list) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by Megatron name, with the layer's number in the whole model (an expert's is local)."""
+def named_weights(model: list, factors: bool = False) -> dict[str, torch.nn.Parameter]:
+    """This rank's weights, or `factors` of adapters, by Megatron name, with the number of the layer in the whole model
+    (an expert's is local)."""
     weights = {}
     for chunk in map(unwrap_model, model):
         for name, parameter in chunk.named_parameters():
             if name.startswith("decoder.layers."):
                 _, _, layer, rest = name.split(".", 3)
                 name = f"decoder.layers.{chunk.decoder.layers[int(layer)].layer_number - 1}.{rest}"
-            weights[name] = parameter
+            if lora.is_factor(name) == factors:
+                weights[name] = parameter
     return weights
 
 
@@ -537,18 +545,20 @@ def load_weights(model: list, path: str) -> None:
     hf = model[0].hf_config
     files = hf_folder.safetensor_files(path)
     handles = {file: safe_open(file, framework="pt") for file in set(files.values())}
-    for name, parameter in named_weights(model).items():
+    opened = {part: handles[file] for part, file in files.items()}
+    for name, parameter in (named_weights(model) | named_weights(model, factors=True)).items():
         join, parts = rule_of(expert_of(name, hf, mpu.get_expert_model_parallel_rank()), hf)
         group, size = shard_group(name)
-        whole = merged(join, [handles[files[part]].get_tensor(part) for part in parts], hf)
+        whole = merged(join, [lora.part(part, opened, parameter.shape) for part in parts], hf)
         shard = whole if SPLIT_DIM[join] is None else whole.chunk(size, SPLIT_DIM[join])[group.rank() % size]
         if shard.numel() != parameter.numel():
             raise ValueError(f"{parts[0]} of {path} gives {tuple(shard.shape)}, {name} has {tuple(parameter.shape)}")
         parameter.data.copy_(shard.reshape(parameter.shape))
 
 
-def hf_weights(model: list, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_weights(model: list, bucket_bytes=BUCKET_BYTES, factors=False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every (Hugging Face name, full tensor) in layer order, on every rank; all ranks must drain it together.
+    Adapters are merged into their weights; `factors`: they alone, under PEFT's names.
 
     Buckets of at most `bucket_bytes` (or one tensor) cross the wire: one all-gather over the ranks that share a weight
     and one broadcast over the pipeline stages. Besides its own shard a rank holds a copy of the bucket's part of it
@@ -557,7 +567,7 @@ def hf_weights(model: list, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:  # otherwise gathered only when the next forward pass reads them
             chunk.start_param_sync(force_sync=True)
-    hf, own = model[0].hf_config, named_weights(model)
+    hf, own = model[0].hf_config, named_weights(model, factors)
     stages = [None] * mpu.get_pipeline_model_parallel_world_size()
     shapes = {name: weight.shape for name, weight in own.items()}
     dist.all_gather_object(stages, shapes, group=mpu.get_pipeline_model_parallel_group())
@@ -573,7 +583,7 @@ def gathered(own: dict, shapes: dict[str, torch.Size], stage: int, dtype: torch.
     pp_group = mpu.get_pipeline_model_parallel_group()
     flat = torch.empty(group.size(), sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device())
     if stage == pp_group.rank():
-        local = torch.cat([own[name].detach().reshape(-1) for name in shapes])
+        local = torch.cat([lora.effective(own[name]).reshape(-1) for name in shapes])
         dist.all_gather(list(flat), local, group=group) if len(flat) > 1 else flat[0].copy_(local)
     if pp_group.size() > 1:
         dist.broadcast(flat, dist.get_global_rank(pp_group, stage), group=pp_group)
@@ -617,10 +627,9 @@ def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]
 
 
 def copy_weights(model: list, on: str = "gpu") -> list[torch.Tensor]:
-    """A second set of this rank's weights, such as a reference model's; on the "gpu" or, page-locked, on the "host"."""
+    """A second set of `moving_weights`, such as a reference's; on the "gpu" or, page-locked, on the "host"."""
     host, gpu = on == "host", torch.cuda.is_available()
-    parameters = [parameter.detach() for chunk in model for parameter in chunk.parameters()]
-    copies = [weight.to("cpu" if host else weight.device, copy=True) for weight in parameters]
+    copies = [w.detach().to("cpu" if host else w.device, copy=True) for w in moving_weights(model)]
     return [copy.pin_memory() for copy in copies] if host and gpu else copies
 
 
@@ -629,7 +638,7 @@ def swapped_weights(model: list, weights: list[torch.Tensor] | None) -> Iterable
     """Run the model with `weights` (as `copy_weights` gave them; None: its own); then it has its own back.
 
     Weights on the host are copied to the GPU for as long."""
-    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    parameters = moving_weights(model)
     own = [parameter.data for parameter in parameters]
     try:
         for parameter, data in zip(parameters, own if weights is None else weights, strict=True):

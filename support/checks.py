@@ -13,7 +13,7 @@ import transformers
 
 import megatron_bridge as bridge
 import reward as rewards
-from config import Config, UserError
+from config import Config, LoraConfig, UserError
 from support import options, trackers
 from support.attention import rotary_embedding, sliding_window
 from support.hf_folder import safetensor_files
@@ -80,6 +80,10 @@ def check_config(cfg: Config, world_size: int) -> None:
             f"log.{name}=true needs a package that is not installed: pip install {trackers.PACKAGES[name]}, or use "
             f"log.{name}=false",
         )
+    require(
+        cfg.lora.rank > 0 or cfg.lora == LoraConfig(),
+        "lora.rank=0: there are no adapters, so lora.alpha and lora.targets have no effect; give them a rank",
+    )
     profile = cfg.profile
     require(
         profile.start <= profile.stop,

@@ -1,9 +1,12 @@
 """The experts of a layer in two grouped matrix products, instead of one expert after the other."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from support.layers import swiglu  # first: it prepares the process for Megatron-core
+from support.lora import grouped_linear
 
 # isort: split
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
@@ -11,10 +14,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 
-def experts_for(config: TransformerConfig) -> type[SequentialMLP]:
-    """How a layer computes its experts: grouped, unless megatron.moe_grouped_gemm is false or a row is not of whole 16
-    bytes, which grouped_mm refuses."""
-    widths = config.hidden_size, config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
+def experts_for(config: TransformerConfig, rank: int = 0) -> type[SequentialMLP]:
+    """How a layer computes its experts: grouped, unless megatron.moe_grouped_gemm is false or a row, with adapters of
+    `rank` theirs too, is not of whole 16 bytes, which grouped_mm refuses."""
+    widths = config.hidden_size, config.moe_ffn_hidden_size // config.expert_tensor_parallel_size, rank
     fits = all(width * config.params_dtype.itemsize % 16 == 0 for width in widths)
     return GroupedExperts if config.moe_grouped_gemm and fits else SequentialMLP
 
@@ -26,16 +29,21 @@ class GroupedExperts(SequentialMLP):
         """hidden_R [R, h] sorted by expert, tokens_per_expert [E] with the sum R, probs_R [R] → [R, h], None."""
         ends_E = tokens_per_expert.to(hidden_R.device, torch.int32).cumsum(0, dtype=torch.int32)
         fc1, fc2 = zip(*((e.linear_fc1.weight, e.linear_fc2.weight) for e in self.local_experts), strict=True)
-        gate_up_R = GroupedLinear.apply(hidden_R, ends_E, *fc1)  # [R, 2 ffn / etp]
+        gate_up_R = linear(fc1)(hidden_R, ends_E, *fc1)  # [R, 2 ffn / etp]
         if self.config.bias_activation_fusion:
             act_R = weighted_bias_swiglu_impl(gate_up_R, None, probs_R.unsqueeze(-1))
         else:
             act_R = (swiglu(gate_up_R) * probs_R.unsqueeze(-1)).to(hidden_R.dtype)
-        return GroupedLinear.apply(act_R, ends_E, *fc2), None
+        return linear(fc2)(act_R, ends_E, *fc2), None
 
     def named_modules(self, *args, **kwargs):
         """In reverse: Megatron's buffer holds weights from the last to the first, so those of experts lie in order."""
         yield from reversed(list(super().named_modules(*args, **kwargs)))
+
+
+def linear(weights: tuple[torch.nn.Parameter, ...]) -> Callable[..., torch.Tensor]:
+    """The grouped product of weights that are trained, or of frozen ones with adapters."""
+    return grouped_linear if hasattr(weights[0], "adapter") else GroupedLinear.apply
 
 
 class GroupedLinear(torch.autograd.Function):

@@ -6,8 +6,8 @@ Run as a program it writes the tables into that page anew.
 import itertools
 from pathlib import Path
 
-from config import KEYS, SECTIONS, Config, UserError
-from support.read_config import load_config, read_file, read_override
+from config import Config, UserError
+from support.read_config import KEYS, SECTIONS, load_config, read_file, read_override
 
 # Their key → (ours, or None where there is nothing to set; what to mind).
 VERL = {
@@ -29,7 +29,9 @@ VERL = {
         "megatron.recompute_granularity",
         "full, with megatron.recompute_method=uniform megatron.recompute_num_layers=1",
     ),
-    "actor_rollout_ref.model.lora_rank": (None, "all weights are trained"),
+    "actor_rollout_ref.model.lora_rank": ("lora.rank", "docs/lora.md"),
+    "actor_rollout_ref.model.lora_alpha": ("lora.alpha", ""),
+    "actor_rollout_ref.model.target_modules": ("lora.targets", "qkv, proj, fc1, fc2; all of them is all-linear"),
     "actor_rollout_ref.actor.strategy": (None, "always Megatron-core"),
     "actor_rollout_ref.actor.ppo_mini_batch_size": (
         "train.updates_per_step",

@@ -230,8 +230,10 @@ def check_machines(cfg: Config, data: str) -> IO | None:
     timeout_s = checks.group_timeout_s(cfg)
 
     def check_first_host() -> IO:
-        copies = 1 + cfg.rollout.lag + (cfg.algo.reference_every > 0)  # an export, and sets that a checkpoint carries
-        saved = 12 + copies * bridge.DTYPES[cfg.model.dtype].itemsize  # bytes a weight
+        # bytes a weight, of a checkpoint, an export, and the sets that a checkpoint carries; of adapters it is little
+        full = cfg.lora.rank == 0
+        copies = 1 + full * (cfg.rollout.lag + (cfg.algo.reference_every > 0))
+        saved = 12 * full + copies * bridge.DTYPES[cfg.model.dtype].itemsize
         weights = hf_folder.count_weights(hf_folder.local_folder(cfg.model.path))
         preflight.check_host(out, weights * saved, shares_memory=torch.cuda.is_available() or cfg.rollout.tp > 1)
         return lock_output_dir(out)

@@ -158,17 +158,22 @@ def host_bytes(cfg, weights: int, world_size: int, itemsize: int, on_gpu: bool, 
     """
     p = cfg.parallel
     in_vllm = weights * itemsize / cfg.rollout.tp
-    checkpoint = weights * 12 / world_size  # weights in fp32 and Adam's moments; also what an optimizer has of them
+    full = cfg.lora.rank == 0  # adapters are little beside the weights
+    checkpoint = (
+        weights * 12 * full / world_size
+    )  # weights in fp32 and Adam's moments; also what an optimizer has of them
     mine, taught = weights / (p.tp * p.pp * p.ep), teacher / (p.tp * p.pp * p.ep)
-    sets = (cfg.algo.kl_coef > 0) + cfg.rollout.lag  # the reference and past weights
-    saved = checkpoint + mine * itemsize * (cfg.rollout.lag + (cfg.algo.reference_every > 0))  # by one replica
+    sets = full * ((cfg.algo.kl_coef > 0) + cfg.rollout.lag)  # the reference and past weights
+    saved = checkpoint + mine * itemsize * full * (cfg.rollout.lag + (cfg.algo.reference_every > 0))  # by one replica
     if on_gpu:
         offloaded = cfg.megatron.get("optimizer_offload_fraction", 1) * cfg.megatron.get("optimizer_cpu_offload", False)
         state = 16 * offloaded + 12 * (cfg.train.offload == "optimizer")  # 16: with the gradients that Adam steps by
         reference = (mine * sets + taught) * itemsize * (cfg.algo.reference_on == "host")
         asleep = in_vllm * (cfg.rollout.sleep_level == 1)
-        return int(asleep + reference + saved + weights * state / world_size)
-    return int(in_vllm + mine * ((1 + sets) * itemsize + 4) + taught * itemsize + checkpoint + saved)  # fp32 gradients
+        return int(asleep + reference + saved + full * weights * state / world_size)
+    return int(
+        in_vllm + mine * ((1 + sets) * itemsize + 4 * full) + taught * itemsize + checkpoint + saved
+    )  # gradients
 
 
 def host_warning(needed: int, ranks: int) -> str | None:

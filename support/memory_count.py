@@ -9,6 +9,7 @@ the byte. Needs config.json of the model alone.
 import contextlib
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ class Held:
     """What one rank holds from phase to phase, in bytes, and what follows from its weights."""
 
     weights: int  # with the padding of Megatron's buffers
+    frozen: int  # of them, those beside the adapters, which are in no buffer
     gradients: int
     optimizer: int  # on the GPU
     reference: int
@@ -41,7 +43,8 @@ class Held:
     update: int  # what Adam makes for a moment: one fp32 number for each weight that it steps on the GPU
     push: int  # peak of one bucket on its way to vLLM
     export: int  # the same, to an export
-    largest: int  # numbers in the largest weight
+    merged: int  # peak of adding adapters to what a layer computes with at once: a weight, or all its experts' fc1
+    largest: int  # numbers in the largest weight that is trained
     whole: int  # numbers in the weights of this stage, on all ranks together
 
     def all(self, *but: str) -> dict[str, int]:
@@ -82,14 +85,16 @@ def count(cfg: Config, world_size: int, rank: int) -> Held:
     with fake_rank(cfg, world_size, rank):
         build = partial(bridge.build_model, parallel=cfg.parallel, dtype=bridge.DTYPES[cfg.model.dtype], extra=extra)
         with META, OnMeta():
-            model = build(cfg.model.path, weights=False)
-            other = [] if cfg.algo.teacher in (None, "self") else build(cfg.algo.teacher, weights=False, trained=False)
+            model = build(cfg.model.path, weights=False, trained=cfg.lora)
+            other = [] if cfg.algo.teacher in (None, "self") else build(cfg.algo.teacher, weights=False, trained=None)
         hf, own = model[0].hf_config, bridge.named_weights(model)
         buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         ranges = [part for buffer in buffers for part in DistributedOptimizer._build_gbuf_range_map(buffer).values()]
         share = sum(place["param"].size for part in ranges for held in part for place in held["param_map"].values())
         optimizer, away = adam_bytes(cfg, share)
         copy = sum(weight.nbytes for weight in bridge.copy_weights(model))
+        trained = bridge.named_weights(model, factors=True) or own
+        frozen = 0 if trained is own else sum(weight.nbytes for weight in own.values())
         shapes = {name: weight.shape for name, weight in own.items()}
         whole = 0
         for name, weight in own.items():
@@ -98,16 +103,18 @@ def count(cfg: Config, world_size: int, rank: int) -> Held:
                 split = bridge.SPLIT_DIM[join] is not None
                 whole += weight.numel() * (bridge.shard_group(name)[0].size() if split else 1)
         return Held(
-            weights=sum(buffer.param_data.nbytes for buffer in buffers),
+            weights=sum(buffer.param_data.nbytes for buffer in buffers) + frozen,
+            frozen=frozen,
             gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
             optimizer=optimizer,
             reference=copy * (cfg.algo.kl_coef > 0),
             past=copy * cfg.rollout.lag,
             teacher=sum(weight.nbytes for chunk in other for weight in chunk.parameters()),
             update=4 * (share - away),
-            push=push_bytes(shapes, hf, cfg.rollout.sync_bucket_mb << 20, size),
-            export=push_bytes(shapes, hf, bridge.BUCKET_BYTES, size),
-            largest=max(weight.numel() for weight in own.values()),
+            push=push_bytes(shapes, hf, cfg.rollout.sync_bucket_mb << 20, size, cfg.lora.rank > 0),
+            export=push_bytes(shapes, hf, bridge.BUCKET_BYTES, size, cfg.lora.rank > 0),
+            merged=merged_bytes(own),
+            largest=max(weight.numel() for weight in trained.values()),
             whole=whole,
         )
 
@@ -126,12 +133,22 @@ def adam_bytes(cfg: Config, share: int) -> tuple[int, int]:
     return 8 * (share - away) + 4 * (share - away if precise else share), away
 
 
-def push_bytes(shapes: dict[str, torch.Size], hf, limit: int, size: int) -> int:
+def merged_bytes(own: dict[str, torch.nn.Parameter]) -> int:
+    """Peak of adding adapters to a rank's weights (support/lora.py): the sum of one in fp32 and as it is, with those of
+    the other experts of its layer, which are computed with at once."""
+    adapted = Counter()
+    for name, weight in own.items():
+        if hasattr(weight, "adapter"):
+            adapted[bridge.EXPERT.sub("", name), weight.numel()] += weight.nbytes
+    return max((together + 4 * numel for (_, numel), together in adapted.items()), default=0)
+
+
+def push_bytes(shapes: dict[str, torch.Size], hf, limit: int, size: int, adapted: bool = False) -> int:
     """Peak of `bridge.hf_weights` on a stage with weights of these shapes: the bucket, and then either this rank's part
-    of it or one joined tensor and a part of that."""
+    of it (where adapters are added, twice) or one joined tensor and a part of that."""
     peak = 0
     for _, names in bridge.buckets([shapes], hf, limit // size):
         own = [shapes[name].numel() for name in names]
         ranks, split = bridge.shard_group(names[0])
-        peak = max(peak, sum(own) * (ranks.size() + 1), sum(own) * ranks.size() + 2 * max(own) * split)
+        peak = max(peak, sum(own) * (ranks.size() + 1 + adapted), sum(own) * ranks.size() + 2 * max(own) * split)
     return peak * size

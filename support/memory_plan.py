@@ -202,11 +202,14 @@ def stage_phases(hf, cfg: Config, stage: int, held: Held, rows: int, vllm: Sampl
     head = last * head_bytes(hf, cfg, t.max_tokens_per_micro_batch, LOGIT_TRAIN)
     score = last * head_bytes(hf, cfg, t.logprob_max_tokens_per_micro_batch, LOGIT_SCORE)
     layer = int(total(layer_numbers(hf, cfg)) * size * t.logprob_max_tokens_per_micro_batch // cfg.parallel.cp)
-    layers = max({"activations": kept, "log-probs": head}, {"activations": kept + again}, key=total)
+    merged = {"merged": held.merged} if held.merged else {}
+    layers = max({"activations": kept, "log-probs": head}, {"activations": kept + again} | merged, key=total)
     phases = {  # as Megatron fills its buffers, weights are there twice
-        "build": max(always, {"weights": 2 * held.weights, "gradients": held.gradients}, key=total),
+        "build": max(always, {"weights": 2 * held.weights - held.frozen, "gradients": held.gradients}, key=total),
         "rollout": rolling | {"vLLM": share},
-        "logprob": held.all(*host, *away) | scored | max({"activations": layer}, {"log-probs": score}, key=total),
+        "logprob": held.all(*host, *away)
+        | scored
+        | max({"activations": layer} | merged, {"log-probs": score}, key=total),
         "train": max(training | layers, always | {"update": held.update}, key=total),
         "sync": rolling | pushed | {"vLLM": vllm.weights + vllm.loading, "bucket": held.push},
         "save": rolling | {"vLLM": share, "copies": max(4 * held.largest, held.export)},

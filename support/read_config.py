@@ -11,7 +11,10 @@ import omegaconf
 import pydantic
 import yaml
 
-from config import KEYS, SECTIONS, Config, UserError
+from config import Config, Section, UserError
+
+SECTIONS = {key: kind for key, kind in Config.__annotations__.items() if isinstance(kind, type(Section))}
+KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields)]
 
 
 def load_config(path: str, overrides: list[str]) -> Config:

@@ -34,7 +34,7 @@ def build_teacher(model: list, cfg: Config) -> Teacher | None:
     if a.teacher == SELF:
         return Teacher(model)
     path, dtype = hf_folder.local_folder(a.teacher), bridge.DTYPES[m.dtype]
-    teacher = Teacher(bridge.build_model(path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, trained=False))
+    teacher = Teacher(bridge.build_model(path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, trained=None))
     if a.reference_on == "host":
         teacher.weights = bridge.copy_weights(teacher.model, "host")
         for parameter in (parameter for chunk in teacher.model for parameter in chunk.parameters()):

@@ -18,7 +18,7 @@ import torch
 
 import megatron_bridge as bridge
 from config import Config, UserError
-from support.optimizer_state import Sets
+from support.optimizer_state import Sets, moving_weights
 
 
 def initial_sets(model: list, cfg: Config) -> Sets:
@@ -45,7 +45,7 @@ def move_sets(sets: Sets, model: list, step: int, cfg: Config) -> None:
             sets[f"past_{n + 1}"] = sets.pop(f"past_{n}")
         sets["past_1"] = oldest  # its memory, for the present ones
         taken.append(oldest)
-    own = [parameter.detach() for chunk in model for parameter in chunk.parameters()]
+    own = [weight.detach() for weight in moving_weights(model)]
     for weights in taken:
         for kept, weight in zip(weights, own, strict=True):
             kept.copy_(weight)

@@ -1,6 +1,6 @@
 """Runs under torchrun: saves the training state of a model on one layout and reads it on the others.
 
-    torchrun --nproc_per_node=4 tests/checkpoint_worker.py MODEL DTYPE OUT '{"tp2": {"tp": 2}, ...}'
+    torchrun --nproc_per_node=4 tests/checkpoint_worker.py MODEL DTYPE OUT '{"tp2": {"tp": 2}, ...}' [RANK OF ADAPTERS]
 
 A layout's "megatron" holds options of Megatron-core. The first layout makes three updates and saves, with the weights
 before the first and the second as further sets. Every other one loads that and saves what it has; rank 0 compares main
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 import megatron_bridge as bridge
-from config import ParallelConfig, TrainConfig
+from config import LoraConfig, ParallelConfig, TrainConfig
 from support import ranks
 from support.checkpoint import CheckpointWriter, damage, read_state
 from support.optimizer_state import optimizer_steps, restore, sharded_state
@@ -29,7 +29,7 @@ def made_up_update(model: list, optimizer, number: int) -> None:
     """A step whose gradient depends on the weights alone, whatever the layout."""
     for chunk in model:
         chunk.zero_grad_buffer()
-        for weight in chunk.parameters():
+        for weight in filter(lambda weight: weight.requires_grad, chunk.parameters()):
             weight.main_grad.copy_(torch.sin(50 * weight.detach().float() + number))
     bridge.optimizer_step(optimizer, TRAIN.lr)
 
@@ -51,13 +51,14 @@ def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     path, dtype, out, layouts = sys.argv[1], bridge.DTYPES[sys.argv[2]], Path(sys.argv[3]), json.loads(sys.argv[4])
+    adapters = LoraConfig(rank=int(sys.argv[5]) if len(sys.argv) > 5 else 0)
     ranks.init_distributed(timeout_s=600)
     first = None
     for name, sizes in layouts.items():
         extra = sizes.pop("megatron", {})
         parallel = ParallelConfig(**sizes)
         bridge.init_model_parallel(parallel, seed=0)
-        model = bridge.build_model(path, parallel, dtype, extra)
+        model = bridge.build_model(path, parallel, dtype, extra, trained=adapters)
         optimizer = bridge.build_optimizer(model, TRAIN, extra)
         sets = {"reference": bridge.copy_weights(model), "past_1": bridge.copy_weights(model)}
         if first is None:

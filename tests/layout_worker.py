@@ -5,9 +5,10 @@
 A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "orders": {name: [sample numbers]}, "bins":
 [[sample numbers]]}; with bins the micro-batches of the update are these.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
-as "grad.<Hugging Face name>", "load" per layer where there are experts, "held" [ranks, 4] (held_bytes of
-tests/memory_worker.py), "credit" [F], the advantages under a teacher if there is one, and "same" 1 where the export of
-the model just loaded is the original bit by bit.
+as "grad.<Hugging Face name>" (with adapters theirs, and "merged.<name>", the weights that were pushed), "load" per
+layer where there are experts, "held" [ranks, 4] (held_bytes of tests/memory_worker.py), "credit" [F], the advantages
+under a teacher if there is one, and "same" 1 where the export of the model just loaded is the original bit by bit
+(with adapters: the push, and the factors are those of made_up_factor).
 
 The gradients are read from the exported weights, so they have passed through the distributed optimizer and the weight
 mapping: Adam with a huge eps steps by lr · grad / eps.
@@ -15,8 +16,10 @@ mapping: Adam with a huge eps steps by lr · grad / eps.
 
 import json
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
 import train_grpo
-from support import checks, hf_folder, metrics, ranks
+from support import checks, hf_folder, lora, metrics, ranks
 from support.packing import pack, to_micro_batches
 from support.read_config import load_config
 from support.teacher import as_asked, build_teacher, taught
@@ -34,21 +37,32 @@ EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
 EXACT = ("train.lr=1", "train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "algo.loss_norm_length=32")
 
 
+def made_up_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
+    """In place of lora.initial, which lets B be 0; [out, rank] or [rank, in]."""
+    return 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+
+
 def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     """What the layout gives, on every rank."""
     cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][name], *EXACT])
     checks.check_config(cfg, dist.get_world_size())
     checks.check_model(cfg.model.path, cfg.parallel, 1, 64, cfg.model.dtype, cfg.megatron)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
-    model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, cfg.megatron)
+    with mock.patch.object(lora, "initial", made_up_factor):
+        model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, cfg.megatron, trained=cfg.lora)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
     held = ranks.gather(held_bytes(model, optimizer))
-    before = dict(bridge.hf_weights(model, bucket_bytes=1 << 16))
+    before = merged = dict(bridge.hf_weights(model, bucket_bytes=1 << 16))
     folder = Path(plan["out"], "hf")
     hf_folder.export_hf(bridge.hf_weights(model), cfg.model.path, folder)
     exported, original = load_file(folder / "model-00000.safetensors"), load_file(f"{cfg.model.path}/model.safetensors")
     same = exported.keys() == original.keys() and all(torch.equal(exported[name], original[name]) for name in original)
     same &= before.keys() == original.keys() and all(torch.equal(before[name], original[name]) for name in before)
+
+    if cfg.lora.rank:
+        before = dict(bridge.hf_weights(model, bucket_bytes=1 << 16, factors=True))
+        same = all(torch.equal(before[name], made_up_factor(name, before[name].shape)) for name in before)
+        same &= merged.keys() == original.keys() and all(torch.equal(exported[name], merged[name]) for name in merged)
 
     samples = [train_grpo.Sample(**sample) for sample in json.loads(Path(plan["samples"]).read_text())]
     batch = train_grpo.flatten(samples)
@@ -78,7 +92,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         micro_batches = to_micro_batches(batch, order, budget, cfg)
     report = train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
     grad_norm = bridge.optimizer_step(optimizer, EPS * STEP)
-    after, load = dict(bridge.hf_weights(model)), metrics.expert_load(model)
+    after, load = dict(bridge.hf_weights(model, factors=bool(cfg.lora.rank))), metrics.expert_load(model)
     bridge.mpu.destroy_model_parallel()
     return {
         "logp": logp_F, "old_logp": batch.old_logp, "ref_logp": batch.ref_logp, "load": torch.tensor(load),
@@ -86,6 +100,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         "same": torch.tensor(float(same)), "grad_norm": torch.tensor(grad_norm, dtype=torch.float64),
         "loss": torch.tensor(report["loss"] / report["trained"], dtype=torch.float64),
         **{f"grad.{name}": (before[name].double() - after[name].double()) / STEP for name in before},
+        **({f"merged.{name}": weight for name, weight in merged.items()} if cfg.lora.rank else {}),
     }  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def held_bytes(model: list, optimizer) -> list[int]:
         state |= storages([*mains, *stepped, *moments])
     own = {address: size for address, size in state.items() if address not in weights}
     reference = storages(bridge.copy_weights(model))
-    gradients = storages(parameter.main_grad for parameter in parameters)
+    gradients = storages(parameter.main_grad for parameter in parameters if parameter.requires_grad)
     return [sum(table.values()) for table in (weights, gradients, own, reference)]
 
 
@@ -62,7 +62,7 @@ def main() -> None:
         before = alive()
         bridge.init_model_parallel(cfg.parallel, cfg.seed)
         dtype = bridge.DTYPES[cfg.model.dtype]
-        model = bridge.build_model(cfg.model.path, cfg.parallel, dtype, cfg.megatron)
+        model = bridge.build_model(cfg.model.path, cfg.parallel, dtype, cfg.megatron, trained=cfg.lora)
         optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
         new = alive() - before
         found[name] = ranks.gather([*held_bytes(model, optimizer), new])

@@ -23,9 +23,9 @@ from tests.test_layouts import LLAMA3
 
 METRICS = [
     "step", "reward/mean", "reward/std", "groups/zero_std_frac", "groups/sampled", "groups/trained",
-    "groups/rounds", "loss/total", "loss/policy", "kl/ref", "kl/k1", "kl/k2", "kl/teacher", "entropy", "ratio/clip_frac",
-    "logp_gap/mean", "logp_gap/max", "logp_gap/above_0.01", "logp_gap/above_0.1", "logp_gap/above_1", "mismatch/k3",
-    "mismatch/ess", "mismatch/cut_frac", "grad_norm", "moe/load",
+    "groups/rounds", "loss/total", "loss/policy", "kl/ref", "kl/k1", "kl/k2", "kl/teacher", "entropy",
+    "ratio/clip_frac", "logp_gap/mean", "logp_gap/max", "logp_gap/above_0.01", "logp_gap/above_0.1", "logp_gap/above_1",
+    "mismatch/k3", "mismatch/ess", "mismatch/cut_frac", "grad_norm", "moe/load",
     "lr", "tokens/prompt_mean", "tokens/response_mean", "tokens/response_max", "tokens/truncated_frac",
     "tokens/environment_mean", "turns/mean",
     "time/wait", "time/rollout", "time/reward", "time/gather", "time/sleep", "time/logprob", "time/train", "time/sync",

@@ -34,8 +34,8 @@ def test_weights_that_lie_evenly_are_not_copied():
 def test_update_and_export_are_those_of_sequential_experts(world, tmp_path, family, monkeypatch):
     layers, build = [], bridge.build_model
 
-    def spied(*args):
-        model = build(*args)
+    def spied(*args, **options):
+        model = build(*args, **options)
         layers.append(bridge.unwrap_model(model[0]).decoder.layers[0].mlp.experts)
         return model
 

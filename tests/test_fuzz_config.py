@@ -22,7 +22,8 @@ import yaml
 
 import megatron_bridge as bridge
 import train_grpo
-from config import SECTIONS, Config
+from config import Config
+from support.read_config import SECTIONS
 from support.vllm_process import engine_options
 from tests.conftest import REPO
 

@@ -6,8 +6,9 @@ import json
 import pytest
 from processes import Torchrun
 
-from config import KEYS, SECTIONS, RewardConfig
+from config import RewardConfig
 from support.grading import GradingPool
+from support.read_config import KEYS, SECTIONS
 from tests.conftest import REPO
 
 # What only looks at the configuration: a key that nothing else reads is dead.

@@ -3,9 +3,9 @@
 import pytest
 
 import megatron_bridge as bridge
-from config import KEYS, SECTIONS, UserError
+from config import UserError
 from support.from_other_trainers import PAGE, TRAINERS, load, page, translation
-from support.read_config import load_config
+from support.read_config import KEYS, SECTIONS, load_config
 from support.vllm_process import engine_options
 from tests.conftest import REPO
 

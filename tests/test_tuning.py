@@ -6,8 +6,8 @@ They are written from the plan of memory, with which tests/test_memory_plan.py c
 import re
 
 import megatron_bridge as bridge
-from config import KEYS, SECTIONS
 from support import hints
+from support.read_config import KEYS, SECTIONS
 from support.vllm_process import engine_options
 from tests.conftest import REPO
 

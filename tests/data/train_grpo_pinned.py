@@ -41,6 +41,7 @@ from support import checkpoint, checks, credit, gates, hf_folder, launch, metric
 from support.clock import Clock, StopRequested
 from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.grading import GradingPool
+from support.lora import export_adapter
 from support.packing import Batch, MicroBatch, pack, sequence_mean, sequence_sum, to_micro_batches, use_of_rows
 from support.read_config import changed
 from support.schedule import moved
@@ -104,7 +105,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     path = hf_folder.local_folder(m.path)
     # vLLM measures free memory when it starts, so it comes first; it sleeps until weights are pushed.
     engine = Engine(path, m, r, checks.longest_sample(cfg))
-    model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head)
+    model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head, trained=cfg.lora)
     optimizer = bridge.build_optimizer(model, t, cfg.megatron)
     sets, teacher = initial_sets(model, cfg), build_teacher(model, cfg)
     writer = checkpoint.CheckpointWriter(Path(cfg.output_dir, "checkpoints"), t.keep_last, t.keep_every)
@@ -194,6 +195,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
         run.writer.finish()
         if step == t.steps or (t.export_every and step % t.export_every == 0):
             hf_folder.export_hf(bridge.hf_weights(model), run.model_path, Path(cfg.output_dir, f"hf/step_{step:06d}"))
+            if cfg.lora.rank:
+                export_adapter(bridge.hf_weights(model, factors=True), run.model_path, cfg, step)
         if t.save_every and (step % t.save_every == 0 or step == t.steps):
             save(run, step)
     seconds = clock.end_step()

@@ -16,9 +16,9 @@ from statistics import fmean, stdev
 import yaml
 from huggingface_hub import try_to_load_from_cache
 
-from config import SECTIONS, UserError
+from config import UserError
 from support import hints
-from support.read_config import validated
+from support.read_config import SECTIONS, validated
 
 Z = 1.96  # of a normal distribution, for bands of 95 %
 BYTES_A_TOKEN = 4.5  # of a response in the page, about: id and log-prob, compressed, as base64

@@ -1,0 +1,254 @@
+"""LoRA (arXiv 2106.09685): beside a frozen weight W [out, in] two thin factors, B [out, rank] and A [rank, in].
+
+The model computes with W + alpha / rank · B A, summed in fp32 and rounded once to the model's dtype. A push takes these
+very numbers to vLLM, so both sides sample and score with one model, as without adapters. W gets no gradient, and the
+sum is not kept for the backward pass but made anew, so what a layer holds besides W is what its factors take.
+
+A Megatron weight that joins several Hugging Face weights (q, k, v; gate, up) has an A for each, as in PEFT, [parts,
+rank, in], and one B, [out, rank], whose rows lie as the weight's own do. Tensor parallelism splits B with the rows of
+qkv and fc1, and A with the columns of proj and fc2; the other factor is whole on every rank, its gradient a sum.
+
+Knows no table of weights: what a factor is called outside, and how it is put together, follows in megatron_bridge.py
+from the rule of its weight.
+"""
+
+import json
+import math
+import shutil
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from config import Config, LoraConfig
+from support import layers  # noqa: F401, first: it prepares the process for Megatron-core
+from support.files import put_in_place, sync
+
+# isort: split
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import _gather_along_first_dim, _reduce_scatter_along_first_dim
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+
+COLUMN = ("qkv", "fc1")  # targets whose rows tensor parallelism splits; those of proj and fc2 are whole
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What a rank's part [out, in] of a weight has beside it, as `weight.adapter`."""
+
+    a: torch.nn.Parameter  # [parts, rank, in], of proj and fc2 [rank, in]
+    b: torch.nn.Parameter  # [out, rank]
+    scale: float  # alpha / rank
+    rows: list[int]  # of each part, in a block of rows that repeats
+    split_rows: bool  # over the ranks of the group, so that A is whole on each of them, else B
+    group: dist.ProcessGroup  # of tensor parallelism, an expert's own
+
+
+# ---------------------------------------------------------------- the model
+
+
+def attach(model: torch.nn.Module, cfg: LoraConfig | None) -> None:
+    """Freeze a model chunk and give its targeted weights factors of zeros; at rank 0 leave it as it is, None: freeze
+    it."""
+    if cfg is not None and cfg.rank == 0:
+        return
+    model.requires_grad_(False)
+    if cfg is None:
+        return
+    for name, linear in model.named_modules():
+        target = name.rpartition(".linear_")[2]
+        if target in cfg.targets:
+            adapt(linear, target, cfg)
+    if model.pre_process:  # or recomputed layers, whose input has no gradient, would give their weights none
+        model.embedding.register_forward_hook(lambda module, args, hidden: hidden.requires_grad_())
+
+
+def adapt(linear: torch.nn.Module, target: str, cfg: LoraConfig) -> None:
+    """Let one of Megatron's parallel linear layers compute with its weight and factors."""
+    (out, width), group, config = linear.weight.shape, linear.tp_group, linear.config
+    heads = config.num_attention_heads // config.num_query_groups * config.kv_channels
+    rows = {"qkv": [heads, config.kv_channels, config.kv_channels], "fc1": [out // 2, out // 2]}.get(target, [out])
+    split_rows = target in COLUMN
+    zeros = partial(torch.zeros, dtype=linear.weight.dtype, device=linear.weight.device)
+    linear.lora_a = torch.nn.Parameter(zeros(len(rows), cfg.rank, width) if split_rows else zeros(cfg.rank, width))
+    linear.lora_b = torch.nn.Parameter(zeros(out, cfg.rank))
+    for factor, whole in ((linear.lora_a, split_rows), (linear.lora_b, not split_rows)):
+        factor.tensor_model_parallel = True  # it counts in the norm of the gradients on every rank,
+        factor.shared = whole and group.rank() > 0  # but for copies
+    scale = cfg.alpha / cfg.rank
+    linear.weight.adapter = Adapter(linear.lora_a, linear.lora_b, scale, rows, split_rows, group)
+    linear._forward_impl = adapted_linear
+    linear.sharded_state_dict = partial(sharded_state_dict, linear, target)
+
+
+def sharded_state_dict(linear, target: str, prefix="", sharded_offsets=(), metadata=None) -> dict:
+    """Megatron's description of a layer for checkpoints, and how its split factor is split: as its weight."""
+    described = type(linear).sharded_state_dict(linear, prefix, sharded_offsets, metadata)
+    name, factor, axis = ("lora_b", linear.lora_b, 0) if target in COLUMN else ("lora_a", linear.lora_a, 1)
+    described[prefix + name] = make_tp_sharded_tensor_for_checkpoint(
+        factor, prefix + name, axis, prepend_offsets=sharded_offsets,
+        tp_group=linear.tp_group, dp_cp_group=metadata["dp_cp_group"],
+    )  # fmt: skip
+    if target == "fc1":
+        described[prefix + name] = apply_swiglu_sharded_factory(described[prefix + name], sharded_offsets)
+    return described
+
+
+# ---------------------------------------------------------------- forward and backward
+
+
+def factors(weights: Sequence[torch.nn.Parameter]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [E, parts · rank, in] and B [E, out, parts · rank] of E weights, so that B A is what is added to them: B has
+    zeros where a row is of another part."""
+    adapters = [weight.adapter for weight in weights]
+    a = torch.stack([adapter.a.flatten(0, -2) for adapter in adapters])
+    b = torch.stack([adapter.b for adapter in adapters])
+    rows, rank = adapters[0].rows, b.shape[-1]
+    parts = b.unflatten(1, (-1, sum(rows))).split(rows, dim=2)  # each [E, blocks, rows of the part, rank]
+    spread = [F.pad(part, (rank * i, rank * (len(rows) - 1 - i))) for i, part in enumerate(parts)]
+    return a, torch.cat(spread, dim=2).flatten(1, 2)
+
+
+def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """weight + scale · b a, summed in fp32, rounded once; [out, in], [k, in], [out, k] → [out, in]."""
+    negative = b.float() @ (a.float() * -scale)
+    return torch.sub(weight, negative, out=negative).to(weight.dtype)  # minus 0: a -0.0 stays one
+
+
+@torch.no_grad()
+def effective(weight: torch.nn.Parameter) -> torch.Tensor:
+    """The weight as the model computes with it, bit by bit; itself where it has no adapter."""
+    if not hasattr(weight, "adapter"):
+        return weight.detach()
+    a, b = factors([weight])
+    return merged(weight, a[0], b[0], weight.adapter.scale)
+
+
+def adapted_linear(input, weight, bias, *, allreduce_dgrad, sequence_parallel, tp_group, **unused) -> torch.Tensor:
+    """In place of Megatron's linear functions, whose arguments it takes; [T, 1, in] → [T, 1, out]."""
+    a, b = factors([weight])
+    if allreduce_dgrad:
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)  # the backward pass all-reduces
+    output = AdaptedLinear.apply(input, None, a[0], b[0], weight.adapter, sequence_parallel, weight)
+    return output if bias is None else output + bias
+
+
+def grouped_linear(x_R: torch.Tensor, ends_E: torch.Tensor, *weights: torch.nn.Parameter) -> torch.Tensor:
+    """Of E experts at once: x_R [R, in] sorted by expert, the end of each one's rows [E] int32 → [R, out]."""
+    return AdaptedLinear.apply(x_R, ends_E, *factors(weights), weights[0].adapter, False, *weights)
+
+
+class AdaptedLinear(torch.autograd.Function):
+    """x (W + scale · B A)ᵀ of one weight, or of E experts with the ends of their rows. Keeps x as it came, a part of
+    the rows under sequence parallelism. The gradients of A and B are thin products: there is none of [out, in]."""
+
+    @staticmethod
+    def forward(ctx, x, ends_E, a, b, adapter, sequence_parallel, *weights):
+        ctx.adapter, ctx.sequence_parallel = adapter, sequence_parallel
+        ctx.save_for_backward(x, ends_E, a, b, *weights)
+        rows = _gather_along_first_dim(x, adapter.group) if sequence_parallel else x
+        return product(rows, all_merged(weights, a, b, adapter.scale).mT, ends_E)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, ends_E, a, b, *weights), adapter = ctx.saved_tensors, ctx.adapter
+        grad, shape = grad.contiguous(), (*grad.shape[:-1], x.shape[-1])
+        if grad.numel() == 0:  # no token for these experts: grouped_mm refuses
+            grad_x, grad_a, grad_b = map(torch.zeros_like, (x, a, b))
+        else:
+            rows = _gather_along_first_dim(x, adapter.group) if ctx.sequence_parallel else x
+            rows, grad = rows.flatten(0, -2), grad.flatten(0, -2)
+            grad_x = product(grad, all_merged(weights, a, b, adapter.scale), ends_E).view(shape)
+            if ctx.sequence_parallel:
+                grad_x = _reduce_scatter_along_first_dim(grad_x, adapter.group)
+            grad_a = product((product(grad, b, ends_E) * adapter.scale).mT, rows, ends_E)
+            grad_b = product(grad.mT, product(rows, a.mT, ends_E) * adapter.scale, ends_E)
+        if adapter.group.size() > 1:  # each rank has its rows' or columns' part of the gradient of the whole factor
+            dist.all_reduce(grad_a if adapter.split_rows else grad_b, group=adapter.group)
+        return grad_x, None, grad_a, grad_b, None, None, *[None] * len(weights)
+
+
+def all_merged(weights: Sequence[torch.Tensor], a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """`merged` of one weight, or of E weights as one tensor [E, out, in], each as if it were alone."""
+    if a.dim() == 2:
+        return merged(weights[0], a, b, scale)
+    whole = weights[0].new_empty(len(weights), *weights[0].shape)
+    for e, weight in enumerate(weights):
+        whole[e] = merged(weight, a[e], b[e], scale)
+    return whole
+
+
+def product(x: torch.Tensor, y: torch.Tensor, ends_E: torch.Tensor | None) -> torch.Tensor:
+    """x y, or with `ends_E` the products of each expert's rows."""
+    return x @ y if ends_E is None else F.grouped_mm(x, y, offs=ends_E)
+
+
+# ---------------------------------------------------------------- names, the start, the export
+
+
+def is_factor(name: str) -> bool:
+    """Whether a Megatron weight is a factor."""
+    return name.endswith((".lora_a", ".lora_b"))
+
+
+def weight_of(name: str) -> str:
+    """The weight, in Megatron or in Hugging Face's model, to which a factor belongs."""
+    return name.removesuffix(".weight").rpartition(".lora_")[0] + ".weight"
+
+
+def rule(name: str, join: str, parts: list[str]) -> tuple[str, list[str]]:
+    """The rule of a factor, from that of its weight (rule_of in megatron_bridge.py); the names are PEFT's."""
+    letter = name[-1].upper()
+    parts = [f"{part.removesuffix('weight')}lora_{letter}.weight" for part in parts]
+    if letter == "B":
+        return ("copy" if join == "cols" else join), parts
+    return ("cols" if join == "cols" else "stack"), parts
+
+
+def part(name: str, opened: dict, shape: torch.Size) -> torch.Tensor:
+    """A Hugging Face tensor from its safetensors file in `opened`; of a factor, which is in none, the start. `shape` is
+    that of this rank's part of it."""
+    if name in opened:
+        return opened[name].get_tensor(name)
+    weight = weight_of(name)
+    out, width = opened[weight].get_slice(weight).get_shape()
+    return initial(name, (out, shape[-1]) if name.endswith("lora_B.weight") else (shape[-2], width))
+
+
+def initial(name: str, shape: tuple[int, int]) -> torch.Tensor:
+    """A factor before training: B [out, rank] is 0, A [rank, in] uniform within ±1 / sqrt(in), as in PEFT. It follows
+    from the Hugging Face name alone, so that it is the same on every layout."""
+    if name.endswith("lora_B.weight"):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: Config, step: int) -> None:
+    """Write the factors, (Hugging Face name, full tensor) pairs, to output_dir/adapter/step_N so that PEFT loads them
+    onto the model `base`. Called on every rank, written by rank 0; the folder is complete or absent."""
+    writes, target = dist.get_rank() == 0, Path(cfg.output_dir, f"adapter/step_{step:06d}")
+    held = {f"base_model.model.{name}": factor.cpu() for name, factor in weights if writes}  # all ranks drain it
+    if writes:
+        temporary = target.with_name(target.name + ".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        settings = {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": cfg.lora.rank,
+            "lora_alpha": cfg.lora.alpha, "target_modules": sorted({name.split(".")[-3] for name in held}),
+            "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+        }  # fmt: skip
+        (temporary / "adapter_config.json").write_text(json.dumps(settings, indent=1))
+        save_file(held, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        for file in temporary.iterdir():
+            sync(file)
+        put_in_place(temporary, target)
+    dist.barrier()

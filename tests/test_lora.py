@@ -1,0 +1,254 @@
+"""LoRA: on every layout the gradient of each factor, the loss and the log-probs equal those of plain transformers in
+float64, and of PEFT where it is installed (pip install peft); what is pushed, exported and resumed is their sum.
+"""
+
+import json
+
+import make_tiny
+import pytest
+import torch
+from processes import Torchrun
+from safetensors.torch import load_file, save_file
+
+from support import lora, memory_plan
+from support.read_config import load_config
+from tests import test_layouts
+from tests.layout_worker import made_up_factor, one_layout
+from tests.test_layouts import (
+    float64_model,
+    layouts_of,
+    make_plan,
+    make_samples,
+    reference,
+    relative,
+    run_worker,
+    worst_gradient,
+)
+
+RANK, ALPHA = 8, 12.0
+LORA = (f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
+PARTS = {  # target → the Hugging Face weights of a layer, without experts
+    "qkv": ("q_proj", "k_proj", "v_proj"), "proj": ("o_proj",),
+    "fc1": ("gate_proj", "up_proj", "w1", "w3"), "fc2": ("down_proj", "w2"),
+}  # fmt: skip
+
+
+def made_up_factors(weights: dict[str, torch.Tensor], targets=tuple(PARTS)) -> dict[str, tuple]:
+    """{Hugging Face name of a targeted weight: its (A, B)}, in float64, as the worker has them."""
+    parts = [part for target in targets for part in PARTS[target]]
+    found = {}
+    for name, weight in weights.items():
+        if name.endswith(".weight") and name.split(".")[-2] in parts:
+            shapes = {"A": (RANK, weight.shape[1]), "B": (weight.shape[0], RANK)}
+            names = {letter: name.replace("weight", f"lora_{letter}.weight") for letter in shapes}
+            found[name] = tuple(made_up_factor(names[letter], shapes[letter]).double() for letter in shapes)
+    return found
+
+
+def lora_reference(folder, given: dict, targets=tuple(PARTS)) -> dict:
+    """`reference` of the model with W + alpha / rank · B A for W; by the chain rule dA = s Bᵀ dW and dB = s dW Aᵀ."""
+    weights = {name: weight.double() for name, weight in load_file(folder / "model.safetensors").items()}
+    factors = made_up_factors(weights, targets)
+    scale = ALPHA / RANK
+    merged = weights | {name: weights[name] + scale * b @ a for name, (a, b) in factors.items()}
+    target = folder.parent / f"merged-{'-'.join(targets)}"
+    target.mkdir(exist_ok=True)
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(merged, target / "model.safetensors", metadata={"format": "pt"})
+    found = reference(target, make_samples(), given)
+    wanted = {name: found[name] for name in ("loss", "logp")} | {f"merged.{name}": w for name, w in merged.items()}
+    for name, (a, b) in factors.items():
+        grad, stem = found[f"grad.{name}"], f"grad.{name.removesuffix('weight')}lora"
+        wanted |= {f"{stem}_A.weight": scale * b.T @ grad, f"{stem}_B.weight": scale * grad @ a.T}
+    return wanted
+
+
+def check(found: dict, wanted: dict) -> float:
+    """The largest relative error of a factor's gradient, once all is within 1e-5."""
+    for kind in ("grad.", "merged."):
+        assert {k for k in found if k.startswith(kind)} == {k for k in wanted if k.startswith(kind)}
+    assert found["same"] == 1  # the factors are those that were drawn; what is exported is what is pushed, bit by bit
+    assert max(relative(found[name], wanted[name]) for name in wanted if name.startswith("merged.")) < 1e-6
+    assert (found["logp"] - wanted["logp"]).abs().max() < 1e-4
+    assert found["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
+    error, name = worst_gradient(found, wanted)
+    assert error < 1e-5, name
+    norm = torch.stack([g.norm() for name, g in wanted.items() if name.startswith("grad.")]).norm().item()
+    assert found["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("qwen2", ("qkv", "proj", "fc1", "fc2")), ("qwen2_moe", ("qkv", "proj", "fc1", "fc2")), ("qwen3", ("qkv", "fc2"))],
+)
+def test_the_gradients_of_factors_are_those_of_plain_transformers(world, tmp_path, family, targets):
+    plan = make_plan(tmp_path, family, *LORA, f"lora.targets=[{','.join(targets)}]", layouts={"one": []})
+    found = one_layout(plan, "one")
+    check(found, lora_reference(tmp_path / "model", found, targets))
+
+
+# In `make test`: each axis, and each pair of axes that meets in one factor.
+QUICK = {
+    "qwen2": ("TP2·PP2", "TP2·DP2, without SP"),
+    "qwen3_moe": ("EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "CP2·EP2·DP2"),
+}
+SLOW = {
+    "qwen2": (
+        "DP4", "TP2·CP2", "CP4", "PP2·VPP2·DP2", "TP2·PP2·VPP2, overlap, full recompute",
+        "CP2·DP2, overlap, selective recompute",
+    ),
+    "qwen2_moe": ("EP2·DP4", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "ETP2·DP4"),
+    "qwen3_moe": ("EP4·DP4, overlap", "PP2·EP2·DP2", "TP2·PP2·VPP2, overlap, full recompute"),
+}  # fmt: skip
+CASES = [
+    *(pytest.param(family, layout) for family, layouts in QUICK.items() for layout in layouts),
+    *(pytest.param(family, layout, marks=pytest.mark.slow) for family, layouts in SLOW.items() for layout in layouts),
+]
+MORE = {"ETP2·DP4": ["parallel.etp=2"]}  # an expert is split over ranks that are replicas elsewhere
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    """Family → (what each layout gave, the reference, the worker's plan), of all that are asked for, in a torchrun."""
+    asked: dict[str, dict] = {}
+    for item in request.session.items:
+        if item.name.startswith("test_gradients_do_not_depend_on_the_layout["):
+            family, layout = item.callspec.params["family"], item.callspec.params["layout"]
+            asked.setdefault(family, {})[layout] = (layouts_of(family) | MORE)[layout]
+    folders = {family: tmp_path_factory.mktemp(family) for family in asked}
+    plans = [make_plan(folders[family], family, *LORA, layouts=layouts) for family, layouts in asked.items()]
+    found = run_worker(tmp_path_factory.mktemp("lora"), 4, *plans)
+    return {
+        family: (layouts, lora_reference(folders[family] / "model", next(iter(layouts.values()))), plan)
+        for family, layouts, plan in zip(asked, found, plans, strict=True)
+    }
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_gradients_do_not_depend_on_the_layout(results, family, layout):
+    found, wanted, plan = results[family]
+    print(f"{family} {layout}: {check(found[layout], wanted):.0e}")
+    cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][layout]])
+    planned = [memory_plan.count(cfg, 4, rank) for rank in range(4)]
+    assert found[layout]["held"].tolist() == [[r.weights, r.gradients, r.optimizer, r.reference] for r in planned]
+
+
+# ---------------------------------------------------------------- PEFT
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "qwen3_moe"])
+def test_peft_loads_the_export_and_computes_the_same(world, tmp_path, family, monkeypatch):
+    """Losses and log-probs of each family; gradients too of dense ones, whose factors PEFT keeps as they are."""
+    peft = pytest.importorskip("peft")
+    plan = make_plan(tmp_path, family, *LORA, layouts={"one": []})
+    found = one_layout(plan, "one")
+    factors = {}
+    for name, pair in made_up_factors(load_file(tmp_path / "model/model.safetensors")).items():
+        factors |= {
+            name.replace("weight", f"lora_{x}.weight"): factor.float() for x, factor in zip("AB", pair, strict=True)
+        }
+    cfg = load_config("configs/tiny.yaml", [*plan["overrides"], f"output_dir={tmp_path}"])
+    lora.export_adapter(factors.items(), cfg.model.path, cfg, step=1)
+
+    def adapted(folder):
+        return peft.PeftModel.from_pretrained(
+            float64_model(folder), tmp_path / "adapter/step_000001", is_trainable=True
+        )
+
+    monkeypatch.setattr(test_layouts, "float64_model", adapted)
+    wanted = reference(tmp_path / "model", make_samples(), found)
+    assert (found["logp"] - wanted["logp"]).abs().max() < 1e-4
+    assert found["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
+    if family == "qwen2":
+        for name in factors:
+            theirs = wanted[f"grad.base_model.model.{name.removesuffix('weight')}default.weight"]
+            assert relative(found[f"grad.{name}"], theirs) < 1e-5, name
+
+
+# ---------------------------------------------------------------- details
+
+
+def test_a_weight_without_a_difference_keeps_its_bits():
+    """The first push must give vLLM what it has read from disk; of both zeros -0.0 is easily lost."""
+    weight = torch.tensor([[0.0, -0.0, 1e-40], [-0.0, 3.0, -0.0]])
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.randn(RANK, 3).to(dtype), torch.zeros(2, RANK, dtype=dtype)
+        bits = lora.merged(weight.to(dtype), a, b, 1.5).view(torch.int16)
+        assert torch.equal(bits, weight.to(dtype).view(torch.int16))
+
+
+def test_a_sum_is_rounded_once():
+    """In bf16, where 258 follows 256, 256 + 0.75 + 0.75 is 256 if each sum is rounded, and 258 if only the last is."""
+    weight, a, b = torch.tensor([[256.0]]), torch.tensor([[1.0], [1.0]]), torch.tensor([[0.75, 0.75]])
+    assert lora.merged(weight.bfloat16(), a.bfloat16(), b.bfloat16(), 1.0).item() == 258.0
+    assert (weight.bfloat16() + 0.75).item() == 256.0
+
+
+def test_a_factor_starts_as_in_peft():
+    """B is 0; A is uniform within ±1 / sqrt(in), of variance 1 / (3 in), another one for each weight."""
+    a, other = (lora.initial(f"model.layers.{i}.self_attn.q_proj.lora_A.weight", (64, 400)) for i in (0, 1))
+    assert not lora.initial("x.lora_B.weight", (5, 3)).any()
+    assert a.abs().max() <= 0.05 and a.var().item() == pytest.approx(1 / 1200, rel=0.02) and not torch.equal(a, other)
+
+
+# ---------------------------------------------------------------- runs
+
+
+RUN = (
+    *LORA, "train.steps=3", "train.lr=0.005", "train.warmup_steps=0", "train.save_every=1", "train.export_every=1",
+    "train.keep_last=0", "train.updates_per_step=2", "algo.kl_coef=0.05", "rollout.prompts_per_step=4",
+    "rollout.group_size=8",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_pushes_exports_and_resumes(train, tiny, tmp_path):
+    """Two replicas, at once and in two parts, the second also on other layouts."""
+    run = train(2, *RUN, out=tmp_path / "straight")
+    assert run.code == 0, run.text
+    kl = [metrics["kl/ref"] for metrics in run.metrics]
+    assert kl[0] == 0 and min(kl[1:]) > 0  # against the model without adapters
+    assert max(metrics["logp_gap/max"] for metrics in run.metrics) < 1e-5
+    assert {metrics["sync/checked"] for metrics in run.metrics} == {1.0}
+    base, exported = load_file(tiny / "model/model.safetensors"), run.weights(3)
+    factors = load_file(run.out / "adapter/step_000003/adapter_model.safetensors")
+    for name, weight in base.items():
+        stem = f"base_model.model.{name.removesuffix('weight')}lora"
+        if f"{stem}_A.weight" in factors:
+            difference = ALPHA / RANK * factors.pop(f"{stem}_B.weight") @ factors.pop(f"{stem}_A.weight")
+            assert difference.abs().max() > 1e-4
+            assert torch.allclose(exported[name], weight + difference, rtol=1e-6, atol=1e-7)
+        else:
+            assert torch.equal(exported[name], weight)
+    assert not factors
+    first = run.out / "checkpoints/step_000001"
+    size = sum(path.stat().st_size for path in first.glob("rank_*.safetensors"))
+    assert size < 12 * sum(weight.numel() for weight in base.values()) / 2  # the adapters alone
+
+    for name, nproc, overrides in (("same", 2, []), ("tp2pp2", 4, ["parallel.tp=2", "parallel.pp=2"])):
+        resumed = train(nproc, *RUN, *overrides, f"resume={first}", out=tmp_path / name)
+        assert resumed.code == 0, resumed.text
+        for weight, now in resumed.weights(3).items():
+            assert torch.equal(now, exported[weight]) if name == "same" else relative(now, exported[weight]) < 1e-4
+    other = train(2, *RUN, "lora.rank=4", f"resume={first}", out=tmp_path / "again")
+    assert other.code == 1 and "saved from another model" in other.text, other.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "dtype", "layouts"),
+    [
+        ("qwen2", "fp32", {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "vpp": {"tp": 2, "pp": 2, "vpp": 2}, "cp2": {"cp": 2}}),
+        ("qwen2_moe", "bf16", {"ep2tp2": {"tp": 2, "ep": 2}, "dp4": {}, "etp2": {"tp": 2, "ep": 2, "etp": 2}}),
+    ],
+)  # fmt: skip
+def test_the_state_of_adapters_is_the_same_on_every_layout(tmp_path, arch, dtype, layouts):
+    make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>="), hidden=64, layers=4, arch=arch)
+    worker = Torchrun(
+        tmp_path / "printed.txt", "tests/checkpoint_worker.py", str(tmp_path / "model"), dtype, str(tmp_path / "out"),
+        json.dumps(layouts), str(RANK), nproc=4,
+    )  # fmt: skip
+    assert worker.end(300) == 0, worker.text
+    found = [line for line in worker.text.splitlines() if line.split(":")[0] in layouts]
+    assert found == [f"{x}: same" for x in layouts], worker.text
