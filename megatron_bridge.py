@@ -301,6 +301,7 @@ def build_optimizer(model: list, train, extra: dict):
     )
     config = OptimizerConfig(**{**settings, **options_for(OptimizerConfig, extra)})
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
+    optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if part.optimizer]  # with weights
     for part in optimizer.chained_optimizers:
         set_adam_steps(part, 0)  # torch makes the state at the first update; it must be there to be saved and loaded
     return optimizer
@@ -524,8 +525,7 @@ def local_view(join: str, flat: torch.Tensor, shape: torch.Size, hf) -> torch.Te
 
 
 def named_weights(model: list, factors: bool = False) -> dict[str, torch.nn.Parameter]:
-    """This rank's weights, or `factors` of adapters, by Megatron name, with the number of the layer in the whole model
-    (an expert's is local)."""
+    """This rank's weights, or adapters' `factors`, by Megatron name; layers count in the whole model, experts here."""
     weights = {}
     for chunk in map(unwrap_model, model):
         for name, parameter in chunk.named_parameters():
