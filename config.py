@@ -137,6 +137,7 @@ class AlgoConfig(Section):
     overlong_buffer: Whole = 0  # tokens before rollout.max_new_tokens over which a penalty grows; 0: none
     overlong_coef: NotNegative = 1.0  # the penalty at rollout.max_new_tokens
     mask_truncated: bool = False  # leave answers that were cut off out of the loss
+    replay_routes: bool = False  # experts: the policy's passes send each token where vLLM sent it; docs/models.md
 
 
 class TrainConfig(Section):

@@ -22,7 +22,7 @@ import transformers
 from safetensors import safe_open
 
 from config import LoraConfig
-from support import hf_folder, lora
+from support import hf_folder, lora, routes
 from support.attention import PackedAttention, Packing, gather_stripes, own_stripe, rotary_embedding, sliding_window
 from support.experts import experts_for
 from support.layers import HiddenGPT, RMSNorm, Router, device, swiglu  # before Megatron-core
@@ -338,6 +338,7 @@ def hidden_states(model, mb) -> torch.Tensor:
         untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
     tokens, positions = own_stripe(mb.tokens).long().contiguous(), own_stripe(mb.position_ids)  # [1, T / cp]
     packing = Packing.of(mb, chunk.inv_freq, chunk.config)
+    routes.give(chunk, mb)
     options = {"padding_mask": untrained} if chunk.config.num_moe_experts else {}
     return model(tokens, positions, attention_mask=None, packed_seq_params=packing, **options)
 

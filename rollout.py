@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from numpy import ndarray
 
 from config import ModelConfig, RankError, RolloutConfig
 from support import cpu_engine
@@ -27,6 +28,7 @@ class Completion:
     ids: list[int]
     logps: list[float]  # 0 of an environment's tokens
     finished: bool
+    routes: ndarray | None = None  # [tokens, layers, k], experts of all tokens but the last; None unless asked for
     turns: list[int] = dataclasses.field(default_factory=list)  # tokens by the model, the environment, the model, ...
     told: dict = dataclasses.field(default_factory=dict)  # what the reward finds in its row, beside the data's columns
     lost: object | None = None  # what became of it where the environment failed; it is not graded then
@@ -38,7 +40,9 @@ class Engine:
     All ranks of a group must make the same calls with the same arguments.
     """
 
-    def __init__(self, path: str, model: ModelConfig, rollout: RolloutConfig, max_model_len: int):
+    def __init__(
+        self, path: str, model: ModelConfig, rollout: RolloutConfig, max_model_len: int, return_routes: bool = False
+    ):
         """Start vLLM on the Hugging Face folder `path`, asleep; rollout.vllm goes to vllm.LLM and overrides this."""
         on_gpu = torch.cuda.device_count() > 0
         set_environment(rollout.exact)
@@ -65,6 +69,7 @@ class Engine:
             disable_log_stats=True,
             load_format="safetensors",  # weights in pickles could run code
             use_tqdm_on_load=False,
+            enable_return_routed_experts=return_routes and on_gpu,
         )
         if on_gpu:  # graphs for as many answers as there can be at once
             batch = -(-rollout.prompts_per_step // engines) * rollout.group_size
@@ -72,6 +77,9 @@ class Engine:
         if model.fp32_head:
             settings["hf_overrides"] = {"head_dtype": "float32"}
         self.llm = vllm.LLM(**{**settings, **rollout.vllm})
+        if return_routes and not on_gpu:
+            cpu_engine.return_routes(self.llm)
+        self.return_routes = return_routes
         self.sleeps = on_gpu and rollout.vllm.get("enable_sleep_mode", True)
         self.sleep_level = rollout.sleep_level
         self.push_check, self.pushed = PushCheck(tp, self.llm), False  # pushed: since it slept
@@ -95,27 +103,21 @@ class Engine:
         limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
         for number, (ids, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True)):
             params = self.sampling_params(
-                n=n,
-                seed=seed,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=limit,
-                logprobs=0,
-                detokenize=False,
-                output_kind=self.final_only,
-            )
+                n=n, seed=seed, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
+                max_tokens=limit, logprobs=0, detokenize=False, output_kind=self.final_only,
+            )  # fmt: skip
             engine.add_request(str(number), {"prompt_token_ids": ids}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
                     yield int(output.request_id), [self._completion(answer) for answer in output.outputs]
 
-    @staticmethod
-    def _completion(answer) -> Completion:
+    def _completion(self, answer) -> Completion:
         ids = list(answer.token_ids)
         logps = [at[token].logprob for at, token in zip(answer.logprobs, ids, strict=True)]
-        return Completion(ids, logps, answer.finish_reason == "stop")
+        if self.return_routes and answer.routed_experts is None:
+            raise RankError("vLLM returned no routes of an answer, which algo.replay_routes asks for")
+        return Completion(ids, logps, answer.finish_reason == "stop", answer.routed_experts)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights by the (Hugging Face name, full tensor) pairs, in layer order; forget cached prefixes.

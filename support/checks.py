@@ -109,6 +109,10 @@ def check_config(cfg: Config, world_size: int) -> None:
         )
     require(world_size % r.tp == 0, f"rollout.tp={r.tp} does not divide the world size {world_size}")
     require(
+        not a.replay_routes or r.vllm.get("enable_prefix_caching", True),
+        "algo.replay_routes=true: vLLM keeps routes with cached prefixes; leave out rollout.vllm.enable_prefix_caching",
+    )
+    require(
         r.prompts_per_step % t.updates_per_step == 0,
         f"train.updates_per_step={t.updates_per_step} must divide rollout.prompts_per_step={r.prompts_per_step}: "
         "an update takes whole groups",
@@ -332,6 +336,12 @@ def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: st
     except (AssertionError, TypeError, ValueError) as error:
         given = ", ".join(f"megatron.{name}" for name in extra) or "empty"
         raise ValueError(f"Megatron-core refuses this layout or the megatron section ({given}): {error}") from None
+
+
+def check_routes(cfg: Config) -> None:
+    """See that there are routes to replay where algo.replay_routes asks for it. Raises ValueError."""
+    if cfg.algo.replay_routes and not bridge.is_moe(transformers.AutoConfig.from_pretrained(cfg.model.path)):
+        raise ValueError(f"algo.replay_routes=true: model.path={cfg.model.path} has no experts; use false")
 
 
 def check_layout(hf, parallel, rollout_tp: int) -> None:

@@ -1,8 +1,10 @@
-"""What vLLM 0.32 needs on the CPU to run beside a trainer: names of its own in shared memory, and packed weights that
-take up a push. Nothing here is called where there is a GPU."""
+"""What vLLM 0.32 needs on the CPU to run beside a trainer: names of its own in shared memory, packed weights that take
+up a push, and routes. Nothing here is called where there is a GPU."""
 
+import functools
 import uuid
 
+import numpy
 import torch
 
 from support import ranks
@@ -71,3 +73,60 @@ def repack_lm_head(model: torch.nn.Module) -> None:
     head = getattr(model, "lm_head", None)
     if head is not None and getattr(head, "quant_method", None) is not None:
         head.quant_method.process_weights_after_loading(head)
+
+
+def return_routes(llm) -> None:
+    """Make `llm` return the experts of each answer's tokens: vLLM 0.32 does with model runner V2, so not on the CPU.
+
+    Its routers call a function where one is set, and its scheduler hands out what an `aux_output_connector` gives it.
+    """
+    llm.llm_engine.engine_core.engine_core.scheduler.aux_output_connector = Routes(llm)
+
+
+class Routes:
+    """The experts of every token in the KV cache, kept beside it, so those of cached prefixes are there too; in place
+    of vLLM's AuxOutputSchedulerConnector."""
+
+    def __init__(self, llm):
+        engine = llm.llm_engine
+        model, cache = engine.vllm_config.model_config, engine.vllm_config.cache_config
+        self.manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+        blocks = cache.num_gpu_blocks, cache.block_size  # on the CPU too
+        shape = model.get_total_num_hidden_layers(), model.get_num_experts_per_tok()
+        self.experts = torch.zeros(
+            *blocks, *shape, dtype=torch.uint8 if model.get_num_experts() <= 256 else torch.int16
+        )
+        llm.apply_model(self.listen)
+
+    def listen(self, model: torch.nn.Module) -> None:
+        """Have every router of vLLM's model tell where it sends tokens."""
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        for module in model.modules():
+            if isinstance(module, MoERunner):
+                module.router.set_capture_fn(functools.partial(self.note, module.layer_id))
+
+    def note(self, layer: int, experts: torch.Tensor) -> None:
+        """Keep the experts [tokens, k] of a forward pass where the KV cache keeps its tokens."""
+        from vllm.forward_context import get_forward_context
+
+        slots = get_forward_context().slot_mapping  # {name of an attention layer: [tokens]}; {} in a trial run
+        if slots:
+            slots = next(iter(slots.values()))
+            self.experts.flatten(0, 1)[slots, layer] = experts[: len(slots)].to(self.experts.dtype)
+
+    def take_output(self, request, unused) -> numpy.ndarray | None:
+        """The experts of a finished request's tokens but the last, [tokens, layers, k]; None before it has finished."""
+        if not request.is_finished():
+            return None
+        (blocks,) = self.manager.get_block_ids(request.request_id)
+        return self.experts[blocks].flatten(0, 1)[: request.num_tokens - 1].numpy()
+
+    def build_connector_meta(self, *unused) -> None:
+        """There is nothing to tell the worker."""
+
+    def request_finished(self, request) -> None:
+        """The block's next owner writes over what is kept."""
+
+    def reset(self) -> None:
+        """So do new tokens after a weight push."""

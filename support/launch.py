@@ -158,6 +158,7 @@ def prepare(cfg: Config, world_size: int, weights: bool, gpu: int | None = None)
             cfg.model.path, cfg.parallel, cfg.rollout.tp, checks.longest_sample(cfg), cfg.model.dtype, cfg.megatron
         )
         teacher.check_shape(cfg)
+        checks.check_routes(cfg)
         if gpu and ranks.is_first_rank():
             print(memory_plan.describe(cfg, world_size, gpu), flush=True)
         tokenizer = load_tokenizer(cfg.model.path)

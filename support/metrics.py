@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import megatron_bridge as bridge
 from config import Config, EvalConfig
-from support import files, gates, hints, memory, schedule, trackers
+from support import files, gates, hints, memory, routes, schedule, trackers
 from support.rollout_files import RolloutWriter
 
 # What grpo_loss reports of a micro-batch: sums over its response tokens, but for the last, a maximum.
@@ -113,6 +113,7 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
         "mismatch/k3": mean("mismatch_k3", compared),
         "mismatch/ess": effective_share(compared),
         "mismatch/cut_frac": mean("outside", compared),
+        **routes.shares(record.samples, compared),
         "grad_norm": first["grad_norm"],
         "moe/load": max(record.expert_load, default=None),
         **{f"moe/load/layer_{layer:02d}": load for layer, load in enumerate(record.expert_load)},

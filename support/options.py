@@ -58,6 +58,7 @@ MEGATRON_OWNED = {
     "expert_tensor_parallel_size": "use parallel.etp",
     **{name: f"use train.{name}" for name in ("lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")},
     "calculate_per_token_loss": "the loss is exact only with true",
+    "moe_enable_routing_replay": "use algo.replay_routes",
     "use_te_activation_func": "the slot holds swiglu of support/layers.py, unless megatron.bias_activation_fusion=true",
     "moe_router_load_balancing_type": "only aux_loss, whose weight is megatron.moe_aux_loss_coeff",
     **by_name(
@@ -165,7 +166,7 @@ MEGATRON_REFUSED = by_name(
         "cuda_graph_scope cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps",
         "it is for inference, which is vLLM's part": "inference_rng_tracker inference_sampling_seed "
         "use_inference_optimized_layers inference_fuse_tp_communication mlp_chunks_for_prefill "
-        "batch_invariant_mode moe_enable_routing_replay",
+        "batch_invariant_mode",
         "Megatron would count sharded weights once in the gradient norm": "perform_initialization",
     }
 )
@@ -269,6 +270,7 @@ VLLM_OWNED = {
     "logprobs_mode": "the log-probs that training starts from are those after rollout.temperature",
     **by_name(
         {
+            "use algo.replay_routes": "enable_return_routed_experts aux_output_config",
             "use model.path": "model model_weights tokenizer tokenizer_mode hf_config_path config_format revision "
             "code_revision tokenizer_revision hf_token hf_overrides model_class_overrides",
             "weights are read from safetensors and pushed by the trainer": "load_format model_loader_extra_config "

@@ -39,7 +39,8 @@ def attention_pads(dtype: str) -> bool:
 class Rows:
     """What is known of each predicting position: [F] in a Batch, [1, T] in a MicroBatch. Never written in place.
 
-    Numbers take 4 bytes: int32, float32. The two masks are True and False in a Batch, 1.0 and 0.0 in a MicroBatch.
+    Numbers take 4 bytes: int32, float32; routes take 1 or 2. The two masks are True and False in a Batch, 1.0 and 0.0
+    in a MicroBatch.
     """
 
     tokens: torch.Tensor  # ids
@@ -52,6 +53,7 @@ class Rows:
     old_logp: torch.Tensor | None = None  # None: one update a step
     ref_logp: torch.Tensor | None = None  # None: no reference model
     sampler_logp: torch.Tensor | None = None  # by the trainer, of the weights that vLLM sampled with; None: the present
+    routes: torch.Tensor | None = None  # [..., layers, k] of the token, see support/routes.py; None: each router's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +291,8 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
     def row(values_F: torch.Tensor | None) -> torch.Tensor | None:
         if values_F is None:
             return None
-        values_T = torch.nn.functional.pad(values_F[index_T], (0, width - total))
+        ends = (0, 0) * (values_F.dim() - 1) + (0, width - total)  # of the first dimension alone
+        values_T = torch.nn.functional.pad(values_F[index_T], ends)
         return (values_T.float() if values_T.dtype == torch.bool else values_T)[None].to(device)  # [1, T]
 
     return MicroBatch(

@@ -33,13 +33,13 @@ class RolloutWriter:
         self.process, self.thread, self.failure = None, None, None
 
     def write(self, path: Path, samples: list) -> None:
-        """Have every Sample written to `path` as it is now, a JSON object a line, without the fields that are None."""
+        """Have every Sample written to `path` as it is now, an object a line, but for its routes and what is None."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._serve, daemon=True)
             self.thread.start()
             atexit.register(self.close)  # a run that ends with an error writes its last samples too
         self._check()
-        rows = [{name: value for name, value in vars(sample).items() if value is not None} for sample in samples]
+        rows = [{n: value for n, value in vars(s).items() if value is not None and n != "routes"} for s in samples]
         self.jobs.put((str(path), rows))
 
     def finish(self) -> None:

@@ -44,7 +44,8 @@ def build_teacher(model: list, cfg: Config) -> Teacher | None:
 
 def as_asked(samples: Sequence) -> list:
     """The samples as the teacher sees them: the same answers, after the prompts with hints where there are any."""
-    return [sample if sample.asked is None else replace(sample, prompt_ids=sample.asked) for sample in samples]
+    prompts = [sample.prompt_ids if sample.asked is None else sample.asked for sample in samples]
+    return [replace(sample, prompt_ids=ids, routes=None) for sample, ids in zip(samples, prompts, strict=True)]
 
 
 def taught(batch: Batch, seen: Batch, logp_F: torch.Tensor) -> Batch:

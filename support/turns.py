@@ -43,6 +43,7 @@ def converse(
             for (p, i), answer, text in zip(asked[number], completions, texts, strict=True):
                 talk = talks[p][i]
                 append(talk, answer.ids, answer.logps, text)
+                talk.routes = answer.routes  # of all tokens up to here
                 talk.finished = answer.finished
                 if answer.finished:
                     spoken.append((p, i))

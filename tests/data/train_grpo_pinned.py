@@ -44,6 +44,7 @@ from support.grading import GradingPool
 from support.lora import export_adapter
 from support.packing import Batch, MicroBatch, pack, sequence_mean, sequence_sum, to_micro_batches, use_of_rows
 from support.read_config import changed
+from support.routes import replayed_routes, route_rows
 from support.schedule import moved
 from support.teacher import Teacher, as_asked, build_teacher, kl_metric, taught
 from support.turns import converse
@@ -104,7 +105,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     m, r, t = cfg.model, cfg.rollout, cfg.train
     path = hf_folder.local_folder(m.path)
     # vLLM measures free memory when it starts, so it comes first; it sleeps until weights are pushed.
-    engine = Engine(path, m, r, checks.longest_sample(cfg))
+    engine = Engine(path, m, r, checks.longest_sample(cfg), cfg.algo.replay_routes)
     model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head, trained=cfg.lora)
     optimizer = bridge.build_optimizer(model, t, cfg.megatron)
     sets, teacher = initial_sets(model, cfg), build_teacher(model, cfg)
@@ -169,7 +170,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
             batch = replace(batch, sampler_logp=score(model, batch, cfg, sampling_weights(run.sets)))
         move_sets(run.sets, model, step, cfg)
         if "reference" in run.sets:
-            batch = replace(batch, ref_logp=score(model, batch, cfg, run.sets["reference"]))
+            batch = replace(batch, ref_logp=score(model, replace(batch, routes=None), cfg, run.sets["reference"]))
         if run.teacher:
             seen = flatten(as_asked(trained))  # the same answers, after its own prompts
             batch = taught(batch, seen, score(run.teacher.model, seen, cfg, run.teacher.weights))
@@ -232,6 +233,7 @@ class Sample:
     source: str
     turns: list[int] = field(default_factory=list)  # tokens by the model, an environment, the model, ...
     asked: ndarray | None = None  # the prompt as the teacher gets it, with a hint; None: this one
+    routes: ndarray | None = None  # [tokens, layers, k], experts by vLLM; None without algo.replay_routes
     graded: str = "ok"  # ok | timeout | error; the last two have reward 0
     error: str = ""
     reward: float = 0.0
@@ -298,7 +300,7 @@ def answer(
             group, prompt = share[number]
             texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for c, text in zip(completions, texts, strict=True):
-                about = (prompt.source, c.turns, prompt.asked)
+                about = (prompt.source, c.turns, prompt.asked, c.routes)
                 samples.append(Sample(group, prompt.ids, c.ids, c.logps, c.finished, text, *about))
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.told, c.ids, c.lost)
     with clock("reward"):
@@ -339,7 +341,8 @@ def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
     rows["mask"] = np.repeat(sampled, [size for s in samples for size in (len(s.prompt_ids) - 1, *s.turns)])
     lengths_N = np.array([len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples])
     rows["trained"] = rows["mask"] & np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
-    return Batch(**{name: torch.from_numpy(values_F) for name, values_F in rows.items()}, lengths_N=lengths_N)
+    tensors = {name: torch.from_numpy(values_F) for name, values_F in rows.items()}
+    return Batch(**tensors, routes=route_rows(samples, lengths_N), lengths_N=lengths_N)
 
 
 def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:
@@ -471,7 +474,7 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
     offload.zero_gradients(model, optimizer)
     loss = partial(grpo_loss, algo=cfg.algo)
     reports = run_schedule(model, micro_batches, loss, cfg.rollout.temperature, training=True)
-    return metrics.add_up(reports) | {"grad_norm": math.nan} | use_of_rows(micro_batches, cfg)
+    return metrics.add_up(reports) | {"grad_norm": math.nan} | use_of_rows(micro_batches, cfg) | replayed_routes(model)
 
 
 def run_schedule(model: list, micro_batches: list[MicroBatch], loss_func, temperature: float, training: bool) -> list:

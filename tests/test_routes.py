@@ -1,0 +1,203 @@
+"""Replayed routes: the trainer sends each token where vLLM sent it, on every layout, and computes what plain
+transformers does with the same routes; where they are the trainer's own nothing changes by a bit."""
+
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import make_tiny
+import numpy as np
+import pytest
+import torch
+
+from config import TrainingError
+from support import routes
+from tests import test_layouts
+from tests.layout_worker import one_layout
+from tests.test_layouts import float64_model, make_plan, make_samples, reference, run_worker, worst_gradient
+
+LAYERS, EXPERTS, K = 4, 4, 2
+RECOMPUTE_MOE = ["megatron.recompute_granularity=selective", "megatron.recompute_modules=[moe]"]
+LAYOUTS = {  # on 4 ranks
+    **{name: test_layouts.MOE_LAYOUTS[name] for name in ("EP4·DP4, overlap", "EP2·TP2·ETP2·DP2", "CP2·EP2·DP2")},
+    "PP2·EP2·DP2, recompute of experts": ["parallel.pp=2", "parallel.ep=2", *RECOMPUTE_MOE],
+    "TP2·PP2·VPP2, overlap, full recompute": test_layouts.LAYOUTS["TP2·PP2·VPP2, overlap, full recompute"],
+}
+
+
+def replayed(given: list[list[int]], scores: torch.Tensor, training: bool = False) -> routes.Replay:
+    replay = routes.Replay()
+    replay.given, replay.training = torch.tensor(given, dtype=torch.uint8), training
+    return replay
+
+
+def choose(scores: torch.Tensor, k: int, num_groups=None, group_topk=None):
+    return scores.topk(k)
+
+
+def test_a_route_by_hand():
+    """Experts 0 and 3 instead of 1 and 2; the second token has no route, the third the router's, in another order."""
+    scores = torch.tensor([[0.1, 0.9, 0.8, 0.2]] * 3, requires_grad=True)
+    replay = replayed([[4, 1], [0, 0], [3, 2]], scores)
+    values, experts = replay.get_replay_topk(scores, 2, None, None, choose)
+    assert experts.tolist() == [[3, 0], [1, 2], [1, 2]]
+    assert torch.equal(values, scores.gather(1, experts))
+    values.softmax(-1)[:, 0].sum().backward()
+    assert (scores.grad[0, [0, 3]] != 0).all() and (scores.grad[0, [1, 2]] == 0).all()  # the chosen ones learn
+    assert replay.counts.tolist() == [2, 1]
+    replay.given = None
+    assert torch.equal(replay.get_replay_topk(scores, 2, None, None, choose)[1], scores.topk(2).indices)
+
+
+def test_recompute_finds_the_routes_of_its_own_micro_batch():
+    """As a pipeline has it: two forward passes, then the first one again, then the third, then the second one again."""
+    scores = torch.zeros(1, 4, requires_grad=True)
+    replay = replayed([[1, 2]], scores, training=True)
+
+    def run(grad: bool, given: list[int] | None = None) -> list[int]:
+        if given:
+            replay.given = torch.tensor([given])
+        with torch.set_grad_enabled(grad):
+            return (replay.get_replay_topk(scores, 2, None, None, choose)[1][0].sort().values + 1).tolist()
+
+    assert run(False, [1, 2]) == [1, 2] and run(False, [3, 4]) == [3, 4]
+    assert run(True) == [1, 2] and run(False, [2, 4]) == [2, 4] and run(True) == [3, 4] and run(True) == [2, 4]
+    assert not replay.waiting and replay.counts[0] == 3  # each token once
+    replay.training = False
+    assert run(False, [2, 3]) == [2, 3] and not replay.waiting  # log-probs alone are never computed again
+
+
+def test_routes_end_to_end():
+    """One above the expert's number, 0 for none: the first token of the second sample, whose prompt was cached."""
+    samples = [SimpleNamespace(routes=np.array(r, np.uint8)) for r in ([[[0, 1]], [[2, 0]]], [[[3, 1]]])]
+    found = routes.route_rows(samples, np.array([2, 2]))
+    assert found.tolist() == [[[1, 2]], [[3, 1]], [[0, 0]], [[4, 2]]] and found.dtype == torch.uint8
+    samples[1].routes = np.array([[[255, 1]]], np.uint8)  # of 256 experts
+    assert routes.route_rows(samples, np.array([2, 1])).max() == 256
+    with pytest.raises(TrainingError, match="routes for 2 tokens of a sample of 1"):
+        routes.route_rows(samples, np.array([1, 2]))
+    samples[1].routes = np.zeros((2, 1, 2), np.uint8)
+    with pytest.raises(TrainingError, match="one expert twice"):
+        routes.route_rows(samples, np.array([2, 2]))
+    assert routes.route_rows([SimpleNamespace(routes=None)], np.array([2])) is None
+
+
+# ---------------------------------------------------------------- against plain transformers
+
+
+def routed_samples() -> list[dict]:
+    """The samples of tests/test_layouts.py, each token sent to two experts at random in every layer; every third sample
+    has no routes of its first two tokens."""
+    rng, samples = np.random.default_rng(5), make_samples()
+    for n, s in enumerate(samples):
+        tokens = len(s["prompt_ids"]) + len(s["response_ids"]) - 1
+        drawn = rng.random((tokens, LAYERS, EXPERTS)).argsort(-1)[..., :K]
+        s["routes"] = drawn[min(2, tokens - 1) * (n % 3 == 0) :].tolist()
+    return samples
+
+
+def forced_gate(gate, routes_N: list[np.ndarray], hidden: torch.Tensor):
+    """transformers' router on one sequence after the other, with the routes of its tokens; -1: its own choice."""
+    logits = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
+    given = torch.from_numpy(routes_N.pop(0))  # [tokens, k]
+    experts = torch.where(given < 0, logits.topk(K).indices, given)
+    return logits, logits.gather(-1, experts).softmax(-1), experts
+
+
+def forced_model(folder, samples: list[dict]):
+    """A model for one forward pass of each sample, in their order."""
+    model = float64_model(folder)
+    for number, layer in enumerate(model.model.layers):
+        routes_N = []
+        for s in samples:
+            tokens = len(s["prompt_ids"]) + len(s["response_ids"])
+            given = np.full((tokens, K), -1)
+            given[tokens - 1 - len(s["routes"]) : tokens - 1] = np.array(s["routes"]).reshape(-1, LAYERS, K)[:, number]
+            routes_N.append(given)
+        layer.mlp.gate.forward = partial(forced_gate, layer.mlp.gate, routes_N)
+    return model
+
+
+def forced_reference(monkeypatch, folder, samples: list[dict], given: dict) -> dict:
+    """`reference` of tests/test_layouts.py, with the samples' routes."""
+    with monkeypatch.context() as patch:
+        patch.setattr(test_layouts, "float64_model", partial(forced_model, samples=samples))
+        return reference(folder, samples, given)
+
+
+def check(found: dict, wanted: dict) -> None:
+    assert (found["logp"] - wanted["logp"]).abs().max() < 1e-5
+    assert found["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
+    error, name = worst_gradient(found, wanted)
+    assert error < 1e-5, name
+
+
+def routed_plan(folder, **plan) -> dict:
+    plan = make_plan(folder, "qwen3_moe", **plan)
+    (folder / "samples.json").write_text(json.dumps(routed_samples()))
+    return plan
+
+
+def test_forced_routes_equal_plain_transformers(world, tmp_path, monkeypatch):
+    """Log-probs, loss and every gradient; without the routes log-probs are far off."""
+    plan = routed_plan(tmp_path, layouts={"plain": [], "full recompute": test_layouts.FULL})
+    found = {name: one_layout(plan, name) for name in plan["layouts"]}
+    wanted = forced_reference(monkeypatch, tmp_path / "model", routed_samples(), found["plain"])
+    for each in found.values():
+        check(each, wanted)
+    (tmp_path / "samples.json").write_text(json.dumps(make_samples()))
+    assert (one_layout(plan, "plain")["logp"] - wanted["logp"]).abs().max() > 0.1
+
+
+@pytest.mark.slow
+def test_forced_routes_on_every_layout(tmp_path, monkeypatch):
+    plan = routed_plan(tmp_path, layouts=LAYOUTS)
+    (found,) = run_worker(tmp_path, 4, plan)
+    wanted = forced_reference(monkeypatch, tmp_path / "model", routed_samples(), next(iter(found.values())))
+    for each in found.values():
+        check(each, wanted)
+
+
+# ---------------------------------------------------------------- from vLLM, from the command line
+
+SMALL = ("train.steps=2", "train.updates_per_step=2", "rollout.prompts_per_step=4", "rollout.group_size=4")
+
+
+def make_moe(folder) -> str:
+    tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
+    make_tiny.save_model(folder, tokenizer, "qwen3_moe", tied=False, hidden=64, layers=2, num_experts=8)
+    return f"model.path={folder}"
+
+
+@pytest.mark.slow
+def test_vllms_routes_in_fp32_change_nothing(train, tmp_path):
+    """Trainer and vLLM take the same experts there, so with and without replay all is the same bit by bit."""
+    model = make_moe(tmp_path / "model")
+    on, off = (
+        train(2, *SMALL, model, "parallel.ep=2", f"algo.replay_routes={flag}", "algo.kl_coef=0.05", out=tmp_path / flag)
+        for flag in ("true", "false")
+    )
+    assert on.code == off.code == 0, on.text + off.text
+    for a, b in zip(on.metrics, off.metrics, strict=True):
+        assert a["routes/differ_frac"] == a["routes/missing_frac"] == 0 and b["routes/differ_frac"] is None
+        assert {k: a[k] for k in ("loss/total", "grad_norm", "logp_gap/max", "kl/ref")} == {
+            k: b[k] for k in ("loss/total", "grad_norm", "logp_gap/max", "kl/ref")
+        }
+    assert all(torch.equal(w, off.weights(2)[name]) for name, w in on.weights(2).items())
+    assert on.rollouts(2) == off.rollouts(2) and "routes" not in on.rollouts(2)[0]
+
+
+@pytest.mark.slow
+def test_vllms_routes_in_bf16_close_the_gap(train, tmp_path):
+    """Step 1 has the same weights and answers with and without replay: only the routes differ."""
+    model = make_moe(tmp_path / "model")
+    on, off = (
+        train(2, *SMALL, model, "model.dtype=bf16", "rollout.max_logp_gap=inf", f"algo.replay_routes={flag}",
+              out=tmp_path / flag)
+        for flag in ("true", "false")
+    )  # fmt: skip
+    assert on.code == off.code == 0, on.text + off.text
+    assert on.rollouts(1)[0]["response_ids"] == off.rollouts(1)[0]["response_ids"]
+    assert 0 < on.metrics[0]["routes/differ_frac"] < 0.2
+    assert on.metrics[0]["logp_gap/mean"] < off.metrics[0]["logp_gap/mean"]
+    assert on.metrics[0]["logp_gap/max"] < off.metrics[0]["logp_gap/max"]
