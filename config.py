@@ -198,6 +198,7 @@ class LoraConfig(Section):
 class LogConfig(Section):
     tensorboard: bool = False  # scalars, histograms and answers for TensorBoard, in output_dir/tensorboard
     wandb: bool = False  # the same for Weights & Biases, which its own variables guide: WANDB_MODE, WANDB_PROJECT, ...
+    tokens: bool = False  # trainer_logp and ratio of each response token in rollouts/, by 1 or 2 passes a step
     samples_every: Whole = 0  # steps between a few answers on the screen; 0: none, and each 20th step's in the trackers
 
 

@@ -146,7 +146,7 @@ def to_go(values_K: ndarray, sample_K: ndarray) -> ndarray:
 def spread(advantages_K: ndarray, starts_K: ndarray, sample_K: ndarray, samples: list, batch: Batch) -> torch.Tensor:
     """The advantage of each position, its step's, [F] float32.
 
-    Each sample notes that of its first step; where it has several also `advantages`, of each response token.
+    Each sample notes that of its first step; where it has several also tokens["advantages"], of each response token.
     """
     advantages_F = np.repeat(advantages_K.astype("f4"), np.diff(starts_K, append=batch.lengths_N.sum()))
     count_N = np.bincount(sample_K)
@@ -154,5 +154,5 @@ def spread(advantages_K: ndarray, starts_K: ndarray, sample_K: ndarray, samples:
         sample.advantage = advantage
     for n in np.flatnonzero(count_N > 1):
         end = batch.starts_N[n] + batch.lengths_N[n]
-        samples[n].advantages = advantages_F[end - len(samples[n].response_ids) : end]
+        samples[n].tokens["advantages"] = advantages_F[end - len(samples[n].response_ids) : end]
     return torch.from_numpy(advantages_F)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tqdm import tqdm
 import megatron_bridge as bridge
 from config import Config, EvalConfig
 from support import files, gates, hints, memory, routes, schedule, trackers
+from support.packing import Batch
 from support.rollout_files import RolloutWriter
 
 # What grpo_loss reports of a micro-batch: sums over its response tokens, but for the last, a maximum.
@@ -172,6 +173,25 @@ def idle_seconds(notes: list[dict[str, float]], bubble: float) -> dict[str, floa
         "bubble": bubble,
         "save": np.mean([note.get("wait", 0.0) for note in notes]),
     }
+
+
+def trainer_logp(batch: Batch, cfg: Config, score: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """The trainer's log-probs before the updates, [F], for `note_tokens`; None without log.tokens. A pass of `score`,
+    unless the step has made it anyway."""
+    if not cfg.log.tokens:
+        return None
+    return batch.old_logp if cfg.algo.old_logp == "trainer" and batch.old_logp is not None else score()
+
+
+def note_tokens(samples: list, batch: Batch, before_F: torch.Tensor | None, score: Callable[[], torch.Tensor]) -> None:
+    """Note in the samples of the batch, of each response token, `trainer_logp`, the trainer's log-prob before the
+    updates, and `ratio`, the probability after them over that before. `score` gives the log-probs of now, [F]."""
+    if before_F is None:
+        return
+    ratio_F = (score() - before_F).exp()
+    for s, first, positions in zip(samples, batch.starts_N, batch.lengths_N, strict=True):
+        response = slice(first + len(s.prompt_ids) - 1, first + positions)
+        s.tokens |= {"trainer_logp": before_F[response].numpy(), "ratio": ratio_F[response].numpy()}
 
 
 def rewards_by_group(samples: list) -> dict[int, list[float]]:

@@ -22,6 +22,14 @@ TEMPORARY = ".tmp"  # what a name ends in until the file is complete
 # ---------------------------------------------------------------- in the trainer
 
 
+def as_row(sample) -> dict:
+    """What is written of a Sample: its fields that are not None, those in `tokens` beside them, but not `routes`, which
+    would be most."""
+    row = {name: value for name, value in vars(sample).items() if value is not None and name != "routes"}
+    tokens = row.pop("tokens", {})
+    return row | tokens
+
+
 class RolloutWriter:
     """Writes files of samples in the order they come: one is being written, one may wait, then `write` waits.
 
@@ -33,14 +41,13 @@ class RolloutWriter:
         self.process, self.thread, self.failure = None, None, None
 
     def write(self, path: Path, samples: list) -> None:
-        """Have every Sample written to `path` as it is now, an object a line, but for its routes and what is None."""
+        """Have every Sample written to `path` as it is now, a JSON object a line."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._serve, daemon=True)
             self.thread.start()
             atexit.register(self.close)  # a run that ends with an error writes its last samples too
         self._check()
-        rows = [{n: value for n, value in vars(s).items() if value is not None and n != "routes"} for s in samples]
-        self.jobs.put((str(path), rows))
+        self.jobs.put((str(path), [as_row(sample) for sample in samples]))
 
     def finish(self) -> None:
         """Wait until all files are on the disk."""

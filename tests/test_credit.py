@@ -150,7 +150,7 @@ def advantages(samples: list[Sample], **keys) -> list[list[float]]:
     batch = give_credit(samples, flatten(samples), AlgoConfig(**keys))
     lengths = [len(s.response_ids) for s in samples]
     noted = [
-        np.full(n, s.advantage, "f4") if s.advantages is None else s.advantages
+        s.tokens.get("advantages", np.full(n, s.advantage, "f4"))
         for s, n in zip(samples, lengths, strict=True)
     ]
     assert batch.advantages[batch.mask].tolist() == np.concatenate(noted).tolist()
@@ -207,8 +207,8 @@ def test_with_kl_in_the_reward_by_hand():
     algo = AlgoConfig(advantage="dr_grpo", kl_in="reward", kl="k1", kl_coef=1.0)
     give_credit(samples, batch, algo)
     # Steps 1 - 0.3, 0 - 0.7; 0 - 1. To go 0, -0.7; -1. Means -1/2 and, with -1 held, -0.85.
-    assert samples[0].advantages.tolist() == pytest.approx([0.5, 0.5, 0.15, 0.15], rel=1e-5)
-    assert samples[1].advantage == pytest.approx(-0.5, rel=1e-6) and samples[1].advantages is None
+    assert samples[0].tokens["advantages"].tolist() == pytest.approx([0.5, 0.5, 0.15, 0.15], rel=1e-5)
+    assert samples[1].advantage == pytest.approx(-0.5, rel=1e-6) and not samples[1].tokens
 
 
 KINDS = ("grpo", "dr_grpo", "rloo", "grpo_loo", "reinforce_pp")

@@ -39,7 +39,7 @@ def told(monkeypatch, tiny):
 
     def engine(values: dict):
         cfg = changed(Config(model={"path": str(tiny / "model")}, data={"train": "d"}), values)
-        return Engine(cfg.model.path, cfg.model, cfg.rollout, 128).llm.args, slept
+        return Engine(cfg.model.path, cfg.model, cfg.rollout, 128, cfg.algo.replay_routes).llm.args, slept
 
     return engine
 
@@ -48,7 +48,8 @@ def test_settings_on_a_gpu(told):
     args, slept = told({"rollout.prompts_per_step": 6, "rollout.group_size": 4, "rollout.tp": 2})
     assert args.enable_sleep_mode and args.enable_chunked_prefill and not args.enforce_eager
     assert args.compilation_config.max_cudagraph_capture_size == 12  # 3 of 6 prompts for each of two engines, 4 answers
-    assert slept == [2] and args.hf_overrides == {}
+    assert slept == [2] and args.hf_overrides == {} and not args.enable_return_routed_experts
+    assert told({"algo.replay_routes": True})[0].enable_return_routed_experts
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert "VLLM_BATCH_INVARIANT" not in os.environ

@@ -10,7 +10,7 @@ packed by the program's own functions, with masks and numbers as the loss gets t
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,7 +32,9 @@ CELLS = 27  # positions of a row that fit into the picture
 def some_row(cfg: Config, rollouts: Path) -> MicroBatch:
     """A row of some samples of a step, of different lengths where there are such, as an update has it."""
     lines = [json.loads(line) for line in rollouts.open()]
-    samples = [train_grpo.Sample(**line) for line in lines if line["advantage"]]
+    known = {field.name for field in fields(train_grpo.Sample)}  # a run may have recorded more of each token
+    lines = [{name: line[name] for name in line.keys() & known} for line in lines if line["advantage"]]
+    samples = [train_grpo.Sample(**line) for line in lines]
     chosen, room = [], CELLS
     by_length = {len(s.prompt_ids) + len(s.response_ids): s for s in samples}
     for sample in [*by_length.values(), *samples]:

@@ -174,6 +174,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
         if run.teacher:
             seen = flatten(as_asked(trained))  # the same answers, after its own prompts
             batch = taught(batch, seen, score(run.teacher.model, seen, cfg, run.teacher.weights))
+        before_F = metrics.trainer_logp(batch, cfg, partial(score, model, batch, cfg))  # None without log.tokens
 
     batch = give_credit(trained, batch, algo)
     length = algo.loss_norm_length or cfg.rollout.max_new_tokens
@@ -189,6 +190,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
                 report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr)  # no step where it is NaN, inf or 0
             run.skipped = gates.check_finite(report, run.skipped, step, number, micro_batches, cfg)
             reports.append(report)
+    metrics.note_tokens(trained, batch, before_F, partial(score, model, batch, cfg))
 
     with clock("sync"):
         push_weights(run)
@@ -240,7 +242,7 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)
     token_rewards: dict[str, ndarray] | None = None  # parts that are tokens' own, credit.ROWs; None: all are numbers
     advantage: float = 0.0
-    advantages: ndarray | None = None  # float32, of each response token, where they differ
+    tokens: dict[str, ndarray] = field(default_factory=dict)  # further numbers of each response token, for rollouts/
 
     def __post_init__(self):
         self.prompt_ids, self.response_ids = np.asarray(self.prompt_ids, "i4"), np.asarray(self.response_ids, "i4")

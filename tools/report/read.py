@@ -261,7 +261,7 @@ def rewards_of_tokens(s: dict) -> list[float | None]:
 
 def as_group(number_: int, samples: list[dict], texts: bool) -> dict:
     """A prompt and its answers for the page. Values of single tokens are those that the run recorded: `rollout_logp`,
-    `advantages` and `token_rewards` where tokens have rewards, and, where a fork writes them, `trainer_logp`
+    `advantages` and `token_rewards` where tokens have rewards, and, where log.tokens asked for them, `trainer_logp`
     and `ratio` of each response token."""
     answers = []
     for s in samples:

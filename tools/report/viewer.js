@@ -70,23 +70,23 @@ const COLOURS = {
       [most, "likelier"],
     ],
     missing:
-      "Tokens cannot be coloured by their gap: this run recorded no trainer log-probs of tokens (trainer_logp in " +
-      "rollouts/). Mean and maximum of the gap are among the curves.",
+      "Tokens cannot be coloured by their gap: this run recorded no trainer log-probs of tokens (log.tokens=true " +
+      "does). Mean and maximum of the gap are among the curves.",
   },
   ratio: {
     label: "ratio",
     of: (answer, i) => answer.ratio?.[i],
     most: (groups) => largest(groups, (a) => (a.ratio || []).map((r) => r - 1)),
     tint: (v, most) => [v > 1 ? "--up" : "--down", Math.abs(v - 1) / most],
-    about: "policy ÷ policy before the step's first update",
+    about: "policy after the step's updates ÷ policy before them",
     ends: (most) => [
       [1 - most, "became less likely"],
       [1, ""],
       [1 + most, "likelier"],
     ],
     missing:
-      "Nor by their ratio, and none can be marked as beyond the clip: it recorded no ratios of tokens (ratio in " +
-      "rollouts/). The share that was clipped is among the curves.",
+      "Nor by their ratio, and none can be marked as beyond the clip: it recorded no ratios of tokens. The share that " +
+      "was clipped is among the curves.",
   },
 };
 
@@ -304,7 +304,7 @@ function drawGroup() {
     .filter((key) => !group.answers.some((a) => a[key]))
     .map((key) => COLOURS[key].missing);
   if (missing.length && run.updates === 1 && run.config["algo.old_logp"] !== "rollout")
-    missing.push("This run makes one update a step: the ratio is exactly 1 at every token, and the clip holds none.");
+    missing.push("This run makes one update a step: in it the ratio is exactly 1 at every token, and the clip holds none.");
   const noPieces = block.pieces
     ? null
     : make("p", {class: "note"}, "Without a tokenizer: the texts as they were graded, and ids.");
