@@ -149,10 +149,7 @@ def advantages(samples: list[Sample], **keys) -> list[list[float]]:
     """Of each response token of each answer, as the samples note them, which is how the batch has them."""
     batch = give_credit(samples, flatten(samples), AlgoConfig(**keys))
     lengths = [len(s.response_ids) for s in samples]
-    noted = [
-        s.tokens.get("advantages", np.full(n, s.advantage, "f4"))
-        for s, n in zip(samples, lengths, strict=True)
-    ]
+    noted = [s.tokens.get("advantages", np.full(n, s.advantage, "f4")) for s, n in zip(samples, lengths, strict=True)]
     assert batch.advantages[batch.mask].tolist() == np.concatenate(noted).tolist()
     assert [answer[0] for answer in noted] == [np.float32(s.advantage) for s in samples]
     return [answer.tolist() for answer in noted]

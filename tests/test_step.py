@@ -1,5 +1,6 @@
 """Steps of a run in this process alone: real Megatron-core, real graders, and plain transformers in vLLM's place."""
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,8 +19,12 @@ from support import checks, clock, launch
 from support.offload import is_away, state_shards
 from support.optimizer_state import optimizer_steps, sharded_state
 from support.read_config import load_config
+from support.rollout_files import as_row
 from tests.conftest import REPO
+from tests.test_exact import response_logps
 from tools.tiny_reward import digits_in_place
+
+IDS = ("prompt_ids", "response_ids")
 
 
 class PlainEngine:
@@ -94,6 +99,24 @@ def test_a_step_agrees_with_the_engine_and_moves_the_weights(build):
         metrics, samples = train_grpo.train_step(run, step)
         assert metrics["logp_gap/max"] < 1e-5 and len(samples) == 16 and metrics["update/skipped"] == 0
         assert all(not torch.equal(before[name], weight) for name, weight in weights(run).items() if "mlp" in name)
+
+
+def test_log_tokens_records_what_plain_transformers_finds_and_changes_no_bit(build):
+    """In the engine are the weights before the step, then those after it."""
+    left = {}
+    for keys in ((), ("log.tokens=true",)):
+        run = build("train.lr=0.01", "train.updates_per_step=2", "rollout.temperature=0.8", *keys)
+        before, after = copy.deepcopy(run.engine.model), run.engine.model
+        _, samples = train_grpo.train_step(run, 1)
+        left[keys] = weights(run)
+        for row in map(as_row, samples) if keys else ():
+            old, new = (response_logps(model, {k: list(row[k]) for k in IDS}).detach() for model in (before, after))
+            torch.testing.assert_close(torch.from_numpy(row["trainer_logp"]), old, atol=1e-5, rtol=0)
+            torch.testing.assert_close(torch.from_numpy(row["ratio"]), (new - old).exp(), atol=1e-5, rtol=1e-5)
+            assert (row["ratio"] != 1).any()
+        bridge.mpu.destroy_model_parallel()
+    assert all(torch.equal(weight, left[()][name]) for name, weight in left["log.tokens=true",].items())
+    assert not {"trainer_logp", "ratio"} & as_row(train_grpo.Sample(0, [1], [2], [-1.0], True, "", "")).keys()
 
 
 def test_a_push_that_is_lost_is_caught(build, monkeypatch):
