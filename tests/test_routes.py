@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from config import TrainingError
-from support import routes
+from config import TrainingError, UserError
+from support import checks, routes
+from support.read_config import load_config
 from tests import test_layouts
 from tests.layout_worker import one_layout
 from tests.test_layouts import float64_model, make_plan, make_samples, reference, run_worker, worst_gradient
@@ -80,6 +81,14 @@ def test_routes_end_to_end():
     with pytest.raises(TrainingError, match="one expert twice"):
         routes.route_rows(samples, np.array([2, 2]))
     assert routes.route_rows([SimpleNamespace(routes=None)], np.array([2])) is None
+
+
+def test_what_cannot_be_replayed_is_refused(tiny):
+    keys = ["algo.replay_routes=true", f"model.path={tiny / 'model'}", "data.train=unused"]
+    with pytest.raises(ValueError, match=r"algo\.replay_routes=true: model\.path=\S+ has no experts"):
+        checks.check_routes(load_config("configs/tiny.yaml", keys))
+    with pytest.raises(UserError, match=r"leave out rollout\.vllm\.enable_prefix_caching"):
+        checks.check_config(load_config("configs/tiny.yaml", [*keys, "rollout.vllm.enable_prefix_caching=false"]), 1)
 
 
 # ---------------------------------------------------------------- against plain transformers
