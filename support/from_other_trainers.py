@@ -60,6 +60,7 @@ VERL = {
     "actor_rollout_ref.actor.kl_loss_type": ("algo.kl", "low_var_kl is k3, kl is k1, mse is k2"),
     "actor_rollout_ref.actor.policy_loss.loss_mode": ("algo.loss", "vanilla is ppo_clip"),
     "actor_rollout_ref.actor.grad_clip": ("train.clip_grad", ""),
+    "actor_rollout_ref.actor.router_replay.mode": ("algo.replay_routes", "R3 is true; R2 is not here"),
     "actor_rollout_ref.actor.optim.lr": ("train.lr", ""),
     "actor_rollout_ref.actor.optim.lr_warmup_steps": ("train.warmup_steps", ""),
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": (
