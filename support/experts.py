@@ -27,6 +27,10 @@ class GroupedExperts(SequentialMLP):
 
     def forward(self, hidden_R, tokens_per_expert, probs_R):
         """hidden_R [R, h] sorted by expert, tokens_per_expert [E] with the sum R, probs_R [R] → [R, h], None."""
+        for expert in self.local_experts:  # whose modules are not called: with overlap_param_gather, wait for weights
+            for module in (expert.linear_fc1, expert.linear_fc2):
+                for hook in module._forward_pre_hooks.values():
+                    hook(module, ())
         ends_E = tokens_per_expert.to(hidden_R.device, torch.int32).cumsum(0, dtype=torch.int32)
         fc1, fc2 = zip(*((e.linear_fc1.weight, e.linear_fc2.weight) for e in self.local_experts), strict=True)
         gate_up_R = linear(fc1)(hidden_R, ends_E, *fc1)  # [R, 2 ffn / etp]

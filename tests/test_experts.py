@@ -5,6 +5,7 @@ import torch
 
 import megatron_bridge as bridge
 from support.experts import GroupedExperts, GroupedLinear, SequentialMLP, stacked
+from support.read_config import load_config
 from tests.layout_worker import one_layout
 from tests.test_layouts import make_plan
 
@@ -28,6 +29,22 @@ def test_weights_that_lie_evenly_are_not_copied():
     assert stacked(even).data_ptr() == even[0].data_ptr() and torch.equal(stacked(even), torch.stack(even))
     for others in (even[::-1], [even[0], even[2], even[1]], [even[0], even[1], even[2].clone()], even[:1]):
         assert torch.equal(stacked(others), torch.stack(others))
+
+
+def test_what_waits_for_weights_is_called_before_they_are_read(world, tmp_path):
+    """Megatron's overlap_param_gather gathers what the replicas updated as late as a module with the weights is called,
+    by a hook of the module; missed, a second update of a step computes with experts from before the first."""
+    plan = make_plan(tmp_path, "qwen3_moe")
+    cfg = load_config("configs/tiny.yaml", plan["overrides"])
+    bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, {"overlap_param_gather": True})
+    experts, waited = bridge.unwrap_model(model[0]).decoder.layers[0].mlp.experts, []
+    for number, expert in enumerate(experts.local_experts):
+        for name, module in expert.named_children():
+            module.register_forward_pre_hook(lambda *_, what=(number, name): waited.append(what))
+    x_R = torch.randn(6, experts.config.hidden_size)
+    experts(x_R, torch.tensor([6] + [0] * (len(experts.local_experts) - 1)), torch.ones(6))
+    assert sorted(waited) == [(e, fc) for e in range(len(experts.local_experts)) for fc in ("linear_fc1", "linear_fc2")]
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
