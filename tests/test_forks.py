@@ -1,36 +1,46 @@
-"""The diffs of docs/forking.md apply, run and are as short as stated, on a copy of the script that no fork changes.
+"""The diffs of docs/forking.md and docs/recipes.md apply, run and are as short as stated, on a copy of the script that
+no fork changes.
 
 After a change of train_grpo.py: `cp train_grpo.py tests/data/train_grpo_pinned.py`, then mend the diffs that fail here.
 """
 
+import asyncio
 import dataclasses
 import importlib.util
+import inspect
 import re
+import shutil
 import subprocess
 import sys
 import types
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import rollout
+from config import RankError, UserError
 from support.read_config import load_config
 from tests.conftest import REPO
 
 PINNED = REPO / "tests/data/train_grpo_pinned.py"
+PAGES = ("forking.md", "recipes.md")
 TITLES = r"^##+ (.+)$"
 
 
 def documented_forks() -> dict[str, tuple[int, list[str], str]]:
-    """{title: (changed lines as stated, overrides of its run, diff)} of each section of docs/forking.md with a diff."""
-    _, *parts = re.split(TITLES, (REPO / "docs/forking.md").read_text(), flags=re.MULTILINE)
+    """{title: (changed lines as stated, overrides of its run, diff)} of each section of PAGES with a diff."""
+    parts = []
+    for page in PAGES:
+        parts += re.split(TITLES, (REPO / "docs" / page).read_text(), flags=re.MULTILINE)[1:]
     forks = {}
     for title, body in zip(parts[::2], parts[1::2], strict=True):
         diff = re.search(r"```diff\n(.*?)```", body, flags=re.DOTALL)
         if diff:
             lines, run = re.search(r"(\d+) changed lines", body), re.search(r'make demo(?: ARGS="(.*?)")?`', body)
-            forks[title] = int(lines[1]), (run[1] or "").split(), diff[1]
+            forks[title] = int(lines[1]), (run[1] or "").split() if run else [], diff[1]
     return forks
 
 
@@ -38,36 +48,59 @@ FORKS = documented_forks()
 
 
 def apply(diff: str, script: Path, folder: Path) -> subprocess.CompletedProcess:
-    """Apply a diff to a copy of the script, which becomes folder/train_grpo.py."""
-    (folder / "train_grpo.py").write_bytes(script.read_bytes())
+    """Apply a diff to a copy of the sources in the new `folder`, with `script` as their train_grpo.py."""
+    shutil.copytree(REPO / "support", folder / "support", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in REPO.glob("*.py"):
+        shutil.copy(script if file.name == "train_grpo.py" else file, folder / file.name)
     return subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=folder, capture_output=True)
+
+
+def touched(diff: str) -> tuple[list[str], list[str]]:
+    """(files that a diff makes, files that it changes)."""
+    made = re.findall(r"^--- /dev/null\n\+\+\+ b/(.+)$", diff, flags=re.MULTILINE)
+    return made, re.findall(r"^--- a/(.+)$", diff, flags=re.MULTILINE)
+
+
+def load(name: str, file: Path, monkeypatch) -> types.ModuleType:
+    """A file as the module `name`, until the test ends."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
-    """fork(title) → the pinned script with that diff, as a module."""
+    """fork(title) → the pinned script with that diff, as a module; of the other files, those that the diff makes."""
 
-    def load(title: str) -> types.ModuleType:
-        applied = apply(FORKS[title][2], PINNED, tmp_path)
+    def forked(title: str) -> types.ModuleType:
+        diff, folder = FORKS[title][2], tmp_path / "fork"
+        applied = apply(diff, PINNED, folder)
         assert applied.returncode == 0, applied.stderr
-        file = tmp_path / "train_grpo.py"
-        assert file.read_bytes() != PINNED.read_bytes()
-        spec = importlib.util.spec_from_file_location("forked_train_grpo", file)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "forked_train_grpo", module)  # dataclasses look their module up
+        assert (folder / "train_grpo.py").read_bytes() != PINNED.read_bytes()
         monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))  # no requirement of ours
-        spec.loader.exec_module(module)
-        return module
+        for name in touched(diff)[0]:
+            if name.endswith(".py"):
+                load(name.removesuffix(".py").replace("/", "."), folder / name, monkeypatch)
+        return load("forked_train_grpo", folder / "train_grpo.py", monkeypatch)
 
-    return load
+    return forked
 
 
 @pytest.mark.parametrize("title", FORKS)
-def test_a_diff_of_the_docs_applies_and_runs(title, fork):
+def test_a_diff_of_the_docs_applies_and_runs(title, fork, tiny, tmp_path):
     stated, overrides, diff = FORKS[title]
     changed = [line for line in diff.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
     assert len(changed) <= stated
-    fork(title).rehearse(load_config(str(REPO / "configs/tiny.yaml"), overrides))
+    module = fork(title)
+    if touched(diff)[1] == ["train_grpo.py"]:
+        module.rehearse(load_config(str(REPO / "configs/tiny.yaml"), overrides))
+    else:  # it needs the other files that the diff changes, so a process of its own
+        run = [tmp_path / "fork/train_grpo.py", "--config", "configs/tiny.yaml", "--dry-run", *overrides]
+        inputs = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
+        done = subprocess.run([sys.executable, *run, *inputs], cwd=REPO, text=True, capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def title_of(word: str) -> str:
@@ -84,10 +117,155 @@ def test_clip_cov_by_hand(fork):
     assert module.clip_cov(first, share=0.0).tolist() == [0, 1, -1, -1]
 
 
+def test_the_optimal_baseline_by_hand(fork):
+    advantages = fork(title_of("OPO")).group_advantages
+    # Rewards 1, 0, 0, 3 over 1, 2, 1, 4 tokens: baseline (1 + 12) / 8.
+    got = advantages([1, 0, 0, 3], [5, 5, 5, 5], "opo", np.array([1, 2, 1, 4]))
+    np.testing.assert_allclose(got, [-5 / 8, -13 / 8, -13 / 8, 11 / 8], rtol=1e-12)
+    # Over the tokens of a group they sum to 0, which those of other baselines do not.
+    assert got @ [1, 2, 1, 4] == 0
+    # A group that is left out of the loss, with no trained token, has a baseline too.
+    assert advantages([1, 0], [0, 0], "opo", np.array([0, 0])).tolist() == [1, 0]
+
+
+def test_generalized_advantages_by_hand(fork):
+    module = fork(title_of("critic"))
+    samples = [
+        module.Sample(0, [1, 1], [2] * 3, [-1.0] * 3, True, "", ""),
+        module.Sample(0, [1], [2], [-1.0], False, "", ""),
+    ]
+    batch = module.flatten(samples)
+    assert batch.mask.tolist() == [False, True, True, True, True]
+    rewards, values = np.array([0, 0, 0, 2.0, 1]), np.array([9, 0.5, 1, -1, 3])
+    # gamma 1/2, lambda 1/2. Last token: 2 + 1 = 3. Before it: 0 - 1/2 - 1 = -3/2, and 3/4 more: -3/4. First: 0 + 1/2 -
+    # 1/2 = 0, and -3/16 more. The other answer, cut off: 1 - 3. The value at a prompt, 9, is in none of them.
+    got = module.critic.generalized_advantages(rewards, values, batch, 0.5, 0.5)
+    assert got.tolist() == [0, -3 / 16, -3 / 4, 3, -2]
+    # lambda 1 and gamma 1: the rewards that are still to come, less the value.
+    got = module.critic.generalized_advantages(rewards, values, batch, 1.0, 1.0)
+    assert got.tolist() == [0, 1.5, 1, 3, -2]
+
+
+def test_the_value_loss_by_hand(fork):
+    value_loss = fork(title_of("critic")).critic.value_loss
+    mb = types.SimpleNamespace(
+        values=torch.tensor([[0.0, 0.0, 0.0, 5.0]]), returns=torch.tensor([[2.0, 0.25, -1.0, 0.0]]),
+        weights=torch.tensor([[1.0, 1.0, 2.0, 0.0]]),
+    )  # fmt: skip
+    values_T = torch.tensor([1.0, 1.0, 0.25, 7.0], requires_grad=True)
+    # Held within 1/2 of the old value 0: 1/2, 1/2, 1/4. The larger of (1 - 2)^2 and (1/2 - 2)^2, of (3/4)^2 and
+    # (1/4)^2, of (5/4)^2 twice; the last is padding.
+    loss, count, _ = value_loss(mb, values_T, None, clip=0.5)
+    assert (loss.item(), count.item()) == (9 / 8 + 9 / 32 + 2 * 25 / 32, 3)
+    loss.backward()
+    assert values_T.grad.tolist() == [0, 3 / 4, 2 * 5 / 4, 0]  # beyond the bound and still too low: held
+
+
+@pytest.mark.slow
+def test_a_critic_goes_on_as_if_it_had_not_been_stopped(fork, train, tmp_path):
+    """And learns the same on one rank as on two."""
+    fork(title_of("critic"))
+    script = tmp_path / "fork/train_grpo.py"
+    keys = ("algo.advantage=gae", "algo.critic_lr=1e-3", "train.steps=4", "train.save_every=2", "train.keep_last=0")
+    keys += ("rollout.prompts_per_step=4", "rollout.group_size=4", "train.updates_per_step=2")
+    whole = train(2, *keys, script=script)
+    assert whole.code == 0, whole.text
+    resumed = train(2, *keys, f"resume={whole.out}/checkpoints/step_000002", script=script, out=tmp_path / "resumed")
+    assert resumed.code == 0, resumed.text
+    for was, now in zip(whole.metrics[2:], resumed.metrics, strict=True):
+        for name in ("reward/mean", "loss/total", "grad_norm", *(name for name in was if name.startswith("critic/"))):
+            assert was[name] == now[name], name
+    for name, weight in whole.weights(4).items():
+        assert torch.equal(weight, resumed.weights(4)[name]), name
+    alone = train(1, *keys, "train.steps=2", script=script, out=tmp_path / "alone")
+    assert alone.code == 0, alone.text
+    for two, one in zip(whole.metrics, alone.metrics, strict=False):
+        for name in ("critic/value_mean", "critic/squared_error", "grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
+
+
+# ---------------------------------------------------------------- another engine
+
+
+class FakeSGLang:
+    """What rollout_sglang.py calls of sglang.Engine: it answers [7, 8] to all, and writes down what it was told."""
+
+    def __init__(self, **settings):
+        self.loop, self.calls = asyncio.new_event_loop(), [("start", settings["tp_size"])]
+
+    async def async_generate(self, input_ids, sampling_params, return_logprob):
+        self.calls.append(("generate", input_ids, [params["sampling_seed"] for params in sampling_params]))
+        finished = {
+            "meta_info": {
+                "finish_reason": {"type": "stop"},
+                "output_token_logprobs": [(-0.5, 7, None), (-1.0, 8, None)],
+            }
+        }
+        return [finished for _ in input_ids]
+
+    def update_weights_from_tensor(self, tensors, flush_cache):
+        self.calls.append(("update", [name for name, _ in tensors]))
+        return True, ""
+
+    def flush_cache(self):
+        return types.SimpleNamespace(success=True)
+
+    def release_memory_occupation(self, tags):
+        self.calls.append(("release", tags))
+
+    def resume_memory_occupation(self, tags):
+        self.calls.append(("resume", tags))
+
+
+@pytest.fixture
+def sglang_engine(fork, monkeypatch):
+    """The Engine of rollout_sglang.py, whose SGLang is the one above, and whose rank is alone in the world."""
+    engine = fork(title_of("SGLang")).Engine
+    module = sys.modules["rollout_sglang"]
+    monkeypatch.setitem(sys.modules, "sglang", types.SimpleNamespace(Engine=FakeSGLang))
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(module.dist, "barrier", lambda: None)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    return engine
+
+
+def test_the_sglang_engine_has_the_methods_of_ours(sglang_engine):
+    for name, method in inspect.getmembers(rollout.Engine, inspect.isfunction):
+        if name == "__init__" or not name.startswith("_"):
+            assert inspect.signature(getattr(sglang_engine, name)) == inspect.signature(method), name
+
+
+def test_the_sglang_engine_on_a_made_up_sglang(sglang_engine, monkeypatch):
+    cfg = load_config(str(REPO / "configs/tiny.yaml"), [])
+    engine = sglang_engine("model", cfg.model, cfg.rollout, 16)
+    with pytest.raises(RankError, match="none were pushed"):
+        next(engine.generate([[1]], [3], 2, cfg.rollout, 4))
+    engine.wake("weights")
+    monkeypatch.setattr(sys.modules["rollout_sglang"], "BUCKET_BYTES", 8)
+    engine.load_weights((name, torch.zeros(1)) for name in "abc")
+    engine.wake("kv_cache")
+    answers = dict(engine.generate([[1, 2], [3]], [5, 6], 2, cfg.rollout, 4))
+    assert answers == {number: [rollout.Completion([7, 8], [-0.5, -1.0], True)] * 2 for number in (0, 1)}
+    engine.sleep()
+    kinds = [call[0] for call in engine.llm.calls]
+    assert kinds == ["start", "release", "resume", "update", "update", "resume", "generate", "generate", "release"]
+    assert [call[1] for call in engine.llm.calls if call[0] == "update"] == [["a", "b"], ["c"]]
+    (_, first, seeds), (_, second, others) = (call for call in engine.llm.calls if call[0] == "generate")
+    assert (first, second) == ([[1, 2]] * 2, [[3]] * 2)
+    assert len({*seeds, *others}) == 4, "answers with one seed would be equal"
+    with pytest.raises(UserError, match=r"top_p"):
+        sglang_engine("model", cfg.model, cfg.rollout.model_copy(update={"top_p": 0.9}), 16)
+
+
 def test_the_diffs_apply_to_todays_script_too(tmp_path):
     """A hint, not a failure: in a fork the script differs, as it should."""
     script = REPO / "train_grpo.py"
-    stale = [title for title, (_, _, diff) in FORKS.items() if apply(diff, script, tmp_path).returncode]
+    stale = [
+        title
+        for number, (title, (_, _, diff)) in enumerate(FORKS.items())
+        if apply(diff, script, tmp_path / str(number)).returncode
+    ]
     hint = "If this is no fork, see the head of tests/test_forks.py"
     if stale:
         warnings.warn(f"diffs that no longer apply to train_grpo.py: {'; '.join(stale)}. {hint}", stacklevel=1)

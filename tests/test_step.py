@@ -221,7 +221,7 @@ def test_spans_give_tokens_advantages_of_their_own(build):
     for s in samples:
         wanted = digits_in_place(s.text, decode(s.prompt_ids)[-2::-1], {})
         assert s.reward == s.reward_parts["reward"] == pytest.approx(wanted)
-    noted = [[s.advantage] * len(s.response_ids) if s.advantages is None else s.advantages for s in samples]
+    noted = [s.tokens.get("advantages", [s.advantage] * len(s.response_ids)) for s in samples]
     assert any(len(set(np.round(answer, 6))) > 1 for answer in noted)
     assert metrics["loss/policy"] == pytest.approx(-np.concatenate(noted).mean(), rel=1e-5)
 
