@@ -114,7 +114,7 @@ VERL = {
     "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor": ("algo.overlong_coef", ""),
     "custom_reward_function.path": ("reward.custom", "path:name, with reward.default=custom; docs/rewards.md"),
     "custom_reward_function.name": ("reward.custom", "path:name"),
-    "critic": (None, "there is no critic"),
+    "critic": (None, "there is no critic; docs/recipes.md adds one"),
     "trainer.total_epochs": ("train.epochs", "passes over data.train, instead of train.steps"),
     "trainer.total_training_steps": ("train.steps", ""),
     "trainer.save_freq": ("train.save_every", "-1 is 0"),

@@ -163,7 +163,7 @@ def test_the_value_loss_by_hand(fork):
 
 @pytest.mark.slow
 def test_a_critic_goes_on_as_if_it_had_not_been_stopped(fork, train, tmp_path):
-    """And learns the same on one rank as on two."""
+    """And learns the same on one rank, and on two that share a layer or the layers, as on two replicas."""
     fork(title_of("critic"))
     script = tmp_path / "fork/train_grpo.py"
     keys = ("algo.advantage=gae", "algo.critic_lr=1e-3", "train.steps=4", "train.save_every=2", "train.keep_last=0")
@@ -177,11 +177,13 @@ def test_a_critic_goes_on_as_if_it_had_not_been_stopped(fork, train, tmp_path):
             assert was[name] == now[name], name
     for name, weight in whole.weights(4).items():
         assert torch.equal(weight, resumed.weights(4)[name]), name
-    alone = train(1, *keys, "train.steps=2", script=script, out=tmp_path / "alone")
-    assert alone.code == 0, alone.text
-    for two, one in zip(whole.metrics, alone.metrics, strict=False):
-        for name in ("critic/value_mean", "critic/squared_error", "grad_norm"):
-            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
+    for number, layout in enumerate(([], ["parallel.tp=2"], ["parallel.tp=2", "parallel.sp=false"], ["parallel.pp=2"])):
+        out = tmp_path / f"layout{number}"
+        other = train(2 if layout else 1, *keys, "train.steps=2", *layout, script=script, out=out)
+        assert other.code == 0, other.text
+        for was, now in zip(whole.metrics, other.metrics, strict=False):
+            for name in ("critic/value_mean", "critic/squared_error", "grad_norm"):
+                assert was[name] == pytest.approx(now[name], rel=1e-4, abs=1e-7), (layout, name)
 
 
 # ---------------------------------------------------------------- another engine
@@ -256,6 +258,9 @@ def test_the_sglang_engine_on_a_made_up_sglang(sglang_engine, monkeypatch):
     assert len({*seeds, *others}) == 4, "answers with one seed would be equal"
     with pytest.raises(UserError, match=r"top_p"):
         sglang_engine("model", cfg.model, cfg.rollout.model_copy(update={"top_p": 0.9}), 16)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(UserError, match="expandable_segments:False"):
+        sglang_engine("model", cfg.model, cfg.rollout, 16)
 
 
 def test_the_diffs_apply_to_todays_script_too(tmp_path):
