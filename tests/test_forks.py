@@ -14,6 +14,7 @@ import subprocess
 import sys
 import types
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,11 +49,19 @@ FORKS = documented_forks()
 
 
 def apply(diff: str, script: Path, folder: Path) -> subprocess.CompletedProcess:
-    """Apply a diff to a copy of the sources in the new `folder`, with `script` as their train_grpo.py."""
+    """Apply a diff to a copy of the sources in the new `folder`, with `script` as their train_grpo.py.
+
+    What a fork has of the diff already, in the other files, is taken out of the copy first.
+    """
     shutil.copytree(REPO / "support", folder / "support", ignore=shutil.ignore_patterns("__pycache__"))
     for file in REPO.glob("*.py"):
         shutil.copy(script if file.name == "train_grpo.py" else file, folder / file.name)
-    return subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=folder, capture_output=True)
+    made, _ = touched(diff)
+    for name in made:
+        (folder / name).unlink(missing_ok=True)
+    git = partial(subprocess.run, input=diff, text=True, cwd=folder, capture_output=True)
+    git(["git", "apply", "--reverse", *(f"--exclude={name}" for name in ["train_grpo.py", *made]), "-"])
+    return git(["git", "apply", "-"])
 
 
 def touched(diff: str) -> tuple[list[str], list[str]]:
