@@ -32,7 +32,7 @@ def test_a_config_dry_runs(path, tiny, tmp_path, monkeypatch, capsys):
     train_grpo.rehearse(cfg)
     assert checks.describe(cfg, ranks)
     overrides = [
-        f"model.path={model}", f"data.train={tiny / 'train.jsonl'}", "data.prompt_key=prompt",
+        f"model.path={model}", f"data.train={tiny / 'train.jsonl'}", "data.prompt_key=prompt", "data.custom=null",
         f"data.max_prompt_tokens={cfg.data.max_prompt_tokens if cfg.model.path in plans.SHAPES else 8}",
     ]  # fmt: skip
     command = ["--config", str(path), "--dry-run", "--world-size", str(ranks), "--gpu-memory-gb", "80", *overrides]
