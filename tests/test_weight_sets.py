@@ -31,11 +31,11 @@ def test_the_sets_of_each_step_by_hand():
     """A model of one weight, which is s after step s."""
     model, cfg = [torch.nn.Linear(1, 1, bias=False)], settings(lag=3, every=2)
     model[0].weight.data.fill_(0.0)
-    sets = weight_sets.initial(model, cfg)
+    sets = weight_sets.initial_sets(model, cfg)
     sampled, references = [], []
     for step in range(1, 8):
-        sampled.append(weight_sets.sampler(sets)[0].item())
-        weight_sets.move(sets, model, step, cfg)
+        sampled.append(weight_sets.sampling_weights(sets)[0].item())
+        weight_sets.move_sets(sets, model, step, cfg)
         references.append(sets["reference"][0].item())
         model[0].weight.data.fill_(float(step))
     assert sampled == [0, 0, 0, 0, 1, 2, 3]  # step s: after step s - 1 - 3
@@ -46,7 +46,7 @@ def test_the_sets_of_each_step_by_hand():
         "past_2": 5,
         "past_3": 4,
     }
-    assert weight_sets.sampler({}) is None and weight_sets.initial(model, settings()) == {}
+    assert weight_sets.sampling_weights({}) is None and weight_sets.initial_sets(model, settings()) == {}
 
 
 @pytest.mark.parametrize("lag", [1, 2])
