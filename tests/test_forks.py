@@ -138,21 +138,38 @@ def test_the_optimal_baseline_by_hand(fork):
 
 
 def test_generalized_advantages_by_hand(fork):
-    module = fork(title_of("critic"))
-    samples = [
-        module.Sample(0, [1, 1], [2] * 3, [-1.0] * 3, True, "", ""),
-        module.Sample(0, [1], [2], [-1.0], False, "", ""),
-    ]
-    batch = module.flatten(samples)
-    assert batch.mask.tolist() == [False, True, True, True, True]
-    rewards, values = np.array([0, 0, 0, 2.0, 1]), np.array([9, 0.5, 1, -1, 3])
+    critic = fork(title_of("critic")).critic
+    rewards, values, samples = np.array([0, 0, 2.0, 1]), np.array([0.5, 1, -1, 3]), np.array([0, 0, 0, 1])
     # gamma 1/2, lambda 1/2. Last token: 2 + 1 = 3. Before it: 0 - 1/2 - 1 = -3/2, and 3/4 more: -3/4. First: 0 + 1/2 -
-    # 1/2 = 0, and -3/16 more. The other answer, cut off: 1 - 3. The value at a prompt, 9, is in none of them.
-    got = module.critic.generalized_advantages(rewards, values, batch, 0.5, 0.5)
-    assert got.tolist() == [0, -3 / 16, -3 / 4, 3, -2]
+    # 1/2 = 0, and -3/16 more. The other answer: 1 - 3.
+    assert critic.generalized_advantages(rewards, values, samples, 0.5, 0.5).tolist() == [-3 / 16, -3 / 4, 3, -2]
     # lambda 1 and gamma 1: the rewards that are still to come, less the value.
-    got = module.critic.generalized_advantages(rewards, values, batch, 1.0, 1.0)
-    assert got.tolist() == [0, 1.5, 1, 3, -2]
+    assert critic.generalized_advantages(rewards, values, samples, 1.0, 1.0).tolist() == [1.5, 1, 3, -2]
+
+
+def test_the_credit_of_a_critic_by_hand(fork):
+    """A prompt's tokens and an environment's have no values; rewards of theirs count for the token before."""
+    module = fork(title_of("critic"))
+    own = {"part": np.array([(1, 0.25)], module.credit.ROW)}
+    talk = module.Sample(0, [1, 1], [2, 3, 2], [-1.0, 0, -1], True, "", "", [1, 1, 1], reward=1.25, token_rewards=own)
+    talk.reward_parts = {"part": 0.25, "whole": 1.0}
+    short = module.Sample(0, [1], [2], [-1.0], False, "", "", reward=0.5)
+    batch, logp = module.flatten([talk, short]), torch.tensor([9, 0.5, 9, -1.5, 0.5])
+    assert batch.mask.tolist() == [False, True, False, True, True]
+    added = [("values", torch.Tensor, None), ("returns", torch.Tensor, None)]  # as in support/packing.py of the fork
+    forked = dataclasses.make_dataclass("Batch", added, bases=(module.Batch,), frozen=True, kw_only=True)
+    known = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    known |= {"values": torch.tensor([9.0, 1, 9, 2, 3]), "old_logp": logp, "ref_logp": logp - 0.25}
+    algo = types.SimpleNamespace(advantage="gae", gae_gamma=1, gae_lambda=1, kl_coef=1, kl_in="reward", kl="k1")
+    algo.credit = "to_go"
+    got = module.give_credit([talk, short], forked(**known), algo)
+    # KL costs each sampled token 1/4. The talk's last one then gets 3/4, its first 0 and those 3/4; the other 1/4.
+    assert got.returns.tolist() == [0, 0.75, 0, 0.75, 0.25]
+    # Less the values: -1/4, -5/4, -11/4, of mean -17/12; the environment's token has that of the step it is in.
+    white = (np.array([-0.25, -1.25, -2.75]) + 17 / 12) / np.std([-0.25, -1.25, -2.75], ddof=1)
+    np.testing.assert_allclose(got.advantages, white[[0, 0, 0, 1, 2]], rtol=1e-6)
+    np.testing.assert_allclose(talk.tokens["advantages"], white[[0, 0, 1]], rtol=1e-6)
+    assert talk.advantage == pytest.approx(white[0], rel=1e-6)
 
 
 def test_the_value_loss_by_hand(fork):
