@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import Torchrun
 
 import rollout
 from config import RankError, UserError
@@ -185,6 +187,23 @@ def test_the_value_loss_by_hand(fork):
     assert (loss.item(), count.item()) == (9 / 8 + 9 / 32 + 2 * 25 / 32, 3)
     loss.backward()
     assert values_T.grad.tolist() == [0, 3 / 4, 2 * 5 / 4, 0]  # beyond the bound and still too low: held
+
+
+@pytest.mark.slow
+def test_a_critic_is_that_of_transformers_and_comes_back_from_its_checkpoint(tiny, tmp_path):
+    folder, found = tmp_path / "fork", tmp_path / "found.json"
+    applied = apply(FORKS[title_of("critic")][2], PINNED, folder)
+    assert applied.returncode == 0, applied.stderr
+    arguments = (str(tiny / "model"), str(tmp_path / "checkpoints"), str(found))
+    printed = tmp_path / "printed.txt"
+    worker = Torchrun(printed, "tests/critic_worker.py", *arguments, nproc=1, PYTHONPATH=str(folder))
+    try:
+        assert worker.end() == 0, worker.text
+    finally:
+        worker.kill()
+    report = json.loads(found.read_text())
+    assert report["micro_batches"] > 1 and report["restored"]
+    assert report["value"] < 1e-5 and max(report["gradient"].values()) < 1e-5, report
 
 
 @pytest.mark.slow
