@@ -239,9 +239,11 @@ class FakeSGLang:
 
     def __init__(self, **settings):
         self.loop, self.calls = asyncio.new_event_loop(), [("start", settings["tp_size"])]
+        self.limits = []  # tokens of an answer at most
 
     async def async_generate(self, input_ids, sampling_params, return_logprob):
         self.calls.append(("generate", input_ids, [params["sampling_seed"] for params in sampling_params]))
+        self.limits += [params["max_new_tokens"] for params in sampling_params]
         finished = {
             "meta_info": {
                 "finish_reason": {"type": "stop"},
@@ -292,8 +294,9 @@ def test_the_sglang_engine_on_a_made_up_sglang(sglang_engine, monkeypatch):
     monkeypatch.setattr(sys.modules["rollout_sglang"], "BUCKET_BYTES", 8)
     engine.load_weights((name, torch.zeros(1)) for name in "abc")
     engine.wake("kv_cache")
-    answers = dict(engine.generate([[1, 2], [3]], [5, 6], 2, cfg.rollout, 4))
+    answers = dict(engine.generate([[1, 2], [3]], [5, 6], 2, cfg.rollout, [4, 3]))
     assert answers == {number: [rollout.Completion([7, 8], [-0.5, -1.0], True)] * 2 for number in (0, 1)}
+    assert engine.llm.limits == [4, 4, 3, 3]
     engine.sleep()
     kinds = [call[0] for call in engine.llm.calls]
     assert kinds == ["start", "release", "resume", "update", "update", "resume", "generate", "generate", "release"]
@@ -301,6 +304,10 @@ def test_the_sglang_engine_on_a_made_up_sglang(sglang_engine, monkeypatch):
     (_, first, seeds), (_, second, others) = (call for call in engine.llm.calls if call[0] == "generate")
     assert (first, second) == ([[1, 2]] * 2, [[3]] * 2)
     assert len({*seeds, *others}) == 4, "answers with one seed would be equal"
+    with pytest.raises(UserError, match="replay_routes"):
+        sglang_engine("model", cfg.model, cfg.rollout, 16, return_routes=True)
+    with pytest.raises(UserError, match=r"rollout\.tp=1"):
+        sglang_engine("model", cfg.model, cfg.rollout.model_copy(update={"turns": "a.py:b", "tp": 2}), 16)
     with pytest.raises(UserError, match=r"top_p"):
         sglang_engine("model", cfg.model, cfg.rollout.model_copy(update={"top_p": 0.9}), 16)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
