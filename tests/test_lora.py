@@ -10,10 +10,12 @@ import torch
 from processes import Torchrun
 from safetensors.torch import load_file, save_file
 
+import train_grpo
 from support import lora, memory_plan
 from support.read_config import load_config
 from tests import test_layouts
 from tests.layout_worker import made_up_factor, one_layout
+from tests.test_exact import reference_step
 from tests.test_layouts import (
     float64_model,
     layouts_of,
@@ -24,6 +26,7 @@ from tests.test_layouts import (
     run_worker,
     worst_gradient,
 )
+from tests.test_step import IDS, build  # noqa: F401, a fixture
 
 RANK, ALPHA = 8, 12.0
 LORA = (f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
@@ -193,6 +196,21 @@ def test_a_factor_starts_as_in_peft():
 
 
 # ---------------------------------------------------------------- runs
+
+
+def test_the_reference_is_the_model_without_adapters(build, tiny, tmp_path):  # noqa: F811
+    """Loss and KL of a second step, at which the adapters add something."""
+    run = build(
+        *LORA, "algo.kl_coef=0.05", "algo.entropy_coef=0", "train.lr=0.01", "rollout.temperature=0.8",
+        "train.export_every=1",
+    )  # fmt: skip
+    train_grpo.train_step(run, 1)
+    metrics, samples = train_grpo.train_step(run, 2)
+    rows = [vars(s) | {name: vars(s)[name].tolist() for name in IDS} for s in samples]
+    policy = tmp_path / "out/hf/step_000001"
+    loss, _, kl = reference_step(policy, tiny / "model", rows, kl_coef=0.05)
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-7)
+    assert metrics["kl/ref"] == pytest.approx(kl, rel=1e-3) and kl > 1e-4
 
 
 RUN = (

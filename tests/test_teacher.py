@@ -138,16 +138,18 @@ def test_a_step_credits_what_plain_transformers_says(build, larger, tiny, monkey
         assert all(weight.numel() == 0 for chunk in run.teacher.model for weight in chunk.parameters())
 
 
-def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach(build, larger):  # noqa: F811
-    """With coefficient 0 the run is the one without a teacher."""
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach(build, larger, rank):  # noqa: F811
+    """With coefficient 0 the run is the one without a teacher, which has no adapters either."""
     trained = []
     for more in ([], [f"algo.teacher={larger}", "algo.teacher_coef=0"]):
-        run = build("train.lr=0.01", "train.updates_per_step=2", *more)
+        run = build("train.lr=0.01", "train.updates_per_step=2", f"lora.rank={rank}", *more)
         metrics = [train_grpo.train_step(run, step)[0] for step in (1, 2)]
         trained.append([{name: weight.clone() for name, weight in bridge.hf_weights(run.model)}, metrics])
         bridge.mpu.destroy_model_parallel()
     assert isinstance(run.teacher, Teacher) and not run.teacher.model[0].buffers
     assert not any(weight.requires_grad for weight in run.teacher.model[0].parameters())
+    assert not bridge.named_weights(run.teacher.model, factors=True)
     assert all(torch.equal(trained[0][0][name], weight) for name, weight in trained[1][0].items())
     for without, with_one in zip(trained[0][1], trained[1][1], strict=True):
         assert without["loss/total"] == with_one["loss/total"] and without["kl/teacher"] is None

@@ -49,11 +49,11 @@ def test_the_sets_of_each_step_by_hand():
     assert weight_sets.sampling_weights({}) is None and weight_sets.initial_sets(model, settings()) == {}
 
 
-@pytest.mark.parametrize("lag", [1, 2])
-def test_vllm_samples_with_the_weights_of_so_many_steps_before(build, tiny, tmp_path, monkeypatch, lag):  # noqa: F811
+@pytest.mark.parametrize(("lag", "rank"), [(1, 0), (2, 0), (2, 4)])
+def test_vllm_samples_with_weights_of_so_many_steps_before(build, tiny, tmp_path, monkeypatch, lag, rank):  # noqa: F811
     """The gap stays that of two computations, the mismatch is that of age; an evaluation has the present weights."""
     write_rows(tmp_path / "eval.jsonl", read_rows(tiny / "train.jsonl")[:2])
-    run = build(f"rollout.lag={lag}", f"data.eval={tmp_path / 'eval.jsonl'}", *FAST)
+    run = build(f"rollout.lag={lag}", f"lora.rank={rank}", f"data.eval={tmp_path / 'eval.jsonl'}", *FAST)
     after, seen = [weights(run)], []  # after[s]: after step s
     generate = run.engine.generate
 
@@ -123,9 +123,11 @@ ALL_ON = (
 )  # fmt: skip
 
 
-def test_a_resumed_run_goes_on_with_the_same_bits(build):  # noqa: F811
-    """Lag, reference and teacher; from a checkpoint of a step at which no set is an initial one."""
-    straight = build(*ALL_ON)
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_resumed_run_goes_on_with_the_same_bits(build, rank):  # noqa: F811
+    """Lag, reference and teacher, of adapters too; from a checkpoint of a step at which no set is an initial one."""
+    keys = (*ALL_ON, f"lora.rank={rank}")
+    straight = build(*keys)
     wanted = []
     for step in range(1, 8):
         wanted.append(train_grpo.train_step(straight, step)[0])
@@ -135,7 +137,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(build):  # noqa: F811
     trained, sets = weights(straight), straight.sets
     bridge.mpu.destroy_model_parallel()
 
-    resumed = build(*ALL_ON, checkpoint=(path, 4))
+    resumed = build(*keys, checkpoint=(path, 4))
     found = [train_grpo.train_step(resumed, step)[0] for step in range(5, 8)]
     lasting = ("loss/total", "kl/ref", "kl/teacher", "grad_norm", "reward/mean", "mismatch/k3", "logp_gap/max")
     assert [[m[name] for name in lasting] for m in found] == [[m[name] for name in lasting] for m in wanted[4:]]
