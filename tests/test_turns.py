@@ -47,6 +47,9 @@ def reward(text, answer, row):
     heard = row["state"].get("heard", [])
     assert heard == row["turns"][: 2 * len(heard) : 2]
     return {"turns": float(len(row["turns"])), "first": 0.1 * float((row["turns"][0] or "x") < answer)}
+
+def each_token(text, answer, row, response_ids):
+    return {"turns": float(len(row["turns"])), "own": [0.1 * (token % 3) for token in response_ids]}
 """
 
 
@@ -321,6 +324,25 @@ def test_a_step_of_conversations_equals_plain_transformers(build, tiny, echo):  
         assert s.graded == "ok" and s.reward_parts["turns"] == len(s.turns)
     evaluated = train_grpo.answer(run, {0: run.inputs.prompts[0]}, 0, 2, run.cfg.eval, 16)[0]
     assert any(len(s.turns) > 1 for s in evaluated + samples)
+
+
+def test_tokens_of_conversations_have_rewards_of_their_own(build, echo, tmp_path):  # noqa: F811
+    """A token by the model answers for those of the environment that follow it; these themselves are in no loss."""
+    each_token = f"reward.custom={tmp_path / 'echo.py'}:each_token"
+    run = build(*echo, each_token, "algo.entropy_coef=0", "algo.advantage=dr_grpo")
+    metrics, samples = train_grpo.train_step(run, 1)
+    to_go = [
+        [s.reward_parts["turns"] + 0.1 * (s.response_ids[t:] % 3).sum() for t in range(sum(s.turns))] for s in samples
+    ]
+    found = []
+    for s, mine in zip(samples, to_go, strict=True):
+        group = [values for other, values in zip(samples, to_go, strict=True) if other.group == s.group]
+        baseline = [np.mean([values[min(t, len(values) - 1)] for values in group]) for t in range(len(mine))]
+        noted = s.tokens.get("advantages", [s.advantage] * len(mine))
+        np.testing.assert_allclose(noted, np.array(mine) - baseline, rtol=1e-5, atol=1e-6)
+        found += np.array(noted)[sampled(vars(s)).numpy()].tolist()
+    assert max(len(s.turns) for s in samples) >= 3
+    assert metrics["loss/policy"] == pytest.approx(-np.mean(found), rel=1e-5)
 
 
 def talks() -> list[dict]:
