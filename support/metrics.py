@@ -114,7 +114,7 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
         "mismatch/k3": mean("mismatch_k3", compared),
         "mismatch/ess": effective_share(compared),
         "mismatch/cut_frac": mean("outside", compared),
-        **routes.shares(record.samples, compared),
+        **routes.shares(record.samples, first),
         "grad_norm": first["grad_norm"],
         "moe/load": max(record.expert_load, default=None),
         **{f"moe/load/layer_{layer:02d}": load for layer, load in enumerate(record.expert_load)},

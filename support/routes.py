@@ -123,12 +123,12 @@ def replayed_routes(model: list) -> dict[str, int]:
     return dict(zip(("routes", "routes_differ"), counts.tolist(), strict=True))
 
 
-def shares(samples: list, reports: list[dict]) -> dict[str, float | None]:
-    """The metrics of a step, null without routes. `reports`: of the updates before which the weights are vLLM's."""
+def shares(samples: list, first: dict) -> dict[str, float | None]:
+    """The metrics of a step, null without routes. `first`: of its first update, whose weights are still vLLM's."""
     if samples[0].routes is None:
         return {"routes/differ_frac": None, "routes/missing_frac": None}
     positions = sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples)
     return {
-        "routes/differ_frac": sum(r["routes_differ"] for r in reports) / max(sum(r["routes"] for r in reports), 1),
+        "routes/differ_frac": first["routes_differ"] / max(first["routes"], 1),
         "routes/missing_frac": 1 - sum(len(s.routes) for s in samples) / positions,
     }

@@ -3,8 +3,10 @@
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
+import make_tiny
 import numpy as np
 import pytest
 import torch
@@ -117,6 +119,47 @@ def test_log_tokens_records_what_plain_transformers_finds_and_changes_no_bit(bui
         bridge.mpu.destroy_model_parallel()
     assert all(torch.equal(weight, left[()][name]) for name, weight in left["log.tokens=true",].items())
     assert not {"trainer_logp", "ratio"} & as_row(train_grpo.Sample(0, [1], [2], [-1.0], True, "", "")).keys()
+
+
+class FlippingEngine(PlainEngine):
+    """Every third token of a sequence goes to the best and the third best expert instead of the two best. The answers
+    bring their routes where they are asked for, as vLLM's do."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        *_, self.return_routes = args
+        self.routes = {}  # layer → experts of the last forward pass, [tokens, k]
+        for number, layer in enumerate(self.model.model.layers):
+            layer.mlp.gate.forward = partial(self.route, number, layer.mlp.gate)
+
+    def route(self, number: int, gate, hidden: torch.Tensor):
+        logits = hidden @ gate.weight.T
+        experts = logits.topk(3).indices
+        experts = torch.where(torch.arange(len(hidden))[:, None] % 3 == 0, experts[:, ::2], experts[:, :2])
+        self.routes[number] = experts
+        return logits, logits.gather(-1, experts).softmax(-1), experts
+
+    def answer(self, *args) -> Completion:
+        found = super().answer(*args)  # its last pass was over all tokens but the last
+        routes = torch.stack([*self.routes.values()], dim=1).to(torch.uint8).numpy()
+        return replace(found, routes=routes) if self.return_routes else found
+
+
+def test_replayed_routes_close_the_gap_of_an_engine_that_routes_otherwise(build, monkeypatch, tmp_path):
+    make_tiny.save_model(
+        tmp_path / "moe", make_tiny.char_tokenizer("0123456789>+-="), "qwen3_moe", tied=False, hidden=64, num_experts=8
+    )
+    monkeypatch.setattr(train_grpo, "Engine", FlippingEngine)
+    keys = (f"model.path={tmp_path / 'moe'}", "train.epochs_per_step=2", "algo.kl_coef=0.05", "train.lr=0.01")
+    metrics, samples = train_grpo.train_step(build(*keys, "algo.replay_routes=true"), 1)
+    lengths = [len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples]
+    flipped = sum(-(-n // 3) for n in lengths) / sum(lengths)
+    assert metrics["logp_gap/max"] < 1e-5 and metrics["routes/missing_frac"] == 0
+    assert metrics["routes/differ_frac"] == pytest.approx(flipped, abs=1e-9)
+    assert metrics["kl/ref"] > 1e-4  # the reference goes its own way, where no route was flipped
+    bridge.mpu.destroy_model_parallel()
+    with pytest.raises(TrainingError, match="trainer and vLLM disagree"):
+        train_grpo.train_step(build(*keys), 1)
 
 
 def test_a_push_that_is_lost_is_caught(build, monkeypatch):
