@@ -89,7 +89,7 @@ def main() -> None:
             different += [f"past {key}" for key in past if not past[key].equal(wanted_past[key])]
             different += ["past"] * all(past[key].equal(weights[key]) for key in past)
             same_state = read_state(first) == read_state(saved) == {"updates": 3, "config": SETS}
-            print(f"{name}: {different or ('same' if same_state and len(was) > 40 else 'state')}", flush=True)
+            print(f"{name}: {different or ('same' if same_state and len(was) >= 40 else 'state')}", flush=True)
         bridge.mpu.destroy_model_parallel()
     dist.destroy_process_group()
 
