@@ -369,10 +369,10 @@ def masked_reference(folder, samples: list[dict], given: dict) -> dict:
         logp = all_logp.gather(-1, ids[0, prompt:, None])[:, 0]
         here = slice(position + prompt - 1, position + ids.shape[1] - 1)
         old, ref = given["old_logp"][here].double(), given["ref_logp"][here].double()
-        ratio, advantage, d = (logp - old).exp(), s["advantage"], ref - logp
+        ratio, advantage, d = (logp - old).exp(), s["advantage"], (ref - logp).clamp(-20, 20)
         policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
         entropy = -(all_logp.exp() * all_logp).sum(-1)
-        part = (policy + KL * (d.exp() - d - 1) - ENTROPY * entropy)[mine].sum() / tokens
+        part = (policy + KL * (d.exp() - d - 1).clamp(-10, 10) - ENTROPY * entropy)[mine].sum() / tokens
         part.backward()
         total, position = total + part.item(), position + ids.shape[1] - 1
         logps.append(torch.cat([logp.new_zeros(prompt - 1), logp.detach() * mine]))
