@@ -184,10 +184,7 @@ def test_vllms_routes_in_fp32_change_nothing(train, tmp_path):
     update a step: a second one would replay the routes of weights that have moved."""
     model = make_moe(tmp_path / "model")
     keys = (*SMALL, model, "parallel.ep=2", "algo.kl_coef=0.05", "train.updates_per_step=1")
-    on, off = (
-        train(2, *keys, f"algo.replay_routes={flag}", out=tmp_path / flag)
-        for flag in ("true", "false")
-    )
+    on, off = (train(2, *keys, f"algo.replay_routes={flag}", out=tmp_path / flag) for flag in ("true", "false"))
     assert on.code == off.code == 0, on.text + off.text
     for a, b in zip(on.metrics, off.metrics, strict=True):
         assert a["routes/differ_frac"] == a["routes/missing_frac"] == 0 and b["routes/differ_frac"] is None

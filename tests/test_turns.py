@@ -460,11 +460,9 @@ def test_a_hostile_function_and_a_run(train, tmp_path):
 
 @pytest.mark.slow
 def test_the_game_is_learned(tiny, tmp_path):
-    """From nothing, by reward alone: who does not listen wins at most 3 games of 7."""
+    """From nothing, by reward alone: who does not listen wins at most 2 games of 3."""
     make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>+-="))
-    run = Training(
-        tiny, tmp_path / "out", f"model.path={tmp_path / 'model'}", "data.train='1234567'", config="tiny_turns"
-    )
+    run = Training(tiny, tmp_path / "out", f"model.path={tmp_path / 'model'}", "data.train='123'", config="tiny_turns")
     try:
         assert run.end(1800) == 0, run.text
     finally:
