@@ -68,6 +68,8 @@ class GroupedLinear(torch.autograd.Function):
             return torch.zeros_like(x_R), None, *map(torch.zeros_like, weights)
         grad_R = grad_R.contiguous()
         grad_x_R = F.grouped_mm(grad_R, stacked(weights), offs=ends_E)
+        if not ctx.needs_input_grad[2]:  # frozen, beside adapters of other weights
+            return grad_x_R, None, *[None] * len(weights)
         return grad_x_R, None, *F.grouped_mm(grad_R.t(), x_R, offs=ends_E)
 
 

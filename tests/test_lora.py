@@ -83,8 +83,11 @@ def check(found: dict, wanted: dict) -> float:
 
 @pytest.mark.parametrize(
     ("family", "targets"),
-    [("qwen2", tuple(PARTS)), ("qwen2_moe", tuple(PARTS)), ("qwen3", ("qkv", "fc2")), ("qwen3_moe", ("fc1", "fc2"))],
-)
+    [
+        ("qwen2", tuple(PARTS)), ("qwen2_moe", tuple(PARTS)), ("qwen3", ("qkv", "fc2")),
+        ("qwen3_moe", ("fc1", "fc2")), ("qwen3_moe", ("qkv", "fc1")),
+    ],
+)  # fmt: skip
 def test_the_gradients_of_factors_are_those_of_plain_transformers(world, tmp_path, family, targets):
     plan = make_plan(tmp_path, family, *LORA, f"lora.targets=[{','.join(targets)}]", layouts={"one": []})
     found = one_layout(plan, "one")
