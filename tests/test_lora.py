@@ -251,7 +251,8 @@ def test_a_run_pushes_exports_and_resumes(train, tiny, tmp_path):
         resumed = train(nproc, *RUN, *overrides, f"resume={first}", out=tmp_path / name)
         assert resumed.code == 0, resumed.text
         for weight, now in resumed.weights(3).items():
-            assert torch.equal(now, exported[weight]) if name == "same" else relative(now, exported[weight]) < 1e-4
+            alike = name != "same" and relative(now, exported[weight]) < 1e-4
+            assert torch.equal(now, exported[weight]) or alike  # biases, not trained, are 0
     other = train(2, *RUN, "lora.rank=4", f"resume={first}", out=tmp_path / "again")
     assert other.code == 1 and "saved from another model" in other.text, other.text
 
