@@ -33,6 +33,7 @@ def check_config(cfg: Config, world_size: int) -> None:
     options.check_megatron(cfg.megatron, bridge.CONFIG_CLASSES, cfg.model.dtype)
     options.check_vllm(cfg.rollout.vllm)
     check_places(cfg)
+    check_what_is_learned(cfg)
     r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
     require(
         t.eval_every == 0 or cfg.data.eval is not None,
@@ -57,11 +58,6 @@ def check_config(cfg: Config, world_size: int) -> None:
         f"algo.correction_level={a.correction_level} is for algo.correction=tis; {a.correction} has one level only",
     )
     require(
-        a.credit != "process" or a.advantage not in ("rloo", "grpo_loo", "reinforce_pp"),
-        f"algo.credit=process compares steps; algo.advantage={a.advantage} leaves out or whitens whole answers. Use "
-        "algo.advantage=grpo or dr_grpo, or algo.credit=to_go",
-    )
-    require(
         cfg.resume in ("none", "auto") or os.path.isdir(cfg.resume),
         f"resume={cfg.resume}: no such folder; legal is none, auto, or the folder of a checkpoint",
     )
@@ -80,10 +76,6 @@ def check_config(cfg: Config, world_size: int) -> None:
             f"log.{name}=true needs a package that is not installed: pip install {trackers.PACKAGES[name]}, or use "
             f"log.{name}=false",
         )
-    require(
-        cfg.lora.rank > 0 or cfg.lora == LoraConfig(),
-        "lora.rank=0: there are no adapters, so lora.alpha and lora.targets have no effect; give them a rank",
-    )
     profile = cfg.profile
     require(
         profile.start <= profile.stop,
@@ -109,10 +101,6 @@ def check_config(cfg: Config, world_size: int) -> None:
         )
     require(world_size % r.tp == 0, f"rollout.tp={r.tp} does not divide the world size {world_size}")
     require(
-        not a.replay_routes or r.vllm.get("enable_prefix_caching", True),
-        "algo.replay_routes=true: vLLM keeps routes with cached prefixes; leave out rollout.vllm.enable_prefix_caching",
-    )
-    require(
         r.prompts_per_step % t.updates_per_step == 0,
         f"train.updates_per_step={t.updates_per_step} must divide rollout.prompts_per_step={r.prompts_per_step}: "
         "an update takes whole groups",
@@ -124,10 +112,6 @@ def check_config(cfg: Config, world_size: int) -> None:
             f"train.{key}={getattr(t, key)} cannot hold one sample of data.max_prompt_tokens + "
             f"rollout.max_new_tokens = {longest} tokens; make it at least {math.ceil(longest / multiple) * multiple}",
         )
-    require(
-        bool(r.turns) or r.max_turns == type(r)().max_turns,
-        f"rollout.max_turns={r.max_turns} has no effect without rollout.turns; name its function or leave it out",
-    )
     chosen = {"reward.default": cfg.reward.default}
     chosen.update({f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()})
     for key, name in chosen.items():
@@ -137,19 +121,9 @@ def check_config(cfg: Config, world_size: int) -> None:
             raise UserError(f"{key}={name}: {error}") from None
 
 
-def check_places(cfg: Config) -> None:
-    """Keys of where weights and state wait, and of how exactly both sides compute. Raises UserError."""
-    r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
-    require(
-        t.offload != "optimizer" or (cfg.model.dtype == "bf16" and not cfg.megatron.get("optimizer_cpu_offload")),
-        "train.offload=optimizer needs model.dtype=bf16 (the main weights of an fp32 model are the model's own) and no "
-        "megatron.optimizer_cpu_offload, which keeps them on the host all the time; use train.offload=grads",
-    )
-    require(
-        a.reference_on == "gpu" or a.kl_coef > 0 or r.lag > 0 or a.teacher not in (None, "self"),
-        "algo.reference_on=host has no effect with algo.kl_coef=0, which keeps no reference model, and without "
-        "rollout.lag or another model as algo.teacher; leave it out",
-    )
+def check_what_is_learned(cfg: Config) -> None:
+    """Keys of reference, teacher, credit, adapters, routes and turns that do nothing, or harm. Raises UserError."""
+    r, a = cfg.rollout, cfg.algo
     require(
         a.reference_every == 0 or a.kl_coef > 0,
         f"algo.reference_every={a.reference_every}, but algo.kl_coef=0 keeps no reference model; leave it out",
@@ -165,6 +139,38 @@ def check_places(cfg: Config) -> None:
     require(
         a.teacher != "self" or cfg.data.hint_key is not None,
         "algo.teacher=self without hints says just what the policy says; name their column in data.hint_key",
+    )
+    require(
+        a.credit != "process" or a.advantage not in ("rloo", "grpo_loo", "reinforce_pp"),
+        f"algo.credit=process compares steps; algo.advantage={a.advantage} leaves out or whitens whole answers. Use "
+        "algo.advantage=grpo or dr_grpo, or algo.credit=to_go",
+    )
+    require(
+        cfg.lora.rank > 0 or cfg.lora == LoraConfig(),
+        "lora.rank=0: there are no adapters, so lora.alpha and lora.targets have no effect; give them a rank",
+    )
+    require(
+        not a.replay_routes or r.vllm.get("enable_prefix_caching", True),
+        "algo.replay_routes=true: vLLM keeps routes with cached prefixes; leave out rollout.vllm.enable_prefix_caching",
+    )
+    require(
+        bool(r.turns) or r.max_turns == type(r)().max_turns,
+        f"rollout.max_turns={r.max_turns} has no effect without rollout.turns; name its function or leave it out",
+    )
+
+
+def check_places(cfg: Config) -> None:
+    """Keys of where weights and state wait, and of how exactly both sides compute. Raises UserError."""
+    r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
+    require(
+        t.offload != "optimizer" or (cfg.model.dtype == "bf16" and not cfg.megatron.get("optimizer_cpu_offload")),
+        "train.offload=optimizer needs model.dtype=bf16 (the main weights of an fp32 model are the model's own) and no "
+        "megatron.optimizer_cpu_offload, which keeps them on the host all the time; use train.offload=grads",
+    )
+    require(
+        a.reference_on == "gpu" or a.kl_coef > 0 or r.lag > 0 or a.teacher not in (None, "self"),
+        "algo.reference_on=host has no effect with algo.kl_coef=0, which keeps no reference model, and without "
+        "rollout.lag or another model as algo.teacher; leave it out",
     )
     require(
         not cfg.model.fp32_head or (cfg.model.dtype == "bf16" and not cfg.megatron.get("overlap_param_gather")),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import transformers
 
 import megatron_bridge as bridge
 from config import Config
@@ -76,7 +77,7 @@ def check_shape(cfg: Config) -> None:
         checks.check_model(path, cfg.parallel, 1, checks.longest_sample(cfg), cfg.model.dtype, cfg.megatron)
     except ValueError as error:
         raise ValueError(by_its_key(path, error)) from None
-    rows, needed = (checks.transformers.AutoConfig.from_pretrained(name).vocab_size for name in (path, cfg.model.path))
+    rows, needed = (transformers.AutoConfig.from_pretrained(name).vocab_size for name in (path, cfg.model.path))
     if rows < needed:
         raise ValueError(
             f"algo.teacher={path}: its vocabulary has {rows} rows, that of model.path={cfg.model.path} {needed}; an id "

@@ -364,8 +364,8 @@ def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: 
 def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
     """The batch with an advantage for each token, [F]: its answer's, which is noted in the sample too.
 
-    Where single tokens have rewards, answers are cut into steps that end with them, K in all, and a token's advantage
-    is its step's, that of the rewards from there on (algo.credit, a branch of credit.compare).
+    Where single tokens have rewards, answers are cut into steps that end with them, K in all (else an answer is one
+    step), and a token's advantage is its step's, that of the rewards from there on (algo.credit: credit.compare).
     With kl_in=reward, kl_coef times the sum of its tokens' KL is first taken from a step's reward, as in verl.
     """
     groups_N = np.array([s.group for s in samples])
@@ -456,7 +456,8 @@ def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: s
 def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None = None) -> Tensor:
     """Log-prob of every target under `weights` (None: the present ones), on every rank; [F], 0 where the mask is 0."""
     budget = cfg.train.logprob_max_tokens_per_micro_batch
-    micro_batches = to_micro_batches(batch, list(range(len(batch.lengths_N))), budget, cfg)
+    bare = replace(batch, weights=None)  # with weights, passes make entropies, which nobody reads here
+    micro_batches = to_micro_batches(bare, list(range(len(batch.lengths_N))), budget, cfg)
 
     def keep(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor):
         return logp_T.sum(), mb.mask.sum().int(), logp_T[: len(mb.index_T)]
