@@ -437,7 +437,7 @@ def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: s
     """
     chosen_N = torch.zeros(int(seq_id_F.max()) + 1, dtype=torch.float64)
     chosen_N[chosen] = 1
-    tokens_N = torch.bincount(seq_id_F[trained_F > 0], minlength=len(chosen_N)) * chosen_N
+    tokens_N = chosen_N * torch.zeros(len(chosen_N)).index_add(0, seq_id_F, trained_F.float())
     total, answers = tokens_N.sum(), (tokens_N > 0).sum().clamp(min=1)
     weights_N = {
         "token_mean": torch.ones_like(tokens_N),
@@ -447,7 +447,7 @@ def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: s
     }
     if kind not in weights_N:
         raise UserError(f"algo.loss_norm={kind!r}: legal is {' | '.join(weights_N)}")
-    return (weights_N[kind] * chosen_N).float()[seq_id_F] * trained_F
+    return (weights_N[kind] * chosen_N).float().index_select(0, seq_id_F).mul_(trained_F)
 
 
 # ---------------------------------------------------------------- 5. on Megatron, and back to vLLM
@@ -460,7 +460,7 @@ def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None =
     micro_batches = to_micro_batches(bare, list(range(len(batch.lengths_N))), budget, cfg)
 
     def keep(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor):
-        return logp_T.sum(), mb.mask.sum().int(), logp_T[: len(mb.index_T)]
+        return logp_T.sum(), mb.mask.sum().int(), logp_T[: mb.lengths.sum()]
 
     with bridge.swapped_weights(model, weights):
         parts = run_schedule(model, micro_batches, keep, cfg.rollout.temperature, training=False)

@@ -120,11 +120,11 @@ def check_finite(
 
 
 def dump_micro_batches(bad: Path, micro_batches: list[MicroBatch]) -> None:
-    """Write this rank's micro-batches of an update, every field as "number.name"."""
+    """Write this rank's micro-batches of an update, every tensor of one as "number.name"."""
     fields = {
         f"{i}.{name}": value
         for i, mb in enumerate(micro_batches)
-        for name, value in vars(mb).items()
+        for name, value in (vars(mb) | {"seq_id": mb.seq_id}).items()
         if torch.is_tensor(value)
     }
     bad.parent.mkdir(parents=True, exist_ok=True)

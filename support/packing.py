@@ -39,14 +39,13 @@ def attention_pads(dtype: str) -> bool:
 class Rows:
     """What is known of each predicting position: [F] in a Batch, [1, T] in a MicroBatch. Never written in place.
 
-    Numbers take 4 bytes: int32, float32; routes take 1 or 2. The two masks are True and False in a Batch, 1.0 and 0.0
-    in a MicroBatch.
+    Numbers take 4 bytes: int32, float32; routes take 1 or 2. The mask is True and False in a Batch, 1.0 and 0.0 in a
+    MicroBatch.
     """
 
     tokens: torch.Tensor  # ids
     targets: torch.Tensor  # id of the next token
     mask: torch.Tensor  # where the target is a token that the model sampled
-    trained: torch.Tensor  # the mask, but 0 in answers that are left out of the loss
     rollout_logp: torch.Tensor  # of the target, as vLLM sampled it; 0 where the mask is 0
     advantages: torch.Tensor | None = None
     weights: torch.Tensor | None = None  # of each token in the loss; None: log-probs only
@@ -61,6 +60,7 @@ class Batch(Rows):
     """All samples of a step end to end, F positions."""
 
     lengths_N: np.ndarray  # positions of each sample
+    trained: torch.Tensor  # the mask, but False in answers that are left out of the loss
     teacher_logp: torch.Tensor | None = None  # None: no teacher
 
     @cached_property
@@ -89,11 +89,29 @@ class MicroBatch(Rows):
     """S sequences in one row of T positions, one after another. What fills the row up stands at its end and is masked:
     it lengthens the last sequence, or makes sequences of its own."""
 
-    position_ids: torch.Tensor  # [1, T], place of the token in its own sample
-    seq_id: torch.Tensor  # [1, T], number of the sample in the Batch; -1: padding
-    index_T: torch.Tensor  # [positions that are not padding], place of each in the Batch
+    samples: np.ndarray  # numbers of the row's samples in the Batch, [at most S]
+    starts: np.ndarray  # place of each one's first position in the Batch
+    lengths: np.ndarray  # positions of each, without what fills the row up
     cu_seqlens: torch.Tensor  # [S + 1] int32, where sequences begin and end
     max_seqlen: int
+
+    @property
+    def index_T(self) -> torch.Tensor:
+        """Place in the Batch of each position that is not padding; made anew at each use, as all that follows."""
+        shift = np.repeat(self.starts - np.cumsum(self.lengths) + self.lengths, self.lengths)
+        return torch.from_numpy(np.arange(len(shift)) + shift)
+
+    @property
+    def seq_id(self) -> torch.Tensor:
+        """Number of each position's sample in the Batch, -1: padding; [1, T]."""
+        numbers_T = np.repeat(self.samples, self.lengths)
+        return torch.from_numpy(np.pad(numbers_T, (0, self.tokens.shape[1] - len(numbers_T)), constant_values=-1))[None]
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Place of each token in its own sequence, [1, T]."""
+        starts_T = self.cu_seqlens[self.sequence_T]
+        return (torch.arange(len(starts_T), dtype=torch.int32, device=starts_T.device) - starts_T)[None]
 
     @property
     def sequence_T(self) -> torch.Tensor:
@@ -124,13 +142,12 @@ def use_of_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float
     those they were allowed; "attention_waste", the attention work over that of the samples without padding (1: none);
     "bubble", the share of an update in which a pipeline stage idles."""
     sizes = [len(mb.cu_seqlens) - 1 for mb in micro_batches]
-    samples = [mb.seq_id[0, : len(mb.index_T)].unique_consecutive(return_counts=True)[1] for mb in micro_batches]
-    wanted = sum(int(lengths.square().sum()) for lengths in samples)
+    wanted = sum(int((mb.lengths**2).sum()) for mb in micro_batches)
     if attention_pads(cfg.model.dtype):
         positions = [size * mb.max_seqlen for size, mb in zip(sizes, micro_batches, strict=True)]
         done = sum(n * mb.max_seqlen for n, mb in zip(positions, micro_batches, strict=True))
     else:
-        positions, done = [len(mb.index_T) for mb in micro_batches], wanted
+        positions, done = [int(mb.lengths.sum()) for mb in micro_batches], wanted
     return {
         "fill": sum(positions) / (len(micro_batches) * cfg.train.max_tokens_per_micro_batch),
         "attention_waste": done / wanted if wanted else 1.0,
@@ -276,30 +293,23 @@ def deal(cost_B: np.ndarray, replicas: int) -> np.ndarray:
 
 def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
     """The numbered samples in one row of `width` positions; without samples a row of padding only."""
-    samples_S = np.array(samples, dtype=np.int64)
-    lengths_S = batch.lengths_N[samples_S]
-    total = int(lengths_S.sum())
-    starts_S = np.cumsum(lengths_S) - lengths_S
-    shift_S = batch.starts_N[samples_S] - starts_S  # from the row to the batch
-    index_T = torch.from_numpy(np.arange(total) + np.repeat(shift_S, lengths_S))
-    seq_id_T = np.full(width, -1, np.int32)
-    seq_id_T[:total] = np.repeat(samples_S, lengths_S)
-    lengths_S = with_padding(lengths_S, width - total)
-    cu_seqlens = np.cumsum([0, *lengths_S], dtype=np.int32)
-    position_T = np.arange(width, dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths_S)
+    starts_S, lengths_S = batch.starts_N[samples], batch.lengths_N[samples]
+    padding = width - int(lengths_S.sum())
+    cu_seqlens = np.cumsum([0, *with_padding(lengths_S, padding)], dtype=np.int32)
+    pieces = [slice(start, start + length) for start, length in zip(starts_S, lengths_S, strict=True)]
 
     def row(values_F: torch.Tensor | None) -> torch.Tensor | None:
         if values_F is None:
             return None
-        ends = (0, 0) * (values_F.dim() - 1) + (0, width - total)  # of the first dimension alone
-        values_T = torch.nn.functional.pad(values_F[index_T], ends)
+        filler = values_F.new_zeros(padding, *values_F.shape[1:])
+        values_T = torch.cat([*(values_F[piece] for piece in pieces), filler])
         return (values_T.float() if values_T.dtype == torch.bool else values_T)[None].to(device)  # [1, T]
 
     return MicroBatch(
         **{field.name: row(getattr(batch, field.name)) for field in fields(Rows)},
-        position_ids=torch.from_numpy(position_T)[None].to(device),
-        seq_id=torch.from_numpy(seq_id_T)[None].to(device),
-        index_T=index_T,
+        samples=np.array(samples),
+        starts=starts_S,
+        lengths=lengths_S,
         cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
         max_seqlen=int(np.diff(cu_seqlens).max()),
     )
