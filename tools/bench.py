@@ -242,18 +242,19 @@ def main() -> int:
     args = parse_args()
     work = chosen_work(args)
     ranks.join_ranks(timeout_s=600)
+    rank, world = dist.get_rank(), dist.get_world_size()  # now: an engine that is given up may end the process group
     try:
         ranks.on_first_rank(lambda: check_room(args.folder, work))
         cfg = config(args.folder, work, args.warmup + args.steps, args.overrides)
-        checks.check_config(cfg, dist.get_world_size())
+        checks.check_config(cfg, world)
         run = measure(args, work, cfg)
     except UserError as error:
-        if ranks.is_first_rank():
+        if rank == 0:
             ranks.say(f"error: {error}")
         return 2
-    if dist.get_rank() == 0:
-        command = f"torchrun --nproc_per_node={dist.get_world_size()} {shlex.join(sys.argv)}"
-        about = {"system": "ours", "round": args.round, "ranks": dist.get_world_size(), "command": command}
+    if rank == 0:
+        command = f"torchrun --nproc_per_node={world} {shlex.join(sys.argv)}"
+        about = {"system": "ours", "round": args.round, "ranks": world, "command": command}
         run = {**about, "commit": versions.commit(), **bench_works.facts(), **run}
         before = [old for old in bench_works.results(args.compare) if old["system"] == "ours"] if args.compare else []
         same = [old for old in before if Work(**old["work"]) == work]
