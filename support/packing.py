@@ -307,7 +307,7 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
 
     return MicroBatch(
         **{field.name: row(getattr(batch, field.name)) for field in fields(Rows)},
-        samples=np.array(samples),
+        samples=np.array(samples, dtype=np.int32),
         starts=starts_S,
         lengths=lengths_S,
         cu_seqlens=torch.from_numpy(cu_seqlens).to(device),

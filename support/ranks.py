@@ -146,7 +146,7 @@ def gather(value: Any) -> list:
     for _, sizes in headers:
         places.append(total + np.cumsum([0, *(-(-size // 8) * 8 for size in sizes)]))
         total = int(places[-1][-1])
-    array = np.empty(total, np.uint8)  # by numpy: it asks for huge pages, which are there much faster
+    array = np.empty(total, np.uint8)  # by numpy, which asks for huge pages: few page faults
     whole, view = torch.from_numpy(array), memoryview(array)
     for start, buffer in zip(places[dist.get_rank()][:-1], buffers, strict=True):
         view[start : start + len(buffer)] = buffer.cast("B")

@@ -437,7 +437,7 @@ def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: s
     """
     chosen_N = torch.zeros(int(seq_id_F.max()) + 1, dtype=torch.float64)
     chosen_N[chosen] = 1
-    tokens_N = chosen_N * torch.zeros(len(chosen_N)).index_add(0, seq_id_F, trained_F.float())
+    tokens_N = chosen_N * torch.zeros(len(chosen_N)).index_add(0, seq_id_F, trained_F.float())  # [N]
     total, answers = tokens_N.sum(), (tokens_N > 0).sum().clamp(min=1)
     weights_N = {
         "token_mean": torch.ones_like(tokens_N),
