@@ -1,13 +1,15 @@
 """Makes Megatron-core run on a machine without a GPU, over gloo.
 
 Megatron-core asks torch.cuda for the current device, for streams and for the random state, and writes device="cuda"
-when it allocates small tensors. `install()` answers those questions for the CPU. Nothing here changes what is computed,
-and nothing is touched where a GPU is present. Call it once, before `megatron` is imported.
+when it allocates small tensors. `install()` answers those questions for the CPU. Where the CPU has no bf16 units, it
+also computes matrix products of bf16 tensors in fp32 (`compute_bf16_products_in_fp32`). Nothing is touched where a GPU
+is present. Call it once, before `megatron` is imported.
 """
 
 import contextlib
 import importlib
 import types
+import warnings
 
 import torch
 
@@ -128,10 +130,57 @@ def _offloaded_groups(self, fraction: float) -> tuple:
     return host_groups, gpu_groups, copies, {copy: weight for weight, copy in copies.items()}, fp32_copies
 
 
+# The operators that all matrix products of a step end in: linear layers, experts, the head, adapters, attention.
+MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+NO_BF16_UNITS = (
+    "this CPU has no bf16 units: matrix products of bf16 tensors are computed in fp32 and rounded, and sampling in "
+    "bf16 stays slow; model.dtype=fp32 is faster here"
+)
+
+
+def has_bf16_units() -> bool:
+    """Whether torch has a fast kernel for matrix products of bf16 tensors on this CPU (AVX-512, AMX or Arm's bf16)."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def compute_bf16_products_in_fp32() -> torch.library.Library:
+    """Replace torch's CPU kernels of matrix products: bf16 tensors are widened, multiplied in fp32 and rounded once.
+    The kernels stay as long as the returned object does.
+
+    Without bf16 units torch 2.13 multiplies bf16 tensors element by element, about 100 times slower than fp32. The
+    products are exact in fp32 and summed there, so the result is at least as exact as that of a bf16 kernel. Bits
+    differ between machines with and without such units. Tensors of other types go to torch's own kernels.
+    """
+    kernels = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that a kernel is replaced
+        for name in MATRIX_PRODUCTS:
+            torchs_own = torch.library.get_kernel(f"aten::{name}", "CPU")
+            kernels.impl(name, _widened(torchs_own), "CPU", with_keyset=True)
+    return kernels
+
+
+def _widened(kernel):
+    """`kernel` of an operator, with bf16 tensors among its arguments as fp32 and its result as bf16."""
+
+    def compute(keyset, first, *others, **options):
+        if first.dtype is not torch.bfloat16:
+            return kernel.call_boxed(keyset, first, *others, **options)
+        wide = [x.float() if torch.is_tensor(x) and x.dtype is torch.bfloat16 else x for x in (first, *others)]
+        return kernel.call_boxed(keyset, *wide, **options).bfloat16()
+
+    return compute
+
+
+_kept: list[torch.library.Library] = []  # the replaced kernels, for as long as the process lives
+
+
 def install() -> None:
     """Patch torch.cuda and a few spots of Megatron-core 0.16. Raises RuntimeError where a GPU is present."""
     if torch.cuda.is_available():
         raise RuntimeError("cpu_backend.install() is for machines without a GPU")
+    if not has_bf16_units():
+        _kept.append(compute_bf16_products_in_fp32())
     cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.Stream = cuda.Event = _NoStream
