@@ -203,15 +203,13 @@ def install() -> None:
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as mcore_random
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     for name in MODULES:
         importlib.import_module(f"megatron.core.{name}").torch = _TorchWithoutCuda("torch")
     mcore_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     _even_splits(mappings)
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = _offloaded_groups
-    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 defines it only where Transformer Engine is installed
-        moe_utils.te_general_gemm = None
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )

@@ -31,12 +31,15 @@ if not torch.cuda.is_available():
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import optimizer_config
 from megatron.core.transformer import TransformerConfig, attention
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
 # Megatron-core 0.16 asks for the version of Transformer Engine, for use_precision_aware_optimizer, where there is none.
 if importlib.util.find_spec("transformer_engine") is None:
     optimizer_config.is_te_min_version = lambda *args, **kwargs: False
+# 0.16 reads this name in each router's forward pass, and defines it only where Transformer Engine is installed.
+moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 
 def device() -> torch.device:

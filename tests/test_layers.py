@@ -1,5 +1,8 @@
 """Gradients that are written by hand (support/layers.py): against autograd, and without the copies they avoid."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,3 +58,15 @@ def test_no_gradient_is_put_together_from_copies():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()) or tensor, lambda t: t):
         swiglu(x)
     assert saved == [x.numel()]  # the product of the first matrix alone
+
+
+def test_routers_do_not_need_the_cpus_backend():
+    """Megatron 0.16 reads a name of Transformer Engine in each router's forward pass; on a GPU too it is there."""
+    code = (
+        "from support import cpu_backend\n"
+        "cpu_backend.install = lambda: None\n"  # as on a GPU, where nothing is patched
+        "import support.layers\n"
+        "from megatron.core.transformer.moe import moe_utils\n"
+        "assert moe_utils.te_general_gemm is None\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
