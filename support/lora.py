@@ -14,6 +14,7 @@ from the rule of its weight.
 
 import json
 import math
+import re
 import shutil
 import zlib
 from collections.abc import Iterable, Sequence
@@ -234,21 +235,75 @@ def initial(name: str, shape: tuple[int, int]) -> torch.Tensor:
 
 def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: Config, step: int) -> None:
     """Write the factors, (Hugging Face name, full tensor) pairs, to output_dir/adapter/step_N so that PEFT loads them
-    onto the model `base`. Called on every rank, written by rank 0; the folder is complete or absent."""
+    onto the model `base`, as transformers 5 holds it. Called on every rank, written by rank 0; the folder is complete
+    or absent."""
     writes, target = dist.get_rank() == 0, Path(cfg.output_dir, f"adapter/step_{step:06d}")
-    held = {f"base_model.model.{name}": factor.cpu() for name, factor in weights if writes}  # all ranks drain it
+    held = {name: factor.cpu() for name, factor in weights if writes}  # all ranks drain it
     if writes:
         temporary = target.with_name(target.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+        experts = {name: factor for name, factor in held.items() if EXPERT_FACTOR.fullmatch(name)}
+        others = {name: factor for name, factor in held.items() if name not in experts}
         settings = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": cfg.lora.rank,
-            "lora_alpha": cfg.lora.alpha, "target_modules": sorted({name.split(".")[-3] for name in held}),
+            "lora_alpha": cfg.lora.alpha, "target_modules": sorted({name.split(".")[-3] for name in others}),
             "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
         }  # fmt: skip
+        tensors = others | fused_experts(experts)
+        settings |= fused_settings(experts, cfg.lora)
         (temporary / "adapter_config.json").write_text(json.dumps(settings, indent=1))
-        save_file(held, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        tensors = {f"base_model.model.{name}": factor for name, factor in tensors.items()}
+        save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         for file in temporary.iterdir():
             sync(file)
         put_in_place(temporary, target)
     dist.barrier()
+
+
+EXPERT_FACTOR = re.compile(r"(.*\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.lora_([AB])\.weight")
+# What an expert's weights are part of in transformers 5, where one parameter holds all experts of a layer; gate is
+# before up.
+FUSED = {
+    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj",
+    "down_proj": "down_proj", "w2": "down_proj",
+}  # fmt: skip
+
+
+def fused_experts(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The factors of single experts, joined to those of transformers' fused parameters, under the names that PEFT has.
+
+    Of E experts and P parts (gate and up: 2), A becomes [E · P · rank, in], B [P · out, P · rank · E], zero where a row
+    is of another part. PEFT (0.21) joins factors itself for some families, and only where both parameters have some;
+    those of a Qwen2-MoE it drops without a word.
+    """
+    found: dict[tuple[str, str, str], dict] = {}  # (layer, parameter, letter) → {(part's place, expert): factor}
+    for name, factor in factors.items():
+        layer, expert, part, letter = EXPERT_FACTOR.fullmatch(name).groups()
+        place = list(FUSED).index(part)
+        found.setdefault((layer, FUSED[part], letter), {})[place, int(expert)] = factor
+    both = len({parameter for _, parameter, _ in found}) == 2
+    joined = {}
+    for (layer, parameter, letter), of_parts in found.items():
+        places = sorted({place for place, _ in of_parts})
+        experts = sorted({expert for _, expert in of_parts})
+        parts_E = [[of_parts[place, expert] for place in places] for expert in experts]
+        if letter == "A":
+            whole = torch.cat([part for parts in parts_E for part in parts])
+        else:
+            blocks = torch.stack([torch.block_diag(*parts) for parts in parts_E])  # [E, P · out, P · rank]
+            whole = blocks.permute(1, 2, 0).flatten(1).contiguous()
+        # PEFT wraps the block of experts once for each parameter: gate_up_proj first, so it is the inner one.
+        inner = "base_layer." if both and parameter == "gate_up_proj" else ""
+        joined[f"{layer}.mlp.experts.{inner}lora_{letter}.weight"] = whole
+    return joined
+
+
+def fused_settings(factors: dict[str, torch.Tensor], cfg: LoraConfig) -> dict:
+    """What adapter_config.json says of experts: their parameters; two parts in one double its rank and its alpha."""
+    names = {FUSED[EXPERT_FACTOR.fullmatch(name)[3]] for name in factors}
+    settings = {"target_parameters": sorted(f"experts.{name}" for name in names)} if names else {}
+    if "gate_up_proj" in names:
+        settings["rank_pattern"] = {r".*\.gate_up_proj": 2 * cfg.rank}
+        settings["alpha_pattern"] = {r".*\.gate_up_proj": 2 * cfg.alpha}
+    return settings

@@ -143,14 +143,20 @@ def test_gradients_do_not_depend_on_the_layout(results, family, layout):
 # ---------------------------------------------------------------- PEFT
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mixtral", "qwen3_moe"])
-def test_peft_loads_the_export_and_computes_the_same(world, tmp_path, family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        *((family, tuple(PARTS)) for family in test_layouts.FAMILIES),
+        *((family, targets) for family in test_layouts.MOE for targets in (("qkv", "fc1"), ("fc2",))),
+    ],
+)
+def test_peft_loads_the_export_and_computes_the_same(world, tmp_path, family, targets, monkeypatch):
     """Losses and log-probs of each family; gradients too of dense ones, whose factors PEFT keeps as they are."""
     peft = pytest.importorskip("peft")
-    plan = make_plan(tmp_path, family, *LORA, layouts={"one": []})
+    plan = make_plan(tmp_path, family, *LORA, f"lora.targets=[{','.join(targets)}]", layouts={"one": []})
     found = one_layout(plan, "one")
     factors = {}
-    for name, pair in made_up_factors(load_file(tmp_path / "model/model.safetensors")).items():
+    for name, pair in made_up_factors(load_file(tmp_path / "model/model.safetensors"), targets).items():
         factors |= {
             name.replace("weight", f"lora_{x}.weight"): factor.float() for x, factor in zip("AB", pair, strict=True)
         }
