@@ -15,6 +15,7 @@ import re
 import shutil
 import threading
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,16 @@ def saved_wrongly(sizes_of_ranks: list[list[tuple[str, int, int]]]) -> str | Non
     return next((f"{key} has {held[key]} of {wanted[key]} numbers" for key in wanted if held[key] != wanted[key]), None)
 
 
-def read_sharded(path: Path, sharded: dict[str, ShardedTensor | ShardedTensorFactory]) -> dict[str, torch.Tensor]:
+def read_sharded(
+    path: Path, sharded: dict[str, ShardedTensor | ShardedTensorFactory], others: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
     """The tensors that `sharded` describes, put together from the boxes that overlap them, whatever layout saved them.
 
-    Called on every rank. Raises CheckpointError on every rank if one of them misses a number.
+    `others`: kinds of tensors, the first words of their keys, that somebody else reads or nobody needs; None: all kinds
+    but those of `sharded`. Called on every rank. Raises CheckpointError on every rank if one of them misses a number,
+    or if there is a tensor that no rank reads and that is of no such kind.
     """
-    loaded, failure = {}, None
+    loaded, stored, failure = {}, {}, None
     try:
         stored = stored_boxes(path)
         for name, tensor in sharded.items():
@@ -116,7 +121,20 @@ def read_sharded(path: Path, sharded: dict[str, ShardedTensor | ShardedTensorFac
     failure = first_failure(failure)
     if failure is not None:
         raise CheckpointError(f"{path}: {failure}")
+    own = [part.key for tensor in sharded.values() for part in described(tensor)]
+    read = {key for keys in gather(own) for key in keys}
+    kinds = {kind_of(key) for key in read}
+    unread = [key for key in stored if key not in read]
+    unread = [key for key in unread if kind_of(key) in kinds or (others is not None and kind_of(key) not in others)]
+    if unread:
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        raise CheckpointError(f"{path}: nobody reads {min(unread)}{more}; it was saved from another model")
     return loaded
+
+
+def kind_of(key: str) -> str:
+    """The first word of a tensor's key: what it is of a weight."""
+    return key.partition(".")[0]
 
 
 def stored_boxes(path: Path) -> dict[str, list[tuple]]:

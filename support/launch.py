@@ -28,6 +28,7 @@ from support import (
     from_other_trainers,
     hf_folder,
     launchers,
+    lora,
     memory,
     memory_plan,
     preflight,
@@ -275,7 +276,9 @@ def resumed(cfg: Config, inputs: Inputs) -> Inputs:
     found = checkpoint.find_checkpoint(cfg.resume, out / "checkpoints")
     if found:
         done = checkpoint.check_resumed(found, cfg.model_dump(), fingerprint(inputs.prompts))
-        weight_sets.check_resumed(checkpoint.read_state(found)["config"], cfg, found)
+        was = checkpoint.read_state(found)["config"]
+        weight_sets.check_resumed(was, cfg, found)
+        lora.check_resumed(was.get("lora", {}), cfg.lora, found)  # a checkpoint of before there were any has no section
     if done == cfg.train.steps:
         if dist.get_rank() == 0:
             print(f"nothing to do: {found} is after the last step, train.steps={done}", flush=True)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from config import Config, LoraConfig
+from config import Config, LoraConfig, UserError
 from support import layers  # noqa: F401, first: it prepares the process for Megatron-core
 from support.files import put_in_place, sync
 
@@ -191,7 +191,7 @@ def product(x: torch.Tensor, y: torch.Tensor, ends_E: torch.Tensor | None) -> to
     return x @ y if ends_E is None else F.grouped_mm(x, y, offs=ends_E)
 
 
-# ---------------------------------------------------------------- names, the start, the export
+# ---------------------------------------------------------------- names, the start, a resume, the export
 
 
 def is_factor(name: str) -> bool:
@@ -231,6 +231,21 @@ def initial(name: str, shape: tuple[int, int]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def check_resumed(was: dict, cfg: LoraConfig, path: Path) -> None:
+    """See that a checkpoint in `path`, of a run with the `lora` section `was`, has the adapters of `cfg`, which count
+    as much. Raises UserError."""
+    there = LoraConfig(**was)
+    for key in LoraConfig.model_fields:
+        asked, stored = getattr(cfg, key), getattr(there, key)
+        if key == "targets":
+            asked, stored = (f"[{','.join(sorted(set(targets)))}]" for targets in (asked, stored))
+        if asked != stored:
+            raise UserError(
+                f"lora.{key}={asked}, but {path} was saved with lora.{key}={stored}: other adapters are another model; "
+                f"use lora.{key}={stored}, or start a new run (resume=none) with model.path=its export in hf/"
+            )
 
 
 def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: Config, step: int) -> None:

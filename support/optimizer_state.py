@@ -5,7 +5,7 @@ tensors, which say where in the whole tensor a rank's part lies, and is taken ov
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,21 +115,28 @@ def carried(sets: Sets, config: dict[str, Any]) -> Sets:
     """Those of the sets that a checkpoint of a run with this configuration has; an older one has no such keys.
 
     A reference that stays the initial model is read from there."""
+    return {name: sets[name] for name in carried_names(config) if name in sets}
+
+
+def carried_names(config: dict[str, Any]) -> list[str]:
+    """The names of the sets that a checkpoint of a run with this configuration has."""
     lag, every = config["rollout"].get("lag", 0), config["algo"].get("reference_every", 0)
-    names = ["reference"] * (every > 0) + [f"past_{n}" for n in range(1, lag + 1)]
-    return {name: sets[name] for name in names if name in sets}
+    past = [f"past_{n}" for n in range(1, lag + 1)]
+    return ["reference", *past] if every > 0 else past
 
 
-def restore(path: Path, model: list, optimizer, sets: Sets) -> dict[str, Any]:
+def restore(path: Path, model: list, optimizer, sets: Sets, others: Sequence[str] = ()) -> dict[str, Any]:
     """Take over weights, moments and what there is of `sets` from a checkpoint of whatever layout; returns its state,
     {"step": ...}.
 
-    Raises CheckpointError before anything is changed.
+    `others`: the first words of keys that somebody else reads. Raises CheckpointError before anything is changed; also
+    where the checkpoint holds what nobody reads, but for sets that this run no longer needs.
     """
     state = read_state(path)
     take_back_state(optimizer)
     there = carried(sets, state["config"])
-    loaded = read_sharded(path, sharded_state(model, optimizer, loading=True, sets=there))
+    wanted = sharded_state(model, optimizer, loading=True, sets=there)
+    loaded = read_sharded(path, wanted, others=[*others, *carried_names(state["config"])])
     load_state(model, optimizer, loaded, state["updates"])
     for name, weights in there.items():
         for number, weight in enumerate(weights):

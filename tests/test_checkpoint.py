@@ -315,6 +315,24 @@ def test_a_checkpoint_without_each_number_once_is_refused(alone, tmp_path, boxes
             read_sharded(tmp_path, sharded)
 
 
+def test_what_nobody_reads_is_an_error(alone, tmp_path):
+    from support.checkpoint import CheckpointError, ShardedTensor, read_sharded
+
+    names = ["param.a@0", "param.b@0", "past_1.a@0", "critic.param.a@0"]
+    values = {name: torch.ones(4) for name in names}
+    save_file(values, tmp_path / "rank_00000_000.safetensors", {"shapes": json.dumps({name: [4] for name in names})})
+
+    def read(*keys: str, **others) -> None:
+        read_sharded(tmp_path, {k: ShardedTensor.from_rank_offsets(k, torch.zeros(4)) for k in keys}, **others)
+
+    read("param.a", "param.b"), read("critic.param.a")
+    read("param.a", "param.b", "past_1.a", others=["critic"])
+    with pytest.raises(CheckpointError, match=r"nobody reads param\.b; it was saved from another model"):
+        read("param.a")
+    with pytest.raises(CheckpointError, match=r"nobody reads critic\.param\.a and 1 more"):
+        read("param.a", "param.b", others=[])
+
+
 def test_a_save_without_each_number_once_is_no_checkpoint(alone, tmp_path):
     from support.checkpoint import CheckpointError, CheckpointWriter, ShardedTensor, saved_wrongly
 

@@ -3,6 +3,8 @@ float64, and of PEFT where it is installed (pip install peft); what is pushed, e
 """
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import make_tiny
 import pytest
@@ -10,9 +12,12 @@ import torch
 from processes import Torchrun
 from safetensors.torch import load_file, save_file
 
+import megatron_bridge as bridge
 import train_grpo
-from support import lora, memory_plan
-from support.read_config import load_config
+from config import LoraConfig, UserError
+from support import launch, lora, memory_plan, optimizer_state
+from support.checkpoint import CheckpointError
+from support.read_config import changed, load_config
 from tests import test_layouts
 from tests.layout_worker import made_up_factor, one_layout
 from tests.test_exact import reference_step
@@ -260,7 +265,44 @@ def test_a_run_pushes_exports_and_resumes(train, tiny, tmp_path):
             alike = name != "same" and relative(now, exported[weight]) < 1e-4
             assert torch.equal(now, exported[weight]) or alike  # biases, not trained, are 0
     other = train(2, *RUN, "lora.rank=4", f"resume={first}", out=tmp_path / "again")
-    assert other.code == 1 and "saved from another model" in other.text, other.text
+    assert other.code == 2 and "lora.rank=4, but" in other.text, other.text
+
+
+def test_a_resume_with_other_adapters_is_refused(tiny, tmp_path):
+    was = LoraConfig(rank=8, alpha=16.0).model_dump()
+    path = Path("step_000004")
+    lora.check_resumed(was, LoraConfig(rank=8, alpha=16.0, targets=["fc2", "fc1", "proj", "qkv"]), path)  # any order
+    lora.check_resumed({}, LoraConfig(), path)
+    with pytest.raises(UserError, match=r"lora\.rank=4, but step_000004 was saved with lora\.rank=8: .*use lora"):
+        lora.check_resumed(was, LoraConfig(rank=4), path)
+    with pytest.raises(UserError, match=r"lora\.alpha=32\.0, but step_000004 was saved with lora\.alpha=16\.0"):
+        lora.check_resumed(was, LoraConfig(rank=8, alpha=32.0), path)
+    with pytest.raises(UserError, match=r"lora\.targets=\[qkv\], but .* lora\.targets=\[fc1,fc2,proj,qkv\]"):
+        lora.check_resumed(was, LoraConfig(rank=8, targets=["qkv"]), path)
+    with pytest.raises(UserError, match=r"lora\.rank=8, but step_000004 was saved with lora\.rank=0"):
+        lora.check_resumed({}, LoraConfig(rank=8), path)
+
+
+def test_the_command_refuses_to_resume_with_other_adapters(tiny, monkeypatch, tmp_path):
+    """Before the model is built, as every start does."""
+    cfg = load_config("configs/tiny.yaml", ["model.path=m", "data.train=d", "lora.rank=8", f"output_dir={tmp_path}"])
+    monkeypatch.setattr(launch.checkpoint, "find_checkpoint", lambda *_: tmp_path)
+    monkeypatch.setattr(launch.checkpoint, "check_resumed", lambda *_: 1)
+    state = {"config": changed(cfg, {"lora.alpha": 32.0}).model_dump()}
+    monkeypatch.setattr(launch.checkpoint, "read_state", lambda _: state)
+    with pytest.raises(UserError, match=r"lora\.alpha=16\.0, but"):
+        launch.resumed(cfg, launch.Inputs(None, SimpleNamespace(fingerprint=""), []))
+
+
+def test_factors_that_nobody_reads_are_an_error(build, tmp_path):  # noqa: F811
+    """Whatever let it come to that: the run would go on with another model."""
+    run = build(*LORA)
+    train_grpo.save(run, 1)
+    path = run.writer.finish()
+    bridge.mpu.destroy_model_parallel()
+    fewer = build(*LORA, "lora.targets=[qkv,proj]")
+    with pytest.raises(CheckpointError, match=r"nobody reads \S+mlp\.linear_fc1\.lora_a and \d+ more"):
+        optimizer_state.restore(path, fewer.model, fewer.optimizer, fewer.sets)
 
 
 @pytest.mark.slow
