@@ -133,6 +133,11 @@ def check_what_is_learned(cfg: Config) -> None:
         "algo.advantage=none leaves rewards out of the loss, so there is nothing to learn without algo.teacher",
     )
     require(
+        a.advantage != "none" or a.kl_coef == 0 or a.kl_in == "loss",
+        "algo.kl_in=reward has no effect with algo.advantage=none, which leaves rewards, and the KL in them, out of "
+        "the loss; use algo.kl_in=loss or algo.kl_coef=0",
+    )
+    require(
         cfg.data.hint_key is None or a.teacher is not None,
         f"data.hint_key={cfg.data.hint_key} has no effect without algo.teacher, who alone sees the hints; leave it out",
     )

@@ -201,6 +201,10 @@ def test_who_may_teach(prepare, larger, tmp_path):
         (["algo.teacher=self"], r"algo\.teacher=self without hints .* data\.hint_key"),
         (["data.hint_key=answer"], r"data\.hint_key=answer has no effect without algo\.teacher"),
         (["algo.advantage=none"], r"algo\.advantage=none .* without algo\.teacher"),
+        (
+            ["algo.teacher=self", "data.hint_key=answer", "algo.advantage=none", "algo.kl_coef=5", "algo.kl_in=reward"],
+            r"algo\.kl_in=reward has no effect with algo\.advantage=none, .* use algo\.kl_in=loss or algo\.kl_coef=0",
+        ),
         (["algo.teacher=self", "data.hint_key=answer", "algo.reference_on=host"], r"algo\.reference_on=host has no"),
     ],
 )
