@@ -203,7 +203,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
         if t.save_every and (step % t.save_every == 0 or step == t.steps):
             save(run, step)
     seconds = clock.end_step()
-    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, metrics.expert_load(model), seconds)
+    load, reference = metrics.expert_load(model), batch.ref_logp is not None
+    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, load, seconds, reference)
     found = metrics.summarize(record, cfg) | kl_metric(batch) | run.engine.push_check.metrics
     return found | clock.memory.numbers(), samples
 

@@ -72,6 +72,7 @@ class StepRecord:
     reports: list[dict[str, float]]  # of each update
     expert_load: list[float]  # per layer; [] without experts
     seconds: dict[str, float]  # of each phase, and "step"
+    reference: bool = False  # whether its log-probs were made
 
 
 def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
@@ -103,9 +104,9 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
         "groups/rounds": record.rounds,
         "loss/total": mean("loss", [first], "trained"),
         "loss/policy": mean("policy", [first], "trained"),
-        "kl/ref": mean("kl_k3", [first]) if cfg.algo.kl_coef else None,
-        "kl/k1": mean("kl_k1", [first]) if cfg.algo.kl_coef else None,
-        "kl/k2": mean("kl_k2", [first]) if cfg.algo.kl_coef else None,
+        "kl/ref": mean("kl_k3", [first]) if record.reference else None,
+        "kl/k1": mean("kl_k1", [first]) if record.reference else None,
+        "kl/k2": mean("kl_k2", [first]) if record.reference else None,
         "entropy": mean("entropy", [first]),
         "ratio/clip_frac": mean("clipped", record.reports),
         "logp_gap/mean": mean("gap", compared),

@@ -56,11 +56,11 @@ def taught(batch: Batch, seen: Batch, logp_F: torch.Tensor) -> Batch:
 
 
 def kl_metric(batch: Batch) -> dict[str, float | None]:
-    """The metric of a step's batch: k1 estimate of KL(policy ‖ teacher), mean over response tokens; null without."""
+    """The metric of a step's batch: k1 estimate of KL(policy ‖ teacher), mean over the trained tokens; null without."""
     if batch.teacher_logp is None:
         return {"kl/teacher": None}
-    difference_F = (batch.old_logp - batch.teacher_logp) * batch.mask
-    return {"kl/teacher": (difference_F.double().sum() / batch.mask.sum()).item()}
+    difference_F = (batch.old_logp - batch.teacher_logp) * batch.trained
+    return {"kl/teacher": (difference_F.double().sum() / batch.trained.sum().clamp(min=1)).item()}
 
 
 def another(cfg: Config) -> str | None:

@@ -10,7 +10,8 @@ from support.read_config import load_config
 from tests.conftest import REPO
 from tests.test_checkpoint import SMALL, equal, lasting, weights
 from tests.test_forks import FORKS, apply, title_of
-from train_grpo import config_at, rehearse
+from tests.test_step import build  # noqa: F401, a fixture
+from train_grpo import config_at, rehearse, train_step
 
 
 def tiny(*overrides: str) -> Config:
@@ -53,6 +54,16 @@ def test_what_earlier_steps_moved_stands_over_a_course():
 def test_a_course_that_cannot_be(overrides, message):
     with pytest.raises(UserError, match=message):
         rehearse(tiny(*overrides))
+
+
+def test_the_kl_is_shown_where_its_coefficient_has_reached_zero(build):  # noqa: F811
+    """The reference is there and its pass is made, so what it tells is not left out."""
+    run = build("train.lr=0.01", "algo.kl_coef=0.1", "schedule.kl_coef={to: 0, steps: 2}")
+    found = [train_step(run, step)[0] for step in (1, 2)]
+    assert [numbers["schedule/kl_coef"] for numbers in found] == [0.1, 0.0]
+    for name in ("kl/ref", "kl/k1", "kl/k2"):
+        assert found[0][name] == 0
+        assert found[1][name] is not None and found[1][name] != 0, name
 
 
 @pytest.mark.slow

@@ -36,6 +36,10 @@ def test_credit_by_hand():
     batch = taught(replace(batch, old_logp=batch.rollout_logp), seen, logp_F)
     assert batch.teacher_logp.tolist() == [-0.5, -2.25, 0.0, -1.0]
     assert kl_metric(batch) == {"kl/teacher": pytest.approx((-0.5 + 0.25 - 2.0) / 3)}
+    samples[1].finished = False  # with algo.mask_truncated it is not trained
+    assert kl_metric(replace(batch, trained=train_grpo.flatten(samples, mask_truncated=True).trained)) == {
+        "kl/teacher": pytest.approx((-0.5 + 0.25) / 2)
+    }
     alone = train_grpo.give_credit(samples, batch, AlgoConfig(advantage="none"))
     assert alone.advantages.tolist() == [0.5, -0.25, 0.0, 2.0]
     both = train_grpo.give_credit(samples, batch, AlgoConfig(advantage="dr_grpo", teacher_coef=2.0))
