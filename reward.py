@@ -258,6 +258,7 @@ def remote(
 
 # ---------------------------------------------------------------- a reward by its name
 
+OWN_PARTS = ("overlong",)  # names in reward_parts that the trainer gives: algo.overlong_buffer
 REWARDS: dict[str, Callable] = {
     "exact": exact,
     "gsm8k": gsm8k,
@@ -288,7 +289,7 @@ def load_reward(
     """
     options, functions, batched = options or {}, functions or {}, batched or {}
     for name in functions:
-        if name in REWARDS or name == "custom":
+        if name in REWARDS or name in OWN_PARTS or name == "custom":
             raise ValueError(f"reward.functions.{name}: a reward has this name already; choose another")
     for where, names in (("", weights_of(spec)), ("reward.options: ", options)):
         for name in names:
@@ -362,7 +363,7 @@ def check_options(name: str, function: Callable, given: dict) -> None:
 
 def parts_of(value: float | list | dict, weight: float = 1.0) -> dict[str, float | list]:
     """What a reward function returned, times a weight: {part: a finite number, or a list of them, or of spans (start,
-    end, number)}. Raises TypeError or ValueError for anything else."""
+    end, number)}. Raises TypeError or ValueError for anything else, and for names of OWN_PARTS."""
 
     def number(given) -> float:
         if isinstance(given, str) or not math.isfinite(given):
@@ -374,6 +375,8 @@ def parts_of(value: float | list | dict, weight: float = 1.0) -> dict[str, float
 
     found = {}
     for name, part in (value if isinstance(value, dict) else {"reward": value}).items():
+        if name in OWN_PARTS:
+            raise ValueError(f"a reward has a part {name!r}, which is the trainer's own name; choose another")
         several = part if isinstance(part, (list, tuple)) else [part]
         numbers = [span(*each) if isinstance(each, (list, tuple)) else number(each) for each in several]
         found[str(name)] = numbers if several is part else numbers[0]

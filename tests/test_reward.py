@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import datasets
 import pytest
 
 import reward
-from config import DataConfig, RewardConfig
-from support import user_code
+from config import DataConfig, RewardConfig, UserError
+from support import gates, user_code
 from support.data import load_prompts, load_tokenizer
 from support.grading import REPO, GradingPool, Outcome
 from support.read_config import load_config
@@ -569,6 +570,20 @@ class NoFunction:
 """
 
 
+def test_a_part_with_a_name_of_the_trainers_own_is_an_error(tmp_path):
+    """The length penalty would overwrite it; where it comes from tokens, they would be trained on a wrong sum."""
+    path = tmp_path / "late.py"
+    path.write_text("def late(text, answer, row):\n    return {'right': 1.0, 'overlong': row['late']}\n")
+    spec, custom = {"exact": 1.0, "custom": 0.5}, f"{path}:late"
+    pool = GradingPool("custom", {"weighted": spec}, custom, timeout_s=10.0, workers=1)
+    outcomes = grade(pool, [("s", "a", "a", {"late": -1.0}), ("weighted", "a", "a", {"late": [[0, 1, -1.0]]})])
+    pool.close()
+    samples = [SimpleNamespace(group=0, source="s", graded=o.status, error=o.error, text="a") for o in outcomes]
+    assert [outcome.status for outcome in outcomes] == ["error", "error"]
+    with pytest.raises(UserError, match=r"source 's' failed: .*a part 'overlong', which is the trainer's own"):
+        gates.check_graded(samples, {0: SimpleNamespace(row={})}, 0.0, set())
+
+
 def test_functions_and_classes_by_names(tmp_path, custom):
     path = tmp_path / "own.py"
     path.write_text(STATEFUL)
@@ -590,6 +605,7 @@ def test_functions_and_classes_by_names(tmp_path, custom):
 
     refused("legal are .*remote, custom, novel, long", "nvel", functions)
     refused(r"reward\.functions\.math: a reward has this name", "exact", {"math": custom})
+    refused(r"reward\.functions\.overlong: a reward has this name", "exact", {"overlong": custom})
     refused(r"reward\.functions\.j='nowhere.py:f'.*a file that exists", "j", {"j": "nowhere.py:f"})
     refused("has no __call__", "j", {"j": f"{path}:NoFunction"})
     refused("needs reward.options.novel.bonus", "novel", functions)
