@@ -130,7 +130,7 @@ class AlgoConfig(Section):
     entropy_coef: Number = 0.0  # of the entropy bonus in the loss
     old_logp: Literal["trainer", "rollout"] = "trainer"  # whose log-probs the ratio starts from
     correction: str = "none"  # of the mismatch between vLLM and trainer, a name of CORRECTION_BOUNDS
-    correction_level: Literal["token", "sequence"] = "token"  # for tis
+    correction_level: Literal["token", "sequence"] = "token"  # for tis and icepop
     correction_low: NotNegative | None = None  # bounds; null: those of CORRECTION_BOUNDS
     correction_high: NotNegativeOrInf | None = None  # as correction_low
     max_rounds: Count = 1  # above 1, groups of equal rewards are replaced by new prompts, in so many rounds at most

@@ -612,7 +612,7 @@ def mismatch_weight(
     With w = exp(trainer - rollout), exponents clamped to ±20, and bounds [low, high]:
 
       none      1
-      tis       clip(w), of the token or (correction_level=sequence) of the product over the answer
+      tis       clip(w); w is of the token or (correction_level=sequence, of icepop too) the product over the answer
                     Yao et al. (2025), "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
       icepop    w inside the bounds, else 0    Ring-1T, arXiv 2510.18855
       seq_mask  w in answers whose geometric mean of w is inside the bounds, else 0      as in NeMo-RL

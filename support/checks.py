@@ -54,8 +54,9 @@ def check_config(cfg: Config, world_size: int) -> None:
         "takes vLLM's as old; use algo.old_logp=trainer or algo.correction=none",
     )
     require(
-        a.correction_level == "token" or a.correction == "tis",
-        f"algo.correction_level={a.correction_level} is for algo.correction=tis; {a.correction} has one level only",
+        a.correction_level == "token" or a.correction in ("tis", "icepop"),
+        f"algo.correction_level={a.correction_level} is for algo.correction=tis or icepop; {a.correction} has one "
+        "level only",
     )
     require(
         cfg.resume in ("none", "auto") or os.path.isdir(cfg.resume),
@@ -263,6 +264,11 @@ def advice(cfg: Config, world_size: int) -> list[str]:
         found.append(
             "rollout.vllm.quantization makes vLLM sample from other weights than are trained: set algo.correction=tis, "
             "and rollout.max_logp_gap above the gap that the first steps show"
+        )
+    if cfg.algo.loss == "gspo" and cfg.algo.correction != "none" and cfg.algo.correction_level == "token":
+        found.append(
+            f"algo.loss=gspo goes by the ratio of an answer, but algo.correction={cfg.algo.correction} weighs each "
+            "token by its own: set algo.correction_level=sequence, with algo.correction=icepop or tis"
         )
     if samples * longest < t.max_tokens_per_micro_batch / 2:
         found.append(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from config import AlgoConfig, UserError
+from support import checks
 from support.read_config import load_config
 from tests.conftest import REPO
 from train_grpo import (
@@ -212,6 +213,8 @@ def test_ratios_that_would_overflow_stay_finite(loss):
         ({"correction": "tis", "correction_low": 0.3, "correction_high": 5}, [4, 0.5, 0.3], [0, 0, 1]),
         ({"correction": "tis", "correction_level": "sequence", "correction_high": 1.5}, [1.5, 1.5, 0.25], [1, 1, 0]),
         ({"correction": "icepop"}, [4, 0.5, 0], [0, 0, 1]),
+        ({"correction": "icepop", "correction_level": "sequence"}, [2, 2, 0], [0, 0, 1]),
+        ({"correction": "icepop", "correction_level": "sequence", "correction_high": 1.5}, [0, 0, 0], [1, 1, 1]),
         ({"correction": "seq_mask", "correction_low": 0.9, "correction_high": 1.5}, [4, 0.5, 0], [0, 0, 1]),
         ({"correction": "seq_mask"}, [0, 0, 0], [1, 1, 1]),
     ],
@@ -227,7 +230,14 @@ def test_mismatch_weights_by_hand(options, weights, outside):
 @pytest.mark.parametrize(("low", "high"), [(None, None), (0.8, 1.3)])
 @pytest.mark.parametrize(
     ("correction", "level"),
-    [("none", "token"), ("tis", "token"), ("tis", "sequence"), ("icepop", "token"), ("seq_mask", "token")],
+    [
+        ("none", "token"),
+        ("tis", "token"),
+        ("tis", "sequence"),
+        ("icepop", "token"),
+        ("icepop", "sequence"),
+        ("seq_mask", "token"),
+    ],
 )
 def test_mismatch_weights_against_a_loop(correction, level, low, high):
     g = torch.Generator().manual_seed(5)
@@ -247,10 +257,49 @@ def test_mismatch_weights_against_a_loop(correction, level, low, high):
         judged = {"seq_mask": product ** (1 / max(len(answer), 1))}.get(
             correction, product if level == "sequence" else w
         )
-        want = {"none": 1.0, "tis": min(max(judged, low), high)}.get(correction, w if low <= judged <= high else 0.0)
+        weight = product if level == "sequence" else w
+        kept = weight if low <= judged <= high else 0.0
+        want = {"none": 1.0, "tis": min(max(judged, low), high)}.get(correction, kept)
         if mask[t]:
             assert weights[t].item() == pytest.approx(want, rel=1e-12)
             assert outside[t].item() == (not low <= judged <= high)
+
+
+@pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate", "token_mask", "token_truncate"])
+def test_mismatch_weights_are_trls(mode):
+    """TRL's four modes with its cap of 3, its formula (GRPOTrainer) written apart, on padded rows of answers."""
+    g = torch.Generator().manual_seed(7)
+    trainer = -2 * torch.rand(6, 9, generator=g, dtype=torch.float64)
+    rollout = trainer + 0.5 * torch.randn(6, 9, generator=g, dtype=torch.float64)
+    mask = torch.arange(9) < torch.tensor([9, 1, 4, 7, 2, 5])[:, None]
+    difference = (trainer - rollout) * mask
+    level, kind = mode.split("_")
+    wanted = (difference.sum(-1, keepdim=True) if level == "sequence" else difference).exp()
+    assert (wanted > 3).any() and (wanted < 1).any()
+    wanted = wanted.masked_fill(wanted > 3, 0.0) if kind == "mask" else wanted.clamp(max=3)
+    correction = {"mask": "icepop", "truncate": "tis"}[kind]
+    cfg = load_config(
+        str(REPO / "configs/tiny.yaml"),
+        [
+            f"algo.correction={correction}", f"algo.correction_level={level}", "algo.correction_low=0",
+            "algo.correction_high=3", "model.path=m", "data.train=d",
+        ],
+    )  # fmt: skip
+    checks.check_config(cfg, 1)
+    sequence = torch.arange(6).repeat_interleave(mask.sum(-1))
+    found, _ = mismatch_weight(trainer[mask], rollout[mask], torch.ones(len(sequence)), sequence, cfg.algo)
+    torch.testing.assert_close(found, wanted.expand(6, 9)[mask], **F64)
+
+
+def test_gspo_wants_one_weight_an_answer():
+    def hints(*keys: str) -> list[str]:
+        cfg = load_config(str(REPO / "configs/tiny.yaml"), ["model.path=m", "data.train=d", *keys])
+        return [text for text in checks.advice(cfg, 1) if "gspo" in text]
+
+    token = ("algo.loss=gspo", "algo.correction=tis")
+    assert "algo.correction_level=sequence" in hints(*token)[0]
+    assert not hints(*token, "algo.correction_level=sequence")
+    assert not hints("algo.loss=gspo") and not hints("algo.correction=tis")
 
 
 def test_mismatch_weights_do_not_overflow():
