@@ -16,7 +16,7 @@ from numpy import ndarray
 from config import ModelConfig, RankError, RolloutConfig
 from support import cpu_engine
 from support.push_check import PushCheck
-from support.vllm_process import set_environment
+from support.vllm_process import let_segments_grow, set_environment
 
 
 @dataclasses.dataclass
@@ -77,6 +77,8 @@ class Engine:
         if model.fp32_head:
             settings["hf_overrides"] = {"head_dtype": "float32"}
         self.llm = vllm.LLM(**{**settings, **rollout.vllm})
+        if on_gpu:
+            let_segments_grow()
         if return_routes and not on_gpu:
             cpu_engine.return_routes(self.llm)
         self.return_routes = return_routes

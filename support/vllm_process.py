@@ -21,12 +21,23 @@ def set_environment(exact: bool = False) -> None:
     else:
         # One seed a prompt: the old runner draws for one request after the other, the new one for all at once.
         defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-        # Rows differ in length, and segments that can grow leave fewer holes. vLLM keeps its own pool out of it.
-        defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if exact and torch.cuda.device_count():
         defaults |= {"VLLM_BATCH_INVARIANT": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def let_segments_grow() -> None:
+    """Let torch's allocator make expandable segments from now on, unless the user has set it up: rows differ in length,
+    and such segments leave fewer holes.
+
+    To be called when vLLM has started. Its custom all-reduce (rollout.tp above 1) shares the buffers of its CUDA graphs
+    by cudaIpcGetMemHandle, which refuses memory of such segments; what exists stays as it is.
+    """
+    if any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        return
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    change("expandable_segments:True")
 
 
 def engine_options() -> dict[str, Any]:

@@ -10,12 +10,15 @@ from rollout import Engine
 from support import vllm_process
 from support.read_config import changed
 
-NAMES = ("VLLM_USE_V2_MODEL_RUNNER", "PYTORCH_CUDA_ALLOC_CONF", "VLLM_BATCH_INVARIANT", "CUBLAS_WORKSPACE_CONFIG")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+NAMES = ("VLLM_USE_V2_MODEL_RUNNER", *ALLOCATOR, "VLLM_BATCH_INVARIANT", "CUBLAS_WORKSPACE_CONFIG")
 
 
 @pytest.fixture
 def told(monkeypatch, tiny):
-    """told({key: value}) → (vLLM's arguments, levels that it was asked to sleep at) on a machine with two GPUs."""
+    """told({key: value}) → (vLLM's arguments, levels that it was asked to sleep at) on a machine with two GPUs.
+
+    `told.order` has "start" and, each as it was given, the settings of torch's allocator."""
     vllm_process.set_environment()
     import vllm
 
@@ -25,10 +28,12 @@ def told(monkeypatch, tiny):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    slept = []
+    slept, order = [], []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", order.append)
 
     class NotStarted:
         def __init__(self, **settings):
+            order.append("start")
             self.args = vllm.EngineArgs(**settings)
 
         def sleep(self, level):
@@ -41,6 +46,7 @@ def told(monkeypatch, tiny):
         cfg = changed(Config(model={"path": str(tiny / "model")}, data={"train": "d"}), values)
         return Engine(cfg.model.path, cfg.model, cfg.rollout, 128, cfg.algo.replay_routes).llm.args, slept
 
+    engine.order = order
     return engine
 
 
@@ -51,7 +57,6 @@ def test_settings_on_a_gpu(told):
     assert slept == [2] and args.hf_overrides == {} and not args.enable_return_routed_experts
     assert told({"algo.replay_routes": True})[0].enable_return_routed_experts
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert "VLLM_BATCH_INVARIANT" not in os.environ
 
 
@@ -71,3 +76,19 @@ def test_keys_reach_vllm_and_what_the_user_set_stays(told, monkeypatch):
 def test_without_sleep_mode_nothing_sleeps(told):
     _, slept = told({"rollout.vllm": {"enable_sleep_mode": False}})
     assert slept == []
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_segments_grow_once_vllm_has_started(told, tp):
+    """Its graphs' buffers are shared between the ranks of an engine, which expandable segments do not allow."""
+    args, _ = told({"rollout.tp": tp})
+    assert not args.enforce_eager and not args.disable_custom_all_reduce
+    assert told.order == ["start", "expandable_segments:True"]
+    assert not any(name in os.environ for name in ALLOCATOR)
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_the_users_allocator_settings_stay(told, monkeypatch, name):
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    told({"rollout.tp": 2})
+    assert told.order == ["start"] and os.environ[name] == "max_split_size_mb:512"
