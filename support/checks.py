@@ -14,7 +14,7 @@ import transformers
 import megatron_bridge as bridge
 import reward as rewards
 from config import Config, LoraConfig, UserError
-from support import options, trackers
+from support import options, trackers, versions
 from support.attention import rotary_embedding, sliding_window
 from support.hf_folder import safetensor_files
 from support.packing import attention_pads, bubble, plan_bins
@@ -357,6 +357,13 @@ def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: st
 
 def check_routes(cfg: Config) -> None:
     """See that there are routes to replay where algo.replay_routes asks for it. Raises ValueError."""
+    found = versions.installed("vllm")
+    second_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # our default on a GPU
+    if cfg.algo.replay_routes and second_runner and found and versions.numbers(found) < (0, 32):
+        raise ValueError(
+            f"algo.replay_routes=true: vLLM {found} returns no routes with its second model runner; use vLLM 0.32, "
+            "VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or algo.replay_routes=false"
+        )
     if cfg.algo.replay_routes and not bridge.is_moe(transformers.AutoConfig.from_pretrained(cfg.model.path)):
         raise ValueError(f"algo.replay_routes=true: model.path={cfg.model.path} has no experts; use false")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from config import TrainingError, UserError
-from support import checks, routes
+from support import checks, routes, versions
 from support.read_config import load_config
 from tests import test_layouts
 from tests.layout_worker import one_layout
@@ -89,6 +89,21 @@ def test_what_cannot_be_replayed_is_refused(tiny):
         checks.check_routes(load_config("configs/tiny.yaml", keys))
     with pytest.raises(UserError, match=r"leave out rollout\.vllm\.enable_prefix_caching"):
         checks.check_config(load_config("configs/tiny.yaml", [*keys, "rollout.vllm.enable_prefix_caching=false"]), 1)
+
+
+def test_an_engine_that_returns_no_routes_is_refused(tmp_path, monkeypatch):
+    """vLLM 0.26 refuses them with its second model runner, which is ours on a GPU, and has them with the first."""
+    test_layouts.make_model(tmp_path / "model", "qwen3_moe")
+    cfg = load_config(
+        "configs/tiny.yaml", [f"model.path={tmp_path / 'model'}", "data.train=d", "algo.replay_routes=true"]
+    )
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    checks.check_routes(cfg)
+    monkeypatch.setattr(versions, "installed", lambda package: "0.26.0")
+    with pytest.raises(ValueError, match=r"algo\.replay_routes=true: vLLM 0\.26\.0 .* VLLM_USE_V2_MODEL_RUNNER=0"):
+        checks.check_routes(cfg)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    checks.check_routes(cfg)
 
 
 # ---------------------------------------------------------------- against plain transformers
