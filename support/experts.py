@@ -59,6 +59,8 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_R, ends_E, *weights):
         ctx.save_for_backward(x_R, ends_E, *weights)
+        if len(x_R) == 0:  # no token for these experts: grouped_mm need not take it on a GPU
+            return x_R.new_empty(0, weights[0].shape[0])
         return F.grouped_mm(x_R, stacked(weights).transpose(1, 2), offs=ends_E)
 
     @staticmethod

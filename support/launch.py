@@ -87,6 +87,7 @@ def command(
             check_start(cfg)
             if cfg.rollout.exact:
                 torch.use_deterministic_algorithms(True)
+                torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill vLLM's KV cache with NaN
             ranks.join_ranks(checks.group_timeout_s(cfg))
             run(cfg, inputs, train)
     except (UserError, TrainingError) as error:

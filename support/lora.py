@@ -154,6 +154,8 @@ class AdaptedLinear(torch.autograd.Function):
     def forward(ctx, x, ends_E, a, b, adapter, sequence_parallel, *weights):
         ctx.adapter, ctx.sequence_parallel = adapter, sequence_parallel
         ctx.save_for_backward(x, ends_E, a, b, *weights)
+        if ends_E is not None and len(x) == 0:  # no token for these experts: grouped_mm need not take it on a GPU
+            return x.new_empty(0, weights[0].shape[0])
         rows = _gather_along_first_dim(x, adapter.group) if sequence_parallel else x
         return product(rows, all_merged(weights, a, b, adapter.scale).mT, ends_E)
 

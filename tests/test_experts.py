@@ -1,10 +1,13 @@
 """Grouped experts (support/experts.py) against Megatron's sequential ones: equal bit for bit in fp32 on the CPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import megatron_bridge as bridge
-from support.experts import GroupedExperts, GroupedLinear, SequentialMLP, stacked
+from support.experts import GroupedExperts, GroupedLinear, SequentialMLP, linear, stacked
+from support.lora import Adapter
 from support.read_config import load_config
 from tests.layout_worker import one_layout
 from tests.test_layouts import make_plan
@@ -21,6 +24,27 @@ def test_a_grouped_product_is_that_of_each_expert(dtype, tokens_E):
     assert torch.equal(out_R, expected_R)
     found, expected = (torch.autograd.grad(out, [x_R, *weights], grad_R) for out in (out_R, expected_R))
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_experts_without_a_token_ask_for_no_product(monkeypatch, adapters):
+    """A rank may get none; whether CUDA's grouped_mm takes 0 rows is not known."""
+
+    def grouped_mm(x, y, offs):
+        assert 0 not in (*x.shape, *y.shape)
+        return torch.einsum("rk,ekn->rn", x, y)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
+    weights = [torch.randn(24, 16).requires_grad_(not adapters) for _ in range(3)]
+    x_R, ends_E = torch.zeros(0, 16, requires_grad=True), torch.zeros(3, dtype=torch.int32)
+    for weight in weights if adapters else []:
+        a, b = torch.randn(2, 4, 16).requires_grad_(), torch.randn(24, 4).requires_grad_()
+        weight.adapter = Adapter(a, b, 1.0, [12, 12], True, SimpleNamespace(size=lambda: 1))
+    out_R = linear(tuple(weights))(x_R, ends_E, *weights)
+    assert out_R.shape == (0, 24)
+    out_R.sum().backward()
+    for trained in [w.adapter.b for w in weights] if adapters else weights:
+        assert trained.grad is not None and not trained.grad.any()
 
 
 def test_weights_that_lie_evenly_are_not_copied():

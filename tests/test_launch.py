@@ -39,6 +39,19 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
     assert "warning" not in command("--dry-run", "resume=auto")[1]
 
 
+def test_exact_runs_write_no_nan_into_fresh_memory(command, monkeypatch):
+    """torch's deterministic mode fills every new tensor, vLLM's KV cache too, which costs time and tells nothing."""
+    for module, name in ((launch, "check_start"), (launch, "run"), (launch.ranks, "join_ranks")):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        code, text = command("rollout.exact=true")
+        assert code == 0 and torch.are_deterministic_algorithms_enabled(), text
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_the_plan_tells_the_bubble_and_what_will_be_slow(command):
     """16 × 16 samples of up to 12 tokens."""
 
