@@ -1,0 +1,287 @@
+"""The rules that keep the code plain, held by `ast`; tests/test_structure.py asks them of every file.
+
+    python -m tests.structure                     all findings of the five top files and support/
+    python -m tests.structure rollout.py          those of some files
+
+A rule of one file takes (tree, lines of the file) and yields (line, what is wrong).
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+SCRIPT = "train_grpo.py"
+TOP = (SCRIPT, "config.py", "megatron_bridge.py", "rollout.py", "reward.py")
+SCRIPT_STATEMENTS = 430
+FUNCTION_LINES = 60
+TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
+SUPPORT_DENSITY = 17.0
+
+Findings = Iterator[tuple[int, str]]
+
+
+def core(root: Path) -> list[Path]:
+    """The five top files and all of support/, folders in it too."""
+    return [root / name for name in TOP] + sorted((root / "support").rglob("*.py"))
+
+
+# ---------------------------------------------------------------- what a tree is made of
+
+
+def is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def statements(tree: ast.AST) -> list[ast.stmt]:
+    """All statements, docstrings not counted."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and not is_docstring(node)]
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def statement_sizes(tree: ast.AST) -> list[tuple[int, int]]:
+    """(ast nodes, line) of every simple statement: an assignment, a return or an expression, docstrings too."""
+    kinds = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
+    simple = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [(sum(1 for _ in ast.walk(node)), node.lineno) for node in simple]
+
+
+def density(tree: ast.AST) -> float:
+    """Mean ast nodes of a simple statement."""
+    sizes = statement_sizes(tree)
+    return sum(size for size, _ in sizes) / max(1, len(sizes))
+
+
+def imported(node: ast.AST) -> set[str]:
+    """Top-level names of the modules that a node imports."""
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    return {node.module.partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+
+
+def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of every variable, parameter and attribute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+
+
+# ---------------------------------------------------------------- rules of a file
+
+
+def long_functions(tree: ast.Module, lines: list[str]) -> Findings:
+    for node in functions(tree):
+        length = node.end_lineno - node.lineno + 1
+        if length > FUNCTION_LINES:
+            yield node.lineno, f"{node.name} has {length} lines, more than {FUNCTION_LINES}; divide it"
+
+
+def expressions_as_statements(tree: ast.Module, lines: list[str]) -> Findings:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, (ast.IfExp, ast.BoolOp)):
+            yield node.lineno, "a conditional expression as a statement; write an if"
+
+
+def is_condition(node: ast.AST, bools: set[str]) -> bool:
+    """Whether an expression is true or false: a comparison, `not`, a call or a name that `bools` has, all of these."""
+    if isinstance(node, ast.BoolOp):
+        return all(is_condition(value, bools) for value in node.values)
+    if isinstance(node, ast.Call):
+        return is_condition(node.func, bools)
+    if isinstance(node, ast.Name):
+        return node.id in bools
+    if isinstance(node, ast.Attribute):
+        return node.attr in bools
+    return isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
+
+
+BOOL_CALLS = {"bool", "isinstance", "issubclass", "hasattr", "callable", "any", "all", "startswith", "endswith"}
+
+
+def bool_names(tree: ast.Module) -> set[str]:
+    """What a file says is a bool: functions, parameters and fields by their types, names that are given a condition."""
+    found = set(BOOL_CALLS)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) == "bool":
+            found.add(node.name)
+        elif isinstance(node, ast.arg) and node.annotation is not None and ast.unparse(node.annotation) == "bool":
+            found.add(node.arg)
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "bool":
+            found.add(node.target.id if isinstance(node.target, ast.Name) else node.target.attr)
+        elif isinstance(node, ast.Assign) and is_condition(node.value, BOOL_CALLS):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def values_times_conditions(tree: ast.Module, lines: list[str]) -> Findings:
+    """Products with a condition, unless a name with a shape suffix is in it: those are of arrays."""
+    bools = bool_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            factors = (node.left, node.right)
+            arrays = any(SUFFIXED.match(name) for factor in factors for _, name in names(factor))
+            if not arrays and any(is_condition(factor, bools) for factor in factors):
+                yield node.lineno, f"a value times a condition: {ast.unparse(node)[:60]}; write an if"
+
+
+def kind(node: ast.AST) -> str:
+    """What makes values alike: reads of attributes, names, constants of a type, calls of one function, ..."""
+    if isinstance(node, ast.Constant):
+        return type(node.value).__name__
+    if isinstance(node, ast.Call):
+        return f"call of {ast.unparse(node.func)}"
+    return type(node).__name__
+
+
+def unlike_assignments(tree: ast.Module, lines: list[str]) -> Findings:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            values = node.value.elts
+            unpacked = isinstance(node.targets[0], ast.Tuple)
+            if unpacked and len(values) >= 3 and len({kind(value) for value in values}) > 1:
+                yield node.lineno, f"{len(values)} unlike values in one assignment; write a line each"
+
+
+def conditions_in_loop_heads(tree: ast.Module, lines: list[str]) -> Findings:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+            for part in ast.walk(node.iter):
+                if isinstance(part, ast.IfExp):
+                    yield part.lineno, "a condition hidden in a loop head; give the iterable a name, or write an if"
+
+
+def walrus_in_keywords(tree: ast.Module, lines: list[str]) -> Findings:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and any(isinstance(part, ast.NamedExpr) for part in ast.walk(node.value)):
+            yield node.lineno, f"an assignment inside the keyword {node.arg}; assign before the call"
+
+
+def docstring_ends(tree: ast.Module, lines: list[str]) -> Findings:
+    for node in ast.walk(tree):
+        several = is_docstring(node) and node.end_lineno > node.lineno
+        if several and lines[node.end_lineno - 1].strip() not in ('"""', "'''"):
+            yield node.end_lineno, "closing quotes of a docstring of several lines stand on their own line"
+
+
+RULES: tuple[Callable[[ast.Module, list[str]], Findings], ...] = (
+    long_functions,
+    expressions_as_statements,
+    values_times_conditions,
+    unlike_assignments,
+    conditions_in_loop_heads,
+    walrus_in_keywords,
+    docstring_ends,
+)
+
+
+# ---------------------------------------------------------------- shape suffixes
+
+SUFFIXED = re.compile(r"[a-z]\w*_([A-Z])$")
+
+
+def legend(docstring: str) -> list[tuple[str, str]]:
+    """(letter, meaning) of every suffix in the paragraph "Names:" of the script's docstring."""
+    paragraph = docstring.partition("Names:")[2].partition("\n\n")[0]
+    return re.findall(r"_([A-Z])\s+([^,.;]+)", paragraph + ".")
+
+
+def suffixes(tree: ast.Module) -> dict[str, tuple[int, str]]:
+    """Letter of each shape suffix in a file → (line, name) that has it first."""
+    found = {}
+    for line, name in sorted(names(tree)):
+        if SUFFIXED.match(name):
+            found.setdefault(name[-1], (line, name))
+    return found
+
+
+def legend_errors(entries: list[tuple[str, str]], used: dict[str, str]) -> list[str]:
+    """What is wrong between the legend and the suffixes that are `used`, {letter: where}."""
+    letters = [letter for letter, _ in entries]
+    wrong = [f"{SCRIPT}:1: the legend gives _{letter} two meanings" for letter in letters if letters.count(letter) > 1]
+    wrong += [f"{SCRIPT}:1: no name has the suffix _{letter} of the legend" for letter in letters if letter not in used]
+    lacking = [where for letter, where in used.items() if letter not in letters]
+    return wrong + [f"{where} has a suffix that the legend of {SCRIPT} lacks" for where in lacking]
+
+
+# ---------------------------------------------------------------- all findings
+
+
+def check_source(source: str) -> list[tuple[int, str]]:
+    """(line, what is wrong) by the rules that need no more than the text of a file."""
+    tree = ast.parse(source)
+    return sorted({finding for rule in RULES for finding in rule(tree, source.splitlines())})
+
+
+def check_file(root: Path, path: Path) -> list[str]:
+    """What is wrong with one file of the core, as "file:line: what"."""
+    source, relative = path.read_text(), path.relative_to(root).as_posix()
+    tree, found = ast.parse(source), check_source(source)
+    limit = TOP_DENSITY if relative in TOP else SUPPORT_DENSITY
+    if density(tree) > limit:
+        found.append((1, f"{density(tree):.1f} ast nodes a simple statement, more than {limit}; unfold the densest"))
+    forbidden = {"train_grpo"}
+    if relative == "config.py":  # knows no other file
+        forbidden |= {"support", *(Path(name).stem for name in TOP)}
+    for node in ast.walk(tree):
+        found += [(node.lineno, f"imports {name}") for name in imported(node) & forbidden]
+    if relative == SCRIPT and len(statements(tree)) > SCRIPT_STATEMENTS:
+        found.append((1, f"{len(statements(tree))} statements, more than {SCRIPT_STATEMENTS}"))
+    return [f"{relative}:{line}: {message}" for line, message in sorted(found)]
+
+
+def check_legend(root: Path) -> list[str]:
+    """What is wrong with the script's legend of shape suffixes, and with suffixes anywhere in the core."""
+    used = {}
+    for path in core(root):
+        for letter, (line, name) in suffixes(ast.parse(path.read_text())).items():
+            used.setdefault(letter, f"{path.relative_to(root)}:{line}: {name}")
+    return legend_errors(legend(ast.get_docstring(ast.parse((root / SCRIPT).read_text()))), used)
+
+
+def uncalled(root: Path) -> list[str]:
+    """Public functions of support/ that neither the core nor tools/ uses; a test alone does not count."""
+    trees = {path: ast.parse(path.read_text()) for path in [*core(root), *sorted((root / "tools").rglob("*.py"))]}
+    used = {name for tree in trees.values() for node in ast.walk(tree) for name in references(node)}
+    found = []
+    for path, tree in trees.items():
+        relative = path.relative_to(root).as_posix()
+        if not relative.startswith("support/"):
+            continue
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in used and node.name[0] != "_":
+                found.append(f"{relative}:{node.lineno}: {node.name} has no caller in the core or tools/")
+    return found
+
+
+def references(node: ast.AST) -> list[str]:
+    """The name that a node reads, if it reads one; imports do not count."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    return [node.attr] if isinstance(node, ast.Attribute) else []
+
+
+def densest(path: Path, count: int = 8) -> list[str]:
+    """The simple statements of a file with the most nodes, to unfold first."""
+    sizes = sorted(statement_sizes(ast.parse(path.read_text())), reverse=True)
+    return [f"{path.name}:{line}: {size} nodes" for size, line in sizes[:count]]
+
+
+def main(root: Path, given: list[str]) -> None:
+    files = [root / name for name in given] or core(root)
+    for path in files:
+        found = check_file(root, path)
+        print(f"{path.relative_to(root)}: density {density(ast.parse(path.read_text())):.1f}, {len(found)} findings")
+        print("".join(f"  {line}\n" for line in [*found, *(densest(path) if given else [])]), end="")
+    print("\n".join(check_legend(root) + uncalled(root)))
+
+
+if __name__ == "__main__":
+    main(Path.cwd(), sys.argv[1:])
