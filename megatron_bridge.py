@@ -1,19 +1,19 @@
 """Between Hugging Face and Megatron-core: process groups, the model, its weights in and out, log-probs, the optimizer.
 
-Knows nothing of rewards, groups, advantages or prompts. What it relies on of a micro-batch `mb` are the fields `tokens,
-targets, mask, position_ids` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no part in the loss),
-`cu_seqlens` [S+1] and `max_seqlen`; S sequences lie one after another in a row of T tokens.
+Knows nothing of rewards, groups, advantages or prompts. Of a micro-batch `mb` it reads `tokens, targets, mask,
+position_ids` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no part in the loss), `cu_seqlens` [S+1] and
+`max_seqlen`. A row of T tokens packs S sequences, one after another.
 
-Weights cross the border as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them,
-for vLLM and for the export alike. One table, `FAMILIES`, says of which Hugging Face weights a Megatron layer is made.
+Weights are exchanged as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them,
+for vLLM and for the export alike. One table, `FAMILIES`, maps each weight of a Megatron layer to its Hugging Face weights.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -39,17 +39,17 @@ from megatron.core.tensor_parallel import (
     model_parallel_cuda_manual_seed,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.utils import unwrap_model
 
 from support.offload import take_back_state
-from support.optimizer_state import moving_weights, set_adam_steps
+from support.optimizer_state import set_adam_steps, trainable_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-BUCKET_BYTES = 512 << 20  # of weights on their way, where nobody says
-ALL_WEIGHTS = LoraConfig()  # are trained, none has adapters
-LOGITS_CHUNK = 2048  # response tokens whose full-vocabulary logits exist at a time
+BUCKET_BYTES = 512 << 20  # default size of a bucket of weights
+ALL_WEIGHTS = LoraConfig()  # rank 0: all weights are trained, none has adapters
+LOGITS_CHUNK = 2048  # response tokens whose logits over the full vocabulary exist at a time
 
 
 # ---------------------------------------------------------------- process groups
@@ -71,16 +71,16 @@ def init_model_parallel(parallel, seed: int, timeout_s: float = 1800.0) -> None:
 
 
 def seed_step(seed: int, step: int) -> None:
-    """Seed Megatron's and torch's random streams (dropout, where someone turns it on) for one step.
+    """Seed Megatron's and torch's random streams (for dropout, where it is on) for one step.
 
-    So they are the same whether or not the run was interrupted before it.
+    A resumed run then draws the same numbers as one that was not interrupted.
     """
     model_parallel_cuda_manual_seed(seed * 1_000_003 + step, force_reset_rng=True)
     torch.manual_seed(seed * 1_000_003 + step)
 
 
 def process_groups() -> dict[str, dist.ProcessGroup]:
-    """Every process group of this rank that training talks over, by name."""
+    """Every process group of this rank that training communicates over, by name."""
     return {
         "world": dist.group.WORLD,
         "parallel.tp": mpu.get_tensor_model_parallel_group(),
@@ -99,21 +99,21 @@ def data_parallel() -> tuple[int, int]:
 
 
 def reports_loss() -> bool:
-    """True on one rank a replica: the last pipeline stage, first tensor- and context-parallel rank.
+    """Whether this rank reports its replica's losses: last pipeline stage, first tensor- and context-parallel rank.
 
-    A sum over these counts each token once.
+    A sum over these ranks counts each token once.
     """
     first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
     return first and mpu.is_pipeline_last_stage(ignore_virtual=True)
 
 
 def token_multiple(parallel) -> int:
-    """What the length of a packed row must be a multiple of: context parallelism, then tensor parallelism, split it."""
+    """The length of a packed row is a multiple of this: context parallelism, then tensor parallelism, split the row."""
     return parallel.tp * parallel.cp
 
 
 def micro_batch_multiple(parallel) -> int:
-    """What a replica's number of micro-batches must be a multiple of: the interleaved schedule wants full rounds."""
+    """A replica's number of micro-batches is a multiple of this: the interleaved schedule needs full rounds."""
     return parallel.pp if parallel.vpp > 1 else 1
 
 
@@ -125,15 +125,39 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
 
     Megatron raises on what it refuses.
     """
+    settings = architecture_options(hf) | parallel_options(parallel) | moe_options(hf)
+    settings |= dict(
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        calculate_per_token_loss=True,  # gradients are sums, divided once by the global denominator
+        use_cpu_initialization=not torch.cuda.is_available(),
+        gradient_accumulation_fusion=False,  # needs Apex or Transformer Engine
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        use_te_activation_func=not extra.get("bias_activation_fusion"),  # the slot for an activation: swiglu
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+    settings |= options_for(TransformerConfig, extra)
+    return TransformerConfig(**settings)
+
+
+def architecture_options(hf) -> dict:
+    """Fields of TransformerConfig that follow from the architecture alone, those of experts aside."""
     rules = FAMILIES[hf.architectures[0]]
-    settings = dict(
+    window = sliding_window(hf)
+    return dict(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         ffn_hidden_size=hf.intermediate_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
         kv_channels=head_dim(hf),
-        window_size=(window - 1, 0) if (window := sliding_window(hf)) else None,  # read by Packing
+        window_size=(window - 1, 0) if window else None,  # read by Packing
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
@@ -141,11 +165,12 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         add_bias_linear=False,
         add_qkv_bias="self_attention.linear_qkv.bias" in rules,
         qk_layernorm="self_attention.q_layernorm.weight" in rules,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
+    )
+
+
+def parallel_options(parallel) -> dict:
+    """Fields of TransformerConfig that say how the model is split over ranks."""
+    return dict(
         tensor_model_parallel_size=parallel.tp,
         sequence_parallel=parallel.sp and parallel.tp > 1,
         pipeline_model_parallel_size=parallel.pp,
@@ -158,30 +183,27 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
+    )
+
+
+def moe_options(hf) -> dict:
+    """Fields of TransformerConfig for experts."""
+    options = dict(
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, with or without experts
         moe_aux_loss_coeff=0.0,
-        calculate_per_token_loss=True,  # gradients are sums, divided once by the global denominator
-        use_cpu_initialization=not torch.cuda.is_available(),
-        gradient_accumulation_fusion=False,  # needs Apex or Transformer Engine
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        use_te_activation_func=not extra.get("bias_activation_fusion"),  # the slot for an activation: swiglu
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
     )
-    if is_moe(hf):
-        settings |= dict(
-            num_moe_experts=num_experts(hf),
-            moe_ffn_hidden_size=expert_width(hf),
-            moe_grouped_gemm=True,  # by torch: support/experts.py
-            moe_router_topk=hf.num_experts_per_tok,
-            # Top-k of the softmax, or the softmax of the top-k: the same as renormalising what was chosen.
-            moe_router_pre_softmax=not getattr(hf, "norm_topk_prob", True),
-            moe_shared_expert_intermediate_size=getattr(hf, "shared_expert_intermediate_size", None),
-            moe_shared_expert_gate="mlp.shared_experts.gate_weight" in rules,
-        )
-    return TransformerConfig(**{**settings, **options_for(TransformerConfig, extra)})
+    if not is_moe(hf):
+        return options
+    return options | dict(
+        num_moe_experts=num_experts(hf),
+        moe_ffn_hidden_size=expert_width(hf),
+        moe_grouped_gemm=True,  # by torch: support/experts.py
+        moe_router_topk=hf.num_experts_per_tok,
+        # Top-k of the softmax, or the softmax of the top-k: the same as renormalising the top-k probabilities.
+        moe_router_pre_softmax=not getattr(hf, "norm_topk_prob", True),
+        moe_shared_expert_intermediate_size=getattr(hf, "shared_expert_intermediate_size", None),
+        moe_shared_expert_gate="mlp.shared_experts.gate_weight" in FAMILIES[hf.architectures[0]],
+    )
 
 
 def head_dim(hf) -> int:
@@ -227,46 +249,14 @@ def build_model(
     """
     hf = transformers.AutoConfig.from_pretrained(path)
     config = transformer_config(hf, parallel, dtype, extra)
+    vp_stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     chunks = []
-    for vp_stage in range(parallel.vpp) if parallel.vpp > 1 else [None]:
-        spec = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-        )
-        attention = spec.submodules.self_attention.submodules
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
-        attention.core_attention = PackedAttention
-        mlp = spec.submodules.mlp.submodules
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if is_moe(hf):
-            mlp.router, mlp.experts.module = Router, experts_for(config, trained.rank if trained else 0)
-            mlp.experts.submodules.activation_func = mlp.shared_experts.submodules.activation_func = swiglu
-        else:
-            mlp.activation_func = swiglu
-        layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-        model = HiddenGPT(
-            config,
-            TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm),
-            vocab_size=hf.vocab_size,
-            max_sequence_length=hf.max_position_embeddings,
-            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            position_embedding_type="none",  # PackedAttention turns queries and keys
-            vp_stage=vp_stage,
-        )
+    for vp_stage in vp_stages:
+        model = build_chunk(hf, config, vp_stage, trained)
         model.fp32_head = fp32_head
-        model.inv_freq = rotary_embedding(hf).inv_freq.to(device())  # no buffer: safe from dtype casts
-        if model.post_process:  # token_logprobs gathers and reduces once for all its chunks
-            head = model.output_layer
-            head.sequence_parallel, head.allreduce_dgrad, head.disable_grad_reduce = False, False, True
-        lora.attach(model, trained)
-        for name, parameter in model.named_parameters():
-            if EXPERT.search(name):  # Megatron 0.16 forgets it at ep 1, and sums over too few ranks
-                parameter.allreduce = False
         chunks.append(model.to(device(), dtype))
     settings = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
-    ddp_config = DistributedDataParallelConfig(**{**settings, **options_for(DistributedDataParallelConfig, extra)})
+    ddp_config = DistributedDataParallelConfig(**settings | options_for(DistributedDataParallelConfig, extra))
     model = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
     for chunk in model:
         chunk.hf_config = hf
@@ -278,6 +268,57 @@ def build_model(
     for chunk in model:
         chunk.broadcast_params()
     return model
+
+
+def build_chunk(hf, config: TransformerConfig, vp_stage: int | None, trained: LoraConfig | None) -> HiddenGPT:
+    """One model chunk of this rank, its weights not loaded; `vp_stage`: which of the `vpp`, None where there is one."""
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    spec = layer_spec(hf, config, trained)
+    model = HiddenGPT(
+        config,
+        TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm),
+        vocab_size=hf.vocab_size,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        position_embedding_type="none",  # PackedAttention applies RoPE
+        vp_stage=vp_stage,
+    )
+    model.inv_freq = rotary_embedding(hf).inv_freq.to(device())  # no buffer: safe from dtype casts
+    if model.post_process:  # token_logprobs gathers and reduces once for all its chunks
+        head = model.output_layer
+        head.sequence_parallel = False
+        head.allreduce_dgrad = False
+        head.disable_grad_reduce = True
+    lora.attach(model, trained)
+    for name, parameter in model.named_parameters():
+        if is_expert(name):  # Megatron 0.16 does not mark them at ep 1, and would reduce over too few ranks
+            parameter.allreduce = False
+    return model
+
+
+def layer_spec(hf, config: TransformerConfig, trained: LoraConfig | None) -> ModuleSpec:
+    """Megatron's spec of one transformer layer, with our norm, attention, activation, router and experts."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    mlp = spec.submodules.mlp.submodules
+    if is_moe(hf):
+        mlp.router = Router
+        mlp.experts.module = experts_for(config, trained.rank if trained else 0)
+        mlp.experts.submodules.activation_func = swiglu
+        mlp.shared_experts.submodules.activation_func = swiglu
+    else:
+        mlp.activation_func = swiglu
+    return spec
 
 
 def build_optimizer(model: list, train, extra: dict):
@@ -299,19 +340,19 @@ def build_optimizer(model: list, train, extra: dict):
         optimizer_offload_fraction=1.0,  # of the state, with megatron.optimizer_cpu_offload
         pin_cpu_grads=torch.cuda.is_available(),
     )
-    config = OptimizerConfig(**{**settings, **options_for(OptimizerConfig, extra)})
+    config = OptimizerConfig(**settings | options_for(OptimizerConfig, extra))
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
     optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if part.optimizer]  # with weights
     for part in optimizer.chained_optimizers:
-        set_adam_steps(part, 0)  # torch makes the state at the first update; it must be there to be saved and loaded
+        set_adam_steps(part, 0)  # torch makes the state at the first update; a checkpoint needs it before
     return optimizer
 
 
 def optimizer_step(optimizer, lr: float) -> float:
-    """One update with learning rate `lr` from the gradients that were summed; returns their norm, before clipping.
+    """One update with learning rate `lr` from the accumulated gradients; returns their norm, before clipping.
 
-    Where the norm is NaN, infinite or exactly 0 nothing is changed: Adam would move by momentum alone. The same on
-    every rank.
+    The norm is the same on every rank. Where it is NaN, infinite or exactly 0 the update is skipped: with a gradient of
+    0 Adam would move by momentum alone.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -327,16 +368,17 @@ def optimizer_step(optimizer, lr: float) -> float:
 
 
 def hidden_states(model, mb) -> torch.Tensor:
-    """A micro-batch through one model chunk: [T / cp (/ tp under sequence parallelism), 1, h].
+    """Forward pass of a micro-batch through one model chunk: [T / cp (/ tp under sequence parallelism), 1, h].
 
-    For the next stage or, on the last, for `token_logprobs`.
+    The result goes to the next stage or, on the last, to `token_logprobs`.
     """
     chunk = unwrap_model(model)
-    untrained = own_stripe(mb.mask if mb.weights is None else mb.weights) == 0  # [1, T / cp], no matter to the routers
+    untrained = own_stripe(mb.mask if mb.weights is None else mb.weights) == 0  # [1, T / cp], what routers do not count
     if chunk.config.sequence_parallel and not chunk.pre_process:  # Megatron 0.16 splits it on the first stage only
         untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
         untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
-    tokens, positions = own_stripe(mb.tokens).long().contiguous(), own_stripe(mb.position_ids)  # [1, T / cp]
+    tokens = own_stripe(mb.tokens).long().contiguous()  # [1, T / cp]
+    positions = own_stripe(mb.position_ids)
     packing = Packing.of(mb, chunk.inv_freq, chunk.config)
     routes.give(chunk, mb)
     options = {"padding_mask": untrained} if chunk.config.num_moe_experts else {}
@@ -349,30 +391,30 @@ def is_last_stage(model) -> bool:
 
 
 def first_of_context() -> bool:
-    """True on one of the cp ranks, which all hold a whole row's log-probs: it alone counts the row's tokens."""
+    """Whether this is the first context-parallel rank: all hold a whole row's log-probs, the first alone counts them."""
     return mpu.get_context_parallel_rank() == 0
 
 
-def vocab_parallel_logp(logits_T, targets_T, with_entropy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target and entropy of each row, over a vocabulary split across the tensor-parallel ranks.
+def vocab_parallel_logp(logits_M, targets_M, with_entropy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each target and entropy at each position, over a vocabulary split across the tensor-parallel ranks.
 
-    logits_T [T, V / tp] fp32, targets_T [T] ids in the full vocabulary → logp_T, entropy_T [T]; both differentiable.
-    Without `with_entropy` the entropy is NaN.
-    Every rank goes on with the same values, so the sums need an all-reduce forward and none backward.
+    logits_M [M, V / tp] fp32, targets_M [M] ids in the full vocabulary → logp_M, entropy_M [M]; both differentiable.
+    Without `with_entropy` the entropy is NaN. Every rank computes the same loss from the sums, so they need an
+    all-reduce in the forward pass and none in the backward pass.
     """
-    vocab = logits_T.shape[-1]
-    local_T = targets_T - mpu.get_tensor_model_parallel_rank() * vocab
-    here_T = (local_T >= 0) & (local_T < vocab)
-    max_T = logits_T.detach().amax(-1)
-    dist.all_reduce(max_T, dist.ReduceOp.MAX, group=mpu.get_tensor_model_parallel_group())
-    shifted = logits_T - max_T[:, None]  # [T, V / tp]
+    vocab = logits_M.shape[-1]
+    local_M = targets_M - mpu.get_tensor_model_parallel_rank() * vocab
+    here_M = (local_M >= 0) & (local_M < vocab)
+    max_M = logits_M.detach().amax(-1)
+    dist.all_reduce(max_M, dist.ReduceOp.MAX, group=mpu.get_tensor_model_parallel_group())
+    shifted = logits_M - max_M[:, None]  # [M, V / tp]
     exp = shifted.exp()
-    target_T = shifted.gather(-1, local_T.clamp(0, vocab - 1)[:, None])[:, 0] * here_T
-    weighted_T = (exp * shifted).sum(-1) if with_entropy else torch.full_like(target_T, math.nan)
-    sums = torch.stack([exp.sum(-1), weighted_T, target_T])  # [3, T]
-    exp_sum_T, weighted_sum_T, target_T = reduce_from_tensor_model_parallel_region(sums)
-    log_z_T = exp_sum_T.log()
-    return target_T - log_z_T, log_z_T - weighted_sum_T / exp_sum_T
+    target_M = shifted.gather(-1, local_M.clamp(0, vocab - 1)[:, None])[:, 0] * here_M
+    weighted_M = (exp * shifted).sum(-1) if with_entropy else torch.full_like(target_M, math.nan)
+    sums = torch.stack([exp.sum(-1), weighted_M, target_M])  # [3, M]
+    exp_sum_M, weighted_sum_M, target_M = reduce_from_tensor_model_parallel_region(sums)
+    log_z_M = exp_sum_M.log()
+    return target_M - log_z_M, log_z_M - weighted_sum_M / exp_sum_M
 
 
 def token_logprobs(
@@ -381,8 +423,8 @@ def token_logprobs(
     """Log-prob of the target and entropy (NaN if not asked for) at each position, 0 where `mask` is 0.
 
     hidden [T / cp (/ tp under sequence parallelism), 1, h], targets and mask [1, T] → logp_T, entropy_T [T] fp32, on
-    every context-parallel rank. Logits exist for masked-in rows only, LOGITS_CHUNK at a time, and are made anew in the
-    backward pass: a full [T, V] would not fit.
+    every context-parallel rank. Logits exist for the M positions in `mask` only, LOGITS_CHUNK at a time, and are
+    recomputed in the backward pass: a full [T, V] would not fit.
     """
     model = unwrap_model(model)
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
@@ -390,29 +432,33 @@ def token_logprobs(
         hidden = gather_from_sequence_parallel_region(hidden)  # [T / cp, 1, h]; the backward pass reduce-scatters
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)  # the backward pass all-reduces
-    targets, mask = own_stripe(targets[0]), own_stripe(mask[0])  # [T / cp]
-    rows_R = mask.nonzero()[:, 0]
-
-    def chunk_logprobs(hidden_R, targets_R):
-        logits, _ = model.output_layer(hidden_R, weight=weight)  # [R, V / tp]
-        return torch.stack(vocab_parallel_logp(logits.float() / temperature, targets_R, with_entropy), dim=-1)  # [R, 2]
-
-    hidden_R, targets_R = hidden[:, 0].index_select(0, rows_R), targets.index_select(0, rows_R).long()
+    targets = own_stripe(targets[0])  # [T / cp]
+    mask = own_stripe(mask[0])
+    rows_M = mask.nonzero()[:, 0]
+    hidden_M = hidden[:, 0].index_select(0, rows_M)  # [M, h]
+    targets_M = targets.index_select(0, rows_M).long()
     if model.fp32_head:
-        hidden_R, weight = hidden_R.float(), (model.output_layer.weight if weight is None else weight).float()
-    if len(rows_R) > LOGITS_CHUNK:
-        checkpoint = partial(torch.utils.checkpoint.checkpoint, chunk_logprobs, use_reentrant=False)
-        values_R = torch.cat(list(map(checkpoint, hidden_R.split(LOGITS_CHUNK), targets_R.split(LOGITS_CHUNK))))
+        hidden_M = hidden_M.float()
+        weight = (model.output_layer.weight if weight is None else weight).float()
+
+    def chunk_logprobs(hidden_M, targets_M):
+        logits, _ = model.output_layer(hidden_M, weight=weight)  # [M, V / tp]
+        return torch.stack(vocab_parallel_logp(logits.float() / temperature, targets_M, with_entropy), dim=-1)  # [M, 2]
+
+    if len(rows_M) > LOGITS_CHUNK:
+        chunks = zip(hidden_M.split(LOGITS_CHUNK), targets_M.split(LOGITS_CHUNK), strict=True)
+        values = [torch.utils.checkpoint.checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
+        values_M = torch.cat(values)
     else:
-        values_R = chunk_logprobs(hidden_R, targets_R)
-    values = values_R.new_zeros(len(mask), 2).index_copy(0, rows_R, values_R)  # [T / cp, 2]
+        values_M = chunk_logprobs(hidden_M, targets_M)
+    values = values_M.new_zeros(len(mask), 2).index_copy(0, rows_M, values_M)  # [T / cp, 2]
     logp_T, entropy_T = gather_stripes(values, summed_gradient=False).unbind(-1)
     return logp_T, entropy_T
 
 
 # ---------------------------------------------------------------- weights in and out
 
-# The weights of one layer: Megatron name → (how they are merged, the Hugging Face weights of the layer it is made of).
+# The weights of one layer: Megatron name → (how to merge, the Hugging Face weights that it merges).
 #   copy     one tensor, the same on every tensor-parallel rank
 #   rows     one tensor, split by output rows        cols  one tensor, split by input columns
 #   qkv      query, key, value interleaved by key-value group, split by groups
@@ -438,22 +484,22 @@ SHARED_EXPERT = {
 }
 
 
-def experts(block: str, gate: str, up: str, down: str) -> dict:
-    """Rules of a router and its experts, which lie in `block` under the names `gate`, `up` and `down`."""
-    fc1, fc2 = (f"mlp.experts.local_experts.{{e}}.linear_{fc}.weight" for fc in ("fc1", "fc2"))
+def expert_rules(block: str, gate: str, up: str, down: str) -> dict:
+    """Rules of a router and its experts; Hugging Face names them `block`.experts.{e}.`gate`, `up` and `down`."""
+    local, expert = "mlp.experts.local_experts.{e}", f"{block}.experts.{{e}}"
     return {
         "mlp.router.weight": ("copy", [f"{block}.gate.weight"]),
-        fc1: ("gate_up", [f"{block}.experts.{{e}}.{part}.weight" for part in (gate, up)]),
-        fc2: ("cols", [f"{block}.experts.{{e}}.{down}.weight"]),
+        f"{local}.linear_fc1.weight": ("gate_up", [f"{expert}.{gate}.weight", f"{expert}.{up}.weight"]),
+        f"{local}.linear_fc2.weight": ("cols", [f"{expert}.{down}.weight"]),
     }
 
 
-QWEN_EXPERTS = experts("mlp", "gate_proj", "up_proj", "down_proj")
-# Architecture in config.json → its layer. What it is made of also settles Megatron's options (transformer_config).
+QWEN_EXPERTS = expert_rules("mlp", "gate_proj", "up_proj", "down_proj")
+# Architecture in config.json → the rules of its layer, from which transformer_config reads some of Megatron's options.
 FAMILIES = {
     "LlamaForCausalLM": COMMON | DENSE,
     "MistralForCausalLM": COMMON | DENSE,
-    "MixtralForCausalLM": COMMON | experts("block_sparse_moe", "w1", "w3", "w2"),
+    "MixtralForCausalLM": COMMON | expert_rules("block_sparse_moe", "w1", "w3", "w2"),
     "Qwen2ForCausalLM": COMMON | QKV_BIAS | DENSE,
     "Qwen2MoeForCausalLM": COMMON | QKV_BIAS | QWEN_EXPERTS | SHARED_EXPERT,
     "Qwen3ForCausalLM": COMMON | QK_NORM | DENSE,
@@ -469,7 +515,7 @@ EXPERT = re.compile(r"(?<=local_experts\.)\d+")  # an expert's number in a Megat
 
 
 def rule_of(name: str, hf) -> tuple[str, list[str]]:
-    """(join, Hugging Face names) of a Megatron weight with the numbers of layer and expert in the whole model.
+    """(join, Hugging Face names) of a Megatron weight whose name counts layers and experts over the whole model.
 
     Raises KeyError for a name without a rule.
     """
@@ -480,36 +526,40 @@ def rule_of(name: str, hf) -> tuple[str, list[str]]:
     if name in TOP_RULES:
         return TOP_RULES[name]
     _, _, layer, rest = name.split(".", 3)  # decoder.layers.7.rest
-    expert = EXPERT.search(rest)
     join, parts = FAMILIES[hf.architectures[0]][EXPERT.sub("{e}", rest)]
-    return join, [f"model.layers.{layer}.{part.replace('{e}', expert[0]) if expert else part}" for part in parts]
+    expert = EXPERT.search(rest)
+    if expert:
+        parts = [part.replace("{e}", expert[0]) for part in parts]
+    return join, [f"model.layers.{layer}.{part}" for part in parts]
 
 
 def shard_group(name: str) -> tuple:
-    """(process group over which a weight is spread, the ranks that split one tensor of it).
+    """(process group that shards a weight, how many ranks split one tensor of it).
 
-    That of an expert spans ep × etp ranks, of which each run of etp splits one expert; that of any other weight tp.
+    Experts: a group of ep × etp ranks, where each run of etp ranks splits one expert. Other weights: the tp ranks.
     """
-    if EXPERT.search(name):
+    if is_expert(name):
         return mpu.get_expert_tensor_and_model_parallel_group(), mpu.get_expert_tensor_parallel_world_size()
     return mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_world_size()
 
 
 def expert_of(name: str, hf, ep_rank: int) -> str:
     """The name with the expert's number in the whole layer instead of that on expert-parallel rank `ep_rank`."""
-    here = num_experts(hf) // mpu.get_expert_model_parallel_world_size() if EXPERT.search(name) else 0
-    return EXPERT.sub(lambda local: str(ep_rank * here + int(local[0])), name)
+    if not is_expert(name):
+        return name
+    experts_per_rank = num_experts(hf) // mpu.get_expert_model_parallel_world_size()
+    return EXPERT.sub(lambda local: str(ep_rank * experts_per_rank + int(local[0])), name)
 
 
-def merged(join: str, parts: list[torch.Tensor], hf) -> torch.Tensor:
-    """The merged view of the Hugging Face `parts`: whole, with the tensor-parallel split along SPLIT_DIM[join]."""
+def merge_parts(join: str, parts: list[torch.Tensor], hf) -> torch.Tensor:
+    """The full merged tensor of the Hugging Face `parts`; tensor-parallel ranks split it along SPLIT_DIM[join]."""
     if join == "qkv":  # [groups, (heads per group + 2) * head_dim, ...]
         return torch.cat([part.view(hf.num_key_value_heads, -1, *part.shape[1:]) for part in parts], dim=1)
     return torch.stack(parts) if join in ("gate_up", "stack") else parts[0]  # gate_up: [2, ffn, hidden]
 
 
-def unmerged(join: str, whole: torch.Tensor, hf) -> list[torch.Tensor]:
-    """Inverse of `merged`: the Hugging Face tensors of a merged view."""
+def split_parts(join: str, whole: torch.Tensor, hf) -> list[torch.Tensor]:
+    """Inverse of `merge_parts`: the Hugging Face tensors of a merged one."""
     if join == "qkv":
         width = head_dim(hf)
         heads = hf.num_attention_heads // hf.num_key_value_heads
@@ -518,7 +568,7 @@ def unmerged(join: str, whole: torch.Tensor, hf) -> list[torch.Tensor]:
 
 
 def local_view(join: str, flat: torch.Tensor, shape: torch.Size, hf) -> torch.Tensor:
-    """A rank's own weight, `flat` of a parameter with `shape`, in the layout of the merged view."""
+    """A rank's shard, the `flat` values of a parameter with `shape`, in the layout of `merge_parts`."""
     if join == "qkv":
         heads = hf.num_attention_heads // hf.num_key_value_heads
         return flat.view(-1, (heads + 2) * head_dim(hf), *shape[1:])
@@ -526,7 +576,10 @@ def local_view(join: str, flat: torch.Tensor, shape: torch.Size, hf) -> torch.Te
 
 
 def named_weights(model: list, factors: bool = False) -> dict[str, torch.nn.Parameter]:
-    """This rank's weights, or adapters' `factors`, by Megatron name; layers count in the whole model, experts here."""
+    """This rank's weights, or adapters' `factors`, by Megatron name.
+
+    A layer has its number in the whole model, an expert that on this rank.
+    """
     weights = {}
     for chunk in map(unwrap_model, model):
         for name, parameter in chunk.named_parameters():
@@ -546,11 +599,11 @@ def load_weights(model: list, path: str) -> None:
     hf = model[0].hf_config
     files = hf_folder.safetensor_files(path)
     handles = {file: safe_open(file, framework="pt") for file in set(files.values())}
-    opened = {part: handles[file] for part, file in files.items()}
+    handle_of = {part: handles[file] for part, file in files.items()}
     for name, parameter in (named_weights(model) | named_weights(model, factors=True)).items():
         join, parts = rule_of(expert_of(name, hf, mpu.get_expert_model_parallel_rank()), hf)
         group, size = shard_group(name)
-        whole = merged(join, [lora.part(part, opened, parameter.shape) for part in parts], hf)
+        whole = merge_parts(join, [lora.part(part, handle_of, parameter.shape) for part in parts], hf)
         shard = whole if SPLIT_DIM[join] is None else whole.chunk(size, SPLIT_DIM[join])[group.rank() % size]
         if shard.numel() != parameter.numel():
             raise ValueError(f"{parts[0]} of {path} gives {tuple(shard.shape)}, {name} has {tuple(parameter.shape)}")
@@ -559,90 +612,111 @@ def load_weights(model: list, path: str) -> None:
 
 def hf_weights(model: list, bucket_bytes=BUCKET_BYTES, factors=False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every (Hugging Face name, full tensor) in layer order, on every rank; all ranks must drain it together.
+
     Adapters are merged into their weights; `factors`: they alone, under PEFT's names.
 
-    Buckets of at most `bucket_bytes` (or one tensor) cross the wire: one all-gather over the ranks that share a weight
-    and one broadcast over the pipeline stages. Besides its own shard a rank holds a copy of the bucket's part of it
-    while gathering, then the bucket and one joined tensor; no tensor that was yielded keeps the bucket alive.
+    Weights travel in buckets of at most `bucket_bytes` (or one tensor): one all-gather over the ranks that shard a
+    weight and one broadcast over the pipeline stages. Besides its own shard a rank holds a copy of its part of the
+    bucket while gathering, then the bucket and one full tensor; no tensor that was yielded keeps the bucket alive.
     """
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:  # otherwise gathered only when the next forward pass reads them
             chunk.start_param_sync(force_sync=True)
-    hf, own = model[0].hf_config, named_weights(model, factors)
-    stages = [None] * mpu.get_pipeline_model_parallel_world_size()
-    shapes = {name: weight.shape for name, weight in own.items()}
-    dist.all_gather_object(stages, shapes, group=mpu.get_pipeline_model_parallel_group())
+    hf = model[0].hf_config
     dtype = model[0].config.params_dtype
+    own = named_weights(model, factors)
+    shapes = {name: weight.shape for name, weight in own.items()}
+    stages = [None] * mpu.get_pipeline_model_parallel_world_size()
+    dist.all_gather_object(stages, shapes, group=mpu.get_pipeline_model_parallel_group())
     for stage, names in buckets(stages, hf, bucket_bytes // dtype.itemsize):
         bucket_shapes = {name: stages[stage][name] for name in names}
-        yield from joined(gathered(own, bucket_shapes, stage, dtype), bucket_shapes, hf)  # no name here for the bucket
+        yield from read_bucket(gather_bucket(own, bucket_shapes, stage, dtype), bucket_shapes, hf)  # keeps no bucket
 
 
-def gathered(own: dict, shapes: dict[str, torch.Size], stage: int, dtype: torch.dtype) -> torch.Tensor:
-    """A bucket, on every rank: the weights in `shapes`, of a pipeline stage, of the R ranks that share them; [R, n]."""
+def gather_bucket(own: dict, shapes: dict[str, torch.Size], stage: int, dtype: torch.dtype) -> torch.Tensor:
+    """All-gather a bucket, the weights in `shapes` of a pipeline stage; on every rank [shards, elements of a shard]."""
     group, _ = shard_group(next(iter(shapes)))
     pp_group = mpu.get_pipeline_model_parallel_group()
-    flat = torch.empty(group.size(), sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device())
+    elements = sum(shape.numel() for shape in shapes.values())
+    flat = torch.empty(group.size(), elements, dtype=dtype, device=device())
     if stage == pp_group.rank():
         local = torch.cat([lora.effective(own[name]).reshape(-1) for name in shapes])
-        dist.all_gather(list(flat), local, group=group) if len(flat) > 1 else flat[0].copy_(local)
+        if len(flat) > 1:
+            dist.all_gather(list(flat), local, group=group)
+        else:
+            flat[0].copy_(local)
     if pp_group.size() > 1:
         dist.broadcast(flat, dist.get_global_rank(pp_group, stage), group=pp_group)
     return flat
 
 
-def joined(flat: torch.Tensor, shapes: dict[str, torch.Size], hf) -> Iterator[tuple[str, torch.Tensor]]:
-    """The (Hugging Face name, full tensor) pairs of a bucket, none of them a view of it."""
+def read_bucket(flat: torch.Tensor, shapes: dict[str, torch.Size], hf) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the (Hugging Face name, full tensor) pairs of a bucket, none of them a view of it."""
     numels = [shape.numel() for shape in shapes.values()]
-    for name, shards in zip(shapes, flat.split(numels, dim=1), strict=True):  # shards [R, numel]
-        for ep_rank, split in enumerate(shards.split(shard_group(name)[1])):  # one round, but for experts
-            join, parts = rule_of(expert_of(name, hf, ep_rank), hf)
+    for name, shards in zip(shapes, flat.split(numels, dim=1), strict=True):  # [shards, numel]
+        _, split_ranks = shard_group(name)
+        for ep_rank, split in enumerate(shards.split(split_ranks)):  # several only for experts
+            join, names = rule_of(expert_of(name, hf, ep_rank), hf)
             views = [local_view(join, shard, shapes[name], hf) for shard in split]
             whole = views[0].clone() if SPLIT_DIM[join] is None else torch.cat(views, dim=SPLIT_DIM[join])
-            yield from zip(parts, (part.contiguous() for part in unmerged(join, whole, hf)), strict=True)
+            yield from zip(names, (part.contiguous() for part in split_parts(join, whole, hf)), strict=True)
             del whole  # before the next one is made
 
 
 def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]]]:
-    """Group the weights of all stages, in layer order, into (stage, names) of at most `limit` gathered numbers.
+    """Group the weights of all stages, in layer order, into (stage, names) of at most `limit` gathered elements.
 
     A bucket holds one tensor at least, and either experts or other weights.
     """
-
-    def position(name: str) -> tuple:
-        if name.startswith("decoder.layers."):
-            return int(name.split(".")[2]), bool(EXPERT.search(name))
-        return (-1 if name.startswith("embedding.") else hf.num_hidden_layers), False
-
     owners = {name: stage for stage, weights in enumerate(stages) for name in weights}
     if hf.tie_word_embeddings:
         owners.pop("output_layer.weight", None)
-    bucket, held, last = [], 0, None
-    for name in sorted(owners, key=position):
-        here, size = (owners[name], position(name)[1]), stages[owners[name]][name].numel() * shard_group(name)[0].size()
-        if bucket and (here != last or held + size > limit):
-            yield last[0], bucket
-            bucket, held = [], 0
-        bucket, held, last = [*bucket, name], held + size, here
-    yield last[0], bucket
+    in_order = sorted(owners, key=lambda name: position(name, hf))
+    for (stage, _), names in itertools.groupby(in_order, key=lambda name: (owners[name], is_expert(name))):
+        bucket, elements = [], 0
+        for name in names:
+            group, _ = shard_group(name)
+            size = stages[stage][name].numel() * group.size()
+            if bucket and elements + size > limit:
+                yield stage, bucket
+                bucket, elements = [], 0
+            bucket.append(name)
+            elements += size
+        yield stage, bucket
+
+
+def position(name: str, hf) -> tuple[int, bool]:
+    """Sort key of a Megatron weight: (layer, whether it is an expert's); the embedding first, the head last."""
+    if name.startswith("decoder.layers."):
+        return int(name.split(".")[2]), is_expert(name)
+    return (-1 if name.startswith("embedding.") else hf.num_hidden_layers), False
+
+
+def is_expert(name: str) -> bool:
+    """Whether a Megatron weight is one of an expert's."""
+    return EXPERT.search(name) is not None
 
 
 def copy_weights(model: list, on: str = "gpu") -> list[torch.Tensor]:
-    """A second set of `moving_weights`, such as a reference's; on the "gpu" or, page-locked, on the "host"."""
-    host, gpu = on == "host", torch.cuda.is_available()
-    copies = [w.detach().to("cpu" if host else w.device, copy=True) for w in moving_weights(model)]
-    return [copy.pin_memory() for copy in copies] if host and gpu else copies
+    """A second set of `trainable_weights`, such as a reference's; on the "gpu" or, in pinned memory, on the "host"."""
+    weights = [weight.detach() for weight in trainable_weights(model)]
+    if on == "gpu":
+        return [weight.clone() for weight in weights]
+    copies = [weight.to("cpu", copy=True) for weight in weights]
+    return [copy.pin_memory() for copy in copies] if torch.cuda.is_available() else copies
 
 
 @contextlib.contextmanager
 def swapped_weights(model: list, weights: list[torch.Tensor] | None) -> Iterable[None]:
-    """Run the model with `weights` (as `copy_weights` gave them; None: its own); then it has its own back.
+    """Run the model with `weights` (as `copy_weights` gave them; None: its own) inside the block, then restore its own.
 
-    Weights on the host are copied to the GPU for as long."""
-    parameters = moving_weights(model)
+    Weights on the host are copied to the GPU for as long.
+    """
+    parameters = trainable_weights(model)
     own = [parameter.data for parameter in parameters]
+    values = own if weights is None else weights
     try:
-        for parameter, data in zip(parameters, own if weights is None else weights, strict=True):
+        for parameter, data in zip(parameters, values, strict=True):
             parameter.data = data.to(parameter.device, non_blocking=True)
         yield
     finally:

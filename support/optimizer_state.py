@@ -23,7 +23,7 @@ Sets = dict[str, list[torch.Tensor]]  # further sets of weights by name, as supp
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first is the main weight
 
 
-def moving_weights(model: list) -> list[torch.nn.Parameter]:
+def trainable_weights(model: list) -> list[torch.nn.Parameter]:
     """What this rank trains: all weights, or adapters; of a model that is not trained, all."""
     weights = [weight for chunk in model for weight in chunk.parameters()]
     return [weight for weight in weights if weight.requires_grad] or weights
@@ -88,7 +88,7 @@ def sharded_state(
             state[f"{number}.{moment}"] = dataclasses.replace(
                 tensor, key=f"{moment}.{tensor.key}", data=whole, replica_id=replica, **fp32
             )
-    tensors, parameters = described(model) if sets else {}, moving_weights(model)
+    tensors, parameters = described(model) if sets else {}, trainable_weights(model)
     for name, weights in (sets or {}).items():  # each replica has them whole, as it has the model's own
         for number, (weight, values) in enumerate(zip(parameters, weights, strict=True)):
             tensor = tensors[weight]

@@ -18,7 +18,7 @@ import torch
 
 import megatron_bridge as bridge
 from config import Config, UserError
-from support.optimizer_state import Sets, moving_weights
+from support.optimizer_state import Sets, trainable_weights
 
 
 def initial_sets(model: list, cfg: Config) -> Sets:
@@ -45,7 +45,7 @@ def move_sets(sets: Sets, model: list, step: int, cfg: Config) -> None:
             sets[f"past_{n + 1}"] = sets.pop(f"past_{n}")
         sets["past_1"] = oldest  # its memory, for the present ones
         taken.append(oldest)
-    own = [weight.detach() for weight in moving_weights(model)]
+    own = [weight.detach() for weight in trainable_weights(model)]
     for weights in taken:
         for kept, weight in zip(weights, own, strict=True):
             kept.copy_(weight)

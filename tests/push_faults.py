@@ -14,7 +14,7 @@ import megatron_bridge
 import train_grpo
 
 FAULT, LOST = os.environ["FAULT"], "model.layers.1.mlp.down_proj.weight"
-push_weights, rpc, unmerged = train_grpo.push_weights, vllm.LLM.collective_rpc, megatron_bridge.unmerged
+push_weights, rpc, split_parts = train_grpo.push_weights, vllm.LLM.collective_rpc, megatron_bridge.split_parts
 pushes = []  # 1 is the push at the start
 
 
@@ -33,8 +33,8 @@ def faulty_rpc(llm, method, *args, kwargs=None, **others):
     return rpc(llm, method, *args, kwargs=kwargs, **others)
 
 
-def faulty_unmerged(join, whole, hf):
-    parts = unmerged(join, whole, hf)
+def faulty_split_parts(join, whole, hf):
+    parts = split_parts(join, whole, hf)
     if join == "cols":
         parts[0] = parts[0].clone()
         parts[0][[3, 5]] = parts[0][[5, 3]]
@@ -43,6 +43,6 @@ def faulty_unmerged(join, whole, hf):
 
 train_grpo.push_weights, vllm.LLM.collective_rpc = faulty_push, faulty_rpc
 if FAULT == "swapped":
-    megatron_bridge.unmerged = faulty_unmerged
+    megatron_bridge.split_parts = faulty_split_parts
 if __name__ == "__main__":
     sys.exit(train_grpo.main(sys.argv[1:]))

@@ -156,15 +156,15 @@ def test_a_push_holds_one_bucket_at_a_time(world, tmp_path, monkeypatch, arch):
     parallel = ParallelConfig()
     bridge.init_model_parallel(parallel, 0)
     model = bridge.build_model(str(tmp_path / "model"), parallel, torch.float32, {})
-    gathered, buckets = bridge.gathered, []
+    gather_bucket, buckets = bridge.gather_bucket, []
 
     def counted(*args) -> torch.Tensor:
         assert all(bucket.expired() for bucket in buckets)
-        flat = gathered(*args)
+        flat = gather_bucket(*args)
         buckets.append(StorageWeakRef(flat.untyped_storage()))
         return flat
 
-    monkeypatch.setattr(bridge, "gathered", counted)
+    monkeypatch.setattr(bridge, "gather_bucket", counted)
     whole, last = dict(bridge.hf_weights(model)), None
     for last in bridge.hf_weights(model, bucket_bytes=1 << 14):
         assert torch.equal(last[1], whole[last[0]])
