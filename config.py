@@ -1,8 +1,8 @@
-"""Every knob of a run, once: its type, bounds, default and meaning; and the errors that a user sees.
+"""Every key of a run, once: its type, bounds, default and meaning; and the errors that a user sees.
 
-Knows no other file: YAML files and overrides are read and checked in support/read_config.py, rules that tie several
-keys together are in support/checks.py. What a name such as `algo.loss` may be is for the function with its branches to
-say; it is asked by `rehearse` in train_grpo.py before anything is built.
+Imports no other file of the project. support/read_config.py reads and checks YAML files and overrides; rules between
+keys are in support/checks.py. The legal values of a name such as `algo.loss` are the branches of its function, which
+`rehearse` in train_grpo.py runs before anything is built.
 """
 
 import math
@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 
 
 class UserError(Exception):
-    """Something the user can mend: what is wrong, which key, what would be legal. Ends the program with exit code 2."""
+    """An error the user can fix: what is wrong, which key, what would be legal. Ends the program with exit code 2."""
 
 
 class TrainingError(Exception):
@@ -21,11 +21,11 @@ class TrainingError(Exception):
 
 
 class RankError(TrainingError):
-    """A failure that this rank alone may know of, so this rank says it."""
+    """A failure that perhaps only this rank sees, so this rank prints it."""
 
 
-LARGEST = 2**31 - 1  # of every number, so that none overflows later
-# Numbers are never made of text or true/false, but for "inf" where that means something.
+LARGEST = 2**31 - 1  # bound of every number, so that none overflows later
+# Strict types: text and true/false are no numbers, except "inf" where an infinite bound is legal.
 Whole = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 AllOrCount = Literal[-1] | Count
@@ -44,7 +44,7 @@ RewardSpec = str | dict[str, Number]  # a name of docs/rewards.md, or {name: wei
 
 
 class Section(pydantic.BaseModel):
-    """Read-only, and without keys but those named."""
+    """Read-only; refuses unknown keys."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
 
@@ -56,15 +56,15 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    # file, glob, folder or hub name:split, or a list of them, or sets to mix as {name: weight}; see docs/data.md
+    # file, glob, folder or hub name:split, a list of them, or {name: weight} of data sets to mix; see docs/data.md
     train: str | list[str] | dict[str, Positive]
     eval: str | list[str] | None = None  # like train, but for weights; for train.eval_every
     custom: str | None = None  # path/to/file.py:function that yields the rows of each name in train and eval
-    split: str = "train"  # of a hub data set or folder that names none itself
-    prompt_key: str = "prompt"  # text, or a list of chat messages; this and the next three may lead into dicts: a.b
-    answer_key: str = "answer"  # what the reward compares with
+    split: str = "train"  # of a hub data set or folder whose name gives no split
+    prompt_key: str = "prompt"  # column with text or chat messages; this and the next three may be nested: a.b
+    answer_key: str = "answer"  # column with the reference answer for the reward
     source_key: str = "source"  # column that chooses the reward; rows without it have the source "default"
-    hint_key: str | None = None  # hint that stands before the prompt for algo.teacher alone
+    hint_key: str | None = None  # column with a hint that only algo.teacher sees, before the prompt
     chat_template: bool = True  # write the prompt with the tokenizer's template; a text is a user message
     system_prompt: str | None = None  # put before every prompt that brings no system message of its own
     template_kwargs: dict[str, Any] = {}  # for the chat template, such as enable_thinking
@@ -73,51 +73,51 @@ class DataConfig(Section):
 
 class RolloutConfig(Section):
     prompts_per_step: Count = 64  # groups of a step
-    group_size: Annotated[Count, Field(ge=2)] = 8  # answers to each prompt
-    max_new_tokens: Count = 1024  # an answer is cut off there
-    turns: str | None = None  # path/to/file.py:function that says what follows on an answer: docs/turns.md
+    group_size: Annotated[Count, Field(ge=2)] = 8  # answers per prompt
+    max_new_tokens: Count = 1024  # longer answers are truncated
+    turns: str | None = None  # path/to/file.py:function that replies to an answer: docs/turns.md
     max_turns: Count = 4  # answers of a conversation; with rollout.turns
-    temperature: Positive = 1.0  # of sampling; the trainer's logits are divided by it too
-    top_p: ShareAboveZero = 1.0  # sample from the likeliest tokens with this much probability
-    top_k: AllOrCount = -1  # sample from so many likeliest tokens; -1: all
+    temperature: Positive = 1.0  # of sampling; the trainer divides its logits by it too
+    top_p: ShareAboveZero = 1.0  # nucleus sampling: the likeliest tokens with this total probability
+    top_k: AllOrCount = -1  # sample from the k likeliest tokens; -1: all
     lag: Whole = 0  # vLLM samples with the weights of so many steps before the present ones; 0: with these
-    tp: Count = 1  # tensor parallel size of each vLLM engine; world size / tp engines run side by side
-    gpu_memory_utilization: ShareAboveZero = 0.6  # of a GPU, for vLLM while it samples
+    tp: Count = 1  # tensor parallel size of each vLLM engine; there are world size / tp engines
+    gpu_memory_utilization: ShareAboveZero = 0.6  # share of a GPU's memory for vLLM while it samples
     max_logp_gap: PositiveOrInf | None = None  # |trainer - vLLM|; null: 1e-3 (largest, fp32), at most 0.05 (mean, bf16)
-    sync_bucket_mb: Count = 512  # weights cross from trainer to vLLM in buckets of about this size
-    sleep_level: Literal[1, 2] = 2  # of vLLM on GPUs: asleep, it drops its weights at 2, keeps them on the host at 1
-    exact: bool = False  # the same answers and updates in each run on GPUs, at a price: docs/reliability.md
-    vllm: dict[str, Any] = {}  # options of vllm.LLM that no other key stands for
+    sync_bucket_mb: Count = 512  # size of a bucket in which weights go from trainer to vLLM
+    sleep_level: Literal[1, 2] = 2  # of vLLM on GPUs: while asleep, 2 drops its weights, 1 keeps them on the host
+    exact: bool = False  # deterministic sampling and training on GPUs, slower: docs/reliability.md
+    vllm: dict[str, Any] = {}  # options of vllm.LLM that no other key sets
 
 
 class EvalConfig(Section):
-    samples: Count = 1  # answers to each prompt of data.eval
-    temperature: NotNegative = 1.0  # of sampling; 0: the likeliest token
+    samples: Count = 1  # answers per prompt of data.eval
+    temperature: NotNegative = 1.0  # of sampling; 0: greedy
     top_p: ShareAboveZero = 1.0  # as in rollout
     top_k: AllOrCount = -1  # as in rollout
     max_new_tokens: Whole = 0  # 0: rollout.max_new_tokens
-    pass_reward: Number = 1.0  # an answer with this reward passes, for pass@k
+    pass_reward: Number = 1.0  # an answer with at least this reward passes, for pass@k
 
 
 class RewardConfig(Section):
-    default: RewardSpec = "exact"  # what an answer is worth
+    default: RewardSpec = "exact"  # reward of rows whose source is not in by_source
     by_source: dict[str, RewardSpec] = {}  # source of a row -> reward
-    custom: str | None = None  # path/to/file.py:function, used by the name "custom"
+    custom: str | None = None  # path/to/file.py:function, the reward named "custom"
     functions: dict[str, str] = {}  # further names -> file.py:function or class, or a reward of docs/rewards.md
     options: dict[str, dict[str, Any]] = {}  # name of a reward -> its options, docs/rewards.md
-    timeout_s: Seconds = 10.0  # a sample graded longer than this gets reward 0 and counts in reward/timeout_frac
-    workers: Count = 1  # grading processes a rank
+    timeout_s: Seconds = 10.0  # limit of grading one sample; beyond it reward 0, counted in reward/timeout_frac
+    workers: Count = 1  # grading processes per rank
     memory_gb: NotNegative = 4.0  # address space of a grading process, except the one of a reward model; 0: no limit
-    max_error_frac: Share = 0.0  # a larger share of samples whose reward raised stops the run
+    max_error_frac: Share = 0.0  # the run stops if the reward raises for a larger share of a step's samples
 
 
 class AlgoConfig(Section):
     advantage: str = "grpo"  # a branch of group_advantages
     credit: str = "to_go"  # a branch of support/credit.py:compare; what a token answers for where tokens have rewards
     loss: str = "ppo_clip"  # a branch of policy_loss
-    clip_low: NotNegative = 0.2  # the ratio is held above 1 - clip_low
-    clip_high: NotNegativeOrInf = 0.2  # and below 1 + clip_high
-    dual_clip: AboveOneOrInf | None = None  # times |advantage|: bound of its loss, A < 0
+    clip_low: NotNegative = 0.2  # the ratio is clipped to 1 - clip_low from below
+    clip_high: NotNegativeOrInf = 0.2  # and to 1 + clip_high from above
+    dual_clip: AboveOneOrInf | None = None  # the loss of a token is at most dual_clip · |A| where A < 0
     loss_norm: str = "token_mean"  # a branch of loss_weights
     loss_norm_length: Whole = 0  # the constant of seq_mean_token_sum_norm; 0: rollout.max_new_tokens
     kl_coef: NotNegative = 0.0  # 0: no reference model is kept
@@ -128,16 +128,16 @@ class AlgoConfig(Section):
     teacher: str | None = None  # folder or hub name of a model to distil on-policy, or self: with data.hint_key
     teacher_coef: NotNegative = 1.0  # of log(teacher / policy) in each token's advantage
     entropy_coef: Number = 0.0  # of the entropy bonus in the loss
-    old_logp: Literal["trainer", "rollout"] = "trainer"  # whose log-probs the ratio starts from
-    correction: str = "none"  # of the mismatch between vLLM and trainer, a name of CORRECTION_BOUNDS
+    old_logp: Literal["trainer", "rollout"] = "trainer"  # who computes the old log-probs of the ratio
+    correction: str = "none"  # importance correction of vLLM against the trainer, a name of CORRECTION_BOUNDS
     correction_level: Literal["token", "sequence"] = "token"  # for tis and icepop
     correction_low: NotNegative | None = None  # bounds; null: those of CORRECTION_BOUNDS
     correction_high: NotNegativeOrInf | None = None  # as correction_low
     max_rounds: Count = 1  # above 1, groups of equal rewards are replaced by new prompts, in so many rounds at most
-    overlong_buffer: Whole = 0  # tokens before rollout.max_new_tokens over which a penalty grows; 0: none
+    overlong_buffer: Whole = 0  # over so many tokens before rollout.max_new_tokens a penalty grows; 0: none
     overlong_coef: NotNegative = 1.0  # the penalty at rollout.max_new_tokens
-    mask_truncated: bool = False  # leave answers that were cut off out of the loss
-    replay_routes: bool = False  # experts: the policy's passes send each token where vLLM sent it; docs/models.md
+    mask_truncated: bool = False  # leave truncated answers out of the loss
+    replay_routes: bool = False  # MoE: train with the experts that vLLM chose for each token; docs/models.md
 
 
 class TrainConfig(Section):
@@ -152,26 +152,26 @@ class TrainConfig(Section):
     clip_grad: NotNegative = 1.0  # gradients of a larger norm are scaled down to it; 0: never
     updates_per_step: Count = 1  # optimizer steps on each batch of samples
     epochs_per_step: Count = 1  # passes over each batch of samples
-    max_tokens_per_micro_batch: Count = 16384  # cap of a row in training, what attention pads too; cp ranks share it
+    max_tokens_per_micro_batch: Count = 16384  # cap of a training row, attention's padding included; cp ranks split it
     logprob_max_tokens_per_micro_batch: Count = 32768  # the same, forward only (old and reference log-probs)
-    # what leaves the GPU while vLLM samples, "optimizer": its state and the gradients; null: grads on a GPU, else none
+    # offloaded while vLLM samples; optimizer: its state and the gradients; null: grads on a GPU, none on a CPU
     offload: Literal["none", "grads", "optimizer"] | None = None
     save_every: Whole = 20  # steps between checkpoints, the last at the end; 0: only where a signal stops the run
     keep_last: Whole = 2  # newest checkpoints that are kept; 0: all
-    keep_every: Whole = 0  # checkpoints of these steps' multiples are kept as well; 0: none
+    keep_every: Whole = 0  # checkpoints at multiples of this step are kept as well; 0: none
     export_every: Whole = 0  # steps between exports to output_dir/hf; 0: at the end only
-    stall_timeout_s: Seconds = 1800.0  # where no rank ends a phase for so long, the run says so and ends; 0: never
+    stall_timeout_s: Seconds = 1800.0  # the run ends if no rank finishes a phase for so long; 0: never
     max_skipped: Count = 3  # updates in a row whose loss or gradient is NaN or inf, before the run stops
     eval_every: Whole = 0  # steps between evaluations on data.eval, the first before the first step; 0: none
 
 
 class Course(Section):
-    shape: Literal["constant", "linear", "cosine"] = "linear"  # of the way there; constant: all of it in the last step
-    to: Number = 0.0  # from the key's own value at step 1
-    steps: Whole = 0  # until it is there, and stays; 0: train.steps
+    shape: Literal["constant", "linear", "cosine"] = "linear"  # constant: a jump to the end value at the last step
+    to: Number = 0.0  # end value; the start value, at step 1, is the key's own
+    steps: Whole = 0  # steps until the end value, which then stays; 0: train.steps
 
 
-class ScheduleConfig(Section):  # null: no course
+class ScheduleConfig(Section):  # null: no schedule
     lr: Course | None = None  # of train.lr, beside its warm-up
     kl_coef: Course | None = None  # of algo.kl_coef, which has to start above 0
     entropy_coef: Course | None = None  # of algo.entropy_coef
@@ -182,7 +182,7 @@ class ParallelConfig(Section):
     tp: Count = 1  # tensor parallelism
     sp: bool = True  # sequence parallelism, wherever tp > 1
     pp: Count = 1  # pipeline stages
-    vpp: Count = 1  # model chunks a pipeline stage
+    vpp: Count = 1  # model chunks per pipeline stage
     cp: Count = 1  # context parallelism: each packed row is split over cp ranks
     ep: Count = 1  # expert parallelism: each layer's experts are spread over ep ranks
     etp: Count = 1  # tensor parallelism inside an expert
@@ -190,30 +190,30 @@ class ParallelConfig(Section):
 
 class LoraConfig(Section):
     rank: Whole = 0  # of the adapters that are trained in place of the weights; 0: none, all weights are trained
-    alpha: Positive = 16.0  # an adapter counts alpha / rank times
-    # weights of each layer that get one: attention's two and the two of the feed-forward block or of its experts
+    alpha: Positive = 16.0  # adapters are scaled by alpha / rank
+    # weights of each layer with an adapter: attention's two, and the two of the feed-forward block or of its experts
     targets: Annotated[list[Literal["qkv", "proj", "fc1", "fc2"]], Field(min_length=1)] = ["qkv", "proj", "fc1", "fc2"]
 
 
 class LogConfig(Section):
     tensorboard: bool = False  # scalars, histograms and answers for TensorBoard, in output_dir/tensorboard
-    wandb: bool = False  # the same for Weights & Biases, which its own variables guide: WANDB_MODE, WANDB_PROJECT, ...
-    tokens: bool = False  # trainer_logp and ratio of each response token in rollouts/, by 1 or 2 passes a step
-    samples_every: Whole = 0  # steps between a few answers on the screen; 0: none, and each 20th step's in the trackers
+    wandb: bool = False  # the same for Weights & Biases, set up by its variables: WANDB_MODE, WANDB_PROJECT, ...
+    tokens: bool = False  # trainer_logp and ratio of each response token in rollouts/; costs 1 or 2 passes a step
+    samples_every: Whole = 0  # print a few answers every so many steps; 0: never, and every 20 steps in the trackers
 
 
 class ProfileConfig(Section):
     start: Whole = 0  # first step of the timeline in output_dir/traces; 0: none
     stop: Whole = 0  # its last step
-    ranks: Annotated[list[Whole], Field(min_length=1)] | None = None  # whose tracks it has; null: all
-    torch: bool = False  # torch.profiler over the same steps, a file for each of these ranks
-    memory: bool = False  # a snapshot of their GPU memory at the end
+    ranks: Annotated[list[Whole], Field(min_length=1)] | None = None  # ranks in it; null: all
+    torch: bool = False  # torch.profiler over the same steps, one file per rank
+    memory: bool = False  # a snapshot of GPU memory at the end, one file per rank
 
 
 class Config(Section):
-    output_dir: str = "outputs/run"  # all that a run writes
-    seed: Whole = 0  # of prompts, sampling and dropout
-    resume: str = "none"  # none | auto (the newest sound checkpoint in output_dir, else from the start) | a checkpoint
+    output_dir: str = "outputs/run"  # everything that a run writes
+    seed: Whole = 0  # of the order of prompts, sampling and dropout
+    resume: str = "none"  # none | auto (the newest valid checkpoint in output_dir, else from the start) | a checkpoint
     model: ModelConfig = Field(default_factory=dict, validate_default=True)
     data: DataConfig = Field(default_factory=dict, validate_default=True)
     rollout: RolloutConfig = RolloutConfig()
@@ -226,4 +226,4 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     log: LogConfig = LogConfig()
     profile: ProfileConfig = ProfileConfig()
-    megatron: dict[str, Any] = {}  # fields of Megatron-core's config classes that no other key stands for
+    megatron: dict[str, Any] = {}  # fields of Megatron-core's config classes that no other key sets

@@ -5,7 +5,7 @@ position_ids` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no p
 `max_seqlen`. A row of T tokens packs S sequences, one after another.
 
 Weights are exchanged as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them,
-for vLLM and for the export alike. One table, `FAMILIES`, maps each weight of a Megatron layer to its Hugging Face weights.
+for vLLM and for the export alike. One table, `FAMILIES`, maps each weight of a Megatron layer to Hugging Face weights.
 """
 
 import contextlib
@@ -391,7 +391,7 @@ def is_last_stage(model) -> bool:
 
 
 def first_of_context() -> bool:
-    """Whether this is the first context-parallel rank: all hold a whole row's log-probs, the first alone counts them."""
+    """Whether this is the first context-parallel rank: all hold a whole row's log-probs, only the first counts them."""
     return mpu.get_context_parallel_rank() == 0
 
 

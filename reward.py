@@ -1,14 +1,14 @@
-"""What an answer is worth: reward functions, and a reward by its name. docs/rewards.md lists the names and options.
+"""Reward functions, and how a reward is loaded by its name. docs/rewards.md lists the names and options.
 
 A reward is a function of the decoded response, the row's reference answer, the whole row, and options of its own:
     def right_and_short(text: str, answer: str, row: dict, limit: int = 200) -> float | dict[str, float]:
         return {"right": float(text.strip() == answer), "short": -0.1 * (len(text) > limit)}
 
-A dict's values are summed and kept apart in `reward_parts`. In place of a number there may be a list: a number for each
-token, or spans (start, end, number) of the text; a reward with a parameter `response_ids` is given the tokens. An
-exception is an error of the sample, told apart from a wrong answer. In a file of its own this is `reward.default=custom
-reward.custom=my_file.py:right_and_short`, `reward.functions` gives names to several; entered in REWARDS below too.
-Every grading process reads this file when it starts, so large packages are imported by the functions that use them.
+A dict's values are summed, and logged one by one in `reward_parts`. A list in place of a number holds one number per
+token, or spans (start, end, number) of the text; a reward with a parameter `response_ids` gets the tokens. An exception
+counts as an error of the sample, not as a wrong answer. To use a function in a file of your own, set
+`reward.default=custom reward.custom=my_file.py:right_and_short`; `reward.functions` names several; or extend REWARDS.
+Every grading process imports this file when it starts, so functions import large packages themselves.
 """
 
 import functools
@@ -18,7 +18,7 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 
 from support import code_tests, reward_model, user_code
@@ -51,13 +51,14 @@ def final_number(text: str) -> Decimal | None:
     found = NUMBER.findall(tail)
     if not found:
         return None
-    above, below = (re.sub(r"[,$\s]", "", part).replace("−", "-") for part in found[0 if marked else -1])
+    number = found[0] if marked else found[-1]
+    above, below = (re.sub(r"[,$\s]", "", part).replace("−", "-") for part in number)
     if not below:
         return Decimal(above)
     return Decimal(above) / Decimal(below) if Decimal(below) else None
 
 
-MAX_EXPRESSION = 2000  # characters; parsing takes more than linear time
+MAX_EXPRESSION = 2000  # characters; parsing time is more than linear
 
 
 def math_answer(text: str, answer: str, row: dict) -> float:
@@ -69,13 +70,13 @@ def math_answer(text: str, answer: str, row: dict) -> float:
     import math_verify
 
     wanted = math_reference(answer)
-    # Its own timeouts need signals and miss what C code does; here the worker is killed instead.
+    # Its own timeouts need signals and do not interrupt C code; here the grading process is killed instead.
     return float(math_verify.verify(wanted, parse_math(text), allow_set_relation_comp=True, timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=1024)
 def math_reference(answer: str) -> list:
-    """A reference answer, parsed: LaTeX or a plain expression, boxed or not, or what follows "####"."""
+    """Parse a reference answer: LaTeX or a plain expression, boxed or not, or what follows "####"."""
     bare = answer.rpartition("####")[2].strip().strip("$")
     parsed = parse_math(answer if "\\boxed" in answer else f"\\boxed{{{bare}}}")
     if all(isinstance(part, str) for part in parsed):
@@ -84,7 +85,7 @@ def math_reference(answer: str) -> list:
 
 
 def parse_math(text: str) -> list:
-    """What math-verify reads in the last \\boxed, or else last in the text: an expression and its source, or []."""
+    """Parse the last \\boxed of a text, or else its last expression: what math-verify returns, [] for none."""
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
@@ -98,7 +99,7 @@ def parse_math(text: str) -> list:
 
 @functools.lru_cache(maxsize=4096)  # the answers of a group often agree
 def parse_latex(expression: str) -> list:
-    """A LaTeX expression without its delimiters, as math-verify reads it."""
+    """Parse a LaTeX expression without delimiters by math-verify."""
     import math_verify
 
     # Without "$" and "%" (alone in a box, math-verify cannot read it), and without the thin spaces of 1\,234.
@@ -107,7 +108,7 @@ def parse_latex(expression: str) -> list:
 
 
 def plain_numbers(text: str) -> str:
-    """1.5e3 written as 1500, since math-verify takes the "e" for Euler's; "−" as "-"."""
+    """Write 1.5e3 as 1500, since math-verify reads "e" as Euler's number, and "−" as "-"."""
     number = re.compile(r"(?<![\w.\\])\d{1,20}(?:\.\d{1,20})?[eE][+-]?\d{1,3}(?![\w.])")
     return number.sub(lambda found: f"{Decimal(found[0]):f}", text.replace("−", "-"))
 
@@ -115,15 +116,18 @@ def plain_numbers(text: str) -> str:
 def inside_braces(text: str) -> str | None:
     """The text up to the brace that closes one opened before it; None if none does."""
     depth = 1
-    for brace in re.finditer(r"\\[{}]|[{}]", text):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if not depth:
+    for brace in re.finditer(r"\\[{}]|[{}]", text):  # an escaped brace does not count
+        if brace[0] == "{":
+            depth += 1
+        elif brace[0] == "}":
+            depth -= 1
+        if depth == 0:
             return text[: brace.start()]
     return None
 
 
-# Where the letter of a choice stands, from the surest place to the least. "A" and "I" before a word are words. The
-# quantifiers are possessive (*+) lest a page of blanks takes quadratic time.
+# Patterns for the letter of a choice, the most certain first. "A" and "I" before a word are words. The quantifiers are
+# possessive (*+): without them a page of blanks takes quadratic time.
 CHOICES = [
     re.compile(r"\\boxed\{\s*(?:\\(?:text|mathrm|mathbf|textbf)\{)?\s*\(?([A-Ja-j])\)?(?![A-Za-z])"),
     re.compile(r"(?i:\banswer(?:\s++is)?)[\s:*]*+(?:[Oo]ption\s++)?\(?\s*+(?:([A-HJ])|([a-j])(?=\s*[).*]|\s*$)|(I))\b"),
@@ -133,7 +137,7 @@ CHOICES = [
 
 
 def multiple_choice(text: str, answer: str, row: dict) -> float:
-    """1 if the response chooses the letter of the reference, A to J; else 0. The last of the surest places counts."""
+    """1 if the response chooses the letter of the reference, A to J; else 0. See `chosen_letter`."""
     wanted = chosen_letter(answer)
     if wanted is None:
         raise ValueError(f"the reference answer {answer!r} holds no letter from A to J")
@@ -141,9 +145,9 @@ def multiple_choice(text: str, answer: str, row: dict) -> float:
 
 
 def chosen_letter(text: str) -> str | None:
-    """The letter in "\\boxed{B}", "Answer: B", "(B)", or the last that stands alone; None without one."""
-    for place in CHOICES:
-        found = place.findall(text)
+    """The last match of the first pattern of CHOICES that matches: \\boxed{B}, Answer: B, (B), B; None without one."""
+    for pattern in CHOICES:
+        found = pattern.findall(text)
         if found:
             return "".join(found[-1]).upper()
     return None
@@ -163,7 +167,7 @@ def matches_format(text: str, answer: str, row: dict, pattern: str = THINK, row_
 
 
 def length_penalty(text: str, answer: str, row: dict, limit: int, buffer: int = 0, unit: str = "characters") -> float:
-    """0 up to `limit` characters or words, then falling, to -1 at `limit` + `buffer` (0: another `limit`)."""
+    """0 up to `limit` characters or words, then falling linearly to -1 at `limit` + `buffer` (0: another `limit`)."""
     if unit not in ("characters", "words"):
         raise ValueError(f"length: unit={unit!r}; legal are characters, words")
     count = len(text) if unit == "characters" else len(text.split())
@@ -209,10 +213,10 @@ def model(
     prompt_key: str = "prompt",
     pairs: bool = False,
 ) -> float:
-    """The score a sequence-classification reward model gives the response to row[prompt_key], a text or messages.
+    """The score that a sequence-classification model gives the response to row[prompt_key], a text or messages.
 
-    `device` cuda is the trainer's own GPU. Of longer conversations the last `max_tokens` count. `pairs`: the tokenizer
-    is given the question and the answer as two texts, as models of the kind of BERT want them.
+    `device` cuda is the trainer's own GPU. Of longer conversations the model reads the last `max_tokens`. `pairs`: the
+    tokenizer gets question and answer as two texts, as BERT-like models need them.
     """
     return reward_model.scores([(text, row)], path, device, dtype, batch_size, max_tokens, prompt_key, pairs)[0]
 
@@ -222,8 +226,8 @@ def remote(
 ) -> dict[str, float]:
     """What an HTTP endpoint replies to a POST of {"text", "answer", "row"}: {"reward": number}, or other parts.
 
-    No connection, no reply in `timeout_s`, 408, 429 and 5xx are tried again: at once, after 2 `backoff_s`, after 4, ...
-    Raises ConnectionError after the last of the retries, and at once where the request is refused (other 4xx).
+    Retries without a connection, without a reply in `timeout_s`, and on 408, 429 and 5xx: at once, after 2 `backoff_s`,
+    after 4, ... Raises ConnectionError after the last retry, and at once on any other 4xx.
     """
     import requests
     from urllib3.util import Retry
@@ -237,11 +241,13 @@ def remote(
         raise_on_status=False,
     )
     body = json.dumps({"text": text, "answer": answer, "row": row})
+    headers = {"Content-Type": "application/json"}
+    adapter = requests.adapters.HTTPAdapter(max_retries=plan)
     with requests.Session() as session:
-        for scheme in ("http://", "https://"):
-            session.mount(scheme, requests.adapters.HTTPAdapter(max_retries=plan))
+        session.mount("http://", adapter)
+        session.mount("https://", adapter)
         try:
-            response = session.post(url, body, timeout=timeout_s, headers={"Content-Type": "application/json"})
+            response = session.post(url, body, timeout=timeout_s, headers=headers)
         except requests.RequestException as error:
             raise ConnectionError(f"{url}: {error}, tried {retries + 1} times") from error
     if not response.ok:
@@ -282,56 +288,67 @@ def load_reward(
 ) -> Callable:
     """The function `(text, answer, row, response_ids)` of a reward's name, or of {name: weight}: their weighted sum.
 
-    "custom" is read from `custom`, "path/to/file.py:function"; `functions` gives further names to such files or to
-    REWARDS; `options` are keyword arguments by name, of a class those of its constructor. `batched` functions stand in
-    for those of their names. Without `build` it only checks: no class is instantiated. Loads no model.
+    "custom" is loaded from `custom`, "path/to/file.py:function"; `functions` gives further names to such files or to
+    REWARDS; `options` are keyword arguments by name, of a class those of its constructor. `batched` functions replace
+    those of their names. Without `build` it only checks: no class is instantiated. Loads no model.
     Raises ValueError that says what is legal.
     """
     options, functions, batched = options or {}, functions or {}, batched or {}
     for name in functions:
         if name in REWARDS or name in OWN_PARTS or name == "custom":
             raise ValueError(f"reward.functions.{name}: a reward has this name already; choose another")
-    for where, names in (("", weights_of(spec)), ("reward.options: ", options)):
-        for name in names:
-            if name not in REWARDS and name != "custom" and name not in functions:
-                legal = ", ".join([*REWARDS, "custom", *functions])
-                raise ValueError(f"{where}unknown reward {name!r}; legal are {legal}")
+    check_names("", weights_of(spec), functions)
+    check_names("reward.options: ", options, functions)
     chosen = {}
     for name in weights_of(spec):
-        kind, given = functions.get(name, name), options.get(name, {})
+        kind = functions.get(name, name)
+        given = options.get(name, {})
         file = ("reward.custom", custom) if name == "custom" else (f"reward.functions.{name}", kind)
         function = REWARDS.get(kind) or user_code.load_function(*file)
         check_options(name, function, given)
         if kind == "model":
             reward_model.check_folder(f"reward.options.{name}.path", given["path"])
         if not inspect.isclass(function):
-            chosen[name] = with_ids(functools.partial(batched.get(name, function), **given))
+            chosen[name] = accept_ids(functools.partial(batched.get(name, function), **given))
         elif build:
-            chosen[name] = with_ids(user_code.instance(*file, json.dumps(given)))
-    if isinstance(spec, str):
-        return chosen.get(spec)
+            chosen[name] = accept_ids(user_code.instance(*file, json.dumps(given)))
+    return chosen.get(spec) if isinstance(spec, str) else weighted_sum(chosen, spec)
+
+
+def check_names(where: str, names: Iterable[str], functions: dict[str, str]) -> None:
+    """Raises ValueError for a name that is no reward; `where` begins the message."""
+    legal = [*REWARDS, "custom", *functions]
+    for name in names:
+        if name not in legal:
+            raise ValueError(f"{where}unknown reward {name!r}; legal are {', '.join(legal)}")
+
+
+def weighted_sum(rewards: dict[str, Callable], weights: dict[str, float]) -> Callable:
+    """The reward whose parts are those of all `rewards` times their weights, named after them."""
 
     def weighted(text: str, answer: str, row: dict, response_ids: list[int] | None = None) -> dict[str, float | list]:
         parts = {}
-        for name, weight in spec.items():
-            for part, value in parts_of(chosen[name](text, answer, row, response_ids), weight).items():
-                parts[name if part == "reward" else f"{name}/{part}"] = value
+        for name, weight in weights.items():
+            value = rewards[name](text, answer, row, response_ids)
+            for part, number in parts_of(value, weight).items():
+                parts[name if part == "reward" else f"{name}/{part}"] = number
         return parts
 
     return weighted
 
 
-def with_ids(function: Callable) -> Callable:
+def accept_ids(function: Callable) -> Callable:
     """A reward as `(text, answer, row, response_ids)`; the ids go on to one that has a parameter of that name."""
-    asks = "response_ids" in inspect.signature(function).parameters
-    return lambda text, answer, row, ids=None: function(text, answer, row, **({"response_ids": ids} if asks else {}))
+    if "response_ids" in inspect.signature(function).parameters:
+        return lambda text, answer, row, ids=None: function(text, answer, row, response_ids=ids)
+    return lambda text, answer, row, ids=None: function(text, answer, row)
 
 
 def weights_of(spec: str | dict[str, float]) -> dict[str, float]:
     """{name: weight} of a reward written either way. Raises ValueError."""
     weights = {spec: 1.0} if isinstance(spec, str) else spec
-    numbers = isinstance(weights, dict) and all(type(w) in (int, float) and math.isfinite(w) for w in weights.values())
-    if not numbers or not weights:
+    legal = isinstance(weights, dict) and bool(weights)
+    if not legal or not all(type(w) in (int, float) and math.isfinite(w) for w in weights.values()):
         raise ValueError(f"{spec!r} is no reward; give a name, or {{name: weight, name: weight}}")
     return weights
 
@@ -347,8 +364,10 @@ def has_own(spec: str | dict[str, float], functions: dict[str, str]) -> bool:
 
 
 def check_options(name: str, function: Callable, given: dict) -> None:
-    """Raises ValueError for options that the reward does not have, and for those that it lacks."""
-    legal = list(inspect.signature(function).parameters.values())[0 if inspect.isclass(function) else 3 :]
+    """Raises ValueError for an option that the reward does not have, and for a missing one that it needs."""
+    legal = list(inspect.signature(function).parameters.values())
+    if not inspect.isclass(function):
+        legal = legal[3:]  # without text, answer, row
     legal = [p for p in legal if p.name != "response_ids"]
     names = [p.name for p in legal]
     if any(p.kind is p.VAR_KEYWORD for p in legal):
@@ -362,22 +381,30 @@ def check_options(name: str, function: Callable, given: dict) -> None:
 
 
 def parts_of(value: float | list | dict, weight: float = 1.0) -> dict[str, float | list]:
-    """What a reward function returned, times a weight: {part: a finite number, or a list of them, or of spans (start,
-    end, number)}. Raises TypeError or ValueError for anything else, and for names of OWN_PARTS."""
+    """What a reward function returned, times a weight, by the name of each part.
+
+    A part is a finite number, or a list of them, or of spans (start, end, number). Raises TypeError or ValueError for
+    anything else, and for a name of OWN_PARTS.
+    """
 
     def number(given) -> float:
         if isinstance(given, str) or not math.isfinite(given):
             raise ValueError(f"a reward must be a finite number; {name} is {given!r}")
         return weight * float(given)
 
-    def span(start, end, given) -> tuple[int, int, float]:
-        return operator.index(start), operator.index(end), number(given)
+    def number_or_span(given) -> float | tuple[int, int, float]:
+        if not isinstance(given, (list, tuple)):
+            return number(given)
+        start, end, value = given
+        return operator.index(start), operator.index(end), number(value)
 
-    found = {}
-    for name, part in (value if isinstance(value, dict) else {"reward": value}).items():
+    parts = {}
+    named = value if isinstance(value, dict) else {"reward": value}
+    for name, part in named.items():
         if name in OWN_PARTS:
             raise ValueError(f"a reward has a part {name!r}, which is the trainer's own name; choose another")
-        several = part if isinstance(part, (list, tuple)) else [part]
-        numbers = [span(*each) if isinstance(each, (list, tuple)) else number(each) for each in several]
-        found[str(name)] = numbers if several is part else numbers[0]
-    return found
+        if isinstance(part, (list, tuple)):
+            parts[str(name)] = [number_or_span(each) for each in part]
+        else:
+            parts[str(name)] = number(part)
+    return parts

@@ -1,11 +1,12 @@
 """The vLLM engine that samples: generate, load_weights, sleep, wake.
 
-One engine spans `tp` neighbouring ranks of torchrun's world (vLLM's external launcher), so a world of N ranks holds N /
-tp engines beside the trainer. Knows nothing of Megatron or of rewards.
+One engine spans `tp` neighbouring ranks of torchrun's world (vLLM's external launcher), so a world of N ranks has
+N / tp engines, colocated with the trainer. Knows nothing of Megatron or of rewards.
 """
 
 import dataclasses
 import gc
+import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,15 +24,16 @@ from support.vllm_process import let_segments_grow, set_environment
 class Completion:
     """One sampled answer: token ids (the end token included), their log-probs, and whether it ended by itself.
 
-    With rollout.turns a conversation, to which support/turns.py adds what follows."""
+    With rollout.turns a whole conversation; support/turns.py fills the last three fields then.
+    """
 
     ids: list[int]
     logps: list[float]  # 0 of an environment's tokens
     finished: bool
-    routes: ndarray | None = None  # [tokens, layers, k], experts of all tokens but the last; None unless asked for
-    turns: list[int] = dataclasses.field(default_factory=list)  # tokens by the model, the environment, the model, ...
-    told: dict = dataclasses.field(default_factory=dict)  # what the reward finds in its row, beside the data's columns
-    lost: object | None = None  # what became of it where the environment failed; it is not graded then
+    routes: ndarray | None = None  # [tokens, layers, k], experts of all tokens but the last; None without replay_routes
+    turns: list[int] = dataclasses.field(default_factory=list)  # tokens of the model, the environment, the model, ...
+    told: dict = dataclasses.field(default_factory=dict)  # columns that are added to the row which the reward gets
+    lost: object | None = None  # the environment's failure, a grading.Outcome; such an answer is not graded
 
 
 class Engine:
@@ -43,40 +45,42 @@ class Engine:
     def __init__(
         self, path: str, model: ModelConfig, rollout: RolloutConfig, max_model_len: int, return_routes: bool = False
     ):
-        """Start vLLM on the Hugging Face folder `path`, asleep; rollout.vllm goes to vllm.LLM and overrides this."""
+        """Start vLLM on the Hugging Face folder `path`, asleep. The options in rollout.vllm override those below."""
         on_gpu = torch.cuda.device_count() > 0
         set_environment(rollout.exact)
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
         shm_prefix = None if on_gpu else cpu_engine.prepare()
-        self.sampling_params, self.final_only = vllm.SamplingParams, RequestOutputKind.FINAL_ONLY
-        tp, engines = rollout.tp, int(os.environ["WORLD_SIZE"]) // rollout.tp
+        self.sampling_params = vllm.SamplingParams
+        self.final_only = RequestOutputKind.FINAL_ONLY
+        tp = rollout.tp
         settings = dict(
             model=path,
             dtype={"fp32": "float32", "bf16": "bfloat16"}[model.dtype],
             tensor_parallel_size=tp,
             distributed_executor_backend="external_launcher",
-            seed=int(os.environ["RANK"]) // tp,  # one seed an engine; sampling itself is seeded per prompt
+            seed=int(os.environ["RANK"]) // tp,  # one per engine; sampling itself is seeded per prompt
             max_model_len=max_model_len,
             enforce_eager=not on_gpu,
             enable_prefix_caching=True,
-            # A prompt prefilled in chunks winds its seeded generator back, which only CUDA generators can do.
+            # With chunked prefill vLLM rewinds a request's seeded generator, which only CUDA generators support.
             enable_chunked_prefill=on_gpu,
             enable_sleep_mode=on_gpu,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
-            logprobs_mode="processed_logprobs",  # of the distribution that was sampled from: after temperature
+            logprobs_mode="processed_logprobs",  # of the distribution it samples from: after temperature
             disable_log_stats=True,
             load_format="safetensors",  # weights in pickles could run code
             use_tqdm_on_load=False,
             enable_return_routed_experts=return_routes and on_gpu,
         )
-        if on_gpu:  # graphs for as many answers as there can be at once
-            batch = -(-rollout.prompts_per_step // engines) * rollout.group_size
+        if on_gpu:  # CUDA graphs up to the largest batch of a step
+            engines = int(os.environ["WORLD_SIZE"]) // tp
+            batch = math.ceil(rollout.prompts_per_step / engines) * rollout.group_size
             settings["compilation_config"] = {"max_cudagraph_capture_size": min(batch, 512)}
         if model.fp32_head:
             settings["hf_overrides"] = {"head_dtype": "float32"}
-        self.llm = vllm.LLM(**{**settings, **rollout.vllm})
+        self.llm = vllm.LLM(**settings | rollout.vllm)
         if on_gpu:
             let_segments_grow()
         if return_routes and not on_gpu:
@@ -84,8 +88,9 @@ class Engine:
         self.return_routes = return_routes
         self.sleeps = on_gpu and rollout.vllm.get("enable_sleep_mode", True)
         self.sleep_level = rollout.sleep_level
-        self.push_check, self.pushed = PushCheck(tp, self.llm), False  # pushed: since it slept
-        if shm_prefix:  # every rank has mapped it by now: without a name nothing stays behind, however the run ends
+        self.push_check = PushCheck(tp, self.llm)
+        self.pushed = False  # whether weights were pushed since it last slept
+        if shm_prefix:  # every rank has mapped these files by now; unlinked, they cannot outlive the run
             for file in Path("/dev/shm").glob(f"{shm_prefix}*"):
                 file.unlink(missing_ok=True)
         self.sleep()
@@ -93,11 +98,11 @@ class Engine:
     def generate(
         self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int | list[int]
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yield (prompt's number, its `n` answers) for prompts of token ids as they finish, with one seed a prompt.
+        """Yield (index of a prompt, its `n` answers) as they finish; `prompts` are token ids, with one seed each.
 
-        The same prompt and seed give the same answers on any engine, whatever else it samples.
-        `sampling`: a section with temperature, top_p and top_k. `max_tokens`: of an answer; a list has one a prompt.
-        Raises RankError if no weights came since `sleep`.
+        The same prompt and seed give the same answers on any engine, whatever else is in its batch.
+        `sampling`: a section with temperature, top_p and top_k. `max_tokens`: the limit of an answer, a list has one
+        per prompt. Raises RankError if no weights were pushed since `sleep`.
         """
         if not self.pushed:
             raise RankError("vLLM did not take up the weight push: none came since it slept, so its weights are stale")
@@ -118,12 +123,15 @@ class Engine:
         ids = list(answer.token_ids)
         logps = [at[token].logprob for at, token in zip(answer.logprobs, ids, strict=True)]
         if self.return_routes and answer.routed_experts is None:
-            raise RankError("vLLM returned no routes of an answer, which algo.replay_routes asks for")
+            raise RankError("vLLM returned no routes of an answer, which algo.replay_routes needs; set it to false")
         return Completion(ids, logps, answer.finish_reason == "stop", answer.routed_experts)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace all weights by the (Hugging Face name, full tensor) pairs, in layer order; forget cached prefixes.
-        All ranks of the world together. Raises TrainingError unless every engine then holds them, bit for bit."""
+        """Replace all weights by the (Hugging Face name, full tensor) pairs, in layer order; clear the prefix cache.
+
+        All ranks of the world call this together. Raises TrainingError unless every engine then holds the weights, bit
+        for bit.
+        """
         with self.push_check.watch(self.llm, weights) as stream:
             if torch.cuda.device_count() == 0:
                 self.llm.apply_model(cpu_engine.unpack_experts)
@@ -135,9 +143,10 @@ class Engine:
         self.pushed = True
 
     def sleep(self) -> None:
-        """Give the GPU memory of weights and KV cache to the trainer. On the CPU there is nothing to give.
+        """Free the GPU memory of weights and KV cache for the trainer. On the CPU this frees nothing.
 
-        Weights are pushed before they are read again, so level 2 may drop them; level 1 copies them to the host."""
+        Weights are pushed before they are read again, so level 2 may drop them; level 1 copies them to the host.
+        """
         self.pushed = False
         if self.sleeps:
             self.llm.sleep(level=self.sleep_level)
@@ -145,7 +154,7 @@ class Engine:
             torch.cuda.empty_cache()
 
     def wake(self, part: str) -> None:
-        """Take memory back for `part`: "weights" before a push, "kv_cache" after it; so the two peaks do not add up."""
+        """Allocate `part` again: "weights" before a push, "kv_cache" after it, so that their peaks do not add up."""
         if self.sleeps:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=[part])
