@@ -1,5 +1,7 @@
-"""What vLLM 0.32 needs on the CPU to run beside a trainer: names of its own in shared memory, packed weights that take
-up a push, and routes. Nothing here is called where there is a GPU."""
+"""Patches of vLLM 0.32 on the CPU: unique names in shared memory, packed weights that take up a push, routes.
+
+Nothing here is called where there is a GPU.
+"""
 
 import functools
 import uuid
@@ -12,20 +14,22 @@ from support.push_check import digest
 
 
 def prepare() -> str:
-    """What has to be done before vLLM starts; returns the prefix of its files in /dev/shm."""
+    """Patch vLLM before it starts; returns the prefix of its files in /dev/shm."""
     note_packed_weights()
     return name_shared_memory_after_this_run()
 
 
 def name_shared_memory_after_this_run() -> str:
-    """Make vLLM's CPU shared memory carry a name of this run only; returns the prefix of its files in /dev/shm.
+    """Give vLLM's CPU shared memory a name that is unique to this run; returns the prefix of its files in /dev/shm.
 
-    vLLM 0.32 gives it the same name in every external-launcher run, so that a second run, or a dead one, breaks the
+    vLLM 0.32 uses one name in every external-launcher run, so that a second run, or the files of a dead one, break the
     next. All ranks call this together.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shm
 
-    prefix, group_name = f"train-grpo-{ranks.gather(uuid.uuid4().hex)[0]}", shm.make_group_name
+    run_id = ranks.gather(uuid.uuid4().hex)[0]  # rank 0's
+    prefix = f"train-grpo-{run_id}"
+    group_name = shm.make_group_name
     shm.make_group_name = staticmethod(lambda communicator: prefix + group_name(communicator).replace("/", ""))
     return prefix
 
@@ -33,7 +37,7 @@ def name_shared_memory_after_this_run() -> str:
 def note_packed_weights() -> None:
     """Make vLLM's CPU layers keep, as `packed`, digests {name: (unordered, ordered)} of the weights they pack.
 
-    vLLM 0.32 packs them for its kernels as they are loaded and drops what it packed, so a push can be seen there only.
+    vLLM 0.32 packs weights for its kernels as they are loaded and drops the originals, so only there a push is visible.
     """
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
@@ -47,21 +51,23 @@ def note_packed_weights() -> None:
             if not weight.is_meta
         }
 
-    pack, pack_experts = utils.dispatch_cpu_unquantized_gemm, Experts.process_weights_after_loading
+    pack = utils.dispatch_cpu_unquantized_gemm
+    pack_experts = Experts.process_weights_after_loading
 
-    def noted_pack(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def note_and_pack(layer: torch.nn.Module, remove_weight: bool) -> None:
         note(layer, "weight", "bias")
         pack(layer, remove_weight)
 
-    def noted_pack_experts(self, layer: torch.nn.Module) -> None:
+    def note_and_pack_experts(self, layer: torch.nn.Module) -> None:
         note(layer, "w13_weight", "w2_weight")
         pack_experts(self, layer)
 
-    utils.dispatch_cpu_unquantized_gemm, Experts.process_weights_after_loading = noted_pack, noted_pack_experts
+    utils.dispatch_cpu_unquantized_gemm = note_and_pack
+    Experts.process_weights_after_loading = note_and_pack_experts
 
 
 def unpack_experts(model: torch.nn.Module) -> None:
-    """On the CPU vLLM packs experts once; a reload packs them anew only where it finds no kernel (vLLM 0.32)."""
+    """Make a reload pack experts again: on the CPU vLLM 0.32 does so only where it finds no kernel."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -69,37 +75,41 @@ def unpack_experts(model: torch.nn.Module) -> None:
 
 
 def repack_lm_head(model: torch.nn.Module) -> None:
-    """On the CPU vLLM keeps a packed copy of a tied output layer, which a reload leaves stale (vLLM 0.32)."""
+    """Pack a tied output layer again: on the CPU vLLM 0.32 keeps a packed copy, which a reload leaves stale."""
     head = getattr(model, "lm_head", None)
     if head is not None and getattr(head, "quant_method", None) is not None:
         head.quant_method.process_weights_after_loading(head)
 
 
 def return_routes(llm) -> None:
-    """Make `llm` return the experts of each answer's tokens: vLLM 0.32 does with model runner V2, so not on the CPU.
+    """Make `llm` return the experts of each answer's tokens. vLLM 0.32 does so with model runner V2 only, not on CPUs.
 
-    Its routers call a function where one is set, and its scheduler hands out what an `aux_output_connector` gives it.
+    Its routers call a capture function, and its scheduler returns the outputs of an `aux_output_connector`.
     """
     llm.llm_engine.engine_core.engine_core.scheduler.aux_output_connector = Routes(llm)
 
 
 class Routes:
-    """The experts of every token in the KV cache, kept beside it, so those of cached prefixes are there too; in place
-    of vLLM's AuxOutputSchedulerConnector."""
+    """The experts of every token in the KV cache, in place of vLLM's AuxOutputSchedulerConnector.
+
+    They are stored by the blocks of the cache, so those of cached prefixes are there too.
+    """
 
     def __init__(self, llm):
         engine = llm.llm_engine
         model, cache = engine.vllm_config.model_config, engine.vllm_config.cache_config
         self.manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
-        blocks = cache.num_gpu_blocks, cache.block_size  # on the CPU too
-        shape = model.get_total_num_hidden_layers(), model.get_num_experts_per_tok()
         self.experts = torch.zeros(
-            *blocks, *shape, dtype=torch.uint8 if model.get_num_experts() <= 256 else torch.int16
+            cache.num_gpu_blocks,  # on the CPU too
+            cache.block_size,
+            model.get_total_num_hidden_layers(),
+            model.get_num_experts_per_tok(),
+            dtype=torch.uint8 if model.get_num_experts() <= 256 else torch.int16,
         )
         llm.apply_model(self.listen)
 
     def listen(self, model: torch.nn.Module) -> None:
-        """Have every router of vLLM's model tell where it sends tokens."""
+        """Set the capture function of every router of vLLM's model."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         for module in model.modules():
@@ -107,10 +117,10 @@ class Routes:
                 module.router.set_capture_fn(functools.partial(self.note, module.layer_id))
 
     def note(self, layer: int, experts: torch.Tensor) -> None:
-        """Keep the experts [tokens, k] of a forward pass where the KV cache keeps its tokens."""
+        """Store the experts [tokens, k] of a forward pass at its tokens' slots in the KV cache."""
         from vllm.forward_context import get_forward_context
 
-        slots = get_forward_context().slot_mapping  # {name of an attention layer: [tokens]}; {} in a trial run
+        slots = get_forward_context().slot_mapping  # {name of an attention layer: [tokens]}; {} in a profiling run
         if slots:
             slots = next(iter(slots.values()))
             self.experts.flatten(0, 1)[slots, layer] = experts[: len(slots)].to(self.experts.dtype)
@@ -123,10 +133,10 @@ class Routes:
         return self.experts[blocks].flatten(0, 1)[: request.num_tokens - 1].numpy()
 
     def build_connector_meta(self, *unused) -> None:
-        """There is nothing to tell the worker."""
+        """vLLM calls this; the worker needs nothing."""
 
     def request_finished(self, request) -> None:
-        """The block's next owner writes over what is kept."""
+        """vLLM calls this; the next request in these blocks overwrites their experts."""
 
     def reset(self) -> None:
-        """So do new tokens after a weight push."""
+        """vLLM calls this after a weight push; new tokens overwrite the experts."""

@@ -158,7 +158,7 @@ def prompt_batch(prompts: Sequence[Prompt], taken: int, size: int, seed: int) ->
     resumed run needs to know. A Mixture has such a stream of each set, and takes its share of each.
     """
     sets, weights = (prompts.sets, prompts.weights) if isinstance(prompts, Mixture) else ([prompts], [1.0])
-    chosen = mixing.places([len(part) for part in sets], weights, taken, size, seed)
+    chosen = mixing.draw_prompts([len(part) for part in sets], weights, taken, size, seed)
     return [sets[number][place] for number, place in chosen]
 
 

@@ -1,8 +1,8 @@
 """Layers of a Megatron-core model that need no Transformer Engine, on the CPU and on GPUs alike.
 
-Norm, activation, router and, from support/attention.py, attention (which also turns queries and keys) are given to
-Megatron's layer spec (megatron_bridge.build_model). Importing this file prepares the process for Megatron-core, which
-is imported here first.
+Norm, activation, router and, from support/attention.py, attention (which also applies RoPE) go into Megatron's layer
+spec (megatron_bridge.layer_spec). Importing this file prepares the process for Megatron-core, so this file imports
+Megatron-core first.
 """
 
 import importlib.util
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from support import cpu_backend
 
-# What every run without Transformer Engine and Apex says, and nobody needs to act on.
-for said in (
+# Warnings of every run without Transformer Engine and Apex, which need no action.
+for message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",
@@ -23,7 +23,7 @@ for said in (
     r"\s*The 'megatron.core.transformer.custom_layers",
     "`torch.distributed",
 ):
-    warnings.filterwarnings("ignore", said)
+    warnings.filterwarnings("ignore", message)
 
 if not torch.cuda.is_available():
     cpu_backend.install()  # before Megatron-core is imported
@@ -35,7 +35,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
-# Megatron-core 0.16 asks for the version of Transformer Engine, for use_precision_aware_optimizer, where there is none.
+# For use_precision_aware_optimizer Megatron-core 0.16 checks the version of Transformer Engine even if it is missing.
 if importlib.util.find_spec("transformer_engine") is None:
     optimizer_config.is_te_min_version = lambda *args, **kwargs: False
 # 0.16 reads this name in each router's forward pass, and defines it only where Transformer Engine is installed.
@@ -43,15 +43,15 @@ moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 
 def device() -> torch.device:
-    """Where tensors of this rank live."""
+    """The device of this rank's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-# ---------------------------------------------------------------- gradients without copies
+# ---------------------------------------------------------------- autograd functions with fewer copies
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) · up of [gate, up]; [..., 2 f] → [..., f]. Keeps its input alone; one tensor takes both gradients."""
+    """silu(gate) · up of [gate, up]; [..., 2 f] → [..., f]. Saves only its input; both gradients share one tensor."""
 
     @staticmethod
     def forward(ctx, gate_up):
@@ -77,7 +77,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 class Split(torch.autograd.Function):
-    """torch.split; one tensor takes the gradients of all parts, which stay views."""
+    """torch.split, with the gradients of all parts in one tensor; the parts stay views."""
 
     @staticmethod
     def forward(ctx, x, dim, sizes):
@@ -94,7 +94,7 @@ class Split(torch.autograd.Function):
         return whole, None, None
 
 
-attention.SplitAlongDim = Split.apply  # Transformer Engine's, for query, key and value, where that is installed
+attention.SplitAlongDim = Split.apply  # splits query, key and value; Megatron's own needs Transformer Engine
 
 
 class Rotation(torch.autograd.Function):
@@ -142,7 +142,7 @@ class Normalization(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm whose weight is marked for sequence parallelism, which Megatron's own torch norm refuses."""
+    """RMS norm that works with sequence parallelism, which Megatron's own torch norm refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused):
         super().__init__()
@@ -159,24 +159,25 @@ class RMSNorm(torch.nn.Module):
 class Router(TopKRouter):
     """Megatron's router with a balancing loss that does not depend on tp and cp, and a count of each expert's load.
 
-    Megatron weighs the loss with the tokens of the rank; here it is those of the whole micro-batch. `padding_mask` is
-    True where no response token is predicted, so loss and load speak of the tokens that are trained, and the weight
-    matches the denominator of `token_mean`.
+    Megatron weights the loss by the tokens of the rank, this router by those of the whole micro-batch. `padding_mask`
+    is True where no response token is predicted: loss and load are of the trained tokens only, and the weight matches
+    the denominator of `token_mean`.
     """
 
     def __init__(self, config, **kwargs):
         super().__init__(config=config, **kwargs)
-        self.load = torch.zeros(config.num_moe_experts, device=device())  # tokens of each expert, until `expert_load`
+        self.load = torch.zeros(config.num_moe_experts, device=device())  # tokens per expert, until `expert_load`
 
     def forward(self, input, padding_mask=None):
         probs, routing_map = super().forward(input, padding_mask)
-        if self.training:  # full recompute counts everything twice: only ratios are read
+        if self.training:  # full recompute counts everything twice, which leaves the ratios right
             self.load = self.load + (routing_map & ~padding_mask.reshape(-1, 1)).sum(0)
         return probs, routing_map
 
     def _apply_aux_loss(self, probs, scores_for_aux_loss, routing_map, with_padding_mask=False):
         """Switch Transformer's loss, arXiv 2101.03961 eq. 4, over the micro-batch: coefficient · E · sum_e f_e P_e."""
-        coefficient, experts = self.get_aux_loss_coeff("aux_loss"), self.config.num_moe_experts
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        experts = self.config.num_moe_experts
         tokens_E = routing_map.sum(0).float()
         dist.all_reduce(tokens_E, group=self.tp_cp_group)
         tokens = tokens_E.sum() / self.topk
@@ -186,9 +187,9 @@ class Router(TopKRouter):
 
 
 class HiddenGPT(GPTModel):
-    """A GPTModel that ends with the last hidden state, so that logits are made only where a log-prob is wanted.
+    """A GPTModel that returns the last hidden state, so that logits are computed only where a log-prob is needed.
 
-    `inv_freq`, set once it is built, are the frequencies of its rotary embedding.
+    `inv_freq`, set after construction, are the frequencies of its rotary embedding.
     """
 
     def _postprocess(self, hidden_states, *args, **kwargs) -> torch.Tensor:

@@ -141,9 +141,9 @@ def adapted_linear(input, weight, bias, *, allreduce_dgrad, sequence_parallel, t
     return output if bias is None else output + bias
 
 
-def grouped_linear(x_R: torch.Tensor, ends_E: torch.Tensor, *weights: torch.nn.Parameter) -> torch.Tensor:
-    """Of E experts at once: x_R [R, in] sorted by expert, the end of each one's rows [E] int32 → [R, out]."""
-    return AdaptedLinear.apply(x_R, ends_E, *factors(weights), weights[0].adapter, False, *weights)
+def grouped_linear(x_D: torch.Tensor, ends_E: torch.Tensor, *weights: torch.nn.Parameter) -> torch.Tensor:
+    """Of E experts at once: x_D [D, in] sorted by expert, the end of each one's rows [E] int32 → [D, out]."""
+    return AdaptedLinear.apply(x_D, ends_E, *factors(weights), weights[0].adapter, False, *weights)
 
 
 class AdaptedLinear(torch.autograd.Function):

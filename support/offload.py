@@ -1,8 +1,8 @@
-"""What leaves the GPU while vLLM samples: nobody reads gradients between an update and the next, or optimizer state.
+"""Offload gradients and optimizer state while vLLM samples, when nothing reads them.
 
-Gradients hold nothing then, so their memory is just given back; main weights and Adam's moments go to buffers on the
-host, which are made once. Tensors stay the same objects, with an empty storage while they are away. On the CPU the same
-moves run between buffers, and change no bit either.
+Gradients are empty then, so their memory is just freed. Main weights and Adam's moments are copied to buffers on the
+host, which are allocated once. Tensors stay the same objects, with an empty storage while they are offloaded. On the
+CPU the same copies run between buffers and change no bit.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 
 
-def what(offload: str | None) -> str:
-    """train.offload, and what it is where nobody set it: gradients cost nothing to leave, so on GPUs they do."""
+def mode_of(offload: str | None) -> str:
+    """train.offload, or its default: on GPUs gradients, which cost nothing to offload, on CPUs nothing."""
     return offload or ("grads" if torch.cuda.is_available() else "none")
 
 
@@ -23,20 +23,21 @@ def state_shards(optimizer) -> Iterator[torch.Tensor]:
 
 
 def is_away(shard: torch.Tensor) -> bool:
-    """Whether the tensor's values are on the host now, in `shard.host`."""
+    """Whether the tensor is offloaded, its values in `shard.host`."""
     return shard.untyped_storage().size() == 0 < shard.numel()
 
 
 def leave(offload: str | None, model: list, optimizer) -> None:
-    """Give the memory of `train.offload` to vLLM; before it wakes up."""
-    if what(offload) == "none":
+    """Offload what `train.offload` names; before vLLM wakes up."""
+    mode = mode_of(offload)
+    if mode == "none":
         return
     for chunk in model:
         chunk.offload_grad_buffers()
-    if what(offload) == "optimizer":
+    if mode == "optimizer":
         shards = [shard for shard in state_shards(optimizer) if shard.numel() and not is_away(shard)]
         for shard in shards:
-            if not hasattr(shard, "host"):  # once: pinning anew doubles what the host needs
+            if not hasattr(shard, "host"):  # allocate once: pinning again doubles the host memory
                 shard.host = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
             shard.host.copy_(shard.detach(), non_blocking=True)
         torch.cuda.synchronize()
@@ -46,7 +47,7 @@ def leave(offload: str | None, model: list, optimizer) -> None:
 
 
 def zero_gradients(model: list, optimizer) -> None:
-    """Let gradients be zero, where they are or taken back; before the first micro-batch of an update."""
+    """Zero the gradients, allocating them again if they were freed; before the first micro-batch of an update."""
     optimizer.zero_grad()
     for chunk in model:
         chunk.restore_grad_buffers()
@@ -54,7 +55,7 @@ def zero_gradients(model: list, optimizer) -> None:
 
 
 def take_back_state(optimizer) -> None:
-    """Take back the optimizer's state, if it is away; before an update."""
+    """Copy the optimizer's state back to the GPU, if it is offloaded; before an update."""
     for shard in filter(is_away, state_shards(optimizer)):
         shard.untyped_storage().resize_(shard.numel() * shard.element_size())
         shard.data.copy_(shard.host, non_blocking=True)

@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a model in training: main weights, Adam's moments, further sets of weights; on any layout.
+"""The training state that a checkpoint holds: main weights, Adam's moments, further sets of weights; on any layout.
 
-Megatron's distributed optimizer spreads each weight's state over the replicas; here it is told as Megatron's sharded
-tensors, which say where in the whole tensor a rank's part lies, and is taken over from what a checkpoint held of them.
+Megatron's distributed optimizer shards each weight's state over the replicas. This file describes it as Megatron's
+sharded tensors, which say where in the whole tensor a rank's shard is, and loads it from those of a checkpoint.
 """
 
 import dataclasses
@@ -24,40 +24,44 @@ MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first 
 
 
 def trainable_weights(model: list) -> list[torch.nn.Parameter]:
-    """What this rank trains: all weights, or adapters; of a model that is not trained, all."""
+    """This rank's weights that are trained: all, or the adapters; of a model that is not trained, all."""
     weights = [weight for chunk in model for weight in chunk.parameters()]
     return [weight for weight in weights if weight.requires_grad] or weights
 
 
-def described(model: list) -> dict[torch.nn.Parameter, ShardedTensor | ShardedTensorFactory]:
+def sharded_weights(model: list) -> dict[torch.nn.Parameter, ShardedTensor | ShardedTensorFactory]:
     """Megatron's sharded tensor of each of this rank's weights."""
-    states = (unwrap_model(chunk).sharded_state_dict(metadata={}) for chunk in model)
-    return {
-        tensor.data: tensor for state in states for tensor in extract_sharded_tensors_and_factories(state)[0].values()
-    }
+    tensors = {}
+    for chunk in model:
+        state = unwrap_model(chunk).sharded_state_dict(metadata={})
+        sharded, _ = extract_sharded_tensors_and_factories(state)
+        tensors |= {tensor.data: tensor for tensor in sharded.values()}
+    return tensors
 
 
 def optimizer_weights(model: list, optimizer) -> Iterator[tuple]:
     """(part of the optimizer, number, weight, Megatron's sharded tensor) of every weight that an optimizer updates.
 
-    In the same order on all ranks of the part's data-parallel group, over which its state is spread.
+    In the same order on all ranks of the part's data-parallel group, which shards its state.
     """
-    tensors, number = described(model), 0
+    tensors = sharded_weights(model)
+    number = 0
     for part in optimizer.chained_optimizers:
-        for weight in (weight for buffer in part.buffers for weight in buffer.param_index_map):
-            yield part, number, weight, tensors[weight]
-            number += 1
+        for buffer in part.buffers:
+            for weight in buffer.param_index_map:
+                yield part, number, weight, tensors[weight]
+                number += 1
 
 
 def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:
-    """What this rank holds of a weight's state: its place in the flat weight and {moment: values}; {} where nothing."""
+    """This rank's shard of a weight's state: its slice of the flat weight and {moment: values}; {} without a shard."""
     if weight not in part.model_param_gbuf_map:
         return slice(0, 0), {}
-    place = part._get_model_param_range_map(weight)["param"]
+    position = part._get_model_param_range_map(weight)["param"]
     own = part._get_main_param_and_optimizer_states(weight)
     own["param"] = own.pop("master_param", own["param"])  # with optimizer_cpu_offload: the weight that Adam steps
     own = {moment: values.host if is_away(values) else values for moment, values in own.items()}
-    return slice(place.start, place.end), own
+    return slice(position.start, position.end), own
 
 
 def sharded_state(
@@ -66,20 +70,22 @@ def sharded_state(
     """Main weights and Adam's moments as Megatron's sharded tensors, 12 bytes a weight, and further `sets` of weights
     in their own type: all there is to save.
 
-    With `loading` a description only, without values, for `load_state`. The replicas, which hold slices of a tensor,
-    take turns in putting one together. Megatron's own way, "fully_reshardable", gathers all on one replica, and cuts
-    tensors at wrong places where a bucket is padded (0.16: its length is no multiple of 128).
+    With `loading` a description only, without values, for `load_state`. For saving, each weight's state is reduced to
+    one replica, another for each weight. Megatron's own way, "fully_reshardable", gathers all on one replica, and cuts
+    tensors at wrong offsets where a bucket is padded (0.16: its length is no multiple of 128).
     """
     state = {}
     for part, number, weight, tensor in optimizer_weights(model, optimizer):
-        group, replica, (place, own) = part.data_parallel_group, tensor.replica_id, own_slice(part, weight)
+        group = part.data_parallel_group
         owner = number % group.size()
+        position, own = own_slice(part, weight)
         for moment in MOMENTS:
             whole = torch.empty(weight.shape, dtype=torch.float32, device="meta")
+            replica = tensor.replica_id
             if not loading:
                 bits = torch.zeros(weight.numel(), dtype=torch.int32, device=weight.device)  # so that -0.0 stays -0.0
                 if own:
-                    bits[place] = own[moment].detach().view(torch.int32)
+                    bits[position] = own[moment].detach().view(torch.int32)
                 dist.reduce(bits, group_dst=owner, group=group)
                 replica = (*replica[:2], int(group.rank() != owner))
                 if group.rank() == owner:
@@ -88,8 +94,17 @@ def sharded_state(
             state[f"{number}.{moment}"] = dataclasses.replace(
                 tensor, key=f"{moment}.{tensor.key}", data=whole, replica_id=replica, **fp32
             )
-    tensors, parameters = described(model) if sets else {}, trainable_weights(model)
-    for name, weights in (sets or {}).items():  # each replica has them whole, as it has the model's own
+    return state | sharded_sets(model, sets or {})
+
+
+def sharded_sets(model: list, sets: Sets) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """Further sets of weights as Megatron's sharded tensors; a replica holds them whole, as the model's own weights."""
+    if not sets:
+        return {}
+    tensors = sharded_weights(model)
+    parameters = trainable_weights(model)
+    state = {}
+    for name, weights in sets.items():
         for number, (weight, values) in enumerate(zip(parameters, weights, strict=True)):
             tensor = tensors[weight]
             state[f"{name}.{number}"] = dataclasses.replace(tensor, key=f"{name}.{tensor.key}", data=values)
@@ -97,11 +112,12 @@ def sharded_state(
 
 
 def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps: int) -> None:
-    """Take over what `sharded_state` described, after `steps` updates."""
+    """Copy in the values that `sharded_state` described, as they were after `steps` updates."""
     for part, number, weight, _ in optimizer_weights(model, optimizer):
-        place, own = own_slice(part, weight)
-        for moment in MOMENTS if own else ():
-            own[moment].data.copy_(loaded[f"{number}.{moment}"].flatten()[place])
+        position, own = own_slice(part, weight)
+        if own:
+            for moment in MOMENTS:
+                own[moment].data.copy_(loaded[f"{number}.{moment}"].flatten()[position])
     for part in optimizer.chained_optimizers:
         set_adam_steps(part, steps)
         for main, stepped in getattr(part.optimizer, "param_to_inner_param", {}).items():  # with optimizer_cpu_offload
@@ -111,47 +127,50 @@ def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps: i
         chunk.start_param_sync(force_sync=True)
 
 
-def carried(sets: Sets, config: dict[str, Any]) -> Sets:
+def select_saved(sets: Sets, config: dict[str, Any]) -> Sets:
     """Those of the sets that a checkpoint of a run with this configuration has; an older one has no such keys.
 
-    A reference that stays the initial model is read from there."""
-    return {name: sets[name] for name in carried_names(config) if name in sets}
+    A reference that stays the initial model is not among them: it is read from that model's folder.
+    """
+    return {name: sets[name] for name in saved_names(config) if name in sets}
 
 
-def carried_names(config: dict[str, Any]) -> list[str]:
+def saved_names(config: dict[str, Any]) -> list[str]:
     """The names of the sets that a checkpoint of a run with this configuration has."""
-    lag, every = config["rollout"].get("lag", 0), config["algo"].get("reference_every", 0)
-    past = [f"past_{n}" for n in range(1, lag + 1)]
-    return ["reference", *past] if every > 0 else past
+    lag = config["rollout"].get("lag", 0)
+    names = [f"past_{n}" for n in range(1, lag + 1)]
+    if config["algo"].get("reference_every", 0) > 0:
+        names = ["reference", *names]
+    return names
 
 
 def restore(path: Path, model: list, optimizer, sets: Sets, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Take over weights, moments and what there is of `sets` from a checkpoint of whatever layout; returns its state,
-    {"step": ...}.
+    """Load weights, moments and the saved ones of `sets` from a checkpoint of any layout; returns its state.
 
     `others`: the first words of keys that somebody else reads. Raises CheckpointError before anything is changed; also
     where the checkpoint holds what nobody reads, but for sets that this run no longer needs.
     """
     state = read_state(path)
     take_back_state(optimizer)
-    there = carried(sets, state["config"])
-    wanted = sharded_state(model, optimizer, loading=True, sets=there)
-    loaded = read_sharded(path, wanted, others=[*others, *carried_names(state["config"])])
+    saved = select_saved(sets, state["config"])
+    wanted = sharded_state(model, optimizer, loading=True, sets=saved)
+    loaded = read_sharded(path, wanted, others=[*others, *saved_names(state["config"])])
     load_state(model, optimizer, loaded, state["updates"])
-    for name, weights in there.items():
+    for name, weights in saved.items():
         for number, weight in enumerate(weights):
             weight.copy_(loaded[f"{name}.{number}"])
     return state
 
 
 def set_adam_steps(part, steps: int) -> None:
-    """Number of updates behind the state of one of Megatron's distributed optimizers; makes a state that is missing.
+    """Set Adam's step count in one of Megatron's distributed optimizers, and create a state that is missing.
 
-    Each weight gets a tensor of its own: torch adds to them in place. With optimizer_cpu_offload there are two
-    optimizers below Megatron's, for what lies on the host and what lies on the GPU.
+    Each weight gets a tensor of its own: torch increments them in place. With optimizer_cpu_offload Megatron's
+    optimizer wraps two others, for the shards on the host and those on the GPU.
     """
     offloads = isinstance(part.optimizer, HybridDeviceOptimizer)
-    for inner in part.optimizer.sub_optimizers if offloads else [part.optimizer]:
+    inner_optimizers = part.optimizer.sub_optimizers if offloads else [part.optimizer]
+    for inner in inner_optimizers:
         for group in inner.param_groups:
             for shard in group["params"]:
                 state = inner.state[shard]
@@ -163,6 +182,6 @@ def set_adam_steps(part, steps: int) -> None:
 
 
 def optimizer_steps(optimizer) -> int:
-    """Updates made so far."""
+    """Number of updates so far, Adam's step count."""
     inner = next(part.optimizer for part in optimizer.chained_optimizers if part.optimizer.state)
     return int(next(iter(inner.state.values()))["step"])

@@ -1,7 +1,8 @@
-"""The ranks of a run: how they meet, agree and speak. Knows torchrun and torch.distributed, no trainer."""
+"""The ranks of a run: joining the process group, collectives on Python objects, output. Knows no trainer."""
 
 import datetime
 import itertools
+import math
 import os
 import pickle
 import time
@@ -21,19 +22,20 @@ from support import sandbox
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for the run, known before a process group exists."""
+    """Whether this process is rank 0, which prints for the run; known before a process group exists."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str) -> None:
-    """Write to standard error in one piece, whatever the main thread is doing with it."""
+    """Write a line to standard error by one system call, so that threads do not mix their output."""
     os.write(2, f"{text}\n".encode(errors="replace"))
 
 
 def die_with_torchrun() -> None:
-    """Be killed as soon as torchrun ends, however it does; call it early. Does nothing without torchrun.
+    """Have the kernel kill this process as soon as torchrun ends, however it does; call it early.
 
-    The parent is another then: srun's daemon, which ends its ranks itself, or a shell that may end before them.
+    Does nothing without torchrun. The parent is then srun's daemon, which ends its ranks itself, or a shell that may
+    end before them.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -46,28 +48,28 @@ def die_with_torchrun() -> None:
         gone = bool(maps) and "libtorch" not in maps
     except OSError as error:
         gone = isinstance(error, PermissionError) and parent == 1  # an init of another user; torchrun can be read
-    if gone:  # torchrun ended before this call, and another process adopted this one
-        say("torchrun is gone, so this rank ends too")
+    if gone:  # torchrun ended before this call, and this process has another parent now
+        say("torchrun has ended, so this rank ends too")
         os._exit(1)
 
 
-# ---------------------------------------------------------------- meeting
+# ---------------------------------------------------------------- joining the process group
 
 
 def join_ranks(timeout_s: float) -> None:
-    """Meet the other ranks at MASTER_ADDR:MASTER_PORT; see init_distributed. Raises RankError."""
+    """Join the process group at MASTER_ADDR:MASTER_PORT; see init_distributed. Raises RankError."""
     try:
         init_distributed(timeout_s)
     except dist.DistError as error:
         raise RankError(
             f"rank {os.environ['RANK']} cannot meet the others at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({str(error).splitlines()[0]}). If the address "
-            "is in use, another job has this MASTER_PORT: choose another; else rank 0 is gone or out of reach"
+            "is in use, another job has this MASTER_PORT: choose another; else rank 0 has ended or is unreachable"
         ) from error
 
 
 def init_distributed(timeout_s: float) -> None:
-    """Join the launcher's world: gloo on the CPU, NCCL (and gloo for Python objects) on GPUs.
+    """Create the default process group: gloo on the CPU, NCCL (and gloo for Python objects) on GPUs.
 
     A collective that takes longer than `timeout_s` fails. Raises torch's DistError.
     """
@@ -84,13 +86,15 @@ def init_distributed(timeout_s: float) -> None:
 
 
 def fresh_store() -> dist.Store:
-    """A store for init_process_group with nothing of an earlier start of these ranks in it. Every rank calls this.
+    """A store for init_process_group without entries of an earlier start of these ranks. Every rank calls this.
 
     Under --max-restarts torchrun keeps its store (torch 2.13, pytorch issue 135712): a rank could read the address of a
-    dead one there, then fail or hang. TORCHELASTIC_RESTART_COUNT does not tell the starts apart: each node has its own.
-    So rank 0 gives this start a name, and tells it to each rank in reply to a number that only a living one waits on.
+    dead one there, then fail or hang. TORCHELASTIC_RESTART_COUNT does not identify a start: each node counts its own.
+    So rank 0 gives this start a name. It sends the name to each rank in reply to a random key that only a living rank
+    waits on.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     store, _, _ = next(dist.rendezvous("env://", rank, world_size))
     name = uuid.uuid4().hex
     if rank:
@@ -107,7 +111,7 @@ def fresh_store() -> dist.Store:
     return dist.PrefixStore(name, store)
 
 
-# ---------------------------------------------------------------- agreeing; all ranks call these at the same place
+# ---------------------------------------------------------------- collectives; all ranks call these at the same place
 
 
 def on_any_rank(flag: bool) -> bool:
@@ -119,8 +123,12 @@ def on_any_rank(flag: bool) -> bool:
 
 
 def on_first_rank(action: Callable[[], Any]) -> Any:
-    """What `action` returns on rank 0, None elsewhere. A mistake it finds raises UserError on every rank."""
-    result, message = None, [None]
+    """Run `action` on rank 0 and return its result there, None elsewhere.
+
+    A UserError or ValueError of it raises UserError on every rank.
+    """
+    result = None
+    message = [None]
     if dist.get_rank() == 0:
         try:
             result = action()
@@ -133,36 +141,40 @@ def on_first_rank(action: Callable[[], Any]) -> Any:
 
 
 def gather(value: Any) -> list:
-    """The value of every rank, in the order of ranks; anything that can be pickled, the same on every rank.
+    """All-gather a value that can be pickled; the values of all ranks, in the order of ranks, on every rank.
 
-    Contiguous numpy arrays anywhere in it travel as the bytes they are, and come back as views of one buffer of all
-    ranks: a rank's parts are broadcast into it one after the other, so that uneven shares need no padding.
+    Contiguous numpy arrays in it are sent as raw bytes, without pickling, and returned as views of one buffer. Each
+    rank broadcasts its arrays into that buffer, so that uneven sizes need no padding.
     """
-    buffers = []
-    pickled = pickle.dumps(value, protocol=5, buffer_callback=lambda array: buffers.append(array.raw()))
+    arrays = []
+    pickled = pickle.dumps(value, protocol=5, buffer_callback=lambda array: arrays.append(array.raw()))
     headers = [None] * dist.get_world_size()
-    dist.all_gather_object(headers, (pickled, [len(buffer) for buffer in buffers]))
-    places, total = [], 0  # where each rank's arrays begin, at multiples of 8 bytes, and the end of the last
+    dist.all_gather_object(headers, (pickled, [len(array) for array in arrays]))
+    offsets = []  # of each rank: where its arrays begin, at multiples of 8 bytes, and the end of the last
+    total = 0
     for _, sizes in headers:
-        places.append(total + np.cumsum([0, *(-(-size // 8) * 8 for size in sizes)]))
-        total = int(places[-1][-1])
-    array = np.empty(total, np.uint8)  # by numpy, which asks for huge pages: few page faults
-    whole, view = torch.from_numpy(array), memoryview(array)
-    for start, buffer in zip(places[dist.get_rank()][:-1], buffers, strict=True):
-        view[start : start + len(buffer)] = buffer.cast("B")
-    for rank, starts in enumerate(places):
+        padded = [math.ceil(size / 8) * 8 for size in sizes]
+        offsets.append(total + np.cumsum([0, *padded]))
+        total += sum(padded)
+    buffer = np.empty(total, np.uint8)  # by numpy, which asks for huge pages: few page faults
+    view = memoryview(buffer)
+    for start, array in zip(offsets[dist.get_rank()][:-1], arrays, strict=True):
+        view[start : start + len(array)] = array.cast("B")
+    whole = torch.from_numpy(buffer)
+    for rank, starts in enumerate(offsets):
         if starts[-1] > starts[0]:
             dist.broadcast(whole[starts[0] : starts[-1]], src=rank)
-    return [
-        pickle.loads(pickled, buffers=[view[start : start + size] for start, size in zip(starts, sizes, strict=False)])
-        for (pickled, sizes), starts in zip(headers, places, strict=True)
-    ]
+    values = []
+    for (pickled, sizes), starts in zip(headers, offsets, strict=True):
+        parts = [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        values.append(pickle.loads(pickled, buffers=parts))
+    return values
 
 
 def gather_samples(samples: list, notes: Any) -> tuple[list, list]:
-    """The samples of all ranks in the order of their groups, and each rank's notes; on every rank.
+    """The samples of all ranks, sorted by group, and each rank's notes; on every rank.
 
-    Texts go to rank 0 alone, which writes them; elsewhere `text` is None, so that code which needs it fails at once.
+    Texts go to rank 0 only, which writes them; elsewhere `text` is None, so that code which needs it fails at once.
     """
     texts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object([sample.text for sample in samples], texts)

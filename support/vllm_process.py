@@ -1,4 +1,4 @@
-"""What vLLM reads from the environment of its process, and what may be told it: settled before it is imported."""
+"""Environment variables that vLLM reads, set before it is imported, and the options of its engine."""
 
 import dataclasses
 import os
@@ -8,8 +8,10 @@ import torch
 
 
 def set_environment(exact: bool = False) -> None:
-    """Variables that vLLM, or torch for it, reads when it is imported or first allocates; one that the user has set
-    stays. `exact`: rollout.exact."""
+    """Set variables that vLLM, or torch for it, reads at import or at its first allocation.
+
+    A variable that the user has set stays. `exact`: rollout.exact.
+    """
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs inside this process
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -17,9 +19,9 @@ def set_environment(exact: bool = False) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every rank is bound to the same cores
     }
     if torch.cuda.device_count() == 0:
-        defaults["TORCHDYNAMO_DISABLE"] = "1"  # it would compile one small function at every start, by a C++ compiler
+        defaults["TORCHDYNAMO_DISABLE"] = "1"  # it would compile one small function in C++ at every start
     else:
-        # One seed a prompt: the old runner draws for one request after the other, the new one for all at once.
+        # With a seed per prompt the old runner samples one request after the other, the new one all at once.
         defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if exact and torch.cuda.device_count():
         defaults |= {"VLLM_BATCH_INVARIANT": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

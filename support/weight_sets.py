@@ -5,8 +5,8 @@ A set is what `bridge.copy_weights` gives, all weights of this rank, under a nam
     reference   the initial model, or the weights of the last multiple of algo.reference_every steps
     past_1 ...  the weights of 1, 2, ... rollout.lag steps before the present ones; vLLM samples with the last of them
 
-A checkpoint carries those that cannot be had otherwise (`carried` in support/optimizer_state.py), so that a resumed run
-goes on with the same bits.
+A checkpoint has those that cannot be had otherwise (optimizer_state.select_saved), so that a resumed run goes on with
+the same bits.
 """
 
 import contextlib

@@ -14,7 +14,7 @@ import transformers
 from torch.nn.attention import varlen as flash
 
 from support import attention, packing
-from support.attention import Chunks, Segments, padded, sliding_window, uses_varlen, varlen
+from support.attention import Chunks, Segments, attend_padded, attend_varlen, sliding_window, uses_varlen
 from tests.layout_worker import one_layout
 from tests.test_layouts import make_plan, make_samples, reference, worst_gradient
 
@@ -109,7 +109,7 @@ def test_padded_attention_is_the_formula(where):
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     left = -1 if where.window is None else where.window - 1
     wanted = outcome(lambda *x: by_formula(*x, where.cu_q, where.cu_k, left), doubles)
-    assert worst(outcome(lambda *x: padded(*x, where), inputs), wanted) < 1e-6
+    assert worst(outcome(lambda *x: attend_padded(*x, where), inputs), wanted) < 1e-6
 
 
 @pytest.mark.parametrize("version", ["2.10", "2.11", "2.13"])
@@ -119,18 +119,21 @@ def test_the_unpadded_path_gives_the_gradients_of_the_padded(monkeypatch, versio
     size = int(where.cu_q[-1]), int(where.cu_k[-1])
 
     def both(dtype):
-        return [outcome(lambda *x, path=path: path(*x, where), tensors(*size, dtype)) for path in (varlen, padded)]
+        return [
+            outcome(lambda *x, path=path: path(*x, where), tensors(*size, dtype))
+            for path in (attend_varlen, attend_padded)
+        ]
 
     monkeypatch.setattr(flash, "varlen_attn", stand_in(version, (torch.float32,)))
     if version == "2.10" and where.window:
         with pytest.raises(RuntimeError, match="no sliding window in varlen_attn"):
-            varlen(*tensors(*size), where)
+            attend_varlen(*tensors(*size), where)
         return
     assert worst(*both(torch.float32)) < 1e-5
     monkeypatch.setattr(flash, "varlen_attn", stand_in(version))
     assert worst(*both(torch.bfloat16)) < 0.02
     with pytest.raises(RuntimeError, match="only support fp16 and bf16"):
-        varlen(*tensors(*size), where)
+        attend_varlen(*tensors(*size), where)
 
 
 def test_torch_has_what_stands_in_for_it_and_refuses_the_cpu():
@@ -141,7 +144,7 @@ def test_torch_has_what_stands_in_for_it_and_refuses_the_cpu():
         assert shape(flash.varlen_attn) == shape(stand_in("2.13"))
     where = segments([3, 2])
     with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
-        varlen(*tensors(5, 5, torch.bfloat16), where)
+        attend_varlen(*tensors(5, 5, torch.bfloat16), where)
     asked = itertools.product(("cpu", "cuda"), (*HALF, torch.float32))
     assert [case for case in asked if uses_varlen(torch.device(case[0]), case[1])] == [("cuda", x) for x in HALF]
 
@@ -164,8 +167,8 @@ def test_chunks_of_all_ranks_are_the_whole_row(cp, window, lengths):
     found = torch.full_like(query, torch.nan)
     for chunks, mine, places in zip(ranks, share(query, ranks), share(torch.arange(sum(lengths)), ranks), strict=True):
         mine = mine if len(mine) else query[:1]  # what `take` makes up
-        found[places] = padded(mine, key[chunks.keys], value[chunks.keys], chunks.segments)[: len(places)]
-    assert torch.allclose(found, padded(query, key, value, where), atol=1e-6)  # no place is left out
+        found[places] = attend_padded(mine, key[chunks.keys], value[chunks.keys], chunks.segments)[: len(places)]
+    assert torch.allclose(found, attend_padded(query, key, value, where), atol=1e-6)  # no place is left out
     assert sum(len(c.keys) for c in ranks) <= (2 * cp + 1) / 2 * sum(lengths) + cp * len(lengths)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_bridge as bridge
-from support.experts import GroupedExperts, GroupedLinear, SequentialMLP, linear, stacked
+from support.experts import GroupedExperts, GroupedLinear, SequentialMLP, linear, stack_weights
 from support.lora import Adapter
 from support.read_config import load_config
 from tests.layout_worker import one_layout
@@ -17,12 +17,12 @@ from tests.test_layouts import make_plan
 @pytest.mark.parametrize("tokens_E", [[3, 0, 5, 1], [0, 9, 0, 0], [0, 0, 0, 0]])
 def test_a_grouped_product_is_that_of_each_expert(dtype, tokens_E):
     torch.manual_seed(0)
-    x_R, grad_R = torch.randn(sum(tokens_E), 16).to(dtype).requires_grad_(), torch.randn(sum(tokens_E), 24).to(dtype)
+    x_D, grad_D = torch.randn(sum(tokens_E), 16).to(dtype).requires_grad_(), torch.randn(sum(tokens_E), 24).to(dtype)
     weights = [torch.randn(24, 16).to(dtype).requires_grad_() for _ in tokens_E]
-    out_R = GroupedLinear.apply(x_R, torch.tensor(tokens_E).cumsum(0).int(), *weights)
-    expected_R = torch.cat([x @ weight.t() for x, weight in zip(x_R.split(tokens_E), weights, strict=True)])
-    assert torch.equal(out_R, expected_R)
-    found, expected = (torch.autograd.grad(out, [x_R, *weights], grad_R) for out in (out_R, expected_R))
+    out_D = GroupedLinear.apply(x_D, torch.tensor(tokens_E).cumsum(0).int(), *weights)
+    expected_D = torch.cat([x @ weight.t() for x, weight in zip(x_D.split(tokens_E), weights, strict=True)])
+    assert torch.equal(out_D, expected_D)
+    found, expected = (torch.autograd.grad(out, [x_D, *weights], grad_D) for out in (out_D, expected_D))
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
@@ -50,9 +50,9 @@ def test_experts_without_a_token_ask_for_no_product(monkeypatch, adapters):
 def test_weights_that_lie_evenly_are_not_copied():
     memory = torch.randn(400)
     even = [memory[start : start + 24].view(6, 4) for start in (8, 108, 208)]
-    assert stacked(even).data_ptr() == even[0].data_ptr() and torch.equal(stacked(even), torch.stack(even))
+    assert stack_weights(even).data_ptr() == even[0].data_ptr() and torch.equal(stack_weights(even), torch.stack(even))
     for others in (even[::-1], [even[0], even[2], even[1]], [even[0], even[1], even[2].clone()], even[:1]):
-        assert torch.equal(stacked(others), torch.stack(others))
+        assert torch.equal(stack_weights(others), torch.stack(others))
 
 
 def test_what_waits_for_weights_is_called_before_they_are_read(world, tmp_path):
@@ -66,8 +66,8 @@ def test_what_waits_for_weights_is_called_before_they_are_read(world, tmp_path):
     for number, expert in enumerate(experts.local_experts):
         for name, module in expert.named_children():
             module.register_forward_pre_hook(lambda *_, what=(number, name): waited.append(what))
-    x_R = torch.randn(6, experts.config.hidden_size)
-    experts(x_R, torch.tensor([6] + [0] * (len(experts.local_experts) - 1)), torch.ones(6))
+    x_D = torch.randn(6, experts.config.hidden_size)
+    experts(x_D, torch.tensor([6] + [0] * (len(experts.local_experts) - 1)), torch.ones(6))
     assert sorted(waited) == [(e, fc) for e in range(len(experts.local_experts)) for fc in ("linear_fc1", "linear_fc2")]
 
 
@@ -85,7 +85,7 @@ def test_update_and_export_are_those_of_sequential_experts(world, tmp_path, fami
     grouped, sequential = (one_layout(plan, name) for name in plan["layouts"])
     assert [type(layer) for layer in layers] == [GroupedExperts, SequentialMLP]
     weights = [expert.linear_fc1.weight for expert in layers[0].local_experts]
-    assert stacked(weights).data_ptr() == weights[0].data_ptr()  # in the buffer of the optimizer, they are one tensor
+    assert stack_weights(weights).data_ptr() == weights[0].data_ptr()  # one tensor of the optimizer's buffer
     assert grouped.keys() == sequential.keys()
     different = [name for name in grouped if not torch.equal(grouped[name], sequential[name])]
     assert set(different) <= {"grad_norm"}  # the same squares, added up in another order

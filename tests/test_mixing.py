@@ -10,7 +10,7 @@ import transformers
 
 from config import Config, DataConfig, UserError
 from support.data import Mixture, fingerprint, load_prompts, prompt_batch
-from support.mixing import block_counts, draws, places
+from support.mixing import block_counts, draw_prompts, draw_sets
 from support.read_config import load_config
 from tests.conftest import REPO, write_rows
 
@@ -23,7 +23,7 @@ def tokenizer(tiny):
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [1, 1, 1], [5, 0.5, 0.013], [1], [1e-4, 1, 2, 3, 4, 5, 6, 7]])
 @pytest.mark.parametrize("seed", [0, 5])
 def test_the_shares_hold_from_a_thousand_prompts_on(weights, seed):
-    sets = np.array([chosen for chosen, _ in draws(weights, 0, 30_000, seed)])
+    sets = np.array([chosen for chosen, _ in draw_sets(weights, 0, 30_000, seed)])
     for chosen, weight in enumerate(weights):
         so_far = np.cumsum(sets == chosen)[999:] / np.arange(1000, 30_001)
         assert abs(so_far - weight / sum(weights)).max() < 0.01
@@ -38,19 +38,19 @@ def test_a_block_by_hand():
 
 def test_every_set_is_a_stream_without_gaps():
     sizes, weights = [10, 25], [0.7, 0.3]
-    found = places(sizes, weights, 0, 1000, seed=3)
+    found = draw_prompts(sizes, weights, 0, 1000, seed=3)
     mine = [[place for chosen, place in found if chosen == s] for s in (0, 1)]
     for size, stream in zip(sizes, mine, strict=True):
         passes = [stream[i : i + size] for i in range(0, len(stream) - size + 1, size)]
         assert all(sorted(one) == list(range(size)) for one in passes) and passes[0] != passes[1]
-    steps = [step for taken in range(0, 1000, 8) for step in places(sizes, weights, taken, 8, seed=3)]
+    steps = [step for taken in range(0, 1000, 8) for step in draw_prompts(sizes, weights, taken, 8, seed=3)]
     assert steps == found  # however they are taken
-    assert places(sizes, weights, 0, 1000, seed=4) != found
+    assert draw_prompts(sizes, weights, 0, 1000, seed=4) != found
 
 
 def test_one_set_is_the_stream_it_has_always_been():
     wanted = [p for epoch in range(3) for p in np.random.default_rng([7, epoch]).permutation(50).tolist()]
-    assert [place for _, place in places([50], [1.0], 0, 150, seed=7)] == wanted
+    assert [place for _, place in draw_prompts([50], [1.0], 0, 150, seed=7)] == wanted
 
 
 def test_sets_of_other_columns_and_types_mix(tokenizer, tmp_path):

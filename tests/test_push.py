@@ -123,13 +123,13 @@ def test_copies_of_key_value_heads_are_found_out_and_held_to():
         compared(check, new, [new, weights(1, norm=torch.full((32,), 1.5))])
 
 
-def test_what_vllm_keeps_in_a_form_of_its_own_is_said(monkeypatch, capsys):
+def test_a_warning_names_weights_that_vllm_keeps_in_a_layout_of_its_own(monkeypatch, capsys):
     monkeypatch.setattr(push_check.dist, "get_rank", lambda: 0)
     check, hf = PushCheck(tp=2), weights(0)
     other = weights(0, norm=torch.full((32,), 3.0))
     compared(check, hf, [other, other])
     assert check.metrics["sync/checked"] == 0.5
-    assert "vLLM keeps 1 of 2 weights in a form of its own" in capsys.readouterr().out
+    assert "vLLM keeps 1 of 2 weights in a layout of its own" in capsys.readouterr().out
     compared(check, weights(1), [weights(1), weights(1)])
 
 

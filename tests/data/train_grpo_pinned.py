@@ -133,7 +133,7 @@ def save(run: Run, step: int) -> None:
         "skipped": run.skipped, "data": fingerprint(run.inputs.prompts), "ranks": dist.get_world_size(),
         "config": run.cfg.model_dump(), "moving": run.moving,
     }  # fmt: skip
-    sets = optimizer_state.carried(run.sets, state["config"])
+    sets = optimizer_state.select_saved(run.sets, state["config"])
     run.writer.start(step, state, optimizer_state.sharded_state(run.model, run.optimizer, loading=False, sets=sets))
 
 

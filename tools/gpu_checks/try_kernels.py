@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from support.attention import Segments, padded, use_flash_attention_3, varlen
+from support.attention import Segments, attend_padded, attend_varlen, use_flash_attention_3
 from support.experts import GroupedLinear
 from support.layers import device
 from tools.gpu_checks import worker
@@ -74,23 +74,24 @@ def attention(tell: worker.Tell) -> None:
         where = Segments(cu_q, cu_k, max(lengths_q), max(lengths_k or lengths_q), window)
         shapes = [(sum(lengths_q), heads, width), *[(sum(lengths_k or lengths_q), kv_heads, width)] * 2]
         inputs = [torch.randn(shape, device=device()).bfloat16() for shape in shapes]
-        found = outcome(lambda *x, where=where: varlen(*x, where), inputs)
-        wanted = outcome(lambda *x, where=where: padded(*x, where), [x.float() for x in inputs])
+        found = outcome(lambda *x, where=where: attend_varlen(*x, where), inputs)
+        wanted = outcome(lambda *x, where=where: attend_padded(*x, where), [x.float() for x in inputs])
         errors = [relative(*pair) for pair in zip(found, wanted, strict=True)]
         worst["result"] = max(worst["result"], (errors[0], name))
         worst["gradient"] = max(worst["gradient"], (max(errors[1:]), name))
         if name == "wide heads":
             taken = [
-                milliseconds(lambda f=f, x=inputs, w=where: outcome(lambda *x: f(*x, w), x)) for f in (varlen, padded)
+                milliseconds(lambda f=f, x=inputs, w=where: outcome(lambda *x: f(*x, w), x))
+                for f in (attend_varlen, attend_padded)
             ]
     times = f"{len(LENGTHS)} sequences of {sum(LENGTHS)} tokens take {taken[0]:.2f} ms, padded {taken[1]:.2f}"
     for what, (error, name) in worst.items():
         tell(f"attention without padding: {what}", error, f"worst: {name}" + f"; {times}" * (what == "gradient"))
 
 
-def one_by_one(x_R: torch.Tensor, tokens_E: list[int], weights: list[torch.Tensor]) -> torch.Tensor:
+def one_by_one(x_D: torch.Tensor, tokens_E: list[int], weights: list[torch.Tensor]) -> torch.Tensor:
     """One product an expert, as Megatron's sequential experts make them."""
-    return torch.cat([x @ weight.t() for x, weight in zip(x_R.split(tokens_E), weights, strict=True)])
+    return torch.cat([x @ weight.t() for x, weight in zip(x_D.split(tokens_E), weights, strict=True)])
 
 
 def experts(tell: worker.Tell) -> None:
@@ -103,21 +104,21 @@ def experts(tell: worker.Tell) -> None:
         worst, taken = (0.0, ""), []
         for name, shares in TOKENS.items():
             tokens_E = [unit * share for share in shares]
-            x_R = torch.randn(sum(tokens_E), inner, device=device()).to(dtype)
+            x_D = torch.randn(sum(tokens_E), inner, device=device()).to(dtype)
             weights = list(torch.randn(len(shares), outer, inner, device=device()).to(dtype))
             ends_E = ends(tuple(tokens_E))[1:]
             ways = (
-                lambda x_R, *w, ends_E=ends_E: GroupedLinear.apply(x_R, ends_E, *w),
-                lambda x_R, *w, tokens_E=tokens_E: one_by_one(x_R, tokens_E, w),
+                lambda x_D, *w, ends_E=ends_E: GroupedLinear.apply(x_D, ends_E, *w),
+                lambda x_D, *w, tokens_E=tokens_E: one_by_one(x_D, tokens_E, w),
             )
-            found, wanted = (outcome(way, [x_R, *weights]) for way in ways)
+            found, wanted = (outcome(way, [x_D, *weights]) for way in ways)
             without = [grad for grad, tokens in zip(found[2:], tokens_E, strict=True) if not tokens]
             idle = max(idle, (max((g.abs().max().item() for g in without), default=0.0), f"{name}, {label}"))
             if sum(tokens_E):
                 pairs = [pair for pair in zip(found, wanted, strict=True) if pair[1].any()]
                 worst = max(worst, (max(relative(*pair) for pair in pairs), name))
             if name == "uneven":
-                taken = [milliseconds(lambda way=way, x=(x_R, *weights): outcome(way, list(x))) for way in ways]
+                taken = [milliseconds(lambda way=way, x=(x_D, *weights): outcome(way, list(x))) for way in ways]
         times = f"{taken[0]:.2f} ms, one by one {taken[1]:.2f}"
         tell(f"grouped experts, {label}", worst[0], f"worst: {worst[1]}; {times}")
     tell("experts without a token: gradient", idle[0], f"worst: {idle[1]}" if idle[0] else "")
