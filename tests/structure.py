@@ -95,7 +95,8 @@ def is_condition(node: ast.AST, bools: set[str]) -> bool:
     if isinstance(node, ast.BoolOp):
         return all(is_condition(value, bools) for value in node.values)
     if isinstance(node, ast.Call):
-        return is_condition(node.func, bools)
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        return name in bools or name.startswith(("is_", "has_", "uses_"))
     if isinstance(node, ast.Name):
         return node.id in bools
     if isinstance(node, ast.Attribute):

@@ -41,6 +41,7 @@ BAD = {
     "a conditional expression as a statement;": "ready or wait()",
     "a value times a condition: 's' * (n != 1)": "text = 's' * (n != 1)",
     "a value times a condition: [1] * bool(found)": "sizes = [1] * bool(found)",
+    "a value times a condition: 2 * cfg.is_split(": "size = 2 * cfg.is_split(1)",
     "a value times a condition: (1,) * (not a)": "sizes = (1,) * (not a)",
     "a value times a condition: 12 * on": "on = a > b\nsize = 12 * on",
     "a value times a condition: size * cfg.exact": "class A:\n    exact: bool\n\nsize = size * cfg.exact",
