@@ -113,7 +113,7 @@ class RewardConfig(Section):
 
 class AlgoConfig(Section):
     advantage: str = "grpo"  # a branch of group_advantages
-    credit: str = "to_go"  # a branch of support/credit.py:compare; what a token answers for where tokens have rewards
+    credit: str = "to_go"  # credit assignment where tokens have rewards: a branch of support/credit.py:compare
     loss: str = "ppo_clip"  # a branch of policy_loss
     clip_low: NotNegative = 0.2  # the ratio is clipped to 1 - clip_low from below
     clip_high: NotNegativeOrInf = 0.2  # and to 1 + clip_high from above
@@ -142,7 +142,7 @@ class AlgoConfig(Section):
 
 class TrainConfig(Section):
     epochs: Positive | None = None  # passes over data.train, in place of train.steps; docs/data.md
-    # of the whole run; null where train.epochs says it, until the data are read
+    # steps of the whole run; null with train.epochs until the data are read
     steps: Count | None = Field(default_factory=lambda given: None if given.get("epochs") else 100)
     lr: NotNegative = 1e-6  # learning rate
     warmup_steps: Whole = 0  # learning rate rises linearly over these steps, then stays
