@@ -23,17 +23,6 @@ from config import UserError
 from support.versions import versions
 
 
-def step_line(m: dict, steps: int) -> str:
-    """One line of the log, with a bar of the progress."""
-    done = round(20 * m["step"] / steps)
-    kl = "" if m["kl/ref"] is None else f"  kl {m['kl/ref']:.4f}"
-    return (
-        f"[{'█' * done}{'·' * (20 - done)}] {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
-        f"  grad {m['grad_norm']:.3f}{kl}  entropy {m['entropy']:.2f}  length {m['tokens/response_mean']:.1f}"
-        f"  gap {m['logp_gap/max']:.0e}  {m['time/step']:.2f} s"
-    )
-
-
 def log_metrics(out: Path, metrics: dict) -> None:
     """Add a line to metrics.jsonl, on the disk before this returns; null for NaN and infinity."""
     numbers = {key: value if value is None or math.isfinite(value) else None for key, value in metrics.items()}
