@@ -1,13 +1,12 @@
 """How a configuration is read: the defaults, under YAML files, under `section.key=value` overrides."""
 
 import difflib
-import functools
 import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import omegaconf
 import pydantic
 import yaml
 
@@ -19,65 +18,129 @@ KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS
 
 def load_config(path: str, overrides: list[str]) -> Config:
     """The defaults, under the YAML file `path`, under `section.key=value` overrides. Raises UserError."""
-    layers = [read_file(Path(path)), *map(read_override, overrides)]
-    tree = omegaconf.OmegaConf.create(functools.reduce(merged, layers))
-    try:
-        unset = sorted(omegaconf.OmegaConf.missing_keys(tree))
-        tree = omegaconf.OmegaConf.to_container(tree, resolve=True)
-    except omegaconf.errors.OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-    if unset:
-        raise UserError(f"{', '.join(unset)}: set to ???; give a value")
-    return validated(tree, path)
+    tree = read_file(Path(path))
+    for override in overrides:
+        tree = merge(tree, read_override(override))
+    check_placeholders(tree)
+    return validate(tree, path)
 
 
-def with_sections(layer: dict) -> dict:
-    """The layer, whose sections hold keys. Raises UserError."""
-    for name in SECTIONS.keys() & layer.keys():
-        if not isinstance(layer[name], dict):
-            inside = next(iter(SECTIONS[name].model_fields))
-            raise UserError(f"{name}={layer[name]!r}: this is a section; give its keys, such as {name}.{inside}")
-    return layer
-
-
-def merged(tree: Any, layer: Any) -> Any:
-    """A tree of settings under another one that changes it."""
+def merge(tree: Any, layer: Any) -> Any:
+    """The tree of settings, changed by the settings of `layer`. Sections are merged, all else is replaced."""
     if not (isinstance(tree, dict) and isinstance(layer, dict)):
         return layer
-    return tree | {key: merged(tree.get(key), value) for key, value in layer.items()}
+    return tree | {key: merge(tree.get(key), value) for key, value in layer.items()}
+
+
+def check_placeholders(tree: dict) -> None:
+    """Raises UserError for values that OmegaConf, which other trainers use, would replace: ??? and ${...}."""
+    values = list(iterate_values(tree))
+    unset = sorted(key for key, value in values if value == "???")
+    if unset:
+        raise UserError(f"{', '.join(unset)}: set to ???; give a value")
+    for key, value in values:
+        if isinstance(value, str) and "${" in value:
+            raise UserError(f"{key}={value!r}: values are not interpolated; write the value itself")
+
+
+def iterate_values(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every value in a tree that is neither a mapping nor a list."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from iterate_values(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(tree, list):
+        for number, value in enumerate(tree):
+            yield from iterate_values(value, f"{key}[{number}]")
+    else:
+        yield key, tree
+
+
+# ---------------------------------------------------------------- YAML
+
+
+class Loader(yaml.SafeLoader):
+    """YAML 1.1 with the types of JSON only, where 1e-6 is a number, a date is text, and no key may stand twice."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        """The value of a document. Unlike PyYAML's own, it refuses an anchor that holds itself."""
+        return self.construct_object(node, deep=True)
+
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
+        """The values of a mapping. Raises ConstructorError for a key that stands twice."""
+        names = set()
+        for name, _ in node.value:
+            if isinstance(name, yaml.ScalarNode) and name.value in names:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"found duplicate key {name.value}", name.start_mark
+                )
+            if isinstance(name, yaml.ScalarNode):
+                names.add(name.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
+Loader.yaml_constructors = {
+    tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag in TAGS or tag is None
+}
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in TAGS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+# YAML 1.1 itself wants a point in the number and a sign in the exponent.
+EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, "-+.0123456789")
 
 
 def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict:
-    """What a YAML file says, over what the file says that its `base` names, seen from its folder. Raises UserError.
+    """The settings of a YAML file, merged over those of the file that its `base` names, relative to its folder.
 
-    `above`: the files that lead to it.
+    `above`: the files whose `base` led here. Raises UserError.
     """
     where = "--config " + ", its base ".join(map(str, (*above, path)))
     try:
-        layer = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path))
+        with path.open("rb") as file:
+            layer = yaml.load(file, Loader)
     except FileNotFoundError:
         raise UserError(f"{where}: no such file") from None
-    except Exception as error:  # PyYAML's and OmegaConf's own errors share no base class
+    except Exception as error:  # PyYAML fails in any way where a value does not have the form of its tag
         raise UserError(f"{where}: cannot read the configuration: {error}") from None
+    if layer is None:  # an empty file
+        layer = {}
     base = layer.pop("base", None) if isinstance(layer, dict) else None
-    if not isinstance(layer, dict) or not isinstance(base, str | None):
+    named = isinstance(layer, dict) and all(isinstance(name, str) for name in layer)
+    if not named or not isinstance(base, str | None):
         raise UserError(f"{where}: legal are keys with values, where `base` is the path of a file")
     if len(above) == 10:
         raise UserError(f"{where}: the `base` files go round in a circle")
     # A section whose keys are all commented out is null in YAML.
-    layer = with_sections({key: value for key, value in layer.items() if value is not None or key not in SECTIONS})
-    return merged(read_file(path.parent / base, (*above, path)), layer) if base else layer
+    layer = {key: value for key, value in layer.items() if value is not None or key not in SECTIONS}
+    check_sections(layer)
+    if not base:
+        return layer
+    return merge(read_file(path.parent / base, (*above, path)), layer)
 
 
 def read_override(override: str) -> dict:
-    """{section: {key: value}} of `section.key=value`. Raises UserError."""
+    """{section: {key: value}} of `section.key=value`, where the value is YAML. Raises UserError."""
     if not re.fullmatch(r"[^.=\[\]]+(\.[^.=\[\]]+)*=.*", override, re.DOTALL):
         raise UserError(f"override {override!r} is not of the form section.key=value")
+    key, _, text = override.partition("=")
     try:
-        layer = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.from_dotlist([override]))
+        layer = yaml.load(text, Loader)
     except Exception as error:  # as above
         raise UserError(f"override {override!r}: its value is not YAML: {' '.join(str(error).split())}") from None
-    return with_sections(layer)
+    for name in reversed(key.split(".")):
+        layer = {name: layer}
+    check_sections(layer)
+    return layer
+
+
+def check_sections(layer: dict) -> None:
+    """Raises UserError for a section that holds something else than keys."""
+    for name in SECTIONS.keys() & layer.keys():
+        if not isinstance(layer[name], dict):
+            inside = next(iter(SECTIONS[name].model_fields))
+            raise UserError(f"{name}={layer[name]!r}: this is a section; give its keys, such as {name}.{inside}")
 
 
 def to_yaml(cfg: Config) -> str:
@@ -93,11 +156,14 @@ def changed(cfg: Config, values: dict[str, Any]) -> Config:
     tree = cfg.model_dump()
     for key, value in values.items():
         *sections, name = key.split(".")
-        functools.reduce(lambda node, section: node.setdefault(section, {}), sections, tree)[name] = value
-    return validated(tree, "the file")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return validate(tree, "the file")
 
 
-def validated(tree: dict, path: str) -> Config:
+def validate(tree: dict, path: str) -> Config:
     """The configuration of a tree of plain values. Raises UserError that names the key and what is legal."""
     try:
         return Config.model_validate(tree)

@@ -16,8 +16,8 @@ REPO = Path(__file__).resolve().parent.parent
 TESTED = {"python": "3.11", "torch": "2.13", "megatron-core": "0.16", "vllm": "0.32", "transformers": "5.19"}
 OPTIONAL = ("transformer-engine", "flash-attn", "deep-ep")  # no run needs them
 OTHERS = (
-    "numpy", "safetensors", "tokenizers", "datasets", "pandas", "pyarrow", "math-verify", "pydantic", "omegaconf",
-    "triton", "flashinfer-python",
+    "numpy", "safetensors", "tokenizers", "datasets", "pandas", "pyarrow", "math-verify", "pydantic", "triton",
+    "flashinfer-python",
 )  # fmt: skip
 
 SHARED_MEMORY_BYTES = 64 << 20  # free in /dev/shm, for NCCL and vLLM's tensor parallelism

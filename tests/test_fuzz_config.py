@@ -42,7 +42,7 @@ def leaves(model: type[pydantic.BaseModel] = Config, prefix: str = "") -> dict[s
 
 
 KEYS = leaves()
-# Wrong for most keys; "???" and "${...}" mean something to OmegaConf.
+# Wrong for most keys; "???" and "${...}" mean something to OmegaConf, which other trainers use.
 WRONG = [
     "many", "", "nan", "???", "${nowhere}", "${", "\x00", [1, 2], [], {"a": 1}, {}, None, math.nan, math.inf, -math.inf,
     -1, 0, -0.5, 1.5, 10**30, 1e300, True,
