@@ -11,17 +11,15 @@ import os
 import resource
 import select
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import reward
-from support import reward_model, sandbox, user_code
+from support import processes, reward_model, sandbox, user_code
 from support.user_code import last_line
 
 # ---------------------------------------------------------------- the pool, in the trainer
@@ -46,7 +44,6 @@ class Ledger:
 
 Job = tuple[Ledger, int, str]  # its place in the ledger, its request as JSON
 
-REPO = str(Path(__file__).resolve().parent.parent)  # where a worker finds reward.py and support/
 LOAD_S = 600.0  # wall clock for what comes before an answer is graded: a custom module's import, a model's weights
 CHUNK = 32  # answers sent to a worker at once, where each takes less than QUICK_S
 QUICK_S = 0.01
@@ -231,15 +228,8 @@ class Worker:
 
     def __init__(self, settings: dict):
         self.folder = tempfile.mkdtemp(prefix="grading-")
-        path = os.pathsep.join(filter(None, [REPO, os.environ.get("PYTHONPATH")]))
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "support.grading"],  # -P: no reward.py or support/ of the working directory
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env={**os.environ, "TMPDIR": self.folder, "PYTHONPATH": path},
-            start_new_session=True,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        self.process = processes.start_module("support.grading", env={"TMPDIR": self.folder}, **pipes)
         self.unread = bytearray()
         with contextlib.suppress(BrokenPipeError):
             self.send(json.dumps(settings))
@@ -267,7 +257,7 @@ class Worker:
 
     def stop(self) -> int:
         """Kill it and all it started, remove its files; returns its exit code."""
-        sandbox.kill_family(self.process.pid)
+        processes.kill_family(self.process.pid)
         code = self.process.wait()
         self.process.stdin.close()
         self.process.stdout.close()
@@ -284,7 +274,7 @@ def serve_requests() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)  # what a reward function reads or prints must not mix with requests and replies
     os.dup2(2, 1)
-    sandbox.die_with_parent(adopt=True)
+    processes.die_with_parent(adopt=True)
     settings = json.loads(requests.readline())
     if settings["memory_gb"]:
         size = int(settings["memory_gb"] * 2**30)

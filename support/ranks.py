@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from config import RankError, UserError
-from support import sandbox
+from support import processes
 
 # ---------------------------------------------------------------- before there is a process group
 
@@ -39,7 +39,7 @@ def die_with_torchrun() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    sandbox.die_with_parent()
+    processes.die_with_parent()
     if os.getsid(0) != os.getpid():
         return  # a wrapper script is in between
     parent = os.getppid()

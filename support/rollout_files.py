@@ -10,13 +10,13 @@ import json
 import os
 import pickle
 import queue
-import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
-REPO = str(Path(__file__).resolve().parent.parent)  # where the process finds support/
+from support import processes
+
 TEMPORARY = ".tmp"  # what a name ends in until the file is complete
 
 # ---------------------------------------------------------------- in the trainer
@@ -86,13 +86,8 @@ class RolloutWriter:
     def _send(self, job: tuple[str, list[dict]]) -> None:
         """Have the process write a file. Raises what it met there."""
         if self.process is None:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "support.rollout_files"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [REPO, os.environ.get("PYTHONPATH")]))},
-                start_new_session=True,  # Ctrl-C is not for it
-            )
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self.process = processes.start_module("support.rollout_files", **pipes)
         try:
             pickle.dump(job, self.process.stdin, protocol=5)
             self.process.stdin.flush()
@@ -129,10 +124,8 @@ def write_rows(path: str, rows: list[dict]) -> None:
 
 def serve() -> None:
     """Write what comes on standard input, a pickled (path, rows) each; answer with None or the error, pickled."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler's is for the ranks: they save, then end this process
-    from support import sandbox
-
-    sandbox.die_with_parent()
+    processes.ignore_sigterm()
+    processes.die_with_parent()
     jobs, replies = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
     while jobs.peek(1):

@@ -25,7 +25,7 @@ class TooLong(Exception):
 
 
 # The kernel's numbers, by the names of its headers.
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER = 2
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
@@ -105,42 +105,6 @@ def run(job: dict, *, seconds: float, memory_mb: int, file_mb: int, allow_writes
 def remove_tree(folder: str) -> None:
     """Remove a folder that a program may have nested deeper than shutil.rmtree can follow."""
     subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
-
-
-def die_with_parent(adopt: bool = False) -> None:
-    """Be killed when the thread that started this process ends; with `adopt`, inherit orphaned grandchildren."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if adopt:
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def kill_family(pid: int) -> None:
-    """Kill a process that leads its session, all of that session, and all descendants, whatever sessions they made."""
-    stopped = set()
-    found = family({pid})
-    while found:  # stopped processes start no others, so this ends with all of them
-        for member in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member, signal.SIGSTOP)
-        stopped |= found
-        found = family(stopped | {pid}) - stopped
-    for member in stopped:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(member, signal.SIGKILL)
-
-
-def family(members: set[int]) -> set[int]:
-    """Living processes among the members, their children, and all in a session that one of them leads."""
-    import psutil  # here, since the confined process reads this file too
-
-    found = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or out of sight
-            related = not members.isdisjoint((process.pid, os.getsid(process.pid), process.ppid()))
-            if related and process.status() != psutil.STATUS_ZOMBIE:
-                found.add(process.pid)
-    return found
 
 
 # ---------------------------------------------------------------- inside: give up rights, then run
@@ -258,7 +222,7 @@ def main() -> None:
     # By names of its own, which the program cannot put others under.
     write, leave, execute, evaluate, show = os.write, os._exit, exec, eval, repr
     quote = json.encoder.encode_basestring_ascii
-    die_with_parent()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # support/ is out of reach here (-I)
     stdin = os.memfd_create("stdin")
     with open(stdin, "wb", closefd=False) as file:
         file.write(job.get("stdin", "").encode(errors="replace"))

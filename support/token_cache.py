@@ -27,12 +27,11 @@ from typing import Any
 import numpy as np
 
 from config import DataConfig
-from support import sandbox
+from support import processes
 from support.files import put_in_place, sync, write_synced
 from support.tables import Source, Table, load_tables
 from support.tokens import Block, Tokens, check_columns, jobs_of, join, tokenise
 
-REPO = Path(__file__).resolve().parent.parent
 LARGE_BYTES = 16 * 2**20  # of files; smaller ones are tokenised by every rank, which takes less than a build
 FORMAT = 1  # of the cache; change it with what tokens.py or this file makes
 MAX_PROCESSES = 16  # of a build; each holds a few hundred MB
@@ -132,21 +131,22 @@ def build_apart(cfg, sources: list[Source], tokenizer: str, folder: Path, value:
     import datasets
 
     job = {"cfg": cfg.model_dump(), "sources": sources, "tokenizer": tokenizer, "folder": str(folder), "value": value}
-    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
-    settings = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "support.token_cache"],  # -P: no support/ of the working directory
-        input=json.dumps({**job, "key": key}),
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **settings, "HF_DATASETS_CACHE": str(datasets.config.HF_DATASETS_CACHE)},
-        start_new_session=True,
-    )
-    outcome = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
+    env = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "HF_DATASETS_CACHE": str(datasets.config.HF_DATASETS_CACHE),
+    }
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with processes.start_module("support.token_cache", env=env, **pipes) as process:
+        try:
+            output, _ = process.communicate(json.dumps({**job, "key": key}))
+        finally:
+            process.kill()  # where Ctrl-C interrupts the wait; it does nothing to a process that has ended
+    outcome = json.loads(output.splitlines()[-1]) if output else {}
     if "bad data" in outcome:
         raise ValueError(outcome["bad data"])
-    if done.returncode:
-        raise OSError(outcome.get("failed", f"the process that tokenises ended with exit code {done.returncode}"))
+    if process.returncode:
+        raise OSError(outcome.get("failed", f"the process that tokenises ended with exit code {process.returncode}"))
 
 
 # ---------------------------------------------------------------- the builder, and its helpers
@@ -154,7 +154,7 @@ def build_apart(cfg, sources: list[Source], tokenizer: str, folder: Path, value:
 
 def main() -> int:
     """Build what standard input says; the last line of standard output says what was wrong. Returns the exit code."""
-    sandbox.die_with_parent()
+    processes.die_with_parent()
     replies = os.dup(1)
     os.dup2(2, 1)  # what libraries print
     job = json.load(sys.stdin)
@@ -215,7 +215,7 @@ def tokenised(cfg, tokenizer, tables: list[tuple[str, Table]], key: str) -> Iter
 
 def send_blocks(cfg, tokenizer, tables: list, key: str, jobs: list, writer) -> None:
     """A helper: its blocks one by one, or the message of what is wrong with one, at which it ends."""
-    sandbox.die_with_parent()
+    processes.die_with_parent()
     for job in jobs:
         try:
             writer.send(tokenise(cfg, tokenizer, tables, key, job))

@@ -27,11 +27,10 @@ import numpy as np
 import yaml
 
 from config import Config, LogConfig
-from support import sandbox
+from support import processes
 
 # Tracker → what pip installs; the versions that are tested.
 PACKAGES = {"tensorboard": "tensorboard==2.21.0", "wandb": "wandb==0.31.0"}
-REPO = str(Path(__file__).resolve().parent.parent)  # where the process finds support/
 TABLE_EVERY = 20  # steps between tables of answers, where log.samples_every does not say
 ON_SCREEN, CHARACTERS, TABLE_ROWS = 3, 60, 8  # answers on the screen, characters of each there, answers in a table
 POLL_S = 1.0  # between two looks at the files
@@ -93,13 +92,9 @@ class Trackers:
 
         options = [f"--done={done}", f"--model={local_folder(cfg.model.path)}", "--follow"]
         options += [f"--table-every={cfg.log.samples_every or TABLE_EVERY}"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "support.trackers", cfg.output_dir, *chosen(cfg.log), *options],
-            stdin=subprocess.PIPE,  # its end is the run's, however it comes
-            stdout=2,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [REPO, os.environ.get("PYTHONPATH")]))},
-            start_new_session=True,  # Ctrl-C is not for it
-        )
+        arguments = [cfg.output_dir, *chosen(cfg.log), *options]
+        pipes = {"stdin": subprocess.PIPE, "stdout": 2}  # standard input ends with the run, however the run ends
+        self.process = processes.start_module("support.trackers", *arguments, **pipes)
         atexit.register(self.close)  # however the run ends, and when no watchdog is left that waiting could alarm
 
     def warning(self) -> str | None:
@@ -119,7 +114,7 @@ class Trackers:
             self.process.wait(FINISH_S)
         except subprocess.TimeoutExpired:
             print(f"warning: log.*: the trackers did not take all within {FINISH_S:.0f} s; {LATER}", flush=True)
-            sandbox.kill_family(self.process.pid)
+            processes.kill_family(self.process.pid)
             self.process.wait()
         self.process = None
 
@@ -286,7 +281,7 @@ def feed(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler's is for the ranks: they save, then end this process
+    processes.ignore_sigterm()
     os.nice(19)  # the ranks come first
     parser = argparse.ArgumentParser(prog="support.trackers", description="send the files of a run to trackers")
     parser.add_argument("out", type=Path, help="output_dir of the run")

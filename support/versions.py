@@ -11,7 +11,8 @@ import re
 import subprocess
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
+from support.processes import REPO
+
 # The version of each package that the tests of this repository have run with, without its patch level.
 TESTED = {"python": "3.11", "torch": "2.13", "megatron-core": "0.16", "vllm": "0.32", "transformers": "5.19"}
 OPTIONAL = ("transformer-engine", "flash-attn", "deep-ep")  # no run needs them

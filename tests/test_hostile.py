@@ -14,6 +14,7 @@ import pytest
 
 from support import grading
 from support.grading import GradingPool, Outcome
+from tests.conftest import REPO
 from tests.test_reward import grade
 
 EXPRESSIONS = {
@@ -316,7 +317,7 @@ def test_workers_end_with_the_program_that_started_them(custom, tmp_path):
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # after SIGKILL the workers' temporary folders stay
     command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, cwd=grading.REPO, env=env, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, cwd=REPO, env=env, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         wait_until(lambda: list(tmp_path.glob("grading-*/*")))  # the reward has begun
         workers = processes_below(process.pid)

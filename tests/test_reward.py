@@ -16,8 +16,9 @@ import reward
 from config import DataConfig, RewardConfig, UserError
 from support import gates, user_code
 from support.data import load_prompts, load_tokenizer
-from support.grading import REPO, GradingPool, Outcome
+from support.grading import GradingPool, Outcome
 from support.read_config import load_config
+from tests.conftest import REPO
 
 
 def boxed(expression: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support import sandbox
+from support import processes
 from tests.conftest import REPO
 
 START = """
@@ -92,7 +92,7 @@ def start(tmp_path):
     for run in runs:
         run.process.kill()
         for pid in run.living():
-            sandbox.kill_family(pid)
+            processes.kill_family(pid)
 
 
 # ---------------------------------------------------------------- the watchdog
