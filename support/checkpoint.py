@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 from config import TrainingError, UserError
 from support import versions
-from support.files import digest, put_aside, put_in_place, sync, write_synced
+from support.files import add_suffix, digest, make_temporary_folder, put_in_place, sync, write_synced
 from support.ranks import gather
 from support.rollout_files import RolloutWriter
 
@@ -202,10 +202,17 @@ class CheckpointWriter:
     def start(self, step: int, state: dict[str, Any], sharded: dict) -> None:
         """Copy the tensors and begin to write; training may go on and change them. Called on every rank."""
         self.finish()
-        temporary = self.folder / f"step_{step:06d}.tmp"
-        failure = first_failure(make_empty(temporary) if dist.get_rank() == 0 else None)
+        target = self.folder / f"step_{step:06d}"
+        failure = None
+        if dist.get_rank() == 0:
+            try:
+                make_temporary_folder(target)
+            except OSError as error:
+                failure = str(error)
+        failure = first_failure(failure)
         if failure is not None:
             raise CheckpointError(self.explain(step, failure))
+        temporary = target.with_name(f"{target.name}.tmp")
         boxes = own_boxes(sharded)
         self.sizes = [(name, values.numel(), math.prod(shape)) for name, values, shape in boxes]
         self.step, self.state, self.failure = step, state, None
@@ -260,7 +267,7 @@ class CheckpointWriter:
             put_in_place(temporary, target)
             for path in complete(self.folder)[self.keep_last :] if self.keep_last else []:
                 if not (self.keep_every and step_of(path) % self.keep_every == 0):
-                    put_aside(path, "removed")  # so that no half one ever has the name of a whole one
+                    add_suffix(path, "removed")  # so that no half one ever has the name of a whole one
             for removed in self.folder.glob("step_*.removed"):
                 shutil.rmtree(removed)
         except OSError as error:
@@ -271,16 +278,6 @@ class CheckpointWriter:
 def first_failure(failure: str | None) -> str | None:
     """The first rank's failure, if any rank has one; the same on every rank."""
     return next((f"{text} (rank {rank})" for rank, text in enumerate(gather(failure)) if text is not None), None)
-
-
-def make_empty(folder: Path) -> str | None:
-    """Make an empty folder; returns what went wrong."""
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        return str(error)
-    return None
 
 
 def digest_files(folder: Path, names: list[str]) -> tuple[dict[str, list], str | None]:
@@ -343,7 +340,7 @@ def sound_checkpoint(folder: Path) -> Path | None:
         if problem is None:
             for damaged in paths[0][:number] if first else []:
                 print(f"going back to {path.name}; {damaged.name} is now {damaged.name}.damaged", flush=True)
-                put_aside(damaged, "damaged")
+                add_suffix(damaged, "damaged")
             return path
         if first:
             print(f"warning: {path} is damaged: {problem}", flush=True)
@@ -406,7 +403,7 @@ def set_aside_after(path: Path) -> None:
     for later in complete(path.parent):
         if step_of(later) > step_of(path):
             print(f"{later} is now {later.name}.abandoned: the run goes on from {path.name}", flush=True)
-            put_aside(later, "abandoned")
+            add_suffix(later, "abandoned")
 
 
 def read_state(path: Path) -> dict[str, Any]:

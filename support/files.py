@@ -8,6 +8,7 @@ output_dir/rollouts/eval_N.jsonl   every sample of the evaluation after step N
 output_dir.lock                    which process writes there, beside the folder, which may be moved aside
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -16,6 +17,7 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -133,24 +135,49 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def complete_folder(target: Path) -> Iterator[Path]:
+    """A new folder to write files into, which becomes `target` where the block ends without an exception.
+
+    `target` is complete or absent, however the process ends: the files are on the disk before the folder has its name.
+    """
+    temporary = make_temporary_folder(target)
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            sync(file)
+        put_in_place(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def make_temporary_folder(target: Path) -> Path:
+    """An empty folder `target`.tmp, in place of one that a killed process has left."""
+    temporary = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
 def put_in_place(temporary: Path, target: Path) -> None:
     """Give a folder, whose files are on the disk, its final name; one that has it already is replaced as a whole."""
     sync(temporary)
     if target.exists():
-        put_aside(target, "replaced")
+        add_suffix(target, "replaced")
     temporary.rename(target)
     sync(target.parent)
     shutil.rmtree(target.with_name(f"{target.name}.replaced"), ignore_errors=True)
+
+
+def add_suffix(folder: Path, reason: str) -> None:
+    """Rename a folder to NAME.REASON, so that nothing takes it for a valid checkpoint, export or cache any more."""
+    target = folder.with_name(f"{folder.name}.{reason}")
+    shutil.rmtree(target, ignore_errors=True)
+    folder.rename(target)
 
 
 def digest(path: Path) -> list:
     """[bytes, SHA-256] of a file."""
     with path.open("rb") as file:
         return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
-
-
-def put_aside(path: Path, why: str) -> None:
-    """Rename a checkpoint so that it is not taken for one any more."""
-    target = path.with_name(f"{path.name}.{why}")
-    shutil.rmtree(target, ignore_errors=True)
-    path.rename(target)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from support.files import put_in_place, sync
+from support.files import complete_folder
 
 EXPORT_SHARD_BYTES = 4 << 30
 
@@ -27,7 +27,7 @@ def local_folder(path: str) -> str:
 
 
 def count_weights(path: str) -> int:
-    """Numbers in the safetensors of a folder."""
+    """Elements of all tensors in the safetensors files of a folder."""
     total = 0
     for file in set(safetensor_files(path).values()):
         with safe_open(file, framework="pt") as handle:
@@ -50,34 +50,40 @@ def safetensor_files(path: str) -> dict[str, str]:
 def export_hf(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: Path) -> None:
     """Write (Hugging Face name, full tensor) pairs to the folder `target` so that transformers and vLLM load it.
 
-    Config and tokenizer come from `source`. Called on every rank, written by rank 0, to a temporary name first:
-    `target` is complete or absent.
+    Config and tokenizer come from `source`. Called on every rank, written by rank 0; `target` is complete or absent.
     """
-    writes = dist.get_rank() == 0
-    temporary = target.with_name(target.name + ".tmp")
-    if writes:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for file in Path(source).iterdir():
-            if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
-                shutil.copy(file, temporary)
-    shard, held, weight_map, shards = {}, 0, {}, 0
+    if dist.get_rank() == 0:
+        with complete_folder(target) as folder:
+            for file in Path(source).iterdir():
+                if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
+                    shutil.copy(file, folder)
+            write_weights(weights, folder)
+    else:
+        for _ in weights:  # gathering a tensor needs every rank
+            pass
+    dist.barrier()
 
-    def flush():
-        save_file(shard, temporary / f"model-{shards:05d}.safetensors", metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, f"model-{shards:05d}.safetensors"))
+
+def write_weights(weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write tensors to safetensors files of EXPORT_SHARD_BYTES at most, and their index. Holds one file in memory."""
+    weight_map = {}
+    shard = {}  # the tensors of the file that comes next
+    shard_bytes = 0
+    shards = 0  # files that are written
+
+    def write_shard() -> None:
+        file = f"model-{shards:05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
 
     for name, tensor in weights:
-        if writes:
-            if held + tensor.nbytes > EXPORT_SHARD_BYTES and shard:
-                flush()
-                shard, held, shards = {}, 0, shards + 1
-            shard[name], held = tensor.cpu(), held + tensor.nbytes
-    if writes:
-        flush()
-        index = {"metadata": {}, "weight_map": weight_map}
-        (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        for file in temporary.iterdir():
-            sync(file)
-        put_in_place(temporary, target)
-    dist.barrier()
+        if shard and shard_bytes + tensor.nbytes > EXPORT_SHARD_BYTES:
+            write_shard()
+            shards += 1
+            shard = {}
+            shard_bytes = 0
+        shard[name] = tensor.cpu()
+        shard_bytes += tensor.nbytes
+    write_shard()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

@@ -15,7 +15,6 @@ from the rule of its weight.
 import json
 import math
 import re
-import shutil
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from safetensors.torch import save_file
 
 from config import Config, LoraConfig, UserError
 from support import layers  # noqa: F401, first: it prepares the process for Megatron-core
-from support.files import put_in_place, sync
+from support.files import complete_folder
 
 # isort: split
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
@@ -257,9 +256,6 @@ def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: 
     writes, target = dist.get_rank() == 0, Path(cfg.output_dir, f"adapter/step_{step:06d}")
     held = {name: factor.cpu() for name, factor in weights if writes}  # all ranks drain it
     if writes:
-        temporary = target.with_name(target.name + ".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
         experts = {name: factor for name, factor in held.items() if EXPERT_FACTOR.fullmatch(name)}
         others = {name: factor for name, factor in held.items() if name not in experts}
         settings = {
@@ -268,13 +264,11 @@ def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: 
             "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
         }  # fmt: skip
         tensors = others | fused_experts(experts)
-        settings |= fused_settings(experts, cfg.lora)
-        (temporary / "adapter_config.json").write_text(json.dumps(settings, indent=1))
         tensors = {f"base_model.model.{name}": factor for name, factor in tensors.items()}
-        save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-        for file in temporary.iterdir():
-            sync(file)
-        put_in_place(temporary, target)
+        settings |= fused_settings(experts, cfg.lora)
+        with complete_folder(target) as folder:
+            (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
+            save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     dist.barrier()
 
 

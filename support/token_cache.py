@@ -15,7 +15,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ import numpy as np
 
 from config import DataConfig
 from support import processes
-from support.files import put_in_place, sync, write_synced
+from support.files import complete_folder
 from support.tables import Source, Table, load_tables
 from support.tokens import Block, Tokens, check_columns, jobs_of, join, tokenise
 
@@ -176,22 +175,14 @@ def build(cfg, sources: list, tokenizer: str, folder: str, value: Any, key: str)
     tables = load_tables(sources, key)
     check_columns(cfg, tables)
     loaded = transformers.AutoTokenizer.from_pretrained(tokenizer)
-    part = Path(f"{folder}.tmp")
-    shutil.rmtree(part, ignore_errors=True)  # of a build that was killed
-    part.mkdir()
-    try:
+    with complete_folder(Path(folder)) as part:
         with (part / "ids").open("wb") as file:
             tokens = join(tokenised(cfg, loaded, tables, key), cfg, value, lambda ids: file.write(ids.data))
         tokens.ends.tofile(part / "ends")
         tokens.rows.tofile(part / "rows")
-        for name in ARRAYS:
-            sync(part / name)
         checksums = {name: checksum(part / name) for name in ARRAYS}
         meta = {"dropped": tokens.dropped, "fingerprint": tokens.fingerprint, "checksums": checksums}
-        write_synced(part / "meta.json", json.dumps(meta))
-        put_in_place(part, Path(folder))
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        (part / "meta.json").write_text(json.dumps(meta))
 
 
 def tokenised(cfg, tokenizer, tables: list[tuple[str, Table]], key: str) -> Iterator[Block]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from config import TrainingError, UserError
-from support.files import lock_output_dir, open_output_dir
+from support.files import complete_folder, lock_output_dir, open_output_dir
 from support.preflight import explain_disk_error
 from support.rollout_files import RolloutWriter
 from tests.conftest import REPO
@@ -68,6 +68,43 @@ def test_an_earlier_run_is_moved_aside(tmp_path, capsys):
     (out / "metrics.jsonl").write_text("no JSON\n")
     with pytest.raises(UserError, match=r"output_dir=.*out: Expecting value"):
         open_output_dir(out, "seed: 3\n", "auto", 2)
+
+
+def test_a_folder_is_complete_or_absent(tmp_path):
+    def names() -> dict[str, list[str]]:
+        return {path.name: sorted(file.name for file in path.iterdir()) for path in tmp_path.iterdir()}
+
+    (tmp_path / "export.tmp").mkdir()
+    (tmp_path / "export.tmp/left_by_a_kill").touch()
+    with complete_folder(tmp_path / "export") as folder:
+        (folder / "a").touch()
+        assert names() == {"export.tmp": ["a"]}
+    assert names() == {"export": ["a"]}
+    with pytest.raises(OSError, match="no space"), complete_folder(tmp_path / "export") as folder:
+        (folder / "b").touch()
+        raise OSError("no space")
+    assert names() == {"export": ["a"]}
+    with complete_folder(tmp_path / "export") as folder:
+        (folder / "c").touch()
+    assert names() == {"export": ["c"]}
+
+
+def test_files_are_on_the_disk_before_their_folder_has_its_name(tmp_path, monkeypatch):
+    order, fsync, rename = [], os.fsync, os.rename
+
+    def note_fsync(descriptor):
+        order.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def note_rename(source, target, **options):
+        order.append("rename")
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    with complete_folder(tmp_path / "export") as folder:
+        (folder / "a").touch()
+    assert order == ["a", "export.tmp", "rename", tmp_path.name]
 
 
 # ---------------------------------------------------------------- files of samples
