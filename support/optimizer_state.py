@@ -16,8 +16,9 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.utils import unwrap_model
 
-from support.checkpoint import read_sharded, read_state
+from support.checkpoint import read_state
 from support.offload import is_away, take_back_state
+from support.shards import read_sharded
 
 Sets = dict[str, list[torch.Tensor]]  # further sets of weights by name, as support/weight_sets.py makes them
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first is the main weight

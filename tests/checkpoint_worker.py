@@ -18,7 +18,7 @@ from safetensors import safe_open
 import megatron_bridge as bridge
 from config import LoraConfig, ParallelConfig, TrainConfig
 from support import ranks
-from support.checkpoint import CheckpointWriter, damage, read_state
+from support.checkpoint import CheckpointWriter, find_damage, read_state
 from support.optimizer_state import optimizer_steps, restore, sharded_state
 
 TRAIN = TrainConfig(lr=1e-3)
@@ -67,7 +67,7 @@ def main() -> None:
                     kept.copy_(weight if number == 1 else kept)
                 made_up_update(model, optimizer, number)
         else:
-            assert damage(first) is None
+            assert find_damage(first) is None
             torch._foreach_zero_(sets["reference"] + sets["past_1"])
             restore(first, model, optimizer, sets)
         with bridge.swapped_weights(model, sets["past_1"]):

@@ -172,7 +172,7 @@ def alone(tmp_path):
 
 def saved_by_hand(folder: Path, step: int) -> Path:
     """A checkpoint as CheckpointWriter leaves it, with one tensor."""
-    from support.checkpoint import digest, write_synced
+    from support.files import digest, write_synced
 
     path = folder / f"step_{step:06d}"
     path.mkdir(parents=True)
@@ -199,21 +199,21 @@ def saved_by_hand(folder: Path, step: int) -> Path:
     ],
 )
 def test_damage_is_found_and_the_one_before_is_taken(alone, tmp_path, harm, message):
-    from support.checkpoint import CheckpointError, complete, damage, sound_checkpoint
+    from support.checkpoint import CheckpointError, find_damage, find_valid_checkpoint, list_checkpoints
 
     saved_by_hand(tmp_path, 1)
     newest = saved_by_hand(tmp_path, 2)
     (tmp_path / "step_000003.tmp").mkdir()  # the rest of a save that was killed
     harm(newest)
-    assert [path.name for path in complete(tmp_path)] == ["step_000002", "step_000001"]
-    found = damage(newest)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002", "step_000001"]
+    found = find_damage(newest)
     assert found is None if message is None else message in found
-    assert sound_checkpoint(tmp_path).name == ("step_000002" if message is None else "step_000001")
+    assert find_valid_checkpoint(tmp_path).name == ("step_000002" if message is None else "step_000001")
     assert (tmp_path / "step_000002.damaged").exists() == (message is not None)
     (tmp_path / "step_000001/state.json").unlink()
     if message is not None:
         with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
-            sound_checkpoint(tmp_path)
+            find_valid_checkpoint(tmp_path)
         assert (tmp_path / "step_000001").exists()
 
 
@@ -247,7 +247,9 @@ def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp
 
 
 def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, tmp_path):
-    from support.checkpoint import CheckpointWriter, ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from support.checkpoint import CheckpointWriter
 
     writer, file = CheckpointWriter(tmp_path / "checkpoints", keep_last=0, keep_every=0), tmp_path / "step_000002.jsonl"
     writer.rollouts.write(tmp_path / "step_000001.jsonl", [])
@@ -270,8 +272,10 @@ def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, tmp_path)
 
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp_path, monkeypatch):
     """Found by tools/torture.py: a checkpoint under its own name without its manifest."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
     from support import checkpoint
-    from support.checkpoint import CheckpointWriter, ShardedTensor, complete, damage
+    from support.checkpoint import CheckpointWriter, find_damage, list_checkpoints
 
     def killed_midway(path, **_):
         for file in path.glob("manifest.json"):
@@ -285,27 +289,29 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(checkpoint.shutil, "rmtree", killed_midway)
         writer.finish()
-    assert [(path.name, damage(path)) for path in complete(tmp_path)] == [("step_000002", None)]
+    assert [(path.name, find_damage(path)) for path in list_checkpoints(tmp_path)] == [("step_000002", None)]
     writer.start(3, {"step": 3}, sharded)
     writer.finish()
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_000003"]
 
 
 @pytest.mark.parametrize(
-    "boxes, message",
+    "shards, message",
     [
         ({"weight@0,0": [2, 4], "weight@2,0": [2, 4]}, None),
-        ({"weight@0,0": [2, 4]}, "weight has 8 of 16 numbers"),
-        ({"weight@0,0": [4, 4], "weight@2,0": [2, 4]}, "weight has 24 of 16 numbers"),
+        ({"weight@0,0": [2, 4]}, "weight has 8 of 16 elements"),
+        ({"weight@0,0": [4, 4], "weight@2,0": [2, 4]}, "weight has 24 of 16 elements"),
         ({"bias@0,0": [4, 4]}, r"weight is missing, this model wants \(4, 4\); it was saved from another model"),
         ({"weight@0,0": [4, 5]}, r"weight is \(4, 5\), this model wants \(4, 4\)"),
     ],
 )
-def test_a_checkpoint_without_each_number_once_is_refused(alone, tmp_path, boxes, message):
-    from support.checkpoint import CheckpointError, ShardedTensor, read_sharded
+def test_a_checkpoint_without_each_number_once_is_refused(alone, tmp_path, shards, message):
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    whole = {name: shape if shape == [4, 5] else [4, 4] for name, shape in boxes.items()}
-    values = {name: torch.ones(shape) for name, shape in boxes.items()}
+    from support.shards import CheckpointError, read_sharded
+
+    whole = {name: shape if shape == [4, 5] else [4, 4] for name, shape in shards.items()}
+    values = {name: torch.ones(shape) for name, shape in shards.items()}
     save_file(values, tmp_path / "rank_00000_000.safetensors", {"shapes": json.dumps(whole)})
     sharded = {"w": ShardedTensor.from_rank_offsets("weight", torch.zeros(4, 4))}
     if message is None:
@@ -334,20 +340,25 @@ def test_what_nobody_reads_is_an_error(alone, tmp_path):
 
 
 def test_a_save_without_each_number_once_is_no_checkpoint(alone, tmp_path):
-    from support.checkpoint import CheckpointError, CheckpointWriter, ShardedTensor, saved_wrongly
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    assert saved_wrongly([[("w@0,0", 8, 16)], [("w@2,0", 8, 16), ("b@0", 4, 4)], []]) is None
-    assert saved_wrongly([[("w@0,0", 8, 16)], [("w@0,0", 8, 16)]]) == "w@0,0 is saved twice"
+    from support.checkpoint import CheckpointError, CheckpointWriter
+    from support.shards import find_coverage_error
+
+    assert find_coverage_error([[("w@0,0", 8, 16)], [("w@2,0", 8, 16), ("b@0", 4, 4)], []]) is None
+    assert find_coverage_error([[("w@0,0", 8, 16)], [("w@0,0", 8, 16)]]) == "w@0,0 is saved twice"
     writer = CheckpointWriter(tmp_path, keep_last=1, keep_every=0)
     writer.start(1, {}, {"half": ShardedTensor.from_rank_offsets("w", torch.ones(4, 4), (0, 1, 2))})
-    with pytest.raises(CheckpointError, match=r"w has 16 of 32 numbers; the ones before are as they were"):
+    with pytest.raises(CheckpointError, match=r"w has 16 of 32 elements; earlier checkpoints are unchanged"):
         writer.finish()
     assert not list(tmp_path.glob("step_*"))
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told(alone, tmp_path, monkeypatch):
-    from support import checkpoint
-    from support.checkpoint import CheckpointError, CheckpointWriter, ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from support import shards
+    from support.checkpoint import CheckpointError, CheckpointWriter
 
     sharded = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4, 4))}
     writer = CheckpointWriter(tmp_path / "file/checkpoints", keep_last=1, keep_every=0)
@@ -359,15 +370,15 @@ def test_a_checkpoint_that_cannot_be_written_is_told(alone, tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     writer = CheckpointWriter(tmp_path / "checkpoints", keep_last=1, keep_every=0)
-    monkeypatch.setattr(checkpoint, "sync", full)  # on the thread
+    monkeypatch.setattr(shards, "sync", full)  # on the thread
     writer.start(1, {}, sharded)
     with pytest.raises(CheckpointError, match=r"OSError: .*No space left on device \(rank 0\); .* Make room"):
         writer.finish()
     assert not list((tmp_path / "checkpoints").iterdir()) and writer.finish() is None
 
 
-def test_overlap_of_boxes():
-    from support.checkpoint import overlap
+def test_overlap_of_shards():
+    from support.shards import overlap
 
     whole = torch.arange(24).view(4, 6)
     here, there = overlap((1, 0), (3, 4), (0, 3), (2, 3))

@@ -10,7 +10,7 @@ import transformers
 import megatron_bridge as bridge
 import train_grpo
 from config import TrainingError, UserError
-from support import checkpoint, checks, weight_sets
+from support import checks, shards, weight_sets
 from support.read_config import load_config
 from tests.conftest import REPO, read_rows, write_rows
 from tests.test_checkpoint import equal, lasting
@@ -144,7 +144,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(build, rank):  # noqa: F811
     assert all(weight.equal(trained[name]) for name, weight in weights(resumed).items())
     assert resumed.sets.keys() == sets.keys() == {"reference", "past_1", "past_2"}
     assert all(torch.equal(a, b) for name in sets for a, b in zip(sets[name], resumed.sets[name], strict=True))
-    keys = {key.partition(".")[0] for key in checkpoint.stored_boxes(path)}
+    keys = {key.partition(".")[0] for key in shards.index_shards(path)}
     assert keys == {"param", "exp_avg", "exp_avg_sq", "reference", "past_1", "past_2"}
 
 
@@ -180,7 +180,7 @@ def test_without_the_keys_a_checkpoint_has_what_it_had(build):  # noqa: F811
     run = build("algo.kl_coef=0.05")
     train_grpo.save(run, 1)
     path = run.writer.finish()
-    assert {key.partition(".")[0] for key in checkpoint.stored_boxes(path)} == {"param", "exp_avg", "exp_avg_sq"}
+    assert {key.partition(".")[0] for key in shards.index_shards(path)} == {"param", "exp_avg", "exp_avg_sq"}
 
 
 def test_what_a_checkpoint_does_not_have_is_refused():

@@ -61,7 +61,7 @@ def worker(argv: list[str]) -> int:
         announce(train_grpo, "forward_backward", "update")
         announce(train_grpo, "push_weights", "push")
         announce(hf_folder, "export_hf", "export")
-        announce(checkpoint, "write_boxes", "save")  # in its thread
+        announce(checkpoint, "write_shards", "save")  # in its thread
         announce(checkpoint.CheckpointWriter, "finish", "save")
     return train_grpo.main(argv)
 
