@@ -1,4 +1,4 @@
-"""One clock for what a rank does: its phase, seconds and memory of each, timeline, watchdog, requests to stop."""
+"""The clock of a rank: its phase, the seconds and memory of each phase, timeline, watchdog, requests to stop."""
 
 import contextlib
 import time
@@ -20,9 +20,8 @@ class StopRequested(Exception):
 class Clock:
     """Every rank makes one after init_process_group, on its main thread: `with clock("train"): ...`.
 
-    `seconds` is {phase: wall seconds} of the step so far, `memory` what its phases took; `timeline` records them where
-    it is asked to. The watchdog hears of every phase and ends a run in which no rank has finished one for
-    `stall_timeout_s` (0: never).
+    `seconds` is {phase: wall seconds} of the step so far, `memory` the memory of its phases. `timeline` records phases
+    in its window. The watchdog ends a run in which no rank finishes a phase for `stall_timeout_s` (0: never).
     """
 
     def __init__(self, stall_timeout_s: float, timeline: Timeline | None = None):
@@ -31,12 +30,12 @@ class Clock:
         self.memory = Meter()
         self.timeline = timeline or Timeline()
         self.seconds: dict[str, float] = {}
-        self._began: float | None = None  # when the step did, None between steps
-        self._free_since = 0.0  # when its last phase ended
+        self._step_start: float | None = None  # None between steps
+        self._last_end = 0.0  # when the last phase of the step ended
 
     @property
     def phase(self) -> str:
-        """What the main thread does now; after an exception in a timed block, still that block's phase."""
+        """The phase of the main thread; after an exception in a timed block, still that block's phase."""
         return self.watchdog.phase
 
     @property
@@ -45,8 +44,10 @@ class Clock:
         return self.signals.requested is not None
 
     def check_stop(self) -> None:
-        """Raises StopRequested on every rank if a signal has reached any; all call it at the same place, and who is
-        early waits there, which is the phase "wait"."""
+        """Raises StopRequested on every rank if a signal has reached any of them.
+
+        All ranks call it at the same place. A rank that is early waits there, in the phase "wait".
+        """
         with self("wait"):
             stop = ranks.on_any_rank(self.stop_requested)
         if stop:
@@ -63,41 +64,41 @@ class Clock:
         self.enter(phase)
         self.memory.enter(phase)
         start = time.perf_counter()
-        self._between(start)
+        self._add_other(start)
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         end = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + end - start
         self.timeline.add(phase, start, end)
-        self._free_since = end
+        self._last_end = end
         self.memory.leave(phase)
         self.enter("step")
 
-    def _between(self, now: float) -> None:
-        """What no phase of the step has had until now is the phase "other", so that the phases are all of it."""
-        if self._began is not None:
-            self.seconds["other"] = self.seconds.get("other", 0.0) + now - self._free_since
-            self.timeline.add("other", self._free_since, now)
+    def _add_other(self, now: float) -> None:
+        """Add the time since the last phase to the phase "other", so that the phases sum to the step."""
+        if self._step_start is not None:
+            self.seconds["other"] = self.seconds.get("other", 0.0) + now - self._last_end
+            self.timeline.add("other", self._last_end, now)
 
     def start_step(self, step: int) -> None:
-        """Begin to count anew."""
+        """Begin a step with no seconds and no memory counted."""
         self.seconds = {}
         self.memory.start_step()
         self.timeline.start_step(step)
-        self._began = self._free_since = time.perf_counter()
+        self._step_start = self._last_end = time.perf_counter()
 
     def end_step(self) -> dict[str, float]:
         """{phase: seconds} of the step that ends here, and of "step", their sum. All ranks call this together."""
         end = time.perf_counter()
-        self._between(end)
-        self.timeline.add("step", self._began, end)
-        seconds = self.seconds | {"step": end - self._began}
-        self._began = None
+        self._add_other(end)
+        self.timeline.add("step", self._step_start, end)
+        seconds = self.seconds | {"step": end - self._step_start}
+        self._step_start = None
         self.timeline.end_step()
         return seconds
 
     def stop(self) -> None:
-        """Watch no longer: what follows may take as long as it likes, and a signal saves nothing any more."""
+        """Stop the watchdog: the rest may take any time, and a signal does not save the run any more."""
         self.signals.ended = True
         self.watchdog.stop()

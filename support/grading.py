@@ -1,6 +1,8 @@
-"""Rewards computed in processes of their own, because only a process can be killed: an answer that takes longer than
-`timeout_s` costs its own reward, never the run. Knows no trainer and no tensors; started as a program it is the worker.
-The functions of rollout.turns are called there as well (support/turns.py).
+"""Rewards computed in worker processes, because only a process can be killed.
+
+An answer that takes longer than `timeout_s` loses its own reward and never stops the run. The functions of
+rollout.turns are called in the workers as well (support/turns.py). Knows no trainer and no tensors. Started as a
+program, this file is the worker.
 """
 
 import atexit
@@ -27,36 +29,36 @@ from support.user_code import last_line
 
 @dataclass
 class Outcome:
-    """What came of one answer; `status` is "ok", "timeout" or "error": wrong and failed are never mixed up."""
+    """The result for one answer. `status` is "ok", "timeout" or "error": a wrong answer is "ok", with its low reward."""
 
-    parts: dict[str, float | list] = field(default_factory=dict)  # as reward.parts_of; of a turn: "reply" and "state"
+    parts: dict[str, float | list] = field(default_factory=dict)  # as reward.parts_of; for a turn "reply" and "state"
     status: str = "ok"
     error: str = ""
 
 
 @dataclass
 class Ledger:
-    """What was submitted together, to be waited for together."""
+    """Requests that are submitted together and waited for together."""
 
-    outcomes: list[Outcome | None] = field(default_factory=list)  # in the order of submission; None: not there yet
-    open: int = 0  # how many are not
+    outcomes: list[Outcome | None] = field(default_factory=list)  # in the order of submission; None: not finished
+    open: int = 0  # how many are not finished
 
 
-Job = tuple[Ledger, int, str]  # its place in the ledger, its request as JSON
+Job = tuple[Ledger, int, str]  # the index of its outcome in the ledger, its request as JSON
 
-LOAD_S = 600.0  # wall clock for what comes before an answer is graded: a custom module's import, a model's weights
+LOAD_S = 600.0  # wall clock to load a reward: the import of a custom module, a model's weights
 CHUNK = 32  # answers sent to a worker at once, where each takes less than QUICK_S
 QUICK_S = 0.01
-TURNS = "rollout.turns"  # in place of a reward's name
-LONGEST = 100_000  # characters of what a function of rollout.turns returns, and of its state as JSON
+TURNS = "rollout.turns"  # the key of a request that calls a function of rollout.turns, in place of a reward
+MAX_TURN_CHARS = 100_000  # length of the text that a function of rollout.turns returns, and of its state as JSON
 
 
 class GradingPool:
     """Worker processes that grade answers while the caller does something else.
 
-    `by_source` picks the reward of a source, else `default`. `timeout_s`: wall clock an answer, from when a worker
+    A source has the reward in `by_source`, else `default`. `timeout_s`: wall clock per answer, from when a worker
     starts on it. `memory_gb`: address space of a worker, 0 for no limit. Where rewards use reward models, one more
-    worker loads all of them, without that limit. `max_error_frac` is the caller's.
+    worker loads all of them, without that limit.
     """
 
     def __init__(
@@ -68,7 +70,6 @@ class GradingPool:
         workers: int,
         options: dict[str, dict] | None = None,
         memory_gb: float = 4.0,
-        max_error_frac: float = 0.0,
         functions: dict[str, str] | None = None,
     ):
         self.default = default
@@ -78,25 +79,32 @@ class GradingPool:
         self.functions = functions or {}
         self.timeout_s = timeout_s
         self.memory_gb = memory_gb
-        self.lock = threading.Condition()  # of all that follows
+        self.lock = threading.Condition()  # guards all attributes below
         models = [name for spec in [default, *by_source.values()] for name in reward.models_of(spec, self.functions)]
         self.batch_size = max([self.options.get(name, {}).get("batch_size", 8) for name in models], default=8)
-        self.waiting = {False: deque(), True: deque()}  # jobs, by whether they need a model
+        self.waiting = {False: deque(), True: deque()}  # jobs, keyed by whether they need a model
         self.submitted = Ledger()  # since the last `collect`
         self.closed = False
         self.failure: BaseException | None = None  # of a thread, for the caller
-        kinds = [False] * workers + [True] * bool(models)
-        self.workers: list[Worker | None] = [None] * len(kinds)
-        self.threads = [threading.Thread(target=self._serve, args=job, daemon=True) for job in enumerate(kinds)]
+        with_model = [False for _ in range(workers)]  # of each worker
+        if models:
+            with_model.append(True)
+        self.workers: list[Worker | None] = [None for _ in with_model]
+        self.threads = [
+            threading.Thread(target=self._serve, args=slot_and_kind, daemon=True)
+            for slot_and_kind in enumerate(with_model)
+        ]
         for thread in self.threads:
             thread.start()
-        atexit.register(self.close)  # a run that ends with an error leaves no files behind either
+        atexit.register(self.close)  # a run that ends with an error removes its temporary files too
 
     def submit(
         self, source: str, text: str, answer: str, row: dict, ids: list[int] | None = None, lost: Outcome | None = None
     ) -> None:
-        """Have an answer graded; returns at once. Rewards of the user's own may ask for its token `ids`. One that is
-        lost has that outcome, ungraded."""
+        """Queue an answer for grading; returns at once. Rewards of the user's own may ask for its token `ids`.
+
+        `lost`: the outcome of an answer whose environment failed, which is not graded.
+        """
         if lost:
             self.submitted.outcomes.append(lost)
             return
@@ -106,7 +114,7 @@ class GradingPool:
         self._put(queue.append, self.submitted, {"spec": spec, "arguments": [text, answer, row, ids]})
 
     def submit_turn(self, ledger: Ledger, place: str, text: str, row: dict, state: dict) -> None:
-        """Have the function of rollout.turns at `place` called, before what waits: vLLM stands still."""
+        """Queue a call of the function of rollout.turns at `place`, ahead of all other jobs: vLLM waits for it."""
         self._put(self.waiting[False].appendleft, ledger, {"spec": {TURNS: place}, "arguments": [text, row, state]})
 
     def _put(self, put: Callable[[Job], None], ledger: Ledger, request: dict) -> None:
@@ -142,7 +150,7 @@ class GradingPool:
             thread.join()
 
     def _serve(self, slot: int, with_model: bool) -> None:
-        """The thread of one worker; starting it here ties the worker's life to this thread's."""
+        """The thread of one worker. It starts the process too, which dies with the thread that started it."""
         try:
             size = 1
             while True:
@@ -150,11 +158,11 @@ class GradingPool:
                 if not jobs:
                     return
                 start = time.monotonic()
-                left = self._ask(slot, jobs, with_model)
-                quick = time.monotonic() - start < QUICK_S * (len(jobs) - len(left))
+                ungraded = self._ask(slot, jobs, with_model)
+                quick = time.monotonic() - start < QUICK_S * (len(jobs) - len(ungraded))
                 size = CHUNK if quick else 1
                 with self.lock:
-                    self.waiting[with_model].extendleft(reversed(left))
+                    self.waiting[with_model].extendleft(reversed(ungraded))
                     self.lock.notify_all()
         except BaseException as error:
             with self.lock:
@@ -164,52 +172,62 @@ class GradingPool:
             self._stop(slot)
 
     def _take(self, with_model: bool, size: int) -> list[Job]:
-        """Up to `size` jobs, fewer near the end so that all workers have some; none when the pool is closed."""
+        """Up to `size` jobs, fewer when few are left so that all workers have some; none when the pool is closed."""
         waiting = self.waiting[with_model]
         with self.lock:
             self.lock.wait_for(lambda: waiting or self.closed)
+            if self.closed:
+                return []
             size = self.batch_size if with_model else min(size, 1 + len(waiting) // (2 * len(self.workers)))
-            return [] if self.closed else [waiting.popleft() for _ in range(min(size, len(waiting)))]
+            return [waiting.popleft() for _ in range(min(size, len(waiting)))]
 
     def _ask(self, slot: int, jobs: list[Job], with_model: bool) -> list[Job]:
-        """Have the worker grade the jobs; returns those that it did not come to before it was killed."""
+        """Have the worker grade the jobs; returns the jobs it had not started when it was stopped."""
         worker = self.workers[slot] or self._start(slot, with_model)
-        with contextlib.suppress(BrokenPipeError):  # it is dead: reading finds out
+        with contextlib.suppress(BrokenPipeError):  # the worker is dead: reading its reply says so
             worker.send("[" + ",".join(request for *_, request in jobs) + "]")
-        for place, job in enumerate(jobs):
-            began = worker.line(LOAD_S)
-            reply = worker.line(self.timeout_s) if began else began
+        for number, job in enumerate(jobs):
+            started = worker.read_line(LOAD_S)
+            reply = worker.read_line(self.timeout_s) if started else started
             if reply:
                 fields = json.loads(reply)
-                worn = fields.pop("worn", False)
+                restart = fields.pop("restart", False)
                 self._settle([job], Outcome(**fields))
-                if worn:
+                if restart:
                     self._stop(slot)
-                    return jobs[place + 1 :]
+                    return jobs[number + 1 :]
                 continue
             code = self._stop(slot)
-            failed = jobs[place:] if with_model else jobs[place : place + 1]  # the model takes all of them at once
-            if began and reply is None:
+            failed = jobs[number:] if with_model else [job]  # a model scores all of them in one batch
+            if started and reply is None:
                 outcome = Outcome(status="timeout")
             elif reply is None:
                 outcome = Outcome(status="error", error=f"loading the reward took more than {LOAD_S:.0f} s")
             else:
                 outcome = Outcome(status="error", error=f"the grading process died (exit code {code})")
             self._settle(failed, outcome)
-            return jobs[place + len(failed) :]
+            return jobs[number + len(failed) :]
         return []
 
     def _settle(self, jobs: list[Job], outcome: Outcome) -> None:
+        """Give jobs their outcome, and wake up who waits for the last one of a ledger."""
         with self.lock:
-            for ledger, place, _ in jobs:
-                ledger.outcomes[place] = outcome
+            for ledger, index, _ in jobs:
+                ledger.outcomes[index] = outcome
                 ledger.open -= 1
                 if not ledger.open:
                     self.lock.notify_all()
 
     def _start(self, slot: int, with_model: bool) -> "Worker":
-        settings = {"custom": self.custom, "options": self.options, "functions": self.functions}
-        worker = Worker({**settings, "with_model": with_model, "memory_gb": 0 if with_model else self.memory_gb})
+        worker = Worker(
+            {
+                "custom": self.custom,
+                "options": self.options,
+                "functions": self.functions,
+                "with_model": with_model,
+                "memory_gb": 0 if with_model else self.memory_gb,
+            }
+        )
         with self.lock:
             self.workers[slot] = worker
             if self.closed:
@@ -236,12 +254,13 @@ class Worker:
 
     def send(self, line: str) -> None:
         """Write a line; the worker is reading whenever this is called. Raises BrokenPipeError."""
-        left = memoryview(line.encode() + b"\n")
-        while left:
-            left = left[self.process.stdin.write(left) :]
+        unsent = memoryview(line.encode() + b"\n")
+        while unsent:
+            written = self.process.stdin.write(unsent)
+            unsent = unsent[written:]
 
-    def line(self, seconds: float) -> bytes | None:
-        """The next line with its end; empty if the worker is dead, None if it wrote none for so long."""
+    def read_line(self, seconds: float) -> bytes | None:
+        """The next line with its end; empty if the worker is dead, None if none came within `seconds`."""
         deadline = time.monotonic() + seconds
         poll = select.poll()  # select.select cannot watch the high descriptors of a large trainer
         poll.register(self.process.stdout, select.POLLIN)
@@ -256,7 +275,7 @@ class Worker:
         return bytes(line + end)
 
     def stop(self) -> int:
-        """Kill it and all it started, remove its files; returns its exit code."""
+        """Kill the worker and all it started, remove its files; returns its exit code."""
         processes.kill_family(self.process.pid)
         code = self.process.wait()
         self.process.stdin.close()
@@ -269,10 +288,11 @@ class Worker:
 
 
 def serve_requests() -> None:
-    """Grade what comes on standard input. For each answer an empty line when its clock starts, then a line of JSON."""
-    requests, replies = os.fdopen(os.dup(0)), os.dup(1)
+    """Grade requests from standard input. Writes an empty line when an answer's time starts, then a line of JSON."""
+    requests = os.fdopen(os.dup(0))
+    replies = os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)  # what a reward function reads or prints must not mix with requests and replies
+    os.dup2(null, 0)  # a reward function must not read requests, nor print into replies
     os.dup2(2, 1)
     processes.die_with_parent(adopt=True)
     settings = json.loads(requests.readline())
@@ -282,7 +302,7 @@ def serve_requests() -> None:
     loaded = {}
     for line in requests:
         chunk = json.loads(line)
-        if settings["with_model"]:  # the functions know the chunk, to score it in one go
+        if settings["with_model"]:  # a function that is loaded scores one chunk, in a batch
             loaded = {}
         for request in chunk:
             key = json.dumps(request["spec"])
@@ -290,23 +310,25 @@ def serve_requests() -> None:
                 loaded[key] = attempt(prepare, request["spec"], settings, chunk)
             function, failure = loaded[key]
             os.write(replies, b"\n")
-            value, failure = (None, failure) if failure else attempt(function, *request["arguments"])
+            if not failure:
+                value, failure = attempt(function, *request["arguments"])
             os.write(replies, json.dumps(failure or {"parts": value}).encode() + b"\n")
 
 
 def attempt(function: Callable, *args) -> tuple:
-    """The function's value and None, or None and the fields of a failed Outcome; "worn" asks for a new worker."""
+    """(value, None) of a function, or (None, fields of a failed Outcome). "restart" asks for a new worker."""
     try:
         return function(*args), None
     except sandbox.TooLong:
         return None, {"status": "timeout"}
+    except MemoryError as error:
+        return None, {"status": "error", "error": last_line(error), "restart": True}
     except Exception as error:
-        worn = {"worn": True} if isinstance(error, MemoryError) else {}
-        return None, {"status": "error", "error": last_line(error), **worn}
+        return None, {"status": "error", "error": last_line(error)}
 
 
 def prepare(spec: str | dict[str, float], settings: dict, chunk: list[dict]) -> Callable:
-    """`reward.load_reward`, returning parts, with what it needs loaded, so that no answer's time pays for that."""
+    """The function of `reward.load_reward`, returning parts, with all it needs loaded before an answer's time starts."""
     if isinstance(spec, dict) and TURNS in spec:
         return prepare_turns(spec[TURNS])
     models = reward.models_of(spec, settings["functions"])
@@ -323,39 +345,40 @@ def prepare(spec: str | dict[str, float], settings: dict, chunk: list[dict]) -> 
 def prepare_turns(place: str) -> Callable:
     """The function of rollout.turns, returning {"reply": text or None, "state": dict}.
 
-    It raises TypeError or ValueError for what is no text, no JSON, or longer than LONGEST.
+    It raises TypeError or ValueError for a reply that is no text, a state that is no JSON, or one that is too long.
     """
     function = user_code.load_function(TURNS, place)
 
-    def play(text: str, row: dict, state: dict) -> dict:
+    def take_turn(text: str, row: dict, state: dict) -> dict:
         reply = function(text, row, state)
         if not isinstance(reply, str | None):
             raise TypeError(f"it returned a {type(reply).__name__}; legal are a text and None")
         for what, size in (("the text", len((reply or "").encode())), ("the state", len(json.dumps(state)))):
-            if size > LONGEST:
-                raise ValueError(f"{what} that it returned has {size} characters; at most {LONGEST} are legal")
+            if size > MAX_TURN_CHARS:
+                raise ValueError(f"{what} that it returned has {size} characters; at most {MAX_TURN_CHARS} are legal")
         return {"reply": reply, "state": state}
 
-    return play
+    return take_turn
 
 
 def batched_model(name: str, chunk: list[dict]) -> Callable:
-    """`reward.model` for the requests of a chunk that use it by this name, all scored when the first is graded."""
-    found = {}
+    """`reward.model` for the requests of a chunk that use it by this name; the first call scores all of them."""
+    score_of_row = {}  # by the identity of the row
 
     def score(text: str, answer: str, row: dict, **options) -> float:
-        if not found:
-            asked = [request["arguments"] for request in chunk if name in reward.weights_of(request["spec"])]
-            values = reward_model.scores([(text, row) for text, _, row, _ in asked], **model_options(options))
-            found.update({id(row): value for (_, _, row, _), value in zip(asked, values, strict=True)})
-        return found[id(row)]
+        if not score_of_row:
+            arguments = [request["arguments"] for request in chunk if name in reward.weights_of(request["spec"])]
+            values = reward_model.scores([(text, row) for text, _, row, _ in arguments], **model_options(options))
+            score_of_row.update({id(row): value for (_, _, row, _), value in zip(arguments, values, strict=True)})
+        return score_of_row[id(row)]
 
     return score
 
 
 def model_options(given: dict) -> dict:
-    """All options of `reward.model`, those that are not given at their defaults."""
-    return {p.name: p.default for p in list(inspect.signature(reward.model).parameters.values())[3:]} | given
+    """All options of `reward.model`: those that are given, the others with their defaults."""
+    options = list(inspect.signature(reward.model).parameters.values())[3:]  # after response, answer and row
+    return {option.name: option.default for option in options} | given
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Run Python that nobody has read. Knows no rewards; started as a program, this file is the confined process itself.
+"""Run untrusted Python. Knows no rewards; started as a program, this file is the confined process itself.
 
-The process can be killed alone, since it cannot start another. docs/rewards.md says what this guarantees and what not.
+Killing the process is enough, since it cannot start another. docs/rewards.md says what this guarantees and what not.
 """
 
 import contextlib
@@ -25,13 +25,19 @@ class TooLong(Exception):
 
 
 # The kernel's numbers, by the names of its headers.
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+PR_SET_PDEATHSIG = 1
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_MODE_FILTER = 2
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
-LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+LANDLOCK_CREATE_RULESET = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT_SELF = 446
 LANDLOCK_CREATE_RULESET_VERSION = 1
 LANDLOCK_RULE_PATH_BENEATH = 1
-WRITE_FILE, REFER, TRUNCATE = 1 << 1, 1 << 13, 1 << 14  # LANDLOCK_ACCESS_FS_...
+WRITE_FILE = 1 << 1  # this and the next three: LANDLOCK_ACCESS_FS_...
+REFER = 1 << 13
+TRUNCATE = 1 << 14
 REMOVE_AND_MAKE = sum(1 << bit for bit in range(4, 13))  # directories, files, links, devices, sockets, pipes
 SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 1 << 0, 1 << 1
 
@@ -39,19 +45,20 @@ SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 1 << 0, 1 << 1
 
 
 def values_of(program: str, tests: list[list[tuple[str, bool]]], **limits) -> list[list[str] | None]:
-    """What the tests find after the program: for each the repr of its values, None where it raised.
+    """Run tests after a program: for each test the repr of its values, None where it raised.
 
-    A test is a list of Python sources, each with whether it is an expression, whose value is wanted; others are
+    A test is a list of Python sources, each with whether it is an expression, whose value is returned; others are
     statements. Values are in Python's own types. `limits` as in `run`.
     """
     secret = secrets.token_hex(16)  # so that a program that ends early, or prints, cannot pass
     _, output = run({"program": program, "tests": tests, "secret": secret}, **limits)
     try:
-        found = json.loads(output.partition(secret)[2])
+        results = json.loads(output.partition(secret)[2])
     except (ValueError, RecursionError):  # it ended early, or wrote more
-        found = []
-    sound = isinstance(found, list) and len(found) == len(tests)
-    return [texts if is_texts(texts) else None for texts in found] if sound else [None] * len(tests)
+        results = []
+    if not isinstance(results, list) or len(results) != len(tests):
+        return [None for _ in tests]
+    return [texts if is_texts(texts) else None for texts in results]
 
 
 def is_texts(value: object) -> bool:
@@ -65,7 +72,7 @@ def output_of(program: str, stdin: str, **limits) -> str | None:
 
 
 def run(job: dict, *, seconds: float, memory_mb: int, file_mb: int, allow_writes: bool) -> tuple[int, str]:
-    """Run job["program"] confined; returns its exit code and its standard output, with tests what they found.
+    """Run job["program"] confined; returns its exit code and its standard output, or the results of its tests.
 
     Raises TooLong after `seconds` of wall clock, RuntimeError where this machine cannot confine a program.
     """
@@ -107,7 +114,7 @@ def remove_tree(folder: str) -> None:
     subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 
 
-# ---------------------------------------------------------------- inside: give up rights, then run
+# ---------------------------------------------------------------- inside: drop rights, then run
 
 # Calls that reach beyond the process, refused with EPERM: (number on x86_64, number on aarch64), None where absent.
 REFUSED = {
@@ -134,10 +141,24 @@ CONDITIONS = {
 }
 CLONE3 = 435  # its flags are out of a filter's sight; refused with ENOSYS, so that libc takes clone
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+X32_BIT = 0x40000000  # in the numbers of calls of x86_64's other interface
+# Instructions of BPF (linux/bpf_common.h): load a word of seccomp_data, jump if equal, jump if at least, and, return.
+LD_ABS = 0x20
+JEQ = 0x15
+JGE = 0x35
+AND = 0x54
+RET = 0x06
+# Offsets in seccomp_data, and what a filter returns: SECCOMP_RET_...
+NUMBER_OFFSET = 0
+ARCH_OFFSET = 4
+ARGUMENTS_OFFSET = 16
+RET_ALLOW = 0x7FFF0000
+RET_ERRNO = 0x50000
+RET_KILL = 0x80000000
 
 
 def confine(folder: str, seconds: float, memory_mb: int, file_mb: int, allow_writes: bool) -> None:
-    """Give up, for good, what a program may not have. Raises OSError or RuntimeError if that is not possible here."""
+    """Drop the rights a program must not have, for good. Raises OSError or RuntimeError if that is not possible here."""
     for kind, value in [
         (resource.RLIMIT_CPU, math.ceil(seconds) + 1),
         (resource.RLIMIT_AS, memory_mb << 20),
@@ -151,25 +172,26 @@ def confine(folder: str, seconds: float, memory_mb: int, file_mb: int, allow_wri
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
 
-    def must(result: int, what: str) -> int:
+    def check(result: int, what: str) -> int:
+        """The result of a system call. Raises OSError if it failed."""
         if result < 0:
             raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
         return result
 
-    must(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
     if not allow_writes:
-        confine_writes(libc, must, folder)
+        confine_writes(libc, check, folder)
     # No capabilities, or root could raise its limits again.
-    must(libc.capset(struct.pack("Ii", LINUX_CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
+    check(libc.capset(struct.pack("Ii", LINUX_CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
     if platform.machine() not in ARCHITECTURES:
         raise RuntimeError(f"the code reward knows no system calls of {platform.machine()}")
     program = syscall_filter(platform.machine())
     code = ctypes.create_string_buffer(program)
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-    must(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0), "PR_SET_SECCOMP")
+    check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0), "PR_SET_SECCOMP")
 
 
-def confine_writes(libc, must, folder: str) -> None:
+def confine_writes(libc, check, folder: str) -> None:
     """Landlock: nothing outside `folder` can be written, made, removed or renamed; /dev/null stays open."""
     abi = libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
     if abi < 1:
@@ -185,42 +207,51 @@ def confine_writes(libc, must, folder: str) -> None:
     attribute = struct.pack("Q", rights)
     if abi >= 6:
         attribute += struct.pack("QQ", 0, SCOPE_ABSTRACT_SOCKETS | SCOPE_SIGNALS)  # to the outside
-    rules = must(libc.syscall(LANDLOCK_CREATE_RULESET, attribute, len(attribute), 0), "landlock_create_ruleset")
+    rules = check(libc.syscall(LANDLOCK_CREATE_RULESET, attribute, len(attribute), 0), "landlock_create_ruleset")
     of_files = rights & (WRITE_FILE | TRUNCATE)
     for path, allowed in ((folder, rights), ("/dev/null", of_files)):
         beneath = struct.pack("=Qi", allowed, os.open(path, os.O_PATH | os.O_CLOEXEC))
-        must(libc.syscall(LANDLOCK_ADD_RULE, rules, LANDLOCK_RULE_PATH_BENEATH, beneath, 0), "landlock_add_rule")
-    must(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
+        check(libc.syscall(LANDLOCK_ADD_RULE, rules, LANDLOCK_RULE_PATH_BENEATH, beneath, 0), "landlock_add_rule")
+    check(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
 
 
 def syscall_filter(machine: str) -> bytes:
-    """A seccomp program: REFUSED and CONDITIONS on this machine, calls of another architecture kill the process."""
+    """A seccomp filter in BPF: REFUSED and CONDITIONS of a machine; calls of another architecture kill the process."""
 
-    def step(code: int, k: int, true: int = 0, false: int = 0) -> bytes:
-        return struct.pack("HBBI", code, true, false, k)
+    def step(code: int, k: int, jump_true: int = 0, jump_false: int = 0) -> bytes:
+        return struct.pack("HBBI", code, jump_true, jump_false, k)
 
-    load, equal, above, keep, give = 0x20, 0x15, 0x35, 0x54, 0x06
-    allow, refuse, unknown, kill = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000
     column = list(ARCHITECTURES).index(machine)
-    steps = [step(load, 4), step(equal, ARCHITECTURES[machine], 1, 0), step(give, kill), step(load, 0)]
-    steps += [step(above, 0x40000000, 0, 1), step(give, kill)]  # x32's numbers
-    steps += [step(equal, CLONE3, 0, 1), step(give, unknown)]
+    steps = [step(LD_ABS, ARCH_OFFSET), step(JEQ, ARCHITECTURES[machine], 1, 0), step(RET, RET_KILL)]
+    steps += [step(LD_ABS, NUMBER_OFFSET)]
+    steps += [step(JGE, X32_BIT, 0, 1), step(RET, RET_KILL)]
+    steps += [step(JEQ, CLONE3, 0, 1), step(RET, RET_ERRNO | errno.ENOSYS)]
     for numbers in REFUSED.values():
         if numbers[column] is not None:
-            steps += [step(equal, numbers[column], 0, 1), step(give, refuse)]
+            steps += [step(JEQ, numbers[column], 0, 1), step(RET, RET_ERRNO | errno.EPERM)]
     for *numbers, argument, mask, value in CONDITIONS.values():
-        test = [step(load, 16 + 8 * argument), step(keep, mask), step(equal, value, 0, 1)]
-        steps += [step(equal, numbers[column], 0, 5), *test, step(give, allow), step(give, refuse)]
-    return b"".join([*steps, step(give, allow)])
+        steps += [step(JEQ, numbers[column], 0, 5)]  # another call: skip the next five
+        steps += [step(LD_ABS, ARGUMENTS_OFFSET + 8 * argument), step(AND, mask), step(JEQ, value, 0, 1)]
+        steps += [step(RET, RET_ALLOW), step(RET, RET_ERRNO | errno.EPERM)]
+    return b"".join([*steps, step(RET, RET_ALLOW)])
 
 
 def main() -> None:
-    """Read the job, give up rights, run the program; its tests, if any, in its own module, the values to where its
-    standard output would have gone."""
+    """Read the job, drop rights, run the program, then its tests, if any, in the program's module.
+
+    The values of tests are written to the standard output, which the program itself cannot reach then.
+    """
     job = json.load(sys.stdin)
-    tests, secret, report, found = job.get("tests"), job.get("secret", ""), job["report"], os.dup(1)
-    # By names of its own, which the program cannot put others under.
-    write, leave, execute, evaluate, show = os.write, os._exit, exec, eval, repr
+    tests = job.get("tests")
+    secret = job.get("secret", "")
+    report = job["report"]
+    results_out = os.dup(1)
+    # Local names, which the program cannot replace.
+    write = os.write
+    leave = os._exit
+    execute = exec
+    evaluate = eval
+    represent = repr
     quote = json.encoder.encode_basestring_ascii
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # support/ is out of reach here (-I)
     stdin = os.memfd_create("stdin")
@@ -249,11 +280,11 @@ def main() -> None:
             texts = []
             for source, is_expression in steps:
                 if is_expression:
-                    texts.append(quote(show(plain(evaluate(source, module.__dict__)))))
+                    texts.append(quote(represent(plain(evaluate(source, module.__dict__)))))
                 else:
                     execute(source, module.__dict__)
             results[number] = "[" + ",".join(texts) + "]"
-    write(found, (secret + "[" + ",".join(results) + "]").encode())
+    write(results_out, (secret + "[" + ",".join(results) + "]").encode())
     leave(0)
 
 

@@ -120,7 +120,7 @@ def converse(world, tokenizer, tmp_path):
             f"rollout.turns={tmp_path / 'play.py'}:play", "reward.timeout_s=1", "reward.memory_gb=2",
             *(f"rollout.{key}={value}" for key, value in rollout.items()),
         ])  # fmt: skip
-        pools.append(GradingPool(**cfg.reward.model_dump()))
+        pools.append(GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})))
         run = SimpleNamespace(
             cfg=cfg, grading=pools[-1], engine=Script(tokenizer), inputs=SimpleNamespace(tokenizer=tokenizer)
         )

@@ -110,7 +110,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     optimizer = bridge.build_optimizer(model, t, cfg.megatron)
     sets, teacher = initial_sets(model, cfg), build_teacher(model, cfg)
     writer = checkpoint.CheckpointWriter(Path(cfg.output_dir, "checkpoints"), t.keep_last, t.keep_every)
-    grading = GradingPool(**cfg.reward.model_dump())
+    grading = GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"}))
     run = Run(cfg, clock, inputs, path, engine, model, optimizer, sets, teacher, grading, writer)
     push_weights(run)  # of the initial model, which vLLM has read from disk as well: the mapping is checked against it
     if inputs.checkpoint:
