@@ -1,8 +1,8 @@
-"""The prompts of a run, and the order steps see them in. Knows no tensors, no rewards.
+"""The prompts of a run, and the order in which steps take them. Knows no tensors, no rewards.
 
-`cfg` is the `data` section of the configuration. What is wrong with the data is a ValueError that names the key, the
-file and the row or column. docs/data.md says what is legal. Files are read in support/tables.py, tokenised in
-support/tokens.py, large ones once a machine by support/token_cache.py; support/mixing.py mixes sets by weight.
+`cfg` is the `data` section of the configuration. Invalid data raises a ValueError that names the key, the file and the
+row or column; docs/data.md says what is legal. support/tables.py reads files, support/tokens.py tokenises them,
+support/token_cache.py does so once a machine for large ones, and support/mixing.py mixes sets by weight.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from support.tokens import (
     check_columns,
     hinted_text,
     jobs_of,
-    join,
+    join_blocks,
     lookup,
     source_of,
     to_ids,
@@ -44,10 +44,13 @@ class Prompt:
 
 
 class PromptSet(Sequence):
-    """The prompts of one set; each is put together when it is asked for, from `tokens` and its row in the `tables`."""
+    """The prompts of one set. Each is made when it is read, from `tokens` and its row in the `tables`."""
 
     def __init__(self, cfg, tokens: Tokens, tables: list[Table], tokenizer=None):
-        self.cfg, self.tokens, self.tables, self.tokenizer = cfg, tokens, tables, tokenizer
+        self.cfg = cfg
+        self.tokens = tokens
+        self.tables = tables
+        self.tokenizer = tokenizer
         self.ends = list(accumulate(map(len, tables)))
         self.fingerprint = tokens.fingerprint
 
@@ -56,22 +59,25 @@ class PromptSet(Sequence):
 
     def __getitem__(self, i: int) -> Prompt:
         i = range(len(self))[operator.index(i)]
-        ids = self.tokens.ids[self.tokens.ends[i - 1] if i else 0 : self.tokens.ends[i]]
+        start = self.tokens.ends[i - 1] if i else 0
+        ids = self.tokens.ids[start : self.tokens.ends[i]]
         number = int(self.tokens.rows[i])
         table = int(np.searchsorted(self.ends, number, side="right"))
         row = self.tables[table][number - (self.ends[table - 1] if table else 0)]
         answer = answer_text(lookup(row, self.cfg.answer_key), self.cfg.answer_key)
         asked = None
         if self.cfg.hint_key is not None:
-            asked = np.array(to_ids([hinted_text(row, self.cfg, self.tokenizer)], self.cfg, self.tokenizer)[0], "i4")
+            (hinted_ids,) = to_ids([hinted_text(row, self.cfg, self.tokenizer)], self.cfg, self.tokenizer)
+            asked = np.array(hinted_ids, np.int32)
         return Prompt(ids.tolist(), answer, source_of(row, self.cfg.source_key), row, asked)
 
 
 class Mixture(Sequence):
-    """Several sets, as one behind the other, of which `prompt_batch` takes shares: {name: (weight, prompts)}."""
+    """Several sets, concatenated, of which `prompt_batch` takes shares: {name: (weight, prompts)}."""
 
     def __init__(self, sets: dict[str, tuple[float, PromptSet]]):
-        self.names, (self.weights, self.sets) = list(sets), zip(*sets.values(), strict=True)
+        self.names = list(sets)
+        self.weights, self.sets = zip(*sets.values(), strict=True)
         self.ends = list(accumulate(map(len, self.sets)))
         parts = [[weight, part.fingerprint] for weight, part in sets.values()]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
@@ -114,7 +120,7 @@ def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[PromptSet | Mixtur
     if not cfg.chat_template and (cfg.system_prompt is not None or cfg.template_kwargs):
         raise ValueError("data.system_prompt and data.template_kwargs have an effect only with data.chat_template=true")
     if key == "eval":
-        cfg = cfg.model_copy(update={"hint_key": None})  # no teacher looks at an evaluation
+        cfg = cfg.model_copy(update={"hint_key": None})  # an evaluation has no teacher
     value = getattr(cfg, key)
     if not isinstance(value, dict) or not value:
         prompts = load_set(cfg, tokenizer, value, f"data.{key}")
@@ -124,24 +130,25 @@ def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[PromptSet | Mixtur
 
 
 def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
-    """The prompts of what `value`, given at `key`, stands for. Raises ValueError."""
+    """The prompts of the files or data sets that `value`, given at `key`, names. Raises ValueError."""
     tokens, large = None, False
     if cfg.custom is not None:
         tables = [(name, custom_rows(cfg.custom, name, key)) for name in names_of(value, key)]
     else:
         sources = sources_of(value, cfg.split, key)
         local = all(map(is_local, sources))
-        tables = [] if local else load_tables(sources, key)  # whose files the library has fetched
+        tables = [] if local else load_tables(sources, key)  # the library downloads their files
         files = [arguments["data_files"] for _, arguments in sources] if local else cached_files(tables)
         large = sum(map(os.path.getsize, files)) >= token_cache.LARGE_BYTES
         if large:
-            tokens = token_cache.cached(cfg, tokenizer, sources, files, value, key)
+            tokens = token_cache.load_or_build(cfg, tokenizer, sources, files, value, key)
         tables = tables or load_tables(sources, key)
     if tokens is None:
         check_columns(cfg, tables)
         parts = []
         blocks = (tokenise(cfg, tokenizer, tables, key, job) for job in jobs_of(tables))
-        tokens = replace(join(blocks, cfg, value, parts.append), ids=np.concatenate(parts))
+        tokens = join_blocks(blocks, cfg, value, parts.append)
+        tokens = replace(tokens, ids=np.concatenate(parts))
     rows = [table if large else rows_of(table, 0, len(table)) for _, table in tables]
     return PromptSet(cfg, tokens, rows, tokenizer)
 
@@ -152,12 +159,15 @@ def fingerprint(prompts: PromptSet | Mixture) -> str:
 
 
 def prompt_batch(prompts: Sequence[Prompt], taken: int, size: int, seed: int) -> list[Prompt]:
-    """The `size` prompts after the first `taken` of an endless stream that is shuffled anew each epoch.
+    """The `size` prompts after the first `taken` of an endless stream that is reshuffled each epoch.
 
     A pure function of its arguments: the last partial batch of an epoch is filled from the next, and `taken` is all a
-    resumed run needs to know. A Mixture has such a stream of each set, and takes its share of each.
+    resumed run needs. A Mixture has one such stream per set, and takes a share of each.
     """
-    sets, weights = (prompts.sets, prompts.weights) if isinstance(prompts, Mixture) else ([prompts], [1.0])
+    if isinstance(prompts, Mixture):
+        sets, weights = prompts.sets, prompts.weights
+    else:
+        sets, weights = [prompts], [1.0]
     chosen = mixing.draw_prompts([len(part) for part in sets], weights, taken, size, seed)
     return [sets[number][place] for number, place in chosen]
 

@@ -29,7 +29,7 @@ from support.user_code import last_line
 
 @dataclass
 class Outcome:
-    """The result for one answer. `status` is "ok", "timeout" or "error": a wrong answer is "ok", with its low reward."""
+    """The result for one answer. `status` is "ok", "timeout" or "error"; a wrong answer is "ok" and has its reward."""
 
     parts: dict[str, float | list] = field(default_factory=dict)  # as reward.parts_of; for a turn "reply" and "state"
     status: str = "ok"
@@ -328,7 +328,7 @@ def attempt(function: Callable, *args) -> tuple:
 
 
 def prepare(spec: str | dict[str, float], settings: dict, chunk: list[dict]) -> Callable:
-    """The function of `reward.load_reward`, returning parts, with all it needs loaded before an answer's time starts."""
+    """The function of `reward.load_reward`, returning parts. All it needs is loaded before an answer's time starts."""
     if isinstance(spec, dict) and TURNS in spec:
         return prepare_turns(spec[TURNS])
     models = reward.models_of(spec, settings["functions"])

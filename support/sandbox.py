@@ -158,7 +158,7 @@ RET_KILL = 0x80000000
 
 
 def confine(folder: str, seconds: float, memory_mb: int, file_mb: int, allow_writes: bool) -> None:
-    """Drop the rights a program must not have, for good. Raises OSError or RuntimeError if that is not possible here."""
+    """Drop rights that a program must not have, for good. Raises OSError or RuntimeError if that is impossible here."""
     for kind, value in [
         (resource.RLIMIT_CPU, math.ceil(seconds) + 1),
         (resource.RLIMIT_AS, memory_mb << 20),

@@ -1,12 +1,13 @@
-"""Large sets, tokenised once a machine: the ids lie in a file that every rank maps. Started as a program, the builder.
+"""Large sets, tokenised once a machine: the token ids are in a file that every rank memory-maps.
 
-One rank builds, in a process of its own so that no rank needs the memory, while the others wait for its lock. What the
-ids follow from is digested into the folder's name: the files (path, size, time), the options, the tokenizer, versions.
+One rank builds the cache, in a process of its own so that no rank needs the memory; the others wait for its lock. The
+folder is named by a digest of all inputs: the files (path, size, time), the options, the tokenizer, versions. Started
+as a program, this file is the builder.
 
     <HF_DATASETS_CACHE>/train_grpo/<digest>/   ids, ends, rows: arrays of Tokens; meta.json: the rest, and checksums
-                                   <digest>.lock, <digest>.error   held while one builds; what was wrong with the data
+                                   <digest>.lock, <digest>.error   held during a build; the error of invalid data
 
-Any of it may be deleted; what is damaged is built again.
+Any of it may be deleted; a damaged cache is built again.
 """
 
 import contextlib
@@ -29,56 +30,59 @@ from config import DataConfig
 from support import processes
 from support.files import complete_folder
 from support.tables import Source, Table, load_tables
-from support.tokens import Block, Tokens, check_columns, jobs_of, join, tokenise
+from support.tokens import Block, Tokens, check_columns, jobs_of, join_blocks, tokenise
 
-LARGE_BYTES = 16 * 2**20  # of files; smaller ones are tokenised by every rank, which takes less than a build
-FORMAT = 1  # of the cache; change it with what tokens.py or this file makes
-MAX_PROCESSES = 16  # of a build; each holds a few hundred MB
+LARGE_BYTES = 16 * 2**20  # size of the files; every rank tokenises smaller sets, which is faster than a build
+FORMAT = 1  # version of the cache; increase it when tokens.py or this file writes other contents
+MAX_PROCESSES = 16  # of a build; each needs a few hundred MB
 ARRAYS = {"ids": np.int32, "ends": np.int64, "rows": np.int64}
 
 # ---------------------------------------------------------------- in a rank
 
 
-def cached(cfg, tokenizer, sources: list[Source], files: list[str], value: str | list[str], key: str) -> Tokens | None:
-    """The tokens of a set, mapped from the cache, built if it is not there; None where there can be no cache.
+def load_or_build(
+    cfg, tokenizer, sources: list[Source], files: list[str], value: str | list[str], key: str
+) -> Tokens | None:
+    """The tokens of a set, memory-mapped from the cache, which is built if needed; None where there can be no cache.
 
-    `files` are what the sources are read from, `value` what the user gave at `key`. Raises ValueError for bad data.
+    `files` are those of the sources, `value` the user's value at `key`. Raises ValueError for invalid data.
     """
     import datasets
 
     root = Path(datasets.config.HF_DATASETS_CACHE, "train_grpo")
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as saved:
         tokenizer.save_pretrained(saved)
-        folder = root / identity(cfg, sources, files, saved)
-        found, failure = opened(folder), folder.with_suffix(".error")
-        if found is not None:
-            return found
+        folder = root / cache_key(cfg, sources, files, saved)
+        failure = folder.with_suffix(".error")
+        tokens = open_cached(folder)
+        if tokens is not None:
+            return tokens
         try:
             root.mkdir(parents=True, exist_ok=True)
             before = stamp(failure)
-            with locked(folder.with_suffix(".lock")):
-                if stamp(failure) != before:  # while this rank waited, another one found the data bad
+            with hold_lock(folder.with_suffix(".lock")):
+                if stamp(failure) != before:  # while this rank waited, another one found invalid data
                     raise ValueError(failure.read_text())
-                found = opened(folder)
-                if found is None:
+                tokens = open_cached(folder)
+                if tokens is None:
                     print(f"{key}: {value} is tokenised once for this machine, into {folder}", flush=True)
                     try:
-                        build_apart(cfg, sources, saved, folder, value, key)
+                        build_in_process(cfg, sources, saved, folder, value, key)
                     except ValueError as error:
                         failure.write_text(str(error))
                         raise
-                    found = opened(folder)
+                    tokens = open_cached(folder)
         except OSError as error:
             print(f"note: {key}={value}: no cache in {root} ({error}), so every rank tokenises it", flush=True)
-        return found
+        return tokens
 
 
-def identity(cfg, sources: list[Source], files: list[str], tokenizer: str) -> str:
-    """What the tokens of a set follow from, as 32 hex digits; `tokenizer` is a folder."""
+def cache_key(cfg, sources: list[Source], files: list[str], tokenizer: str) -> str:
+    """A digest of all inputs that the tokens of a set depend on, 32 hex digits; `tokenizer` is a folder."""
     import tokenizers
     import transformers
 
-    states = [(os.path.abspath(file), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in files]
+    states = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     texts = [(path.name, path.read_bytes().hex()) for path in sorted(Path(tokenizer).iterdir())]
     kinds = [[arguments.get(name) for name in ("path", "name", "split")] for _, arguments in sources]
     options = cfg.model_dump(exclude={"train", "eval", "split", "custom"})
@@ -86,8 +90,8 @@ def identity(cfg, sources: list[Source], files: list[str], tokenizer: str) -> st
     return hashlib.sha256(json.dumps([versions, kinds, states, options, texts]).encode()).hexdigest()[:32]
 
 
-def opened(folder: Path) -> Tokens | None:
-    """The tokens in a folder of the cache; None where there are none, or not as they were written."""
+def open_cached(folder: Path) -> Tokens | None:
+    """The tokens in a folder of the cache; None where there are none, or a checksum differs."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
         if any(checksum(folder / name) != meta["checksums"][name] for name in ARRAYS):
@@ -109,15 +113,15 @@ def checksum(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Wait for the lock of a file, and hold it. Raises OSError where there can be none."""
+def hold_lock(path: Path) -> Iterator[None]:
+    """Wait for the lock of a file and hold it. Raises OSError where the file system has no locks."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def stamp(path: Path) -> tuple[int, int] | None:
-    """What changes when the file is written; None where there is none."""
+    """A value that changes when the file is written; None where there is no file."""
     try:
         state = path.stat()
     except FileNotFoundError:
@@ -125,8 +129,8 @@ def stamp(path: Path) -> tuple[int, int] | None:
     return state.st_ino, state.st_mtime_ns
 
 
-def build_apart(cfg, sources: list[Source], tokenizer: str, folder: Path, value: Any, key: str) -> None:
-    """Have a process build the folder. Raises ValueError for bad data, OSError where it cannot write."""
+def build_in_process(cfg, sources: list[Source], tokenizer: str, folder: Path, value: Any, key: str) -> None:
+    """Build the folder in another process. Raises ValueError for invalid data, OSError where it cannot write."""
     import datasets
 
     job = {"cfg": cfg.model_dump(), "sources": sources, "tokenizer": tokenizer, "folder": str(folder), "value": value}
@@ -152,10 +156,10 @@ def build_apart(cfg, sources: list[Source], tokenizer: str, folder: Path, value:
 
 
 def main() -> int:
-    """Build what standard input says; the last line of standard output says what was wrong. Returns the exit code."""
+    """Run the job on standard input; the last line of standard output is its failure. Returns the exit code."""
     processes.die_with_parent()
     replies = os.dup(1)
-    os.dup2(2, 1)  # what libraries print
+    os.dup2(2, 1)  # libraries print to standard error
     job = json.load(sys.stdin)
     outcome = {}
     try:
@@ -165,11 +169,11 @@ def main() -> int:
     except (OSError, EOFError) as error:
         outcome = {"failed": str(error) or "a process that tokenises was killed"}
     os.write(replies, json.dumps(outcome).encode() + b"\n")
-    return int(bool(outcome))
+    return 1 if outcome else 0
 
 
 def build(cfg, sources: list, tokenizer: str, folder: str, value: Any, key: str) -> None:
-    """Tokenise a set and put it in place. Raises ValueError for bad data, OSError and EOFError."""
+    """Tokenise a set and write its folder. Raises ValueError for invalid data, OSError and EOFError."""
     import transformers
 
     tables = load_tables(sources, key)
@@ -177,7 +181,9 @@ def build(cfg, sources: list, tokenizer: str, folder: str, value: Any, key: str)
     loaded = transformers.AutoTokenizer.from_pretrained(tokenizer)
     with complete_folder(Path(folder)) as part:
         with (part / "ids").open("wb") as file:
-            tokens = join(tokenised(cfg, loaded, tables, key), cfg, value, lambda ids: file.write(ids.data))
+            tokens = join_blocks(
+                tokenise_in_parallel(cfg, loaded, tables, key), cfg, value, lambda ids: file.write(ids.data)
+            )
         tokens.ends.tofile(part / "ends")
         tokens.rows.tofile(part / "rows")
         checksums = {name: checksum(part / name) for name in ARRAYS}
@@ -185,11 +191,11 @@ def build(cfg, sources: list, tokenizer: str, folder: str, value: Any, key: str)
         (part / "meta.json").write_text(json.dumps(meta))
 
 
-def tokenised(cfg, tokenizer, tables: list[tuple[str, Table]], key: str) -> Iterator[Block]:
-    """The blocks of a set in their order, each process making its share. Raises ValueError; EOFError if one died."""
+def tokenise_in_parallel(cfg, tokenizer, tables: list[tuple[str, Table]], key: str) -> Iterator[Block]:
+    """The blocks of a set in order, made by several processes. Raises ValueError; EOFError if a process died."""
     jobs = jobs_of(tables)
     count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES, len(jobs))
-    context = multiprocessing.get_context("fork")  # they share the tokenizer and the mapped tables
+    context = multiprocessing.get_context("fork")  # the processes share the tokenizer and the mapped tables
     readers = []
     for number in range(count):
         reader, writer = context.Pipe(duplex=False)
@@ -205,7 +211,7 @@ def tokenised(cfg, tokenizer, tables: list[tuple[str, Table]], key: str) -> Iter
 
 
 def send_blocks(cfg, tokenizer, tables: list, key: str, jobs: list, writer) -> None:
-    """A helper: its blocks one by one, or the message of what is wrong with one, at which it ends."""
+    """One process: send its blocks one by one, or the error of the first invalid one, after which it ends."""
     processes.die_with_parent()
     for job in jobs:
         try:

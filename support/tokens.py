@@ -1,6 +1,6 @@
-"""Rows of data as token ids: what is a prompt and an answer in a row, and the prompts of a set in one array.
+"""Rows of data as token ids: the prompt and the answer of a row, and the prompts of a set in one array.
 
-`cfg` is the `data` section of the configuration. A row that is no good is a ValueError that names it.
+`cfg` is the `data` section of the configuration. An invalid row raises a ValueError that names it.
 """
 
 import difflib
@@ -17,9 +17,9 @@ from support.tables import Table, check_text, columns_of, rows_of
 
 
 def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
-    """The text to tokenise for a row's prompt: itself, or written out by the tokenizer's chat template.
+    """The text to tokenise for a row's prompt: the prompt itself, or rendered by the tokenizer's chat template.
 
-    A `hint` stands right before the text, in a list of chat messages before the user's last. Raises ValueError.
+    A `hint` is inserted before the text, in a list of chat messages before the user's last one. Raises ValueError.
     """
     import jinja2
 
@@ -51,7 +51,7 @@ def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
 
 
 def hinted_text(row: dict, cfg, tokenizer) -> str:
-    """The text to tokenise for what the teacher is asked: the prompt with the row's hint. Raises ValueError."""
+    """The text to tokenise for the teacher's prompt: the prompt with the row's hint. Raises ValueError."""
     hint = answer_text(lookup(row, cfg.hint_key), cfg.hint_key)
     return prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer, hint)
 
@@ -62,7 +62,7 @@ def to_ids(texts: list[str], cfg, tokenizer) -> list[list[int]]:
 
 
 def is_chat(value: Any) -> bool:
-    """Whether this is a list of chat messages, each with a role and something said (or called)."""
+    """Whether this is a list of chat messages, each with a role and content or tool calls."""
     return isinstance(value, list) and all(
         isinstance(m, dict) and m.get("role") and (m.get("content"), m.get("tool_calls")) != (None, None) for m in value
     )
@@ -74,7 +74,7 @@ def answer_text(value: Any, key: str) -> str:
         raise ValueError(f"{key!r} is null")
     if isinstance(value, (list, dict)):
         return json.dumps(value, ensure_ascii=False, default=str)
-    if not isinstance(value, (str, int, float)):  # a date, whose text in the file is lost
+    if not isinstance(value, (str, int, float)):  # a date: the text in the file cannot be recovered
         raise ValueError(
             f"{key!r} was read as a {type(value).__name__}; legal are text, numbers, lists and objects. Where a JSON "
             "file has only dates, its reader turns them into such; parquet keeps them as text"
@@ -83,7 +83,7 @@ def answer_text(value: Any, key: str) -> str:
 
 
 def lookup(row: dict, key: str) -> Any:
-    """row[key] or, for a dotted key that is no column itself, the value inside. None where there is nothing."""
+    """row[key] or, for a dotted key that is no column itself, the nested value. None where there is none."""
     if key in row:
         return row[key]
     head, _, rest = key.partition(".")
@@ -105,10 +105,10 @@ BLOCK = 1000  # rows that are read and tokenised together
 class Block:
     """The prompts of some rows."""
 
-    ids: ndarray  # int32 [tokens], of one prompt after the other
+    ids: ndarray  # int32 [tokens], the prompts concatenated
     lengths: ndarray  # int64 [prompts]
-    rows: ndarray  # int64 [prompts]: the row of the set that each is of
-    digests: bytes  # 16 of each prompt, which change with a token id, the answer or the source
+    rows: ndarray  # int64 [prompts]: the row of the set that each prompt comes from
+    digests: bytes  # 16 bytes per prompt, which change with a token id, the answer or the source
     dropped: int  # rows whose prompt, with its hint, is too long
     shortest: int  # tokens of the shortest prompt with its hint, dropped or not
 
@@ -117,9 +117,9 @@ class Block:
 class Tokens:
     """The prompts of a set."""
 
-    ids: ndarray  # int32 [tokens], of one prompt after the other; may be mapped from a file
-    ends: ndarray  # int64 [prompts]: where each ends in `ids`
-    rows: ndarray  # int64 [prompts]: the row of the set that each is of
+    ids: ndarray  # int32 [tokens], the prompts concatenated; may be memory-mapped from a file
+    ends: ndarray  # int64 [prompts]: where each prompt ends in `ids`
+    rows: ndarray  # int64 [prompts]: the row of the set that each prompt comes from
     dropped: int  # rows whose prompt is too long
     fingerprint: str  # 16 hex digits that change with any token id, answer, source, or the order of the prompts
 
@@ -128,7 +128,10 @@ def check_columns(cfg, tables: list[tuple[str, Table]]) -> None:
     """Raises ValueError for a key that no row has. Without `source_key` at its default every source is "default"."""
     file, table = tables[0]
     names = columns_of(table)
-    for option in ("prompt_key", "answer_key", "source_key", *["hint_key"] * (cfg.hint_key is not None)):
+    options = ["prompt_key", "answer_key", "source_key"]
+    if cfg.hint_key is not None:
+        options.append("hint_key")
+    for option in options:
         key = getattr(cfg, option)
         known = key in names or any(lookup(row, key) is not None for row in all_rows(tables, [key]))
         if not known and (option, key) != ("source_key", "source"):
@@ -142,7 +145,9 @@ def all_rows(tables: list[tuple[str, Table]], keys: list[str]) -> Iterator[dict]
     """All rows, with the columns that `lookup` of these keys reads; none where there are no such columns."""
     for _, table in tables:
         columns = columns_for(table, keys)
-        for start in range(0, len(table) if columns else 0, BLOCK):
+        if not columns:
+            continue
+        for start in range(0, len(table), BLOCK):
             yield from rows_of(table, start, start + BLOCK, columns)
 
 
@@ -153,30 +158,40 @@ def columns_for(table: Table, keys: list[str]) -> list[str]:
 
 
 def jobs_of(tables: list[tuple[str, Table]]) -> list[tuple[int, int, int]]:
-    """The blocks of a set: table, first row in it, first row in the set."""
-    starts = np.cumsum([0, *(len(table) for _, table in tables)]).tolist()
-    return [(t, i, starts[t] + i) for t, (_, table) in enumerate(tables) for i in range(0, len(table), BLOCK)]
+    """The blocks of a set, each as (index of its table, first row in the table, first row in the set)."""
+    jobs = []
+    rows_before = 0  # in earlier tables
+    for number, (_, table) in enumerate(tables):
+        jobs += [(number, start, rows_before + start) for start in range(0, len(table), BLOCK)]
+        rows_before += len(table)
+    return jobs
 
 
 def tokenise(cfg, tokenizer, tables: list[tuple[str, Table]], key: str, job: tuple[int, int, int]) -> Block:
-    """The prompts of one block of `jobs_of(tables)`, which is data.train or data.eval, the `key`. Raises ValueError."""
-    (name, table), start, first = tables[job[0]], job[1], job[2]
+    """The prompts of one block of `jobs_of(tables)`. `key`: data.train or data.eval, for errors. Raises ValueError."""
+    number, start, first = job
+    name, table = tables[number]
     if not isinstance(table, list):
         check_text(name, table.select(range(start, min(start + BLOCK, len(table)))), key)
-    keys = [cfg.prompt_key, cfg.answer_key, cfg.source_key, *filter(None, [cfg.hint_key])]
+    keys = [cfg.prompt_key, cfg.answer_key, cfg.source_key]
+    if cfg.hint_key:
+        keys.append(cfg.hint_key)
     rows = rows_of(table, start, start + BLOCK, columns_for(table, keys))
     texts, answers, hinted = [], [], []
     for i, row in enumerate(rows, start + 1):
         try:
             texts.append(prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer))
             answers.append(answer_text(lookup(row, cfg.answer_key), cfg.answer_key))
-            hinted += [hinted_text(row, cfg, tokenizer)] if cfg.hint_key is not None else []
+            if cfg.hint_key is not None:
+                hinted.append(hinted_text(row, cfg, tokenizer))
         except ValueError as error:
             raise ValueError(f"{key}: {name}, row {i}: {error}") from None
     all_ids = to_ids(texts, cfg, tokenizer)
-    asked = to_ids(hinted, cfg, tokenizer) if hinted else all_ids  # looked at here, made again when a step needs them
-    lengths = [max(len(ids), len(longer)) for ids, longer in zip(all_ids, asked, strict=True)]
-    kept, arrays, digests = [], [np.zeros(0, np.int32)], []
+    hinted_ids = to_ids(hinted, cfg, tokenizer) if hinted else all_ids  # for lengths and digests alone
+    lengths = [max(len(ids), len(with_hint)) for ids, with_hint in zip(all_ids, hinted_ids, strict=True)]
+    kept = []
+    arrays = [np.zeros(0, np.int32)]
+    digests = []
     for i, (ids, answer, row) in enumerate(zip(all_ids, answers, rows, strict=True)):
         if not ids:
             raise ValueError(
@@ -186,15 +201,15 @@ def tokenise(cfg, tokenizer, tables: list[tuple[str, Table]], key: str, job: tup
         if lengths[i] <= cfg.max_prompt_tokens:
             kept.append(i)
             arrays.append(np.array(ids, np.int32))
-            known = np.array([*ids, *asked[i]], np.int32) if hinted else arrays[-1]
-            digests.append(digest_of(known, answer, source_of(row, cfg.source_key)))
+            digested = np.array([*ids, *hinted_ids[i]], np.int32) if hinted else arrays[-1]
+            digests.append(digest_of(digested, answer, source_of(row, cfg.source_key)))
     return Block(
-        np.concatenate(arrays),
-        np.array([len(all_ids[i]) for i in kept], np.int64),
-        np.array(kept, np.int64) + first,
-        b"".join(digests),
-        len(rows) - len(kept),
-        min(lengths),
+        ids=np.concatenate(arrays),
+        lengths=np.array([len(all_ids[i]) for i in kept], np.int64),
+        rows=np.array(kept, np.int64) + first,
+        digests=b"".join(digests),
+        dropped=len(rows) - len(kept),
+        shortest=min(lengths),
     )
 
 
@@ -204,23 +219,26 @@ def digest_of(ids: ndarray, answer: str, source: str) -> bytes:
     return hashlib.blake2b(ids.tobytes() + text, digest_size=16).digest()
 
 
-def join(blocks: Iterable[Block], cfg, name: str, keep: Callable[[ndarray], Any]) -> Tokens:
+def join_blocks(blocks: Iterable[Block], cfg, name: str, store_ids: Callable[[ndarray], Any]) -> Tokens:
     """The prompts of all blocks of the set `name`. Raises ValueError where there are none.
 
-    Their ids go to `keep`, block by block, since they may not fit into memory; those of the result are empty.
+    Token ids are passed to `store_ids`, block by block, since they may not fit into memory; the result has none.
     """
-    lengths, rows, digest, dropped, shortest = [], [], hashlib.sha256(), 0, None
+    lengths, rows, shortest_of_blocks = [], [], []
+    digest = hashlib.sha256()
+    dropped = 0
     for block in blocks:
-        keep(block.ids)
+        store_ids(block.ids)
         lengths.append(block.lengths)
         rows.append(block.rows)
+        shortest_of_blocks.append(block.shortest)
         digest.update(block.digests)
         dropped += block.dropped
-        shortest = min(block.shortest, shortest or block.shortest)
-    ends, rows = np.cumsum(np.concatenate(lengths)), np.concatenate(rows)
+    ends = np.cumsum(np.concatenate(lengths))
+    rows = np.concatenate(rows)
     if not len(rows):
         raise ValueError(
             f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all {dropped} prompts of {name} are longer; the shortest "
-            f"has {shortest} tokens"
+            f"has {min(shortest_of_blocks)} tokens"
         )
     return Tokens(np.zeros(0, np.int32), ends, rows, dropped, digest.hexdigest()[:16])

@@ -61,11 +61,11 @@ def builds(monkeypatch) -> list:
         found.append(value)
         token_cache.build(cfg, sources, tokenizer, str(folder), value, key)
 
-    def tokenised_here(cfg, tokenizer, tables, key):
+    def tokenise_here(cfg, tokenizer, tables, key):
         return (tokenise(cfg, tokenizer, tables, key, job) for job in jobs_of(tables))
 
-    monkeypatch.setattr(token_cache, "build_apart", build_here)
-    monkeypatch.setattr(token_cache, "tokenised", tokenised_here)
+    monkeypatch.setattr(token_cache, "build_in_process", build_here)
+    monkeypatch.setattr(token_cache, "tokenise_in_parallel", tokenise_here)
     return found
 
 
@@ -94,7 +94,7 @@ def test_prompts_are_the_same_with_and_without_the_cache(large, cache, monkeypat
         cached[len(cached)]
 
     monkeypatch.setattr(token_cache, "LARGE_BYTES", 100_000)
-    monkeypatch.setattr(token_cache, "build_apart", forbidden)
+    monkeypatch.setattr(token_cache, "build_in_process", forbidden)
     again, _ = load(large, "b.jsonl", "few.jsonl")  # the second start only maps
     assert fingerprint(again) == fingerprint(plain) and isinstance(again.tokens.ids, np.memmap)
 
@@ -158,7 +158,7 @@ def test_ranks_that_wait_for_bad_data_are_told(large, cache, builds, monkeypatch
         failure.write_text(str(first.value))
         yield
 
-    monkeypatch.setattr(token_cache, "locked", lock_after_another_build)
+    monkeypatch.setattr(token_cache, "hold_lock", lock_after_another_build)
     with pytest.raises(ValueError, match="row 1501: 'prompt' is empty"):
         load(large, "bad.jsonl")
     assert len(builds) == 1
