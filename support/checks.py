@@ -71,9 +71,9 @@ def check_config(cfg: Config, world_size: int) -> None:
         f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut distribution, "
         "the trainer's of the full one. Use 1 and -1, or set rollout.max_logp_gap=inf to train all the same",
     )
-    for name in trackers.chosen(cfg.log):
+    for name in trackers.enabled_trackers(cfg.log):
         require(
-            not trackers.absent(name),
+            trackers.is_installed(name),
             f"log.{name}=true needs a package that is not installed: pip install {trackers.PACKAGES[name]}, or use "
             f"log.{name}=false",
         )

@@ -1,7 +1,7 @@
-"""The tests of a row for the `code` reward: where they stand, what a program is asked, and whether its answer is right.
+"""The tests of a row for the `code` reward: where they are, how a program is run on them, whether its result is right.
 
-Where a test says what a value must equal, the program is asked for the value and compared here: its process never
-holds what is wanted. docs/rewards.md says which tests are of that kind.
+Where a test compares a value with a literal, the program only returns the value and the comparison is made here: the
+process of the program never holds the expected value. docs/rewards.md says which tests are of that kind.
 """
 
 import ast
@@ -19,7 +19,7 @@ MAX_VALUE = 1_000_000  # characters of a value's repr; parsing takes 300 times a
 
 
 class Step(NamedTuple):
-    """A part of a test: statements to run, or an expression whose value must be one that `accepts` takes."""
+    """A part of a test: statements to run, or an expression whose value `accepts` must be true for."""
 
     source: str
     accepts: Callable[[Any], bool] | None = None
@@ -33,11 +33,12 @@ def find_tests(row: dict, answer: str) -> dict:
     in verl's `reward_model.ground_truth`. Raises ValueError for a row without tests.
     """
     verl = row.get("reward_model")
-    for place in (row, answer, verl.get("ground_truth") if isinstance(verl, dict) else None):
-        found = place
-        if isinstance(place, str):
+    ground_truth = verl.get("ground_truth") if isinstance(verl, dict) else None
+    for candidate in (row, answer, ground_truth):
+        found = candidate
+        if isinstance(candidate, str):
             try:
-                found = json.loads(place)
+                found = json.loads(candidate)
             except ValueError:
                 continue
         if isinstance(found, list):
@@ -82,25 +83,26 @@ def lines_of(output: str) -> list[str]:
     return [line.rstrip() for line in output.rstrip().split("\n")]
 
 
-# ---------------------------------------------------------------- what a program is asked
+# ---------------------------------------------------------------- the steps of a test
 
 
 @functools.lru_cache(maxsize=1024)  # the answers of a group have the same tests
 def steps_of(test: str) -> list[Step]:
-    """A test, statement by statement; `assert f(x) == literal` asks for the value of f(x)."""
+    """The statements of a test; `assert f(x) == literal` becomes the expression f(x)."""
     try:
         return [step_of(statement) for statement in ast.parse(test).body]
     except (SyntaxError, ValueError, RecursionError):
-        return [Step(test)]  # which fails where it is run
+        return [Step(test)]  # it fails when it is run
 
 
 def step_of(statement: ast.stmt) -> Step:
     if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
-        left, operators, right = statement.test.left, statement.test.ops, statement.test.comparators
-        if len(operators) == 1 and isinstance(operators[0], ast.Eq):
-            for asked, wanted in ((left, right[0]), (right[0], left)):
+        left = statement.test.left
+        right = statement.test.comparators[0]
+        if len(statement.test.ops) == 1 and isinstance(statement.test.ops[0], ast.Eq):
+            for expression, expected in ((left, right), (right, left)):
                 with contextlib.suppress(ValueError, TypeError):
-                    return Step(ast.unparse(asked), functools.partial(operator.eq, literal(wanted)))
+                    return Step(ast.unparse(expression), functools.partial(operator.eq, literal(expected)))
     return Step(ast.unparse(statement))
 
 
@@ -117,7 +119,7 @@ def literal(node: ast.expr) -> Any:
 def call(program: str, name: str, arguments: str | list, wanted: Any) -> Step:
     """A call of a function, or of a method of the class Solution, as APPS, TACO and Eurus write it.
 
-    The arguments are a list, or JSON a line; what is wanted is a value or its JSON.
+    The arguments are a list, or JSON, one a line; the wanted value is given itself or as JSON.
     """
     values = [json.loads(line) for line in arguments.split("\n")] if isinstance(arguments, str) else arguments
     if isinstance(wanted, str):
@@ -128,34 +130,35 @@ def call(program: str, name: str, arguments: str | list, wanted: Any) -> Step:
 
 
 def is_returned(wanted: Any, value: Any) -> bool:
-    """Whether a value is the wanted one, seen as JSON, which has no tuples; APPS wraps some in a list."""
+    """Whether a value equals the wanted one as JSON, which has no tuples; APPS wraps some values in a list."""
     with contextlib.suppress(TypeError, ValueError):
         value = json.loads(json.dumps(value))
     return value == wanted or (isinstance(wanted, list) and len(wanted) == 1 and value == wanted[0])
 
 
-# ---------------------------------------------------------------- whether it is right
+# ---------------------------------------------------------------- results
 
 
 def count_passed(program: str, tests: list[list[Step]], **limits) -> int:
     """How many of the tests hold after the program. Raises as sandbox.run."""
-    asked = [[(step.source, step.accepts is not None) for step in steps] for steps in tests]
-    found = sandbox.values_of(program, asked, **limits)
-    return sum(map(holds, tests, found))
+    sources = [[(step.source, step.accepts is not None) for step in steps] for steps in tests]
+    values = sandbox.values_of(program, sources, **limits)
+    return sum(map(has_passed, tests, values))
 
 
-def holds(steps: list[Step], found: list[str] | None) -> bool:
-    """Whether a test passed, given the values found, as text; None where a step failed."""
-    judges = [step.accepts for step in steps if step.accepts]
-    if found is None or len(found) != len(judges):
+def has_passed(steps: list[Step], values: list[str] | None) -> bool:
+    """Whether a test passed, given the values of its expressions as text; None where a step failed."""
+    conditions = [step.accepts for step in steps if step.accepts]
+    if values is None or len(values) != len(conditions):
         return False
-    return all(is_right(judge, text) for judge, text in zip(judges, found, strict=True))
+    return all(is_right(accepts, text) for accepts, text in zip(conditions, values, strict=True))
 
 
 def is_right(accepts: Callable[[Any], bool], text: str) -> bool:
+    """Whether `accepts` is true for the literal in a text that the program wrote."""
     if len(text) > MAX_VALUE:
         return False
     try:
         return accepts(ast.literal_eval(text))
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # what an answer may write
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # a program may write any text
         return False

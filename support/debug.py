@@ -1,4 +1,4 @@
-"""--debug: what makes torch and NCCL say more, set before they start, and the seeds of a run."""
+"""--debug: the variables that make torch and NCCL log more, set before they start, and the seeds of a run."""
 
 import os
 
@@ -13,21 +13,21 @@ from support.data import sampling_seed
 # groups of NCCL are in use.
 VARIABLES = {
     "NCCL_DEBUG": "INFO",  # how ranks connect, and why they do not
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",  # ranks whose collectives differ are told instead of hanging
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # the last collectives of a rank, written down on a timeout
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",  # ranks whose collectives differ raise an error instead of hanging
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # the last collectives of a rank, written to a file on a timeout
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_SHOW_CPP_STACKTRACES": "1",
 }
 
 
 def turn_on(cfg: Config) -> None:
-    """Set the variables, which process groups read when they are built, and find the operation that makes a NaN.
+    """Set the variables and enable anomaly detection. Rank 0 prints the variables and the seeds.
 
-    Rank 0 prints what is set and what the seeds are. Call it before process groups are built.
+    Call it before process groups are built, which read the variables.
     """
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
-    dist.set_debug_level_from_env()  # torch has read it already, when it was imported
+    dist.set_debug_level_from_env()  # again: torch has read it when it was imported
     torch.autograd.set_detect_anomaly(True)
     if not ranks.is_first_rank():
         return

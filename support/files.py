@@ -1,11 +1,11 @@
-"""The files of a run, its lock, and what brings files and folders safely onto the disk.
+"""The files of a run, its lock, and how files and folders are written safely to the disk.
 
 output_dir/config.yaml             the whole configuration
 output_dir/versions.json           the commit and the versions of packages; under "earlier" those before a resume
 output_dir/metrics.jsonl           a JSON object a step; docs/metrics.md
 output_dir/rollouts/step_N.jsonl   every sample of the step; support/rollout_files.py
 output_dir/rollouts/eval_N.jsonl   every sample of the evaluation after step N
-output_dir.lock                    which process writes there, beside the folder, which may be moved aside
+output_dir.lock                    the process that writes there; beside the folder, which may be renamed
 """
 
 import contextlib
@@ -40,8 +40,8 @@ def log_metrics(out: Path, metrics: dict) -> None:
 def lock_output_dir(path: Path) -> IO | None:
     """Lock the output folder `path` for this process; keep the returned file open. Raises UserError.
 
-    The lock is of the file `path`.lock beside the folder, and ends with the process, however it dies. Where there can
-    be none it warns, and returns None if there is not even the file.
+    The lock is on the file `path`.lock beside the folder, and ends with the process, however it dies. It warns where
+    the file system has no locks, and returns None where the file cannot be opened either.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = None
@@ -66,7 +66,7 @@ def lock_output_dir(path: Path) -> IO | None:
 
 
 def open_output_dir(path: Path, config_yaml: str, resume: str, step: int) -> None:
-    """Make the output folder, which is locked, ready to go on after `step`, as `resume` says. Raises UserError."""
+    """Prepare the output folder, which is locked, for the steps after `step`, as `resume` says. Raises UserError."""
     try:
         if resume == "none":
             new_output_dir(path, config_yaml)
@@ -78,9 +78,12 @@ def open_output_dir(path: Path, config_yaml: str, resume: str, step: int) -> Non
 
 
 def new_output_dir(path: Path, config_yaml: str) -> None:
-    """An output folder for this run alone; that of an earlier run is moved aside, never mixed or overwritten."""
+    """Make an empty output folder. That of an earlier run is renamed, never mixed with this one or overwritten."""
     if (path / "metrics.jsonl").exists():
-        aside = next(p for i in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{i}")).exists())
+        number = 1
+        while path.with_name(f"{path.name}.{number}").exists():
+            number += 1
+        aside = path.with_name(f"{path.name}.{number}")
         path.rename(aside)
         print(f"moved the earlier run in {path} to {aside}")
     (path / "rollouts").mkdir(parents=True, exist_ok=True)
@@ -89,11 +92,13 @@ def new_output_dir(path: Path, config_yaml: str) -> None:
 
 
 def continue_output_dir(path: Path, config_yaml: str, step: int) -> None:
-    """The output folder of a run that goes on after `step`, without what was written of later steps."""
+    """Prepare the output folder of a run that resumes after `step`: remove what was written for later steps."""
     (path / "rollouts").mkdir(parents=True, exist_ok=True)
     (path / "config.yaml").write_text(config_yaml)
-    log, kept = path / "metrics.jsonl", []
-    for line in log.read_text().splitlines(keepends=True) if log.exists() else []:
+    log = path / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    kept = []
+    for line in lines:
         if not line.endswith("\n"):
             print(f"{log} ends in half a line, which is dropped")
         elif step and json.loads(line)["step"] <= step:
@@ -107,15 +112,15 @@ def continue_output_dir(path: Path, config_yaml: str, step: int) -> None:
 
 
 def write_versions(path: Path, step: int) -> None:
-    """What makes this run; where others made it until `step`, they stay under "earlier"."""
-    was = json.loads(path.read_text()) if step and path.exists() else {}
-    earlier = was.pop("earlier", [])
-    if was and was != versions():
-        earlier.append({"until_step": step, **was})
+    """Write the versions of this run. Those it ran with until `step` stay under "earlier"."""
+    previous = json.loads(path.read_text()) if step and path.exists() else {}
+    earlier = previous.pop("earlier", [])
+    if previous and previous != versions():
+        earlier.append({"until_step": step, **previous})
     write_synced(path, json.dumps({**versions(), "earlier": earlier}, indent=1) + "\n")
 
 
-# ---------------------------------------------------------------- onto the disk
+# ---------------------------------------------------------------- writing to the disk
 
 
 def write_synced(path: Path, text: str) -> None:

@@ -1,13 +1,14 @@
-"""Who started this rank: what torchrun would have set, from what srun and mpirun set. Knows their variables only."""
+"""The environment variables of torchrun, derived from those that srun and mpirun set."""
 
+import math
 import re
 import zlib
 from collections.abc import Mapping
 
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MASTER_NAMES = ("MASTER_ADDR", "MASTER_PORT")
-# How others name the first four; the first launcher that names all counts. mpirun comes before srun: in a Slurm job it
-# may start its daemons by srun, and its ranks then inherit their SLURM_PROCID.
+# The names of the first four at other launchers; the first launcher that sets all of them is used. mpirun comes before
+# srun: in a Slurm job it may start its daemons by srun, and its ranks then inherit their SLURM_PROCID.
 MPI = [
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),  # Open MPI
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
@@ -19,10 +20,10 @@ PORTS = range(10000, 30000)  # above those of services, below those that Linux g
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of RANK_NAMES and MASTER_NAMES that `env` lacks and that follow from it; {} where it names no rank.
+    """The variables of RANK_NAMES and MASTER_NAMES that `env` lacks and that follow from it; {} where it has no rank.
 
-    What is set stays. Left out is what nothing tells: MASTER_ADDR of ranks on several machines outside Slurm, and
-    LOCAL_WORLD_SIZE of ranks there that were started by hand.
+    Variables that are set stay. Unknown remain MASTER_ADDR for ranks on several machines outside Slurm, and
+    LOCAL_WORLD_SIZE for such ranks that were started by hand.
     """
     launched = by_mpirun(env) or by_srun(env)
     if any(name in launched and env.get(name, launched[name]) != launched[name] for name in ("RANK", "WORLD_SIZE")):
@@ -40,11 +41,12 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     hosts = launched and (env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST"))
     if hosts and not one_machine:
         defaults["MASTER_ADDR"] = first_host(hosts)
-    return {name: value for name, value in ({"MASTER_PORT": port(env)} | defaults | known).items() if name not in env}
+    variables = {"MASTER_PORT": port(env)} | defaults | known
+    return {name: value for name, value in variables.items() if name not in env}
 
 
 def by_mpirun(env: Mapping[str, str]) -> dict[str, str]:
-    """RANK_NAMES as mpirun has them, {} if it did not start this process."""
+    """The variables RANK_NAMES as mpirun sets them, {} if it did not start this process."""
     for names in MPI:
         if all(name in env for name in names):
             return dict(zip(RANK_NAMES, (env[name] for name in names), strict=True))
@@ -52,15 +54,16 @@ def by_mpirun(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def by_srun(env: Mapping[str, str]) -> dict[str, str]:
-    """RANK_NAMES as srun has them, {} if it did not start this process."""
+    """The variables RANK_NAMES as srun sets them, {} if it did not start this process."""
     size = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS")
     # A batch script itself has SLURM_PROCID=0 too: what it starts without srun is no rank.
     in_script = env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env
     if in_script or not size or "SLURM_PROCID" not in env:
         return {}
-    even = -(-int(size) // int(env.get("SLURM_NNODES", 1)))
-    of_nodes = [env.get(f"SLURM_{name}") for name in ("STEP_TASKS_PER_NODE", "NTASKS_PER_NODE", "TASKS_PER_NODE")]
-    local_sizes = tasks_of_nodes(next(filter(None, of_nodes), str(even)))
+    tasks = str(math.ceil(int(size) / int(env.get("SLURM_NNODES", 1))))  # if they are spread evenly
+    for name in ("SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"):  # the last one counts
+        tasks = env.get(name) or tasks
+    local_sizes = tasks_of_nodes(tasks)
     local_size = local_sizes[min(int(env.get("SLURM_NODEID", 0)), len(local_sizes) - 1)]
     values = (env["SLURM_PROCID"], size, env.get("SLURM_LOCALID", "0"), str(local_size))
     return dict(zip(RANK_NAMES, values, strict=True))
@@ -79,7 +82,7 @@ def first_host(hosts: str) -> str:
 
 
 def port(env: Mapping[str, str]) -> str:
-    """A port that all ranks of a job derive alike, and most likely no other job does."""
+    """A port that all ranks of a job compute, and another job most likely does not."""
     step = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', 0)}" if "SLURM_JOB_ID" in env else ""
     job = env.get("PMIX_NAMESPACE") or step
     return str(PORTS[zlib.crc32(job.encode()) % len(PORTS)]) if job else DEFAULT_PORT

@@ -300,7 +300,7 @@ class Log:
         if self.bar.disable:
             print(step_line(metrics, self.steps), flush=True)
         if self.samples_every and step % self.samples_every == 0:
-            some = trackers.shown([vars(sample) for sample in samples], self.tokenizer.decode)
+            some = trackers.format_answers([vars(sample) for sample in samples], self.tokenizer.decode)
             self.bar.write(f"answers of step {step}, from the lowest reward to the highest:\n{some}")
         if len(self.history) % hints.WINDOW == 0:
             self.hint()

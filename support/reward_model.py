@@ -46,12 +46,13 @@ def scores(
     logits = []
     for start in range(0, len(texts), batch_size):
         part = slice(start, start + batch_size)
+        columns = [questions[part], texts[part]] if pairs else [texts[part]]
         batch = tokenizer(
-            *([questions[part], texts[part]] if pairs else [texts[part]]),
+            *columns,
             padding=True,
             truncation=True,
             max_length=max_tokens,
-            add_special_tokens=pairs or not tokenizer.chat_template,  # a template writes its own
+            add_special_tokens=pairs or not tokenizer.chat_template,  # a template contains its own
             return_tensors="pt",
         ).to(scorer.device)
         with torch.inference_mode():
@@ -59,7 +60,7 @@ def scores(
     return logits
 
 
-@functools.cache  # several may be used side by side
+@functools.cache  # of each model: a run may use several
 def load(path: str, device: str, dtype: str) -> tuple:
     """The reward model, in evaluation mode, and its tokenizer. Raises ValueError where it has no safetensors."""
     import torch

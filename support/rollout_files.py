@@ -1,7 +1,8 @@
-"""Files of samples, written beside the training: by a process, since turning numbers into text holds Python's lock, and
-a thread that did it would hold up the loop, and vLLM in it, for as long. Started as a program it is that process.
+"""Files of samples, written by a process in the background.
 
-A file is complete or absent: it has another name until it is on the disk.
+It is no thread, since formatting numbers as text holds Python's lock (GIL) and would block the training loop and vLLM.
+Started as a program, this file is that process. A file is complete or absent: it has a temporary name until it is on
+the disk.
 """
 
 import atexit
@@ -17,31 +18,35 @@ from pathlib import Path
 
 from support import processes
 
-TEMPORARY = ".tmp"  # what a name ends in until the file is complete
+TEMPORARY = ".tmp"  # suffix of a file that is not complete
 
 # ---------------------------------------------------------------- in the trainer
 
 
 def as_row(sample) -> dict:
-    """What is written of a Sample: its fields that are not None, those in `tokens` beside them, but not `routes`, which
-    would be most."""
+    """The row of a Sample: its fields that are not None, with those in `tokens` beside them.
+
+    `routes` is left out, since it is larger than all others together.
+    """
     row = {name: value for name, value in vars(sample).items() if value is not None and name != "routes"}
     tokens = row.pop("tokens", {})
     return row | tokens
 
 
 class RolloutWriter:
-    """Writes files of samples in the order they come: one is being written, one may wait, then `write` waits.
+    """Writes files of samples in order. One is being written and one may be queued; then `write` blocks.
 
-    What goes wrong is raised by the next `write` or `finish`: OSError as it was met, TrainingError for a dead process.
+    The next `write` or `finish` raises a failure: the OSError itself, TrainingError for a dead process.
     """
 
     def __init__(self):
         self.jobs = queue.Queue(maxsize=1)
-        self.process, self.thread, self.failure = None, None, None
+        self.process: subprocess.Popen | None = None
+        self.thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
 
     def write(self, path: Path, samples: list) -> None:
-        """Have every Sample written to `path` as it is now, a JSON object a line."""
+        """Queue all samples, as they are now, to be written to `path`, a JSON object a line."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._serve, daemon=True)
             self.thread.start()
@@ -55,7 +60,7 @@ class RolloutWriter:
         self._check()
 
     def close(self) -> None:
-        """Write what waits, then end the process."""
+        """Write the queued file, then end the process."""
         atexit.unregister(self.close)
         if self.thread is not None:
             self.jobs.put(None)
@@ -67,24 +72,24 @@ class RolloutWriter:
             raise self.failure
 
     def _serve(self) -> None:
-        """The thread that feeds the process. After a failure it takes jobs without writing them, so nobody waits."""
+        """The thread that feeds the process. After a failure it discards jobs, so that no caller blocks."""
         while (job := self.jobs.get()) is not None:
             try:
                 if self.failure is None:
                     self._send(job)
             except Exception as error:
                 self.failure = error
-            job = None  # not held until the next one comes
+            job = None  # frees its memory while the thread waits for the next one
             self.jobs.task_done()
         self.jobs.task_done()
         if self.process is not None:
             with contextlib.suppress(OSError):
-                self.process.stdin.close()  # the process reads to the end
+                self.process.stdin.close()  # the process ends when it has read all
             self.process.wait()
             self.process.stdout.close()
 
     def _send(self, job: tuple[str, list[dict]]) -> None:
-        """Have the process write a file. Raises what it met there."""
+        """Have the process write a file. Raises the process's exception."""
         if self.process is None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self.process = processes.start_module("support.rollout_files", **pipes)
@@ -93,7 +98,7 @@ class RolloutWriter:
             self.process.stdin.flush()
             failure = pickle.load(self.process.stdout)
         except (BrokenPipeError, EOFError):
-            from config import TrainingError  # here, since the process reads this file too
+            from config import TrainingError  # here, since the process imports this file and needs no pydantic
 
             raise TrainingError(
                 f"the process that writes {job[0]} died (exit code {self.process.wait()}), maybe killed as host memory "
@@ -107,7 +112,7 @@ class RolloutWriter:
 
 
 def write_rows(path: str, rows: list[dict]) -> None:
-    """Write a JSON object a line, numpy arrays as lists. Raises OSError, and leaves nothing behind then."""
+    """Write a JSON object a line, numpy arrays as lists. Raises OSError and then leaves no file."""
     temporary = path + TEMPORARY
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -123,7 +128,7 @@ def write_rows(path: str, rows: list[dict]) -> None:
 
 
 def serve() -> None:
-    """Write what comes on standard input, a pickled (path, rows) each; answer with None or the error, pickled."""
+    """Write the files on standard input, each a pickled (path, rows); reply with None or the exception, pickled."""
     processes.ignore_sigterm()
     processes.die_with_parent()
     jobs, replies = sys.stdin.buffer, sys.stdout.buffer
@@ -135,7 +140,7 @@ def serve() -> None:
             write_rows(path, rows)
         except Exception as error:
             failure = error
-        del rows  # not held while nothing is to be written
+        del rows  # frees their memory while the process waits
         pickle.dump(failure, replies)
         replies.flush()
 

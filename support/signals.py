@@ -22,10 +22,10 @@ class StopSignals:
 
     def __init__(self):
         self.requested: str | None = None
-        self.ended = False  # nothing will be finished and saved any more
+        self.ended = False  # the run has ended: a signal does not make it save
         read, write = os.pipe()
         os.set_blocking(write, False)
-        # A handler runs once the main thread is back in Python; the pipe is written at once, even in a collective.
+        # A handler waits until the main thread is back in Python; the pipe is written at once, even in a collective.
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)

@@ -1,8 +1,8 @@
-"""What a run shows of its answers, and its trackers: TensorBoard and Weights & Biases, each by one key of `log`.
+"""Answers on the screen, and the trackers: TensorBoard and Weights & Biases, each enabled by one key of `log`.
 
-Trackers are fed by a process that follows metrics.jsonl and rollouts/ as the run writes them. So they hold the same
-numbers, and one that is slow, dead or out of disk costs the run nothing but a warning. Started as a program it is that
-process; it also sends the files of a run that has ended:
+A process of ours follows metrics.jsonl and rollouts/ as the run writes them, and feeds the trackers. So they have the
+same numbers, and a tracker that is slow, dead or out of disk only causes a warning. Started as a program, this file is
+that process; it also sends the files of a run that has ended:
 
     python -m support.trackers outputs/run tensorboard wandb
 """
@@ -32,53 +32,61 @@ from support import processes
 # Tracker → what pip installs; the versions that are tested.
 PACKAGES = {"tensorboard": "tensorboard==2.21.0", "wandb": "wandb==0.31.0"}
 TABLE_EVERY = 20  # steps between tables of answers, where log.samples_every does not say
-ON_SCREEN, CHARACTERS, TABLE_ROWS = 3, 60, 8  # answers on the screen, characters of each there, answers in a table
-POLL_S = 1.0  # between two looks at the files
-FINISH_S = 60.0  # for what is left to send once the run has ended
-LATE_S = 30.0  # a file of samples comes so long after the step's metrics, at most
+SCREEN_ROWS = 3  # answers on the screen
+SCREEN_CHARS = 60  # characters of a text on the screen
+TABLE_ROWS = 8  # answers in a table
+POLL_S = 1.0  # between two reads of the files
+FINISH_S = 60.0  # to send the rest once the run has ended
+LATE_S = 30.0  # a file of samples is written at most this long after the metrics of its step
 
-# ---------------------------------------------------------------- answers to look at
+# ---------------------------------------------------------------- answers on the screen
 
 
-def picked(samples: list[dict], count: int) -> list[dict]:
-    """Up to `count` samples, from the lowest reward to the highest, evenly spread; the same ones every time."""
+def choose_samples(samples: list[dict], count: int) -> list[dict]:
+    """Up to `count` samples at evenly spaced ranks of the reward, the lowest and the highest among them."""
     ordered = sorted(samples, key=lambda sample: sample["reward"])
-    places = np.linspace(0, len(ordered) - 1, min(count, len(ordered))).round().astype(int)
-    return [ordered[i] for i in places]
+    indices = np.linspace(0, len(ordered) - 1, min(count, len(ordered))).round().astype(int)
+    return [ordered[i] for i in indices]
 
 
-def shortened(text: str) -> str:
-    """The text on one line, the middle of a long one left out; nothing in it can move a terminal's cursor."""
-    half = CHARACTERS // 2
-    return repr(text if len(text) <= CHARACTERS else f"{text[:half]} … {text[-half:]}")
+def shorten(text: str) -> str:
+    """The text on one line, without the middle of a long one; control characters are escaped."""
+    half = SCREEN_CHARS // 2
+    return repr(text if len(text) <= SCREEN_CHARS else f"{text[:half]} … {text[-half:]}")
 
 
-def shown(samples: list[dict], decode: Callable) -> str:
+def format_answers(samples: list[dict], decode: Callable) -> str:
     """A few answers for the screen, a line each, with rewards and advantage; decode(token ids) gives a prompt."""
     lines = []
-    for s in picked(samples, ON_SCREEN):
-        several = s["reward_parts"].items() if len(s["reward_parts"]) > 1 else []
-        parts = f" ({', '.join(f'{name} {value:.3g}' for name, value in several)})" if several else ""
-        notes = [s["graded"]] * (s["graded"] != "ok") + ["cut off"] * (not s["finished"])
-        end = f"  ({', '.join(notes)})" if notes else ""
-        lines.append(
-            f"  reward {s['reward']:.3f}{parts}  advantage {s['advantage']:+.2f}  "
-            f"{shortened(decode(s['prompt_ids']))} → {shortened(s['text'])}{end}"
-        )
+    for sample in choose_samples(samples, SCREEN_ROWS):
+        line = f"  reward {sample['reward']:.3f}"
+        if len(sample["reward_parts"]) > 1:
+            parts = ", ".join(f"{name} {value:.3g}" for name, value in sample["reward_parts"].items())
+            line += f" ({parts})"
+        line += f"  advantage {sample['advantage']:+.2f}"
+        line += f"  {shorten(decode(sample['prompt_ids']))} → {shorten(sample['text'])}"
+        notes = []
+        if sample["graded"] != "ok":
+            notes.append(sample["graded"])
+        if not sample["finished"]:
+            notes.append("cut off")
+        if notes:
+            line += f"  ({', '.join(notes)})"
+        lines.append(line)
     return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- in the trainer
 
 
-def chosen(log: LogConfig) -> list[str]:
-    """The trackers that are asked for."""
+def enabled_trackers(log: LogConfig) -> list[str]:
+    """The names of the trackers that `log` enables."""
     return [name for name in ("tensorboard", "wandb") if getattr(log, name)]
 
 
-def absent(name: str) -> bool:
-    """Whether a tracker's package is not installed; a folder of that name, such as W&B makes, is none."""
-    return not any(importlib.metadata.distributions(name=name))
+def is_installed(name: str) -> bool:
+    """Whether a tracker's package is installed. A folder of its name, such as W&B makes, does not count."""
+    return any(importlib.metadata.distributions(name=name))
 
 
 class Trackers:
@@ -86,26 +94,26 @@ class Trackers:
 
     def __init__(self, cfg: Config, done: int):
         self.process = None
-        if not chosen(cfg.log):
+        if not enabled_trackers(cfg.log):
             return
-        from support.hf_folder import local_folder  # here, since the process reads this file too and needs no torch
+        from support.hf_folder import local_folder  # here, since the process imports this file and needs no torch
 
         options = [f"--done={done}", f"--model={local_folder(cfg.model.path)}", "--follow"]
         options += [f"--table-every={cfg.log.samples_every or TABLE_EVERY}"]
-        arguments = [cfg.output_dir, *chosen(cfg.log), *options]
+        arguments = [cfg.output_dir, *enabled_trackers(cfg.log), *options]
         pipes = {"stdin": subprocess.PIPE, "stdout": 2}  # standard input ends with the run, however the run ends
         self.process = processes.start_module("support.trackers", *arguments, **pipes)
-        atexit.register(self.close)  # however the run ends, and when no watchdog is left that waiting could alarm
+        atexit.register(self.close)  # however the run ends; the watchdog, which waiting could alarm, has stopped then
 
     def warning(self) -> str | None:
-        """What to tell the user if the process is gone; once."""
+        """The warning that the process has ended; given once, else None."""
         if self.process is None or self.process.poll() is None:
             return None
         code, self.process = self.process.returncode, None
         return f"the process that feeds the trackers of log.* has ended (exit code {code}); the run goes on without it"
 
     def close(self) -> None:
-        """Let the process send what is left, for FINISH_S at most."""
+        """Let the process send the rest, for FINISH_S at most."""
         atexit.unregister(self.close)
         if self.process is None:
             return
@@ -123,7 +131,11 @@ class Trackers:
 
 
 def open_tensorboard(out: Path, config: dict, done: int) -> tuple[Callable, Callable]:
-    """(write, close) of an event file in out/tensorboard. Scalars are float32: its server shows no others."""
+    """(write, close) of an event file in out/tensorboard. Scalars are float32, the only type its server shows.
+
+    Events of earlier files up to step `done` are copied, later ones are deleted. A SummaryWriter with a purge_step
+    would only mark them: the data server still shows those of a tag that the resumed run does not write (2.21).
+    """
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -142,7 +154,7 @@ def open_tensorboard(out: Path, config: dict, done: int) -> tuple[Callable, Call
         writer.flush()
 
     add(file_version="brain.Event:2")
-    for file in earlier:  # TensorBoard itself would show what a resumed run has undone
+    for file in earlier:
         for record in RawEventFileLoader(str(file)).Load():
             event = Event.FromString(record)
             if done and event.HasField("summary") and event.step <= done:
@@ -157,7 +169,7 @@ def open_tensorboard(out: Path, config: dict, done: int) -> tuple[Callable, Call
             summary.value.add(tag=name, simple_value=value)
         for name, values in histograms.items():
             summary.MergeFrom(histogram_pb(name, values))
-        if table:  # as code: nothing in an answer is Markdown
+        if table:  # indented, which is code in Markdown: an answer must not be rendered
             cells = [[textwrap.indent(str(cell), "    ", lambda line: True) for cell in row] for row in table]
             summary.MergeFrom(text_pb("answers", np.array([COLUMNS, *cells], dtype=object)))
         add(step=step, summary=summary)
@@ -166,27 +178,27 @@ def open_tensorboard(out: Path, config: dict, done: int) -> tuple[Callable, Call
 
 
 def open_wandb(out: Path, config: dict, done: int) -> tuple[Callable, Callable]:
-    """(write, close) of a run of W&B with its files in out/wandb; one that its server does not let begin is offline."""
+    """(write, close) of a run of W&B with its files in out/wandb; offline where its server cannot be reached."""
     import wandb
 
     settings = wandb.Settings(console="off", silent=True, init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 30)))
     project = os.environ.get("WANDB_PROJECT", "train_grpo")
-    begin = functools.partial(wandb.init, dir=out, project=project, name=out.name, config=config, settings=settings)
+    init = functools.partial(wandb.init, dir=out, project=project, name=out.name, config=config, settings=settings)
     try:
-        run = begin()
+        run = init()
     except Exception as error:  # of any class: no key, no network, a server that is down
         say(
             f"warning: log.wandb: {brief(error)}; this run is written offline, and sent by "
             f"`wandb sync {out}/wandb/offline-run-*`"
         )
-        run = begin(mode="offline")
+        run = init(mode="offline")
     say(f"log.wandb: {Path(run.dir).parent if run.offline else run.url}")
 
     def write(step: int, numbers: dict[str, float], histograms: dict[str, list], table: list[list]) -> None:
-        found = numbers | {name: wandb.Histogram(values) for name, values in histograms.items()}
+        values = numbers | {name: wandb.Histogram(values) for name, values in histograms.items()}
         if table:
-            found["answers"] = wandb.Table(COLUMNS, table)
-        run.log(found, step=step)
+            values["answers"] = wandb.Table(COLUMNS, table)
+        run.log(values, step=step)
 
     return write, run.finish
 
@@ -204,25 +216,32 @@ def brief(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def steps(out: Path, done: int, follow: bool) -> Iterator[dict]:
-    """The lines of metrics.jsonl after step `done`; with `follow` also those that come until standard input ends."""
+def read_metrics(out: Path, done: int, follow: bool) -> Iterator[dict]:
+    """The lines of metrics.jsonl after step `done`; with `follow` also those written until standard input ends."""
     with (out / "metrics.jsonl").open() as file:
-        rest, ended = "", not follow
+        incomplete_line = ""
+        ended = not follow
         while True:
-            *lines, rest = (rest + file.read()).split("\n")
+            *lines, incomplete_line = (incomplete_line + file.read()).split("\n")
             for metrics in map(json.loads, lines):
                 if metrics["step"] > done or not done:
                     yield metrics
             if ended:
                 return
-            ended = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # what was written before the end is read yet
+            readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
+            ended = bool(readable)  # standard input is never written to: readable means closed
             if ended:
-                signal.alarm(int(FINISH_S + 10))  # nobody may be left to end a tracker that hangs
+                signal.alarm(int(FINISH_S + 10))  # ends a tracker that hangs, where the trainer is gone
 
 
-def samples_of(path: Path, follow: bool) -> list[dict]:
-    """The samples of a step without log-probs, `response_ids` the number of the model's; [] if they do not come."""
-    deadline = time.monotonic() + LATE_S * follow
+def read_samples(path: Path, follow: bool) -> list[dict]:
+    """The samples of a step, without log-probs and with the number of sampled tokens as `response_ids`.
+
+    [] where there is no file, with `follow` after LATE_S.
+    """
+    deadline = time.monotonic()
+    if follow:
+        deadline += LATE_S
     while not path.exists():
         if time.monotonic() >= deadline:
             return []
@@ -235,22 +254,22 @@ def samples_of(path: Path, follow: bool) -> list[dict]:
     return samples
 
 
-def rows_of(samples: list[dict], model: str) -> list[list]:
+def make_table(samples: list[dict], model: str) -> list[list]:
     """A table of a few answers, in COLUMNS; prompts as token ids where the model has no tokenizer.json."""
     from tokenizers import Tokenizer
 
     path = Path(model, "tokenizer.json")
-    decode = (
-        functools.partial(Tokenizer.from_file(str(path)).decode, skip_special_tokens=False) if path.exists() else str
-    )
+    decode = str
+    if path.exists():
+        decode = functools.partial(Tokenizer.from_file(str(path)).decode, skip_special_tokens=False)
     return [
         [s["reward"], json.dumps(s["reward_parts"]), s["advantage"], decode(s["prompt_ids"]), s["text"]]
-        for s in picked(samples, TABLE_ROWS)
+        for s in choose_samples(samples, TABLE_ROWS)
     ]
 
 
 def feed(args: argparse.Namespace) -> None:
-    """Open the trackers and give them every step; one that fails is left alone from then on."""
+    """Open the trackers and write every step to them; one that fails is not used again."""
     opened = {}
 
     def attempt(name: str, action: Callable, *arguments):
@@ -264,16 +283,17 @@ def feed(args: argparse.Namespace) -> None:
     for name in args.trackers:
         opened[name] = attempt(name, OPEN[name], args.out, config, args.done)
     opened = {name: pair for name, pair in opened.items() if pair}
-    for metrics in steps(args.out, args.done, args.follow):
+    for metrics in read_metrics(args.out, args.done, args.follow):
         step = metrics.pop("step")
         numbers = {name: value for name, value in metrics.items() if value is not None}
-        samples, table = [], []
-        if step:  # before the first there is an evaluation only
-            samples = samples_of(args.out / f"rollouts/step_{step:06d}.jsonl", args.follow)
+        samples, table, histograms = [], [], {}
+        if step:  # step 0 is an evaluation
+            samples = read_samples(args.out / f"rollouts/step_{step:06d}.jsonl", args.follow)
+        if samples:
+            histograms["reward/histogram"] = [sample["reward"] for sample in samples]
+            histograms["tokens/response_histogram"] = [sample["response_ids"] for sample in samples]
         if samples and step % args.table_every == 0:
-            table = rows_of(samples, args.model)
-        histograms = {"reward/histogram": "reward", "tokens/response_histogram": "response_ids"} if samples else {}
-        histograms = {name: [sample[field] for sample in samples] for name, field in histograms.items()}
+            table = make_table(samples, args.model)
         for name, (write, _) in [*opened.items()]:
             attempt(name, write, step, numbers, histograms, table)
     for name, (_, close) in [*opened.items()]:
@@ -282,7 +302,7 @@ def feed(args: argparse.Namespace) -> None:
 
 def main() -> None:
     processes.ignore_sigterm()
-    os.nice(19)  # the ranks come first
+    os.nice(19)  # the ranks have priority
     parser = argparse.ArgumentParser(prog="support.trackers", description="send the files of a run to trackers")
     parser.add_argument("out", type=Path, help="output_dir of the run")
     parser.add_argument("trackers", nargs="+", choices=[*OPEN])
@@ -291,7 +311,7 @@ def main() -> None:
     parser.add_argument("--model", default="", help="folder with the tokenizer.json that reads prompts")
     parser.add_argument("--follow", action="store_true", help="go on until standard input ends")
     feed(parser.parse_args())
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library that has failed says as it ends is no news
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # drops what a library that has failed prints as it ends
 
 
 if __name__ == "__main__":

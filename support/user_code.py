@@ -38,11 +38,11 @@ def load_module(path: str) -> ModuleType:
 
 @functools.cache
 def instance(key: str, place: str, options: str) -> Callable:
-    """The one object of a class in this process under this key, made with its options, a JSON text."""
+    """The object of a class at this key, made once a process with its options, a JSON text."""
     return load_function(key, place)(**json.loads(options))
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of the traceback, with the place that raised."""
+    """The last line of the traceback, with file and line of the raise."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"

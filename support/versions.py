@@ -1,6 +1,6 @@
-"""What a run is made of and needs: the commit, versions of packages, shared memory.
+"""The commit and the package versions of a run, and the shared memory it needs.
 
-Imports the standard library only (torch where it is asked), so that it answers where nothing else can be imported.
+Imports the standard library only (torch in one function), so that it works where nothing else can be imported.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from support.processes import REPO
 
-# The version of each package that the tests of this repository have run with, without its patch level.
+# The version of each package that the tests of this repository ran with, without its patch level.
 TESTED = {"python": "3.11", "torch": "2.13", "megatron-core": "0.16", "vllm": "0.32", "transformers": "5.19"}
 OPTIONAL = ("transformer-engine", "flash-attn", "deep-ep")  # no run needs them
 OTHERS = (
@@ -46,20 +46,23 @@ def installed(package: str) -> str | None:
 
 
 def untested(package: str, version: str | None) -> str | None:
-    """What is to be said where the tests ran with another version of a package of TESTED; None where they did not."""
+    """A warning where the tests ran with another version of a package of TESTED; None where they ran with this one."""
     tested = TESTED[package]
     if version is None:
         return f"{package} is not installed; {tested} was tested"
-    return None if numbers(version)[:2] == numbers(tested) else f"{package} {version} was not tested; {tested} was"
+    if numbers(version)[:2] != numbers(tested):
+        return f"{package} {version} was not tested; {tested} was"
+    return None
 
 
 def check_versions() -> list[str]:
     """A warning for each package whose version was never tested, or that is missing. Imports none of them."""
-    found = {name: platform.python_version() if name == "python" else installed(name) for name in TESTED}
-    return [warning for name, version in found.items() if (warning := untested(name, version))]
+    versions_here = {name: installed(name) for name in TESTED} | {"python": platform.python_version()}
+    warnings = [untested(name, version) for name, version in versions_here.items()]
+    return [warning for warning in warnings if warning is not None]
 
 
-# ---------------------------------------------------------------- what made a run
+# ---------------------------------------------------------------- the versions of a run
 
 
 def commit() -> str:
@@ -70,7 +73,7 @@ def commit() -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "support/versions.py")  # else a copy inside a checkout of something else
+        git("ls-files", "--error-unmatch", "support/versions.py")  # fails for a copy inside another project's checkout
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
@@ -78,9 +81,9 @@ def commit() -> str:
 
 @functools.cache
 def versions() -> dict[str, str | None]:
-    """{"commit": …, "python": …, package: version, …, "cuda": …, "nccl": …, "driver": …}; None for what is not there.
+    """{"commit": …, "python": …, package: version, …, "cuda": …, "nccl": …, "driver": …}; None for what is missing.
 
-    As they were at the first call: a run keeps those that it started with.
+    They are read once: a run keeps those that it started with.
     """
     names = [name for name in (*TESTED, *OPTIONAL, *OTHERS) if name != "python"]
     return {
@@ -98,8 +101,10 @@ def cuda_versions() -> dict[str, str | None]:
         import torch
     except (ImportError, OSError):  # OSError: one of its libraries does not load
         return {"cuda": None, "nccl": None}
-    with_nccl = torch.version.cuda and torch.distributed.is_nccl_available()
-    return {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())) if with_nccl else None}
+    nccl = None
+    if torch.version.cuda and torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"cuda": torch.version.cuda, "nccl": nccl}
 
 
 def driver() -> str | None:
@@ -110,10 +115,10 @@ def driver() -> str | None:
 
 
 def describe(found: dict[str, str | None]) -> str:
-    """A line for each version, "-" for what is not there."""
+    """A line for each version, "-" for what is missing."""
     return "\n".join(f"{name:{max(map(len, found))}}  {version or '-'}" for name, version in found.items())
 
 
 def differences(was: dict[str, str | None], now: dict[str, str | None]) -> list[str]:
-    """What differs: "torch: 2.13.0 → 2.14.0"."""
+    """A line for each version that differs: "torch: 2.13.0 → 2.14.0"."""
     return [f"{name}: {was.get(name)} → {now.get(name)}" for name in {**was, **now} if was.get(name) != now.get(name)]

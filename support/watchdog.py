@@ -1,7 +1,4 @@
-"""Ends a run that stands still, and says which rank stands where.
-
-Knows torchrun and torch.distributed, no trainer. Importing it does nothing.
-"""
+"""Ends a run that hangs, and prints where each rank is. Knows torchrun and torch.distributed, no trainer."""
 
 import atexit
 import contextlib
@@ -36,19 +33,22 @@ class Watchdog:
     """Ends a run in which no rank has finished a phase for `timeout_s`, after printing which ranks lag, and where.
 
     Every rank makes one after init_process_group; 0 turns it off. All ranks exit with 1, so that torchrun
-    --max-restarts can go on from a checkpoint. A rank whose thread holds Python's lock inside a C call cannot answer:
-    the others print, read the stacks that its faulthandler has written down, and kill it.
+    --max-restarts can go on from a checkpoint. A rank that holds Python's lock (GIL) inside a C call cannot answer: the
+    others print the report, read the stacks that its faulthandler has written, and kill it.
     """
 
     def __init__(self, timeout_s: float):
-        self.timeout_s, self.interval = timeout_s, min(timeout_s / 10, 5.0)
-        self.rank, self.host = int(os.environ["RANK"]), os.environ.get("GROUP_RANK", socket.gethostname())
-        self.at = (0, "start", time.monotonic())  # replaced as a whole, so no thread sees half of it
-        self.total = 0  # phases that all ranks together have finished, as last heard
-        self.alarm, self.ended = threading.Event(), threading.Event()
+        self.timeout_s = timeout_s
+        self.interval = min(timeout_s / 10, 5.0)
+        self.rank = int(os.environ["RANK"])
+        self.host = os.environ.get("GROUP_RANK", socket.gethostname())
+        self.at = (0, "start", time.monotonic())  # phases finished, phase, its start; replaced as a whole, for threads
+        self.total = 0  # phases that all ranks together have finished, as last read from the store
+        self.alarm = threading.Event()
+        self.ended = threading.Event()
         self.talk = threading.Thread(target=self._talk, daemon=True)
         if timeout_s:
-            name = [f"watchdog/{uuid.uuid4().hex}"]  # not the restart's count: see fresh_store
+            name = [f"watchdog/{uuid.uuid4().hex}"]  # unique, unlike the restart count: see fresh_store
             dist.broadcast_object_list(name)
             self.name = name[0]
             self.stacks = os.memfd_create("stacks")  # others read it as /proc/PID/fd/NUMBER
@@ -57,16 +57,16 @@ class Watchdog:
             threading.Thread(target=self._judge, daemon=True).start()
 
     def enter(self, phase: str) -> None:
-        """Say that the main thread has finished a phase and what it does now. Costs a microsecond."""
+        """Note that the main thread has finished a phase and begins another one. Takes a microsecond."""
         self.at = (self.at[0] + 1, phase, time.monotonic())
 
     @property
     def phase(self) -> str:
-        """What the main thread does now."""
+        """The phase of the main thread."""
         return self.at[1]
 
     def stop(self) -> None:
-        """Watch no longer: what follows may take as long as it likes."""
+        """Stop watching: the rest of the run may take any time."""
         if not self.ended.is_set():
             self.enter("ended")
             self.ended.set()
@@ -74,17 +74,19 @@ class Watchdog:
             self.talk.join(2.0)
 
     def _talk(self) -> None:
-        """Tell the others of this rank's phases and hear of theirs. All calls that may block are made here."""
+        """Publish this rank's phases in the store and read those of others. Only this thread makes calls that block."""
         try:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
-            store, told, ended = dist.PrefixStore(self.name, store), -1, False
+            store = dist.PrefixStore(self.name, store)
+            published = -1
+            ended = False
             while True:
                 sequence, phase, _ = self.at
-                if sequence != told:
-                    store.set(f"at/{self.rank}", json.dumps(self._place(sequence, phase)))
-                    store.add("finished", sequence - told)
-                    told = sequence
+                if sequence != published:
+                    store.set(f"at/{self.rank}", json.dumps(self._describe(sequence, phase)))
+                    store.add("finished", sequence - published)
+                    published = sequence
                 self.total = store.add("finished", 0)
                 if ended:
                     return
@@ -97,25 +99,33 @@ class Watchdog:
                 what = str(error).splitlines()[0]
                 say(f"rank {self.rank}: the watchdog lost torchrun's store and now sees this rank alone ({what})")
 
-    def _place(self, sequence: int, phase: str) -> dict:
-        """What the others need to find this rank when it is silent."""
+    def _describe(self, sequence: int, phase: str) -> dict:
+        """The phase of this rank, and what the others need to inspect its process when it does not answer."""
         process = {"pid": os.getpid(), "stacks": self.stacks, "host": self.host, "machine": socket.gethostname()}
         return {"sequence": sequence, "phase": phase, **process}
 
     def _judge(self) -> None:
-        """Raise the alarm when all has stood still for too long; never blocks.
+        """Raise the alarm when no rank has finished a phase for too long; never blocks.
 
         Time counts only while this thread runs, so a job that its scheduler or a laptop suspended is not stuck.
         """
-        idle, last, seen, patience = 0.0, time.monotonic(), None, 4 * self.interval + 15
+        idle = 0.0
+        last = time.monotonic()
+        seen = None
+        patience = 4 * self.interval + 15
         while True:
             self._expect_python()
             if self.ended.wait(self.interval):
                 faulthandler.cancel_dump_traceback_later()
                 return
-            now, progress = time.monotonic(), (self.total, self.at[0])
-            idle = idle + min(now - last, 2 * self.interval) if progress == seen or self.alarm.is_set() else 0.0
-            last, seen = now, progress
+            now = time.monotonic()
+            progress = (self.total, self.at[0])
+            if progress == seen or self.alarm.is_set():
+                idle += min(now - last, 2 * self.interval)
+            else:
+                idle = 0.0
+            last = now
+            seen = progress
             if idle > self.timeout_s:
                 self.alarm.set()
             if self.alarm.is_set() and (not self.talk.is_alive() or idle > self.timeout_s + patience):
@@ -127,21 +137,21 @@ class Watchdog:
                 os._exit(1)
 
     def _expect_python(self) -> None:
-        """Have faulthandler write down all stacks, from a thread that needs no lock, unless this is called again soon.
+        """Have faulthandler write all stacks after a quarter of the timeout, unless this is called again before.
 
-        Soon is a quarter of the timeout: what it writes early, as after a suspension, nobody reads and this removes.
+        Its thread does not need the GIL. Stacks written too early, as after a suspension, are removed here unread.
         """
         os.ftruncate(self.stacks, 0)
         os.lseek(self.stacks, 0, os.SEEK_SET)
         faulthandler.dump_traceback_later(self.timeout_s / 4, file=self.stacks)
 
     def _report(self, store: dist.Store) -> None:
-        """Write down where this rank is; the first to come prints all ranks. Ends the process."""
+        """Publish where this rank is; the first rank to report prints the table of all ranks. Ends the process."""
         first = store.add("alarm", 1) == 1
         sequence, phase, since = self.at
         workers = siblings()
         seen = {"seconds": time.monotonic() - since, "stack": main_stack(), "workers": workers}
-        store.set(f"report/{self.rank}", json.dumps(self._place(sequence, phase) | seen))
+        store.set(f"report/{self.rank}", json.dumps(self._describe(sequence, phase) | seen))
         wait_s = 2 * self.interval + 3
         if first:
             say(self._table(store, wait_s))
@@ -151,59 +161,64 @@ class Watchdog:
         silent = {p["pid"]: p["stacks"] for p in json.loads(store.get("silent")) if p["host"] == self.host}
         silent = {pid: stacks for pid, stacks in silent.items() if str(pid) in workers}
         killer = store.add(f"kill/{self.host}", 1) == 1
-        for pid, stacks in silent.items() if killer else []:
-            if workers[str(pid)] not in STATES:
-                say(f"\nprocess {pid} does not let go of Python's lock:\n{dumped_stacks(pid, stacks)}")
-        time.sleep(0.6 if silent and not killer else 0.5)  # rank 0 may hold the store: all read, then end
-        for pid in silent if killer else []:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if killer:
+            for pid, stacks in silent.items():
+                if workers[str(pid)] not in STATES:
+                    say(f"\nprocess {pid} does not release Python's lock (GIL):\n{read_stacks(pid, stacks)}")
+        time.sleep(0.6 if silent and not killer else 0.5)  # rank 0 may host the store: all ranks read it, then end
+        if killer:
+            for pid in silent:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         os._exit(1)
 
     def _table(self, store: dist.Store, wait_s: float) -> str:
-        """Phase and state of every rank, and the stacks of those that lag; also names the silent ones in the store."""
+        """Phase and state of every rank, and the stacks of those that lag. Lists the silent ranks in the store."""
         ranks = range(dist.get_world_size())
         deadline = time.monotonic() + wait_s
         while not store.check([f"report/{r}" for r in ranks]) and time.monotonic() < deadline:
             time.sleep(0.1)
-        places = {r: {"phase": "start"} | read(store, f"at/{r}") | read(store, f"report/{r}") for r in ranks}
-        workers = {place["host"]: place["workers"] for place in places.values() if "workers" in place}
-        lowest = min(place["sequence"] for place in places.values() if "sequence" in place)
+        reports = {r: {"phase": "start"} | read(store, f"at/{r}") | read(store, f"report/{r}") for r in ranks}
+        workers = {report["host"]: report["workers"] for report in reports.values() if "workers" in report}
+        lowest = min(report["sequence"] for report in reports.values() if "sequence" in report)
         lines = [f"watchdog: no rank has finished a phase for {self.timeout_s:g} s", "rank  phase       seconds  state"]
-        silent, stacks = [], defaultdict(list)
-        for rank, place in places.items():
+        silent = []
+        ranks_of_stack = defaultdict(list)
+        for rank, report in reports.items():
             seconds = "?"
-            if "stack" in place:
-                seconds = f"{place['seconds']:.0f}"
-                state = "lags" if place["sequence"] == lowest else "waits"
-            elif place["phase"] == "ended":
+            if "stack" in report:
+                seconds = f"{report['seconds']:.0f}"
+                state = "lags" if report["sequence"] == lowest else "waits"
+            elif report["phase"] == "ended":
                 state = "ended"
             else:
-                state = f"no answer: {state_of(place, workers)}"
-                silent += [place] if "pid" in place else []
+                state = f"no answer: {state_of(report, workers)}"
+                if "pid" in report:
+                    silent.append(report)
             if state == "lags":
-                stacks[place["stack"]].append(str(rank))
-            lines.append(f"{rank:4d}  {place['phase']:10s} {seconds:>8s}  {state}")
+                ranks_of_stack[report["stack"]].append(str(rank))
+            lines.append(f"{rank:4d}  {report['phase']:10s} {seconds:>8s}  {state}")
         store.set("silent", json.dumps(silent))
-        for stack, which in stacks.items():
-            lines.append(f"\nrank{'s' * (len(which) > 1)} {', '.join(which)}, most recent call last:\n{stack}")
+        for stack, lagging in ranks_of_stack.items():
+            which = "ranks" if len(lagging) > 1 else "rank"
+            lines.append(f"\n{which} {', '.join(lagging)}, most recent call last:\n{stack}")
         return "\n".join(lines)
 
 
 def read(store: dist.Store, key: str) -> dict:
-    """What a rank has written into the store, {} if nothing."""
+    """The JSON that a rank has written into the store at `key`, {} if there is none."""
     return json.loads(store.get(key)) if store.check([key]) else {}
 
 
 def main_stack() -> str:
-    """Where the main thread is, as in a traceback."""
+    """The stack of the main thread, formatted as in a traceback."""
     return "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident])).rstrip()
 
 
 def siblings() -> dict[str, str]:
     """The processes that torchrun or srun started on this host: {id: state, as psutil names it}.
 
-    They have this one's parent, or its command line, where each has a shell of its own between it and the launcher.
+    They have the same parent as this one, or, where each has a shell between it and the launcher, its command line.
     """
     own = psutil.Process().cmdline()
     processes = psutil.process_iter(["ppid", "cmdline", "status"])
@@ -212,19 +227,19 @@ def siblings() -> dict[str, str]:
     }
 
 
-def state_of(place: dict, workers: dict[str, dict[str, str]]) -> str:
-    """What is known of a silent rank, from what the others saw on their hosts: {host: {process id: state}}."""
+def state_of(report: dict, workers: dict[str, dict[str, str]]) -> str:
+    """The state of a silent rank, from what other ranks saw on their hosts: {host: {process id: state}}."""
     state = "stopped (SIGSTOP), dead, or in a call that never returns"
-    if place.get("host") in workers:  # another rank of this torchrun has looked
-        status = workers[place["host"]].get(str(place["pid"]), psutil.STATUS_ZOMBIE)
+    if report.get("host") in workers:  # another rank of this torchrun has reported
+        status = workers[report["host"]].get(str(report["pid"]), psutil.STATUS_ZOMBIE)
         state = STATES.get(status, "in a call that never returns")
-    return f"{state} (process {place['pid']} on {place['machine']})" if "pid" in place else state
+    return f"{state} (process {report['pid']} on {report['machine']})" if "pid" in report else state
 
 
-def dumped_stacks(pid: int, stacks: int) -> str:
-    """The stacks of all threads of a process on this host, as its faulthandler has written them down."""
+def read_stacks(pid: int, stacks: int) -> str:
+    """The stacks of all threads of a process on this host, as its faulthandler has written them."""
     try:
         text = Path(f"/proc/{pid}/fd/{stacks}").read_text(errors="replace").rstrip()
     except OSError as error:  # ended meanwhile
         return f"its stacks cannot be read: {error}"
-    return text or "for too short a time to have its stacks"
+    return text or "its stacks are not written yet"

@@ -171,7 +171,7 @@ def test_a_tracker_that_is_not_installed_is_told_before_training(monkeypatch, tm
 def test_answers_on_the_screen():
     samples = [sample(i / 8, f"{i}\x1b[2J" + "x" * 100) for i in range(8)] + [sample(1.0, "ok", finished=False)]
     samples[8]["reward_parts"] = {"a": 0.75, "b": 0.25}
-    lines = trackers.shown(samples, decode=lambda ids: f"prompt {ids}").splitlines()
+    lines = trackers.format_answers(samples, decode=lambda ids: f"prompt {ids}").splitlines()
     assert len(lines) == 3 and all(line.isprintable() and len(line) < 200 for line in lines)
     assert lines[0].startswith("  reward 0.000  advantage +0.00  'prompt [1, 2]' → '0\\x1b[2Jxxx") and " … " in lines[0]
     assert lines[2] == "  reward 1.000 (a 0.75, b 0.25)  advantage +2.00  'prompt [1, 2]' → 'ok'  (cut off)"
@@ -180,7 +180,7 @@ def test_answers_on_the_screen():
 @pytest.mark.slow
 def test_a_run_with_everything_on(train, tiny):
     """Two ranks; what trackers hold, what the timeline holds, what the screen shows."""
-    on = [f"log.{name}=true" for name in trackers.PACKAGES if not trackers.absent(name)]
+    on = [f"log.{name}=true" for name in trackers.PACKAGES if trackers.is_installed(name)]
     run = train(
         2, "train.steps=6", "rollout.prompts_per_step=4", "train.epochs_per_step=2", "algo.kl_coef=0.05", *on,
         "log.samples_every=2", "profile.start=3", "profile.stop=4", "profile.torch=true", "train.eval_every=3",

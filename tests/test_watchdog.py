@@ -148,7 +148,7 @@ def test_a_rank_that_holds_the_lock_of_python_shows_its_stack(start):
     run = start(WATCHED + STUCK + hold + "hold() if rank == 1 else wait_for_the_other()")
     assert run.end() == 1
     assert "no answer: in a call that never returns" in run.text
-    assert re.search(r"process \d+ does not let go of Python's lock:\nTimeout", run.text), run.text
+    assert re.search(r"process \d+ does not release Python's lock \(GIL\):\nTimeout", run.text), run.text
     assert re.search(r"Thread .*\n.*program.py\", line \d+ in hold\n", run.text), run.text
     assert not run.living()
 
