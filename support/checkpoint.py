@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from config import UserError
 from support import versions
-from support.files import add_suffix, digest, make_temporary_folder, put_in_place, write_synced
+from support.files import add_suffix, digest_file, make_temporary_folder, put_in_place, write_synced
 from support.ranks import gather
 from support.rollout_files import RolloutWriter
 from support.shards import CheckpointError, Shard, copy_shards, find_coverage_error, first_failure, write_shards
@@ -115,7 +115,7 @@ class CheckpointWriter:
         try:
             for name, content in {"state.json": self.state, "versions.json": versions.versions()}.items():
                 write_synced(temporary / name, json.dumps(content, indent=1, default=np.ndarray.tolist))
-                digests[name] = digest(temporary / name)
+                digests[name] = digest_file(temporary / name)
             write_synced(temporary / "manifest.json", json.dumps(digests, indent=1))
             put_in_place(temporary, target)
             if self.keep_last:
@@ -139,7 +139,7 @@ def digest_files(folder: Path, names: list[str]) -> tuple[dict[str, list], str |
     mine, failure = {}, None
     try:
         for name in names[dist.get_rank() :: dist.get_world_size()]:
-            mine[name] = digest(folder / name)
+            mine[name] = digest_file(folder / name)
     except OSError as error:
         failure = str(error)
     return merge_dicts(gather(mine)), first_failure(failure)

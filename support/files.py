@@ -182,7 +182,7 @@ def add_suffix(folder: Path, reason: str) -> None:
     folder.rename(target)
 
 
-def digest(path: Path) -> list:
+def digest_file(path: Path) -> list:
     """[bytes, SHA-256] of a file."""
     with path.open("rb") as file:
         return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]

@@ -307,7 +307,7 @@ def serve_requests() -> None:
         for request in chunk:
             key = json.dumps(request["spec"])
             if key not in loaded:
-                loaded[key] = attempt(prepare, request["spec"], settings, chunk)
+                loaded[key] = attempt(load_reward_function, request["spec"], settings, chunk)
             function, failure = loaded[key]
             os.write(replies, b"\n")
             if not failure:
@@ -327,10 +327,10 @@ def attempt(function: Callable, *args) -> tuple:
         return None, {"status": "error", "error": last_line(error)}
 
 
-def prepare(spec: str | dict[str, float], settings: dict, chunk: list[dict]) -> Callable:
+def load_reward_function(spec: str | dict[str, float], settings: dict, chunk: list[dict]) -> Callable:
     """The function of `reward.load_reward`, returning parts. All it needs is loaded before an answer's time starts."""
     if isinstance(spec, dict) and TURNS in spec:
-        return prepare_turns(spec[TURNS])
+        return load_turn_function(spec[TURNS])
     models = reward.models_of(spec, settings["functions"])
     batched = {name: batched_model(name, chunk) for name in models}
     function = reward.load_reward(spec, settings["custom"], settings["options"], settings["functions"], batched)
@@ -342,7 +342,7 @@ def prepare(spec: str | dict[str, float], settings: dict, chunk: list[dict]) -> 
     return lambda *arguments: reward.parts_of(function(*arguments))
 
 
-def prepare_turns(place: str) -> Callable:
+def load_turn_function(place: str) -> Callable:
     """The function of rollout.turns, returning {"reply": text or None, "state": dict}.
 
     It raises TypeError or ValueError for a reply that is no text, a state that is no JSON, or one that is too long.

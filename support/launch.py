@@ -120,7 +120,7 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
         help="size of a GPU that a dry run plans for, in 10⁹ bytes; else this machine's, or 80",
     )
     parser.add_argument("--debug", action="store_true", help="let torch and NCCL say more, find what makes a NaN")
-    shown = versions.describe(versions.versions()) if "--version" in argv else ""
+    shown = versions.format_versions(versions.versions()) if "--version" in argv else ""
     parser.add_argument("--version", action="version", version=shown, help="print the commit and all versions")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from config import TrainingError
-from support.files import digest, sync
+from support.files import digest_file, sync
 from support.ranks import gather
 
 FILE_BYTES = 1 << 30  # size of a file, about; so many bytes are in memory twice while it is written
@@ -76,7 +76,7 @@ def write_shards(folder: Path, shards: list[Shard]) -> dict[str, list]:
         # One entry of metadata: safetensors writes several in no fixed order.
         save_file({name: values for name, values, _ in content}, path, {"shapes": shapes})
         sync(path)
-        digests[path.name] = digest(path)
+        digests[path.name] = digest_file(path)
     return digests
 
 

@@ -98,7 +98,7 @@ def source_of(row: dict, key: str) -> str:
 
 # ---------------------------------------------------------------- many rows
 
-BLOCK = 1000  # rows that are read and tokenised together
+ROWS_PER_BLOCK = 1000  # rows that are read and tokenised together
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def all_rows(tables: list[tuple[str, Table]], keys: list[str]) -> Iterator[dict]
         columns = columns_for(table, keys)
         if not columns:
             continue
-        for start in range(0, len(table), BLOCK):
-            yield from rows_of(table, start, start + BLOCK, columns)
+        for start in range(0, len(table), ROWS_PER_BLOCK):
+            yield from rows_of(table, start, start + ROWS_PER_BLOCK, columns)
 
 
 def columns_for(table: Table, keys: list[str]) -> list[str]:
@@ -162,7 +162,7 @@ def jobs_of(tables: list[tuple[str, Table]]) -> list[tuple[int, int, int]]:
     jobs = []
     rows_before = 0  # in earlier tables
     for number, (_, table) in enumerate(tables):
-        jobs += [(number, start, rows_before + start) for start in range(0, len(table), BLOCK)]
+        jobs += [(number, start, rows_before + start) for start in range(0, len(table), ROWS_PER_BLOCK)]
         rows_before += len(table)
     return jobs
 
@@ -172,11 +172,11 @@ def tokenise(cfg, tokenizer, tables: list[tuple[str, Table]], key: str, job: tup
     number, start, first = job
     name, table = tables[number]
     if not isinstance(table, list):
-        check_text(name, table.select(range(start, min(start + BLOCK, len(table)))), key)
+        check_text(name, table.select(range(start, min(start + ROWS_PER_BLOCK, len(table)))), key)
     keys = [cfg.prompt_key, cfg.answer_key, cfg.source_key]
     if cfg.hint_key:
         keys.append(cfg.hint_key)
-    rows = rows_of(table, start, start + BLOCK, columns_for(table, keys))
+    rows = rows_of(table, start, start + ROWS_PER_BLOCK, columns_for(table, keys))
     texts, answers, hinted = [], [], []
     for i, row in enumerate(rows, start + 1):
         try:

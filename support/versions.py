@@ -114,9 +114,10 @@ def driver() -> str | None:
     return found and found[1]
 
 
-def describe(found: dict[str, str | None]) -> str:
+def format_versions(found: dict[str, str | None]) -> str:
     """A line for each version, "-" for what is missing."""
-    return "\n".join(f"{name:{max(map(len, found))}}  {version or '-'}" for name, version in found.items())
+    width = max(map(len, found))
+    return "\n".join(f"{name:{width}}  {version or '-'}" for name, version in found.items())
 
 
 def differences(was: dict[str, str | None], now: dict[str, str | None]) -> list[str]:

@@ -172,7 +172,7 @@ def alone(tmp_path):
 
 def saved_by_hand(folder: Path, step: int) -> Path:
     """A checkpoint as CheckpointWriter leaves it, with one tensor."""
-    from support.files import digest, write_synced
+    from support.files import digest_file, write_synced
 
     path = folder / f"step_{step:06d}"
     path.mkdir(parents=True)
@@ -180,7 +180,7 @@ def saved_by_hand(folder: Path, step: int) -> Path:
         {"weight@0,0": torch.ones(4, 4)}, path / "rank_00000_000.safetensors", {"shapes": '{"weight@0,0": [4, 4]}'}
     )
     write_synced(path / "state.json", json.dumps({"step": step}))
-    files = {name: digest(path / name) for name in ("rank_00000_000.safetensors", "state.json")}
+    files = {name: digest_file(path / name) for name in ("rank_00000_000.safetensors", "state.json")}
     write_synced(path / "manifest.json", json.dumps(files))
     return path
 

@@ -277,7 +277,7 @@ def test_the_option_version(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         launch.parse_args(["--version"], "")
     said = capsys.readouterr().out
-    assert said == versions.describe(versions.versions()) + "\n"
+    assert said == versions.format_versions(versions.versions()) + "\n"
     assert re.search(r"^commit +(unknown|[0-9a-f]{40}(\+changes)?)$", said, flags=re.MULTILINE)
     assert re.search(rf"^torch +{re.escape(torch.__version__)}$", said, flags=re.MULTILINE)
 

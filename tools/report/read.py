@@ -18,7 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from config import UserError
 from support import hints
-from support.read_config import SECTIONS, validated
+from support.read_config import SECTIONS, validate
 
 Z = 1.96  # of a normal distribution, for bands of 95 %
 BYTES_A_TOKEN = 4.5  # of a response in the page, about: id and log-prob, compressed, as base64
@@ -184,7 +184,7 @@ def layout_in_words(config: dict, folder: Path, notes: list[str]) -> str:
         ranks = math.lcm(*map(math.prod, shapes), config.get("rollout", {}).get("tp", 1))
         notes.append(f"how many ranks there were stands in checkpoints, and there is none: the words are for {ranks}")
     try:
-        return checks.describe(validated(config, str(folder / "config.yaml")), ranks)
+        return checks.describe(validate(config, str(folder / "config.yaml")), ranks)
     except (UserError, ValueError, AssertionError) as error:
         notes.append(f"config.yaml cannot be read as one of this version: {error}")
         return ""
