@@ -286,7 +286,8 @@ def feed(args: argparse.Namespace) -> None:
     for metrics in read_metrics(args.out, args.done, args.follow):
         step = metrics.pop("step")
         numbers = {name: value for name, value in metrics.items() if value is not None}
-        samples, table, histograms = [], [], {}
+        samples, table = [], []
+        histograms = {}
         if step:  # step 0 is an evaluation
             samples = read_samples(args.out / f"rollouts/step_{step:06d}.jsonl", args.follow)
         if samples:
