@@ -1,29 +1,26 @@
 """Pictures of a configuration, as SVG: which rank holds what, how a pipeline's stages work and wait, what a push moves.
 
-Each picture is drawn from what the program itself uses: Megatron's order of ranks, its schedule and its split of
-layers, the bridge's rules and buckets. `--dry-run --draw FILE.svg` writes them in one file, tools/draw.py one by one.
+Each picture is drawn from what the program itself uses: Megatron's order of ranks, its schedule, the weights that it
+builds on each stage, the bridge's buckets. `--dry-run --draw FILE.svg` writes them in one file, tools/draw.py one by
+one.
 """
 
-import contextlib
 import html
 import math
 import textwrap
-from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import transformers
 from megatron.core.parallel_state import RankGenerator
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 import megatron_bridge as bridge
 from config import Config, ParallelConfig
 from support.checks import rows_of_an_update
+from support.memory_count import fake_process_groups, stage_shapes
 from support.packing import bubble
 
 WIDTH = 1000  # of every picture, in pixels
@@ -113,84 +110,9 @@ def places(parallel: ParallelConfig, world_size: int, rollout_tp: int) -> list[d
     return found
 
 
-def layers_of(config, stage: int) -> list[int]:
-    """Numbers of the layers that a pipeline stage holds, in all its chunks, as Megatron splits them."""
-    chunks = [*range(config.virtual_pipeline_model_parallel_size or 1)]
-    chunks = chunks if config.virtual_pipeline_model_parallel_size else [None]
-    found = []
-    for chunk in chunks:
-        first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
-        found += range(first, first + get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage))
-    return found
-
-
-def weight_sizes(hf) -> dict[str, int]:
-    """{Hugging Face name: numbers in it} of a model, from its config.json alone."""
-    h, d, ffn = hf.hidden_size, bridge.head_dim(hf), hf.intermediate_size
-    heads = {"q": hf.num_attention_heads * d, "k": hf.num_key_value_heads * d, "v": hf.num_key_value_heads * d}
-    count = bridge.num_experts(hf) if bridge.is_moe(hf) else 0
-
-    def size(name: str) -> int:
-        module, kind = name.split(".")[-2:]
-        if module[1:] == "_proj" and module[0] in heads:
-            return heads[module[0]] * (1 if kind == "bias" else h)
-        if module in ("q_norm", "k_norm"):
-            return d
-        if "norm" in module or module == "shared_expert_gate":
-            return h
-        if module in ("embed_tokens", "lm_head"):
-            return hf.vocab_size * h
-        if module == "o_proj":
-            return heads["q"] * h
-        if module == "gate":
-            return count * h
-        inner = bridge.expert_width(hf) if ".experts." in name else ffn
-        return h * (getattr(hf, "shared_expert_intermediate_size", None) if ".shared_expert." in name else inner)
-
-    rules = [rest.format(e=e) for rest in bridge.FAMILIES[hf.architectures[0]] for e in range(count or 1)]
-    layers = [f"decoder.layers.{i}.{rest}" for i in range(hf.num_hidden_layers) for rest in dict.fromkeys(rules)]
-    names = [name for rule in [*bridge.TOP_RULES, *layers] for name in bridge.rule_of(rule, hf)[1]]
-    return {name: size(name) for name in names}
-
-
-def stage_weights(hf, config, parallel: ParallelConfig) -> list[dict[str, torch.Size]]:
-    """Of each pipeline stage {Megatron's name: [numbers a rank of it holds]}, as bridge.named_weights gives them."""
-    sizes = weight_sizes(hf)
-    experts = bridge.num_experts(hf) // parallel.ep if bridge.is_moe(hf) else 1
-
-    def local(name: str) -> torch.Size:
-        join, parts = bridge.rule_of(name, hf)
-        split = parallel.etp if bridge.EXPERT.search(name) else parallel.tp
-        return torch.Size([sum(sizes[p] for p in parts) // (1 if bridge.SPLIT_DIM[join] is None else split)])
-
-    rules = bridge.FAMILIES[hf.architectures[0]]
-    inside = [rest.format(e=e) for rest in rules for e in range(experts if "{e}" in rest else 1)]
-    stages = []
-    for stage in range(parallel.pp):
-        names = ["embedding.word_embeddings.weight"] * (stage == 0)
-        names += [f"decoder.layers.{i}.{rest}" for i in layers_of(config, stage) for rest in inside]
-        if stage == parallel.pp - 1:
-            names += ["decoder.final_layernorm.weight"]
-            names += ["output_layer.weight"] * (not hf.tie_word_embeddings or parallel.pp > 1)
-        stages.append({name: local(name) for name in names})
-    return stages
-
-
-@contextlib.contextmanager
-def pretended_world(parallel: ParallelConfig, world_size: int, rank: int = 0) -> Iterator[None]:
-    """Megatron's process groups as `rank` of so many has them, in this process alone; nothing is sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        bridge.mpu.initialize_model_parallel(
-            parallel.tp, parallel.pp, context_parallel_size=parallel.cp, expert_model_parallel_size=parallel.ep,
-            expert_tensor_parallel_size=parallel.etp, create_gloo_process_groups=False,
-        )  # fmt: skip
-        yield
-    finally:
-        bridge.mpu.destroy_model_parallel()
-        dist.destroy_process_group()
+def layers_of(shapes: dict[str, torch.Size]) -> list[int]:
+    """Numbers of the layers that a pipeline stage holds, in all its chunks, from the names of its weights."""
+    return sorted({int(name.split(".")[2]) for name in shapes if name.startswith("decoder.layers.")})
 
 
 # ---------------------------------------------------------------- the pictures
@@ -199,16 +121,15 @@ def pretended_world(parallel: ParallelConfig, world_size: int, rank: int = 0) ->
 def pictures(cfg: Config, world_size: int) -> dict[str, str]:
     """{name: SVG} of what a configuration alone says."""
     hf = transformers.AutoConfig.from_pretrained(cfg.model.path)
-    config = bridge.transformer_config(hf, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
-    stages = stage_weights(hf, config, cfg.parallel)
-    found = {"layout": draw_layout(cfg, world_size, hf, config, stages)}
+    stages = stage_shapes(cfg, world_size)
+    found = {"layout": draw_layout(cfg, world_size, hf, stages)}
     if cfg.parallel.pp > 1:
         p = cfg.parallel
         found["pipeline"] = draw_pipeline(p, *rows_of_an_update(cfg, world_size // (p.tp * p.pp * p.cp)))
     return found | {"push": draw_push(cfg, world_size, hf, stages)}
 
 
-def draw_layout(cfg: Config, world_size: int, hf, config, stages: list[dict]) -> str:
+def draw_layout(cfg: Config, world_size: int, hf, stages: list[dict]) -> str:
     """Ranks as boxes: a row a replica, a block a pipeline stage; the strip below each rank is its vLLM engine."""
     p, itemsize = cfg.parallel, bridge.DTYPES[cfg.model.dtype].itemsize
     of = places(p, world_size, cfg.rollout.tp)
@@ -222,7 +143,7 @@ def draw_layout(cfg: Config, world_size: int, hf, config, stages: list[dict]) ->
     for stage in range(p.pp):
         x = left + stage * (room + gap)
         ends = ", embedding" * (stage == 0) + ", norm, head" * (stage == p.pp - 1)
-        layers = layers_of(config, stage)
+        layers = layers_of(stages[stage])
         numbers = textwrap.shorten(
             f"layer{'s' * (len(layers) != 1)} {run_of(layers)}", int(room / 5.5), placeholder=" …"
         )
@@ -339,7 +260,7 @@ def draw_push(cfg: Config, world_size: int, hf, stages: list[dict]) -> str:
     """The weights in the order in which they cross from trainer to vLLM, cut into buckets; and the way of a bucket."""
     p, itemsize = cfg.parallel, bridge.DTYPES[cfg.model.dtype].itemsize
     limit = cfg.rollout.sync_bucket_mb << 20
-    with pretended_world(p, world_size):
+    with fake_process_groups(p, world_size, rank=0):
         cut = [
             (stage, names, sum(stages[stage][n].numel() * bridge.shard_group(n)[0].size() for n in names) * itemsize)
             for stage, names in bridge.buckets(stages, hf, limit // itemsize)

@@ -12,14 +12,13 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 import megatron_bridge as bridge
-from config import Config
+from config import Config, LoraConfig, ParallelConfig
 
 # isort: split
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -62,15 +61,19 @@ class OnMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def fake_rank(cfg: Config, world_size: int, rank: int) -> Iterator[None]:
-    """This process as `rank` of a world that is not there, with Megatron's groups, which connect nobody."""
-    hook, level = sys.excepthook, dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.OFF)  # DETAIL wraps every group in one that does connect
+def fake_process_groups(parallel: ParallelConfig, world_size: int, rank: int, seed: int = 0) -> Iterator[None]:
+    """Make this process `rank` of a fake process group of `world_size` ranks, with Megatron's groups; nothing is sent.
+
+    There must be no process group yet; afterwards there is none again.
+    """
+    hook = sys.excepthook
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)  # DETAIL wraps every group in one that connects
     dist.init_process_group("fake", rank=rank, world_size=world_size)
-    sys.excepthook = hook  # torch would put the rank before every line of a traceback
+    sys.excepthook = hook  # torch would print the rank before every line of a traceback
     try:
-        with warnings.catch_warnings(action="ignore"):  # the run itself will say them
-            bridge.init_model_parallel(cfg.parallel, cfg.seed)
+        with warnings.catch_warnings(action="ignore"):  # the run itself will give them
+            bridge.init_model_parallel(parallel, seed)
             yield
     finally:
         bridge.mpu.destroy_model_parallel()
@@ -78,15 +81,30 @@ def fake_rank(cfg: Config, world_size: int, rank: int) -> Iterator[None]:
         dist.set_debug_level(level)
 
 
+def build_on_meta(path: str, cfg: Config, trained: LoraConfig | None) -> list:
+    """The chunks of the model of `path` that this rank of a fake process group holds, without memory or weights."""
+    extra = {**cfg.megatron, "perform_initialization": False}
+    dtype = bridge.DTYPES[cfg.model.dtype]
+    with META, OnMeta():
+        return bridge.build_model(path, cfg.parallel, dtype, extra, weights=False, trained=trained)
+
+
+def stage_shapes(cfg: Config, world_size: int) -> list[dict[str, torch.Size]]:
+    """Of each pipeline stage {Megatron's name of a weight: its shape on the stage's first rank}."""
+    p, stages = cfg.parallel, []
+    for stage in range(p.pp):
+        with fake_process_groups(p, world_size, stage * world_size // p.pp, cfg.seed):
+            own = bridge.named_weights(build_on_meta(cfg.model.path, cfg, cfg.lora))
+            stages.append({name: weight.shape for name, weight in own.items()})
+    return stages
+
+
 def count(cfg: Config, world_size: int, rank: int) -> Held:
     """What `rank` of `world_size` will hold. Needs no process group, and must not find one."""
     size = bridge.DTYPES[cfg.model.dtype].itemsize
-    extra = {**cfg.megatron, "perform_initialization": False}
-    with fake_rank(cfg, world_size, rank):
-        build = partial(bridge.build_model, parallel=cfg.parallel, dtype=bridge.DTYPES[cfg.model.dtype], extra=extra)
-        with META, OnMeta():
-            model = build(cfg.model.path, weights=False, trained=cfg.lora)
-            other = [] if cfg.algo.teacher in (None, "self") else build(cfg.algo.teacher, weights=False, trained=None)
+    with fake_process_groups(cfg.parallel, world_size, rank, cfg.seed):
+        model = build_on_meta(cfg.model.path, cfg, cfg.lora)
+        other = [] if cfg.algo.teacher in (None, "self") else build_on_meta(cfg.algo.teacher, cfg, None)
         hf, own = model[0].hf_config, bridge.named_weights(model)
         buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         ranges = [part for buffer in buffers for part in DistributedOptimizer._build_gbuf_range_map(buffer).values()]

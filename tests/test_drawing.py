@@ -6,11 +6,10 @@ from itertools import pairwise
 import make_tiny
 import pytest
 import torch
-import transformers
 
 import megatron_bridge as bridge
 from config import ParallelConfig
-from support import drawing, hf_folder, launch
+from support import drawing, hf_folder, launch, memory_count, ranks
 from support.packing import bubble
 from support.read_config import load_config
 from tests.conftest import REPO
@@ -23,7 +22,7 @@ def parallel(**sizes: int) -> ParallelConfig:
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"),
+    ("layout", "world_size"),
     [
         (parallel(tp=2, pp=2), 8),
         (parallel(tp=2, cp=2, pp=2), 16),
@@ -31,11 +30,11 @@ def parallel(**sizes: int) -> ParallelConfig:
         (parallel(cp=2, ep=2, etp=2), 8),
     ],
 )
-def test_a_rank_is_where_megatron_puts_it(layout, ranks):
-    """Megatron itself, asked as each rank in turn, in groups that send nothing."""
-    found = drawing.places(layout, ranks, rollout_tp=2)
-    for rank in range(ranks):
-        with drawing.pretended_world(layout, ranks, rank):
+def test_a_rank_is_where_megatron_puts_it(layout, world_size):
+    """Megatron itself, asked as each rank in turn, in a fake process group."""
+    found = drawing.places(layout, world_size, rollout_tp=2)
+    for rank in range(world_size):
+        with memory_count.fake_process_groups(layout, world_size, rank):
             assert found[rank] == {
                 "tp": mpu.get_tensor_model_parallel_rank(), "cp": mpu.get_context_parallel_rank(),
                 "dp": mpu.get_data_parallel_rank(), "pp": mpu.get_pipeline_model_parallel_rank(),
@@ -65,29 +64,20 @@ def test_every_stage_of_a_timeline_idles_as_long_as_the_formula_says(p, v, m):
         assert 1 - sum(stop - begin for begin, stop, *_ in row) / end == pytest.approx(bubble(m, parallel(pp=p, vpp=v)))
 
 
-@pytest.mark.parametrize("arch", make_tiny.ARCHITECTURES)
-def test_sizes_from_config_json_are_those_of_the_weights(tmp_path, arch):
-    tokenizer = make_tiny.char_tokenizer("0123456789")
-    make_tiny.save_model(tmp_path, tokenizer, arch, tied=False, hidden=64, layers=2, kv_heads=1, ffn=3)
-    files = hf_folder.safetensor_files(str(tmp_path))
-    weights = {}
-    for file in set(files.values()):
-        with bridge.safe_open(file, framework="pt") as handle:
-            weights |= {name: handle.get_tensor(name).numel() for name in handle.keys()}  # noqa: SIM118
-    assert drawing.weight_sizes(transformers.AutoConfig.from_pretrained(tmp_path)) == weights
-
-
 @pytest.mark.parametrize("arch", ["qwen2", "qwen2_moe"])
-def test_a_stage_holds_what_a_built_model_holds(world, tmp_path, arch):
-    layout = parallel()
+def test_a_stage_has_the_shapes_of_a_real_model(world, tmp_path, arch):
+    """Those of the fake process group are those of a model that is built with its weights."""
     make_tiny.save_model(tmp_path, make_tiny.char_tokenizer("0123456789"), arch)
-    bridge.init_model_parallel(layout, seed=0)
-    model = bridge.build_model(str(tmp_path), layout, torch.float32, {})
-    hf = transformers.AutoConfig.from_pretrained(tmp_path)
-    config = bridge.transformer_config(hf, layout, torch.float32, {})
-    (stage,) = drawing.stage_weights(hf, config, layout)
-    built = {name: weight.numel() for name, weight in bridge.named_weights(model).items()}
-    assert {name: shape.numel() for name, shape in stage.items()} == built
+    cfg = load_config(str(REPO / "configs/tiny.yaml"), [f"model.path={tmp_path}", "data.train=unused"])
+    bridge.init_model_parallel(cfg.parallel, seed=0)
+    model = bridge.build_model(str(tmp_path), cfg.parallel, torch.float32, {})
+    built = {name: weight.shape for name, weight in bridge.named_weights(model).items()}
+    bridge.mpu.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    try:
+        assert memory_count.stage_shapes(cfg, 1) == [built]
+    finally:
+        ranks.init_distributed(timeout_s=60)  # for the fixture, which ends it
 
 
 def test_the_pictures_say_what_the_configuration_means(tiny):

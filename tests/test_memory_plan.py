@@ -258,7 +258,7 @@ def test_config_json_alone_is_enough_for_a_plan(tmp_path, capfd, offline):
         assert code == 2 and not out and f"--gpu-memory-gb={float(wrong)}: must be above 0" in err
 
 
-def test_debug_does_not_reach_into_the_world_that_is_not_there(tmp_path):
+def test_debug_does_not_reach_into_the_fake_process_group(tmp_path):
     """Torch's DETAIL wraps every process group in one that connects."""
     level, hook = torch.distributed.get_debug_level(), sys.excepthook
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
