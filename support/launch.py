@@ -24,7 +24,6 @@ from support import (
     checkpoint,
     checks,
     debug,
-    drawing,
     from_other_trainers,
     hf_folder,
     launchers,
@@ -82,7 +81,9 @@ def command(
         gpu = memory_plan.gpu_bytes(args.gpu_memory_gb) if args.dry_run else None
         cfg, inputs = prepare(cfg, args.world_size, weights=not args.dry_run, gpu=gpu)
         if args.draw:
-            draw(cfg, args.world_size, Path(args.draw))
+            from tools import drawing  # here, so that no other start loads it
+
+            drawing.write_pictures(cfg, args.world_size, Path(args.draw))
         if not args.dry_run:
             check_start(cfg)
             if cfg.rollout.exact:
@@ -127,15 +128,6 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     if args.draw and not args.dry_run:
         parser.error("--draw goes with --dry-run")
     return args
-
-
-def draw(cfg: Config, world_size: int, path: Path) -> None:
-    """Write the pictures of the configuration. Raises UserError."""
-    try:
-        path.write_text(drawing.stacked([*drawing.pictures(cfg, world_size).values()]))
-    except OSError as error:
-        raise UserError(f"--draw {path}: {error.strerror}") from None
-    print(f"drawn:   {path}")
 
 
 def with_steps(cfg: Config, prompts: int) -> Config:

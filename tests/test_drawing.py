@@ -1,5 +1,6 @@
 """The pictures of a configuration: held against Megatron's own groups, real weights and the formula of the bubble."""
 
+import ast
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
@@ -9,10 +10,11 @@ import torch
 
 import megatron_bridge as bridge
 from config import ParallelConfig
-from support import drawing, hf_folder, launch, memory_count, ranks
+from support import hf_folder, launch, memory_count, ranks
 from support.packing import bubble
 from support.read_config import load_config
 from tests.conftest import REPO
+from tools import drawing
 
 mpu = bridge.mpu
 
@@ -108,3 +110,5 @@ def test_a_dry_run_draws(tiny, tmp_path, monkeypatch, capfd):
     with pytest.raises(SystemExit, match="2"):
         launch.command([*start, str(file)], "", lambda cfg: None, None)
     assert "--draw goes with --dry-run" in capfd.readouterr().err
+    loaded = [node for node in ast.parse((REPO / "support/launch.py").read_text()).body if "drawing" in ast.dump(node)]
+    assert [type(node) for node in loaded] == [ast.FunctionDef], "a start without --draw must not load the drawing"

@@ -20,11 +20,12 @@ import torch
 import megatron_bridge as bridge
 import train_grpo
 from config import Config, UserError
-from support import checks, drawing
+from support import checks
 from support.data import load_tokenizer
-from support.drawing import WIDTH, box, svg, text
 from support.packing import MicroBatch, pack
 from support.read_config import load_config
+from tools import drawing
+from tools.drawing import WIDTH, box, svg, text
 
 CELLS = 27  # positions of a row that fit into the picture
 

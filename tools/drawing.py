@@ -9,6 +9,7 @@ import html
 import math
 import textwrap
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
 import megatron_bridge as bridge
-from config import Config, ParallelConfig
+from config import Config, ParallelConfig, UserError
 from support.checks import rows_of_an_update
 from support.memory_count import fake_process_groups, stage_shapes
 from support.packing import bubble
@@ -116,6 +117,15 @@ def layers_of(shapes: dict[str, torch.Size]) -> list[int]:
 
 
 # ---------------------------------------------------------------- the pictures
+
+
+def write_pictures(cfg: Config, world_size: int, path: Path) -> None:
+    """Write the pictures of the configuration into one file. Raises UserError."""
+    try:
+        path.write_text(stacked([*pictures(cfg, world_size).values()]))
+    except OSError as error:
+        raise UserError(f"--draw {path}: {error.strerror}") from None
+    print(f"drawn:   {path}")
 
 
 def pictures(cfg: Config, world_size: int) -> dict[str, str]:
