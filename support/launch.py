@@ -29,6 +29,7 @@ from support import (
     launchers,
     lora,
     memory,
+    memory_count,
     memory_plan,
     preflight,
     ranks,
@@ -225,12 +226,9 @@ def check_machines(cfg: Config, data: str) -> IO | None:
     timeout_s = checks.group_timeout_s(cfg)
 
     def check_first_host() -> IO:
-        # bytes a weight, of a checkpoint, an export, and the sets that a checkpoint carries; of adapters it is little
-        full = cfg.lora.rank == 0
-        copies = 1 + full * (cfg.rollout.lag + (cfg.algo.reference_every > 0))
-        saved = 12 * full + copies * bridge.DTYPES[cfg.model.dtype].itemsize
         weights = hf_folder.count_weights(hf_folder.local_folder(cfg.model.path))
-        preflight.check_host(out, weights * saved, shares_memory=torch.cuda.is_available() or cfg.rollout.tp > 1)
+        shares_memory = torch.cuda.is_available() or cfg.rollout.tp > 1
+        preflight.check_host(out, memory_count.disk_bytes(cfg, weights), shares_memory)
         return lock_output_dir(out)
 
     try:
@@ -253,10 +251,10 @@ def check_machines(cfg: Config, data: str) -> IO | None:
 def check_host_memory(cfg: Config) -> str | None:
     """What to warn of where this machine has too little memory for its ranks; None else."""
     weights = hf_folder.count_weights(hf_folder.local_folder(cfg.model.path))
-    size, gpu = bridge.DTYPES[cfg.model.dtype].itemsize, torch.cuda.is_available()
     other = teacher.another(cfg)
-    taught = hf_folder.count_weights(hf_folder.local_folder(other)) if other else 0
-    needed = memory.host_bytes(cfg, weights, dist.get_world_size(), size, gpu, taught)
+    teacher_weights = hf_folder.count_weights(hf_folder.local_folder(other)) if other else 0
+    on_gpu = torch.cuda.is_available()
+    needed = memory_count.host_bytes(cfg, weights, dist.get_world_size(), on_gpu, teacher_weights)
     return memory.host_warning(needed, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 

@@ -149,29 +149,6 @@ def host_free_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
     return max(min(free), 0)
 
 
-def host_bytes(cfg, weights: int, world_size: int, itemsize: int, on_gpu: bool, teacher: int = 0) -> int:
-    """What a rank holds of host memory, about, of a model of so many weights of `itemsize` bytes in so many ranks, with
-    a teacher of so many.
-
-    On GPUs: vLLM's weights while it sleeps at level 1, a checkpoint that is being written, and what is kept there of an
-    optimizer, a reference, past weights and a teacher. On the CPU: all of it.
-    """
-    shards = cfg.parallel.tp * cfg.parallel.pp * cfg.parallel.ep
-    in_vllm = weights * itemsize / cfg.rollout.tp
-    trained = weights * (cfg.lora.rank == 0)  # adapters are little beside the weights
-    checkpoint = trained * 12 / world_size  # weights in fp32 and Adam's moments; also what an optimizer has of them
-    copy = trained * itemsize / shards  # of the reference, of past weights
-    saved = checkpoint + copy * (cfg.rollout.lag + (cfg.algo.reference_every > 0))  # by one replica
-    others = copy * ((cfg.algo.kl_coef > 0) + cfg.rollout.lag) + teacher * itemsize / shards
-    if on_gpu:
-        offloaded = cfg.megatron.get("optimizer_offload_fraction", 1) * cfg.megatron.get("optimizer_cpu_offload", False)
-        state = 16 * offloaded + 12 * (cfg.train.offload == "optimizer")  # 16: with the gradients that Adam steps by
-        asleep = in_vllm * (cfg.rollout.sleep_level == 1)
-        return int(asleep + others * (cfg.algo.reference_on == "host") + saved + trained * state / world_size)
-    gradients = trained * 4 / shards  # fp32
-    return int(in_vllm + weights * itemsize / shards + gradients + others + checkpoint + saved)
-
-
 def host_warning(needed: int, ranks: int) -> str | None:
     """What to tell the user where `ranks` ranks of this machine need more than it has free, `needed` bytes each."""
     free = host_free_bytes()

@@ -8,7 +8,7 @@ import errno
 import pytest
 import torch
 
-from support import clock, memory, preflight
+from support import clock, memory, memory_count, preflight
 from support.read_config import load_config
 from tests.conftest import REPO
 
@@ -150,20 +150,37 @@ def test_limits_of_a_container_or_job_count(tmp_path):
 def test_host_memory_is_looked_at_before_the_build(monkeypatch):
     """7 B in bf16 on 8 ranks, vLLM with tp 2: 7 GB of weights asleep and 10.5 GB of a checkpoint a rank."""
     options = ["model.dtype=bf16", "parallel.tp=2", "parallel.pp=2", "rollout.tp=2", "rollout.sleep_level=1"]
-    cfg = load_config(CONFIG, options)
-    needed = memory.host_bytes(cfg, 7 * 10**9, 8, 2, on_gpu=True)
+
+    def host_bytes(*more: str, on_gpu: bool = True) -> int:
+        return memory_count.host_bytes(load_config(CONFIG, [*options, *more]), 7 * 10**9, 8, on_gpu)
+
+    needed = host_bytes()
     assert needed == 7e9 + 10.5e9
-    offload = ["megatron.optimizer_cpu_offload=true", "megatron.optimizer_offload_fraction=0.5"]
-    assert memory.host_bytes(load_config(CONFIG, options + offload), 7 * 10**9, 8, 2, on_gpu=True) == needed + 7e9
+    assert host_bytes("megatron.optimizer_cpu_offload=true", "megatron.optimizer_offload_fraction=0.5") == needed + 7e9
     # Asleep at level 2 nothing is kept of vLLM; state and reference that wait on the host: 10.5 and 3.5 GB.
     waiting = ["rollout.sleep_level=2", "train.offload=optimizer", "algo.kl_coef=0.1", "algo.reference_on=host"]
-    assert memory.host_bytes(load_config(CONFIG, options + waiting), 7 * 10**9, 8, 2, on_gpu=True) == 10.5e9 * 2 + 3.5e9
+    assert host_bytes(*waiting) == 10.5e9 * 2 + 3.5e9
     # Without a GPU: also weights and gradients of a quarter of the model, and the optimizer.
-    assert memory.host_bytes(cfg, 7 * 10**9, 8, 2, on_gpu=False) == needed + 7e9 / 4 * (2 + 4) + 10.5e9
+    assert host_bytes(on_gpu=False) == needed + 7e9 / 4 * (2 + 4) + 10.5e9
     monkeypatch.setattr(memory, "host_free_bytes", lambda: 64e9)
     assert memory.host_warning(needed, 2) is None
     text = memory.host_warning(needed, 8)
     assert "8 ranks on this machine will hold about 130.4 GiB of host memory" in text and "free: the system may" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "bytes_a_weight"),
+    [
+        ([], 12 + 2),
+        (["algo.kl_coef=0.1", "algo.reference_every=5"], 12 + 2 + 2),
+        (["rollout.lag=3"], 12 + 2 + 3 * 2),
+        (["rollout.lag=3", "lora.rank=8"], 2),
+    ],
+    ids=["a checkpoint and an export", "a reference that moves", "past weights", "adapters are few"],
+)
+def test_what_a_run_saves(more, bytes_a_weight):
+    cfg = load_config(CONFIG, ["model.dtype=bf16", *more])
+    assert memory_count.disk_bytes(cfg, 10**9) == bytes_a_weight * 10**9
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The plan of memory: what stays, to the byte, against real ranks; what comes and goes against an update on a CPU."""
+"""The plan of memory: what is held, to the byte, against real ranks; transient memory against an update on a CPU."""
 
 import json
 import os
@@ -19,7 +19,6 @@ import megatron_bridge as bridge
 import train_grpo
 from config import UserError
 from support import memory_plan
-from support.memory_count import FURTHER, KINDS
 from support.packing import to_micro_batches
 from support.read_config import load_config
 from tests.conftest import REPO
@@ -33,11 +32,15 @@ OFFLOAD = "megatron.optimizer_cpu_offload=true"
 PRECISE = "megatron.use_precision_aware_optimizer=true"
 
 
+KINDS = ("weights", "gradients", "optimizer", "reference")
+SETS = ("reference", "past", "teacher")
+
+
 def stays(held: memory_plan.Held) -> list[int]:
-    return [held.weights, held.gradients, held.optimizer, held.reference]
+    return [held.gpu.get(kind, 0) for kind in KINDS]
 
 
-# ---------------------------------------------------------------- what stays
+# ---------------------------------------------------------------- what is held
 # fp32, on 9 layouts in `make test` and on all of them in `make test-all`: tests/test_layouts.py
 
 
@@ -108,11 +111,11 @@ def test_the_whole_model_is_counted_once(tmp_path, size, layout):
     name = next(name for name in plans.SHAPES if f"-{size}" in name)
     keys = [f"model.path={plans.model_folder(name, tmp_path)}", f"parallel.tp={tp}", f"parallel.pp={pp}"]
     cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [*keys, f"parallel.ep={ep[0] if ep else 1}"])
-    whole = [memory_plan.count(cfg, gpus, stage * gpus // pp).whole for stage in range(pp)]
+    whole = [memory_plan.count(cfg, gpus, stage * gpus // pp).stage_weights for stage in range(pp)]
     assert sum(whole) == bench_works.count(bench_works.MODELS[plans.SHAPES[name]])
 
 
-# ---------------------------------------------------------------- what comes and goes
+# ---------------------------------------------------------------- transient memory
 
 
 class Live(TorchDispatchMode):
@@ -201,7 +204,7 @@ def test_past_weights_and_a_teacher(tmp_path):
     def on_gpu(*more: str) -> dict[str, dict[str, int]]:
         cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [*keys, "parallel.tp=1", "parallel.pp=1", *more])
         phases = memory_plan.plan(cfg, 8, GPU).phases
-        return {phase: {kind: parts[kind] for kind in FURTHER if kind in parts} for phase, parts in phases.items()}
+        return {phase: {kind: parts[kind] for kind in SETS if kind in parts} for phase, parts in phases.items()}
 
     everywhere = {"reference": size[large], "past": 3 * size[large], "teacher": size[small]}
     assert all(found == everywhere for found in on_gpu().values())
