@@ -18,6 +18,7 @@ from support import options, trackers, versions
 from support.attention import rotary_embedding, sliding_window
 from support.hf_folder import safetensor_files
 from support.packing import attention_pads, bubble, plan_bins
+from support.remedies import PLAN, try_one_of
 
 # ---------------------------------------------------------------- the configuration
 
@@ -251,19 +252,17 @@ def advice(cfg: Config, world_size: int) -> list[str]:
     if samples < p.pp:
         found.append(
             f"an update has {samples} samples a replica for parallel.pp={p.pp} stages, which idle at least "
-            f"{bubble(max(samples, 1), p):.0%} of it: try a larger rollout.prompts_per_step, fewer "
-            "train.updates_per_step, or parallel.tp instead of parallel.pp"
+            f"{bubble(max(samples, 1), p):.0%} of it: {try_one_of(PLAN['few samples for the pipeline'])}"
         )
     if p.pp > 4 and cfg.megatron.get("recompute_granularity") is None:
         found.append(
-            f"parallel.pp={p.pp} keeps the activations of {p.pp} micro-batches on the first stage: try "
-            "megatron.recompute_granularity=full with megatron.recompute_method=uniform and "
-            "megatron.recompute_num_layers=1"
+            f"parallel.pp={p.pp} keeps the activations of {p.pp} micro-batches on the first stage: "
+            f"{try_one_of(PLAN['activations of many stages'])}"
         )
     if cfg.rollout.vllm.get("quantization") and cfg.algo.correction == "none":
         found.append(
-            "rollout.vllm.quantization makes vLLM sample from other weights than are trained: set algo.correction=tis, "
-            "and rollout.max_logp_gap above the gap that the first steps show"
+            "rollout.vllm.quantization makes vLLM sample from other weights than are trained: "
+            f"{try_one_of(PLAN['quantized sampling'])}"
         )
     if cfg.algo.loss == "gspo" and cfg.algo.correction != "none" and cfg.algo.correction_level == "token":
         found.append(
@@ -274,7 +273,7 @@ def advice(cfg: Config, world_size: int) -> list[str]:
         found.append(
             f"an update has at most {samples * longest} tokens a replica, less than half of "
             f"train.max_tokens_per_micro_batch={t.max_tokens_per_micro_batch}: pack/fill stays below 1/2, and small "
-            "rows use a GPU badly; try a larger rollout.prompts_per_step or fewer train.updates_per_step"
+            f"rows use a GPU badly; {try_one_of(PLAN['small rows'])}"
         )
     return found
 

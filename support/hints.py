@@ -1,10 +1,13 @@
-"""What the metrics of a run ask for: rules of thumb, each with the key to try. No rule changes anything.
+"""What the metrics of a run ask for: rules of thumb, each with the keys to try. No rule changes anything.
 
-A rule looks at the last WINDOW steps beside the first ones of this start; docs/tuning.md has the same in prose.
+A rule compares the last WINDOW steps with the first ones of this start, and says what it sees; what to turn then is in
+support/remedies.py under the rule's name, and in docs/tuning.md.
 """
 
 from collections.abc import Callable
 from statistics import fmean
+
+from support.remedies import METRICS, try_one_of
 
 WINDOW = 20  # steps between two looks, and what a look averages over
 
@@ -15,25 +18,24 @@ def hints(history: list[dict]) -> dict[str, str]:
         return {}
     first, last = history[:WINDOW], history[-WINDOW:]
     found = {rule.__name__: rule(first, last) for rule in RULES}
-    return {name: text for name, text in found.items() if text is not None}
+    return {name: f"{text}: {try_one_of(METRICS[name].turn)}" for name, text in found.items() if text is not None}
 
 
 def mean(steps: list[dict], name: str) -> float:
     """Mean of a metric over steps, those left out in which it was off."""
     values = [step[name] for step in steps if step[name] is not None]
-    return fmean(values) if values else 0.0
+    if not values:
+        return 0.0
+    return fmean(values)
 
 
 def entropy_collapse(first: list[dict], last: list[dict]) -> str | None:
-    """Answers of a group become alike before the rewards have stopped rising."""
+    """The policy samples one answer to each prompt before the rewards have stopped rising."""
     was, now, zero = mean(first, "entropy"), mean(last, "entropy"), mean(last, "groups/zero_std_frac")
     best = max(step["reward/mean"] for step in first + last)
     if now > 0.2 * was or zero < 0.3 or mean(last, "reward/mean") > 0.9 * best > 0:
         return None
-    return (
-        f"entropy fell from {was:.2f} to {now:.2f} and {zero:.0%} of the groups teach nothing: "
-        "try algo.clip_high=0.28, a small algo.entropy_coef, a higher rollout.temperature or a lower train.lr"
-    )
+    return f"entropy fell from {was:.2f} to {now:.2f} and {zero:.0%} of the groups have no advantage"
 
 
 def length_explosion(first: list[dict], last: list[dict]) -> str | None:
@@ -42,10 +44,7 @@ def length_explosion(first: list[dict], last: list[dict]) -> str | None:
     cut = mean(last, "tokens/truncated_frac")
     if now < 1.5 * was or cut < 0.2:
         return None
-    return (
-        f"answers grew from {was:.0f} to {now:.0f} tokens and {cut:.0%} are cut off: try algo.overlong_buffer, "
-        "algo.mask_truncated=true, algo.loss_norm=token_mean or a larger rollout.max_new_tokens"
-    )
+    return f"answers grew from {was:.0f} to {now:.0f} tokens and {cut:.0%} are cut off"
 
 
 def equal_groups(first: list[dict], last: list[dict]) -> str | None:
@@ -53,10 +52,7 @@ def equal_groups(first: list[dict], last: list[dict]) -> str | None:
     zero = mean(last, "groups/zero_std_frac")
     if zero < 0.5 or mean(last, "reward/mean") > 0.95:
         return None
-    return (
-        f"{zero:.0%} of the groups have equal rewards and teach nothing: try algo.max_rounds=4 (dynamic sampling), a "
-        "larger rollout.group_size, or data that the model sometimes gets right"
-    )
+    return f"{zero:.0%} of the groups have equal rewards and no advantage"
 
 
 def clipped_ratios(first: list[dict], last: list[dict]) -> str | None:
@@ -64,7 +60,7 @@ def clipped_ratios(first: list[dict], last: list[dict]) -> str | None:
     share = mean(last, "ratio/clip_frac")
     if share < 0.2:
         return None
-    return f"the clip binds at {share:.0%} of the tokens: try a lower train.lr, fewer train.updates_per_step or epochs"
+    return f"the clip binds at {share:.0%} of the tokens"
 
 
 def growing_gap(first: list[dict], last: list[dict]) -> str | None:
@@ -72,10 +68,7 @@ def growing_gap(first: list[dict], last: list[dict]) -> str | None:
     was, now = mean(first, "logp_gap/mean"), mean(last, "logp_gap/mean")
     if now < max(3 * was, 1e-3):
         return None
-    return (
-        f"the gap between trainer and vLLM grew from {was:.1e} to {now:.1e}: try algo.correction=tis, and compare with "
-        "model.dtype=fp32 to see whether it is rounding"
-    )
+    return f"the gap between trainer and vLLM grew from {was:.1e} to {now:.1e}"
 
 
 def long_tail(first: list[dict], last: list[dict]) -> str | None:
@@ -84,10 +77,7 @@ def long_tail(first: list[dict], last: list[dict]) -> str | None:
     share = mean(last, "time/rollout") / max(mean(last, "time/step"), 1e-9)
     if ratio < 6 or share < 0.5:
         return None
-    return (
-        f"the longest answer has {ratio:.0f} times the mean length and sampling takes {share:.0%} of a step: try a "
-        "smaller rollout.max_new_tokens, more rollout.prompts_per_step an engine, or algo.overlong_buffer"
-    )
+    return f"the longest answer has {ratio:.0f} times the mean length and sampling takes {share:.0%} of a step"
 
 
 def idle_stages(first: list[dict], last: list[dict]) -> str | None:
@@ -95,10 +85,7 @@ def idle_stages(first: list[dict], last: list[dict]) -> str | None:
     bubble = mean(last, "pipeline/bubble")
     if bubble < 0.2:
         return None
-    return (
-        f"pipeline stages idle {bubble:.0%} of an update: try a smaller train.max_tokens_per_micro_batch (more "
-        "micro-batches), parallel.vpp=2, fewer train.updates_per_step, or parallel.tp instead of parallel.pp"
-    )
+    return f"pipeline stages idle {bubble:.0%} of an update"
 
 
 RULES: list[Callable[[list[dict], list[dict]], str | None]] = [

@@ -11,6 +11,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from support.remedies import HOST_MEMORY
+
 GIB = 2**30
 PHASES = ("rollout", "reward", "logprob", "train", "sync", "save")  # of every step
 AFTER_SLEEP = "logprob"  # the first phase after vLLM has gone to sleep
@@ -157,12 +159,5 @@ def host_warning(needed: int, ranks: int) -> str | None:
     return (
         f"{ranks} rank{'s' * (ranks > 1)} on this machine will hold about {needed * ranks / GIB:.1f} GiB of host "
         f"memory, {free / GIB:.1f} GiB are free: the system may kill them without a word (torchrun's exitcode -9). "
-        f"{'; '.join(HOST_KEYS)}"
+        f"{'; '.join(HOST_MEMORY)}"
     )
-
-
-HOST_KEYS = (
-    "rollout.tp up: a copy of the weights an engine",
-    "reward.workers down",
-    "fewer ranks on a machine, or more memory for the job (Slurm: --mem, Docker: --memory)",
-)

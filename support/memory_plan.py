@@ -7,13 +7,15 @@ functions. RESERVE stands for what has no formula here. All sizes are bytes unti
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
+import yaml
 
 import megatron_bridge as bridge
 from config import Config, UserError
-from support import checks
+from support import checks, remedies
 from support.memory_count import PHASES, Held, costs, count, host_bytes, replica_ranks
 from support.read_config import changed
 
@@ -23,6 +25,7 @@ RESERVE = 0.1  # of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs and fra
 LOGIT_TRAIN, LOGIT_SCORE = 24, 16  # bytes for each logit of a chunk, with a backward pass and without
 BLOCK = 16  # tokens of a block of vLLM's KV cache
 MACHINE_GPUS = 8  # of one machine, for the host's memory
+SHARE_OF_VLLM = ("rollout.gpu_memory_utilization", "rollout.vllm.max_num_seqs")  # the plan solves for the first
 LARGE_GPU = 70 * 2**30  # bytes of a GPU from which vLLM 0.32 takes larger batches
 
 
@@ -289,35 +292,32 @@ def stage_phases(
 # ---------------------------------------------------------------- what makes it fit
 
 
-def levers(cfg: Config, longest: int) -> list[dict]:
-    """Keys that may need less memory and change no result; `longest`: tokens of the longest sample."""
-    p, r, t = cfg.parallel, cfg.rollout, cfg.train
-    train_tokens = max(t.max_tokens_per_micro_batch // 2, longest)
-    score_tokens = max(t.logprob_max_tokens_per_micro_batch // 2, longest)
-    return [
-        {"parallel.tp": 2 * p.tp},
-        {"parallel.pp": 2 * p.pp},
-        {"parallel.cp": 2 * p.cp},
-        {"parallel.ep": 2 * p.ep},
-        {"train.max_tokens_per_micro_batch": train_tokens},
-        {"train.logprob_max_tokens_per_micro_batch": score_tokens},
-        {"rollout.tp": 2 * r.tp},
-        {"rollout.sync_bucket_mb": max(r.sync_bucket_mb // 2, 1)},
-        {
-            "megatron.recompute_granularity": "full",
-            "megatron.recompute_method": "uniform",
-            "megatron.recompute_num_layers": 1,
-        },
-        {"train.offload": "optimizer"},
-        {"algo.reference_on": "host"},
-        {"megatron.optimizer_cpu_offload": True, "megatron.use_precision_aware_optimizer": True},
-    ]
+def levers(cfg: Config) -> Iterator[dict]:
+    """The keys that each remedy for memory sets, as `remedies` writes them; none of them changes a result."""
+    longest = checks.longest_sample(cfg)
+    for turn in dict.fromkeys(turn for remedy in remedies.MEMORY.values() for turn in remedy.turn):
+        key, _, way = turn.partition(" ")
+        if key in SHARE_OF_VLLM:
+            continue
+        if way not in ("up", "down"):
+            yield dict(read_setting(setting) for setting in turn.split())
+            continue
+        section, name = key.split(".")
+        value = getattr(getattr(cfg, section), name)
+        least = longest if "tokens" in name else 1
+        yield {key: 2 * value if way == "up" else max(value // 2, least)}
+
+
+def read_setting(setting: str) -> tuple[str, Any]:
+    """(key, value) of "key=value"."""
+    key, _, value = setting.partition("=")
+    return key, yaml.safe_load(value)
 
 
 def legal_levers(cfg: Config, world_size: int) -> Iterator[tuple[dict, Config]]:
     """(keys, configuration with them) of `levers`, where they change something and pass the checks."""
     longest = checks.longest_sample(cfg)
-    for keys in levers(cfg, longest):
+    for keys in levers(cfg):
         try:
             other = changed(cfg, keys)
             checks.check_config(other, world_size)

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from support import ranks
-from support.memory import HOST_KEYS, host_free_bytes
+from support import ranks, remedies
+from support.memory import host_free_bytes
 from support.versions import SHARED_MEMORY_BYTES, SHARED_MEMORY_REMEDY, check_versions, gib
 
 GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
@@ -175,55 +175,6 @@ def explain_disk_error(phase: str, error: Exception, folder: Path) -> str | None
     )
 
 
-# Phase → what sets its memory, and what to turn.
-MEMORY = {
-    "build": ("parallel.*", ("parallel.tp up", "parallel.pp up", "rollout.gpu_memory_utilization down")),
-    "rollout": (
-        "rollout.gpu_memory_utilization",
-        ("rollout.gpu_memory_utilization down", "rollout.vllm.max_num_seqs down", "rollout.tp up"),
-    ),
-    "logprob": (
-        "train.logprob_max_tokens_per_micro_batch",
-        ("train.logprob_max_tokens_per_micro_batch down", "parallel.tp up", "rollout.gpu_memory_utilization down"),
-    ),
-    "train": (
-        "train.max_tokens_per_micro_batch",
-        (
-            "train.max_tokens_per_micro_batch down",
-            "megatron.recompute_granularity=full (with megatron.recompute_method=uniform "
-            "megatron.recompute_num_layers=1)",
-            "parallel.tp or parallel.cp up",
-        ),
-    ),
-    "sync": (
-        "rollout.sync_bucket_mb",
-        ("rollout.sync_bucket_mb down", "rollout.gpu_memory_utilization down", "parallel.tp up"),
-    ),
-    "save": ("parallel.*", ("parallel.tp up", "parallel.pp up", "rollout.gpu_memory_utilization down")),
-}
-MEMORY["eval"] = MEMORY["rollout"]
-
-
-# What vLLM says where memory is short → what to turn. Its memory has a budget of its own, whatever the phase.
-VLLM_MEMORY = {
-    "No available memory for the cache blocks": (
-        "rollout.gpu_memory_utilization up", "rollout.tp up", "rollout.vllm.max_num_batched_tokens down",
-    ),
-    "larger than the available KV cache": (
-        "rollout.gpu_memory_utilization up", "rollout.tp up", "data.max_prompt_tokens or rollout.max_new_tokens down",
-    ),
-    "on startup is less than": (
-        "rollout.gpu_memory_utilization down", "rollout.tp up", "end what else holds this memory (nvidia-smi shows it)",
-    ),
-    "Error in memory profiling": (
-        "end what else uses this GPU (nvidia-smi shows it)", "start again", "rollout.gpu_memory_utilization down",
-    ),
-    "when warming up": ("rollout.vllm.max_num_seqs down", "rollout.gpu_memory_utilization down", "rollout.tp up"),
-    # its allocator, as it wakes up
-    "out of memory at": ("rollout.gpu_memory_utilization down", "parallel.tp up", "parallel.pp up"),
-    # on the CPU
-    "on kv cache allocation is less than": ("VLLM_CPU_KVCACHE_SPACE down", "rollout.tp up", "fewer ranks on a machine"),
-}  # fmt: skip
 GPU_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 HOST_WORDS = ("DefaultCPUAllocator", "Cannot allocate memory")
 
@@ -234,13 +185,21 @@ def explain_out_of_memory(phase: str, error: BaseException) -> str | None:
     An unknown phase counts as "build". Such errors have no class in common: vLLM raises ValueError and RuntimeError.
     """
     text = str(error)
-    kind, (budget, keys) = "GPU memory", MEMORY.get(phase, MEMORY["build"])
-    vllm = next((keys for words, keys in VLLM_MEMORY.items() if words in text), None)
+    vllm = next((keys for words, keys in remedies.VLLM_MEMORY.items() if words in text), None)
     if isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS):
-        kind, budget, keys = "host memory", f"what is free on the machine ({gib(host_free_bytes())})", HOST_KEYS
+        kind = "host memory"
+        budget = f"what is free on the machine ({gib(host_free_bytes())})"
+        keys = remedies.HOST_MEMORY
     elif vllm is not None:
-        kind, budget, keys = "memory for vLLM", "rollout.gpu_memory_utilization", vllm
-    elif not isinstance(error, torch.OutOfMemoryError) and not any(words in text for words in GPU_WORDS):
+        kind = "memory for vLLM"
+        budget = "rollout.gpu_memory_utilization"
+        keys = vllm
+    elif isinstance(error, torch.OutOfMemoryError) or any(words in text for words in GPU_WORDS):
+        remedy = remedies.MEMORY.get(phase, remedies.MEMORY["build"])
+        kind = "GPU memory"
+        budget = remedy.sign
+        keys = remedy.turn
+    else:
         return None
     reason = (text or type(error).__name__).splitlines()[0]
     return f"out of {kind} in the phase {phase}, whose budget is {budget}: {reason}\n  turn one of: {'; '.join(keys)}"

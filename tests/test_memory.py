@@ -122,7 +122,7 @@ TORCH_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: 
 def test_out_of_memory(phase, error, said):
     text = preflight.explain_out_of_memory(phase, error)
     assert f"in the phase {phase}, whose budget is " in text
-    assert len(text.partition("turn one of: ")[2].split("; ")) == 3
+    assert 3 <= len(text.partition("turn one of: ")[2].split("; ")) <= 5
     assert all(part in text for part in said), text
 
 

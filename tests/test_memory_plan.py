@@ -294,6 +294,23 @@ def test_what_does_not_fit_is_told_and_what_helps_does(tmp_path):
     assert not memory_plan.plan(load_config(str(REPO / "configs/qwen7b.yaml"), more), 8, GPU).fits
 
 
+def test_the_plan_tries_every_remedy_for_memory(tmp_path):
+    """What an error of memory would name, as keys with values; a key that is no number of the plan is left out."""
+    folder = plans.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
+    cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [f"model.path={folder}"])
+    found = {key: value for keys in memory_plan.levers(cfg) for key, value in keys.items()}
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    assert found == {
+        "parallel.tp": 4, "parallel.pp": 4, "parallel.cp": 2, "parallel.ep": 2, "rollout.tp": 2 * cfg.rollout.tp,
+        "train.max_tokens_per_micro_batch": max(cfg.train.max_tokens_per_micro_batch // 2, longest),
+        "train.logprob_max_tokens_per_micro_batch": max(cfg.train.logprob_max_tokens_per_micro_batch // 2, longest),
+        "rollout.sync_bucket_mb": cfg.rollout.sync_bucket_mb // 2, "train.offload": "optimizer",
+        "algo.reference_on": "host", "megatron.recompute_granularity": "full", "megatron.recompute_method": "uniform",
+        "megatron.recompute_num_layers": 1, "megatron.optimizer_cpu_offload": True,
+        "megatron.use_precision_aware_optimizer": True,
+    }  # fmt: skip
+
+
 def test_a_cache_without_room_for_one_sample(tmp_path):
     folder = plans.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
     path = str(REPO / "configs/qwen2.5_0.5b_1gpu.yaml")

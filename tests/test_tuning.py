@@ -8,30 +8,45 @@ import re
 import megatron_bridge as bridge
 from support import hints
 from support.read_config import KEYS, SECTIONS
+from support.remedies import MEMORY, PLAN, VLLM_MEMORY
+from support.remedies import METRICS as HINTED
 from support.vllm_process import engine_options
 from tests.conftest import REPO
+from tools import tuning
 
 PAGE = (REPO / "docs/tuning.md").read_text()
 QUOTED = {name.partition("=")[0] for name in re.findall(r"`([a-z_]+[./][\w./]+(?:=[^`]*)?)`", PAGE)}
 METRICS = set(re.findall(r"`([a-z_]+/\w+)`", (REPO / "docs/metrics.md").read_text()))
 
 
-def test_every_key_exists():
+def legal_keys() -> set[str]:
     legal = {*KEYS, *(f"megatron.{key}" for key in bridge.megatron_fields())} - SECTIONS.keys()
-    legal |= {f"rollout.vllm.{key}" for key in engine_options()}
+    return legal | {f"rollout.vllm.{key}" for key in engine_options()}
+
+
+def test_every_key_exists():
+    legal = legal_keys()
     named = {name for name in QUOTED if name.partition(".")[0] in {*SECTIONS, "megatron"} and "/" not in name}
     assert len(named) >= 40 and named <= legal
     files = {name for name in QUOTED - named if name.endswith((".py", ".jsonl"))}
     assert QUOTED - named - files <= METRICS
 
 
-def test_every_key_of_a_hint_is_there():
-    """The rules of support/hints.py, whose texts are in their functions."""
-    texts = [str(const) for rule in hints.RULES for const in rule.__code__.co_consts]
-    keys = {key for text in texts for key in re.findall(r"\b(?:algo|rollout|train|parallel|model)\.\w+", text)}
-    assert len(keys) >= 12
-    missing = keys - QUOTED - {"rollout.temperature", "algo.loss_norm"}
-    assert not missing
+def test_the_tables_of_remedies_are_those_of_the_list():
+    assert tuning.write_tables(PAGE) == PAGE, "python -m tools.tuning writes them anew"
+    assert tuning.write_tables(PAGE.replace("`algo.clip_high=0.28`", "`algo.clip_high=0.3`")) == PAGE
+
+
+def test_every_hint_has_a_remedy():
+    assert [rule.__name__ for rule in hints.RULES] == [*HINTED]
+
+
+def test_every_key_of_a_remedy_exists():
+    """Those of the plan's warnings too, which the page does not list."""
+    turns = [turn for remedy in (*MEMORY.values(), *HINTED.values()) for turn in remedy.turn]
+    turns += [turn for listed in (*VLLM_MEMORY.values(), *PLAN.values()) for turn in listed]
+    keys = {key.partition("=")[0] for turn in turns for key in tuning.KEY.findall(turn)}
+    assert len(keys) >= 30 and keys <= legal_keys()
 
 
 def test_the_layouts_are_the_arithmetic():
