@@ -35,7 +35,17 @@ def check_config(cfg: Config, world_size: int) -> None:
     options.check_vllm(cfg.rollout.vllm)
     check_places(cfg)
     check_what_is_learned(cfg)
-    r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
+    check_length_of_run(cfg)
+    check_sampling(cfg)
+    check_logs(cfg, world_size)
+    check_world_size(cfg, world_size)
+    check_batch(cfg)
+    check_rewards(cfg)
+
+
+def check_length_of_run(cfg: Config) -> None:
+    """Keys of how long to train, from where, and what to evaluate. Raises UserError."""
+    t = cfg.train
     require(
         t.eval_every == 0 or cfg.data.eval is not None,
         f"train.eval_every={t.eval_every}, but data.eval is not set; name the data or use train.eval_every=0",
@@ -50,6 +60,15 @@ def check_config(cfg: Config, world_size: int) -> None:
         f"eval.temperature=0 gives the same answer {cfg.eval.samples} times; use eval.samples=1",
     )
     require(
+        cfg.resume in ("none", "auto") or os.path.isdir(cfg.resume),
+        f"resume={cfg.resume}: no such folder; legal is none, auto, or the folder of a checkpoint",
+    )
+
+
+def check_sampling(cfg: Config) -> None:
+    """Keys of how vLLM samples, and of what corrects its log-probs. Raises UserError."""
+    r, a = cfg.rollout, cfg.algo
+    require(
         a.correction == "none" or a.old_logp == "trainer",
         f"algo.correction={a.correction} weighs the trainer's old log-probs against vLLM's, but algo.old_logp=rollout "
         "takes vLLM's as old; use algo.old_logp=trainer or algo.correction=none",
@@ -60,10 +79,6 @@ def check_config(cfg: Config, world_size: int) -> None:
         "level only",
     )
     require(
-        cfg.resume in ("none", "auto") or os.path.isdir(cfg.resume),
-        f"resume={cfg.resume}: no such folder; legal is none, auto, or the folder of a checkpoint",
-    )
-    require(
         a.overlong_buffer <= r.max_new_tokens,
         f"algo.overlong_buffer={a.overlong_buffer} is beyond rollout.max_new_tokens={r.max_new_tokens}",
     )
@@ -72,6 +87,10 @@ def check_config(cfg: Config, world_size: int) -> None:
         f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut distribution, "
         "the trainer's of the full one. Use 1 and -1, or set rollout.max_logp_gap=inf to train all the same",
     )
+
+
+def check_logs(cfg: Config, world_size: int) -> None:
+    """Keys of trackers and of the timeline. Raises UserError."""
     for name in trackers.enabled_trackers(cfg.log):
         require(
             trackers.is_installed(name),
@@ -93,27 +112,43 @@ def check_config(cfg: Config, world_size: int) -> None:
         max(profile.ranks or [0]) < world_size,
         f"profile.ranks={profile.ranks}: there are only ranks 0 to {world_size - 1}",
     )
+
+
+def check_world_size(cfg: Config, world_size: int) -> None:
+    """The layouts of trainer, experts and vLLM, which must divide the ranks. Raises UserError."""
     for keys in (("tp", "pp", "cp"), ("etp", "ep", "pp")):  # of the model, and of its experts
-        ranks = math.prod(getattr(p, key) for key in keys)
+        ranks = math.prod(getattr(cfg.parallel, key) for key in keys)
+        sizes = " × ".join(f"parallel.{key}={getattr(cfg.parallel, key)}" for key in keys)
         require(
             world_size % ranks == 0,
-            " × ".join(f"parallel.{key}={getattr(p, key)}" for key in keys)
-            + f" = {ranks} does not divide the world size {world_size}; start a multiple of {ranks} processes or make "
-            "the layout smaller",
+            f"{sizes} = {ranks} does not divide the world size {world_size}; start a multiple of {ranks} processes or "
+            "make the layout smaller",
         )
-    require(world_size % r.tp == 0, f"rollout.tp={r.tp} does not divide the world size {world_size}")
+    tp = cfg.rollout.tp
+    require(world_size % tp == 0, f"rollout.tp={tp} does not divide the world size {world_size}")
+
+
+def check_batch(cfg: Config) -> None:
+    """Updates take whole groups, and a row holds the longest sample. Raises UserError."""
+    r, t = cfg.rollout, cfg.train
     require(
         r.prompts_per_step % t.updates_per_step == 0,
         f"train.updates_per_step={t.updates_per_step} must divide rollout.prompts_per_step={r.prompts_per_step}: "
         "an update takes whole groups",
     )
-    longest, multiple = cfg.data.max_prompt_tokens + r.max_new_tokens, bridge.token_multiple(p)
+    longest = cfg.data.max_prompt_tokens + r.max_new_tokens
+    multiple = bridge.token_multiple(cfg.parallel)
     for key in ("max_tokens_per_micro_batch", "logprob_max_tokens_per_micro_batch"):
+        cap = getattr(t, key)
         require(
-            getattr(t, key) // multiple * multiple >= longest,
-            f"train.{key}={getattr(t, key)} cannot hold one sample of data.max_prompt_tokens + "
-            f"rollout.max_new_tokens = {longest} tokens; make it at least {math.ceil(longest / multiple) * multiple}",
+            cap // multiple * multiple >= longest,
+            f"train.{key}={cap} cannot hold one sample of data.max_prompt_tokens + rollout.max_new_tokens = {longest} "
+            f"tokens; make it at least {math.ceil(longest / multiple) * multiple}",
         )
+
+
+def check_rewards(cfg: Config) -> None:
+    """The names of rewards. Raises UserError."""
     chosen = {"reward.default": cfg.reward.default}
     chosen.update({f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()})
     for key, name in chosen.items():
