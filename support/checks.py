@@ -1,14 +1,13 @@
 """What can be known wrong before a process group, a model or an engine exists.
 
 Keys that do not go together, a layout that does not divide the model, a model or weights that cannot be built: each
-check raises UserError or ValueError with the key and what is legal. `describe` says in words what is right.
+check raises UserError or ValueError with the key and what is legal.
 """
 
 import importlib.util
 import math
 import os
 
-import numpy as np
 import transformers
 
 import megatron_bridge as bridge
@@ -17,8 +16,7 @@ from config import Config, LoraConfig, UserError
 from support import options, trackers, versions
 from support.attention import rotary_embedding, sliding_window
 from support.hf_folder import safetensor_files
-from support.packing import attention_pads, bubble, plan_bins
-from support.remedies import PLAN, try_one_of
+from support.packing import attention_pads
 
 # ---------------------------------------------------------------- the configuration
 
@@ -224,93 +222,6 @@ def check_places(cfg: Config) -> None:
         f"rollout.exact=true: sums have the same order on both sides only where rollout.tp={r.tp} is "
         f"parallel.tp={p.tp}, and in the same precision; set them alike, and leave out rollout.vllm.quantization",
     )
-
-
-def describe(cfg: Config, world_size: int) -> str:
-    """The layout and the arithmetic of a step, in words."""
-    r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
-
-    def count(n: float, what: str) -> str:
-        return f"{n:.12g} {what}{'s' * (n != 1)}"
-
-    dp = world_size // (p.tp * p.pp * p.cp)
-    samples, updates = r.prompts_per_step * r.group_size, t.updates_per_step * t.epochs_per_step
-    epochs = f" × {count(t.epochs_per_step, 'epoch')}" if t.epochs_per_step > 1 else ""
-    vpp, cp = f" (vpp {p.vpp})" if p.vpp > 1 else "", f" × cp {p.cp}" if p.cp > 1 else ""
-    edp = world_size // (p.etp * p.ep * p.pp)
-    experts = f"; experts: ep {p.ep} × etp {p.etp} × pp {p.pp} × dp {edp}" if p.ep * p.etp > 1 else ""
-    kl = f" + {a.kl_coef:g} {a.kl} in the {a.kl_in}" if a.kl_coef else ""
-    teacher = f" + {a.teacher_coef:g} log(teacher / policy)" if a.teacher else ""
-    passes = f" ({count(t.epochs, 'epoch')})" if t.epochs else ""
-    rounds = f", up to {a.max_rounds} rounds" if a.max_rounds > 1 else ""
-    talk = f", each a conversation of up to {count(r.max_turns, 'answer')}" if r.turns else ""
-    correction = f"; {a.correction}" if a.correction != "none" else ""
-    entropy = f" - {a.entropy_coef:g} entropy" if a.entropy_coef else ""
-    fewest, most = rows_of_an_update(cfg, dp)
-    idle = [f"{bubble(rows, p):.0%}" for rows in (fewest, most)]
-    pipeline = (
-        f"pipeline: {count(p.pp, 'stage')}, {fewest} to {most} micro-batches a replica and update, as answers are "
-        f"short or long: stages idle {idle[0]} to {idle[1]} of it\n"
-    )
-    return (
-        f"layout:  {count(world_size, 'rank')} = tp {p.tp} × pp {p.pp}{vpp}{cp} × dp {dp}{experts}; "
-        f"rollout: {count(world_size // r.tp, 'vLLM engine')} of tp {r.tp}\n"
-        f"a step:  {count(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples{talk}{rounds}{epochs} → "
-        f"{count(updates, 'update')} of {samples // t.updates_per_step} samples → "
-        f"micro-batches of ≤ {t.max_tokens_per_micro_batch} tokens over {count(dp, 'replica')}\n"
-        f"{pipeline if p.pp > 1 else ''}"
-        f"a run:   {count(t.steps, 'step')}{passes} = {t.steps * samples} samples, "
-        f"{count(t.steps * updates, 'update')}; lr {t.lr:g} after {count(t.warmup_steps, 'warm-up step')}\n"
-        f"loss:    {a.loss} ({a.clip_low:g}, {a.clip_high:g}){kl}{entropy}; {a.advantage} advantages{teacher}; "
-        f"{a.loss_norm} over an update{correction}"
-    )
-
-
-def rows_of_an_update(cfg: Config, replicas: int) -> tuple[int, int]:
-    """(fewest, most) micro-batches of a replica in an update: if all samples had one token, or all were the longest."""
-    samples = cfg.rollout.prompts_per_step * cfg.rollout.group_size // cfg.train.updates_per_step
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
-    multiple = bridge.token_multiple(cfg.parallel)
-    cap = cfg.train.max_tokens_per_micro_batch // multiple * multiple
-    pads = attention_pads(cfg.model.dtype)
-    plans = (plan_bins(np.full(samples, n), cap, replicas, cfg.parallel, pads) for n in (1, longest))
-    return tuple(len(bins) // replicas for bins in plans)
-
-
-def advice(cfg: Config, world_size: int) -> list[str]:
-    """What of the plan will be slow or take much memory, a sentence each with the key to try."""
-    t, p = cfg.train, cfg.parallel
-    replicas = world_size // (p.tp * p.pp * p.cp)
-    samples = cfg.rollout.prompts_per_step * cfg.rollout.group_size // t.updates_per_step // replicas
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
-    found = []
-    if samples < p.pp:
-        found.append(
-            f"an update has {samples} samples a replica for parallel.pp={p.pp} stages, which idle at least "
-            f"{bubble(max(samples, 1), p):.0%} of it: {try_one_of(PLAN['few samples for the pipeline'])}"
-        )
-    if p.pp > 4 and cfg.megatron.get("recompute_granularity") is None:
-        found.append(
-            f"parallel.pp={p.pp} keeps the activations of {p.pp} micro-batches on the first stage: "
-            f"{try_one_of(PLAN['activations of many stages'])}"
-        )
-    if cfg.rollout.vllm.get("quantization") and cfg.algo.correction == "none":
-        found.append(
-            "rollout.vllm.quantization makes vLLM sample from other weights than are trained: "
-            f"{try_one_of(PLAN['quantized sampling'])}"
-        )
-    if cfg.algo.loss == "gspo" and cfg.algo.correction != "none" and cfg.algo.correction_level == "token":
-        found.append(
-            f"algo.loss=gspo goes by the ratio of an answer, but algo.correction={cfg.algo.correction} weighs each "
-            "token by its own: set algo.correction_level=sequence, with algo.correction=icepop or tis"
-        )
-    if samples * longest < t.max_tokens_per_micro_batch / 2:
-        found.append(
-            f"an update has at most {samples * longest} tokens a replica, less than half of "
-            f"train.max_tokens_per_micro_batch={t.max_tokens_per_micro_batch}: pack/fill stays below 1/2, and small "
-            f"rows use a GPU badly; {try_one_of(PLAN['small rows'])}"
-        )
-    return found
 
 
 def group_timeout_s(cfg: Config) -> float:

@@ -18,6 +18,7 @@ from config import Config, UserError
 from support import checks, remedies
 from support.memory_count import PHASES, Held, costs, count, host_bytes, replica_ranks
 from support.read_config import changed
+from support.run_plan import rows_of_an_update
 
 GB = 10**9
 GPU_GB = 80.0  # where there is no GPU to ask
@@ -236,7 +237,7 @@ def plan(cfg: Config, world_size: int, gpu: int, held: dict[int, Held] | None = 
     weights = sum(each.stage_weights for each in held.values())
     weights += (p.pp - len(stages)) * held[inner].stage_weights
     vllm = plan_sampling(hf, cfg, weights, gpu)
-    _, rows = checks.rows_of_an_update(cfg, world_size // (p.tp * p.pp * p.cp))
+    _, rows = rows_of_an_update(cfg, world_size // (p.tp * p.pp * p.cp))
     table = {stage: stage_phases(hf, cfg, world_size, stage, held[stage], rows, vllm, gpu) for stage in stages}
     largest = {phase: max(stages, key=lambda stage: total(table[stage][phase])) for phase in table[0]}
     phases = {phase: table[stage][phase] for phase, stage in largest.items()}

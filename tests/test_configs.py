@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 import train_grpo
-from support import checks
+from support import checks, run_plan
 from support.read_config import load_config
 from tests.conftest import REPO
 from tools import plans
@@ -30,7 +30,7 @@ def test_a_config_dry_runs(path, tiny, tmp_path, monkeypatch, capsys):
             shutil.copy(tiny / "model" / file, model)
     checks.check_config(cfg, ranks)
     train_grpo.rehearse(cfg)
-    assert checks.describe(cfg, ranks)
+    assert run_plan.describe(cfg, ranks)
     overrides = [
         f"model.path={model}", f"data.train={tiny / 'train.jsonl'}", "data.prompt_key=prompt", "data.custom=null",
         f"data.max_prompt_tokens={cfg.data.max_prompt_tokens if cfg.model.path in plans.SHAPES else 8}",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from config import RankError, TrainConfig, TrainingError, UserError
-from support import checks, launch
+from support import launch, run_plan
 from support.read_config import load_config
 from tests.conftest import REPO
 
@@ -67,7 +67,7 @@ def test_the_plan_tells_the_bubble_and_what_will_be_slow(command):
     assert f"stages idle 33% to {1 / (most + 1):.0%} of it" in text and "pipeline:" not in plan(2)[0]
 
     few = ("rollout.prompts_per_step=1", "rollout.group_size=3", "train.max_tokens_per_micro_batch=64")
-    (line,) = checks.advice(load_config(CONFIG, ["parallel.pp=4", *few]), world_size=4)
+    (line,) = run_plan.warnings(load_config(CONFIG, ["parallel.pp=4", *few]), world_size=4)
     assert "3 samples a replica for parallel.pp=4 stages, which idle at least 50% of it" in line
     (line,) = plan(1, "train.max_tokens_per_micro_batch=6145")[1]
     assert "at most 3072 tokens a replica" in line and "rollout.prompts_per_step" in line
@@ -77,7 +77,7 @@ def test_the_plan_tells_the_bubble_and_what_will_be_slow(command):
 @pytest.mark.parametrize(("pp", "extra"), [(4, {}), (8, {"recompute_granularity": "full"}), (8, {})])
 def test_many_stages_without_recompute_are_warned_of(pp, extra):
     cfg = load_config(CONFIG, [f"parallel.pp={pp}"])
-    found = checks.advice(cfg.model_copy(update={"megatron": extra}), pp)
+    found = run_plan.warnings(cfg.model_copy(update={"megatron": extra}), pp)
     assert ["megatron.recompute_granularity=full" in text for text in found] == [True] * (pp == 8 and not extra)
 
 
@@ -150,9 +150,11 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, messa
         raise failure
 
     monkeypatch.setattr(launch, "Clock", Clock)
-    monkeypatch.setattr(launch, "check_machines", lambda cfg, data: None)
+    monkeypatch.setattr(launch.machines, "check_machines", lambda cfg, data: None)
+    monkeypatch.setattr(launch.machines, "build_process_groups", lambda cfg: None)
+    monkeypatch.setattr(launch.ranks, "on_first_rank", lambda make: None)
     monkeypatch.setattr(launch, "fingerprint", lambda prompts: "")
-    monkeypatch.setattr(launch, "resumed", lambda cfg, inputs: inputs)
+    monkeypatch.setattr(launch, "find_resume", lambda cfg, inputs: inputs)
     monkeypatch.setattr(launch.dist, "get_rank", lambda: 1)
     cfg = load_config(CONFIG, [f"output_dir={tmp_path}"])
     with pytest.raises(RankError, match=message):

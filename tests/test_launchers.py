@@ -9,7 +9,7 @@ import time
 import pytest
 
 from config import UserError
-from support import launch, launchers
+from support import launchers, machines
 from support.launchers import environment, first_host, tasks_of_nodes
 from support.read_config import load_config
 from tests.conftest import REPO, read_rows
@@ -116,18 +116,18 @@ def test_what_is_said_where_something_is_missing(monkeypatch):
     cfg = load_config(str(REPO / "configs/tiny.yaml"), [])
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     with pytest.raises(UserError, match=r"start with torchrun .*; in this Slurm job: srun python train_grpo"):
-        launch.check_start(cfg)
-    monkeypatch.setattr(launch.os, "environ", environment(INTEL_MPI))
+        machines.check_start(cfg)
+    monkeypatch.setattr(machines.os, "environ", environment(INTEL_MPI))
     with pytest.raises(UserError, match=r"rank 5 was started without MASTER_ADDR: .* -x MASTER_ADDR=HOST"):
-        launch.check_start(cfg)
-    monkeypatch.setattr(launch.os, "environ", SRUN | environment(SRUN))
-    launch.check_start(cfg)
-    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 1)
+        machines.check_start(cfg)
+    monkeypatch.setattr(machines.os, "environ", SRUN | environment(SRUN))
+    machines.check_start(cfg)
+    monkeypatch.setattr(machines.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machines.torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
         UserError, match="has 1 GPU: one process a GPU; if srun binds one GPU to each, add --gpu-bind=no"
     ):
-        launch.check_start(cfg)
+        machines.check_start(cfg)
 
 
 # ---------------------------------------------------------------- real runs

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from config import ProfileConfig, UserError
-from support import checks, clock, launch, metrics
+from support import checks, clock, machines, metrics
 from support.read_config import load_config
 from support.timeline import Span, Timeline, chrome_trace
 from tests.conftest import REPO
@@ -155,6 +155,6 @@ def test_there_is_no_snapshot_without_a_gpu(monkeypatch):
         "MASTER_PORT": 1,
     }.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machines.torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"profile.memory=true: .* there is no GPU here"):
-        launch.check_start(load_config(CONFIG, ["profile.start=1", "profile.stop=1", "profile.memory=true"]))
+        machines.check_start(load_config(CONFIG, ["profile.start=1", "profile.stop=1", "profile.memory=true"]))

@@ -173,8 +173,8 @@ def unusual(config: dict) -> list[str]:
 
 
 def layout_in_words(config: dict, folder: Path, notes: list[str]) -> str:
-    """Layout, a step, the loss, as a start prints them (support/checks.py). Adds to `notes` what is not known."""
-    from support import checks
+    """Layout, a step, the loss, as a start prints them (support/run_plan.py). Adds to `notes` what is not known."""
+    from support import run_plan
 
     states = sorted(folder.glob("checkpoints/step_*/state.json"))
     p = config.get("parallel", {})
@@ -184,7 +184,7 @@ def layout_in_words(config: dict, folder: Path, notes: list[str]) -> str:
         ranks = math.lcm(*map(math.prod, shapes), config.get("rollout", {}).get("tp", 1))
         notes.append(f"how many ranks there were stands in checkpoints, and there is none: the words are for {ranks}")
     try:
-        return checks.describe(validate(config, str(folder / "config.yaml")), ranks)
+        return run_plan.describe(validate(config, str(folder / "config.yaml")), ranks)
     except (UserError, ValueError, AssertionError) as error:
         notes.append(f"config.yaml cannot be read as one of this version: {error}")
         return ""
