@@ -201,7 +201,8 @@ def check_what_is_learned(cfg: Config) -> None:
 
 def check_places(cfg: Config) -> None:
     """Keys of where weights and state wait, and of how exactly both sides compute. Raises UserError."""
-    r, t, p, a = cfg.rollout, cfg.train, cfg.parallel, cfg.algo
+    r, t = cfg.rollout, cfg.train
+    p, a = cfg.parallel, cfg.algo
     require(
         t.offload != "optimizer" or (cfg.model.dtype == "bf16" and not cfg.megatron.get("optimizer_cpu_offload")),
         "train.offload=optimizer needs model.dtype=bf16 (the main weights of an fp32 model are the model's own) and no "
@@ -226,7 +227,9 @@ def check_places(cfg: Config) -> None:
 
 def group_timeout_s(cfg: Config) -> float:
     """Longest time of a collective: more than the watchdog's, which says more."""
-    return cfg.train.stall_timeout_s + 60 if cfg.train.stall_timeout_s else 86400.0
+    if cfg.train.stall_timeout_s == 0:
+        return 86400.0
+    return cfg.train.stall_timeout_s + 60
 
 
 # ---------------------------------------------------------------- the model
@@ -344,13 +347,13 @@ def check_layout(hf, parallel, rollout_tp: int) -> None:
 def check_weights(path: str) -> None:
     """See that the safetensors of the folder `path` hold just the tensors the model is made of. Raises ValueError."""
     hf = transformers.AutoConfig.from_pretrained(path)
-    layer = [
-        rest.format(e=e)
-        for rest in bridge.FAMILIES[hf.architectures[0]]
-        for e in range(bridge.num_experts(hf) if "{e}" in rest else 1)
-    ]
-    rules = [f"decoder.layers.{i}.{rest}" for i in range(hf.num_hidden_layers) for rest in layer]
-    wanted = {part for name in [*rules, *bridge.TOP_RULES] for part in bridge.rule_of(name, hf)[1]}
+    layer = []
+    for rest in bridge.FAMILIES[hf.architectures[0]]:
+        experts = bridge.num_experts(hf) if "{e}" in rest else 1
+        layer += [rest.format(e=e) for e in range(experts)]
+    names = list(bridge.TOP_RULES)
+    names += [f"decoder.layers.{i}.{rest}" for i in range(hf.num_hidden_layers) for rest in layer]
+    wanted = {part for name in names for part in bridge.rule_of(name, hf)[1]}
     try:
         found = {name for name in safetensor_files(path) if not name.endswith("rotary_emb.inv_freq")}
     except FileNotFoundError as error:

@@ -31,7 +31,8 @@ def mean(steps: list[dict], name: str) -> float:
 
 def entropy_collapse(first: list[dict], last: list[dict]) -> str | None:
     """The policy samples one answer to each prompt before the rewards have stopped rising."""
-    was, now, zero = mean(first, "entropy"), mean(last, "entropy"), mean(last, "groups/zero_std_frac")
+    was, now = mean(first, "entropy"), mean(last, "entropy")
+    zero = mean(last, "groups/zero_std_frac")
     best = max(step["reward/mean"] for step in first + last)
     if now > 0.2 * was or zero < 0.3 or mean(last, "reward/mean") > 0.9 * best > 0:
         return None

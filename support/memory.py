@@ -3,6 +3,7 @@
 On GPUs it is what torch has allocated there; on the CPU the resident memory of the process.
 """
 
+import math
 import statistics
 from collections import defaultdict, deque
 from pathlib import Path
@@ -16,7 +17,10 @@ from support.remedies import HOST_MEMORY
 GIB = 2**30
 PHASES = ("rollout", "reward", "logprob", "train", "sync", "save")  # of every step
 AFTER_SLEEP = "logprob"  # the first phase after vLLM has gone to sleep
-GROWTH_STEPS, GROWTH_SHARE, GROWTH_GB = 21, 0.05, 0.25  # over so many steps, by more than both: worth a warning
+# Memory that grows over GROWTH_STEPS steps by more than both is worth a warning.
+GROWTH_STEPS = 21
+GROWTH_SHARE = 0.05
+GROWTH_GB = 0.25
 
 
 class Meter:
@@ -28,13 +32,13 @@ class Meter:
         self.start_step()
 
     def start_step(self) -> None:
-        """Begin to note anew."""
+        """Forget the phases of the step before."""
         self.held: dict[str, float] = {}
         self.peaks: dict[str, float] = {}
         self.free_asleep = 0.0
 
     def enter(self, phase: str) -> None:
-        """A phase begins, and with it its peak; phases that are in no metric count as what is between the others."""
+        """Start the peak of a phase. Phases that are in no metric count as what is between the others."""
         if phase not in PHASES:
             return
         self.largest = max(self.largest, used_gb()[1])
@@ -43,7 +47,7 @@ class Meter:
         self.resets = reset_peak()
 
     def leave(self, phase: str) -> None:
-        """A phase has ended; one that comes twice in a step has the memory of the last and the larger peak."""
+        """Note the memory of a phase at its end; of one that comes twice in a step the last, and the larger peak."""
         if phase not in PHASES:
             return
         self.held[phase], peak = used_gb()
@@ -51,7 +55,7 @@ class Meter:
         self.largest = max(self.largest, peak)
 
     def numbers(self) -> dict[str, float | None]:
-        """The metrics mem/* of the step: of the rank that has most, of what is free least. All ranks call this."""
+        """The metrics mem/* of the step: the maximum over ranks, of free memory the minimum. All ranks call this."""
         mine = {f"mem/{phase}_gb": self.held.get(phase, 0.0) for phase in PHASES}
         mine |= {f"mem/{phase}_peak_gb": self.peaks.get(phase, 0.0) for phase in PHASES}
         mine |= {"mem/peak_gb": self.largest, "mem/host_gb": resident_gb()[0]}
@@ -59,8 +63,11 @@ class Meter:
         values = torch.tensor([*mine.values()], dtype=torch.float64)
         dist.all_reduce(values, dist.ReduceOp.MAX)
         found = dict(zip(mine, values.abs().tolist(), strict=True))
-        unknown = [] if torch.cuda.is_available() else ["mem/free_asleep_gb"]
-        unknown += [] if self.resets else [f"mem/{phase}_peak_gb" for phase in PHASES]
+        unknown = []
+        if not torch.cuda.is_available():
+            unknown.append("mem/free_asleep_gb")
+        if not self.resets:
+            unknown += [f"mem/{phase}_peak_gb" for phase in PHASES]
         return found | dict.fromkeys(unknown)
 
 
@@ -72,7 +79,7 @@ def used_gb() -> tuple[float, float]:
 
 
 def reset_peak() -> bool:
-    """Let the peak be what is held now; False where the system does not allow it."""
+    """Set the peak to what is held now; False where the system does not allow it."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return True
@@ -121,14 +128,21 @@ class Growth:
 
 
 def growth(values: list[float]) -> float:
-    """How much the median of the last third is above that of the first, in GiB; 0 where that is little, or no steady
-    rise: once more, as a cache that fills, is none."""
+    """How much the median of the last third is above that of the first, in GiB.
+
+    0 where that is little, or where the rise is not steady: a cache that fills once is no leak.
+    """
     if len(values) < GROWTH_STEPS:
         return 0.0
     third = len(values) // 3
-    early, middle, late = map(statistics.median, (values[:third], values[third:-third], values[-third:]))
-    steady = min(middle - early, late - middle) > (late - early) / 4
-    return late - early if steady and late - early > max(GROWTH_SHARE * early, GROWTH_GB) else 0.0
+    early = statistics.median(values[:third])
+    middle = statistics.median(values[third:-third])
+    late = statistics.median(values[-third:])
+    rise = late - early
+    steady = min(middle - early, late - middle) > rise / 4
+    if steady and rise > max(GROWTH_SHARE * early, GROWTH_GB):
+        return rise
+    return 0.0
 
 
 # ---------------------------------------------------------------- the host
@@ -141,14 +155,24 @@ def host_free_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
     """
     free = [psutil.virtual_memory().available]
     lines = own.read_text().splitlines() if own.exists() else []
-    paths = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
-    for folder in [path for name in paths for path in (cgroups / name, *(cgroups / name).parents)]:
-        limit = folder / "memory.max"
-        if limit.exists() and (most := limit.read_text().strip()) != "max":
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-            free.append(int(most) - used)
-    return max(min(free), 0)
+    for line in lines:
+        if line.startswith("0::/"):
+            own_folder = cgroups / line.removeprefix("0::/")
+            free += [free_in_cgroup(folder) for folder in (own_folder, *own_folder.parents)]
+    return max(int(min(free)), 0)
+
+
+def free_in_cgroup(folder: Path) -> float:
+    """Bytes that a cgroup may still take; infinite where it has no limit."""
+    limit = folder / "memory.max"
+    if not limit.exists():
+        return math.inf
+    most = limit.read_text().strip()
+    if most == "max":
+        return math.inf
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+    return int(most) - used
 
 
 def host_warning(needed: int, ranks: int) -> str | None:
@@ -156,8 +180,9 @@ def host_warning(needed: int, ranks: int) -> str | None:
     free = host_free_bytes()
     if needed * ranks <= free:
         return None
+    who = "1 rank" if ranks == 1 else f"{ranks} ranks"
     return (
-        f"{ranks} rank{'s' * (ranks > 1)} on this machine will hold about {needed * ranks / GIB:.1f} GiB of host "
+        f"{who} on this machine will hold about {needed * ranks / GIB:.1f} GiB of host "
         f"memory, {free / GIB:.1f} GiB are free: the system may kill them without a word (torchrun's exitcode -9). "
         f"{'; '.join(HOST_MEMORY)}"
     )

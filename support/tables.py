@@ -25,10 +25,11 @@ Source = tuple[str, dict]  # name of a file or hub data set, arguments of datase
 
 def names_of(value: str | list[str], key: str) -> list[str]:
     """The names that `value`, given at `key`, lists. Raises ValueError."""
-    names = [str(name) for name in (value if isinstance(value, (list, tuple)) else [value] if value else [])]
-    if not names:
+    if not value:
         raise ValueError(f"{key}={value}: nothing to read; legal is {LEGAL}")
-    return names
+    if isinstance(value, (list, tuple)):
+        return [str(name) for name in value]
+    return [str(value)]
 
 
 def sources_of(value: str | list[str], split: str, key: str) -> list[Source]:
@@ -54,9 +55,8 @@ def load_tables(sources: list[Source], key: str) -> list[tuple[str, Table]]:
     """(name, datasets.Dataset) of every source, all of one schema. Raises ValueError."""
     import datasets
 
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = (
-        False  # or each local file waits seconds for a network that is not there
-    )
+    # Else each local file waits seconds for a network that is not there.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises, and we say that ourselves
     tables = [(name, read_table(name, arguments, key)) for name, arguments in sources]
@@ -107,7 +107,9 @@ def check_text(name: str, table: Table, key: str) -> None:
     """Raises ValueError for text that is no UTF-8, which not all readers check."""
     import pyarrow
 
-    for column in [] if isinstance(table, list) else table.column_names:
+    if isinstance(table, list):
+        return
+    for column in table.column_names:
         try:
             table.data[column].validate(full=True)
         except pyarrow.ArrowInvalid as error:
@@ -145,7 +147,7 @@ def folder_files(folder: str, named_split: str, split: str, key: str) -> list[st
     found: dict[str, list[str]] = {}
     for part, files in splits.items():
         for file in sorted(files):
-            # what Dataset.save_to_disk and Dataset.map write beside the data is none
+            # Dataset.save_to_disk and Dataset.map write further files beside the data.
             if Path(file).suffix in KINDS and not re.fullmatch(r"state\.json|cache-.*\.arrow", Path(file).name):
                 found.setdefault(str(part), []).append(file)
     if not found:
@@ -207,7 +209,8 @@ def find_fault(file: str) -> str:
     if kind == "csv":
         return ""
     whole = text.lstrip().startswith("[")
-    for i, document in enumerate([text] if whole else text.split("\n")):
+    documents = [text] if whole else text.split("\n")
+    for i, document in enumerate(documents):
         try:
             if document.strip() and not isinstance(json.loads(document), list if whole else dict):
                 return f", line {i + 1}: not a JSON object"

@@ -15,7 +15,7 @@ import transformers
 from processes import Torchrun
 from safetensors.torch import load_file, save_file
 
-from support import memory_plan
+from support import memory_count
 from support.packing import plan_bins
 from support.read_config import load_config
 from tests.conftest import REPO
@@ -251,7 +251,7 @@ def test_update_equals_plain_transformers(results, family, layout):
     norm = torch.stack([g.norm() for name, g in wanted.items() if name.startswith("grad.")]).norm().item()
     assert found["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
     cfg = load_config("configs/tiny.yaml", [*results[family][2]["overrides"], *layouts_of(family)[layout]])
-    planned = [memory_plan.count(cfg, 4, rank) for rank in range(4)]  # --dry-run plans what each rank holds
+    planned = [memory_count.count(cfg, 4, rank) for rank in range(4)]  # --dry-run plans what each rank holds
     kinds = ("weights", "gradients", "optimizer", "reference")
     assert found["held"].tolist() == [[held.gpu.get(kind, 0) for kind in kinds] for held in planned]
 

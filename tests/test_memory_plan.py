@@ -10,6 +10,7 @@ import make_tiny
 import numpy as np
 import pytest
 import torch
+import transformers
 from processes import Torchrun
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 import megatron_bridge as bridge
 import train_grpo
 from config import UserError
-from support import memory_plan
+from support import memory_formulas, memory_plan
+from support.memory_count import Held, count
 from support.packing import to_micro_batches
 from support.read_config import load_config
 from tests.conftest import REPO
@@ -36,7 +38,7 @@ KINDS = ("weights", "gradients", "optimizer", "reference")
 SETS = ("reference", "past", "teacher")
 
 
-def stays(held: memory_plan.Held) -> list[int]:
+def state_bytes(held: Held) -> list[int]:
     return [held.gpu.get(kind, 0) for kind in KINDS]
 
 
@@ -55,7 +57,7 @@ def test_the_count_is_that_of_a_real_rank_in_bf16(world, tiny):
         bridge.mpu.destroy_model_parallel()
     train_grpo.dist.destroy_process_group()
     for name, more in {"gpu": [], "host": [OFFLOAD], "precise": [OFFLOAD, PRECISE]}.items():
-        assert stays(memory_plan.count(load_config(TINY, [*options, *more]), 1, 0)) == found[name], name
+        assert state_bytes(count(load_config(TINY, [*options, *more]), 1, 0)) == found[name], name
     weights, gradients, optimizer, reference = found["gpu"]
     padded, real = weights // 2, reference // 2
     assert gradients == 4 * padded and optimizer == 12 * real and padded - real < 128  # worked by hand
@@ -99,8 +101,8 @@ def test_the_counts_are_those_of_4_ranks(tmp_path):
         worker.kill()
     for name, found in json.loads(out.read_text()).items():
         for rank, (*held, new) in enumerate(found):
-            count = memory_plan.count(load_config(TINY, cases[name]), 4, rank)
-            assert stays(count) == held, (name, rank)
+            counted = count(load_config(TINY, cases[name]), 4, rank)
+            assert state_bytes(counted) == held, (name, rank)
             assert OFFLOAD in cases[name] or 0 <= new - sum(held[:3]) < 20_000, (name, rank)
 
 
@@ -111,7 +113,7 @@ def test_the_whole_model_is_counted_once(tmp_path, size, layout):
     name = next(name for name in plans.SHAPES if f"-{size}" in name)
     keys = [f"model.path={plans.model_folder(name, tmp_path)}", f"parallel.tp={tp}", f"parallel.pp={pp}"]
     cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [*keys, f"parallel.ep={ep[0] if ep else 1}"])
-    whole = [memory_plan.count(cfg, gpus, stage * gpus // pp).stage_weights for stage in range(pp)]
+    whole = [count(cfg, gpus, stage * gpus // pp).stage_weights for stage in range(pp)]
     assert sum(whole) == bench_works.count(bench_works.MODELS[plans.SHAPES[name]])
 
 
@@ -171,11 +173,13 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, family, more):
     make_tiny.save_model(tmp_path, alphabet, family, tied=False, hidden=256, layers=6, ffn=3)
     rows = [f"train.{kind}max_tokens_per_micro_batch=512" for kind in ("", "logprob_")]
     cfg = load_config(TINY, [f"model.path={tmp_path}", "data.train=unused", "algo.entropy_coef=0.1", *rows, *more])
-    hf = memory_plan.transformers.AutoConfig.from_pretrained(tmp_path)
+    hf = transformers.AutoConfig.from_pretrained(tmp_path)
     scoring, training = peaks(cfg)
-    kept, _ = memory_plan.activation_bytes(hf, cfg, 0, 1)
-    assert kept + memory_plan.head_bytes(hf, cfg, 512, memory_plan.LOGIT_TRAIN) == pytest.approx(training, rel=0.1)
-    assert memory_plan.head_bytes(hf, cfg, 512, memory_plan.LOGIT_SCORE) == pytest.approx(scoring, rel=0.1)
+    kept, _ = memory_formulas.activation_bytes(hf, cfg, 0, 1)
+    assert kept + memory_formulas.head_bytes(hf, cfg, 512, memory_formulas.LOGIT_TRAIN) == pytest.approx(
+        training, rel=0.1
+    )
+    assert memory_formulas.head_bytes(hf, cfg, 512, memory_formulas.LOGIT_SCORE) == pytest.approx(scoring, rel=0.1)
 
 
 def test_what_leaves_the_gpu(tmp_path):
@@ -219,11 +223,11 @@ def test_rows_under_way(tmp_path):
     """Of 4 stages with 2 chunks each: 4, 3, 2, 1 rows without chunks; 11, 9, 7, 5 halves of one with them."""
     folder = plans.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
     options = [f"model.path={folder}", "parallel.tp=1", "parallel.pp=4"]
-    hf = memory_plan.transformers.AutoConfig.from_pretrained(folder)
+    hf = transformers.AutoConfig.from_pretrained(folder)
 
     def kept(vpp: int, rows: int) -> list[float]:
         cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [*options, f"parallel.vpp={vpp}"])
-        return [memory_plan.activation_bytes(hf, cfg, stage, rows)[0] for stage in range(4)]
+        return [memory_formulas.activation_bytes(hf, cfg, stage, rows)[0] for stage in range(4)]
 
     one = kept(1, 1)[0]
     assert [bytes_ / one for bytes_ in kept(1, 99)] == [4, 3, 2, 1] and kept(1, 2) == [2 * one, 2 * one, 2 * one, one]
@@ -267,7 +271,7 @@ def test_debug_does_not_reach_into_the_fake_process_group(tmp_path):
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
     try:
         folder = plans.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
-        memory_plan.count(load_config(str(REPO / "configs/qwen7b.yaml"), [f"model.path={folder}"]), 8, 7)
+        count(load_config(str(REPO / "configs/qwen7b.yaml"), [f"model.path={folder}"]), 8, 7)
         assert torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL and sys.excepthook is hook
     finally:
         torch.distributed.set_debug_level(level)

@@ -57,7 +57,8 @@ def some_row(cfg: Config, rollouts: Path) -> MicroBatch:
 
 def draw_row(mb: MicroBatch, tokenizer) -> str:
     """A packed row: a column a position, with what is known there of the next token."""
-    count, left, height = mb.tokens.shape[1], 112, 24
+    count = mb.tokens.shape[1]
+    left, height = 112, 24
     width = (WIDTH - left - 12) / count
     names = [tokenizer.decode([i]) for i in range(len(tokenizer))]
     numbers = mb.seq_id[0].tolist()
@@ -78,7 +79,11 @@ def draw_row(mb: MicroBatch, tokenizer) -> str:
         y = 60 + r * height
         parts.append(text(12, y + 16, name, "mono"))
         for t, value in enumerate(values):
-            kind = "idle" if numbers[t] < 0 else f"c{numbers[t] % 8}" if mb.mask[0, t] else "box"
+            kind = "box"
+            if numbers[t] < 0:
+                kind = "idle"
+            elif mb.mask[0, t]:
+                kind = f"c{numbers[t] % 8}"
             parts.append(box(left + t * width, y, width - 1, height - 1, kind))
             parts.append(
                 text(left + (t + 0.5) * width, y + 16, value, "mono" if len(str(value)) < 4 else "small", "middle")

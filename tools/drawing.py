@@ -94,8 +94,10 @@ def run_of(numbers: list[int]) -> str:
 
 
 def places(parallel: ParallelConfig, world_size: int, rollout_tp: int) -> list[dict[str, int]]:
-    """Of each rank its place in every dimension, as Megatron orders ranks: tp, cp, dp, pp; etp, ep, edp of the experts;
-    engine, of vLLM, and rollout_tp in it."""
+    """Of each rank its coordinate in every dimension, as Megatron orders ranks.
+
+    tp, cp, dp, pp; etp, ep, edp of the experts; engine, of vLLM, and rollout_tp in it.
+    """
     p = parallel
     dense = {"tp": p.tp, "cp": p.cp, "dp": world_size // (p.tp * p.cp * p.pp), "pp": p.pp}
     sparse = {"tp": p.etp, "ep": p.ep, "dp": world_size // (p.etp * p.ep * p.pp), "pp": p.pp}
@@ -139,47 +141,72 @@ def pictures(cfg: Config, world_size: int) -> dict[str, str]:
     return found | {"push": draw_push(cfg, world_size, hf, stages)}
 
 
+def stage_heads(cfg: Config, stages: list[dict], stage: int, room: float) -> list[str]:
+    """What a pipeline stage holds, in three lines for a column of `room` pixels."""
+    ends = ""
+    if stage == 0:
+        ends += ", embedding"
+    if stage == len(stages) - 1:
+        ends += ", norm, head"
+    layers = layers_of(stages[stage])
+    noun = "layer" if len(layers) == 1 else "layers"
+    numbers = textwrap.shorten(f"{noun} {run_of(layers)}", int(room / 5.5), placeholder=" …")
+    itemsize = bridge.DTYPES[cfg.model.dtype].itemsize
+    size = sum(shape.numel() for shape in stages[stage].values()) * itemsize
+    return [f"stage {stage}{ends}", numbers, f"{size_of(size)} of weights a rank"]
+
+
+def rank_lines(p: ParallelConfig, hf, rank: int, place: dict[str, int]) -> list[str]:
+    """What the box of a rank says: its number, its shard of the model, its experts."""
+    lines = [f"rank {rank}"]
+    if p.tp * p.cp > 1:
+        shard = f"tp {place['tp']}"
+        if p.cp > 1:
+            shard += f" cp {place['cp']}"
+        lines.append(shard)
+    if bridge.is_moe(hf) and p.ep * p.etp > 1:
+        each = bridge.num_experts(hf) // p.ep
+        experts = f"experts {run_of([*range(place['ep'] * each, (place['ep'] + 1) * each)])}"
+        if p.etp > 1:
+            experts += f" etp {place['etp']}"
+        lines.append(experts)
+    return lines
+
+
 def draw_layout(cfg: Config, world_size: int, hf, stages: list[dict]) -> str:
     """Ranks as boxes: a row a replica, a block a pipeline stage; the strip below each rank is its vLLM engine."""
-    p, itemsize = cfg.parallel, bridge.DTYPES[cfg.model.dtype].itemsize
+    p = cfg.parallel
     of = places(p, world_size, cfg.rollout.tp)
     replicas = world_size // (p.tp * p.cp * p.pp)
     shown, inner = min(replicas, MOST_REPLICAS), p.tp * p.cp
-    gap, left, height, top = 14, 92, 74, 92
+    gap, height = 14, 74
+    left, top = 92, 92
     room = (WIDTH - left - 12 - gap * (p.pp - 1)) / p.pp
     width = room / inner
     sizes = f"tp {p.tp} × cp {p.cp} × pp {p.pp} × dp {replicas}"
     parts = [text(12, 24, f"{world_size} ranks = {sizes}; {world_size // cfg.rollout.tp} vLLM engines", "title")]
     for stage in range(p.pp):
         x = left + stage * (room + gap)
-        ends = ", embedding" * (stage == 0) + ", norm, head" * (stage == p.pp - 1)
-        layers = layers_of(stages[stage])
-        numbers = textwrap.shorten(
-            f"layer{'s' * (len(layers) != 1)} {run_of(layers)}", int(room / 5.5), placeholder=" …"
-        )
-        mine = sum(shape.numel() for shape in stages[stage].values()) * itemsize
-        parts += [text(x, 46, f"stage {stage}{ends}"), text(x, 62, numbers, "small")]
-        parts += [text(x, 78, f"{size_of(mine)} of weights a rank", "soft small")]
+        title, numbers, size = stage_heads(cfg, stages, stage, room)
+        parts += [text(x, 46, title), text(x, 62, numbers, "small"), text(x, 78, size, "soft small")]
     for rank, place in enumerate(of):
         if place["dp"] >= shown:
             continue
         x = left + place["pp"] * (room + gap) + (place["cp"] * p.tp + place["tp"]) * width
         y = top + place["dp"] * (height + gap)
-        lines = [f"rank {rank}"]
-        lines += [f"tp {place['tp']}" + f" cp {place['cp']}" * (p.cp > 1)] * (inner > 1)
-        if bridge.is_moe(hf) and p.ep * p.etp > 1:
-            each = bridge.num_experts(hf) // p.ep
-            lines += [f"experts {run_of([*range(place['ep'] * each, (place['ep'] + 1) * each)])}"]
-            lines[-1] += f" etp {place['etp']}" * (p.etp > 1)
+        lines = rank_lines(p, hf, rank, place)
         engine = f"engine {place['engine']}" if width > 60 else str(place["engine"])
         tip = ", ".join(f"{name} {value}" for name, value in place.items())
         parts += [box(x, y, width - 3, height, "box", f"rank {rank}: {tip}")]
         parts += [box(x, y + height - 17, width - 3, 17, f"c{place['engine'] % 8}")]
-        parts += [text(x + 5, y + 15 + 14 * i, line, "" if i == 0 else "soft small") for i, line in enumerate(lines)]
+        parts.append(text(x + 5, y + 15, lines[0]))
+        parts += [text(x + 5, y + 15 + 14 * i, line, "soft small") for i, line in enumerate(lines[1:], 1)]
         parts += [text(x + 5, y + height - 5, engine, "small")]
     parts += [text(12, top + 18 + r * (height + gap), f"replica {r}") for r in range(shown)]
     bottom = top + shown * (height + gap) + 8
-    notes = [f"{replicas - shown} more replicas are laid out alike"] * (replicas > shown)
+    notes = []
+    if replicas > shown:
+        notes.append(f"{replicas - shown} more replicas are laid out alike")
     notes += [f"a box: a rank of the trainer; the strip in it: its vLLM engine, of tp {cfg.rollout.tp}"]
     parts += [text(12, bottom + 16 * i, note, "soft") for i, note in enumerate(notes)]
     return svg(parts, bottom + 16 * len(notes), f"{world_size} ranks, {sizes}")
@@ -244,7 +271,8 @@ def draw_timeline(parallel: ParallelConfig, m: int, why: str) -> str:
         return svg([text(12, 24, title, "title")], 40, title)
     work = timeline(p, v, m)
     end = max(stop for row in work for _, stop, *_ in row)
-    left, top, height = 70, 66, 26
+    left, top = 70, 66
+    height = 26
     scale = (WIDTH - left - 12) / end
     parts = [text(12, 24, title, "title")]
     parts += [box(12, 36, 14, 12, "c0"), text(31, 46, "forward"), box(95, 36, 14, 12, "c1"), text(114, 46, "backward")]
@@ -257,13 +285,36 @@ def draw_timeline(parallel: ParallelConfig, m: int, why: str) -> str:
         for begin, stop, kind, mb, chunk in row:
             wide = (stop - begin) * scale
             color = {("F", True): "c0", ("F", False): "c5", ("B", True): "c1", ("B", False): "c4"}[kind, chunk == 0]
-            tip = f"{'forward' if kind == 'F' else 'backward'} of micro-batch {mb}" + f", chunk {chunk}" * (v > 1)
+            direction = "forward" if kind == "F" else "backward"
+            tip = f"{direction} of micro-batch {mb}"
+            if v > 1:
+                tip += f", chunk {chunk}"
             parts.append(box(left + begin * scale, y, max(wide - 1, 0.5), height, color, tip))
             if wide > 15:
                 parts.append(text(left + begin * scale + wide / 2, y + 17, mb, "small", "middle"))
     bottom = top + p * (height + 4) + 16
     parts.append(text(left, bottom, "time →  a backward pass is drawn twice as long as a forward pass", "soft"))
     return svg(parts, bottom + 14, title)
+
+
+def push_steps(p: ParallelConfig, rollout_tp: int, experts: bool) -> list[tuple[str, list[str]]]:
+    """(step, two lines on it) of the way of a bucket from the trainer to vLLM."""
+    held = [f"a rank has 1/{p.tp} of a tensor", f"experts: ep {p.ep} × etp {p.etp}" if experts else ""]
+    if p.tp * p.ep * p.etp == 1:
+        gathered = ["nothing: a rank has", "whole tensors"]
+    else:
+        gathered = ["over the ranks that share", "the tensors of the bucket"]
+    if p.pp == 1:
+        sent = ["nothing: there is", "one stage"]
+    else:
+        sent = [f"from its stage to the other {p.pp - 1}", "of the same replica"]
+    return [
+        ("held by the trainer", held),
+        ("all-gather", gathered),
+        ("broadcast", sent),
+        ("joined and renamed", ["one full tensor at a time,", "under its Hugging Face name"]),
+        ("loaded by vLLM", [f"an engine's rank keeps 1/{rollout_tp};", "digests prove it, bit for bit"]),
+    ]
 
 
 def draw_push(cfg: Config, world_size: int, hf, stages: list[dict]) -> str:
@@ -276,7 +327,8 @@ def draw_push(cfg: Config, world_size: int, hf, stages: list[dict]) -> str:
             for stage, names in bridge.buckets(stages, hf, limit // itemsize)
         ]
     total = sum(size for *_, size in cut)
-    buckets = f"{len(cut)} bucket{'s' * (len(cut) > 1)} of up to {cfg.rollout.sync_bucket_mb} MiB, or one tensor"
+    noun = "bucket" if len(cut) == 1 else "buckets"
+    buckets = f"{len(cut)} {noun} of up to {cfg.rollout.sync_bucket_mb} MiB, or one tensor"
     title = f"A push: {size_of(total)} in {buckets}"
     parts = [text(12, 24, title, "title")]
     parts.append(text(12, 48, "weights in layer order; a box is a bucket, its colour the stage that holds it", "soft"))
@@ -287,26 +339,8 @@ def draw_push(cfg: Config, world_size: int, hf, stages: list[dict]) -> str:
         if size * scale > 40:
             parts.append(text(x + size * scale / 2, 78, size_of(size), "small", "middle"))
         x += size * scale
-    experts = bridge.is_moe(hf)
-    whole, rest = p.tp * p.ep * p.etp == 1, p.pp - 1
-    over = (
-        ["nothing: a rank has", "whole tensors"]
-        if whole
-        else ["over the ranks that share", "the tensors of the bucket"]
-    )
-    to = [f"from its stage to the other {rest}", "of the same replica"] if rest else ["nothing: there is", "one stage"]
-    steps = [
-        (
-            "held by the trainer",
-            [f"a rank has 1/{p.tp} of a tensor", f"experts: ep {p.ep} × etp {p.etp}" if experts else ""],
-        ),
-        ("all-gather", over),
-        ("broadcast", to),
-        ("joined and renamed", ["one full tensor at a time,", "under its Hugging Face name"]),
-        ("taken by vLLM", [f"an engine's rank keeps 1/{cfg.rollout.tp};", "digests prove it, bit for bit"]),
-    ]
     width = (WIDTH - 24 - 4 * 24) / 5
-    for number, (head, lines) in enumerate(steps):
+    for number, (head, lines) in enumerate(push_steps(p, cfg.rollout.tp, bridge.is_moe(hf))):
         x = 12 + number * (width + 24)
         parts += [box(x, 112, width, 66), text(x + 8, 131, head)]
         parts += [text(x + 8, 149 + 15 * i, line, "soft small") for i, line in enumerate(lines)]

@@ -74,7 +74,9 @@ def layout_row(parent: Path, size: str, gpus: int, tp: int, pp: int, ep: int = 1
     shape = bench_works.MODELS[SHAPES[name]]
     experts = 3 * shape["hidden_size"] * shape.get("moe_intermediate_size", 0) * shape.get("num_experts", 0)
     experts = f", {experts * shape['num_hidden_layers'] / 1e9:.2f} of it experts" if experts else ""
-    layout = f"tp {tp} × pp {pp}" + f", ep {ep} × etp 1" * bool(experts)
+    layout = f"tp {tp} × pp {pp}"
+    if experts:
+        layout += f", ep {ep} × etp 1"
     state = max(sum(held.gpu.values()) for held in plan.held.values()) / memory_plan.GB
     model = name.partition("/")[2].removesuffix("-Instruct")
     weights = bench_works.count(shape) / 1e9
