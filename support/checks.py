@@ -31,7 +31,7 @@ def check_config(cfg: Config, world_size: int) -> None:
     """Keys that do not go together, with each other or with so many ranks. Raises UserError."""
     options.check_megatron(cfg.megatron, bridge.CONFIG_CLASSES, cfg.model.dtype)
     options.check_vllm(cfg.rollout.vllm)
-    check_places(cfg)
+    check_state_and_precision(cfg)
     check_what_is_learned(cfg)
     check_length_of_run(cfg)
     check_sampling(cfg)
@@ -136,12 +136,13 @@ def check_batch(cfg: Config) -> None:
     )
     longest = cfg.data.max_prompt_tokens + r.max_new_tokens
     multiple = bridge.token_multiple(cfg.parallel)
+    least = math.ceil(longest / multiple) * multiple
     for key in ("max_tokens_per_micro_batch", "logprob_max_tokens_per_micro_batch"):
         cap = getattr(t, key)
         require(
-            cap // multiple * multiple >= longest,
+            cap >= least,
             f"train.{key}={cap} cannot hold one sample of data.max_prompt_tokens + rollout.max_new_tokens = {longest} "
-            f"tokens; make it at least {math.ceil(longest / multiple) * multiple}",
+            f"tokens; make it at least {least}",
         )
 
 
@@ -199,7 +200,7 @@ def check_what_is_learned(cfg: Config) -> None:
     )
 
 
-def check_places(cfg: Config) -> None:
+def check_state_and_precision(cfg: Config) -> None:
     """Keys of where weights and state wait, and of how exactly both sides compute. Raises UserError."""
     r, t = cfg.rollout, cfg.train
     p, a = cfg.parallel, cfg.algo
@@ -244,6 +245,19 @@ def longest_sample(cfg: Config) -> int:
 LONGEST = "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens"
 
 
+# Attributes of a config.json that change the computation and have no counterpart here, each with its one legal value.
+SUPPORTED = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "qkv_bias": True,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "router_jitter_noise": 0.0,
+    "partial_rotary_factor": 1.0,
+}
+
+
 def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: str, extra: dict) -> None:
     """See, without weights or process groups, that the model of `path` can be built and split.
 
@@ -257,18 +271,7 @@ def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: st
     family = (hf.architectures or ["?"])[0]
     if family not in bridge.FAMILIES:
         raise ValueError(f"model.path={path} is a {family}; supported are {', '.join(bridge.FAMILIES)}")
-    # What changes the computation and has no counterpart here, with the value that leaves it out.
-    plain = {
-        "attention_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-        "qkv_bias": True,
-        "mlp_only_layers": [],
-        "decoder_sparse_step": 1,
-        "router_jitter_noise": 0.0,
-        "partial_rotary_factor": 1.0,
-    }
-    for attribute, value in plain.items():
+    for attribute, value in SUPPORTED.items():
         found = getattr(hf, attribute, None)
         if found not in (None, value):
             raise ValueError(
@@ -319,29 +322,37 @@ def check_routes(cfg: Config) -> None:
 def check_layout(hf, parallel, rollout_tp: int) -> None:
     """See that every parallel size divides what it splits. Raises ValueError naming the key and the legal values."""
     heads = {"attention heads": hf.num_attention_heads}
+    if bridge.is_moe(hf):
+        experts = {"experts": bridge.num_experts(hf)}
+        expert_width = {"expert feed-forward size": bridge.expert_width(hf)}
+    else:
+        heads["feed-forward size"] = hf.intermediate_size
+        experts = {"experts": 1}
+        expert_width = {"experts": 1}
     shared = getattr(hf, "shared_expert_intermediate_size", None)
-    ffn = {} if bridge.is_moe(hf) else {"feed-forward size": hf.intermediate_size}
-    ffn |= {"shared expert's feed-forward size": shared} if shared else {}
-    expert_ffn = {"expert feed-forward size": bridge.expert_width(hf)} if bridge.is_moe(hf) else {}
-    stages = {"layers": hf.num_hidden_layers}
+    if shared:
+        heads["shared expert's feed-forward size"] = shared
     vocabulary = {"key-value heads": hf.num_key_value_heads, "vocabulary size": hf.vocab_size}
-    divides = [
-        ("parallel.tp", parallel.tp, heads | ffn | vocabulary),
-        ("rollout.tp", rollout_tp, heads | ffn),  # vLLM pads or repeats the others
-        ("parallel.ep", parallel.ep, {"experts": bridge.num_experts(hf) if bridge.is_moe(hf) else 1}),
-        ("parallel.etp", parallel.etp, expert_ffn or {"experts": 1}),
-        ("parallel.pp", parallel.pp, stages),
-        ("parallel.vpp", parallel.vpp, {"layers of a pipeline stage": hf.num_hidden_layers // parallel.pp}),
-    ]
-    for key, by, sizes in divides:
-        for what, size in sizes.items():
-            if size % by:
-                legal = [n for n in range(1, min(sizes.values()) + 1) if not any(s % n for s in sizes.values())]
-                raise ValueError(f"{key}={by} does not divide the model's {what} {size}; legal are {legal[:16]}")
+    check_divides("parallel.tp", parallel.tp, heads | vocabulary)
+    check_divides("rollout.tp", rollout_tp, heads)  # vLLM pads or repeats the others
+    check_divides("parallel.ep", parallel.ep, experts)
+    check_divides("parallel.etp", parallel.etp, expert_width)
+    check_divides("parallel.pp", parallel.pp, {"layers": hf.num_hidden_layers})
+    layers = hf.num_hidden_layers // parallel.pp
+    check_divides("parallel.vpp", parallel.vpp, {"layers of a pipeline stage": layers})
     if parallel.vpp > 1 and parallel.pp == 1:
         raise ValueError(f"parallel.vpp={parallel.vpp} needs parallel.pp above 1: it interleaves pipeline stages")
     if bridge.is_moe(hf) and parallel.tp > 1 and not parallel.sp:
         raise ValueError("parallel.sp=false: experts with parallel.tp above 1 need sequence parallelism, use true")
+
+
+def check_divides(key: str, by: int, sizes: dict[str, int]) -> None:
+    """See that `by`, the value of `key`, divides each of the model's sizes. Raises ValueError."""
+    for what, size in sizes.items():
+        if size % by:
+            common = math.gcd(*sizes.values())
+            legal = [n for n in range(1, common + 1) if common % n == 0]
+            raise ValueError(f"{key}={by} does not divide the model's {what} {size}; legal are {legal[:16]}")
 
 
 def check_weights(path: str) -> None:

@@ -34,7 +34,7 @@ def check_shared_memory(least_bytes: int, folder: Path = Path("/dev/shm")) -> No
 
 def check_disk(folder: Path, bytes_needed: int, key: str = "output_dir") -> None:
     """Raises ValueError if the disk that `folder`, the value of `key`, is or will be on has less than that free."""
-    free = shutil.disk_usage(existing(folder)).free
+    free = shutil.disk_usage(nearest_existing(folder)).free
     if free < bytes_needed:
         raise ValueError(
             f"{key}={folder}: its disk has {gib(free)} free, {gib(bytes_needed)} are needed for what this run saves; "
@@ -44,7 +44,7 @@ def check_disk(folder: Path, bytes_needed: int, key: str = "output_dir") -> None
 
 def check_writable(folder: Path) -> None:
     """Raises ValueError if no file can be written in `folder`, or in the nearest folder above that exists."""
-    there = existing(folder)
+    there = nearest_existing(folder)
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".writable-") as file:
             file.write(b"x")
@@ -69,7 +69,7 @@ def check_host(out: Path, bytes_needed: int, shares_memory: bool) -> None:
     check_disk(out, bytes_needed)
 
 
-def existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
     return next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
 
@@ -79,7 +79,7 @@ def check_same_config(config: dict) -> None:
 
     `config` is {section: {key: value}}, as deep as it likes.
     """
-    tables = ranks.gather(dict(dotted(config)))
+    tables = ranks.gather(dict(dotted_items(config)))
     others = [table for table in tables if table != tables[0]]
     if not others:
         return
@@ -96,11 +96,11 @@ def check_same_config(config: dict) -> None:
     )
 
 
-def dotted(config: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+def dotted_items(config: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted key, value as text) of a dict of dicts."""
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            yield from dotted(value, f"{prefix}{key}.")
+            yield from dotted_items(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)
 
@@ -165,13 +165,13 @@ def explain_disk_error(phase: str, error: Exception, folder: Path) -> str | None
     reason = str(error) if getattr(error, "errno", None) in DISK_ERRORS or "I/O error" in str(error) else None
     if reason is None:
         try:
-            with tempfile.NamedTemporaryFile(dir=existing(folder), prefix=".writable-") as file:
+            with tempfile.NamedTemporaryFile(dir=nearest_existing(folder), prefix=".writable-") as file:
                 file.write(bytes(1 << 20))
         except OSError as refusal:
             reason = str(refusal)
     return reason and (
         f"a file could not be written in the phase {phase}: {reason}; the disk of output_dir={folder} has "
-        f"{gib(shutil.disk_usage(existing(folder)).free)} free. Make room, then go on with resume=auto"
+        f"{gib(shutil.disk_usage(nearest_existing(folder)).free)} free. Make room, then go on with resume=auto"
     )
 
 

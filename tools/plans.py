@@ -52,7 +52,7 @@ def world_size(path: Path) -> int:
     return (int(nodes[1]) if nodes else 1) * int(local[1])
 
 
-def planned() -> list[tuple[Path, Config]]:
+def load_planned() -> list[tuple[Path, Config]]:
     """(file, configuration) of all of configs/ whose model has a plan, smallest world first."""
     read = [(path, load_config(str(path), [])) for path in sorted((REPO / "configs").glob("*.yaml"))]
     return sorted(((path, cfg) for path, cfg in read if cfg.model.path in SHAPES), key=lambda pair: world_size(pair[0]))
@@ -86,7 +86,7 @@ def layout_row(parent: Path, size: str, gpus: int, tp: int, pp: int, ep: int = 1
 def main() -> None:
     page, tuning = REPO / "docs/memory.md", REPO / "docs/tuning.md"
     with tempfile.TemporaryDirectory() as parent:
-        sections = [section(path, cfg, Path(parent)) for path, cfg in planned()]
+        sections = [section(path, cfg, Path(parent)) for path, cfg in load_planned()]
         rows = [layout_row(Path(parent), *layout) for layout in LAYOUTS]
     page.write_text(page.read_text().partition(MARK)[0] + MARK + "".join(sections))
     before, _, rest = tuning.read_text().partition(HEAD)
