@@ -251,9 +251,9 @@ def test_update_equals_plain_transformers(results, family, layout):
     norm = torch.stack([g.norm() for name, g in wanted.items() if name.startswith("grad.")]).norm().item()
     assert found["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
     cfg = load_config("configs/tiny.yaml", [*results[family][2]["overrides"], *layouts_of(family)[layout]])
-    planned = [memory_count.count(cfg, 4, rank) for rank in range(4)]  # --dry-run plans what each rank holds
+    planned = [memory_count.count(cfg, 4, rank).gpu for rank in range(4)]  # --dry-run plans what each rank holds
     kinds = ("weights", "gradients", "optimizer", "reference")
-    assert found["held"].tolist() == [[held.gpu.get(kind, 0) for kind in kinds] for held in planned]
+    assert found["held"].tolist() == [[gpu.get(kind, 0) for kind in kinds] for gpu in planned]
 
 
 def micro_batch_plan(folder, family: str, replicas: int) -> dict:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import megatron_bridge as bridge
 import train_grpo
 from config import LoraConfig, UserError
-from support import launch, lora, memory_plan, optimizer_state
+from support import inputs, lora, memory_count, optimizer_state
 from support.checkpoint import CheckpointError
 from support.read_config import changed, load_config
 from tests import test_layouts
@@ -141,8 +141,9 @@ def test_gradients_do_not_depend_on_the_layout(results, family, layout):
     found, wanted, plan = results[family]
     print(f"{family} {layout}: {check(found[layout], wanted):.0e}")
     cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][layout]])
-    planned = [memory_plan.count(cfg, 4, rank) for rank in range(4)]
-    assert found[layout]["held"].tolist() == [[r.weights, r.gradients, r.optimizer, r.reference] for r in planned]
+    planned = [memory_count.count(cfg, 4, rank).gpu for rank in range(4)]
+    kinds = ("weights", "gradients", "optimizer", "reference")
+    assert found[layout]["held"].tolist() == [[gpu.get(kind, 0) for kind in kinds] for gpu in planned]
 
 
 # ---------------------------------------------------------------- PEFT
@@ -291,7 +292,7 @@ def test_the_command_refuses_to_resume_with_other_adapters(tiny, monkeypatch, tm
     state = {"config": changed(cfg, {"lora.alpha": 32.0}).model_dump()}
     monkeypatch.setattr(launch.checkpoint, "read_state", lambda _: state)
     with pytest.raises(UserError, match=r"lora\.alpha=16\.0, but"):
-        launch.resumed(cfg, launch.Inputs(None, SimpleNamespace(fingerprint=""), []))
+        inputs.find_resume(cfg, inputs.Inputs(None, SimpleNamespace(fingerprint=""), []))
 
 
 def test_factors_that_nobody_reads_are_an_error(build, tmp_path):  # noqa: F811

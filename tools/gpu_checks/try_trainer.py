@@ -168,7 +168,7 @@ def plan(tell: worker.Tell) -> None:
     ranks.join_ranks(600)
     path = worker.bench_model("qwen2.5-0.5b" if gpu else "tiny")
     world = dist.get_world_size()
-    dist.destroy_process_group()  # the plan makes a world of its own
+    dist.destroy_process_group()  # the plan makes a fake process group
     tokens = 8192 if gpu else 512
     cfg = worker.config(
         path, "algo.kl_coef=0.05", f"train.max_tokens_per_micro_batch={tokens}", "rollout.prompts_per_step=8",
@@ -202,7 +202,7 @@ def plan(tell: worker.Tell) -> None:
     for _ in range(2):  # the first makes what stays
         train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
         bridge.optimizer_step(optimizer, cfg.train.lr)
-    stays = max(sum(held.all().values()) for held in planned.held.values())
+    stays = max(sum(held.gpu.values()) for held in planned.held.values())
     if not gpu:
         buffers = [buffer for chunk in model for buffer in chunk.buffers]
         tensors = [t for b in buffers for t in (b.param_data, b.grad_data)] + list(offload.state_shards(optimizer))
