@@ -10,6 +10,7 @@ from transformers import Qwen2ForCausalLM
 from tests.conftest import REPO
 
 sys.path.insert(0, str(REPO / "tools"))
+import bench_rounds
 import bench_works
 
 # As the model cards on the hub have them.
@@ -46,3 +47,36 @@ def test_the_end_token_has_its_chance_everywhere(tmp_path, work):
     chance = logits.softmax(-1)[..., 0]
     wanted = bench_works.END_CHANCE[work.lengths]
     assert chance.min() > 0.8 * wanted and chance.max() < 1.25 * wanted
+
+
+def test_the_tables_of_the_page_are_those_of_the_results():
+    found = bench_rounds.rows_by_work(bench_works.read_results(bench_rounds.RESULTS))
+    assert list(found) == list(bench_works.WORKS)
+    text = bench_rounds.PAGE.read_text()
+    assert bench_rounds.with_tables(text, found) == text, "python tools/bench_rounds.py --table writes them anew"
+
+
+def test_results_are_read_as_they_were_written(tmp_path):
+    rows = [
+        {"model": "tiny", "dtype": "bf16", "lengths": "tail", "max_tokens": 9, "system": "ours", "round": n, "ranks": 2}
+        | {"date": "2026-01-02", "machine": "2 cores, old", "commit": "1e10", "step": 1, "tokens_per_s": 1234.56}
+        for n in (1, 2)
+    ]
+    file = tmp_path / "new/results.csv"
+    for row in rows:  # a second run is added below the first
+        bench_works.add_results(file, [row])
+    assert bench_works.read_results(file) == rows
+    assert bench_works.work_of(rows[0]) == bench_works.Work("tiny", "bf16", "tail", 9)
+    assert bench_works.read_results(tmp_path / "none.csv") == []
+
+
+def test_rates_and_shares_worked_by_hand():
+    row = {"ranks": 2, "tokens_per_s": 100.0, "step_s": 2.0, "train_flops": 1e9, "bare_tokens_per_s": 250.0}
+    row |= {"train_s": 0.5, "logprob_s": 0.25, "matmul_flops_per_s": 4e9}
+    row |= {"push_digests_s": 0.01, "push_gather_s": 0.02, "push_compare_s": 0.01}
+    table = bench_works.summary([row])
+    assert table["MFU of train %"] == pytest.approx(100 * 1e9 / 0.5 / 8e9)
+    assert table["MFU of log-probs %"] == pytest.approx(100 * 1e9 / 3 / 0.25 / 8e9)
+    assert table["MFU of step %"] == pytest.approx(100 * 4e9 / 3 / 2 / 8e9)
+    assert (table["step ÷ bare vLLM"], table["push check % of step"]) == pytest.approx((2.5, 2.0))
+    assert bench_rounds.phase_rates([row], "train") == [400.0]

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests.conftest import REPO
-from tools import gpu_check
+from tools import bench_works, gpu_check
 from tools.gpu_check import FAILED, NOT_RUN, OK, Machine, Outcome
 from tools.gpu_checks import checks
 from tools.gpu_checks.checks import KILLED, ROWS, Check, Row
@@ -72,14 +72,14 @@ def test_a_benchmark_without_room_is_not_run(tmp_path):
 
 def test_figures_of_a_benchmark(tmp_path):
     """Worked by hand: 200 tokens a step, sampled in 1 s; 1e9 operations in 0.5 s on 2 ranks that reach 4e9 each."""
-    seconds = {"rollout": [1.0], "reward": [0.0], "logprob": [0.2], "train": [0.5], "sync": [0.1]}
-    seconds |= {f"push {part}": [0.01] for part in ("digests", "gather", "compare")}
-    run = {
-        "system": "ours", "ranks": 2, "tokens_per_s": [100.0], "step_s": [2.0], "bare_tokens_per_s": [250.0],
-        "seconds": seconds, "train_flops": [1e9], "peak_gib": {"train": 3.0},
-        "ceilings": {"matmul_flops_per_s": 4e9, "copy_bytes_per_s": 1e9, "all_reduce_bytes_per_s": 1e9},
+    step = {
+        "system": "ours", "round": 1, "ranks": 2, "step": 1, "tokens_per_s": 100.0, "step_s": 2.0, "train_flops": 1e9,
+        "bare_tokens_per_s": 250.0, "rollout_s": 1.0, "reward_s": 0.0, "logprob_s": 0.2, "train_s": 0.5, "sync_s": 0.1,
+        "push_digests_s": 0.01, "push_gather_s": 0.01, "push_compare_s": 0.01, "matmul_flops_per_s": 4e9,
+        "copy_bytes_per_s": 1e9, "all_reduce_bytes_per_s": 1e9,
     }  # fmt: skip
-    (tmp_path / "bench.json").write_text(json.dumps([run]))
+    step |= {f"{phase}_peak_gib": 3.0 for phase in bench_works.PHASES}
+    bench_works.add_results(tmp_path / "bench.csv", [step])
     rows = checks.bench_rows("m", 25)
     found = list(checks.read_bench(outcome(tmp_path, {}), rows))
     assert [each["figure"] for each in found] == pytest.approx([25, 0.8, 0.1])

@@ -1,8 +1,8 @@
 """Time the phases of a step beside what this machine can do, measured in the same run.
 
     torchrun --nproc_per_node=2 tools/bench.py                                  # the work tiny-64
-    torchrun --nproc_per_node=2 tools/bench.py --work small-bf16-natural --json bench.json
-    torchrun --nproc_per_node=2 tools/bench.py --compare bench.json             # the same, and pair by pair with that
+    torchrun --nproc_per_node=2 tools/bench.py --work small-bf16-natural --csv bench.csv
+    torchrun --nproc_per_node=2 tools/bench.py --compare bench.csv              # the same, and pair by pair with that
     torchrun --nproc_per_node=8 tools/bench.py --model qwen2.5-7b --dtype bf16 --tokens 1024 parallel.tp=2 ...
 
 A work is a model with random weights, a dtype, lengths and the most tokens of an answer (tools/bench_works.py). Each
@@ -14,12 +14,11 @@ for as many prompts and samples, right after each step, without log-probs, gradi
 
 import argparse
 import os
-import shlex
 import shutil
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bench_works
-from bench_works import GIB, GROUP, KL, LR, MAX_PROMPT_TOKENS, PROMPTS, STEPS, WARMUP, WORKS, Work
+from bench_works import GIB, GROUP, KL, LR, MAX_PROMPT_TOKENS, PHASES, PROMPTS, STEPS, WARMUP, WORKS, Work
 
 import megatron_bridge as bridge
 import train_grpo
@@ -40,7 +39,6 @@ from support.clock import Clock
 from support.data import prompt_batch
 from support.read_config import load_config
 
-PHASES = ("rollout", "reward", "logprob", "train", "sync")
 MICRO_BATCH = 4096  # tokens
 
 
@@ -54,8 +52,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS, help="that are timed, after the warm-up")
     parser.add_argument("--warmup", type=int, default=WARMUP)
     parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")
-    parser.add_argument("--json", type=Path, help="file to add this run to")
-    parser.add_argument("--round", type=int, default=1, help="number of the run, for --json")
+    parser.add_argument("--csv", type=Path, help="file to add this run to")
+    parser.add_argument("--round", type=int, default=1, help="number of the run, for --csv")
     parser.add_argument("--compare", type=Path, help="earlier file to hold this run against")
     parser.add_argument("--no-ceilings", action="store_true", help="leave out matmul, copy, all-reduce and bare vLLM")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -127,12 +125,17 @@ def rate(amount: float, action, seconds: float = 0.5) -> float:
 
 
 def ceilings(work: Work, rows: int) -> dict[str, float]:
-    """What a rank reaches with all busy: operations/s of matmuls of `rows` tokens with the model's matrices, each as
-    often as a token meets it; bytes/s of a copy, read and written; bytes/s of an all-reduce of the fp32 gradients."""
-    shape, dtype, device = bench_works.MODELS[work.model], bridge.DTYPES[work.dtype], bridge.device()
+    """What a rank reaches with all ranks busy.
+
+    Operations/s of matmuls of `rows` tokens with the model's matrices, each as often as a token meets it; bytes/s of a
+    copy, read and written; bytes/s of an all-reduce of the fp32 gradients.
+    """
+    shape = bench_works.MODELS[work.model]
+    dtype, device = bridge.DTYPES[work.dtype], bridge.device()
     flops = seconds = 0.0
     for out, inp, times in bench_works.matmuls(shape):
-        a, b = torch.randn(rows, inp, device=device).to(dtype), torch.randn(out, inp, device=device).to(dtype)
+        a = torch.randn(rows, inp, device=device).to(dtype)
+        b = torch.randn(out, inp, device=device).to(dtype)
         one = 2.0 * rows * out * inp
         flops += one * times
         seconds += one * times / rate(one, lambda a=a, b=b: a @ b.T, 0.2)
@@ -157,8 +160,10 @@ def bare_vllm(run: train_grpo.Run) -> float:
     outputs = engine.llm.generate([{"prompt_token_ids": prompt.ids} for prompt in share], params, use_tqdm=False)
     dist.barrier()
     seconds = time.perf_counter() - start
-    own = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
-    return sum(ranks.gather(own * (dist.get_rank() % r.tp == 0))) / seconds
+    own = 0
+    if dist.get_rank() % r.tp == 0:  # the ranks of an engine have the same answers
+        own = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+    return sum(ranks.gather(own)) / seconds
 
 
 def timed(owner, name: str, seconds: Counter, key: str) -> None:
@@ -190,52 +195,65 @@ def time_push_check() -> Counter:
 # ---------------------------------------------------------------- a run, and what it says
 
 
-def measure(args: argparse.Namespace, work: Work, cfg: Config) -> dict:
-    """The result of a run; what each rank sees of it is rank 0's, but for lengths, memory and ceilings."""
+def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dict], list[int]]:
+    """(a row of results for each timed step, lengths of all their answers); this rank's seconds and memory."""
     check_seconds = time_push_check()  # before vLLM takes the functions
     cfg, inputs = launch.prepare(cfg, dist.get_world_size(), weights=True)  # prints the plan
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     run = train_grpo.build(cfg, inputs, Clock(stall_timeout_s=0))
-    found = {"tokens_per_s": [], "step_s": [], "bare_tokens_per_s": []}
-    seconds = {phase: [] for phase in (*PHASES, "push digests", "push gather", "push compare")}
-    flops, peaks, lengths = [], {}, []
+    rows: list[dict] = []
+    lengths: list[int] = []
     for step in range(1, args.warmup + args.steps + 1):
         check_seconds.clear()
         metrics, samples = train_grpo.train_step(run, step)
-        checked = dict(check_seconds)
-        bare = 0.0 if args.no_ceilings else bare_vllm(run)
-        if step <= args.warmup:
-            continue
-        found["tokens_per_s"].append(metrics["speed/response_tokens_per_s"])
-        found["step_s"].append(metrics["time/step"])
-        found["bare_tokens_per_s"].append(bare)
-        for phase in PHASES:
-            seconds[phase].append(metrics[f"time/{phase}"])
-            peaks[phase] = max(peaks.get(phase, 0.0), metrics[f"mem/{phase}_peak_gb"] or 0.0)
-        for part in ("digests", "gather", "compare"):
-            seconds[f"push {part}"].append(checked.get(part, 0.0))
-        flops.append(
-            bench_works.train_flops(
-                bench_works.MODELS[work.model], [len(s.prompt_ids) + len(s.response_ids) for s in samples]
-            )
-        )
-        lengths += [len(s.response_ids) for s in samples]
+        row = {"step": step - args.warmup, **step_results(metrics, samples, check_seconds, work)}
+        if not args.no_ceilings:
+            row["bare_tokens_per_s"] = bare_vllm(run)
+        if step > args.warmup:
+            rows.append(row)
+            lengths += [len(s.response_ids) for s in samples]
     run.grading.close()
     run.clock.stop()
     run.engine.sleep()
-    found |= {"seconds": seconds, "train_flops": flops, "peak_gib": peaks}
-    found |= {"lengths": {"mean": sum(lengths) / len(lengths), "max": max(lengths)}}
-    return found | ({} if args.no_ceilings else {"ceilings": ceilings(work, min(MICRO_BATCH, 2048))})
+    if not args.no_ceilings:
+        found = ceilings(work, min(MICRO_BATCH, 2048))
+        rows = [row | found for row in rows]
+    return rows, lengths
 
 
-def show(run: dict, earlier: dict | None) -> None:
-    """The table of a result, with an earlier one and the ratio beside it."""
+def step_results(metrics: dict, samples: list, check_seconds: Counter, work: Work) -> dict:
+    """What a row of results has of one step of ours."""
+    row = {"tokens_per_s": metrics["speed/response_tokens_per_s"], "step_s": metrics["time/step"]}
+    for phase in PHASES:
+        row[f"{phase}_s"] = metrics[f"time/{phase}"]
+        row[f"{phase}_peak_gib"] = metrics[f"mem/{phase}_peak_gb"] or 0.0
+    for part in bench_works.PUSH_PARTS:
+        row[f"push_{part}_s"] = float(check_seconds[part])
+    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+    row["train_flops"] = float(bench_works.train_flops(bench_works.MODELS[work.model], lengths))
+    return row
+
+
+def show(rows: list[dict], lengths: list[int], earlier: list[dict]) -> None:
+    """The table of a run's rows, with an earlier run's and the ratio beside it."""
     old = bench_works.summary(earlier) if earlier else {}
-    print(f"{' ' * 26}{'now':>12}" + (f"{earlier['date']:>20}{'ratio':>8}" if earlier else ""))
-    for name, value in bench_works.summary(run).items():
-        beside = f"{old[name]:>20.4g}{value / old[name]:>8.2f}" if old.get(name) else ""
-        print(f"{name:26}{value:>12.4g}{beside}")
-    print(f"answers of {run['lengths']['mean']:.1f} tokens, the longest {run['lengths']['max']}")
+    head = f"{' ' * 26}{'now':>12}"
+    if earlier:
+        head += f"{earlier[0]['date']:>20}{'ratio':>8}"
+    print(head)
+    for name, value in bench_works.summary(rows).items():
+        line = f"{name:26}{value:>12.4g}"
+        if old.get(name):
+            line += f"{old[name]:>20.4g}{value / old[name]:>8.2f}"
+        print(line)
+    print(f"answers of {sum(lengths) / len(lengths):.1f} tokens, the longest {max(lengths)}")
+
+
+def last_run(path: Path, work: Work) -> list[dict]:
+    """The rows of our last run of a work in a results file, [] where there is none."""
+    rows = [row for row in bench_works.read_results(path) if row["system"] == "ours"]
+    same = [row for row in rows if bench_works.work_of(row) == work]
+    return [row for row in same if (row["round"], row["date"]) == (same[-1]["round"], same[-1]["date"])]
 
 
 def main() -> int:
@@ -247,22 +265,21 @@ def main() -> int:
         ranks.on_first_rank(lambda: check_room(args.folder, work))
         cfg = config(args.folder, work, args.warmup + args.steps, args.overrides)
         checks.check_config(cfg, world)
-        run = measure(args, work, cfg)
+        rows, lengths = measure(args, work, cfg)
     except UserError as error:
         if rank == 0:
             ranks.say(f"error: {error}")
         return 2
     if rank == 0:
-        command = f"torchrun --nproc_per_node={world} {shlex.join(sys.argv)}"
-        about = {"system": "ours", "round": args.round, "ranks": world, "command": command}
-        run = {**about, "commit": versions.commit(), **bench_works.facts(), **run}
-        before = [old for old in bench_works.results(args.compare) if old["system"] == "ours"] if args.compare else []
-        same = [old for old in before if Work(**old["work"]) == work]
-        show(run, same[-1] if same else None)
-        if args.compare and not same:
+        about = {**asdict(work), "system": "ours", "round": args.round, "ranks": world}
+        about |= {**bench_works.facts(), "commit": versions.commit()}
+        rows = [about | row for row in rows]
+        earlier = last_run(args.compare, work) if args.compare else []
+        show(rows, lengths, earlier)
+        if args.compare and not earlier:
             print(f"{args.compare} has no run of this work")
-        if args.json:
-            bench_works.add_result(args.json, work, run)
+        if args.csv:
+            bench_works.add_results(args.csv, rows)
     return 0
 
 

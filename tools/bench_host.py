@@ -51,7 +51,9 @@ class Parts:
     """Seconds and memory of one part after the other."""
 
     def __init__(self, tokens: int):
-        self.tokens, self.held, self.began = tokens, memory.resident_gb()[0], self.now()
+        self.tokens = tokens
+        self.held, _ = memory.resident_gb()
+        self.began = self.now()
         memory.reset_peak()
 
     def end(self, part: str) -> None:

@@ -5,8 +5,8 @@
     python tools/bench_rounds.py --table                               # only write the tables into docs/performance.md
 
 Every run is a process group of its own, 3 steps to warm up and 6 that are timed; round by round the systems take
-turns, so that what else the machine does falls on all. Results go to docs/bench/WORK.json; a run that is there is not
-run again, so an interrupted set goes on where it was. Ratios are of medians over the steps of all rounds.
+turns, so that what else the machine does falls on all. Results are appended to docs/bench/rounds.csv; a run that is
+there is not run again, so an interrupted set goes on where it was. Ratios are of medians over the steps of all rounds.
 """
 
 import argparse
@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bench_trl
 import bench_works
-from bench_works import REPO, WORKS
+from bench_works import REPO, WORKS, values
 
 SYSTEMS = {"ours": "train_grpo", "trl": "TRL, transformers", "trl-vllm": "TRL, colocated vLLM"}
-RESULTS = REPO / "docs/bench"
+RESULTS = REPO / "docs/bench/rounds.csv"
 PAGE = REPO / "docs/performance.md"
 TRL = REPO / "build/trl-venv"
 RANKS = 2
@@ -32,140 +32,147 @@ TIMEOUT_S = 600  # of a run
 
 
 def command(work: str, system: str, number: int) -> list[str]:
-    """What runs one system on one work; its result goes to the work's file."""
-    script = ["tools/bench.py"] if system == "ours" else ["tools/bench_trl.py", *["--vllm"] * (system == "trl-vllm")]
-    python = sys.executable if system == "ours" else str(TRL / "bin/python")
+    """The command that runs one system on one work and appends its results."""
+    if system == "ours":
+        python, script = sys.executable, ["tools/bench.py"]
+    else:
+        python, script = str(TRL / "bin/python"), ["tools/bench_trl.py"]
+    if system == "trl-vllm":
+        script.append("--vllm")
     start = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    result = RESULTS.relative_to(REPO) / f"{work}.json"
-    return [*start, *script, "--work", work, "--round", str(number), "--json", str(result)]
+    result = str(RESULTS.relative_to(REPO))
+    return [*start, *script, "--work", work, "--round", str(number), "--csv", result]
 
 
 def run(work: str, system: str, number: int) -> bool:
     """Run it, unless its result is there; whether there is a result then."""
-    there = [(old["system"], old["round"]) for old in bench_works.results(RESULTS / f"{work}.json")]
-    if (system, number) in there:
-        return True
+    for row in bench_works.read_results(RESULTS):
+        if bench_works.work_of(row) == WORKS[work] and row["system"] == system and row["round"] == number:
+            return True
     start = time.perf_counter()
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
     log = REPO / "build/bench" / f"{work}.{system}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    timed = ["timeout", str(TIMEOUT_S), *command(work, system, number)]
     with log.open("w") as out:
-        code = subprocess.run(
-            ["timeout", str(TIMEOUT_S), *command(work, system, number)],
-            cwd=REPO,
-            env=environment,
-            stdout=out,
-            stderr=out,
-        ).returncode
-    seconds = time.perf_counter() - start
-    print(
-        f"{work} {system} round {number}: {seconds:.0f} s" + f", exit code {code}, see {log}" * (code != 0), flush=True
-    )
+        code = subprocess.run(timed, cwd=REPO, env=environment, stdout=out, stderr=out).returncode
+    report = f"{work} {system} round {number}: {time.perf_counter() - start:.0f} s"
+    if code != 0:
+        report += f", exit code {code}, see {log}"
+    print(report, flush=True)
     return code == 0
 
 
-# ---------------------------------------------------------------- what came out
+# ---------------------------------------------------------------- tables
 
 
-def steps(runs: list[dict], system: str, pick) -> list[float]:
-    """The values of all timed steps of a system; `pick(run)` is the list of a run."""
-    return [value for run in runs if run["system"] == system for value in pick(run)]
+def rows_by_work(rows: list[dict]) -> dict[str, list[dict]]:
+    """{name of a work: its rows} of the works that have any."""
+    found = {name: [row for row in rows if bench_works.work_of(row) == work] for name, work in WORKS.items()}
+    return {name: of_work for name, of_work in found.items() if of_work}
 
 
-def spread(values: list[float], digits: int) -> str:
+def runs_of(rows: list[dict]) -> list[list[dict]]:
+    """The rows of each run, by system and round."""
+    runs: dict[tuple, list[dict]] = {}
+    for row in rows:
+        runs.setdefault((row["system"], row["round"]), []).append(row)
+    return list(runs.values())
+
+
+def of_system(rows: list[dict], *systems: str) -> list[dict]:
+    return [row for row in rows if row["system"] in systems]
+
+
+def spread(numbers: list[float], digits: int) -> str:
     """Median and range, as a table's cell has them."""
-    if not values:
+    if not numbers:
         return "–"
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+    return f"{median(numbers):.{digits}f} ({min(numbers):.{digits}f}–{max(numbers):.{digits}f})"
 
 
 def ratio(above: list[float], below: list[float]) -> str:
-    return f"{median(above) / median(below):.2f}" if above and below else "–"
+    """The ratio of two medians, as a table's cell has it."""
+    if not above or not below:
+        return "–"
+    return f"{median(above) / median(below):.2f}"
 
 
-def rates(run: dict) -> list[float]:
-    return run["tokens_per_s"]
-
-
-def passes(phase: str):
+def phase_rates(rows: list[dict], phase: str) -> list[float]:
     """Response tokens a second of one phase, so that works with lengths by chance compare too."""
-
-    def per_second(run: dict) -> list[float]:
-        rows = zip(run["tokens_per_s"], run["step_s"], run["seconds"][phase], strict=True)
-        return [rate * step / seconds for rate, step, seconds in rows if seconds]
-
-    return per_second
+    timed = [row for row in rows if row[f"{phase}_s"]]
+    return [row["tokens_per_s"] * row["step_s"] / row[f"{phase}_s"] for row in timed]
 
 
 def ratio_lines(found: dict[str, list[dict]]) -> list[str]:
     """A table of tokens/s of each system, and of the ratios."""
     names = [*SYSTEMS.values(), "÷ TRL, transformers", "÷ TRL, vLLM", "training ÷ TRL's", "log-probs ÷ TRL's"]
     lines = [f"| work | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for work, runs in found.items():
-        cells = [spread(steps(runs, system, rates), 0) for system in SYSTEMS]
-        cells += [ratio(steps(runs, "ours", rates), steps(runs, system, rates)) for system in ("trl", "trl-vllm")]
+    for work, rows in found.items():
+        rates = {system: values(of_system(rows, system), "tokens_per_s") for system in SYSTEMS}
+        cells = [spread(rates[system], 0) for system in SYSTEMS]
+        cells += [ratio(rates["ours"], rates[system]) for system in ("trl", "trl-vllm")]
         for phase in ("train", "logprob"):
-            trl = [value for system in ("trl", "trl-vllm") for value in steps(runs, system, passes(phase))]
-            cells.append(ratio(steps(runs, "ours", passes(phase)), trl))
+            trl = phase_rates(of_system(rows, "trl", "trl-vllm"), phase)
+            cells.append(ratio(phase_rates(of_system(rows, "ours"), phase), trl))
         lines.append(f"| {work} | {' | '.join(cells)} |")
     return lines
 
 
 def phase_lines(found: dict[str, list[dict]]) -> list[str]:
     """A table of our phases in milliseconds, beside bare vLLM, MFU, the push check and memory."""
-    shown = ("rollout", "reward", "logprob", "train", "sync")
     others = ("step ÷ bare vLLM", "MFU of train %", "MFU of step %", "push check % of step")
-    lines = [f"| work | step, ms | {', ms | '.join(shown)}, ms | {' | '.join(others)} | peak GiB a rank |"]
-    lines.append("|---" * (len(shown) + len(others) + 3) + "|")
-    for work, runs in found.items():
-        ours = [run for run in runs if run["system"] == "ours"]
-        if ours:
-            tables = [bench_works.summary(run) for run in ours]
-            cells = [spread([1000 * s for s in steps(runs, "ours", lambda run: run["step_s"])], 0)]
-            cells += [f"{1000 * median(steps(runs, 'ours', lambda run, p=p: run['seconds'][p])):.0f}" for p in shown]
-            cells += [f"{median(table[name] for table in tables):.3g}" for name in others]
-            cells.append(f"{max(max(run['peak_gib'].values()) for run in ours):.2f}")
-            lines.append(f"| {work} | {' | '.join(cells)} |")
+    heads = ["work", "step, ms", *(f"{phase}, ms" for phase in bench_works.PHASES), *others, "peak GiB a rank"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for work, rows in found.items():
+        ours = of_system(rows, "ours")
+        if not ours:
+            continue
+        summaries = [bench_works.summary(of_run) for of_run in runs_of(ours)]
+        cells = [spread([1000 * seconds for seconds in values(ours, "step_s")], 0)]
+        cells += [f"{1000 * median(values(ours, f'{phase}_s')):.0f}" for phase in bench_works.PHASES]
+        cells += [f"{median(summary[name] for summary in summaries):.3g}" for name in others]
+        cells.append(f"{max(row[f'{phase}_peak_gib'] for row in ours for phase in bench_works.PHASES):.2f}")
+        lines.append(f"| {work} | {' | '.join(cells)} |")
     return lines
 
 
 def ceiling_lines(found: dict[str, list[dict]]) -> list[str]:
     """A table of what the machine reached in the same runs, a rank with all ranks busy."""
-    lines = [
-        "| work | matmul, GFLOP/s | copy, GB/s | all-reduce, GB/s | bare vLLM, tokens/s |",
-        "|---|---|---|---|---|",
-    ]
-    for work, runs in found.items():
-        ours = [run for run in runs if run["system"] == "ours"]
+    heads = ["work", "matmul, GFLOP/s", "copy, GB/s", "all-reduce, GB/s", "bare vLLM, tokens/s"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for work, rows in found.items():
+        ours = of_system(rows, "ours")
+        firsts = [of_run[0] for of_run in runs_of(ours)]
         names = ("matmul_flops_per_s", "copy_bytes_per_s", "all_reduce_bytes_per_s")
-        cells = [spread([run["ceilings"][name] / 1e9 for run in ours], 2) for name in names]
-        lines.append(
-            f"| {work} | {' | '.join(cells)} | {spread(steps(runs, 'ours', lambda r: r['bare_tokens_per_s']), 0)} |"
-        )
+        cells = [spread([number / 1e9 for number in values(firsts, name)], 2) for name in names]
+        cells.append(spread(values(ours, "bare_tokens_per_s"), 0))
+        lines.append(f"| {work} | {' | '.join(cells)} |")
     return lines
 
 
 def origin_lines(found: dict[str, list[dict]]) -> list[str]:
     """When, where and with what command the numbers were measured."""
-    runs = [run for of_work in found.values() for run in of_work]
-    dates = sorted(run["date"] for run in runs)
-    machines, commits = ({run[key] for run in runs if key in run} for key in ("machine", "commit"))
-    rounds = len({run["round"] for run in runs})
+    rows = [row for of_work in found.values() for row in of_work]
+    dates = sorted(row["date"] for row in rows)
+    machines = sorted(set(values(rows, "machine")))
+    commits = sorted(set(values(rows, "commit")))
+    rounds = len(set(values(rows, "round")))
     return [
-        f"`make bench`, {dates[0]} to {dates[-1]}, {', '.join(sorted(machines))};",
-        f"commit {', '.join(sorted(map(str, commits)))}; rounds: {rounds}, of {len(runs[0]['step_s'])} timed steps.",
+        f"`make bench`, {dates[0]} to {dates[-1]}, {', '.join(machines)};",
+        f"commit {', '.join(commits)}; rounds: {rounds}, of {max(values(rows, 'step'))} timed steps.",
         "Medians over all steps, in parentheses the range.",
     ]
 
 
-def write_tables(page: Path, found: dict[str, list[dict]]) -> None:
-    """Put each table between its marks, <!-- NAME --> and <!-- end -->, in the page."""
-    text = page.read_text()
+def with_tables(text: str, found: dict[str, list[dict]]) -> str:
+    """The page's text with each table renewed between its marks, <!-- NAME --> and <!-- end -->."""
     tables = {"origin": origin_lines, "ratios": ratio_lines, "phases": phase_lines, "ceilings": ceiling_lines}
     for name, lines in tables.items():
         head, mark, rest = text.partition(f"<!-- {name} -->\n")
-        text = head + mark + "\n".join(["", *lines(found), "", ""]) + rest[rest.index("<!-- end -->") :]
-    page.write_text(text)
+        _, end, tail = rest.partition("<!-- end -->")
+        text = head + mark + "\n".join(["", *lines(found), "", ""]) + end + tail
+    return text
 
 
 def main() -> int:
@@ -182,10 +189,10 @@ def main() -> int:
         for number in range(1, args.rounds + 1):
             for work in args.works:
                 failed += sum(not run(work, system, number) for system in args.systems)
-    found = {work: runs for work in WORKS if (runs := bench_works.results(RESULTS / f"{work}.json"))}
+    found = rows_by_work(bench_works.read_results(RESULTS))
     if found:
         print("\n".join(ratio_lines(found)))
-        write_tables(PAGE, found)
+        PAGE.write_text(with_tables(PAGE.read_text(), found))
     return 1 if failed else 0
 
 

@@ -18,7 +18,9 @@ import time
 import venv
 import warnings
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -105,8 +107,8 @@ def timed_trainer(seconds: Counter):
     return Timed
 
 
-def train(work: bench_works.Work, model: Path, data: Path, use_vllm: bool) -> dict:
-    """The result of a run: medians are for others to take."""
+def train(work: bench_works.Work, model: Path, data: Path, use_vllm: bool) -> list[dict]:
+    """A row of results for each timed step."""
     import torch.distributed as dist
     from datasets import load_dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -148,13 +150,11 @@ def train(work: bench_works.Work, model: Path, data: Path, use_vllm: bool) -> di
     everywhere = [None] * ranks
     dist.all_gather_object(everywhere, [step["tokens"] for step in steps])
     tokens = [sum(step) for step in zip(*everywhere, strict=True)]
-    parts = ("rollout", "reward", "logprob", "train")
-    return {
-        "tokens_per_s": [n / step["step"] for n, step in zip(tokens, steps, strict=True)],
-        "step_s": [step["step"] for step in steps],
-        "seconds": {part: [step.get(part, 0.0) for step in steps] for part in parts},
-        "lengths": {"mean": sum(tokens) / len(tokens) / PROMPTS / GROUP},
-    }
+    rows = []
+    for number, (step, n) in enumerate(zip(steps, tokens, strict=True), 1):
+        row = {"step": number, "tokens_per_s": n / step["step"], "step_s": step["step"]}
+        rows.append(row | {f"{part}_s": float(step.get(part, 0)) for part in ("rollout", "reward", "logprob", "train")})
+    return rows
 
 
 def main() -> None:
@@ -163,8 +163,8 @@ def main() -> None:
     parser.add_argument("--work", choices=WORKS, default="tiny-64")
     parser.add_argument("--vllm", action="store_true", help="sample with colocated vLLM, not with transformers")
     parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")
-    parser.add_argument("--json", type=Path, help="file to add this run to")
-    parser.add_argument("--round", type=int, default=1, help="number of the run, for --json")
+    parser.add_argument("--csv", type=Path, help="file to add this run to")
+    parser.add_argument("--round", type=int, default=1, help="number of the run, for --csv")
     args = parser.parse_args()
     if args.setup:
         setup(args.setup)
@@ -176,18 +176,16 @@ def main() -> None:
 
         set_environment()
         patch_vllm_for_cpu({"fp32": "float32", "bf16": "bfloat16"}[work.dtype])
-    model, data = bench_works.make_inputs(
-        args.folder, work
-    )  # tools/bench.py has made them, or one rank at a time would
-    run = train(work, model, data, args.vllm)
+    # tools/bench.py has made the inputs already: here both ranks would make them at once.
+    model, data = bench_works.make_inputs(args.folder, work)
+    rows = train(work, model, data, args.vllm)
     if os.environ["RANK"] == "0":
-        command = f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']} {' '.join(sys.argv)}"
-        about = {"system": "trl-vllm" if args.vllm else "trl", "round": args.round}
-        about |= {"ranks": int(os.environ["WORLD_SIZE"]), "command": command, **bench_works.facts()}
-        if args.json:
-            bench_works.add_result(args.json, work, about | run)
-        rates = sorted(run["tokens_per_s"])
-        print(f"{about['system']}: {rates[len(rates) // 2]:.0f} tokens/s; {run}")
+        system = "trl-vllm" if args.vllm else "trl"
+        about = {**asdict(work), "system": system, "round": args.round, "ranks": int(os.environ["WORLD_SIZE"])}
+        about |= bench_works.facts()
+        if args.csv:
+            bench_works.add_results(args.csv, [about | row for row in rows])
+        print(f"{system}: {median(bench_works.values(rows, 'tokens_per_s')):.0f} tokens/s; {rows}")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 Knows no trainer: this file is also imported where TRL is installed and Megatron-core is not. All weights are random.
 """
 
+import csv
 import datetime
 import json
 import math
 import os
 import platform
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -75,9 +76,9 @@ MODELS = {
     "qwen2.5-14b": QWEN2 | sizes(5120, 48, 40, 8, 13824, 152064, False),
     "qwen2.5-32b": QWEN2 | sizes(5120, 64, 40, 8, 27648, 152064, False),
     "qwen2.5-72b": QWEN2 | sizes(8192, 80, 64, 8, 29568, 152064, False),
-    "qwen3-30b-a3b": QWEN3_MOE | sizes(2048, 48, 32, 4, 6144, 151936, False) | experts(768),
-    "qwen3-235b-a22b": QWEN3_MOE | sizes(4096, 94, 64, 4, 12288, 151936, False) | experts(1536),
-}  # fmt: skip
+}
+MODELS["qwen3-30b-a3b"] = QWEN3_MOE | sizes(2048, 48, 32, 4, 6144, 151936, False) | experts(768)
+MODELS["qwen3-235b-a22b"] = QWEN3_MOE | sizes(4096, 94, 64, 4, 12288, 151936, False) | experts(1536)
 
 # ---------------------------------------------------------------- models
 
@@ -96,7 +97,8 @@ def layer_shapes(c: dict, layer: int) -> dict[str, tuple[int, ...]]:
     else:
         shapes |= {f"self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
     width = c["moe_intermediate_size"] if moe else c["intermediate_size"]
-    for mlp in [f"mlp.experts.{e}." for e in range(c["num_experts"])] if moe else ["mlp."]:
+    mlps = [f"mlp.experts.{e}." for e in range(c["num_experts"])] if moe else ["mlp."]
+    for mlp in mlps:
         shapes |= {f"{mlp}gate_proj.weight": (width, h), f"{mlp}up_proj.weight": (width, h)}
         shapes |= {f"{mlp}down_proj.weight": (h, width)}
     return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
@@ -135,12 +137,16 @@ def train_flops(c: dict, lengths: list[int]) -> float:
     """
     weights = sum(out * inp * times for out, inp, times in matmuls(c))
     width = c["num_hidden_layers"] * c["num_attention_heads"] * c["head_dim"]
-    return 6 * weights * sum(lengths) + 6 * width * sum(s * s for s in lengths)
+    matmul = 6 * weights * sum(lengths)
+    attention = 6 * width * sum(s * s for s in lengths)
+    return matmul + attention
 
 
 def needed_gib(c: dict, dtype: str) -> float:
-    """Memory that all ranks together need at least for the model: weights of trainer, reference and vLLM, gradients in
-    fp32, and 12 bytes of optimizer state."""
+    """Memory that all ranks together need at least for the model.
+
+    Weights of trainer, reference and vLLM, gradients in fp32, and 12 bytes of optimizer state.
+    """
     return count(c) * (3 * {"fp32": 4, "bf16": 2}[dtype] + 4 + 12) / GIB
 
 
@@ -212,36 +218,84 @@ def checksum(text: str, answer: str = "", row: dict | None = None) -> float:
     return zlib.crc32(text.encode()) / 2**32
 
 
-def results(path: Path) -> list[dict]:
-    """The runs of a results file, [] where there is none."""
-    return json.loads(path.read_text()) if path.exists() else []
+# A results file is CSV, a row for each timed step; what is known of the whole run stands in each of its rows.
+PHASES = ("rollout", "reward", "logprob", "train", "sync")
+PUSH_PARTS = ("digests", "gather", "compare")
+CEILINGS = ("matmul_flops_per_s", "copy_bytes_per_s", "all_reduce_bytes_per_s")
+COLUMNS = ["model", "dtype", "lengths", "max_tokens", "system", "round", "ranks", "date", "machine", "commit"]
+COLUMNS += ["step", "tokens_per_s", "step_s", "train_flops", "bare_tokens_per_s"]
+COLUMNS += [f"{phase}_s" for phase in PHASES]
+COLUMNS += [f"push_{part}_s" for part in PUSH_PARTS]
+COLUMNS += [f"{phase}_peak_gib" for phase in PHASES]
+COLUMNS += CEILINGS
+TYPES = dict.fromkeys(("model", "dtype", "lengths", "system", "date", "machine", "commit"), str)
+TYPES |= dict.fromkeys(("max_tokens", "round", "ranks", "step"), int)  # of the other columns: float
 
 
-def add_result(path: Path, work: Work, run: dict) -> None:
-    """Add a run, {"system", "round", "tokens_per_s": [...], "step_s": [...], "seconds": {phase: [...]}, ...}."""
+def read_results(path: Path) -> list[dict]:
+    """The rows of a results file, [] where there is none; a column that a system does not measure is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    with path.open(newline="") as file:
+        for cells in csv.DictReader(file):
+            rows.append({name: TYPES.get(name, float)(cell) for name, cell in cells.items() if cell})
+    return rows
+
+
+def add_results(path: Path, rows: list[dict]) -> None:
+    """Append rows to a results file; numbers get six digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*results(path), {"work": asdict(work), **run}], indent=1) + "\n")
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow({name: f"{cell:.6g}" if isinstance(cell, float) else cell for name, cell in row.items()})
 
 
-def summary(run: dict) -> dict[str, float]:
-    """{name: median} of what a table shows of a result, TRL's too; names are units as well."""
-    table = {"tokens/s": median(run["tokens_per_s"]), "step s": median(run["step_s"])}
-    table |= {f"{phase} s": median(values) for phase, values in run["seconds"].items() if values}
-    table |= {f"{phase} peak GiB": value for phase, value in run.get("peak_gib", {}).items()}
-    table |= {name.replace("_per_s", "/s"): value for name, value in run.get("ceilings", {}).items()}
-    if "ceilings" in run:
-        peak = run["ceilings"]["matmul_flops_per_s"] * run["ranks"]
-        pairs = {"train": (1, run["seconds"]["train"]), "log-probs": (1 / 3, run["seconds"]["logprob"]),
-                 "step": (4 / 3, run["step_s"])}  # fmt: skip
-        for phase, (share, taken) in pairs.items():
-            mfu = [share * f / s / peak for f, s in zip(run["train_flops"], taken, strict=True)]
-            table[f"MFU of {phase} %"] = 100 * median(mfu)
-        table["bare vLLM tokens/s"] = median(run["bare_tokens_per_s"])
-        table["step ÷ bare vLLM"] = table["bare vLLM tokens/s"] / table["tokens/s"]
-    if "push digests" in run["seconds"]:
-        parts = zip(*(run["seconds"][f"push {part}"] for part in ("digests", "gather", "compare")), strict=True)
-        shares = [sum(part) / step for part, step in zip(parts, run["step_s"], strict=True)]
+def work_of(row: dict) -> Work:
+    """The work that a row was measured on."""
+    return Work(row["model"], row["dtype"], row["lengths"], row["max_tokens"])
+
+
+def values(rows: list[dict], name: str) -> list[float]:
+    """The cells of a column, where there are any."""
+    return [row[name] for row in rows if name in row]
+
+
+def summary(rows: list[dict]) -> dict[str, float]:
+    """{name: median} of what a table shows of one run's rows, TRL's too; names are units as well."""
+    table = {"tokens/s": median(values(rows, "tokens_per_s")), "step s": median(values(rows, "step_s"))}
+    for phase in PHASES:
+        if f"{phase}_s" in rows[0]:
+            table[f"{phase} s"] = median(values(rows, f"{phase}_s"))
+        if f"{phase}_peak_gib" in rows[0]:
+            table[f"{phase} peak GiB"] = max(values(rows, f"{phase}_peak_gib"))
+    for name in CEILINGS:
+        if name in rows[0]:
+            table[name.replace("_per_s", "/s")] = rows[0][name]
+    if "matmul_flops_per_s" in rows[0]:
+        table |= summary_of_ceilings(rows)
+    if "push_digests_s" in rows[0]:
+        taken = [sum(row[f"push_{part}_s"] for part in PUSH_PARTS) for row in rows]
+        shares = [seconds / row["step_s"] for seconds, row in zip(taken, rows, strict=True)]
         table["push check % of step"] = 100 * median(shares)
+    return table
+
+
+def summary_of_ceilings(rows: list[dict]) -> dict[str, float]:
+    """What `summary` shows of a run beside what the machine reached in it."""
+    peak = rows[0]["matmul_flops_per_s"] * rows[0]["ranks"]
+    # Operations of the phase ÷ those of forward and backward: the reference makes a forward pass, a third of it.
+    shares = {"train": ("train_s", 1), "log-probs": ("logprob_s", 1 / 3), "step": ("step_s", 4 / 3)}
+    table = {}
+    for phase, (seconds, share) in shares.items():
+        mfu = [share * row["train_flops"] / row[seconds] / peak for row in rows]
+        table[f"MFU of {phase} %"] = 100 * median(mfu)
+    table["bare vLLM tokens/s"] = median(values(rows, "bare_tokens_per_s"))
+    table["step ÷ bare vLLM"] = table["bare vLLM tokens/s"] / median(values(rows, "tokens_per_s"))
     return table
 
 

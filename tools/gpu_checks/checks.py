@@ -85,14 +85,14 @@ def read_bench(outcome, rows: list[Row]) -> Iterator[dict]:
     no_room = re.search(r"error: (--model .* GiB are free)", outcome.text)
     if no_room:
         raise NotRun(no_room[1])
-    run = bench_works.results(outcome.folder / "bench.json")[-1]
-    table = bench_works.summary(run)
-    tokens = [rate * step for rate, step in zip(run["tokens_per_s"], run["step_s"], strict=True)]
-    rates = [n / s for n, s in zip(tokens, run["seconds"]["rollout"], strict=True)]
-    share = median(rate / bare for rate, bare in zip(rates, run["bare_tokens_per_s"], strict=True))
+    steps = bench_works.read_results(outcome.folder / "bench.csv")
+    table = bench_works.summary(steps)
+    rates = [step["tokens_per_s"] * step["step_s"] / step["rollout_s"] for step in steps]
+    share = median(rate / step["bare_tokens_per_s"] for rate, step in zip(rates, steps, strict=True))
     phases = ", ".join(f"{phase} {table[f'{phase} s']:.2g}" for phase in ("rollout", "logprob", "train", "sync"))
+    peak = max(table[f"{phase} peak GiB"] for phase in bench_works.PHASES)
     notes = [
-        f"step {table['step s']:.2f} s: {phases}; peak {max(run['peak_gib'].values()):.1f} GiB",
+        f"step {table['step s']:.2f} s: {phases}; peak {peak:.1f} GiB",
         f"{median(rates):.0f} tokens/s, vLLM alone {table['bare vLLM tokens/s']:.0f}",
         f"{table['push check % of step']:.1f} % of the step are for its proof",
     ]
@@ -221,7 +221,7 @@ TRIALS = [
 
 def bench(model: str, mfu: float, dtype: str, least_gib: float, *arguments: str) -> Check:
     rows = bench_rows(model, mfu)
-    common = ("--model", model, "--dtype", dtype, "--folder", "{shared}/bench", "--json", "{own}/bench.json")
+    common = ("--model", model, "--dtype", dtype, "--folder", "{shared}/bench", "--csv", "{own}/bench.csv")
     steps = ("--warmup", "1", "--steps", "2")
     return Check(
         f"bench {model}", 180, rows, "tools/bench.py", (*common, *steps, *arguments),
