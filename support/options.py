@@ -1,9 +1,11 @@
 """Options that go to Megatron-core and vLLM as they are: which may be given, and why the others may not.
 
 A key under `megatron` or `rollout.vllm` is handed to the library. One that would be ignored, that would break what the
-trainer relies on, or that would fail hours later is refused by its name before anything is built. docs/models.md shows
-what works; tests/test_options.py runs it, starts the script with the rest, and sees that every field of the installed
-Megatron-core is in one of the tables below.
+trainer relies on, or that would fail hours later is refused by its name before anything is built.
+
+Megatron-core: MEGATRON_WORKS is the list of fields that may be set. Any other field may only repeat the value that is
+in effect without it; MEGATRON_REASONS says why for those that documents of other trainers name. vLLM: VLLM_OWNED is the
+list of options that may not be set. docs/models.md shows what works, tests/test_options.py runs it.
 """
 
 import dataclasses
@@ -85,103 +87,48 @@ MEGATRON_OWNED = {
     ),
 }
 
-# Refused, but for the value that is in effect without it.
-MEGATRON_REFUSED = by_name(
+# Why fields that other trainers' documents name are refused, but for the value that is in effect without them.
+MEGATRON_REASONS = by_name(
     {
         "checkpoints and exports read the state of Megatron's distributed optimizer": "use_distributed_optimizer",
-        "Megatron's distributed optimizer knows Adam alone": "optimizer sgd_momentum muon_momentum muon_split_qkv "
-        "muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps muon_tp_mode "
-        "muon_extra_scale_factor",
+        "Megatron's distributed optimizer knows Adam alone": "optimizer",
         "Megatron's distributed optimizer knows AdamW alone": "decoupled_weight_decay",
-        "train.weight_decay is that of every weight": "apply_wd_to_qk_layernorm",
         "bf16 and fp32 need no loss scale: the gradients would be divided by one that the loss was never multiplied "
-        "with": "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
-        "optimizer state is fp32; lower precision needs Transformer Engine": "main_grads_dtype main_params_dtype "
-        "exp_avg_dtype exp_avg_sq_dtype store_param_remainders",
-        "Megatron-core 0.16 reads it nowhere": "use_torch_optimizer_for_cpu_offload pin_cpu_params moe_extended_tp "
-        "async_tensor_model_parallel_allreduce moe_token_dropping",
-        "the metrics show grad_norm, and nobody reads this": "log_num_zeros_in_grad moe_per_layer_logging "
-        "log_max_attention_logit config_logger_dir barrier_with_L1_time test_mode",
-        "a loss or gradient that is NaN or inf skips the update, see train.max_skipped": "check_for_nan_in_grad "
-        "check_for_large_grads",
-        "gradients are summed and divided once by the number of tokens": "average_in_collective "
-        "gradient_reduce_div_fusion",
-        "all replicas share one distributed optimizer": "num_distributed_optimizer_instances "
-        "overlap_param_gather_with_optimizer_step align_param_gather",
-        "checkpoints and the weight push read Megatron's own buffers, not those of FSDP": "use_megatron_fsdp "
-        "use_custom_fsdp data_parallel_sharding_strategy suggested_communication_unit_size preserve_fp32_weights "
-        "fsdp_double_buffer outer_dp_sharding_strategy fsdp_manual_registration",
-        "NCCL's user buffers were never tried here": "nccl_ub disable_symmetric_registration",
-        "it was never tried with rows of different lengths": "reduce_scatter_with_fp32_accumulation "
-        "distribute_saved_activations num_microbatches_with_partial_activation_checkpoints "
-        "use_ring_exchange_p2p pipeline_model_parallel_comm_backend defer_embedding_wgrad_compute "
-        "wgrad_deferral_limit",
+        "with": "loss_scale",
+        "a loss or gradient that is NaN or inf skips the update, see train.max_skipped": "check_for_nan_in_grad",
+        "gradients are summed and divided once by the number of tokens": "average_in_collective",
+        "checkpoints and the weight push read Megatron's own buffers, not those of FSDP": "use_megatron_fsdp",
         "activations are offloaded by Transformer Engine or on CUDA streams, neither of which was tried here; use "
-        "megatron.recompute_granularity": "cpu_offloading cpu_offloading_num_layers cpu_offloading_activations "
-        "cpu_offloading_weights cpu_offloading_double_buffering fine_grained_activation_offloading offload_modules "
-        "min_offloaded_tensor_size",
-        "vLLM would sample from another model than the one that is trained": "softmax_scale softmax_type "
-        "rotary_interleaved window_attn_skip_freq qk_l2_norm qk_clip qk_clip_alpha qk_clip_threshold "
-        "attention_output_gate multi_latent_attention no_rope_freq experimental_attention_variant "
-        "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff "
-        "dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim linear_key_head_dim "
-        "linear_value_head_dim linear_num_key_heads linear_num_value_heads apply_residual_connection_post_layernorm "
-        "layernorm_zero_centered_gamma glu_linear_offset activation_func_clamp_value mtp_num_layers "
-        "mtp_loss_scaling_factor mtp_standalone mrope_section is_hybrid_model mamba_state_dim mamba_head_dim "
-        "mamba_num_groups mamba_num_heads use_mamba_mem_eff_path heterogeneous_block_specs "
-        "hetereogenous_dist_checkpoint moe_latent_size moe_apply_probs_on_input moe_router_num_groups "
-        "moe_router_group_topk moe_router_topk_limited_devices moe_router_topk_scaling_factor "
-        "moe_router_score_function moe_router_enable_expert_bias moe_router_bias_update_rate",
+        "megatron.recompute_granularity": "cpu_offloading fine_grained_activation_offloading",
+        "vLLM would sample from another model than the one that is trained": "multi_latent_attention mtp_num_layers "
+        "moe_router_score_function moe_router_enable_expert_bias moe_router_topk_scaling_factor",
         "vLLM drops no value and adds no noise, so log-probs would differ": "hidden_dropout attention_dropout "
-        "moe_input_jitter_eps moe_router_force_load_balancing moe_expert_capacity_factor "
-        "moe_pad_expert_input_to_capacity moe_token_drop_policy",
+        "moe_expert_capacity_factor moe_router_force_load_balancing",
         "Megatron-core 0.16 scales it by 1 / (tp · cp), so that training would depend on the layout; use "
         "megatron.moe_aux_loss_coeff": "moe_z_loss_coeff",
         "experts on other ranks may hold another number of tokens; use alltoall": "moe_token_dispatcher_type",
         "use megatron.moe_token_dispatcher_type=flex": "moe_enable_deepep",
         "needs the package grouped_gemm; torch's grouped_mm is used without it": "moe_use_legacy_grouped_gemm",
         "needs Transformer Engine, which this trainer does without": "moe_permute_fusion moe_router_fusion "
-        "use_te_rng_tracker apply_rope_fusion fused_single_qkv_rope "
-        "gradient_accumulation_fusion tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag "
-        "tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs "
-        "tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend "
-        "symmetric_ar_type overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release "
-        "moe_shared_expert_overlap transformer_impl",
-        "fp8 and fp4 need Transformer Engine; model.dtype is bf16 or fp32": "fp8 fp8_recipe fp8_param "
-        "fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad "
-        "fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red first_last_layers_bf16 "
-        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 use_kitchen use_kitchen_attention "
-        "kitchen_attention_backend fp4 fp4_recipe fp4_param fp4_quantizer_factory activation_func_fp8_input_store "
-        "quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8 fp8_param_gather "
-        "keep_fp8_transpose_cache reuse_grad_buf_for_mxfp8_param_ag disable_parameter_transpose_cache",
-        "attention is torch's, over packed rows (support/attention.py)": "attention_backend "
-        "apply_query_key_layer_scaling attention_softmax_in_fp32 masked_softmax_fusion cp_comm_type "
-        "hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel flash_decode",
-        "the norm is torch's rms_norm in model.dtype (support/layers.py)": "persist_layer_norm "
-        "memory_efficient_layer_norm fp32_residual_connection",
-        "log-probs come from token_logprobs (megatron_bridge.py)": "cross_entropy_loss_fusion "
-        "cross_entropy_fusion_impl",
-        "it is for another activation function": "use_fused_weighted_squared_relu",
-        "CUDA graphs need rows of one length": "enable_cuda_graph external_cuda_graph cuda_graph_impl "
-        "cuda_graph_scope cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps",
-        "it is for inference, which is vLLM's part": "inference_rng_tracker inference_sampling_seed "
-        "use_inference_optimized_layers inference_fuse_tp_communication mlp_chunks_for_prefill "
-        "batch_invariant_mode",
-        "Megatron would count sharded weights once in the gradient norm": "perform_initialization",
+        "moe_shared_expert_overlap apply_rope_fusion gradient_accumulation_fusion tp_comm_overlap transformer_impl",
+        "fp8 and fp4 need Transformer Engine; model.dtype is bf16 or fp32": "fp8 fp8_recipe fp8_param_gather fp4",
+        "attention is torch's, over packed rows (support/attention.py)": "attention_backend masked_softmax_fusion",
+        "the norm is torch's rms_norm in model.dtype (support/layers.py)": "persist_layer_norm",
+        "log-probs come from token_logprobs (megatron_bridge.py)": "cross_entropy_loss_fusion",
+        "CUDA graphs need rows of one length": "enable_cuda_graph cuda_graph_impl",
     }
 )
 
-# What tests/test_options.py (or the test that is named) runs: the same losses and gradients as without it.
+# The fields that may be set: the named test runs them and finds the same losses and gradients as without them.
 MEGATRON_WORKS = by_name(
     {
         "tests/test_layouts.py": "recompute_granularity recompute_method recompute_num_layers overlap_grad_reduce "
         "overlap_param_gather moe_aux_loss_coeff adam_eps",
         "tests/test_options.py": "recompute_modules moe_layer_recompute moe_router_dtype moe_grouped_gemm "
         "bias_activation_fusion bias_dropout_fusion clone_scatter_output_in_embedding deallocate_pipeline_outputs "
-        "batch_p2p_sync "
-        "deterministic_mode grad_reduce_in_fp32 bucket_size pad_buckets_for_high_nccl_busbw optimizer_cpu_offload "
-        "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads use_precision_aware_optimizer "
-        "disable_bf16_reduced_precision_matmul",
+        "batch_p2p_sync deterministic_mode grad_reduce_in_fp32 bucket_size pad_buckets_for_high_nccl_busbw "
+        "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
+        "use_precision_aware_optimizer disable_bf16_reduced_precision_matmul",
         "not tried: needs DeepEP on GPUs": "moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms",
     }
 )
@@ -207,7 +154,8 @@ IN_EFFECT = {
 }
 
 # Without effect unless the other option has this value.
-OFFLOADED, FLEX = ("optimizer_cpu_offload", True), ("moe_token_dispatcher_type", "flex")
+OFFLOADED = ("optimizer_cpu_offload", True)
+FLEX = ("moe_token_dispatcher_type", "flex")  # may be set too; refused where DeepEP is missing: check_model
 MEGATRON_NEEDS = {
     "recompute_method": ("recompute_granularity", "full"),
     "recompute_num_layers": ("recompute_granularity", "full"),
@@ -219,9 +167,9 @@ MEGATRON_NEEDS = {
 
 
 def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: str) -> None:
-    """See that `options` are fields of Megatron's config `classes` that do what they say here. Raises UserError.
+    """Check that `options` are fields of Megatron's config `classes` that do what they say here.
 
-    `dtype`: model.dtype.
+    `dtype`: model.dtype. Raises UserError.
     """
     fields = {field.name: field for cls in classes for field in dataclasses.fields(cls)}
     for name, value in options.items():
@@ -231,20 +179,18 @@ def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: st
         if name not in fields:
             near = nearest(name, [*fields])
             raise UserError(f"unknown key '{key}'; the nearest field of Megatron-core is 'megatron.{near}'")
-        if name in MEGATRON_REFUSED and (name, value) != FLEX:  # flex is refused where DeepEP is missing: check_model
-            legal = in_effect(fields[name])
-            if value != legal or isinstance(value, bool) != isinstance(legal, bool):
-                raise UserError(f"{key}={value!r}: {MEGATRON_REFUSED[name]}; legal is {legal!r}, as without this key")
-            continue
-        if name not in MEGATRON_WORKS and (name, value) != FLEX:
-            raise UserError(
-                f"{key}: nobody has tried this field of a newer Megatron-core here; legal are "
-                f"{', '.join(sorted(MEGATRON_WORKS))}"
-            )
-        check_type(key, value, MEGATRON_TYPES.get(name, fields[name].type))
-        other, needed = MEGATRON_NEEDS.get(name, (name, value))
-        if value != in_effect(fields[name]) and options.get(other) != needed:
-            raise UserError(f"{key}={value!r} has no effect without megatron.{other}={needed!r}")
+        default = in_effect(fields[name])
+        if name in MEGATRON_WORKS or (name, value) == FLEX:
+            check_type(key, value, MEGATRON_TYPES.get(name, fields[name].type))
+            other, needed = MEGATRON_NEEDS.get(name, (name, value))
+            if value != default and options.get(other) != needed:
+                raise UserError(f"{key}={value!r} has no effect without megatron.{other}={needed!r}")
+        elif value != default or isinstance(value, bool) != isinstance(default, bool):
+            reason = MEGATRON_REASONS.get(name, "not tried with this trainer")
+            error = f"{key}={value!r}: {reason}; legal is {default!r}, as without this key"
+            if name not in MEGATRON_REASONS:
+                error += f". Fields that may be set: {', '.join(sorted(MEGATRON_WORKS))}"
+            raise UserError(error)
     if options.get("optimizer_cpu_offload") and dtype == "fp32":
         raise UserError(
             "megatron.optimizer_cpu_offload=True: Megatron-core 0.16 cannot offload the optimizer of fp32 weights; use "
@@ -308,7 +254,7 @@ VLLM_OWNED = {
 
 
 def check_vllm(options: dict[str, Any]) -> None:
-    """See that `options` may go to vLLM, and have the types that it declares. Raises UserError."""
+    """Check that `options` may go to vLLM, and have the types that it declares. Raises UserError."""
     for name in options:
         if name in VLLM_OWNED:
             raise UserError(f"rollout.vllm.{name}: {VLLM_OWNED[name]}")
