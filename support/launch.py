@@ -16,12 +16,13 @@ from safetensors import SafetensorError
 
 import megatron_bridge as bridge
 from config import Config, RankError, TrainingError, UserError
-from support import checks, debug, from_other_trainers, launchers, machines, preflight, ranks, versions, vllm_process
+from support import checks, debug, launchers, machines, preflight, ranks, versions, vllm_process
 from support.attention import use_flash_attention_3
 from support.clock import Clock
 from support.data import fingerprint
 from support.files import lock_output_dir
 from support.inputs import Inputs, find_resume, prepare, with_steps
+from support.read_config import load_config
 from support.timeline import Timeline
 
 
@@ -40,7 +41,7 @@ def command(
     ranks.die_with_torchrun()
     args = parse_args(argv, doc)
     try:
-        cfg = from_other_trainers.load(args.config, args.overrides)
+        cfg = load_config(args.config, args.overrides)
         vllm_process.set_environment(cfg.rollout.exact)  # before vLLM is imported, or a GPU allocates
         if args.debug:
             debug.turn_on(cfg)

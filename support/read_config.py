@@ -175,7 +175,14 @@ def validate(tree: dict, path: str) -> Config:
         raise UserError(f"{', '.join(missing)}: not set; give it in {path} or as {missing[0]}=...")
     name, problem = wrong[0]
     if problem["type"] == "extra_forbidden":
-        raise UserError(f"unknown key {name!r}; the nearest legal key is {nearest(name.lower(), KEYS)!r}")
+        from support import from_other_trainers  # only here: a start without unknown keys needs no tables
+
+        unknown = {name: problem["input"] for name, problem in wrong if problem["type"] == "extra_forbidden"}
+        lines = []
+        for key, answer in from_other_trainers.answer_keys(unknown, KEYS).items():
+            near = nearest(key.lower(), KEYS)
+            lines.append(answer or f"unknown key {key!r}; the nearest legal key is {near!r}")
+        raise UserError("\n       ".join(lines))
     key = max((key for key in KEYS if f"{name}.".startswith(f"{key}.")), key=len)  # beyond it stand types of a union
     section, _, inside = key.rpartition(".")
     kind = (SECTIONS[section] if section else Config).model_fields[inside].annotation

@@ -287,10 +287,10 @@ def test_a_resume_with_other_adapters_is_refused(tiny, tmp_path):
 def test_the_command_refuses_to_resume_with_other_adapters(tiny, monkeypatch, tmp_path):
     """Before the model is built, as every start does."""
     cfg = load_config("configs/tiny.yaml", ["model.path=m", "data.train=d", "lora.rank=8", f"output_dir={tmp_path}"])
-    monkeypatch.setattr(launch.checkpoint, "find_checkpoint", lambda *_: tmp_path)
-    monkeypatch.setattr(launch.checkpoint, "check_resumed", lambda *_: 1)
+    monkeypatch.setattr(inputs.checkpoint, "find_checkpoint", lambda *_: tmp_path)
+    monkeypatch.setattr(inputs.checkpoint, "check_resumed", lambda *_: 1)
     state = {"config": changed(cfg, {"lora.alpha": 32.0}).model_dump()}
-    monkeypatch.setattr(launch.checkpoint, "read_state", lambda _: state)
+    monkeypatch.setattr(inputs.checkpoint, "read_state", lambda _: state)
     with pytest.raises(UserError, match=r"lora\.alpha=16\.0, but"):
         inputs.find_resume(cfg, inputs.Inputs(None, SimpleNamespace(fingerprint=""), []))
 
