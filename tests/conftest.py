@@ -2,6 +2,7 @@
 
 import json
 import socket
+import subprocess
 from pathlib import Path
 
 import datasets
@@ -17,6 +18,20 @@ import megatron_bridge as bridge
 from support import ranks
 
 REPO = Path(__file__).resolve().parent.parent
+
+
+def differs_from_upstream(*files: str) -> bool:
+    """Whether files differ from those of upstream, so that this is a fork.
+
+    Upstream is what git finds under the name `upstream` (a tag or a branch) or `upstream/main` (of a remote); where
+    there is neither, the last commit. A copy without git counts as a fork.
+    """
+    git = ["git", "-C", str(REPO)]
+    for base in ("upstream", "upstream/main", "HEAD"):
+        found = subprocess.run([*git, "rev-parse", "--verify", "-q", f"{base}^{{commit}}"], capture_output=True)
+        if found.returncode == 0:
+            return subprocess.run([*git, "diff", "--quiet", base, "--", *files]).returncode != 0
+    return True
 
 
 @pytest.fixture(scope="session")
