@@ -8,7 +8,6 @@ import pytest
 
 from tests import structure
 from tests.conftest import REPO
-from tools.walkthrough import QUOTED, QUOTES, quote
 
 FORK = "in a fork, change the number in tests/structure.py, or move what is no algorithm into a file of your own"
 SOURCES = structure.core(REPO) + sorted(path for folder in ("tools", "tests") for path in (REPO / folder).rglob("*.py"))
@@ -139,15 +138,3 @@ def test_every_import_is_pinned(file):
     names = {name for tree in trees for node in ast.walk(tree) for name in structure.imported(node)}
     missing = {DISTRIBUTIONS.get(name, name) for name in names - set(sys.stdlib_module_names) - own} - pinned
     assert not missing, f"imported, and not pinned in {file}"
-
-
-@pytest.mark.parametrize("name", QUOTES)
-def test_what_the_walkthrough_quotes_is_there(name):
-    assert quote(name)
-
-
-def test_the_walkthrough_names_functions_that_exist():
-    """Its line numbers may lag behind the code, its names may not."""
-    names = [(file, function) for file, function, _, _ in QUOTES.values()]
-    quoted = QUOTED.findall((REPO / "docs/walkthrough.md").read_text())
-    assert quoted == names, "python tools/walkthrough.py --quotes renews them, make walkthrough the numbers too"
