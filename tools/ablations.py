@@ -2,7 +2,7 @@
 
     python tools/ablations.py [--only grpo tis] [section.key=value ...]
 
-Needs build/tiny (tools/make_tiny.py). With --only or overrides it prints the table and leaves docs/ alone.
+Needs build/tiny (tools/make_tiny.py). With --only or overrides it prints the table and does not write docs/.
 """
 
 import argparse
@@ -13,11 +13,24 @@ from pathlib import Path
 from statistics import mean
 
 REPO = Path(__file__).resolve().parent.parent
-WINDOW, GOAL = 10, 0.9
+WINDOW = 10  # steps that a mean reward is taken over
+GOAL = 0.9  # mean reward over WINDOW steps that counts as learned
+
+HEAD = f"""\
+# Ablations
+
+Written by `make ablations`. Each algorithm trains on the task of `make demo` (reverse three digits, a third of
+the reward for each correct digit), from the same untrained model, with one seed. The third column is the
+first step at which the mean reward of the last {WINDOW} steps is at least {GOAL}. The table shows that each one
+trains, not which is better: the task is a toy.
+
+| algorithm | configuration | reached {GOAL} at step | last {WINDOW} steps | steps | seconds |
+|---|---|---|---|---|---|
+"""
 
 
 def train(config: Path, overrides: list[str]) -> list[dict]:
-    """The metrics of a run on two ranks. Raises CalledProcessError."""
+    """Train on two ranks and return the metrics of each step. Raises CalledProcessError."""
     out = REPO / "outputs/ablations" / config.stem
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_grpo.py"]
     command += ["--config", str(config), f"output_dir={out}", *overrides]
@@ -25,8 +38,8 @@ def train(config: Path, overrides: list[str]) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").open()]
 
 
-def row(config: Path, metrics: list[dict]) -> str:
-    """A line of the table: what the file is, the first step whose last WINDOW steps average GOAL, the end, the time."""
+def format_row(config: Path, metrics: list[dict]) -> str:
+    """A table row: title, file, first step whose last WINDOW steps average GOAL, final mean reward, steps, seconds."""
     rewards = [m["reward/mean"] for m in metrics]
     means = [mean(rewards[i - WINDOW : i]) for i in range(WINDOW, len(rewards) + 1)]
     reached = next((i + WINDOW for i, value in enumerate(means) if value >= GOAL), None)
@@ -41,19 +54,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="names of configs")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
-    lines = [
-        "# Ablations",
-        "",
-        "Written by `make ablations`: each algorithm on the task of `make demo` (reverse three digits, a third of the",
-        "reward for each digit in its place), from the same untrained model, one seed. Reached: the first step whose",
-        f"last {WINDOW} steps average {GOAL}. It shows that each one trains, not which is better: this is a toy.",
-        "",
-        f"| algorithm | configuration | reached {GOAL} at step | last {WINDOW} steps | steps | seconds |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = HEAD.splitlines()
     for config in sorted((REPO / "configs/ablations").glob("*.yaml")):
         if not args.only or config.stem in args.only:
-            lines.append(row(config, train(config, args.overrides)))
+            lines.append(format_row(config, train(config, args.overrides)))
             print(lines[-1], flush=True)
     if not args.only and not args.overrides:
         (REPO / "docs/ablations.md").write_text("\n".join(lines) + "\n")

@@ -1,12 +1,12 @@
-"""How long a large data set takes to load, and what memory each rank needs: 482,000 rows with long tests, 1.7 GB.
+"""Measure the time and memory that a large data set takes to load: 482,000 rows with long test cases, 1.7 GB.
 
-    python tools/large_data.py build/large                    all of it; make it smaller with --rows
+    python tools/large_data.py build/large                    all rows; --rows makes it smaller
 
-Makes OUT/train.parquet if it is not there, shaped like Eurus-2-RL-Data (chat messages, reward_model.ground_truth with
-about 3 KB of JSON), and a byte-level BPE tokenizer. Then two processes at once load it, as ranks of one machine do,
-first without any cache and then again, and print a JSON object each: seconds, and memory before and after, with and
-without what is mapped from files, which ranks share and the system takes back when it is short of memory.
-The text is made up: the seconds that a real tokenizer and real prompts take are others.
+Writes OUT/train.parquet if it does not exist, in the format of Eurus-2-RL-Data (chat messages, about 3 KB of JSON in
+reward_model.ground_truth), and a byte-level BPE tokenizer. Then two processes load it in parallel, like two ranks of a
+machine, first without a cache and then with it. Each prints a JSON object: seconds, and memory before and after, with
+and without memory-mapped files, which ranks share and the kernel reclaims when memory is short.
+The text is synthetic; a real tokenizer and real prompts take a different time.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TEMPLATE = (
 
 
 def write_rows(path: Path, rows: int) -> None:
-    """A parquet file as the hub has it, in row groups of 1,000."""
+    """Write a parquet file of `rows` rows, in row groups of 1,000 as on the hub."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -61,6 +61,7 @@ def write_rows(path: Path, rows: int) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
+    """Train a byte-level BPE tokenizer on the words of the prompts, and save it with a chat template."""
     import make_tiny
     import transformers
 
@@ -71,18 +72,18 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def memory_mib() -> dict[str, int]:
-    """MiB of this process: RssAnon, which no file backs; RssFile, mapped from files; VmHWM, the peak of both."""
+    """Return MiB of this process: RssAnon (not backed by files), RssFile (mapped files), VmHWM (peak of both)."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {name: int(status[name].split()[0]) // 1024 for name in ("RssAnon", "RssFile", "VmHWM")}
 
 
 def load(out: Path) -> dict:
-    """What a rank does, and what it took."""
+    """Load the data set like a rank, and return seconds and memory."""
     from config import DataConfig
     from support.data import fingerprint, load_prompts, load_tokenizer, prompt_batch
 
     tokenizer = load_tokenizer(str(out / "tokenizer"))
-    import datasets  # noqa: F401, its memory is not the data's
+    import datasets  # noqa: F401, before the first reading: its memory is not that of the data
 
     before = memory_mib()
     start = time.monotonic()

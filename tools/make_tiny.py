@@ -1,11 +1,11 @@
-"""Make the tiny model, tokenizer and data of the demo from nothing; no download.
+"""Make the tiny model, tokenizer and data of the demo. Downloads nothing.
 
     python tools/make_tiny.py build/tiny                             the reversal task of `make demo`
     python tools/make_tiny.py build/gsm8k --text train.jsonl         a byte-level BPE tokenizer trained on its questions
     python tools/make_tiny.py build/llama --arch llama --untied      another family, for tests
 
 Writes OUT/model (config.json, random weights, tokenizer) and, for the reversal task, OUT/train.jsonl with rows like
-{"prompt": "3142>", "answer": "2413", "source": "reverse"}. The model is untrained: whatever it learns comes from the
+{"prompt": "3142>", "answer": "2413", "source": "reverse"}. The model is untrained, so all that it learns comes from the
 reward.
 """
 
@@ -16,7 +16,7 @@ import random
 from pathlib import Path
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
-# --arch: (name in transformers, what its config says beside the sizes common to all)
+# --arch: (name in transformers, entries of its config beside the sizes common to all)
 ARCHITECTURES = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
@@ -29,7 +29,7 @@ ARCHITECTURES = {
 
 
 def char_tokenizer(alphabet: str):
-    """One token a character; the prompt "12>" is three tokens."""
+    """A tokenizer with one token per character: the prompt "12>" is three tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from tokenizers.decoders import Fuse
 
@@ -41,7 +41,7 @@ def char_tokenizer(alphabet: str):
 
 
 def bpe_tokenizer(texts: list[str], vocab_size: int):
-    """Byte-level BPE, as GPT-2 and Qwen use it, trained on `texts`."""
+    """A byte-level BPE tokenizer, like those of GPT-2 and Qwen, trained on `texts`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -57,12 +57,10 @@ def bpe_tokenizer(texts: list[str], vocab_size: int):
 def save_model(
     folder: Path, tokenizer, arch="qwen2", tied=True, hidden=128, layers=2, kv_heads=2, seed=0, std=0.06, ffn=8, **extra
 ) -> int:
-    """Write an untrained model with its tokenizer to `folder`; returns its number of parameters.
+    """Write an untrained model with its tokenizer to `folder` and return its number of parameters.
 
-    `extra` goes into config.json.
-
-    `std` of the initial weights: at 0.06 attention is sharp enough for pure RL to start from nothing, at the usual 0.02
-    it is not.
+    `extra` goes into config.json. `std` is that of the initial weights: with 0.06 attention is sharp enough for RL to
+    learn from an untrained model, with the usual 0.02 it is not.
     """
     import torch
     import transformers
@@ -85,7 +83,7 @@ def save_model(
 
 
 def reversal_rows(digits: int, rows: int, seed: int) -> list[dict]:
-    """Up to `rows` distinct strings of `digits` digits (0-9) with their reversal."""
+    """Return up to `rows` distinct strings of `digits` digits (0-9) with their reversal."""
     strings = ["".join(d) for d in itertools.product("0123456789", repeat=digits)]
     random.Random(seed).shuffle(strings)
     return [{"prompt": f"{s}>", "answer": s[::-1], "source": "reverse"} for s in strings[:rows]]

@@ -2,7 +2,7 @@
 
     python tools/plot.py outputs/tiny/metrics.jsonl [more.jsonl ...] --out docs/demo.png
 
-One line a file; reward, response length, entropy and the gap between trainer and vLLM over the steps.
+One curve per file and panel: reward, entropy, response length and the gap between trainer and vLLM over the steps.
 """
 
 import argparse
@@ -16,17 +16,18 @@ import matplotlib.pyplot as plt
 
 PANELS = {
     "reward/mean": "mean reward",
-    "entropy": "entropy (nats a token)",
+    "entropy": "entropy (nats per token)",
     "tokens/response_mean": "response length (tokens)",
     "logp_gap/max": "largest |trainer − vLLM| log-prob",
 }
 
 
 def draw(files: list[Path], out: Path) -> None:
-    """The curves of metrics.jsonl files, as a picture."""
+    """Plot the metrics.jsonl `files` into the picture `out`."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3), constrained_layout=True)
     for path in files:
-        rows = [row for row in map(json.loads, path.open()) if "reward/mean" in row]  # not those of an evaluation alone
+        rows = [json.loads(line) for line in path.open()]
+        rows = [row for row in rows if "reward/mean" in row]  # without lines of an evaluation only
         for axis, key in zip(axes, PANELS, strict=True):
             axis.plot([row["step"] for row in rows], [row[key] for row in rows], linewidth=1.2, label=str(path.parent))
     for axis, (key, title) in zip(axes, PANELS.items(), strict=True):

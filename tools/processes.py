@@ -1,4 +1,4 @@
-"""A torchrun and all that it started: how the tests and tools/torture.py start, watch, disturb and end a run."""
+"""Start, watch and kill a torchrun with all its processes, for the tests, tools/torture.py and tools/gpu_check.py."""
 
 import contextlib
 import os
@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 
 REPO = Path(__file__).resolve().parent.parent
-TAG = "TORCHRUN_TAG"  # in the environment of all that a torchrun starts
+TAG = "TORCHRUN_TAG"  # environment variable of all processes that a torchrun starts
 
 
 class Torchrun:
-    """A running torchrun of `script` with `arguments`, in a session of its own; what it prints goes to a file."""
+    """A running torchrun of `script` with `arguments` in a new session. Its output goes to the file `printed`."""
 
     def __init__(
         self,
@@ -28,7 +28,8 @@ class Torchrun:
         options: tuple[str, ...] = ("--standalone",),
         **env: str,
     ):
-        self.printed, self.tag = printed, uuid.uuid4().hex
+        self.printed = printed
+        self.tag = uuid.uuid4().hex
         command = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={nproc}"]
         settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
         with printed.open("w") as file:
@@ -43,36 +44,37 @@ class Torchrun:
 
     @property
     def text(self) -> str:
-        """What was printed so far."""
+        """The output so far."""
         return self.printed.read_text(errors="replace")
 
     @property
     def own_text(self) -> str:
-        """The same without the report of torchrun at the end."""
+        """The output so far, without torchrun's error report at the end."""
         return re.split(r"\n[WE]\d{4} .*/torch/distributed/", self.text)[0]
 
     def wait_for(self, what: str | Path, seconds: float = 240) -> None:
-        """Wait until the pattern is printed, or the file exists."""
+        """Wait until the pattern `what` is in the output, or the file `what` exists. Raises AssertionError."""
         deadline = time.monotonic() + seconds
         while True:
-            running = self.process.poll() is None  # asked first: the last that was printed counts
-            if what.exists() if isinstance(what, Path) else re.search(what, self.text):
+            running = self.process.poll() is None  # before reading the output, which may still end with `what`
+            found = what.exists() if isinstance(what, Path) else re.search(what, self.text)
+            if found:
                 return
             assert running and time.monotonic() < deadline, f"no {what} in\n{self.text}"
             time.sleep(0.01)
 
     def family(self) -> list[psutil.Process]:
-        """Living processes of this torchrun, itself, vLLM's and the grading ones too, whoever has adopted them."""
+        """Return the live processes of this torchrun: itself, ranks, vLLM's and grading processes, orphans included."""
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
+            with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
                 alive = process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
                 if alive and process.environ().get(TAG) == self.tag:
                     found.append(process)
         return found
 
     def ranks(self) -> dict[int, int]:
-        """Rank → process id, of the living ranks."""
+        """Return {rank: process id} of the live ranks."""
         found = {}
         for process in self.family():
             with contextlib.suppress(psutil.Error):
@@ -81,19 +83,22 @@ class Torchrun:
         return found
 
     def ctrl_c(self) -> None:
-        """As a terminal does it: to the group of processes in the foreground."""
+        """Send SIGINT to the process group, as a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def end(self, seconds: float = 600) -> int:
-        """Wait for the exit code; nothing that it started may be left."""
-        code, deadline = self.process.wait(seconds), time.monotonic() + 10
-        while (left := self.family()) and time.monotonic() < deadline:
+        """Wait for the exit and return its code. Raises AssertionError if a process is left 10 s later."""
+        code = self.process.wait(seconds)
+        deadline = time.monotonic() + 10
+        left = self.family()
+        while left and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not left, f"still there after the end: {left}"
+            left = self.family()
+        assert not left, f"processes left after the exit: {left}"
         return code
 
     def kill(self) -> None:
-        """SIGKILL to whatever is left."""
+        """Send SIGKILL to all processes that are left."""
         for process in self.family():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

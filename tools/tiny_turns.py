@@ -1,4 +1,4 @@
-"""Environments of `rollout.turns`: a game that the demo's model learns (configs/tiny_turns.yaml), and a Python tool."""
+"""Functions for `rollout.turns`: a game that the demo's model learns (configs/tiny_turns.yaml), and a Python tool."""
 
 import re
 from collections.abc import Iterator
@@ -7,27 +7,29 @@ from support import sandbox
 
 
 def rows(secrets: str) -> Iterator[dict]:
-    """A row for each digit of `data.train`, to be guessed; nothing in the prompt tells which."""
+    """Yield a row for each digit of `data.train`. The digit is to be guessed; the prompt does not contain it."""
     for digit in secrets:
         yield {"prompt": ">", "answer": digit}
 
 
 def higher_or_lower(text: str, row: dict, state: dict) -> str | None:
-    """ "+" if the secret digit is higher than the guess, "-" if it is lower; the end if it is right, or no digit."""
+    """Reply "+" if the secret digit is higher than the guess, "-" if it is lower; None, the end, for anything else."""
     if not re.fullmatch("[0-9]", text):
         return None
     state["guesses"] = state.get("guesses", 0) + 1
     state["won"] = text == row["answer"]
-    return None if state["won"] else "+" if text < row["answer"] else "-"
+    if state["won"]:
+        return None
+    return "+" if text < row["answer"] else "-"
 
 
 def won(text: str, answer: str, row: dict) -> float:
-    """1 for the right guess, however late; else 0.1 for each guess that was a digit."""
+    """Return 1 if a guess was right, else 0.1 for each guess that was a digit."""
     return 1.0 if row["state"].get("won") else 0.1 * row["state"].get("guesses", 0)
 
 
 def python(text: str, row: dict, state: dict) -> str | None:
-    """Run the last fenced Python block of an answer and show what it prints; the end where there is none."""
+    """Run the last fenced Python block of an answer and reply with its output; None, the end, without a block."""
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     if not blocks:
         return None
@@ -35,4 +37,6 @@ def python(text: str, row: dict, state: dict) -> str | None:
         output = sandbox.output_of(blocks[-1], "", seconds=5, memory_mb=512, file_mb=16, allow_writes=False)
     except sandbox.TooLong:
         output = "it took more than 5 seconds"
-    return f"```output\n{'it failed' if output is None else output[:2000].rstrip()}\n```\n"
+    if output is None:
+        output = "it failed"
+    return f"```output\n{output[:2000].rstrip()}\n```\n"
