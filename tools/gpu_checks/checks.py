@@ -1,6 +1,6 @@
-"""What tools/gpu_check.py runs and holds results against: every check with its rows, bounds and remedies, as data.
+"""The checks of tools/gpu_check.py as data: commands, rows, bounds and remedies.
 
-Imports no torch: a check works in processes of its own.
+Imports no torch: a check runs in separate processes.
 """
 
 import json
@@ -13,75 +13,79 @@ from typing import NamedTuple
 
 from tools import bench_works
 
-FOLDER = "GPU_CHECK_FOLDER"  # variable: where a check writes
-ROWS = "rows.jsonl"  # there: {"row", "figure", "note"} a line
+FOLDER = "GPU_CHECK_FOLDER"  # environment variable: the folder that a check writes into
+ROWS = "rows.jsonl"  # file in that folder, with {"row", "figure", "note"} per line
 
 
 class NotRun(Exception):
-    """Why a check could not be made here; no fault of the machine."""
+    """A check cannot run here, for the given reason; not a failure of the machine."""
 
 
 class Row(NamedTuple):
-    """A line of the table: what is measured, its bound, and what to do where it does not hold."""
+    """A row of the table: what is measured, its bound, and the remedy if it fails."""
 
     name: str
-    sign: str  # "≤" or "≥": the figure must be that of the bound
+    sign: str  # "≤" or "≥": how the figure must compare with the bound
     bound: float
     unit: str
     remedy: str
-    gpu: bool = False  # says nothing without one
+    gpu: bool = False  # needs a GPU
 
 
 class Check(NamedTuple):
-    """A torchrun, and the rows that it answers."""
+    """A torchrun command, and the rows that it answers."""
 
     name: str
-    seconds: float  # after which it is ended
+    seconds: float  # time limit
     rows: list[Row]
     script: str
-    arguments: tuple[str, ...] = ()  # {own}: its folder, {shared}: one for models, {prompts}: 32 a rank
+    arguments: tuple[str, ...] = ()  # {own}: folder of the check, {shared}: folder of models, {prompts}: 32 per rank
     read: Callable = lambda outcome: read_lines(outcome.folder / ROWS)  # Outcome → answers; raises NotRun
     alone: bool = False  # one rank is enough
-    code: int = 0  # exit code of torchrun
+    code: int = 0  # expected exit code of torchrun
     least_ranks: int = 1
     least_gib: float = 0.0  # memory of a GPU
 
 
-# ---------------------------------------------------------------- what checks leave behind
+# ---------------------------------------------------------------- reading results
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The objects of a JSON lines file, as far as they are whole; [] where there is none."""
+    """Return the objects of a JSON lines file without an incomplete last line; [] if there is no file."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def read_demo(outcome) -> Iterator[dict]:
-    """Of a run of the demo: what it had learned at its end, and how far trainer and vLLM were apart."""
+    """Yield the final reward and the largest log-prob gap of a run of the demo."""
     if outcome.code != 0:
         return
     steps = [m for m in read_lines(outcome.folder / "out/metrics.jsonl") if m.get("reward/mean") is not None]
-    rewards, gaps = [m["reward/mean"] for m in steps], [m["logp_gap/mean"] for m in steps]
+    rewards = [m["reward/mean"] for m in steps]
+    gaps = [m["logp_gap/mean"] for m in steps]
     note = f"{len(steps)} steps, {median(m['time/step'] for m in steps):.2f} s each, from {rewards[0]:.2f}"
     yield {"row": DEMO[0].name, "figure": mean(rewards[-10:]), "note": note}
-    yield {"row": DEMO[1].name, "figure": max(gaps), "note": f"the median of the steps is {median(gaps):.1e}"}
+    yield {"row": DEMO[1].name, "figure": max(gaps), "note": f"median of the steps {median(gaps):.1e}"}
 
 
 def read_killed(outcome) -> Iterator[dict]:
-    """Of a run whose last rank killed itself: how soon all had ended, and what they said."""
+    """Yield, for a run whose last rank killed itself, the time until all ended, and whether torchrun named the rank."""
     killed = outcome.folder / "killed"
     if not killed.exists():
         return
     blamed = re.search(r"exitcode\s*: -9|Signal 9 \(SIGKILL\)", outcome.text)
     others = re.findall(r"error: (rank \d+, in the phase \w+: another rank is gone)|(watchdog: no rank)", outcome.text)
-    said = next((first or second for first, second in others), "the others said nothing before torchrun ended them")
+    said = next(
+        (first or second for first, second in others), "torchrun ended the others before they reported an error"
+    )
     if outcome.code is not None:
         yield {"row": KILLED[0].name, "figure": outcome.ended - killed.stat().st_mtime, "note": said}
-    yield {"row": KILLED[1].name, "figure": float(bool(blamed)), "note": blamed[0] if blamed else "not in its report"}
+    note = blamed[0] if blamed else "not in its report"
+    yield {"row": KILLED[1].name, "figure": 0.0 if blamed is None else 1.0, "note": note}
 
 
 def read_bench(outcome, rows: list[Row]) -> Iterator[dict]:
-    """Of tools/bench.py: training, sampling and the push."""
+    """Yield MFU of training, sampling rate ÷ bare vLLM and seconds of the push from a run of tools/bench.py."""
     no_room = re.search(r"error: (--model .* GiB are free)", outcome.text)
     if no_room:
         raise NotRun(no_room[1])
@@ -94,14 +98,14 @@ def read_bench(outcome, rows: list[Row]) -> Iterator[dict]:
     notes = [
         f"step {table['step s']:.2f} s: {phases}; peak {peak:.1f} GiB",
         f"{median(rates):.0f} tokens/s, vLLM alone {table['bare vLLM tokens/s']:.0f}",
-        f"{table['push check % of step']:.1f} % of the step are for its proof",
+        f"the push check takes {table['push check % of step']:.1f} % of the step",
     ]
     for row, figure, note in zip(rows, (table["MFU of train %"], share, table["sync s"]), notes, strict=True):
         yield {"row": row.name, "figure": figure, "note": note}
 
 
 def machine_row(rows: list[dict]) -> tuple[Row, float, str]:
-    """(row, figure, note) of what tools/doctor.py found."""
+    """Return (row, figure, note) for the findings of tools/doctor.py."""
     stops = [f"{row['item']}: {row['found']}" for row in rows if row["verdict"] == "STOP"]
     row = Row("machine", "≤", 0, "things that stop a run", "python -m tools.doctor names the remedy of each")
     return row, len(stops), "; ".join(stops)
@@ -109,21 +113,19 @@ def machine_row(rows: list[dict]) -> tuple[Row, float, str]:
 
 # ---------------------------------------------------------------- rows
 
-KERNEL = "another torch; until then model.dtype=fp32, which does not use it"
+KERNEL = "use another torch; until then model.dtype=fp32, which does not use FlashAttention"
 GROUPED = "megatron.moe_grouped_gemm=false computes one expert after the other"
-GRADIENT = (
-    "if attention or experts failed above, that; else the libraries of CUDA and NCCL: do not train on this machine"
-)
+GRADIENT = "mend attention or experts if they failed above; else suspect CUDA and NCCL. Do not train on this machine"
 PUSH = "rollout.sleep_level=1; with experts rollout.vllm.moe_backend=triton; rollout.vllm.enforce_eager=true"
-GAP = "if push is ok, arithmetic: model.fp32_head=true, algo.correction=tis; compare with the gradients above"
-SLEEP = "rollout.sleep_level=1 or 2, the one that holds; rollout.gpu_memory_utilization down"
-AWAKE = "rollout.gpu_memory_utilization down by as much"
-SEEDS = "VLLM_USE_V2_MODEL_RUNNER=1 must be set, and Triton must work"
-PLAN = "trust the measured one: add the difference to the plan of --dry-run"
+GAP = "if the push is ok, the arithmetic differs: model.fp32_head=true, algo.correction=tis; see the gradients above"
+SLEEP = "use the rollout.sleep_level (1 or 2) that passes; lower rollout.gpu_memory_utilization"
+AWAKE = "lower rollout.gpu_memory_utilization by as much"
+SEEDS = "set VLLM_USE_V2_MODEL_RUNNER=1, and make Triton work"
+PLAN = "add the difference to the plan of --dry-run"
 OFFLOAD = "train.offload=none"
-RATE = "results are right all the same; look for others on the GPU (nvidia-smi), CPU cores, clocks"
+RATE = "results are still correct; look for other processes on the GPU (nvidia-smi), few CPU cores, low clocks"
 
-KINDS = ("dense", "gqa", "moe")  # models of tools/gpu_checks/worker.py
+KINDS = ("dense", "gqa", "moe")  # kinds of models, see tools/gpu_checks/worker.py
 ATTENTION = [
     Row("attention without padding: result", "≤", 0.01, "relative", KERNEL, gpu=True),
     Row("attention without padding: gradient", "≤", 0.02, "relative", KERNEL, gpu=True),
@@ -140,9 +142,9 @@ GRADIENTS = [
     for dtype, bound in (("fp32", 1e-4), ("bf16", 0.1 if kind == "moe" else 0.05))
 ]
 OFFLOADS = [
-    Row("update made twice", "≤", 0, "numbers differ", "rollout.exact=true will not repeat a run here"),
-    Row("update with train.offload=grads", "≤", 0, "numbers differ", OFFLOAD),
-    Row("update with train.offload=optimizer", "≤", 0, "numbers differ", OFFLOAD),
+    Row("update made twice", "≤", 0, "elements differ", "rollout.exact=true will not reproduce a run here"),
+    Row("update with train.offload=grads", "≤", 0, "elements differ", OFFLOAD),
+    Row("update with train.offload=optimizer", "≤", 0, "elements differ", OFFLOAD),
     Row("memory that train.offload=optimizer frees", "≥", 0.95, "of its bytes", OFFLOAD, gpu=True),
 ]
 PLANS = [
@@ -152,8 +154,8 @@ PLANS = [
 ]
 
 
-def pushed(kind: str) -> list[Row]:
-    """Rows of every model that vLLM samples from."""
+def push_rows(kind: str) -> list[Row]:
+    """Return the rows of every model that vLLM samples from."""
     return [
         Row(f"push, {kind}", "≥", 1, "of vLLM's weights proven", PUSH),
         Row(f"log-prob gap, {kind}", "≤", 0.05, "mean", GAP),
@@ -161,7 +163,7 @@ def pushed(kind: str) -> list[Row]:
 
 
 SLEEPS = [
-    Row("a tensor lost in a push", "≥", 1, "noticed", "report it: the proof of pushes does not hold here"),
+    Row("a tensor lost in a push", "≥", 1, "detected", "report it: the push check does not work here"),
     *(
         row
         for level in (2, 1)
@@ -175,19 +177,19 @@ SLEEPS = [
     Row("seeded sampling", "≥", 0.95, "of the speed without seeds", SEEDS, gpu=True),
 ]
 DEMO = [
-    Row("demo in bf16: reward at its end", "≥", 0.5, "of 1", "the rows above; then docs/tuning.md"),
+    Row("demo in bf16: reward at its end", "≥", 0.5, "of 1", "see the rows above; then docs/tuning.md"),
     Row("demo in bf16: log-prob gap", "≤", 0.05, "mean", GAP),
 ]
 KILLED = [
-    Row("a killed rank: all have ended", "≤", 60, "s after", "train.stall_timeout_s down; TORCH_NCCL_* unset"),
+    Row("a killed rank: all have ended", "≤", 60, "s after", "lower train.stall_timeout_s; unset TORCH_NCCL_*"),
     Row("a killed rank: torchrun names it", "≥", 1, "named", "keep the job's standard error"),
 ]
 
 
 def bench_rows(model: str, mfu: float) -> list[Row]:
-    """Rows of tools/bench.py, with the least MFU in training."""
+    """Return the rows of tools/bench.py for a model; `mfu` is the bound in percent, 0 for none."""
     return [
-        Row(f"{model}: training", "≥", mfu, "% of the rate of matmuls", RATE),
+        Row(f"{model}: training", "≥", mfu, "% of the matmul rate", RATE),
         Row(f"{model}: sampling", "≥", 0.95 if mfu else 0, "of vLLM alone", RATE),
         Row(f"{model}: push", "≤", 1, "s", RATE),
     ]
@@ -202,9 +204,9 @@ TRIALS = [
     Check("gradients", 90, GRADIENTS, TRAINER, ("gradients",)),
     Check("offload", 60, OFFLOADS, TRAINER, ("offload",)),
     Check("plan", 90, PLANS, TRAINER, ("plan",), least_gib=20),
-    Check("vllm gqa", 180, [*pushed("gqa"), *SLEEPS], ENGINE, ("gqa",)),
-    Check("vllm dense", 90, pushed("dense"), ENGINE, ("dense",)),
-    Check("vllm moe", 120, pushed("moe"), ENGINE, ("moe",)),
+    Check("vllm gqa", 180, [*push_rows("gqa"), *SLEEPS], ENGINE, ("gqa",)),
+    Check("vllm dense", 90, push_rows("dense"), ENGINE, ("dense",)),
+    Check("vllm moe", 120, push_rows("moe"), ENGINE, ("moe",)),
     Check(
         "demo", 180, DEMO, "train_grpo.py",
         ("--config", "configs/tiny.yaml", "model.dtype=bf16", "model.path={shared}/tiny/model",
@@ -219,7 +221,8 @@ TRIALS = [
 ]  # fmt: skip
 
 
-def bench(model: str, mfu: float, dtype: str, least_gib: float, *arguments: str) -> Check:
+def bench_check(model: str, mfu: float, dtype: str, least_gib: float, *arguments: str) -> Check:
+    """Return the check that runs tools/bench.py on a model."""
     rows = bench_rows(model, mfu)
     common = ("--model", model, "--dtype", dtype, "--folder", "{shared}/bench", "--csv", "{own}/bench.csv")
     steps = ("--warmup", "1", "--steps", "2")
@@ -230,13 +233,13 @@ def bench(model: str, mfu: float, dtype: str, least_gib: float, *arguments: str)
 
 
 def all_checks(gpu: bool) -> list[Check]:
-    """In the order in which they run; what takes long, and only tells of speed, comes last."""
+    """Return the checks in their order. The slow ones, which only measure speed, come last."""
     if not gpu:
-        return [*TRIALS, bench("tiny", 0, "fp32", 0)]
+        return [*TRIALS, bench_check("tiny", 0, "fp32", 0)]
     step = ("--tokens", "256", "rollout.prompts_per_step={prompts}", "rollout.gpu_memory_utilization=0.4")
     keys = ("train.max_tokens_per_micro_batch", "train.logprob_max_tokens_per_micro_batch")
     return [
         *TRIALS,
-        bench("qwen2.5-0.5b", 25, "bf16", 44, *step, *(f"{key}=16384" for key in keys)),
-        bench("qwen2.5-1.5b", 35, "bf16", 70, *step, *(f"{key}=8192" for key in keys)),
+        bench_check("qwen2.5-0.5b", 25, "bf16", 44, *step, *(f"{key}=16384" for key in keys)),
+        bench_check("qwen2.5-1.5b", 35, "bf16", 70, *step, *(f"{key}=8192" for key in keys)),
     ]
