@@ -18,9 +18,9 @@ from support import files
 from support.rollout_files import write_rows
 from tests.conftest import read_rows
 from tools.report import browser, live, page
-from tools.report.read import Run, as_group, evaluation_bands, spoken
+from tools.report.read import Run, build_group, collect_hints, evaluation_bands
 
-needs_browser = pytest.mark.skipif(browser.chromium() is None, reason="no Chromium here: apt-get install chromium")
+needs_browser = pytest.mark.skipif(browser.find_chromium() is None, reason="no Chromium here: apt-get install chromium")
 
 
 def unpacked(text: str) -> dict:
@@ -45,7 +45,7 @@ def sample(**values) -> dict:
 def test_the_page_holds_the_run(shared):
     """Every sample and every number of a real run, in a file that names no address but that of SVG's name space."""
     run = Run(shared.out)
-    text = page.standing_alone("shared", [run], 60.0)
+    text = page.build_standalone_page("shared", [run], 60.0)
     assert set(re.findall(r"https?://[^\s\"'<>]+", text)) == {"http://www.w3.org/2000/svg"}
     found = unpacked(text)
     (shown,) = found["report"]["runs"]
@@ -106,9 +106,9 @@ def test_hints_are_those_of_the_run_with_their_step():
     }  # fmt: skip
     clipped = calm | {"ratio/clip_frac": 0.5}
     history = [m | {"step": i + 1} for i, m in enumerate([calm] * 40 + [clipped] * 20 + [calm] * 20)]
-    (hint,) = spoken(history[:60])
+    (hint,) = collect_hints(history[:60])
     assert hint["since"] == 60 and hint["holds"] and "train.lr" in hint["text"]
-    (hint,) = spoken(history)
+    (hint,) = collect_hints(history)
     assert hint["since"] == 60 and not hint["holds"]
 
 
@@ -133,16 +133,16 @@ def test_what_is_missing_is_said(shared, tmp_path):
 
 
 def test_values_of_tokens_are_those_that_were_recorded():
-    (plain,) = as_group(0, [sample()], texts=False)["answers"]
+    (plain,) = build_group(0, [sample()], texts=False)["answers"]
     assert plain["logp"] == [-0.5, -1.25, -0.001] and "gap" not in plain and "ratio" not in plain
     extra = sample(trainer_logp=[-0.5, -1.0, -0.001], ratio=[1.0, 1.5, 0.5])
-    (answer,) = as_group(0, [extra], texts=False)["answers"]
+    (answer,) = build_group(0, [extra], texts=False)["answers"]
     assert answer["gap"] == [0, 0.25, 0] and answer["ratio"] == [1.0, 1.5, 0.5]
-    (talk,) = as_group(0, [sample(turns=[1, 1, 1])], texts=False)["answers"]
+    (talk,) = build_group(0, [sample(turns=[1, 1, 1])], texts=False)["answers"]
     assert plain["turns"] == [3] and talk["turns"] == [1, 1, 1]  # which tokens are the environment's
     assert "rewards" not in plain and "advantages" not in plain
     own = sample(token_rewards={"a": [[0, 0.5], [2, 0.0]], "b": [[0, -0.25]]}, advantages=[0.5, -1.0, -1.0])
-    (answer,) = as_group(0, [own], texts=False)["answers"]
+    (answer,) = build_group(0, [own], texts=False)["answers"]
     assert answer["rewards"] == [0.25, None, 0.0] and answer["advantages"] == [0.5, -1.0, -1.0]
 
 
@@ -153,7 +153,7 @@ def test_values_of_tokens_are_those_that_were_recorded():
 def served(shared, tmp_path):
     """(address, copy of the run's folder) of a report that is served while the run goes on."""
     out = shutil.copytree(shared.out, tmp_path / "out")
-    with live.server([Run(out)], "live", port=0) as server:
+    with live.make_server([Run(out)], "live", port=0) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}", out
@@ -210,7 +210,7 @@ def tab():
 def opened(shared, tmp_path, tab):
     """The page of the shared run, open; whatever the browser complained of fails the test."""
     file = tmp_path / "report.html"
-    file.write_text(page.standing_alone("shared", [Run(shared.out), Run(shared.out)], 60.0))
+    file.write_text(page.build_standalone_page("shared", [Run(shared.out), Run(shared.out)], 60.0))
     tab.errors.clear(), tab.requests.clear()
     tab.resize(1280, 900)
     tab.open(file.as_uri())
@@ -265,7 +265,7 @@ def test_search_finds_a_text_in_another_step(opened, shared):
     hits = opened.ask("[...document.querySelectorAll('#group .hit')].map((hit) => hit.textContent).join('')")
     assert needle in hits
     opened.ask("$('needle').value = 'no such text'; findNext()")
-    assert "in no prompt and no answer" in shown(opened, "#found")
+    assert "not found in this run" in shown(opened, "#found")
 
 
 @pytest.mark.slow
@@ -313,7 +313,7 @@ def test_recorded_ratios_colour_tokens_and_mark_those_beyond_the_clip(shared, tm
     ]
     write_rows(str(out / "rollouts/step_000003.jsonl"), rows)
     file = tmp_path / "report.html"
-    file.write_text(page.standing_alone(hostile, [Run(out)], 60.0))
+    file.write_text(page.build_standalone_page(hostile, [Run(out)], 60.0))
     tab.errors.clear()
     tab.open(file.as_uri() + "#at=step_000003&colour=ratio")
     marked = "[...document.querySelectorAll('.answer')].map((it) => [...it.querySelectorAll('.tokens span')]"
@@ -361,7 +361,7 @@ def test_a_long_run_opens_within_three_seconds(shared, tmp_path, tab):
         write_rows(str(out / f"rollouts/step_{step:06d}.jsonl"), rows)
         files.log_metrics(out, metrics | {"step": step})
     file = tmp_path / "report.html"
-    file.write_text(page.standing_alone("long", [Run(out)], 60.0))
+    file.write_text(page.build_standalone_page("long", [Run(out)], 60.0))
     began = cpu_seconds(tab)
     tab.open(file.as_uri())
     seconds = cpu_seconds(tab) - began  # the clock's also count what other tests' programs do

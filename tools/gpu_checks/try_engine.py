@@ -1,4 +1,4 @@
-"""vLLM beside the trainer on a model of one kind: pushes, sleep, log-probs, seeds. See checks.py."""
+"""Run vLLM with the trainer on a model of one kind: pushes, sleep, log-probs, seeds. See checks.py."""
 
 import sys
 import time
@@ -19,24 +19,24 @@ from support.attention import use_flash_attention_3
 from tools.gpu_checks import worker
 
 GPU = torch.cuda.device_count() > 0
-CYCLES = 20 if GPU else 2  # of each level; the growth of memory is that of all but the first two
+CYCLES = 20 if GPU else 2  # per sleep level; memory growth is measured from the third on
 REQUESTS, ANSWER = (256, 128) if GPU else (8, 16)
 
 
 @dataclass
 class Pair:
-    """vLLM and the trainer on this rank, and what was seen of them."""
+    """vLLM and the trainer on this rank, with measurements."""
 
     cfg: Config
     engine: Engine
     model: list
-    beside: float  # GiB that the GPU holds without vLLM
-    proven: list[float] = field(default_factory=list)  # share of vLLM's weights, of each push
+    beside: float  # GiB in use on the GPU without vLLM
+    proven: list[float] = field(default_factory=list)  # share of vLLM's weights proven equal, for each push
     gaps: list[tuple[float, float]] = field(default_factory=list)  # (mean, largest)
 
 
 def held_gib() -> float:
-    """What all processes hold of this GPU; 0 without one."""
+    """Return the GiB of this GPU that all processes hold; 0 without a GPU."""
     if not GPU:
         return 0.0
     torch.cuda.synchronize()
@@ -44,8 +44,8 @@ def held_gib() -> float:
     return (total - free) / 2**30
 
 
-def seconds(action) -> float:
-    """That it takes, until the GPU has done it too."""
+def measure_seconds(action) -> float:
+    """Return the seconds that an action takes, until the GPU has finished it."""
     held_gib()
     began = time.perf_counter()
     action()
@@ -53,23 +53,24 @@ def seconds(action) -> float:
     return time.perf_counter() - began
 
 
-def prompts(pair: Pair, number: int) -> list[list[int]]:
-    """Of token ids, different on each engine."""
+def make_prompts(pair: Pair, number: int) -> list[list[int]]:
+    """Return prompts of random token ids, different on each engine."""
     rng = np.random.default_rng(dist.get_rank() // pair.cfg.rollout.tp)
     return rng.integers(2, worker.VOCABULARY, (number, worker.PROMPT)).tolist()
 
 
 def push(pair: Pair) -> None:
-    """Change all weights, and push them; raises TrainingError where vLLM does not hold them then."""
+    """Change all weights and push them. Raises TrainingError if vLLM does not hold them afterwards."""
     for parameter in (p for chunk in pair.model for p in chunk.parameters()):
         parameter.data.mul_(0.98 if len(pair.proven) % 2 else 1.02)
     pair.engine.load_weights(bridge.hf_weights(pair.model))
     pair.proven.append(pair.engine.push_check.metrics["sync/checked"])
 
 
-def sampled(pair: Pair) -> list[train_grpo.Sample]:
-    """A few answers of this rank's engine."""
-    asked, made = prompts(pair, 8), []
+def sample_answers(pair: Pair) -> list[train_grpo.Sample]:
+    """Return a few answers of this rank's engine."""
+    asked = make_prompts(pair, 8)
+    made = []
     answers = dict(pair.engine.generate(asked, list(range(8)), 2, pair.cfg.rollout, ANSWER))
     for number, completions in answers.items():
         for c in completions:
@@ -77,44 +78,46 @@ def sampled(pair: Pair) -> list[train_grpo.Sample]:
     return made
 
 
-def compare(pair: Pair, samples: list[train_grpo.Sample]) -> None:
-    """Note how far vLLM's log-probs are from the trainer's, whose weights are those that were pushed."""
+def add_gap(pair: Pair, samples: list[train_grpo.Sample]) -> None:
+    """Add to `pair.gaps` the log-prob gap between vLLM and the trainer, which have the same weights."""
     batch = train_grpo.flatten([sample for part in ranks.gather(samples) for sample in part])
     gap = (train_grpo.score(pair.model, batch, pair.cfg) - batch.rollout_logp)[batch.mask].abs()
     pair.gaps.append((gap.mean().item(), gap.max().item()))
 
 
-def cycle(pair: Pair) -> dict:
-    """Wake, push, sample, sleep: GiB held "awake" and "asleep", "seconds" of waking and sleeping, "samples"."""
-    taken = seconds(partial(pair.engine.wake, "weights"))
+def run_cycle(pair: Pair) -> dict:
+    """Wake, push, sample, sleep. Returns GiB held "awake" and "asleep", "seconds" of wake and sleep, "samples"."""
+    taken = measure_seconds(partial(pair.engine.wake, "weights"))
     push(pair)
-    taken += seconds(partial(pair.engine.wake, "kv_cache"))
-    samples, awake = sampled(pair), held_gib()
-    taken += seconds(pair.engine.sleep)
+    taken += measure_seconds(partial(pair.engine.wake, "kv_cache"))
+    samples, awake = sample_answers(pair), held_gib()
+    taken += measure_seconds(pair.engine.sleep)
     return {"awake": awake, "asleep": held_gib(), "seconds": taken, "samples": samples}
 
 
-def sleeps(pair: Pair, level: int, cycles: int, tell: worker.Tell | None) -> None:
-    """So many cycles of sleep at this level; `tell` what they leave on the GPU."""
+def measure_sleep(pair: Pair, level: int, cycles: int, record: worker.Record | None) -> None:
+    """Run cycles at this sleep level and, with `record`, record the GPU memory that they leave."""
     pair.engine.sleep_level = level
-    found = [cycle(pair) for _ in range(cycles)]
-    compare(pair, found[-1]["samples"])
-    if not (tell and GPU):
+    found = [run_cycle(pair) for _ in range(cycles)]
+    add_gap(pair, found[-1]["samples"])
+    if not (record and GPU):
         return
     awake, held, taken = ([one[what] for one in found] for what in ("awake", "asleep", "seconds"))
-    name, grown = f"sleep level {level}:", f"held asleep: {held[2]:.2f} → {held[-1]:.2f} GiB"
-    tell(f"{name} growth over 20 steps", max(ranks.gather(held[-1] - held[2])), grown)
-    tell(f"{name} left of vLLM", max(ranks.gather(held[-1] - pair.beside)), "on top of the trainer")
-    tell(f"{name} sleep and wake", max(ranks.gather(median(taken))), f"the longest {max(taken):.2f} s")
+    name = f"sleep level {level}:"
+    grown = f"held asleep: {held[2]:.2f} → {held[-1]:.2f} GiB"
+    record(f"{name} growth over 20 steps", max(ranks.gather(held[-1] - held[2])), grown)
+    record(f"{name} left of vLLM", max(ranks.gather(held[-1] - pair.beside)), "on top of the trainer")
+    record(f"{name} sleep and wake", max(ranks.gather(median(taken))), f"the longest {max(taken):.2f} s")
     if level == 2:
         share = pair.cfg.rollout.gpu_memory_utilization * torch.cuda.mem_get_info()[1] / 2**30
         used = max(ranks.gather(max(awake) - pair.beside))
-        tell("vLLM awake", used / share, f"{used:.1f} GiB of {share:.1f}")
+        record("vLLM awake", used / share, f"{used:.1f} GiB of {share:.1f}")
 
 
-def lost_tensor(pair: Pair, tell: worker.Tell) -> None:
-    """A push of which one tensor does not arrive has to be noticed. vLLM's weights are wrong afterwards."""
-    rpc, lost = pair.engine.llm.collective_rpc, "model.layers.1.mlp.down_proj.weight"
+def check_lost_tensor(pair: Pair, record: worker.Record) -> None:
+    """Check that a push that loses one tensor raises. vLLM's weights are wrong afterwards."""
+    rpc = pair.engine.llm.collective_rpc
+    lost = "model.layers.1.mlp.down_proj.weight"
 
     def lossy(method, *args, kwargs=None, **others):
         if method == "reload_weights":
@@ -127,17 +130,18 @@ def lost_tensor(pair: Pair, tell: worker.Tell) -> None:
     try:
         push(pair)
     except (TrainingError, RuntimeError, ValueError) as error:  # ours, or vLLM's own
-        tell("a tensor lost in a push", 1, str(error)[:200])
+        record("a tensor lost in a push", 1, str(error)[:200])
     else:
-        tell("a tensor lost in a push", 0, f"{lost} was left out, and nobody said so")
+        record("a tensor lost in a push", 0, f"{lost} was left out, and no check failed")
 
 
-def seeded(pair: Pair, tell: worker.Tell) -> None:
-    """Sampling with a seed a prompt against sampling without, in turns."""
+def measure_seeded_sampling(pair: Pair, record: worker.Record) -> None:
+    """Compare sampling with one seed per prompt and without seeds, in turns."""
     pair.engine.wake("weights")
     push(pair)
     pair.engine.wake("kv_cache")
-    asked, rates = prompts(pair, REQUESTS), {True: [], False: []}
+    asked = make_prompts(pair, REQUESTS)
+    rates = {True: [], False: []}
     for turn in range(8):
         with_seeds = turn % 2 == 0
         seeds = [1000 * turn + i if with_seeds else None for i in range(REQUESTS)]
@@ -147,23 +151,25 @@ def seeded(pair: Pair, tell: worker.Tell) -> None:
         rates[with_seeds].append(tokens / (time.perf_counter() - began))
     with_seeds, without = (median(rates[kind][1:]) for kind in (True, False))  # the first of each warms up
     share = min(ranks.gather(with_seeds / without))
-    tell(
+    record(
         "seeded sampling", share, f"{with_seeds:.0f} tokens/s, without seeds {without:.0f}, {REQUESTS} requests at once"
     )
     pair.engine.sleep()
 
 
-def engine(kind: str, tell: worker.Tell) -> None:
-    """All of it for gqa; pushes and log-probs alone for the others."""
+def check_engine(kind: str, record: worker.Record) -> None:
+    """Run all measurements for gqa, only pushes and log-probs for the other kinds."""
     ranks.join_ranks(600)
     path = worker.make_model(kind)
-    cfg = worker.config(
-        path, *worker.layout(kind), f"rollout.max_new_tokens={ANSWER}", "train.max_tokens_per_micro_batch=2048",
+    overrides = [
+        *worker.layout(kind), f"rollout.max_new_tokens={ANSWER}", "train.max_tokens_per_micro_batch=2048",
         f"rollout.prompts_per_step={REQUESTS}", "rollout.group_size=2",
-        *(("rollout.vllm.enforce_eager=true",) if kind == "dense" else ()),  # a faster start; the others have graphs
-    )  # fmt: skip
+    ]  # fmt: skip
+    if kind == "dense":  # a faster start; the other kinds use CUDA graphs
+        overrides.append("rollout.vllm.enforce_eager=true")
+    cfg = worker.config(path, *overrides)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
-    ranks.on_any_rank(False)  # NCCL takes its memory
+    ranks.on_any_rank(False)  # makes NCCL allocate its memory
     before = held_gib()
     vllm = Engine(str(path), cfg.model, cfg.rollout, checks.longest_sample(cfg))
     vllm.sampling_params = partial(vllm.sampling_params, ignore_eos=True)  # answers of one length
@@ -172,19 +178,19 @@ def engine(kind: str, tell: worker.Tell) -> None:
     model = bridge.build_model(str(path), cfg.parallel, torch.bfloat16, cfg.megatron)
     pair = Pair(cfg, vllm, model, before + held_gib() - asleep)
     vllm.wake("weights")
-    vllm.load_weights(bridge.hf_weights(model))  # the weights on disk, which the first push is held against
+    vllm.load_weights(bridge.hf_weights(model))  # the weights on disk, the reference of the first push
     vllm.wake("kv_cache")
     vllm.sleep()
     thorough = kind == "gqa"
     for level in (2, 1):
-        sleeps(pair, level, CYCLES if thorough else 3, tell if thorough else None)
-    tell(f"push, {kind}", min(pair.proven), f"in each of {len(pair.proven)}; {' '.join(worker.layout(kind))}")
+        measure_sleep(pair, level, CYCLES if thorough else 3, record if thorough else None)
+    record(f"push, {kind}", min(pair.proven), f"in each of {len(pair.proven)}; {' '.join(worker.layout(kind))}")
     mean, largest = (max(values) for values in zip(*pair.gaps, strict=True))
-    tell(f"log-prob gap, {kind}", mean, f"the largest of a token {largest:.2g}")
+    record(f"log-prob gap, {kind}", mean, f"largest of a token {largest:.2g}")
     if thorough:
-        seeded(pair, tell)
-        lost_tensor(pair, tell)
+        measure_seeded_sampling(pair, record)
+        check_lost_tensor(pair, record)
 
 
 if __name__ == "__main__":
-    sys.exit(worker.main({kind: partial(engine, kind) for kind in worker.MODELS}))
+    sys.exit(worker.main({kind: partial(check_engine, kind) for kind in worker.MODELS}))

@@ -1,4 +1,4 @@
-"""train_grpo.py, whose last rank kills itself before its third update, while the others wait for it. See checks.py."""
+"""Run train_grpo.py; its last rank kills itself before its third update, while the others wait. See checks.py."""
 
 import os
 import signal
@@ -8,10 +8,12 @@ from pathlib import Path
 import train_grpo
 from tools.gpu_checks.checks import FOLDER
 
-forward_backward, updates = train_grpo.forward_backward, []
+forward_backward = train_grpo.forward_backward
+updates = []
 
 
 def update_or_die(*args) -> dict[str, float]:
+    """Call forward_backward; on the last rank, send SIGKILL to this process at the third call."""
     updates.append(1)
     if len(updates) == 3 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         Path(os.environ[FOLDER], "killed").touch()

@@ -1,4 +1,4 @@
-"""Gradients, offload and memory of the trainer alone, without vLLM. See checks.py."""
+"""Check gradients, offload and memory of the trainer without vLLM. See checks.py."""
 
 import itertools
 import os
@@ -23,36 +23,36 @@ from tools.gpu_checks import worker
 UPDATES = 5
 
 
-def batch_of(samples: list[train_grpo.Sample], cfg: Config) -> Batch:
-    """The samples with their advantages and, as weights in the loss, the mean over all tokens."""
+def make_batch(samples: list[train_grpo.Sample], cfg: Config) -> Batch:
+    """Return a batch of the samples with their advantages and the loss weights of a mean over all tokens."""
     batch = train_grpo.flatten(samples)
     advantages_F = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)[batch.seq_id]
     weights_F = train_grpo.loss_weights(batch.trained, batch.seq_id, list(range(len(samples))), cfg.algo.loss_norm, 1)
     return replace(batch, advantages=advantages_F, weights=weights_F)
 
 
-def micro_batches_of(samples: list[train_grpo.Sample], cfg: Config) -> list:
-    """This replica's."""
+def make_micro_batches(samples: list[train_grpo.Sample], cfg: Config) -> list:
+    """Return the micro-batches of this replica."""
     budget = cfg.train.max_tokens_per_micro_batch
-    return to_micro_batches(batch_of(samples, cfg), list(range(len(samples))), budget, cfg)
+    return to_micro_batches(make_batch(samples, cfg), list(range(len(samples))), budget, cfg)
 
 
 # ---------------------------------------------------------------- gradients
 
 
-def own_gradient(cfg: Config, samples: list[train_grpo.Sample]) -> dict[str, torch.Tensor]:
-    """The gradient of one update under its Hugging Face names, whole, on every rank, in fp32 on the host.
+def compute_gradient(cfg: Config, samples: list[train_grpo.Sample]) -> dict[str, torch.Tensor]:
+    """Return the unsharded gradient of one update by Hugging Face names, on every rank, in fp32 on the host.
 
-    It passes through the reduction over replicas and the mapping of weights: gradients are put in the weights' place.
+    Gradients are reduced over replicas, put into the storage of the weights, and exported like weights.
     """
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     model = bridge.build_model(cfg.model.path, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
     for chunk in model:
         chunk.zero_grad_buffer()
     loss = partial(train_grpo.grpo_loss, algo=cfg.algo)
-    train_grpo.run_schedule(model, micro_batches_of(samples, cfg), loss, cfg.rollout.temperature, training=True)
+    train_grpo.run_schedule(model, make_micro_batches(samples, cfg), loss, cfg.rollout.temperature, training=True)
     for buffer in itertools.chain.from_iterable((*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in model):
-        for bucket in buffer.buckets:  # each replica has the sum of a part of it
+        for bucket in buffer.buckets:  # each replica has the sum of one part
             group = buffer.data_parallel_group
             part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
@@ -63,8 +63,10 @@ def own_gradient(cfg: Config, samples: list[train_grpo.Sample]) -> dict[str, tor
     return found
 
 
-def transformers_gradient(path: Path, dtype: torch.dtype, samples: list[train_grpo.Sample]) -> dict[str, torch.Tensor]:
-    """The same by transformers on the host in fp32, of the weights as they are in `dtype`, a sequence at a time."""
+def compute_transformers_gradient(
+    path: Path, dtype: torch.dtype, samples: list[train_grpo.Sample]
+) -> dict[str, torch.Tensor]:
+    """Return the same gradient from transformers in fp32 on the host, with weights rounded to `dtype`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
@@ -80,17 +82,21 @@ def transformers_gradient(path: Path, dtype: torch.dtype, samples: list[train_gr
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         block, _, last = name.rpartition(".")
-        for e, expert in enumerate(grad) if last in ("gate_up_proj", "down_proj") else ():  # all experts in one tensor
-            gates = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
-            parts = gates if last == "gate_up_proj" else {"down_proj": expert}
-            found |= {f"{block}.{e}.{part}.weight": value for part, value in parts.items()}
-        if last in ("weight", "bias"):
+        if last == "gate_up_proj":  # all experts in one tensor
+            for e, expert in enumerate(grad):
+                gate, up = expert.chunk(2)
+                found[f"{block}.{e}.gate_proj.weight"] = gate
+                found[f"{block}.{e}.up_proj.weight"] = up
+        elif last == "down_proj":
+            for e, expert in enumerate(grad):
+                found[f"{block}.{e}.down_proj.weight"] = expert
+        elif last in ("weight", "bias"):
             found[name] = grad
     return found
 
 
-def gradients(tell: worker.Tell) -> None:
-    """An update's gradient against that of transformers: in fp32 of each weight, in bf16 (rounded) of all together."""
+def check_gradients(record: worker.Record) -> None:
+    """Compare the gradient of an update with transformers: in fp32 for each weight, in bf16 for all together."""
     ranks.join_ranks(600)
     samples = worker.samples(24, 300 if torch.cuda.is_available() else 60)
     for kind in worker.MODELS:
@@ -101,10 +107,10 @@ def gradients(tell: worker.Tell) -> None:
                 path, f"model.dtype={dtype}", *worker.layout(kind), "rollout.temperature=1", "algo.entropy_coef=0",
                 "train.max_tokens_per_micro_batch=1024",
             )  # fmt: skip
-            found = own_gradient(cfg, samples)
+            found = compute_gradient(cfg, samples)
             if dist.get_rank():
                 continue
-            wanted = transformers_gradient(path, bridge.DTYPES[dtype], samples)
+            wanted = compute_transformers_gradient(path, bridge.DTYPES[dtype], samples)
             if found.keys() != wanted.keys():
                 raise ValueError(f"weights without a gradient: {sorted(found.keys() ^ wanted.keys())[:4]}")
             errors = {name: (found[name] - wanted[name]).norm().item() for name in wanted}
@@ -112,19 +118,22 @@ def gradients(tell: worker.Tell) -> None:
             worst = max(wanted, key=lambda name: errors[name] / norms[name])
             whole = torch.tensor([*errors.values()]).norm().item() / torch.tensor([*norms.values()]).norm().item()
             one = errors[worst] / norms[worst]
-            note = f"worst: {worst}" if dtype == "fp32" else f"of all; worst alone: {worst} {one:.2g}"
-            tell(f"gradient, {kind}, {dtype}", one if dtype == "fp32" else whole, note)
+            row = f"gradient, {kind}, {dtype}"
+            if dtype == "fp32":
+                record(row, one, f"worst: {worst}")
+            else:
+                record(row, whole, f"of all weights; worst single one: {worst} {one:.2g}")
 
 
 # ---------------------------------------------------------------- offload
 
 
-def state_after(what: str, path: Path, tell: worker.Tell) -> list[torch.Tensor]:
-    """Main weights and moments after UPDATES updates, between which `what` leaves the GPU."""
+def run_updates(what: str, path: Path, record: worker.Record) -> list[torch.Tensor]:
+    """Return main weights and moments after UPDATES updates with train.offload=`what` between them."""
     cfg = worker.config(path, "train.lr=0.001", "train.max_tokens_per_micro_batch=512")
     model = bridge.build_model(path, cfg.parallel, torch.bfloat16, cfg.megatron)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
-    micro_batches = micro_batches_of(worker.samples(16, 60), cfg)
+    micro_batches = make_micro_batches(worker.samples(16, 60), cfg)
     for number in range(UPDATES):
         before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         offload.leave(what, model, optimizer)
@@ -133,35 +142,41 @@ def state_after(what: str, path: Path, tell: worker.Tell) -> list[torch.Tensor]:
             buffers = [buffer for chunk in model for buffer in chunk.buffers]
             shards = list(offload.state_shards(optimizer))
             held = sum(b.grad_data.numel() * 4 for b in buffers) + sum(shard.numel() * 4 for shard in shards)
-            tell("memory that train.offload=optimizer frees", freed / held, f"of {held / 2**20:.0f} MiB")
+            record("memory that train.offload=optimizer frees", freed / held, f"of {held / 2**20:.0f} MiB")
         train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
         bridge.optimizer_step(optimizer, cfg.train.lr)
     return [shard.detach().clone() for shard in offload.state_shards(optimizer)]
 
 
-def offloaded(tell: worker.Tell) -> None:
-    """What leaves the GPU between updates comes back bit for bit. Deterministic kernels, or nothing would repeat."""
+def check_offload(record: worker.Record) -> None:
+    """Check that offloaded tensors come back bit for bit, with deterministic kernels so that updates repeat."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     ranks.join_ranks(600)
     path = worker.make_model("gqa")
     use_flash_attention_3(torch.bfloat16)
     bridge.init_model_parallel(worker.config(path).parallel, 0)
-    wanted = state_after("none", path, tell)
-    moved = max(float(shard.abs().max()) for shard in wanted)
-    rows = {"none": "update made twice"} | {w: f"update with train.offload={w}" for w in ("grads", "optimizer")}
+    wanted = run_updates("none", path, record)
+    largest = max(float(shard.abs().max()) for shard in wanted)
+    rows = {
+        "none": "update made twice",
+        "grads": "update with train.offload=grads",
+        "optimizer": "update with train.offload=optimizer",
+    }
     for what, row in rows.items():
-        found = state_after(what, path, tell)
+        found = run_updates(what, path, record)
         different = sum(int((f != w).sum()) for f, w in zip(found, wanted, strict=True))
         total = sum(shard.numel() for shard in wanted)
-        tell(row, sum(ranks.gather(different)) if moved else float("nan"), f"of {total} a rank, {UPDATES} updates")
+        record(
+            row, sum(ranks.gather(different)) if largest else float("nan"), f"of {total} per rank, {UPDATES} updates"
+        )
 
 
 # ---------------------------------------------------------------- plan
 
 
-def plan(tell: worker.Tell) -> None:
-    """What --dry-run plans of the trainer's memory, against what torch allocates: at the shape of a 0.5B on a GPU."""
+def check_plan(record: worker.Record) -> None:
+    """Compare the trainer's memory planned by --dry-run with what torch allocates; on a GPU at the shape of a 0.5B."""
     from support import memory_plan
 
     gpu = torch.cuda.is_available()
@@ -184,35 +199,35 @@ def plan(tell: worker.Tell) -> None:
     reference = bridge.copy_weights(model)
     longest = tokens // 8 - worker.PROMPT
     made = worker.samples(16 * world, longest, vocabulary=512, shortest=longest - 8)  # rows are nearly full
-    micro_batches, batch = micro_batches_of(made, cfg), batch_of(made, cfg)
+    micro_batches, batch = make_micro_batches(made, cfg), make_batch(made, cfg)
 
-    def compare(row: str, measured: float, expected: int) -> None:
+    def record_ratio(row: str, measured: float, expected: int) -> None:
         measured = max(ranks.gather(measured))
         gib = f"{measured / 2**30:.2f} GiB of {expected / 2**30:.2f} planned"
-        tell(row, abs(measured / expected - 1), gib)
+        record(row, abs(measured / expected - 1), gib)
 
     def peak(phase: str) -> tuple[float, int]:
-        """(bytes measured since the last, those planned without the reserve and without vLLM)."""
+        """Return (bytes measured since the last call, bytes planned without the reserve and without vLLM)."""
         measured = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return measured, planned.total(phase) - planned.phases[phase]["reserve"]
 
     if gpu:
-        torch.cuda.reset_peak_memory_stats()  # building has a peak of its own
-    for _ in range(2):  # the first makes what stays
+        torch.cuda.reset_peak_memory_stats()  # without the peak of building
+    for _ in range(2):  # the first allocates what stays
         train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
         bridge.optimizer_step(optimizer, cfg.train.lr)
     stays = max(sum(held.gpu.values()) for held in planned.held.values())
     if not gpu:
         buffers = [buffer for chunk in model for buffer in chunk.buffers]
         tensors = [t for b in buffers for t in (b.param_data, b.grad_data)] + list(offload.state_shards(optimizer))
-        compare("plan: what stays", sum(t.nbytes for t in (*tensors, *reference)), stays)
+        record_ratio("plan: what stays", sum(t.nbytes for t in (*tensors, *reference)), stays)
         return
-    compare("plan: what stays", torch.cuda.memory_allocated(), stays)
-    compare("plan: peak of training", *peak("train"))
+    record_ratio("plan: what stays", torch.cuda.memory_allocated(), stays)
+    record_ratio("plan: peak of training", *peak("train"))
     train_grpo.score(model, batch, cfg)
-    compare("plan: peak of log-probs", *peak("logprob"))
+    record_ratio("plan: peak of log-probs", *peak("logprob"))
 
 
 if __name__ == "__main__":
-    sys.exit(worker.main({"gradients": gradients, "offload": offloaded, "plan": plan}))
+    sys.exit(worker.main({"gradients": check_gradients, "offload": check_offload, "plan": check_plan}))

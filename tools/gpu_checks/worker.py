@@ -1,6 +1,6 @@
-"""What the processes of tools/gpu_check.py share: how they begin and answer, and the small models that they try.
+"""Shared by the processes of tools/gpu_check.py: start, results, and the small models that they use.
 
-A check is a function(tell) of a script that torchrun starts: `tell(row, figure, note)` answers a row of checks.py.
+A check is a function(record) of a script that torchrun starts: `record(row, figure, note)` answers a row of checks.py.
 """
 
 import json
@@ -20,42 +20,43 @@ from support.read_config import load_config
 from tools import bench_works, make_tiny
 from tools.gpu_checks.checks import FOLDER, ROWS
 
-Tell = Callable[..., None]  # (row's name, figure, note)
+Record = Callable[..., None]  # (row's name, figure, note)
 
-# kind → (architecture of make_tiny, its options): as many keys as queries, fewer, experts
+# kind → (architecture of make_tiny, its options): multi-head, grouped-query, mixture of experts
 MODELS = {"dense": ("llama", {"kv_heads": 8}), "gqa": ("qwen2", {"kv_heads": 2}), "moe": ("qwen3_moe", {"kv_heads": 2})}
-# on an even number of ranks each is laid out in a way of its own
+# kind → layout on an even number of ranks
 PAIRS = {
     "dense": ("parallel.tp=2", "rollout.tp=2"),
     "gqa": ("parallel.tp=1", "rollout.tp=1"),
     "moe": ("parallel.ep=2", "rollout.tp=1"),
 }
-PROMPT, VOCABULARY = 16, 16  # tokens of a prompt at most, and those that char_tokenizer knows
+PROMPT = 16  # tokens of the longest prompt
+VOCABULARY = 16  # tokens of char_tokenizer
 
 
 def folder() -> Path:
-    """Where this check writes."""
+    """Return the folder that this check writes into."""
     return Path(os.environ[FOLDER])
 
 
-def main(checks: dict[str, Callable[[Tell], None]]) -> int:
-    """Do the check that the command line names."""
+def main(checks: dict[str, Callable[[Record], None]]) -> int:
+    """Run the check that the command line names."""
     ranks.die_with_torchrun()
     vllm_process.set_environment()  # before anything is allocated on a GPU
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
-    def tell(row: str, figure: float, note: str = "") -> None:
+    def record(row: str, figure: float, note: str = "") -> None:
         if ranks.is_first_rank():
             with (folder() / ROWS).open("a") as file:
                 file.write(json.dumps({"row": row, "figure": float(figure), "note": note}) + "\n")
 
-    checks[sys.argv[1]](tell)
+    checks[sys.argv[1]](record)
     return 0
 
 
 def config(path: Path, *overrides: str) -> Config:
-    """The demo's, on another model."""
+    """Return the configuration of the demo with the model at `path` and overrides."""
     common = (
         f"model.path={path}", "data.train=none", "model.dtype=bf16", f"data.max_prompt_tokens={PROMPT}",
         "train.clip_grad=0", "rollout.gpu_memory_utilization=0.3",
@@ -64,12 +65,12 @@ def config(path: Path, *overrides: str) -> Config:
 
 
 def layout(kind: str) -> tuple[str, ...]:
-    """How a model is spread over the ranks there are."""
+    """Return the overrides for the layout of a model on these ranks."""
     return PAIRS[kind] if dist.get_world_size() % 2 == 0 else ()
 
 
 def make_model(kind: str) -> Path:
-    """A model of that kind on disk, of 3 to 6 million weights, with values of their own in norms and biases too."""
+    """Write a model of that kind, with 3 to 6 million weights and non-trivial norms and biases; returns its folder."""
     path = folder() / kind
     if ranks.is_first_rank():
         arch, options = MODELS[kind]
@@ -86,10 +87,10 @@ def make_model(kind: str) -> Path:
 
 
 def bench_model(name: str) -> Path:
-    """A model of tools/bench.py in bf16 on disk, in the folder that the benchmarks use too."""
+    """Write a bf16 model of tools/bench.py into the folder that the benchmarks also use; returns its folder."""
     path = None
     if ranks.is_first_rank():
-        sys.path.append(str(Path(bench_works.__file__).parent))  # it imports make_tiny from there
+        sys.path.append(str(Path(bench_works.__file__).parent))  # bench_works imports make_tiny from there
         path, _ = bench_works.make_inputs(folder().parent / "bench", bench_works.Work(name, "bf16"))
     found = [path]
     dist.broadcast_object_list(found)
@@ -97,8 +98,9 @@ def bench_model(name: str) -> Path:
 
 
 def samples(number: int, longest: int, vocabulary: int = VOCABULARY, shortest: int = 1) -> list[train_grpo.Sample]:
-    """Made-up answers of `shortest` to `longest` tokens, with advantages; the same on every rank."""
-    rng, made = np.random.default_rng(3), []
+    """Return random answers of `shortest` to `longest` tokens with advantages, the same on every rank."""
+    rng = np.random.default_rng(3)
+    made = []
     for n in range(number):
         prompt = rng.integers(2, vocabulary, rng.integers(1, PROMPT + 1)).tolist()
         response = rng.integers(0, vocabulary, rng.integers(shortest, longest + 1)).tolist()

@@ -1,7 +1,7 @@
-"""A headless Chromium, driven over a pipe by its own protocol: pictures of a page, and the tests of it. No package.
+"""Control a headless Chromium over a pipe: screenshots and tests of a page, without a further package.
 
-Source: the Chrome DevTools protocol, with --remote-debugging-pipe: JSON messages that end in a zero byte, which the
-browser reads from file descriptor 3 and writes to 4.
+Source: the Chrome DevTools protocol, with --remote-debugging-pipe: JSON messages that end in a zero byte. The
+browser reads them from file descriptor 3 and writes to 4.
 """
 
 import base64
@@ -19,33 +19,35 @@ FLAGS = (
 )  # fmt: skip
 
 
-def chromium() -> str | None:
-    """The program, if there is one."""
+def find_chromium() -> str | None:
+    """Return the path of the program, None if it is not installed."""
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    return next((path for name in names if (path := shutil.which(name))), None)
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 class Browser:
-    """One tab of a new browser with a profile of its own; `errors` is what it complained of."""
+    """One tab of a new browser with an empty profile, its `errors` and warnings, and the URLs of its `requests`."""
 
     def __init__(self, width: int = 1280, height: int = 900):
         self.profile = tempfile.TemporaryDirectory()
         to_browser, self.write_end = os.pipe()
         read_end, from_browser = os.pipe()
 
-        def hand_over() -> None:
-            first, second = os.dup(to_browser), os.dup(from_browser)  # whatever 3 and 4 are now
+        def connect_pipes() -> None:
+            first, second = os.dup(to_browser), os.dup(from_browser)  # copies first: one of them may be 3 or 4
             os.dup2(first, 3)
             os.dup2(second, 4)
 
         self.process = subprocess.Popen(
-            [chromium(), *FLAGS, f"--user-data-dir={self.profile.name}", "about:blank"],
-            close_fds=False, preexec_fn=hand_over, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [find_chromium(), *FLAGS, f"--user-data-dir={self.profile.name}", "about:blank"],
+            close_fds=False, preexec_fn=connect_pipes, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(to_browser)
         os.close(from_browser)
         self.replies = os.fdopen(read_end, "rb")
-        self.number, self.rest, self.session = 0, b"", None
+        self.number = 0  # of the last command
+        self.rest = b""  # bytes read after the last message
+        self.session: str | None = None
         self.errors: list[str] = []
         self.requests: list[str] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
@@ -58,7 +60,7 @@ class Browser:
         return self
 
     def __exit__(self, *_):
-        os.close(self.write_end)  # the browser ends with its pipe
+        os.close(self.write_end)  # the browser ends when its pipe closes
         try:
             self.process.wait(timeout=20)
         except subprocess.TimeoutExpired:
@@ -68,7 +70,7 @@ class Browser:
         self.profile.cleanup()
 
     def send(self, method: str, **parameters) -> dict:
-        """What the browser answers to a command. Raises RuntimeError with its complaint, or where it is gone."""
+        """Send a command and return the result. Raises RuntimeError if the command fails or the browser has ended."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": parameters}
         if self.session:
@@ -83,6 +85,7 @@ class Browser:
             self.note(reply)
 
     def receive(self) -> dict:
+        """Return the next message. Raises RuntimeError if the browser has ended."""
         while b"\0" not in self.rest:
             more = self.replies.read1(1 << 20)
             if not more:
@@ -92,7 +95,7 @@ class Browser:
         return json.loads(message)
 
     def note(self, event: dict) -> None:
-        """Keep what went wrong in the page, and what it asked of the network."""
+        """Record errors of the page and its network requests."""
         method, parameters = event.get("method"), event.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.errors.append(parameters["exceptionDetails"].get("exception", {}).get("description", "exception"))
@@ -107,11 +110,11 @@ class Browser:
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
 
     def prefer(self, scheme: str) -> None:
-        """Light or dark, as the system would say."""
+        """Set the preferred colour scheme: light or dark."""
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def open(self, url: str, timeout_s: float = 60.0) -> float:
-        """Load a page, from nothing; the seconds until it says that it is drawn."""
+        """Load a page after about:blank. Returns the seconds until the page has set data-ready."""
         self.send("Page.navigate", url="about:blank")
         began = time.perf_counter()
         self.send("Page.navigate", url=url)
@@ -119,29 +122,32 @@ class Browser:
         return time.perf_counter() - began
 
     def ask(self, script: str):
-        """The value of a script's last expression, promises awaited."""
+        """Evaluate a script and return the value of its last expression. Awaits promises."""
         result = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in result:
             raise RuntimeError(result["exceptionDetails"]["exception"].get("description"))
         return result["result"].get("value")
 
     def wait(self, script: str, timeout_s: float = 20.0) -> None:
-        """Until a script's value is true. Raises TimeoutError."""
+        """Wait until a script's value is true. Raises TimeoutError."""
         end = time.monotonic() + timeout_s
         while not self.ask(script):
             if time.monotonic() > end:
-                raise TimeoutError(f"not within {timeout_s:g} s: {script}; the page complains of {self.errors}")
+                raise TimeoutError(f"not within {timeout_s:g} s: {script}; errors of the page: {self.errors}")
             time.sleep(0.05)
 
     def press(self, key: str) -> None:
-        """A key down and up; the page hears of it as from a keyboard."""
+        """Send the events of a key press."""
         code = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}.get(key, 0)
-        text = "\r" if key == "Enter" else key if len(key) == 1 else ""
-        for kind in ("keyDown", "keyUp"):
-            down = {"text": text} if kind == "keyDown" and text else {}
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **down)
+        down = {}
+        if key == "Enter":
+            down["text"] = "\r"
+        elif len(key) == 1:
+            down["text"] = key
+        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **down)
+        self.send("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     def screenshot(self, path: Path) -> None:
-        """What is seen now, as PNG."""
-        time.sleep(0.3)  # figures draw themselves when they come into view
+        """Write a PNG of the visible part of the page."""
+        time.sleep(0.3)  # figures are drawn when they come into view
         Path(path).write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))

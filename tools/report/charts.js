@@ -1,10 +1,10 @@
 "use strict";
-// Charts: curves raw and smoothed, bands, stacks, heat maps; each a <figure> that draws itself when it comes into view.
+// Charts: raw and smoothed curves, bands, stacks, heat maps. Each is a <figure> that is drawn when it comes into view.
 
 const SVG = "http://www.w3.org/2000/svg";
 const DRAWN = new Set(["svg", "path", "line", "text", "circle", "g", "title"]);
 
-/** An element with attributes (functions become listeners) and children. */
+/** Create an element with attributes (functions become listeners) and children. */
 function make(name, attributes = {}, ...children) {
   const made = DRAWN.has(name) ? document.createElementNS(SVG, name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -16,7 +16,7 @@ function make(name, attributes = {}, ...children) {
   return made;
 }
 
-/** A number for people: four digits at most, powers of ten where it is tiny or huge. */
+/** Format a number with at most four or five digits, in exponential form if it is very small or large. */
 function show(value) {
   if (value === null || value === undefined) return "–";
   if (value === 0 || (Number.isInteger(value) && Math.abs(value) < 1e6)) return String(value);
@@ -25,7 +25,7 @@ function show(value) {
   return String(Number(value.toPrecision(size >= 1000 ? 5 : 4)));
 }
 
-/** Exponential moving average without the bias of its start: weights are smoothing^age, made to sum to 1. */
+/** Bias-corrected exponential moving average: weights smoothing^age, normalised to sum to 1. */
 function smooth(values, smoothing) {
   let sum = 0,
     weight = 0;
@@ -56,7 +56,7 @@ function ticks(low, high, log) {
   return found;
 }
 
-/** The places of points that are drawn: all, or where there are many, the smallest and the largest of each pixel. */
+/** Indices of the points to draw: all, or if there are many, the smallest and the largest of each pixel. */
 function thinned(values, width) {
   const all = values.map((_, i) => i).filter((i) => values[i] !== null);
   if (all.length <= 2 * width) return all;
@@ -83,7 +83,7 @@ const inView = new IntersectionObserver(
 );
 const resized = new ResizeObserver((entries) => entries.forEach((entry) => inView.observe(entry.target)));
 
-/** Draw a figure, when it comes into view and whenever its width changes. */
+/** Draw a figure when it comes into view and whenever its width changes. */
 function drawnBy(figure, draw) {
   redraws.set(figure, draw);
   resized.observe(figure);
@@ -135,7 +135,7 @@ function axes(svg, s, width, height, name) {
 
 const path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
-/** The paths of a layer of a stack: from its floor, {x: value}, to its values. */
+/** Path of a layer of a stack, from its floor, {x: value}, to its values. */
 function area(one, ys, {s, width, floor}) {
   const kept = thinned(ys, width);
   const top = kept.map((j) => [s.x(one.x[j]), s.y(ys[j])]);
@@ -143,7 +143,7 @@ function area(one, ys, {s, width, floor}) {
   return kept.length ? [make("path", {class: "area", d: path([...top, ...bottom.reverse()]) + "Z"})] : [];
 }
 
-/** Points, the line between them, and the band around them where its half width is known. */
+/** Points, the line between them, and the band around them where its half-width is known. */
 function banded(one, ys, {s}) {
   const places = ys.map((_, j) => j).filter((j) => ys[j] !== null);
   const known = places.filter((j) => one.half[j] !== null);
@@ -155,7 +155,7 @@ function banded(one, ys, {s}) {
   ];
 }
 
-/** A curve as it is, faint, and smoothed. */
+/** The raw curve (faint) and the smoothed curve. */
 function curve(one, ys, {s, width, smoothing}) {
   const line = (values, kind) => {
     const kept = thinned(values, width).map((j) => [s.x(one.x[j]), s.y(values[j])]);
@@ -167,8 +167,8 @@ function curve(one, ys, {s, width, smoothing}) {
 }
 
 /**
- * A figure of curves over steps. series: [{label, colour, dash, x, y, half, steps, open}]; `half`: of a band; `open`:
- * what a click or Enter does with a step. options: {title, note, kind, smoothing, stacked, axis}.
+ * A figure of curves over steps. series: [{label, colour, dash, x, y, half, steps, open}]; `half`: half-width of a band;
+ * `open`: called with a step on a click or Enter. options: {title, note, kind, smoothing, stacked, axis}.
  */
 function chart(series, options) {
   const caption = make("figcaption", {"aria-live": "polite"});
@@ -190,7 +190,7 @@ function chart(series, options) {
     ...one,
     y: one.y.map((v) => (options.kind === "log" && v !== null && v <= 0 ? null : v)),
   }));
-  const floors = lines.map(() => new Map()); // of a stack: what lies below a series at x
+  const floors = lines.map(() => new Map()); // of a stack: the sum of the series below at x
   if (options.stacked) {
     const below = new Map();
     lines.forEach((one, i) =>

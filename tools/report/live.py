@@ -1,26 +1,26 @@
-"""The same page on this machine's own address while a run goes on: it asks every 3 seconds whether there is more."""
+"""Serve the page on 127.0.0.1 while a run goes on. The page polls every 3 seconds for new data."""
 
 import gzip
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from tools.report.page import page, report
+from tools.report.page import build_page, build_report
 from tools.report.read import Run
 
 
-def server(runs: list[Run], title: str, port: int) -> ThreadingHTTPServer:
-    """A server on 127.0.0.1 alone, not yet serving; port 0: any that is free.
+def make_server(runs: list[Run], title: str, port: int) -> ThreadingHTTPServer:
+    """Return a server on 127.0.0.1, not yet serving; port 0 takes any free port.
 
-    It answers /, /data.json and /block/RUN/FILE with names that it knows; none of them is the path of a file.
+    It serves /, /data.json and /block/RUN/FILE for the names of existing sample files; no request names a path.
     """
-    lock = threading.Lock()  # a Run remembers what it has read, and requests come side by side
+    lock = threading.Lock()  # a Run caches what it has read, and requests run concurrently
     state = {"version": 0, "content": b""}
 
     def newest() -> tuple[str, bytes]:
         with lock:
-            if any([run.changed() for run in runs]):  # all are asked
-                state["content"] = gzip.compress(json.dumps(report(runs)).encode(), 1)
+            if any([run.has_changed() for run in runs]):  # a list, so that every run is updated
+                state["content"] = gzip.compress(json.dumps(build_report(runs)).encode(), 1)
                 state["version"] += 1
             return f'"{state["version"]}"', state["content"]
 
@@ -35,17 +35,19 @@ def server(runs: list[Run], title: str, port: int) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             host = self.headers.get("Host", "").rpartition(":")[0]
-            if host not in ("127.0.0.1", "localhost"):  # a page elsewhere that has its name point here
+            if host not in ("127.0.0.1", "localhost"):  # DNS rebinding: another site's name resolves to this address
                 self.send_error(403)
             elif self.path == "/":
-                self.answer("text/html; charset=utf-8", gzip.compress(page(title, live=True).encode()))
+                self.answer("text/html; charset=utf-8", gzip.compress(build_page(title, live=True).encode()))
             elif self.path == "/data.json":
                 version, content = newest()
                 self.answer("application/json", content, version)
-            elif (content := block(self.path)) is not None:
-                self.answer("application/json", content)
             else:
-                self.send_error(404)
+                content = block(self.path)
+                if content is None:
+                    self.send_error(404)
+                else:
+                    self.answer("application/json", content)
 
         def answer(self, kind: str, compressed: bytes, version: str = "") -> None:
             known = version and self.headers.get("If-None-Match") == version
@@ -61,6 +63,6 @@ def server(runs: list[Run], title: str, port: int) -> ThreadingHTTPServer:
                 self.wfile.write(compressed)
 
         def log_message(self, *_):
-            """Requests are not worth a line each."""
+            """Print nothing for a request."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)

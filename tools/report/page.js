@@ -1,9 +1,9 @@
 "use strict";
-// The page: what was run, its curves, and the viewer; drawn from `report`, anew when a live run has gone on.
+// The page: runs, curves and the viewer, drawn from `report` and redrawn when a live run has new data.
 
 const WINDOW = 10; // steps whose mean reward the table shows
 
-/** Seconds as people say them. */
+/** Format seconds as s, min or h. */
 const duration = (s) =>
   s < 90 ? `${s.toFixed(0)} s` : s < 5400 ? `${(s / 60).toFixed(0)} min` : `${(s / 3600).toFixed(1)} h`;
 const last = (values) => values?.findLast((v) => v !== null) ?? null;
@@ -11,7 +11,7 @@ const known = (run, name) => run.columns[name]?.some((v) => v !== null) ?? false
 const hidden = new Set(); // names of runs that are not drawn
 const seenRuns = () => report.runs.map((run, i) => [run, i]).filter(([run]) => !hidden.has(run.name));
 
-/** The x of each step of a run: its number, hours since the start, or samples so far. */
+/** The x value of each step of a run: step number, hours since the start, or samples so far. */
 function along(run) {
   const axis = $("axis").value,
     c = run.columns;
@@ -24,7 +24,7 @@ function along(run) {
   );
 }
 
-// ---------------------------------------------------------------- what was run
+// ---------------------------------------------------------------- runs
 
 function runsTable() {
   const heads = ["", "run", "steps", "reward, first", `last ${WINDOW}`, "best", "evaluation", "took", "last line"];
@@ -68,7 +68,7 @@ function runsTable() {
   );
 }
 
-/** The keys of which two runs differ, or, for a single run, those that have not their default value. */
+/** The keys in which the runs differ, or, for a single run, those that differ from the default. */
 function configTable() {
   const text = (run, key) => (key in run.config ? JSON.stringify(run.config[key]) : "–");
   const keys = [...new Set(report.runs.flatMap((run) => Object.keys(run.config)))];
@@ -120,15 +120,15 @@ function aboutRun(run, i) {
         make(
           "p",
           {class: "note"},
-          `Until step ${earlier.map((v) => v.until_step).join(", ")} other versions ran; they stand in versions.json.`,
+          `Until step ${earlier.map((v) => v.until_step).join(", ")} the run used other versions: see versions.json.`,
         ),
       ]
     : [];
   return make(
     "details",
     {},
-    make("summary", {}, `${run.name}: layout in words, configuration, versions`),
-    make("pre", {}, run.words || "no words: see the note"),
+    make("summary", {}, `${run.name}: layout, configuration, versions`),
+    make("pre", {}, run.words || "layout not available: see the note"),
     ...run.notes.map((note) => make("p", {class: "note"}, note)),
     make("h3", {}, "Configuration"),
     make("pre", {}, lines(Object.entries(run.config))),
@@ -148,7 +148,7 @@ function drawRuns() {
     $("runs").firstElementChild,
     runsTable(),
     make("h3", {}, "Hints"),
-    ...(hints.length ? hints : [make("p", {class: "note"}, "None: no rule of support/hints.py speaks of these runs.")]),
+    ...(hints.length ? hints : [make("p", {class: "note"}, "None: no rule of support/hints.py applies to these runs.")]),
     configTable(),
     ...report.runs.map(aboutRun),
   );
@@ -188,7 +188,7 @@ function panel(title, names, kind, note) {
     : null;
 }
 
-/** Figures of a panel: one, or for a name with a star one of each metric that fits; no failures that never were. */
+/** Figures of a panel: one, or for a name with a star one per matching metric. Omits failure rates that are always 0. */
 function panels([title, names, kind, note]) {
   if (!names[0].includes("*")) return [panel(title, names, kind, note)];
   const [before, after] = names[0].split("*");
@@ -217,7 +217,7 @@ function section(title, figures, large = false) {
   );
 }
 
-/** Seconds of each phase of a step, one above the other, of each run. */
+/** Stacked seconds of the phases of a step, for each run. */
 function timeStacks() {
   return seenRuns().map(([run, i]) => {
     const c = run.columns,
@@ -243,7 +243,7 @@ function timeStacks() {
   });
 }
 
-/** Memory of each phase, of the rank that has most, of each run. */
+/** Memory of each phase on the rank that has most, for each run. */
 function memory() {
   return seenRuns().map(([run, i]) => {
     const c = run.columns,
@@ -258,11 +258,11 @@ function memory() {
         steps: c.step,
         open: (at) => openStep(i, at),
       }));
-    const words = suffix === "_gb" ? "held at the end of a phase" : "most within a phase";
+    const words = suffix === "_gb" ? "held at the end of a phase" : "peak within a phase";
     return series.length
       ? chart(series, {
           title: `Memory of ${run.name}`,
-          note: `GiB, ${words}, of the rank that has most`,
+          note: `GiB, ${words}, on the rank that has most`,
           kind: "exact",
           smoothing: 0,
           axis: $("axis").value.replace(/s$/, ""),
@@ -283,14 +283,14 @@ function experts() {
           names.map((name) => run.columns[name]),
           {
             title: `Experts of ${run.name}`,
-            note: "a row a layer, a column a step: tokens of the busiest expert ÷ mean; 1 is even",
+            note: "one row per layer, one column per step: tokens of the busiest expert ÷ mean; 1 is balanced",
           },
         )
       : null;
   });
 }
 
-/** Evaluations, with bands of 95 % where the samples are there. */
+/** Evaluations, with 95 % bands if the samples exist. */
 function evaluationPanels() {
   const names = [...new Set(report.runs.flatMap((run) => Object.keys(run.evaluations)))].sort();
   return names.map((name) => {
@@ -311,14 +311,14 @@ function evaluationPanels() {
     const prompts = Math.max(0, ...report.runs.flatMap((run) => (run.evaluations[name] || []).map((p) => p[3] || 0)));
     const note = prompts
       ? `band: ± 1.96 standard errors of the mean over ${prompts} prompts`
-      : "no band: the samples of the evaluation are not there";
+      : "no band: the samples of the evaluation are missing";
     return series.length
       ? chart(series, {title: name.slice(5), note, kind: name.includes("pass@") ? "fraction" : null})
       : null;
   });
 }
 
-/** Any metric there is, chosen by name. */
+/** A metric selected by name. */
 function anyMetric() {
   const names = [
     ...new Set(
@@ -329,7 +329,7 @@ function anyMetric() {
   const place = make("div", {class: "grid large"});
   const draw = () =>
     place.replaceChildren(
-      ...[panel(choice.value, [choice.value], null, "docs/metrics.md says what it means")].filter(Boolean),
+      ...[panel(choice.value, [choice.value], null, "described in docs/metrics.md")].filter(Boolean),
     );
   choice.value = chosenMetric && names.includes(chosenMetric) ? chosenMetric : "loss/total";
   choice.addEventListener("change", () => {
@@ -366,7 +366,7 @@ function drawCharts() {
   $("contents").replaceChildren(...ids.map(([id, words]) => make("a", {href: `#${id}`}, words)));
 }
 
-// ---------------------------------------------------------------- start, and a run that goes on
+// ---------------------------------------------------------------- start, and updates of a live run
 
 function takeReport(found) {
   report = found;
@@ -409,11 +409,11 @@ async function refresh() {
     }
     $("status").textContent = `live, as of ${new Date().toLocaleTimeString()}`;
   } catch (error) {
-    $("status").textContent = "the server has ended: what is here stays";
+    $("status").textContent = "the server has stopped: the page shows its last data";
   }
 }
 
-/** Open the samples that the address names, else the last step of the first run. */
+/** Open the samples that the URL names, else the last step of the first run. */
 async function start() {
   const wanted = new URLSearchParams(location.hash.slice(1)),
     run = Math.min(report.runs.length - 1, Number(wanted.get("run") || 0));

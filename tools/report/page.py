@@ -1,4 +1,4 @@
-"""The page: the template with its style, script and, where it has to stand alone, the data in it."""
+"""Build the HTML page: the template with style, script and, for a standalone page, the data."""
 
 import base64
 import gzip
@@ -14,42 +14,51 @@ from tools.report.read import BYTES_A_TOKEN, Run
 HERE = Path(__file__).resolve().parent
 
 
-def report(runs: list[Run]) -> dict:
-    """All that the page shows but the samples."""
+def build_report(runs: list[Run]) -> dict:
+    """Return all data of the page except the samples."""
     return {"sections": SECTIONS, "phases": PHASES, "runs": [run.page_data() for run in runs]}
 
 
-def page(title: str, data: str = "", live: bool = False) -> str:
-    """The HTML; `data`: elements that hold the data, without which the page asks the server it came from.
+def build_page(title: str, data: str = "", live: bool = False) -> str:
+    """Return the HTML. `data`: HTML elements that hold the data; a `live` page requests it from its server.
 
-    Its own script and style are named by their digests, so nothing that a model wrote can run, or reach the network.
+    The content security policy allows only this script and style, by their digests, so text of a model cannot run or
+    reach the network.
     """
     style = (HERE / "page.css").read_text()
     script = "\n".join((HERE / f"{name}.js").read_text() for name in ("charts", "viewer", "page"))
     rules = [f"{kind}-src '{integrity(text)}'" for kind, text in (("script", script), ("style", style))]
-    policy = "; ".join(["default-src 'none'", *rules, "connect-src 'self'" if live else "connect-src 'none'"])
+    connect = "'self'" if live else "'none'"
+    values = {
+        "live": " data-live" if live else "",
+        "policy": "; ".join(["default-src 'none'", *rules, f"connect-src {connect}"]),
+        "title": html.escape(title),
+        "style": style,
+        "data": data,
+        "script": script,
+    }
     text = (HERE / "page.html").read_text()
-    values = {"live": " data-live" * live, "policy": policy, "title": html.escape(title), "style": style}
-    for name, value in (values | {"data": data, "script": script}).items():
+    for name, value in values.items():
         text = text.replace(f"{{{{{name}}}}}", value)
     return text
 
 
 def integrity(text: str) -> str:
+    """Return the digest of a script or style for a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def element(name: str, content: bytes) -> str:
-    """Compressed JSON as an element that is no script to the browser."""
+    """Return compressed JSON as a script element of a type that the browser does not run."""
     return f'<script type="text/plain" id="{name}">{base64.b64encode(content).decode()}</script>\n'
 
 
-def standing_alone(title: str, runs: list[Run], megabytes: float) -> str:
-    """The page with everything in it; of the samples as many groups a step as fit into about so many MB."""
+def build_standalone_page(title: str, runs: list[Run], megabytes: float) -> str:
+    """Return the page with all data; per step as many groups of samples as fit into about so many MB in all."""
     estimate = sum(run.response_tokens() for run in runs) * BYTES_A_TOKEN / 1e6
     share = min(1.0, megabytes / max(estimate, 1e-9))
-    found = json.dumps(report(runs), ensure_ascii=False, separators=(",", ":")).encode()
+    found = json.dumps(build_report(runs), ensure_ascii=False, separators=(",", ":")).encode()
     parts = [element("report", gzip.compress(found, 6, mtime=0))]
     for number, run in enumerate(runs):
         parts += [element(f"block/{number}/{name}", run.block(name, share)) for name in run.sample_files()]
-    return page(title, "".join(parts))
+    return build_page(title, "".join(parts))

@@ -1,14 +1,14 @@
 "use strict";
-// The samples of a step: a prompt, its answers, their tokens coloured by what the run recorded of them.
+// The samples of a step: a prompt and its answers, with tokens coloured by recorded values.
 
 const $ = (id) => document.getElementById(id);
 const LIVE = document.documentElement.hasAttribute("data-live");
-const FIRST_TOKENS = 1500; // of an answer that are shown before one asks for all
+const FIRST_TOKENS = 1500; // of an answer, shown before a click shows all
 const viewed = {run: 0, file: null, group: 0, block: null, hit: null}; // what the viewer shows now
-let report = null; // all but the samples
-let opened = new Map(); // blocks, the latest ones
+let report = null; // all data except the samples
+let opened = new Map(); // name → block, the latest ones
 
-/** What was compressed with gzip, written as base64: its JSON. */
+/** Decode base64 of gzipped JSON. */
 async function unpack(base64) {
   const letters = atob(base64),
     bytes = new Uint8Array(letters.length);
@@ -16,7 +16,7 @@ async function unpack(base64) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 }
 
-/** The samples of a file of a run, from this page or, live, from the server. */
+/** Load the samples of a file of a run, from this page or, if live, from the server. */
 async function load(run, file) {
   const name = `block/${run}/${file}`;
   if (!opened.has(name)) {
@@ -29,17 +29,17 @@ async function load(run, file) {
 
 // ---------------------------------------------------------------- colours of tokens
 
-/** A token's own advantage where tokens have rewards of their own, else its answer's. */
+/** The advantage of the token if tokens have rewards, else that of its answer. */
 const advantageOf = (answer, i) => answer.advantages?.[i] ?? answer.advantage;
 
-/** name → {label, of: (answer, i) → value, colour: (value, most) → [channel, strength], stops, missing} */
+/** name → {label, of: (answer, i) → value, tint: (value, most) → [channel, strength], ends, missing} */
 const COLOURS = {
   advantage: {
     label: "advantage",
     of: advantageOf,
     most: (groups) => largest(groups, (a) => a.advantages || [a.advantage]),
     tint: (v, most) => [v > 0 ? "--up" : "--down", v && 0.15 + (0.85 * Math.abs(v)) / most],
-    about: "the answer's, the same for all its tokens, or the token's where it has rewards of its own",
+    about: "of the answer, the same for all its tokens, or of the token if tokens have rewards",
     ends: (most) => [
       [-most, "worse than its group"],
       [0, ""],
@@ -51,11 +51,11 @@ const COLOURS = {
     of: (answer, i) => answer.logp[i],
     most: () => 5,
     tint: (v, most) => ["--heat", Math.min(-v / most, 1)],
-    about: "of the sampled token, when it was sampled",
+    about: "of the token when it was sampled",
     ends: (most) => [
       [0, "certain"],
       [-most / 2, ""],
-      [-most, "surprising, or less likely"],
+      [-most, "unlikely, or below"],
     ],
   },
   gap: {
@@ -70,8 +70,8 @@ const COLOURS = {
       [most, "likelier"],
     ],
     missing:
-      "Tokens cannot be coloured by their gap: this run recorded no trainer log-probs of tokens (log.tokens=true " +
-      "does). Mean and maximum of the gap are among the curves.",
+      "The gap of tokens is not available: this run recorded no trainer log-probs of tokens (set log.tokens=true). " +
+      "The curves show mean and maximum of the gap.",
   },
   ratio: {
     label: "ratio",
@@ -85,12 +85,12 @@ const COLOURS = {
       [1 + most, "likelier"],
     ],
     missing:
-      "Nor by their ratio, and none can be marked as beyond the clip: it recorded no ratios of tokens. The share that " +
-      "was clipped is among the curves.",
+      "The ratio of tokens is not available, so clipped tokens are not marked: this run recorded no ratios. The curves " +
+      "show the clipped share.",
   },
 };
 
-/** A background under text, so never its full strength. */
+/** Background colour behind text, never at full strength. */
 const shade = (channel, strength) =>
   `color-mix(in srgb, var(${channel}) ${(72 * Math.min(1, strength)).toFixed(1)}%, transparent)`;
 
@@ -101,7 +101,7 @@ function largest(groups, values) {
   return most || 1;
 }
 
-/** Whether the clip holds a token: its ratio is beyond the bound that its advantage pushes it to (PPO's rule). */
+/** Whether a token is clipped: its ratio is outside the bound on the side of its advantage (PPO's rule). */
 function beyondClip(answer, i, algo) {
   if (!answer.ratio || algo.loss === "reinforce") return false;
   const ratio = answer.ratio[i],
@@ -115,7 +115,7 @@ function beyondClip(answer, i, algo) {
 
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 const rewardsOf = (group) => group.answers.map((a) => a.reward);
-/** For each token of an answer, whether an environment wrote it: every second turn. */
+/** For each token of an answer, whether it belongs to the environment: every second turn. */
 const environments = (answer) => answer.turns.flatMap((length, turn) => Array(length).fill(turn % 2 === 1));
 const isMixed = (group) => new Set(rewardsOf(group)).size > 1;
 const textOf = (block, ids) => ids.map((id) => block.pieces?.[id] ?? ` ${id}`).join("");
@@ -140,7 +140,7 @@ function tokenSpans(block, ids, upTo, tint, tell, hits) {
   });
 }
 
-/** The places of the tokens that a found text covers. */
+/** Indices of the tokens that a match covers. */
 function hitTokens(block, ids, needle) {
   const hits = new Set();
   if (!needle || !block.pieces) return hits;
@@ -238,7 +238,7 @@ function answerCard(block, answer, number, most, run, needle) {
     [
       `${JSON.stringify(block.pieces?.[answer.ids[i]] ?? "")}, id ${answer.ids[i]}`,
       told[i]
-        ? "by the environment, not trained"
+        ? "by the environment, not trained on"
         : `log-prob ${show(answer.logp[i])} (p ${show(Math.exp(answer.logp[i]))})`,
       answer.gap ? `gap ${show(answer.gap[i])}` : "",
       answer.ratio ? `ratio ${show(answer.ratio[i])}${beyondClip(answer, i, algo) ? ", beyond the clip" : ""}` : "",
@@ -271,7 +271,7 @@ function drawGroup() {
     group = block.groups.find((g) => g.group === viewed.group),
     run = report.runs[viewed.run];
   if (!group) {
-    $("group").replaceChildren(make("p", {class: "note"}, "No group here has mixed rewards: every advantage is 0."));
+    $("group").replaceChildren(make("p", {class: "note"}, "No group of this step has mixed rewards."));
     return;
   }
   const needle = $("needle").value.toLowerCase(),
@@ -304,10 +304,10 @@ function drawGroup() {
     .filter((key) => !group.answers.some((a) => a[key]))
     .map((key) => COLOURS[key].missing);
   if (missing.length && run.updates === 1 && run.config["algo.old_logp"] !== "rollout")
-    missing.push("This run makes one update a step: in it the ratio is exactly 1 at every token, and the clip holds none.");
+    missing.push("This run makes one update per step, in which every ratio is exactly 1 and no token is clipped.");
   const noPieces = block.pieces
     ? null
-    : make("p", {class: "note"}, "Without a tokenizer: the texts as they were graded, and ids.");
+    : make("p", {class: "note"}, "No tokenizer: this shows the graded texts and token ids.");
   $("group").replaceChildren(
     make(
       "div",
@@ -325,7 +325,7 @@ function drawGroup() {
           make("b", {}, show(average)),
           `, std ${show(spread)}`,
         ),
-        isMixed(group) ? null : make("span", {class: "bad"}, "all rewards equal: no answer is better than its group"),
+        isMixed(group) ? null : make("span", {class: "bad"}, "all rewards are equal"),
       ),
       make(
         "div",
@@ -375,8 +375,8 @@ function drawPrompts() {
   const left = block.of - block.groups.length;
   $("left-out").hidden = !left;
   $("left-out").textContent = left
-    ? `${block.groups.length} of the ${block.of} groups of this step are in this page, evenly spread, so that it ` +
-      "stays small: --megabytes sets how large it may be, --watch shows all."
+    ? `${block.groups.length} of the ${block.of} groups of this step are in this page, evenly spaced. ` +
+      "--megabytes sets the limit, --watch shows all."
     : "";
   drawGroup();
 }
@@ -429,7 +429,7 @@ function promptBy(by) {
   drawGroup();
 }
 
-/** Go to the next group whose prompt or answers hold the text: through this step, the following ones, then around. */
+/** Go to the next group whose prompt or answers contain the text, through this and later steps, then from the first. */
 async function findNext() {
   const needle = $("needle").value.toLowerCase();
   if (!needle || !viewed.block) return;
@@ -440,11 +440,11 @@ async function findNext() {
   const fits = (block, group) =>
     textOf(block, group.prompt).toLowerCase().includes(needle) ||
     group.answers.some((a) => answerText(block, a).toLowerCase().includes(needle));
-  const again = viewed.hit === `${needle}|${start}`; // it is here already: the one after it
+  const again = viewed.hit === `${needle}|${start}`; // already shown: go to the one after it
   for (let i = 0; i <= files.length; i++) {
     const file = files[(from + i) % files.length],
       block = await load(run, file);
-    if (i % 20 === 19) $("found").textContent = `looking in ${fileLabel(file)} …`;
+    if (i % 20 === 19) $("found").textContent = `searching ${fileLabel(file)} …`;
     const at = block.groups.findIndex((group) => group.group === viewed.group);
     const hit = block.groups.find((group, j) => (i > 0 || (again ? j > at : j >= at)) && fits(block, group));
     if (hit) {
@@ -459,7 +459,7 @@ async function findNext() {
       return;
     }
   }
-  $("found").textContent = "in no prompt and no answer of this run" + (LIVE ? "" : " that is in this page");
+  $("found").textContent = "not found in this run" + (LIVE ? "" : " (in the samples of this page)");
 }
 
 function cycleColour() {
@@ -469,7 +469,7 @@ function cycleColour() {
   drawGroup();
 }
 
-/** Which colours the samples of the runs have values for; the others are shown, disabled. */
+/** Enable the colours for which values were recorded; show the others disabled. */
 function offerColours(recorded) {
   $("colour").replaceChildren(
     ...Object.entries(COLOURS).map(([name, colour]) =>
