@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from support.attention import Segments, attend_padded, use_flash_attention_3, attend_varlen
+from support.attention import Segments, attend_padded, attend_varlen, use_flash_attention_3
 from support.experts import GroupedLinear
 from support.layers import device
 from tools.gpu_checks import worker
