@@ -57,7 +57,7 @@ function ticks(low, high, log) {
 }
 
 /** Indices of the points to draw: all, or if there are many, the smallest and the largest of each pixel. */
-function thinned(values, width) {
+function thinPoints(values, width) {
   const all = values.map((_, i) => i).filter((i) => values[i] !== null);
   if (all.length <= 2 * width) return all;
   const size = all.length / width,
@@ -84,7 +84,7 @@ const inView = new IntersectionObserver(
 const resized = new ResizeObserver((entries) => entries.forEach((entry) => inView.observe(entry.target)));
 
 /** Draw a figure when it comes into view and whenever its width changes. */
-function drawnBy(figure, draw) {
+function drawWhenVisible(figure, draw) {
   redraws.set(figure, draw);
   resized.observe(figure);
   return figure;
@@ -137,14 +137,14 @@ const path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(
 
 /** Path of a layer of a stack, from its floor, {x: value}, to its values. */
 function area(one, ys, {s, width, floor}) {
-  const kept = thinned(ys, width);
+  const kept = thinPoints(ys, width);
   const top = kept.map((j) => [s.x(one.x[j]), s.y(ys[j])]);
   const bottom = kept.map((j) => [s.x(one.x[j]), s.y(floor.get(one.x[j]))]);
   return kept.length ? [make("path", {class: "area", d: path([...top, ...bottom.reverse()]) + "Z"})] : [];
 }
 
 /** Points, the line between them, and the band around them where its half-width is known. */
-function banded(one, ys, {s}) {
+function bandPaths(one, ys, {s}) {
   const places = ys.map((_, j) => j).filter((j) => ys[j] !== null);
   const known = places.filter((j) => one.half[j] !== null);
   const edge = (sign) => known.map((j) => [s.x(one.x[j]), s.y(ys[j] + sign * one.half[j])]);
@@ -158,7 +158,7 @@ function banded(one, ys, {s}) {
 /** The raw curve (faint) and the smoothed curve. */
 function curve(one, ys, {s, width, smoothing}) {
   const line = (values, kind) => {
-    const kept = thinned(values, width).map((j) => [s.x(one.x[j]), s.y(values[j])]);
+    const kept = thinPoints(values, width).map((j) => [s.x(one.x[j]), s.y(values[j])]);
     if (kept.length === 1) return make("circle", {class: "point", cx: kept[0][0], cy: kept[0][1], r: 3});
     return make("path", {class: `line ${kind}`, d: path(kept)});
   };
@@ -265,7 +265,7 @@ function chart(series, options) {
     );
     axes(svg, s, width, height, options.axis || "step");
     lines.forEach((one, i) => {
-      const shape = options.stacked ? area : one.half ? banded : curve;
+      const shape = options.stacked ? area : one.half ? bandPaths : curve;
       const g = make("g", {colour: one.colour});
       g.append(...shape(one, shownY(one, i), {s, width, floor: floors[i], smoothing: options.smoothing}));
       svg.append(g);
@@ -302,7 +302,7 @@ function chart(series, options) {
     if (event.key === "Enter" && at >= 0) open();
     if (event.key === "Escape") leave();
   });
-  return drawnBy(figure, draw);
+  return drawWhenVisible(figure, draw);
 }
 
 /** A figure with a cell for each row of `names` and each step; values from 1 (nothing) to `most` (full colour). */
@@ -371,5 +371,5 @@ function heatMap(names, x, rows, options) {
     at = [Math.max(0, Math.min(rows.length - 1, at[0] + by[0])), Math.max(0, Math.min(x.length - 1, at[1] + by[1]))];
     tell();
   });
-  return drawnBy(figure, draw);
+  return drawWhenVisible(figure, draw);
 }

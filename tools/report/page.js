@@ -9,10 +9,10 @@ const duration = (s) =>
 const last = (values) => values?.findLast((v) => v !== null) ?? null;
 const known = (run, name) => run.columns[name]?.some((v) => v !== null) ?? false;
 const hidden = new Set(); // names of runs that are not drawn
-const seenRuns = () => report.runs.map((run, i) => [run, i]).filter(([run]) => !hidden.has(run.name));
+const visibleRuns = () => report.runs.map((run, i) => [run, i]).filter(([run]) => !hidden.has(run.name));
 
 /** The x value of each step of a run: step number, hours since the start, or samples so far. */
-function along(run) {
+function xValues(run) {
   const axis = $("axis").value,
     c = run.columns;
   if (axis === "step") return c.step;
@@ -160,7 +160,7 @@ const DASHES = ["", "dash", "dot"];
 
 /** A figure of some metrics of every run that has them; null if none has. */
 function panel(title, names, kind, note) {
-  const series = seenRuns().flatMap(([run, i]) =>
+  const series = visibleRuns().flatMap(([run, i]) =>
     names.flatMap((name, j) =>
       known(run, name)
         ? [
@@ -168,7 +168,7 @@ function panel(title, names, kind, note) {
               label: (report.runs.length > 1 ? run.name.split("/").pop() : "") + (j ? ` ${name.split("/").pop()}` : ""),
               colour: i,
               dash: DASHES[j],
-              x: along(run),
+              x: xValues(run),
               y: run.columns[name],
               steps: run.columns.step,
               open: (step) => openStep(i, step),
@@ -219,7 +219,7 @@ function section(title, figures, large = false) {
 
 /** Stacked seconds of the phases of a step, for each run. */
 function timeStacks() {
-  return seenRuns().map(([run, i]) => {
+  return visibleRuns().map(([run, i]) => {
     const c = run.columns,
       phases = report.phases.filter((phase) => known(run, `time/${phase}`));
     if (!known(run, "time/step")) return null;
@@ -230,7 +230,7 @@ function timeStacks() {
       label,
       y: y.map((v) => Number(v.toPrecision(4))),
       colour: k,
-      x: along(run),
+      x: xValues(run),
       steps: c.step,
       open: (at) => openStep(i, at),
     }));
@@ -245,7 +245,7 @@ function timeStacks() {
 
 /** Memory of each phase on the rank that has most, for each run. */
 function memory() {
-  return seenRuns().map(([run, i]) => {
+  return visibleRuns().map(([run, i]) => {
     const c = run.columns,
       suffix = known(run, "mem/train_peak_gb") ? "_peak_gb" : "_gb";
     const series = report.phases
@@ -253,7 +253,7 @@ function memory() {
       .map((phase, k) => ({
         label: phase,
         colour: k,
-        x: along(run),
+        x: xValues(run),
         y: c[`mem/${phase}${suffix}`],
         steps: c.step,
         open: (at) => openStep(i, at),
@@ -272,7 +272,7 @@ function memory() {
 }
 
 function experts() {
-  return seenRuns().map(([run]) => {
+  return visibleRuns().map(([run]) => {
     const names = Object.keys(run.columns)
       .filter((name) => name.startsWith("moe/load/layer_") && known(run, name))
       .sort();
@@ -294,7 +294,7 @@ function experts() {
 function evaluationPanels() {
   const names = [...new Set(report.runs.flatMap((run) => Object.keys(run.evaluations)))].sort();
   return names.map((name) => {
-    const series = seenRuns().flatMap(([run, i]) =>
+    const series = visibleRuns().flatMap(([run, i]) =>
       run.evaluations[name]
         ? [
             {

@@ -116,7 +116,7 @@ function beyondClip(answer, i, algo) {
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 const rewardsOf = (group) => group.answers.map((a) => a.reward);
 /** For each token of an answer, whether it belongs to the environment: every second turn. */
-const environments = (answer) => answer.turns.flatMap((length, turn) => Array(length).fill(turn % 2 === 1));
+const environmentTokens = (answer) => answer.turns.flatMap((length, turn) => Array(length).fill(turn % 2 === 1));
 const isMixed = (group) => new Set(rewardsOf(group)).size > 1;
 const textOf = (block, ids) => ids.map((id) => block.pieces?.[id] ?? ` ${id}`).join("");
 const answerText = (block, answer) => (block.pieces ? textOf(block, answer.ids) : (answer.text ?? ""));
@@ -132,7 +132,12 @@ function tokenSpans(block, ids, upTo, tint, tell, hits) {
     );
     const [channel, strength] = tint(i) || [];
     if (channel) span.style.backgroundColor = shade(channel, strength);
-    const kinds = {special: special.has(id), hit: hits.has(i), clipped: tell.clipped?.(i), told: tell.told?.(i)};
+    const kinds = {
+      special: special.has(id),
+      hit: hits.has(i),
+      clipped: tell.clipped?.(i),
+      environment: tell.environment?.(i),
+    };
     span.className = Object.keys(kinds)
       .filter((kind) => kinds[kind])
       .join(" ");
@@ -201,7 +206,7 @@ function tokenTable(block, answer) {
 function answerCard(block, answer, number, most, run, needle) {
   const colour = COLOURS[$("colour").value],
     algo = run.algo,
-    told = environments(answer);
+    environment = environmentTokens(answer);
   const parts = Object.entries(answer.parts);
   const facts = make(
     "div",
@@ -221,7 +226,7 @@ function answerCard(block, answer, number, most, run, needle) {
           "span",
           {class: "tokens"},
           `in ${(answer.turns.length + 1) / 2} turns, `,
-          make("span", {class: "told"}, `${told.filter(Boolean).length} by the environment`),
+          make("span", {class: "environment"}, `${environment.filter(Boolean).length} by the environment`),
         )
       : null,
     make("span", {class: answer.finished ? "good" : "bad"}, answer.finished ? "✓ finished" : "✂ cut off"),
@@ -230,14 +235,14 @@ function answerCard(block, answer, number, most, run, needle) {
       : make("span", {class: "bad"}, `✗ grading: ${answer.graded}${answer.error ? " – " + answer.error : ""}`),
   );
   const tint = (i) => {
-    if (told[i]) return null;
+    if (environment[i]) return null;
     const v = colour.of(answer, i);
     return v === null || v === undefined ? null : colour.tint(v, most[$("colour").value]);
   };
   const tell = (i) =>
     [
       `${JSON.stringify(block.pieces?.[answer.ids[i]] ?? "")}, id ${answer.ids[i]}`,
-      told[i]
+      environment[i]
         ? "by the environment, not trained on"
         : `log-prob ${show(answer.logp[i])} (p ${show(Math.exp(answer.logp[i]))})`,
       answer.gap ? `gap ${show(answer.gap[i])}` : "",
@@ -245,7 +250,7 @@ function answerCard(block, answer, number, most, run, needle) {
     ]
       .filter(Boolean)
       .join("\n");
-  tell.told = (i) => told[i];
+  tell.environment = (i) => environment[i];
   tell.clipped = (i) => beyondClip(answer, i, algo);
   const hits = hitTokens(block, answer.ids, needle);
   const tokens = make("div", {class: "tokens"}, ...tokenSpans(block, answer.ids, FIRST_TOKENS, tint, tell, hits));
@@ -349,14 +354,14 @@ function drawGroup() {
 
 // ---------------------------------------------------------------- which step, which prompt
 
-const shownGroups = () => viewed.block.groups.filter((group) => !$("mixed").checked || isMixed(group));
+const visibleGroups = () => viewed.block.groups.filter((group) => !$("mixed").checked || isMixed(group));
 const fileLabel = (name) => {
   const [kind, step] = name.split("_");
   return kind === "step" ? `step ${Number(step)}` : `evaluation after step ${Number(step)}`;
 };
 
 function drawPrompts() {
-  const groups = shownGroups(),
+  const groups = visibleGroups(),
     block = viewed.block;
   if (groups.length && !groups.some((group) => group.group === viewed.group)) viewed.group = groups[0].group;
   $("prompts").replaceChildren(
@@ -420,7 +425,7 @@ function stepBy(by) {
 }
 
 function promptBy(by) {
-  const groups = shownGroups(),
+  const groups = visibleGroups(),
     to = groups.findIndex((group) => group.group === viewed.group) + by;
   if (!groups[to]) return;
   viewed.group = groups[to].group;
