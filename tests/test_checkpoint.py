@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -18,9 +17,9 @@ from processes import Torchrun
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import REPO
+from tools.compare_runs import EXCLUDED
 
 SMALL = ("rollout.prompts_per_step=4", "rollout.group_size=8", "train.warmup_steps=0")
-VARYING = re.compile("time/|speed/|mem/|idle")
 
 
 def weights(run, step: int) -> dict[str, torch.Tensor]:
@@ -33,7 +32,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def lasting(metrics: list[dict]) -> list[dict]:
     """Metrics without times and memory."""
-    return [{key: value for key, value in line.items() if not VARYING.match(key)} for line in metrics]
+    return [{key: value for key, value in line.items() if not key.startswith(EXCLUDED)} for line in metrics]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from compare_runs import EXCLUDED
 from processes import REPO, Torchrun
 from safetensors import SafetensorError, safe_open
 
@@ -33,7 +34,6 @@ JOB = [
 ]  # fmt: skip
 PHASES = ("rollout", "update", "push", "save", "export")
 TIMES = {"rollout": STEPS, "update": 2 * STEPS, "push": STEPS + 1, "save": 2 * STEPS, "export": 3}  # in one run
-NOT_COMPARED = re.compile("time/|speed/|mem/|idle")
 
 
 # ---------------------------------------------------------------- in the job: log the phases
@@ -120,7 +120,7 @@ def read_result(out: Path) -> dict[str, str]:
     files += out.glob(f"checkpoints/step_{STEPS:06d}/*.safetensors")
     hashes = {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
     lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-    compared = [{key: value for key, value in line.items() if not NOT_COMPARED.match(key)} for line in lines]
+    compared = [{key: value for key, value in line.items() if not key.startswith(EXCLUDED)} for line in lines]
     return {**hashes, "metrics": json.dumps(compared)}
 
 
