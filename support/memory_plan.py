@@ -243,11 +243,10 @@ def describe(cfg: Config, world_size: int, gpu: int) -> str:
     for phase, parts in found.phases.items():
         where = f" on stage {found.stage[phase] + 1} of {p.pp}" if p.pp > 1 else ""
         lines.append(f"{phase:>8s} {sum_line(parts)}{where}")
-    lines += [
-        f"    vLLM weights {vllm.weights / GB:.1f} + work {vllm.work / GB:.1f} + cache {vllm.cache / GB:.1f}: "
-        f"{vllm.tokens} tokens an engine, {vllm.sequences} samples of {longest} at once of the {samples} in a step",
-        f"    host {found.host / GB:.1f} a rank, {found.host * local / GB:.1f} with {local} on a machine",
-    ]
+    share = f"weights {vllm.weights / GB:.1f} + work {vllm.work / GB:.1f} + cache {vllm.cache / GB:.1f}"
+    at_once = f"{vllm.sequences} samples of {longest} at once of the {samples} in a step"
+    lines.append(f"    vLLM {share}: {vllm.tokens} tokens an engine, {at_once}")
+    lines.append(f"    host {found.host / GB:.1f} a rank, {found.host * local / GB:.1f} with {local} on a machine")
     over = {phase: found.total(phase) - gpu for phase in found.phases if found.total(phase) > gpu}
     if over:
         what = ", ".join(f"{phase} by {value / GB:.1f} GB" for phase, value in over.items())

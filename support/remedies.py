@@ -24,37 +24,36 @@ RECOMPUTE = "megatron.recompute_granularity=full megatron.recompute_method=unifo
 HOST_ADAM = "megatron.optimizer_cpu_offload=true megatron.use_precision_aware_optimizer=true"
 
 # Phase → what sets its memory, and what to turn.
-MEMORY = {
-    "build": Remedy(
-        "parallel.*", ("parallel.tp up", "parallel.pp up", "parallel.ep up", "rollout.gpu_memory_utilization down")
+MEMORY: dict[str, Remedy] = {}
+MEMORY["build"] = Remedy(
+    "parallel.*", ("parallel.tp up", "parallel.pp up", "parallel.ep up", "rollout.gpu_memory_utilization down")
+)
+MEMORY["rollout"] = Remedy(
+    "rollout.gpu_memory_utilization",
+    (
+        "rollout.gpu_memory_utilization down",
+        "rollout.vllm.max_num_seqs down",
+        "rollout.tp up",
+        "train.offload=optimizer",
     ),
-    "rollout": Remedy(
-        "rollout.gpu_memory_utilization",
-        (
-            "rollout.gpu_memory_utilization down",
-            "rollout.vllm.max_num_seqs down",
-            "rollout.tp up",
-            "train.offload=optimizer",
-        ),
+)
+MEMORY["logprob"] = Remedy(
+    "train.logprob_max_tokens_per_micro_batch",
+    (
+        "train.logprob_max_tokens_per_micro_batch down",
+        "algo.reference_on=host",
+        "parallel.tp up",
     ),
-    "logprob": Remedy(
-        "train.logprob_max_tokens_per_micro_batch",
-        (
-            "train.logprob_max_tokens_per_micro_batch down",
-            "algo.reference_on=host",
-            "parallel.tp up",
-        ),
-    ),
-    "train": Remedy(
-        "train.max_tokens_per_micro_batch",
-        ("train.max_tokens_per_micro_batch down", RECOMPUTE, "parallel.tp up", "parallel.cp up", HOST_ADAM),
-    ),
-    "sync": Remedy(
-        "rollout.sync_bucket_mb",
-        ("rollout.sync_bucket_mb down", "rollout.gpu_memory_utilization down", "parallel.tp up"),
-    ),
-    "save": Remedy("parallel.*", ("parallel.tp up", "parallel.pp up", "rollout.gpu_memory_utilization down")),
-}
+)
+MEMORY["train"] = Remedy(
+    "train.max_tokens_per_micro_batch",
+    ("train.max_tokens_per_micro_batch down", RECOMPUTE, "parallel.tp up", "parallel.cp up", HOST_ADAM),
+)
+MEMORY["sync"] = Remedy(
+    "rollout.sync_bucket_mb",
+    ("rollout.sync_bucket_mb down", "rollout.gpu_memory_utilization down", "parallel.tp up"),
+)
+MEMORY["save"] = Remedy("parallel.*", ("parallel.tp up", "parallel.pp up", "rollout.gpu_memory_utilization down"))
 MEMORY["eval"] = MEMORY["rollout"]
 HOST_MEMORY = (
     "rollout.tp up: a copy of the weights an engine",
@@ -106,59 +105,58 @@ PLAN = {
 }
 
 # Rule of support/hints.py → what the metrics show, and what to turn.
-METRICS = {
-    "entropy_collapse": Remedy(
-        "`entropy` falls to nothing while rewards are low",
-        (
-            "algo.clip_high=0.28",
-            "a small algo.entropy_coef",
-            "a higher rollout.temperature",
-            "a lower train.lr",
-        ),
+METRICS: dict[str, Remedy] = {}
+METRICS["entropy_collapse"] = Remedy(
+    "`entropy` falls to nothing while rewards are low",
+    (
+        "algo.clip_high=0.28",
+        "a small algo.entropy_coef",
+        "a higher rollout.temperature",
+        "a lower train.lr",
     ),
-    "length_explosion": Remedy(
-        "answers grow until they are cut off (`tokens/truncated_frac`)",
-        (
-            "algo.overlong_buffer",
-            "algo.mask_truncated=true",
-            "algo.loss_norm=token_mean",
-            "a larger rollout.max_new_tokens",
-        ),
+)
+METRICS["length_explosion"] = Remedy(
+    "answers grow until they are cut off (`tokens/truncated_frac`)",
+    (
+        "algo.overlong_buffer",
+        "algo.mask_truncated=true",
+        "algo.loss_norm=token_mean",
+        "a larger rollout.max_new_tokens",
     ),
-    "equal_groups": Remedy(
-        "most groups have equal rewards and no advantage (`groups/zero_std_frac`)",
-        (
-            "algo.max_rounds=4 (dynamic sampling)",
-            "a larger rollout.group_size",
-            "data that the model sometimes gets right",
-        ),
+)
+METRICS["equal_groups"] = Remedy(
+    "most groups have equal rewards and no advantage (`groups/zero_std_frac`)",
+    (
+        "algo.max_rounds=4 (dynamic sampling)",
+        "a larger rollout.group_size",
+        "data that the model sometimes gets right",
     ),
-    "clipped_ratios": Remedy(
-        "the clip binds at many tokens (`ratio/clip_frac` above 0.2)",
-        ("a lower train.lr", "fewer train.updates_per_step", "fewer train.epochs_per_step"),
+)
+METRICS["clipped_ratios"] = Remedy(
+    "the clip binds at many tokens (`ratio/clip_frac` above 0.2)",
+    ("a lower train.lr", "fewer train.updates_per_step", "fewer train.epochs_per_step"),
+)
+METRICS["growing_gap"] = Remedy(
+    "the gap between trainer and vLLM grows (`logp_gap/mean`)",
+    ("algo.correction=tis", "model.dtype=fp32 for a few steps, to see whether it is rounding"),
+)
+METRICS["long_tail"] = Remedy(
+    "a few long answers hold up all others (`tokens/response_max`, `idle/generation`)",
+    (
+        "a smaller rollout.max_new_tokens",
+        "more rollout.prompts_per_step an engine",
+        "algo.overlong_buffer",
     ),
-    "growing_gap": Remedy(
-        "the gap between trainer and vLLM grows (`logp_gap/mean`)",
-        ("algo.correction=tis", "model.dtype=fp32 for a few steps, to see whether it is rounding"),
+)
+METRICS["idle_stages"] = Remedy(
+    "pipeline stages idle (`pipeline/bubble` above 0.2)",
+    (
+        "a smaller train.max_tokens_per_micro_batch (more micro-batches)",
+        "parallel.vpp=2",
+        "fewer train.updates_per_step",
+        "parallel.tp instead of parallel.pp",
     ),
-    "long_tail": Remedy(
-        "a few long answers hold up all others (`tokens/response_max`, `idle/generation`)",
-        (
-            "a smaller rollout.max_new_tokens",
-            "more rollout.prompts_per_step an engine",
-            "algo.overlong_buffer",
-        ),
-    ),
-    "idle_stages": Remedy(
-        "pipeline stages idle (`pipeline/bubble` above 0.2)",
-        (
-            "a smaller train.max_tokens_per_micro_batch (more micro-batches)",
-            "parallel.vpp=2",
-            "fewer train.updates_per_step",
-            "parallel.tp instead of parallel.pp",
-        ),
-    ),
-}
+)
 
 
 def try_one_of(turn: tuple[str, ...]) -> str:
