@@ -113,7 +113,7 @@ class RewardConfig(Section):
 
 class AlgoConfig(Section):
     advantage: str = "grpo"  # a branch of group_advantages
-    credit: str = "to_go"  # credit assignment where tokens have rewards: a branch of support/credit.py:compare
+    credit: Literal["to_go", "answer"] = "to_go"  # credit assignment where tokens have rewards: support/credit.py
     loss: str = "ppo_clip"  # a branch of policy_loss
     clip_low: NotNegative = 0.2  # the ratio is clipped to 1 - clip_low from below
     clip_high: NotNegativeOrInf = 0.2  # and to 1 + clip_high from above

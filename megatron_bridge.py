@@ -14,6 +14,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
 
-from config import LoraConfig
+from config import Config, LoraConfig
 from support import hf_folder, lora, routes
 from support.attention import PackedAttention, Packing, gather_stripes, own_stripe, rotary_embedding, sliding_window
 from support.experts import experts_for
@@ -43,7 +44,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.utils import unwrap_model
 
-from support.offload import take_back_state
+from support.offload import offload_state, take_back_state  # noqa: F401, the first for the script
 from support.optimizer_state import set_adam_steps, trainable_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -348,8 +349,18 @@ def build_optimizer(model: list, train, extra: dict):
     return optimizer
 
 
-def optimizer_step(optimizer, lr: float) -> float:
+def zero_gradients(model: list, optimizer) -> None:
+    """Zero the gradients, allocating them again if they were freed; before the first micro-batch of an update."""
+    optimizer.zero_grad()
+    for chunk in model:
+        chunk.restore_grad_buffers()
+        chunk.zero_grad_buffer()
+
+
+def optimizer_step(optimizer, lr: float, offloaded: bool = False) -> float:
     """One update with learning rate `lr` from the accumulated gradients; returns their norm, before clipping.
+
+    `offloaded`: the optimizer's state may be on the host and is copied back first (train.offload=optimizer).
 
     The norm is the same on every rank. Where it is NaN, infinite or exactly 0 the update is skipped: with a gradient of
     0 Adam would move by momentum alone.
@@ -359,7 +370,8 @@ def optimizer_step(optimizer, lr: float) -> float:
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if math.isfinite(norm) and norm > 0:
-        take_back_state(optimizer)
+        if offloaded:
+            take_back_state(optimizer)
         optimizer.step()
     return norm
 
@@ -380,7 +392,8 @@ def hidden_states(model, mb) -> torch.Tensor:
     tokens = own_stripe(mb.tokens).long().contiguous()  # [1, T / cp]
     positions = own_stripe(mb.position_ids)
     packing = Packing.of(mb, chunk.inv_freq, chunk.config)
-    routes.give(chunk, mb)
+    if mb.routes is not None:
+        routes.give(chunk, mb)
     options = {"padding_mask": untrained} if chunk.config.num_moe_experts else {}
     return model(tokens, positions, attention_mask=None, packed_seq_params=packing, **options)
 
@@ -519,7 +532,7 @@ def rule_of(name: str, hf) -> tuple[str, list[str]]:
 
     Raises KeyError for a name without a rule.
     """
-    if lora.is_factor(name):
+    if name.endswith(lora.FACTORS):
         return lora.rule(name, *rule_of(lora.weight_of(name), hf))
     if name == "output_layer.weight" and hf.tie_word_embeddings:  # the last stage's copy of the embedding
         return TOP_RULES["embedding.word_embeddings.weight"]
@@ -586,7 +599,7 @@ def named_weights(model: list, factors: bool = False) -> dict[str, torch.nn.Para
             if name.startswith("decoder.layers."):
                 _, _, layer, rest = name.split(".", 3)
                 name = f"decoder.layers.{chunk.decoder.layers[int(layer)].layer_number - 1}.{rest}"
-            if lora.is_factor(name) == factors:
+            if name.endswith(lora.FACTORS) == factors:
                 weights[name] = parameter
     return weights
 
@@ -633,6 +646,11 @@ def hf_weights(model: list, bucket_bytes=BUCKET_BYTES, factors=False) -> Iterato
         yield from read_bucket(gather_bucket(own, bucket_shapes, stage, dtype), bucket_shapes, hf)  # keeps no bucket
 
 
+def current_value(weight: torch.nn.Parameter) -> torch.Tensor:
+    """A rank's shard of a weight as the model computes with it: with its adapter, if it has one."""
+    return lora.effective(weight) if hasattr(weight, "adapter") else weight.detach()
+
+
 def gather_bucket(own: dict, shapes: dict[str, torch.Size], stage: int, dtype: torch.dtype) -> torch.Tensor:
     """All-gather a bucket, the weights in `shapes` of a pipeline stage; on every rank [shards, elements of a shard]."""
     group, _ = shard_group(next(iter(shapes)))
@@ -640,7 +658,7 @@ def gather_bucket(own: dict, shapes: dict[str, torch.Size], stage: int, dtype: t
     elements = sum(shape.numel() for shape in shapes.values())
     flat = torch.empty(group.size(), elements, dtype=dtype, device=device())
     if stage == pp_group.rank():
-        local = torch.cat([lora.effective(own[name]).reshape(-1) for name in shapes])
+        local = torch.cat([current_value(own[name]).reshape(-1) for name in shapes])
         if len(flat) > 1:
             dist.all_gather(list(flat), local, group=group)
         else:
@@ -722,3 +740,13 @@ def swapped_weights(model: list, weights: list[torch.Tensor] | None) -> Iterable
     finally:
         for parameter, data in zip(parameters, own, strict=True):
             parameter.data = data
+
+
+def export(model: list, base: str, cfg: Config, step: int) -> None:
+    """Write the model as a Hugging Face folder, output_dir/hf/step_N, and adapters to output_dir/adapter/step_N.
+
+    `base`: the folder of the initial model, whose tokenizer and configuration go along. Called on every rank.
+    """
+    hf_folder.export_hf(hf_weights(model), base, Path(cfg.output_dir, f"hf/step_{step:06d}"))
+    if cfg.lora.rank:
+        lora.export_adapter(hf_weights(model, factors=True), base, cfg, step)

@@ -142,6 +142,10 @@ class Engine:
             raise RuntimeError("vLLM kept its prefix cache after a weight push: requests are still running")
         self.pushed = True
 
+    def metrics(self) -> dict[str, float | None]:
+        """What the engine adds to the metrics of a step: "sync/checked", of the last weight push."""
+        return self.push_check.metrics
+
     def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache for the trainer. On the CPU this frees nothing.
 

@@ -12,14 +12,17 @@ The objective, as the defaults have it. For each prompt, vLLM samples a group of
     KL_t  = exp(d) - d - 1,  d = ref_logp_t - logp_t     token_kl           k3, d clamped to +-20, the result to +-10
     loss  = sum_t (L_t + kl_coef KL_t - entropy_coef H_t) / number of trained tokens of the update       grpo_loss
 
-Told downwards, in the order of a step: sample -> grade -> rows of tokens -> (old, ref log-probs) -> advantages ->
-update(s) -> push. Then reward.py, rollout.py, megatron_bridge.py; every key is in config.py. What keeps a run honest
-and alive is in support/, which no reader of the algorithm opens, but for the fields of `Batch` in packing.py.
+The file follows a step from top to bottom: sample -> grade -> rows of tokens -> (old, reference log-probs) ->
+advantages -> update(s) -> push. Read reward.py, rollout.py and megatron_bridge.py next. Every key is in config.py, and
+what flows through a step is in support/records.py: Sample, Batch, MicroBatch. The rest of support/ checks, saves and
+logs; a reader of the algorithm can leave it out.
 
 To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
 
-Names: a suffix tells a tensor's shape. _N per sample, _G per answer of a group, _K per step of an answer, _F per
-predicting position of a batch, _T of a packed row; in support/ also _S per sequence, _R rank, _E expert, _B bin.
+Names: a suffix tells a tensor's shape. _N per sample, _G per answer of a group, _F per predicting position of a batch,
+_T per position of a packed row. In support/ and the bridge also _S per sequence of a row, _M per masked-in position,
+_K per step of an answer, _C per comparison of steps, _R per rank, _E per expert, _D per row dispatched to an expert,
+_B per bin.
 """
 
 import math
@@ -37,42 +40,37 @@ from torch import Tensor
 import megatron_bridge as bridge
 from config import AlgoConfig, Config, EvalConfig, RolloutConfig, UserError
 from rollout import Engine
-from support import checkpoint, checks, credit, gates, hf_folder, launch, metrics, offload, optimizer_state, ranks
+from support import checkpoint, credit, gates, launch, metrics, optimizer_state, routes, teacher, turns
 from support.clock import Clock, StopRequested
 from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.grading import GradingPool
-from support.lora import export_adapter
-from support.packing import Batch, MicroBatch, pack, sequence_mean, sequence_sum, to_micro_batches, use_of_rows
-from support.read_config import changed
-from support.routes import replayed_routes, route_rows
-from support.schedule import moved
-from support.teacher import Teacher, as_asked, build_teacher, kl_metric, taught
-from support.turns import converse
-from support.weight_sets import initial_sets, move_sets, present_weights, sampling_weights
+from support.packing import pack, sequence_mean, sequence_sum, to_micro_batches, use_of_rows
+from support.read_config import override
+from support.records import Batch, MicroBatch, Sample, gather_samples
+from support.schedule import scheduled_values
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
 
 
 @dataclass
 class Run:
-    """What lives through a run, on every rank. What a fork adds here belongs into `save` and `build` too."""
+    """The state of a run, on every rank. What a fork adds here belongs into `save` and `build` too."""
 
     cfg: Config
     clock: Clock  # phases, their seconds, stop requests, the watchdog
     inputs: launch.Inputs  # tokenizer, prompts, eval_prompts; the checkpoint it goes on from
-    model_path: str  # local folder of the initial model
     engine: Engine
     model: list  # Megatron's model chunks on this rank: one, or parallel.vpp
     optimizer: object  # Megatron's, its state sharded over the replicas
-    sets: dict[str, list[Tensor]]  # further weights: the reference, past ones (support/weight_sets.py)
-    teacher: Teacher | None  # None: no distillation
+    reference: list[Tensor] | None  # weights of the reference model; None without a KL
+    teacher: teacher.Teacher | None  # None: no distillation
     grading: GradingPool
     writer: checkpoint.CheckpointWriter
     gaps: list[float] = field(default_factory=list)  # mean |trainer - vLLM| log-prob of the updates of this start
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
     skipped: int = 0  # updates in a row that were skipped as their loss or gradient was NaN or infinite
     errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors the user has seen
-    moving: dict[str, float] = field(default_factory=dict)  # {dotted key: value} that a step set for those after it
+    moving: dict[str, float] = field(default_factory=dict)  # {dotted key: value} that a step sets for later ones
 
 
 def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
@@ -103,21 +101,33 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     """Engine, model and optimizer, as the checkpoint has them if there is one; the engine has the same weights."""
     clock.enter("build")
     m, r, t = cfg.model, cfg.rollout, cfg.train
-    path = hf_folder.local_folder(m.path)
+    path = inputs.model_path
     # vLLM measures free memory when it starts, so it comes first; it sleeps until weights are pushed.
-    engine = Engine(path, m, r, checks.longest_sample(cfg), cfg.algo.replay_routes)
+    longest = cfg.data.max_prompt_tokens + r.max_new_tokens
+    engine = Engine(path, m, r, longest, cfg.algo.replay_routes)
     model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head, trained=cfg.lora)
     optimizer = bridge.build_optimizer(model, t, cfg.megatron)
-    sets, teacher = initial_sets(model, cfg), build_teacher(model, cfg)
-    writer = checkpoint.CheckpointWriter(Path(cfg.output_dir, "checkpoints"), t.keep_last, t.keep_every)
-    grading = GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"}))
-    run = Run(cfg, clock, inputs, path, engine, model, optimizer, sets, teacher, grading, writer)
-    push_weights(run)  # of the initial model, which vLLM has read from disk as well: the mapping is checked against it
+    reference = bridge.copy_weights(model, cfg.algo.reference_on) if cfg.algo.kl_coef > 0 else None
+    run = Run(
+        cfg=cfg,
+        clock=clock,
+        inputs=inputs,
+        engine=engine,
+        model=model,
+        optimizer=optimizer,
+        reference=reference,
+        teacher=teacher.build_teacher(model, cfg) if cfg.algo.teacher else None,
+        grading=GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})),
+        writer=checkpoint.CheckpointWriter(Path(cfg.output_dir, "checkpoints"), t.keep_last, t.keep_every),
+    )
+    push_weights(run)  # the initial model, which vLLM has read from disk as well: the mapping is checked against it
     if inputs.checkpoint:
         engine.sleep()
-        state = optimizer_state.restore(inputs.checkpoint, model, optimizer, sets)
-        run.prompts_taken, run.skipped, writer.step = state["prompts_taken"], state["skipped"], state["step"]
+        state = optimizer_state.restore(inputs.checkpoint, model, optimizer)
+        run.prompts_taken = state["prompts_taken"]
+        run.skipped = state["skipped"]
         run.moving = state.get("moving", {})
+        run.writer.step = state["step"]
         push_weights(run)
     return run
 
@@ -129,24 +139,32 @@ def save(run: Run, step: int) -> None:
     is drawn follows from seed, step and group.
     """
     state = {
-        "step": step, "updates": optimizer_state.optimizer_steps(run.optimizer), "prompts_taken": run.prompts_taken,
-        "skipped": run.skipped, "data": fingerprint(run.inputs.prompts), "ranks": dist.get_world_size(),
-        "config": run.cfg.model_dump(), "moving": run.moving,
-    }  # fmt: skip
-    sets = optimizer_state.select_saved(run.sets, state["config"])
-    run.writer.start(step, state, optimizer_state.sharded_state(run.model, run.optimizer, loading=False, sets=sets))
+        "step": step,
+        "updates": optimizer_state.optimizer_steps(run.optimizer),
+        "prompts_taken": run.prompts_taken,
+        "skipped": run.skipped,
+        "data": fingerprint(run.inputs.prompts),
+        "ranks": dist.get_world_size(),
+        "config": run.cfg.model_dump(),
+        "moving": run.moving,
+    }
+    run.writer.start(step, state, optimizer_state.sharded_state(run.model, run.optimizer, loading=False))
 
 
 def config_at(cfg: Config, step: int, moving: dict[str, float]) -> Config:
-    """The configuration as all of this step uses it: what moves during a run moves here, such as {"algo.kl_coef": ...}.
+    """The configuration that this step uses: the learning rate with its warm-up, schedules, and `moving`.
 
-    By a function of the step, `schedule` and the warm-up; or, `moving`, by what earlier steps saw. Checkpoints keep
-    `cfg` itself, and `moving`.
+    `moving` is {dotted key: value}, such as {"algo.kl_coef": 0.01}, set by earlier steps. Checkpoints keep `cfg` and
+    `moving`.
     """
-    return changed(cfg, moved(cfg, step) | moving)
+    values = {"train.lr": cfg.train.lr}
+    if any(schedule for _, schedule in cfg.schedule):
+        values |= scheduled_values(cfg, step)
+    values["train.lr"] *= min(1.0, step / max(cfg.train.warmup_steps, 1))
+    return override(cfg, values | moving)
 
 
-def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
+def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     """One step of GRPO: sample, grade, log-probs, advantages, updates, push, save. Returns its metrics and samples."""
     clock, model = run.clock, run.model
     clock.start_step(step)
@@ -160,59 +178,53 @@ def train_step(run: Run, step: int) -> tuple[dict, list["Sample"]]:
     trained = [s for s in samples if s.group in groups]
     batch = flatten(trained, algo.mask_truncated)
     updates = update_order([s.group for s in trained], t.updates_per_step, t.epochs_per_step, cfg.seed, step)
-
     with clock("logprob"):
-        if algo.old_logp == "rollout":
-            batch = replace(batch, old_logp=batch.rollout_logp)
-        elif len(updates) > 1 or run.teacher or (algo.kl_coef > 0 and algo.kl_in == "reward"):
-            batch = replace(batch, old_logp=score(model, batch, cfg))  # else grpo_loss takes its own, detached
-        if cfg.rollout.lag:  # vLLM sampled with other weights than these
-            batch = replace(batch, sampler_logp=score(model, batch, cfg, sampling_weights(run.sets)))
-        move_sets(run.sets, model, step, cfg)
-        if "reference" in run.sets:
-            batch = replace(batch, ref_logp=score(model, replace(batch, routes=None), cfg, run.sets["reference"]))
-        if run.teacher:
-            seen = flatten(as_asked(trained))  # the same answers, after its own prompts
-            batch = taught(batch, seen, score(run.teacher.model, seen, cfg, run.teacher.weights))
-        before_F = metrics.trainer_logp(batch, cfg, partial(score, model, batch, cfg))  # None without log.tokens
-
+        batch = with_logprobs(run, trained, batch, cfg, several_updates=len(updates) > 1)
+        before_F = metrics.trainer_logp(batch, cfg, partial(score, model, batch, cfg)) if cfg.log.tokens else None
     batch = give_credit(trained, batch, algo)
+
     length = algo.loss_norm_length or cfg.rollout.max_new_tokens
     reports = []
     for number, chosen in enumerate(updates):
         with clock("train"):
-            batch = replace(batch, weights=loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length))
-            micro_batches = to_micro_batches(batch, chosen, t.max_tokens_per_micro_batch, cfg)  # this replica's share
+            weights_F = loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length)
+            weighted = replace(batch, weights=weights_F)
+            micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             if math.isfinite(report["loss"]):
                 if number < gates.compared_updates(cfg):  # old log-probs are of the weights that vLLM sampled with
                     gates.check_gap(report, step, batch, trained, cfg, run.gaps, partial(score, model, batch, cfg))
-                report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr)  # no step where it is NaN, inf or 0
+                offloaded = t.offload == "optimizer"
+                report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, offloaded)  # none if NaN, inf or 0
             run.skipped = gates.check_finite(report, run.skipped, step, number, micro_batches, cfg)
             reports.append(report)
-    metrics.note_tokens(trained, batch, before_F, partial(score, model, batch, cfg))
+    if cfg.log.tokens:
+        metrics.note_tokens(trained, batch, before_F, score(model, batch, cfg))
 
     with clock("sync"):
         push_weights(run)
-    with clock("save"):  # export first: where a checkpoint is, its export is too
-        run.writer.finish()
-        if step == t.steps or (t.export_every and step % t.export_every == 0):
-            hf_folder.export_hf(bridge.hf_weights(model), run.model_path, Path(cfg.output_dir, f"hf/step_{step:06d}"))
-            if cfg.lora.rank:
-                export_adapter(bridge.hf_weights(model, factors=True), run.model_path, cfg, step)
-        if t.save_every and (step % t.save_every == 0 or step == t.steps):
-            save(run, step)
+    with clock("save"):
+        export_and_save(run, step)
     seconds = clock.end_step()
-    load, reference = metrics.expert_load(model), batch.ref_logp is not None
-    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, load, seconds, reference)
-    found = metrics.summarize(record, cfg) | kl_metric(batch) | run.engine.push_check.metrics
-    return found | clock.memory.numbers(), samples
+    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, metrics.expert_load(model), seconds)
+    numbers = metrics.summarize(record, batch, cfg) | run.engine.metrics() | clock.memory.numbers()
+    return numbers, samples
 
 
-def evaluate(run: Run) -> tuple[dict[str, float], list["Sample"]]:
+def export_and_save(run: Run, step: int) -> None:
+    """What `step` leaves on the disk. The export comes first: where there is a checkpoint, its export is there too."""
+    t = run.cfg.train
+    run.writer.finish()
+    if step == t.steps or (t.export_every and step % t.export_every == 0):
+        bridge.export(run.model, run.inputs.model_path, run.cfg, step)
+    if t.save_every and (step % t.save_every == 0 or step == t.steps):
+        save(run, step)
+
+
+def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
     """Metrics of the present weights on data.eval, by source, and the samples that gave them."""
     options = run.cfg.eval
-    with run.clock("eval"), present_weights(run.sets, run.engine.sleep, partial(push_weights, run)):
+    with run.clock("eval"):
         prompts = dict(enumerate(run.inputs.eval_prompts))
         length = options.max_new_tokens or run.cfg.rollout.max_new_tokens
         samples, _ = answer(run, prompts, 0, options.samples, options, length)  # step 0: always the same seeds
@@ -221,34 +233,6 @@ def evaluate(run: Run) -> tuple[dict[str, float], list["Sample"]]:
 
 
 # ---------------------------------------------------------------- 2. sample and grade
-
-
-@dataclass
-class Sample:
-    """One answer, as plain fields, filled as the step goes on. `group` numbers the prompt within the step."""
-
-    group: int
-    prompt_ids: ndarray  # int32; a list becomes an array, here and below
-    response_ids: ndarray  # int32, as vLLM sampled them, the end token included
-    rollout_logp: ndarray  # float32, of each, by vLLM; 0 where an environment wrote it
-    finished: bool  # by itself, not cut off
-    text: str | None  # for rewards and rollouts/ only, never tokenised again; None on ranks other than 0
-    source: str
-    turns: list[int] = field(default_factory=list)  # tokens by the model, an environment, the model, ...
-    asked: ndarray | None = None  # the prompt as the teacher gets it, with a hint; None: this one
-    routes: ndarray | None = None  # [tokens, layers, k], experts by vLLM; None without algo.replay_routes
-    graded: str = "ok"  # ok | timeout | error; the last two have reward 0
-    error: str = ""
-    reward: float = 0.0
-    reward_parts: dict[str, float] = field(default_factory=dict)
-    token_rewards: dict[str, ndarray] | None = None  # parts that are tokens' own, credit.ROWs; None: all are numbers
-    advantage: float = 0.0
-    tokens: dict[str, ndarray] = field(default_factory=dict)  # further numbers of each response token, for rollouts/
-
-    def __post_init__(self):
-        self.prompt_ids, self.response_ids = np.asarray(self.prompt_ids, "i4"), np.asarray(self.response_ids, "i4")
-        self.rollout_logp = np.asarray(self.rollout_logp, "f4")
-        self.turns = self.turns or [len(self.response_ids)]
 
 
 def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], int, list[dict]]:
@@ -295,30 +279,40 @@ def answer(
     seeds = [sampling_seed(cfg.seed, step, group) for group, _ in share]
     samples = []
     with clock("rollout"):
-        generate = partial(converse, run, [p.row for _, p in share]) if cfg.rollout.turns else run.engine.generate
-        generated = generate([prompt.ids for _, prompt in share], seeds, n, sampling, max_tokens)
+        prompt_ids = [prompt.ids for _, prompt in share]
+        if cfg.rollout.turns:
+            rows = [prompt.row for _, prompt in share]
+            generated = turns.converse(
+                run.engine, run.grading, run.inputs.tokenizer, cfg, rows, prompt_ids, seeds, n, sampling, max_tokens
+            )
+        else:
+            generated = run.engine.generate(prompt_ids, seeds, n, sampling, max_tokens)
         for number, completions in metrics.answers_bar(generated, n * len(share)):
             if rank % tp:
                 continue  # an engine's first rank speaks for it
             group, prompt = share[number]
             texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for c, text in zip(completions, texts, strict=True):
-                about = (prompt.source, c.turns, prompt.asked, c.routes)
-                samples.append(Sample(group, prompt.ids, c.ids, c.logps, c.finished, text, *about))
+                about = {"source": prompt.source, "turns": c.turns, "asked": prompt.asked, "routes": c.routes}
+                samples.append(Sample(group, prompt.ids, c.ids, c.logps, c.finished, text, **about))
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.told, c.ids, c.lost)
     with clock("reward"):
-        decode = partial(run.inputs.tokenizer.decode, skip_special_tokens=True)
         for sample, outcome in zip(samples, run.grading.collect(), strict=True):
-            outcome, sample.token_rewards = credit.at_tokens(outcome, sample, decode)
-            sample.graded, sample.error = outcome.status, outcome.error
-            sample.reward, sample.reward_parts = sum(outcome.parts.values()), outcome.parts
+            if any(isinstance(part, list) for part in outcome.parts.values()):  # a reward for each token, or for spans
+                outcome, sample.token_rewards = credit.locate_rewards(outcome, sample, run.inputs.tokenizer)
+            sample.graded = outcome.status
+            sample.error = outcome.error
+            sample.reward = sum(outcome.parts.values())
+            sample.reward_parts = outcome.parts
     with clock("gather"):
-        return ranks.gather_samples(samples, dict(clock.seconds))
+        return gather_samples(samples, dict(clock.seconds))
 
 
 def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None:
-    """Add the reward of their length in tokens: 0 up to `limit` - overlong_buffer, then linear to -overlong_coef there
-    (soft overlong punishment: DAPO, arXiv 2503.14476, eq. 13)."""
+    """Add a penalty on the length in tokens: 0 up to `limit` - overlong_buffer, then linear, -overlong_coef at `limit`.
+
+    Source: soft overlong punishment, DAPO, arXiv 2503.14476, eq. 13.
+    """
     if algo.overlong_buffer:
         for s in samples:
             beyond = len(s.response_ids) - (limit - algo.overlong_buffer)
@@ -332,25 +326,34 @@ def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None
 def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
     """All samples end to end, a value for each position that predicts the next token: F, all but each sample's last.
 
-    A prompt a b with the answer c d gives tokens a b c, targets b c d, mask 0 1 1. Where an environment speaks it is 0.
+    A prompt a b with the answer c d gives tokens a b c, targets b c d, mask 0 1 1. An environment's tokens have mask 0.
     """
-    parts = {
-        "tokens": [part for s in samples for part in (s.prompt_ids, s.response_ids[:-1])],
-        "targets": [part for s in samples for part in (s.prompt_ids[1:], s.response_ids)],
-        "rollout_logp": [part for s in samples for part in (np.zeros(len(s.prompt_ids) - 1, "f4"), s.rollout_logp)],
-    }
-    rows = {name: np.concatenate(values) for name, values in parts.items()}
-    sampled = [turn % 2 == 1 for s in samples for turn in range(1 + len(s.turns))]  # the prompt, the model, ...
-    rows["mask"] = np.repeat(sampled, [size for s in samples for size in (len(s.prompt_ids) - 1, *s.turns)])
+    tokens, targets, logps, mask = [], [], [], []  # arrays, joined below
+    for s in samples:
+        tokens += [s.prompt_ids, s.response_ids[:-1]]
+        targets += [s.prompt_ids[1:], s.response_ids]
+        logps += [np.zeros(len(s.prompt_ids) - 1, "f4"), s.rollout_logp]
+        mask.append(np.zeros(len(s.prompt_ids) - 1, bool))
+        mask += [np.full(size, turn % 2 == 0) for turn, size in enumerate(s.turns)]  # the model, an environment, ...
     lengths_N = np.array([len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples])
-    rows["trained"] = rows["mask"] & np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
-    tensors = {name: torch.from_numpy(values_F) for name, values_F in rows.items()}
-    return Batch(**tensors, routes=route_rows(samples, lengths_N), lengths_N=lengths_N)
+    kept_N = np.array([s.finished or not mask_truncated for s in samples])
+    mask_F = np.concatenate(mask)
+    return Batch(
+        tokens=torch.from_numpy(np.concatenate(tokens)),
+        targets=torch.from_numpy(np.concatenate(targets)),
+        rollout_logp=torch.from_numpy(np.concatenate(logps)),
+        mask=torch.from_numpy(mask_F),
+        trained=torch.from_numpy(mask_F & np.repeat(kept_N, lengths_N)),
+        lengths_N=lengths_N,
+        routes=routes.route_rows(samples, lengths_N) if samples[0].routes is not None else None,
+    )
 
 
 def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:
-    """Numbers of the samples of each update, given the group of each: every epoch deals all groups, shuffled anew, into
-    `updates` parts. Whole groups; the same on every rank and layout. Parts without a group are left out."""
+    """Numbers of the samples of each update, given the group of each sample; the same on every rank and layout.
+
+    Every epoch shuffles the groups and divides them into `updates` parts of whole groups; empty parts are left out.
+    """
     parts = []
     for epoch in range(epochs):
         order = np.random.default_rng([seed, step, epoch]).permutation(np.unique(groups))
@@ -359,27 +362,54 @@ def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: 
     return parts
 
 
+def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, several_updates: bool) -> Batch:
+    """The batch with the log-probs that the loss of this step needs besides vLLM's, [F] each; every kind is one pass.
+
+    Those of the policy before the updates (old_logp): without a pass, grpo_loss takes its own, detached.
+    """
+    algo = cfg.algo
+    kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
+    if algo.old_logp == "rollout":
+        batch = replace(batch, old_logp=batch.rollout_logp)
+    elif several_updates or run.teacher or kl_in_reward:
+        batch = replace(batch, old_logp=score(run.model, batch, cfg))
+    if run.reference is not None:
+        own_routes = batch if batch.routes is None else replace(batch, routes=torch.zeros_like(batch.routes))
+        batch = replace(batch, ref_logp=score(run.model, own_routes, cfg, run.reference))
+    if run.teacher:
+        seen = flatten(teacher.with_teacher_prompts(samples))  # the same answers after the teacher's prompts
+        logp_F = score(run.teacher.model, seen, cfg, run.teacher.weights)
+        batch = replace(batch, teacher_logp=teacher.align_logp(batch, seen, logp_F))
+    return batch
+
+
 # ---------------------------------------------------------------- 4. what a token is worth: advantages and weights
 
 
 def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
-    """The batch with an advantage for each token, [F]: its answer's, which is noted in the sample too.
+    """The batch with an advantage for each position, [F]: that of its answer, which the sample notes as well.
 
-    Where single tokens have rewards, answers are cut into steps that end with them, K in all (else an answer is one
-    step), and a token's advantage is its step's, that of the rewards from there on (algo.credit: credit.compare).
-    With kl_in=reward, kl_coef times the sum of its tokens' KL is first taken from a step's reward, as in verl.
+    With kl_in=reward, kl_coef times the sum of its tokens' KL is first subtracted from an answer's reward, as in verl.
+    Where single tokens have rewards, support/credit.py divides answers into steps, which are compared instead.
     """
+    rewards_N = np.array([s.reward for s in samples])
     groups_N = np.array([s.group for s in samples])
-    starts_K, sample_K, rewards_K = credit.steps(samples, batch, algo.credit)
+    kl_F = torch.zeros(len(batch.mask))
     if algo.kl_coef > 0 and algo.kl_in == "reward":
-        kl_F = token_kl(batch.old_logp, batch.ref_logp, algo.kl)
-        rewards_K = rewards_K - algo.kl_coef * batch.sums(kl_F * batch.mask, starts_K)
-    tokens_K = batch.sums(batch.trained, starts_K)
-    advantages_K = credit.compare(rewards_K, sample_K, groups_N, tokens_K, algo, group_advantages)
-    credit_F = credit.spread(advantages_K, starts_K, sample_K, samples, batch)
+        kl_F = token_kl(batch.old_logp, batch.ref_logp, algo.kl) * batch.mask
+        rewards_N = rewards_N - algo.kl_coef * batch.sums(kl_F)
+    if algo.credit == "answer" or not any(s.token_rewards for s in samples):
+        advantages_N = group_advantages(rewards_N, groups_N, algo.advantage, batch.sums(batch.trained))
+        advantages_F = torch.from_numpy(advantages_N).float().index_select(0, batch.seq_id)
+        for sample, advantage in zip(samples, advantages_N.tolist(), strict=True):
+            sample.advantage = advantage
+    else:
+        steps = credit.compared_steps(samples, batch, kl_F, algo.kl_coef)
+        advantages_C = group_advantages(steps.rewards_C, steps.groups_C, algo.advantage, steps.tokens_C)
+        advantages_F = credit.spread_advantages(advantages_C, steps, samples, batch)
     if batch.teacher_logp is not None:  # on-policy distillation: arXiv 2306.13649, its reverse KL at the sampled token
-        credit_F = credit_F - algo.teacher_coef * (batch.old_logp - batch.teacher_logp)
-    return replace(batch, advantages=credit_F)
+        advantages_F = advantages_F - algo.teacher_coef * (batch.old_logp - batch.teacher_logp)
+    return replace(batch, advantages=advantages_F)
 
 
 def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N: ndarray | None = None) -> ndarray:
@@ -399,8 +429,10 @@ def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N:
     """
     rewards_N, groups_N = np.asarray(rewards_N, dtype=np.float64), np.asarray(groups_N)
     advantages_N = np.zeros_like(rewards_N)
-    order = np.argsort(groups_N, kind="stable")
-    for members in np.split(order, np.flatnonzero(np.diff(groups_N[order])) + 1):  # of each group
+    members_of_group: dict[int, list[int]] = {}
+    for n, group in enumerate(groups_N.tolist()):
+        members_of_group.setdefault(group, []).append(n)
+    for members in members_of_group.values():
         r = rewards_N[members]  # [G]
         if r.min() == r.max():  # nothing to learn from, and a mean off by rounding must not look like something
             continue
@@ -425,8 +457,10 @@ def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N:
 
 
 def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: str, length: int) -> Tensor:
-    """Weight of each token in an update on the `chosen` samples; mask of trained tokens [F], number of each one's
-    sample [F] → [F], such that the sum of weight · loss over the number T of trained tokens is the normalised loss.
+    """Weight of each token in the loss of an update on the `chosen` samples, [F].
+
+    trained_F: mask of trained tokens [F], seq_id_F: number of each one's sample [F]. The sum of weight · loss, divided
+    by the number T of trained tokens, is the normalised loss.
 
     Over the N answers with trained tokens, y_i of them in answer i:
 
@@ -436,10 +470,12 @@ def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: s
       seq_mean_token_sum_norm  T / (N length)  mean_i (1 / length) sum_t loss     Dr. GRPO, arXiv 2503.20783, appendix
     So the denominator is the same integer for all, and neither micro-batches nor layout enter.
     """
-    chosen_N = torch.zeros(int(seq_id_F.max()) + 1, dtype=torch.float64)
+    trained_N = torch.zeros(int(seq_id_F.max()) + 1).index_add(0, seq_id_F, trained_F.float())
+    chosen_N = torch.zeros(len(trained_N), dtype=torch.float64)
     chosen_N[chosen] = 1
-    tokens_N = chosen_N * torch.zeros(len(chosen_N)).index_add(0, seq_id_F, trained_F.float())  # [N]
-    total, answers = tokens_N.sum(), (tokens_N > 0).sum().clamp(min=1)
+    tokens_N = trained_N * chosen_N
+    total = tokens_N.sum()
+    answers = (tokens_N > 0).sum().clamp(min=1)
     weights_N = {
         "token_mean": torch.ones_like(tokens_N),
         "seq_mean_token_mean": total / (answers * tokens_N.clamp(min=1)),
@@ -448,83 +484,88 @@ def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: s
     }
     if kind not in weights_N:
         raise UserError(f"algo.loss_norm={kind!r}: legal is {' | '.join(weights_N)}")
-    return (weights_N[kind] * chosen_N).float().index_select(0, seq_id_F).mul_(trained_F)
+    return (weights_N[kind] * chosen_N).float().index_select(0, seq_id_F) * trained_F
 
 
 # ---------------------------------------------------------------- 5. on Megatron, and back to vLLM
 
 
 def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None = None) -> Tensor:
-    """Log-prob of every target under `weights` (None: the present ones), on every rank; [F], 0 where the mask is 0."""
+    """Log-prob of every target under `weights` (None: the current ones), on every rank; [F], 0 where the mask is 0."""
     budget = cfg.train.logprob_max_tokens_per_micro_batch
-    bare = replace(batch, weights=None)  # with weights, passes make entropies, which nobody reads here
-    micro_batches = to_micro_batches(bare, list(range(len(batch.lengths_N))), budget, cfg)
-
-    def keep(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor):
-        return logp_T.sum(), mb.mask.sum().int(), logp_T[: mb.lengths.sum()]
-
+    micro_batches = to_micro_batches(batch, list(range(len(batch.lengths_N))), budget, cfg)
     with bridge.swapped_weights(model, weights):
-        parts = run_schedule(model, micro_batches, keep, cfg.rollout.temperature, training=False)
+        rows = run_schedule(model, micro_batches, cfg.rollout.temperature)
     logp_F = torch.zeros(int(batch.lengths_N.sum()), device=bridge.device())
     if bridge.reports_loss():  # one rank a replica, on the last stage
-        for mb, logp_T in zip(micro_batches, parts, strict=True):
-            logp_F[mb.index_T] = logp_T
+        for mb, logp_T in zip(micro_batches, rows, strict=True):
+            logp_F[mb.index_T] = logp_T[: mb.lengths.sum()]
     dist.all_reduce(logp_F)  # each token was scored on one rank, the others hold 0
     return logp_F.cpu()
 
 
 def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
     """The gradient of an update, left in Megatron's buffers, and what its micro-batches report; same on every rank."""
-    offload.zero_gradients(model, optimizer)
-    loss = partial(grpo_loss, algo=cfg.algo)
-    reports = run_schedule(model, micro_batches, loss, cfg.rollout.temperature, training=True)
-    return metrics.add_up(reports) | {"grad_norm": math.nan} | use_of_rows(micro_batches, cfg) | replayed_routes(model)
+    bridge.zero_gradients(model, optimizer)
+    reports = run_schedule(model, micro_batches, cfg.rollout.temperature, partial(grpo_loss, algo=cfg.algo))
+    report = metrics.add_up(reports) | {"grad_norm": math.nan} | use_of_rows(micro_batches, cfg)
+    if cfg.algo.replay_routes:
+        report |= routes.replayed_routes(model)
+    return report
 
 
-def run_schedule(model: list, micro_batches: list[MicroBatch], loss_func, temperature: float, training: bool) -> list:
-    """Megatron's pipeline schedule over the micro-batches; returns their reports, on the last stage only.
+def run_schedule(model: list, micro_batches: list[MicroBatch], temperature: float, loss_func=None) -> list:
+    """Megatron's pipeline schedule over the micro-batches: forward and backward passes of `loss_func`, or, without one,
+    forward passes alone. Returns, on the last stage only, the reports of `loss_func`, or the log-probs [T] of each row.
 
-    It sums gradients over micro-batches and replicas and divides them once by the global sum of the denominators
-    (calculate_per_token_loss), so neither the split into micro-batches nor the layout enters the result.
+    Megatron sums gradients over micro-batches and replicas and divides them once by the global sum of the denominators
+    (calculate_per_token_loss), so neither the split into micro-batches nor the layout changes the result.
     """
+    training = loss_func is not None
     for chunk in model:
         chunk.train(training)
     with torch.set_grad_enabled(training):
         return bridge.get_forward_backward_func()(
-            forward_step_func=partial(forward_step, loss_func=loss_func, temperature=temperature),
+            forward_step_func=partial(forward_step, temperature=temperature, loss_func=loss_func),
             data_iterator=[iter(micro_batches) for _ in model] if len(model) > 1 else iter(micro_batches),
             model=model,
             num_microbatches=len(micro_batches),
             seq_length=max(mb.tokens.shape[1] for mb in micro_batches),
             micro_batch_size=1,
             forward_only=not training,
+            collect_non_loss_data=not training,
         )
 
 
-def forward_step(micro_batches, model, loss_func, temperature: float):
-    """Megatron's forward_step: the next micro-batch through one model chunk; its output, and the loss of it or None.
+def forward_step(micro_batches, model, temperature: float, loss_func):
+    """Megatron's forward_step: the next micro-batch through one model chunk; its output, and a function of the output
+    that gives its loss or, without `loss_func`, its log-probs.
 
-    Sequences of a row do not see each other: attention reads where they begin from `cu_seqlens`.
+    Sequences of a row do not attend to each other: attention reads where they begin from `cu_seqlens`.
     """
     mb = next(micro_batches)
     hidden = bridge.hidden_states(model, mb)  # [T / cp (/ tp under sequence parallelism), 1, h]
     if not bridge.is_last_stage(model):
         return hidden, None
-    logp_T, entropy_T = bridge.token_logprobs(model, hidden, mb.targets, mb.mask, temperature, mb.weights is not None)
+    with_entropy = loss_func is not None
+    logp_T, entropy_T = bridge.token_logprobs(model, hidden, mb.targets, mb.mask, temperature, with_entropy)
 
     def loss(logp_T: Tensor):
         loss_sum, denominator, report = loss_func(mb, logp_T, entropy_T)
         return loss_sum, denominator * bridge.first_of_context(), report  # Megatron adds them over cp as well
 
-    return logp_T, loss
+    def log_probs(logp_T: Tensor, non_loss_data: bool):
+        return logp_T
+
+    return logp_T, loss if loss_func else log_probs
 
 
 def push_weights(run: Run) -> None:
     """Trainer to vLLM, full tensors under their Hugging Face names; the KV cache takes its memory back afterwards."""
-    offload.leave(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
+    if run.cfg.train.offload or torch.cuda.is_available():
+        bridge.offload_state(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
     run.engine.wake("weights")
-    with bridge.swapped_weights(run.model, sampling_weights(run.sets)):  # the present ones, but for rollout.lag
-        run.engine.load_weights(bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20))
+    run.engine.load_weights(bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20))
     run.engine.wake("kv_cache")
 
 
@@ -538,12 +579,11 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     the loss is sum / count over the whole update whatever the split. No factor of micro-batches, dp or cp belongs here.
     The count is of tokens with a weight above 0. What needs the whole batch is made in train_step and travels in Batch.
     """
-    mask_T, weight_T, advantages_T = mb.mask[0], mb.weights[0], mb.advantages[0]
-    rollout_logp_T = mb.rollout_logp[0]
+    mask_T = mb.mask[0].float()
+    weight_T, advantages_T, rollout_logp_T = mb.weights[0], mb.advantages[0], mb.rollout_logp[0]
     # With one update a step the policy has not moved since it sampled: the ratio is 1 and its gradient that of logp.
     old_logp_T = logp_T.detach() if mb.old_logp is None else mb.old_logp[0]
     trainer_logp_T = logp_T.detach() if algo.old_logp == "rollout" else old_logp_T  # what the trainer gives, not vLLM
-    sampler_logp_T = trainer_logp_T if mb.sampler_logp is None else mb.sampler_logp[0]  # of what vLLM sampled with
     policy_T, clipped_T = policy_loss(logp_T, old_logp_T, advantages_T, mask_T, mb.sequence_T, algo)
     correction_T, outside_T = mismatch_weight(trainer_logp_T, rollout_logp_T, mask_T, mb.sequence_T, algo)
     policy_T = policy_T * correction_T
@@ -555,14 +595,20 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
         kl = {kind: token_kl(logp_T.detach(), mb.ref_logp[0], kind) for kind in kl}
         if algo.kl_in == "loss":
             loss_T = loss_T + algo.kl_coef * token_kl(logp_T, mb.ref_logp[0], algo.kl)
-    loss, denominator = (loss_T * weight_T).sum(), (weight_T > 0).sum().int()
+    loss = (loss_T * weight_T).sum()
+    denominator = (weight_T > 0).sum().int()
     report = {
-        "loss": loss, "policy": (policy_T * weight_T).sum(), "trained": denominator, "tokens": mask_T.sum(),
-        "entropy": entropy_T @ mask_T, "clipped": clipped_T @ mask_T, "outside": outside_T @ mask_T,
+        "loss": loss,
+        "policy": (policy_T * weight_T).sum(),
+        "trained": denominator,
+        "tokens": mask_T.sum(),
+        "entropy": entropy_T @ mask_T,
+        "clipped": clipped_T @ mask_T,
+        "outside": outside_T @ mask_T,
         "mismatch_k3": token_kl(rollout_logp_T, trainer_logp_T, "k3") @ mask_T,
         **{f"kl_{kind}": kl_T @ mask_T for kind, kl_T in kl.items()},
-        **metrics.gap_report(sampler_logp_T - rollout_logp_T, trainer_logp_T - rollout_logp_T, mask_T),
-    }  # fmt: skip
+        **metrics.gap_report(trainer_logp_T - rollout_logp_T, mask_T),
+    }
     return loss, denominator, {name: value.detach().double() for name, value in report.items()}
 
 
@@ -666,20 +712,23 @@ def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
 
 
 def rehearse(cfg: Config) -> None:
-    """The algorithm on two made-up answers, before anything is built: an unknown name in `algo` shows at once, and so
-    does a fork's mistake. Raises UserError."""
+    """Run the algorithm on two synthetic answers before anything is built. Raises UserError.
+
+    An unknown name in `algo`, or a mistake of a fork, shows at once.
+    """
     if cfg.algo.kl_coef == 0 and config_at(cfg, cfg.train.steps, {}).algo.kl_coef > 0:
         raise UserError("algo.kl_coef=0 keeps no reference model, but config_at raises it; start above 0")
-    algo = changed(config_at(cfg, 1, {}), {"algo.kl_coef": 1.0}).algo
+    algo = override(config_at(cfg, 1, {}), {"algo.kl_coef": 1.0}).algo
     samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=reward) for reward in (0.0, 1.0)]
     penalize_length(samples, algo, cfg.rollout.max_new_tokens)
     batch = flatten(samples, algo.mask_truncated)
     batch = replace(batch, old_logp=batch.rollout_logp, ref_logp=batch.rollout_logp, teacher_logp=batch.rollout_logp)
     weights_F = loss_weights(batch.trained, batch.seq_id, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
-    batch = give_credit(samples, replace(batch, weights=weights_F), algo)
+    batch = replace(give_credit(samples, batch, algo), weights=weights_F)
     mb = pack(batch, [0, 1], int(batch.lengths_N.sum()), "cpu")
     logp_T = mb.rollout_logp[0].clone().requires_grad_()
-    grpo_loss(mb, logp_T, -logp_T, algo)[0].backward()
+    loss, _, _ = grpo_loss(mb, logp_T, -logp_T, algo)
+    loss.backward()
 
 
 def main(argv: list[str]) -> int:

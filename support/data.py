@@ -165,11 +165,16 @@ def prompt_batch(prompts: Sequence[Prompt], taken: int, size: int, seed: int) ->
     resumed run needs. A Mixture has one such stream per set, and takes a share of each.
     """
     if isinstance(prompts, Mixture):
-        sets, weights = prompts.sets, prompts.weights
-    else:
-        sets, weights = [prompts], [1.0]
-    chosen = mixing.draw_prompts([len(part) for part in sets], weights, taken, size, seed)
-    return [sets[number][place] for number, place in chosen]
+        chosen = mixing.draw_prompts([len(part) for part in prompts.sets], prompts.weights, taken, size, seed)
+        return [prompts.sets[number][place] for number, place in chosen]
+    batch = []
+    orders = {}  # epoch → order of the prompts
+    for number in range(taken, taken + size):
+        epoch, place = divmod(number, len(prompts))
+        if epoch not in orders:
+            orders[epoch] = np.random.default_rng([seed, epoch, 0]).permutation(len(prompts))
+        batch.append(prompts[int(orders[epoch][place])])
+    return batch
 
 
 def sampling_seed(seed: int, step: int, group: int) -> int:

@@ -13,7 +13,7 @@ import megatron_bridge as bridge
 from config import Config, TrainingError, UserError
 from support import turns
 from support.data import Prompt
-from support.packing import Batch, MicroBatch
+from support.records import Batch, MicroBatch, Sample
 
 
 def compared_updates(cfg: Config) -> int:
@@ -28,7 +28,7 @@ def check_gap(
     report: dict[str, float],
     step: int,
     batch: Batch,
-    samples: list,
+    samples: list[Sample],
     cfg: Config,
     gaps: list[float],
     rescore: Callable[[], torch.Tensor],
@@ -36,8 +36,7 @@ def check_gap(
     """Raises TrainingError if trainer and engine disagree: at step 1 about the model, later about what has changed.
 
     Sees what push_check cannot: kernels, temperature, positions. Called before the weights change. `gaps`: the means of
-    the updates so far, to which this one is added. `rescore` gives the trainer's log-probs [F], for the table; with
-    rollout.lag they are there, of the weights that vLLM sampled with.
+    the updates so far, to which this one is added. `rescore` gives the trainer's log-probs [F], for the table.
     """
     gaps.append(report["gap"] / max(report["tokens"], 1))
     if cfg.model.dtype == "bf16":
@@ -47,16 +46,15 @@ def check_gap(
         kind, bound, gap = "largest", 1e-3, report["gap_max"]
     bound = cfg.rollout.max_logp_gap or bound
     if not gap <= bound:
-        logp_F = rescore() if batch.sampler_logp is None else batch.sampler_logp
         raise TrainingError(
             f"step {step}: trainer and vLLM disagree on sampled tokens: {kind} |Δ log-prob| = {gap:.2e}, bound "
-            f"{bound:.0e} (rollout.max_logp_gap)\n{explain_gap(logp_F, batch, samples, step, bound)}"
+            f"{bound:.0e} (rollout.max_logp_gap)\n{explain_gap(rescore(), batch, samples, step, bound)}"
         )
 
 
-def explain_gap(logp_F: torch.Tensor, batch: Batch, samples: list, step: int, bound: float) -> str:
+def explain_gap(logp_F: torch.Tensor, batch: Batch, samples: list[Sample], step: int, bound: float) -> str:
     """A table of the largest differences, how they spread, and the likely cause."""
-    response_F = batch.mask > 0
+    response_F = batch.mask
     gap_F = (logp_F - batch.rollout_logp).abs() * response_F
     prompt_F = torch.tensor([len(s.prompt_ids) for s in samples])[batch.seq_id]
     place_F = batch.position_ids + 1 - prompt_F  # of the target within its response
@@ -131,7 +129,7 @@ def dump_micro_batches(bad: Path, micro_batches: list[MicroBatch]) -> None:
     save_file(fields, f"{bad}_rank_{dist.get_rank():05d}.safetensors")
 
 
-def check_graded(samples: list, prompts: dict[int, Prompt], bound: float, shown: set[str]) -> None:
+def check_graded(samples: list[Sample], prompts: dict[int, Prompt], bound: float, shown: set[str]) -> None:
     """Show the first error of each kind of the reward functions, once a run; `shown` holds the kinds seen so far.
 
     `prompts`: that of each group. Raises UserError, on every rank, where more than the share `bound` failed.

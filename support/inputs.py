@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from config import Config, UserError
-from support import checkpoint, checks, hf_folder, lora, memory_plan, ranks, run_plan, teacher, turns, weight_sets
+from support import checkpoint, checks, hf_folder, lora, memory_plan, ranks, run_plan, teacher, turns
 from support.data import Mixture, Prompt, fingerprint, load_prompts, load_tokenizer
 from support.files import open_output_dir
-from support.read_config import changed, to_yaml
+from support.read_config import override, to_yaml
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Inputs:
     eval_prompts: Sequence[Prompt]
     checkpoint: Path | None = None  # to go on from
     done: int = 0  # steps of that checkpoint
+    model_path: str = ""  # local folder of the initial model
 
 
 def prepare(cfg: Config, world_size: int, weights: bool, gpu_gb: float | None = None) -> tuple[Config, Inputs]:
@@ -49,8 +50,9 @@ def prepare(cfg: Config, world_size: int, weights: bool, gpu_gb: float | None = 
     cfg = with_steps(cfg, len(prompts["train"]))
     if ranks.is_first_rank():
         print_plan(cfg, world_size, prompts, dropped)
-    inputs = Inputs(tokenizer, prompts["train"], prompts.get("eval", []))
-    return changed(cfg, {"train.epochs": None}), inputs
+    folder = hf_folder.local_folder(cfg.model.path) if weights else cfg.model.path
+    inputs = Inputs(tokenizer, prompts["train"], prompts.get("eval", []), model_path=folder)
+    return override(cfg, {"train.epochs": None}), inputs
 
 
 def check_models(cfg: Config) -> None:
@@ -78,7 +80,7 @@ def with_steps(cfg: Config, prompts: int) -> Config:
     if cfg.train.epochs is None:
         return cfg
     passes = Fraction(str(cfg.train.epochs))  # 1.1 epochs of 100 prompts are 110, not 110.00000000000001
-    return changed(cfg, {"train.steps": math.ceil(passes * prompts / cfg.rollout.prompts_per_step)})
+    return override(cfg, {"train.steps": math.ceil(passes * prompts / cfg.rollout.prompts_per_step)})
 
 
 def print_plan(cfg: Config, world_size: int, prompts: dict[str, Sequence[Prompt]], dropped: dict[str, int]) -> None:
@@ -110,7 +112,6 @@ def find_resume(cfg: Config, inputs: Inputs) -> Inputs:
     if found:
         done = checkpoint.check_resumed(found, cfg.model_dump(), fingerprint(inputs.prompts))
         was = checkpoint.read_state(found)["config"]
-        weight_sets.check_resumed(was, cfg, found)
         lora.check_resumed(was.get("lora", {}), cfg.lora, found)  # an old checkpoint may have no such section
     if done == cfg.train.steps:
         if dist.get_rank() == 0:

@@ -124,9 +124,7 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float)
 
 @torch.no_grad()
 def effective(weight: torch.nn.Parameter) -> torch.Tensor:
-    """The weight as the model computes with it, bit by bit; itself where it has no adapter."""
-    if not hasattr(weight, "adapter"):
-        return weight.detach()
+    """A weight with an adapter as the model computes with it, bit by bit."""
     a, b = factors([weight])
     return merged(weight, a[0], b[0], weight.adapter.scale)
 
@@ -195,9 +193,7 @@ def product(x: torch.Tensor, y: torch.Tensor, ends_E: torch.Tensor | None) -> to
 # ---------------------------------------------------------------- names, the start, a resume, the export
 
 
-def is_factor(name: str) -> bool:
-    """Whether a Megatron weight is a factor."""
-    return name.endswith((".lora_a", ".lora_b"))
+FACTORS = (".lora_a", ".lora_b")  # how the Megatron names of factors end
 
 
 def weight_of(name: str) -> str:

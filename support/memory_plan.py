@@ -26,7 +26,7 @@ from support.memory_formulas import (
     layer_bytes,
     plan_sampling,
 )
-from support.read_config import changed
+from support.read_config import override
 from support.run_plan import rows_of_an_update
 
 GB = 10**9
@@ -162,7 +162,7 @@ def legal_levers(cfg: Config, world_size: int) -> Iterator[tuple[dict, Config]]:
     longest = checks.longest_sample(cfg)
     for keys in levers(cfg):
         try:
-            other = changed(cfg, keys)
+            other = override(cfg, keys)
             checks.check_config(other, world_size)
             checks.check_model(
                 other.model.path, other.parallel, other.rollout.tp, longest, other.model.dtype, other.megatron
@@ -177,7 +177,7 @@ def smaller_share(cfg: Config, world_size: int, found: Plan, above: float) -> Pl
     """The plan with the largest rollout.gpu_memory_utilization, if it fits with one above `above`; else None."""
     if found.fits or not above < found.utilization < 1:
         return None
-    other = changed(cfg, {"rollout.gpu_memory_utilization": found.utilization})
+    other = override(cfg, {"rollout.gpu_memory_utilization": found.utilization})
     smaller = plan(other, world_size, found.gpu, found.held)
     return smaller if smaller.fits else None
 

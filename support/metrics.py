@@ -15,7 +15,7 @@ from tqdm import tqdm
 import megatron_bridge as bridge
 from config import Config, EvalConfig
 from support import files, gates, hints, memory, routes, schedule, trackers
-from support.packing import Batch
+from support.records import Batch, Sample
 from support.rollout_files import RolloutWriter
 
 # What grpo_loss reports of a micro-batch: sums over its response tokens, but for the last, a maximum.
@@ -41,10 +41,12 @@ REPORTED = [
 ]
 
 
-def gap_report(gap_T: torch.Tensor, log_w_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over response tokens of |trainer - vLLM| log-prob and of w = exp(trainer - vLLM), the largest gap, and the
-    number of tokens beyond three sizes. A gap is of the weights that vLLM sampled with, log w of the present ones."""
-    gap_T, w_T = (gap_T * mask_T).abs(), (log_w_T * mask_T).clamp(-20, 20).exp() * mask_T
+def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a micro-batch reports of trainer - vLLM log-prob, `difference_T`: sums over response tokens of the gap, its
+    absolute value, and of w = exp(difference), the largest gap, and the number of tokens beyond three sizes.
+    """
+    gap_T = (difference_T * mask_T).abs()
+    w_T = (difference_T * mask_T).clamp(-20, 20).exp() * mask_T
     above = {f"gap_above_{size:g}": (gap_T > size).sum() for size in (0.01, 0.1, 1)}
     return {"gap": gap_T.sum(), "gap_max": gap_T.max(), "w": w_T.sum(), "w2": w_T @ w_T, **above}
 
@@ -65,17 +67,16 @@ class StepRecord:
     """A step of training, as it went; the same on every rank, but for `seconds`."""
 
     step: int
-    samples: list  # all of the step, those of replaced groups too
+    samples: list[Sample]  # all of the step, those of replaced groups too
     groups: set[int]  # that were trained on
     rounds: int  # of sampling
     notes: list[dict[str, float]]  # of each rank: seconds of sampling and grading
     reports: list[dict[str, float]]  # of each update
     expert_load: list[float]  # per layer; [] without experts
     seconds: dict[str, float]  # of each phase, and "step"
-    reference: bool = False  # whether its log-probs were made
 
 
-def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
+def summarize(record: StepRecord, batch: Batch, cfg: Config) -> dict[str, float | int | None]:
     """The metrics of a step; names as in docs/metrics.md, always all of them. `cfg`: as the step used it."""
     samples, seconds = record.samples, record.seconds
     first = record.reports[0]
@@ -104,9 +105,10 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
         "groups/rounds": record.rounds,
         "loss/total": mean("loss", [first], "trained"),
         "loss/policy": mean("policy", [first], "trained"),
-        "kl/ref": mean("kl_k3", [first]) if record.reference else None,
-        "kl/k1": mean("kl_k1", [first]) if record.reference else None,
-        "kl/k2": mean("kl_k2", [first]) if record.reference else None,
+        "kl/ref": mean("kl_k3", [first]) if batch.ref_logp is not None else None,
+        "kl/k1": mean("kl_k1", [first]) if batch.ref_logp is not None else None,
+        "kl/k2": mean("kl_k2", [first]) if batch.ref_logp is not None else None,
+        "kl/teacher": teacher_kl(batch) if batch.teacher_logp is not None else None,
         "entropy": mean("entropy", [first]),
         "ratio/clip_frac": mean("clipped", record.reports),
         "logp_gap/mean": mean("gap", compared),
@@ -115,12 +117,12 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
         "mismatch/k3": mean("mismatch_k3", compared),
         "mismatch/ess": effective_share(compared),
         "mismatch/cut_frac": mean("outside", compared),
-        **routes.shares(record.samples, first),
+        **(routes.shares(samples, first) if cfg.algo.replay_routes else dict.fromkeys(routes.SHARES)),
         "grad_norm": first["grad_norm"],
         "moe/load": max(record.expert_load, default=None),
         **{f"moe/load/layer_{layer:02d}": load for layer, load in enumerate(record.expert_load)},
         "lr": cfg.train.lr,
-        **schedule.metrics(cfg),
+        **(schedule.metrics(cfg) if any(course for _, course in cfg.schedule) else {}),
         "tokens/prompt_mean": np.mean([len(s.prompt_ids) for s in samples]),
         "tokens/response_mean": length_N.mean(),
         "tokens/response_max": length_N.max(),
@@ -137,6 +139,12 @@ def summarize(record: StepRecord, cfg: Config) -> dict[str, float | int | None]:
         **{f"idle/{cause}": idle[cause] / seconds["step"] for cause in idle},
         "update/skipped": sum(not (math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0) for r in record.reports),
     }
+
+
+def teacher_kl(batch: Batch) -> float:
+    """The k1 estimate of KL(policy ‖ teacher) before the updates, mean over the trained tokens."""
+    difference_F = (batch.old_logp - batch.teacher_logp) * batch.trained
+    return (difference_F.double().sum() / batch.trained.sum().clamp(min=1)).item()
 
 
 def expert_load(model: list) -> list[float]:
@@ -176,26 +184,24 @@ def idle_seconds(notes: list[dict[str, float]], bubble: float) -> dict[str, floa
     }
 
 
-def trainer_logp(batch: Batch, cfg: Config, score: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """The trainer's log-probs before the updates, [F], for `note_tokens`; None without log.tokens. A pass of `score`,
-    unless the step has made it anyway."""
-    if not cfg.log.tokens:
-        return None
+def trainer_logp(batch: Batch, cfg: Config, score: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The trainer's log-probs before the updates, [F], for `note_tokens`; a pass of `score`, unless the step has made
+    it anyway.
+    """
     return batch.old_logp if cfg.algo.old_logp == "trainer" and batch.old_logp is not None else score()
 
 
-def note_tokens(samples: list, batch: Batch, before_F: torch.Tensor | None, score: Callable[[], torch.Tensor]) -> None:
+def note_tokens(samples: list[Sample], batch: Batch, before_F: torch.Tensor, after_F: torch.Tensor) -> None:
     """Note in the samples of the batch, of each response token, `trainer_logp`, the trainer's log-prob before the
-    updates, and `ratio`, the probability after them over that before. `score` gives the log-probs of now, [F]."""
-    if before_F is None:
-        return
-    ratio_F = (score() - before_F).exp()
+    updates, and `ratio`, the probability after them over that before. The log-probs are given, [F].
+    """
+    ratio_F = (after_F - before_F).exp()
     for s, first, positions in zip(samples, batch.starts_N, batch.lengths_N, strict=True):
         response = slice(first + len(s.prompt_ids) - 1, first + positions)
         s.tokens |= {"trainer_logp": before_F[response].numpy(), "ratio": ratio_F[response].numpy()}
 
 
-def rewards_by_group(samples: list) -> dict[int, list[float]]:
+def rewards_by_group(samples: list[Sample]) -> dict[int, list[float]]:
     """The rewards of each group's answers."""
     rewards = {s.group: [] for s in samples}
     for s in samples:
@@ -210,7 +216,7 @@ FAILURES = {
 }
 
 
-def by_source(samples: list, prefix: str, wanted: dict[str, Any]) -> dict[str, float]:
+def by_source(samples: list[Sample], prefix: str, wanted: dict[str, Any]) -> dict[str, float]:
     """{"prefix/source/name": value} of each function in `wanted`, {name: function of a source's samples}."""
     found = {}
     for source in sorted({s.source for s in samples}):
@@ -219,7 +225,7 @@ def by_source(samples: list, prefix: str, wanted: dict[str, Any]) -> dict[str, f
     return found
 
 
-def evaluation(samples: list, options: EvalConfig) -> dict[str, float]:
+def evaluation(samples: list[Sample], options: EvalConfig) -> dict[str, float]:
     """Metrics of an evaluation, by source: avg@n, the mean reward over n answers; pass@k for each power of two up to n,
     and n itself; length, truncation, failures of grading."""
     n = options.samples
@@ -270,7 +276,7 @@ class Log:
         steps = dict(total=self.steps, initial=inputs.done, unit="step")
         self.bar = tqdm(**steps, disable=not on_terminal(), dynamic_ncols=True)
 
-    def evaluated(self, step: int, found: dict[str, float], samples: list) -> dict[str, float]:
+    def evaluated(self, step: int, found: dict[str, float], samples: list[Sample]) -> dict[str, float]:
         """Keep and show an evaluation after `step`; returns its metrics."""
         if self.speaks:
             self.rollouts.write(self.out / "rollouts" / f"eval_{step:06d}.jsonl", samples)
@@ -278,7 +284,7 @@ class Log:
             self.bar.write(f"eval after step {step}: {'  '.join(shown)}")
         return {"step": step} | found
 
-    def write(self, metrics: dict, samples: list | None = None) -> None:
+    def write(self, metrics: dict, samples: list[Sample] | None = None) -> None:
         """The metrics of a step that has ended, and its samples; without samples, those of an evaluation before it."""
         if not self.speaks:
             return

@@ -27,7 +27,7 @@ def is_away(shard: torch.Tensor) -> bool:
     return shard.untyped_storage().size() == 0 < shard.numel()
 
 
-def leave(offload: str | None, model: list, optimizer) -> None:
+def offload_state(offload: str | None, model: list, optimizer) -> None:
     """Offload what `train.offload` names; before vLLM wakes up."""
     mode = mode_of(offload)
     if mode == "none":
@@ -44,14 +44,6 @@ def leave(offload: str | None, model: list, optimizer) -> None:
         for shard in shards:
             shard.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
-
-
-def zero_gradients(model: list, optimizer) -> None:
-    """Zero the gradients, allocating them again if they were freed; before the first micro-batch of an update."""
-    optimizer.zero_grad()
-    for chunk in model:
-        chunk.restore_grad_buffers()
-        chunk.zero_grad_buffer()
 
 
 def take_back_state(optimizer) -> None:

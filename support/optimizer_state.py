@@ -1,4 +1,4 @@
-"""The training state that a checkpoint holds: main weights, Adam's moments, further sets of weights; on any layout.
+"""The training state that a checkpoint holds: main weights and Adam's moments, on any layout.
 
 Megatron's distributed optimizer shards each weight's state over the replicas. This file describes it as Megatron's
 sharded tensors, which say where in the whole tensor a rank's shard is, and loads it from those of a checkpoint.
@@ -20,7 +20,6 @@ from support.checkpoint import read_state
 from support.offload import is_away, take_back_state
 from support.shards import read_sharded
 
-Sets = dict[str, list[torch.Tensor]]  # further sets of weights by name, as support/weight_sets.py makes them
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first is the main weight
 
 
@@ -65,11 +64,8 @@ def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:
     return slice(position.start, position.end), own
 
 
-def sharded_state(
-    model: list, optimizer, loading: bool, sets: Sets | None = None
-) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """Main weights and Adam's moments as Megatron's sharded tensors, 12 bytes a weight, and further `sets` of weights
-    in their own type: all there is to save.
+def sharded_state(model: list, optimizer, loading: bool) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """Main weights and Adam's moments as Megatron's sharded tensors, 12 bytes a weight: all there is to save.
 
     With `loading` a description only, without values, for `load_state`. For saving, each weight's state is reduced to
     one replica, another for each weight. Megatron's own way, "fully_reshardable", gathers all on one replica, and cuts
@@ -95,20 +91,6 @@ def sharded_state(
             state[f"{number}.{moment}"] = dataclasses.replace(
                 tensor, key=f"{moment}.{tensor.key}", data=whole, replica_id=replica, **fp32
             )
-    return state | sharded_sets(model, sets or {})
-
-
-def sharded_sets(model: list, sets: Sets) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """Further sets of weights as Megatron's sharded tensors; a replica holds them whole, as the model's own weights."""
-    if not sets:
-        return {}
-    tensors = sharded_weights(model)
-    parameters = trainable_weights(model)
-    state = {}
-    for name, weights in sets.items():
-        for number, (weight, values) in enumerate(zip(parameters, weights, strict=True)):
-            tensor = tensors[weight]
-            state[f"{name}.{number}"] = dataclasses.replace(tensor, key=f"{name}.{tensor.key}", data=values)
     return state
 
 
@@ -128,38 +110,16 @@ def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps: i
         chunk.start_param_sync(force_sync=True)
 
 
-def select_saved(sets: Sets, config: dict[str, Any]) -> Sets:
-    """Those of the sets that a checkpoint of a run with this configuration has; an older one has no such keys.
-
-    A reference that stays the initial model is not among them: it is read from that model's folder.
-    """
-    return {name: sets[name] for name in saved_names(config) if name in sets}
-
-
-def saved_names(config: dict[str, Any]) -> list[str]:
-    """The names of the sets that a checkpoint of a run with this configuration has."""
-    lag = config["rollout"].get("lag", 0)
-    names = [f"past_{n}" for n in range(1, lag + 1)]
-    if config["algo"].get("reference_every", 0) > 0:
-        names = ["reference", *names]
-    return names
-
-
-def restore(path: Path, model: list, optimizer, sets: Sets, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Load weights, moments and the saved ones of `sets` from a checkpoint of any layout; returns its state.
+def restore(path: Path, model: list, optimizer, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Load weights and moments from a checkpoint of any layout; returns its state.
 
     `others`: the first words of keys that somebody else reads. Raises CheckpointError before anything is changed; also
-    where the checkpoint holds what nobody reads, but for sets that this run no longer needs.
+    where the checkpoint holds what nobody reads.
     """
     state = read_state(path)
     take_back_state(optimizer)
-    saved = select_saved(sets, state["config"])
-    wanted = sharded_state(model, optimizer, loading=True, sets=saved)
-    loaded = read_sharded(path, wanted, others=[*others, *saved_names(state["config"])])
+    loaded = read_sharded(path, sharded_state(model, optimizer, loading=True), others=others)
     load_state(model, optimizer, loaded, state["updates"])
-    for name, weights in saved.items():
-        for number, weight in enumerate(weights):
-            weight.copy_(loaded[f"{name}.{number}"])
     return state
 
 

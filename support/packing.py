@@ -10,8 +10,8 @@ other of as many tokens, and the cap counts these.
 
 import heapq
 import math
-from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import torch
 import megatron_bridge as bridge
 from config import Config, ParallelConfig
 from support.attention import uses_varlen
+from support.records import Batch, MicroBatch, Rows
 
 # What a row costs, in attended positions a head: each token TOKEN + what it attends to. The rest of a layer takes about
 # 18 × hidden such positions by its operations, and by the time of its kernels less; a round number that is low rather
@@ -33,92 +34,6 @@ def attention_pads(dtype: str) -> bool:
     """Whether attention pads the sequences of a row to the longest, on this machine and with model.dtype `dtype`; the
     one place that says so to who packs rows. It asks what attention itself asks."""
     return not uses_varlen(bridge.device(), bridge.DTYPES[dtype])
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What is known of each predicting position: [F] in a Batch, [1, T] in a MicroBatch. Never written in place.
-
-    Numbers take 4 bytes: int32, float32; routes take 1 or 2. The mask is True and False in a Batch, 1.0 and 0.0 in a
-    MicroBatch.
-    """
-
-    tokens: torch.Tensor  # ids
-    targets: torch.Tensor  # id of the next token
-    mask: torch.Tensor  # where the target is a token that the model sampled
-    rollout_logp: torch.Tensor  # of the target, as vLLM sampled it; 0 where the mask is 0
-    advantages: torch.Tensor | None = None
-    weights: torch.Tensor | None = None  # of each token in the loss; None: log-probs only
-    old_logp: torch.Tensor | None = None  # None: one update a step
-    ref_logp: torch.Tensor | None = None  # None: no reference model
-    sampler_logp: torch.Tensor | None = None  # by the trainer, of the weights that vLLM sampled with; None: the present
-    routes: torch.Tensor | None = None  # [..., layers, k] of the token, see support/routes.py; None: each router's own
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch(Rows):
-    """All samples of a step end to end, F positions."""
-
-    lengths_N: np.ndarray  # positions of each sample
-    trained: torch.Tensor  # the mask, but False in answers that are left out of the loss
-    teacher_logp: torch.Tensor | None = None  # None: no teacher
-
-    @cached_property
-    def starts_N(self) -> np.ndarray:
-        """Place of each sample's first position."""
-        return np.cumsum(self.lengths_N) - self.lengths_N
-
-    @property
-    def seq_id(self) -> torch.Tensor:
-        """Number of each position's sample, [F]; made anew at each use, as `position_ids` is."""
-        return torch.from_numpy(np.repeat(np.arange(len(self.lengths_N), dtype=np.int32), self.lengths_N))
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """Place of each token in its own sample, [F]."""
-        starts_F = np.repeat(self.starts_N.astype(np.int32), self.lengths_N)
-        return torch.from_numpy(np.arange(len(starts_F), dtype=np.int32) - starts_F)
-
-    def sums(self, values_F: torch.Tensor, starts_K: np.ndarray) -> np.ndarray:
-        """The sums over the positions from each start to the next, the last to the end; [F], [K] → [K] float64."""
-        return np.add.reduceat(values_F.numpy(), starts_K, dtype=np.float64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch(Rows):
-    """S sequences in one row of T positions, one after another. What fills the row up stands at its end and is masked:
-    it lengthens the last sequence, or makes sequences of its own."""
-
-    samples: np.ndarray  # numbers of the row's samples in the Batch, [at most S]
-    starts: np.ndarray  # place of each one's first position in the Batch
-    lengths: np.ndarray  # positions of each, without what fills the row up
-    cu_seqlens: torch.Tensor  # [S + 1] int32, where sequences begin and end
-    max_seqlen: int
-
-    @property
-    def index_T(self) -> torch.Tensor:
-        """Place in the Batch of each position that is not padding; made anew at each use, as all that follows."""
-        shift = np.repeat(self.starts - np.cumsum(self.lengths) + self.lengths, self.lengths)
-        return torch.from_numpy(np.arange(len(shift)) + shift)
-
-    @property
-    def seq_id(self) -> torch.Tensor:
-        """Number of each position's sample in the Batch, -1: padding; [1, T]."""
-        numbers_T = np.repeat(self.samples, self.lengths)
-        return torch.from_numpy(np.pad(numbers_T, (0, self.tokens.shape[1] - len(numbers_T)), constant_values=-1))[None]
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """Place of each token in its own sequence, [1, T]."""
-        starts_T = self.cu_seqlens[self.sequence_T]
-        return (torch.arange(len(starts_T), dtype=torch.int32, device=starts_T.device) - starts_T)[None]
-
-    @property
-    def sequence_T(self) -> torch.Tensor:
-        """Number of each position's sequence in this row, [T]."""
-        lengths_S = self.cu_seqlens.diff()
-        numbers_S = torch.arange(len(lengths_S), device=lengths_S.device)
-        return numbers_S.repeat_interleave(lengths_S, output_size=self.tokens.shape[1])
 
 
 def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Config) -> list[MicroBatch]:
@@ -303,7 +218,7 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
             return None
         filler = values_F.new_zeros(padding, *values_F.shape[1:])
         values_T = torch.cat([*(values_F[piece] for piece in pieces), filler])
-        return (values_T.float() if values_T.dtype == torch.bool else values_T)[None].to(device)  # [1, T]
+        return values_T[None].to(device)  # [1, T]
 
     return MicroBatch(
         **{field.name: row(getattr(batch, field.name)) for field in fields(Rows)},

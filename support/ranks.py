@@ -1,7 +1,6 @@
 """The ranks of a run: joining the process group, collectives on Python objects, output. Knows no trainer."""
 
 import datetime
-import itertools
 import math
 import os
 import pickle
@@ -169,19 +168,3 @@ def gather(value: Any) -> list:
         parts = [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]
         values.append(pickle.loads(pickled, buffers=parts))
     return values
-
-
-def gather_samples(samples: list, notes: Any) -> tuple[list, list]:
-    """The samples of all ranks, sorted by group, and each rank's notes; on every rank.
-
-    Texts go to rank 0 only, which writes them; elsewhere `text` is None, so that code which needs it fails at once.
-    """
-    texts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object([sample.text for sample in samples], texts)
-    for sample in samples:
-        sample.text = None
-    everywhere = gather((samples, notes))
-    samples = [sample for part, _ in everywhere for sample in part]
-    for sample, text in zip(samples, itertools.chain(*texts or []), strict=False):
-        sample.text = text
-    return sorted(samples, key=lambda sample: sample.group), [notes for _, notes in everywhere]

@@ -151,7 +151,7 @@ def to_yaml(cfg: Config) -> str:
 # ---------------------------------------------------------------- values for the keys
 
 
-def changed(cfg: Config, values: dict[str, Any]) -> Config:
+def override(cfg: Config, values: dict[str, Any]) -> Config:
     """A copy of the configuration with other values at dotted keys: {"train.lr": 1e-5}. Raises UserError."""
     tree = cfg.model_dump()
     for key, value in values.items():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from config import TrainingError
 from support.attention import own_stripe  # before Megatron-core
+from support.records import Sample
 
 # isort: split
 from megatron.core import parallel_state as mpu
@@ -23,15 +24,13 @@ from megatron.core.utils import unwrap_model
 # ---------------------------------------------------------------- from samples to rows
 
 
-def route_rows(samples: list, lengths_N: np.ndarray) -> torch.Tensor | None:
-    """The samples' routes end to end, [F, layers, k] uint8 or int16; None where they have none (algo.replay_routes).
+def route_rows(samples: list[Sample], lengths_N: np.ndarray) -> torch.Tensor:
+    """The samples' routes end to end, [F, layers, k] uint8 or int16.
 
     `samples`: with `routes` [tokens, layers, k], the experts as vLLM numbers them; `lengths_N`: their positions. vLLM
     routes every token but the last, which is what predicts. Where it returns fewer (an engine may forget those of a
     cached prompt), they are the last ones, and the others have none. Raises TrainingError for what no router can do.
     """
-    if samples[0].routes is None:
-        return None
     routes_N = [np.asarray(s.routes) for s in samples]
     largest = max(int(routes.max(initial=0)) for routes in routes_N)
     rows_F = np.zeros((lengths_N.sum(), *routes_N[0].shape[1:]), np.uint8 if largest < 255 else np.int16)
@@ -123,12 +122,12 @@ def replayed_routes(model: list) -> dict[str, int]:
     return dict(zip(("routes", "routes_differ"), counts.tolist(), strict=True))
 
 
-def shares(samples: list, first: dict) -> dict[str, float | None]:
-    """The metrics of a step, null without routes. `first`: of its first update, whose weights are still vLLM's."""
-    if samples[0].routes is None:
-        return {"routes/differ_frac": None, "routes/missing_frac": None}
+SHARES = ("routes/differ_frac", "routes/missing_frac")  # metrics of a step
+
+
+def shares(samples: list[Sample], first: dict) -> dict[str, float]:
+    """The metrics SHARES of a step. `first`: the report of its first update, whose weights are still vLLM's."""
     positions = sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples)
-    return {
-        "routes/differ_frac": first["routes_differ"] / max(first["routes"], 1),
-        "routes/missing_frac": 1 - sum(len(s.routes) for s in samples) / positions,
-    }
+    differ = first["routes_differ"] / max(first["routes"], 1)
+    missing = 1 - sum(len(s.routes) for s in samples) / positions
+    return dict(zip(SHARES, (differ, missing), strict=True))

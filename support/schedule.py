@@ -1,4 +1,4 @@
-"""Coefficients that move with the steps: the warm-up of the learning rate, and the courses of `schedule`."""
+"""Schedules of the keys in section `schedule`: values that are a function of the step."""
 
 import functools
 import math
@@ -7,7 +7,7 @@ from config import Config, Course
 
 
 def courses(cfg: Config) -> dict[str, Course]:
-    """{dotted key: its course} of the keys that have one."""
+    """{dotted key: its schedule} of the keys that have one."""
     s = cfg.schedule
     found = {
         "train.lr": s.lr,
@@ -18,28 +18,27 @@ def courses(cfg: Config) -> dict[str, Course]:
     return {key: course for key, course in found.items() if course is not None}
 
 
-def moved(cfg: Config, step: int) -> dict[str, float]:
-    """{dotted key: its value in `step`} of all that moves by itself, a function of the step alone.
+def scheduled_values(cfg: Config, step: int) -> dict[str, float]:
+    """{dotted key: its value in `step`} of the keys that have a schedule; a function of the step alone.
 
-    A course leads from the key's own value, at step 1, to `to`, at step `steps`, where it stays. With x the part of the
-    way that is behind it, from 0 to 1, the share of the change that is made:
+    A schedule leads from the key's own value, at step 1, to `to`, at step `steps`, where it stays. With the progress x
+    from 0 to 1, the share of the change that is made:
 
       constant   0 until x is 1        linear   x        cosine   (1 - cos(pi x)) / 2
-    The learning rate is also scaled by step / warmup_steps, at most 1.
     """
-    values = {"train.lr": cfg.train.lr}
+    values = {}
     for key, course in courses(cfg).items():
-        way = min((step - 1) / max((course.steps or cfg.train.steps) - 1, 1), 1.0)
-        share = {"constant": float(way == 1), "linear": way, "cosine": (1 - math.cos(math.pi * way)) / 2}
+        x = min((step - 1) / max((course.steps or cfg.train.steps) - 1, 1), 1.0)
+        share = {"constant": float(x == 1), "linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2}
         values[key] = value(cfg, key) + (course.to - value(cfg, key)) * share[course.shape]
-    return values | {"train.lr": values["train.lr"] * min(1.0, step / max(cfg.train.warmup_steps, 1))}
+    return values
 
 
 def metrics(cfg: Config) -> dict[str, float]:
-    """{"schedule/name": value} of what has a course, in a step that uses `cfg`."""
+    """{"schedule/name": value} of the keys that have a schedule, in a step that uses `cfg`."""
     return {f"schedule/{key.split('.')[1]}": value(cfg, key) for key in courses(cfg)}
 
 
 def value(cfg: Config, key: str) -> float:
-    """That of a dotted key."""
+    """The value of a dotted key."""
     return functools.reduce(getattr, key.split("."), cfg)

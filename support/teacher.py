@@ -4,7 +4,6 @@ It scores the answers that the policy gave, each after the teacher's own prompt,
 teacher of another size is a second model of Megatron on the same layout, without gradients or optimizer.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +13,7 @@ import megatron_bridge as bridge
 from config import Config
 from support import checks, hf_folder
 from support.data import load_tokenizer
-from support.packing import Batch
+from support.records import Batch, Sample
 
 SELF = "self"  # algo.teacher: the model's own present weights
 
@@ -43,24 +42,24 @@ def build_teacher(model: list, cfg: Config) -> Teacher | None:
     return teacher
 
 
-def as_asked(samples: Sequence) -> list:
-    """The samples as the teacher sees them: the same answers, after the prompts with hints where there are any."""
-    prompts = [sample.prompt_ids if sample.asked is None else sample.asked for sample in samples]
-    return [replace(sample, prompt_ids=ids, routes=None) for sample, ids in zip(samples, prompts, strict=True)]
+def with_teacher_prompts(samples: list[Sample]) -> list[Sample]:
+    """The samples as the teacher sees them: the same answers after the prompts with hints, if there are hints.
+
+    Their routes are empty: the routers of the teacher's pass choose for themselves.
+    """
+    seen = []
+    for sample in samples:
+        ids = sample.prompt_ids if sample.asked is None else sample.asked
+        routes = None if sample.routes is None else sample.routes[:0]
+        seen.append(replace(sample, prompt_ids=ids, routes=routes))
+    return seen
 
 
-def taught(batch: Batch, seen: Batch, logp_F: torch.Tensor) -> Batch:
-    """The batch with the teacher's log-probs, given for `seen`: the same answers, perhaps after other prompts."""
-    at_answers_F = torch.zeros(len(batch.mask)).masked_scatter(batch.mask, logp_F[seen.mask])
-    return replace(batch, teacher_logp=at_answers_F)
-
-
-def kl_metric(batch: Batch) -> dict[str, float | None]:
-    """The metric of a step's batch: k1 estimate of KL(policy ‖ teacher), mean over the trained tokens; null without."""
-    if batch.teacher_logp is None:
-        return {"kl/teacher": None}
-    difference_F = (batch.old_logp - batch.teacher_logp) * batch.trained
-    return {"kl/teacher": (difference_F.double().sum() / batch.trained.sum().clamp(min=1)).item()}
+def align_logp(batch: Batch, seen: Batch, logp_F: torch.Tensor) -> torch.Tensor:
+    """The teacher's log-probs at the positions of `batch`, [F], given those of `seen`: the same answers, but perhaps
+    after other prompts.
+    """
+    return torch.zeros(len(batch.mask)).masked_scatter(batch.mask, logp_F[seen.mask])
 
 
 def another(cfg: Config) -> str | None:

@@ -13,33 +13,44 @@ import jinja2
 import numpy as np
 import torch.distributed as dist
 
-from config import Config
-from rollout import Completion
+from config import Config, DataConfig, EvalConfig, RolloutConfig
+from rollout import Completion, Engine
 from support import user_code
-from support.grading import TURNS, Ledger, Outcome
+from support.grading import TURNS, GradingPool, Ledger, Outcome
 
 FAILED = f"{TURNS} failed: "  # what the error of a lost sample begins with
 MARK = "⟦answer⟧"  # in the place of the model's answer, to find what the chat template writes after it
 
 
 def converse(
-    run: Any, rows: list[dict], prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int
+    engine: Engine,
+    pool: GradingPool,
+    tokenizer,
+    cfg: Config,
+    rows: list[dict],
+    prompts: list[list[int]],
+    seeds: list[int],
+    n: int,
+    sampling: RolloutConfig | EvalConfig,
+    max_tokens: int,
 ) -> Iterator[tuple[int, list[Completion]]]:
     """Like Engine.generate, but whole conversations: yield (prompt's number, its `n`) as the last of them ends.
 
-    `run`: of train_grpo.py; `rows`: of the data, one a prompt. `max_tokens` is for all tokens of a response, the
-    environment's too. A conversation depends on prompt, seed, its number of the `n`, and what the environment says. Its
-    `told` has the texts by model, environment, model, ... as "turns", and the "state" that the function left.
+    `pool` calls the function of rollout.turns; `rows`: of the data, one a prompt. `max_tokens` is for all tokens of a
+    response, the environment's too. A conversation depends on prompt, seed, its number of the `n`, and what the
+    environment says. Its `told` has the texts by model, environment, model, ... as "turns", and the "state" that the
+    function left.
     """
-    rollout, pool, first = run.cfg.rollout, run.grading, dist.get_rank() % run.cfg.rollout.tp == 0
+    rollout = cfg.rollout
+    is_first = dist.get_rank() % rollout.tp == 0
     talks = [[Completion([], [], False, told={"turns": [], "state": {}}) for _ in range(n)] for _ in prompts]
     asked = [[(p, i) for i in range(n)] for p in range(len(prompts))]  # the conversations that a request samples for
-    answers = run.engine.generate(prompts, seeds, n, sampling, max_tokens)
+    answers = engine.generate(prompts, seeds, n, sampling, max_tokens)
     waiting = set(range(len(prompts)))  # prompts with living conversations
     for turn in range(1, rollout.max_turns + 1):
         spoken, calls = [], Ledger()
         for number, completions in answers:
-            texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
+            texts = tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for (p, i), answer, text in zip(asked[number], completions, texts, strict=True):
                 talk = talks[p][i]
                 append(talk, answer.ids, answer.logps, text)
@@ -47,13 +58,13 @@ def converse(
                 talk.finished = answer.finished
                 if answer.finished:
                     spoken.append((p, i))
-                    if first:  # while the engine works on the other answers
+                    if is_first:  # while the engine works on the other answers
                         pool.submit_turn(calls, rollout.turns, text, rows[p], talk.told["state"])
         outcomes = of_first_rank(pool.wait(calls), rollout.tp)
         living = [
             (p, i)
             for (p, i), outcome in zip(spoken, outcomes, strict=True)
-            if reply(talks[p][i], outcome, turn < rollout.max_turns, max_tokens, run)
+            if reply(talks[p][i], outcome, turn < rollout.max_turns, max_tokens, tokenizer, cfg.data)
         ]
         for p in sorted(waiting - {p for p, _ in living}):
             waiting.remove(p)
@@ -61,7 +72,7 @@ def converse(
         if not living:
             return
         asked = [[place] for place in living]
-        answers = run.engine.generate(
+        answers = engine.generate(
             [prompts[p] + talks[p][i].ids for p, i in living],
             [turn_seed(seeds[p], i, turn) for p, i in living],
             1,
@@ -77,7 +88,7 @@ def append(talk: Completion, ids: list[int], logps: list[float], text: str) -> N
     talk.told["turns"].append(text)
 
 
-def reply(talk: Completion, outcome: Outcome, goes_on: bool, max_tokens: int, run: Any) -> bool:
+def reply(talk: Completion, outcome: Outcome, goes_on: bool, max_tokens: int, tokenizer, data: DataConfig) -> bool:
     """Take up what the environment said to the last answer; returns whether the model is to answer again.
 
     A reply that leaves no room for one more token is dropped, and the conversation counts as cut off: a response ends
@@ -89,7 +100,7 @@ def reply(talk: Completion, outcome: Outcome, goes_on: bool, max_tokens: int, ru
     text, talk.told["state"] = outcome.parts["reply"], outcome.parts["state"]
     if text is None or not goes_on:
         return False
-    ids = reply_ids(text, talk.ids[-1], run.inputs.tokenizer, run.cfg.data)
+    ids = reply_ids(text, talk.ids[-1], tokenizer, data)
     talk.finished = len(talk.ids) + len(ids) < max_tokens
     if talk.finished:
         append(talk, ids, [0.0] * len(ids), text)

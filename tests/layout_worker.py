@@ -30,7 +30,7 @@ import train_grpo
 from support import checks, hf_folder, lora, metrics, ranks
 from support.packing import pack, to_micro_batches
 from support.read_config import load_config
-from support.teacher import as_asked, build_teacher, taught
+from support.teacher import align_logp, build_teacher, with_teacher_prompts
 from tests.memory_worker import held_bytes
 
 EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
@@ -69,9 +69,10 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     logp_F = train_grpo.score(model, batch, cfg)
     credit = {}
     if teacher := build_teacher(model, cfg):
-        seen = train_grpo.flatten(as_asked(samples))
-        asked = taught(batch, seen, train_grpo.score(teacher.model, seen, cfg, teacher.weights))
-        credit["credit"] = train_grpo.give_credit(samples, replace(asked, old_logp=logp_F), cfg.algo).advantages
+        seen = train_grpo.flatten(with_teacher_prompts(samples))
+        teacher_F = align_logp(batch, seen, train_grpo.score(teacher.model, seen, cfg, teacher.weights))
+        scored = replace(batch, old_logp=logp_F, teacher_logp=teacher_F)
+        credit["credit"] = train_grpo.give_credit(samples, scored, cfg.algo).advantages
     noise = torch.Generator().manual_seed(1)
     batch = replace(
         batch,

@@ -84,7 +84,7 @@ def test_packing_aligns_every_field_on_the_position_that_predicts():
     assert mb.old_logp is None and mb.ref_logp is None
 
 
-def test_a_position_takes_14_bytes_in_a_batch_and_16_in_a_row():
+def test_a_position_takes_14_bytes_in_a_batch_and_13_in_a_row():
     batch = flatten(SAMPLES)
     held = {name: values.dtype for name, values in vars(batch).items() if torch.is_tensor(values)}
     assert held == {"tokens": torch.int32, "targets": torch.int32, "rollout_logp": torch.float32,
@@ -94,8 +94,8 @@ def test_a_position_takes_14_bytes_in_a_batch_and_16_in_a_row():
     assert SAMPLES[0].response_ids.dtype == np.int32 and SAMPLES[0].rollout_logp.dtype == np.float32
     mb = pack(batch, [0, 3], 8, "cpu")
     rows = [values for values in vars(mb).values() if torch.is_tensor(values) and values.shape == (1, 8)]
-    assert sum(values.element_size() for values in rows) == 4 * 4
-    assert mb.mask.dtype == torch.float32  # the loss computes with it
+    assert sum(values.element_size() for values in rows) == 3 * 4 + 1
+    assert mb.mask.dtype == torch.bool
 
 
 def test_an_empty_micro_batch_counts_nothing():

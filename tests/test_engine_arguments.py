@@ -8,7 +8,7 @@ import torch
 from config import Config
 from rollout import Engine
 from support import vllm_process
-from support.read_config import changed
+from support.read_config import override
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 NAMES = ("VLLM_USE_V2_MODEL_RUNNER", *ALLOCATOR, "VLLM_BATCH_INVARIANT", "CUBLAS_WORKSPACE_CONFIG")
@@ -43,7 +43,7 @@ def told(monkeypatch, tiny):
     monkeypatch.setattr("rollout.PushCheck", lambda *_: None)
 
     def engine(values: dict):
-        cfg = changed(Config(model={"path": str(tiny / "model")}, data={"train": "d"}), values)
+        cfg = override(Config(model={"path": str(tiny / "model")}, data={"train": "d"}), values)
         return Engine(cfg.model.path, cfg.model, cfg.rollout, 128, cfg.algo.replay_routes).llm.args, slept
 
     engine.order = order

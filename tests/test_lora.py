@@ -17,7 +17,7 @@ import train_grpo
 from config import LoraConfig, UserError
 from support import inputs, lora, memory_count, optimizer_state
 from support.checkpoint import CheckpointError
-from support.read_config import changed, load_config
+from support.read_config import load_config, override
 from tests import test_layouts
 from tests.layout_worker import made_up_factor, one_layout
 from tests.test_exact import reference_step
@@ -289,7 +289,7 @@ def test_the_command_refuses_to_resume_with_other_adapters(tiny, monkeypatch, tm
     cfg = load_config("configs/tiny.yaml", ["model.path=m", "data.train=d", "lora.rank=8", f"output_dir={tmp_path}"])
     monkeypatch.setattr(inputs.checkpoint, "find_checkpoint", lambda *_: tmp_path)
     monkeypatch.setattr(inputs.checkpoint, "check_resumed", lambda *_: 1)
-    state = {"config": changed(cfg, {"lora.alpha": 32.0}).model_dump()}
+    state = {"config": override(cfg, {"lora.alpha": 32.0}).model_dump()}
     monkeypatch.setattr(inputs.checkpoint, "read_state", lambda _: state)
     with pytest.raises(UserError, match=r"lora\.alpha=16\.0, but"):
         inputs.find_resume(cfg, inputs.Inputs(None, SimpleNamespace(fingerprint=""), []))
@@ -303,7 +303,7 @@ def test_factors_that_nobody_reads_are_an_error(build, tmp_path):  # noqa: F811
     bridge.mpu.destroy_model_parallel()
     fewer = build(*LORA, "lora.targets=[qkv,proj]")
     with pytest.raises(CheckpointError, match=r"nobody reads \S+mlp\.linear_fc1\.lora_a and \d+ more"):
-        optimizer_state.restore(path, fewer.model, fewer.optimizer, fewer.sets)
+        optimizer_state.restore(path, fewer.model, fewer.optimizer)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from tests.conftest import REPO
 from tests.test_step import build  # noqa: F401, a fixture
 
 # The files of support/ that a default step on a CPU does not enter, whatever folder they are in.
-OFF = {"credit", "lora", "mixing", "offload", "routes", "schedule", "teacher", "turns", "weight_sets"}
+OFF = {"credit", "lora", "mixing", "offload", "routes", "schedule", "teacher", "turns"}
 
 # Keys that turn some of them on, and the files that a step then enters.
 ON = (

@@ -10,7 +10,7 @@ import torch
 from config import Config, ParallelConfig
 from support import packing
 from support.packing import ROW, TOKEN, bubble, pack, plan_bins, use_of_rows, with_padding
-from support.read_config import changed
+from support.read_config import override
 from train_grpo import Sample, flatten
 
 STEP, UPDATE, CAPS = 5120, 1280, (24576, 49152)  # samples; positions of a training and of a log-prob row
@@ -120,7 +120,7 @@ def test_use_of_rows_counts_what_attention_pads(monkeypatch):
     """Rows of 6 + 2 and 3 + 3 positions, 12 allowed: 2 × 6 and 2 × 3 padded ones, attention 72 + 18 for 40 + 18."""
     samples = [Sample(0, [1], [2] * n, [-1.0] * n, True, "", "s") for n in (6, 2, 3, 3)]
     rows = [pack(flatten(samples), members, width, "cpu") for members, width in (([0, 1], 8), ([2, 3], 6))]
-    cfg = changed(Config(model={"path": "m"}, data={"train": "d"}), {"train.max_tokens_per_micro_batch": 12})
+    cfg = override(Config(model={"path": "m"}, data={"train": "d"}), {"train.max_tokens_per_micro_batch": 12})
     assert use_of_rows(rows, cfg) == {"fill": 18 / 24, "attention_waste": 90 / 58, "bubble": 0}
     monkeypatch.setattr(packing, "attention_pads", lambda dtype: False)
     assert use_of_rows(rows, cfg) == {"fill": 14 / 24, "attention_waste": 1, "bubble": 0}

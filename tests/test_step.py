@@ -32,8 +32,6 @@ IDS = ("prompt_ids", "response_ids")
 class PlainEngine:
     """rollout.Engine with the weights in a model of transformers, one token at a time."""
 
-    push_check = SimpleNamespace(metrics={"sync/checked": None})  # what test_push.py is about
-
     def __init__(self, model: str, *_):
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
@@ -56,6 +54,9 @@ class PlainEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.model.load_state_dict(dict(weights), strict=False)
+
+    def metrics(self) -> dict:
+        return {"sync/checked": None}  # what test_push.py is about
 
     def sleep(self) -> None:
         pass

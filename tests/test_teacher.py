@@ -14,8 +14,9 @@ import train_grpo
 from config import AlgoConfig, DataConfig, UserError
 from support import checks, launch
 from support.data import fingerprint, load_prompts
+from support.metrics import teacher_kl
 from support.read_config import load_config
-from support.teacher import Teacher, as_asked, kl_metric, taught
+from support.teacher import Teacher, align_logp, with_teacher_prompts
 from tests.conftest import REPO, read_rows, write_rows
 from tests.test_exact import response_logps
 from tests.test_layouts import float64_model, make_model, make_plan, make_samples, run_worker
@@ -30,16 +31,15 @@ def test_credit_by_hand():
         Sample(0, [7], [1, 2], [-1.0, -2.0], True, "", "", asked=np.array([8, 9, 7]), reward=1.0),
         Sample(0, [7, 7], [3], [-3.0], True, "", "", reward=0.0),
     ]
-    batch, seen = train_grpo.flatten(samples), train_grpo.flatten(as_asked(samples))
+    batch, seen = train_grpo.flatten(samples), train_grpo.flatten(with_teacher_prompts(samples))
     assert seen.tokens.tolist() == [8, 9, 7, 1, 7, 7] and batch.tokens.tolist() == [7, 1, 7, 7]
     logp_F = torch.tensor([0.0, 0.0, -0.5, -2.25, 0.0, -1.0])  # of the targets 1, 2 and 3
-    batch = taught(replace(batch, old_logp=batch.rollout_logp), seen, logp_F)
+    batch = replace(batch, old_logp=batch.rollout_logp, teacher_logp=align_logp(batch, seen, logp_F))
     assert batch.teacher_logp.tolist() == [-0.5, -2.25, 0.0, -1.0]
-    assert kl_metric(batch) == {"kl/teacher": pytest.approx((-0.5 + 0.25 - 2.0) / 3)}
+    assert teacher_kl(batch) == pytest.approx((-0.5 + 0.25 - 2.0) / 3)
     samples[1].finished = False  # with algo.mask_truncated it is not trained
-    assert kl_metric(replace(batch, trained=train_grpo.flatten(samples, mask_truncated=True).trained)) == {
-        "kl/teacher": pytest.approx((-0.5 + 0.25) / 2)
-    }
+    finished = replace(batch, trained=train_grpo.flatten(samples, mask_truncated=True).trained)
+    assert teacher_kl(finished) == pytest.approx((-0.5 + 0.25) / 2)
     alone = train_grpo.give_credit(samples, batch, AlgoConfig(advantage="none"))
     assert alone.advantages.tolist() == [0.5, -0.25, 0.0, 2.0]
     both = train_grpo.give_credit(samples, batch, AlgoConfig(advantage="dr_grpo", teacher_coef=2.0))

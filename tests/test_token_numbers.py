@@ -11,7 +11,7 @@ import transformers
 
 from config import Config
 from support import metrics
-from support.read_config import changed
+from support.read_config import override
 from support.rollout_files import as_row
 from tests.test_exact import policies, response_logps
 from tools.report.read import Run
@@ -25,7 +25,7 @@ def test_numbers_of_tokens_by_hand():
     samples = [Sample(0, [1, 2], [3, 4], [-1.0, -1.0], True, "", ""), Sample(0, [1], [5], [-2.0], True, "", "")]
     before_F = torch.tensor([0.0, -0.5, -0.25, -2.0])
     after_F = before_F + torch.tensor([1.0, 1.0, 1.0, 2.0]).log()
-    metrics.note_tokens(samples, flatten(samples), before_F, lambda: after_F)
+    metrics.note_tokens(samples, flatten(samples), before_F, after_F)
     rows = [as_row(sample) for sample in samples]
     assert [row["trainer_logp"].tolist() for row in rows] == [[-0.5, -0.25], [-2.0]]
     assert [row["ratio"].tolist() for row in rows] == [[1.0, 1.0], [2.0]]
@@ -36,13 +36,9 @@ def test_a_pass_is_made_only_where_the_step_has_none():
     batch = flatten([Sample(0, [1], [2], [-1.0], True, "", "")])
     old = dataclasses.replace(batch, old_logp=torch.tensor([-3.0]))
 
-    def asked(batch, *keys: str) -> float | None:
-        found = metrics.trainer_logp(batch, changed(CFG, dict.fromkeys(keys, True)), lambda: torch.tensor([-4.0]))
-        return None if found is None else found.item()
-
-    assert asked(batch) is None and asked(old) is None
-    assert asked(batch, "log.tokens") == -4.0 and asked(old, "log.tokens") == -3.0
-    by_vllm = changed(CFG, {"log.tokens": True, "algo.old_logp": "rollout"})
+    assert metrics.trainer_logp(batch, CFG, lambda: torch.tensor([-4.0])).item() == -4.0
+    assert metrics.trainer_logp(old, CFG, lambda: torch.tensor([-4.0])).item() == -3.0
+    by_vllm = override(CFG, {"log.tokens": True, "algo.old_logp": "rollout"})
     assert metrics.trainer_logp(old, by_vllm, lambda: torch.tensor([-4.0])).item() == -4.0
 
 

@@ -121,12 +121,11 @@ def converse(world, tokenizer, tmp_path):
             *(f"rollout.{key}={value}" for key, value in rollout.items()),
         ])  # fmt: skip
         pools.append(GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})))
-        run = SimpleNamespace(
-            cfg=cfg, grading=pools[-1], engine=Script(tokenizer), inputs=SimpleNamespace(tokenizer=tokenizer)
-        )
+        engine = Script(tokenizer)
         prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-        found = dict(turns.converse(run, rows, prompts, [100 + 10 * p for p in range(len(rows))], n, None, budget))
-        return [found[p] for p in range(len(rows))], run.engine.asked
+        seeds = [100 + 10 * p for p in range(len(rows))]
+        found = dict(turns.converse(engine, pools[-1], tokenizer, cfg, rows, prompts, seeds, n, None, budget))
+        return [found[p] for p in range(len(rows))], engine.asked
 
     yield run
     for pool in pools:

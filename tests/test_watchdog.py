@@ -19,6 +19,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from support import ranks
+from support.records import gather_samples
 from support.clock import Clock, StopRequested
 from support.signals import StopSignals
 from support.watchdog import Watchdog
@@ -314,13 +315,13 @@ def shares():  # of each rank: odd sizes, nothing in an array, text of many alph
         [Answer(1, ids(*range(1000)), "数学\\n", {"x": np.float64(0.1)}), Answer(1, shared, "z", {})],
     ]
 
-samples, notes = ranks.gather_samples(shares()[rank], {"rank": rank})
+samples, notes = gather_samples(shares()[rank], {"rank": rank})
 assert notes == [{"rank": 0}, {"rank": 1}]
 a, b = shares()
 for sample, was in zip(samples, [a[2], b[0], b[1], a[0], a[1]], strict=True):
     assert (sample.group, sample.ids.tolist(), sample.parts) == (was.group, was.ids.tolist(), was.parts)
     assert sample.ids.dtype == np.int32 and sample.text == (was.text if rank == 0 else None)
-samples, _ = ranks.gather_samples(shares()[0] if rank else [], None)  # a rank without any
+samples, _ = gather_samples(shares()[0] if rank else [], None)  # a rank without any
 assert [s.text for s in samples] == (["été 😀", "ab", ""] if rank == 0 else [None] * 3)
 
 value = {"rank": rank, "odd": np.arange(rank * 3, dtype=np.int8), "cut": np.arange(6.0)[::2], "words": ["é" * rank]}

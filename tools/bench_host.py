@@ -27,6 +27,7 @@ from config import Config
 from support import memory, ranks
 from support.packing import to_micro_batches
 from support.read_config import load_config
+from support.records import gather_samples
 from support.rollout_files import RolloutWriter
 
 GROUP = 16  # answers of a prompt
@@ -80,7 +81,7 @@ def step(args: argparse.Namespace, cfg: Config, writer: RolloutWriter, out: Path
     parts = Parts(each * world * args.tokens)
     samples = made_up(range(rank * each, (rank + 1) * each), args.tokens)
     parts.end("lists")
-    samples, _ = ranks.gather_samples(samples, {})
+    samples, _ = gather_samples(samples, {})
     parts.end("gather")
     batch = train_grpo.flatten(samples)
     parts.end("flat")

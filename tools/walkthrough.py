@@ -104,7 +104,7 @@ def record(shown: int) -> SimpleNamespace:
 
     def small_step(cfg, step, moving):
         used = config_at(cfg, step, moving)
-        return train_grpo.changed(used, SMALL) if step == shown else used
+        return train_grpo.override(used, SMALL) if step == shown else used
 
     def keep_gradient(arguments):
         arguments["logp_T"].register_hook(lambda gradient_T: tape.calls.update(gradient=[({}, gradient_T)]))

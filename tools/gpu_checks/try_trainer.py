@@ -136,7 +136,7 @@ def run_updates(what: str, path: Path, record: worker.Record) -> list[torch.Tens
     micro_batches = make_micro_batches(worker.samples(16, 60), cfg)
     for number in range(UPDATES):
         before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        offload.leave(what, model, optimizer)
+        offload.offload_state(what, model, optimizer)
         if torch.cuda.is_available() and what == "optimizer" and number == UPDATES - 1:
             freed = before - torch.cuda.memory_allocated()
             buffers = [buffer for chunk in model for buffer in chunk.buffers]
