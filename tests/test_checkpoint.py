@@ -321,7 +321,9 @@ def test_a_checkpoint_without_each_number_once_is_refused(alone, tmp_path, shard
 
 
 def test_what_nobody_reads_is_an_error(alone, tmp_path):
-    from support.checkpoint import CheckpointError, ShardedTensor, read_sharded
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from support.shards import CheckpointError, read_sharded
 
     names = ["param.a@0", "param.b@0", "past_1.a@0", "critic.param.a@0"]
     values = {name: torch.ones(4) for name in names}

@@ -41,7 +41,7 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
 
 def test_exact_runs_write_no_nan_into_fresh_memory(command, monkeypatch):
     """torch's deterministic mode fills every new tensor, vLLM's KV cache too, which costs time and tells nothing."""
-    for module, name in ((launch, "check_start"), (launch, "run"), (launch.ranks, "join_ranks")):
+    for module, name in ((launch.machines, "check_start"), (launch, "run"), (launch.ranks, "join_ranks")):
         monkeypatch.setattr(module, name, lambda *_: None)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:

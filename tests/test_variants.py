@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from config import AlgoConfig, UserError
-from support import checks
+from support import checks, run_plan
 from support.read_config import load_config
 from tests.conftest import REPO
 from train_grpo import (
@@ -294,7 +294,7 @@ def test_mismatch_weights_are_trls(mode):
 def test_gspo_wants_one_weight_an_answer():
     def hints(*keys: str) -> list[str]:
         cfg = load_config(str(REPO / "configs/tiny.yaml"), ["model.path=m", "data.train=d", *keys])
-        return [text for text in checks.advice(cfg, 1) if "gspo" in text]
+        return [text for text in run_plan.warnings(cfg, 1) if "gspo" in text]
 
     token = ("algo.loss=gspo", "algo.correction=tis")
     assert "algo.correction_level=sequence" in hints(*token)[0]
