@@ -111,7 +111,8 @@ def _offloaded_groups(self, fraction: float) -> tuple:
     Returns (groups on the host, groups on the GPU, weight → copy, copy → weight, weight → fp32 copy), as Megatron 0.16.
     """
     room = fraction * sum(weight.numel() for group in self.param_groups for weight in group["params"])
-    host_groups, gpu_groups, copies, fp32_copies = [], [], {}, {}
+    host_groups, gpu_groups = [], []
+    copies, fp32_copies = {}, {}
     for group in self.param_groups:
         host, gpu = {**group, "params": []}, {**group, "params": []}
         for weight in group["params"]:

@@ -55,8 +55,10 @@ class Adapter:
 
 
 def attach(model: torch.nn.Module, cfg: LoraConfig | None) -> None:
-    """Freeze a model chunk and give its targeted weights factors of zeros; at rank 0 leave it as it is, None: freeze
-    it."""
+    """Freeze a model chunk and give its targeted weights factors of zeros.
+
+    At rank 0 the chunk stays as it is; None only freezes it.
+    """
     if cfg is not None and cfg.rank == 0:
         return
     model.requires_grad_(False)
@@ -105,8 +107,10 @@ def sharded_state_dict(linear, target: str, prefix="", sharded_offsets=(), metad
 
 
 def factors(weights: Sequence[torch.nn.Parameter]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [E, parts · rank, in] and B [E, out, parts · rank] of E weights, so that B A is what is added to them: B has
-    zeros where a row is of another part."""
+    """A [E, parts · rank, in] and B [E, out, parts · rank] of E weights, so that B A is what is added to them.
+
+    B has zeros where a row is of another part.
+    """
     adapters = [weight.adapter for weight in weights]
     a = torch.stack([adapter.a.flatten(0, -2) for adapter in adapters])
     b = torch.stack([adapter.b for adapter in adapters])
@@ -144,8 +148,11 @@ def grouped_linear(x_D: torch.Tensor, ends_E: torch.Tensor, *weights: torch.nn.P
 
 
 class AdaptedLinear(torch.autograd.Function):
-    """x (W + scale · B A)ᵀ of one weight, or of E experts with the ends of their rows. Keeps x as it came, a part of
-    the rows under sequence parallelism. The gradients of A and B are thin products: there is none of [out, in]."""
+    """x (W + scale · B A)ᵀ of one weight, or of E experts with the ends of their rows.
+
+    Keeps x as it came, a part of the rows under sequence parallelism. The gradients of A and B are thin products: there
+    is none of [out, in].
+    """
 
     @staticmethod
     def forward(ctx, x, ends_E, a, b, adapter, sequence_parallel, *weights):
@@ -211,8 +218,10 @@ def rule(name: str, join: str, parts: list[str]) -> tuple[str, list[str]]:
 
 
 def part(name: str, opened: dict, shape: torch.Size) -> torch.Tensor:
-    """A Hugging Face tensor from its safetensors file in `opened`; of a factor, which is in none, the start. `shape` is
-    that of this rank's part of it."""
+    """A Hugging Face tensor from its safetensors file in `opened`; of a factor, which is in no file, its initial value.
+
+    `shape` is that of this rank's part of it.
+    """
     if name in opened:
         return opened[name].get_tensor(name)
     weight = weight_of(name)
@@ -221,8 +230,10 @@ def part(name: str, opened: dict, shape: torch.Size) -> torch.Tensor:
 
 
 def initial(name: str, shape: tuple[int, int]) -> torch.Tensor:
-    """A factor before training: B [out, rank] is 0, A [rank, in] uniform within ±1 / sqrt(in), as in PEFT. It follows
-    from the Hugging Face name alone, so that it is the same on every layout."""
+    """A factor before training: B [out, rank] is 0, A [rank, in] uniform within ±1 / sqrt(in), as in PEFT.
+
+    It follows from the Hugging Face name alone, so that it is the same on every layout.
+    """
     if name.endswith("lora_B.weight"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -231,8 +242,10 @@ def initial(name: str, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def check_resumed(was: dict, cfg: LoraConfig, path: Path) -> None:
-    """See that a checkpoint in `path`, of a run with the `lora` section `was`, has the adapters of `cfg`, which count
-    as much. Raises UserError."""
+    """Check that the checkpoint in `path`, of a run with the `lora` section `was`, has the adapters of `cfg`.
+
+    Raises UserError.
+    """
     there = LoraConfig(**was)
     for key in LoraConfig.model_fields:
         asked, stored = getattr(cfg, key), getattr(there, key)
@@ -246,9 +259,11 @@ def check_resumed(was: dict, cfg: LoraConfig, path: Path) -> None:
 
 
 def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: Config, step: int) -> None:
-    """Write the factors, (Hugging Face name, full tensor) pairs, to output_dir/adapter/step_N so that PEFT loads them
-    onto the model `base`, as transformers 5 holds it. Called on every rank, written by rank 0; the folder is complete
-    or absent."""
+    """Write the factors, (Hugging Face name, full tensor) pairs, to output_dir/adapter/step_N.
+
+    PEFT loads them from there onto the model `base`, as transformers 5 holds it. Called on every rank, written by
+    rank 0; the folder is complete or absent.
+    """
     writes, target = dist.get_rank() == 0, Path(cfg.output_dir, f"adapter/step_{step:06d}")
     held = {name: factor.cpu() for name, factor in weights if writes}  # all ranks drain it
     if writes:

@@ -113,7 +113,9 @@ def read_sharded(
     Called on every rank. Raises CheckpointError on every rank if an element is missing on one of them, or if a tensor
     is stored that no rank reads and that is of no such kind.
     """
-    loaded, stored, failure = {}, {}, None
+    loaded = {}
+    stored = {}
+    failure = None
     try:
         stored = index_shards(path)
         for name, tensor in sharded.items():
