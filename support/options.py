@@ -32,16 +32,19 @@ def check_type(key: str, value: Any, hint: Any) -> None:
         return
     if dataclasses.is_dataclass(hint):  # a section of options, which the library checks itself
         hint = dict[str, Any]
-    kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, enum.EnumType)]
-    members = [name for kind in kinds for name in kind.__members__]
+    members = []
+    for kind in (hint, *typing.get_args(hint)):
+        if isinstance(kind, enum.EnumType):
+            members += kind.__members__
     if members and isinstance(value, str):
         if value.upper() not in members:
             near = nearest(value.upper(), members)
             raise UserError(f"{key}={value!r}: no such value; the nearest is {near}")
         return
     settings = {"arbitrary_types_allowed": True, "allow_inf_nan": False, "strict": True}
+    adapter = pydantic.TypeAdapter(hint, config=settings)
     try:
-        pydantic.TypeAdapter(hint, config=settings).validate_json(json.dumps(value, default=str))
+        adapter.validate_json(json.dumps(value, default=str))
     except pydantic.ValidationError as error:
         legal = dict.fromkeys(problem["msg"] for problem in error.errors())
         raise UserError(f"{key}={value!r}: {' or '.join(legal).replace('Input should', 'must')}") from None
@@ -58,34 +61,36 @@ MEGATRON_OWNED = {
     "context_parallel_size": "use parallel.cp",
     "expert_model_parallel_size": "use parallel.ep",
     "expert_tensor_parallel_size": "use parallel.etp",
-    **{name: f"use train.{name}" for name in ("lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")},
     "calculate_per_token_loss": "the loss is exact only with true",
     "moe_enable_routing_replay": "use algo.replay_routes",
     "use_te_activation_func": "the slot holds swiglu of support/layers.py, unless megatron.bias_activation_fusion=true",
     "moe_router_load_balancing_type": "only aux_loss, whose weight is megatron.moe_aux_loss_coeff",
-    **by_name(
-        {
-            "use model.dtype": "params_dtype pipeline_dtype bf16 enable_autocast autocast_dtype",
-            "use model.dtype, which is bf16 or fp32": "fp16",
-            "the learning rate of all weights is train.lr, after train.warmup_steps": "min_lr decoupled_lr "
-            "decoupled_min_lr",
-            "it follows from parallel.*": "variable_seq_lengths overlap_p2p_comm batch_p2p_comm "
-            "overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage",
-            "every pipeline stage gets as many layers, see parallel.pp": "num_layers_in_first_pipeline_stage "
-            "num_layers_in_last_pipeline_stage pipeline_model_parallel_layout account_for_embedding_in_pipeline_split "
-            "account_for_loss_in_pipeline_split",
-            "it comes from config.json of model.path": "num_layers hidden_size ffn_hidden_size num_attention_heads "
-            "num_query_groups kv_channels normalization layernorm_epsilon gated_linear_unit activation_func "
-            "add_bias_linear add_qkv_bias qk_layernorm num_moe_experts moe_ffn_hidden_size moe_router_topk "
-            "moe_router_pre_softmax moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq "
-            "window_size",
-            "the weights come from model.path": "init_method output_layer_init_method init_method_std "
-            "embedding_init_method embedding_init_method_std init_model_with_meta_device use_cpu_initialization",
-            "it is a function, which no file of settings can hold": "timers finalize_model_grads_func grad_scale_func "
-            "no_sync_func grad_sync_func param_sync_func _cpu_offloading_context",
-        }
-    ),
 }
+MEGATRON_OWNED |= {
+    name: f"use train.{name}" for name in ("lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
+}
+MEGATRON_OWNED |= by_name(
+    {
+        "use model.dtype": "params_dtype pipeline_dtype bf16 enable_autocast autocast_dtype",
+        "use model.dtype, which is bf16 or fp32": "fp16",
+        "the learning rate of all weights is train.lr, after train.warmup_steps": "min_lr decoupled_lr "
+        "decoupled_min_lr",
+        "it follows from parallel.*": "variable_seq_lengths overlap_p2p_comm batch_p2p_comm "
+        "overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage",
+        "every pipeline stage gets as many layers, see parallel.pp": "num_layers_in_first_pipeline_stage "
+        "num_layers_in_last_pipeline_stage pipeline_model_parallel_layout account_for_embedding_in_pipeline_split "
+        "account_for_loss_in_pipeline_split",
+        "it comes from config.json of model.path": "num_layers hidden_size ffn_hidden_size num_attention_heads "
+        "num_query_groups kv_channels normalization layernorm_epsilon gated_linear_unit activation_func "
+        "add_bias_linear add_qkv_bias qk_layernorm num_moe_experts moe_ffn_hidden_size moe_router_topk "
+        "moe_router_pre_softmax moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq "
+        "window_size",
+        "the weights come from model.path": "init_method output_layer_init_method init_method_std "
+        "embedding_init_method embedding_init_method_std init_model_with_meta_device use_cpu_initialization",
+        "it is a function, which no file of settings can hold": "timers finalize_model_grads_func grad_scale_func "
+        "no_sync_func grad_sync_func param_sync_func _cpu_offloading_context",
+    }
+)
 
 # Why fields that other trainers' documents name are refused, but for the value that is in effect without them.
 MEGATRON_REASONS = by_name(
@@ -160,10 +165,12 @@ MEGATRON_NEEDS = {
     "recompute_method": ("recompute_granularity", "full"),
     "recompute_num_layers": ("recompute_granularity", "full"),
     "recompute_modules": ("recompute_granularity", "selective"),
-    **dict.fromkeys(("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads"), OFFLOADED),
     "use_precision_aware_optimizer": OFFLOADED,
-    **dict.fromkeys(("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"), FLEX),
+    "optimizer_offload_fraction": OFFLOADED,
+    "overlap_cpu_optimizer_d2h_h2d": OFFLOADED,
+    "pin_cpu_grads": OFFLOADED,
 }
+MEGATRON_NEEDS |= dict.fromkeys(("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"), FLEX)
 
 
 def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: str) -> None:
@@ -214,43 +221,43 @@ VLLM_OWNED = {
     "gpu_memory_utilization": "use rollout.gpu_memory_utilization",
     "max_model_len": "use data.max_prompt_tokens, rollout.max_new_tokens and eval.max_new_tokens, whose sum it is",
     "logprobs_mode": "the log-probs that training starts from are those after rollout.temperature",
-    **by_name(
-        {
-            "use algo.replay_routes": "enable_return_routed_experts aux_output_config",
-            "use model.path": "model model_weights tokenizer tokenizer_mode hf_config_path config_format revision "
-            "code_revision tokenizer_revision hf_token hf_overrides model_class_overrides",
-            "weights are read from safetensors and pushed by the trainer": "load_format model_loader_extra_config "
-            "pt_load_map_location weight_transfer_config ignore_patterns",
-            "code beside the weights is not run, by the trainer neither": "trust_remote_code",
-            "vLLM runs inside the ranks of torchrun (external_launcher)": "distributed_executor_backend worker_cls "
-            "worker_extension_cls scheduler_cls ray_workers_use_nsight device_ids nnodes node_rank master_addr "
-            "master_port distributed_timeout_seconds _api_process_count _api_process_rank enable_fault_tolerance "
-            "fault_tolerance_config",
-            "an engine spans rollout.tp ranks and no others": "pipeline_parallel_size data_parallel_size "
-            "data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address "
-            "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb "
-            "data_parallel_multi_port_external_lb data_parallel_backend prefill_context_parallel_size "
-            "decode_context_parallel_size enable_elastic_ep elastic_ep_max_dp_size",
-            "a push finds each expert where it was at the start": "enable_eplb eplb_config",
-            "vLLM's tokenizer says which token ends an answer": "skip_tokenizer_init tokens_only",
-            "an answer ends as the model's own generation_config says; use rollout.temperature, top_p, top_k": (
-                "generation_config override_generation_config"
-            ),
-            "answers would come from another distribution than the trainer's": "logits_processors "
-            "quantization_config allow_deprecated_quantization watermark_config disable_sliding_window "
-            "structured_outputs_config diffusion_config",
-            "the model is sampled from as it is, without a draft model": "speculative_config spec_method spec_model "
-            "spec_tokens",
-            "there is no adapter to load": "enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras "
-            "max_cpu_loras lora_dtype lora_target_modules enable_tower_connector_lora specialize_active_lora "
-            "enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels",
-            "vLLM writes answers here": "runner convert pooler_config",
-            "all prompts of a step wait in vLLM's queue at once": "max_num_queued_reqs max_num_queued_tokens",
-            "a push forgets the prefixes of this engine only": "kv_transfer_config kv_events_config "
-            "kv_offloading_size kv_offloading_backend ec_transfer_config",
-        }
-    ),
 }
+VLLM_OWNED |= by_name(
+    {
+        "use algo.replay_routes": "enable_return_routed_experts aux_output_config",
+        "use model.path": "model model_weights tokenizer tokenizer_mode hf_config_path config_format revision "
+        "code_revision tokenizer_revision hf_token hf_overrides model_class_overrides",
+        "weights are read from safetensors and pushed by the trainer": "load_format model_loader_extra_config "
+        "pt_load_map_location weight_transfer_config ignore_patterns",
+        "code beside the weights is not run, by the trainer neither": "trust_remote_code",
+        "vLLM runs inside the ranks of torchrun (external_launcher)": "distributed_executor_backend worker_cls "
+        "worker_extension_cls scheduler_cls ray_workers_use_nsight device_ids nnodes node_rank master_addr "
+        "master_port distributed_timeout_seconds _api_process_count _api_process_rank enable_fault_tolerance "
+        "fault_tolerance_config",
+        "an engine spans rollout.tp ranks and no others": "pipeline_parallel_size data_parallel_size "
+        "data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address "
+        "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb "
+        "data_parallel_multi_port_external_lb data_parallel_backend prefill_context_parallel_size "
+        "decode_context_parallel_size enable_elastic_ep elastic_ep_max_dp_size",
+        "a push finds each expert where it was at the start": "enable_eplb eplb_config",
+        "vLLM's tokenizer says which token ends an answer": "skip_tokenizer_init tokens_only",
+        "an answer ends as the model's own generation_config says; use rollout.temperature, top_p, top_k": (
+            "generation_config override_generation_config"
+        ),
+        "answers would come from another distribution than the trainer's": "logits_processors "
+        "quantization_config allow_deprecated_quantization watermark_config disable_sliding_window "
+        "structured_outputs_config diffusion_config",
+        "the model is sampled from as it is, without a draft model": "speculative_config spec_method spec_model "
+        "spec_tokens",
+        "there is no adapter to load": "enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras "
+        "max_cpu_loras lora_dtype lora_target_modules enable_tower_connector_lora specialize_active_lora "
+        "enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels",
+        "vLLM writes answers here": "runner convert pooler_config",
+        "all prompts of a step wait in vLLM's queue at once": "max_num_queued_reqs max_num_queued_tokens",
+        "a push forgets the prefixes of this engine only": "kv_transfer_config kv_events_config "
+        "kv_offloading_size kv_offloading_backend ec_transfer_config",
+    }
+)
 
 
 def check_vllm(options: dict[str, Any]) -> None:
