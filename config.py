@@ -80,7 +80,6 @@ class RolloutConfig(Section):
     temperature: Positive = 1.0  # of sampling; the trainer divides its logits by it too
     top_p: ShareAboveZero = 1.0  # nucleus sampling: the likeliest tokens with this total probability
     top_k: AllOrCount = -1  # sample from the k likeliest tokens; -1: all
-    lag: Whole = 0  # vLLM samples with the weights of so many steps before the present ones; 0: with these
     tp: Count = 1  # tensor parallel size of each vLLM engine; there are world size / tp engines
     gpu_memory_utilization: ShareAboveZero = 0.6  # share of a GPU's memory for vLLM while it samples
     max_logp_gap: PositiveOrInf | None = None  # |trainer - vLLM|; null: 1e-3 (largest, fp32), at most 0.05 (mean, bf16)
@@ -121,8 +120,7 @@ class AlgoConfig(Section):
     loss_norm: str = "token_mean"  # a branch of loss_weights
     loss_norm_length: Whole = 0  # the constant of seq_mean_token_sum_norm; 0: rollout.max_new_tokens
     kl_coef: NotNegative = 0.0  # 0: no reference model is kept
-    reference_on: Literal["gpu", "host"] = "gpu"  # where reference, teacher and past weights wait between their passes
-    reference_every: Whole = 0  # the reference becomes the present weights every so many steps; 0: never
+    reference_on: Literal["gpu", "host"] = "gpu"  # where reference and teacher wait between their passes
     kl: str = "k3"  # a branch of token_kl
     kl_in: Literal["loss", "reward"] = "loss"  # where kl_coef · KL enters
     teacher: str | None = None  # folder or hub name of a model to distil on-policy, or self: with data.hint_key

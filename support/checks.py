@@ -158,12 +158,8 @@ def check_rewards(cfg: Config) -> None:
 
 
 def check_what_is_learned(cfg: Config) -> None:
-    """Keys of reference, teacher, credit, adapters, routes and turns that do nothing, or harm. Raises UserError."""
+    """Keys of teacher, adapters, routes and turns that do nothing, or harm. Raises UserError."""
     r, a = cfg.rollout, cfg.algo
-    require(
-        a.reference_every == 0 or a.kl_coef > 0,
-        f"algo.reference_every={a.reference_every}, but algo.kl_coef=0 keeps no reference model; leave it out",
-    )
     require(
         a.advantage != "none" or a.teacher is not None,
         "algo.advantage=none leaves rewards out of the loss, so there is nothing to learn without algo.teacher",
@@ -180,11 +176,6 @@ def check_what_is_learned(cfg: Config) -> None:
     require(
         a.teacher != "self" or cfg.data.hint_key is not None,
         "algo.teacher=self without hints says just what the policy says; name their column in data.hint_key",
-    )
-    require(
-        a.credit != "process" or a.advantage not in ("rloo", "grpo_loo", "reinforce_pp"),
-        f"algo.credit=process compares steps; algo.advantage={a.advantage} leaves out or whitens whole answers. Use "
-        "algo.advantage=grpo or dr_grpo, or algo.credit=to_go",
     )
     require(
         cfg.lora.rank > 0 or cfg.lora == LoraConfig(),
@@ -210,9 +201,9 @@ def check_state_and_precision(cfg: Config) -> None:
         "megatron.optimizer_cpu_offload, which keeps them on the host all the time; use train.offload=grads",
     )
     require(
-        a.reference_on == "gpu" or a.kl_coef > 0 or r.lag > 0 or a.teacher not in (None, "self"),
-        "algo.reference_on=host has no effect with algo.kl_coef=0, which keeps no reference model, and without "
-        "rollout.lag or another model as algo.teacher; leave it out",
+        a.reference_on == "gpu" or a.kl_coef > 0 or a.teacher not in (None, "self"),
+        "algo.reference_on=host has no effect with algo.kl_coef=0, which keeps no reference model, and without another "
+        "model as algo.teacher; leave it out",
     )
     require(
         not cfg.model.fp32_head or (cfg.model.dtype == "bf16" and not cfg.megatron.get("overlap_param_gather")),

@@ -59,9 +59,7 @@ def costs(cfg: Config, world_size: int, on_gpu: bool = True) -> dict[str, Cost]:
         "vLLM": Cost("model", r.tp, host=size if keeps_asleep else 0),  # its weights while it sleeps
     }
     if a.kl_coef > 0:
-        table["reference"] = weight_set(cfg, "trained", saved=1 if a.reference_every else 0)
-    if r.lag > 0:
-        table["past"] = weight_set(cfg, "trained", sets=r.lag, saved=r.lag, visits=("logprob", "sync"))
+        table["reference"] = weight_set(cfg, "trained")
     if a.teacher not in (None, "self"):
         table["teacher"] = weight_set(cfg, "teacher")
     if on_gpu:
@@ -102,16 +100,16 @@ def host_stepped(cfg: Config) -> float:
     return cfg.megatron.get("optimizer_offload_fraction", 1.0)
 
 
-def weight_set(cfg: Config, of: str, sets: int = 1, saved: int = 0, visits: tuple[str, ...] = ("logprob",)) -> Cost:
-    """`sets` further copies of weights, of which a checkpoint carries `saved`, from one replica.
+def weight_set(cfg: Config, of: str) -> Cost:
+    """A further set of weights, which no checkpoint has: the reference, or a teacher.
 
-    Where algo.reference_on keeps them on the host, one set comes to the GPU in the phases `visits`.
+    Where algo.reference_on keeps it on the host, it comes to the GPU for the log-probs.
     """
     size = bridge.DTYPES[cfg.model.dtype].itemsize
-    kept = Cost(of, replica_ranks(cfg), gpu=sets * size, host=saved * size, disk=saved * size)
+    kept = Cost(of, replica_ranks(cfg), gpu=size)
     if cfg.algo.reference_on == "gpu":
         return kept
-    return replace(kept, gpu=size, host=(sets + saved) * size, phases=visits, waits=True)
+    return replace(kept, host=size, phases=("logprob",), waits=True)
 
 
 def without_gpu(cost: Cost) -> Cost:

@@ -198,11 +198,11 @@ def test_what_leaves_the_gpu(tmp_path):
     assert on_gpu("train.offload=optimizer")["train"] == "wgor"  # the update takes more than the activations
 
 
-def test_past_weights_and_a_teacher(tmp_path):
-    """Where they wait, and that on the host the largest alone comes for the log-probs, and one past set for a push."""
+def test_a_reference_and_a_teacher(tmp_path):
+    """Where they wait, and that of those on the host the largest alone comes for the log-probs."""
     small, large = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
     folders = {name: plans.model_folder(name, tmp_path / name.rpartition("/")[2]) for name in (small, large)}
-    keys = [f"model.path={folders[large]}", f"algo.teacher={folders[small]}", "rollout.lag=3"]
+    keys = [f"model.path={folders[large]}", f"algo.teacher={folders[small]}"]
     size = {name: 2 * bench_works.count(bench_works.MODELS[plans.SHAPES[name]]) for name in folders}
 
     def on_gpu(*more: str) -> dict[str, dict[str, int]]:
@@ -210,13 +210,13 @@ def test_past_weights_and_a_teacher(tmp_path):
         phases = memory_plan.plan(cfg, 8, GPU).phases
         return {phase: {kind: parts[kind] for kind in SETS if kind in parts} for phase, parts in phases.items()}
 
-    everywhere = {"reference": size[large], "past": 3 * size[large], "teacher": size[small]}
+    everywhere = {"reference": size[large], "teacher": size[small]}
     assert all(found == everywhere for found in on_gpu().values())
     away = on_gpu("algo.reference_on=host")
     assert {phase: [*found.values()] for phase, found in away.items() if found} == {
-        "logprob": [size[large]], "sync": [size[large]],
-    }  # fmt: skip
-    assert on_gpu("algo.reference_on=host", "algo.kl_coef=0", "rollout.lag=0")["logprob"] == {"teacher": size[small]}
+        "logprob": [size[large]]
+    }
+    assert on_gpu("algo.reference_on=host", "algo.kl_coef=0")["logprob"] == {"teacher": size[small]}
 
 
 def test_rows_under_way(tmp_path):
