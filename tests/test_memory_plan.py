@@ -213,9 +213,7 @@ def test_a_reference_and_a_teacher(tmp_path):
     everywhere = {"reference": size[large], "teacher": size[small]}
     assert all(found == everywhere for found in on_gpu().values())
     away = on_gpu("algo.reference_on=host")
-    assert {phase: [*found.values()] for phase, found in away.items() if found} == {
-        "logprob": [size[large]]
-    }
+    assert {phase: [*found.values()] for phase, found in away.items() if found} == {"logprob": [size[large]]}
     assert on_gpu("algo.reference_on=host", "algo.kl_coef=0")["logprob"] == {"teacher": size[small]}
 
 
