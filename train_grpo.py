@@ -29,12 +29,10 @@ import math
 import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy import ndarray
 from torch import Tensor
 
 import megatron_bridge as bridge
@@ -101,11 +99,12 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     """Engine, model and optimizer, as the checkpoint has them if there is one; the engine has the same weights."""
     clock.enter("build")
     m, r, t = cfg.model, cfg.rollout, cfg.train
-    path = inputs.model_path
     # vLLM measures free memory when it starts, so it comes first; it sleeps until weights are pushed.
     longest = cfg.data.max_prompt_tokens + r.max_new_tokens
-    engine = Engine(path, m, r, longest, cfg.algo.replay_routes)
-    model = bridge.build_model(path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head, trained=cfg.lora)
+    engine = Engine(inputs.model_path, m, r, longest, cfg.algo.replay_routes)
+    model = bridge.build_model(
+        inputs.model_path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head, trained=cfg.lora
+    )
     optimizer = bridge.build_optimizer(model, t, cfg.megatron)
     reference = bridge.copy_weights(model, cfg.algo.reference_on) if cfg.algo.kl_coef > 0 else None
     run = Run(
@@ -118,14 +117,13 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         reference=reference,
         teacher=teacher.build_teacher(model, cfg) if cfg.algo.teacher else None,
         grading=GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})),
-        writer=checkpoint.CheckpointWriter(Path(cfg.output_dir, "checkpoints"), t.keep_last, t.keep_every),
+        writer=checkpoint.CheckpointWriter(f"{cfg.output_dir}/checkpoints", t.keep_last, t.keep_every),
     )
     push_weights(run)  # the initial model, which vLLM has read from disk as well: the mapping is checked against it
     if inputs.checkpoint:
         engine.sleep()
         state = optimizer_state.restore(inputs.checkpoint, model, optimizer)
-        run.prompts_taken = state["prompts_taken"]
-        run.skipped = state["skipped"]
+        run.prompts_taken, run.skipped = state["prompts_taken"], state["skipped"]
         run.moving = state.get("moving", {})
         run.writer.step = state["step"]
         push_weights(run)
@@ -180,7 +178,9 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     updates = update_order([s.group for s in trained], t.updates_per_step, t.epochs_per_step, cfg.seed, step)
     with clock("logprob"):
         batch = with_logprobs(run, trained, batch, cfg, several_updates=len(updates) > 1)
-        before_F = metrics.trainer_logp(batch, cfg, partial(score, model, batch, cfg)) if cfg.log.tokens else None
+        rescore = partial(score, model, batch, cfg)  # the trainer's log-probs with the weights of the call
+        if cfg.log.tokens:
+            before_F = metrics.trainer_logp(batch, cfg, rescore)
     batch = give_credit(trained, batch, algo)
 
     length = algo.loss_norm_length or cfg.rollout.max_new_tokens
@@ -188,18 +188,17 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     for number, chosen in enumerate(updates):
         with clock("train"):
             weights_F = loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length)
-            weighted = replace(batch, weights=weights_F)
-            micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
+            budget = t.max_tokens_per_micro_batch
+            micro_batches = to_micro_batches(replace(batch, weights=weights_F), chosen, budget, cfg)  # of this replica
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             if math.isfinite(report["loss"]):
                 if number < gates.compared_updates(cfg):  # old log-probs are of the weights that vLLM sampled with
-                    gates.check_gap(report, step, batch, trained, cfg, run.gaps, partial(score, model, batch, cfg))
-                offloaded = t.offload == "optimizer"
-                report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, offloaded)  # none if NaN, inf or 0
+                    gates.check_gap(report, step, batch, trained, cfg, run.gaps, rescore)
+                report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
             run.skipped = gates.check_finite(report, run.skipped, step, number, micro_batches, cfg)
             reports.append(report)
     if cfg.log.tokens:
-        metrics.note_tokens(trained, batch, before_F, score(model, batch, cfg))
+        metrics.note_tokens(trained, batch, before_F, rescore())
 
     with clock("sync"):
         push_weights(run)
@@ -207,8 +206,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
         export_and_save(run, step)
     seconds = clock.end_step()
     record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, metrics.expert_load(model), seconds)
-    numbers = metrics.summarize(record, batch, cfg) | run.engine.metrics() | clock.memory.numbers()
-    return numbers, samples
+    numbers = metrics.summarize(record, batch, cfg)
+    return numbers | run.engine.metrics() | clock.memory.numbers(), samples
 
 
 def export_and_save(run: Run, step: int) -> None:
@@ -257,7 +256,8 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
         gates.check_graded(answers, prompts, cfg.reward.max_error_frac, run.errors_shown)
         samples += answers
         rewards = metrics.rewards_by_group(answers)
-        groups |= {group for group in prompts if max_rounds == 1 or min(rewards[group]) < max(rewards[group])}
+        mixed = {group for group, values in rewards.items() if min(values) < max(values)}
+        groups |= mixed if max_rounds > 1 else set(prompts)
         rounds += 1
         taken += missing
     run.prompts_taken = taken
@@ -274,36 +274,32 @@ def answer(
 
     Every engine answers its share. A group is graded as soon as it is complete, while the engine works on the others.
     """
-    cfg, clock, rank, tp = run.cfg, run.clock, dist.get_rank(), run.cfg.rollout.tp
-    share = list(prompts.items())[rank // tp :: dist.get_world_size() // tp]
+    cfg, clock, tp = run.cfg, run.clock, run.cfg.rollout.tp
+    rank = dist.get_rank()
+    engines = dist.get_world_size() // tp
+    share = list(prompts.items())[rank // tp :: engines]
     seeds = [sampling_seed(cfg.seed, step, group) for group, _ in share]
     samples = []
     with clock("rollout"):
-        prompt_ids = [prompt.ids for _, prompt in share]
+        generate = run.engine.generate
         if cfg.rollout.turns:
             rows = [prompt.row for _, prompt in share]
-            generated = turns.converse(
-                run.engine, run.grading, run.inputs.tokenizer, cfg, rows, prompt_ids, seeds, n, sampling, max_tokens
-            )
-        else:
-            generated = run.engine.generate(prompt_ids, seeds, n, sampling, max_tokens)
+            generate = partial(turns.converse, run.engine, run.grading, run.inputs.tokenizer, cfg, rows)
+        generated = generate([prompt.ids for _, prompt in share], seeds, n, sampling, max_tokens)
         for number, completions in metrics.answers_bar(generated, n * len(share)):
             if rank % tp:
                 continue  # an engine's first rank speaks for it
             group, prompt = share[number]
             texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for c, text in zip(completions, texts, strict=True):
-                about = {"source": prompt.source, "turns": c.turns, "asked": prompt.asked, "routes": c.routes}
-                samples.append(Sample(group, prompt.ids, c.ids, c.logps, c.finished, text, **about))
+                samples.append(Sample.of(group, prompt, c, text))
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.told, c.ids, c.lost)
     with clock("reward"):
         for sample, outcome in zip(samples, run.grading.collect(), strict=True):
             if any(isinstance(part, list) for part in outcome.parts.values()):  # a reward for each token, or for spans
                 outcome, sample.token_rewards = credit.locate_rewards(outcome, sample, run.inputs.tokenizer)
-            sample.graded = outcome.status
-            sample.error = outcome.error
-            sample.reward = sum(outcome.parts.values())
-            sample.reward_parts = outcome.parts
+            sample.graded, sample.error = outcome.status, outcome.error
+            sample.reward, sample.reward_parts = sum(outcome.parts.values()), outcome.parts
     with clock("gather"):
         return gather_samples(samples, dict(clock.seconds))
 
@@ -328,25 +324,18 @@ def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
 
     A prompt a b with the answer c d gives tokens a b c, targets b c d, mask 0 1 1. An environment's tokens have mask 0.
     """
-    tokens, targets, logps, mask = [], [], [], []  # arrays, joined below
+    parts = {"tokens": [], "targets": [], "rollout_logp": [], "mask": []}
     for s in samples:
-        tokens += [s.prompt_ids, s.response_ids[:-1]]
-        targets += [s.prompt_ids[1:], s.response_ids]
-        logps += [np.zeros(len(s.prompt_ids) - 1, "f4"), s.rollout_logp]
-        mask.append(np.zeros(len(s.prompt_ids) - 1, bool))
-        mask += [np.full(size, turn % 2 == 0) for turn, size in enumerate(s.turns)]  # the model, an environment, ...
-    lengths_N = np.array([len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples])
-    kept_N = np.array([s.finished or not mask_truncated for s in samples])
-    mask_F = np.concatenate(mask)
-    return Batch(
-        tokens=torch.from_numpy(np.concatenate(tokens)),
-        targets=torch.from_numpy(np.concatenate(targets)),
-        rollout_logp=torch.from_numpy(np.concatenate(logps)),
-        mask=torch.from_numpy(mask_F),
-        trained=torch.from_numpy(mask_F & np.repeat(kept_N, lengths_N)),
-        lengths_N=lengths_N,
-        routes=routes.route_rows(samples, lengths_N) if samples[0].routes is not None else None,
-    )
+        predicted = len(s.prompt_ids) - 1  # prompt tokens that are targets
+        parts["tokens"] += [s.prompt_ids, s.response_ids[:-1]]
+        parts["targets"] += [s.prompt_ids[1:], s.response_ids]
+        parts["rollout_logp"] += [np.zeros(predicted, "f4"), s.rollout_logp]
+        parts["mask"] += [np.zeros(predicted, bool), s.sampled]
+    rows = {name: torch.from_numpy(np.concatenate(arrays)) for name, arrays in parts.items()}
+    lengths_N = np.array([s.positions for s in samples])
+    kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
+    routes_F = None if samples[0].routes is None else routes.route_rows(samples, lengths_N)
+    return Batch(**rows, trained=rows["mask"] & torch.from_numpy(kept_F), lengths_N=lengths_N, routes=routes_F)
 
 
 def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:
@@ -412,7 +401,9 @@ def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
     return replace(batch, advantages=advantages_F)
 
 
-def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N: ndarray | None = None) -> ndarray:
+def group_advantages(
+    rewards_N: np.ndarray, groups_N: np.ndarray, kind: str, tokens_N: np.ndarray | None = None
+) -> np.ndarray:
     """Advantage of each answer against its own group; [N] each → [N] float64. tokens_N, the answers' trained tokens,
     is for reinforce_pp alone.
 
@@ -427,12 +418,10 @@ def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N:
       none          0                              for a teacher alone
     Exactly 0 for a group of one or of equal rewards (in reinforce_pp: before the whitening).
     """
-    rewards_N, groups_N = np.asarray(rewards_N, dtype=np.float64), np.asarray(groups_N)
     advantages_N = np.zeros_like(rewards_N)
-    members_of_group: dict[int, list[int]] = {}
-    for n, group in enumerate(groups_N.tolist()):
-        members_of_group.setdefault(group, []).append(n)
-    for members in members_of_group.values():
+    order = np.argsort(groups_N, kind="stable")
+    ends = np.flatnonzero(np.diff(groups_N[order])) + 1  # of the groups but the last
+    for members in np.split(order, ends):  # answers of a group
         r = rewards_N[members]  # [G]
         if r.min() == r.max():  # nothing to learn from, and a mean off by rounding must not look like something
             continue
@@ -445,8 +434,8 @@ def group_advantages(rewards_N: ndarray, groups_N: ndarray, kind: str, tokens_N:
         elif kind == "grpo_loo":
             others = np.stack([np.delete(r, i) for i in range(len(r))])  # [G, G - 1]
             equal = others.min(1) == others.max(1)
-            std = np.ones(len(r)) if others.shape[1] == 1 else others.std(1, ddof=1) + 1e-6
-            advantages_N[members] = (r - others.mean(1)) / np.where(equal, 1.0, std)
+            std = others.std(1, ddof=1) if len(r) > 2 else 0.0
+            advantages_N[members] = (r - others.mean(1)) / np.where(equal, 1.0, std + 1e-6)
         elif kind != "none":
             raise UserError(f"algo.advantage={kind!r}: legal is grpo | dr_grpo | rloo | grpo_loo | reinforce_pp | none")
     if kind == "reinforce_pp" and np.sum(tokens_N) > 1:
@@ -477,10 +466,10 @@ def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: s
     total = tokens_N.sum()
     answers = (tokens_N > 0).sum().clamp(min=1)
     weights_N = {
-        "token_mean": torch.ones_like(tokens_N),
+        "token_mean": 1.0,
         "seq_mean_token_mean": total / (answers * tokens_N.clamp(min=1)),
-        "seq_mean_token_sum": total / answers * torch.ones_like(tokens_N),
-        "seq_mean_token_sum_norm": total / (answers * length) * torch.ones_like(tokens_N),
+        "seq_mean_token_sum": total / answers,
+        "seq_mean_token_sum_norm": total / (answers * length),
     }
     if kind not in weights_N:
         raise UserError(f"algo.loss_norm={kind!r}: legal is {' | '.join(weights_N)}")
@@ -527,7 +516,7 @@ def run_schedule(model: list, micro_batches: list[MicroBatch], temperature: floa
     with torch.set_grad_enabled(training):
         return bridge.get_forward_backward_func()(
             forward_step_func=partial(forward_step, temperature=temperature, loss_func=loss_func),
-            data_iterator=[iter(micro_batches) for _ in model] if len(model) > 1 else iter(micro_batches),
+            data_iterator=[iter(micro_batches) for _ in model],
             model=model,
             num_microbatches=len(micro_batches),
             seq_length=max(mb.tokens.shape[1] for mb in micro_batches),
@@ -547,8 +536,9 @@ def forward_step(micro_batches, model, temperature: float, loss_func):
     hidden = bridge.hidden_states(model, mb)  # [T / cp (/ tp under sequence parallelism), 1, h]
     if not bridge.is_last_stage(model):
         return hidden, None
-    with_entropy = loss_func is not None
-    logp_T, entropy_T = bridge.token_logprobs(model, hidden, mb.targets, mb.mask, temperature, with_entropy)
+    logp_T, entropy_T = bridge.token_logprobs(
+        model, hidden, mb.targets, mb.mask, temperature, with_entropy=loss_func is not None
+    )
 
     def loss(logp_T: Tensor):
         loss_sum, denominator, report = loss_func(mb, logp_T, entropy_T)
@@ -580,35 +570,29 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     The count is of tokens with a weight above 0. What needs the whole batch is made in train_step and travels in Batch.
     """
     mask_T = mb.mask[0].float()
-    weight_T, advantages_T, rollout_logp_T = mb.weights[0], mb.advantages[0], mb.rollout_logp[0]
+    weight_T = mb.weights[0]
+    rollout_logp_T = mb.rollout_logp[0]
     # With one update a step the policy has not moved since it sampled: the ratio is 1 and its gradient that of logp.
     old_logp_T = logp_T.detach() if mb.old_logp is None else mb.old_logp[0]
     trainer_logp_T = logp_T.detach() if algo.old_logp == "rollout" else old_logp_T  # what the trainer gives, not vLLM
-    policy_T, clipped_T = policy_loss(logp_T, old_logp_T, advantages_T, mask_T, mb.sequence_T, algo)
+    policy_T, clipped_T = policy_loss(logp_T, old_logp_T, mb.advantages[0], mask_T, mb.sequence_T, algo)
     correction_T, outside_T = mismatch_weight(trainer_logp_T, rollout_logp_T, mask_T, mb.sequence_T, algo)
     policy_T = policy_T * correction_T
     loss_T = policy_T
     if algo.entropy_coef:
         loss_T = loss_T - algo.entropy_coef * entropy_T
-    kl = dict.fromkeys(("k1", "k2", "k3"), torch.zeros_like(mask_T))  # for the report
+    kl = dict.fromkeys(("kl_k1", "kl_k2", "kl_k3"), torch.zeros_like(mask_T))  # for the report
     if mb.ref_logp is not None:
-        kl = {kind: token_kl(logp_T.detach(), mb.ref_logp[0], kind) for kind in kl}
+        kl = {name: token_kl(logp_T.detach(), mb.ref_logp[0], name.removeprefix("kl_")) for name in kl}
         if algo.kl_in == "loss":
             loss_T = loss_T + algo.kl_coef * token_kl(logp_T, mb.ref_logp[0], algo.kl)
     loss = (loss_T * weight_T).sum()
     denominator = (weight_T > 0).sum().int()
-    report = {
-        "loss": loss,
-        "policy": (policy_T * weight_T).sum(),
-        "trained": denominator,
-        "tokens": mask_T.sum(),
-        "entropy": entropy_T @ mask_T,
-        "clipped": clipped_T @ mask_T,
-        "outside": outside_T @ mask_T,
-        "mismatch_k3": token_kl(rollout_logp_T, trainer_logp_T, "k3") @ mask_T,
-        **{f"kl_{kind}": kl_T @ mask_T for kind, kl_T in kl.items()},
-        **metrics.gap_report(trainer_logp_T - rollout_logp_T, mask_T),
-    }
+    per_token = {"tokens": mask_T, "entropy": entropy_T, "clipped": clipped_T, "outside": outside_T, **kl}
+    per_token["mismatch_k3"] = token_kl(rollout_logp_T, trainer_logp_T, "k3")
+    report = {name: values_T @ mask_T for name, values_T in per_token.items()}
+    report |= {"loss": loss, "policy": (policy_T * weight_T).sum(), "trained": denominator}
+    report |= metrics.gap_report(trainer_logp_T - rollout_logp_T, mask_T)
     return loss, denominator, {name: value.detach().double() for name, value in report.items()}
 
 
@@ -642,7 +626,8 @@ def policy_loss(
     clipped_T = -bounded_T * advantages_T > -ratio_T * advantages_T
     if algo.dual_clip is not None:
         ceiling_T = torch.where(advantages_T < 0, -algo.dual_clip * advantages_T, torch.inf)
-        loss_T, clipped_T = torch.minimum(loss_T, ceiling_T), clipped_T | (loss_T > ceiling_T)
+        clipped_T = clipped_T | (loss_T > ceiling_T)
+        loss_T = torch.minimum(loss_T, ceiling_T)
     return loss_T, clipped_T.float()
 
 
@@ -719,7 +704,7 @@ def rehearse(cfg: Config) -> None:
     if cfg.algo.kl_coef == 0 and config_at(cfg, cfg.train.steps, {}).algo.kl_coef > 0:
         raise UserError("algo.kl_coef=0 keeps no reference model, but config_at raises it; start above 0")
     algo = override(config_at(cfg, 1, {}), {"algo.kl_coef": 1.0}).algo
-    samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=reward) for reward in (0.0, 1.0)]
+    samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=r) for r in (0.0, 1.0)]
     penalize_length(samples, algo, cfg.rollout.max_new_tokens)
     batch = flatten(samples, algo.mask_truncated)
     batch = replace(batch, old_logp=batch.rollout_logp, ref_logp=batch.rollout_logp, teacher_logp=batch.rollout_logp)

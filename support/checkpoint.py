@@ -36,8 +36,8 @@ class CheckpointWriter:
     Keeps the newest `keep_last` (0: all) and those of every `keep_every`-th step (0: none).
     """
 
-    def __init__(self, folder: Path, keep_last: int, keep_every: int):
-        self.folder = folder
+    def __init__(self, folder: Path | str, keep_last: int, keep_every: int):
+        self.folder = Path(folder)
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.step: int | None = None  # of the checkpoint that is being written, else of the last one

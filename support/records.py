@@ -34,6 +34,33 @@ class Sample:
     advantage: float = 0.0
     tokens: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each response token, for rollouts/
 
+    @property
+    def positions(self) -> int:
+        """The positions that predict a token: all but the last."""
+        return len(self.prompt_ids) + len(self.response_ids) - 1
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Where a token of the response is the model's and not an environment's, bool."""
+        by_model = np.arange(len(self.turns)) % 2 == 0  # turns of model and environment alternate
+        return np.repeat(by_model, self.turns)
+
+    @classmethod
+    def of(cls, group: int, prompt, completion, text: str) -> "Sample":
+        """The completion of a prompt (rollout.Completion, support.data.Prompt), decoded as `text`."""
+        return cls(
+            group=group,
+            prompt_ids=prompt.ids,
+            response_ids=completion.ids,
+            rollout_logp=completion.logps,
+            finished=completion.finished,
+            text=text,
+            source=prompt.source,
+            turns=completion.turns,
+            asked=prompt.asked,
+            routes=completion.routes,
+        )
+
     def __post_init__(self):
         self.prompt_ids = np.asarray(self.prompt_ids, "i4")
         self.response_ids = np.asarray(self.response_ids, "i4")

@@ -17,13 +17,13 @@ def test_group_advantages_by_hand():
     # Group 0: rewards 1, 0, 0, 1: mean 1/2, ddof-1 variance (4 · 1/4) / 3 = 1/3.  Group 1: 3, 1: mean 2, variance 2.
     a = 0.5 / (math.sqrt(1 / 3) + 1e-6)
     b = 1 / (math.sqrt(2) + 1e-6)
-    got = group_advantages([1, 3, 0, 0, 1, 1], [0, 1, 0, 0, 1, 0], "grpo")
+    got = group_advantages(np.array([1.0, 3, 0, 0, 1, 1]), np.array([0, 1, 0, 0, 1, 0]), "grpo")
     np.testing.assert_allclose(got, [a, b, -a, -a, -b, a], rtol=1e-12)
 
 
 @pytest.mark.parametrize("rewards", [[0.7], [0.1] * 3, [1 / 3] * 7, [1e9] * 5])
 def test_group_without_variance_gets_exactly_zero(rewards):
-    assert group_advantages(rewards, [4] * len(rewards), "grpo").tolist() == [0.0] * len(rewards)
+    assert group_advantages(np.array(rewards, float), np.full(len(rewards), 4), "grpo").tolist() == [0.0] * len(rewards)
 
 
 def test_token_kl_by_hand():

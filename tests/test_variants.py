@@ -49,7 +49,7 @@ def f64(*values: float) -> torch.Tensor:
     ],
 )
 def test_advantages_by_hand(kind, want):
-    got = group_advantages([1, 0, 0, 3], [5, 5, 5, 5], kind, np.array([1, 2, 1, 4]))
+    got = group_advantages(np.array([1.0, 0, 0, 3]), np.full(4, 5), kind, np.array([1, 2, 1, 4]))
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-15)
 
 
@@ -86,12 +86,12 @@ def test_advantages_against_a_loop(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rewards", [[0.7], [0.1] * 3, [1 / 3] * 7])
 def test_one_answer_or_equal_rewards_give_exactly_zero(kind, rewards):
-    got = group_advantages(rewards, [0] * len(rewards), kind, np.full(len(rewards), 3))
+    got = group_advantages(np.array(rewards, float), np.zeros(len(rewards)), kind, np.full(len(rewards), 3))
     assert got.tolist() == [0.0] * len(rewards)
 
 
 def test_two_answers_leave_one_other_without_a_spread():
-    np.testing.assert_allclose(group_advantages([1, 0], [0, 0], "grpo_loo"), [1, -1])
+    np.testing.assert_allclose(group_advantages(np.array([1.0, 0]), np.zeros(2), "grpo_loo"), [1, -1])
 
 
 # ---------------------------------------------------------------- KL
