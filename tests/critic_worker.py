@@ -11,10 +11,10 @@ import torch
 import transformers
 
 import train_grpo
-from support import checkpoint, critic
+from support import checkpoint, critic, ranks
 from support.packing import to_micro_batches
 from support.read_config import load_config
-from train_grpo import Sample, bridge, flatten, give_credit, loss_weights, offload, optimizer_state, ranks, replace
+from train_grpo import Sample, bridge, flatten, give_credit, loss_weights, optimizer_state, replace
 
 CLIP = 0.3
 
@@ -56,8 +56,8 @@ def main(model: str, folder: str, found: str) -> None:
     bridge.unwrap_model(chunks[0]).output_layer.weight.data.copy_(head)
     values_F, gradients = reference_loss(model, head, batch, samples)
     value_gap = (train_grpo.score(chunks, batch, cfg) - values_F).abs().max().item()
-    offload.zero_gradients(chunks, optimizer)
-    train_grpo.run_schedule(chunks, micro_batches, partial(critic.value_loss, clip=CLIP), 1.0, training=True)
+    bridge.zero_gradients(chunks, optimizer)
+    train_grpo.run_schedule(chunks, micro_batches, 1.0, partial(critic.value_loss, clip=CLIP))
     own, gradient_gap = dict(bridge.unwrap_model(chunks[0]).named_parameters()), {}
     for name, theirs in {
         "embedding.word_embeddings.weight": "model.embed_tokens.weight",

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import megatron_bridge as bridge
 import train_grpo
 from config import UserError
-from support import memory_formulas, memory_plan
+from support import memory_formulas, memory_plan, ranks
 from support.memory_count import Held, count
 from support.packing import to_micro_batches
 from support.read_config import load_config
@@ -62,7 +62,7 @@ def test_the_count_is_that_of_a_real_rank_in_bf16(world, tiny):
     padded, real = weights // 2, reference // 2
     assert gradients == 4 * padded and optimizer == 12 * real and padded - real < 128  # worked by hand
     assert found["host"][2] == 4 * real and found["precise"][2] == 0
-    train_grpo.ranks.init_distributed(timeout_s=60)  # for the fixture, which ends it
+    ranks.init_distributed(timeout_s=60)  # for the fixture, which ends it
 
 
 LAYOUTS = {

@@ -15,7 +15,7 @@ import transformers
 import train_grpo
 from config import UserError
 from rollout import Completion
-from support import turns
+from support import checks, turns
 from support.grading import GradingPool, Ledger
 from support.read_config import load_config
 from tests.conftest import EXACT, REPO, Training
@@ -285,7 +285,7 @@ def test_what_is_refused_before_the_start(tmp_path, tiny, source, template, mess
 
 def test_max_turns_without_turns_is_refused():
     with pytest.raises(UserError, match="has no effect without"):
-        train_grpo.checks.check_config(load_config(str(REPO / "configs/tiny.yaml"), ["rollout.max_turns=3"]), 1)
+        checks.check_config(load_config(str(REPO / "configs/tiny.yaml"), ["rollout.max_turns=3"]), 1)
 
 
 # ---------------------------------------------------------------- against plain transformers

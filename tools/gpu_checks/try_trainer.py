@@ -50,7 +50,7 @@ def compute_gradient(cfg: Config, samples: list[train_grpo.Sample]) -> dict[str,
     for chunk in model:
         chunk.zero_grad_buffer()
     loss = partial(train_grpo.grpo_loss, algo=cfg.algo)
-    train_grpo.run_schedule(model, make_micro_batches(samples, cfg), loss, cfg.rollout.temperature, training=True)
+    train_grpo.run_schedule(model, make_micro_batches(samples, cfg), cfg.rollout.temperature, loss)
     for buffer in itertools.chain.from_iterable((*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in model):
         for bucket in buffer.buckets:  # each replica has the sum of one part
             group = buffer.data_parallel_group
