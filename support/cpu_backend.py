@@ -133,15 +133,14 @@ def _offloaded_groups(self, fraction: float) -> tuple:
 
 # The operators that all matrix products of a step end in: linear layers, experts, the head, adapters, attention.
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
-NO_BF16_UNITS = (
-    "this CPU has no bf16 units: matrix products of bf16 tensors are computed in fp32 and rounded, and sampling in "
-    "bf16 stays slow; model.dtype=fp32 is faster here"
-)
 
 
 def has_bf16_units() -> bool:
-    """Whether torch has a fast kernel for matrix products of bf16 tensors on this CPU (AVX-512, AMX or Arm's bf16)."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Whether torch has a fast kernel for matrix products of bf16 tensors on this CPU (AVX-512, AMX or Arm's bf16).
+
+    False where torch is built without oneDNN, whose operators are missing then.
+    """
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def compute_bf16_products_in_fp32() -> torch.library.Library:

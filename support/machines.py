@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import megatron_bridge as bridge
 from config import Config, RankError, UserError
-from support import checks, hf_folder, launchers, memory, memory_count, preflight, ranks, teacher
+from support import checks, cpu_backend, hf_folder, launchers, memory, memory_count, preflight, ranks, teacher
+from support.remedies import NO_BF16_UNITS, try_one_of
 
 ON_GPUS_ONLY = ("enable_expert_parallel", "enable_sleep_mode", "enable_chunked_prefill")  # of rollout.vllm
 
@@ -69,7 +70,7 @@ def check_without_gpu(cfg: Config) -> None:
 
 
 def check_machines(cfg: Config, data: str) -> None:
-    """Check configuration and data between ranks, the disk on rank 0, and the host memory of each machine.
+    """Check configuration and data between ranks, the disk on rank 0, host memory and bf16 units of each machine.
 
     `data` is the fingerprint of the prompts, which files of another machine, or rows that a function makes, may change.
     Raises UserError.
@@ -80,9 +81,9 @@ def check_machines(cfg: Config, data: str) -> None:
         raise UserError(str(error)) from None
     ranks.on_first_rank(lambda: check_first_host(cfg))
     if os.environ["LOCAL_RANK"] == "0":
-        warning = check_host_memory(cfg)
-        if warning:
-            ranks.say(f"warning: {warning}")
+        for warning in (check_host_memory(cfg), check_bf16_units(cfg)):
+            if warning is not None:
+                ranks.say(f"warning: {warning}")
 
 
 def check_first_host(cfg: Config) -> None:
@@ -100,6 +101,13 @@ def check_host_memory(cfg: Config) -> str | None:
     on_gpu = torch.cuda.is_available()
     needed = memory_count.host_bytes(cfg, weights, dist.get_world_size(), on_gpu, teacher_weights)
     return memory.host_warning(needed, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def check_bf16_units(cfg: Config) -> str | None:
+    """A warning where a run in bf16 is on a CPU that computes no bf16; else None."""
+    if torch.cuda.is_available() or cfg.model.dtype != "bf16" or cpu_backend.has_bf16_units():
+        return None
+    return f"{NO_BF16_UNITS.sign}; {try_one_of(NO_BF16_UNITS.turn)}"
 
 
 def build_process_groups(cfg: Config) -> None:

@@ -168,6 +168,13 @@ def try_one_of(turn: tuple[str, ...]) -> str:
 
 # ---------------------------------------------------------------- the machine
 
+# Said at the start of a run in bf16 without a GPU, and by the doctor.
+NO_BF16_UNITS = Remedy(
+    "this CPU has no bf16 units: products of bf16 matrices are computed in fp32 and rounded, so bf16 is no faster here "
+    "than fp32",
+    ("model.dtype=fp32",),
+)
+
 INSTALL = "make setup, or pip install -r requirements.txt"
 
 # What tools/doctor.py finds → what to do.

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support import checkpoint, debug, launch, versions
+from support import checkpoint, cpu_backend, debug, launch, versions
 from support.files import write_versions
 from support.read_config import load_config
 from tests.conftest import REPO
@@ -42,6 +42,7 @@ SOUND = {
     "requires": {"vllm": {"torch": "==2.13.0", "transformers": "<5.20,>=5.16.1", "numpy": ""}},
     "torch": {
         "import_error": None, "cuda_error": None, "cuda": "13.0", "nccl": "2.28.9", "kernels": ["sm_75", "sm_90a"],
+        "bf16_units": True,
         "gpus": [{"name": "NVIDIA H100 80GB HBM3", "bytes": 85 << 30, "capability": "9.0"} for _ in range(2)],
     },
     "smi": {
@@ -78,6 +79,7 @@ def test_a_sound_machine_has_nothing_to_tell():
     text = doctor.table(doctor.rows(SOUND), 120)
     assert "2 × NVIDIA H100 80GB HBM3, 85 GiB" in text and "pairs of GPUs: NV18 for 1" in text
     assert max(map(len, text.splitlines())) <= 120
+    assert told(changed({"torch.bf16_units": False})) == []  # the CPU beside GPUs computes no products
 
 
 UNSEEN = {"torch.gpus": []}
@@ -157,6 +159,10 @@ OTHER_FAULTS = {
     ),
     "few open files": ({"open_files": 1024}, ("ulimit, open_files", WARN, "1024 → ulimit -n 65536")),
     "locked memory": ({"locked_memory": 8 << 20}, ("InfiniBand", WARN, "mlx5_0; .*0.01 GiB → ulimit -l unlimited")),
+    "a CPU without bf16 units": (
+        {"smi": {"error": None, "gpus": [], "links": []}, **UNSEEN, "torch.bf16_units": False},
+        ("bf16 units of the CPU", WARN, "computed in fp32 and rounded.* → try model.dtype=fp32"),
+    ),
     "few cores": ({"cores": 2}, ("cores", WARN, "two for each GPU")),
     "left over ranks": ({"environment.RANK": "3"}, ("RANK and the like", WARN, "RANK=3, but no LOCAL_RANK")),
     "no such network": (
@@ -219,6 +225,7 @@ def test_this_machine(monkeypatch, tmp_path, capsys):
     found = machine.facts(tmp_path / "not/yet")
     assert found == json.loads(json.dumps(found)) and "a secret" not in json.dumps(found)
     assert found["environment"]["NCCL_DEBUG"] == WARN and found["requires"]["megatron-core"]["torch"]
+    assert found["torch"]["bf16_units"] == cpu_backend.has_bf16_units()
     assert found["folders"]["output_dir"]["writable"] and found["memory"]["total"] > found["memory"]["free"] > 0
     assert doctor.main(["--output-dir", str(tmp_path)]) == int(STOP in capsys.readouterr().out)
     assert {row.item for row in doctor.rows(found)} >= {"torch", "vllm", "megatron-core", "driver", "NCCL", "GPUs"}

@@ -16,6 +16,7 @@ from tiny_reward import digits_in_place
 
 from support import memory
 from support.checks import check_weights
+from support.cpu_backend import has_bf16_units
 from support.files import new_output_dir
 from tests.conftest import EXACT, read_rows
 from tests.test_exact import check_step, policies
@@ -149,6 +150,7 @@ def test_bf16_and_the_same_run_again(train):
     assert run.code == 0, run.text
     assert all(m["logp_gap/mean"] < 0.05 for m in run.metrics)
     assert "dtype: bf16" in (run.out / "config.yaml").read_text()
+    assert run.text.count("this CPU has no bf16 units") == int(not has_bf16_units())  # once, though there are two ranks
     again = train(2, *SMALL, "model.dtype=bf16")  # a second run moves the first aside
     earlier = run.out.parent / "out.1/rollouts/step_000001.jsonl"
     assert again.code == 0 and [r["response_ids"] for r in read_rows(earlier)] == [

@@ -21,7 +21,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import versions
-from support.remedies import INSTALL
+from support.remedies import INSTALL, NO_BF16_UNITS, try_one_of
 from support.remedies import MACHINE as REMEDY
 from support.versions import gib, numbers
 from tools.machine import BESIDE_TORCH, RANK_NAMES, facts
@@ -247,7 +247,7 @@ def condition(found: dict) -> Iterator[Row]:
 
 
 def machine(found: dict) -> Iterator[Row]:
-    """Memory, disks, limits."""
+    """Memory, disks, limits, cores; without a GPU also what the CPU computes."""
     ranks_share = bool(found["torch"]["gpus"])
     shared, memory = found["shared_memory"], found["memory"]
     free = shared["free"] if shared["exists"] else 0
@@ -266,6 +266,10 @@ def machine(found: dict) -> Iterator[Row]:
         if locked:
             text += f"; locked memory is limited to {gib(locked)}"
         yield row_if(locked is not None, "InfiniBand", text, REMEDY["infiniband"])
+    units = found["torch"]["bf16_units"]
+    if not ranks_share and units is not None:
+        text = "yes" if units else NO_BF16_UNITS.sign
+        yield row_if(not units, "bf16 units of the CPU", text, try_one_of(NO_BF16_UNITS.turn))
     few = found["cores"] < 2 * len(found["torch"]["gpus"])
     yield row_if(few, "cores", str(found["cores"]), REMEDY["cores"])
 

@@ -90,12 +90,19 @@ def requirements(name: str) -> dict[str, str]:
 
 
 def torch_facts() -> dict:
-    """How torch was built, the GPUs it sees, and what it says where it cannot."""
+    """How torch was built, whether the CPU has bf16 units, the GPUs that torch sees, and what it says where it cannot.
+
+    None of the CPU where torch does not load.
+    """
     found = {"import_error": None, "cuda_error": None, "gpus": [], "kernels": [], **versions.cuda_versions()}
+    found["bf16_units"] = None
     try:
         import torch
+
+        from support import cpu_backend
     except (ImportError, OSError) as error:
         return {**found, "import_error": str(error)}
+    found["bf16_units"] = cpu_backend.has_bf16_units()
     if torch.version.cuda is None:
         return found
     with warnings.catch_warnings():
