@@ -1,0 +1,159 @@
+"""The recipes for past weights, a reference that follows and process supervision, worked by hand and in a real run."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from config import AlgoConfig, UserError
+from support.read_config import load_config
+from tests.conftest import REPO, read_rows, write_rows
+from tests.test_checkpoint import equal, lasting
+from tests.test_credit import made, three
+from tests.test_exact import response_logps
+from tests.test_forks import fork, load, title_of  # noqa: F401, a fixture
+
+
+def with_keys(algo: dict, rollout: dict) -> SimpleNamespace:
+    """The demo's configuration with keys that the recipes add, which are not validated."""
+    cfg = load_config(str(REPO / "configs/tiny.yaml"), [])
+    sections = {"algo": cfg.algo.model_copy(update=algo), "rollout": cfg.rollout.model_copy(update=rollout)}
+    return cfg.model_copy(update=sections)
+
+
+# ---------------------------------------------------------------- past weights and a reference that follows
+
+
+@pytest.fixture
+def stale(fork):  # noqa: F811
+    """The script with past weights, as a module."""
+    return fork(title_of("Stale samples"))
+
+
+def test_the_sets_of_each_step_by_hand(stale):
+    """A model of one weight, which is s after step s."""
+    past_weights = stale.past_weights
+    model = [torch.nn.Linear(1, 1, bias=False)]
+    model[0].weight.data.fill_(0.0)
+    cfg = with_keys({"reference_every": 2, "reference_on": "gpu"}, {"lag": 3})
+    past = past_weights.build_past(model, cfg)
+    reference = stale.bridge.copy_weights(model)
+    sampled, references = [], []
+    for step in range(1, 8):
+        sampled.append(past[-1][0].item())
+        past_weights.update_sets(past, reference, model, step, cfg)
+        references.append(reference[0].item())
+        model[0].weight.data.fill_(float(step))
+    assert sampled == [0, 0, 0, 0, 1, 2, 3]  # step s: after step s - 1 - 3
+    assert references == [0, 0, 2, 2, 4, 4, 6]
+    assert [weights[0].item() for weights in past] == [6, 5, 4]
+    assert past_weights.build_past(model, with_keys({}, {"lag": 0})) == []
+
+
+def test_a_checkpoint_has_the_sets_of_its_configuration(stale):
+    saved = stale.past_weights.saved_sets
+    past, reference = [["a"], ["b"]], ["c"]
+    assert saved({"rollout": {"lag": 2}, "algo": {"reference_every": 3}}, past, reference) == {
+        "past_1": ["a"], "past_2": ["b"], "reference": ["c"],
+    }  # fmt: skip
+    assert saved({"rollout": {"lag": 1}, "algo": {"reference_every": 0}}, past, reference) == {"past_1": ["a"]}
+    assert saved({"rollout": {}, "algo": {}}, past, reference) == {}  # from before the fork
+
+
+def test_what_a_checkpoint_does_not_have_is_refused(stale, tmp_path):
+    def check(was: dict, lag: int = 0, every: int = 0) -> None:
+        (tmp_path / "state.json").write_text(json.dumps({"config": {"rollout": was, "algo": was}}))
+        cfg = with_keys({"kl_coef": 0.1, "reference_every": every}, {"lag": lag})
+        stale.past_weights.check_resumed(Path(tmp_path), cfg)
+
+    check({}, every=3)
+    check({"lag": 4, "reference_every": 3}, lag=2, every=9)
+    with pytest.raises(UserError, match=r"rollout\.lag=2, but .* has no weights of more than 1 steps before"):
+        check({"lag": 1}, lag=2)
+    with pytest.raises(UserError, match=r"algo\.reference_every=0, but the reference in .* is no longer"):
+        check({"reference_every": 5})
+
+
+def test_a_reference_that_is_not_there_is_refused(stale, tmp_path, monkeypatch):
+    checks = load("forked_checks", tmp_path / "fork/support/checks.py", monkeypatch)
+    with pytest.raises(UserError, match=r"algo\.reference_every=5, but algo\.kl_coef=0 keeps no reference"):
+        checks.check_what_is_learned(with_keys({"reference_every": 5}, {"lag": 0}))
+
+
+@pytest.mark.slow
+def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layout(stale, train, tiny, tmp_path):
+    """vLLM sampled with the export of so many steps before and evaluates the present one, where weights are sharded."""
+    write_rows(tmp_path / "eval.jsonl", read_rows(tiny / "train.jsonl")[:2])
+    script = tmp_path / "fork/train_grpo.py"
+    keys = (
+        "rollout.prompts_per_step=4", "rollout.group_size=8", "train.warmup_steps=0", "train.save_every=2",
+        "megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true", "train.export_every=1",
+        "train.lr=0.01", "algo.entropy_coef=0", "rollout.lag=2", "algo.kl_coef=0.05", "algo.reference_every=3",
+        "algo.teacher=self", "data.hint_key=answer", f"data.eval={tmp_path / 'eval.jsonl'}", "train.eval_every=3",
+        "algo.correction=tis", "train.steps=4",
+    )  # fmt: skip
+    straight = train(2, *keys, script=script, out=tmp_path / "straight")
+    assert straight.code == 0, straight.text
+    sampled_with = {
+        ("step", 3): tiny / "model", ("step", 4): straight.out / "hf/step_000001",
+        ("eval", 3): straight.out / "hf/step_000003",
+    }  # fmt: skip
+    for (kind, step), folder in sampled_with.items():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for row in straight.rollouts(step, kind):
+            logp = response_logps(model, row, temperature=1.0)
+            assert (logp - torch.tensor(row["rollout_logp"])).abs().max() < 1e-4, (kind, step)
+    assert all(line["logp_gap/max"] < 1e-5 for line in straight.metrics)
+    assert [line["mismatch/k3"] > 1e-6 for line in straight.metrics] == [False, True, True, True]
+    assert [line["kl/k2"] > 1e-9 for line in straight.metrics] == [False, True, True, False]  # taken anew at step 4
+    for layout in ([], ["parallel.pp=2"]):
+        out = tmp_path / f"resumed{len(layout)}"
+        resumed = train(2, *keys, *layout, f"resume={straight.out}/checkpoints/step_000002", script=script, out=out)
+        assert resumed.code == 0, resumed.text
+        if not layout:
+            assert lasting(resumed.metrics) == lasting(straight.metrics)[2:]
+            assert equal(resumed.weights(4), straight.weights(4))
+        for was, now in zip(straight.metrics[2:], resumed.metrics, strict=True):
+            for key in ("loss/total", "grad_norm", "kl/ref", "kl/teacher", "mismatch/k3", "reward/mean"):
+                assert now[key] == pytest.approx(was[key], rel=1e-4, abs=1e-6), (key, was[key], now[key])
+
+
+# ---------------------------------------------------------------- process supervision
+
+
+@pytest.fixture
+def process(fork, tmp_path, monkeypatch):  # noqa: F811
+    """process(samples) → the advantages of each answer's response tokens, with algo.credit=process."""
+    module = fork(title_of("Process supervision"))
+    module.credit = load("forked_credit", tmp_path / "fork/support/credit.py", monkeypatch)
+
+    def advantages(samples: list, **keys) -> list[list[float]]:
+        algo = AlgoConfig(**keys).model_copy(update={"credit": "process"})
+        batch = module.give_credit(samples, module.flatten(samples), algo)
+        ends = np.cumsum([len(s.response_ids) for s in samples])[:-1]
+        return [part.tolist() for part in np.split(batch.advantages[batch.mask].numpy(), ends)]
+
+    return advantages
+
+
+def test_process_supervision_by_hand(process):
+    """Six steps: three of 1, three of 0: mean 1/2, variance 6/4/5. Each is u or -u; then added up from the end."""
+    u = 0.5 / (math.sqrt(0.3) + 1e-6)
+    for got, wanted in zip(process(three()), [[0, 0, -u, -u], [u, 2 * u, u], [-u, -u]], strict=True):
+        assert got == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+
+
+def test_steps_that_agree_get_exactly_zero(process):
+    samples = [made(0, n, [(i, 0.1) for i in range(n)]) for n in (2, 3, 5)]
+    assert all(advantage == 0 for answer in process(samples) for advantage in answer)
+
+
+def test_advantages_of_whole_answers_are_refused(process, tmp_path, monkeypatch):
+    checks = load("forked_checks", tmp_path / "fork/support/checks.py", monkeypatch)
+    with pytest.raises(UserError, match=r"algo\.credit=process compares steps; algo\.advantage=rloo"):
+        checks.check_what_is_learned(with_keys({"credit": "process", "advantage": "rloo"}, {}))
