@@ -376,10 +376,9 @@ def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, se
 
 
 def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
-    """The batch with an advantage for each position, [F]: that of its answer, which the sample notes as well.
+    """The batch with an advantage for each position, [F]: that of its answer or, with rewards of single tokens, its step.
 
-    With kl_in=reward, kl_coef times the sum of its tokens' KL is first subtracted from an answer's reward, as in verl.
-    Where single tokens have rewards, support/credit.py divides answers into steps, which are compared instead.
+    With kl_in=reward, kl_coef times the sum of its tokens' KL is first subtracted from the reward, as in verl.
     """
     rewards_N = np.array([s.reward for s in samples])
     groups_N = np.array([s.group for s in samples])
