@@ -122,12 +122,12 @@ def replayed_routes(model: list) -> dict[str, int]:
     return dict(zip(("routes", "routes_differ"), counts.tolist(), strict=True))
 
 
-SHARES = ("routes/differ_frac", "routes/missing_frac")  # metrics of a step
+ROUTE_METRICS = ("routes/differ_frac", "routes/missing_frac")
 
 
-def shares(samples: list[Sample], first: dict) -> dict[str, float]:
-    """The metrics SHARES of a step. `first`: the report of its first update, whose weights are still vLLM's."""
-    positions = sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples)
+def route_metrics(samples: list[Sample], first: dict) -> dict[str, float]:
+    """The ROUTE_METRICS of a step. `first`: the report of its first update, which uses the weights of vLLM."""
+    positions = sum(s.positions for s in samples)
     differ = first["routes_differ"] / max(first["routes"], 1)
     missing = 1 - sum(len(s.routes) for s in samples) / positions
-    return dict(zip(SHARES, (differ, missing), strict=True))
+    return dict(zip(ROUTE_METRICS, (differ, missing), strict=True))
