@@ -42,7 +42,7 @@ from support import checkpoint, credit, gates, launch, metrics, optimizer_state,
 from support.clock import Clock, StopRequested
 from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.grading import GradingPool
-from support.packing import pack, sequence_mean, sequence_sum, to_micro_batches, use_of_rows
+from support.packing import measure_rows, pack, sequence_mean, sequence_sum, to_micro_batches
 from support.read_config import override
 from support.records import Batch, MicroBatch, Sample, gather_samples
 from support.schedule import scheduled_values
@@ -496,7 +496,7 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
     """The gradient of an update, left in Megatron's buffers, and what its micro-batches report; same on every rank."""
     bridge.zero_gradients(model, optimizer)
     reports = run_schedule(model, micro_batches, cfg.rollout.temperature, partial(grpo_loss, algo=cfg.algo))
-    report = metrics.add_up(reports) | {"grad_norm": math.nan} | use_of_rows(micro_batches, cfg)
+    report = metrics.add_up(reports) | {"grad_norm": math.nan} | measure_rows(micro_batches, cfg)
     if cfg.algo.replay_routes:
         report |= routes.replayed_routes(model)
     return report

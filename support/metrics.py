@@ -242,7 +242,7 @@ def idle_seconds(notes: list[dict[str, float]], bubble: float) -> dict[str, floa
 
 
 def trainer_logp(batch: Batch, cfg: Config, score: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The trainer's log-probs before the updates, [F], for `note_tokens`: from the batch, else from a pass of `score`."""
+    """The trainer's log-probs before the updates, [F], for `note_tokens`: of the batch, else of a pass of `score`."""
     if cfg.algo.old_logp == "trainer" and batch.old_logp is not None:
         return batch.old_logp
     return score()

@@ -1,11 +1,12 @@
-"""Samples of many lengths in rows of tokens without padding between them: who packs what, and the packed row.
+"""Sequence packing: which samples share a micro-batch, and the packed row of tokens.
 
-A row predicts: a position holds a token and what is known of the next one, the target. A sample of n tokens has n - 1
-such positions. Pure functions of the whole step's samples, so every rank computes the same plan and takes its part.
+A row predicts: each position holds a token and what is known of its target, the next token. A sample of n tokens has
+n - 1 such positions. All functions are pure functions of the samples of the whole step, so every rank computes the same
+plan and takes its own part.
 
-Rows have no padding, but attention may (`attention_pads`): it then lays a row out as [sequences, longest]. So sequences
-of like length share a row, and the cap of a row counts sequences × longest. Where it does not, a row is as good as any
-other of as many tokens, and the cap counts these.
+A row itself has no padding between its sequences. Where attention has no kernel for sequences of several lengths
+(`attention_pads`), attention pads them to [sequences, longest]. Bins are then padded: sequences of similar length share
+a row, and sequences × longest counts against the budget. Else only the tokens of a row count.
 """
 
 import heapq
@@ -21,63 +22,68 @@ from config import Config, ParallelConfig
 from support.attention import uses_varlen
 from support.records import Batch, MicroBatch, Rows
 
-# What a row costs, in attended positions a head: each token TOKEN + what it attends to. The rest of a layer takes about
-# 18 × hidden such positions by its operations, and by the time of its kernels less; a round number that is low rather
-# than high, as padding is moved in memory too. Only how rows are cut and dealt depends on it, never a result.
+# The cost of a row is in attended positions of one head. A token costs TOKEN plus the positions that it attends to. By
+# its operations the rest of a layer costs about 18 × hidden, by the time of its kernels less. TOKEN is a round and low
+# number, since padding also costs memory traffic. Only the plan depends on it, never a result.
 TOKEN = 4096
-ROW = 2048  # tokens; a shorter row takes as long: on a GPU the kernels of a row are launched one after the other
-GAIN = 0.002  # by so much must more rows be faster
-PIECE = 128  # longest sequence of padding in a row without samples
+ROW_TOKENS = 2048  # a shorter row takes as long, as the launches of its kernels then take the time on a GPU
+MIN_GAIN = 0.002  # plan_bins adds micro-batches only while each trial saves more than this share of the time
+PADDING_PIECE = 128  # tokens of a sequence of padding in a row without samples, at most
 
 
 def attention_pads(dtype: str) -> bool:
-    """Whether attention pads the sequences of a row to the longest, on this machine and with model.dtype `dtype`; the
-    one place that says so to who packs rows. It asks what attention itself asks."""
+    """Whether attention pads the sequences of a row to the longest, on this machine and with model.dtype `dtype`.
+
+    It asks what attention itself asks.
+    """
     return not uses_varlen(bridge.device(), bridge.DTYPES[dtype])
 
 
 def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Config) -> list[MicroBatch]:
-    """This replica's micro-batches of the numbered samples, each of at most `max_tokens` positions, padded ones too."""
+    """This replica's micro-batches of the numbered samples, each of at most `max_tokens` positions with padding."""
     rank, replicas = bridge.data_parallel()
     multiple = bridge.token_multiple(cfg.parallel)
     lengths_N = batch.lengths_N[samples]
     pads = attention_pads(cfg.model.dtype)
     bins = plan_bins(lengths_N, max_tokens // multiple * multiple, replicas, cfg.parallel, pads)
     widths = [max(1, math.ceil(lengths_N[members].sum() / multiple)) * multiple for members in bins]
-    if cfg.parallel.vpp > 1:  # the interleaved schedule wants rows of one length
+    if cfg.parallel.vpp > 1:  # the interleaved schedule needs rows of one length
         widths = [max(widths)] * len(bins)
-    return [
-        pack(batch, [samples[i] for i in members], width, bridge.device())
-        for members, width in list(zip(bins, widths, strict=True))[rank::replicas]
-    ]
+    micro_batches = []
+    for members, width in zip(bins[rank::replicas], widths[rank::replicas], strict=True):
+        micro_batches.append(pack(batch, [samples[i] for i in members], width, bridge.device()))
+    return micro_batches
 
 
-def use_of_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
-    """How well this replica's training micro-batches are used: "fill", the positions in them, padded ones too, over
-    those they were allowed; "attention_waste", the attention work over that of the samples without padding (1: none);
-    "bubble", the share of an update in which a pipeline stage idles."""
-    sizes = [len(mb.cu_seqlens) - 1 for mb in micro_batches]
-    wanted = sum(int((mb.lengths**2).sum()) for mb in micro_batches)
+def measure_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
+    """How well this replica's training micro-batches are used.
+
+    "fill": their positions, with padding, divided by their budget. "attention_waste": the attention work divided by
+    that of the samples without padding; 1 is no waste. "bubble": the share of an update in which a stage idles.
+    """
+    work = sum(int((mb.lengths**2).sum()) for mb in micro_batches)
     if attention_pads(cfg.model.dtype):
-        positions = [size * mb.max_seqlen for size, mb in zip(sizes, micro_batches, strict=True)]
-        done = sum(n * mb.max_seqlen for n, mb in zip(positions, micro_batches, strict=True))
+        positions = [(len(mb.cu_seqlens) - 1) * mb.max_seqlen for mb in micro_batches]
+        done = sum(count * mb.max_seqlen for count, mb in zip(positions, micro_batches, strict=True))
     else:
-        positions, done = [int(mb.lengths.sum()) for mb in micro_batches], wanted
+        positions = [int(mb.lengths.sum()) for mb in micro_batches]
+        done = work
     return {
         "fill": sum(positions) / (len(micro_batches) * cfg.train.max_tokens_per_micro_batch),
-        "attention_waste": done / wanted if wanted else 1.0,
+        "attention_waste": done / work if work else 1.0,
         "bubble": bubble(len(micro_batches), cfg.parallel),
     }
 
 
 def bubble(micro_batches: int, parallel: ParallelConfig) -> float:
-    """Share of an update in which a pipeline stage idles: (p - 1) / (m v + p - 1) with p stages, m micro-batches and v
-    chunks a stage. Source: arXiv 2104.04473, 2.2."""
+    """The share of an update in which a pipeline stage idles: (p - 1) / (m v + p - 1), with p stages, m micro-batches
+    of a replica and v chunks of a stage. Source: arXiv 2104.04473, 2.2.
+    """
     idle = parallel.pp - 1
     return idle / (micro_batches * parallel.vpp + idle)
 
 
-# ---------------------------------------------------------------- who packs what
+# ---------------------------------------------------------------- the plan: which samples share a row
 
 
 def plan_bins(
@@ -87,95 +93,117 @@ def plan_bins(
     parallel: ParallelConfig = ParallelConfig(),  # noqa: B008, frozen
     padded: bool = True,
 ) -> list[list[int]]:
-    """Spread samples over bins of at most `max_tokens` positions, so that the slowest replica is done soonest.
+    """Assign samples to bins of at most `max_tokens` positions, so that the slowest replica finishes soonest.
 
-    A bin costs TOKEN for each token, and the square of a length for each sequence: of the longest in the bin where
-    attention is `padded`, else of its own. Padded bins hold sequences of like length, and sequences × longest is within
-    `max_tokens` (with what fills a row up to a multiple of tp · cp); else bins are alike, and their tokens are.
+    The cost of a bin is TOKEN for each token, plus the squared length of each sequence: in a `padded` bin that of its
+    longest sequence, else its own. Padded bins hold sequences of similar length, and sequences × longest is within
+    `max_tokens`, with the padding to a multiple of tp · cp. Other bins have similar cost, and their tokens are within
+    `max_tokens`.
 
-    Returns bins of sample numbers, as many for each replica: replica r takes bins[r::replicas], which cost about the
-    same for all. They are as many as make the costliest replica and the pipeline bubble least, and not fewer than
-    pipeline stages. Bins may be empty. A pure function: all ranks compute the same plan.
+    Returns bins of sample numbers, the same number for each replica: replica r takes bins[r::replicas], and all
+    replicas have about the same cost. The number of bins minimizes the cost of the slowest replica, with the pipeline
+    bubble. It is at least the number of pipeline stages, where there are as many samples. Bins may be empty.
     Raises ValueError for a sample beyond `max_tokens`.
     """
     if lengths_N.max(initial=0) > max_tokens:
         raise ValueError(f"a sample of {lengths_N.max()} tokens does not fit a micro-batch of {max_tokens}")
     order_N = np.argsort(-lengths_N, kind="stable")  # longest first
     sorted_N = lengths_N[order_N]
-    most = len(sorted_N) // replicas  # bins of a replica that have a sample each
+    most = len(sorted_N) // replicas  # bins of a replica, if each has a sample
     step = bridge.micro_batch_multiple(parallel)
-    # Interleaved stages get rows as wide as the widest: then it is tokens that bins should have in equal number.
-    token = TOKEN * (100 if parallel.vpp > 1 else 1)
+    token = TOKEN
+    if parallel.vpp > 1:  # all rows are as wide as the widest, so bins should have equal tokens
+        token *= 100
     if padded:
         room_N = np.maximum(max_tokens // (sorted_N + bridge.token_multiple(parallel) - 1), 1)
-        divide = partial(cut_alike, sorted_N.tolist(), np.cumsum([0, *sorted_N]).tolist(), room_N.tolist(), token)
+        divide = partial(cut_sorted, sorted_N.tolist(), np.cumsum([0, *sorted_N]).tolist(), room_N.tolist(), token)
         fewest = divide(len(sorted_N), even=False).max(initial=0) + 1
     else:
-        divide = partial(spread, sorted_N.tolist(), max_tokens, token)
+        divide = partial(assign_to_cheapest, sorted_N.tolist(), max_tokens, token)
         fewest = math.ceil(sorted_N.sum() / max_tokens)
-    rounds = math.ceil(max(fewest / replicas, min(parallel.pp, most), 1) / step) * step
+    rounds = math.ceil(max(fewest / replicas, min(parallel.pp, most), 1) / step) * step  # bins of a replica
     best = math.inf
     while best == math.inf or rounds <= most:
         count = rounds * replicas
         bin_N = divide(count)
-        if bin_N is None:  # no place for one: one round more
+        if bin_N is None:  # the samples do not fit so few bins
             rounds += step
             continue
         cost_B = bin_costs(sorted_N, bin_N, count, token, padded)
-        place_B = deal(cost_B, replicas)
-        load_R = np.bincount(place_B % replicas, weights=np.maximum(cost_B, token * ROW))
-        duration = load_R.max() / (1 - bubble(rounds, parallel))
-        if duration > best * (1 - GAIN):
+        place_B = order_bins(cost_B, replicas)
+        loads = np.bincount(place_B % replicas, weights=np.maximum(cost_B, token * ROW_TOKENS))
+        duration = loads.max() / (1 - bubble(rounds, parallel))
+        if duration > best * (1 - MIN_GAIN):
             break
-        best, place_N, wanted = duration, place_B[bin_N], count
+        best = duration
+        place_N = place_B[bin_N]
+        bins = count
         rounds += max(rounds // 4 // step, 1) * step
-    ends = np.cumsum(np.bincount(place_N, minlength=wanted))[:-1]
-    return [members.tolist() for members in np.split(order_N[np.argsort(place_N, kind="stable")], ends)]
+    ends = np.cumsum(np.bincount(place_N, minlength=bins))[:-1]
+    members = np.split(order_N[np.argsort(place_N, kind="stable")], ends)
+    return [samples.tolist() for samples in members]
 
 
-def cut_alike(
+def cut_sorted(
     lengths: list[int], sums: list[int], rooms: list[int], token: int, count: int, even: bool = True
 ) -> np.ndarray | None:
-    """Bin of each sample where neighbours share one: at most `count` bins that cost about the same, or, not `even`, as
-    full as they can be. None where these are more than `count`.
+    """Bin of each sample, for padded bins: at most `count` runs of the samples sorted by length, of about equal cost.
 
-    `lengths` fall; `sums`: of those before, and of all; `rooms`: sequences that a bin can hold that begins with this.
+    With `even` False each bin is as full as it can be. `lengths` descend; `sums[i]` is the sum of lengths[:i];
+    `rooms[i]`: how many sequences fit a bin whose longest is sample i. Returns None where `count` bins are too few.
     """
-
-    def cut(target: float) -> list[int] | None:
-        """Sizes of bins that cost `target` each: what one has too little or too much, up to half a sample, is made up
-        for by the next."""
-        sizes, start, carry = [], 0, 0.0
-        while start < len(lengths):
-            if len(sizes) == count:
-                return None
-            square, goal, room = lengths[start] ** 2, target + carry, min(rooms[start], len(lengths) - start)
-            one = token * lengths[start] + square
-            size = int(min(goal / one, room))  # as if all were as long; then with the lengths that they have
-            if size < room:
-                missing = goal - token * (sums[start + size] - sums[start]) - size * square
-                size = int(min(max(size + missing / (token * lengths[start + size] + square) + 0.5, 1), room))
-            carry = goal - token * (sums[start + size] - sums[start]) - size * square
-            carry = min(max(carry, -one / 2), one / 2)
-            sizes.append(size)
-            start += size
-        return sizes
-
-    high = math.inf  # as full as there is room
-    sizes = cut(high)
-    if even and sizes is not None:
-        low = token * sums[-1] / count  # less than any can do
-        for _ in range(7):  # nearer to the least cost that will do
+    high = math.inf
+    sizes = cut_at_cost(high, lengths, sums, rooms, token, count)
+    if sizes is None:
+        return None
+    if even:
+        low = token * sums[-1] / count  # below the cost of any cut
+        for _ in range(7):  # bisection towards the least cost of a bin at which `count` bins are enough
             middle = math.sqrt(low * min(high, 2 * low))
-            closer = cut(middle)
-            low, high, sizes = (middle, high, sizes) if closer is None else (low, middle, closer)
-    return None if sizes is None else np.repeat(np.arange(len(sizes)), sizes)
+            closer = cut_at_cost(middle, lengths, sums, rooms, token, count)
+            if closer is None:
+                low = middle
+            else:
+                high = middle
+                sizes = closer
+    return np.repeat(np.arange(len(sizes)), sizes)
 
 
-def spread(lengths: list[int], max_tokens: int, token: int, count: int) -> np.ndarray | None:
-    """Bin of each sample, dealt longest first into the cheapest of `count` bins; None where that one has no room for
-    its tokens. `lengths` fall."""
-    bins, heap = [], [(0, 0, number) for number in range(count)]  # (cost, tokens, number)
+def cut_at_cost(
+    target: float, lengths: list[int], sums: list[int], rooms: list[int], token: int, count: int
+) -> list[int] | None:
+    """Sizes of bins of cost `target`, for `cut_sorted`; None where more than `count` are needed.
+
+    Each bin carries the difference from its target over to the next, at most the cost of half a sample.
+    """
+    sizes = []
+    start = 0
+    carry = 0.0
+    while start < len(lengths):
+        if len(sizes) == count:
+            return None
+        square = lengths[start] ** 2
+        goal = target + carry
+        room = min(rooms[start], len(lengths) - start)
+        sample_cost = token * lengths[start] + square
+        size = int(min(goal / sample_cost, room))  # an estimate, as if all were as long as the first
+        if size < room:  # corrected with the lengths that they have
+            missing = goal - token * (sums[start + size] - sums[start]) - size * square
+            size = int(min(max(size + missing / (token * lengths[start + size] + square) + 0.5, 1), room))
+        carry = goal - token * (sums[start + size] - sums[start]) - size * square
+        carry = min(max(carry, -sample_cost / 2), sample_cost / 2)
+        sizes.append(size)
+        start += size
+    return sizes
+
+
+def assign_to_cheapest(lengths: list[int], max_tokens: int, token: int, count: int) -> np.ndarray | None:
+    """Bin of each sample, for bins without padding: longest first, each into the cheapest of `count` bins (LPT).
+
+    `lengths` descend. Returns None where the cheapest bin has no room for a sample's tokens.
+    """
+    bins = []
+    heap = [(0, 0, number) for number in range(count)]  # (cost, tokens, number)
     for length in lengths:
         cost, tokens, number = heap[0]
         if tokens + length > max_tokens:
@@ -186,7 +214,7 @@ def spread(lengths: list[int], max_tokens: int, token: int, count: int) -> np.nd
 
 
 def bin_costs(lengths_N: np.ndarray, bin_N: np.ndarray, count: int, token: int, padded: bool) -> np.ndarray:
-    """What each of `count` bins costs, [B], given the bin of each sample."""
+    """The cost of each of `count` bins, [B], given the bin of each sample."""
     square_N = lengths_N.astype(np.float64) ** 2
     if padded:
         longest_B = np.zeros(count)
@@ -195,29 +223,38 @@ def bin_costs(lengths_N: np.ndarray, bin_N: np.ndarray, count: int, token: int, 
     return np.bincount(bin_N, weights=token * lengths_N + square_N, minlength=count)
 
 
-def deal(cost_B: np.ndarray, replicas: int) -> np.ndarray:
-    """Place of each bin, [B]. In rounds of bins that cost about the same, so that replicas that meet in a layer's
-    experts wait little: the costliest that are left go one to each, the first to the replica with least so far."""
-    place_B, load_R = np.zeros(len(cost_B), dtype=np.int64), np.zeros(replicas)
-    for number, bins in enumerate(np.argsort(-cost_B, kind="stable").reshape(-1, replicas)):
-        takers = np.argsort(load_R, kind="stable")
-        place_B[bins] = number * replicas + takers
-        load_R[takers] += cost_B[bins]
+def order_bins(cost_B: np.ndarray, replicas: int) -> np.ndarray:
+    """Place of each bin in the order of bins, [B]; place p is of replica p % replicas (LPT scheduling in rounds).
+
+    A round takes the costliest bins that are left, one for each replica, the costliest for the replica with the least
+    load. Bins of a round cost about the same, so replicas that share a layer's experts wait little for each other.
+    """
+    place_B = np.zeros(len(cost_B), dtype=np.int64)
+    loads = np.zeros(replicas)  # [replicas]
+    rounds = np.argsort(-cost_B, kind="stable").reshape(-1, replicas)
+    for number, bins in enumerate(rounds):
+        least_first = np.argsort(loads, kind="stable")
+        place_B[bins] = number * replicas + least_first
+        loads[least_first] += cost_B[bins]
     return place_B
+
+
+# ---------------------------------------------------------------- the packed row
 
 
 def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
     """The numbered samples in one row of `width` positions; without samples a row of padding only."""
-    starts_S, lengths_S = batch.starts_N[samples], batch.lengths_N[samples]
+    starts_S = batch.starts_N[samples]
+    lengths_S = batch.lengths_N[samples]
     padding = width - int(lengths_S.sum())
-    cu_seqlens = np.cumsum([0, *with_padding(lengths_S, padding)], dtype=np.int32)
+    cu_seqlens = np.cumsum([0, *add_padding(lengths_S, padding)], dtype=np.int32)
     pieces = [slice(start, start + length) for start, length in zip(starts_S, lengths_S, strict=True)]
 
     def row(values_F: torch.Tensor | None) -> torch.Tensor | None:
         if values_F is None:
             return None
-        filler = values_F.new_zeros(padding, *values_F.shape[1:])
-        values_T = torch.cat([*(values_F[piece] for piece in pieces), filler])
+        zeros = values_F.new_zeros(padding, *values_F.shape[1:])
+        values_T = torch.cat([*(values_F[piece] for piece in pieces), zeros])
         return values_T[None].to(device)  # [1, T]
 
     return MicroBatch(
@@ -230,15 +267,20 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
     )
 
 
-def with_padding(lengths_S: np.ndarray, padding: int) -> np.ndarray:
-    """The sequences' lengths in a row that `padding` positions fill up: the last sequence goes on over them, or they
-    are sequences of their own, none longer than the longest; whichever is less where all are padded to the longest."""
-    piece = int(lengths_S.max(initial=0)) or min(PIECE, padding)
-    pieces = np.diff([*range(0, padding, piece), padding]) if padding else []
+def add_padding(lengths_S: np.ndarray, padding: int) -> np.ndarray:
+    """Lengths of the sequences of a row, with its `padding` positions at the end.
+
+    The padding lengthens the last sequence, or makes sequences of its own, none longer than the longest sample:
+    whichever is less where attention pads all sequences to the longest.
+    """
+    piece = int(lengths_S.max(initial=0)) or min(PADDING_PIECE, padding)
+    pieces = []
+    if padding:
+        pieces = np.diff([*range(0, padding, piece), padding])
     if len(lengths_S):
-        longer = np.append(lengths_S[:-1], lengths_S[-1] + padding)
-        if len(longer) * longer.max() < (len(longer) + len(pieces)) * piece:
-            return longer
+        longer_S = np.append(lengths_S[:-1], lengths_S[-1] + padding)
+        if len(longer_S) * longer_S.max() < (len(longer_S) + len(pieces)) * piece:
+            return longer_S
     return np.append(lengths_S, pieces).astype(np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Who packs what: bins worked by hand, what every plan keeps to, and how little attention pads at real lengths."""
+"""Packing: bins worked by hand, invariants of every plan, and how little attention pads at real lengths."""
 
 import time
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 
 from config import Config, ParallelConfig
 from support import packing
-from support.packing import ROW, TOKEN, bubble, pack, plan_bins, use_of_rows, with_padding
+from support.packing import ROW_TOKENS, TOKEN, add_padding, bubble, measure_rows, pack, plan_bins
 from support.read_config import override
 from train_grpo import Sample, flatten
 
@@ -94,7 +94,7 @@ def test_more_bins_where_stages_would_idle_but_no_small_ones_for_it():
     plans = {pp: len(plan_bins(lengths_N, 64 * 512, 1, ParallelConfig(pp=pp))) for pp in (1, 2, 4, 8)}
     assert plans[1] == 1  # one row holds all
     for pp in (2, 4, 8):
-        assert plans[pp] >= 2 * pp - 2 and 64 * 512 / plans[pp] >= ROW
+        assert plans[pp] >= 2 * pp - 2 and 64 * 512 / plans[pp] >= ROW_TOKENS
     assert len(plan_bins(lengths_N[:8], 64 * 512, 1, ParallelConfig(pp=4))) == 4  # as many as stages in any case
     assert len(plan_bins(lengths_N[:3], 64 * 512, 1, ParallelConfig(pp=4))) == 3  # or samples
     # By hand, 4 stages: 3 of 3 + 1 slots idle with one row, 3 of 3 + 9 with nine; two chunks a stage halve it.
@@ -102,13 +102,13 @@ def test_more_bins_where_stages_would_idle_but_no_small_ones_for_it():
     assert bubble(3, ParallelConfig(pp=4, vpp=2)) == 3 / 9 and bubble(5, ParallelConfig()) == 0
 
 
-def test_what_fills_a_row_up_makes_no_longer_sequence():
+def test_padding_makes_no_longer_sequence():
     # Three of 100 and 2 positions more: the third goes on for two, 3 × 102 and not 4 × 100.
-    assert with_padding(np.array([100, 100, 100]), 2).tolist() == [100, 100, 102]
-    assert with_padding(np.array([100, 60]), 40).tolist() == [100, 100]  # there is room in the layout as it is
-    assert with_padding(np.array([4, 4]), 9).tolist() == [4, 4, 4, 4, 1]  # and not a sequence of 9
-    assert with_padding(np.array([4, 4]), 0).tolist() == [4, 4]
-    assert with_padding(np.array([], dtype=int), 300).tolist() == [128, 128, 44]
+    assert add_padding(np.array([100, 100, 100]), 2).tolist() == [100, 100, 102]
+    assert add_padding(np.array([100, 60]), 40).tolist() == [100, 100]  # there is room in the layout as it is
+    assert add_padding(np.array([4, 4]), 9).tolist() == [4, 4, 4, 4, 1]  # and not a sequence of 9
+    assert add_padding(np.array([4, 4]), 0).tolist() == [4, 4]
+    assert add_padding(np.array([], dtype=int), 300).tolist() == [128, 128, 44]
     samples = [Sample(0, [1], [2] * n, [-1.0] * n, True, "", "s") for n in (4, 4)]
     mb = pack(flatten(samples), [0, 1], 17, "cpu")
     assert mb.cu_seqlens.tolist() == [0, 4, 8, 12, 16, 17] and mb.max_seqlen == 4
@@ -116,14 +116,14 @@ def test_what_fills_a_row_up_makes_no_longer_sequence():
     assert mb.seq_id.tolist() == [[0] * 4 + [1] * 4 + [-1] * 9] and mb.mask[0, 8:].sum() == 0
 
 
-def test_use_of_rows_counts_what_attention_pads(monkeypatch):
+def test_measures_of_rows_count_what_attention_pads(monkeypatch):
     """Rows of 6 + 2 and 3 + 3 positions, 12 allowed: 2 × 6 and 2 × 3 padded ones, attention 72 + 18 for 40 + 18."""
     samples = [Sample(0, [1], [2] * n, [-1.0] * n, True, "", "s") for n in (6, 2, 3, 3)]
     rows = [pack(flatten(samples), members, width, "cpu") for members, width in (([0, 1], 8), ([2, 3], 6))]
     cfg = override(Config(model={"path": "m"}, data={"train": "d"}), {"train.max_tokens_per_micro_batch": 12})
-    assert use_of_rows(rows, cfg) == {"fill": 18 / 24, "attention_waste": 90 / 58, "bubble": 0}
+    assert measure_rows(rows, cfg) == {"fill": 18 / 24, "attention_waste": 90 / 58, "bubble": 0}
     monkeypatch.setattr(packing, "attention_pads", lambda dtype: False)
-    assert use_of_rows(rows, cfg) == {"fill": 14 / 24, "attention_waste": 1, "bubble": 0}
+    assert measure_rows(rows, cfg) == {"fill": 14 / 24, "attention_waste": 1, "bubble": 0}
 
 
 def test_planning_is_fast():
@@ -146,6 +146,6 @@ def test_packed_rows_of_any_plan_hold_the_same_tokens():
             mb = pack(replace(batch, weights=None), members, width, "cpu")
             seen_F[mb.index_T] += 1
             assert mb.tokens.shape[1] == width == mb.cu_seqlens[-1]
-            assert (len(mb.cu_seqlens) - 1) * mb.max_seqlen <= cap  # what fills the row up is within the cap as well
+            assert (len(mb.cu_seqlens) - 1) * mb.max_seqlen <= cap  # padding is within the cap as well
             assert torch.equal(mb.tokens[0, : len(mb.index_T)], batch.tokens[mb.index_T])
         assert (seen_F == 1).all()
