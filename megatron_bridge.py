@@ -393,7 +393,7 @@ def hidden_states(model, mb) -> torch.Tensor:
     positions = own_stripe(mb.position_ids)
     packing = Packing.of(mb, chunk.inv_freq, chunk.config)
     if mb.routes is not None:
-        routes.give(chunk, mb)
+        routes.set_routes(chunk, mb)
     options = {"padding_mask": untrained} if chunk.config.num_moe_experts else {}
     return model(tokens, positions, attention_mask=None, packed_seq_params=packing, **options)
 
@@ -533,7 +533,7 @@ def rule_of(name: str, hf) -> tuple[str, list[str]]:
     Raises KeyError for a name without a rule.
     """
     if name.endswith(lora.FACTORS):
-        return lora.rule(name, *rule_of(lora.weight_of(name), hf))
+        return lora.factor_rule(name, *rule_of(lora.weight_of(name), hf))
     if name == "output_layer.weight" and hf.tie_word_embeddings:  # the last stage's copy of the embedding
         return TOP_RULES["embedding.word_embeddings.weight"]
     if name in TOP_RULES:
@@ -616,7 +616,7 @@ def load_weights(model: list, path: str) -> None:
     for name, parameter in (named_weights(model) | named_weights(model, factors=True)).items():
         join, parts = rule_of(expert_of(name, hf, mpu.get_expert_model_parallel_rank()), hf)
         group, size = shard_group(name)
-        whole = merge_parts(join, [lora.part(part, handle_of, parameter.shape) for part in parts], hf)
+        whole = merge_parts(join, [lora.read_part(part, handle_of, parameter.shape) for part in parts], hf)
         shard = whole if SPLIT_DIM[join] is None else whole.chunk(size, SPLIT_DIM[join])[group.rank() % size]
         if shard.numel() != parameter.numel():
             raise ValueError(f"{parts[0]} of {path} gives {tuple(shard.shape)}, {name} has {tuple(parameter.shape)}")
@@ -648,7 +648,7 @@ def hf_weights(model: list, bucket_bytes=BUCKET_BYTES, factors=False) -> Iterato
 
 def current_value(weight: torch.nn.Parameter) -> torch.Tensor:
     """A rank's shard of a weight as the model computes with it: with its adapter, if it has one."""
-    return lora.effective(weight) if hasattr(weight, "adapter") else weight.detach()
+    return lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach()
 
 
 def gather_bucket(own: dict, shapes: dict[str, torch.Size], stage: int, dtype: torch.dtype) -> torch.Tensor:

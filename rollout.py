@@ -32,8 +32,8 @@ class Completion:
     finished: bool
     routes: ndarray | None = None  # [tokens, layers, k], experts of all tokens but the last; None without replay_routes
     turns: list[int] = dataclasses.field(default_factory=list)  # tokens of the model, the environment, the model, ...
-    told: dict = dataclasses.field(default_factory=dict)  # columns that are added to the row which the reward gets
-    lost: object | None = None  # the environment's failure, a grading.Outcome; such an answer is not graded
+    columns: dict = dataclasses.field(default_factory=dict)  # added to the row of the data that the reward gets
+    failure: object | None = None  # of the environment, a grading.Outcome; such an answer is not graded
 
 
 class Engine:

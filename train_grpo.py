@@ -19,8 +19,8 @@ logs; a reader of the algorithm can leave it out.
 
 To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
 
-Names: a suffix tells a tensor's shape. _N per sample, _G per answer of a group, _F per predicting position of a batch,
-_T per position of a packed row. In support/ and the bridge also _S per sequence of a row, _M per masked-in position,
+Names: a suffix tells a tensor's shape. _N per sample, _F per predicting position of a batch, _T per position
+of a packed row. In support/ and the bridge also _S per sequence of a row, _M per masked-in position,
 _K per step of an answer, _C per comparison of steps, _R per rank, _E per expert, _D per row dispatched to an expert,
 _B per bin.
 """
@@ -293,7 +293,7 @@ def answer(
             texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for c, text in zip(completions, texts, strict=True):
                 samples.append(Sample.of(group, prompt, c, text))
-                run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.told, c.ids, c.lost)
+                run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.columns, c.ids, c.failure)
     with clock("reward"):
         for sample, outcome in zip(samples, run.grading.collect(), strict=True):
             if any(isinstance(part, list) for part in outcome.parts.values()):  # a reward for each token, or for spans
@@ -392,7 +392,7 @@ def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
         for sample, advantage in zip(samples, advantages_N.tolist(), strict=True):
             sample.advantage = advantage
     else:
-        steps = credit.compared_steps(samples, batch, kl_F, algo.kl_coef)
+        steps = credit.compare_steps(samples, batch, kl_F, algo.kl_coef)
         advantages_C = group_advantages(steps.rewards_C, steps.groups_C, algo.advantage, steps.tokens_C)
         advantages_F = credit.spread_advantages(advantages_C, steps, samples, batch)
     if batch.teacher_logp is not None:  # on-policy distillation: arXiv 2306.13649, its reverse KL at the sampled token
@@ -498,7 +498,7 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
     reports = run_schedule(model, micro_batches, cfg.rollout.temperature, partial(grpo_loss, algo=cfg.algo))
     report = metrics.add_up(reports) | {"grad_norm": math.nan} | measure_rows(micro_batches, cfg)
     if cfg.algo.replay_routes:
-        report |= routes.replayed_routes(model)
+        report |= routes.reduce_counts(model)
     return report
 
 

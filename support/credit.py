@@ -1,10 +1,10 @@
-"""Credit assignment where single tokens have rewards: answers in steps, which are compared with those of their group.
+"""Credit assignment for rewards of single tokens: answers are divided into steps, compared with those of their group.
 
-A reward function may give a value to each token, or to spans of the text, beside or in place of one for the whole
-answer (docs/rewards.md). `locate_rewards` finds their tokens, `compared_steps` divides answers where such rewards stand
-and says what is compared with what, and `spread_advantages` gives a step's advantage to its tokens. _K: per step of
-all answers, in the order of the batch; _C: per comparison, in which an answer that has fewer steps than others of its
-group takes part once more with its last step.
+A reward function may return a value for each token, or for spans of the text, beside or instead of one for the whole
+answer (docs/rewards.md). `locate_rewards` finds their tokens, `compare_steps` divides answers at such rewards and
+chooses the steps to compare, and `spread_advantages` copies the advantage of a step to its tokens. _K: per step of all
+answers, in the order of the batch. _C: per comparison; an answer with fewer steps than others of its group repeats its
+last step in the comparisons that it lacks.
 """
 
 import math
@@ -32,7 +32,7 @@ class Steps:
     rewards_C: ndarray  # the sum of rewards from a step on (reward-to-go)
     groups_C: ndarray  # steps that are compared with each other have the same number
     tokens_C: ndarray  # trained tokens of the step, 0 in a repeated last step
-    own_C: ndarray  # bool, the comparisons that are the steps themselves, in the order of K
+    own_C: ndarray  # bool, False for a repeated last step; the others are the steps in the order of K
 
 
 def locate_rewards(outcome: Outcome, sample: Sample, tokenizer) -> tuple[Outcome, dict[str, ndarray] | None]:
@@ -43,17 +43,17 @@ def locate_rewards(outcome: Outcome, sample: Sample, tokenizer) -> tuple[Outcome
     decode = partial(tokenizer.decode, skip_special_tokens=True)  # as the sample's text was decoded
     lists = {name: part for name, part in outcome.parts.items() if isinstance(part, list)}
     try:
-        rows = {name: rows_of(name, part, sample, decode) for name, part in lists.items()}
+        rows = {name: reward_rows(name, part, sample, decode) for name, part in lists.items()}
     except ValueError as error:
         return Outcome(status="error", error=f"ValueError: {error}"), None
     sums = {name: math.fsum(rows[name]["reward"]) for name in rows}
     return replace(outcome, parts=outcome.parts | sums), rows
 
 
-def rows_of(name: str, part: list, sample: Sample, decode: Callable[[list[int]], str]) -> ndarray:
+def reward_rows(name: str, part: list, sample: Sample, decode: Callable[[list[int]], str]) -> ndarray:
     """The ROWs of a part, which is a number for each token or a list of spans [start, end, number] of the text, in
-    characters. A span's number stands at the token with which the span is complete; where it ends with the text, at the
-    answer's last. Raises ValueError.
+    characters. The reward of a span is at the token that completes the span; where it ends with the text, at the
+    answer's last token. Raises ValueError.
     """
     ids = sample.response_ids.tolist()
     spans = [value for value in part if isinstance(value, list)]
@@ -68,14 +68,14 @@ def rows_of(name: str, part: list, sample: Sample, decode: Callable[[list[int]],
     for start, end, _ in spans:
         if not 0 <= start <= end <= len(sample.text):
             raise ValueError(f"{name}: the span {start}, {end} is not within the text's {len(sample.text)} characters")
-    return np.array([(place_of(end, sample.text, ids, decode), value) for _, end, value in spans], ROW)
+    return np.array([(token_at(end, sample.text, ids, decode), value) for _, end, value in spans], ROW)
 
 
-def place_of(end: int, text: str, ids: list[int], decode: Callable[[list[int]], str]) -> int:
-    """Place of the token with which the first `end` characters of the text are complete; the last where these are all.
+def token_at(end: int, text: str, ids: list[int], decode: Callable[[list[int]], str]) -> int:
+    """Place of the token that completes the first `end` characters of the text; the last token for the whole text.
 
-    A token may hold part of a character, so tokens have no texts of their own: this decodes the answer's beginnings,
-    about log2(tokens) of them.
+    A token may hold a part of a character, so tokens have no texts of their own. This is a binary search that decodes
+    about log2(tokens) prefixes of the answer.
     """
     if end == len(text):
         return len(ids) - 1
@@ -109,8 +109,8 @@ def divide_answers(samples: list[Sample], batch: Batch) -> tuple[ndarray, ndarra
     return np.concatenate(starts), sample_K, np.concatenate(rewards)
 
 
-def compared_steps(samples: list[Sample], batch: Batch, kl_F: torch.Tensor, kl_coef: float) -> Steps:
-    """The steps of the answers, and what is compared with what to get their advantages.
+def compare_steps(samples: list[Sample], batch: Batch, kl_F: torch.Tensor, kl_coef: float) -> Steps:
+    """The steps of the answers, and which of them are compared to compute their advantages.
 
     With r_ij the reward of step j of answer i, of K_i steps, minus kl_coef times the sum of its tokens' `kl_F`: step j
     of answer i has the advantage of R_ij among the R_ij of all answers i of the group, where R_ij = sum_k>=j r_ik, and
@@ -122,9 +122,9 @@ def compared_steps(samples: list[Sample], batch: Batch, kl_F: torch.Tensor, kl_c
     group_N = np.unique([s.group for s in samples], return_inverse=True)[1]
     count_N = np.bincount(sample_K)
     first_N = np.cumsum(count_N) - count_N
-    most_G = np.zeros(group_N.max() + 1, np.int64)  # steps of the group's longest answer
-    np.maximum.at(most_G, group_N, count_N)
-    size_N = most_G[group_N]  # comparisons that an answer is part of
+    most = np.zeros(group_N.max() + 1, np.int64)  # [groups], steps of the group's longest answer
+    np.maximum.at(most, group_N, count_N)
+    size_N = most[group_N]  # comparisons that an answer is part of
     sample_C = np.repeat(np.arange(len(samples)), size_N)
     step_C = np.arange(len(sample_C)) - np.repeat(np.cumsum(size_N) - size_N, size_N)
     last_C = count_N[sample_C] - 1
@@ -132,14 +132,14 @@ def compared_steps(samples: list[Sample], batch: Batch, kl_F: torch.Tensor, kl_c
     return Steps(
         starts_K=starts_K,
         sample_K=sample_K,
-        rewards_C=to_go(rewards_K, sample_K)[of_C],
-        groups_C=group_N[sample_C] * most_G.max() + step_C,
+        rewards_C=reward_to_go(rewards_K, sample_K)[of_C],
+        groups_C=group_N[sample_C] * most.max() + step_C,
         tokens_C=np.where(step_C <= last_C, tokens_K[of_C], 0),
         own_C=step_C <= last_C,
     )
 
 
-def to_go(values_K: ndarray, sample_K: ndarray) -> ndarray:
+def reward_to_go(values_K: ndarray, sample_K: ndarray) -> ndarray:
     """The sum over the steps of an answer from each one on, [K] → [K]; the value itself where there is one step."""
     sums_K = values_K.copy()
     count_N = np.bincount(sample_K)
@@ -153,7 +153,8 @@ def to_go(values_K: ndarray, sample_K: ndarray) -> ndarray:
 def spread_advantages(advantages_C: ndarray, steps: Steps, samples: list[Sample], batch: Batch) -> torch.Tensor:
     """The advantage of each position, its step's, [F] float32, given those of the comparisons.
 
-    Each sample notes that of its first step; where it has several also tokens["advantages"], of each response token.
+    Also sets each sample's `advantage` to that of its first step, and, where it has several steps, its
+    tokens["advantages"] to that of each response token.
     """
     advantages_K = advantages_C[steps.own_C]
     advantages_F = np.repeat(advantages_K.astype("f4"), np.diff(steps.starts_K, append=batch.lengths_N.sum()))

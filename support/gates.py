@@ -1,4 +1,4 @@
-"""What has to hold before a step goes on: trainer and vLLM agree, losses and gradients are finite, rewards work."""
+"""Checks within a step: trainer and vLLM agree, losses and gradients are finite, rewards can be computed."""
 
 import json
 import math
@@ -17,9 +17,10 @@ from support.records import Batch, MicroBatch, Sample
 
 
 def compared_updates(cfg: Config) -> int:
-    """How many updates, from the first, compare vLLM with the trainer as it was when vLLM sampled.
+    """The number of updates, from the first, whose report compares vLLM with the weights that vLLM sampled with.
 
-    Those of one epoch see each token once; without a pass for the trainer's old log-probs only the first is in time.
+    They are the updates of one epoch, which see each token once. Without a pass for the trainer's old log-probs it is
+    the first update alone, as its log-probs are from before the weights change.
     """
     return cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
 
@@ -33,17 +34,21 @@ def check_gap(
     gaps: list[float],
     rescore: Callable[[], torch.Tensor],
 ) -> None:
-    """Raises TrainingError if trainer and engine disagree: at step 1 about the model, later about what has changed.
+    """Compare the log-probs of trainer and engine on the sampled tokens; called before the weights change.
 
-    Sees what push_check cannot: kernels, temperature, positions. Called before the weights change. `gaps`: the means of
-    the updates so far, to which this one is added. `rescore` gives the trainer's log-probs [F], for the table.
+    It finds what push_check cannot: differences of kernels, temperature, positions. Appends the mean gap of this update
+    to `gaps`, those of the updates so far. `rescore` computes the trainer's log-probs [F] for the table of the error.
+    Raises TrainingError where the gap is beyond its bound.
     """
     gaps.append(report["gap"] / max(report["tokens"], 1))
     if cfg.model.dtype == "bf16":
-        kind, gap = "mean", gaps[-1]
+        kind = "mean"
+        gap = gaps[-1]
         bound = 0.05 if len(gaps) == 1 else min(0.05, max(0.01, 4 * gaps[0]))
     else:
-        kind, bound, gap = "largest", 1e-3, report["gap_max"]
+        kind = "largest"
+        gap = report["gap_max"]
+        bound = 1e-3
     bound = cfg.rollout.max_logp_gap or bound
     if not gap <= bound:
         raise TrainingError(
@@ -53,19 +58,19 @@ def check_gap(
 
 
 def explain_gap(logp_F: torch.Tensor, batch: Batch, samples: list[Sample], step: int, bound: float) -> str:
-    """A table of the largest differences, how they spread, and the likely cause."""
+    """A table of the largest differences, their distribution, and the likely cause."""
     response_F = batch.mask
     gap_F = (logp_F - batch.rollout_logp).abs() * response_F
     prompt_F = torch.tensor([len(s.prompt_ids) for s in samples])[batch.seq_id]
-    place_F = batch.position_ids + 1 - prompt_F  # of the target within its response
+    position_F = batch.position_ids + 1 - prompt_F  # of the target within its response
     beyond_F = gap_F > bound
     share = (beyond_F.sum() / response_F.sum()).item()
-    first3 = gap_F[response_F & (place_F < 3)].nanmean().item()
-    later = gap_F[response_F & (place_F >= 3)].nanmean().item()
+    first3 = gap_F[response_F & (position_F < 3)].nanmean().item()
+    later = gap_F[response_F & (position_F >= 3)].nanmean().item()
     if step > 1:
         cause = (
-            "the engine did not take up the last weight push (stale or partly loaded weights): it agreed at first; "
-            "with sync/checked = 1 it did, and the two compute apart (kernels, precision)"
+            "they agreed at step 1: with sync/checked = 0 the engine may have stale or partly loaded weights (the last "
+            "weight push); with sync/checked = 1 it has the weights, and the two compute differently (kernels, precision)"
         )
     elif later > 10 * first3:
         cause = "the gap grows along the response: rotary embedding or context length differ"
@@ -77,7 +82,7 @@ def explain_gap(logp_F: torch.Tensor, batch: Batch, samples: list[Sample], step:
     for i in gap_F.topk(min(10, len(gap_F))).indices.tolist():
         n = int(batch.seq_id[i])
         table.append(
-            f"  {n:6d} {samples[n].group:6d} {place_F[i]:9d} {batch.targets[i]:7d} {logp_F[i]:9.4f} "
+            f"  {n:6d} {samples[n].group:6d} {position_F[i]:9d} {batch.targets[i]:7d} {logp_F[i]:9.4f} "
             f"{batch.rollout_logp[i]:9.4f} {gap_F[i]:9.2e}"
         )
     return "\n".join(
@@ -94,22 +99,23 @@ def explain_gap(logp_F: torch.Tensor, batch: Batch, samples: list[Sample], step:
 def check_finite(
     report: dict[str, float], in_a_row: int, step: int, number: int, micro_batches: list[MicroBatch], cfg: Config
 ) -> int:
-    """How many updates in a row had a loss or gradient that is NaN or infinite, this one included; 0 if it has not.
+    """The number of updates in a row, with this one, that were skipped as their loss or gradient is NaN or infinite.
 
-    The micro-batches of such an update, which changed nothing, go to files in output_dir/skipped. Raises TrainingError
-    where there are train.max_skipped in a row.
+    It is 0 after an update that was applied. The micro-batches of a skipped update are written to output_dir/skipped.
+    Raises TrainingError at train.max_skipped updates in a row.
     """
-    bad, limit = Path(cfg.output_dir, "skipped", f"step_{step:06d}_update_{number}"), cfg.train.max_skipped
+    path = Path(cfg.output_dir, "skipped", f"step_{step:06d}_update_{number}")
+    limit = cfg.train.max_skipped
     if report["grad_norm"] == 0 and dist.get_rank() == 0:
         print("warning: no gradient (equal rewards in every group, no KL or entropy): update skipped", flush=True)
     if math.isfinite(report["grad_norm"]):
         return 0
     if bridge.reports_loss():
-        dump_micro_batches(bad, micro_batches)
+        write_micro_batches(path, micro_batches)
     what = f"the loss of an update is {report['loss']}"
     if math.isfinite(report["loss"]):
         what = "a gradient is NaN or infinite"
-    message = f"{what}; it was skipped, its micro-batches are in {bad}_rank_*.safetensors"
+    message = f"{what}; it was skipped, its micro-batches are in {path}_rank_*.safetensors"
     if in_a_row + 1 >= limit:
         raise TrainingError(f"{message}; {in_a_row + 1} in a row, train.max_skipped={limit}")
     if dist.get_rank() == 0:
@@ -117,32 +123,30 @@ def check_finite(
     return in_a_row + 1
 
 
-def dump_micro_batches(bad: Path, micro_batches: list[MicroBatch]) -> None:
-    """Write this rank's micro-batches of an update, every tensor of one as "number.name"."""
-    fields = {
-        f"{i}.{name}": value
-        for i, mb in enumerate(micro_batches)
-        for name, value in (vars(mb) | {"seq_id": mb.seq_id}).items()
-        if torch.is_tensor(value)
-    }
-    bad.parent.mkdir(parents=True, exist_ok=True)
-    save_file(fields, f"{bad}_rank_{dist.get_rank():05d}.safetensors")
+def write_micro_batches(path: Path, micro_batches: list[MicroBatch]) -> None:
+    """Write this rank's micro-batches to `path`_rank_R.safetensors, each tensor as "number of the micro-batch.name"."""
+    tensors = {}
+    for i, mb in enumerate(micro_batches):
+        for name, value in vars(mb).items():
+            if torch.is_tensor(value):
+                tensors[f"{i}.{name}"] = value
+        tensors[f"{i}.seq_id"] = mb.seq_id
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, f"{path}_rank_{dist.get_rank():05d}.safetensors")
 
 
 def check_graded(samples: list[Sample], prompts: dict[int, Prompt], bound: float, shown: set[str]) -> None:
-    """Show the first error of each kind of the reward functions, once a run; `shown` holds the kinds seen so far.
+    """Warn of errors of the reward functions, once a run for each kind; `shown` holds the kinds shown so far.
 
-    `prompts`: that of each group. Raises UserError, on every rank, where more than the share `bound` failed.
+    `prompts` maps groups to their prompts. Raises UserError, on every rank, where more than the share `bound` failed.
     """
     messages = {}
     failed = [s for s in samples if s.graded == "error"]
     for s in failed:
         what = "" if s.error.startswith(turns.FAILED) else f"the reward of source {s.source!r} failed: "
         row = json.dumps(prompts[s.group].row, default=str)
-        messages.setdefault(
-            s.error.partition(":")[0],
-            f"{what}{s.error}\n  row: {row}\n  response: {s.text!r}",
-        )
+        kind = s.error.partition(":")[0]
+        messages.setdefault(kind, f"{what}{s.error}\n  row: {row}\n  response: {s.text!r}")
     if len(failed) > bound * len(samples):
         raise UserError(
             f"{next(iter(messages.values()))}\n  {len(failed)} of {len(samples)} samples failed, more than "

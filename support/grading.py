@@ -99,14 +99,20 @@ class GradingPool:
         atexit.register(self.close)  # a run that ends with an error removes its temporary files too
 
     def submit(
-        self, source: str, text: str, answer: str, row: dict, ids: list[int] | None = None, lost: Outcome | None = None
+        self,
+        source: str,
+        text: str,
+        answer: str,
+        row: dict,
+        ids: list[int] | None = None,
+        failure: Outcome | None = None,
     ) -> None:
         """Queue an answer for grading; returns at once. Rewards of the user's own may ask for its token `ids`.
 
-        `lost`: the outcome of an answer whose environment failed, which is not graded.
+        `failure`: the outcome of an answer whose environment failed, which is not graded.
         """
-        if lost:
-            self.submitted.outcomes.append(lost)
+        if failure:
+            self.submitted.outcomes.append(failure)
             return
         spec = self.by_source.get(source, self.default)
         ids = ids if reward.has_own(spec, self.functions) else None

@@ -94,7 +94,7 @@ def summarize(record: StepRecord, batch: Batch, cfg: Config) -> dict[str, float 
         numbers[f"moe/load/layer_{layer:02d}"] = load
     numbers["lr"] = cfg.train.lr
     if any(course for _, course in cfg.schedule):
-        numbers |= schedule.metrics(cfg)
+        numbers |= schedule.schedule_metrics(cfg)
     numbers |= token_metrics(record.samples, has_turns=cfg.rollout.turns is not None)
     numbers |= time_metrics(record)
     applied = [math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in record.reports]

@@ -1,4 +1,4 @@
-"""What flows through a step: samples, all of them end to end as a batch, and rows of a batch as micro-batches."""
+"""The data of a step: samples, a batch (all samples end to end), and micro-batches (packed rows of the batch)."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from support import ranks
 
 @dataclass
 class Sample:
-    """One answer to a prompt, filled as the step goes on. `group` is the number of the prompt within the step."""
+    """One answer to a prompt, filled in phase by phase. `group` is the number of its prompt in the step."""
 
     group: int
     prompt_ids: np.ndarray  # int32; a list becomes an array, here and below
@@ -101,7 +101,7 @@ class Batch(Rows):
 
     @property
     def seq_id(self) -> torch.Tensor:
-        """Number of each position's sample, [F]; made anew at each use, as `position_ids` is."""
+        """Number of each position's sample, [F]; computed at each use, as `position_ids` is."""
         return torch.from_numpy(np.repeat(np.arange(len(self.lengths_N), dtype=np.int32), self.lengths_N))
 
     @property
@@ -118,18 +118,20 @@ class Batch(Rows):
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch(Rows):
-    """S sequences in one row of T positions, one after another. What fills the row up stands at its end and is masked:
-    it lengthens the last sequence, or makes sequences of its own."""
+    """S sequences in one row of T positions, one after another.
+
+    Padding is at the end of the row and masked. It lengthens the last sequence, or makes sequences of its own.
+    """
 
     samples: np.ndarray  # numbers of the row's samples in the Batch, [at most S]
     starts: np.ndarray  # place of each one's first position in the Batch
-    lengths: np.ndarray  # positions of each, without what fills the row up
+    lengths: np.ndarray  # positions of each, without padding
     cu_seqlens: torch.Tensor  # [S + 1] int32, where sequences begin and end
     max_seqlen: int
 
     @property
     def index_T(self) -> torch.Tensor:
-        """Place in the Batch of each position that is not padding; made anew at each use, as all that follows."""
+        """Place in the Batch of each position that is not padding; computed at each use, like all properties below."""
         shift = np.repeat(self.starts - np.cumsum(self.lengths) + self.lengths, self.lengths)
         return torch.from_numpy(np.arange(len(shift)) + shift)
 
@@ -156,7 +158,7 @@ class MicroBatch(Rows):
 def gather_samples(samples: list[Sample], notes: Any) -> tuple[list[Sample], list]:
     """The samples of all ranks, sorted by group, and each rank's notes; on every rank.
 
-    Texts go to rank 0 only, which writes them; elsewhere `text` is None, so that code which needs it fails at once.
+    Only rank 0, which writes them, gets the texts. Elsewhere `text` is None, so that code which needs it fails at once.
     """
     texts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object([sample.text for sample in samples], texts)

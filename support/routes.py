@@ -1,9 +1,9 @@
-"""Routes through a mixture of experts, from vLLM to the trainer: the experts that each token went to as it was sampled
-are replayed wherever the trainer computes the policy's log-probs, so both sides run through the same weights.
+"""Rollout routing replay (R3): the trainer's routers choose the experts that vLLM chose when it sampled.
 
-Rollout routing replay (R3): Ma et al. (2025), arXiv 2510.11370. Only the choice is replayed: what each expert counts
-comes from the trainer's own logits of all experts, so the router's gradient lives. A row of tokens holds each route as
-k numbers, one above the expert's; 0 says that there is none, and the router chooses by itself, as in padding.
+Wherever the trainer computes the policy's log-probs, each token goes to the experts that it went to in vLLM, so both
+sides run the same weights. Source: Ma et al. (2025), arXiv 2510.11370. Only the choice is replayed: the weight of each
+expert comes from the trainer's own logits of all experts, so the router has a gradient. A row of tokens holds a route
+as k numbers, each an expert's number plus 1; 0 means no route, and the router chooses by itself, as in padding.
 """
 
 from collections import deque
@@ -25,11 +25,11 @@ from megatron.core.utils import unwrap_model
 
 
 def route_rows(samples: list[Sample], lengths_N: np.ndarray) -> torch.Tensor:
-    """The samples' routes end to end, [F, layers, k] uint8 or int16.
+    """The routes of the samples end to end, [F, layers, k] uint8 or int16, given each sample's number of positions.
 
-    `samples`: with `routes` [tokens, layers, k], the experts as vLLM numbers them; `lengths_N`: their positions. vLLM
-    routes every token but the last, which is what predicts. Where it returns fewer (an engine may forget those of a
-    cached prompt), they are the last ones, and the others have none. Raises TrainingError for what no router can do.
+    `routes` of a sample is [tokens, layers, k], the experts as vLLM numbers them. vLLM routes every token but the last;
+    these are the positions that predict. Where it returns fewer (an engine may not keep those of a cached prompt), they
+    are the routes of the last positions, and the first have none. Raises TrainingError for routes that cannot be.
     """
     routes_N = [np.asarray(s.routes) for s in samples]
     largest = max(int(routes.max(initial=0)) for routes in routes_N)
@@ -47,38 +47,38 @@ def route_rows(samples: list[Sample], lengths_N: np.ndarray) -> torch.Tensor:
 
 
 class Replay:
-    """The routes that one router is given. Megatron's top-k asks `get_replay_topk` of a router's `router_replay`.
+    """The routes that one router replays. Megatron's top-k calls `get_replay_topk` of a router's `router_replay`.
 
-    Not Megatron's own RouterReplay, which has to be told before each backward pass that it comes; a pipeline's schedule
-    mixes them with forward passes. Here a forward pass without gradients in training is one that recompute will do
-    again, and its routes wait for that. The backward passes of every schedule come in the order of the forward passes.
+    Megatron's own RouterReplay needs a call before each backward pass, but a pipeline schedule interleaves backward and
+    forward passes. Here a forward pass in training that has no gradients is one that activation recompute will repeat,
+    so its routes are queued for the repetition. All schedules run backward passes in the order of the forward passes.
     """
 
     def __init__(self):
-        self.given: torch.Tensor | None = None  # [tokens, k], of the micro-batch on its way; None: the router chooses
+        self.routes: torch.Tensor | None = None  # [tokens, k], of the present micro-batch; None: the router chooses
         self.training = False
-        self.waiting: deque[torch.Tensor] = deque()  # of the micro-batches that recompute will do again
-        self.counts: torch.Tensor | int = 0  # [2], routes replayed in training; those the router would not have taken
+        self.to_recompute: deque[torch.Tensor] = deque()  # routes of micro-batches that recompute will repeat
+        self.counts: torch.Tensor | int = 0  # [2], routes replayed in training; those that the router did not choose
 
     def get_replay_topk(
         self, scores: torch.Tensor, k: int, num_groups: int | None, group_topk: int | None, choose: Callable
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """scores of all experts [tokens, E] → those of the k experts that each token goes to, and their numbers.
+        """scores of all experts [tokens, E] → the scores and numbers of the k experts of each token, [tokens, k] each.
 
-        `choose` is Megatron's own top-k. Where it takes the same experts, its order stays: nothing changes by a bit.
+        `choose` is Megatron's own top-k. Where it chooses the same experts its order is kept, so results are bit-equal.
         """
         values, own = choose(scores, k, num_groups, group_topk)
-        if self.given is None:
+        if self.routes is None:
             return values, own
-        routes = self.given
+        routes = self.routes
         if torch.is_grad_enabled():
-            routes = self.waiting.popleft() if self.waiting else routes
+            routes = self.to_recompute.popleft() if self.to_recompute else routes
         elif self.training:
-            self.waiting.append(routes)
+            self.to_recompute.append(routes)
         replayed = routes[:, :1] > 0  # [tokens, 1]
         theirs = routes.long() - 1
         differs = replayed & (own.sort(-1).values != theirs.sort(-1).values).any(-1, keepdim=True)
-        if torch.is_grad_enabled():  # once a token, recomputed or not
+        if torch.is_grad_enabled():  # counts each token once, with recompute or without
             self.counts = self.counts + torch.stack([replayed.sum(), differs.sum()])
         experts = torch.where(differs, theirs, own)
         return scores.gather(-1, experts), experts
@@ -89,8 +89,8 @@ def routers(chunk) -> list[torch.nn.Module]:
     return [layer.mlp.router for layer in unwrap_model(chunk).decoder.layers if hasattr(layer.mlp, "router")]
 
 
-def give(chunk, mb) -> None:
-    """Hand this rank's part of `mb.routes`, [1, T, layers, k] or None, to the routers of the chunk that `mb` enters."""
+def set_routes(chunk, mb) -> None:
+    """Give the chunk's routers this rank's part of `mb.routes`, [1, T, layers, k] or None, before `mb` enters it."""
     routes = None
     if mb.routes is not None:
         routes = own_stripe(mb.routes[0].movedim(0, -1))  # [layers, k, T / cp]
@@ -100,23 +100,25 @@ def give(chunk, mb) -> None:
         routes = routes.movedim(-1, 1)  # [layers, tokens, k]
     for router in routers(chunk):
         replay = router.router_replay = router.router_replay or Replay()
-        replay.given = None if routes is None else routes[router.layer_number - 1]
+        replay.routes = None if routes is None else routes[router.layer_number - 1]
         replay.training = chunk.training
 
 
-# ---------------------------------------------------------------- what it changed
+# ---------------------------------------------------------------- metrics
 
 
-def replayed_routes(model: list) -> dict[str, int]:
-    """Of the update just computed, over all ranks and layers: "routes" that were replayed, and "routes_differ", those
-    that the trainer's router would not have taken. {} where nothing was."""
+def reduce_counts(model: list) -> dict[str, int]:
+    """The counts of the update just computed, over all ranks and layers, which then start at 0; {} without replay.
+
+    "routes" were replayed; of these, "routes_differ" are not what the trainer's router chose.
+    """
     replays = [router.router_replay for chunk in model for router in routers(chunk)]
     if not replays or replays[0].given is None:
         return {}
-    if any(replay.waiting for replay in replays):
-        raise RuntimeError("routes were kept for a recomputation that did not come")
+    if any(replay.to_recompute for replay in replays):
+        raise RuntimeError("routes were queued for activation recompute, which did not run")
     counts = sum(replay.counts for replay in replays)
-    dist.all_reduce(counts)  # each rank routes tokens of its own, in layers of its own
+    dist.all_reduce(counts)  # each rank counts its own tokens and layers
     for replay in replays:
         replay.counts = 0
     return dict(zip(("routes", "routes_differ"), counts.tolist(), strict=True))

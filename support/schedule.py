@@ -30,15 +30,15 @@ def scheduled_values(cfg: Config, step: int) -> dict[str, float]:
     for key, course in courses(cfg).items():
         x = min((step - 1) / max((course.steps or cfg.train.steps) - 1, 1), 1.0)
         share = {"constant": float(x == 1), "linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2}
-        values[key] = value(cfg, key) + (course.to - value(cfg, key)) * share[course.shape]
+        values[key] = value_of(cfg, key) + (course.to - value_of(cfg, key)) * share[course.shape]
     return values
 
 
-def metrics(cfg: Config) -> dict[str, float]:
+def schedule_metrics(cfg: Config) -> dict[str, float]:
     """{"schedule/name": value} of the keys that have a schedule, in a step that uses `cfg`."""
-    return {f"schedule/{key.split('.')[1]}": value(cfg, key) for key in courses(cfg)}
+    return {f"schedule/{key.split('.')[1]}": value_of(cfg, key) for key in courses(cfg)}
 
 
-def value(cfg: Config, key: str) -> float:
-    """The value of a dotted key."""
+def value_of(cfg: Config, key: str) -> float:
+    """The value of a dotted key, such as algo.kl_coef."""
     return functools.reduce(getattr, key.split("."), cfg)

@@ -1,7 +1,7 @@
 """The teacher of on-policy distillation (algo.teacher): another model, or the model itself with a hint in its prompt.
 
-It scores the answers that the policy gave, each after the teacher's own prompt, by the same pass as the reference. A
-teacher of another size is a second model of Megatron on the same layout, without gradients or optimizer.
+It scores the policy's answers, each after the teacher's own prompt, in the same kind of pass as the reference model. A
+teacher of another size is a second Megatron model on the same layout, without gradients or optimizer.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ SELF = "self"  # algo.teacher: the model's own present weights
 
 @dataclass
 class Teacher:
-    """What `score` needs: the chunks of a model, and its weights where they wait on the host (None: in the model)."""
+    """The chunks of a model, and its weights where they are offloaded to the host (None: they are in the model)."""
 
     model: list
     weights: list[torch.Tensor] | None = None
@@ -28,24 +28,27 @@ class Teacher:
 
 def build_teacher(model: list, cfg: Config) -> Teacher | None:
     """The teacher of a run that trains `model`; None without one."""
-    a, m = cfg.algo, cfg.model
-    if a.teacher is None:
+    algo = cfg.algo
+    if algo.teacher is None:
         return None
-    if a.teacher == SELF:
+    if algo.teacher == SELF:
         return Teacher(model)
-    path, dtype = hf_folder.local_folder(a.teacher), bridge.DTYPES[m.dtype]
-    teacher = Teacher(bridge.build_model(path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, trained=None))
-    if a.reference_on == "host":
-        teacher.weights = bridge.copy_weights(teacher.model, "host")
-        for parameter in (parameter for chunk in teacher.model for parameter in chunk.parameters()):
+    path = hf_folder.local_folder(algo.teacher)
+    dtype = bridge.DTYPES[cfg.model.dtype]
+    chunks = bridge.build_model(path, cfg.parallel, dtype, cfg.megatron, cfg.model.fp32_head, trained=None)
+    if algo.reference_on != "host":
+        return Teacher(chunks)
+    weights = bridge.copy_weights(chunks, "host")
+    for chunk in chunks:
+        for parameter in chunk.parameters():
             parameter.data = parameter.data.new_empty(0)
-    return teacher
+    return Teacher(chunks, weights)
 
 
 def with_teacher_prompts(samples: list[Sample]) -> list[Sample]:
-    """The samples as the teacher sees them: the same answers after the prompts with hints, if there are hints.
+    """The samples with the teacher's prompts: those with hints, where there are hints, before the same answers.
 
-    Their routes are empty: the routers of the teacher's pass choose for themselves.
+    They have no routes, so the routers of the teacher's pass choose for themselves.
     """
     seen = []
     for sample in samples:
@@ -56,8 +59,9 @@ def with_teacher_prompts(samples: list[Sample]) -> list[Sample]:
 
 
 def align_logp(batch: Batch, seen: Batch, logp_F: torch.Tensor) -> torch.Tensor:
-    """The teacher's log-probs at the positions of `batch`, [F], given those of `seen`: the same answers, but perhaps
-    after other prompts.
+    """The teacher's log-probs at the positions of `batch`, [F], given those at the positions of `seen`.
+
+    Both have the same answers, perhaps after different prompts.
     """
     return torch.zeros(len(batch.mask)).masked_scatter(batch.mask, logp_F[seen.mask])
 

@@ -1,7 +1,8 @@
-"""Conversations: answers that an environment replies to, a tool or a game, until it or the token budget ends them.
+"""Multi-turn rollouts: an environment, such as a tool or a game, replies to the model's answers.
 
-A turn is sampled as any answer is, from the ids of prompt and response so far: what vLLM sampled is never decoded and
-tokenised again. All living conversations of an engine take their turns together. docs/turns.md is for users.
+A conversation ends when the environment ends it, or the token budget. Each turn is sampled from the ids of prompt and
+response so far, so what vLLM sampled is never decoded and tokenised again. All active conversations of an engine take
+their turns in one batch. docs/turns.md is for users.
 """
 
 import inspect
@@ -18,8 +19,8 @@ from rollout import Completion, Engine
 from support import user_code
 from support.grading import TURNS, GradingPool, Ledger, Outcome
 
-FAILED = f"{TURNS} failed: "  # what the error of a lost sample begins with
-MARK = "⟦answer⟧"  # in the place of the model's answer, to find what the chat template writes after it
+FAILED = f"{TURNS} failed: "  # how the error of a sample begins whose environment failed
+MARK = "⟦answer⟧"  # stands for the model's answer, to find what the chat template writes after it
 
 
 def converse(
@@ -34,84 +35,90 @@ def converse(
     sampling: RolloutConfig | EvalConfig,
     max_tokens: int,
 ) -> Iterator[tuple[int, list[Completion]]]:
-    """Like Engine.generate, but whole conversations: yield (prompt's number, its `n`) as the last of them ends.
+    """Engine.generate for whole conversations: yields (number of the prompt, its `n`) once all `n` have ended.
 
-    `pool` calls the function of rollout.turns; `rows`: of the data, one a prompt. `max_tokens` is for all tokens of a
-    response, the environment's too. A conversation depends on prompt, seed, its number of the `n`, and what the
-    environment says. Its `told` has the texts by model, environment, model, ... as "turns", and the "state" that the
-    function left.
+    `pool` calls the function of rollout.turns; `rows` has the data row of each prompt. `max_tokens` bounds a response
+    with the environment's tokens. A conversation is a function of prompt, seed, its number among the `n`, and the
+    environment's replies. Its `columns` are "turns", the texts of model, environment, model, ..., and "state", as the
+    function left it.
     """
     rollout = cfg.rollout
     is_first = dist.get_rank() % rollout.tp == 0
-    talks = [[Completion([], [], False, told={"turns": [], "state": {}}) for _ in range(n)] for _ in prompts]
-    asked = [[(p, i) for i in range(n)] for p in range(len(prompts))]  # the conversations that a request samples for
+    conversations = [[Completion([], [], False, columns={"turns": [], "state": {}}) for _ in range(n)] for _ in prompts]
+    requests = [[(p, i) for i in range(n)] for p in range(len(prompts))]  # (prompt, number) that each one samples for
     answers = engine.generate(prompts, seeds, n, sampling, max_tokens)
-    waiting = set(range(len(prompts)))  # prompts with living conversations
+    unfinished = set(range(len(prompts)))  # prompts with active conversations
     for turn in range(1, rollout.max_turns + 1):
-        spoken, calls = [], Ledger()
+        answered = []  # conversations whose last answer the environment gets
+        calls = Ledger()
         for number, completions in answers:
             texts = tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
-            for (p, i), answer, text in zip(asked[number], completions, texts, strict=True):
-                talk = talks[p][i]
-                append(talk, answer.ids, answer.logps, text)
-                talk.routes = answer.routes  # of all tokens up to here
-                talk.finished = answer.finished
+            for (p, i), answer, text in zip(requests[number], completions, texts, strict=True):
+                conversation = conversations[p][i]
+                append_turn(conversation, answer.ids, answer.logps, text)
+                conversation.routes = answer.routes  # of all tokens up to here
+                conversation.finished = answer.finished
                 if answer.finished:
-                    spoken.append((p, i))
-                    if is_first:  # while the engine works on the other answers
-                        pool.submit_turn(calls, rollout.turns, text, rows[p], talk.told["state"])
-        outcomes = of_first_rank(pool.wait(calls), rollout.tp)
-        living = [
+                    answered.append((p, i))
+                    if is_first:  # while the engine samples the other answers
+                        pool.submit_turn(calls, rollout.turns, text, rows[p], conversation.columns["state"])
+        outcomes = broadcast_in_engine(pool.wait(calls), rollout.tp)
+        active = [
             (p, i)
-            for (p, i), outcome in zip(spoken, outcomes, strict=True)
-            if reply(talks[p][i], outcome, turn < rollout.max_turns, max_tokens, tokenizer, cfg.data)
+            for (p, i), outcome in zip(answered, outcomes, strict=True)
+            if apply_reply(conversations[p][i], outcome, turn < rollout.max_turns, max_tokens, tokenizer, cfg.data)
         ]
-        for p in sorted(waiting - {p for p, _ in living}):
-            waiting.remove(p)
-            yield p, talks[p]
-        if not living:
+        for p in sorted(unfinished - {p for p, _ in active}):
+            unfinished.remove(p)
+            yield p, conversations[p]
+        if not active:
             return
-        asked = [[place] for place in living]
+        requests = [[place] for place in active]
         answers = engine.generate(
-            [prompts[p] + talks[p][i].ids for p, i in living],
-            [turn_seed(seeds[p], i, turn) for p, i in living],
+            [prompts[p] + conversations[p][i].ids for p, i in active],
+            [turn_seed(seeds[p], i, turn) for p, i in active],
             1,
             sampling,
-            [max_tokens - len(talks[p][i].ids) for p, i in living],
+            [max_tokens - len(conversations[p][i].ids) for p, i in active],
         )
 
 
-def append(talk: Completion, ids: list[int], logps: list[float], text: str) -> None:
+def append_turn(conversation: Completion, ids: list[int], logps: list[float], text: str) -> None:
     """Add a turn to a conversation."""
-    talk.ids, talk.logps = talk.ids + ids, talk.logps + logps
-    talk.turns.append(len(ids))
-    talk.told["turns"].append(text)
+    conversation.ids = conversation.ids + ids
+    conversation.logps = conversation.logps + logps
+    conversation.turns.append(len(ids))
+    conversation.columns["turns"].append(text)
 
 
-def reply(talk: Completion, outcome: Outcome, goes_on: bool, max_tokens: int, tokenizer, data: DataConfig) -> bool:
-    """Take up what the environment said to the last answer; returns whether the model is to answer again.
+def apply_reply(
+    conversation: Completion, outcome: Outcome, may_continue: bool, max_tokens: int, tokenizer, data: DataConfig
+) -> bool:
+    """Add the environment's reply to the last answer; returns whether the model answers again.
 
-    A reply that leaves no room for one more token is dropped, and the conversation counts as cut off: a response ends
-    with what the model sampled.
+    A reply that leaves no room for one more token is dropped, since a response ends with a token of the model, and the
+    conversation counts as truncated.
     """
     if outcome.status != "ok":
-        talk.lost = replace(outcome, error=outcome.error and FAILED + outcome.error)
+        error = FAILED + outcome.error if outcome.error else ""
+        conversation.failure = replace(outcome, error=error)
         return False
-    text, talk.told["state"] = outcome.parts["reply"], outcome.parts["state"]
-    if text is None or not goes_on:
+    text = outcome.parts["reply"]
+    conversation.columns["state"] = outcome.parts["state"]
+    if text is None or not may_continue:
         return False
-    ids = reply_ids(text, talk.ids[-1], tokenizer, data)
-    talk.finished = len(talk.ids) + len(ids) < max_tokens
-    if talk.finished:
-        append(talk, ids, [0.0] * len(ids), text)
-    return talk.finished
+    ids = reply_ids(text, conversation.ids[-1], tokenizer, data)
+    conversation.finished = len(conversation.ids) + len(ids) < max_tokens
+    if conversation.finished:
+        append_turn(conversation, ids, [0.0] * len(ids), text)
+    return conversation.finished
 
 
 def reply_ids(text: str, last: int, tokenizer, data) -> list[int]:
     """The token ids of an environment's text, after the model's end token `last`.
 
-    Verbatim, or with data.chat_template as the user's next message: all that the template writes between the model's
-    end token and its next answer. An end token that is not the template's stays, and the template's follows it.
+    The text is verbatim, or with data.chat_template the user's next message: all that the template writes between the
+    model's end token and its next answer. Where `last` is not the template's end token, the template's follows it.
     """
     if data.chat_template:
         messages = [("user", "?"), ("assistant", MARK), ("user", text)]
@@ -125,24 +132,26 @@ def reply_ids(text: str, last: int, tokenizer, data) -> list[int]:
 
 
 def turn_seed(seed: int, answer: int, turn: int) -> int:
-    """Seed of what follows on the given turn of a prompt's answer; the prompt's own is that of all first turns."""
+    """Seed of the turn after `turn`, of a prompt's answer; the first turn has the prompt's own `seed`."""
     return int(np.random.SeedSequence([seed, answer, turn]).generate_state(1)[0])
 
 
-def of_first_rank(value: Any, tp: int) -> Any:
-    """What the first of the `tp` ranks of an engine has, on each of them: only there functions are called."""
+def broadcast_in_engine(value: Any, tp: int) -> Any:
+    """The value of the first of an engine's `tp` ranks, on each of them; only the first rank calls functions."""
     if tp == 1:
         return value
     from vllm.distributed import get_tp_group
 
-    values, group = [value], get_tp_group()
+    values = [value]
+    group = get_tp_group()
     dist.broadcast_object_list(values, src=group.ranks[0], group=group.cpu_group)
     return values[0]
 
 
 def check(cfg: Config, tokenizer, row: dict) -> None:
-    """See that there is such a function, that the tokenizer can write its replies, and that its results have a place in
-    a row of the data. Raises ValueError."""
+    """Check that the function of rollout.turns exists, that the chat template can hold its replies, and that the data
+    have no columns of the names that it adds. Raises ValueError.
+    """
     if cfg.rollout.turns is None:
         return
     place = f"{TURNS}={cfg.rollout.turns}"
@@ -155,7 +164,9 @@ def check(cfg: Config, tokenizer, row: dict) -> None:
         raise ValueError(f"{place}: {error}; it is called with (text, row, state)") from None
     taken = row.keys() & {"turns", "state"}
     if taken:
-        raise ValueError(f"{place}: the data have a column {min(taken)!r}, where the reward would find what was said")
+        raise ValueError(
+            f"{place}: the data have a column {min(taken)!r}; rename it, as the reward gets the conversation under that name"
+        )
     try:
         reply_ids("1", 0, tokenizer, cfg.data)
     except (jinja2.TemplateError, TypeError) as error:

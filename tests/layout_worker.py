@@ -38,7 +38,7 @@ EXACT = ("train.lr=1", "train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "alg
 
 
 def made_up_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
-    """In place of lora.initial, which lets B be 0; [out, rank] or [rank, in]."""
+    """In place of lora.initial_factor, which lets B be 0; [out, rank] or [rank, in]."""
     return 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
@@ -48,7 +48,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     checks.check_config(cfg, dist.get_world_size())
     checks.check_model(cfg.model.path, cfg.parallel, 1, 64, cfg.model.dtype, cfg.megatron)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
-    with mock.patch.object(lora, "initial", made_up_factor):
+    with mock.patch.object(lora, "initial_factor", made_up_factor):
         model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, cfg.megatron, trained=cfg.lora)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
     held = ranks.gather(held_bytes(model, optimizer))

@@ -192,21 +192,21 @@ def test_a_weight_without_a_difference_keeps_its_bits():
     weight = torch.tensor([[0.0, -0.0, 1e-40], [-0.0, 3.0, -0.0]])
     for dtype in (torch.float32, torch.bfloat16):
         a, b = torch.randn(RANK, 3).to(dtype), torch.zeros(2, RANK, dtype=dtype)
-        bits = lora.merged(weight.to(dtype), a, b, 1.5).view(torch.int16)
+        bits = lora.merge(weight.to(dtype), a, b, 1.5).view(torch.int16)
         assert torch.equal(bits, weight.to(dtype).view(torch.int16))
 
 
 def test_a_sum_is_rounded_once():
     """In bf16, where 258 follows 256, 256 + 0.75 + 0.75 is 256 if each sum is rounded, and 258 if only the last is."""
     weight, a, b = torch.tensor([[256.0]]), torch.tensor([[1.0], [1.0]]), torch.tensor([[0.75, 0.75]])
-    assert lora.merged(weight.bfloat16(), a.bfloat16(), b.bfloat16(), 1.0).item() == 258.0
+    assert lora.merge(weight.bfloat16(), a.bfloat16(), b.bfloat16(), 1.0).item() == 258.0
     assert (weight.bfloat16() + 0.75).item() == 256.0
 
 
 def test_a_factor_starts_as_in_peft():
     """B is 0; A is uniform within ±1 / sqrt(in), of variance 1 / (3 in), another one for each weight."""
-    a, other = (lora.initial(f"model.layers.{i}.self_attn.q_proj.lora_A.weight", (64, 400)) for i in (0, 1))
-    assert not lora.initial("x.lora_B.weight", (5, 3)).any()
+    a, other = (lora.initial_factor(f"model.layers.{i}.self_attn.q_proj.lora_A.weight", (64, 400)) for i in (0, 1))
+    assert not lora.initial_factor("x.lora_B.weight", (5, 3)).any()
     assert a.abs().max() <= 0.05 and a.var().item() == pytest.approx(1 / 1200, rel=0.02) and not torch.equal(a, other)
 
 

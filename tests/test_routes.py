@@ -28,7 +28,7 @@ LAYOUTS = {  # on 4 ranks
 
 def replayed(given: list[list[int]], scores: torch.Tensor, training: bool = False) -> routes.Replay:
     replay = routes.Replay()
-    replay.given, replay.training = torch.tensor(given, dtype=torch.uint8), training
+    replay.routes, replay.training = torch.tensor(given, dtype=torch.uint8), training
     return replay
 
 
@@ -46,7 +46,7 @@ def test_a_route_by_hand():
     values.softmax(-1)[:, 0].sum().backward()
     assert (scores.grad[0, [0, 3]] != 0).all() and (scores.grad[0, [1, 2]] == 0).all()  # the chosen ones learn
     assert replay.counts.tolist() == [2, 1]
-    replay.given = None
+    replay.routes = None
     assert torch.equal(replay.get_replay_topk(scores, 2, None, None, choose)[1], scores.topk(2).indices)
 
 
@@ -57,15 +57,15 @@ def test_recompute_finds_the_routes_of_its_own_micro_batch():
 
     def run(grad: bool, given: list[int] | None = None) -> list[int]:
         if given:
-            replay.given = torch.tensor([given])
+            replay.routes = torch.tensor([given])
         with torch.set_grad_enabled(grad):
             return (replay.get_replay_topk(scores, 2, None, None, choose)[1][0].sort().values + 1).tolist()
 
     assert run(False, [1, 2]) == [1, 2] and run(False, [3, 4]) == [3, 4]
     assert run(True) == [1, 2] and run(False, [2, 4]) == [2, 4] and run(True) == [3, 4] and run(True) == [2, 4]
-    assert not replay.waiting and replay.counts[0] == 3  # each token once
+    assert not replay.to_recompute and replay.counts[0] == 3  # each token once
     replay.training = False
-    assert run(False, [2, 3]) == [2, 3] and not replay.waiting  # log-probs alone are never computed again
+    assert run(False, [2, 3]) == [2, 3] and not replay.to_recompute  # log-probs alone are never computed again
 
 
 def test_routes_end_to_end():

@@ -33,8 +33,10 @@ def test_courses_by_hand():
     assert [used.algo.entropy_coef for used in steps] == [0.5, 0.5, 0.5, 0.0, 0.0]
     assert [used.rollout.temperature for used in steps] == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6])
     shown = {"lr": lr[1], "kl_coef": 0.06, "entropy_coef": 0.5, "temperature": 0.9}
-    assert schedule.metrics(steps[1]) == pytest.approx({f"schedule/{name}": value for name, value in shown.items()})
-    assert schedule.metrics(config_at(tiny(), 1, {})) == {}
+    assert schedule.schedule_metrics(steps[1]) == pytest.approx(
+        {f"schedule/{name}": value for name, value in shown.items()}
+    )
+    assert schedule.schedule_metrics(config_at(tiny(), 1, {})) == {}
 
 
 def test_what_earlier_steps_moved_stands_over_a_course():

@@ -138,13 +138,13 @@ def test_a_conversation_by_hand(converse, tokenizer):
     ((first, second),), asked = converse(body, 16, [{"prompt": "5>", "add": "7"}])
     one, zero, seven, plus = (tokenizer(x)["input_ids"][0] for x in "107+")
     assert (first.ids, first.turns, first.finished) == ([zero, zero, EOS], [3], True)
-    assert first.told == {"turns": ["00"], "state": {"n": 1}} and not first.logps.count(0.0)
+    assert first.columns == {"turns": ["00"], "state": {"n": 1}} and not first.logps.count(0.0)
     seed = turns.turn_seed(100, 1, 1)  # of the prompt's seed, the answer's number, the turn
     assert asked == [("5>", 100, 2, 16), ("5>01<eos>+7", seed, 1, 16 - 5)]
     last = str(seed)[-2:]
     assert second.ids == [zero, one, EOS, plus, seven, *tokenizer(last)["input_ids"], EOS]
     assert second.turns == [3, 2, 3] and second.logps == [-1.0] * 3 + [0.0] * 2 + [-1.0] * 3
-    assert second.told == {"turns": ["01", "+7", last], "state": {"n": 2}} and second.finished
+    assert second.columns == {"turns": ["01", "+7", last], "state": {"n": 2}} and second.finished
 
 
 def test_what_ends_a_conversation(converse):
@@ -157,7 +157,7 @@ def test_what_ends_a_conversation(converse):
     (((alone,),), _) = converse('state["seen"] = text; return "+" * 7', 10, rows[:1], n=1)
     assert alone.turns == [3] and not alone.finished  # no room for an answer: what it said is dropped
     (((once,),), asked) = converse('state["seen"] = text; return "+"', 10, rows[:1], n=1, max_turns=1)
-    assert once.turns == [3] and once.finished and once.told["state"] == {"seen": "00"} and len(asked) == 1
+    assert once.turns == [3] and once.finished and once.columns["state"] == {"seen": "00"} and len(asked) == 1
 
 
 def test_conversations_do_not_depend_on_each_other(converse):
@@ -191,13 +191,13 @@ def test_a_hostile_function_costs_one_sample(converse, name):
     body, status, message = HOSTILE[name]
     body = f"if text == '00' or 'ok' in state:\n        state['ok'] = 1; return '+'\n    {body}"
     ((good, bad),), _ = converse(body, 10, [{"prompt": "5>"}], max_turns=2)
-    assert good.lost is None and good.told["turns"][:2] == ["00", "+"]
-    assert bad.turns == [3] and bad.lost.status == status and not bad.lost.parts
-    assert bad.lost.error == "" if status == "timeout" else bad.lost.error.startswith("rollout.turns failed: ")
-    assert re.search(message, bad.lost.error)
+    assert good.failure is None and good.columns["turns"][:2] == ["00", "+"]
+    assert bad.turns == [3] and bad.failure.status == status and not bad.failure.parts
+    assert bad.failure.error == "" if status == "timeout" else bad.failure.error.startswith("rollout.turns failed: ")
+    assert re.search(message, bad.failure.error)
     pool = GradingPool("exact", {}, None, 5.0, 1)
     pool.submit("s", "5", "5", {})
-    pool.submit("s", "5", "5", {}, lost=bad.lost)
+    pool.submit("s", "5", "5", {}, failure=bad.failure)
     graded = pool.collect()
     pool.close()
     assert [(o.status, sum(o.parts.values())) for o in graded] == [("ok", 1), (status, 0)]
