@@ -20,9 +20,8 @@ logs; a reader of the algorithm can leave it out.
 To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
 
 Names: a suffix tells a tensor's shape. _N per sample, _F per predicting position of a batch, _T per position
-of a packed row. In support/ and the bridge also _S per sequence of a row, _M per masked-in position,
-_K per step of an answer, _C per comparison of steps, _R per rank, _E per expert, _D per row dispatched to an expert,
-_B per bin.
+of a packed row. In support/ and the bridge also _S per sequence of a row, _M per masked-in position, _K per step of an
+answer, _C per comparison of steps, _R per rank, _E per expert, _D per row dispatched to an expert, _B per bin.
 """
 
 import math

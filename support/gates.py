@@ -69,8 +69,8 @@ def explain_gap(logp_F: torch.Tensor, batch: Batch, samples: list[Sample], step:
     later = gap_F[response_F & (position_F >= 3)].nanmean().item()
     if step > 1:
         cause = (
-            "they agreed at step 1: with sync/checked = 0 the engine may have stale or partly loaded weights (the last "
-            "weight push); with sync/checked = 1 it has the weights, and the two compute differently (kernels, precision)"
+            "they agreed at step 1, so the engine did not take up the last weight push (stale or partly loaded weights); "
+            "with sync/checked = 1 it did, and the two compute differently (kernels, precision)"
         )
     elif later > 10 * first3:
         cause = "the gap grows along the response: rotary embedding or context length differ"

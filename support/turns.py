@@ -164,9 +164,7 @@ def check(cfg: Config, tokenizer, row: dict) -> None:
         raise ValueError(f"{place}: {error}; it is called with (text, row, state)") from None
     taken = row.keys() & {"turns", "state"}
     if taken:
-        raise ValueError(
-            f"{place}: the data have a column {min(taken)!r}; rename it, as the reward gets the conversation under that name"
-        )
+        raise ValueError(f"{place}: the data have a column {min(taken)!r}, a name of the conversation; rename it")
     try:
         reply_ids("1", 0, tokenizer, cfg.data)
     except (jinja2.TemplateError, TypeError) as error:
