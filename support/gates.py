@@ -69,7 +69,7 @@ def explain_gap(logp_F: torch.Tensor, batch: Batch, samples: list[Sample], step:
     later = gap_F[response_F & (position_F >= 3)].nanmean().item()
     if step > 1:
         cause = (
-            "they agreed at step 1; the engine did not take up the last weight push (stale or partly loaded weights), or "
+            "they agreed at step 1: the engine did not take up the last weight push (stale or partly loaded weights); "
             "with sync/checked = 1 it did, and the two compute differently (kernels, precision)"
         )
     elif later > 10 * first3:
