@@ -375,7 +375,7 @@ def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, se
 
 
 def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
-    """The batch with an advantage for each position, [F]: that of its answer or, with rewards of single tokens, its step.
+    """The batch with an advantage for each position, [F]: that of its answer or, with token rewards, of its step.
 
     With kl_in=reward, kl_coef times the sum of its tokens' KL is first subtracted from the reward, as in verl.
     """

@@ -183,12 +183,12 @@ def test_clip_cov_by_hand(fork):
 def test_the_optimal_baseline_by_hand(fork):
     advantages = fork(title_of("OPO")).group_advantages
     # Rewards 1, 0, 0, 3 over 1, 2, 1, 4 tokens: baseline (1 + 12) / 8.
-    got = advantages([1, 0, 0, 3], [5, 5, 5, 5], "opo", np.array([1, 2, 1, 4]))
+    got = advantages(np.array([1.0, 0, 0, 3]), np.full(4, 5), "opo", np.array([1, 2, 1, 4]))
     np.testing.assert_allclose(got, [-5 / 8, -13 / 8, -13 / 8, 11 / 8], rtol=1e-12)
     # Over the tokens of a group they sum to 0, which those of other baselines do not.
     assert got @ [1, 2, 1, 4] == 0
     # A group that is left out of the loss, with no trained token, has a baseline too.
-    assert advantages([1, 0], [0, 0], "opo", np.array([0, 0])).tolist() == [1, 0]
+    assert advantages(np.array([1.0, 0]), np.zeros(2), "opo", np.array([0, 0])).tolist() == [1, 0]
 
 
 def test_generalized_advantages_by_hand(fork):
