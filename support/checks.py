@@ -13,7 +13,7 @@ import transformers
 import megatron_bridge as bridge
 import reward as rewards
 from config import Config, LoraConfig, UserError
-from support import options, trackers, versions
+from support import options, versions
 from support.attention import rotary_embedding, sliding_window
 from support.hf_folder import safetensor_files
 from support.packing import attention_pads
@@ -89,10 +89,10 @@ def check_sampling(cfg: Config) -> None:
 
 def check_logs(cfg: Config, world_size: int) -> None:
     """Keys of trackers and of the timeline. Raises UserError."""
-    for name in trackers.enabled_trackers(cfg.log):
+    for name, version in versions.TRACKERS.items():
         require(
-            trackers.is_installed(name),
-            f"log.{name}=true needs a package that is not installed: pip install {trackers.PACKAGES[name]}, or use "
+            not getattr(cfg.log, name) or versions.installed(name) is not None,
+            f"log.{name}=true needs a package that is not installed: pip install {name}=={version}, or use "
             f"log.{name}=false",
         )
     profile = cfg.profile

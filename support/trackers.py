@@ -10,7 +10,6 @@ that process; it also sends the files of a run that has ended:
 import argparse
 import atexit
 import functools
-import importlib.metadata
 import json
 import os
 import select
@@ -29,8 +28,6 @@ import yaml
 from config import Config, LogConfig
 from support import processes
 
-# Tracker → what pip installs; the versions that are tested.
-PACKAGES = {"tensorboard": "tensorboard==2.21.0", "wandb": "wandb==0.31.0"}
 TABLE_EVERY = 20  # steps between tables of answers, where log.samples_every does not say
 SCREEN_ROWS = 3  # answers on the screen
 SCREEN_CHARS = 60  # characters of a text on the screen
@@ -82,11 +79,6 @@ def format_answers(samples: list[dict], decode: Callable) -> str:
 def enabled_trackers(log: LogConfig) -> list[str]:
     """The names of the trackers that `log` enables."""
     return [name for name in ("tensorboard", "wandb") if getattr(log, name)]
-
-
-def is_installed(name: str) -> bool:
-    """Whether a tracker's package is installed. A folder of its name, such as W&B makes, does not count."""
-    return any(importlib.metadata.distributions(name=name))
 
 
 class Trackers:

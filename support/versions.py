@@ -16,6 +16,7 @@ from support.processes import REPO
 # The version of each package that the tests of this repository ran with, without its patch level.
 TESTED = {"python": "3.11", "torch": "2.13", "megatron-core": "0.16", "vllm": "0.32", "transformers": "5.19"}
 OPTIONAL = ("transformer-engine", "flash-attn", "deep-ep")  # no run needs them
+TRACKERS = {"tensorboard": "2.21.0", "wandb": "0.31.0"}  # the versions that are tested, for log.tensorboard, log.wandb
 OTHERS = (
     "numpy", "safetensors", "tokenizers", "datasets", "pandas", "pyarrow", "math-verify", "pydantic", "triton",
     "flashinfer-python",

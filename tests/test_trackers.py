@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from config import UserError
-from support import checks, trackers
+from support import checks, trackers, versions
 from support.read_config import load_config
 from tests.conftest import REPO, read_rows, write_rows
 from tests.test_timeline import check_nesting, check_sums, tracks_of
@@ -180,7 +180,7 @@ def test_answers_on_the_screen():
 @pytest.mark.slow
 def test_a_run_with_everything_on(train, tiny):
     """Two ranks; what trackers hold, what the timeline holds, what the screen shows."""
-    on = [f"log.{name}=true" for name in trackers.PACKAGES if trackers.is_installed(name)]
+    on = [f"log.{name}=true" for name in versions.TRACKERS if versions.installed(name)]
     run = train(
         2, "train.steps=6", "rollout.prompts_per_step=4", "train.epochs_per_step=2", "algo.kl_coef=0.05", *on,
         "log.samples_every=2", "profile.start=3", "profile.stop=4", "profile.torch=true", "train.eval_every=3",
