@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from config import Config, UserError
-from support import checkpoint, checks, hf_folder, lora, memory_plan, ranks, run_plan, teacher, turns
+from support import checkpoint, checks, hf_folder, lora, memory_plan, ranks, run_plan, teacher_checks, turns
 from support.data import Mixture, Prompt, fingerprint, load_prompts, load_tokenizer
 from support.files import open_output_dir
 from support.read_config import override, to_yaml
@@ -42,7 +42,7 @@ def prepare(cfg: Config, world_size: int, weights: bool, gpu_gb: float | None = 
             print(memory_plan.describe(cfg, world_size, memory_plan.gpu_bytes(gpu_gb)), flush=True)
         tokenizer = load_tokenizer(cfg.model.path)
         prompts, dropped = read_prompts(cfg, tokenizer)
-        teacher.check_tokens(cfg, tokenizer, weights)
+        teacher_checks.check_tokens(cfg, tokenizer, weights)
         if weights:
             checks.check_weights(hf_folder.local_folder(cfg.model.path))
     except (OSError, ValueError) as error:
@@ -59,7 +59,7 @@ def check_models(cfg: Config) -> None:
     """Check, from config.json, that model and teacher can be built on this layout. Raises ValueError, OSError."""
     longest = checks.longest_sample(cfg)
     checks.check_model(cfg.model.path, cfg.parallel, cfg.rollout.tp, longest, cfg.model.dtype, cfg.megatron)
-    teacher.check_shape(cfg)
+    teacher_checks.check_shape(cfg)
     checks.check_routes(cfg)
 
 
