@@ -37,14 +37,13 @@ from torch import Tensor
 import megatron_bridge as bridge
 from config import AlgoConfig, Config, EvalConfig, RolloutConfig, UserError
 from rollout import Engine
-from support import checkpoint, credit, gates, launch, metrics, optimizer_state, routes, teacher, turns
+from support import checkpoint, credit, gates, launch, logs, metrics, optimizer_state, routes, schedule, teacher, turns
 from support.clock import Clock, StopRequested
 from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.grading import GradingPool
 from support.packing import measure_rows, pack, sequence_mean, sequence_sum, to_micro_batches
 from support.read_config import override
 from support.records import Batch, MicroBatch, Sample, gather_samples
-from support.schedule import scheduled_values
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
 
@@ -74,7 +73,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
     """The whole run, on every rank of torchrun's world."""
     t = cfg.train
     run = build(cfg, inputs, clock)
-    log = metrics.Log(cfg, inputs, run.writer.rollouts)
+    log = logs.Log(cfg, inputs, run.writer.rollouts)
     if t.eval_every and not inputs.checkpoint:
         log.write(log.evaluated(0, *evaluate(run)))
     for step in range(inputs.done + 1, t.steps + 1):
@@ -155,8 +154,8 @@ def config_at(cfg: Config, step: int, moving: dict[str, float]) -> Config:
     `moving`.
     """
     values = {"train.lr": cfg.train.lr}
-    if any(schedule for _, schedule in cfg.schedule):
-        values |= scheduled_values(cfg, step)
+    if any(course for _, course in cfg.schedule):
+        values |= schedule.scheduled_values(cfg, step)
     values["train.lr"] *= min(1.0, step / max(cfg.train.warmup_steps, 1))
     return override(cfg, values | moving)
 
@@ -285,7 +284,7 @@ def answer(
             rows = [prompt.row for _, prompt in share]
             generate = partial(turns.converse, run.engine, run.grading, run.inputs.tokenizer, cfg, rows)
         generated = generate([prompt.ids for _, prompt in share], seeds, n, sampling, max_tokens)
-        for number, completions in metrics.answers_bar(generated, n * len(share)):
+        for number, completions in logs.answers_bar(generated, n * len(share)):
             if rank % tp:
                 continue  # an engine's first rank speaks for it
             group, prompt = share[number]
