@@ -5,10 +5,11 @@ The tables of docs/from-other-trainers.md are the data. support/read_config.py i
 
 import itertools
 import re
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parent.parent / "docs/from-other-trainers.md"
+from support.processes import REPO
+
+PAGE = REPO / "docs/from-other-trainers.md"
 ROW = re.compile(r"^\| `(.+)` \| (?:`(.+)`|–) \| (?:(.+) )?\|$", re.MULTILINE)
 Table = dict[str, tuple[str, str]]  # {their key: (ours, or "" where there is nothing to set; what to mind)}
 

@@ -250,14 +250,15 @@ def test_the_commit_of_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(versions, "REPO", tmp_path)
     assert versions.commit() == "unknown"
     git("init")
-    (tmp_path / "support").mkdir()
-    (tmp_path / "support/versions.py").touch()
+    own = tmp_path / "support/versions.py"
+    own.parent.mkdir(parents=True)
+    own.touch()
     assert versions.commit() == "unknown"  # a checkout, but not of this
     git("add", "support")
     git("commit", "-m", "one")
     (tmp_path / "notes.txt").touch()
     assert versions.commit() == git("rev-parse", "HEAD")
-    (tmp_path / "support/versions.py").write_text("x = 1")
+    own.write_text("x = 1")
     assert versions.commit() == git("rev-parse", "HEAD") + "+changes"
 
 

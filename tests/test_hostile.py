@@ -334,8 +334,8 @@ def wait_until(condition) -> None:
 
 
 def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(custom, tmp_path, monkeypatch):
-    (tmp_path / "support").mkdir()
     for name in ("reward.py", "config.py", "json.py", "support/__init__.py", "support/grading.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
     pool = GradingPool("custom", {"exact": "exact"}, custom, 5.0, 1)

@@ -128,11 +128,12 @@ RANK = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from config import DataConfig
-from support import data, token_cache
+from support import token_cache
+from support.data import fingerprint, load_prompts, load_tokenizer
 token_cache.LARGE_BYTES = 100_000
 cfg = DataConfig(train=sys.argv[2] + "/[ab].jsonl", answer_key="reward_model.ground_truth", max_prompt_tokens=90)
-prompts, dropped = data.load_prompts(cfg, data.load_tokenizer(sys.argv[2] + "/tokenizer"))
-print(type(prompts.tokens.ids).__name__, len(prompts) + dropped, data.fingerprint(prompts))
+prompts, dropped = load_prompts(cfg, load_tokenizer(sys.argv[2] + "/tokenizer"))
+print(type(prompts.tokens.ids).__name__, len(prompts) + dropped, fingerprint(prompts))
 """
 
 
