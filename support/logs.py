@@ -17,11 +17,16 @@ from support.rollout_files import RolloutWriter
 
 class Log:
     """What a run says of its steps, on rank 0: metrics.jsonl, rollouts/, a bar on a terminal or a line a step, some
-    answers, trackers. `inputs`: what the run goes on from."""
+    answers, trackers. `inputs`: what the run goes on from.
+    """
 
     def __init__(self, cfg: Config, inputs: Any, rollouts: RolloutWriter):
-        self.out, self.steps, self.speaks = Path(cfg.output_dir), cfg.train.steps, dist.get_rank() == 0
-        self.rollouts, self.samples_every, self.tokenizer = rollouts, cfg.log.samples_every, inputs.tokenizer
+        self.out = Path(cfg.output_dir)
+        self.steps = cfg.train.steps
+        self.speaks = dist.get_rank() == 0
+        self.rollouts = rollouts
+        self.samples_every = cfg.log.samples_every
+        self.tokenizer = inputs.tokenizer
         self.trackers = trackers.Trackers(cfg, inputs.done) if self.speaks else None
         self.exact = cfg.rollout.exact
         self.history: list[dict] = []  # the metrics of each step of this start

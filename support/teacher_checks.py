@@ -27,7 +27,9 @@ def check_shape(cfg: Config) -> None:
 
 def check_tokens(cfg: Config, tokenizer, weights: bool) -> None:
     """See that the teacher knows the `tokenizer`'s tokens by the same ids; with `weights` look at its files as well.
-    Raises ValueError naming the key."""
+
+    Raises ValueError naming the key.
+    """
     path = another(cfg)
     if path is None:
         return
