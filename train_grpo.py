@@ -37,11 +37,11 @@ from torch import Tensor
 import megatron_bridge as bridge
 from config import AlgoConfig, Config, EvalConfig, RolloutConfig, UserError
 from rollout import Engine
-from support import checkpoint, credit, gates, launch, logs, metrics, optimizer_state, routes, schedule, teacher, turns
+from support import checkpoint, credit, gates, launch, logs, metrics, optimizer_state, schedule, teacher, turns
 from support.clock import Clock, StopRequested
 from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.grading import GradingPool
-from support.packing import measure_rows, pack, sequence_mean, sequence_sum, to_micro_batches
+from support.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
 from support.read_config import override
 from support.records import Batch, MicroBatch, Sample, gather_samples
 
@@ -332,7 +332,7 @@ def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
     rows = {name: torch.from_numpy(np.concatenate(arrays)) for name, arrays in parts.items()}
     lengths_N = np.array([s.positions for s in samples])
     kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
-    routes_F = None if samples[0].routes is None else routes.route_rows(samples, lengths_N)
+    routes_F = None if samples[0].routes is None else route_rows(samples, lengths_N)
     return Batch(**rows, trained=rows["mask"] & torch.from_numpy(kept_F), lengths_N=lengths_N, routes=routes_F)
 
 

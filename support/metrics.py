@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 import megatron_bridge as bridge
 from config import Config, EvalConfig
-from support import gates, ranks, routes, schedule
+from support import gates, ranks, schedule
 from support.records import Batch, Sample
 
 # ---------------------------------------------------------------- what the updates report
@@ -81,9 +80,9 @@ def summarize(record: StepRecord, batch: Batch, cfg: Config) -> dict[str, float 
     numbers |= loss_metrics(record.reports, batch)
     numbers |= mismatch_metrics(record.reports[: gates.compared_updates(cfg)])
     if cfg.algo.replay_routes:
-        numbers |= routes.route_metrics(record.samples, first)
+        numbers |= route_metrics(record.samples, first)
     else:
-        numbers |= dict.fromkeys(routes.ROUTE_METRICS)
+        numbers |= dict.fromkeys(ROUTE_METRICS)
     numbers["grad_norm"] = first["grad_norm"]
     numbers["moe/load"] = max(record.expert_load, default=None)
     for layer, load in enumerate(record.expert_load):
@@ -195,6 +194,17 @@ def teacher_kl(batch: Batch) -> float:
     difference_F = (batch.old_logp - batch.teacher_logp) * batch.trained
     mean = difference_F.double().sum() / batch.trained.sum().clamp(min=1)
     return mean.item()
+
+
+ROUTE_METRICS = ("routes/differ_frac", "routes/missing_frac")
+
+
+def route_metrics(samples: list[Sample], first: dict) -> dict[str, float]:
+    """The ROUTE_METRICS of a step. `first`: the report of its first update, which uses the weights of vLLM."""
+    positions = sum(s.positions for s in samples)
+    differ = first["routes_differ"] / max(first["routes"], 1)
+    missing = 1 - sum(len(s.routes) for s in samples) / positions
+    return dict(zip(ROUTE_METRICS, (differ, missing), strict=True))
 
 
 def expert_load(model: list) -> list[float]:

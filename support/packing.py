@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 import megatron_bridge as bridge
-from config import Config, ParallelConfig
+from config import Config, ParallelConfig, TrainingError
 from support.attention import uses_varlen
-from support.records import Batch, MicroBatch, Rows
+from support.records import Batch, MicroBatch, Rows, Sample
 
 # The cost of a row is in attended positions of one head. A token costs TOKEN plus the positions that it attends to. By
 # its operations the rest of a layer costs about 18 × hidden, by the time of its kernels less. TOKEN is a round and low
@@ -292,3 +292,22 @@ def sequence_sum(values_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tens
 def sequence_mean(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
     """The mean over each sequence's tokens with mask 1 (0 without any), at each of its tokens; [T] each → [T]."""
     return sequence_sum(values_T * mask_T, sequence_T) / sequence_sum(mask_T, sequence_T).clamp(min=1)
+
+
+def route_rows(samples: list[Sample], lengths_N: np.ndarray) -> torch.Tensor:
+    """The routes of the samples end to end, [F, layers, k] uint8 or int16, given each sample's number of positions.
+
+    `routes` of a sample is [tokens, layers, k], the experts as vLLM numbers them. vLLM routes every token but the last;
+    these are the positions that predict. Where it returns fewer (an engine may not keep those of a cached prompt), they
+    are the routes of the last positions, and the first have none. Raises TrainingError for routes that cannot be.
+    """
+    routes_N = [np.asarray(s.routes) for s in samples]
+    largest = max(int(routes.max(initial=0)) for routes in routes_N)
+    rows_F = np.zeros((lengths_N.sum(), *routes_N[0].shape[1:]), np.uint8 if largest < 255 else np.int16)
+    for routes, length, end in zip(routes_N, lengths_N, np.cumsum(lengths_N), strict=True):
+        if len(routes) > length:
+            raise TrainingError(f"vLLM returned routes for {len(routes)} tokens of a sample of {length} that predict")
+        if routes.shape[2] > 1 and (routes[..., 0] == routes[..., 1]).any():
+            raise TrainingError("vLLM returned a route with one expert twice: it did not note where each token went")
+        rows_F[end - len(routes) : end] = routes.astype(rows_F.dtype) + 1
+    return torch.from_numpy(rows_F)

@@ -9,39 +9,14 @@ as k numbers, each an expert's number plus 1; 0 means no route, and the router c
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import TrainingError
 from support.attention import own_stripe  # before Megatron-core
-from support.records import Sample
 
 # isort: split
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
-
-# ---------------------------------------------------------------- from samples to rows
-
-
-def route_rows(samples: list[Sample], lengths_N: np.ndarray) -> torch.Tensor:
-    """The routes of the samples end to end, [F, layers, k] uint8 or int16, given each sample's number of positions.
-
-    `routes` of a sample is [tokens, layers, k], the experts as vLLM numbers them. vLLM routes every token but the last;
-    these are the positions that predict. Where it returns fewer (an engine may not keep those of a cached prompt), they
-    are the routes of the last positions, and the first have none. Raises TrainingError for routes that cannot be.
-    """
-    routes_N = [np.asarray(s.routes) for s in samples]
-    largest = max(int(routes.max(initial=0)) for routes in routes_N)
-    rows_F = np.zeros((lengths_N.sum(), *routes_N[0].shape[1:]), np.uint8 if largest < 255 else np.int16)
-    for routes, length, end in zip(routes_N, lengths_N, np.cumsum(lengths_N), strict=True):
-        if len(routes) > length:
-            raise TrainingError(f"vLLM returned routes for {len(routes)} tokens of a sample of {length} that predict")
-        if routes.shape[2] > 1 and (routes[..., 0] == routes[..., 1]).any():
-            raise TrainingError("vLLM returned a route with one expert twice: it did not note where each token went")
-        rows_F[end - len(routes) : end] = routes.astype(rows_F.dtype) + 1
-    return torch.from_numpy(rows_F)
-
 
 # ---------------------------------------------------------------- in Megatron's routers
 
@@ -122,14 +97,3 @@ def reduce_counts(model: list) -> dict[str, int]:
     for replay in replays:
         replay.counts = 0
     return dict(zip(("routes", "routes_differ"), counts.tolist(), strict=True))
-
-
-ROUTE_METRICS = ("routes/differ_frac", "routes/missing_frac")
-
-
-def route_metrics(samples: list[Sample], first: dict) -> dict[str, float]:
-    """The ROUTE_METRICS of a step. `first`: the report of its first update, which uses the weights of vLLM."""
-    positions = sum(s.positions for s in samples)
-    differ = first["routes_differ"] / max(first["routes"], 1)
-    missing = 1 - sum(len(s.routes) for s in samples) / positions
-    return dict(zip(ROUTE_METRICS, (differ, missing), strict=True))

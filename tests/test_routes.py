@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from config import TrainingError, UserError
-from support import checks, routes, versions
+from support import checks, packing, routes, versions
 from support.read_config import load_config
 from tests import test_layouts
 from tests.layout_worker import one_layout
@@ -71,15 +71,15 @@ def test_recompute_finds_the_routes_of_its_own_micro_batch():
 def test_routes_end_to_end():
     """One above the expert's number, 0 for none: the first token of the second sample, whose prompt was cached."""
     samples = [SimpleNamespace(routes=np.array(r, np.uint8)) for r in ([[[0, 1]], [[2, 0]]], [[[3, 1]]])]
-    found = routes.route_rows(samples, np.array([2, 2]))
+    found = packing.route_rows(samples, np.array([2, 2]))
     assert found.tolist() == [[[1, 2]], [[3, 1]], [[0, 0]], [[4, 2]]] and found.dtype == torch.uint8
     samples[1].routes = np.array([[[255, 1]]], np.uint8)  # of 256 experts
-    assert routes.route_rows(samples, np.array([2, 1])).max() == 256
+    assert packing.route_rows(samples, np.array([2, 1])).max() == 256
     with pytest.raises(TrainingError, match="routes for 2 tokens of a sample of 1"):
-        routes.route_rows(samples, np.array([1, 2]))
+        packing.route_rows(samples, np.array([1, 2]))
     samples[1].routes = np.zeros((2, 1, 2), np.uint8)
     with pytest.raises(TrainingError, match="one expert twice"):
-        routes.route_rows(samples, np.array([2, 2]))
+        packing.route_rows(samples, np.array([2, 2]))
 
 
 def test_what_cannot_be_replayed_is_refused(tiny):
