@@ -46,7 +46,7 @@ from megatron.core.utils import unwrap_model
 
 from support.offload import offload_state, take_back_state  # noqa: F401, the first for the script
 from support.optimizer_state import set_adam_steps, trainable_weights
-from support.routes import replayed_routes  # noqa: F401, for the script
+from support.routes import reduce_counts  # noqa: F401, for the script
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BUCKET_BYTES = 512 << 20  # default size of a bucket of weights

@@ -496,7 +496,7 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
     reports = run_schedule(model, micro_batches, cfg.rollout.temperature, partial(grpo_loss, algo=cfg.algo))
     report = metrics.add_up(reports) | {"grad_norm": math.nan} | measure_rows(micro_batches, cfg)
     if cfg.algo.replay_routes:
-        report |= routes.reduce_counts(model)
+        report |= bridge.reduce_counts(model)
     return report
 
 
