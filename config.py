@@ -1,7 +1,8 @@
 """Every key of a run, once: its type, bounds, default and meaning; and the errors that a user sees.
 
-Imports no other file of the project. support/read_config.py reads and checks YAML files and overrides; rules between
-keys are in support/checks.py. The legal values of a name such as `algo.loss` are the branches of its function, which
+Imports no other file of the project. support/base/read_config.py reads and checks YAML files and overrides; rules
+between keys are in support/check/checks.py. The legal values of a name such as `algo.loss` are the branches of its
+function, which
 `rehearse` in train_grpo.py runs before anything is built.
 """
 
@@ -112,7 +113,7 @@ class RewardConfig(Section):
 
 class AlgoConfig(Section):
     advantage: str = "grpo"  # a branch of group_advantages
-    credit: Literal["to_go", "answer"] = "to_go"  # credit assignment where tokens have rewards: support/credit.py
+    credit: Literal["to_go", "answer"] = "to_go"  # credit assignment where tokens have rewards: support/step/credit.py
     loss: str = "ppo_clip"  # a branch of policy_loss
     clip_low: NotNegative = 0.2  # the ratio is clipped to 1 - clip_low from below
     clip_high: NotNegativeOrInf = 0.2  # and to 1 + clip_high from above

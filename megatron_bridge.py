@@ -23,10 +23,18 @@ import transformers
 from safetensors import safe_open
 
 from config import Config, LoraConfig
-from support import hf_folder, lora, routes
-from support.attention import PackedAttention, Packing, gather_stripes, own_stripe, rotary_embedding, sliding_window
-from support.experts import experts_for
-from support.layers import HiddenGPT, RMSNorm, Router, device, swiglu  # before Megatron-core
+from support.base import hf_folder
+from support.model import lora, routes
+from support.model.attention import (
+    PackedAttention,
+    Packing,
+    gather_stripes,
+    own_stripe,
+    rotary_embedding,
+    sliding_window,
+)
+from support.model.experts import experts_for
+from support.model.layers import HiddenGPT, RMSNorm, Router, device, swiglu  # before Megatron-core
 
 # isort: split
 from megatron.core import parallel_state as mpu
@@ -44,9 +52,9 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.utils import unwrap_model
 
-from support.offload import offload_state, take_back_state  # noqa: F401, the first for the script
-from support.optimizer_state import set_adam_steps, trainable_weights
-from support.routes import reduce_counts  # noqa: F401, for the script
+from support.model.offload import offload_state, take_back_state  # noqa: F401, the first for the script
+from support.model.optimizer_state import set_adam_steps, trainable_weights
+from support.model.routes import reduce_counts  # noqa: F401, for the script
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BUCKET_BYTES = 512 << 20  # default size of a bucket of weights
@@ -199,7 +207,7 @@ def moe_options(hf) -> dict:
     return options | dict(
         num_moe_experts=num_experts(hf),
         moe_ffn_hidden_size=expert_width(hf),
-        moe_grouped_gemm=True,  # by torch: support/experts.py
+        moe_grouped_gemm=True,  # by torch: support/model/experts.py
         moe_router_topk=hf.num_experts_per_tok,
         # Top-k of the softmax, or the softmax of the top-k: the same as renormalising the top-k probabilities.
         moe_router_pre_softmax=not getattr(hf, "norm_topk_prob", True),

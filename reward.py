@@ -21,7 +21,8 @@ import re
 from collections.abc import Callable, Iterable
 from decimal import Decimal
 
-from support import code_tests, reward_model, user_code
+from support.base import user_code
+from support.judge import code_tests, reward_model
 
 # ---------------------------------------------------------------- rewards that compare
 

@@ -15,16 +15,16 @@ import torch
 from numpy import ndarray
 
 from config import ModelConfig, RankError, RolloutConfig
-from support import cpu_engine
-from support.push_check import PushCheck
-from support.vllm_process import let_segments_grow, set_environment
+from support.engine import cpu_engine
+from support.engine.push_check import PushCheck
+from support.engine.vllm_process import let_segments_grow, set_environment
 
 
 @dataclasses.dataclass
 class Completion:
     """One sampled answer: token ids (the end token included), their log-probs, and whether it ended by itself.
 
-    With rollout.turns a whole conversation; support/turns.py fills the last three fields then.
+    With rollout.turns a whole conversation; support/step/turns.py fills the last three fields then.
     """
 
     ids: list[int]

@@ -14,8 +14,8 @@ The objective, as the defaults have it. For each prompt, vLLM samples a group of
 
 The file follows a step from top to bottom: sample -> grade -> rows of tokens -> (old, reference log-probs) ->
 advantages -> update(s) -> push. Read reward.py, rollout.py and megatron_bridge.py next. Every key is in config.py, and
-what flows through a step is in support/records.py: Sample, Batch, MicroBatch. The rest of support/ checks, saves and
-logs; a reader of the algorithm can leave it out.
+what flows through a step is in support/step/records.py: Sample, Batch, MicroBatch. The rest of support/ checks, saves
+and logs; a reader of the algorithm can leave it out.
 
 To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
 
@@ -37,13 +37,14 @@ from torch import Tensor
 import megatron_bridge as bridge
 from config import AlgoConfig, Config, EvalConfig, RolloutConfig, UserError
 from rollout import Engine
-from support import checkpoint, credit, gates, launch, logs, metrics, optimizer_state, schedule, teacher, turns
-from support.clock import Clock, StopRequested
-from support.data import Prompt, fingerprint, prompt_batch, sampling_seed
-from support.grading import GradingPool
-from support.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
-from support.read_config import override
-from support.records import Batch, MicroBatch, Sample, gather_samples
+from support.base.read_config import override
+from support.data.prompts import Prompt, fingerprint, prompt_batch, sampling_seed
+from support.model import checkpoint, optimizer_state
+from support.run import launch, logs
+from support.run.clock import Clock, StopRequested
+from support.step import credit, gates, grading, metrics, schedule, teacher, turns
+from support.step.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
+from support.step.records import Batch, MicroBatch, Sample, gather_samples
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
 
@@ -60,7 +61,7 @@ class Run:
     optimizer: object  # Megatron's, its state sharded over the replicas
     reference: list[Tensor] | None  # weights of the reference model; None without a KL
     teacher: teacher.Teacher | None  # None: no distillation
-    grading: GradingPool
+    grading: grading.GradingPool
     writer: checkpoint.CheckpointWriter
     gaps: list[float] = field(default_factory=list)  # mean |trainer - vLLM| log-prob of the updates of this start
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
@@ -114,7 +115,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         optimizer=optimizer,
         reference=reference,
         teacher=teacher.build_teacher(model, cfg) if cfg.algo.teacher else None,
-        grading=GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})),
+        grading=grading.GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})),
         writer=checkpoint.CheckpointWriter(f"{cfg.output_dir}/checkpoints", t.keep_last, t.keep_every),
     )
     push_weights(run)  # the initial model, which vLLM has read from disk as well: the mapping is checked against it

@@ -15,7 +15,7 @@ from processes import Torchrun
 from safetensors.torch import load_file
 
 import megatron_bridge as bridge
-from support import ranks
+from support.base import ranks
 
 REPO = Path(__file__).resolve().parent.parent
 

@@ -11,9 +11,11 @@ import torch
 import transformers
 
 import train_grpo
-from support import checkpoint, critic, ranks
-from support.packing import to_micro_batches
-from support.read_config import load_config
+from support.base import ranks
+from support.base.read_config import load_config
+from support.model import checkpoint
+from support.step import critic
+from support.step.packing import to_micro_batches
 from train_grpo import Sample, bridge, flatten, give_credit, loss_weights, optimizer_state, replace
 
 CLIP = 0.3

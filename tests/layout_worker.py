@@ -27,10 +27,13 @@ from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
 import train_grpo
-from support import checks, hf_folder, lora, metrics, ranks
-from support.packing import pack, to_micro_batches
-from support.read_config import load_config
-from support.teacher import align_logp, build_teacher, with_teacher_prompts
+from support.base import hf_folder, ranks
+from support.base.read_config import load_config
+from support.check import checks
+from support.model import lora
+from support.step import metrics
+from support.step.packing import pack, to_micro_batches
+from support.step.teacher import align_logp, build_teacher, with_teacher_prompts
 from tests.memory_worker import held_bytes
 
 EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 import megatron_bridge as bridge
-from support import checks, ranks
-from support.read_config import load_config
+from support.base import ranks
+from support.base.read_config import load_config
+from support.check import checks
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

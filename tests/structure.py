@@ -212,6 +212,59 @@ def legend_errors(entries: list[tuple[str, str]], used: dict[str, str]) -> list[
     return wrong + [f"{where} has a suffix that the legend of {SCRIPT} lacks" for where in lacking]
 
 
+# ---------------------------------------------------------------- floors
+
+# A wing of support/ or a top-level file → its floor. An import leads to the same wing or to a lower floor.
+FLOORS = {
+    SCRIPT: 8, "run": 7, "check": 6, "step": 5, "megatron_bridge.py": 4, "rollout.py": 4, "reward.py": 4,
+    "model": 3, "engine": 3, "judge": 3, "data": 3, "base": 2, "config.py": 1,
+}  # fmt: skip
+
+
+def imported_places(node: ast.AST) -> set[str]:
+    """Keys of FLOORS that a node imports from; of support/ what follows it: "support.step.packing" → "step"."""
+    modules = []
+    if isinstance(node, ast.Import):
+        modules = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module == "support":
+        modules = [f"support.{alias.name}" for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        modules = [node.module or ""]
+    places = set()
+    for first, *rest in (module.split(".") for module in modules):
+        if first == "support":
+            places |= set(rest[:1])
+        elif f"{first}.py" in TOP:
+            places.add(f"{first}.py")
+    return places
+
+
+def check_floors(root: Path) -> list[str]:
+    """Imports of the core that lead up, or across to another wing or file of the same floor.
+
+    So there is no circle of wings either. An import inside a function counts as well.
+    """
+    found = []
+    for path in core(root):
+        relative = path.relative_to(root)
+        if relative.as_posix() == "support/__init__.py":
+            continue
+        place = relative.parts[1] if relative.parts[0] == "support" else relative.name
+        if place not in FLOORS:
+            found.append(f"{relative}:1: lies in no wing; the wings are the folders in FLOORS")
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                found.append(f"{relative}:{node.lineno}: a relative import; name the wing")
+            for target in sorted(imported_places(node) - {place}):
+                if target not in FLOORS:
+                    found.append(f"{relative}:{node.lineno}: imports support.{target}, which is no wing")
+                elif FLOORS[target] >= FLOORS[place]:
+                    floors = f"floor {FLOORS[place]} imports {target} of floor {FLOORS[target]}"
+                    found.append(f"{relative}:{node.lineno}: {floors}; imports lead to lower floors")
+    return found
+
+
 # ---------------------------------------------------------------- all findings
 
 
@@ -281,7 +334,7 @@ def main(root: Path, given: list[str]) -> None:
         found = check_file(root, path)
         print(f"{path.relative_to(root)}: density {density(ast.parse(path.read_text())):.1f}, {len(found)} findings")
         print("".join(f"  {line}\n" for line in [*found, *(densest(path) if given else [])]), end="")
-    print("\n".join(check_legend(root) + uncalled(root)))
+    print("\n".join(check_legend(root) + uncalled(root) + check_floors(root)))
 
 
 if __name__ == "__main__":

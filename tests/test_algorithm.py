@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from config import AlgoConfig
-from support.data import Prompt, prompt_batch, sampling_seed
-from support.packing import Batch, MicroBatch, pack, plan_bins
+from support.data.prompts import Prompt, prompt_batch, sampling_seed
+from support.step.packing import Batch, MicroBatch, pack, plan_bins
 from train_grpo import Sample, flatten, group_advantages, grpo_loss, loss_weights, policy_loss, token_kl
 
 

@@ -1,4 +1,5 @@
-"""Attention over packed rows (support/attention.py): the padded path, the unpadded one, and how cp ranks share a row.
+"""Attention over packed rows (support/model/attention.py): the padded path, the unpadded one, and how cp ranks share a
+row.
 
 torch's kernel without padding needs a GPU. Here a function of its signature stands in for it, that of torch 2.10, 2.11
 or 2.13, which refuses what torch's refuses and computes by the formula.
@@ -13,8 +14,9 @@ import torch
 import transformers
 from torch.nn.attention import varlen as flash
 
-from support import attention, packing
-from support.attention import Chunks, Segments, attend_padded, attend_varlen, sliding_window, uses_varlen
+from support.model import attention
+from support.model.attention import Chunks, Segments, attend_padded, attend_varlen, sliding_window, uses_varlen
+from support.step import packing
 from tests.layout_worker import one_layout
 from tests.test_layouts import make_plan, make_samples, reference, worst_gradient
 

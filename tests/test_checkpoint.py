@@ -171,7 +171,7 @@ def alone(tmp_path):
 
 def saved_by_hand(folder: Path, step: int) -> Path:
     """A checkpoint as CheckpointWriter leaves it, with one tensor."""
-    from support.files import digest_file, write_synced
+    from support.base.files import digest_file, write_synced
 
     path = folder / f"step_{step:06d}"
     path.mkdir(parents=True)
@@ -198,7 +198,7 @@ def saved_by_hand(folder: Path, step: int) -> Path:
     ],
 )
 def test_damage_is_found_and_the_one_before_is_taken(alone, tmp_path, harm, message):
-    from support.checkpoint import CheckpointError, find_damage, find_valid_checkpoint, list_checkpoints
+    from support.model.checkpoint import CheckpointError, find_damage, find_valid_checkpoint, list_checkpoints
 
     saved_by_hand(tmp_path, 1)
     newest = saved_by_hand(tmp_path, 2)
@@ -218,7 +218,7 @@ def test_damage_is_found_and_the_one_before_is_taken(alone, tmp_path, harm, mess
 
 def test_what_a_resumed_run_must_share(alone, tmp_path, capsys):
     from config import UserError
-    from support.checkpoint import check_resumed
+    from support.model.checkpoint import check_resumed
 
     path, now = saved_by_hand(tmp_path, 3), {"data": {"train": "a.jsonl"}, "train": {"steps": 9, "lr": 2.0}}
     state = {"step": 3, "data": "abc", "config": {**now, "train": {"steps": 9, "lr": 1.0}}}
@@ -232,7 +232,7 @@ def test_what_a_resumed_run_must_share(alone, tmp_path, capsys):
 
 
 def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp_path):
-    from support.files import continue_output_dir
+    from support.base.files import continue_output_dir
 
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
@@ -248,7 +248,7 @@ def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp
 def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, tmp_path):
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from support.checkpoint import CheckpointWriter
+    from support.model.checkpoint import CheckpointWriter
 
     writer, file = CheckpointWriter(tmp_path / "checkpoints", keep_last=0, keep_every=0), tmp_path / "step_000002.jsonl"
     writer.rollouts.write(tmp_path / "step_000001.jsonl", [])
@@ -273,8 +273,8 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp
     """Found by tools/torture.py: a checkpoint under its own name without its manifest."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from support import checkpoint
-    from support.checkpoint import CheckpointWriter, find_damage, list_checkpoints
+    from support.model import checkpoint
+    from support.model.checkpoint import CheckpointWriter, find_damage, list_checkpoints
 
     def killed_midway(path, **_):
         for file in path.glob("manifest.json"):
@@ -307,7 +307,7 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp
 def test_a_checkpoint_without_each_number_once_is_refused(alone, tmp_path, shards, message):
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from support.shards import CheckpointError, read_sharded
+    from support.model.shards import CheckpointError, read_sharded
 
     whole = {name: shape if shape == [4, 5] else [4, 4] for name, shape in shards.items()}
     values = {name: torch.ones(shape) for name, shape in shards.items()}
@@ -323,7 +323,7 @@ def test_a_checkpoint_without_each_number_once_is_refused(alone, tmp_path, shard
 def test_what_nobody_reads_is_an_error(alone, tmp_path):
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from support.shards import CheckpointError, read_sharded
+    from support.model.shards import CheckpointError, read_sharded
 
     names = ["param.a@0", "param.b@0", "past_1.a@0", "critic.param.a@0"]
     values = {name: torch.ones(4) for name in names}
@@ -343,8 +343,8 @@ def test_what_nobody_reads_is_an_error(alone, tmp_path):
 def test_a_save_without_each_number_once_is_no_checkpoint(alone, tmp_path):
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from support.checkpoint import CheckpointError, CheckpointWriter
-    from support.shards import find_coverage_error
+    from support.model.checkpoint import CheckpointError, CheckpointWriter
+    from support.model.shards import find_coverage_error
 
     assert find_coverage_error([[("w@0,0", 8, 16)], [("w@2,0", 8, 16), ("b@0", 4, 4)], []]) is None
     assert find_coverage_error([[("w@0,0", 8, 16)], [("w@0,0", 8, 16)]]) == "w@0,0 is saved twice"
@@ -358,8 +358,8 @@ def test_a_save_without_each_number_once_is_no_checkpoint(alone, tmp_path):
 def test_a_checkpoint_that_cannot_be_written_is_told(alone, tmp_path, monkeypatch):
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from support import shards
-    from support.checkpoint import CheckpointError, CheckpointWriter
+    from support.model import shards
+    from support.model.checkpoint import CheckpointError, CheckpointWriter
 
     sharded = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4, 4))}
     writer = CheckpointWriter(tmp_path / "file/checkpoints", keep_last=1, keep_every=0)
@@ -379,7 +379,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told(alone, tmp_path, monkeypatc
 
 
 def test_overlap_of_shards():
-    from support.shards import overlap
+    from support.model.shards import overlap
 
     whole = torch.arange(24).view(4, 6)
     here, there = overlap((1, 0), (3, 4), (0, 3), (2, 3))

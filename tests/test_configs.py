@@ -10,8 +10,8 @@ import shutil
 import pytest
 
 import train_grpo
-from support import checks, run_plan
-from support.read_config import load_config
+from support.base.read_config import load_config
+from support.check import checks, run_plan
 from tests.conftest import REPO
 from tools import plans
 

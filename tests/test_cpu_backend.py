@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
-from support import cpu_backend, machines
-from support.read_config import load_config
+from support.base.read_config import load_config
+from support.check import machines
+from support.model import cpu_backend
 from tests.conftest import REPO
 
 ENDS = torch.tensor([3, 3, 8], dtype=torch.int32)  # rows of three experts, one of which has none

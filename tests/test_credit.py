@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from config import AlgoConfig, UserError
-from support import credit
-from support.grading import GradingPool, Outcome
-from support.read_config import load_config
+from support.base.read_config import load_config
+from support.step import credit
+from support.step.grading import GradingPool, Outcome
 from tests.conftest import EXACT, REPO
 from tests.test_exact import LAYOUTS, policies, response_logps
 from tests.test_reward import grade

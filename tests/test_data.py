@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from config import DataConfig
-from support.data import fingerprint, load_prompts
+from support.data.prompts import fingerprint, load_prompts
 
 # What a careless reader would change: leading zeros, the text "None", a number that is text, commas, line breaks.
 ROWS = [

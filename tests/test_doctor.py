@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support import checkpoint, cpu_backend, debug, launch, versions
-from support.files import write_versions
-from support.read_config import load_config
+from support.base import versions
+from support.base.files import write_versions
+from support.base.read_config import load_config
+from support.model import checkpoint, cpu_backend
+from support.run import debug, launch
 from tests.conftest import REPO
 from tools import doctor, machine
 from tools.doctor import STOP, WARN
@@ -250,7 +252,7 @@ def test_the_commit_of_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(versions, "REPO", tmp_path)
     assert versions.commit() == "unknown"
     git("init")
-    own = tmp_path / "support/versions.py"
+    own = tmp_path / "support/base/versions.py"
     own.parent.mkdir(parents=True)
     own.touch()
     assert versions.commit() == "unknown"  # a checkout, but not of this

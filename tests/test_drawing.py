@@ -10,9 +10,11 @@ import torch
 
 import megatron_bridge as bridge
 from config import ParallelConfig
-from support import hf_folder, launch, memory_count, ranks
-from support.packing import bubble
-from support.read_config import load_config
+from support.base import hf_folder, ranks
+from support.base.read_config import load_config
+from support.check import memory_count
+from support.run import launch
+from support.step.packing import bubble
 from tests.conftest import REPO
 from tools import drawing
 
@@ -110,5 +112,7 @@ def test_a_dry_run_draws(tiny, tmp_path, monkeypatch, capfd):
     with pytest.raises(SystemExit, match="2"):
         launch.command([*start, str(file)], "", lambda cfg: None, None)
     assert "--draw goes with --dry-run" in capfd.readouterr().err
-    loaded = [node for node in ast.parse((REPO / "support/launch.py").read_text()).body if "drawing" in ast.dump(node)]
+    loaded = [
+        node for node in ast.parse((REPO / "support/run/launch.py").read_text()).body if "drawing" in ast.dump(node)
+    ]
     assert [type(node) for node in loaded] == [ast.FunctionDef], "a start without --draw must not load the drawing"

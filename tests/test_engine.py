@@ -14,10 +14,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_reward import digits_in_place
 
-from support import memory
-from support.checks import check_weights
-from support.cpu_backend import has_bf16_units
-from support.files import new_output_dir
+from support.base import memory
+from support.base.files import new_output_dir
+from support.check.checks import check_weights
+from support.model.cpu_backend import has_bf16_units
 from tests.conftest import EXACT, read_rows
 from tests.test_exact import check_step, policies
 from tests.test_layouts import LLAMA3

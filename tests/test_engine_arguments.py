@@ -7,8 +7,8 @@ import torch
 
 from config import Config
 from rollout import Engine
-from support import vllm_process
-from support.read_config import override
+from support.base.read_config import override
+from support.engine import vllm_process
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 NAMES = ("VLLM_USE_V2_MODEL_RUNNER", *ALLOCATOR, "VLLM_BATCH_INVARIANT", "CUBLAS_WORKSPACE_CONFIG")

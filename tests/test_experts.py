@@ -1,4 +1,6 @@
-"""Grouped experts (support/experts.py) against Megatron's sequential ones: equal bit for bit in fp32 on the CPU."""
+"""Grouped experts (support/model/experts.py) against Megatron's sequential ones: equal bit for bit in fp32 on the
+CPU.
+"""
 
 from types import SimpleNamespace
 
@@ -6,9 +8,9 @@ import pytest
 import torch
 
 import megatron_bridge as bridge
-from support.experts import GroupedExperts, GroupedLinear, SequentialMLP, linear, stack_weights
-from support.lora import Adapter
-from support.read_config import load_config
+from support.base.read_config import load_config
+from support.model.experts import GroupedExperts, GroupedLinear, SequentialMLP, linear, stack_weights
+from support.model.lora import Adapter
 from tests.layout_worker import one_layout
 from tests.test_layouts import make_plan
 

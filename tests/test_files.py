@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 from config import TrainingError, UserError
-from support.files import complete_folder, lock_output_dir, open_output_dir
-from support.preflight import explain_disk_error
-from support.rollout_files import RolloutWriter
+from support.base.files import complete_folder, lock_output_dir, open_output_dir
+from support.base.rollout_files import RolloutWriter
+from support.check.preflight import explain_disk_error
 from tests.conftest import REPO
 
 
 def test_one_run_in_an_output_folder(tmp_path):
     program = """
 import pathlib, sys, time
-from support.files import lock_output_dir
+from support.base.files import lock_output_dir
 file = lock_output_dir(pathlib.Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(100)

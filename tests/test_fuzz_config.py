@@ -23,8 +23,8 @@ import yaml
 import megatron_bridge as bridge
 import train_grpo
 from config import Config
-from support.read_config import SECTIONS
-from support.vllm_process import engine_options
+from support.base.read_config import SECTIONS
+from support.engine.vllm_process import engine_options
 from tests.conftest import REPO
 
 CASES, QUICK = 300, 60  # of them in `make test`

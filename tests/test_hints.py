@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.hints import WINDOW, hints
+from support.run.hints import WINDOW, hints
 
 CALM = {
     "entropy": 1.0, "groups/zero_std_frac": 0.2, "reward/mean": 0.5, "tokens/response_mean": 100.0,

@@ -12,8 +12,8 @@ import time
 import psutil
 import pytest
 
-from support import grading
-from support.grading import GradingPool, Outcome
+from support.step import grading
+from support.step.grading import GradingPool, Outcome
 from tests.conftest import REPO
 from tests.test_reward import grade
 
@@ -312,7 +312,7 @@ def test_import_that_never_ends_and_import_that_fails(tmp_path, monkeypatch, not
 def test_workers_end_with_the_program_that_started_them(custom, tmp_path):
     """Even when it is killed in the middle of a grading."""
     program = (
-        f"from support.grading import GradingPool\npool = GradingPool('custom', {{}}, {custom!r}, 1000.0, 1)\n"
+        f"from support.step.grading import GradingPool\npool = GradingPool('custom', {{}}, {custom!r}, 1000.0, 1)\n"
         "pool.submit('s', 'files', '', {})\nprint('ready', flush=True)\npool.collect()"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # after SIGKILL the workers' temporary folders stay
@@ -334,7 +334,7 @@ def wait_until(condition) -> None:
 
 
 def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(custom, tmp_path, monkeypatch):
-    for name in ("reward.py", "config.py", "json.py", "support/__init__.py", "support/grading.py"):
+    for name in ("reward.py", "config.py", "json.py", "support/__init__.py", "support/step/grading.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)

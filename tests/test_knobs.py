@@ -7,12 +7,12 @@ import pytest
 from processes import Torchrun
 
 from config import RewardConfig
-from support.grading import GradingPool
-from support.read_config import KEYS, SECTIONS
+from support.base.read_config import KEYS, SECTIONS
+from support.step.grading import GradingPool
 from tests.conftest import REPO
 
 # What only looks at the configuration: a key that nothing else reads is dead.
-LOOKS = ("config.py", "support/checks.py")
+LOOKS = ("config.py", "support/check/checks.py")
 # Names that may be a section ("": the configuration itself) though no annotation says so.
 SECTION_OF = {"cfg": {"", "data"}, "sampling": {"rollout", "eval"}}
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from config import RankError, TrainConfig, TrainingError, UserError
-from support import launch, run_plan
-from support.read_config import load_config
+from support.base.read_config import load_config
+from support.check import run_plan
+from support.run import launch
 from tests.conftest import REPO
 
 CONFIG = str(REPO / "configs/tiny.yaml")

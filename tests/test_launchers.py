@@ -9,9 +9,10 @@ import time
 import pytest
 
 from config import UserError
-from support import launchers, machines
-from support.launchers import environment, first_host, tasks_of_nodes
-from support.read_config import load_config
+from support.base import launchers
+from support.base.launchers import environment, first_host, tasks_of_nodes
+from support.base.read_config import load_config
+from support.check import machines
 from tests.conftest import REPO, read_rows
 
 TORCHRUN = {

@@ -1,4 +1,4 @@
-"""Gradients that are written by hand (support/layers.py): against autograd, and without the copies they avoid."""
+"""Gradients that are written by hand (support/model/layers.py): against autograd, and without the copies they avoid."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck
 from torch.profiler import ProfilerActivity, profile
 
-from support.layers import Normalization, Rotation, Split, swiglu
+from support.model.layers import Normalization, Rotation, Split, swiglu
 
 
 def test_the_gradients_are_those_of_the_formulas():
@@ -63,9 +63,9 @@ def test_no_gradient_is_put_together_from_copies():
 def test_routers_do_not_need_the_cpus_backend():
     """Megatron 0.16 reads a name of Transformer Engine in each router's forward pass; on a GPU too it is there."""
     code = (
-        "from support import cpu_backend\n"
+        "from support.model import cpu_backend\n"
         "cpu_backend.install = lambda: None\n"  # as on a GPU, where nothing is patched
-        "import support.layers\n"
+        "import support.model.layers\n"
         "from megatron.core.transformer.moe import moe_utils\n"
         "assert moe_utils.te_general_gemm is None\n"
     )

@@ -15,9 +15,9 @@ import transformers
 from processes import Torchrun
 from safetensors.torch import load_file, save_file
 
-from support import memory_count
-from support.packing import plan_bins
-from support.read_config import load_config
+from support.base.read_config import load_config
+from support.check import memory_count
+from support.step.packing import plan_bins
 from tests.conftest import REPO
 from tests.layout_worker import one_layout
 

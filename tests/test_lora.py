@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 import megatron_bridge as bridge
 import train_grpo
 from config import LoraConfig, UserError
-from support import inputs, lora, memory_count, optimizer_state
-from support.checkpoint import CheckpointError
-from support.read_config import load_config, override
+from support.base.read_config import load_config, override
+from support.check import memory_count
+from support.model import lora, optimizer_state
+from support.model.checkpoint import CheckpointError
+from support.run import inputs
 from tests import test_layouts
 from tests.layout_worker import made_up_factor, one_layout
 from tests.test_exact import reference_step

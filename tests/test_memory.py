@@ -8,8 +8,10 @@ import errno
 import pytest
 import torch
 
-from support import clock, memory, memory_count, preflight
-from support.read_config import load_config
+from support.base import memory
+from support.base.read_config import load_config
+from support.check import memory_count, preflight
+from support.run import clock
 from tests.conftest import REPO
 
 CONFIG = str(REPO / "configs/tiny.yaml")

@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_leaves
 import megatron_bridge as bridge
 import train_grpo
 from config import UserError
-from support import memory_formulas, memory_plan, ranks
-from support.memory_count import Held, count
-from support.packing import to_micro_batches
-from support.read_config import load_config
+from support.base import ranks
+from support.base.read_config import load_config
+from support.check import memory_formulas, memory_plan
+from support.check.memory_count import Held, count
+from support.step.packing import to_micro_batches
 from tests.conftest import REPO
 from tests.memory_worker import held_bytes
 from tools import bench_works, plans

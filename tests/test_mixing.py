@@ -9,9 +9,9 @@ import pytest
 import transformers
 
 from config import Config, DataConfig, UserError
-from support.data import Mixture, fingerprint, load_prompts, prompt_batch
-from support.mixing import block_counts, draw_prompts, draw_sets
-from support.read_config import load_config
+from support.base.read_config import load_config
+from support.data.mixing import block_counts, draw_prompts, draw_sets
+from support.data.prompts import Mixture, fingerprint, load_prompts, prompt_batch
 from tests.conftest import REPO, write_rows
 
 

@@ -12,10 +12,10 @@ from processes import Torchrun
 
 import megatron_bridge as bridge
 from config import ParallelConfig, UserError
-from support import options
-from support.optimizer_state import optimizer_weights, own_slice
-from support.options import MEGATRON_OWNED, MEGATRON_REASONS, MEGATRON_WORKS, VLLM_OWNED
-from support.packing import pack
+from support.check import options
+from support.check.options import MEGATRON_OWNED, MEGATRON_REASONS, MEGATRON_WORKS, VLLM_OWNED
+from support.model.optimizer_state import optimizer_weights, own_slice
+from support.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
 from tests.conftest import REPO
 from tests.layout_worker import one_layout

@@ -8,9 +8,9 @@ import pytest
 
 import megatron_bridge as bridge
 from config import UserError
-from support.from_other_trainers import PAGE, answer_keys, read_tables, translate
-from support.read_config import KEYS, SECTIONS, load_config
-from support.vllm_process import engine_options
+from support.base.from_other_trainers import PAGE, answer_keys, read_tables, translate
+from support.base.read_config import KEYS, SECTIONS, load_config
+from support.engine.vllm_process import engine_options
 from tests.conftest import REPO
 
 CONFIG = str(REPO / "configs/tiny.yaml")
@@ -107,12 +107,12 @@ def test_a_key_inside_of_ours_is_answered():
 
 
 def test_a_copy_without_the_page_says_the_nearest_key(monkeypatch, tmp_path):
-    monkeypatch.setattr("support.from_other_trainers.PAGE", tmp_path / "none.md")
+    monkeypatch.setattr("support.base.from_other_trainers.PAGE", tmp_path / "none.md")
     assert "the nearest legal key is" in refused("num_generations=2")
 
 
 def test_a_start_without_unknown_keys_does_not_read_the_tables():
-    code = "import sys; from support.read_config import load_config; load_config('configs/tiny.yaml', [])"
-    code += "; assert 'support.from_other_trainers' not in sys.modules"
+    code = "import sys; from support.base.read_config import load_config; load_config('configs/tiny.yaml', [])"
+    code += "; assert 'support.base.from_other_trainers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
-    assert "from_other_trainers" not in (REPO / "support/launch.py").read_text()
+    assert "from_other_trainers" not in (REPO / "support/run/launch.py").read_text()

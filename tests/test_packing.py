@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from config import Config, ParallelConfig
-from support import packing
-from support.packing import ROW_TOKENS, TOKEN, add_padding, bubble, measure_rows, pack, plan_bins
-from support.read_config import override
+from support.base.read_config import override
+from support.step import packing
+from support.step.packing import ROW_TOKENS, TOKEN, add_padding, bubble, measure_rows, pack, plan_bins
 from train_grpo import Sample, flatten
 
 STEP, UPDATE, CAPS = 5120, 1280, (24576, 49152)  # samples; positions of a training and of a log-prob row

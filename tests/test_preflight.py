@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import preflight
+from support.check import preflight
 
 
 def test_machine(tmp_path):

@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import megatron_bridge as bridge
 from config import ParallelConfig, TrainingError
-from support import push_check
-from support.push_check import Held, PushCheck, digest, engine_digests, pushed_sums, to_numpy
+from support.engine import push_check
+from support.engine.push_check import Held, PushCheck, digest, engine_digests, pushed_sums, to_numpy
 
 SMALL = ("train.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0")
 FP32, BF16 = ("model.dtype=fp32", "train.lr=0.001"), ("model.dtype=bf16", "train.lr=1e-6")

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from config import UserError
-from support.read_config import Loader, load_config
+from support.base.read_config import Loader, load_config
 
 
 @pytest.mark.parametrize(

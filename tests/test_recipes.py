@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from config import AlgoConfig, UserError
-from support.read_config import load_config
+from support.base.read_config import load_config
 from tests.conftest import REPO, read_rows, write_rows
 from tests.test_checkpoint import equal, lasting
 from tests.test_credit import made, three
@@ -80,7 +80,7 @@ def test_what_a_checkpoint_does_not_have_is_refused(stale, tmp_path):
 
 
 def test_a_reference_that_is_not_there_is_refused(stale, tmp_path, monkeypatch):
-    checks = load("forked_checks", tmp_path / "fork/support/checks.py", monkeypatch)
+    checks = load("forked_checks", tmp_path / "fork/support/check/checks.py", monkeypatch)
     with pytest.raises(UserError, match=r"algo\.reference_every=5, but algo\.kl_coef=0 keeps no reference"):
         checks.check_what_is_learned(with_keys({"reference_every": 5}, {"lag": 0}))
 
@@ -130,7 +130,7 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
 def process(fork, tmp_path, monkeypatch):  # noqa: F811
     """process(samples) → the advantages of each answer's response tokens, with algo.credit=process."""
     module = fork(title_of("Process supervision"))
-    module.credit = load("forked_credit", tmp_path / "fork/support/credit.py", monkeypatch)
+    module.credit = load("forked_credit", tmp_path / "fork/support/step/credit.py", monkeypatch)
 
     def advantages(samples: list, **keys) -> list[list[float]]:
         algo = AlgoConfig(**keys).model_copy(update={"credit": "process"})
@@ -154,6 +154,6 @@ def test_steps_that_agree_get_exactly_zero(process):
 
 
 def test_advantages_of_whole_answers_are_refused(process, tmp_path, monkeypatch):
-    checks = load("forked_checks", tmp_path / "fork/support/checks.py", monkeypatch)
+    checks = load("forked_checks", tmp_path / "fork/support/check/checks.py", monkeypatch)
     with pytest.raises(UserError, match=r"algo\.credit=process compares steps; algo\.advantage=rloo"):
         checks.check_what_is_learned(with_keys({"credit": "process", "advantage": "rloo"}, {}))

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from config import UserError
-from support import files
-from support.rollout_files import write_rows
+from support.base import files
+from support.base.rollout_files import write_rows
 from tests.conftest import read_rows
 from tools.report import browser, live, page
 from tools.report.read import Run, build_group, collect_hints, evaluation_bands

@@ -14,10 +14,11 @@ import pytest
 
 import reward
 from config import DataConfig, RewardConfig, UserError
-from support import gates, user_code
-from support.data import load_prompts, load_tokenizer
-from support.grading import GradingPool, Outcome
-from support.read_config import load_config
+from support.base import user_code
+from support.base.read_config import load_config
+from support.data.prompts import load_prompts, load_tokenizer
+from support.step import gates
+from support.step.grading import GradingPool, Outcome
 from tests.conftest import REPO
 
 
@@ -639,7 +640,7 @@ def test_config_becomes_a_pool(tmp_path):
 
 
 def test_a_worker_starts_without_large_packages():
-    program = "import sys, support.grading; print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    program = "import sys, support.step.grading; print(sorted({name.partition('.')[0] for name in sys.modules}))"
     loaded = subprocess.check_output([sys.executable, "-c", program], cwd=REPO, text=True)
     for name in ("torch", "transformers", "numpy", "datasets", "requests", "psutil", "math_verify", "pydantic"):
         assert repr(name) not in loaded

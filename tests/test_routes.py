@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from config import TrainingError, UserError
-from support import checks, packing, routes, versions
-from support.read_config import load_config
+from support.base import versions
+from support.base.read_config import load_config
+from support.check import checks
+from support.model import routes
+from support.step import packing
 from tests import test_layouts
 from tests.layout_worker import one_layout
 from tests.test_layouts import float64_model, make_plan, make_samples, reference, run_worker, worst_gradient

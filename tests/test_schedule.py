@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from config import Config, UserError
-from support import schedule
-from support.read_config import load_config
+from support.base.read_config import load_config
+from support.step import schedule
 from tests.conftest import REPO
 from tests.test_checkpoint import SMALL, equal, lasting, weights
 from tests.test_forks import apply, title_of

@@ -17,11 +17,12 @@ import megatron_bridge as bridge
 import train_grpo
 from config import TrainingError, UserError
 from rollout import Completion
-from support import checks, clock, launch
-from support.offload import is_away, state_shards
-from support.optimizer_state import optimizer_steps, sharded_state
-from support.read_config import load_config
-from support.rollout_files import as_row
+from support.base.read_config import load_config
+from support.base.rollout_files import as_row
+from support.check import checks
+from support.model.offload import is_away, state_shards
+from support.model.optimizer_state import optimizer_steps, sharded_state
+from support.run import clock, launch
 from tests.conftest import REPO
 from tests.test_exact import response_logps
 from tools.tiny_reward import digits_in_place

@@ -33,6 +33,43 @@ def test_public_functions_of_support_have_a_caller():
     assert not structure.uncalled(REPO)
 
 
+def test_every_import_leads_down():
+    assert not structure.check_floors(REPO), "the floors are in tests/structure.py"
+
+
+def test_every_wing_has_a_line_in_the_readme():
+    wings = {path.parent.name for path in REPO.glob("support/*/__init__.py")}
+    assert wings == {place for place in structure.FLOORS if not place.endswith(".py")}
+    assert set(re.findall(r"^  (\w+)/ ", (REPO / "README.md").read_text(), flags=re.MULTILINE)) == wings
+
+
+@pytest.mark.parametrize(
+    "file, line, message",
+    [
+        ("support/base/one.py", "from config import Config", None),
+        ("support/step/one.py", "from support.step.two import b", None),
+        ("support/step/one.py", "import megatron_bridge as bridge", None),
+        ("reward.py", "from support.judge import sandbox", None),
+        ("train_grpo.py", "from support.run.clock import Clock", None),
+        ("support/base/one.py", "def f():\n    from support.step import packing", "floor 2 imports step of floor 5"),
+        ("support/model/one.py", "import support.data.tokens", "floor 3 imports data of floor 3"),
+        ("support/model/one.py", "from support import base, check", "floor 3 imports check of floor 6"),
+        ("support/model/one.py", "from ..check import checks", "a relative import"),
+        ("rollout.py", "from reward import score", "floor 4 imports reward.py of floor 4"),
+        ("reward.py", "from support.step.grading import Outcome", "floor 4 imports step of floor 5"),
+        ("support/one.py", "", "lies in no wing"),
+        ("support/more/one.py", "", "lies in no wing"),
+        ("support/run/one.py", "from support import clock", "imports support.clock, which is no wing"),
+    ],
+)
+def test_imports_that_do_not_lead_down_are_found(tmp_path, file, line, message):
+    for name in {*structure.TOP, file}:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(line if name == file else "")
+    found = structure.check_floors(tmp_path)
+    assert len(found) == (message is not None) and all(message in text for text in found), found
+
+
 # What a rule says → what it forbids.
 BAD = {
     "f has 61 lines": "def f():\n" + "    pass\n" * 60,
@@ -102,7 +139,7 @@ def test_the_legend_is_read_and_compared():
 def test_the_rules_of_whole_files_find_what_they_forbid(tmp_path):
     (tmp_path / "support/wing").mkdir(parents=True)
     (tmp_path / "train_grpo.py").write_text("x = 1\n" * 431)
-    (tmp_path / "config.py").write_text("from support import clock\n")
+    (tmp_path / "config.py").write_text("from support.run import clock\n")
     for name in ("megatron_bridge.py", "rollout.py", "reward.py"):
         (tmp_path / name).write_text("")
     one = tmp_path / "support/wing/one.py"  # folders in support/ are looked into

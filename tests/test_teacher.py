@@ -12,11 +12,12 @@ import transformers
 import megatron_bridge as bridge
 import train_grpo
 from config import AlgoConfig, DataConfig, UserError
-from support import checks, launch
-from support.data import fingerprint, load_prompts
-from support.metrics import teacher_kl
-from support.read_config import load_config
-from support.teacher import Teacher, align_logp, with_teacher_prompts
+from support.base.read_config import load_config
+from support.check import checks
+from support.data.prompts import fingerprint, load_prompts
+from support.run import launch
+from support.step.metrics import teacher_kl
+from support.step.teacher import Teacher, align_logp, with_teacher_prompts
 from tests.conftest import REPO, read_rows, write_rows
 from tests.test_exact import response_logps
 from tests.test_layouts import float64_model, make_model, make_plan, make_samples, run_worker

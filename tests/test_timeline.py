@@ -6,9 +6,11 @@ import math
 import pytest
 
 from config import ProfileConfig, UserError
-from support import checks, clock, machines, metrics
-from support.read_config import load_config
-from support.timeline import Span, Timeline, chrome_trace
+from support.base.read_config import load_config
+from support.check import checks, machines
+from support.run import clock
+from support.run.timeline import Span, Timeline, chrome_trace
+from support.step import metrics
 from tests.conftest import REPO
 
 CONFIG = str(REPO / "configs/tiny.yaml")

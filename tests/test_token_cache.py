@@ -16,9 +16,9 @@ import pytest
 import transformers
 
 from config import DataConfig
-from support import token_cache
-from support.data import fingerprint, load_prompts
-from support.tokens import jobs_of, tokenise
+from support.data import token_cache
+from support.data.prompts import fingerprint, load_prompts
+from support.data.tokens import jobs_of, tokenise
 from tests.conftest import REPO, read_rows, write_rows
 
 ROWS = 20_500  # 21 blocks, the last one half full
@@ -128,8 +128,8 @@ RANK = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from config import DataConfig
-from support import token_cache
-from support.data import fingerprint, load_prompts, load_tokenizer
+from support.data import token_cache
+from support.data.prompts import fingerprint, load_prompts, load_tokenizer
 token_cache.LARGE_BYTES = 100_000
 cfg = DataConfig(train=sys.argv[2] + "/[ab].jsonl", answer_key="reward_model.ground_truth", max_prompt_tokens=90)
 prompts, dropped = load_prompts(cfg, load_tokenizer(sys.argv[2] + "/tokenizer"))

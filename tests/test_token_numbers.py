@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from config import Config
-from support import metrics
-from support.read_config import override
-from support.rollout_files import as_row
+from support.base.read_config import override
+from support.base.rollout_files import as_row
+from support.step import metrics
 from tests.test_exact import policies, response_logps
 from tools.report.read import Run
 from train_grpo import Sample, flatten

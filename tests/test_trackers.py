@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from config import UserError
-from support import checks, trackers, versions
-from support.read_config import load_config
+from support.base import versions
+from support.base.read_config import load_config
+from support.check import checks
+from support.run import trackers
 from tests.conftest import REPO, read_rows, write_rows
 from tests.test_timeline import check_nesting, check_sums, tracks_of
 
@@ -40,7 +42,7 @@ def made_up_run(out: Path, steps: int) -> list[dict]:
 
 
 def send(out: Path, *arguments: str, shell: str = "", **env: str) -> subprocess.CompletedProcess:
-    command = f"{shell} exec {sys.executable} -m support.trackers {out} {' '.join(arguments)}"
+    command = f"{shell} exec {sys.executable} -m support.run.trackers {out} {' '.join(arguments)}"
     settings = {"env": os.environ | env, "cwd": REPO, "capture_output": True, "text": True, "timeout": 120}
     return subprocess.run(["bash", "-c", command], **settings)
 
@@ -239,7 +241,7 @@ def test_trackers_that_die_end_no_run(tiny, tmp_path):
         )  # fmt: skip
         try:
             run.wait_for("log.wandb: ")
-            feeders = [p for p in run.family() if "support.trackers" in p.cmdline()]
+            feeders = [p for p in run.family() if "support.run.trackers" in p.cmdline()]
             dying = feeders if victim == "python" else [p for p in run.family() if p.name() == victim]
             assert dying
             for process in dying:

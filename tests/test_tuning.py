@@ -6,11 +6,11 @@ They are written from the plan of memory, with which tests/test_memory_plan.py c
 import re
 
 import megatron_bridge as bridge
-from support import hints
-from support.read_config import KEYS, SECTIONS
-from support.remedies import MEMORY, PLAN, VLLM_MEMORY
-from support.remedies import METRICS as HINTED
-from support.vllm_process import engine_options
+from support.base.read_config import KEYS, SECTIONS
+from support.base.remedies import MEMORY, PLAN, VLLM_MEMORY
+from support.base.remedies import METRICS as HINTED
+from support.engine.vllm_process import engine_options
+from support.run import hints
 from tests.conftest import REPO
 from tools import tuning
 

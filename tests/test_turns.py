@@ -15,9 +15,10 @@ import transformers
 import train_grpo
 from config import UserError
 from rollout import Completion
-from support import checks, turns
-from support.grading import GradingPool, Ledger
-from support.read_config import load_config
+from support.base.read_config import load_config
+from support.check import checks
+from support.step import turns
+from support.step.grading import GradingPool, Ledger
 from tests.conftest import EXACT, REPO, Training
 from tests.test_checkpoint import equal, lasting, weights
 from tests.test_exact import LAYOUTS, policies

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from config import AlgoConfig, UserError
-from support import checks, run_plan
-from support.read_config import load_config
+from support.base.read_config import load_config
+from support.check import checks, run_plan
 from tests.conftest import REPO
 from train_grpo import (
     Sample,

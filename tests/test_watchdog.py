@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from support import processes
+from support.base import processes
 from tests.conftest import REPO
 
 START = """
 import os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from support import ranks
-from support.records import gather_samples
-from support.clock import Clock, StopRequested
-from support.signals import StopSignals
-from support.watchdog import Watchdog
+from support.base import ranks
+from support.step.records import gather_samples
+from support.run.clock import Clock, StopRequested
+from support.run.signals import StopSignals
+from support.run.watchdog import Watchdog
 
 folder, rank, restart = Path(sys.argv[1]), int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
 ranks.die_with_torchrun()
@@ -339,7 +339,7 @@ note("same")
 def test_ranks_agree_and_a_clock(start):
     program = """
 import math
-from support import preflight
+from support.check import preflight
 assert ranks.on_any_rank(rank == 1) and not ranks.on_any_rank(False)
 assert ranks.gather(rank) == [0, 1]
 assert ranks.on_first_rank(lambda: "lock") == (None if rank else "lock")

@@ -34,10 +34,13 @@ from bench_works import GIB, GROUP, KL, LR, MAX_PROMPT_TOKENS, PHASES, PROMPTS, 
 import megatron_bridge as bridge
 import train_grpo
 from config import Config, UserError
-from support import checks, cpu_engine, launch, memory, push_check, ranks, versions
-from support.clock import Clock
-from support.data import prompt_batch
-from support.read_config import load_config
+from support.base import memory, ranks, versions
+from support.base.read_config import load_config
+from support.check import checks
+from support.data.prompts import prompt_batch
+from support.engine import cpu_engine, push_check
+from support.run import launch
+from support.run.clock import Clock
 
 MICRO_BATCH = 4096  # tokens
 

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import megatron_bridge as bridge
 import train_grpo
 from config import Config
-from support import memory, ranks
-from support.packing import to_micro_batches
-from support.read_config import load_config
-from support.records import gather_samples
-from support.rollout_files import RolloutWriter
+from support.base import memory, ranks
+from support.base.read_config import load_config
+from support.base.rollout_files import RolloutWriter
+from support.step.packing import to_micro_batches
+from support.step.records import gather_samples
 
 GROUP = 16  # answers of a prompt
 

@@ -65,7 +65,7 @@ def patch_vllm_for_cpu(dtype: str) -> None:
 
     from trl.generation import vllm_generation
 
-    from support import cpu_engine
+    from support.engine import cpu_engine
 
     def sync_weights(self) -> None:
         weights = self._iter_named_params()
@@ -172,7 +172,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
     work = WORKS[args.work]
     if args.vllm:
-        from support.vllm_process import set_environment
+        from support.engine.vllm_process import set_environment
 
         set_environment()
         patch_vllm_for_cpu({"fp32": "float32", "bf16": "bfloat16"}[work.dtype])

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import versions
-from support.remedies import INSTALL, NO_BF16_UNITS, try_one_of
-from support.remedies import MACHINE as REMEDY
-from support.versions import gib, numbers
+from support.base import versions
+from support.base.remedies import INSTALL, NO_BF16_UNITS, try_one_of
+from support.base.remedies import MACHINE as REMEDY
+from support.base.versions import gib, numbers
 from tools.machine import BESIDE_TORCH, RANK_NAMES, facts
 
 OK = "ok"

@@ -20,10 +20,10 @@ import torch
 import megatron_bridge as bridge
 import train_grpo
 from config import Config, UserError
-from support import checks
-from support.data import load_tokenizer
-from support.packing import MicroBatch, pack
-from support.read_config import load_config
+from support.base.read_config import load_config
+from support.check import checks
+from support.data.prompts import load_tokenizer
+from support.step.packing import MicroBatch, pack
 from tools import drawing
 from tools.drawing import WIDTH, box, svg, text
 

@@ -20,9 +20,9 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, 
 
 import megatron_bridge as bridge
 from config import Config, ParallelConfig, UserError
-from support.memory_count import fake_process_groups, stage_shapes
-from support.packing import bubble
-from support.run_plan import rows_of_an_update
+from support.check.memory_count import fake_process_groups, stage_shapes
+from support.check.run_plan import rows_of_an_update
+from support.step.packing import bubble
 
 WIDTH = 1000  # of every picture, in pixels
 MOST_REPLICAS = 4  # that are drawn

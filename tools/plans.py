@@ -2,8 +2,8 @@
 
     python -m tools.plans
 
-By arithmetic and from config.json alone, see support/memory_plan.py. Models are on the hub, so their shapes are those
-of tools/bench_works.py; configs whose model is not among them, the demo's, are left out.
+By arithmetic and from config.json alone, see support/check/memory_plan.py. Models are on the hub, so their shapes are
+those of tools/bench_works.py; configs whose model is not among them, the demo's, are left out.
 """
 
 import json
@@ -17,8 +17,8 @@ sys.path.insert(0, str(REPO / "tools"))
 import bench_works  # noqa: E402
 
 from config import Config  # noqa: E402
-from support import memory_plan  # noqa: E402
-from support.read_config import load_config  # noqa: E402
+from support.base.read_config import load_config  # noqa: E402
+from support.check import memory_plan  # noqa: E402
 
 GPU_GB = 80
 SHAPES = {  # name on the hub → in tools/bench_works.py

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from support import sandbox
+from support.judge import sandbox
 
 
 def rows(secrets: str) -> Iterator[dict]:

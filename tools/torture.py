@@ -43,7 +43,8 @@ def worker(argv: list[str]) -> int:
     """Run train_grpo.py; rank 0 writes a line to the file $TORTURE_LOG when a phase begins and when it ends."""
     sys.path.insert(0, str(REPO))
     import train_grpo
-    from support import checkpoint, hf_folder
+    from support.base import hf_folder
+    from support.model import checkpoint
 
     def log_phase(owner, name: str, phase: str) -> None:
         """Replace the function `name` of `owner` by one that logs its begin and end as `phase`."""

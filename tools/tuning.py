@@ -1,4 +1,4 @@
-"""Write the tables of remedies in docs/tuning.md, from support/remedies.py.
+"""Write the tables of remedies in docs/tuning.md, from support/base/remedies.py.
 
     python -m tools.tuning
 
@@ -12,7 +12,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from support import remedies  # noqa: E402
+from support.base import remedies  # noqa: E402
 
 PAGE = REPO / "docs/tuning.md"
 KEY = re.compile(r"\b(?:algo|data|megatron|model|parallel|reward|rollout|train)\.\w+(?:\.\w+)*(?:=[\w.]+)?")

@@ -14,8 +14,9 @@ import megatron_bridge as bridge
 import train_grpo
 from config import Config, TrainingError
 from rollout import Engine
-from support import checks, ranks
-from support.attention import use_flash_attention_3
+from support.base import ranks
+from support.check import checks
+from support.model.attention import use_flash_attention_3
 from tools.gpu_checks import worker
 
 GPU = torch.cuda.device_count() > 0

@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from support.attention import Segments, attend_padded, attend_varlen, use_flash_attention_3
-from support.experts import GroupedLinear
-from support.layers import device
+from support.model.attention import Segments, attend_padded, attend_varlen, use_flash_attention_3
+from support.model.experts import GroupedLinear
+from support.model.layers import device
 from tools.gpu_checks import worker
 
 # (query heads, key heads, head size, query lengths, key lengths if different, window)

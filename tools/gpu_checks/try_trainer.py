@@ -15,9 +15,10 @@ import transformers
 import megatron_bridge as bridge
 import train_grpo
 from config import Config
-from support import offload, ranks
-from support.attention import use_flash_attention_3
-from support.packing import Batch, to_micro_batches
+from support.base import ranks
+from support.model import offload
+from support.model.attention import use_flash_attention_3
+from support.step.packing import Batch, to_micro_batches
 from tools.gpu_checks import worker
 
 UPDATES = 5
@@ -177,7 +178,7 @@ def check_offload(record: worker.Record) -> None:
 
 def check_plan(record: worker.Record) -> None:
     """Compare the trainer's memory planned by --dry-run with what torch allocates; on a GPU at the shape of a 0.5B."""
-    from support import memory_plan
+    from support.check import memory_plan
 
     gpu = torch.cuda.is_available()
     ranks.join_ranks(600)

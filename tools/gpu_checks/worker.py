@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 import train_grpo
 from config import Config
-from support import ranks, vllm_process
-from support.read_config import load_config
+from support.base import ranks
+from support.base.read_config import load_config
+from support.engine import vllm_process
 from tools import bench_works, make_tiny
 from tools.gpu_checks.checks import FOLDER, ROWS
 

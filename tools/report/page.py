@@ -7,7 +7,7 @@ import html
 import json
 from pathlib import Path
 
-from support.memory import PHASES
+from support.base.memory import PHASES
 from tools.report.panels import SECTIONS
 from tools.report.read import BYTES_A_TOKEN, Run
 

@@ -17,8 +17,8 @@ import yaml
 from huggingface_hub import try_to_load_from_cache
 
 from config import UserError
-from support import hints
-from support.read_config import SECTIONS, validate
+from support.base.read_config import SECTIONS, validate
+from support.run import hints
 
 Z = 1.96  # quantile of the normal distribution for 95 % bands
 BYTES_A_TOKEN = 4.5  # of the page per response token, about: id and log-prob, compressed, as base64
@@ -41,7 +41,7 @@ class Run:
 
     def find_tokenizer(self, given: str | None):
         """Load the `given` tokenizer, else that of the run's export or of model.path; None and a note without any."""
-        from support.data import load_tokenizer
+        from support.data.prompts import load_tokenizer
 
         exports = sorted(self.folder.glob("hf/step_*/tokenizer_config.json"))
         found = str(exports[-1].parent) if exports else find_local_model(self.config.get("model", {}).get("path", ""))
@@ -186,8 +186,10 @@ def find_changed_keys(config: dict) -> list[str]:
 
 
 def describe_layout(config: dict, folder: Path, notes: list[str]) -> str:
-    """Return layout, step and loss as printed at the start (support/run_plan.py). Adds what is unknown to `notes`."""
-    from support import run_plan
+    """Return layout, step and loss as printed at the start (support/check/run_plan.py). Adds what is unknown to
+    `notes`.
+    """
+    from support.check import run_plan
 
     states = sorted(folder.glob("checkpoints/step_*/state.json"))
     p = config.get("parallel", {})
@@ -204,7 +206,7 @@ def describe_layout(config: dict, folder: Path, notes: list[str]) -> str:
 
 
 def collect_hints(steps: list[dict]) -> list[dict]:
-    """Return every hint of support/hints.py for these steps: since which step, and whether it still holds."""
+    """Return every hint of support/run/hints.py for these steps: since which step, and whether it still holds."""
     found = {}
     now = {}
     for end in range(hints.WINDOW, len(steps) + hints.WINDOW, hints.WINDOW):
@@ -232,11 +234,12 @@ def compute_part_means(samples: list[dict]) -> dict[str, float]:
 
 
 def evaluation_bands(samples: list[dict], pass_reward: float) -> dict[str, list]:
-    """Return {"eval/source/avg@n": [mean, half-width of the 95 % band, prompts], …}; means as in support/metrics.py.
+    """Return {"eval/source/avg@n": [mean, half-width of the 95 % band, prompts], …}; means as in
+    support/step/metrics.py.
 
     The band is that of the mean over prompts: 1.96 standard errors, std with ddof 1; None for a single prompt.
     """
-    from support.metrics import pass_at_k
+    from support.step.metrics import pass_at_k
 
     groups = defaultdict(list)
     for s in samples:

@@ -1,0 +1,188 @@
+"""The files of a run, its lock, and how files and folders are written safely to the disk.
+
+output_dir/config.yaml             the whole configuration
+output_dir/versions.json           the commit and the versions of packages; under "earlier" those before a resume
+output_dir/metrics.jsonl           a JSON object a step; docs/metrics.md
+output_dir/rollouts/step_N.jsonl   every sample of the step; support/base/rollout_files.py
+output_dir/rollouts/eval_N.jsonl   every sample of the evaluation after step N
+output_dir.lock                    the process that writes there; beside the folder, which may be renamed
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from config import UserError
+from support.base.versions import versions
+
+
+def log_metrics(out: Path, metrics: dict) -> None:
+    """Add a line to metrics.jsonl, on the disk before this returns; null for NaN and infinity."""
+    numbers = {key: value if value is None or math.isfinite(value) else None for key, value in metrics.items()}
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(numbers, default=float) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ---------------------------------------------------------------- the output folder
+
+
+def lock_output_dir(path: Path) -> IO | None:
+    """Lock the output folder `path` for this process; keep the returned file open. Raises UserError.
+
+    The lock is on the file `path`.lock beside the folder, and ends with the process, however it dies. It warns where
+    the file system has no locks, and returns None where the file cannot be opened either.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = None
+    try:
+        file = open(f"{os.path.abspath(path)}.lock", "a+")  # noqa: SIM115, open as long as the run
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        raise UserError(
+            f"output_dir={path} is in use by {owner}: two runs in one output folder would mix; "
+            "choose another output_dir"
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        print(f"warning: output_dir={path} cannot be locked ({error.strerror}); start no second run in it", flush=True)
+        return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def open_output_dir(path: Path, config_yaml: str, resume: str, step: int) -> None:
+    """Prepare the output folder, which is locked, for the steps after `step`, as `resume` says. Raises UserError."""
+    try:
+        if resume == "none":
+            new_output_dir(path, config_yaml)
+        else:
+            continue_output_dir(path, config_yaml, step)
+        write_versions(path / "versions.json", step)
+    except (OSError, ValueError) as error:
+        raise UserError(f"output_dir={path}: {error}") from None
+
+
+def new_output_dir(path: Path, config_yaml: str) -> None:
+    """Make an empty output folder. That of an earlier run is renamed, never mixed with this one or overwritten."""
+    if (path / "metrics.jsonl").exists():
+        number = 1
+        while path.with_name(f"{path.name}.{number}").exists():
+            number += 1
+        aside = path.with_name(f"{path.name}.{number}")
+        path.rename(aside)
+        print(f"moved the earlier run in {path} to {aside}")
+    (path / "rollouts").mkdir(parents=True, exist_ok=True)
+    (path / "config.yaml").write_text(config_yaml)
+    (path / "metrics.jsonl").write_text("")
+
+
+def continue_output_dir(path: Path, config_yaml: str, step: int) -> None:
+    """Prepare the output folder of a run that resumes after `step`: remove what was written for later steps."""
+    (path / "rollouts").mkdir(parents=True, exist_ok=True)
+    (path / "config.yaml").write_text(config_yaml)
+    log = path / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    kept = []
+    for line in lines:
+        if not line.endswith("\n"):
+            print(f"{log} ends in half a line, which is dropped")
+        elif step and json.loads(line)["step"] <= step:
+            kept.append(line)
+    log.with_suffix(".tmp").write_text("".join(kept))
+    log.with_suffix(".tmp").rename(log)
+    for file in (path / "rollouts").iterdir():
+        ours = re.fullmatch(r"(step|eval)_(\d+)\.jsonl(\.tmp)?", file.name)
+        if ours and (int(ours[2]) > step or step == 0 or ours[3]):
+            file.unlink()
+
+
+def write_versions(path: Path, step: int) -> None:
+    """Write the versions of this run. Those it ran with until `step` stay under "earlier"."""
+    previous = json.loads(path.read_text()) if step and path.exists() else {}
+    earlier = previous.pop("earlier", [])
+    if previous and previous != versions():
+        earlier.append({"until_step": step, **previous})
+    write_synced(path, json.dumps({**versions(), "earlier": earlier}, indent=1) + "\n")
+
+
+# ---------------------------------------------------------------- writing to the disk
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file and wait until it is on the disk."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def complete_folder(target: Path) -> Iterator[Path]:
+    """A new folder to write files into, which becomes `target` where the block ends without an exception.
+
+    `target` is complete or absent, however the process ends: the files are on the disk before the folder has its name.
+    """
+    temporary = make_temporary_folder(target)
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            sync(file)
+        put_in_place(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def make_temporary_folder(target: Path) -> Path:
+    """An empty folder `target`.tmp, in place of one that a killed process has left."""
+    temporary = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Give a folder, whose files are on the disk, its final name; one that has it already is replaced as a whole."""
+    sync(temporary)
+    if target.exists():
+        add_suffix(target, "replaced")
+    temporary.rename(target)
+    sync(target.parent)
+    shutil.rmtree(target.with_name(f"{target.name}.replaced"), ignore_errors=True)
+
+
+def add_suffix(folder: Path, reason: str) -> None:
+    """Rename a folder to NAME.REASON, so that nothing takes it for a valid checkpoint, export or cache any more."""
+    target = folder.with_name(f"{folder.name}.{reason}")
+    shutil.rmtree(target, ignore_errors=True)
+    folder.rename(target)
+
+
+def digest_file(path: Path) -> list:
+    """[bytes, SHA-256] of a file."""
+    with path.open("rb") as file:
+        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]

@@ -1,0 +1,89 @@
+"""Folders in Hugging Face's format: where a model's files are, what they hold, and the export of a trained one."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from support.base.files import complete_folder
+
+EXPORT_SHARD_BYTES = 4 << 30
+
+
+def local_folder(path: str) -> str:
+    """The folder of a model: `path` itself, or the download of a hub name (the hub's client locks between ranks)."""
+    if Path(path).is_dir():
+        return path
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    import huggingface_hub  # costs a start a second
+
+    return huggingface_hub.snapshot_download(path, allow_patterns=wanted)
+
+
+def count_weights(path: str) -> int:
+    """Elements of all tensors in the safetensors files of a folder."""
+    total = 0
+    for file in set(safetensor_files(path).values()):
+        with safe_open(file, framework="pt") as handle:
+            total += sum(math.prod(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118
+    return total
+
+
+def safetensor_files(path: str) -> dict[str, str]:
+    """Tensor name → file, for the safetensors of a folder. Raises FileNotFoundError where there are none."""
+    index = Path(path, "model.safetensors.index.json")
+    if index.exists():
+        return {name: str(Path(path, file)) for name, file in json.loads(index.read_text())["weight_map"].items()}
+    single = Path(path, "model.safetensors")
+    if not single.exists():
+        raise FileNotFoundError(f"{path} holds no model.safetensors")
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), str(single))
+
+
+def export_hf(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: Path) -> None:
+    """Write (Hugging Face name, full tensor) pairs to the folder `target` so that transformers and vLLM load it.
+
+    Config and tokenizer come from `source`. Called on every rank, written by rank 0; `target` is complete or absent.
+    """
+    if dist.get_rank() == 0:
+        with complete_folder(target) as folder:
+            for file in Path(source).iterdir():
+                if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
+                    shutil.copy(file, folder)
+            write_weights(weights, folder)
+    else:
+        for _ in weights:  # gathering a tensor needs every rank
+            pass
+    dist.barrier()
+
+
+def write_weights(weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write tensors to safetensors files of EXPORT_SHARD_BYTES at most, and their index. Holds one file in memory."""
+    weight_map = {}
+    shard = {}  # the tensors of the file that comes next
+    shard_bytes = 0
+    shards = 0  # files that are written
+
+    def write_shard() -> None:
+        file = f"model-{shards:05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+
+    for name, tensor in weights:
+        if shard and shard_bytes + tensor.nbytes > EXPORT_SHARD_BYTES:
+            write_shard()
+            shards += 1
+            shard = {}
+            shard_bytes = 0
+        shard[name] = tensor.cpu()
+        shard_bytes += tensor.nbytes
+    write_shard()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

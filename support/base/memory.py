@@ -1,0 +1,188 @@
+"""Memory: what each phase of a step takes, whether that grows from step to step, and what is free. Knows no trainer.
+
+On GPUs it is what torch has allocated there; on the CPU the resident memory of the process.
+"""
+
+import math
+import statistics
+from collections import defaultdict, deque
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from support.base.remedies import HOST_MEMORY
+
+GIB = 2**30
+PHASES = ("rollout", "reward", "logprob", "train", "sync", "save")  # of every step
+AFTER_SLEEP = "logprob"  # the first phase after vLLM has gone to sleep
+# Memory that grows over GROWTH_STEPS steps by more than both is worth a warning.
+GROWTH_STEPS = 21
+GROWTH_SHARE = 0.05
+GROWTH_GB = 0.25
+
+
+class Meter:
+    """Memory of the phases of a step, in GiB, on this rank: what is held after each, and the peak within it."""
+
+    def __init__(self):
+        self.largest = 0.0  # since the process began
+        self.resets = True  # peaks are those of a phase
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Forget the phases of the step before."""
+        self.held: dict[str, float] = {}
+        self.peaks: dict[str, float] = {}
+        self.free_asleep = 0.0
+
+    def enter(self, phase: str) -> None:
+        """Start the peak of a phase. Phases that are in no metric count as what is between the others."""
+        if phase not in PHASES:
+            return
+        self.largest = max(self.largest, used_gb()[1])
+        if phase == AFTER_SLEEP and torch.cuda.is_available():
+            self.free_asleep = torch.cuda.mem_get_info()[0] / GIB
+        self.resets = reset_peak()
+
+    def leave(self, phase: str) -> None:
+        """Note the memory of a phase at its end; of one that comes twice in a step the last, and the larger peak."""
+        if phase not in PHASES:
+            return
+        self.held[phase], peak = used_gb()
+        self.peaks[phase] = max(self.peaks.get(phase, 0.0), peak)
+        self.largest = max(self.largest, peak)
+
+    def numbers(self) -> dict[str, float | None]:
+        """The metrics mem/* of the step: the maximum over ranks, of free memory the minimum. All ranks call this."""
+        mine = {f"mem/{phase}_gb": self.held.get(phase, 0.0) for phase in PHASES}
+        mine |= {f"mem/{phase}_peak_gb": self.peaks.get(phase, 0.0) for phase in PHASES}
+        mine |= {"mem/peak_gb": self.largest, "mem/host_gb": resident_gb()[0]}
+        mine |= {"mem/free_asleep_gb": -self.free_asleep, "mem/host_free_gb": -host_free_bytes() / GIB}
+        values = torch.tensor([*mine.values()], dtype=torch.float64)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        found = dict(zip(mine, values.abs().tolist(), strict=True))
+        unknown = []
+        if not torch.cuda.is_available():
+            unknown.append("mem/free_asleep_gb")
+        if not self.resets:
+            unknown += [f"mem/{phase}_peak_gb" for phase in PHASES]
+        return found | dict.fromkeys(unknown)
+
+
+def used_gb() -> tuple[float, float]:
+    """What the trainer holds now, and the most since `reset_peak`, in GiB."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() / GIB, torch.cuda.max_memory_allocated() / GIB
+    return resident_gb()
+
+
+def reset_peak() -> bool:
+    """Set the peak to what is held now; False where the system does not allow it."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # some containers
+        return False
+    return True
+
+
+def resident_gb() -> tuple[float, float]:
+    """Resident memory of this process now, and the most since it began or `reset_peak`, in GiB."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    now = fields["VmRSS"]
+    return tuple(int(field.split()[0]) / 2**20 for field in (now, fields.get("VmHWM", now)))
+
+
+# ---------------------------------------------------------------- growth
+
+
+class Growth:
+    """The memory of the last steps, and a warning where it grows all along."""
+
+    def __init__(self):
+        self.past: dict[str, deque] = defaultdict(lambda: deque(maxlen=GROWTH_STEPS))
+
+    def warning(self, metrics: dict[str, float | None]) -> str | None:
+        """What to tell the user after a step with these metrics; at most once in GROWTH_STEPS steps."""
+        grown = {}
+        for name in (*PHASES, "host"):
+            now = metrics.get(f"mem/{name}_gb")
+            if now is not None:
+                self.past[name].append(now)
+                grown[name] = growth([*self.past[name]])
+        names = [name for name, gb in grown.items() if gb]
+        if not names:
+            return None
+        worst = max(names, key=grown.get)
+        now = self.past[worst][-1]
+        self.past.clear()
+        return (
+            f"memory grows: {grown[worst]:.2f} GiB more within {GROWTH_STEPS} steps, now {now:.2f} GiB ({worst}; see "
+            f"mem/{'_gb, mem/'.join(names)}_gb). Something keeps more with each step, such as a list in a fork or in a "
+            "reward function; before memory ends, stop and go on with resume=auto"
+        )
+
+
+def growth(values: list[float]) -> float:
+    """How much the median of the last third is above that of the first, in GiB.
+
+    0 where that is little, or where the rise is not steady: a cache that fills once is no leak.
+    """
+    if len(values) < GROWTH_STEPS:
+        return 0.0
+    third = len(values) // 3
+    early = statistics.median(values[:third])
+    middle = statistics.median(values[third:-third])
+    late = statistics.median(values[-third:])
+    rise = late - early
+    steady = min(middle - early, late - middle) > rise / 4
+    if steady and rise > max(GROWTH_SHARE * early, GROWTH_GB):
+        return rise
+    return 0.0
+
+
+# ---------------------------------------------------------------- the host
+
+
+def host_free_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """What processes may still take of the host's memory: of the machine, or of the limits above this process.
+
+    The limits are those of cgroups (version 2), as containers and Slurm jobs have them; cached files count as free.
+    """
+    free = [psutil.virtual_memory().available]
+    lines = own.read_text().splitlines() if own.exists() else []
+    for line in lines:
+        if line.startswith("0::/"):
+            own_folder = cgroups / line.removeprefix("0::/")
+            free += [free_in_cgroup(folder) for folder in (own_folder, *own_folder.parents)]
+    return max(int(min(free)), 0)
+
+
+def free_in_cgroup(folder: Path) -> float:
+    """Bytes that a cgroup may still take; infinite where it has no limit."""
+    limit = folder / "memory.max"
+    if not limit.exists():
+        return math.inf
+    most = limit.read_text().strip()
+    if most == "max":
+        return math.inf
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+    return int(most) - used
+
+
+def host_warning(needed: int, ranks: int) -> str | None:
+    """What to tell the user where `ranks` ranks of this machine need more than it has free, `needed` bytes each."""
+    free = host_free_bytes()
+    if needed * ranks <= free:
+        return None
+    who = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return (
+        f"{who} on this machine will hold about {needed * ranks / GIB:.1f} GiB of host "
+        f"memory, {free / GIB:.1f} GiB are free: the system may kill them without a word (torchrun's exitcode -9). "
+        f"{'; '.join(HOST_MEMORY)}"
+    )

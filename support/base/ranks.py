@@ -1,0 +1,170 @@
+"""The ranks of a run: joining the process group, collectives on Python objects, output. Knows no trainer."""
+
+import datetime
+import math
+import os
+import pickle
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from config import RankError, UserError
+from support.base import processes
+
+# ---------------------------------------------------------------- before there is a process group
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, which prints for the run; known before a process group exists."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Write a line to standard error by one system call, so that threads do not mix their output."""
+    os.write(2, f"{text}\n".encode(errors="replace"))
+
+
+def die_with_torchrun() -> None:
+    """Have the kernel kill this process as soon as torchrun ends, however it does; call it early.
+
+    Does nothing without torchrun. The parent is then srun's daemon, which ends its ranks itself, or a shell that may
+    end before them.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    processes.die_with_parent()
+    if os.getsid(0) != os.getpid():
+        return  # a wrapper script is in between
+    parent = os.getppid()
+    try:
+        maps = Path(f"/proc/{parent}/maps").read_text(errors="replace")
+        gone = bool(maps) and "libtorch" not in maps
+    except OSError as error:
+        gone = isinstance(error, PermissionError) and parent == 1  # an init of another user; torchrun can be read
+    if gone:  # torchrun ended before this call, and this process has another parent now
+        say("torchrun has ended, so this rank ends too")
+        os._exit(1)
+
+
+# ---------------------------------------------------------------- joining the process group
+
+
+def join_ranks(timeout_s: float) -> None:
+    """Join the process group at MASTER_ADDR:MASTER_PORT; see init_distributed. Raises RankError."""
+    try:
+        init_distributed(timeout_s)
+    except dist.DistError as error:
+        raise RankError(
+            f"rank {os.environ['RANK']} cannot meet the others at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({str(error).splitlines()[0]}). If the address "
+            "is in use, another job has this MASTER_PORT: choose another; else rank 0 has ended or is unreachable"
+        ) from error
+
+
+def init_distributed(timeout_s: float) -> None:
+    """Create the default process group: gloo on the CPU, NCCL (and gloo for Python objects) on GPUs.
+
+    A collective that takes longer than `timeout_s` fails. Raises torch's DistError.
+    """
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpu else "gloo",
+        store=fresh_store(),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def fresh_store() -> dist.Store:
+    """A store for init_process_group without entries of an earlier start of these ranks. Every rank calls this.
+
+    Under --max-restarts torchrun keeps its store (torch 2.13, pytorch issue 135712): a rank could read the address of a
+    dead one there, then fail or hang. TORCHELASTIC_RESTART_COUNT does not identify a start: each node counts its own.
+    So rank 0 gives this start a name. It sends the name to each rank in reply to a random key that only a living rank
+    waits on.
+    """
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size))
+    name = uuid.uuid4().hex
+    if rank:
+        store.set(f"hello/{rank}", name)
+        name = store.get(f"name/{name}").decode()
+        store.set(f"heard/{name}/{rank}", "")
+        return dist.PrefixStore(name, store)
+    waiting = set(range(1, world_size))
+    while waiting:
+        for other in [r for r in waiting if store.check([f"hello/{r}"])]:
+            store.set(f"name/{store.get(f'hello/{other}').decode()}", name)
+        waiting = {r for r in waiting if not store.check([f"heard/{name}/{r}"])}
+        time.sleep(0.02)
+    return dist.PrefixStore(name, store)
+
+
+# ---------------------------------------------------------------- collectives; all ranks call these at the same place
+
+
+def on_any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank; the same on every rank."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    flags = torch.tensor(float(flag), device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
+
+
+def on_first_rank(action: Callable[[], Any]) -> Any:
+    """Run `action` on rank 0 and return its result there, None elsewhere.
+
+    A UserError or ValueError of it raises UserError on every rank.
+    """
+    result = None
+    message = [None]
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except (UserError, ValueError) as error:
+            message = [str(error)]
+    dist.broadcast_object_list(message)
+    if message[0] is not None:
+        raise UserError(message[0])
+    return result
+
+
+def gather(value: Any) -> list:
+    """All-gather a value that can be pickled; the values of all ranks, in the order of ranks, on every rank.
+
+    Contiguous numpy arrays in it are sent as raw bytes, without pickling, and returned as views of one buffer. Each
+    rank broadcasts its arrays into that buffer, so that uneven sizes need no padding.
+    """
+    arrays = []
+    pickled = pickle.dumps(value, protocol=5, buffer_callback=lambda array: arrays.append(array.raw()))
+    headers = [None] * dist.get_world_size()
+    dist.all_gather_object(headers, (pickled, [len(array) for array in arrays]))
+    offsets = []  # of each rank: where its arrays begin, at multiples of 8 bytes, and the end of the last
+    total = 0
+    for _, sizes in headers:
+        padded = [math.ceil(size / 8) * 8 for size in sizes]
+        offsets.append(total + np.cumsum([0, *padded]))
+        total += sum(padded)
+    buffer = np.empty(total, np.uint8)  # by numpy, which asks for huge pages: few page faults
+    view = memoryview(buffer)
+    for start, array in zip(offsets[dist.get_rank()][:-1], arrays, strict=True):
+        view[start : start + len(array)] = array.cast("B")
+    whole = torch.from_numpy(buffer)
+    for rank, starts in enumerate(offsets):
+        if starts[-1] > starts[0]:
+            dist.broadcast(whole[starts[0] : starts[-1]], src=rank)
+    values = []
+    for (pickled, sizes), starts in zip(headers, offsets, strict=True):
+        parts = [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        values.append(pickle.loads(pickled, buffers=parts))
+    return values

@@ -1,0 +1,197 @@
+"""How a configuration is read: the defaults, under YAML files, under `section.key=value` overrides."""
+
+import difflib
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+
+from config import Config, Section, UserError
+
+SECTIONS = {key: kind for key, kind in Config.__annotations__.items() if isinstance(kind, type(Section))}
+KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields)]
+
+
+def load_config(path: str, overrides: list[str]) -> Config:
+    """The defaults, under the YAML file `path`, under `section.key=value` overrides. Raises UserError."""
+    tree = read_file(Path(path))
+    for override in overrides:
+        tree = merge(tree, read_override(override))
+    check_placeholders(tree)
+    return validate(tree, path)
+
+
+def merge(tree: Any, layer: Any) -> Any:
+    """The tree of settings, changed by the settings of `layer`. Sections are merged, all else is replaced."""
+    if not (isinstance(tree, dict) and isinstance(layer, dict)):
+        return layer
+    return tree | {key: merge(tree.get(key), value) for key, value in layer.items()}
+
+
+def check_placeholders(tree: dict) -> None:
+    """Raises UserError for values that OmegaConf, which other trainers use, would replace: ??? and ${...}."""
+    values = list(iterate_values(tree))
+    unset = sorted(key for key, value in values if value == "???")
+    if unset:
+        raise UserError(f"{', '.join(unset)}: set to ???; give a value")
+    for key, value in values:
+        if isinstance(value, str) and "${" in value:
+            raise UserError(f"{key}={value!r}: values are not interpolated; write the value itself")
+
+
+def iterate_values(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every value in a tree that is neither a mapping nor a list."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from iterate_values(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(tree, list):
+        for number, value in enumerate(tree):
+            yield from iterate_values(value, f"{key}[{number}]")
+    else:
+        yield key, tree
+
+
+# ---------------------------------------------------------------- YAML
+
+
+class Loader(yaml.SafeLoader):
+    """YAML 1.1 with the types of JSON only, where 1e-6 is a number, a date is text, and no key may stand twice."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        """The value of a document. Unlike PyYAML's own, it refuses an anchor that holds itself."""
+        return self.construct_object(node, deep=True)
+
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
+        """The values of a mapping. Raises ConstructorError for a key that stands twice."""
+        names = set()
+        for name, _ in node.value:
+            if isinstance(name, yaml.ScalarNode) and name.value in names:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"found duplicate key {name.value}", name.start_mark
+                )
+            if isinstance(name, yaml.ScalarNode):
+                names.add(name.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
+Loader.yaml_constructors = {
+    tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag in TAGS or tag is None
+}
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in TAGS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+# YAML 1.1 itself wants a point in the number and a sign in the exponent.
+EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, "-+.0123456789")
+
+
+def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict:
+    """The settings of a YAML file, merged over those of the file that its `base` names, relative to its folder.
+
+    `above`: the files whose `base` led here. Raises UserError.
+    """
+    where = "--config " + ", its base ".join(map(str, (*above, path)))
+    try:
+        with path.open("rb") as file:
+            layer = yaml.load(file, Loader)
+    except FileNotFoundError:
+        raise UserError(f"{where}: no such file") from None
+    except Exception as error:  # PyYAML fails in any way where a value does not have the form of its tag
+        raise UserError(f"{where}: cannot read the configuration: {error}") from None
+    if layer is None:  # an empty file
+        layer = {}
+    base = layer.pop("base", None) if isinstance(layer, dict) else None
+    named = isinstance(layer, dict) and all(isinstance(name, str) for name in layer)
+    if not named or not isinstance(base, str | None):
+        raise UserError(f"{where}: legal are keys with values, where `base` is the path of a file")
+    if len(above) == 10:
+        raise UserError(f"{where}: the `base` files go round in a circle")
+    # A section whose keys are all commented out is null in YAML.
+    layer = {key: value for key, value in layer.items() if value is not None or key not in SECTIONS}
+    check_sections(layer)
+    if not base:
+        return layer
+    return merge(read_file(path.parent / base, (*above, path)), layer)
+
+
+def read_override(override: str) -> dict:
+    """{section: {key: value}} of `section.key=value`, where the value is YAML. Raises UserError."""
+    if not re.fullmatch(r"[^.=\[\]]+(\.[^.=\[\]]+)*=.*", override, re.DOTALL):
+        raise UserError(f"override {override!r} is not of the form section.key=value")
+    key, _, text = override.partition("=")
+    try:
+        layer = yaml.load(text, Loader)
+    except Exception as error:  # as above
+        raise UserError(f"override {override!r}: its value is not YAML: {' '.join(str(error).split())}") from None
+    for name in reversed(key.split(".")):
+        layer = {name: layer}
+    check_sections(layer)
+    return layer
+
+
+def check_sections(layer: dict) -> None:
+    """Raises UserError for a section that holds something else than keys."""
+    for name in SECTIONS.keys() & layer.keys():
+        if not isinstance(layer[name], dict):
+            inside = next(iter(SECTIONS[name].model_fields))
+            raise UserError(f"{name}={layer[name]!r}: this is a section; give its keys, such as {name}.{inside}")
+
+
+def to_yaml(cfg: Config) -> str:
+    """The configuration as YAML, every key in it."""
+    return yaml.safe_dump(cfg.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+# ---------------------------------------------------------------- values for the keys
+
+
+def override(cfg: Config, values: dict[str, Any]) -> Config:
+    """A copy of the configuration with other values at dotted keys: {"train.lr": 1e-5}. Raises UserError."""
+    tree = cfg.model_dump()
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return validate(tree, "the file")
+
+
+def validate(tree: dict, path: str) -> Config:
+    """The configuration of a tree of plain values. Raises UserError that names the key and what is legal."""
+    try:
+        return Config.model_validate(tree)
+    except pydantic.ValidationError as error:
+        errors = [(".".join(map(str, problem["loc"])), problem) for problem in error.errors()]
+    missing = sorted(name for name, problem in errors if problem["type"] == "missing")
+    wrong = [(name, problem) for name, problem in errors if problem["type"] != "missing"]
+    if not wrong:
+        raise UserError(f"{', '.join(missing)}: not set; give it in {path} or as {missing[0]}=...")
+    name, problem = wrong[0]
+    if problem["type"] == "extra_forbidden":
+        from support.base import from_other_trainers  # only here: a start without unknown keys needs no tables
+
+        unknown = {name: problem["input"] for name, problem in wrong if problem["type"] == "extra_forbidden"}
+        lines = []
+        for key, answer in from_other_trainers.answer_keys(unknown, KEYS).items():
+            near = nearest(key.lower(), KEYS)
+            lines.append(answer or f"unknown key {key!r}; the nearest legal key is {near!r}")
+        raise UserError("\n       ".join(lines))
+    key = max((key for key in KEYS if f"{name}.".startswith(f"{key}.")), key=len)  # beyond it stand types of a union
+    section, _, inside = key.rpartition(".")
+    kind = (SECTIONS[section] if section else Config).model_fields[inside].annotation
+    if typing.get_origin(kind) is dict and name != key:  # of one of its entries
+        key = f"{key}.{name.removeprefix(f'{key}.').split('.')[0]}"
+    legal = dict.fromkeys(other["msg"] for place, other in wrong if f"{place}.".startswith(f"{key}."))
+    raise UserError(f"{key}={problem['input']!r}: {' or '.join(legal).replace('Input should', 'must')}")
+
+
+def nearest(name: str, legal: list[str]) -> str:
+    """The legal name most like `name`."""
+    return difflib.get_close_matches(name, legal, n=1, cutoff=0.0)[0]

@@ -1,0 +1,126 @@
+"""The commit and the package versions of a run, and the shared memory it needs.
+
+Imports the standard library only (torch in one function), so that it works where nothing else can be imported.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+from support.base.processes import REPO
+
+# The version of each package that the tests of this repository ran with, without its patch level.
+TESTED = {"python": "3.11", "torch": "2.13", "megatron-core": "0.16", "vllm": "0.32", "transformers": "5.19"}
+OPTIONAL = ("transformer-engine", "flash-attn", "deep-ep")  # no run needs them
+TRACKERS = {"tensorboard": "2.21.0", "wandb": "0.31.0"}  # the versions that are tested, for log.tensorboard, log.wandb
+OTHERS = (
+    "numpy", "safetensors", "tokenizers", "datasets", "pandas", "pyarrow", "math-verify", "pydantic", "triton",
+    "flashinfer-python",
+)  # fmt: skip
+
+SHARED_MEMORY_BYTES = 64 << 20  # free in /dev/shm, for NCCL and vLLM's tensor parallelism
+SHARED_MEMORY_REMEDY = (
+    "start a container with `docker run --shm-size=16g` or --ipc=host, in Kubernetes mount an emptyDir with medium: "
+    "Memory on /dev/shm"
+)
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: "2.13.0+cpu" → (2, 13, 0)."""
+    return tuple(int(number) for number in re.match(r"[\d.]*", version)[0].split(".") if number)
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, or of its build for the CPU; None if there is neither. Imports nothing."""
+    for name in (package, f"{package}-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def untested(package: str, version: str | None) -> str | None:
+    """A warning where the tests ran with another version of a package of TESTED; None where they ran with this one."""
+    tested = TESTED[package]
+    if version is None:
+        return f"{package} is not installed; {tested} was tested"
+    if numbers(version)[:2] != numbers(tested):
+        return f"{package} {version} was not tested; {tested} was"
+    return None
+
+
+def check_versions() -> list[str]:
+    """A warning for each package whose version was never tested, or that is missing. Imports none of them."""
+    versions_here = {name: installed(name) for name in TESTED} | {"python": platform.python_version()}
+    warnings = [untested(name, version) for name, version in versions_here.items()]
+    return [warning for warning in warnings if warning is not None]
+
+
+# ---------------------------------------------------------------- the versions of a run
+
+
+def commit() -> str:
+    """The commit of this checkout, with "+changes" where a file that git knows differs; "unknown" if it is none."""
+
+    def git(*words: str) -> str:
+        command = ["git", "--no-optional-locks", "-c", "safe.directory=*", "-C", str(REPO), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "support/base/versions.py")  # fails in another project's checkout
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+@functools.cache
+def versions() -> dict[str, str | None]:
+    """{"commit": …, "python": …, package: version, …, "cuda": …, "nccl": …, "driver": …}; None for what is missing.
+
+    They are read once: a run keeps those that it started with.
+    """
+    names = [name for name in (*TESTED, *OPTIONAL, *OTHERS) if name != "python"]
+    return {
+        "commit": commit(),
+        "python": platform.python_version(),
+        **{name: installed(name) for name in names},
+        **cuda_versions(),
+        "driver": driver(),
+    }
+
+
+def cuda_versions() -> dict[str, str | None]:
+    """The CUDA and NCCL that torch was built with; None for a build without, or where torch cannot be imported."""
+    try:
+        import torch
+    except (ImportError, OSError):  # OSError: one of its libraries does not load
+        return {"cuda": None, "nccl": None}
+    nccl = None
+    if torch.version.cuda and torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"cuda": torch.version.cuda, "nccl": nccl}
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's kernel driver, None where there is none."""
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r" (\d+\.\d+(\.\d+)?) ", path.read_text()) if path.exists() else None
+    return found and found[1]
+
+
+def format_versions(found: dict[str, str | None]) -> str:
+    """A line for each version, "-" for what is missing."""
+    width = max(map(len, found))
+    return "\n".join(f"{name:{width}}  {version or '-'}" for name, version in found.items())
+
+
+def differences(was: dict[str, str | None], now: dict[str, str | None]) -> list[str]:
+    """A line for each version that differs: "torch: 2.13.0 → 2.14.0"."""
+    return [f"{name}: {was.get(name)} → {now.get(name)}" for name in {**was, **now} if was.get(name) != now.get(name)]

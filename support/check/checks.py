@@ -1,0 +1,369 @@
+"""What can be known wrong before a process group, a model or an engine exists.
+
+Keys that do not go together, a layout that does not divide the model, a model or weights that cannot be built: each
+check raises UserError or ValueError with the key and what is legal.
+"""
+
+import importlib.util
+import math
+import os
+
+import transformers
+
+import megatron_bridge as bridge
+import reward as rewards
+from config import Config, LoraConfig, UserError
+from support.base import versions
+from support.base.hf_folder import safetensor_files
+from support.check import options
+from support.model.attention import rotary_embedding, sliding_window
+from support.step.packing import attention_pads
+
+# ---------------------------------------------------------------- the configuration
+
+
+def require(ok: bool, message: str) -> None:
+    """Raises UserError with the message unless `ok`."""
+    if not ok:
+        raise UserError(message)
+
+
+def check_config(cfg: Config, world_size: int) -> None:
+    """Keys that do not go together, with each other or with so many ranks. Raises UserError."""
+    options.check_megatron(cfg.megatron, bridge.CONFIG_CLASSES, cfg.model.dtype)
+    options.check_vllm(cfg.rollout.vllm)
+    check_state_and_precision(cfg)
+    check_what_is_learned(cfg)
+    check_length_of_run(cfg)
+    check_sampling(cfg)
+    check_logs(cfg, world_size)
+    check_world_size(cfg, world_size)
+    check_batch(cfg)
+    check_rewards(cfg)
+
+
+def check_length_of_run(cfg: Config) -> None:
+    """Keys of how long to train, from where, and what to evaluate. Raises UserError."""
+    t = cfg.train
+    require(
+        t.eval_every == 0 or cfg.data.eval is not None,
+        f"train.eval_every={t.eval_every}, but data.eval is not set; name the data or use train.eval_every=0",
+    )
+    require(
+        t.steps is None or t.epochs is None,
+        f"train.steps={t.steps} and train.epochs={t.epochs} both say how long to train; set one of them to null",
+    )
+    require(bool(t.steps or t.epochs), "train.steps=null: say how long to train, by train.steps or by train.epochs")
+    require(
+        cfg.eval.temperature > 0 or cfg.eval.samples == 1,
+        f"eval.temperature=0 gives the same answer {cfg.eval.samples} times; use eval.samples=1",
+    )
+    require(
+        cfg.resume in ("none", "auto") or os.path.isdir(cfg.resume),
+        f"resume={cfg.resume}: no such folder; legal is none, auto, or the folder of a checkpoint",
+    )
+
+
+def check_sampling(cfg: Config) -> None:
+    """Keys of how vLLM samples, and of what corrects its log-probs. Raises UserError."""
+    r, a = cfg.rollout, cfg.algo
+    require(
+        a.correction == "none" or a.old_logp == "trainer",
+        f"algo.correction={a.correction} weighs the trainer's old log-probs against vLLM's, but algo.old_logp=rollout "
+        "takes vLLM's as old; use algo.old_logp=trainer or algo.correction=none",
+    )
+    require(
+        a.correction_level == "token" or a.correction in ("tis", "icepop"),
+        f"algo.correction_level={a.correction_level} is for algo.correction=tis or icepop; {a.correction} has one "
+        "level only",
+    )
+    require(
+        a.overlong_buffer <= r.max_new_tokens,
+        f"algo.overlong_buffer={a.overlong_buffer} is beyond rollout.max_new_tokens={r.max_new_tokens}",
+    )
+    require(
+        (r.top_p == 1 and r.top_k == -1) or bool(r.max_logp_gap),
+        f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut distribution, "
+        "the trainer's of the full one. Use 1 and -1, or set rollout.max_logp_gap=inf to train all the same",
+    )
+
+
+def check_logs(cfg: Config, world_size: int) -> None:
+    """Keys of trackers and of the timeline. Raises UserError."""
+    for name, version in versions.TRACKERS.items():
+        require(
+            not getattr(cfg.log, name) or versions.installed(name) is not None,
+            f"log.{name}=true needs a package that is not installed: pip install {name}=={version}, or use "
+            f"log.{name}=false",
+        )
+    profile = cfg.profile
+    require(
+        profile.start <= profile.stop,
+        f"profile.start={profile.start} is after profile.stop={profile.stop}: they are the first and the last step of "
+        "the timeline",
+    )
+    require(
+        bool(profile.start) or not (profile.stop or profile.torch or profile.memory),
+        "profile.start=0: there is no timeline, so profile.stop, profile.torch and profile.memory have no effect; give "
+        "its first step",
+    )
+    require(
+        max(profile.ranks or [0]) < world_size,
+        f"profile.ranks={profile.ranks}: there are only ranks 0 to {world_size - 1}",
+    )
+
+
+def check_world_size(cfg: Config, world_size: int) -> None:
+    """The layouts of trainer, experts and vLLM, which must divide the ranks. Raises UserError."""
+    for keys in (("tp", "pp", "cp"), ("etp", "ep", "pp")):  # of the model, and of its experts
+        ranks = math.prod(getattr(cfg.parallel, key) for key in keys)
+        sizes = " × ".join(f"parallel.{key}={getattr(cfg.parallel, key)}" for key in keys)
+        require(
+            world_size % ranks == 0,
+            f"{sizes} = {ranks} does not divide the world size {world_size}; start a multiple of {ranks} processes or "
+            "make the layout smaller",
+        )
+    tp = cfg.rollout.tp
+    require(world_size % tp == 0, f"rollout.tp={tp} does not divide the world size {world_size}")
+
+
+def check_batch(cfg: Config) -> None:
+    """Updates take whole groups, and a row holds the longest sample. Raises UserError."""
+    r, t = cfg.rollout, cfg.train
+    require(
+        r.prompts_per_step % t.updates_per_step == 0,
+        f"train.updates_per_step={t.updates_per_step} must divide rollout.prompts_per_step={r.prompts_per_step}: "
+        "an update takes whole groups",
+    )
+    longest = cfg.data.max_prompt_tokens + r.max_new_tokens
+    multiple = bridge.token_multiple(cfg.parallel)
+    least = math.ceil(longest / multiple) * multiple
+    for key in ("max_tokens_per_micro_batch", "logprob_max_tokens_per_micro_batch"):
+        cap = getattr(t, key)
+        require(
+            cap >= least,
+            f"train.{key}={cap} cannot hold one sample of data.max_prompt_tokens + rollout.max_new_tokens = {longest} "
+            f"tokens; make it at least {least}",
+        )
+
+
+def check_rewards(cfg: Config) -> None:
+    """The names of rewards. Raises UserError."""
+    chosen = {"reward.default": cfg.reward.default}
+    chosen.update({f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()})
+    for key, name in chosen.items():
+        try:
+            rewards.load_reward(name, cfg.reward.custom, cfg.reward.options, cfg.reward.functions, build=False)
+        except ValueError as error:
+            raise UserError(f"{key}={name}: {error}") from None
+
+
+def check_what_is_learned(cfg: Config) -> None:
+    """Keys of teacher, adapters, routes and turns that do nothing, or harm. Raises UserError."""
+    r, a = cfg.rollout, cfg.algo
+    require(
+        a.advantage != "none" or a.teacher is not None,
+        "algo.advantage=none leaves rewards out of the loss, so there is nothing to learn without algo.teacher",
+    )
+    require(
+        a.advantage != "none" or a.kl_coef == 0 or a.kl_in == "loss",
+        "algo.kl_in=reward has no effect with algo.advantage=none, which leaves rewards, and the KL in them, out of "
+        "the loss; use algo.kl_in=loss or algo.kl_coef=0",
+    )
+    require(
+        cfg.data.hint_key is None or a.teacher is not None,
+        f"data.hint_key={cfg.data.hint_key} has no effect without algo.teacher, who alone sees the hints; leave it out",
+    )
+    require(
+        a.teacher != "self" or cfg.data.hint_key is not None,
+        "algo.teacher=self without hints says just what the policy says; name their column in data.hint_key",
+    )
+    require(
+        cfg.lora.rank > 0 or cfg.lora == LoraConfig(),
+        "lora.rank=0: there are no adapters, so lora.alpha and lora.targets have no effect; give them a rank",
+    )
+    require(
+        not a.replay_routes or r.vllm.get("enable_prefix_caching", True),
+        "algo.replay_routes=true: vLLM keeps routes with cached prefixes; leave out rollout.vllm.enable_prefix_caching",
+    )
+    require(
+        bool(r.turns) or r.max_turns == type(r)().max_turns,
+        f"rollout.max_turns={r.max_turns} has no effect without rollout.turns; name its function or leave it out",
+    )
+
+
+def check_state_and_precision(cfg: Config) -> None:
+    """Keys of where weights and state wait, and of how exactly both sides compute. Raises UserError."""
+    r, t = cfg.rollout, cfg.train
+    p, a = cfg.parallel, cfg.algo
+    require(
+        t.offload != "optimizer" or (cfg.model.dtype == "bf16" and not cfg.megatron.get("optimizer_cpu_offload")),
+        "train.offload=optimizer needs model.dtype=bf16 (the main weights of an fp32 model are the model's own) and no "
+        "megatron.optimizer_cpu_offload, which keeps them on the host all the time; use train.offload=grads",
+    )
+    require(
+        a.reference_on == "gpu" or a.kl_coef > 0 or a.teacher not in (None, "self"),
+        "algo.reference_on=host has no effect with algo.kl_coef=0, which keeps no reference model, and without another "
+        "model as algo.teacher; leave it out",
+    )
+    require(
+        not cfg.model.fp32_head or (cfg.model.dtype == "bf16" and not cfg.megatron.get("overlap_param_gather")),
+        "model.fp32_head=true is for model.dtype=bf16, and reads the head's weight before "
+        "megatron.overlap_param_gather has put it together; use fp32_head=false or overlap_param_gather=false",
+    )
+    require(
+        not r.exact or (r.tp == p.tp and not r.vllm.get("quantization")),
+        f"rollout.exact=true: sums have the same order on both sides only where rollout.tp={r.tp} is "
+        f"parallel.tp={p.tp}, and in the same precision; set them alike, and leave out rollout.vllm.quantization",
+    )
+
+
+def group_timeout_s(cfg: Config) -> float:
+    """Longest time of a collective: more than the watchdog's, which says more."""
+    if cfg.train.stall_timeout_s == 0:
+        return 86400.0
+    return cfg.train.stall_timeout_s + 60
+
+
+# ---------------------------------------------------------------- the model
+
+
+def longest_sample(cfg: Config) -> int:
+    """Tokens of the longest prompt and answer there can be."""
+    new_tokens = max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
+    return cfg.data.max_prompt_tokens + new_tokens
+
+
+LONGEST = "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens"
+
+
+# Attributes of a config.json that change the computation and have no counterpart here, each with its one legal value.
+SUPPORTED = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "qkv_bias": True,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "router_jitter_noise": 0.0,
+    "partial_rotary_factor": 1.0,
+}
+
+
+def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: str, extra: dict) -> None:
+    """See, without weights or process groups, that the model of `path` can be built and split.
+
+    `max_tokens`: the longest sample; `extra`: the megatron section of the configuration. Raises ValueError naming the
+    key.
+    """
+    try:
+        hf = transformers.AutoConfig.from_pretrained(path)
+    except Exception as error:  # a damaged config.json fails as code does, with any exception
+        raise ValueError(f"model.path={path}: {' '.join(str(error).split())[:300]}") from None
+    family = (hf.architectures or ["?"])[0]
+    if family not in bridge.FAMILIES:
+        raise ValueError(f"model.path={path} is a {family}; supported are {', '.join(bridge.FAMILIES)}")
+    for attribute, value in SUPPORTED.items():
+        found = getattr(hf, attribute, None)
+        if found not in (None, value):
+            raise ValueError(
+                f"model.path={path}: {attribute}={found!r} in its config.json is not supported, only {value}"
+            )
+    width = bridge.head_dim(hf)
+    if not attention_pads(dtype) and (width % 8 or width > 256):
+        raise ValueError(
+            f"model.path={path}: attention on a GPU with model.dtype={dtype} takes heads of 8, 16, ... 256 numbers, "
+            f"not {width}; use model.dtype=fp32"
+        )
+    try:
+        rotary_embedding(hf)
+        sliding_window(hf)
+    except ValueError as error:
+        raise ValueError(f"model.path={path}: {error}") from None
+    check_layout(hf, parallel, rollout_tp)
+    if max_tokens > hf.max_position_embeddings:
+        raise ValueError(
+            f"{LONGEST} = {max_tokens} is beyond the model's {hf.max_position_embeddings} positions "
+            f"(max_position_embeddings of model.path={path})"
+        )
+    if extra.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+        raise ValueError("megatron.moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed")
+    for name in extra:
+        if name.startswith("moe_") and not bridge.is_moe(hf):
+            raise ValueError(f"megatron.{name}: model.path={path} is a {family}, which has no experts")
+    try:
+        bridge.transformer_config(hf, parallel, bridge.DTYPES[dtype], extra)
+    except (AssertionError, TypeError, ValueError) as error:
+        given = ", ".join(f"megatron.{name}" for name in extra) or "empty"
+        raise ValueError(f"Megatron-core refuses this layout or the megatron section ({given}): {error}") from None
+
+
+def check_routes(cfg: Config) -> None:
+    """See that there are routes to replay where algo.replay_routes asks for it. Raises ValueError."""
+    found = versions.installed("vllm")
+    second_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # our default on a GPU
+    if cfg.algo.replay_routes and second_runner and found and versions.numbers(found) < (0, 32):
+        raise ValueError(
+            f"algo.replay_routes=true: vLLM {found} returns no routes with its second model runner; use vLLM 0.32, "
+            "VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or algo.replay_routes=false"
+        )
+    if cfg.algo.replay_routes and not bridge.is_moe(transformers.AutoConfig.from_pretrained(cfg.model.path)):
+        raise ValueError(f"algo.replay_routes=true: model.path={cfg.model.path} has no experts; use false")
+
+
+def check_layout(hf, parallel, rollout_tp: int) -> None:
+    """See that every parallel size divides what it splits. Raises ValueError naming the key and the legal values."""
+    heads = {"attention heads": hf.num_attention_heads}
+    if bridge.is_moe(hf):
+        experts = {"experts": bridge.num_experts(hf)}
+        expert_width = {"expert feed-forward size": bridge.expert_width(hf)}
+    else:
+        heads["feed-forward size"] = hf.intermediate_size
+        experts = {"experts": 1}
+        expert_width = {"experts": 1}
+    shared = getattr(hf, "shared_expert_intermediate_size", None)
+    if shared:
+        heads["shared expert's feed-forward size"] = shared
+    vocabulary = {"key-value heads": hf.num_key_value_heads, "vocabulary size": hf.vocab_size}
+    check_divides("parallel.tp", parallel.tp, heads | vocabulary)
+    check_divides("rollout.tp", rollout_tp, heads)  # vLLM pads or repeats the others
+    check_divides("parallel.ep", parallel.ep, experts)
+    check_divides("parallel.etp", parallel.etp, expert_width)
+    check_divides("parallel.pp", parallel.pp, {"layers": hf.num_hidden_layers})
+    layers = hf.num_hidden_layers // parallel.pp
+    check_divides("parallel.vpp", parallel.vpp, {"layers of a pipeline stage": layers})
+    if parallel.vpp > 1 and parallel.pp == 1:
+        raise ValueError(f"parallel.vpp={parallel.vpp} needs parallel.pp above 1: it interleaves pipeline stages")
+    if bridge.is_moe(hf) and parallel.tp > 1 and not parallel.sp:
+        raise ValueError("parallel.sp=false: experts with parallel.tp above 1 need sequence parallelism, use true")
+
+
+def check_divides(key: str, by: int, sizes: dict[str, int]) -> None:
+    """See that `by`, the value of `key`, divides each of the model's sizes. Raises ValueError."""
+    for what, size in sizes.items():
+        if size % by:
+            common = math.gcd(*sizes.values())
+            legal = [n for n in range(1, common + 1) if common % n == 0]
+            raise ValueError(f"{key}={by} does not divide the model's {what} {size}; legal are {legal[:16]}")
+
+
+def check_weights(path: str) -> None:
+    """See that the safetensors of the folder `path` hold just the tensors the model is made of. Raises ValueError."""
+    hf = transformers.AutoConfig.from_pretrained(path)
+    layer = []
+    for rest in bridge.FAMILIES[hf.architectures[0]]:
+        experts = bridge.num_experts(hf) if "{e}" in rest else 1
+        layer += [rest.format(e=e) for e in range(experts)]
+    names = list(bridge.TOP_RULES)
+    names += [f"decoder.layers.{i}.{rest}" for i in range(hf.num_hidden_layers) for rest in layer]
+    wanted = {part for name in names for part in bridge.rule_of(name, hf)[1]}
+    try:
+        found = {name for name in safetensor_files(path) if not name.endswith("rotary_emb.inv_freq")}
+    except FileNotFoundError as error:
+        raise ValueError(f"model.path={path}: {error}") from None
+    if hf.tie_word_embeddings:
+        found.discard("lm_head.weight")  # a copy that some exporters write
+    for what, names in (("lacks", wanted - found), ("has tensors this model has no place for:", found - wanted)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"model.path={path} {what} {min(names)}{more}")

@@ -1,0 +1,123 @@
+"""What only the machines of a run can tell: launcher, GPUs, disk, host memory, and whether ranks reach each other.
+
+Each check comes before weights are loaded and raises UserError; a failure between ranks is a RankError.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import megatron_bridge as bridge
+from config import Config, RankError, UserError
+from support.base import hf_folder, launchers, memory, ranks
+from support.base.remedies import NO_BF16_UNITS, try_one_of
+from support.check import checks, memory_count, preflight
+from support.model import cpu_backend
+from support.step import teacher
+
+ON_GPUS_ONLY = ("enable_expert_parallel", "enable_sleep_mode", "enable_chunked_prefill")  # of rollout.vllm
+
+
+def check_start(cfg: Config) -> None:
+    """Check what a dry run need not have: a launcher, and a GPU for each of its processes. Raises UserError."""
+    check_launcher()
+    if torch.cuda.is_available():
+        check_gpus()
+    else:
+        check_without_gpu(cfg)
+
+
+def check_launcher() -> None:
+    """Check that a launcher has given this process its rank and the address of rank 0. Raises UserError."""
+    if "RANK" not in os.environ:
+        message = "start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only"
+        if "SLURM_JOB_ID" in os.environ:
+            message += "; in this Slurm job: srun python train_grpo.py ..."
+        raise UserError(message)
+    missing = [name for name in ("WORLD_SIZE", "LOCAL_RANK", *launchers.MASTER_NAMES) if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"rank {os.environ['RANK']} was started without {', '.join(missing)}: torchrun and srun set them all; with "
+            "mpirun on several machines add -x MASTER_ADDR=HOST, the host of rank 0"
+        )
+
+
+def check_gpus() -> None:
+    """Check that there is a GPU for each process of this machine. Raises UserError."""
+    least = int(os.environ["LOCAL_RANK"]) + 1
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", least))
+    gpus = torch.cuda.device_count()
+    if local <= gpus:
+        return
+    machine = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    message = f"--nproc_per_node={local}, but this machine has {machine}: one process a GPU"
+    if "SLURM_PROCID" in os.environ:
+        message += "; if srun binds one GPU to each, add --gpu-bind=none to it"
+    raise UserError(message)
+
+
+def check_without_gpu(cfg: Config) -> None:
+    """Check that nothing is asked for that only GPUs have. Raises UserError."""
+    if cfg.rollout.vllm.get("quantization"):
+        raise UserError("rollout.vllm.quantization=fp8: works on GPUs only, leave it out")
+    if cfg.profile.memory:
+        raise UserError(
+            "profile.memory=true: torch takes snapshots of GPU memory only, and there is no GPU here; set it to "
+            "false (mem/* in metrics.jsonl are of the host's memory then)"
+        )
+    for name in ON_GPUS_ONLY:
+        if cfg.rollout.vllm.get(name):
+            raise UserError(f"rollout.vllm.{name}=true: works on GPUs only, set it to false")
+
+
+def check_machines(cfg: Config, data: str) -> None:
+    """Check configuration and data between ranks, the disk on rank 0, host memory and bf16 units of each machine.
+
+    `data` is the fingerprint of the prompts, which files of another machine, or rows that a function makes, may change.
+    Raises UserError.
+    """
+    try:
+        preflight.check_same_config({**cfg.model_dump(), "prompts of data.train": data})
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    ranks.on_first_rank(lambda: check_first_host(cfg))
+    if os.environ["LOCAL_RANK"] == "0":
+        for warning in (check_host_memory(cfg), check_bf16_units(cfg)):
+            if warning is not None:
+                ranks.say(f"warning: {warning}")
+
+
+def check_first_host(cfg: Config) -> None:
+    """Check versions, shared memory and the disk of output_dir. Raises ValueError."""
+    weights = hf_folder.count_weights(hf_folder.local_folder(cfg.model.path))
+    shares_memory = torch.cuda.is_available() or cfg.rollout.tp > 1
+    preflight.check_host(Path(cfg.output_dir), memory_count.disk_bytes(cfg, weights), shares_memory)
+
+
+def check_host_memory(cfg: Config) -> str | None:
+    """A warning where this machine has too little memory for its ranks; else None."""
+    weights = hf_folder.count_weights(hf_folder.local_folder(cfg.model.path))
+    other = teacher.another(cfg)
+    teacher_weights = hf_folder.count_weights(hf_folder.local_folder(other)) if other else 0
+    on_gpu = torch.cuda.is_available()
+    needed = memory_count.host_bytes(cfg, weights, dist.get_world_size(), on_gpu, teacher_weights)
+    return memory.host_warning(needed, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def check_bf16_units(cfg: Config) -> str | None:
+    """A warning where a run in bf16 is on a CPU that computes no bf16; else None."""
+    if torch.cuda.is_available() or cfg.model.dtype != "bf16" or cpu_backend.has_bf16_units():
+        return None
+    return f"{NO_BF16_UNITS.sign}; {try_one_of(NO_BF16_UNITS.turn)}"
+
+
+def build_process_groups(cfg: Config) -> None:
+    """Build Megatron's process groups and run one all-reduce in each. Raises RankError."""
+    timeout_s = checks.group_timeout_s(cfg)
+    bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
+    try:
+        preflight.check_groups(bridge.process_groups(), min(timeout_s, preflight.GROUP_CHECK_S))
+    except ValueError as error:
+        raise RankError(str(error)) from None

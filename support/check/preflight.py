@@ -1,0 +1,205 @@
+"""Checks before weights are loaded, and what running out of memory means for the configuration.
+
+Each raises a ValueError that says what is wrong, why, and what would be legal. Knows torch.distributed, no trainer.
+"""
+
+import errno
+import shutil
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from support.base import ranks, remedies
+from support.base.memory import host_free_bytes
+from support.base.versions import SHARED_MEMORY_BYTES, SHARED_MEMORY_REMEDY, check_versions, gib
+
+GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
+
+
+def check_shared_memory(least_bytes: int, folder: Path = Path("/dev/shm")) -> None:
+    """Raises ValueError where processes cannot share `least_bytes`; a container often has 64 MiB."""
+    free = shutil.disk_usage(folder).free if folder.exists() else 0
+    if free < least_bytes:
+        raise ValueError(
+            f"{folder} has {gib(free)} free, {gib(least_bytes)} are needed: NCCL and vLLM pass data between "
+            f"ranks there; {SHARED_MEMORY_REMEDY}"
+        )
+
+
+def check_disk(folder: Path, bytes_needed: int, key: str = "output_dir") -> None:
+    """Raises ValueError if the disk that `folder`, the value of `key`, is or will be on has less than that free."""
+    free = shutil.disk_usage(nearest_existing(folder)).free
+    if free < bytes_needed:
+        raise ValueError(
+            f"{key}={folder}: its disk has {gib(free)} free, {gib(bytes_needed)} are needed for what this run saves; "
+            "make room, choose another output_dir, save less often (train.save_every) or keep less (train.keep_last)"
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Raises ValueError if no file can be written in `folder`, or in the nearest folder above that exists."""
+    there = nearest_existing(folder)
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".writable-") as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={folder}: cannot write in {there} ({error.strerror}); choose an output_dir that this user may "
+            "write to, on a disk with room"
+        ) from None
+
+
+def check_host(out: Path, bytes_needed: int, shares_memory: bool) -> None:
+    """Check versions (a warning), shared memory if ranks use it, the output folder and its disk; on one rank.
+
+    Raises ValueError.
+    """
+    for warning in check_versions():
+        print(f"warning: {warning}", flush=True)
+    if shares_memory:
+        check_shared_memory(SHARED_MEMORY_BYTES)
+    check_writable(out)
+    check_disk(out, bytes_needed)
+
+
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
+
+
+def check_same_config(config: dict) -> None:
+    """Raises ValueError, on every rank, if the ranks do not hold the same configuration: which keys differ, and where.
+
+    `config` is {section: {key: value}}, as deep as it likes.
+    """
+    tables = ranks.gather(dict(dotted_items(config)))
+    others = [table for table in tables if table != tables[0]]
+    if not others:
+        return
+    lines = []
+    for key in dict.fromkeys(key for table in tables for key in table):
+        values = defaultdict(list)
+        for rank, table in enumerate(tables):
+            values[table.get(key, "not set")].append(str(rank))
+        if len(values) > 1:
+            lines.append(f"  {key}: " + "; ".join(f"{value} on rank {', '.join(r)}" for value, r in values.items()))
+    raise ValueError(
+        f"{len(others)} of {len(tables)} ranks have another configuration than rank 0; start every node with the same "
+        "files and overrides:\n" + "\n".join(lines)
+    )
+
+
+def dotted_items(config: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, value as text) of a dict of dicts."""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from dotted_items(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) -> None:
+    """One all-reduce in each process group, on all ranks in the same order; None where this rank is in no such group.
+
+    Raises ValueError for one that fails, gives a wrong sum or takes more than `timeout_s`. Where it is one of
+    GPUs, leave with os._exit then: a thread may still hang in it.
+    """
+    for name, group in groups.items():
+        if group is None:
+            continue
+        members = dist.get_process_group_ranks(group)
+        expected = sum(rank + 1 for rank in members)
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu(group) else "cpu"
+        outcome = []
+
+        def reduce(group=group, device=device, outcome=outcome) -> None:
+            try:
+                value = torch.full((1,), dist.get_rank() + 1, dtype=torch.int64, device=device)
+                dist.all_reduce(value, group=group, async_op=True).wait(timedelta(seconds=timeout_s))
+                outcome.append(value.item())
+            except Exception as error:
+                if "timed out" not in str(error):
+                    outcome.append(str(error).splitlines()[0])
+
+        if on_gpu(group):  # NCCL connects inside the call itself, where its timeout does not count
+            thread = threading.Thread(target=reduce, daemon=True)
+            thread.start()
+            thread.join(timeout_s)
+        else:
+            reduce()
+        if outcome == [expected]:
+            continue
+        if not outcome:
+            what = f"did not finish within {timeout_s:g} s"
+        elif isinstance(outcome[0], int):
+            what = f"gave {outcome[0]}, not {expected}"
+        else:
+            what = f"failed: {outcome[0]}"
+        raise ValueError(
+            f"the all-reduce of group {name} (ranks {', '.join(map(str, members))}) {what}; likely a rank that died "
+            "or never started, a network interface that the nodes do not share (NCCL_SOCKET_IFNAME, "
+            "GLOO_SOCKET_IFNAME), or a firewall between the nodes; NCCL_DEBUG=INFO says more"
+        )
+
+
+def on_gpu(group: dist.ProcessGroup) -> bool:
+    """Whether the group connects GPUs."""
+    return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+
+
+def explain_disk_error(phase: str, error: Exception, folder: Path) -> str | None:
+    """What an error means if it comes from a disk that cannot be written, most likely that of output_dir; else None.
+
+    torch and safetensors do not say so with an OSError, so a small file is tried.
+    """
+    reason = str(error) if getattr(error, "errno", None) in DISK_ERRORS or "I/O error" in str(error) else None
+    if reason is None:
+        try:
+            with tempfile.NamedTemporaryFile(dir=nearest_existing(folder), prefix=".writable-") as file:
+                file.write(bytes(1 << 20))
+        except OSError as refusal:
+            reason = str(refusal)
+    return reason and (
+        f"a file could not be written in the phase {phase}: {reason}; the disk of output_dir={folder} has "
+        f"{gib(shutil.disk_usage(nearest_existing(folder)).free)} free. Make room, then go on with resume=auto"
+    )
+
+
+GPU_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+HOST_WORDS = ("DefaultCPUAllocator", "Cannot allocate memory")
+
+
+def explain_out_of_memory(phase: str, error: BaseException) -> str | None:
+    """What an error in a phase means for the configuration, where memory of GPU or host was short; else None.
+
+    An unknown phase counts as "build". Such errors have no class in common: vLLM raises ValueError and RuntimeError.
+    """
+    text = str(error)
+    vllm = next((keys for words, keys in remedies.VLLM_MEMORY.items() if words in text), None)
+    if isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS):
+        kind = "host memory"
+        budget = f"what is free on the machine ({gib(host_free_bytes())})"
+        keys = remedies.HOST_MEMORY
+    elif vllm is not None:
+        kind = "memory for vLLM"
+        budget = "rollout.gpu_memory_utilization"
+        keys = vllm
+    elif isinstance(error, torch.OutOfMemoryError) or any(words in text for words in GPU_WORDS):
+        remedy = remedies.MEMORY.get(phase, remedies.MEMORY["build"])
+        kind = "GPU memory"
+        budget = remedy.sign
+        keys = remedy.turn
+    else:
+        return None
+    reason = (text or type(error).__name__).splitlines()[0]
+    return f"out of {kind} in the phase {phase}, whose budget is {budget}: {reason}\n  turn one of: {'; '.join(keys)}"

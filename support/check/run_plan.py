@@ -1,0 +1,147 @@
+"""What a configuration means before it runs: layout and arithmetic of a step in words, and what will be slow."""
+
+import numpy as np
+
+import megatron_bridge as bridge
+from config import Config
+from support.base.remedies import PLAN, try_one_of
+from support.step.packing import attention_pads, bubble, plan_bins
+
+
+def describe(cfg: Config, world_size: int) -> str:
+    """The layout and the arithmetic of a step, in words."""
+    lines = [layout_line(cfg, world_size), step_line(cfg, world_size)]
+    if cfg.parallel.pp > 1:
+        lines.append(pipeline_line(cfg, world_size))
+    return "\n".join([*lines, length_line(cfg), loss_line(cfg)])
+
+
+def plural(number: float, what: str) -> str:
+    """A number with its noun: 1 step, 2 steps."""
+    ending = "" if number == 1 else "s"
+    return f"{number:.12g} {what}{ending}"
+
+
+def replica_count(cfg: Config, world_size: int) -> int:
+    """The data-parallel size."""
+    return world_size // (cfg.parallel.tp * cfg.parallel.pp * cfg.parallel.cp)
+
+
+def layout_line(cfg: Config, world_size: int) -> str:
+    """Ranks, how they share the model and the experts, and the engines."""
+    p, tp = cfg.parallel, cfg.rollout.tp
+    line = f"layout:  {plural(world_size, 'rank')} = tp {p.tp} × pp {p.pp}"
+    if p.vpp > 1:
+        line += f" (vpp {p.vpp})"
+    if p.cp > 1:
+        line += f" × cp {p.cp}"
+    line += f" × dp {replica_count(cfg, world_size)}"
+    if p.ep * p.etp > 1:
+        line += f"; experts: ep {p.ep} × etp {p.etp} × pp {p.pp} × dp {world_size // (p.etp * p.ep * p.pp)}"
+    return f"{line}; rollout: {plural(world_size // tp, 'vLLM engine')} of tp {tp}"
+
+
+def step_line(cfg: Config, world_size: int) -> str:
+    """Samples, updates and micro-batches of a step."""
+    r, t = cfg.rollout, cfg.train
+    samples = r.prompts_per_step * r.group_size
+    line = f"a step:  {plural(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples"
+    if r.turns:
+        line += f", each a conversation of up to {plural(r.max_turns, 'answer')}"
+    if cfg.algo.max_rounds > 1:
+        line += f", up to {cfg.algo.max_rounds} rounds"
+    if t.epochs_per_step > 1:
+        line += f" × {plural(t.epochs_per_step, 'epoch')}"
+    updates = t.updates_per_step * t.epochs_per_step
+    line += f" → {plural(updates, 'update')} of {samples // t.updates_per_step} samples"
+    replicas = plural(replica_count(cfg, world_size), "replica")
+    return f"{line} → micro-batches of ≤ {t.max_tokens_per_micro_batch} tokens over {replicas}"
+
+
+def pipeline_line(cfg: Config, world_size: int) -> str:
+    """Micro-batches of an update, and the bubble."""
+    p = cfg.parallel
+    fewest, most = rows_of_an_update(cfg, replica_count(cfg, world_size))
+    return (
+        f"pipeline: {plural(p.pp, 'stage')}, {fewest} to {most} micro-batches a replica and update, as answers are "
+        f"short or long: stages idle {bubble(fewest, p):.0%} to {bubble(most, p):.0%} of it"
+    )
+
+
+def length_line(cfg: Config) -> str:
+    """Steps, samples and updates of the run."""
+    r, t = cfg.rollout, cfg.train
+    line = f"a run:   {plural(t.steps, 'step')}"
+    if t.epochs:
+        line += f" ({plural(t.epochs, 'epoch')})"
+    samples = t.steps * r.prompts_per_step * r.group_size
+    updates = t.steps * t.updates_per_step * t.epochs_per_step
+    line += f" = {samples} samples, {plural(updates, 'update')}"
+    return f"{line}; lr {t.lr:g} after {plural(t.warmup_steps, 'warm-up step')}"
+
+
+def loss_line(cfg: Config) -> str:
+    """The loss and its terms."""
+    a = cfg.algo
+    line = f"loss:    {a.loss} ({a.clip_low:g}, {a.clip_high:g})"
+    if a.kl_coef:
+        line += f" + {a.kl_coef:g} {a.kl} in the {a.kl_in}"
+    if a.entropy_coef:
+        line += f" - {a.entropy_coef:g} entropy"
+    line += f"; {a.advantage} advantages"
+    if a.teacher:
+        line += f" + {a.teacher_coef:g} log(teacher / policy)"
+    line += f"; {a.loss_norm} over an update"
+    if a.correction != "none":
+        line += f"; {a.correction}"
+    return line
+
+
+def rows_of_an_update(cfg: Config, replicas: int) -> tuple[int, int]:
+    """(fewest, most) micro-batches of a replica in an update: if all samples had one token, or all were the longest."""
+    samples = cfg.rollout.prompts_per_step * cfg.rollout.group_size // cfg.train.updates_per_step
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    multiple = bridge.token_multiple(cfg.parallel)
+    cap = cfg.train.max_tokens_per_micro_batch // multiple * multiple
+    pads = attention_pads(cfg.model.dtype)
+
+    def rows(length: int) -> int:
+        return len(plan_bins(np.full(samples, length), cap, replicas, cfg.parallel, pads)) // replicas
+
+    return rows(1), rows(longest)
+
+
+def warnings(cfg: Config, world_size: int) -> list[str]:
+    """What of the plan will be slow or take much memory, a sentence each with the key to try."""
+    t, p = cfg.train, cfg.parallel
+    samples = cfg.rollout.prompts_per_step * cfg.rollout.group_size // t.updates_per_step
+    samples //= replica_count(cfg, world_size)
+    tokens = samples * (cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens)
+    found = []
+    if samples < p.pp:
+        found.append(
+            f"an update has {samples} samples a replica for parallel.pp={p.pp} stages, which idle at least "
+            f"{bubble(max(samples, 1), p):.0%} of it: {try_one_of(PLAN['few samples for the pipeline'])}"
+        )
+    if p.pp > 4 and cfg.megatron.get("recompute_granularity") is None:
+        found.append(
+            f"parallel.pp={p.pp} keeps the activations of {p.pp} micro-batches on the first stage: "
+            f"{try_one_of(PLAN['activations of many stages'])}"
+        )
+    if cfg.rollout.vllm.get("quantization") and cfg.algo.correction == "none":
+        found.append(
+            "rollout.vllm.quantization makes vLLM sample from other weights than are trained: "
+            f"{try_one_of(PLAN['quantized sampling'])}"
+        )
+    if cfg.algo.loss == "gspo" and cfg.algo.correction != "none" and cfg.algo.correction_level == "token":
+        found.append(
+            f"algo.loss=gspo uses the ratio of an answer, but algo.correction={cfg.algo.correction} weighs each token "
+            "by its own: set algo.correction_level=sequence, with algo.correction=icepop or tis"
+        )
+    if tokens < t.max_tokens_per_micro_batch / 2:
+        found.append(
+            f"an update has at most {tokens} tokens a replica, less than half of "
+            f"train.max_tokens_per_micro_batch={t.max_tokens_per_micro_batch}: pack/fill stays below 1/2, and small "
+            f"rows use a GPU badly; {try_one_of(PLAN['small rows'])}"
+        )
+    return found

@@ -1,0 +1,183 @@
+"""The prompts of a run, and the order in which steps take them. Knows no tensors, no rewards.
+
+`cfg` is the `data` section of the configuration. Invalid data raises a ValueError that names the key, the file and the
+row or column; docs/data.md says what is legal. support/data/tables.py reads files, support/data/tokens.py tokenises
+them, support/data/token_cache.py does so once a machine for large ones, and support/data/mixing.py mixes sets by
+weight.
+"""
+
+import hashlib
+import json
+import operator
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+from numpy import ndarray
+
+from support.data import mixing, token_cache
+from support.data.tables import Table, cached_files, custom_rows, is_local, load_tables, names_of, rows_of, sources_of
+from support.data.tokens import (
+    Tokens,
+    answer_text,
+    check_columns,
+    hinted_text,
+    jobs_of,
+    join_blocks,
+    lookup,
+    source_of,
+    to_ids,
+    tokenise,
+)
+
+
+@dataclass
+class Prompt:
+    """One row of the data: its token ids, its source, and the row itself for the reward."""
+
+    ids: list[int]
+    answer: str
+    source: str
+    row: dict
+    asked: ndarray | None = None  # int32, the prompt with its hint, for the teacher; None without data.hint_key
+
+
+class PromptSet(Sequence):
+    """The prompts of one set. Each is made when it is read, from `tokens` and its row in the `tables`."""
+
+    def __init__(self, cfg, tokens: Tokens, tables: list[Table], tokenizer=None):
+        self.cfg = cfg
+        self.tokens = tokens
+        self.tables = tables
+        self.tokenizer = tokenizer
+        self.ends = list(accumulate(map(len, tables)))
+        self.fingerprint = tokens.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.tokens.ends)
+
+    def __getitem__(self, i: int) -> Prompt:
+        i = range(len(self))[operator.index(i)]
+        start = self.tokens.ends[i - 1] if i else 0
+        ids = self.tokens.ids[start : self.tokens.ends[i]]
+        number = int(self.tokens.rows[i])
+        table = int(np.searchsorted(self.ends, number, side="right"))
+        row = self.tables[table][number - (self.ends[table - 1] if table else 0)]
+        answer = answer_text(lookup(row, self.cfg.answer_key), self.cfg.answer_key)
+        asked = None
+        if self.cfg.hint_key is not None:
+            (hinted_ids,) = to_ids([hinted_text(row, self.cfg, self.tokenizer)], self.cfg, self.tokenizer)
+            asked = np.array(hinted_ids, np.int32)
+        return Prompt(ids.tolist(), answer, source_of(row, self.cfg.source_key), row, asked)
+
+
+class Mixture(Sequence):
+    """Several sets, concatenated, of which `prompt_batch` takes shares: {name: (weight, prompts)}."""
+
+    def __init__(self, sets: dict[str, tuple[float, PromptSet]]):
+        self.names = list(sets)
+        self.weights, self.sets = zip(*sets.values(), strict=True)
+        self.ends = list(accumulate(map(len, self.sets)))
+        parts = [[weight, part.fingerprint] for weight, part in sets.values()]
+        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, i: int) -> Prompt:
+        i = range(len(self))[operator.index(i)]
+        chosen = int(np.searchsorted(self.ends, i, side="right"))
+        return self.sets[chosen][i - (self.ends[chosen - 1] if chosen else 0)]
+
+    def describe(self, taken: int) -> str:
+        """Share, prompts and passes of each set in a run that takes so many prompts; a line each."""
+        shares = np.array(self.weights) / sum(self.weights)
+        return "\n".join(
+            f"         {share:.3g} of {name}: {len(part)} prompts, {taken * share / len(part):.3g} passes"
+            for name, share, part in zip(self.names, shares, self.sets, strict=True)
+        )
+
+
+def load_tokenizer(path: str):
+    """The tokenizer of a Hugging Face folder or hub name. Raises ValueError."""
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # a damaged file fails as code does, with any exception
+        problem = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"model.path={path}: its tokenizer cannot be read: {type(error).__name__}: {problem}"
+        ) from None
+
+
+def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[PromptSet | Mixture, int]:
+    """Read and tokenise the data named by `data.train` or, with key="eval", by `data.eval`.
+
+    Returns the prompts in the order of the files and how many were dropped as too long. Raises ValueError.
+    """
+    if not cfg.chat_template and (cfg.system_prompt is not None or cfg.template_kwargs):
+        raise ValueError("data.system_prompt and data.template_kwargs have an effect only with data.chat_template=true")
+    if key == "eval":
+        cfg = cfg.model_copy(update={"hint_key": None})  # an evaluation has no teacher
+    value = getattr(cfg, key)
+    if not isinstance(value, dict) or not value:
+        prompts = load_set(cfg, tokenizer, value, f"data.{key}")
+        return prompts, prompts.tokens.dropped
+    sets = {name: (weight, load_set(cfg, tokenizer, name, f"data.{key}")) for name, weight in value.items()}
+    return Mixture(sets), sum(part.tokens.dropped for _, part in sets.values())
+
+
+def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
+    """The prompts of the files or data sets that `value`, given at `key`, names. Raises ValueError."""
+    tokens, large = None, False
+    if cfg.custom is not None:
+        tables = [(name, custom_rows(cfg.custom, name, key)) for name in names_of(value, key)]
+    else:
+        sources = sources_of(value, cfg.split, key)
+        local = all(map(is_local, sources))
+        tables = [] if local else load_tables(sources, key)  # the library downloads their files
+        files = [arguments["data_files"] for _, arguments in sources] if local else cached_files(tables)
+        large = sum(map(os.path.getsize, files)) >= token_cache.LARGE_BYTES
+        if large:
+            tokens = token_cache.load_or_build(cfg, tokenizer, sources, files, value, key)
+        tables = tables or load_tables(sources, key)
+    if tokens is None:
+        check_columns(cfg, tables)
+        parts = []
+        blocks = (tokenise(cfg, tokenizer, tables, key, job) for job in jobs_of(tables))
+        tokens = join_blocks(blocks, cfg, value, parts.append)
+        tokens = replace(tokens, ids=np.concatenate(parts))
+    rows = [table if large else rows_of(table, 0, len(table)) for _, table in tables]
+    return PromptSet(cfg, tokens, rows, tokenizer)
+
+
+def fingerprint(prompts: PromptSet | Mixture) -> str:
+    """16 hex digits that change with any token id, answer, source, the order of the prompts, or a weight."""
+    return prompts.fingerprint
+
+
+def prompt_batch(prompts: Sequence[Prompt], taken: int, size: int, seed: int) -> list[Prompt]:
+    """The `size` prompts after the first `taken` of an endless stream that is reshuffled each epoch.
+
+    A pure function of its arguments: the last partial batch of an epoch is filled from the next, and `taken` is all a
+    resumed run needs. A Mixture has one such stream per set, and takes a share of each.
+    """
+    if isinstance(prompts, Mixture):
+        chosen = mixing.draw_prompts([len(part) for part in prompts.sets], prompts.weights, taken, size, seed)
+        return [prompts.sets[number][place] for number, place in chosen]
+    batch = []
+    orders = {}  # epoch → order of the prompts
+    for number in range(taken, taken + size):
+        epoch, place = divmod(number, len(prompts))
+        if epoch not in orders:
+            orders[epoch] = np.random.default_rng([seed, epoch, 0]).permutation(len(prompts))
+        batch.append(prompts[int(orders[epoch][place])])
+    return batch
+
+
+def sampling_seed(seed: int, step: int, group: int) -> int:
+    """Seed of a group's answers in vLLM. It depends on nothing else, so neither do the answers (engines, layout)."""
+    return int(np.random.SeedSequence([seed, step, group]).generate_state(1)[0])

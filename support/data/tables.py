@@ -1,0 +1,219 @@
+"""Data as tables: the files or the hub data set that a name stands for, read with the `datasets` library.
+
+What is wrong with them is a ValueError that names the key, the file and the line or column. docs/data.md says what is
+legal. datasets and pandas are imported where they are used: they take seconds of each rank's start.
+"""
+
+import glob
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from support.base import user_code
+
+KINDS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+LEGAL = f"a file ending in {', '.join(KINDS)}, a glob, a folder, a hub name like owner/name:split, or a list of these"
+# name, name:split or name:config:split, where the split may be a slice such as train[:100]
+HUB_NAME = re.compile(r"([\w-]+|\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+)(?=:))?(?::([\w.-]+(?:\[.*\])?))?")
+
+
+Table = Any  # a datasets.Dataset, or a list of rows that a function of the user's has made
+Source = tuple[str, dict]  # name of a file or hub data set, arguments of datasets.load_dataset
+
+
+def names_of(value: str | list[str], key: str) -> list[str]:
+    """The names that `value`, given at `key`, lists. Raises ValueError."""
+    if not value:
+        raise ValueError(f"{key}={value}: nothing to read; legal is {LEGAL}")
+    if isinstance(value, (list, tuple)):
+        return [str(name) for name in value]
+    return [str(value)]
+
+
+def sources_of(value: str | list[str], split: str, key: str) -> list[Source]:
+    """Each file or hub data set that `value`, given at `key`, stands for. Raises ValueError."""
+    sources = [source for name in names_of(value, key) for source in find_sources(name, split, key)]
+    kinds = {arguments["path"]: file for file, arguments in sources if "data_files" in arguments}
+    if len(kinds) > 1:
+        raise ValueError(f"{key} mixes file types ({', '.join(kinds.values())}); give files of one type")
+    return sources
+
+
+def is_local(source: Source) -> bool:
+    """Whether it is a file of this machine, and no hub data set or address."""
+    return os.path.isfile(source[1].get("data_files", ""))
+
+
+def cached_files(tables: list[tuple[str, Table]]) -> list[str]:
+    """The files that the `datasets` library maps the tables from."""
+    return [file["filename"] for _, table in tables for file in table.cache_files]
+
+
+def load_tables(sources: list[Source], key: str) -> list[tuple[str, Table]]:
+    """(name, datasets.Dataset) of every source, all of one schema. Raises ValueError."""
+    import datasets
+
+    # Else each local file waits seconds for a network that is not there.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises, and we say that ourselves
+    tables = [(name, read_table(name, arguments, key)) for name, arguments in sources]
+    first_name, first = tables[0]
+    for name, table in tables[1:]:
+        for column in sorted({*first.features, *table.features}):
+            a = first.features.get(column, "absent")
+            b = table.features.get(column, "absent")
+            if a != b and datasets.Value("null") not in (a, b):
+                raise ValueError(
+                    f"{key}: {first_name} and {name} differ in the column {column!r}: {a} and {b}; "
+                    "all files must have the same columns"
+                )
+    return tables
+
+
+def custom_rows(place: str, name: str, key: str) -> list[dict]:
+    """The rows that the user's function `place`, data.custom, yields for a name in `key`. Raises ValueError."""
+    function = user_code.load_function("data.custom", place)
+    try:
+        rows = list(function(name))
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"data.custom={place}: for {key}={name} it failed: {user_code.last_line(error)}") from error
+    for i, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"data.custom={place}: row {i} of {key}={name} is a {type(row).__name__}, not a dict")
+    if not rows:
+        raise ValueError(f"data.custom={place}: it yields no rows for {key}={name}")
+    return rows
+
+
+def rows_of(table: Table, start: int, stop: int, columns: list[str] | None = None) -> list[dict]:
+    """Some rows of a table, all columns or those named; far faster together than one by one."""
+    if isinstance(table, list):
+        return table[start:stop]
+    block = (table.select_columns(columns) if columns else table)[start:stop]
+    return [dict(zip(block, values, strict=True)) for values in zip(*block.values(), strict=True)]
+
+
+def columns_of(table: Table) -> list[str]:
+    """The names of a table's columns, and of those inside dicts with dots."""
+    if isinstance(table, list):
+        return list(dict.fromkeys(str(column) for row in table for column in row))
+    return list(dict.fromkeys([*table.features, *table.features.flatten()]))
+
+
+def check_text(name: str, table: Table, key: str) -> None:
+    """Raises ValueError for text that is no UTF-8, which not all readers check."""
+    import pyarrow
+
+    if isinstance(table, list):
+        return
+    for column in table.column_names:
+        try:
+            table.data[column].validate(full=True)
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"{key}: {name}{find_fault(name) or f', column {column!r}: {error}'}") from None
+
+
+def find_sources(name: str, split: str, key: str) -> list[Source]:
+    """(name, arguments of datasets.load_dataset) of each file, or of the hub data set, that `name` stands for."""
+    folder, _, named_split = (name, "", "") if os.path.exists(name) else name.partition(":")
+    hub = HUB_NAME.fullmatch(name)
+    if os.path.isfile(name) or "://" in name:
+        files = [name]
+    elif os.path.isdir(folder):
+        files = folder_files(folder, named_split, split, key)
+    elif hub and Path(name).suffix not in KINDS:
+        return [(name, {"path": hub[1], "name": hub[2], "split": hub[3] or split})]
+    else:
+        files = sorted(file for file in glob.glob(name, recursive=True) if Path(file).is_file())
+    if not files:
+        raise ValueError(f"{key}={name}: no such file; legal is {LEGAL}")
+    for file in files:
+        if Path(file).suffix not in KINDS:
+            raise ValueError(f"{key}: {file} is of no known type; legal is {LEGAL}")
+    return [(file, {"path": KINDS[Path(file).suffix], "data_files": file, "split": "train"}) for file in files]
+
+
+def folder_files(folder: str, named_split: str, split: str, key: str) -> list[str]:
+    """The data files of a folder; of one that has several splits, by the names of its files, those of one split."""
+    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+
+    try:
+        splits = DataFilesDict.from_patterns(get_data_patterns(folder), base_path=folder)
+    except EmptyDatasetError:
+        splits = {}
+    found: dict[str, list[str]] = {}
+    for part, files in splits.items():
+        for file in sorted(files):
+            # Dataset.save_to_disk and Dataset.map write further files beside the data.
+            if Path(file).suffix in KINDS and not re.fullmatch(r"state\.json|cache-.*\.arrow", Path(file).name):
+                found.setdefault(str(part), []).append(file)
+    if not found:
+        raise ValueError(f"{key}: the folder {folder} has no data files; they end in {', '.join(KINDS)}")
+    wanted = named_split or (split if len(found) > 1 else next(iter(found)))
+    if wanted not in found:
+        raise ValueError(f"{key}: {folder} has no split {wanted!r}; legal is {folder}:split with {', '.join(found)}")
+    return found[wanted]
+
+
+def read_table(name: str, arguments: dict, key: str) -> Any:
+    """One file or hub data set as a datasets.Dataset.
+
+    Raises ValueError that names it, and the line or column where that is known.
+    """
+    import datasets
+
+    file = arguments.get("data_files", "")
+    if Path(file).is_file() and not Path(file).stat().st_size:
+        raise ValueError(f"{key}: {name} is empty")
+    try:
+        if arguments["path"] == "json":  # mixed columns are refused: the library would read the text "007" as 7
+            arguments = {**arguments, "on_mixed_types": None, "parse_agent_traces": False}
+        elif arguments["path"] == "csv":
+            arguments = {**arguments, **csv_options(file)}
+        return datasets.load_dataset(**arguments)
+    except Exception as error:  # datasets raises many kinds, of its own, pyarrow, pandas, the hub, the file system
+        while error.__cause__:
+            error = error.__cause__
+        library = f": {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if "corresponds to no data" in library or "BatchSize must be greater than 0" in library:
+            library = " has no rows"
+        raise ValueError(f"{key}: {name}{find_fault(file) or library}") from None
+
+
+def csv_options(file: str) -> dict:
+    """Options that read every column of a CSV file as text, so that 007 stays 007; only an empty field is null."""
+    import datasets
+    import pandas
+
+    start = pandas.read_csv(file, nrows=1, dtype=str)
+    if not isinstance(start.index, pandas.RangeIndex):  # pandas would silently take the first field as an index
+        raise ValueError("row 1 has more fields than the header; a text with commas must stand in quotes")
+    features = datasets.Features({str(column): datasets.Value("string") for column in start.columns})
+    return {"features": features, "keep_default_na": False, "na_values": [""]}
+
+
+def find_fault(file: str) -> str:
+    """What is wrong with a text file that could not be read, as ", line 7: ..."; "" if that cannot be told."""
+    kind = KINDS.get(Path(file).suffix)
+    if kind not in ("json", "csv") or not Path(file).is_file():
+        return ""
+    data = Path(file).read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        return f", line {line}: invalid UTF-8 (byte 0x{data[error.start]:02x}); save the file as UTF-8"
+    if kind == "csv":
+        return ""
+    whole = text.lstrip().startswith("[")
+    documents = [text] if whole else text.split("\n")
+    for i, document in enumerate(documents):
+        try:
+            if document.strip() and not isinstance(json.loads(document), list if whole else dict):
+                return f", line {i + 1}: not a JSON object"
+        except json.JSONDecodeError as error:
+            return f", line {i + error.lineno}: not JSON ({error.msg})"
+    return ""

@@ -1,0 +1,142 @@
+"""Patches of vLLM 0.32 on the CPU: unique names in shared memory, packed weights that take up a push, routes.
+
+Nothing here is called where there is a GPU.
+"""
+
+import functools
+import uuid
+
+import numpy
+import torch
+
+from support.base import ranks
+from support.engine.push_check import digest
+
+
+def prepare() -> str:
+    """Patch vLLM before it starts; returns the prefix of its files in /dev/shm."""
+    note_packed_weights()
+    return name_shared_memory_after_this_run()
+
+
+def name_shared_memory_after_this_run() -> str:
+    """Give vLLM's CPU shared memory a name that is unique to this run; returns the prefix of its files in /dev/shm.
+
+    vLLM 0.32 uses one name in every external-launcher run, so that a second run, or the files of a dead one, break the
+    next. All ranks call this together.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shm
+
+    run_id = ranks.gather(uuid.uuid4().hex)[0]  # rank 0's
+    prefix = f"train-grpo-{run_id}"
+    group_name = shm.make_group_name
+    shm.make_group_name = staticmethod(lambda communicator: prefix + group_name(communicator).replace("/", ""))
+    return prefix
+
+
+def note_packed_weights() -> None:
+    """Make vLLM's CPU layers keep, as `packed`, digests {name: (unordered, ordered)} of the weights they pack.
+
+    vLLM 0.32 packs weights for its kernels as they are loaded and drops the originals, so only there a push is visible.
+    """
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+
+    def note(layer: torch.nn.Module, *names: str) -> None:
+        weights = {name: getattr(layer, name) for name in names if getattr(layer, name, None) is not None}
+        dtype = weights[names[0]].dtype  # of a bias too, which some kernels want in fp32
+        layer.packed = {
+            name: (digest(weight.to(dtype)), digest(weight.to(dtype), ordered=True))
+            for name, weight in weights.items()
+            if not weight.is_meta
+        }
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+    pack_experts = Experts.process_weights_after_loading
+
+    def note_and_pack(layer: torch.nn.Module, remove_weight: bool) -> None:
+        note(layer, "weight", "bias")
+        pack(layer, remove_weight)
+
+    def note_and_pack_experts(self, layer: torch.nn.Module) -> None:
+        note(layer, "w13_weight", "w2_weight")
+        pack_experts(self, layer)
+
+    utils.dispatch_cpu_unquantized_gemm = note_and_pack
+    Experts.process_weights_after_loading = note_and_pack_experts
+
+
+def unpack_experts(model: torch.nn.Module) -> None:
+    """Make a reload pack experts again: on the CPU vLLM 0.32 does so only where it finds no kernel."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def repack_lm_head(model: torch.nn.Module) -> None:
+    """Pack a tied output layer again: on the CPU vLLM 0.32 keeps a packed copy, which a reload leaves stale."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and getattr(head, "quant_method", None) is not None:
+        head.quant_method.process_weights_after_loading(head)
+
+
+def return_routes(llm) -> None:
+    """Make `llm` return the experts of each answer's tokens. vLLM 0.32 does so with model runner V2 only, not on CPUs.
+
+    Its routers call a capture function, and its scheduler returns the outputs of an `aux_output_connector`.
+    """
+    llm.llm_engine.engine_core.engine_core.scheduler.aux_output_connector = Routes(llm)
+
+
+class Routes:
+    """The experts of every token in the KV cache, in place of vLLM's AuxOutputSchedulerConnector.
+
+    They are stored by the blocks of the cache, so those of cached prefixes are there too.
+    """
+
+    def __init__(self, llm):
+        engine = llm.llm_engine
+        model, cache = engine.vllm_config.model_config, engine.vllm_config.cache_config
+        self.manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+        self.experts = torch.zeros(
+            cache.num_gpu_blocks,  # on the CPU too
+            cache.block_size,
+            model.get_total_num_hidden_layers(),
+            model.get_num_experts_per_tok(),
+            dtype=torch.uint8 if model.get_num_experts() <= 256 else torch.int16,
+        )
+        llm.apply_model(self.listen)
+
+    def listen(self, model: torch.nn.Module) -> None:
+        """Set the capture function of every router of vLLM's model."""
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        for module in model.modules():
+            if isinstance(module, MoERunner):
+                module.router.set_capture_fn(functools.partial(self.note, module.layer_id))
+
+    def note(self, layer: int, experts: torch.Tensor) -> None:
+        """Store the experts [tokens, k] of a forward pass at its tokens' slots in the KV cache."""
+        from vllm.forward_context import get_forward_context
+
+        slots = get_forward_context().slot_mapping  # {name of an attention layer: [tokens]}; {} in a profiling run
+        if slots:
+            slots = next(iter(slots.values()))
+            self.experts.flatten(0, 1)[slots, layer] = experts[: len(slots)].to(self.experts.dtype)
+
+    def take_output(self, request, unused) -> numpy.ndarray | None:
+        """The experts of a finished request's tokens but the last, [tokens, layers, k]; None before it has finished."""
+        if not request.is_finished():
+            return None
+        (blocks,) = self.manager.get_block_ids(request.request_id)
+        return self.experts[blocks].flatten(0, 1)[: request.num_tokens - 1].numpy()
+
+    def build_connector_meta(self, *unused) -> None:
+        """vLLM calls this; the worker needs nothing."""
+
+    def request_finished(self, request) -> None:
+        """vLLM calls this; the next request in these blocks overwrites their experts."""
+
+    def reset(self) -> None:
+        """vLLM calls this after a weight push; new tokens overwrite the experts."""

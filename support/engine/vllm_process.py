@@ -1,0 +1,50 @@
+"""Environment variables that vLLM reads, set before it is imported, and the options of its engine."""
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+
+
+def set_environment(exact: bool = False) -> None:
+    """Set variables that vLLM, or torch for it, reads at import or at its first allocation.
+
+    A variable that the user has set stays. `exact`: rollout.exact.
+    """
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs inside this process
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every rank is bound to the same cores
+    }
+    if torch.cuda.device_count() == 0:
+        defaults["TORCHDYNAMO_DISABLE"] = "1"  # it would compile one small function in C++ at every start
+    else:
+        # With a seed per prompt the old runner samples one request after the other, the new one all at once.
+        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    if exact and torch.cuda.device_count():
+        defaults |= {"VLLM_BATCH_INVARIANT": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def let_segments_grow() -> None:
+    """Let torch's allocator make expandable segments from now on, unless the user has set it up: rows differ in length,
+    and such segments leave fewer holes.
+
+    To be called when vLLM has started. Its custom all-reduce (rollout.tp above 1) shares the buffers of its CUDA graphs
+    by cudaIpcGetMemHandle, which refuses memory of such segments; what exists stays as it is.
+    """
+    if any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        return
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    change("expandable_segments:True")
+
+
+def engine_options() -> dict[str, Any]:
+    """Fields of vLLM's EngineArgs and their types; support/check/options.py says which `rollout.vllm` may hold."""
+    set_environment()
+    from vllm import EngineArgs
+
+    return {field.name: field.type for field in dataclasses.fields(EngineArgs)}

@@ -1,0 +1,164 @@
+"""The tests of a row for the `code` reward: where they are, how a program is run on them, whether its result is right.
+
+Where a test compares a value with a literal, the program only returns the value and the comparison is made here: the
+process of the program never holds the expected value. docs/rewards.md says which tests are of that kind.
+"""
+
+import ast
+import contextlib
+import functools
+import json
+import operator
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from support.judge import sandbox
+
+MAX_VALUE = 1_000_000  # characters of a value's repr; parsing takes 300 times as much memory
+
+
+class Step(NamedTuple):
+    """A part of a test: statements to run, or an expression whose value `accepts` must be true for."""
+
+    source: str
+    accepts: Callable[[Any], bool] | None = None
+
+
+# ---------------------------------------------------------------- which tests
+
+
+def find_tests(row: dict, answer: str) -> dict:
+    """`tests`, or `inputs`, `outputs` and perhaps `fn_name`: columns of the row, else JSON in its reference answer, or
+    in verl's `reward_model.ground_truth`. Raises ValueError for a row without tests.
+    """
+    verl = row.get("reward_model")
+    ground_truth = verl.get("ground_truth") if isinstance(verl, dict) else None
+    for candidate in (row, answer, ground_truth):
+        found = candidate
+        if isinstance(candidate, str):
+            try:
+                found = json.loads(candidate)
+            except ValueError:
+                continue
+        if isinstance(found, list):
+            found = {"tests": found}
+        if isinstance(found, dict):
+            found = {"tests": found["functional"]} if found.get("functional") else found
+            if found.get("tests") or found.get("inputs"):
+                return found
+    raise ValueError(
+        "the row has no tests: give assert statements in `tests`, or `inputs` and `outputs`, as columns or as JSON in "
+        "the answer or in reward_model.ground_truth"
+    )
+
+
+def share_passed(program: str, found: dict, partial: bool, **limits) -> float:
+    """The share of the found tests that the program passes, with `partial`; else 1 or 0. Raises as sandbox.run."""
+    if found.get("tests"):
+        tests = found["tests"] if isinstance(found["tests"], list) else [found["tests"]]
+        if not all(isinstance(test, str) for test in tests):
+            raise ValueError("a test in `tests` is a text of Python, such as an assert statement")
+        passed = count_passed(program, [steps_of(test) for test in tests], **limits)
+        return passed / len(tests) if partial else float(passed == len(tests))
+    pairs = list(zip(found["inputs"], found.get("outputs") or [], strict=True))
+    if found.get("fn_name"):
+        passed = count_passed(program, [[call(program, found["fn_name"], *pair)] for pair in pairs], **limits)
+        return passed / len(pairs) if partial else float(passed == len(pairs))
+    passed = 0
+    for number, (stdin, wanted) in enumerate(pairs, 1):
+        output = sandbox.output_of(program, as_text(stdin), **limits)
+        passed += output is not None and lines_of(output) == lines_of(as_text(wanted))
+        if not partial and passed < number:
+            return 0.0
+    return passed / len(pairs)
+
+
+def as_text(lines: str | list[str]) -> str:
+    return lines if isinstance(lines, str) else "\n".join(lines)
+
+
+def lines_of(output: str) -> list[str]:
+    """Lines without white space at their ends or empty lines at the end."""
+    return [line.rstrip() for line in output.rstrip().split("\n")]
+
+
+# ---------------------------------------------------------------- the steps of a test
+
+
+@functools.lru_cache(maxsize=1024)  # the answers of a group have the same tests
+def steps_of(test: str) -> list[Step]:
+    """The statements of a test; `assert f(x) == literal` becomes the expression f(x)."""
+    try:
+        return [step_of(statement) for statement in ast.parse(test).body]
+    except (SyntaxError, ValueError, RecursionError):
+        return [Step(test)]  # it fails when it is run
+
+
+def step_of(statement: ast.stmt) -> Step:
+    if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
+        left = statement.test.left
+        right = statement.test.comparators[0]
+        if len(statement.test.ops) == 1 and isinstance(statement.test.ops[0], ast.Eq):
+            for expression, expected in ((left, right), (right, left)):
+                with contextlib.suppress(ValueError, TypeError):
+                    return Step(ast.unparse(expression), functools.partial(operator.eq, literal(expected)))
+    return Step(ast.unparse(statement))
+
+
+def literal(node: ast.expr) -> Any:
+    """The value of a literal, or of one in set(…), frozenset(…), list(…) or tuple(…). Raises ValueError, TypeError."""
+    kinds = {"set": set, "frozenset": set, "list": list, "tuple": tuple}
+    if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
+        kind = kinds.get(ast.unparse(node.func))
+        if kind:
+            return kind(literal(node.args[0]))
+    return ast.literal_eval(node)
+
+
+def call(program: str, name: str, arguments: str | list, wanted: Any) -> Step:
+    """A call of a function, or of a method of the class Solution, as APPS, TACO and Eurus write it.
+
+    The arguments are a list, or JSON, one a line; the wanted value is given itself or as JSON.
+    """
+    values = [json.loads(line) for line in arguments.split("\n")] if isinstance(arguments, str) else arguments
+    if isinstance(wanted, str):
+        with contextlib.suppress(ValueError):
+            wanted = json.loads(wanted)
+    owner = "Solution()." if re.search(r"^class Solution\b", program, re.MULTILINE) else ""
+    return Step(f"{owner}{name}({', '.join(map(repr, values))})", functools.partial(is_returned, wanted))
+
+
+def is_returned(wanted: Any, value: Any) -> bool:
+    """Whether a value equals the wanted one as JSON, which has no tuples; APPS wraps some values in a list."""
+    with contextlib.suppress(TypeError, ValueError):
+        value = json.loads(json.dumps(value))
+    return value == wanted or (isinstance(wanted, list) and len(wanted) == 1 and value == wanted[0])
+
+
+# ---------------------------------------------------------------- results
+
+
+def count_passed(program: str, tests: list[list[Step]], **limits) -> int:
+    """How many of the tests hold after the program. Raises as sandbox.run."""
+    sources = [[(step.source, step.accepts is not None) for step in steps] for steps in tests]
+    values = sandbox.values_of(program, sources, **limits)
+    return sum(map(has_passed, tests, values))
+
+
+def has_passed(steps: list[Step], values: list[str] | None) -> bool:
+    """Whether a test passed, given the values of its expressions as text; None where a step failed."""
+    conditions = [step.accepts for step in steps if step.accepts]
+    if values is None or len(values) != len(conditions):
+        return False
+    return all(is_right(accepts, text) for accepts, text in zip(conditions, values, strict=True))
+
+
+def is_right(accepts: Callable[[Any], bool], text: str) -> bool:
+    """Whether `accepts` is true for the literal in a text that the program wrote."""
+    if len(text) > MAX_VALUE:
+        return False
+    try:
+        return accepts(ast.literal_eval(text))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # a program may write any text
+        return False

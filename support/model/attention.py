@@ -1,0 +1,373 @@
+"""Attention inside the sequences of a packed row, on the CPU and on GPUs, and how context-parallel ranks split a row.
+
+`attend_varlen` and `attend_padded` compute the same from plain tensors: the first by torch's FlashAttention, for bf16
+and fp16 on a GPU, the second by torch's scaled_dot_product_attention. PackedAttention goes into Megatron's layer spec.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import inspect
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import varlen as flash
+
+from support.model.layers import Rotation, device  # first: it prepares the process for Megatron-core
+
+# isort: split
+from megatron.core import parallel_state as mpu
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+
+# ---------------------------------------------------------------- a row in stripes
+
+# Rank r of cp holds the tokens r, r + cp, r + 2 cp, ... of every packed row, in all layers; only attention exchanges
+# tokens (below). Source of the stripes: Striped Attention, arXiv 2311.09431.
+
+
+def own_stripe(x: torch.Tensor) -> torch.Tensor:
+    """This rank's tokens of a row; [..., T] → [..., T / cp]."""
+    return x[..., mpu.get_context_parallel_rank() :: mpu.get_context_parallel_world_size()]
+
+
+def gather_stripes(x: torch.Tensor, summed_gradient: bool) -> torch.Tensor:
+    """All-gather the tokens of all ranks, in the order of the row; [T / cp, ...] → [T, ...].
+
+    `summed_gradient`: each rank computes another part of the loss from the result, so the backward pass sums the ranks'
+    gradients. Without it all ranks compute the same loss, and each keeps the gradient of its own tokens.
+    """
+    if mpu.get_context_parallel_world_size() == 1:
+        return x
+    return interleave(gather_from_sequence_parallel_region(x, summed_gradient, mpu.get_context_parallel_group()))
+
+
+def interleave(x: torch.Tensor) -> torch.Tensor:
+    """The row of stripes that are concatenated rank by rank; [T, ...] → [T, ...]."""
+    return x.unflatten(0, (mpu.get_context_parallel_world_size(), -1)).transpose(0, 1).flatten(0, 1)
+
+
+# ---------------------------------------------------------------- which keys a query attends to
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """S segments of keys, one after another, and as many of queries: a segment's queries are the last of its tokens.
+
+    A query attends to its own token and those before it in the segment: to the last `window` of them, its own included,
+    or to all (None). Where queries and keys are the same tokens, `cu_q` and `cu_k` are one tensor.
+    """
+
+    cu_q: torch.Tensor  # [S + 1] int32, where each segment's queries begin, and the end; each segment has one at least
+    cu_k: torch.Tensor  # [S + 1] int32, the same of keys
+    max_q: int  # queries of the longest segment
+    max_k: int
+    window: int | None = None
+
+    @functools.cached_property
+    def query_slot(self) -> torch.Tensor:
+        """Index of each query in a padded [S * max_q] layout, [queries]."""
+        return slots(self.cu_q, self.max_q)
+
+    @functools.cached_property
+    def key_slot(self) -> torch.Tensor:
+        """Index of each key in a padded [S * max_k] layout, [keys]."""
+        return self.query_slot if self.cu_k is self.cu_q else slots(self.cu_k, self.max_k)
+
+    @functools.cached_property
+    def mask(self) -> torch.Tensor | None:
+        """True where a query of the padded layout attends to a key, [S or 1, 1, max_q, max_k].
+
+        None where the causal mask is enough: padding is right of every real token, so it is masked too.
+        """
+        position = torch.arange(self.max_q, device=self.cu_q.device)[None]  # of each query among its keys, [S or 1, Q]
+        if self.cu_k is not self.cu_q:
+            last_S = self.cu_k.diff()[:, None] - 1  # position of a segment's last key
+            first_S = last_S + 1 - self.cu_q.diff()[:, None]  # and of its first query
+            # Padding gets the position of the last key: not every kernel has a result for a query without keys.
+            position = (position + first_S).minimum(last_S)
+        elif self.window is None or self.window >= self.max_k:
+            return None
+        keys = torch.arange(self.max_k, device=position.device)
+        position = position[:, None, :, None]
+        mask = keys <= position
+        return mask if self.window is None else mask & (keys > position - self.window)
+
+
+def slots(cu_seqlens: torch.Tensor, width: int) -> torch.Tensor:
+    """Index of each token in a layout that pads every segment to `width`; [S + 1] → [tokens]."""
+    lengths_S = cu_seqlens.diff()
+    segment = torch.arange(len(lengths_S), device=cu_seqlens.device).repeat_interleave(lengths_S)
+    position = torch.arange(len(segment), device=segment.device) - cu_seqlens[segment]  # in its segment
+    return segment * width + position
+
+
+# ---------------------------------------------------------------- two kernels
+
+
+def uses_varlen(on: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention is `attend_varlen`, without padding: torch has the kernel on GPUs, for these types."""
+    return on.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def attend(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
+    """Causal attention inside each segment; `scale` of the products, None: d ** -0.5.
+
+    query [queries, heads, d], key and value [keys, kv_heads, d] → [queries, heads, d].
+    """
+    if uses_varlen(query.device, query.dtype):
+        return attend_varlen(query, key, value, segments, scale)
+    return attend_padded(query, key, value, segments, scale)
+
+
+def attend_padded(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
+    """`attend` by padding to [S, longest] and one scaled_dot_product_attention.
+
+    Where all segments have one length nothing is copied.
+    """
+    sequences = len(segments.cu_q) - 1
+
+    def pad(x, slot, width):  # [tokens, n, d] → [S, n, width, d]
+        x = x if x.is_cuda else x.float()  # on the CPU bf16 takes ten times as long
+        if len(x) < sequences * width:
+            x = x.new_zeros(sequences * width, *x.shape[1:]).index_copy_(0, slot, x)
+        return x.unflatten(0, (sequences, width)).transpose(1, 2)
+
+    out = F.scaled_dot_product_attention(
+        pad(query, segments.query_slot, segments.max_q),
+        *(pad(x, segments.key_slot, segments.max_k) for x in (key, value)),
+        attn_mask=segments.mask,
+        is_causal=segments.mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    out = out.transpose(1, 2).flatten(0, 1)  # [S * max_q, heads, d]
+    if len(query) < len(out):
+        out = out.index_select(0, segments.query_slot)
+    return out.to(query.dtype)
+
+
+def attend_varlen(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
+    """`attend` by torch's varlen_attn, for bf16 and fp16 on a GPU.
+
+    Its causal mask is aligned to the last query and the last key, as Segments are. Raises RuntimeError where this torch
+    has no windows.
+    """
+    lengths = (segments.cu_q, segments.cu_k, segments.max_q, segments.max_k)
+    options = varlen_options(flash.varlen_attn, segments.window, scale)
+    return flash.varlen_attn(query, key, value, *lengths, **options)
+
+
+@functools.cache
+def varlen_options(varlen_attn, window: int | None, scale: float | None) -> dict:
+    """Options of `varlen_attn` besides tensors and lengths: those that the signature of this torch version has.
+
+    torch 2.10 has is_causal; 2.11 scale, and windows whose (left, right) exclude the query's own token; 2.12 needs
+    enable_gqa for grouped heads, and its num_splits=1 keeps results independent of the batch.
+    """
+    left = -1 if window is None else window - 1
+    options = {"is_causal": True, "window_size": (left, 0), "scale": scale, "enable_gqa": True, "num_splits": 1}
+    known = inspect.signature(varlen_attn).parameters
+    if "window_size" not in known and (window, scale) != (None, None):
+        raise RuntimeError(f"torch {torch.__version__} has no sliding window in varlen_attn; use 2.11 or newer")
+    return {name: value for name, value in options.items() if name in known}
+
+
+def use_flash_attention_3(dtype: torch.dtype) -> None:
+    """Make torch's attention use FlashAttention 3, on GPUs of compute capability 9.0.
+
+    Without the module flash_attn_interface torch keeps its own FlashAttention 2. Not run on a GPU yet.
+    """
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)  # torch 2.11 and newer
+    installed = activate and importlib.util.find_spec("flash_attn_interface")
+    if installed and uses_varlen(device(), dtype) and torch.cuda.get_device_capability() == (9, 0):
+        activate("FA3")
+
+
+# ---------------------------------------------------------------- context parallelism
+
+# Each rank holds a stripe of the row, for which no causal kernel exists. So attention redistributes queries and keys,
+# and sends the results back, in one of two ways:
+#
+# by heads   where cp divides the heads of a tensor-parallel rank, of queries and of keys: each rank gets all tokens for
+#            its share of the heads. All ranks do the same work.           DeepSpeed-Ulysses, arXiv 2309.14509
+# by chunks  otherwise: each sequence is cut into 2 cp chunks, and rank r gets the queries of chunks r and 2 cp - 1 - r,
+#            an early and a late one, so the work is the same but for rounding; all keys are gathered, and each chunk
+#            uses those up to its end.                                    Llama 3, arXiv 2407.21783, 3.3.2
+
+
+def splits_by_heads(config: TransformerConfig) -> bool:
+    """Whether context parallelism splits attention by heads; else by chunks."""
+    ranks = config.tensor_model_parallel_size * config.context_parallel_size
+    return config.num_attention_heads % ranks == config.num_query_groups % ranks == 0
+
+
+def to_heads(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """All tokens of the row for this rank's share of the heads; each [T / cp, n, d], n may differ → [T, n / cp, d]."""
+    cp = mpu.get_context_parallel_world_size()
+    parts = torch.cat([x.unflatten(1, (cp, -1)).transpose(0, 1) for x in xs], dim=2)  # [cp, T / cp, sum of n / cp, d]
+    row = interleave(all_to_all(mpu.get_context_parallel_group(), parts.flatten(0, 1)))
+    return row.split([x.shape[1] // cp for x in xs], dim=1)
+
+
+def from_heads(x: torch.Tensor) -> torch.Tensor:
+    """This rank's stripe for all heads; [T, n / cp, d] → [T / cp, n, d]."""
+    cp = mpu.get_context_parallel_world_size()
+    stripes = x.unflatten(0, (-1, cp)).transpose(0, 1).flatten(0, 1)  # rank by rank
+    parts = all_to_all(mpu.get_context_parallel_group(), stripes).unflatten(0, (cp, -1))  # [cp, T / cp, n / cp, d]
+    return parts.transpose(0, 1).flatten(1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """The queries that a rank computes, of all stripes, and the keys they need."""
+
+    segments: Segments  # one per chunk
+    send: torch.Tensor  # [T / cp], this rank's tokens, sorted by the rank that computes them
+    sent: list[int]  # number of tokens to each rank
+    received: list[int]  # number of tokens from each rank
+    order: torch.Tensor  # [queries], index of each query among those received
+    keys: torch.Tensor  # [keys], index in the row of each segment's keys, one segment after another
+
+    @classmethod
+    def of(cls, cu_seqlens: torch.Tensor, rank: int, cp: int, window: int | None) -> "Chunks":
+        """The chunks of `rank` of `cp` in a row; chunk c of n tokens begins at floor(n c / 2 cp). Waits for the GPU."""
+        ends = cu_seqlens.long().cpu()
+        starts_S = ends[:-1]
+        lengths_S = ends.diff()
+        number = torch.arange(2 * cp + 1)
+        bounds = lengths_S[:, None] * number // (2 * cp)  # [S, 2 cp + 1], in the sequence
+        sizes = bounds.diff()  # [S, 2 cp]
+        takers = number[:-1].minimum(2 * cp - 1 - number[:-1])  # rank of each chunk
+        taker_T = takers.repeat(len(lengths_S)).repeat_interleave(sizes.flatten())
+        queries = (taker_T == rank).nonzero()[:, 0]  # in the row
+        stripe = queries % cp  # the rank that sends each query
+        arrival = stripe.argsort(stable=True)  # stripe by stripe
+        own = taker_T[rank::cp]
+
+        reach = lengths_S.max() if window is None else window - 1
+        first = (bounds[:, :-1] - reach).clamp(min=0)  # [S, 2 cp], the first key of each chunk, in the sequence
+        taken = (takers == rank) & (sizes > 0)
+        lengths_q = sizes[taken]  # of each segment
+        lengths_k = (bounds[:, 1:] - first)[taken]
+        cu_q = F.pad(lengths_q.cumsum(0), (1, 0))
+        cu_k = F.pad(lengths_k.cumsum(0), (1, 0))
+        first_key = (starts_S[:, None] + first)[taken]  # in the row
+        keys = torch.arange(int(cu_k[-1])) + (first_key - cu_k[:-1]).repeat_interleave(lengths_k)
+        if len(queries) == 0:  # sequences of fewer tokens than chunks; one dummy query keeps the collectives in step
+            cu_q = cu_k = torch.tensor([0, 1])
+            keys = torch.tensor([0])
+
+        to = cu_seqlens.device
+        return cls(
+            Segments(cu_q.int().to(to), cu_k.int().to(to), int(cu_q.diff().max()), int(cu_k.diff().max()), window),
+            send=own.argsort(stable=True).to(to),
+            sent=own.bincount(minlength=cp).tolist(),
+            received=stripe.bincount(minlength=cp).tolist(),
+            order=arrival.argsort().to(to),
+            keys=keys.to(to),
+        )
+
+    def gather_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """The queries of this rank's chunks, from all stripes; [T / cp, heads, d] → [queries, heads, d]."""
+        group = mpu.get_context_parallel_group()
+        x = all_to_all(group, x.index_select(0, self.send), self.received, self.sent).index_select(0, self.order)
+        return x if len(x) else F.pad(x, (0, 0, 0, 0, 0, 1))
+
+    def scatter_results(self, x: torch.Tensor) -> torch.Tensor:
+        """Inverse of `gather_queries`; [queries, heads, d] → [T / cp, heads, d]."""
+        x = x[: len(self.order)]  # without the dummy query
+        x = torch.empty_like(x).index_copy(0, self.order, x)
+        x = all_to_all(mpu.get_context_parallel_group(), x, self.sent, self.received)
+        return torch.empty_like(x).index_copy(0, self.send, x)
+
+
+# ---------------------------------------------------------------- in Megatron's layers
+
+
+@dataclasses.dataclass
+class Packing(PackedSeqParams):
+    """What core attention needs to know of a packed row; Megatron's layers pass it on."""
+
+    cos: torch.Tensor | None = None  # [T / cp, 1, 1, head_dim], of each query's position, as Rotation takes them
+    sin: torch.Tensor | None = None
+    segments: Segments | None = None  # the sequences of the whole row
+    chunks: Chunks | None = None  # where context parallelism splits by chunks
+
+    @classmethod
+    def of(cls, mb, inv_freq: torch.Tensor, config: TransformerConfig) -> "Packing":
+        """That of a micro-batch; `inv_freq` [head_dim / 2] as transformers computes it."""
+        window = config.window_size and config.window_size[0] + 1
+        angles = torch.outer(own_stripe(mb.position_ids[0]).float(), inv_freq)[:, None, None]
+        cos, sin = angles.cos(), angles.sin()
+        cp = mpu.get_context_parallel_world_size()
+        chunks = None
+        if cp > 1 and not splits_by_heads(config):
+            chunks = Chunks.of(mb.cu_seqlens, mpu.get_context_parallel_rank(), cp, window)
+        return cls(
+            qkv_format="sbhd",  # with "thd" Megatron would loop over the sequences itself
+            cos=torch.cat((cos, cos), -1).to(config.params_dtype),
+            sin=torch.cat((-sin, sin), -1).to(config.params_dtype),
+            segments=Segments(mb.cu_seqlens, mb.cu_seqlens, mb.max_seqlen, mb.max_seqlen, window),
+            chunks=chunks,
+        )
+
+
+def rotary_embedding(hf_config) -> torch.nn.Module:
+    """transformers' own rotary embedding, for its frequencies (Llama 3 scaling included).
+
+    Raises ValueError for a type that scales attention or changes with the length.
+    """
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = LlamaRotaryEmbedding(hf_config)
+    if rope.rope_type not in ("default", "linear", "llama3") or rope.attention_scaling != 1.0:
+        raise ValueError(f"rope type {rope.rope_type!r} is not supported; supported are default, linear, llama3")
+    return rope
+
+
+def sliding_window(hf_config) -> int | None:
+    """Window of attention in all layers, in tokens, the query's own included; None: no window.
+
+    Raises ValueError where transformers and vLLM read config.json differently: vLLM 0.32 gives one window to all layers
+    or to none (to none of Qwen3's if some have no window, and Qwen2 does not start then), also where transformers has
+    no window (Llama).
+    """
+    window = getattr(hf_config, "sliding_window", None)
+    if not window:
+        return None
+    kinds = set(getattr(hf_config, "layer_types", None) or ["sliding_attention"])
+    if kinds == {"full_attention"} and hasattr(type(hf_config), "layer_types"):  # transformers reads layer_types
+        return None
+    if kinds == {"sliding_attention"} and hasattr(type(hf_config), "sliding_window"):
+        return window
+    raise ValueError(
+        f"sliding_window={window} in its config.json is supported for all layers alike, or for none, and vLLM would "
+        "give it to others than transformers does (see use_sliding_window, max_window_layers, layer_types there)"
+    )
+
+
+class PackedAttention(torch.nn.Module):
+    """Megatron's core attention: RoPE, then causal attention inside each sequence of a row, which cp ranks split."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **unused):
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query, key, value, attention_mask, packed_seq_params: Packing, **unused) -> torch.Tensor:
+        """query [T / cp, 1, heads, d], key and value [T / cp, 1, kv_heads, d] → [T / cp, 1, heads * d]."""
+        packing = packed_seq_params
+        chunks = packing.chunks
+        query, key = (Rotation.apply(x, packing.cos, packing.sin) for x in (query, key))
+        query, key, value = (x.squeeze(1) for x in (query, key, value))
+        if mpu.get_context_parallel_world_size() == 1:
+            out = attend(query, key, value, packing.segments, self.softmax_scale)
+        elif chunks is None:
+            out = from_heads(attend(*to_heads(query, key, value), packing.segments, self.softmax_scale))
+        else:
+            row = gather_stripes(torch.stack((key, value), dim=1), summed_gradient=True)  # [T, 2, kv_heads, d]
+            key, value = row.index_select(0, chunks.keys).unbind(1)
+            out = attend(chunks.gather_queries(query), key, value, chunks.segments, self.softmax_scale)
+            out = chunks.scatter_results(out)
+        return out.flatten(1).unsqueeze(1)

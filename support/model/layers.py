@@ -1,0 +1,196 @@
+"""Layers of a Megatron-core model that need no Transformer Engine, on the CPU and on GPUs alike.
+
+Norm, activation, router and, from support/model/attention.py, attention (which also applies RoPE) go into Megatron's
+layer spec (megatron_bridge.layer_spec). Importing this file prepares the process for Megatron-core, so this file
+imports Megatron-core first.
+"""
+
+import importlib.util
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from support.model import cpu_backend
+
+# Warnings of every run without Transformer Engine and Apex, which need no action.
+for message in (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    r"\s*The 'megatron.core.transformer.custom_layers",
+    "`torch.distributed",
+):
+    warnings.filterwarnings("ignore", message)
+
+if not torch.cuda.is_available():
+    cpu_backend.install()  # before Megatron-core is imported
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import optimizer_config
+from megatron.core.transformer import TransformerConfig, attention
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+
+# For use_precision_aware_optimizer Megatron-core 0.16 checks the version of Transformer Engine even if it is missing.
+if importlib.util.find_spec("transformer_engine") is None:
+    optimizer_config.is_te_min_version = lambda *args, **kwargs: False
+# 0.16 reads this name in each router's forward pass, and defines it only where Transformer Engine is installed.
+moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+
+
+def device() -> torch.device:
+    """The device of this rank's tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+# ---------------------------------------------------------------- autograd functions with fewer copies
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) · up of [gate, up]; [..., 2 f] → [..., f]. Saves only its input; both gradients share one tensor."""
+
+    @staticmethod
+    def forward(ctx, gate_up):
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        grads = torch.empty_like(gate_up)
+        grad_gate, grad_up = grads.chunk(2, -1)
+        torch.ops.aten.silu.out(gate, out=grad_up).mul_(grad)
+        torch.mul(grad, up, out=grad_gate)
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grads
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Activation of every feed-forward block, for Megatron's layer spec; [..., 2 f] → [..., f]."""
+    return SwiGLU.apply(gate_up)
+
+
+class Split(torch.autograd.Function):
+    """torch.split, with the gradients of all parts in one tensor; the parts stay views."""
+
+    @staticmethod
+    def forward(ctx, x, dim, sizes):
+        ctx.dim, ctx.sizes = dim, sizes
+        return x.split(sizes, dim)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        shape = list(grads[0].shape)
+        shape[ctx.dim] = sum(ctx.sizes)
+        whole = grads[0].new_empty(shape)
+        for part, grad in zip(whole.split(ctx.sizes, ctx.dim), grads, strict=True):
+            part.copy_(grad)
+        return whole, None, None
+
+
+attention.SplitAlongDim = Split.apply  # splits query, key and value; Megatron's own needs Transformer Engine
+
+
+class Rotation(torch.autograd.Function):
+    """Rotary embedding: the halves (a, b) of each head become (a cos - b sin, b cos + a sin).
+
+    x [T, 1, heads, d], cos = (cos, cos) and sin = (-sin, sin) [T, 1, 1, d] → [T, 1, heads, d]. Keeps no copy of x.
+    """
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return torch.addcmul(grad * cos, grad.roll(grad.shape[-1] // 2, -1), sin, value=-1), None, None
+
+
+class Normalization(torch.autograd.Function):
+    """RMS norm of the last dimension in fp32, for the CPU, where torch's own makes three times as many copies.
+
+    x [..., h], weight [h] → [..., h].
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = (size.square() / x.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        normed, weight = x * scale, weight.float()
+        product = grad * normed  # [..., h] fp32
+        grad_weight = product.flatten(0, -2).sum(0)
+        mean = (product @ weight).unsqueeze(-1) / x.shape[-1]
+        torch.mul(grad, weight, out=product).addcmul_(normed, mean, value=-1).mul_(scale)
+        return product.to(x.dtype), grad_weight.to(x.dtype), None
+
+
+# ---------------------------------------------------------------- layers
+
+
+class RMSNorm(torch.nn.Module):
+    """RMS norm that works with sequence parallelism, which Megatron's own torch norm refuses."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device()))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return Normalization.apply(x, self.weight, self.eps)
+
+
+class Router(TopKRouter):
+    """Megatron's router with a balancing loss that does not depend on tp and cp, and a count of each expert's load.
+
+    Megatron weights the loss by the tokens of the rank, this router by those of the whole micro-batch. `padding_mask`
+    is True where no response token is predicted: loss and load are of the trained tokens only, and the weight matches
+    the denominator of `token_mean`.
+    """
+
+    def __init__(self, config, **kwargs):
+        super().__init__(config=config, **kwargs)
+        self.load = torch.zeros(config.num_moe_experts, device=device())  # tokens per expert, until `expert_load`
+
+    def forward(self, input, padding_mask=None):
+        probs, routing_map = super().forward(input, padding_mask)
+        if self.training:  # full recompute counts everything twice, which leaves the ratios right
+            self.load = self.load + (routing_map & ~padding_mask.reshape(-1, 1)).sum(0)
+        return probs, routing_map
+
+    def _apply_aux_loss(self, probs, scores_for_aux_loss, routing_map, with_padding_mask=False):
+        """Switch Transformer's loss, arXiv 2101.03961 eq. 4, over the micro-batch: coefficient · E · sum_e f_e P_e."""
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        experts = self.config.num_moe_experts
+        tokens_E = routing_map.sum(0).float()
+        dist.all_reduce(tokens_E, group=self.tp_cp_group)
+        tokens = tokens_E.sum() / self.topk
+        share_E = scores_for_aux_loss.sum(0)  # this rank's part of tokens · P_e
+        loss = coefficient * experts * (tokens_E * share_E).sum() / (tokens * self.topk).clamp(min=1)
+        return MoEAuxLossAutoScaler.apply(probs, loss)
+
+
+class HiddenGPT(GPTModel):
+    """A GPTModel that returns the last hidden state, so that logits are computed only where a log-prob is needed.
+
+    `inv_freq`, set after construction, are the frequencies of its rotary embedding.
+    """
+
+    def _postprocess(self, hidden_states, *args, **kwargs) -> torch.Tensor:
+        return hidden_states

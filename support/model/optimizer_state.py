@@ -1,0 +1,148 @@
+"""The training state that a checkpoint holds: main weights and Adam's moments, on any layout.
+
+Megatron's distributed optimizer shards each weight's state over the replicas. This file describes it as Megatron's
+sharded tensors, which say where in the whole tensor a rank's shard is, and loads it from those of a checkpoint.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.utils import unwrap_model
+
+from support.model.checkpoint import read_state
+from support.model.offload import is_away, take_back_state
+from support.model.shards import read_sharded
+
+MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first is the main weight
+
+
+def trainable_weights(model: list) -> list[torch.nn.Parameter]:
+    """This rank's weights that are trained: all, or the adapters; of a model that is not trained, all."""
+    weights = [weight for chunk in model for weight in chunk.parameters()]
+    return [weight for weight in weights if weight.requires_grad] or weights
+
+
+def sharded_weights(model: list) -> dict[torch.nn.Parameter, ShardedTensor | ShardedTensorFactory]:
+    """Megatron's sharded tensor of each of this rank's weights."""
+    tensors = {}
+    for chunk in model:
+        state = unwrap_model(chunk).sharded_state_dict(metadata={})
+        sharded, _ = extract_sharded_tensors_and_factories(state)
+        tensors |= {tensor.data: tensor for tensor in sharded.values()}
+    return tensors
+
+
+def optimizer_weights(model: list, optimizer) -> Iterator[tuple]:
+    """(part of the optimizer, number, weight, Megatron's sharded tensor) of every weight that an optimizer updates.
+
+    In the same order on all ranks of the part's data-parallel group, which shards its state.
+    """
+    tensors = sharded_weights(model)
+    number = 0
+    for part in optimizer.chained_optimizers:
+        for buffer in part.buffers:
+            for weight in buffer.param_index_map:
+                yield part, number, weight, tensors[weight]
+                number += 1
+
+
+def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:
+    """This rank's shard of a weight's state: its slice of the flat weight and {moment: values}; {} without a shard."""
+    if weight not in part.model_param_gbuf_map:
+        return slice(0, 0), {}
+    position = part._get_model_param_range_map(weight)["param"]
+    own = part._get_main_param_and_optimizer_states(weight)
+    own["param"] = own.pop("master_param", own["param"])  # with optimizer_cpu_offload: the weight that Adam steps
+    own = {moment: values.host if is_away(values) else values for moment, values in own.items()}
+    return slice(position.start, position.end), own
+
+
+def sharded_state(model: list, optimizer, loading: bool) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """Main weights and Adam's moments as Megatron's sharded tensors, 12 bytes a weight: all there is to save.
+
+    With `loading` a description only, without values, for `load_state`. For saving, each weight's state is reduced to
+    one replica, another for each weight. Megatron's own way, "fully_reshardable", gathers all on one replica, and cuts
+    tensors at wrong offsets where a bucket is padded (0.16: its length is no multiple of 128).
+    """
+    state = {}
+    for part, number, weight, tensor in optimizer_weights(model, optimizer):
+        group = part.data_parallel_group
+        owner = number % group.size()
+        position, own = own_slice(part, weight)
+        for moment in MOMENTS:
+            whole = torch.empty(weight.shape, dtype=torch.float32, device="meta")
+            replica = tensor.replica_id
+            if not loading:
+                bits = torch.zeros(weight.numel(), dtype=torch.int32, device=weight.device)  # so that -0.0 stays -0.0
+                if own:
+                    bits[position] = own[moment].detach().view(torch.int32)
+                dist.reduce(bits, group_dst=owner, group=group)
+                replica = (*replica[:2], int(group.rank() != owner))
+                if group.rank() == owner:
+                    whole = bits.view(torch.float32).view(weight.shape).cpu()
+            fp32 = {"dtype": torch.float32} if isinstance(tensor, ShardedTensor) else {}  # a factory takes its data's
+            state[f"{number}.{moment}"] = dataclasses.replace(
+                tensor, key=f"{moment}.{tensor.key}", data=whole, replica_id=replica, **fp32
+            )
+    return state
+
+
+def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps: int) -> None:
+    """Copy in the values that `sharded_state` described, as they were after `steps` updates."""
+    for part, number, weight, _ in optimizer_weights(model, optimizer):
+        position, own = own_slice(part, weight)
+        if own:
+            for moment in MOMENTS:
+                own[moment].data.copy_(loaded[f"{number}.{moment}"].flatten()[position])
+    for part in optimizer.chained_optimizers:
+        set_adam_steps(part, steps)
+        for main, stepped in getattr(part.optimizer, "param_to_inner_param", {}).items():  # with optimizer_cpu_offload
+            main.data.copy_(stepped.data)
+        part._copy_main_params_to_model_params()
+    for chunk in model:
+        chunk.start_param_sync(force_sync=True)
+
+
+def restore(path: Path, model: list, optimizer, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Load weights and moments from a checkpoint of any layout; returns its state.
+
+    `others`: the first words of keys that somebody else reads. Raises CheckpointError before anything is changed; also
+    where the checkpoint holds what nobody reads.
+    """
+    state = read_state(path)
+    take_back_state(optimizer)
+    loaded = read_sharded(path, sharded_state(model, optimizer, loading=True), others=others)
+    load_state(model, optimizer, loaded, state["updates"])
+    return state
+
+
+def set_adam_steps(part, steps: int) -> None:
+    """Set Adam's step count in one of Megatron's distributed optimizers, and create a state that is missing.
+
+    Each weight gets a tensor of its own: torch increments them in place. With optimizer_cpu_offload Megatron's
+    optimizer wraps two others, for the shards on the host and those on the GPU.
+    """
+    offloads = isinstance(part.optimizer, HybridDeviceOptimizer)
+    inner_optimizers = part.optimizer.sub_optimizers if offloads else [part.optimizer]
+    for inner in inner_optimizers:
+        for group in inner.param_groups:
+            for shard in group["params"]:
+                state = inner.state[shard]
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(moment, torch.zeros_like(shard))
+                state["step"] = torch.tensor(float(steps), device=shard.device if group.get("fused") else None)
+    if offloads:
+        part.optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+def optimizer_steps(optimizer) -> int:
+    """Number of updates so far, Adam's step count."""
+    inner = next(part.optimizer for part in optimizer.chained_optimizers if part.optimizer.state)
+    return int(next(iter(inner.state.values()))["step"])

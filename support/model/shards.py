@@ -1,0 +1,192 @@
+"""Sharded tensors in safetensors files, which another layout can read.
+
+Each rank writes the shards of which it holds the main replica; a shard is named "key@offset". To read a tensor is to
+assemble it from all stored shards that overlap it. Megatron-core's ShardedTensor says which shard a rank holds.
+"""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from config import TrainingError
+from support.base.files import digest_file, sync
+from support.base.ranks import gather
+
+FILE_BYTES = 1 << 30  # size of a file, about; so many bytes are in memory twice while it is written
+Shard = tuple[str, torch.Tensor, tuple[int, ...]]  # "key@offset", the values, shape of the whole tensor
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint could not be written, or cannot be used. The message is for the user."""
+
+
+def first_failure(failure: str | None) -> str | None:
+    """The failure of the lowest rank that has one, None if no rank has; the same on every rank."""
+    for rank, text in enumerate(gather(failure)):
+        if text is not None:
+            return f"{text} (rank {rank})"
+    return None
+
+
+# ---------------------------------------------------------------- writing
+
+
+def expand_factory(tensor: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """The sharded tensors that a factory makes, such as gate and up of a fused weight; any other tensor itself."""
+    return tensor.build() if isinstance(tensor, ShardedTensorFactory) else [tensor]
+
+
+def copy_shards(sharded: dict[str, ShardedTensor | ShardedTensorFactory]) -> list[Shard]:
+    """Copies in host memory of the shards this rank has to save: those of which it holds the main replica."""
+    shards = []
+    for tensor in sharded.values():
+        for part in expand_factory(tensor):
+            if is_main_replica(part.replica_id):
+                name = f"{part.key}@{','.join(map(str, part.global_offset))}"
+                values = part.data.detach().to("cpu", copy=True).view(shard_shape(part))
+                shards.append((name, values, tuple(part.global_shape)))
+    return shards
+
+
+def write_shards(folder: Path, shards: list[Shard]) -> dict[str, list]:
+    """Write a rank's shards to files `rank_RRRRR_NNN.safetensors`, on the disk before this returns.
+
+    The metadata of a file has the shapes of the whole tensors. Returns {file name: its digest}.
+    """
+    files = []
+    file_bytes = 0
+    for shard in shards:
+        if not files or file_bytes + shard[1].nbytes > FILE_BYTES:
+            files.append([])
+            file_bytes = 0
+        files[-1].append(shard)
+        file_bytes += shard[1].nbytes
+    digests = {}
+    for number, content in enumerate(files):
+        path = folder / f"rank_{dist.get_rank():05d}_{number:03d}.safetensors"
+        shapes = json.dumps({name: shape for name, _, shape in content})
+        # One entry of metadata: safetensors writes several in no fixed order.
+        save_file({name: values for name, values, _ in content}, path, {"shapes": shapes})
+        sync(path)
+        digests[path.name] = digest_file(path)
+    return digests
+
+
+def find_coverage_error(sizes_of_ranks: list[list[tuple[str, int, int]]]) -> str | None:
+    """What is wrong where the shards of all ranks do not hold every element exactly once; None if they do.
+
+    A shard is given as its name, its number of elements and that of the whole tensor.
+    """
+    names = set()
+    saved = Counter()
+    whole = {}
+    for name, elements, elements_of_tensor in itertools.chain(*sizes_of_ranks):
+        if name in names:
+            return f"{name} is saved twice"
+        names.add(name)
+        key = name.rpartition("@")[0]
+        saved[key] += elements
+        whole[key] = elements_of_tensor
+    for key in whole:
+        if saved[key] != whole[key]:
+            return f"{key} has {saved[key]} of {whole[key]} elements"
+    return None
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_sharded(
+    path: Path, sharded: dict[str, ShardedTensor | ShardedTensorFactory], others: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors that `sharded` describes, assembled from the stored shards that overlap them, whatever the layout.
+
+    `others`: kinds of tensors (kind_of) that somebody else reads or nobody needs; None: all but those of `sharded`.
+    Called on every rank. Raises CheckpointError on every rank if an element is missing on one of them, or if a tensor
+    is stored that no rank reads and that is of no such kind.
+    """
+    loaded = {}
+    stored = {}
+    failure = None
+    try:
+        stored = index_shards(path)
+        for name, tensor in sharded.items():
+            parts = [read_shard(stored, part) for part in expand_factory(tensor)]
+            loaded[name] = tensor.merge_fn(parts) if isinstance(tensor, ShardedTensorFactory) else parts[0]
+    except (OSError, SafetensorError, ValueError) as error:
+        failure = str(error)
+    failure = first_failure(failure)
+    if failure is not None:
+        raise CheckpointError(f"{path}: {failure}")
+    own = [part.key for tensor in sharded.values() for part in expand_factory(tensor)]
+    read = {key for keys in gather(own) for key in keys}
+    kinds = {kind_of(key) for key in read}
+    unread = [key for key in stored if key not in read]
+    unread = [key for key in unread if kind_of(key) in kinds or (others is not None and kind_of(key) not in others)]
+    if unread:
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        raise CheckpointError(f"{path}: nobody reads {min(unread)}{more}; it was saved from another model")
+    return loaded
+
+
+def kind_of(key: str) -> str:
+    """The first word of a tensor's key: what it is of a weight (the weight itself, a moment, a set's name)."""
+    return key.partition(".")[0]
+
+
+def index_shards(path: Path) -> dict[str, list[tuple]]:
+    """Key → (open file, name of a shard, its offset, shape of the whole tensor) of every shard in a checkpoint."""
+    stored = {}
+    for file_path in sorted(path.glob("rank_*.safetensors")):
+        file = safe_open(file_path, framework="pt")
+        for name, shape in json.loads(file.metadata()["shapes"]).items():
+            key, _, offset = name.rpartition("@")
+            stored.setdefault(key, []).append((file, name, [int(x) for x in offset.split(",")], tuple(shape)))
+    return stored
+
+
+def read_shard(stored: dict[str, list[tuple]], part: ShardedTensor) -> torch.Tensor:
+    """This rank's shard of a tensor, in host memory. Raises ValueError unless each element is stored once."""
+    candidates = stored.get(part.key, [])
+    shapes = {shape for *_, shape in candidates}
+    if shapes != {tuple(part.global_shape)}:
+        raise ValueError(
+            f"{part.key} is {min(shapes, default='missing')}, this model wants {tuple(part.global_shape)}; it was "
+            "saved from another model"
+        )
+    out = torch.empty(shard_shape(part), dtype=part.dtype)
+    filled = 0
+    for file, name, offset, _ in candidates:
+        shard = file.get_slice(name)
+        here, there = overlap(part.global_offset, out.shape, offset, shard.get_shape())
+        if here is not None:
+            out[here] = shard[there]
+            filled += out[here].numel()
+    if filled != out.numel():
+        raise ValueError(f"{part.key} has {filled} of {out.numel()} elements")
+    return out.view(part.local_shape)
+
+
+def shard_shape(tensor: ShardedTensor) -> tuple[int, ...]:
+    """Shape of a shard with all axes of the whole tensor: Megatron leaves out leading axes of size 1."""
+    return (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+
+
+def overlap(offset: tuple, shape: tuple, other_offset: tuple, other_shape: tuple) -> tuple:
+    """Slices of the intersection of two shards, in each of them; (None, None) if they do not intersect."""
+    here, there = [], []
+    for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True):
+        start, end = max(a, b), min(a + n, b + m)
+        if start >= end:
+            return None, None
+        here.append(slice(start - a, end - a))
+        there.append(slice(start - b, end - b))
+    return tuple(here), tuple(there)

@@ -1,0 +1,124 @@
+"""What a run starts from: its model and data, checked and read, and the checkpoint that it goes on from."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from config import Config, UserError
+from support.base import hf_folder, ranks
+from support.base.files import open_output_dir
+from support.base.read_config import override, to_yaml
+from support.check import checks, memory_plan, run_plan, teacher_checks
+from support.data.prompts import Mixture, Prompt, fingerprint, load_prompts, load_tokenizer
+from support.model import checkpoint, lora
+from support.step import turns
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run starts from, on every rank."""
+
+    tokenizer: Any
+    prompts: Sequence[Prompt]  # each is made when it is asked for
+    eval_prompts: Sequence[Prompt]
+    checkpoint: Path | None = None  # to go on from
+    done: int = 0  # steps of that checkpoint
+    model_path: str = ""  # local folder of the initial model
+
+
+def prepare(cfg: Config, world_size: int, weights: bool, gpu_gb: float | None = None) -> tuple[Config, Inputs]:
+    """Check the model, its files of `weights` if asked, and the data; print what the run will be. Raises UserError.
+
+    A dry run, without `weights`, first prints the plan of memory for a GPU of `gpu_gb` · 10⁹ bytes (None: of this
+    machine's): config.json is enough for it. Returns the configuration to train with, where `train.steps` alone says
+    how long, and the inputs.
+    """
+    try:
+        check_models(cfg)
+        if not weights and ranks.is_first_rank():
+            print(memory_plan.describe(cfg, world_size, memory_plan.gpu_bytes(gpu_gb)), flush=True)
+        tokenizer = load_tokenizer(cfg.model.path)
+        prompts, dropped = read_prompts(cfg, tokenizer)
+        teacher_checks.check_tokens(cfg, tokenizer, weights)
+        if weights:
+            checks.check_weights(hf_folder.local_folder(cfg.model.path))
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from None
+    cfg = with_steps(cfg, len(prompts["train"]))
+    if ranks.is_first_rank():
+        print_plan(cfg, world_size, prompts, dropped)
+    folder = hf_folder.local_folder(cfg.model.path) if weights else cfg.model.path
+    inputs = Inputs(tokenizer, prompts["train"], prompts.get("eval", []), model_path=folder)
+    return override(cfg, {"train.epochs": None}), inputs
+
+
+def check_models(cfg: Config) -> None:
+    """Check, from config.json, that model and teacher can be built on this layout. Raises ValueError, OSError."""
+    longest = checks.longest_sample(cfg)
+    checks.check_model(cfg.model.path, cfg.parallel, cfg.rollout.tp, longest, cfg.model.dtype, cfg.megatron)
+    teacher_checks.check_shape(cfg)
+    checks.check_routes(cfg)
+
+
+def read_prompts(cfg: Config, tokenizer) -> tuple[dict[str, Sequence[Prompt]], dict[str, int]]:
+    """({"train" and, if set, "eval": prompts}, {the same: prompts dropped as too long}). Raises ValueError, OSError."""
+    parts = ["train"]
+    if cfg.data.eval is not None:
+        parts.append("eval")
+    prompts, dropped = {}, {}
+    for part in parts:
+        prompts[part], dropped[part] = load_prompts(cfg.data, tokenizer, part)
+        turns.check(cfg, tokenizer, prompts[part][0].row)
+    return prompts, dropped
+
+
+def with_steps(cfg: Config, prompts: int) -> Config:
+    """The configuration with `train.steps`, where `train.epochs` is given: of so many passes over so many prompts."""
+    if cfg.train.epochs is None:
+        return cfg
+    passes = Fraction(str(cfg.train.epochs))  # 1.1 epochs of 100 prompts are 110, not 110.00000000000001
+    return override(cfg, {"train.steps": math.ceil(passes * prompts / cfg.rollout.prompts_per_step)})
+
+
+def print_plan(cfg: Config, world_size: int, prompts: dict[str, Sequence[Prompt]], dropped: dict[str, int]) -> None:
+    """Print layout, steps and data of the run, with warnings of what will be slow."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and cfg.resume != "auto":
+        print(f"warning: --max-restarts={restarts}: each restart begins from resume={cfg.resume} again; use auto")
+    print(run_plan.describe(cfg, world_size))
+    for warning in run_plan.warnings(cfg, world_size):
+        print(f"warning: {warning}")
+    for part, found in prompts.items():
+        name = "data:" if part == "train" else "eval:"
+        line = f"{name:8s} {len(found)} prompts"
+        if dropped[part]:
+            line += f"; {dropped[part]} dropped, longer than {cfg.data.max_prompt_tokens} tokens"
+        print(line, flush=True)
+        if isinstance(found, Mixture):
+            print(found.describe(cfg.train.steps * cfg.rollout.prompts_per_step), flush=True)
+
+
+def find_resume(cfg: Config, inputs: Inputs) -> Inputs:
+    """The inputs with the checkpoint that `resume` asks for; makes the output folder ready. Raises UserError.
+
+    CheckpointError where all are corrupt. The folder of a run that has done all its steps is left as it is.
+    """
+    out = Path(cfg.output_dir)
+    done = 0
+    found = checkpoint.find_checkpoint(cfg.resume, out / "checkpoints")
+    if found:
+        done = checkpoint.check_resumed(found, cfg.model_dump(), fingerprint(inputs.prompts))
+        was = checkpoint.read_state(found)["config"]
+        lora.check_resumed(was.get("lora", {}), cfg.lora, found)  # an old checkpoint may have no such section
+    if done == cfg.train.steps:
+        if dist.get_rank() == 0:
+            print(f"nothing to do: {found} is after the last step, train.steps={done}", flush=True)
+    else:
+        ranks.on_first_rank(lambda: open_output_dir(out, to_yaml(cfg), cfg.resume, done))
+    return replace(inputs, checkpoint=found, done=done)

@@ -1,0 +1,141 @@
+"""The command, without the algorithm: arguments, checks before the start, how ranks meet, what a failure means.
+
+Knows no step of training: the script hands in what it rehearses and how it trains.
+"""
+
+import argparse
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+import megatron_bridge as bridge
+from config import Config, RankError, TrainingError, UserError
+from support.base import launchers, ranks, versions
+from support.base.files import lock_output_dir
+from support.base.read_config import load_config
+from support.check import checks, machines, preflight
+from support.data.prompts import fingerprint
+from support.engine import vllm_process
+from support.model.attention import use_flash_attention_3
+from support.run import debug
+from support.run.clock import Clock
+from support.run.inputs import Inputs, find_resume, prepare, with_steps
+from support.run.timeline import Timeline
+
+
+def command(
+    argv: list[str],
+    doc: str,
+    rehearse: Callable[[Config], None],
+    train: Callable[[Config, Inputs, Clock], None],
+) -> int:
+    """Run the command line `argv`, whose help is `doc`; returns the exit code.
+
+    0: done; 2: a mistake the user can mend, found before training; 1: a failure during training. `rehearse(cfg)` runs
+    at every start and raises UserError; `train(cfg, inputs, clock)` runs on every rank unless this is a dry run.
+    """
+    os.environ.update(launchers.environment(os.environ))
+    ranks.die_with_torchrun()
+    args = parse_args(argv, doc)
+    try:
+        cfg = load_config(args.config, args.overrides)
+        vllm_process.set_environment(cfg.rollout.exact)  # before vLLM is imported, or a GPU allocates
+        if args.debug:
+            debug.turn_on(cfg)
+        checks.check_config(cfg, args.world_size)
+        rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))  # the data are not read yet: any number will do
+        cfg, inputs = prepare(cfg, args.world_size, not args.dry_run, args.gpu_memory_gb)
+        if args.draw:
+            from tools import drawing  # here, so that no other start loads it
+
+            drawing.write_pictures(cfg, args.world_size, Path(args.draw))
+        if not args.dry_run:
+            machines.check_start(cfg)
+            if cfg.rollout.exact:
+                torch.use_deterministic_algorithms(True)
+                torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill vLLM's KV cache with NaN
+            ranks.join_ranks(checks.group_timeout_s(cfg))
+            run(cfg, inputs, train)
+    except (UserError, TrainingError) as error:
+        if ranks.is_first_rank() or isinstance(error, RankError):
+            ranks.say(f"error: {error}")
+        else:
+            time.sleep(3)  # torchrun ends every rank as soon as one has exited; let the first one speak
+        return 2 if isinstance(error, UserError) else 1
+    return 0
+
+
+def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
+    """The options and the overrides. argparse itself exits, with 2 on an unknown option, with 0 after --version."""
+    parser = argparse.ArgumentParser(
+        prog="train_grpo.py", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, help="YAML file, see configs/")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check configuration, model and data, print the plan; needs no GPU"
+    )
+    parser.add_argument(
+        "--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="ranks that a dry run plans for"
+    )
+    parser.add_argument(
+        "--draw", metavar="FILE.svg", help="with --dry-run: who holds what, and who waits, as a picture"
+    )
+    parser.add_argument(
+        "--gpu-memory-gb",
+        type=float,
+        help="size of a GPU that a dry run plans for, in 10⁹ bytes; else this machine's, or 80",
+    )
+    parser.add_argument("--debug", action="store_true", help="let torch and NCCL say more, find what makes a NaN")
+    shown = versions.format_versions(versions.versions()) if "--version" in argv else ""
+    parser.add_argument("--version", action="version", version=shown, help="print the commit and all versions")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args(argv)
+    if args.draw and not args.dry_run:
+        parser.error("--draw goes with --dry-run")
+    return args
+
+
+def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], None]) -> None:
+    """Check the machines, then `train` under the watchdog; holds the lock of the output folder as long.
+
+    Raises UserError and TrainingError, which say what a failure of a machine means; a mistake in the code as it is.
+    """
+    out = Path(cfg.output_dir)
+    clock = Clock(cfg.train.stall_timeout_s, Timeline(out / "traces", cfg.profile, cfg.train.steps))
+    try:
+        machines.check_machines(cfg, fingerprint(inputs.prompts))
+        lock = ranks.on_first_rank(lambda: lock_output_dir(out))  # None on the other ranks
+        with lock or contextlib.nullcontext():
+            machines.build_process_groups(cfg)
+            inputs = find_resume(cfg, inputs)
+            if inputs.done < cfg.train.steps:
+                use_flash_attention_3(bridge.DTYPES[cfg.model.dtype])
+                train(cfg, inputs, clock)
+    except (RuntimeError, ValueError, AssertionError, MemoryError, OSError, SafetensorError) as error:
+        message = explain_failure(clock.phase, error, out)
+        if message is None:
+            raise
+        raise RankError(message) from error
+    finally:
+        clock.stop()
+
+
+def explain_failure(phase: str, error: Exception, out: Path) -> str | None:
+    """What an error in a phase says of memory, of another rank, or of the disk of `out`; None for any other error."""
+    message = preflight.explain_out_of_memory(phase, error)
+    if message is not None:
+        return message
+    if isinstance(error, (ValueError, AssertionError)):  # a mistake in the code
+        return None
+    if isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo and NCCL have no class of their own
+        return (
+            f"rank {dist.get_rank()}, in the phase {phase}: another rank is gone ({str(error).splitlines()[0]}). "
+            "torchrun's report says which one; go on with resume=auto"
+        )
+    return preflight.explain_disk_error(phase, error, out)

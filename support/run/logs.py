@@ -1,0 +1,135 @@
+"""What a run says of its steps: lines and bars on the screen, files, trackers."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from tqdm import tqdm
+
+from config import Config
+from support.base import files, memory
+from support.base.rollout_files import RolloutWriter
+from support.run import hints, trackers
+from support.step.records import Sample
+
+
+class Log:
+    """What a run says of its steps, on rank 0: metrics.jsonl, rollouts/, a bar on a terminal or a line a step, some
+    answers, trackers. `inputs`: what the run goes on from.
+    """
+
+    def __init__(self, cfg: Config, inputs: Any, rollouts: RolloutWriter):
+        self.out = Path(cfg.output_dir)
+        self.steps = cfg.train.steps
+        self.speaks = dist.get_rank() == 0
+        self.rollouts = rollouts
+        self.samples_every = cfg.log.samples_every
+        self.tokenizer = inputs.tokenizer
+        self.trackers = trackers.Trackers(cfg, inputs.done) if self.speaks else None
+        self.exact = cfg.rollout.exact
+        self.history: list[dict] = []  # the metrics of each step of this start
+        self.hinted: set[str] = set()  # rules whose hint was shown
+        self.growth = memory.Growth()
+        steps = dict(total=self.steps, initial=inputs.done, unit="step")
+        self.bar = tqdm(**steps, disable=not on_terminal(), dynamic_ncols=True)
+
+    def evaluated(self, step: int, found: dict[str, float], samples: list[Sample]) -> dict[str, float]:
+        """Keep and show an evaluation after `step`; returns its metrics."""
+        if self.speaks:
+            self.rollouts.write(self.out / "rollouts" / f"eval_{step:06d}.jsonl", samples)
+            shown = (f"{key.removeprefix('eval/')} {value:.3f}" for key, value in found.items() if "@" in key)
+            self.bar.write(f"eval after step {step}: {'  '.join(shown)}")
+        return {"step": step} | found
+
+    def write(self, metrics: dict, samples: list[Sample] | None = None) -> None:
+        """The metrics of a step that has ended, and its samples; without samples, those of an evaluation before it."""
+        if not self.speaks:
+            return
+        step = metrics["step"]
+        if samples is not None:
+            self.rollouts.write(self.out / "rollouts" / f"step_{step:06d}.jsonl", samples)
+        files.log_metrics(self.out, metrics)
+        if samples is None:
+            return
+        self.history.append(metrics)
+        for warning in filter(None, (self.growth.warning(metrics), self.trackers.warning())):
+            self.bar.write(f"warning: step {step}: {warning}")
+        self.bar.set_postfix_str(
+            f"reward {metrics['reward/mean']:.3f}  gap {metrics['logp_gap/max']:.0e}  "
+            f"length {metrics['tokens/response_mean']:.1f}  {metrics['speed/response_tokens_per_s']:.0f} tokens/s",
+            refresh=False,
+        )
+        self.bar.update()
+        if self.bar.disable:
+            print(step_line(metrics, self.steps), flush=True)
+        if self.samples_every and step % self.samples_every == 0:
+            some = trackers.format_answers([vars(sample) for sample in samples], self.tokenizer.decode)
+            self.bar.write(f"answers of step {step}, from the lowest reward to the highest:\n{some}")
+        if len(self.history) % hints.WINDOW == 0:
+            self.hint()
+
+    def hint(self) -> None:
+        """Show what the metrics ask for and did not ask before."""
+        for rule, text in hints.hints(self.history).items():
+            if rule not in self.hinted:
+                self.bar.write(f"hint: {text}")
+                self.hinted.add(rule)
+
+    def stopped(self, step: int) -> None:
+        """The run ends after `step`, since it was asked to."""
+        self.bar.close()
+        if self.speaks:
+            saved = f"step {step}, saved in {self.out / 'checkpoints'}; go on with resume=auto"
+            print(f"stopped after {saved if step else 'no step: there is nothing to save'}", flush=True)
+        self.speaks = False
+
+    def close(self) -> None:
+        """The run is done, its files are on the disk."""
+        self.rollouts.finish()
+        self.rollouts.close()
+        self.bar.close()
+        if not self.speaks:
+            return
+        self.hint()
+        first, rewards = self.history[0], [metrics["reward/mean"] for metrics in self.history]
+        last = rewards[-10:]
+        print(
+            f"\nreward: {rewards[0]:.3f} at step {first['step']}, {np.mean(last):.3f} over the last {len(last)} steps"
+        )
+        if self.exact:
+            gap = max(metrics["logp_gap/max"] for metrics in self.history)
+            print(f"exact: repeatable, not bitwise equal: a log-prob gap of at most {gap:.1e} between trainer and vLLM")
+        print(
+            f"outputs: {self.out}/metrics.jsonl, {self.out}/rollouts/, {self.out}/hf/step_{self.steps:06d}/ (for "
+            "transformers and vLLM)"
+        )
+
+
+def on_terminal() -> bool:
+    """Whether this process speaks for the run to somebody who watches; else plain lines go to a log."""
+    return dist.get_rank() == 0 and sys.stderr.isatty()
+
+
+def answers_bar(groups: Iterable, count: int) -> Iterable:
+    """The groups of answers as an engine finishes them, under a bar of answers and tokens/s on a terminal."""
+    tokens = 0
+    with tqdm(total=count, unit="answer", desc="rollout", leave=False, disable=not on_terminal(), delay=2) as bar:
+        for number, answers in groups:
+            tokens += sum(len(answer.ids) for answer in answers)
+            bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", refresh=False)
+            bar.update(len(answers))
+            yield number, answers
+
+
+def step_line(m: dict, steps: int) -> str:
+    """One line of the log, with a bar of the progress."""
+    done = round(20 * m["step"] / steps)
+    kl = "" if m["kl/ref"] is None else f"  kl {m['kl/ref']:.4f}"
+    return (
+        f"[{'█' * done}{'·' * (20 - done)}] {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
+        f"  grad {m['grad_norm']:.3f}{kl}  entropy {m['entropy']:.2f}  length {m['tokens/response_mean']:.1f}"
+        f"  gap {m['logp_gap/max']:.0e}  {m['time/step']:.2f} s"
+    )

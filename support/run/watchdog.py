@@ -1,0 +1,245 @@
+"""Ends a run that hangs, and prints where each rank is. Knows torchrun and torch.distributed, no trainer."""
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections import defaultdict
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from support.base.ranks import say
+
+STATES = {
+    psutil.STATUS_STOPPED: "stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger",
+    psutil.STATUS_DISK_SLEEP: "stuck in the kernel: a disk, network or GPU driver does not return",
+    psutil.STATUS_ZOMBIE: "dead",
+}
+
+
+class Watchdog:
+    """Ends a run in which no rank has finished a phase for `timeout_s`, after printing which ranks lag, and where.
+
+    Every rank makes one after init_process_group; 0 turns it off. All ranks exit with 1, so that torchrun
+    --max-restarts can go on from a checkpoint. A rank that holds Python's lock (GIL) inside a C call cannot answer: the
+    others print the report, read the stacks that its faulthandler has written, and kill it.
+    """
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self.interval = min(timeout_s / 10, 5.0)
+        self.rank = int(os.environ["RANK"])
+        self.host = os.environ.get("GROUP_RANK", socket.gethostname())
+        self.at = (0, "start", time.monotonic())  # phases finished, phase, its start; replaced as a whole, for threads
+        self.total = 0  # phases that all ranks together have finished, as last read from the store
+        self.alarm = threading.Event()
+        self.ended = threading.Event()
+        self.talk = threading.Thread(target=self._talk, daemon=True)
+        if timeout_s:
+            name = [f"watchdog/{uuid.uuid4().hex}"]  # unique, unlike the restart count: see fresh_store
+            dist.broadcast_object_list(name)
+            self.name = name[0]
+            self.stacks = os.memfd_create("stacks")  # others read it as /proc/PID/fd/NUMBER
+            atexit.register(self.stop)  # Python aborts if it ends while a thread is inside the store
+            self.talk.start()
+            threading.Thread(target=self._judge, daemon=True).start()
+
+    def enter(self, phase: str) -> None:
+        """Note that the main thread has finished a phase and begins another one. Takes a microsecond."""
+        self.at = (self.at[0] + 1, phase, time.monotonic())
+
+    @property
+    def phase(self) -> str:
+        """The phase of the main thread."""
+        return self.at[1]
+
+    def stop(self) -> None:
+        """Stop watching: the rest of the run may take any time."""
+        if not self.ended.is_set():
+            self.enter("ended")
+            self.ended.set()
+        if self.talk.is_alive():
+            self.talk.join(2.0)
+
+    def _talk(self) -> None:
+        """Publish this rank's phases in the store and read those of others. Only this thread makes calls that block."""
+        try:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
+            store = dist.PrefixStore(self.name, store)
+            published = -1
+            ended = False
+            while True:
+                sequence, phase, _ = self.at
+                if sequence != published:
+                    store.set(f"at/{self.rank}", json.dumps(self._describe(sequence, phase)))
+                    store.add("finished", sequence - published)
+                    published = sequence
+                self.total = store.add("finished", 0)
+                if ended:
+                    return
+                if self.alarm.is_set() or store.check(["alarm"]):
+                    self.alarm.set()
+                    self._report(store)
+                ended = self.ended.wait(self.interval)
+        except Exception as error:  # torch's and Python's own; the store ends with torchrun, or with rank 0
+            if not self.ended.is_set():
+                what = str(error).splitlines()[0]
+                say(f"rank {self.rank}: the watchdog lost torchrun's store and now sees this rank alone ({what})")
+
+    def _describe(self, sequence: int, phase: str) -> dict:
+        """The phase of this rank, and what the others need to inspect its process when it does not answer."""
+        process = {"pid": os.getpid(), "stacks": self.stacks, "host": self.host, "machine": socket.gethostname()}
+        return {"sequence": sequence, "phase": phase, **process}
+
+    def _judge(self) -> None:
+        """Raise the alarm when no rank has finished a phase for too long; never blocks.
+
+        Time counts only while this thread runs, so a job that its scheduler or a laptop suspended is not stuck.
+        """
+        idle = 0.0
+        last = time.monotonic()
+        seen = None
+        patience = 4 * self.interval + 15
+        while True:
+            self._expect_python()
+            if self.ended.wait(self.interval):
+                faulthandler.cancel_dump_traceback_later()
+                return
+            now = time.monotonic()
+            progress = (self.total, self.at[0])
+            if progress == seen or self.alarm.is_set():
+                idle += min(now - last, 2 * self.interval)
+            else:
+                idle = 0.0
+            last = now
+            seen = progress
+            if idle > self.timeout_s:
+                self.alarm.set()
+            if self.alarm.is_set() and (not self.talk.is_alive() or idle > self.timeout_s + patience):
+                _, phase, since = self.at
+                say(
+                    f"watchdog: rank {self.rank} has been in the phase {phase!r} for {now - since:.0f} s, more than "
+                    f"{self.timeout_s:g} s, and the store of torchrun does not answer\n{main_stack()}"
+                )
+                os._exit(1)
+
+    def _expect_python(self) -> None:
+        """Have faulthandler write all stacks after a quarter of the timeout, unless this is called again before.
+
+        Its thread does not need the GIL. Stacks written too early, as after a suspension, are removed here unread.
+        """
+        os.ftruncate(self.stacks, 0)
+        os.lseek(self.stacks, 0, os.SEEK_SET)
+        faulthandler.dump_traceback_later(self.timeout_s / 4, file=self.stacks)
+
+    def _report(self, store: dist.Store) -> None:
+        """Publish where this rank is; the first rank to report prints the table of all ranks. Ends the process."""
+        first = store.add("alarm", 1) == 1
+        sequence, phase, since = self.at
+        workers = siblings()
+        seen = {"seconds": time.monotonic() - since, "stack": main_stack(), "workers": workers}
+        store.set(f"report/{self.rank}", json.dumps(self._describe(sequence, phase) | seen))
+        wait_s = 2 * self.interval + 3
+        if first:
+            say(self._table(store, wait_s))
+            store.set("printed", "")
+        store.wait(["printed"], timedelta(seconds=2 * wait_s + 5))
+        # A silent rank, stopped or inside a C call, cannot take torchrun's SIGTERM either, and would cost it 30 s.
+        silent = {p["pid"]: p["stacks"] for p in json.loads(store.get("silent")) if p["host"] == self.host}
+        silent = {pid: stacks for pid, stacks in silent.items() if str(pid) in workers}
+        killer = store.add(f"kill/{self.host}", 1) == 1
+        if killer:
+            for pid, stacks in silent.items():
+                if workers[str(pid)] not in STATES:
+                    say(f"\nprocess {pid} does not release Python's lock (GIL):\n{read_stacks(pid, stacks)}")
+        time.sleep(0.6 if silent and not killer else 0.5)  # rank 0 may host the store: all ranks read it, then end
+        if killer:
+            for pid in silent:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        os._exit(1)
+
+    def _table(self, store: dist.Store, wait_s: float) -> str:
+        """Phase and state of every rank, and the stacks of those that lag. Lists the silent ranks in the store."""
+        ranks = range(dist.get_world_size())
+        deadline = time.monotonic() + wait_s
+        while not store.check([f"report/{r}" for r in ranks]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        reports = {r: {"phase": "start"} | read(store, f"at/{r}") | read(store, f"report/{r}") for r in ranks}
+        workers = {report["host"]: report["workers"] for report in reports.values() if "workers" in report}
+        lowest = min(report["sequence"] for report in reports.values() if "sequence" in report)
+        lines = [f"watchdog: no rank has finished a phase for {self.timeout_s:g} s", "rank  phase       seconds  state"]
+        silent = []
+        ranks_of_stack = defaultdict(list)
+        for rank, report in reports.items():
+            seconds = "?"
+            if "stack" in report:
+                seconds = f"{report['seconds']:.0f}"
+                state = "lags" if report["sequence"] == lowest else "waits"
+            elif report["phase"] == "ended":
+                state = "ended"
+            else:
+                state = f"no answer: {state_of(report, workers)}"
+                if "pid" in report:
+                    silent.append(report)
+            if state == "lags":
+                ranks_of_stack[report["stack"]].append(str(rank))
+            lines.append(f"{rank:4d}  {report['phase']:10s} {seconds:>8s}  {state}")
+        store.set("silent", json.dumps(silent))
+        for stack, lagging in ranks_of_stack.items():
+            which = "ranks" if len(lagging) > 1 else "rank"
+            lines.append(f"\n{which} {', '.join(lagging)}, most recent call last:\n{stack}")
+        return "\n".join(lines)
+
+
+def read(store: dist.Store, key: str) -> dict:
+    """The JSON that a rank has written into the store at `key`, {} if there is none."""
+    return json.loads(store.get(key)) if store.check([key]) else {}
+
+
+def main_stack() -> str:
+    """The stack of the main thread, formatted as in a traceback."""
+    return "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident])).rstrip()
+
+
+def siblings() -> dict[str, str]:
+    """The processes that torchrun or srun started on this host: {id: state, as psutil names it}.
+
+    They have the same parent as this one, or, where each has a shell between it and the launcher, its command line.
+    """
+    own = psutil.Process().cmdline()
+    processes = psutil.process_iter(["ppid", "cmdline", "status"])
+    return {
+        str(p.pid): p.info["status"] for p in processes if p.info["ppid"] == os.getppid() or p.info["cmdline"] == own
+    }
+
+
+def state_of(report: dict, workers: dict[str, dict[str, str]]) -> str:
+    """The state of a silent rank, from what other ranks saw on their hosts: {host: {process id: state}}."""
+    state = "stopped (SIGSTOP), dead, or in a call that never returns"
+    if report.get("host") in workers:  # another rank of this torchrun has reported
+        status = workers[report["host"]].get(str(report["pid"]), psutil.STATUS_ZOMBIE)
+        state = STATES.get(status, "in a call that never returns")
+    return f"{state} (process {report['pid']} on {report['machine']})" if "pid" in report else state
+
+
+def read_stacks(pid: int, stacks: int) -> str:
+    """The stacks of all threads of a process on this host, as its faulthandler has written them."""
+    try:
+        text = Path(f"/proc/{pid}/fd/{stacks}").read_text(errors="replace").rstrip()
+    except OSError as error:  # ended meanwhile
+        return f"its stacks cannot be read: {error}"
+    return text or "its stacks are not written yet"

@@ -1,0 +1,313 @@
+"""Sequence packing: which samples share a micro-batch, and the packed row of tokens.
+
+A row predicts: each position holds a token and what is known of its target, the next token. A sample of n tokens has
+n - 1 such positions. All functions are pure functions of the samples of the whole step, so every rank computes the same
+plan and takes its own part.
+
+A row itself has no padding between its sequences. Where attention has no kernel for sequences of several lengths
+(`attention_pads`), attention pads them to [sequences, longest]. Bins are then padded: sequences of similar length share
+a row, and sequences × longest counts against the budget. Else only the tokens of a row count.
+"""
+
+import heapq
+import math
+from dataclasses import fields
+from functools import partial
+
+import numpy as np
+import torch
+
+import megatron_bridge as bridge
+from config import Config, ParallelConfig, TrainingError
+from support.model.attention import uses_varlen
+from support.step.records import Batch, MicroBatch, Rows, Sample
+
+# The cost of a row is in attended positions of one head. A token costs TOKEN plus the positions that it attends to. By
+# its operations the rest of a layer costs about 18 × hidden, by the time of its kernels less. TOKEN is a round and low
+# number, since padding also costs memory traffic. Only the plan depends on it, never a result.
+TOKEN = 4096
+ROW_TOKENS = 2048  # a shorter row takes as long, as the launches of its kernels then take the time on a GPU
+MIN_GAIN = 0.002  # plan_bins adds micro-batches only while each trial saves more than this share of the time
+PADDING_PIECE = 128  # tokens of a sequence of padding in a row without samples, at most
+
+
+def attention_pads(dtype: str) -> bool:
+    """Whether attention pads the sequences of a row to the longest, on this machine and with model.dtype `dtype`.
+
+    It asks what attention itself asks.
+    """
+    return not uses_varlen(bridge.device(), bridge.DTYPES[dtype])
+
+
+def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Config) -> list[MicroBatch]:
+    """This replica's micro-batches of the numbered samples, each of at most `max_tokens` positions with padding."""
+    rank, replicas = bridge.data_parallel()
+    multiple = bridge.token_multiple(cfg.parallel)
+    lengths_N = batch.lengths_N[samples]
+    pads = attention_pads(cfg.model.dtype)
+    bins = plan_bins(lengths_N, max_tokens // multiple * multiple, replicas, cfg.parallel, pads)
+    widths = [max(1, math.ceil(lengths_N[members].sum() / multiple)) * multiple for members in bins]
+    if cfg.parallel.vpp > 1:  # the interleaved schedule needs rows of one length
+        widths = [max(widths)] * len(bins)
+    micro_batches = []
+    for members, width in zip(bins[rank::replicas], widths[rank::replicas], strict=True):
+        micro_batches.append(pack(batch, [samples[i] for i in members], width, bridge.device()))
+    return micro_batches
+
+
+def measure_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
+    """How well this replica's training micro-batches are used.
+
+    "fill": their positions, with padding, divided by their budget. "attention_waste": the attention work divided by
+    that of the samples without padding; 1 is no waste. "bubble": the share of an update in which a stage idles.
+    """
+    work = sum(int((mb.lengths**2).sum()) for mb in micro_batches)
+    if attention_pads(cfg.model.dtype):
+        positions = [(len(mb.cu_seqlens) - 1) * mb.max_seqlen for mb in micro_batches]
+        done = sum(count * mb.max_seqlen for count, mb in zip(positions, micro_batches, strict=True))
+    else:
+        positions = [int(mb.lengths.sum()) for mb in micro_batches]
+        done = work
+    return {
+        "fill": sum(positions) / (len(micro_batches) * cfg.train.max_tokens_per_micro_batch),
+        "attention_waste": done / work if work else 1.0,
+        "bubble": bubble(len(micro_batches), cfg.parallel),
+    }
+
+
+def bubble(micro_batches: int, parallel: ParallelConfig) -> float:
+    """The share of an update in which a pipeline stage idles: (p - 1) / (m v + p - 1), with p stages, m micro-batches
+    of a replica and v chunks of a stage. Source: arXiv 2104.04473, 2.2.
+    """
+    idle = parallel.pp - 1
+    return idle / (micro_batches * parallel.vpp + idle)
+
+
+# ---------------------------------------------------------------- the plan: which samples share a row
+
+
+def plan_bins(
+    lengths_N: np.ndarray,
+    max_tokens: int,
+    replicas: int,
+    parallel: ParallelConfig = ParallelConfig(),  # noqa: B008, frozen
+    padded: bool = True,
+) -> list[list[int]]:
+    """Assign samples to bins of at most `max_tokens` positions, so that the slowest replica finishes soonest.
+
+    The cost of a bin is TOKEN for each token, plus the squared length of each sequence: in a `padded` bin that of its
+    longest sequence, else its own. Padded bins hold sequences of similar length, and sequences × longest is within
+    `max_tokens`, with the padding to a multiple of tp · cp. Other bins have similar cost, and their tokens are within
+    `max_tokens`.
+
+    Returns bins of sample numbers, the same number for each replica: replica r takes bins[r::replicas], and all
+    replicas have about the same cost. The number of bins minimizes the cost of the slowest replica, with the pipeline
+    bubble. It is at least the number of pipeline stages, where there are as many samples. Bins may be empty.
+    Raises ValueError for a sample beyond `max_tokens`.
+    """
+    if lengths_N.max(initial=0) > max_tokens:
+        raise ValueError(f"a sample of {lengths_N.max()} tokens does not fit a micro-batch of {max_tokens}")
+    order_N = np.argsort(-lengths_N, kind="stable")  # longest first
+    sorted_N = lengths_N[order_N]
+    most = len(sorted_N) // replicas  # bins of a replica, if each has a sample
+    step = bridge.micro_batch_multiple(parallel)
+    token = TOKEN
+    if parallel.vpp > 1:  # all rows are as wide as the widest, so bins should have equal tokens
+        token *= 100
+    if padded:
+        room_N = np.maximum(max_tokens // (sorted_N + bridge.token_multiple(parallel) - 1), 1)
+        divide = partial(cut_sorted, sorted_N.tolist(), np.cumsum([0, *sorted_N]).tolist(), room_N.tolist(), token)
+        fewest = divide(len(sorted_N), even=False).max(initial=0) + 1
+    else:
+        divide = partial(assign_to_cheapest, sorted_N.tolist(), max_tokens, token)
+        fewest = math.ceil(sorted_N.sum() / max_tokens)
+    rounds = math.ceil(max(fewest / replicas, min(parallel.pp, most), 1) / step) * step  # bins of a replica
+    best = math.inf
+    while best == math.inf or rounds <= most:
+        count = rounds * replicas
+        bin_N = divide(count)
+        if bin_N is None:  # the samples do not fit so few bins
+            rounds += step
+            continue
+        cost_B = bin_costs(sorted_N, bin_N, count, token, padded)
+        place_B = order_bins(cost_B, replicas)
+        loads = np.bincount(place_B % replicas, weights=np.maximum(cost_B, token * ROW_TOKENS))
+        duration = loads.max() / (1 - bubble(rounds, parallel))
+        if duration > best * (1 - MIN_GAIN):
+            break
+        best = duration
+        place_N = place_B[bin_N]
+        bins = count
+        rounds += max(rounds // 4 // step, 1) * step
+    ends = np.cumsum(np.bincount(place_N, minlength=bins))[:-1]
+    members = np.split(order_N[np.argsort(place_N, kind="stable")], ends)
+    return [samples.tolist() for samples in members]
+
+
+def cut_sorted(
+    lengths: list[int], sums: list[int], rooms: list[int], token: int, count: int, even: bool = True
+) -> np.ndarray | None:
+    """Bin of each sample, for padded bins: at most `count` runs of the samples sorted by length, of about equal cost.
+
+    With `even` False each bin is as full as it can be. `lengths` descend; `sums[i]` is the sum of lengths[:i];
+    `rooms[i]`: how many sequences fit a bin whose longest is sample i. Returns None where `count` bins are too few.
+    """
+    high = math.inf
+    sizes = cut_at_cost(high, lengths, sums, rooms, token, count)
+    if sizes is None:
+        return None
+    if even:
+        low = token * sums[-1] / count  # below the cost of any cut
+        for _ in range(7):  # bisection towards the least cost of a bin at which `count` bins are enough
+            middle = math.sqrt(low * min(high, 2 * low))
+            closer = cut_at_cost(middle, lengths, sums, rooms, token, count)
+            if closer is None:
+                low = middle
+            else:
+                high = middle
+                sizes = closer
+    return np.repeat(np.arange(len(sizes)), sizes)
+
+
+def cut_at_cost(
+    target: float, lengths: list[int], sums: list[int], rooms: list[int], token: int, count: int
+) -> list[int] | None:
+    """Sizes of bins of cost `target`, for `cut_sorted`; None where more than `count` are needed.
+
+    Each bin carries the difference from its target over to the next, at most the cost of half a sample.
+    """
+    sizes = []
+    start = 0
+    carry = 0.0
+    while start < len(lengths):
+        if len(sizes) == count:
+            return None
+        square = lengths[start] ** 2
+        goal = target + carry
+        room = min(rooms[start], len(lengths) - start)
+        sample_cost = token * lengths[start] + square
+        size = int(min(goal / sample_cost, room))  # an estimate, as if all were as long as the first
+        if size < room:  # corrected with the lengths that they have
+            missing = goal - token * (sums[start + size] - sums[start]) - size * square
+            size = int(min(max(size + missing / (token * lengths[start + size] + square) + 0.5, 1), room))
+        carry = goal - token * (sums[start + size] - sums[start]) - size * square
+        carry = min(max(carry, -sample_cost / 2), sample_cost / 2)
+        sizes.append(size)
+        start += size
+    return sizes
+
+
+def assign_to_cheapest(lengths: list[int], max_tokens: int, token: int, count: int) -> np.ndarray | None:
+    """Bin of each sample, for bins without padding: longest first, each into the cheapest of `count` bins (LPT).
+
+    `lengths` descend. Returns None where the cheapest bin has no room for a sample's tokens.
+    """
+    bins = []
+    heap = [(0, 0, number) for number in range(count)]  # (cost, tokens, number)
+    for length in lengths:
+        cost, tokens, number = heap[0]
+        if tokens + length > max_tokens:
+            return None
+        heapq.heapreplace(heap, (cost + (token + length) * length, tokens + length, number))
+        bins.append(number)
+    return np.array(bins, dtype=np.int64)
+
+
+def bin_costs(lengths_N: np.ndarray, bin_N: np.ndarray, count: int, token: int, padded: bool) -> np.ndarray:
+    """The cost of each of `count` bins, [B], given the bin of each sample."""
+    square_N = lengths_N.astype(np.float64) ** 2
+    if padded:
+        longest_B = np.zeros(count)
+        np.maximum.at(longest_B, bin_N, square_N)
+        square_N = longest_B[bin_N]
+    return np.bincount(bin_N, weights=token * lengths_N + square_N, minlength=count)
+
+
+def order_bins(cost_B: np.ndarray, replicas: int) -> np.ndarray:
+    """Place of each bin in the order of bins, [B]; place p is of replica p % replicas (LPT scheduling in rounds).
+
+    A round takes the costliest bins that are left, one for each replica, the costliest for the replica with the least
+    load. Bins of a round cost about the same, so replicas that share a layer's experts wait little for each other.
+    """
+    place_B = np.zeros(len(cost_B), dtype=np.int64)
+    loads = np.zeros(replicas)  # [replicas]
+    rounds = np.argsort(-cost_B, kind="stable").reshape(-1, replicas)
+    for number, bins in enumerate(rounds):
+        least_first = np.argsort(loads, kind="stable")
+        place_B[bins] = number * replicas + least_first
+        loads[least_first] += cost_B[bins]
+    return place_B
+
+
+# ---------------------------------------------------------------- the packed row
+
+
+def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
+    """The numbered samples in one row of `width` positions; without samples a row of padding only."""
+    starts_S = batch.starts_N[samples]
+    lengths_S = batch.lengths_N[samples]
+    padding = width - int(lengths_S.sum())
+    cu_seqlens = np.cumsum([0, *add_padding(lengths_S, padding)], dtype=np.int32)
+    pieces = [slice(start, start + length) for start, length in zip(starts_S, lengths_S, strict=True)]
+
+    def row(values_F: torch.Tensor | None) -> torch.Tensor | None:
+        if values_F is None:
+            return None
+        zeros = values_F.new_zeros(padding, *values_F.shape[1:])
+        values_T = torch.cat([*(values_F[piece] for piece in pieces), zeros])
+        return values_T[None].to(device)  # [1, T]
+
+    return MicroBatch(
+        **{field.name: row(getattr(batch, field.name)) for field in fields(Rows)},
+        samples=np.array(samples, dtype=np.int32),
+        starts=starts_S,
+        lengths=lengths_S,
+        cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+        max_seqlen=int(np.diff(cu_seqlens).max()),
+    )
+
+
+def add_padding(lengths_S: np.ndarray, padding: int) -> np.ndarray:
+    """Lengths of the sequences of a row, with its `padding` positions at the end.
+
+    The padding lengthens the last sequence, or makes sequences of its own, none longer than the longest sample:
+    whichever is less where attention pads all sequences to the longest.
+    """
+    piece = int(lengths_S.max(initial=0)) or min(PADDING_PIECE, padding)
+    pieces = []
+    if padding:
+        pieces = np.diff([*range(0, padding, piece), padding])
+    if len(lengths_S):
+        longer_S = np.append(lengths_S[:-1], lengths_S[-1] + padding)
+        if len(longer_S) * longer_S.max() < (len(longer_S) + len(pieces)) * piece:
+            return longer_S
+    return np.append(lengths_S, pieces).astype(np.int64)
+
+
+def sequence_sum(values_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
+    """The sum over each packed sequence, at each of its tokens; [T], number of each token's sequence [T] → [T]."""
+    return torch.zeros_like(values_T).index_add(0, sequence_T, values_T)[sequence_T]
+
+
+def sequence_mean(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
+    """The mean over each sequence's tokens with mask 1 (0 without any), at each of its tokens; [T] each → [T]."""
+    return sequence_sum(values_T * mask_T, sequence_T) / sequence_sum(mask_T, sequence_T).clamp(min=1)
+
+
+def route_rows(samples: list[Sample], lengths_N: np.ndarray) -> torch.Tensor:
+    """The routes of the samples end to end, [F, layers, k] uint8 or int16, given each sample's number of positions.
+
+    `routes` of a sample is [tokens, layers, k], the experts as vLLM numbers them. vLLM routes every token but the last;
+    these are the positions that predict. Where it returns fewer (an engine may not keep those of a cached prompt), they
+    are the routes of the last positions, and the first have none. Raises TrainingError for routes that cannot be.
+    """
+    routes_N = [np.asarray(s.routes) for s in samples]
+    largest = max(int(routes.max(initial=0)) for routes in routes_N)
+    rows_F = np.zeros((lengths_N.sum(), *routes_N[0].shape[1:]), np.uint8 if largest < 255 else np.int16)
+    for routes, length, end in zip(routes_N, lengths_N, np.cumsum(lengths_N), strict=True):
+        if len(routes) > length:
+            raise TrainingError(f"vLLM returned routes for {len(routes)} tokens of a sample of {length} that predict")
+        if routes.shape[2] > 1 and (routes[..., 0] == routes[..., 1]).any():
+            raise TrainingError("vLLM returned a route with one expert twice: it did not note where each token went")
+        rows_F[end - len(routes) : end] = routes.astype(rows_F.dtype) + 1
+    return torch.from_numpy(rows_F)

@@ -1,0 +1,171 @@
+"""The data of a step: samples, a batch (all samples end to end), and micro-batches (packed rows of the batch)."""
+
+import itertools
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from support.base import ranks
+
+
+@dataclass
+class Sample:
+    """One answer to a prompt, filled in phase by phase. `group` is the number of its prompt in the step."""
+
+    group: int
+    prompt_ids: np.ndarray  # int32; a list becomes an array, here and below
+    response_ids: np.ndarray  # int32, as vLLM sampled them, the end token included
+    rollout_logp: np.ndarray  # float32, of each, by vLLM; 0 where an environment wrote it
+    finished: bool  # by itself, not cut off
+    text: str | None  # for rewards and rollouts/ only, never tokenised again; None on ranks other than 0
+    source: str
+    turns: list[int] = field(default_factory=list)  # tokens by the model, an environment, the model, ...
+    asked: np.ndarray | None = None  # int32, the prompt with a hint, for the teacher; None: prompt_ids
+    routes: np.ndarray | None = None  # [tokens, layers, k], experts by vLLM; None without algo.replay_routes
+    graded: str = "ok"  # ok | timeout | error; the last two have reward 0
+    error: str = ""
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    token_rewards: dict[str, np.ndarray] | None = None  # parts with a reward per token, as credit.ROWs
+    advantage: float = 0.0
+    tokens: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each response token, for rollouts/
+
+    @property
+    def positions(self) -> int:
+        """The positions that predict a token: all but the last."""
+        return len(self.prompt_ids) + len(self.response_ids) - 1
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Where a token of the response is the model's and not an environment's, bool."""
+        by_model = np.arange(len(self.turns)) % 2 == 0  # turns of model and environment alternate
+        return np.repeat(by_model, self.turns)
+
+    @classmethod
+    def of(cls, group: int, prompt, completion, text: str) -> "Sample":
+        """The completion of a prompt (rollout.Completion, support.data.prompts.Prompt), decoded as `text`."""
+        return cls(
+            group=group,
+            prompt_ids=prompt.ids,
+            response_ids=completion.ids,
+            rollout_logp=completion.logps,
+            finished=completion.finished,
+            text=text,
+            source=prompt.source,
+            turns=completion.turns,
+            asked=prompt.asked,
+            routes=completion.routes,
+        )
+
+    def __post_init__(self):
+        self.prompt_ids = np.asarray(self.prompt_ids, "i4")
+        self.response_ids = np.asarray(self.response_ids, "i4")
+        self.rollout_logp = np.asarray(self.rollout_logp, "f4")
+        self.turns = self.turns or [len(self.response_ids)]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is known of each predicting position: [F] in a Batch, [1, T] in a MicroBatch. Never written in place.
+
+    Numbers take 4 bytes: int32, float32; routes take 1 or 2.
+    """
+
+    tokens: torch.Tensor  # ids
+    targets: torch.Tensor  # id of the next token
+    mask: torch.Tensor  # bool, where the target is a token that the model sampled
+    rollout_logp: torch.Tensor  # of the target, as vLLM sampled it; 0 where the mask is False
+    advantages: torch.Tensor | None = None
+    weights: torch.Tensor | None = None  # of each token in the loss; 0 where it is not trained
+    old_logp: torch.Tensor | None = None  # None: one update a step
+    ref_logp: torch.Tensor | None = None  # None: no reference model
+    routes: torch.Tensor | None = None  # [..., layers, k] of the token, support/model/routes.py; None: the router's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Rows):
+    """All samples of a step end to end, F positions."""
+
+    lengths_N: np.ndarray  # positions of each sample
+    trained: torch.Tensor  # the mask, but False in answers that are left out of the loss
+    teacher_logp: torch.Tensor | None = None  # None: no teacher
+
+    @cached_property
+    def starts_N(self) -> np.ndarray:
+        """Place of each sample's first position."""
+        return np.cumsum(self.lengths_N) - self.lengths_N
+
+    @property
+    def seq_id(self) -> torch.Tensor:
+        """Number of each position's sample, [F]; computed at each use, as `position_ids` is."""
+        return torch.from_numpy(np.repeat(np.arange(len(self.lengths_N), dtype=np.int32), self.lengths_N))
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Place of each token in its own sample, [F]."""
+        starts_F = np.repeat(self.starts_N.astype(np.int32), self.lengths_N)
+        return torch.from_numpy(np.arange(len(starts_F), dtype=np.int32) - starts_F)
+
+    def sums(self, values_F: torch.Tensor, starts_K: np.ndarray | None = None) -> np.ndarray:
+        """The sum over each sample's positions, [F] → [N] float64; with `starts_K` from each start to the next, [K]."""
+        starts = self.starts_N if starts_K is None else starts_K
+        return np.add.reduceat(values_F.numpy(), starts, dtype=np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(Rows):
+    """S sequences in one row of T positions, one after another.
+
+    Padding is at the end of the row and masked. It lengthens the last sequence, or makes sequences of its own.
+    """
+
+    samples: np.ndarray  # numbers of the row's samples in the Batch, [at most S]
+    starts: np.ndarray  # place of each one's first position in the Batch
+    lengths: np.ndarray  # positions of each, without padding
+    cu_seqlens: torch.Tensor  # [S + 1] int32, where sequences begin and end
+    max_seqlen: int
+
+    @property
+    def index_T(self) -> torch.Tensor:
+        """Place in the Batch of each position that is not padding; computed at each use, like all properties below."""
+        shift = np.repeat(self.starts - np.cumsum(self.lengths) + self.lengths, self.lengths)
+        return torch.from_numpy(np.arange(len(shift)) + shift)
+
+    @property
+    def seq_id(self) -> torch.Tensor:
+        """Number of each position's sample in the Batch, -1: padding; [1, T]."""
+        numbers_T = np.repeat(self.samples, self.lengths)
+        return torch.from_numpy(np.pad(numbers_T, (0, self.tokens.shape[1] - len(numbers_T)), constant_values=-1))[None]
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Place of each token in its own sequence, [1, T]."""
+        starts_T = self.cu_seqlens[self.sequence_T]
+        return (torch.arange(len(starts_T), dtype=torch.int32, device=starts_T.device) - starts_T)[None]
+
+    @property
+    def sequence_T(self) -> torch.Tensor:
+        """Number of each position's sequence in this row, [T]."""
+        lengths_S = self.cu_seqlens.diff()
+        numbers_S = torch.arange(len(lengths_S), device=lengths_S.device)
+        return numbers_S.repeat_interleave(lengths_S, output_size=self.tokens.shape[1])
+
+
+def gather_samples(samples: list[Sample], notes: Any) -> tuple[list[Sample], list]:
+    """The samples of all ranks, sorted by group, and each rank's notes; on every rank.
+
+    Only rank 0, which writes them, gets the texts. Elsewhere `text` is None, so that code which needs it fails at once.
+    """
+    texts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object([sample.text for sample in samples], texts)
+    for sample in samples:
+        sample.text = None
+    everywhere = ranks.gather((samples, notes))
+    samples = [sample for part, _ in everywhere for sample in part]
+    for sample, text in zip(samples, itertools.chain(*texts or []), strict=False):
+        sample.text = text
+    return sorted(samples, key=lambda sample: sample.group), [notes for _, notes in everywhere]
