@@ -88,7 +88,7 @@ def reduce_counts(model: list) -> dict[str, int]:
     "routes" were replayed; of these, "routes_differ" are not what the trainer's router chose.
     """
     replays = [router.router_replay for chunk in model for router in routers(chunk)]
-    if not replays or replays[0].given is None:
+    if not replays or replays[0].routes is None:
         return {}
     if any(replay.to_recompute for replay in replays):
         raise RuntimeError("routes were queued for activation recompute, which did not run")
