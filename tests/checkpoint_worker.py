@@ -81,7 +81,7 @@ def main() -> None:
             # One more update after loading: Adam's step counts for it too.
             different += [key for key in wanted if not torch.allclose(wanted[key], weights[key], rtol=1e-5, atol=1e-7)]
             same_state = read_state(first) == read_state(saved) == {"updates": 3}
-            print(f"{name}: {different or ('same' if same_state and len(was) >= 40 else 'state')}", flush=True)
+            print(f"{name}: {different or ('same' if same_state and len(was) >= 24 else 'state')}", flush=True)
         bridge.mpu.destroy_model_parallel()
     dist.destroy_process_group()
 
