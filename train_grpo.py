@@ -19,8 +19,8 @@ and logs; a reader of the algorithm can leave it out.
 
 To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
 
-Names: a suffix tells a tensor's shape. _N per sample, _F per predicting position of a batch, _T per position
-of a packed row. In support/ and the bridge also _S per sequence of a row, _M per masked-in position, _K per step of an
+Names: a suffix tells a tensor's shape. _N per sample, _F per predicting position of a batch, _T per position of a
+packed row. In support/ and the bridge also _S per sequence of a row, _M per masked-in position, _K per step of an
 answer, _C per comparison of steps, _R per rank, _E per expert, _D per row dispatched to an expert, _B per bin.
 """
 
@@ -177,7 +177,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     updates = update_order([s.group for s in trained], t.updates_per_step, t.epochs_per_step, cfg.seed, step)
     with clock("logprob"):
         batch = with_logprobs(run, trained, batch, cfg, several_updates=len(updates) > 1)
-        rescore = partial(score, model, batch, cfg)  # the trainer's log-probs with the weights of the call
+        rescore = partial(score, model, batch, cfg)  # log-probs under the weights at the time of the call
         if cfg.log.tokens:
             before_F = metrics.trainer_logp(batch, cfg, rescore)
     batch = give_credit(trained, batch, algo)
@@ -365,7 +365,8 @@ def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, se
         own_routes = batch if batch.routes is None else replace(batch, routes=torch.zeros_like(batch.routes))
         batch = replace(batch, ref_logp=score(run.model, own_routes, cfg, run.reference))
     if run.teacher:
-        seen = flatten(teacher.with_teacher_prompts(samples))  # the same answers after the teacher's prompts
+        # The same answers after the teacher's own prompts.
+        seen = flatten(teacher.with_teacher_prompts(samples, is_policy=run.teacher.model is run.model))
         logp_F = score(run.teacher.model, seen, cfg, run.teacher.weights)
         batch = replace(batch, teacher_logp=teacher.align_logp(batch, seen, logp_F))
     return batch

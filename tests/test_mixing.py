@@ -10,9 +10,13 @@ import transformers
 
 from config import Config, DataConfig, UserError
 from support.base.read_config import load_config
-from support.data.mixing import block_counts, draw_prompts, draw_sets
-from support.data.prompts import Mixture, fingerprint, load_prompts, prompt_batch
+from support.data.mixing import block_counts, draw_sets
+from support.data.prompts import Mixture, fingerprint, load_prompts, prompt_batch, shuffle_epochs
 from tests.conftest import REPO, write_rows
+
+
+def draw_prompts(sizes: list[int], weights: list[float], taken: int, size: int, seed: int) -> list[tuple[int, int]]:
+    return shuffle_epochs(draw_sets(weights, taken, size, seed), sizes, seed)
 
 
 @pytest.fixture

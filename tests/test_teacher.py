@@ -26,13 +26,23 @@ from tests.test_step import build  # noqa: F401, a fixture
 Sample = train_grpo.Sample
 
 
+def test_another_model_gets_no_routes_of_the_policy():
+    """It may have other layers and experts; the policy itself, as its own teacher, replays none."""
+    routes = np.zeros((2, 4, 2), np.uint8)  # of two tokens in four layers, two experts each
+    routes[..., 1] = 1
+    sample = Sample(0, [7], [1, 2], [-1.0, -2.0], True, "", "", routes=routes)
+    assert train_grpo.flatten(with_teacher_prompts([sample], is_policy=False)).routes is None
+    own = train_grpo.flatten(with_teacher_prompts([sample], is_policy=True)).routes
+    assert own.shape == (2, 4, 2) and not own.any()
+
+
 def test_credit_by_hand():
     """Two answers of 2 and 1 tokens; the teacher is asked something longer for the first."""
     samples = [
         Sample(0, [7], [1, 2], [-1.0, -2.0], True, "", "", asked=np.array([8, 9, 7]), reward=1.0),
         Sample(0, [7, 7], [3], [-3.0], True, "", "", reward=0.0),
     ]
-    batch, seen = train_grpo.flatten(samples), train_grpo.flatten(with_teacher_prompts(samples))
+    batch, seen = train_grpo.flatten(samples), train_grpo.flatten(with_teacher_prompts(samples, is_policy=False))
     assert seen.tokens.tolist() == [8, 9, 7, 1, 7, 7] and batch.tokens.tolist() == [7, 1, 7, 7]
     logp_F = torch.tensor([0.0, 0.0, -0.5, -2.25, 0.0, -1.0])  # of the targets 1, 2 and 3
     batch = replace(batch, old_logp=batch.rollout_logp, teacher_logp=align_logp(batch, seen, logp_F))

@@ -10,25 +10,11 @@ BLOCK = 100  # prompts; in each block the shares are exact to one prompt of each
 GOLDEN = (5**0.5 - 1) / 2  # its multiples, mod 1, cover [0, 1) evenly however few or many there are
 
 
-def draw_prompts(sizes: list[int], weights: list[float], taken: int, size: int, seed: int) -> list[tuple[int, int]]:
-    """(set, index in it) of the `size` prompts after the first `taken`.
-
-    Each set is an endless stream, reshuffled after each epoch. `weights` are the sets' shares, up to a factor.
-    """
-    orders: dict[tuple[int, int], ndarray] = {}
-    prompts = []
-    for chosen, number in draw_sets(weights, taken, size, seed):
-        epoch, index = divmod(number, sizes[chosen])
-        if (chosen, epoch) not in orders:
-            generator = np.random.default_rng([seed, epoch, chosen])
-            orders[chosen, epoch] = generator.permutation(sizes[chosen])
-        order = orders[chosen, epoch]
-        prompts.append((chosen, int(order[index])))
-    return prompts
-
-
 def draw_sets(weights: list[float], taken: int, size: int, seed: int) -> list[tuple[int, int]]:
-    """(set, number in the set's own stream) of the same prompts."""
+    """(set, number in the set's own stream) of the `size` prompts after the first `taken`.
+
+    `weights` are the sets' shares, up to a factor.
+    """
     first = taken // BLOCK
     last = (taken + size - 1) // BLOCK
     counts = block_counts(weights, last + 1)

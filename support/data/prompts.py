@@ -166,16 +166,24 @@ def prompt_batch(prompts: Sequence[Prompt], taken: int, size: int, seed: int) ->
     resumed run needs. A Mixture has one such stream per set, and takes a share of each.
     """
     if isinstance(prompts, Mixture):
-        chosen = mixing.draw_prompts([len(part) for part in prompts.sets], prompts.weights, taken, size, seed)
-        return [prompts.sets[number][place] for number, place in chosen]
-    batch = []
-    orders = {}  # epoch → order of the prompts
-    for number in range(taken, taken + size):
-        epoch, place = divmod(number, len(prompts))
-        if epoch not in orders:
-            orders[epoch] = np.random.default_rng([seed, epoch, 0]).permutation(len(prompts))
-        batch.append(prompts[int(orders[epoch][place])])
-    return batch
+        sets = prompts.sets
+        drawn = mixing.draw_sets(prompts.weights, taken, size, seed)
+    else:
+        sets = [prompts]
+        drawn = [(0, number) for number in range(taken, taken + size)]
+    return [sets[chosen][index] for chosen, index in shuffle_epochs(drawn, [len(part) for part in sets], seed)]
+
+
+def shuffle_epochs(drawn: list[tuple[int, int]], sizes: list[int], seed: int) -> list[tuple[int, int]]:
+    """(set, index in it) of each (set, number in the set's endless stream), which is reshuffled after each epoch."""
+    orders = {}  # (set, epoch) → order of the set's prompts
+    places = []
+    for chosen, number in drawn:
+        epoch, index = divmod(number, sizes[chosen])
+        if (chosen, epoch) not in orders:
+            orders[chosen, epoch] = np.random.default_rng([seed, epoch, chosen]).permutation(sizes[chosen])
+        places.append((chosen, int(orders[chosen, epoch][index])))
+    return places
 
 
 def sampling_seed(seed: int, step: int, group: int) -> int:

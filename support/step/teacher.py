@@ -43,15 +43,16 @@ def build_teacher(model: list, cfg: Config) -> Teacher | None:
     return Teacher(chunks, weights)
 
 
-def with_teacher_prompts(samples: list[Sample]) -> list[Sample]:
-    """The samples with the teacher's prompts: those with hints, where there are hints, before the same answers.
+def with_teacher_prompts(samples: list[Sample], is_policy: bool) -> list[Sample]:
+    """The samples as the teacher sees them: the same answers after the prompts with hints, if there are hints.
 
-    They have no routes, so the routers of the teacher's pass choose for themselves.
+    The teacher's routers choose for themselves. If the teacher `is_policy`, the same model, its routers replay where
+    there are routes, so the samples get empty ones. Another model may differ in layers and experts, and gets none.
     """
     seen = []
     for sample in samples:
         ids = sample.prompt_ids if sample.asked is None else sample.asked
-        routes = None if sample.routes is None else sample.routes[:0]
+        routes = sample.routes[:0] if is_policy and sample.routes is not None else None
         seen.append(replace(sample, prompt_ids=ids, routes=routes))
     return seen
 
