@@ -40,7 +40,7 @@ NAMED = {
     "gradient_accumulation_fusion=true": "needs Transformer Engine",
     "moe_expert_capacity_factor=1.5": "log-probs would differ",
     "hidden_dropout=0.1": "log-probs would differ",
-    "moe_z_loss_coeff=0.001": "would depend on the layout",
+    "moe_z_loss_coeff=0.001": "training depends on the layout",
     "optimizer_offload_fraction=0.5": "no effect without megatron.optimizer_cpu_offload=True",
     "use_precision_aware_optimizer=true": "no effect without megatron.optimizer_cpu_offload=True",
     "optimizer_cpu_offload=true": "use model.dtype=bf16",
