@@ -55,7 +55,7 @@ def test_overrides_lie_over_a_file_over_its_base(file):
         ("seed: !!int x\n", "cannot read the configuration"),
         ("1: 2\n", "legal are keys with values"),
         ("model: {path: '???'}\nmegatron:\n  a: ???\n", "^megatron.a, model.path: set to ???"),
-        ("data: {train: ['${x}']}\n", r"data.train\[0\]='\${x}': values are not interpolated"),
+        ("data: {train: ['${x}']}\n", r"data.train=\['\${x}'\]: values are not interpolated"),
     ],
 )
 def test_what_is_refused(file, text, message):

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from support.base.processes import REPO
+from support.base.read_config import dotted_items
 
 PAGE = REPO / "docs/from-other-trainers.md"
 ROW = re.compile(r"^\| `(.+)` \| (?:`(.+)`|–) \| (?:(.+) )?\|$", re.MULTILINE)
@@ -34,35 +35,19 @@ def answer_keys(unknown: dict[str, Any], legal: list[str]) -> dict[str, str | No
     tables = read_tables()
     answers: dict[str, str | None] = {}
     for name, value in unknown.items():
-        of_leaves = {key: translate(key, tables, legal) for key in leaf_keys({name: value})}
+        of_leaves = {key: translate(key, tables, legal) for key, _ in dotted_items({name: value})}
         if not any(of_leaves.values()):
             of_leaves = {name: None}
         answers |= of_leaves
     return answers
 
 
-def leaf_keys(tree: dict[str, Any], above: str = "") -> list[str]:
-    """Dotted keys of a tree's values."""
-    keys = []
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            keys += leaf_keys(value, f"{above}{key}.")
-        else:
-            keys.append(f"{above}{key}")
-    return keys
-
-
 def translate(key: str, tables: dict[str, Table], legal: list[str]) -> str | None:
     """What to say of an unknown dotted key; None where no other trainer has it or one like it."""
-    best = 0
-    for trainer, table in tables.items():
-        for theirs in table:
-            score = likeness(key, theirs, legal)
-            if score > best:
-                best, found = score, (trainer, theirs)
-    if not best:
+    pairs = [(trainer, theirs) for trainer, table in tables.items() for theirs in table]
+    trainer, theirs = max(pairs, key=lambda pair: likeness(key, pair[1], legal), default=("", ""))
+    if not likeness(key, theirs, legal):
         return None
-    trainer, theirs = found
     ours, note = tables[trainer][theirs]
     whose = f"of {trainer}" if key == theirs else f"like {theirs} of {trainer}"
     here = f"here {ours}" if ours else "nothing to set here"

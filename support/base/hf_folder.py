@@ -20,16 +20,16 @@ def local_folder(path: str) -> str:
     """The folder of a model: `path` itself, or the download of a hub name (the hub's client locks between ranks)."""
     if Path(path).is_dir():
         return path
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     import huggingface_hub  # costs a start a second
 
-    return huggingface_hub.snapshot_download(path, allow_patterns=wanted)
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    return huggingface_hub.snapshot_download(path, allow_patterns=patterns)
 
 
 def count_weights(path: str) -> int:
-    """Elements of all tensors in the safetensors files of a folder."""
+    """Elements of all tensors in the safetensors files of a model's folder or hub name."""
     total = 0
-    for file in set(safetensor_files(path).values()):
+    for file in set(safetensor_files(local_folder(path)).values()):
         with safe_open(file, framework="pt") as handle:
             total += sum(math.prod(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118
     return total

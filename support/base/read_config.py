@@ -34,25 +34,22 @@ def merge(tree: Any, layer: Any) -> Any:
 
 def check_placeholders(tree: dict) -> None:
     """Raises UserError for values that OmegaConf, which other trainers use, would replace: ??? and ${...}."""
-    values = list(iterate_values(tree))
-    unset = sorted(key for key, value in values if value == "???")
+    values = dict(dotted_items(tree))
+    unset = sorted(key for key, value in values.items() if value in ("???", ["???"]))
     if unset:
         raise UserError(f"{', '.join(unset)}: set to ???; give a value")
-    for key, value in values:
-        if isinstance(value, str) and "${" in value:
+    for key, value in values.items():
+        if "${" in str(value):
             raise UserError(f"{key}={value!r}: values are not interpolated; write the value itself")
 
 
-def iterate_values(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every value in a tree that is neither a mapping nor a list."""
-    if isinstance(tree, dict):
-        for name, value in tree.items():
-            yield from iterate_values(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(tree, list):
-        for number, value in enumerate(tree):
-            yield from iterate_values(value, f"{key}[{number}]")
-    else:
-        yield key, tree
+def dotted_items(tree: dict, above: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every value in a tree of mappings; an empty one is a value."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from dotted_items(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 # ---------------------------------------------------------------- YAML
@@ -69,11 +66,10 @@ class Loader(yaml.SafeLoader):
         """The values of a mapping. Raises ConstructorError for a key that stands twice."""
         names = set()
         for name, _ in node.value:
-            if isinstance(name, yaml.ScalarNode) and name.value in names:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"found duplicate key {name.value}", name.start_mark
-                )
             if isinstance(name, yaml.ScalarNode):
+                if name.value in names:
+                    message = f"found duplicate key {name.value}"
+                    raise yaml.constructor.ConstructorError(None, None, message, name.start_mark)
                 names.add(name.value)
         return super().construct_mapping(node, deep=deep)
 

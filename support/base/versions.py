@@ -1,4 +1,4 @@
-"""The commit and the package versions of a run, and the shared memory it needs.
+"""The commit and the package versions of a run, and what it needs of a machine.
 
 Imports the standard library only (torch in one function), so that it works where nothing else can be imported.
 """
@@ -27,6 +27,11 @@ SHARED_MEMORY_REMEDY = (
     "start a container with `docker run --shm-size=16g` or --ipc=host, in Kubernetes mount an emptyDir with medium: "
     "Memory on /dev/shm"
 )
+NO_BF16_UNITS = (
+    "this CPU has no bf16 units: products of bf16 matrices are computed in fp32 and rounded, so bf16 is no faster here "
+    "than fp32"
+)
+NO_BF16_REMEDY = "try model.dtype=fp32"
 
 
 def gib(size: float) -> str:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 import megatron_bridge as bridge
 from config import Config, RankError, UserError
-from support.base import hf_folder, launchers, memory, ranks
-from support.base.remedies import NO_BF16_UNITS, try_one_of
+from support.base import hf_folder, launchers, memory, ranks, versions
 from support.check import checks, memory_count, preflight
 from support.model import cpu_backend
 from support.step import teacher
@@ -90,19 +89,22 @@ def check_machines(cfg: Config, data: str) -> None:
 
 
 def check_first_host(cfg: Config) -> None:
-    """Check versions, shared memory and the disk of output_dir. Raises ValueError."""
-    weights = hf_folder.count_weights(hf_folder.local_folder(cfg.model.path))
-    shares_memory = torch.cuda.is_available() or cfg.rollout.tp > 1
-    preflight.check_host(Path(cfg.output_dir), memory_count.disk_bytes(cfg, weights), shares_memory)
+    """Check versions (a warning), shared memory if ranks use it, the output folder and its disk. Raises ValueError."""
+    for warning in versions.check_versions():
+        print(f"warning: {warning}", flush=True)
+    if torch.cuda.is_available() or cfg.rollout.tp > 1:
+        preflight.check_shared_memory(versions.SHARED_MEMORY_BYTES)
+    preflight.check_writable(Path(cfg.output_dir))
+    weights = hf_folder.count_weights(cfg.model.path)
+    preflight.check_disk(Path(cfg.output_dir), memory_count.disk_bytes(cfg, weights))
 
 
 def check_host_memory(cfg: Config) -> str | None:
     """A warning where this machine has too little memory for its ranks; else None."""
-    weights = hf_folder.count_weights(hf_folder.local_folder(cfg.model.path))
+    weights = hf_folder.count_weights(cfg.model.path)
     other = teacher.another(cfg)
-    teacher_weights = hf_folder.count_weights(hf_folder.local_folder(other)) if other else 0
-    on_gpu = torch.cuda.is_available()
-    needed = memory_count.host_bytes(cfg, weights, dist.get_world_size(), on_gpu, teacher_weights)
+    of_teacher = hf_folder.count_weights(other) if other else 0
+    needed = memory_count.host_bytes(cfg, weights, dist.get_world_size(), torch.cuda.is_available(), of_teacher)
     return memory.host_warning(needed, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
@@ -110,7 +112,7 @@ def check_bf16_units(cfg: Config) -> str | None:
     """A warning where a run in bf16 is on a CPU that computes no bf16; else None."""
     if torch.cuda.is_available() or cfg.model.dtype != "bf16" or cpu_backend.has_bf16_units():
         return None
-    return f"{NO_BF16_UNITS.sign}; {try_one_of(NO_BF16_UNITS.turn)}"
+    return f"{versions.NO_BF16_UNITS}; {versions.NO_BF16_REMEDY}"
 
 
 def build_process_groups(cfg: Config) -> None:

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +16,8 @@ import torch.distributed as dist
 
 from support.base import ranks, remedies
 from support.base.memory import host_free_bytes
-from support.base.versions import SHARED_MEMORY_BYTES, SHARED_MEMORY_REMEDY, check_versions, gib
+from support.base.read_config import dotted_items
+from support.base.versions import SHARED_MEMORY_REMEDY, gib
 
 GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
 
@@ -32,41 +32,34 @@ def check_shared_memory(least_bytes: int, folder: Path = Path("/dev/shm")) -> No
         )
 
 
-def check_disk(folder: Path, bytes_needed: int, key: str = "output_dir") -> None:
-    """Raises ValueError if the disk that `folder`, the value of `key`, is or will be on has less than that free."""
+def check_disk(folder: Path, bytes_needed: int) -> None:
+    """Raises ValueError if the disk that the output folder is or will be on has less than that free."""
     free = shutil.disk_usage(nearest_existing(folder)).free
     if free < bytes_needed:
         raise ValueError(
-            f"{key}={folder}: its disk has {gib(free)} free, {gib(bytes_needed)} are needed for what this run saves; "
-            "make room, choose another output_dir, save less often (train.save_every) or keep less (train.keep_last)"
+            f"output_dir={folder}: its disk has {gib(free)} free, this run saves {gib(bytes_needed)}; make room, "
+            "choose another output_dir, save less often (train.save_every) or keep less (train.keep_last)"
         )
 
 
 def check_writable(folder: Path) -> None:
     """Raises ValueError if no file can be written in `folder`, or in the nearest folder above that exists."""
-    there = nearest_existing(folder)
-    try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".writable-") as file:
-            file.write(b"x")
-            file.flush()
-    except OSError as error:
+    error = try_to_write(folder)
+    if error is not None:
         raise ValueError(
-            f"output_dir={folder}: cannot write in {there} ({error.strerror}); choose an output_dir that this user may "
-            "write to, on a disk with room"
-        ) from None
+            f"output_dir={folder}: cannot write in {nearest_existing(folder)} ({error.strerror}); choose an output_dir "
+            "that this user may write to, on a disk with room"
+        )
 
 
-def check_host(out: Path, bytes_needed: int, shares_memory: bool) -> None:
-    """Check versions (a warning), shared memory if ranks use it, the output folder and its disk; on one rank.
-
-    Raises ValueError.
-    """
-    for warning in check_versions():
-        print(f"warning: {warning}", flush=True)
-    if shares_memory:
-        check_shared_memory(SHARED_MEMORY_BYTES)
-    check_writable(out)
-    check_disk(out, bytes_needed)
+def try_to_write(folder: Path) -> OSError | None:
+    """What the system says where it refuses a small file in `folder` or the nearest above; None where it writes it."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=nearest_existing(folder), prefix=".writable-") as file:
+            file.write(bytes(1 << 20))
+    except OSError as error:
+        return error
+    return None
 
 
 def nearest_existing(folder: Path) -> Path:
@@ -79,10 +72,8 @@ def check_same_config(config: dict) -> None:
 
     `config` is {section: {key: value}}, as deep as it likes.
     """
-    tables = ranks.gather(dict(dotted_items(config)))
+    tables = ranks.gather({key: str(value) for key, value in dotted_items(config)})
     others = [table for table in tables if table != tables[0]]
-    if not others:
-        return
     lines = []
     for key in dict.fromkeys(key for table in tables for key in table):
         values = defaultdict(list)
@@ -90,19 +81,11 @@ def check_same_config(config: dict) -> None:
             values[table.get(key, "not set")].append(str(rank))
         if len(values) > 1:
             lines.append(f"  {key}: " + "; ".join(f"{value} on rank {', '.join(r)}" for value, r in values.items()))
-    raise ValueError(
-        f"{len(others)} of {len(tables)} ranks have another configuration than rank 0; start every node with the same "
-        "files and overrides:\n" + "\n".join(lines)
-    )
-
-
-def dotted_items(config: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, value as text) of a dict of dicts."""
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from dotted_items(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
+    if lines:
+        raise ValueError(
+            f"{len(others)} of {len(tables)} ranks have another configuration than rank 0; start every node with the "
+            "same files and overrides:\n" + "\n".join(lines)
+        )
 
 
 def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) -> None:
@@ -112,46 +95,38 @@ def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) 
     GPUs, leave with os._exit then: a thread may still hang in it.
     """
     for name, group in groups.items():
-        if group is None:
-            continue
-        members = dist.get_process_group_ranks(group)
-        expected = sum(rank + 1 for rank in members)
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu(group) else "cpu"
-        outcome = []
-
-        def reduce(group=group, device=device, outcome=outcome) -> None:
-            try:
-                value = torch.full((1,), dist.get_rank() + 1, dtype=torch.int64, device=device)
-                dist.all_reduce(value, group=group, async_op=True).wait(timedelta(seconds=timeout_s))
-                outcome.append(value.item())
-            except Exception as error:
-                if "timed out" not in str(error):
-                    outcome.append(str(error).splitlines()[0])
-
-        if on_gpu(group):  # NCCL connects inside the call itself, where its timeout does not count
-            thread = threading.Thread(target=reduce, daemon=True)
-            thread.start()
-            thread.join(timeout_s)
-        else:
-            reduce()
-        if outcome == [expected]:
-            continue
-        if not outcome:
-            what = f"did not finish within {timeout_s:g} s"
-        elif isinstance(outcome[0], int):
-            what = f"gave {outcome[0]}, not {expected}"
-        else:
-            what = f"failed: {outcome[0]}"
-        raise ValueError(
-            f"the all-reduce of group {name} (ranks {', '.join(map(str, members))}) {what}; likely a rank that died "
-            "or never started, a network interface that the nodes do not share (NCCL_SOCKET_IFNAME, "
-            "GLOO_SOCKET_IFNAME), or a firewall between the nodes; NCCL_DEBUG=INFO says more"
-        )
+        problem = group and try_all_reduce(group, timeout_s)
+        if problem:
+            members = ", ".join(map(str, dist.get_process_group_ranks(group)))
+            raise ValueError(
+                f"the all-reduce of group {name} (ranks {members}) {problem}; likely a rank that died or never "
+                "started, a network interface that the nodes do not share (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or "
+                "a firewall between the nodes; NCCL_DEBUG=INFO says more"
+            )
 
 
-def on_gpu(group: dist.ProcessGroup) -> bool:
-    """Whether the group connects GPUs."""
-    return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
+def try_all_reduce(group: dist.ProcessGroup, timeout_s: float) -> str | None:
+    """What is wrong with an all-reduce in a group; None where it gives the sum."""
+    on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
+    value = torch.tensor([dist.get_rank() + 1], device="cuda" if on_gpu else "cpu")
+    outcome = []  # the sum, or an error
+
+    def reduce() -> None:
+        try:
+            dist.all_reduce(value, group=group, async_op=True).wait(timedelta(seconds=timeout_s))
+            outcome.append(value.item())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=reduce, daemon=True)  # NCCL connects inside the call, before its timeout counts
+    thread.start()
+    thread.join(timeout_s + 1)
+    expected = sum(rank + 1 for rank in dist.get_process_group_ranks(group))
+    if not outcome or "timed out" in str(outcome[0]):
+        return f"did not finish within {timeout_s:g} s"
+    if isinstance(outcome[0], Exception):
+        return f"failed: {str(outcome[0]).splitlines()[0]}"
+    return None if outcome[0] == expected else f"gave {outcome[0]}, not {expected}"
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
@@ -162,13 +137,8 @@ def explain_disk_error(phase: str, error: Exception, folder: Path) -> str | None
 
     torch and safetensors do not say so with an OSError, so a small file is tried.
     """
-    reason = str(error) if getattr(error, "errno", None) in DISK_ERRORS or "I/O error" in str(error) else None
-    if reason is None:
-        try:
-            with tempfile.NamedTemporaryFile(dir=nearest_existing(folder), prefix=".writable-") as file:
-                file.write(bytes(1 << 20))
-        except OSError as refusal:
-            reason = str(refusal)
+    known = getattr(error, "errno", None) in DISK_ERRORS or "I/O error" in str(error)
+    reason = error if known else try_to_write(folder)
     return reason and (
         f"a file could not be written in the phase {phase}: {reason}; the disk of output_dir={folder} has "
         f"{gib(shutil.disk_usage(nearest_existing(folder)).free)} free. Make room, then go on with resume=auto"
