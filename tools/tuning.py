@@ -1,4 +1,4 @@
-"""Write the tables of remedies in docs/tuning.md, from support/base/remedies.py.
+"""Write the tables of remedies in docs/tuning.md, from support/base/remedies.yaml.
 
     python -m tools.tuning
 

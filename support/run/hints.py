@@ -1,7 +1,7 @@
 """What the metrics of a run ask for: rules of thumb, each with the keys to try. No rule changes anything.
 
 A rule compares the last WINDOW steps with the first ones of this start, and says what it sees; what to turn then is in
-support/base/remedies.py under the rule's name, and in docs/tuning.md.
+support/base/remedies.yaml under the rule's name, and in docs/tuning.md.
 """
 
 from collections.abc import Callable
