@@ -1,9 +1,7 @@
 """Checkpoints: the same state on every layout, an exact resume, damage that is found, updates that are skipped."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -232,28 +230,34 @@ def test_what_a_resumed_run_must_share(alone, tmp_path, capsys):
 
 
 def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp_path):
-    from support.base.files import continue_output_dir
+    from support.base.files import open_output_dir
 
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
     written = [f"{kind}_{step:06d}.jsonl" for kind in ("step", "eval") for step in (2, 3)]
     for name in (*written, "step_000001.jsonl.tmp", "my_notes.txt"):  # one was being written at the kill
         (tmp_path / "rollouts" / name).touch()
-    continue_output_dir(tmp_path, "seed: 0\n", 2)
+    open_output_dir(tmp_path, "seed: 0\n", "auto", 2)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
     left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert left == ["eval_000002.jsonl", "my_notes.txt", "step_000002.jsonl"]
 
 
-def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, tmp_path):
+def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, tmp_path, monkeypatch):
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+    from support.base import rollout_files
     from support.model.checkpoint import CheckpointWriter
 
+    disk = threading.Event()
+    write_in_process = rollout_files.write_in_process
+
+    def write_slowly(*job):
+        disk.wait()
+        write_in_process(*job)
+
+    monkeypatch.setattr(rollout_files, "write_in_process", write_slowly)
     writer, file = CheckpointWriter(tmp_path / "checkpoints", keep_last=0, keep_every=0), tmp_path / "step_000002.jsonl"
-    writer.rollouts.write(tmp_path / "step_000001.jsonl", [])
-    writer.rollouts.finish()
-    os.kill(writer.rollouts.process.pid, signal.SIGSTOP)
     state = {"step": 2, "of a fork": np.array([0.1, 2.0], np.float32)}
     writer.start(2, state, {"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(4, 4))})
     writer.rollouts.write(file, [])
@@ -262,7 +266,7 @@ def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, tmp_path)
     naming.join(0.3)
     named = writer.folder / "step_000002"
     assert naming.is_alive() and not file.exists() and not named.exists()
-    os.kill(writer.rollouts.process.pid, signal.SIGCONT)
+    disk.set()
     naming.join()
     assert file.exists() and named.exists()
     assert json.loads((named / "state.json").read_text()) == {"step": 2, "of a fork": [float(np.float32(0.1)), 2.0]}

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tiny_reward import digits_in_place
 
 from support.base import memory
-from support.base.files import new_output_dir
 from support.check.checks import check_weights
 from support.model.cpu_backend import has_bf16_units
 from tests.conftest import EXACT, read_rows
@@ -156,14 +155,6 @@ def test_bf16_and_the_same_run_again(train):
     assert again.code == 0 and [r["response_ids"] for r in read_rows(earlier)] == [
         r["response_ids"] for r in again.rollouts(1)
     ]
-
-
-def test_an_earlier_run_is_moved_aside(tmp_path):
-    for _ in range(3):
-        new_output_dir(tmp_path / "out", "seed: 0\n")
-        (tmp_path / "out/metrics.jsonl").write_text("of this run")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.1", "out.2"]
-    assert (tmp_path / "out.2/metrics.jsonl").read_text() == "of this run"
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -12,9 +11,11 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from config import TrainingError, UserError
+from support.base import rollout_files
 from support.base.files import complete_folder, lock_output_dir, open_output_dir
 from support.base.rollout_files import RolloutWriter
 from support.check.preflight import explain_disk_error
@@ -133,28 +134,42 @@ def test_a_file_of_samples_is_what_json_makes_of_lists(writer, tmp_path):
     assert "-1.0000000116860974e-07, -0.0, -12.5" in lines[0]
 
 
-def test_a_slow_disk_holds_the_loop_up_from_the_third_file_on(writer, tmp_path):
-    files = [tmp_path / f"step_{number:06d}.jsonl" for number in range(5)]
-    writer.write(files[0], [made_up()])
-    writer.finish()
-    os.kill(writer.process.pid, signal.SIGSTOP)
+def test_a_slow_disk_holds_the_loop_up_from_the_third_file_on(writer, tmp_path, monkeypatch):
+    files = [tmp_path / f"step_{number:06d}.jsonl" for number in range(4)]
+    disk = threading.Event()
+    write_in_process = rollout_files.write_in_process
+
+    def write_slowly(*job):
+        disk.wait()
+        write_in_process(*job)
+
+    monkeypatch.setattr(rollout_files, "write_in_process", write_slowly)
     sample = made_up("as it was")
-    writer.write(files[1], [sample])  # being written
-    while writer.jobs.qsize():
-        time.sleep(0.01)
-    writer.write(files[2], [sample])  # waits
+    writer.write(files[0], [sample])  # being written
+    writer.write(files[1], [sample])  # waits
     sample.text = "changed later"
-    third = threading.Thread(target=writer.write, args=(files[3], [sample]))
+    third = threading.Thread(target=writer.write, args=(files[2], [sample]))
     third.start()
     third.join(0.3)
-    assert third.is_alive() and not files[1].exists()
-    os.kill(writer.process.pid, signal.SIGCONT)
+    assert third.is_alive() and not files[0].exists()
+    disk.set()
     third.join()
     writer.finish()
-    assert [json.loads(file.read_text())["text"] for file in files[1:4]] == ["as it was"] * 2 + ["changed later"]
-    writer.write(files[4], [])
+    assert [json.loads(file.read_text())["text"] for file in files[:3]] == ["as it was"] * 2 + ["changed later"]
+    writer.write(files[3], [])
     writer.close()  # writes what waits
-    assert files[4].read_text() == "" and sorted(tmp_path.iterdir()) == files
+    assert files[3].read_text() == "" and sorted(tmp_path.iterdir()) == files
+
+
+def test_a_run_that_fails_writes_its_last_samples(tmp_path):
+    program = """if True:
+        import pathlib, sys, types
+        from support.base.rollout_files import RolloutWriter
+        RolloutWriter().write(pathlib.Path(sys.argv[1]), [types.SimpleNamespace(text="last")])
+        raise ValueError("the end")
+    """
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "a"], cwd=REPO, capture_output=True, text=True)
+    assert "ValueError: the end" in done.stderr and (tmp_path / "a").read_text() == '{"text": "last"}\n'
 
 
 def test_a_full_disk_is_told_by_the_next_call(writer, tmp_path):
@@ -169,21 +184,19 @@ def test_a_full_disk_is_told_by_the_next_call(writer, tmp_path):
     assert said.startswith("a file could not be written in the phase save: [Errno 28] No space left on device")
 
 
-def test_what_else_can_go_wrong_with_files_of_samples(tmp_path):
-    def failure(samples: list, path=tmp_path / "step_000001.jsonl", kill: bool = False):
-        writer = RolloutWriter()
-        if kill:
-            writer.write(tmp_path / "before", [])
-            writer.finish()
-            os.kill(writer.process.pid, signal.SIGKILL)
-        writer.write(path, samples)
+def test_what_else_can_go_wrong_with_files_of_samples(writer, tmp_path):
+    def failure(samples: list, path=tmp_path / "step_000001.jsonl"):
         with pytest.raises(Exception) as raised:
-            writer.finish()
-        writer.close()
+            rollout_files.write_in_process(str(path), [vars(sample) for sample in samples])
         return raised.value
 
     assert isinstance(failure([SimpleNamespace(field={1, 2})]), AttributeError)  # a fork's field that is no JSON
     missing = failure([], tmp_path / "none" / "step_000001.jsonl")
     assert isinstance(missing, FileNotFoundError) and missing.errno == errno.ENOENT
-    died = failure([made_up()], kill=True)
-    assert isinstance(died, TrainingError) and "died (exit code -9)" in str(died), died
+    os.mkfifo(tmp_path / "step_000001.jsonl.tmp")  # nobody reads it, so the process waits
+    writer.write(tmp_path / "step_000001.jsonl", [made_up()])
+    while not (children := psutil.Process().children()):
+        time.sleep(0.01)
+    children[0].kill()
+    with pytest.raises(TrainingError, match=r"step_000001.jsonl died \(exit code -9\)"):
+        writer.finish()

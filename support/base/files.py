@@ -69,32 +69,29 @@ def open_output_dir(path: Path, config_yaml: str, resume: str, step: int) -> Non
     """Prepare the output folder, which is locked, for the steps after `step`, as `resume` says. Raises UserError."""
     try:
         if resume == "none":
-            new_output_dir(path, config_yaml)
-        else:
-            continue_output_dir(path, config_yaml, step)
+            rename_earlier_run(path)
+        (path / "rollouts").mkdir(parents=True, exist_ok=True)
+        (path / "config.yaml").write_text(config_yaml)
+        drop_later_steps(path, step)
         write_versions(path / "versions.json", step)
     except (OSError, ValueError) as error:
         raise UserError(f"output_dir={path}: {error}") from None
 
 
-def new_output_dir(path: Path, config_yaml: str) -> None:
-    """Make an empty output folder. That of an earlier run is renamed, never mixed with this one or overwritten."""
-    if (path / "metrics.jsonl").exists():
-        number = 1
-        while path.with_name(f"{path.name}.{number}").exists():
-            number += 1
-        aside = path.with_name(f"{path.name}.{number}")
-        path.rename(aside)
-        print(f"moved the earlier run in {path} to {aside}")
-    (path / "rollouts").mkdir(parents=True, exist_ok=True)
-    (path / "config.yaml").write_text(config_yaml)
-    (path / "metrics.jsonl").write_text("")
+def rename_earlier_run(path: Path) -> None:
+    """Rename the output folder of an earlier run, which is never mixed with this one or overwritten."""
+    if not (path / "metrics.jsonl").exists():
+        return
+    number = 1
+    while path.with_name(f"{path.name}.{number}").exists():
+        number += 1
+    aside = path.with_name(f"{path.name}.{number}")
+    path.rename(aside)
+    print(f"moved the earlier run in {path} to {aside}")
 
 
-def continue_output_dir(path: Path, config_yaml: str, step: int) -> None:
-    """Prepare the output folder of a run that resumes after `step`: remove what was written for later steps."""
-    (path / "rollouts").mkdir(parents=True, exist_ok=True)
-    (path / "config.yaml").write_text(config_yaml)
+def drop_later_steps(path: Path, step: int) -> None:
+    """Remove from an output folder what was written for the steps after `step`, and what is not complete."""
     log = path / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     kept = []

@@ -5,20 +5,17 @@ Started as a program, this file is that process. A file is complete or absent: i
 the disk.
 """
 
-import atexit
 import contextlib
 import json
 import os
 import pickle
-import queue
 import subprocess
 import sys
-import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from support.base import processes
-
-TEMPORARY = ".tmp"  # suffix of a file that is not complete
 
 # ---------------------------------------------------------------- in the trainer
 
@@ -36,76 +33,50 @@ def as_row(sample) -> dict:
 class RolloutWriter:
     """Writes files of samples in order. One is being written and one may be queued; then `write` blocks.
 
-    The next `write` or `finish` raises a failure: the OSError itself, TrainingError for a dead process.
+    The next `write` or `finish` raises a failure: the OSError itself, TrainingError for a dead process. Python waits
+    for the thread at its end, so a run that fails writes its last samples too.
     """
 
     def __init__(self):
-        self.jobs = queue.Queue(maxsize=1)
-        self.process: subprocess.Popen | None = None
-        self.thread: threading.Thread | None = None
-        self.failure: BaseException | None = None
+        self.thread = ThreadPoolExecutor(max_workers=1)
+        self.jobs = deque()
 
     def write(self, path: Path, samples: list) -> None:
         """Queue all samples, as they are now, to be written to `path`, a JSON object a line."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._serve, daemon=True)
-            self.thread.start()
-            atexit.register(self.close)  # a run that ends with an error writes its last samples too
-        self._check()
-        self.jobs.put((str(path), [as_row(sample) for sample in samples]))
+        self._wait(unfinished=1)
+        self.jobs.append(self.thread.submit(write_in_process, str(path), [as_row(sample) for sample in samples]))
 
     def finish(self) -> None:
         """Wait until all files are on the disk."""
-        self.jobs.join()
-        self._check()
+        self._wait(unfinished=0)
 
     def close(self) -> None:
-        """Write the queued file, then end the process."""
-        atexit.unregister(self.close)
-        if self.thread is not None:
-            self.jobs.put(None)
-            self.thread.join()
-            self.thread = None
+        """Write the queued files, then end the thread."""
+        self.thread.shutdown()
 
-    def _check(self) -> None:
-        if self.failure is not None:
-            raise self.failure
+    def _wait(self, unfinished: int) -> None:
+        while self.jobs and (len(self.jobs) > unfinished or self.jobs[0].done()):
+            self.jobs[0].result()  # a failure stays the first, and is raised each time
+            self.jobs.popleft()
 
-    def _serve(self) -> None:
-        """The thread that feeds the process. After a failure it discards jobs, so that no caller blocks."""
-        while (job := self.jobs.get()) is not None:
-            try:
-                if self.failure is None:
-                    self._send(job)
-            except Exception as error:
-                self.failure = error
-            job = None  # frees its memory while the thread waits for the next one
-            self.jobs.task_done()
-        self.jobs.task_done()
-        if self.process is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()  # the process ends when it has read all
-            self.process.wait()
-            self.process.stdout.close()
 
-    def _send(self, job: tuple[str, list[dict]]) -> None:
-        """Have the process write a file. Raises the process's exception."""
-        if self.process is None:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self.process = processes.start_module("support.base.rollout_files", **pipes)
+def write_in_process(path: str, rows: list[dict]) -> None:
+    """Have a process write a file. Raises the process's exception."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with processes.start_module("support.base.rollout_files", path, **pipes) as process:
         try:
-            pickle.dump(job, self.process.stdin, protocol=5)
-            self.process.stdin.flush()
-            failure = pickle.load(self.process.stdout)
+            with process.stdin as file:
+                pickle.dump(rows, file, protocol=5)
+            failure = pickle.load(process.stdout)
         except (BrokenPipeError, EOFError):
             from config import TrainingError  # here, since the process imports this file and needs no pydantic
 
             raise TrainingError(
-                f"the process that writes {job[0]} died (exit code {self.process.wait()}), maybe killed as host memory "
-                "ran out. Go on with resume=auto"
+                f"the process that writes {path} died (exit code {process.wait()}), maybe killed as host memory ran "
+                "out. Go on with resume=auto"
             ) from None
-        if failure is not None:
-            raise failure
+    if failure is not None:
+        raise failure
 
 
 # ---------------------------------------------------------------- the process
@@ -113,7 +84,7 @@ class RolloutWriter:
 
 def write_rows(path: str, rows: list[dict]) -> None:
     """Write a JSON object a line, numpy arrays as lists. Raises OSError and then leaves no file."""
-    temporary = path + TEMPORARY
+    temporary = f"{path}.tmp"
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             for row in rows:
@@ -127,23 +98,17 @@ def write_rows(path: str, rows: list[dict]) -> None:
         raise
 
 
-def serve() -> None:
-    """Write the files on standard input, each a pickled (path, rows); reply with None or the exception, pickled."""
+def main() -> None:
+    """Write the pickled rows on standard input to the file argv[1]; reply with None or the exception, pickled."""
     processes.ignore_sigterm()
     processes.die_with_parent()
-    jobs, replies = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr
-    while jobs.peek(1):
-        path, rows = pickle.load(jobs)
-        failure = None
-        try:
-            write_rows(path, rows)
-        except Exception as error:
-            failure = error
-        del rows  # frees their memory while the process waits
-        pickle.dump(failure, replies)
-        replies.flush()
+    failure = None
+    try:
+        write_rows(sys.argv[1], pickle.load(sys.stdin.buffer))
+    except Exception as error:
+        failure = error
+    pickle.dump(failure, sys.stdout.buffer)
 
 
 if __name__ == "__main__":
-    serve()
+    main()
