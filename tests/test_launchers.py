@@ -53,8 +53,8 @@ def test_srun():
     }
     one = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_NODELIST": "laptop"}
     assert environment(one) == world(1, 2, 1, 2, "127.0.0.1", "29500")
-    few = {name: value for name, value in SRUN.items() if "STEP_" not in name and "TASKS_PER" not in name}
-    few |= {"SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}
+    few = {name: value for name, value in SRUN.items() if "STEP_" not in name and name != "SLURM_NTASKS_PER_NODE"}
+    few |= {"SLURM_STEP_ID": "0"}
     assert environment(few) == world(9, 16, 1, 8, "gpu01", port)
     uneven = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "12,4"}
     assert environment(uneven)["LOCAL_WORLD_SIZE"] == "4"

@@ -1,6 +1,5 @@
 """The environment variables of torchrun, derived from those that srun and mpirun set."""
 
-import math
 import re
 import zlib
 from collections.abc import Mapping
@@ -31,18 +30,16 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     known = launched | {name: env[name] for name in (*RANK_NAMES, *MASTER_NAMES) if name in env}
     if not known.keys() >= {"RANK", "WORLD_SIZE"}:
         return {}
-    one_machine = known.get("MASTER_ADDR") in LOOPBACK or known["WORLD_SIZE"] in ("1", known.get("LOCAL_WORLD_SIZE"))
-    if one_machine:
-        defaults = {"LOCAL_RANK": known["RANK"], "LOCAL_WORLD_SIZE": known["WORLD_SIZE"], "MASTER_ADDR": LOOPBACK[1]}
+    variables = {"MASTER_PORT": port(env)}
+    size = known["WORLD_SIZE"]
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    if known.get("MASTER_ADDR") in LOOPBACK or size in ("1", known.get("LOCAL_WORLD_SIZE")):  # one machine
+        variables |= {"LOCAL_RANK": known["RANK"], "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": LOOPBACK[1]}
     elif "LOCAL_RANK" not in known:  # one container a rank, as Kubernetes operators start them
-        defaults = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    else:
-        defaults = {}
-    hosts = launched and (env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST"))
-    if hosts and not one_machine:
-        defaults["MASTER_ADDR"] = first_host(hosts)
-    variables = {"MASTER_PORT": port(env)} | defaults | known
-    return {name: value for name, value in variables.items() if name not in env}
+        variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    elif launched and hosts:
+        variables["MASTER_ADDR"] = first_host(hosts)
+    return {name: value for name, value in (variables | known).items() if name not in env}
 
 
 def by_mpirun(env: Mapping[str, str]) -> dict[str, str]:
@@ -60,10 +57,8 @@ def by_srun(env: Mapping[str, str]) -> dict[str, str]:
     in_script = env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env
     if in_script or not size or "SLURM_PROCID" not in env:
         return {}
-    tasks = str(math.ceil(int(size) / int(env.get("SLURM_NNODES", 1))))  # if they are spread evenly
-    for name in ("SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"):  # the last one counts
-        tasks = env.get(name) or tasks
-    local_sizes = tasks_of_nodes(tasks)
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    local_sizes = tasks_of_nodes(next((env[name] for name in names if env.get(name)), size))
     local_size = local_sizes[min(int(env.get("SLURM_NODEID", 0)), len(local_sizes) - 1)]
     values = (env["SLURM_PROCID"], size, env.get("SLURM_LOCALID", "0"), str(local_size))
     return dict(zip(RANK_NAMES, values, strict=True))
