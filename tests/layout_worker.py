@@ -49,7 +49,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     """What the layout gives, on every rank."""
     cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][name], *EXACT])
     checks.check_config(cfg, dist.get_world_size())
-    checks.check_model(cfg.model.path, cfg.parallel, 1, 64, cfg.model.dtype, cfg.megatron)
+    checks.check_model(cfg, cfg.model.path, rollout_tp=1)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     with mock.patch.object(lora, "initial_factor", made_up_factor):
         model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, cfg.megatron, trained=cfg.lora)

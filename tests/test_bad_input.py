@@ -66,7 +66,7 @@ def dry_run(tiny, capfd, offline):
         ("data.prompt_key=question", ["data.prompt_key='question'", "prompt, answer, source"]),
         ("data.answer_key=solution", ["data.answer_key='solution'", "prompt, answer, source"]),
         ("data.max_prompt_tokens=3", ["data.max_prompt_tokens=3", "the shortest has 4"]),
-        ("data.max_prompt_tokens=4000", ["beyond the model's 2048 positions"]),
+        ("data.max_prompt_tokens=4000", ["beyond max_position_embeddings=2048"]),
     ],
 )
 def test_bad_key(dry_run, override, needles):

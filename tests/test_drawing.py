@@ -79,7 +79,7 @@ def test_a_stage_has_the_shapes_of_a_real_model(world, tmp_path, arch):
     bridge.mpu.destroy_model_parallel()
     torch.distributed.destroy_process_group()
     try:
-        assert memory_count.stage_shapes(cfg, 1) == [built]
+        assert drawing.stage_shapes(cfg, 1) == [built]
     finally:
         ranks.init_distributed(timeout_s=60)  # for the fixture, which ends it
 

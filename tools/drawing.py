@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, 
 
 import megatron_bridge as bridge
 from config import Config, ParallelConfig, UserError
-from support.check.memory_count import fake_process_groups, stage_shapes
+from support.check.memory_count import build_on_meta, fake_process_groups
 from support.check.run_plan import rows_of_an_update
 from support.step.packing import bubble
 
@@ -128,6 +128,17 @@ def write_pictures(cfg: Config, world_size: int, path: Path) -> None:
     except OSError as error:
         raise UserError(f"--draw {path}: {error.strerror}") from None
     print(f"drawn:   {path}")
+
+
+def stage_shapes(cfg: Config, world_size: int) -> list[dict[str, torch.Size]]:
+    """Of each pipeline stage {Megatron's name of a weight: its shape on the stage's first rank}."""
+    p = cfg.parallel
+    stages = []
+    for stage in range(p.pp):
+        with fake_process_groups(p, world_size, stage * world_size // p.pp, cfg.seed):
+            own = bridge.named_weights(build_on_meta(cfg.model.path, cfg, cfg.lora))
+            stages.append({name: weight.shape for name, weight in own.items()})
+    return stages
 
 
 def pictures(cfg: Config, world_size: int) -> dict[str, str]:

@@ -74,8 +74,7 @@ def check_sampling(cfg: Config) -> None:
     )
     require(
         a.correction_level == "token" or a.correction in ("tis", "icepop"),
-        f"algo.correction_level={a.correction_level} is for algo.correction=tis or icepop; {a.correction} has one "
-        "level only",
+        f"algo.correction_level={a.correction_level} is for algo.correction=tis or icepop, not {a.correction}",
     )
     require(
         a.overlong_buffer <= r.max_new_tokens,
@@ -93,19 +92,16 @@ def check_logs(cfg: Config, world_size: int) -> None:
     for name, version in versions.TRACKERS.items():
         require(
             not getattr(cfg.log, name) or versions.installed(name) is not None,
-            f"log.{name}=true needs a package that is not installed: pip install {name}=={version}, or use "
-            f"log.{name}=false",
+            f"log.{name}=true needs a package: pip install {name}=={version}, or use log.{name}=false",
         )
     profile = cfg.profile
     require(
         profile.start <= profile.stop,
-        f"profile.start={profile.start} is after profile.stop={profile.stop}: they are the first and the last step of "
-        "the timeline",
+        f"profile.start={profile.start} is after profile.stop={profile.stop}, the last step of the timeline",
     )
     require(
         bool(profile.start) or not (profile.stop or profile.torch or profile.memory),
-        "profile.start=0: there is no timeline, so profile.stop, profile.torch and profile.memory have no effect; give "
-        "its first step",
+        "profile.start=0: there is no timeline, so profile.stop, profile.torch and profile.memory do nothing; set it",
     )
     require(
         max(profile.ranks or [0]) < world_size,
@@ -149,9 +145,8 @@ def check_batch(cfg: Config) -> None:
 
 def check_rewards(cfg: Config) -> None:
     """The names of rewards. Raises UserError."""
-    chosen = {"reward.default": cfg.reward.default}
-    chosen.update({f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()})
-    for key, name in chosen.items():
+    by_source = {f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()}
+    for key, name in {"reward.default": cfg.reward.default, **by_source}.items():
         try:
             rewards.load_reward(name, cfg.reward.custom, cfg.reward.options, cfg.reward.functions, build=False)
         except ValueError as error:
@@ -234,9 +229,6 @@ def longest_sample(cfg: Config) -> int:
     return cfg.data.max_prompt_tokens + new_tokens
 
 
-LONGEST = "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens"
-
-
 # Attributes of a config.json that change the computation and have no counterpart here, each with its one legal value.
 SUPPORTED = {
     "attention_bias": False,
@@ -250,12 +242,8 @@ SUPPORTED = {
 }
 
 
-def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: str, extra: dict) -> None:
-    """See, without weights or process groups, that the model of `path` can be built and split.
-
-    `max_tokens`: the longest sample; `extra`: the megatron section of the configuration. Raises ValueError naming the
-    key.
-    """
+def check_model(cfg: Config, path: str, rollout_tp: int) -> None:
+    """See, without weights or process groups, that the model of `path` can be built and split. Raises ValueError."""
     try:
         hf = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:  # a damaged config.json fails as code does, with any exception
@@ -269,6 +257,7 @@ def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: st
             raise ValueError(
                 f"model.path={path}: {attribute}={found!r} in its config.json is not supported, only {value}"
             )
+    dtype = cfg.model.dtype
     width = bridge.head_dim(hf)
     if not attention_pads(dtype) and (width % 8 or width > 256):
         raise ValueError(
@@ -280,21 +269,22 @@ def check_model(path: str, parallel, rollout_tp: int, max_tokens: int, dtype: st
         sliding_window(hf)
     except ValueError as error:
         raise ValueError(f"model.path={path}: {error}") from None
-    check_layout(hf, parallel, rollout_tp)
-    if max_tokens > hf.max_position_embeddings:
+    check_layout(hf, cfg.parallel, rollout_tp)
+    longest = longest_sample(cfg)
+    if longest > hf.max_position_embeddings:
         raise ValueError(
-            f"{LONGEST} = {max_tokens} is beyond the model's {hf.max_position_embeddings} positions "
-            f"(max_position_embeddings of model.path={path})"
+            "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens = "
+            f"{longest} is beyond max_position_embeddings={hf.max_position_embeddings} of model.path={path}"
         )
-    if extra.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+    if cfg.megatron.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
         raise ValueError("megatron.moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed")
-    for name in extra:
+    for name in cfg.megatron:
         if name.startswith("moe_") and not bridge.is_moe(hf):
             raise ValueError(f"megatron.{name}: model.path={path} is a {family}, which has no experts")
     try:
-        bridge.transformer_config(hf, parallel, bridge.DTYPES[dtype], extra)
+        bridge.transformer_config(hf, cfg.parallel, bridge.DTYPES[dtype], cfg.megatron)
     except (AssertionError, TypeError, ValueError) as error:
-        given = ", ".join(f"megatron.{name}" for name in extra) or "empty"
+        given = ", ".join(f"megatron.{name}" for name in cfg.megatron) or "empty"
         raise ValueError(f"Megatron-core refuses this layout or the megatron section ({given}): {error}") from None
 
 

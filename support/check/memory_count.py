@@ -62,9 +62,11 @@ def costs(cfg: Config, world_size: int, on_gpu: bool = True) -> dict[str, Cost]:
         table["reference"] = weight_set(cfg, "trained")
     if a.teacher not in (None, "self"):
         table["teacher"] = weight_set(cfg, "teacher")
-    if on_gpu:
-        return table
-    return {kind: without_gpu(cost) for kind, cost in table.items()}
+    if not on_gpu:  # all of it lies in host memory; what waits there is counted there already
+        for kind, cost in table.items():
+            moved = 0 if cost.waits else cost.gpu
+            table[kind] = replace(cost, gpu=0, host=cost.host + moved)
+    return table
 
 
 def replica_ranks(cfg: Config) -> int:
@@ -110,13 +112,6 @@ def weight_set(cfg: Config, of: str) -> Cost:
     if cfg.algo.reference_on == "gpu":
         return kept
     return replace(kept, host=size, phases=("logprob",), waits=True)
-
-
-def without_gpu(cost: Cost) -> Cost:
-    """The cost on the CPU: what would lie on the GPU lies in host memory; what waits there does so already."""
-    if cost.waits:
-        return replace(cost, gpu=0.0)
-    return replace(cost, gpu=0.0, host=cost.host + cost.gpu)
 
 
 def weights_of(cfg: Config, weights: int, teacher: int = 0) -> dict[str, int]:
@@ -191,17 +186,6 @@ def build_on_meta(path: str, cfg: Config, trained: LoraConfig | None) -> list:
     dtype = bridge.DTYPES[cfg.model.dtype]
     with META, OnMeta():
         return bridge.build_model(path, cfg.parallel, dtype, extra, weights=False, trained=trained)
-
-
-def stage_shapes(cfg: Config, world_size: int) -> list[dict[str, torch.Size]]:
-    """Of each pipeline stage {Megatron's name of a weight: its shape on the stage's first rank}."""
-    p = cfg.parallel
-    stages = []
-    for stage in range(p.pp):
-        with fake_process_groups(p, world_size, stage * world_size // p.pp, cfg.seed):
-            own = bridge.named_weights(build_on_meta(cfg.model.path, cfg, cfg.lora))
-            stages.append({name: weight.shape for name, weight in own.items()})
-    return stages
 
 
 def count(cfg: Config, world_size: int, rank: int) -> Held:

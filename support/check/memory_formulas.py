@@ -153,14 +153,8 @@ def plan_sampling(hf, cfg: Config, weights: int, gpu: int) -> Sampling:
     token = 2 * hf.num_hidden_layers * kv_heads * bridge.head_dim(hf) * kv_size
     blocks = max(cache, 0) // (BLOCK * token)
     longest = math.ceil(checks.longest_sample(cfg) / BLOCK)
-    return Sampling(
-        weights=int(shard),
-        work=int(work),
-        cache=cache,
-        loading=int(layer * (1 + 1 / r.tp)),
-        tokens=blocks * BLOCK,
-        sequences=blocks // longest,
-    )
+    loading = int(layer * (1 + 1 / r.tp))
+    return Sampling(int(shard), int(work), cache, loading, tokens=blocks * BLOCK, sequences=blocks // longest)
 
 
 def forward_bytes(hf, cfg: Config, gpu: int) -> float:

@@ -7,7 +7,6 @@ support/check/memory_formulas.py; RESERVE stands for what has no formula. All si
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import transformers
@@ -28,7 +27,7 @@ from support.check.memory_formulas import (
     layer_bytes,
     plan_sampling,
 )
-from support.check.run_plan import rows_of_an_update
+from support.check.run_plan import replica_count, rows_of_an_update
 
 GB = 10**9
 GPU_GB = 80.0  # where there is no GPU to ask
@@ -80,7 +79,7 @@ def plan(cfg: Config, world_size: int, gpu: int, held: dict[int, Held] | None = 
     weights = sum(each.stage_weights for each in held.values())
     weights += (p.pp - len(stages)) * held[inner].stage_weights
     vllm = plan_sampling(hf, cfg, weights, gpu)
-    _, rows = rows_of_an_update(cfg, world_size // (p.tp * p.pp * p.cp))
+    _, rows = rows_of_an_update(cfg, replica_count(cfg, world_size))
     table = {stage: stage_phases(hf, cfg, world_size, stage, held[stage], rows, vllm, gpu) for stage in stages}
     largest = {phase: max(stages, key=lambda stage: total(table[stage][phase])) for phase in table[0]}
     phases = {phase: table[stage][phase] for phase, stage in largest.items()}
@@ -118,18 +117,15 @@ def stage_phases(
     kept, within = activation_bytes(hf, cfg, stage, rows)
     backward = max({"activations": kept, "log-probs": train_head}, {"activations": kept + within} | merged, key=total)
     scoring = max({"activations": layer_bytes(hf, cfg)} | merged, {"log-probs": score_head}, key=total)
-    filling = {  # as Megatron fills its buffers, weights are there twice
-        "weights": 2 * held.gpu["weights"] - held.frozen,
-        "gradients": held.gpu["gradients"],
-    }
-    phases = {
-        "build": max(state["build"], filling, key=total),
-        "rollout": state["rollout"] | {"vLLM": share},
-        "logprob": state["logprob"] | scoring,
-        "train": max(state["train"] | backward, state["update"] | {"update": held.update}, key=total),
-        "sync": state["sync"] | {"vLLM": vllm.weights + vllm.loading, "bucket": held.push},
-        "save": state["save"] | {"vLLM": share, "copies": max(4 * held.largest, held.export)},
-    }
+    # As Megatron fills its buffers, weights are there twice.
+    filling = {"weights": 2 * held.gpu["weights"] - held.frozen, "gradients": held.gpu["gradients"]}
+    phases = {}
+    phases["build"] = max(state["build"], filling, key=total)
+    phases["rollout"] = state["rollout"] | {"vLLM": share}
+    phases["logprob"] = state["logprob"] | scoring
+    phases["train"] = max(state["train"] | backward, state["update"] | {"update": held.update}, key=total)
+    phases["sync"] = state["sync"] | {"vLLM": vllm.weights + vllm.loading, "bucket": held.push}
+    phases["save"] = state["save"] | {"vLLM": share, "copies": max(4 * held.largest, held.export)}
     return {phase: {**parts, "reserve": int(RESERVE * gpu)} for phase, parts in phases.items()}
 
 
@@ -144,7 +140,8 @@ def levers(cfg: Config) -> Iterator[dict]:
         if key in SHARE_OF_VLLM:
             continue
         if way not in ("up", "down"):
-            yield dict(read_setting(setting) for setting in turn.split())
+            settings = (setting.partition("=") for setting in turn.split())
+            yield {key: yaml.safe_load(value) for key, _, value in settings}
             continue
         section, name = key.split(".")
         value = getattr(getattr(cfg, section), name)
@@ -152,54 +149,34 @@ def levers(cfg: Config) -> Iterator[dict]:
         yield {key: 2 * value if way == "up" else max(value // 2, least)}
 
 
-def read_setting(setting: str) -> tuple[str, Any]:
-    """(key, value) of "key=value"."""
-    key, _, value = setting.partition("=")
-    return key, yaml.safe_load(value)
-
-
 def legal_levers(cfg: Config, world_size: int) -> Iterator[tuple[dict, Config]]:
     """(keys, configuration with them) of `levers`, where they change something and pass the checks."""
-    longest = checks.longest_sample(cfg)
     for keys in levers(cfg):
         try:
             other = override(cfg, keys)
             checks.check_config(other, world_size)
-            checks.check_model(
-                other.model.path, other.parallel, other.rollout.tp, longest, other.model.dtype, other.megatron
-            )
+            checks.check_model(other, other.model.path, other.rollout.tp)
         except (UserError, ValueError):
             continue
         if other != cfg:
             yield keys, other
 
 
-def smaller_share(cfg: Config, world_size: int, found: Plan, above: float) -> Plan | None:
-    """The plan with the largest rollout.gpu_memory_utilization, if it fits with one above `above`; else None."""
-    if found.fits or not above < found.utilization < 1:
-        return None
-    other = override(cfg, {"rollout.gpu_memory_utilization": found.utilization})
-    smaller = plan(other, world_size, found.gpu, found.held)
-    return smaller if smaller.fits else None
-
-
 def find_remedies(cfg: Config, world_size: int, found: Plan) -> list[str]:
     """What makes a plan fit, or smaller where it is largest, and by how much; what helps most first."""
     worst = max(found.phases, key=found.total)
-    ways = []
-    without = smaller_share(cfg, world_size, found, 0.0)
-    if without is not None:
-        ways.append(({"rollout.gpu_memory_utilization": found.utilization}, without))
-    least = found.utilization if without is not None else 0.0  # a lever has to allow vLLM more than that
-    for keys, other in legal_levers(cfg, world_size):
-        best = plan(other, world_size, found.gpu)
-        smaller = smaller_share(other, world_size, best, least)
-        if smaller is None:
-            ways.append((keys, best))
-        else:
-            ways.append(({**keys, "rollout.gpu_memory_utilization": best.utilization}, smaller))
+    least = 0.0  # the share of vLLM that fits without a lever; one that needs a smaller share is no help
     lines = []
-    for keys, best in ways:
+    for keys, other in [({}, cfg), *legal_levers(cfg, world_size)]:
+        best = found if other is cfg else plan(other, world_size, found.gpu)
+        if not best.fits and least < best.utilization < 1:
+            share = {SHARE_OF_VLLM[0]: best.utilization}
+            smaller = plan(override(other, share), world_size, found.gpu, best.held)
+            if smaller.fits:
+                best = smaller
+                keys = keys | share
+        if best.fits and other is cfg:
+            least = found.utilization
         less = found.total(worst) - best.total(worst)
         gains = []
         if less > GB / 10:

@@ -9,11 +9,42 @@ from support.step.packing import attention_pads, bubble, plan_bins
 
 
 def describe(cfg: Config, world_size: int) -> str:
-    """The layout and the arithmetic of a step, in words."""
-    lines = [layout_line(cfg, world_size), step_line(cfg, world_size)]
-    if cfg.parallel.pp > 1:
-        lines.append(pipeline_line(cfg, world_size))
-    return "\n".join([*lines, length_line(cfg), loss_line(cfg)])
+    """The layout and the arithmetic of a step and of the run, in words."""
+    p, r, t = cfg.parallel, cfg.rollout, cfg.train
+    replicas = replica_count(cfg, world_size)
+    samples = r.prompts_per_step * r.group_size
+    updates = t.updates_per_step * t.epochs_per_step
+    layout = f"layout:  {plural(world_size, 'rank')} = tp {p.tp} × pp {p.pp}"
+    if p.vpp > 1:
+        layout += f" (vpp {p.vpp})"
+    if p.cp > 1:
+        layout += f" × cp {p.cp}"
+    layout += f" × dp {replicas}"
+    if p.ep * p.etp > 1:
+        layout += f"; experts: ep {p.ep} × etp {p.etp} × pp {p.pp} × dp {world_size // (p.etp * p.ep * p.pp)}"
+    layout += f"; rollout: {plural(world_size // r.tp, 'vLLM engine')} of tp {r.tp}"
+    step = f"a step:  {plural(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples"
+    if r.turns:
+        step += f", each a conversation of up to {plural(r.max_turns, 'answer')}"
+    if cfg.algo.max_rounds > 1:
+        step += f", up to {cfg.algo.max_rounds} rounds"
+    if t.epochs_per_step > 1:
+        step += f" × {plural(t.epochs_per_step, 'epoch')}"
+    step += f" → {plural(updates, 'update')} of {samples // t.updates_per_step} samples"
+    step += f" → micro-batches of ≤ {t.max_tokens_per_micro_batch} tokens over {plural(replicas, 'replica')}"
+    lines = [layout, step]
+    if p.pp > 1:
+        fewest, most = rows_of_an_update(cfg, replicas)
+        lines.append(
+            f"pipeline: {plural(p.pp, 'stage')}, {fewest} to {most} micro-batches a replica and update, as answers are "
+            f"short or long: stages idle {bubble(fewest, p):.0%} to {bubble(most, p):.0%} of it"
+        )
+    run = f"a run:   {plural(t.steps, 'step')}"
+    if t.epochs:
+        run += f" ({plural(t.epochs, 'epoch')})"
+    run += f" = {t.steps * samples} samples, {plural(t.steps * updates, 'update')}"
+    run += f"; lr {t.lr:g} after {plural(t.warmup_steps, 'warm-up step')}"
+    return "\n".join([*lines, run, describe_loss(cfg)])
 
 
 def plural(number: float, what: str) -> str:
@@ -27,60 +58,7 @@ def replica_count(cfg: Config, world_size: int) -> int:
     return world_size // (cfg.parallel.tp * cfg.parallel.pp * cfg.parallel.cp)
 
 
-def layout_line(cfg: Config, world_size: int) -> str:
-    """Ranks, how they share the model and the experts, and the engines."""
-    p, tp = cfg.parallel, cfg.rollout.tp
-    line = f"layout:  {plural(world_size, 'rank')} = tp {p.tp} × pp {p.pp}"
-    if p.vpp > 1:
-        line += f" (vpp {p.vpp})"
-    if p.cp > 1:
-        line += f" × cp {p.cp}"
-    line += f" × dp {replica_count(cfg, world_size)}"
-    if p.ep * p.etp > 1:
-        line += f"; experts: ep {p.ep} × etp {p.etp} × pp {p.pp} × dp {world_size // (p.etp * p.ep * p.pp)}"
-    return f"{line}; rollout: {plural(world_size // tp, 'vLLM engine')} of tp {tp}"
-
-
-def step_line(cfg: Config, world_size: int) -> str:
-    """Samples, updates and micro-batches of a step."""
-    r, t = cfg.rollout, cfg.train
-    samples = r.prompts_per_step * r.group_size
-    line = f"a step:  {plural(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples"
-    if r.turns:
-        line += f", each a conversation of up to {plural(r.max_turns, 'answer')}"
-    if cfg.algo.max_rounds > 1:
-        line += f", up to {cfg.algo.max_rounds} rounds"
-    if t.epochs_per_step > 1:
-        line += f" × {plural(t.epochs_per_step, 'epoch')}"
-    updates = t.updates_per_step * t.epochs_per_step
-    line += f" → {plural(updates, 'update')} of {samples // t.updates_per_step} samples"
-    replicas = plural(replica_count(cfg, world_size), "replica")
-    return f"{line} → micro-batches of ≤ {t.max_tokens_per_micro_batch} tokens over {replicas}"
-
-
-def pipeline_line(cfg: Config, world_size: int) -> str:
-    """Micro-batches of an update, and the bubble."""
-    p = cfg.parallel
-    fewest, most = rows_of_an_update(cfg, replica_count(cfg, world_size))
-    return (
-        f"pipeline: {plural(p.pp, 'stage')}, {fewest} to {most} micro-batches a replica and update, as answers are "
-        f"short or long: stages idle {bubble(fewest, p):.0%} to {bubble(most, p):.0%} of it"
-    )
-
-
-def length_line(cfg: Config) -> str:
-    """Steps, samples and updates of the run."""
-    r, t = cfg.rollout, cfg.train
-    line = f"a run:   {plural(t.steps, 'step')}"
-    if t.epochs:
-        line += f" ({plural(t.epochs, 'epoch')})"
-    samples = t.steps * r.prompts_per_step * r.group_size
-    updates = t.steps * t.updates_per_step * t.epochs_per_step
-    line += f" = {samples} samples, {plural(updates, 'update')}"
-    return f"{line}; lr {t.lr:g} after {plural(t.warmup_steps, 'warm-up step')}"
-
-
-def loss_line(cfg: Config) -> str:
+def describe_loss(cfg: Config) -> str:
     """The loss and its terms."""
     a = cfg.algo
     line = f"loss:    {a.loss} ({a.clip_low:g}, {a.clip_high:g})"

@@ -15,7 +15,7 @@ def check_shape(cfg: Config) -> None:
     if path is None:
         return
     try:
-        checks.check_model(path, cfg.parallel, 1, checks.longest_sample(cfg), cfg.model.dtype, cfg.megatron)
+        checks.check_model(cfg, path, rollout_tp=1)
     except ValueError as error:
         raise ValueError(by_its_key(path, error)) from None
     rows, needed = (transformers.AutoConfig.from_pretrained(name).vocab_size for name in (path, cfg.model.path))

@@ -60,8 +60,7 @@ def prepare(cfg: Config, world_size: int, weights: bool, gpu_gb: float | None = 
 
 def check_models(cfg: Config) -> None:
     """Check, from config.json, that model and teacher can be built on this layout. Raises ValueError, OSError."""
-    longest = checks.longest_sample(cfg)
-    checks.check_model(cfg.model.path, cfg.parallel, cfg.rollout.tp, longest, cfg.model.dtype, cfg.megatron)
+    checks.check_model(cfg, cfg.model.path, cfg.rollout.tp)
     teacher_checks.check_shape(cfg)
     checks.check_routes(cfg)
 
