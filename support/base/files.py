@@ -53,8 +53,7 @@ def lock_output_dir(path: Path) -> IO | None:
         owner = file.read().strip() or "another process"
         file.close()
         raise UserError(
-            f"output_dir={path} is in use by {owner}: two runs in one output folder would mix; "
-            "choose another output_dir"
+            f"output_dir={path} is in use by {owner}: two runs in one output folder would mix; choose another"
         ) from None
     except OSError as error:  # some network file systems have no locks
         print(f"warning: output_dir={path} cannot be locked ({error.strerror}); start no second run in it", flush=True)

@@ -102,12 +102,12 @@ def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict:
         raise UserError(f"{where}: cannot read the configuration: {error}") from None
     if layer is None:  # an empty file
         layer = {}
-    base = layer.pop("base", None) if isinstance(layer, dict) else None
     named = isinstance(layer, dict) and all(isinstance(name, str) for name in layer)
-    if not named or not isinstance(base, str | None):
+    if not named or not isinstance(layer.get("base"), str | None):
         raise UserError(f"{where}: legal are keys with values, where `base` is the path of a file")
     if len(above) == 10:
         raise UserError(f"{where}: the `base` files go round in a circle")
+    base = layer.pop("base", None)
     # A section whose keys are all commented out is null in YAML.
     layer = {key: value for key, value in layer.items() if value is not None or key not in SECTIONS}
     check_sections(layer)

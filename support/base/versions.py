@@ -27,10 +27,7 @@ SHARED_MEMORY_REMEDY = (
     "start a container with `docker run --shm-size=16g` or --ipc=host, in Kubernetes mount an emptyDir with medium: "
     "Memory on /dev/shm"
 )
-NO_BF16_UNITS = (
-    "this CPU has no bf16 units: products of bf16 matrices are computed in fp32 and rounded, so bf16 is no faster here "
-    "than fp32"
-)
+NO_BF16_UNITS = "this CPU has no bf16 units: it computes bf16 products in fp32 and rounds, which is no faster than fp32"
 NO_BF16_REMEDY = "try model.dtype=fp32"
 
 

@@ -108,10 +108,9 @@ def weight_set(cfg: Config, of: str) -> Cost:
     Where algo.reference_on keeps it on the host, it comes to the GPU for the log-probs.
     """
     size = bridge.DTYPES[cfg.model.dtype].itemsize
-    kept = Cost(of, replica_ranks(cfg), gpu=size)
     if cfg.algo.reference_on == "gpu":
-        return kept
-    return replace(kept, host=size, phases=("logprob",), waits=True)
+        return Cost(of, replica_ranks(cfg), gpu=size)
+    return Cost(of, replica_ranks(cfg), gpu=size, host=size, phases=("logprob",), waits=True)
 
 
 def weights_of(cfg: Config, weights: int, teacher: int = 0) -> dict[str, int]:

@@ -102,8 +102,7 @@ def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: st
             raise UserError(error)
     if options.get("optimizer_cpu_offload") and dtype == "fp32":
         raise UserError(
-            "megatron.optimizer_cpu_offload=True: Megatron-core 0.16 cannot offload the optimizer of fp32 weights; use "
-            "model.dtype=bf16"
+            "megatron.optimizer_cpu_offload=True: Megatron-core 0.16 offloads that of bf16 alone; use model.dtype=bf16"
         )
 
 

@@ -22,13 +22,13 @@ from support.base.versions import SHARED_MEMORY_REMEDY, gib
 GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
 
 
-def check_shared_memory(least_bytes: int, folder: Path = Path("/dev/shm")) -> None:
+def check_shared_memory(least_bytes: int) -> None:
     """Raises ValueError where processes cannot share `least_bytes`; a container often has 64 MiB."""
-    free = shutil.disk_usage(folder).free if folder.exists() else 0
+    free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
     if free < least_bytes:
         raise ValueError(
-            f"{folder} has {gib(free)} free, {gib(least_bytes)} are needed: NCCL and vLLM pass data between "
-            f"ranks there; {SHARED_MEMORY_REMEDY}"
+            f"/dev/shm has {gib(free)} free, {gib(least_bytes)} are needed: NCCL and vLLM pass data between ranks "
+            f"there; {SHARED_MEMORY_REMEDY}"
         )
 
 

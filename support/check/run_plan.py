@@ -91,35 +91,28 @@ def rows_of_an_update(cfg: Config, replicas: int) -> tuple[int, int]:
 
 def warnings(cfg: Config, world_size: int) -> list[str]:
     """What of the plan will be slow or take much memory, a sentence each with the key to try."""
-    t, p = cfg.train, cfg.parallel
+    a, p, t = cfg.algo, cfg.parallel, cfg.train
     samples = cfg.rollout.prompts_per_step * cfg.rollout.group_size // t.updates_per_step
     samples //= replica_count(cfg, world_size)
     tokens = samples * (cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens)
-    found = []
+    found = {}  # name in PLAN → what will be
     if samples < p.pp:
-        found.append(
-            f"an update has {samples} samples a replica for parallel.pp={p.pp} stages, which idle at least "
-            f"{bubble(max(samples, 1), p):.0%} of it: {try_one_of(PLAN['few samples for the pipeline'])}"
+        idle = f"{bubble(max(samples, 1), p):.0%}"
+        found["few samples for the pipeline"] = (
+            f"an update has {samples} samples a replica for parallel.pp={p.pp} stages, which idle at least {idle} of it"
         )
     if p.pp > 4 and cfg.megatron.get("recompute_granularity") is None:
-        found.append(
-            f"parallel.pp={p.pp} keeps the activations of {p.pp} micro-batches on the first stage: "
-            f"{try_one_of(PLAN['activations of many stages'])}"
-        )
-    if cfg.rollout.vllm.get("quantization") and cfg.algo.correction == "none":
-        found.append(
-            "rollout.vllm.quantization makes vLLM sample from other weights than are trained: "
-            f"{try_one_of(PLAN['quantized sampling'])}"
-        )
-    if cfg.algo.loss == "gspo" and cfg.algo.correction != "none" and cfg.algo.correction_level == "token":
-        found.append(
-            f"algo.loss=gspo uses the ratio of an answer, but algo.correction={cfg.algo.correction} weighs each token "
-            "by its own: set algo.correction_level=sequence, with algo.correction=icepop or tis"
-        )
+        text = f"parallel.pp={p.pp} keeps the activations of {p.pp} micro-batches on the first stage"
+        found["activations of many stages"] = text
+    if cfg.rollout.vllm.get("quantization") and a.correction == "none":
+        text = "rollout.vllm.quantization makes vLLM sample from other weights than are trained"
+        found["quantized sampling"] = text
+    if a.loss == "gspo" and a.correction != "none" and a.correction_level == "token":
+        text = f"algo.loss=gspo uses the ratio of an answer, but algo.correction={a.correction} that of each token"
+        found["ratios of tokens and answers"] = text
     if tokens < t.max_tokens_per_micro_batch / 2:
-        found.append(
-            f"an update has at most {tokens} tokens a replica, less than half of "
-            f"train.max_tokens_per_micro_batch={t.max_tokens_per_micro_batch}: pack/fill stays below 1/2, and small "
-            f"rows use a GPU badly; {try_one_of(PLAN['small rows'])}"
+        found["small rows"] = (
+            f"an update has at most {tokens} tokens a replica, less than half of train.max_tokens_per_micro_batch="
+            f"{t.max_tokens_per_micro_batch}: pack/fill stays below 1/2, and small rows use a GPU badly"
         )
-    return found
+    return [f"{text}: {try_one_of(PLAN[name])}" for name, text in found.items()]
