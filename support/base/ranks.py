@@ -87,10 +87,9 @@ def init_distributed(timeout_s: float) -> None:
 def fresh_store() -> dist.Store:
     """A store for init_process_group without entries of an earlier start of these ranks. Every rank calls this.
 
-    Under --max-restarts torchrun keeps its store (torch 2.13, pytorch issue 135712): a rank could read the address of a
-    dead one there, then fail or hang. TORCHELASTIC_RESTART_COUNT does not identify a start: each node counts its own.
-    So rank 0 gives this start a name. It sends the name to each rank in reply to a random key that only a living rank
-    waits on.
+    Under --max-restarts torchrun keeps its store (pytorch issue 135712), where a rank could read the address of a dead
+    one; its restart count is of one node. So rank 0 gives this start a name, and sends it to each rank in reply to a
+    random key that only a living rank waits on.
     """
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])

@@ -215,9 +215,7 @@ def check_state_and_precision(cfg: Config) -> None:
 
 def group_timeout_s(cfg: Config) -> float:
     """Longest time of a collective: more than the watchdog's, which says more."""
-    if cfg.train.stall_timeout_s == 0:
-        return 86400.0
-    return cfg.train.stall_timeout_s + 60
+    return cfg.train.stall_timeout_s + 60 if cfg.train.stall_timeout_s else 86400.0
 
 
 # ---------------------------------------------------------------- the model

@@ -158,18 +158,15 @@ def explain_out_of_memory(phase: str, error: BaseException) -> str | None:
     vllm = next((keys for words, keys in remedies.VLLM_MEMORY.items() if words in text), None)
     if isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS):
         kind = "host memory"
-        budget = f"what is free on the machine ({gib(host_free_bytes())})"
-        keys = remedies.HOST_MEMORY
+        remedy = remedies.Remedy(f"what is free on the machine ({gib(host_free_bytes())})", remedies.HOST_MEMORY)
     elif vllm is not None:
         kind = "memory for vLLM"
-        budget = "rollout.gpu_memory_utilization"
-        keys = vllm
+        remedy = remedies.Remedy("rollout.gpu_memory_utilization", vllm)
     elif isinstance(error, torch.OutOfMemoryError) or any(words in text for words in GPU_WORDS):
-        remedy = remedies.MEMORY.get(phase, remedies.MEMORY["build"])
         kind = "GPU memory"
-        budget = remedy.sign
-        keys = remedy.turn
+        remedy = remedies.MEMORY.get(phase, remedies.MEMORY["build"])
     else:
         return None
     reason = (text or type(error).__name__).splitlines()[0]
-    return f"out of {kind} in the phase {phase}, whose budget is {budget}: {reason}\n  turn one of: {'; '.join(keys)}"
+    told = f"out of {kind} in the phase {phase}, whose budget is {remedy.sign}: {reason}"
+    return f"{told}\n  turn one of: {'; '.join(remedy.turn)}"
