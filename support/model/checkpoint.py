@@ -7,11 +7,13 @@ renamed. Tensors are stored as safetensors, the rest as JSON, so that reading ru
 while training continues. Every rank must see the same file system.
 """
 
+import contextlib
 import json
 import math
 import re
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from support.base import versions
 from support.base.files import add_suffix, digest_file, make_temporary_folder, put_in_place, write_synced
 from support.base.ranks import gather
 from support.base.rollout_files import RolloutWriter
-from support.model.shards import CheckpointError, Shard, copy_shards, find_coverage_error, first_failure, write_shards
+from support.model.shards import CheckpointError, Shard, copy_shards, fail_together, find_coverage_error, write_shards
 
 COMPLETE = re.compile(r"step_(\d{6,})$")
 
@@ -52,16 +54,10 @@ class CheckpointWriter:
         """Copy the tensors and begin to write; the caller may change them afterwards. Called on every rank."""
         self.finish()
         target = self.folder / f"step_{step:06d}"
-        failure = None
-        if dist.get_rank() == 0:
-            try:
-                make_temporary_folder(target)
-            except OSError as error:
-                failure = str(error)
-        failure = first_failure(failure)
-        if failure is not None:
-            raise CheckpointError(self.explain(step, failure))
         temporary = target.with_name(f"{target.name}.tmp")
+        with self._explain_failure(step, temporary), fail_together():
+            if dist.get_rank() == 0:
+                make_temporary_folder(target)
         shards = copy_shards(sharded)
         self.sizes = [(name, values.numel(), math.prod(shape)) for name, values, shape in shards]
         self.step = step
@@ -88,61 +84,52 @@ class CheckpointWriter:
         self.thread = None
         self.rollouts.finish()
         target = self.folder / f"step_{self.step:06d}"
-        temporary = self.folder / f"{target.name}.tmp"
-        failure = first_failure(self.failure)
-        if failure is None:
-            failure = find_coverage_error(gather(self.sizes))
-        if failure is None:
+        temporary = target.with_name(f"{target.name}.tmp")
+        with self._explain_failure(self.step, temporary):
+            with fail_together():
+                if self.failure is not None:
+                    raise CheckpointError(self.failure)
+            problem = find_coverage_error(gather(self.sizes))
+            if problem is not None:
+                raise CheckpointError(problem)
             digests = merge_dicts(gather(self.digests))
-            if dist.get_rank() == 0:
-                failure = self._complete(temporary, target, digests)
-            failure = first_failure(failure)
-        if failure is not None:
-            if dist.get_rank() == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(self.explain(self.step, failure))
+            with fail_together():
+                if dist.get_rank() == 0:
+                    self._complete(temporary, target, digests)
         return target
 
-    def explain(self, step: int, failure: str) -> str:
-        return (
-            f"the checkpoint of step {step} could not be written to {self.folder}: {failure}; "
-            "earlier checkpoints are unchanged. Make room, then go on with resume=auto, or go on in another output_dir "
-            "with resume=the newest of them"
-        )
+    def _complete(self, temporary: Path, target: Path, digests: dict) -> None:
+        """Write state and manifest, rename the folder, remove old checkpoints."""
+        for name, content in {"state.json": self.state, "versions.json": versions.versions()}.items():
+            write_synced(temporary / name, json.dumps(content, indent=1, default=np.ndarray.tolist))
+            digests[name] = digest_file(temporary / name)
+        write_synced(temporary / "manifest.json", json.dumps(digests, indent=1))
+        put_in_place(temporary, target)
+        if self.keep_last:
+            for path in list_checkpoints(self.folder)[self.keep_last :]:
+                if not (self.keep_every and step_of(path) % self.keep_every == 0):
+                    add_suffix(path, "removed")  # first, so that an incomplete folder never has a valid name
+        for removed in self.folder.glob("step_*.removed"):
+            shutil.rmtree(removed)
 
-    def _complete(self, temporary: Path, target: Path, digests: dict) -> str | None:
-        """Write state and manifest, rename the folder, remove old checkpoints; returns the failure, if any."""
+    @contextlib.contextmanager
+    def _explain_failure(self, step: int, temporary: Path) -> Iterator[None]:
+        """Remove `temporary` where the block raises a CheckpointError, and say what it means for the run."""
         try:
-            for name, content in {"state.json": self.state, "versions.json": versions.versions()}.items():
-                write_synced(temporary / name, json.dumps(content, indent=1, default=np.ndarray.tolist))
-                digests[name] = digest_file(temporary / name)
-            write_synced(temporary / "manifest.json", json.dumps(digests, indent=1))
-            put_in_place(temporary, target)
-            if self.keep_last:
-                for path in list_checkpoints(self.folder)[self.keep_last :]:
-                    if not (self.keep_every and step_of(path) % self.keep_every == 0):
-                        add_suffix(path, "removed")  # first, so that an incomplete folder never has a valid name
-            for removed in self.folder.glob("step_*.removed"):
-                shutil.rmtree(removed)
-        except OSError as error:
-            return str(error)
-        return None
+            yield
+        except CheckpointError as error:
+            if dist.get_rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {self.folder}: {error}; earlier checkpoints "
+                "are unchanged. Make room, then go on with resume=auto, or go on in another output_dir with "
+                "resume=the newest of them"
+            ) from None
 
 
 def merge_dicts(dicts: list[dict]) -> dict:
     """All entries of several dicts with different keys."""
     return {key: value for part in dicts for key, value in part.items()}
-
-
-def digest_files(folder: Path, names: list[str]) -> tuple[dict[str, list], str | None]:
-    """({name: digest}, failure) of files in `folder`, computed by all ranks together; the same on every rank."""
-    mine, failure = {}, None
-    try:
-        for name in names[dist.get_rank() :: dist.get_world_size()]:
-            mine[name] = digest_file(folder / name)
-    except OSError as error:
-        failure = str(error)
-    return merge_dicts(gather(mine)), first_failure(failure)
 
 
 # ---------------------------------------------------------------- finding and reading
@@ -161,20 +148,19 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_damage(path: Path) -> str | None:
-    """How a checkpoint differs from its manifest; None if it is valid. The same on every rank."""
+    """How a checkpoint differs from its manifest; None if it is valid. The same on every rank.
+
+    The ranks share the work: each one computes the digests of some files.
+    """
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        files = {name: [int(size), str(sha)] for name, (size, sha) in manifest.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        files, failure = {}, f"manifest.json: {type(error).__name__}: {error}"
-    else:
-        failure = None if files else "manifest.json names no files"
-    failure = first_failure(failure)
-    if failure:
-        return failure
-    digests, failure = digest_files(path, sorted(files))
-    if failure:
-        return failure
+        with fail_together():
+            files = read_manifest(path / "manifest.json")
+        with fail_together():
+            mine = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+            own_digests = {name: digest_file(path / name) for name in mine}
+    except CheckpointError as error:
+        return str(error)
+    digests = merge_dicts(gather(own_digests))
     for name, (size, sha) in files.items():
         if digests[name][0] != size:
             return f"{name} has {digests[name][0]} bytes, {size} were written"
@@ -183,26 +169,32 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
+def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
+    """{file: (size, SHA-256)} of a checkpoint. Raises ValueError where a manifest is missing, corrupt or empty."""
+    try:
+        files = {name: (int(size), str(sha)) for name, (size, sha) in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"manifest.json: {type(error).__name__}: {error}") from None
+    if not files:
+        raise ValueError("manifest.json names no files")
+    return files
+
+
 def find_valid_checkpoint(folder: Path) -> Path | None:
     """The newest valid checkpoint, None if there are no checkpoints; the same on every rank.
 
     Newer ones are quarantined under the name step_N.damaged. Raises CheckpointError if none is valid.
     """
-    is_first = dist.get_rank() == 0
-    paths = [list_checkpoints(folder)]
-    dist.broadcast_object_list(paths)
-    checkpoints = paths[0]
     damaged = []
-    for path in checkpoints:
+    for path in gather(list_checkpoints(folder))[0]:  # those that rank 0 sees
         problem = find_damage(path)
         if problem is None:
-            if is_first:
-                quarantine(damaged, path)
+            set_aside(damaged, "damaged", path)
             return path
         damaged.append(path)
-        if is_first:
+        if dist.get_rank() == 0:
             print(f"warning: {path} is damaged: {problem}", flush=True)
-    if checkpoints:
+    if damaged:
         raise CheckpointError(
             f"every checkpoint in {folder} is damaged, so resume=auto has nothing to go on from; resume=none starts "
             "anew and moves the folder of this run aside"
@@ -210,11 +202,12 @@ def find_valid_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def quarantine(damaged: list[Path], valid: Path) -> None:
-    """Rename damaged checkpoints, so that the run can save these steps again after it has gone back to `valid`."""
-    for path in damaged:
-        print(f"going back to {valid.name}; {path.name} is now {path.name}.damaged", flush=True)
-        add_suffix(path, "damaged")
+def set_aside(checkpoints: list[Path], reason: str, used: Path) -> None:
+    """Rename checkpoints to NAME.REASON, so that the run, which goes on from `used`, can save these steps again."""
+    if dist.get_rank() == 0:
+        for path in checkpoints:
+            print(f"{path.name} is now {path.name}.{reason}: the run goes on from {used.name}", flush=True)
+            add_suffix(path, reason)
 
 
 def find_checkpoint(resume: str, folder: Path) -> Path | None:
@@ -233,8 +226,9 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
     problem = find_damage(chosen)
     if problem:
         raise UserError(f"resume={resume}: {problem}; give auto, none, or the folder of a checkpoint")
-    if dist.get_rank() == 0 and chosen.resolve().parent == folder.resolve():
-        abandon_after(chosen)
+    if chosen.resolve().parent == folder.resolve():
+        later = [path for path in list_checkpoints(folder) if step_of(path) > step_of(chosen)]
+        set_aside(later, "abandoned", chosen)
     return chosen
 
 
@@ -268,21 +262,11 @@ def compare_configs(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for section, old in was.items():
         new = now.get(section)
         if isinstance(old, dict):
-            keys = new or {}
-            changes += [
-                f"{section}.{key}: {value} → {keys.get(key)}" for key, value in old.items() if keys.get(key) != value
-            ]
+            changed = [key for key, value in old.items() if (new or {}).get(key) != value]
+            changes += [f"{section}.{key}: {old[key]} → {(new or {}).get(key)}" for key in changed]
         elif old != new and section != "resume":
             changes.append(f"{section}: {old} → {new}")
     return changes
-
-
-def abandon_after(path: Path) -> None:
-    """Rename the later checkpoints, which a run that goes on from `path` will write again."""
-    for later in list_checkpoints(path.parent):
-        if step_of(later) > step_of(path):
-            print(f"{later} is now {later.name}.abandoned: the run goes on from {path.name}", flush=True)
-            add_suffix(later, "abandoned")
 
 
 def read_state(path: Path) -> dict[str, Any]:

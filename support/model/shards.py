@@ -4,10 +4,11 @@ Each rank writes the shards of which it holds the main replica; a shard is named
 assemble it from all stored shards that overlap it. Megatron-core's ShardedTensor says which shard a rank holds.
 """
 
+import contextlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -28,12 +29,20 @@ class CheckpointError(TrainingError):
     """A checkpoint could not be written, or cannot be used. The message is for the user."""
 
 
-def first_failure(failure: str | None) -> str | None:
-    """The failure of the lowest rank that has one, None if no rank has; the same on every rank."""
+@contextlib.contextmanager
+def fail_together(what: str = "") -> Iterator[None]:
+    """Where the block fails on a rank, raise CheckpointError on every rank: `what`, and the failure of the lowest one.
+
+    Every rank enters the block, which has no collectives.
+    """
+    failure = None
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, CheckpointError) as error:
+        failure = str(error)
     for rank, text in enumerate(gather(failure)):
         if text is not None:
-            return f"{text} (rank {rank})"
-    return None
+            raise CheckpointError(f"{what}{text} (rank {rank})")
 
 
 # ---------------------------------------------------------------- writing
@@ -114,20 +123,13 @@ def read_sharded(
     is stored that no rank reads and that is of no such kind.
     """
     loaded = {}
-    stored = {}
-    failure = None
-    try:
+    with fail_together(f"{path}: "):
         stored = index_shards(path)
         for name, tensor in sharded.items():
             parts = [read_shard(stored, part) for part in expand_factory(tensor)]
             loaded[name] = tensor.merge_fn(parts) if isinstance(tensor, ShardedTensorFactory) else parts[0]
-    except (OSError, SafetensorError, ValueError) as error:
-        failure = str(error)
-    failure = first_failure(failure)
-    if failure is not None:
-        raise CheckpointError(f"{path}: {failure}")
     own = [part.key for tensor in sharded.values() for part in expand_factory(tensor)]
-    read = {key for keys in gather(own) for key in keys}
+    read = set(itertools.chain(*gather(own)))
     kinds = {kind_of(key) for key in read}
     unread = [key for key in stored if key not in read]
     unread = [key for key in unread if kind_of(key) in kinds or (others is not None and kind_of(key) not in others)]
