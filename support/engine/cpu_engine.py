@@ -14,19 +14,14 @@ from support.engine.push_check import digest
 
 
 def prepare() -> str:
-    """Patch vLLM before it starts; returns the prefix of its files in /dev/shm."""
-    note_packed_weights()
-    return name_shared_memory_after_this_run()
+    """Patch vLLM before it starts; returns the prefix of its files in /dev/shm. All ranks call this together.
 
-
-def name_shared_memory_after_this_run() -> str:
-    """Give vLLM's CPU shared memory a name that is unique to this run; returns the prefix of its files in /dev/shm.
-
-    vLLM 0.32 uses one name in every external-launcher run, so that a second run, or the files of a dead one, break the
-    next. All ranks call this together.
+    The prefix is unique to this run: vLLM 0.32 uses one name in every external-launcher run, so that a second run, or
+    the files of a dead one, break the next.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shm
 
+    note_packed_weights()
     run_id = ranks.gather(uuid.uuid4().hex)[0]  # rank 0's
     prefix = f"train-grpo-{run_id}"
     group_name = shm.make_group_name
@@ -43,13 +38,12 @@ def note_packed_weights() -> None:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
 
     def note(layer: torch.nn.Module, *names: str) -> None:
-        weights = {name: getattr(layer, name) for name in names if getattr(layer, name, None) is not None}
-        dtype = weights[names[0]].dtype  # of a bias too, which some kernels want in fp32
-        layer.packed = {
-            name: (digest(weight.to(dtype)), digest(weight.to(dtype), ordered=True))
-            for name, weight in weights.items()
-            if not weight.is_meta
-        }
+        dtype = getattr(layer, names[0]).dtype  # of a bias too, which some kernels want in fp32
+        layer.packed = {}
+        for name in names:
+            weight = getattr(layer, name, None)
+            if weight is not None and not weight.is_meta:
+                layer.packed[name] = (digest(weight.to(dtype)), digest(weight.to(dtype), ordered=True))
 
     pack = utils.dispatch_cpu_unquantized_gemm
     pack_experts = Experts.process_weights_after_loading
@@ -132,11 +126,7 @@ class Routes:
         (blocks,) = self.manager.get_block_ids(request.request_id)
         return self.experts[blocks].flatten(0, 1)[: request.num_tokens - 1].numpy()
 
-    def build_connector_meta(self, *unused) -> None:
-        """vLLM calls this; the worker needs nothing."""
+    def _ignore(self, *unused) -> None:
+        """vLLM calls these; nothing is to be done, as new tokens overwrite the experts in their slots."""
 
-    def request_finished(self, request) -> None:
-        """vLLM calls this; the next request in these blocks overwrites their experts."""
-
-    def reset(self) -> None:
-        """vLLM calls this after a weight push; new tokens overwrite the experts."""
+    build_connector_meta = request_finished = reset = _ignore

@@ -23,8 +23,8 @@ def set_environment(exact: bool = False) -> None:
     else:
         # With a seed per prompt the old runner samples one request after the other, the new one all at once.
         defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    if exact and torch.cuda.device_count():
-        defaults |= {"VLLM_BATCH_INVARIANT": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        if exact:
+            defaults |= {"VLLM_BATCH_INVARIANT": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

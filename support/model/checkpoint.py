@@ -148,10 +148,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_damage(path: Path) -> str | None:
-    """How a checkpoint differs from its manifest; None if it is valid. The same on every rank.
-
-    The ranks share the work: each one computes the digests of some files.
-    """
+    """How a checkpoint differs from its manifest, None if it is valid. Each rank reads some files, all return the same."""
     try:
         with fail_together():
             files = read_manifest(path / "manifest.json")

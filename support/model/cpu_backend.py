@@ -71,13 +71,9 @@ MODULES = (
     "optimizer.optimizer",
     "optimizer.clip_grads",
     "optimizer.cpu_offloading.hybrid_optimizer",
-    "optimizer.grad_scaler",
     "distributed.param_and_grad_buffer",
-    "tensor_parallel.data",
     "transformer.moe.moe_utils",
     "transformer.moe.token_dispatcher",
-    "dist_checkpointing.exchange_utils",
-    "dist_checkpointing.strategies.state_dict_saver",
     "utils",
 )
 

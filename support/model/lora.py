@@ -55,10 +55,7 @@ class Adapter:
 
 
 def attach(model: torch.nn.Module, cfg: LoraConfig | None) -> None:
-    """Freeze a model chunk and add factors of zeros to its targeted weights.
-
-    With cfg.rank 0 the chunk is not changed; with None it is frozen only.
-    """
+    """Freeze a model chunk and add factors of zeros to its targeted weights; None: only freeze it, rank 0: neither."""
     if cfg is not None and cfg.rank == 0:
         return
     model.requires_grad_(False)
@@ -75,7 +72,6 @@ def attach(model: torch.nn.Module, cfg: LoraConfig | None) -> None:
 def adapt(linear: torch.nn.Module, target: str, cfg: LoraConfig) -> None:
     """Add factors to one of Megatron's parallel linear layers, which then computes with the merged weight."""
     out, width = linear.weight.shape
-    group = linear.tp_group
     config = linear.config
     heads = config.num_attention_heads // config.num_query_groups * config.kv_channels
     rows = {"qkv": [heads, config.kv_channels, config.kv_channels], "fc1": [out // 2, out // 2]}.get(target, [out])
@@ -85,9 +81,9 @@ def adapt(linear: torch.nn.Module, target: str, cfg: LoraConfig) -> None:
     linear.lora_b = torch.nn.Parameter(zeros(out, cfg.rank))
     for factor, whole in ((linear.lora_a, split_rows), (linear.lora_b, not split_rows)):
         factor.tensor_model_parallel = True  # every rank adds it to the gradient norm,
-        factor.shared = whole and group.rank() > 0  # except replicas
+        factor.shared = whole and linear.tp_group.rank() > 0  # except replicas
     scale = cfg.alpha / cfg.rank
-    linear.weight.adapter = Adapter(linear.lora_a, linear.lora_b, scale, rows, split_rows, group)
+    linear.weight.adapter = Adapter(linear.lora_a, linear.lora_b, scale, rows, split_rows, linear.tp_group)
     linear._forward_impl = adapted_linear
     linear.sharded_state_dict = partial(sharded_state_dict, linear, target)
 
@@ -95,19 +91,14 @@ def adapt(linear: torch.nn.Module, target: str, cfg: LoraConfig) -> None:
 def sharded_state_dict(linear, target: str, prefix="", sharded_offsets=(), metadata=None) -> dict:
     """Megatron's sharded state of a layer, in which the split factor is split as its weight is."""
     state = type(linear).sharded_state_dict(linear, prefix, sharded_offsets, metadata)
-    name = "lora_a"
-    factor = linear.lora_a
-    axis = 1
-    if target in COLUMN:
-        name = "lora_b"
-        factor = linear.lora_b
-        axis = 0
-    state[prefix + name] = make_tp_sharded_tensor_for_checkpoint(
-        factor, prefix + name, axis, prepend_offsets=sharded_offsets,
-        tp_group=linear.tp_group, dp_cp_group=metadata["dp_cp_group"],
-    )  # fmt: skip
+    name, axis = ("lora_b", 0) if target in COLUMN else ("lora_a", 1)
+    key = prefix + name
+    groups = {"tp_group": linear.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+    state[key] = make_tp_sharded_tensor_for_checkpoint(
+        getattr(linear, name), key, axis, prepend_offsets=sharded_offsets, **groups
+    )
     if target == "fc1":
-        state[prefix + name] = apply_swiglu_sharded_factory(state[prefix + name], sharded_offsets)
+        state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
     return state
 
 
@@ -230,10 +221,7 @@ def factor_rule(name: str, join: str, parts: list[str]) -> tuple[str, list[str]]
 
 
 def read_part(name: str, opened: dict, shape: torch.Size) -> torch.Tensor:
-    """A Hugging Face tensor from its safetensors file in `opened`; for a factor, which no file has, its initial value.
-
-    `shape` is the shape of this rank's shard.
-    """
+    """A Hugging Face tensor from its file in `opened`, or a factor [this rank's `shape`] as it is before training."""
     if name in opened:
         return opened[name].get_tensor(name)
     weight = weight_of(name)
@@ -254,10 +242,7 @@ def initial_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def check_resumed(was: dict, cfg: LoraConfig, path: Path) -> None:
-    """Check that the checkpoint in `path`, of a run with the `lora` section `was`, has the adapters of `cfg`.
-
-    Raises UserError.
-    """
+    """Raise UserError unless the checkpoint in `path`, of a run with the `lora` section `was`, has cfg's adapters."""
     there = LoraConfig(**was)
     for key in LoraConfig.model_fields:
         asked, stored = getattr(cfg, key), getattr(there, key)
@@ -287,8 +272,7 @@ def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: 
             "lora_alpha": cfg.lora.alpha, "target_modules": sorted({name.split(".")[-3] for name in others}),
             "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
         }  # fmt: skip
-        tensors = others | fuse_experts(experts)
-        tensors = {f"base_model.model.{name}": factor for name, factor in tensors.items()}
+        tensors = {f"base_model.model.{name}": factor for name, factor in (others | fuse_experts(experts)).items()}
         settings |= expert_settings(experts, cfg.lora)
         with complete_folder(target) as folder:
             (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
@@ -311,17 +295,14 @@ def fuse_experts(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     in the columns of other parts. PEFT (0.21) itself joins factors for some families only, and where both parameters
     have some; it ignores those of a Qwen2-MoE without a message.
     """
-    found: dict[tuple[str, str, str], dict] = {}  # (layer, parameter, letter) → {(part's place, expert): factor}
+    found: dict[tuple[str, str, str], dict] = {}  # (layer, parameter, letter) → {expert: {part: factor}}
     for name, factor in factors.items():
         layer, expert, part, letter = EXPERT_FACTOR.fullmatch(name).groups()
-        place = list(FUSED).index(part)
-        found.setdefault((layer, FUSED[part], letter), {})[place, int(expert)] = factor
+        found.setdefault((layer, FUSED[part], letter), {}).setdefault(int(expert), {})[part] = factor
     both = len({parameter for _, parameter, _ in found}) == 2
     joined = {}
-    for (layer, parameter, letter), of_parts in found.items():
-        places = sorted({place for place, _ in of_parts})
-        experts = sorted({expert for _, expert in of_parts})
-        parts_E = [[of_parts[place, expert] for place in places] for expert in experts]
+    for (layer, parameter, letter), experts in found.items():
+        parts_E = [[parts[part] for part in FUSED if part in parts] for _, parts in sorted(experts.items())]
         if letter == "A":
             whole = torch.cat([part for parts in parts_E for part in parts])
         else:

@@ -10,11 +10,6 @@ from collections.abc import Iterator
 import torch
 
 
-def mode_of(offload: str | None) -> str:
-    """train.offload, or its default: on GPUs gradients, which cost nothing to offload, on CPUs nothing."""
-    return offload or ("grads" if torch.cuda.is_available() else "none")
-
-
 def state_shards(optimizer) -> Iterator[torch.Tensor]:
     """This rank's fp32 main weights and Adam's moments, each with a storage of its own (not so with fp32 models)."""
     for part in optimizer.chained_optimizers:
@@ -28,8 +23,8 @@ def is_away(shard: torch.Tensor) -> bool:
 
 
 def offload_state(offload: str | None, model: list, optimizer) -> None:
-    """Offload what `train.offload` names; before vLLM wakes up."""
-    mode = mode_of(offload)
+    """Offload what `train.offload` names; before vLLM wakes up. Default on a GPU: gradients, which cost nothing."""
+    mode = offload or ("grads" if torch.cuda.is_available() else "none")
     if mode == "none":
         return
     for chunk in model:

@@ -4,7 +4,6 @@ A rule compares the last WINDOW steps with the first ones of this start, and say
 support/base/remedies.yaml under the rule's name, and in docs/tuning.md.
 """
 
-from collections.abc import Callable
 from statistics import fmean
 
 from support.base.remedies import METRICS, try_one_of
@@ -24,9 +23,7 @@ def hints(history: list[dict]) -> dict[str, str]:
 def mean(steps: list[dict], name: str) -> float:
     """Mean of a metric over steps, those left out in which it was off."""
     values = [step[name] for step in steps if step[name] is not None]
-    if not values:
-        return 0.0
-    return fmean(values)
+    return fmean(values) if values else 0.0
 
 
 def entropy_collapse(first: list[dict], last: list[dict]) -> str | None:
@@ -89,12 +86,4 @@ def idle_stages(first: list[dict], last: list[dict]) -> str | None:
     return f"pipeline stages idle {bubble:.0%} of an update"
 
 
-RULES: list[Callable[[list[dict], list[dict]], str | None]] = [
-    entropy_collapse,
-    length_explosion,
-    equal_groups,
-    clipped_ratios,
-    growing_gap,
-    long_tail,
-    idle_stages,
-]
+RULES = (entropy_collapse, length_explosion, equal_groups, clipped_ratios, growing_gap, long_tail, idle_stages)

@@ -76,25 +76,17 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", required=True, help="YAML file, see configs/")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check configuration, model and data, print the plan; needs no GPU"
-    )
-    parser.add_argument(
-        "--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="ranks that a dry run plans for"
-    )
-    parser.add_argument(
-        "--draw", metavar="FILE.svg", help="with --dry-run: who holds what, and who waits, as a picture"
-    )
-    parser.add_argument(
-        "--gpu-memory-gb",
-        type=float,
-        help="size of a GPU that a dry run plans for, in 10⁹ bytes; else this machine's, or 80",
-    )
-    parser.add_argument("--debug", action="store_true", help="let torch and NCCL say more, find what makes a NaN")
+    ranks_here = int(os.environ.get("WORLD_SIZE", 1))
     shown = versions.format_versions(versions.versions()) if "--version" in argv else ""
-    parser.add_argument("--version", action="version", version=shown, help="print the commit and all versions")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add = parser.add_argument
+    add("--config", required=True, help="YAML file, see configs/")
+    add("--dry-run", action="store_true", help="check configuration, model and data, print the plan; needs no GPU")
+    add("--world-size", type=int, default=ranks_here, help="ranks that a dry run plans for")
+    add("--draw", metavar="FILE.svg", help="with --dry-run: who holds what, and who waits, as a picture")
+    add("--gpu-memory-gb", type=float, help="GPU that a dry run plans for, in 10⁹ bytes; else this machine's, or 80")
+    add("--debug", action="store_true", help="let torch and NCCL say more, find what makes a NaN")
+    add("--version", action="version", version=shown, help="print the commit and all versions")
+    add("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
     if args.draw and not args.dry_run:
         parser.error("--draw goes with --dry-run")

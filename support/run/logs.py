@@ -22,18 +22,16 @@ class Log:
     """
 
     def __init__(self, cfg: Config, inputs: Any, rollouts: RolloutWriter):
+        self.cfg = cfg
         self.out = Path(cfg.output_dir)
-        self.steps = cfg.train.steps
         self.speaks = dist.get_rank() == 0
         self.rollouts = rollouts
-        self.samples_every = cfg.log.samples_every
         self.tokenizer = inputs.tokenizer
         self.trackers = trackers.Trackers(cfg, inputs.done) if self.speaks else None
-        self.exact = cfg.rollout.exact
         self.history: list[dict] = []  # the metrics of each step of this start
         self.hinted: set[str] = set()  # rules whose hint was shown
         self.growth = memory.Growth()
-        steps = dict(total=self.steps, initial=inputs.done, unit="step")
+        steps = {"total": cfg.train.steps, "initial": inputs.done, "unit": "step"}
         self.bar = tqdm(**steps, disable=not on_terminal(), dynamic_ncols=True)
 
     def evaluated(self, step: int, found: dict[str, float], samples: list[Sample]) -> dict[str, float]:
@@ -64,8 +62,9 @@ class Log:
         )
         self.bar.update()
         if self.bar.disable:
-            print(step_line(metrics, self.steps), flush=True)
-        if self.samples_every and step % self.samples_every == 0:
+            print(step_line(metrics, self.cfg.train.steps), flush=True)
+        samples_every = self.cfg.log.samples_every
+        if samples_every and step % samples_every == 0:
             some = trackers.format_answers([vars(sample) for sample in samples], self.tokenizer.decode)
             self.bar.write(f"answers of step {step}, from the lowest reward to the highest:\n{some}")
         if len(self.history) % hints.WINDOW == 0:
@@ -94,18 +93,15 @@ class Log:
         if not self.speaks:
             return
         self.hint()
-        first, rewards = self.history[0], [metrics["reward/mean"] for metrics in self.history]
-        last = rewards[-10:]
-        print(
-            f"\nreward: {rewards[0]:.3f} at step {first['step']}, {np.mean(last):.3f} over the last {len(last)} steps"
-        )
-        if self.exact:
+        first = self.history[0]
+        last = [metrics["reward/mean"] for metrics in self.history[-10:]]
+        print(f"\nreward: {first['reward/mean']:.3f} at step {first['step']}, ", end="")
+        print(f"{np.mean(last):.3f} over the last {len(last)} steps")
+        if self.cfg.rollout.exact:
             gap = max(metrics["logp_gap/max"] for metrics in self.history)
             print(f"exact: repeatable, not bitwise equal: a log-prob gap of at most {gap:.1e} between trainer and vLLM")
-        print(
-            f"outputs: {self.out}/metrics.jsonl, {self.out}/rollouts/, {self.out}/hf/step_{self.steps:06d}/ (for "
-            "transformers and vLLM)"
-        )
+        export = f"{self.out}/hf/step_{self.cfg.train.steps:06d}/"
+        print(f"outputs: {self.out}/metrics.jsonl, {self.out}/rollouts/, {export} (for transformers and vLLM)")
 
 
 def on_terminal() -> bool:

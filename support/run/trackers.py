@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from config import Config, LogConfig
+from config import Config
 from support.base import processes
 
 TABLE_EVERY = 20  # steps between tables of answers, where log.samples_every does not say
@@ -76,25 +76,20 @@ def format_answers(samples: list[dict], decode: Callable) -> str:
 # ---------------------------------------------------------------- in the trainer
 
 
-def enabled_trackers(log: LogConfig) -> list[str]:
-    """The names of the trackers that `log` enables."""
-    return [name for name in ("tensorboard", "wandb") if getattr(log, name)]
-
-
 class Trackers:
     """The process that feeds the trackers of `log`, if there are any, with what output_dir gets after step `done`."""
 
     def __init__(self, cfg: Config, done: int):
         self.process = None
-        if not enabled_trackers(cfg.log):
+        enabled = [name for name in ("tensorboard", "wandb") if getattr(cfg.log, name)]
+        if not enabled:
             return
         from support.base.hf_folder import local_folder  # here, since the process imports this file and needs no torch
 
         options = [f"--done={done}", f"--model={local_folder(cfg.model.path)}", "--follow"]
-        options += [f"--table-every={cfg.log.samples_every or TABLE_EVERY}"]
-        arguments = [cfg.output_dir, *enabled_trackers(cfg.log), *options]
+        options.append(f"--table-every={cfg.log.samples_every or TABLE_EVERY}")
         pipes = {"stdin": subprocess.PIPE, "stdout": 2}  # standard input ends with the run, however the run ends
-        self.process = processes.start_module("support.run.trackers", *arguments, **pipes)
+        self.process = processes.start_module("support.run.trackers", cfg.output_dir, *enabled, *options, **pipes)
         atexit.register(self.close)  # however the run ends; the watchdog, which waiting could alarm, has stopped then
 
     def warning(self) -> str | None:
@@ -231,9 +226,7 @@ def read_samples(path: Path, follow: bool) -> list[dict]:
 
     [] where there is no file, with `follow` after LATE_S.
     """
-    deadline = time.monotonic()
-    if follow:
-        deadline += LATE_S
+    deadline = time.monotonic() + (LATE_S if follow else 0.0)
     while not path.exists():
         if time.monotonic() >= deadline:
             return []
@@ -278,15 +271,14 @@ def feed(args: argparse.Namespace) -> None:
     for metrics in read_metrics(args.out, args.done, args.follow):
         step = metrics.pop("step")
         numbers = {name: value for name, value in metrics.items() if value is not None}
-        samples, table = [], []
         histograms = {}
-        if step:  # step 0 is an evaluation
-            samples = read_samples(args.out / f"rollouts/step_{step:06d}.jsonl", args.follow)
-        if samples:
+        table = []
+        samples = read_samples(args.out / f"rollouts/step_{step:06d}.jsonl", args.follow) if step else []
+        if samples:  # none at step 0, which is an evaluation
             histograms["reward/histogram"] = [sample["reward"] for sample in samples]
             histograms["tokens/response_histogram"] = [sample["response_ids"] for sample in samples]
-        if samples and step % args.table_every == 0:
-            table = make_table(samples, args.model)
+            if step % args.table_every == 0:
+                table = make_table(samples, args.model)
         for name, (write, _) in [*opened.items()]:
             attempt(name, write, step, numbers, histograms, table)
     for name, (_, close) in [*opened.items()]:

@@ -158,18 +158,16 @@ class Watchdog:
             store.set("printed", "")
         store.wait(["printed"], timedelta(seconds=2 * wait_s + 5))
         # A silent rank, stopped or inside a C call, cannot take torchrun's SIGTERM either, and would cost it 30 s.
-        silent = {p["pid"]: p["stacks"] for p in json.loads(store.get("silent")) if p["host"] == self.host}
-        silent = {pid: stacks for pid, stacks in silent.items() if str(pid) in workers}
-        killer = store.add(f"kill/{self.host}", 1) == 1
-        if killer:
+        here = [report for report in json.loads(store.get("silent")) if report["host"] == self.host]
+        silent = {report["pid"]: report["stacks"] for report in here if str(report["pid"]) in workers}
+        if store.add(f"stacks/{self.host}", 1) == 1:
             for pid, stacks in silent.items():
                 if workers[str(pid)] not in STATES:
                     say(f"\nprocess {pid} does not release Python's lock (GIL):\n{read_stacks(pid, stacks)}")
-        time.sleep(0.6 if silent and not killer else 0.5)  # rank 0 may host the store: all ranks read it, then end
-        if killer:
-            for pid in silent:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.5)  # rank 0 may host the store: all ranks read it, then end
+        for pid in silent:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         os._exit(1)
 
     def _table(self, store: dist.Store, wait_s: float) -> str:
