@@ -148,7 +148,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_damage(path: Path) -> str | None:
-    """How a checkpoint differs from its manifest, None if it is valid. Each rank reads some files, all return the same."""
+    """How a checkpoint differs from its manifest; None if it is valid. Ranks share the files and return the same."""
     try:
         with fail_together():
             files = read_manifest(path / "manifest.json")
