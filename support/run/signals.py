@@ -28,11 +28,8 @@ class StopSignals:
         # A handler waits until the main thread is back in Python; the pipe is written at once, even in a collective.
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
+            signal.signal(number, lambda *_: None)
         threading.Thread(target=self._listen, args=(read,), daemon=True).start()
-
-    def _note(self, number: int, _frame=None) -> None:
-        self.requested = self.requested or signal.Signals(number).name
 
     def _listen(self, pipe: int) -> None:
         first, since = None, 0.0
@@ -42,7 +39,7 @@ class StopSignals:
                 continue
             if first is None:
                 first, since = number, time.monotonic()
-                self._note(number)
+                self.requested = signal.Signals(number).name
                 if is_first_rank() and not self.ended:
                     say(f"{self.requested}: finishing this phase, then saving; a second Ctrl-C stops at once")
             elif signal.SIGINT in (first, number) and time.monotonic() - since >= SAME_REQUEST_S:
