@@ -7,9 +7,6 @@ the backward pass recomputes the merged weight, so besides W a layer stores only
 A Megatron weight that joins several Hugging Face weights (q, k, v; gate, up) has an A for each, as in PEFT, [parts,
 rank, in], and one B, [out, rank], whose rows are in the order of the weight's own. Tensor parallelism splits B by the
 rows of qkv and fc1, and A by the columns of proj and fc2. The other factor is replicated, its gradient all-reduced.
-
-This file has no table of weights: megatron_bridge.py derives the outer name and the layout of a factor from the rule of
-its weight.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Offload gradients and optimizer state while vLLM samples, when nothing reads them.
 
-Gradients are empty then, so their memory is just freed. Main weights and Adam's moments are copied to buffers on the
-host, which are allocated once. Tensors stay the same objects, with an empty storage while they are offloaded. On the
-CPU the same copies run between buffers and change no bit.
+Gradients are empty then, so their memory is just freed. Main weights and Adam's moments are copied to the host; the
+tensors stay the same objects, with an empty storage. On the CPU the same copies run and change no bit.
 """
 
 from collections.abc import Iterator

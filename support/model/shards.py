@@ -1,8 +1,4 @@
-"""Sharded tensors in safetensors files, which another layout can read.
-
-Each rank writes the shards of which it holds the main replica; a shard is named "key@offset". To read a tensor is to
-assemble it from all stored shards that overlap it. Megatron-core's ShardedTensor says which shard a rank holds.
-"""
+"""Sharded tensors, as Megatron-core's ShardedTensor describes them, in safetensors files that any layout can read."""
 
 import contextlib
 import itertools

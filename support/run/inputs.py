@@ -46,14 +46,15 @@ def prepare(cfg: Config, world_size: int, weights: bool, gpu_gb: float | None = 
         tokenizer = load_tokenizer(cfg.model.path)
         prompts, dropped = read_prompts(cfg, tokenizer)
         teacher_checks.check_tokens(cfg, tokenizer, weights)
+        folder = cfg.model.path
         if weights:
-            checks.check_weights(hf_folder.local_folder(cfg.model.path))
+            folder = hf_folder.local_folder(folder)
+            checks.check_weights(folder)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
     cfg = with_steps(cfg, len(prompts["train"]))
     if ranks.is_first_rank():
         print_plan(cfg, world_size, prompts, dropped)
-    folder = hf_folder.local_folder(cfg.model.path) if weights else cfg.model.path
     inputs = Inputs(tokenizer, prompts["train"], prompts.get("eval", []), model_path=folder)
     return override(cfg, {"train.epochs": None}), inputs
 
