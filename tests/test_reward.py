@@ -520,7 +520,7 @@ def test_pool_tells_wrong_from_failed_and_goes_on(custom):
     assert "finite number" in outcomes["nan"].error
     assert grade(pool, jobs[:1])[0].parts == {"reward": 3.0}
     assert pool.collect() == []
-    processes = [worker.process for worker in pool.workers if worker]
+    processes = [worker.process for worker in pool.workers if worker.process]
     pool.close()
     assert processes and all(process.poll() is not None for process in processes)
 

@@ -18,7 +18,7 @@ from rollout import Completion
 from support.base.read_config import load_config
 from support.check import checks
 from support.step import turns
-from support.step.grading import GradingPool, Ledger
+from support.step.grading import GradingPool
 from tests.conftest import EXACT, REPO, Training
 from tests.test_checkpoint import equal, lasting, weights
 from tests.test_exact import LAYOUTS, policies
@@ -210,11 +210,11 @@ def test_the_tools_of_the_examples_as_the_workers_call_them():
     assert [tiny_turns.higher_or_lower(text, row, state) for text in ("55", "4", "6", "5")] == [None, "+", "-", None]
     assert state == {"guesses": 3, "won": True} and tiny_turns.won("", "5", {"state": state}) == 1
     assert tiny_turns.won("", "5", {"state": {"guesses": 2, "won": False}}) == 0.2
-    pool, calls = GradingPool("exact", {}, None, 10.0, 1), Ledger()
-    for program in ("print(6 * 7)", "1 / 0", "import socket; socket.socket()"):
-        pool.submit_turn(calls, "tools/tiny_turns.py:python", f"I compute\n```python\n{program}\n```", {}, {})
-    pool.submit_turn(calls, "tools/tiny_turns.py:python", "It is 42.", {}, {})
-    replies = {outcome.parts["reply"] for outcome in pool.wait(calls)}
+    pool = GradingPool("exact", {}, None, 10.0, 1)
+    programs = ("print(6 * 7)", "1 / 0", "import socket; socket.socket()")
+    texts = [*(f"I compute\n```python\n{program}\n```" for program in programs), "It is 42."]
+    calls = [pool.submit_turn("tools/tiny_turns.py:python", text, {}, {}) for text in texts]
+    replies = {call.result().parts["reply"] for call in calls}
     pool.close()
     assert replies == {"```output\n42\n```\n", "```output\nit failed\n```\n", None}
 

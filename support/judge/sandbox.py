@@ -24,6 +24,9 @@ class TooLong(Exception):
     """The program ran out of its `seconds`."""
 
 
+READY = b"ready\n"  # what the confined process writes to its standard error before it runs the program
+
+
 # The kernel's numbers, by the names of its headers.
 PR_SET_PDEATHSIG = 1
 PR_SET_SECCOMP = 22
@@ -78,18 +81,14 @@ def run(job: dict, *, seconds: float, memory_mb: int, file_mb: int, allow_writes
     """
     limits = {"seconds": seconds, "memory_mb": memory_mb, "file_mb": file_mb, "allow_writes": allow_writes}
     folder = tempfile.mkdtemp(prefix="answer-")
-    report_out, report_in = os.pipe()
+    command = [sys.executable, "-I", "-X", "utf8", __file__]
+    # One thread for a numeric library: more only multiply the memory it reserves.
+    env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TMPDIR": folder, "HOME": folder}
     try:
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-            stdin.write(json.dumps({**job, **limits, "folder": folder, "report": report_in}).encode())
+            stdin.write(json.dumps({**job, **limits, "folder": folder}).encode())
             stdin.seek(0)
-            command = [sys.executable, "-I", "-X", "utf8", __file__]
-            # One thread for a numeric library: more only multiply the memory it reserves.
-            env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TMPDIR": folder, "HOME": folder}
-            files = {"stdin": stdin, "stdout": stdout, "stderr": stderr, "pass_fds": [report_in]}
-            process = subprocess.Popen(command, **files, cwd=folder, env=env)
-            os.close(report_in)
-            report_in = None
+            process = subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=folder, env=env)
             try:
                 code = process.wait(seconds)
             except subprocess.TimeoutExpired:
@@ -97,15 +96,13 @@ def run(job: dict, *, seconds: float, memory_mb: int, file_mb: int, allow_writes
             finally:
                 process.kill()
                 process.wait()
-            if os.read(report_out, 6) != b"ready\n":
-                stderr.seek(0)
-                raise RuntimeError(f"no sandbox: {stderr.read().decode(errors='replace').strip().splitlines()[-1:]}")
+            stderr.seek(0)
+            report = stderr.read()
+            if not report.endswith(READY):
+                raise RuntimeError(f"no sandbox: {report.decode(errors='replace').strip().splitlines()[-1:]}")
             stdout.seek(0)
             return code, stdout.read().decode(errors="replace")
     finally:
-        os.close(report_out)
-        if report_in is not None:
-            os.close(report_in)
         remove_tree(folder)
 
 
@@ -244,7 +241,6 @@ def main() -> None:
     job = json.load(sys.stdin)
     tests = job.get("tests")
     secret = job.get("secret", "")
-    report = job["report"]
     results_out = os.dup(1)
     # Local names, which the program cannot replace.
     write = os.write
@@ -264,8 +260,8 @@ def main() -> None:
     if tests is not None:
         os.dup2(null, 1)
     confine(job["folder"], job["seconds"], job["memory_mb"], job["file_mb"], job["allow_writes"])
-    os.dup2(null, 2)
-    write(report, b"ready\n")
+    write(2, READY)
+    os.dup2(null, 2)  # from here on the program cannot reach what the parent reads
     module = types.ModuleType("__main__" if tests is None else "answer")
     sys.modules[module.__name__] = module
     program = job.pop("program")

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import reward
@@ -37,15 +38,7 @@ class Outcome:
     error: str = ""
 
 
-@dataclass
-class Ledger:
-    """Requests that are submitted together and waited for together."""
-
-    outcomes: list[Outcome | None] = field(default_factory=list)  # in the order of submission; None: not finished
-    open: int = 0  # how many are not finished
-
-
-Job = tuple[Ledger, int, str]  # the index of its outcome in the ledger, its request as JSON
+Job = tuple[str, Future]  # a request as JSON, and what its Outcome is given to
 
 LOAD_S = 600.0  # wall clock to load a reward: the import of a custom module, a model's weights
 CHUNK = 32  # answers sent to a worker at once, where each takes less than QUICK_S
@@ -75,26 +68,21 @@ class GradingPool:
     ):
         self.default = default
         self.by_source = by_source
-        self.custom = custom
-        self.options = options or {}
         self.functions = functions or {}
         self.timeout_s = timeout_s
         self.memory_gb = memory_gb
-        self.lock = threading.Condition()  # guards all attributes below
+        settings = {"custom": custom, "options": options or {}, "functions": self.functions}
         models = [name for spec in [default, *by_source.values()] for name in reward.models_of(spec, self.functions)]
-        self.batch_size = max([self.options.get(name, {}).get("batch_size", 8) for name in models], default=8)
-        self.waiting = {False: deque(), True: deque()}  # jobs, keyed by whether they need a model
-        self.submitted = Ledger()  # since the last `collect`
-        self.closed = False
-        self.failure: BaseException | None = None  # of a thread, for the caller
-        with_model = [False for _ in range(workers)]  # of each worker
+        sizes = [settings["options"].get(name, {}).get("batch_size", 8) for name in models]
+        self.batch_size = max(sizes, default=8)
+        self.workers = [Worker({**settings, "with_model": False, "memory_gb": memory_gb}) for _ in range(workers)]
         if models:
-            with_model.append(True)
-        self.workers: list[Worker | None] = [None for _ in with_model]
-        self.threads = [
-            threading.Thread(target=self._serve, args=slot_and_kind, daemon=True)
-            for slot_and_kind in enumerate(with_model)
-        ]
+            self.workers.append(Worker({**settings, "with_model": True, "memory_gb": 0}))
+        self.submitted: list[Future] = []  # since the last `collect`
+        self.lock = threading.Condition()  # guards the attributes below
+        self.waiting = {False: deque(), True: deque()}  # jobs, keyed by whether they need a model
+        self.closed = False
+        self.threads = [threading.Thread(target=self._serve, args=[worker], daemon=True) for worker in self.workers]
         for thread in self.threads:
             thread.start()
         atexit.register(self.close)  # a run that ends with an error removes its temporary files too
@@ -112,38 +100,31 @@ class GradingPool:
 
         `failure`: the outcome of an answer whose environment failed, which is not graded.
         """
+        future = Future()
+        self.submitted.append(future)
         if failure:
-            self.submitted.outcomes.append(failure)
+            future.set_result(failure)
             return
         spec = self.by_source.get(source, self.default)
         ids = ids if reward.has_own(spec, self.functions) else None
-        queue = self.waiting[bool(reward.models_of(spec, self.functions))]
-        self._put(queue.append, self.submitted, {"spec": spec, "arguments": [text, answer, row, ids]})
-
-    def submit_turn(self, ledger: Ledger, place: str, text: str, row: dict, state: dict) -> None:
-        """Queue a call of the function of rollout.turns at `place`, ahead of all other jobs: vLLM waits for it."""
-        self._put(self.waiting[False].appendleft, ledger, {"spec": {TURNS: place}, "arguments": [text, row, state]})
-
-    def _put(self, put: Callable[[Job], None], ledger: Ledger, request: dict) -> None:
-        request = json.dumps(request, default=str)
+        request = json.dumps({"spec": spec, "arguments": [text, answer, row, ids]}, default=str)
         with self.lock:
-            put((ledger, len(ledger.outcomes), request))
-            ledger.outcomes.append(None)
-            ledger.open += 1
+            self.waiting[bool(reward.models_of(spec, self.functions))].append((request, future))
             self.lock.notify_all()
+
+    def submit_turn(self, place: str, text: str, row: dict, state: dict) -> Future:
+        """Queue a call of the function of rollout.turns at `place`, ahead of all other jobs: vLLM waits for it."""
+        future = Future()
+        request = json.dumps({"spec": {TURNS: place}, "arguments": [text, row, state]}, default=str)
+        with self.lock:
+            self.waiting[False].appendleft((request, future))
+            self.lock.notify_all()
+        return future
 
     def collect(self) -> list[Outcome]:
         """Wait for everything submitted since the last call; the outcomes in the order of submission."""
-        ledger, self.submitted = self.submitted, Ledger()
-        return self.wait(ledger)
-
-    def wait(self, ledger: Ledger) -> list[Outcome]:
-        """The outcomes of a ledger, once all are there."""
-        with self.lock:
-            self.lock.wait_for(lambda: not ledger.open or self.failure)
-            if self.failure:
-                raise RuntimeError("grading failed") from self.failure
-        return ledger.outcomes
+        futures, self.submitted = self.submitted, []
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         """End the workers and all they started."""
@@ -151,123 +132,101 @@ class GradingPool:
         with self.lock:
             self.closed = True
             self.lock.notify_all()
-            for worker in filter(None, self.workers):
-                worker.process.kill()
+            for worker in self.workers:
+                process = worker.process  # its thread may take it away meanwhile
+                if process:
+                    process.kill()
         for thread in self.threads:
             thread.join()
 
-    def _serve(self, slot: int, with_model: bool) -> None:
+    def _serve(self, worker: "Worker") -> None:
         """The thread of one worker. It starts the process too, which dies with the thread that started it."""
-        try:
-            size = 1
-            while True:
-                jobs = self._take(with_model, size)
-                if not jobs:
-                    return
-                start = time.monotonic()
-                ungraded = self._ask(slot, jobs, with_model)
-                quick = time.monotonic() - start < QUICK_S * (len(jobs) - len(ungraded))
-                size = CHUNK if quick else 1
-                with self.lock:
-                    self.waiting[with_model].extendleft(reversed(ungraded))
-                    self.lock.notify_all()
-        except BaseException as error:
+        size = 1
+        while jobs := self._take(worker, size):
+            start = time.monotonic()
+            try:
+                ungraded = self._ask(worker, jobs)
+            except BaseException as error:  # for the caller, who waits for the outcomes
+                for _, future in jobs:
+                    if not future.done():
+                        future.set_exception(error)
+                worker.stop()
+                continue
+            quick = time.monotonic() - start < QUICK_S * (len(jobs) - len(ungraded))
+            size = CHUNK if quick else 1
             with self.lock:
-                self.failure = error
+                self.waiting[worker.with_model].extendleft(reversed(ungraded))
                 self.lock.notify_all()
-        finally:
-            self._stop(slot)
+        worker.stop()
 
-    def _take(self, with_model: bool, size: int) -> list[Job]:
+    def _take(self, worker: "Worker", size: int) -> list[Job]:
         """Up to `size` jobs, fewer when few are left so that all workers have some; none when the pool is closed."""
-        waiting = self.waiting[with_model]
+        waiting = self.waiting[worker.with_model]
         with self.lock:
             self.lock.wait_for(lambda: waiting or self.closed)
             if self.closed:
                 return []
-            size = self.batch_size if with_model else min(size, 1 + len(waiting) // (2 * len(self.workers)))
+            size = self.batch_size if worker.with_model else min(size, 1 + len(waiting) // (2 * len(self.workers)))
             return [waiting.popleft() for _ in range(min(size, len(waiting)))]
 
-    def _ask(self, slot: int, jobs: list[Job], with_model: bool) -> list[Job]:
+    def _ask(self, worker: "Worker", jobs: list[Job]) -> list[Job]:
         """Have the worker grade the jobs; returns the jobs it had not started when it was stopped."""
-        worker = self.workers[slot] or self._start(slot, with_model)
-        with contextlib.suppress(BrokenPipeError):  # the worker is dead: reading its reply says so
-            worker.send("[" + ",".join(request for *_, request in jobs) + "]")
-        for number, job in enumerate(jobs):
+        if not worker.process:
+            worker.start()
+            with self.lock:
+                if self.closed:
+                    worker.process.kill()
+        worker.send("[" + ",".join(request for request, _ in jobs) + "]")
+        for number, (_, future) in enumerate(jobs):
             started = worker.read_line(LOAD_S)
             reply = worker.read_line(self.timeout_s) if started else started
             if reply:
                 fields = json.loads(reply)
                 restart = fields.pop("restart", False)
-                self._settle([job], Outcome(**fields))
+                future.set_result(Outcome(**fields))
                 if restart:
-                    self._stop(slot)
+                    worker.stop()
                     return jobs[number + 1 :]
                 continue
-            code = self._stop(slot)
-            failed = jobs[number:] if with_model else [job]  # a model scores all of them in one batch
+            code = worker.stop()
             if started and reply is None:
                 outcome = Outcome(status="timeout")
             elif reply is None:
                 outcome = Outcome(status="error", error=f"loading the reward took more than {LOAD_S:.0f} s")
             else:
                 outcome = Outcome(status="error", error=f"the grading process died (exit code {code})")
-            self._settle(failed, outcome)
-            return jobs[number + len(failed) :]
+            after = len(jobs) if worker.with_model else number + 1  # a model scores all of them in one batch
+            for _, failed in jobs[number:after]:
+                failed.set_result(outcome)
+            return jobs[after:]
         return []
-
-    def _settle(self, jobs: list[Job], outcome: Outcome) -> None:
-        """Give jobs their outcome, and wake up who waits for the last one of a ledger."""
-        with self.lock:
-            for ledger, index, _ in jobs:
-                ledger.outcomes[index] = outcome
-                ledger.open -= 1
-                if not ledger.open:
-                    self.lock.notify_all()
-
-    def _start(self, slot: int, with_model: bool) -> "Worker":
-        worker = Worker(
-            {
-                "custom": self.custom,
-                "options": self.options,
-                "functions": self.functions,
-                "with_model": with_model,
-                "memory_gb": 0 if with_model else self.memory_gb,
-            }
-        )
-        with self.lock:
-            self.workers[slot] = worker
-            if self.closed:
-                worker.process.kill()
-        return worker
-
-    def _stop(self, slot: int) -> int | None:
-        """Kill a worker, if there is one, with all it started; returns its exit code."""
-        with self.lock:
-            worker, self.workers[slot] = self.workers[slot], None
-        return worker.stop() if worker else None
 
 
 class Worker:
     """A grading process, seen from the trainer: a line in is a list of requests, a line out an outcome."""
 
     def __init__(self, settings: dict):
+        self.settings = settings
+        self.with_model = settings["with_model"]
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Start the process."""
         self.folder = tempfile.mkdtemp(prefix="grading-")
+        self.unread = b""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
         self.process = processes.start_module("support.step.grading", env={"TMPDIR": self.folder}, **pipes)
-        self.unread = bytearray()
-        with contextlib.suppress(BrokenPipeError):
-            self.send(json.dumps(settings))
+        self.send(json.dumps(self.settings))
 
     def send(self, line: str) -> None:
-        """Write a line; the worker is reading whenever this is called. Raises BrokenPipeError."""
+        """Write a line, which the process is waiting for; to a dead one, nothing: reading its reply says so."""
         unsent = memoryview(line.encode() + b"\n")
-        while unsent:
-            written = self.process.stdin.write(unsent)
-            unsent = unsent[written:]
+        with contextlib.suppress(BrokenPipeError):
+            while unsent:
+                unsent = unsent[self.process.stdin.write(unsent) :]
 
     def read_line(self, seconds: float) -> bytes | None:
-        """The next line with its end; empty if the worker is dead, None if none came within `seconds`."""
+        """The next line with its end; empty if the process is dead, None if none came within `seconds`."""
         deadline = time.monotonic() + seconds
         poll = select.poll()  # select.select cannot watch the high descriptors of a large trainer
         poll.register(self.process.stdout, select.POLLIN)
@@ -279,14 +238,17 @@ class Worker:
                 return b""
             self.unread += data
         line, end, self.unread = self.unread.partition(b"\n")
-        return bytes(line + end)
+        return line + end
 
-    def stop(self) -> int:
-        """Kill the worker and all it started, remove its files; returns its exit code."""
-        processes.kill_family(self.process.pid)
-        code = self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+    def stop(self) -> int | None:
+        """Kill the process, if there is one, and all it started, and remove its files; returns its exit code."""
+        if not self.process:
+            return None
+        process, self.process = self.process, None
+        processes.kill_family(process.pid)
+        code = process.wait()
+        process.stdin.close()
+        process.stdout.close()
         sandbox.remove_tree(self.folder)
         return code
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from config import Config, DataConfig, EvalConfig, RolloutConfig
 from rollout import Completion, Engine
 from support.base import user_code
-from support.step.grading import TURNS, GradingPool, Ledger, Outcome
+from support.step.grading import TURNS, GradingPool, Outcome
 
 FAILED = f"{TURNS} failed: "  # how the error of a sample begins whose environment failed
 MARK = "⟦answer⟧"  # stands for the model's answer, to find what the chat template writes after it
@@ -50,7 +50,7 @@ def converse(
     unfinished = set(range(len(prompts)))  # prompts with active conversations
     for turn in range(1, rollout.max_turns + 1):
         answered = []  # conversations whose last answer the environment gets
-        calls = Ledger()
+        calls = []
         for number, completions in answers:
             texts = tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for (p, i), answer, text in zip(requests[number], completions, texts, strict=True):
@@ -61,8 +61,9 @@ def converse(
                 if answer.finished:
                     answered.append((p, i))
                     if is_first:  # while the engine samples the other answers
-                        pool.submit_turn(calls, rollout.turns, text, rows[p], conversation.columns["state"])
-        outcomes = broadcast_in_engine(pool.wait(calls), rollout.tp)
+                        state = conversation.columns["state"]
+                        calls.append(pool.submit_turn(rollout.turns, text, rows[p], state))
+        outcomes = broadcast_in_engine([call.result() for call in calls], rollout.tp)
         active = [
             (p, i)
             for (p, i), outcome in zip(answered, outcomes, strict=True)
