@@ -119,6 +119,17 @@ def test_checks_agree_with_their_programs_and_the_document():
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.parametrize("ranks, eager", [(1, ["dense"]), (2, []), (8, [])])
+def test_a_sharded_engine_captures_graphs(monkeypatch, ranks, eager):
+    """rollout.tp=2 with CUDA graphs is what configs/qwen7b.yaml starts."""
+    from tools.gpu_checks import try_engine, worker
+
+    monkeypatch.setattr(worker.dist, "get_world_size", lambda: ranks)
+    settings = {kind: try_engine.overrides(kind) for kind in worker.MODELS}
+    assert [kind for kind, keys in settings.items() if "rollout.vllm.enforce_eager=true" in keys] == eager
+    assert ("rollout.tp=2" in settings["dense"]) == (ranks > 1)
+
+
 # What a check's process does, in place of one: it answers a row, then fails; and one that never ends.
 CRASHES = (
     'import os, sys\nopen(os.environ["GPU_CHECK_FOLDER"] + "/rows.jsonl", "w").write(sys.argv[1] + "\\n")\nos.abort()'
