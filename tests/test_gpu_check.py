@@ -2,8 +2,11 @@
 
 import json
 import math
+import re
+import shlex
 import shutil
 
+import bench_rounds
 import pytest
 
 from tests.conftest import REPO
@@ -30,28 +33,28 @@ def outcome(folder, answers: dict, code: int | None = 0, text: str = "") -> Outc
         ({"small": 0.501, "large": 1.99}, 0, [FAILED, FAILED]),
         ({"small": math.nan, "large": math.inf}, 0, [FAILED, OK]),
         ({"small": 0.1}, 1, [OK, FAILED]),
-        ({}, None, [FAILED, FAILED]),
+        ({}, None, [NOT_RUN, NOT_RUN]),  # killed at its time limit: that says nothing of the machine
+        ({"large": 1}, None, [NOT_RUN, FAILED]),
         ({"small": 0.1, "large": 3}, 1, [OK, OK, FAILED]),  # it crashed after the last answer
         ({"small": 0.1, "large": 3}, None, [OK, OK, FAILED]),
     ],
 )
 def test_verdicts(tmp_path, answers, code, expected):
     text = "[rank0]: ValueError: too bad\nnoise\nE1122 08:00:00.000000 1 site-packages/torch/distributed/x.py:1] report"
-    found = list(gpu_check.verdicts(Check("c", 1, FEW, ""), FEW, outcome(tmp_path, answers, code, text)))
+    found = list(gpu_check.verdicts(Check("c", 1, 1, FEW, ""), FEW, outcome(tmp_path, answers, code, text)))
     assert [each.verdict for each in found] == expected
     for each in found:
         shown = gpu_check.line(each)
         assert bool(shown.remedy) == (each.verdict == FAILED)
-        if each.verdict == FAILED and each.figure is None:
-            assert shown.found in (
-                "exit code 1: [rank0]: ValueError: too bad", "did not end in time; last: noise", "no answer either"
-            )  # fmt: skip
+        if each.figure is None:
+            end = "did not end within its time limit; last: noise"
+            assert shown.found in ("exit code 1: [rank0]: ValueError: too bad", end, "no answer either")
         if each.verdict == FAILED and each.figure is not None:
             assert f"not {each.row.sign} {each.row.bound:g}" in shown.found
 
 
 def test_what_cannot_be_tried_is_not_run():
-    check = Check("c", 1, [*FEW, GPU_ONLY], "", least_ranks=2, least_gib=44)
+    check = Check("c", 1, 1, [*FEW, GPU_ONLY], "", least_ranks=2, least_gib=44)
     reasons = [
         gpu_check.reason_not_to_run(check, check.rows[row], Machine(gpus, gib, nproc))
         for row, gpus, gib, nproc in ((2, 0, 0, 2), (0, 1, 80, 1), (0, 2, 39.6, 2), (0, 0, 0, 2), (2, 2, 80, 2))
@@ -105,8 +108,10 @@ def test_what_the_others_say_of_a_killed_rank(tmp_path):
     found = list(gpu_check.verdicts(check, KILLED, Outcome(tmp_path, text, 1, ended)))
     assert [each.verdict for each in found] == [OK, OK] and found[0].figure == pytest.approx(3)
     assert found[0].note == "rank 0, in the phase train: another rank is gone"
-    hung = list(gpu_check.verdicts(check, KILLED, Outcome(tmp_path, "", None, ended)))
-    assert [each.verdict for each in hung] == [FAILED, FAILED]
+    hung = list(gpu_check.verdicts(check, KILLED, Outcome(tmp_path, "", None, ended + 60)))
+    assert [each.verdict for each in hung] == [FAILED] * 3  # nor did it end by itself
+    cut = list(gpu_check.verdicts(check, KILLED, Outcome(tmp_path, "", None, ended)))
+    assert [each.verdict for each in cut] == [NOT_RUN, NOT_RUN]
 
 
 def test_checks_agree_with_their_programs_and_the_document():
@@ -150,7 +155,6 @@ def command(monkeypatch, tmp_path):
     def run(asked: list[Check], *options: str):
         monkeypatch.setattr(gpu_check, "all_checks", lambda gpu: asked)
         path = tmp_path / "found.json"
-        path.unlink(missing_ok=True)
         code = gpu_check.main([*options, "--folder", str(tmp_path / "work"), "--json", str(path)])
         return code, json.loads(path.read_text()) if path.exists() else None
 
@@ -162,28 +166,112 @@ def test_one_that_crashes_or_hangs_ends_no_other(command, monkeypatch, tmp_path,
     (tmp_path / "hangs.py").write_text(HANGS)
     answer = json.dumps({"row": "small", "figure": 0.7}).replace("{", "{{").replace("}", "}}")
     monkeypatch.setattr(gpu_check, "CPU_TIMES", 1)
-    hangs = Check("hangs", 3, [FEW[0]._replace(name="waits")], str(tmp_path / "hangs.py"))
-    crashes = Check("crashes", 60, [*FEW, GPU_ONLY], str(tmp_path / "crashes.py"), (answer,))
+    hangs = Check("hangs", 3, 1, [FEW[0]._replace(name="waits")], str(tmp_path / "hangs.py"))
+    crashes = Check("crashes", 60, 1, [*FEW, GPU_ONLY], str(tmp_path / "crashes.py"), (answer,))
     code, found = command([hangs, crashes], "--cpu")
     rows = {row["name"]: row for row in found["rows"]}
     assert code == 1 and {name: row["verdict"] for name, row in rows.items()} == {
-        "machine": OK, "waits": FAILED, "on a GPU": NOT_RUN, "small": FAILED, "large": FAILED,
+        "machine": OK, "waits": NOT_RUN, "on a GPU": NOT_RUN, "small": FAILED, "large": FAILED,
     }  # fmt: skip
-    assert "did not end in time" in rows["waits"]["note"] and "needs a GPU" in rows["on a GPU"]["note"]
+    assert "did not end within its" in rows["waits"]["note"] and "needs a GPU" in rows["on a GPU"]["note"]
     assert rows["small"]["figure"] == 0.7 and rows["large"]["figure"] is None
     printed = capsys.readouterr().out
     assert "0.7 not ≤ 0.5 relative" in printed and "make it small" in printed
-    assert "5 rows in " in printed and "1 ok, 3 failed, 1 not run" in printed
+    assert "5 rows, this call took " in printed and "1 ok, 2 failed, 2 not run" in printed
+    assert "  hangs                from minute 0.0, about 1 s, at most 3\n" in printed
+    assert printed.endswith("verdict: a run learns from right numbers here; mind what failed: make it small; see the "
+                            "output of the check\n")  # fmt: skip
 
 
 def test_time_that_is_over_is_no_failure(command):
-    code, found = command([Check("c", 60, FEW, "none.py")], "--cpu", "--minutes", "0.01")
+    code, found = command([Check("c", 60, 30, FEW, "none.py")], "--cpu", "--minutes", "0.01")
     assert code == 0 and [row["verdict"] for row in found["rows"]] == [OK, NOT_RUN, NOT_RUN]
     assert found["rows"][1]["note"].startswith("the 0.01 minutes were over")
 
 
+ANSWERS = (
+    'import os, sys\nopen(os.environ["GPU_CHECK_FOLDER"] + "/rows.jsonl", "w").write(sys.argv[1] + "\\n")\n'
+    "if len(sys.argv) > 2:\n    import time\n    time.sleep(1000)"
+)
+
+
+def test_answers_before_the_time_was_over_count(command, tmp_path):
+    (tmp_path / "slow.py").write_text(ANSWERS)
+    answer = json.dumps({"row": "small", "figure": 0.1}).replace("{", "{{").replace("}", "}}")
+    slow = Check("slow", 1000, 1, FEW, str(tmp_path / "slow.py"), (answer, "hang"))
+    code, found = command([slow], "--cpu", "--minutes", "0.25")
+    assert code == 0 and [row["verdict"] for row in found["rows"]] == [OK, OK, NOT_RUN]
+    assert found["rows"][2]["note"].startswith("the 0.25 minutes were over")
+
+
+def test_a_second_call_adds_to_the_first(command, tmp_path, capsys):
+    """Results of other checks are kept, but not those of another commit."""
+    (tmp_path / "answers.py").write_text(ANSWERS)
+    both = []
+    for name, row, figure in (("one", FEW[0], 0.7), ("two", FEW[1], 2.5)):
+        answer = json.dumps({"row": row.name, "figure": figure}).replace("{", "{{").replace("}", "}}")
+        both.append(Check(name, 60, 1, [row], str(tmp_path / "answers.py"), (answer,)))
+    path = tmp_path / "found.json"
+    assert command(both, "--cpu", "--only", "one")[0] == 1
+    text = path.read_text()
+    code, found = command(both, "--cpu", "--only", "two")
+    assert code == 0 and {row["name"]: row["figure"] for row in found["rows"]} == {
+        "machine": 0,
+        "large": 2.5,
+        "small": 0.7,
+    }
+    assert "make it small" in capsys.readouterr().out
+    path.write_text(text.replace('"commit": "', '"commit": "other'))
+    assert {row["name"] for row in command(both, "--cpu", "--only", "two")[1]["rows"]} == {"machine", "large"}
+
+
+def test_advice():
+    def told(*rows: tuple[str, str]) -> str:
+        return gpu_check.advice(
+            [gpu_check.Verdict("c d", Row(name, "≤", 1, "", f"mend {name}"), v) for name, v in rows]
+        )
+
+    assert told(("push, gqa", OK), ("m: push", OK)) == "train"
+    assert told(("m: push", FAILED), ("gradient, moe, bf16", FAILED)).startswith(
+        "do not train here yet, 'gradient, moe"
+    )
+    assert told(("m: push", FAILED), ("machine", OK)).endswith("mind what failed: mend m: push")
+    assert told(("push, moe", NOT_RUN)) == 'nothing failed, but not all was tried. Not tried: --only "c d" ()'
+    assert told(("m: push", NOT_RUN)) == "train"
+
+
+def test_two_calls_fit_ten_minutes_each():
+    """Those that docs/gpu-check.md names, by the estimates; nothing else is left."""
+    document = (REPO / "docs/gpu-check.md").read_text()
+    calls = [shlex.split(line)[3:] for line in re.findall(r"^ +(python tools/gpu_check.py --only .*)$", document, re.M)]
+    every = {check.name: check for check in checks.all_checks(gpu=True)}
+    assert sorted(name for call in calls for name in call) == sorted(every) and len(calls) == 2
+    assert all(sum(every[name].expected for name in call) <= 540 for call in calls)
+
+
+def test_figures_of_a_gpu_stand_beside_others(tmp_path, capsys):
+    step = {name: 1.0 for name in bench_works.COLUMNS if bench_works.TYPES.get(name, float) is float}
+    step |= {"model": "qwen2.5-0.5b", "dtype": "bf16", "lengths": "tail", "max_tokens": 256, "system": "ours"}
+    step |= {
+        "round": 1,
+        "ranks": 1,
+        "step": 1,
+        "date": "d",
+        "machine": "2 cores of a CPU",
+        "commit": "c",
+        "step_s": 0.25,
+    }
+    bench_works.add_results(tmp_path / "work/bench-m/bench.csv", [step])
+    found = [gpu_check.Verdict("bench m", FEW[0], OK, 0.1)]
+    rows = gpu_check.bench_rows(tmp_path / "work", found, "1x-nvidia-h100")
+    (tmp_path / "gpu-check-1x.json").write_text(gpu_check.as_json({}, found, rows))
+    lines = bench_rounds.gpu_lines(bench_rounds.read_gpu_checks(tmp_path))
+    assert lines[2].startswith("| qwen2.5-0.5b, 1x-nvidia-h100 | 250 (250–250) | 1000 |")
+    assert bench_rounds.gpu_lines({}) == ["Not measured on a GPU."]
+
+
 def test_without_a_gpu_it_says_so(command, capsys):
-    code, found = command([Check("c", 60, FEW, "none.py")])
+    code, found = command([Check("c", 60, 30, FEW, "none.py")])
     assert code == 2 and found is None
     assert capsys.readouterr().out.startswith("error: no GPU is visible")
 

@@ -7,9 +7,11 @@
 Every run is a process group of its own, 3 steps to warm up and 6 that are timed; round by round the systems take
 turns, so that what else the machine does falls on all. Results are appended to docs/bench/rounds.csv; a run that is
 there is not run again, so an interrupted set goes on where it was. Ratios are of medians over the steps of all rounds.
+The tables of GPUs come from docs/bench/gpu-check-*.json, which tools/gpu_check.py --json writes.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -165,13 +167,35 @@ def origin_lines(found: dict[str, list[dict]]) -> list[str]:
     ]
 
 
+def read_gpu_checks(folder: Path) -> dict[str, list[dict]]:
+    """{model and machine: rows} of the benchmarks in the JSON files of tools/gpu_check.py --json."""
+    found = {}
+    for path in sorted(folder.glob("gpu-check-*.json")):
+        for row in json.loads(path.read_text())["bench"]:
+            found.setdefault(f"{row['model']}, {row['machine']}", []).append(row)
+    return found
+
+
+def gpu_lines(found: dict[str, list[dict]]) -> list[str]:
+    """The tables of phases and of ceilings for GPUs."""
+    if not found:
+        return ["Not measured on a GPU."]
+    return [*phase_lines(found), "", *ceiling_lines(found)]
+
+
 def with_tables(text: str, found: dict[str, list[dict]]) -> str:
     """The page's text with each table renewed between its marks, <!-- NAME --> and <!-- end -->."""
-    tables = {"origin": origin_lines, "ratios": ratio_lines, "phases": phase_lines, "ceilings": ceiling_lines}
+    tables = {
+        "origin": origin_lines(found),
+        "ratios": ratio_lines(found),
+        "phases": phase_lines(found),
+        "ceilings": ceiling_lines(found),
+        "gpus": gpu_lines(read_gpu_checks(RESULTS.parent)),
+    }
     for name, lines in tables.items():
         head, mark, rest = text.partition(f"<!-- {name} -->\n")
         _, end, tail = rest.partition("<!-- end -->")
-        text = head + mark + "\n".join(["", *lines(found), "", ""]) + end + tail
+        text = head + mark + "\n".join(["", *lines, "", ""]) + end + tail
     return text
 
 

@@ -1,12 +1,13 @@
 """Test on this machine's GPUs what only GPUs can show: a table of verdicts, and JSON. Run it first on a new cluster.
 
-    python tools/gpu_check.py                       # one GPU, at most 8 minutes; make gpu-check
+    python tools/gpu_check.py                       # one GPU, at most 20 minutes; make gpu-check
     python tools/gpu_check.py --nproc 8             # on eight: sharded and over NCCL; make gpu-check NPROC=8
     python tools/gpu_check.py --only attention experts --json
     python tools/gpu_check.py --cpu                 # tests this tool itself, at small sizes, without a GPU
 
 Each check is a separate torchrun with a time limit, so a crash or hang affects no other check; its output stays in
---folder. A row is ok, failed (with a remedy), or not run (with the reason). docs/gpu-check.md explains each row.
+--folder. A row is ok, failed (with a remedy), or not run (with the reason). Results are written after every check, and
+beside those of other checks by the same commit on the same machine. docs/gpu-check.md explains each row.
 Exit code: 0 nothing failed, 1 something failed, 2 no GPU.
 """
 
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support.base import versions
 from tools import bench_works, doctor
-from tools.gpu_checks.checks import FOLDER, Check, NotRun, Row, all_checks, machine_row
+from tools.gpu_checks.checks import FOLDER, WRONG_NUMBERS, Check, NotRun, Row, all_checks, machine_row
 from tools.processes import REPO, Torchrun
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
@@ -86,7 +87,10 @@ def reason_not_to_run(check: Check, row: Row, machine: Machine) -> str | None:
 
 
 def verdicts(check: Check, asked: list[Row], outcome: Outcome) -> Iterator[Verdict]:
-    """Yield the verdicts on the requested rows of a check. A row without an answer has failed."""
+    """Yield the verdicts on the requested rows of a check.
+
+    A row without an answer has failed; if the check was ended at its time limit, it is not run.
+    """
     end = describe_end(outcome)
     try:
         answers = {answer["row"]: answer for answer in check.read(outcome)}
@@ -97,10 +101,11 @@ def verdicts(check: Check, asked: list[Row], outcome: Outcome) -> Iterator[Verdi
         answers = {}
         end = f"{end} ({type(error).__name__}: {error})"
     lost = [row for row in asked if row.name not in answers]
+    verdict = NOT_RUN if outcome.code is None else FAILED
     for row in asked:
         if row in lost:
             note = end if row is lost[0] else "no answer either"
-            yield Verdict(check.name, row._replace(remedy=LOST), FAILED, note=note)
+            yield Verdict(check.name, row._replace(remedy=LOST), verdict, note=note)
         else:
             answer = answers[row.name]
             figure = float(answer["figure"])
@@ -115,7 +120,7 @@ def describe_end(outcome: Outcome) -> str:
     own = re.split(r"\n[WE]\d{4} .*/torch/distributed/", outcome.text)[0]  # without torchrun's error report
     lines = [line.strip()[:300] for line in own.splitlines() if line.strip()] or [""]
     if outcome.code is None:
-        return f"did not end in time; last: {lines[-1]}"
+        return f"did not end within its time limit; last: {lines[-1]}"
     errors = [line for line in lines if re.match(r"(\[rank\d+\]: *)?([\w.]*(Error|Exception)|error)\b.*:", line)]
     return f"exit code {outcome.code}: {[*lines, *errors][-1]}"
 
@@ -143,6 +148,25 @@ def run(check: Check, folder: Path, machine: Machine, seconds: float) -> Outcome
     return Outcome(own, torchrun.text, code, ended)
 
 
+def schedule(checks: list[Check], machine: Machine, minutes: float) -> Iterator[str]:
+    """Yield a line for each check: in which minute it is expected to start, or why it will not."""
+    times = 1 if machine.gpus else CPU_TIMES
+    start = 0.0
+    for check in checks:
+        reasons = [reason_not_to_run(check, row, machine) for row in check.rows]
+        if None not in reasons:
+            text = reasons[0]
+        elif start >= 60 * minutes:
+            text = f"not before the {minutes:g} minutes are over"
+        else:
+            text = (
+                f"from minute {start / 60:.1f}, about {times * check.expected:.0f} s, at most {times * check.seconds:g}"
+            )
+        if None in reasons:
+            start += times * check.expected
+        yield f"  {check.name:20s} {text}"
+
+
 def run_all(checks: list[Check], folder: Path, machine: Machine, minutes: float) -> Iterator[Verdict]:
     """Yield the verdicts on all rows, check by check. Checks beyond the time limit are not run."""
     deadline = time.monotonic() + 60 * minutes
@@ -161,10 +185,11 @@ def run_all(checks: list[Check], folder: Path, machine: Machine, minutes: float)
         began = time.monotonic()
         limit = check.seconds * (1 if machine.gpus else CPU_TIMES)
         outcome = run(check, folder, machine, min(limit, left))
+        found = list(verdicts(check, asked, outcome))
         if outcome.code is None and left < limit:
-            found = [Verdict(check.name, row, NOT_RUN, note=over) for row in asked]
-        else:
-            found = list(verdicts(check, asked, outcome))
+            found = [
+                each if each.figure is not None else Verdict(check.name, each.row, NOT_RUN, note=over) for each in found
+            ]
         counts = Counter(each.verdict for each in found)
         print(f"{', '.join(f'{n} {what}' for what, n in counts.items())}, {time.monotonic() - began:.0f} s", flush=True)
         yield from found
@@ -186,14 +211,61 @@ def line(each: Verdict) -> doctor.Row:
     return doctor.Row(row.name, found, each.verdict, row.remedy if each.verdict == FAILED else "")
 
 
-def as_json(about: dict, found: list[Verdict]) -> str:
-    """Return all verdicts as JSON. A figure that is not finite is written as text."""
+def advice(found: list[Verdict]) -> str:
+    """Return what to do after these verdicts, in a sentence or two."""
+    failed = [each.row for each in found if each.verdict == FAILED]
+    wrong = [row for row in failed if row.name.startswith(WRONG_NUMBERS)]
+    untried = [each for each in found if each.verdict == NOT_RUN and each.row.name.startswith(WRONG_NUMBERS)]
+    names = " ".join(f'"{name}"' for name in dict.fromkeys(each.check for each in untried))
+    if wrong:
+        text = f"do not train here yet, {wrong[0].name!r} failed. First: {wrong[0].remedy}"
+    elif failed:
+        remedies = dict.fromkeys(row.remedy for row in failed)
+        text = f"a run learns from right numbers here; mind what failed: {'; '.join(remedies)}"
+    elif untried:
+        text = "nothing failed, but not all was tried"
+    else:
+        text = "train"
+    if untried:
+        text += f". Not tried: --only {names} ({untried[0].note})"
+    return text
+
+
+def bench_rows(folder: Path, found: list[Verdict], name: str) -> list[dict]:
+    """Return the results of the benchmarks among `found`, rows as in docs/bench/rounds.csv, measured on `name`."""
+    rows = []
+    for check in dict.fromkeys(each.check for each in found if each.figure is not None):
+        rows += bench_works.read_results(folder / check.replace(" ", "-") / "bench.csv")
+    return [{**row, "machine": name} for row in rows]
+
+
+def read_kept(path: Path, about: dict, names: set[str]) -> tuple[list[Verdict], list[dict]]:
+    """Return the verdicts and benchmark rows that an earlier call has left in a file, for checks not among `names`.
+
+    Nothing is returned from another machine, commit or set of packages.
+    """
+    if not path.exists():
+        return [], []
+    kept = json.loads(path.read_text())
+    if any(kept.get(key) != about[key] for key in ("machine", "nproc", "commit", "driver", "packages")):
+        return [], []
+    found = []
+    for each in kept["rows"]:
+        if each["check"] not in names:
+            row = Row(**{field: each[field] for field in Row._fields})
+            figure = None if each["figure"] is None else float(each["figure"])
+            found.append(Verdict(each["check"], row, each["verdict"], figure, each["note"]))
+    return found, [row for row in kept["bench"] if f"bench {row['model']}" not in names]
+
+
+def as_json(about: dict, found: list[Verdict], bench: list[dict]) -> str:
+    """Return all verdicts and benchmark rows as JSON. A figure that is not finite is written as text."""
     rows = [
         {"check": each.check, **each.row._asdict(), "verdict": each.verdict, "note": each.note,
          "figure": each.figure if each.figure is None or math.isfinite(each.figure) else str(each.figure)}
         for each in found
     ]  # fmt: skip
-    return json.dumps({**about, "rows": rows}, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps({**about, "rows": rows, "bench": bench}, indent=1, ensure_ascii=False) + "\n"
 
 
 def machine_name(facts: dict, nproc: int) -> str:
@@ -225,8 +297,15 @@ def parse_args(argv: list[str], names: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--nproc", type=int, default=1, help="ranks, one per GPU")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of {', '.join(names)}")
-    parser.add_argument("--minutes", type=float, default=8.0, help="limit for all checks together")
-    parser.add_argument("--json", nargs="?", type=Path, const=Path(), metavar="FILE", help="docs/bench/gpu-check-...")
+    parser.add_argument("--minutes", type=float, default=20.0, help="limit for all checks together")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="FILE",
+        help="docs/bench/gpu-check-....json, or this file; else in --folder",
+    )
     parser.add_argument("--folder", type=Path, default=REPO / "build/gpu-check", help="for models and output")
     parser.add_argument("--cpu", action="store_true", help="test the tool itself without a GPU, at small sizes")
     return parser.parse_args(argv)
@@ -247,29 +326,47 @@ def main(argv: list[str]) -> int:
     facts["torch"]["gpus"] = gpus
     machine = Machine(len(gpus), min((gpu["bytes"] for gpu in gpus), default=0) / 2**30, args.nproc)
     asked = [check for check in all_checks(bool(gpus)) if not args.only or check.name in args.only]
+    about = describe_machine(facts, args.nproc)
+    path = result_path(args, about["machine"])
+    kept, bench = read_kept(path, about, {"doctor", *(check.name for check in asked)})
     make_demo(args.folder / "tiny")
+    print(f"At most {args.minutes:g} minutes. The times are estimates, not measured on a GPU:")
+    print("\n".join(schedule(asked, machine, args.minutes)), flush=True)
     row, figure, note = machine_row(report["rows"])
     found = [Verdict("doctor", row, judge(row, figure), figure, note)]
-    found += run_all(asked, args.folder.absolute(), machine, args.minutes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for each in run_all(asked, args.folder.absolute(), machine, args.minutes):
+        found.append(each)
+        rows = bench + bench_rows(args.folder.absolute(), found, about["machine"])
+        path.write_text(as_json({**about, "seconds": round(time.monotonic() - began)}, found + kept, rows))
+    show(found + kept, round(time.monotonic() - began), path)
+    return 1 if any(each.verdict == FAILED for each in found) else 0
+
+
+def describe_machine(facts: dict, nproc: int) -> dict:
+    """Return what the JSON says of the machine and of the software, from the facts of tools/doctor.py."""
+    return {
+        "machine": machine_name(facts, nproc), "nproc": nproc, "date": bench_works.facts()["date"],
+        "commit": versions.commit(), "driver": facts["driver"], "gpus": facts["torch"]["gpus"],
+        "packages": {name: facts["packages"][name] for name in PACKAGES},
+        "cuda": facts["torch"]["cuda"], "nccl": facts["torch"]["nccl"],
+    }  # fmt: skip
+
+
+def result_path(args: argparse.Namespace, machine: str) -> Path:
+    """Return the file for the results: that of --json FILE, one in docs/bench/ for --json, else one in --folder."""
+    if args.json is None:
+        return args.folder / f"{machine}.json"
+    return REPO / f"docs/bench/gpu-check-{machine}.json" if args.json == Path() else args.json
+
+
+def show(found: list[Verdict], seconds: int, path: Path) -> None:
+    """Print the table, the counts and what to do."""
     print(f"\n{doctor.table(list(map(line, found)), shutil.get_terminal_size((160, 24)).columns)}\n")
     counts = Counter(each.verdict for each in found)
-    seconds = round(time.monotonic() - began)
-    print(f"{len(found)} rows in {seconds} s: {', '.join(f'{counts[v]} {v}' for v in (OK, FAILED, NOT_RUN))}")
-    if counts[FAILED]:
-        print(f"output of each check: {args.folder}/*/printed.txt; remedies: docs/gpu-check.md")
-    if args.json is not None:
-        name = machine_name(facts, args.nproc)
-        path = REPO / f"docs/bench/gpu-check-{name}.json" if args.json == Path() else args.json
-        about = {
-            "machine": name, "nproc": args.nproc, "date": bench_works.facts()["date"], "commit": versions.commit(),
-            "driver": facts["driver"], "gpus": gpus, "seconds": seconds,
-            "packages": {name: facts["packages"][name] for name in PACKAGES},
-            "cuda": facts["torch"]["cuda"], "nccl": facts["torch"]["nccl"],
-        }  # fmt: skip
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(as_json(about, found))
-        print(f"written: {os.path.relpath(path)}")
-    return 1 if counts[FAILED] else 0
+    shares = ", ".join(f"{counts[what]} {what}" for what in (OK, FAILED, NOT_RUN))
+    print(f"{len(found)} rows, this call took {seconds} s: {shares}")
+    print(f"written: {os.path.relpath(path)}\nverdict: {advice(found)}")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ def folder() -> Path:
 def main(checks: dict[str, Callable[[Record], None]]) -> int:
     """Run the check that the command line names."""
     ranks.die_with_torchrun()
+    if int(os.environ["WORLD_SIZE"]) % 2 == 0:  # PAIRS have parallel.tp=2
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     vllm_process.set_environment()  # before anything is allocated on a GPU
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
