@@ -70,6 +70,19 @@ def test_results_are_read_as_they_were_written(tmp_path):
     assert bench_works.read_results(tmp_path / "none.csv") == []
 
 
+def test_a_rank_asks_for_the_memory_of_its_own_gpu_alone(monkeypatch):
+    """Asking another one makes a context there, of half a GiB."""
+    import bench
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 9))
+    assert bench.own_free_bytes() == 5
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench.memory, "host_free_bytes", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert bench.own_free_bytes() == 2
+
+
 def test_rates_and_shares_worked_by_hand():
     row = {"ranks": 2, "tokens_per_s": 100.0, "step_s": 2.0, "train_flops": 1e9, "bare_tokens_per_s": 250.0}
     row |= {"train_s": 0.5, "logprob_s": 0.25, "matmul_flops_per_s": 4e9}

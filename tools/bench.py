@@ -88,16 +88,21 @@ def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config
     return load_config(str(folder / "bench.yaml"), [*defaults, *overrides])
 
 
-def check_room(folder: Path, work: Work) -> None:
-    """Raises UserError where this machine cannot hold the model: its memory, or its files on disk."""
-    shape, local = bench_works.MODELS[work.model], int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    gpus = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())][:local]
-    free = (sum(gpus) if gpus else memory.host_free_bytes()) / GIB * dist.get_world_size() / local
+def own_free_bytes() -> float:
+    """Free memory of this rank: of its own GPU, since asking another one would take memory there, or of the host."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    return memory.host_free_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def check_room(folder: Path, work: Work, free: float) -> None:
+    """Raises UserError where `free` bytes of memory on all ranks cannot hold the model, or the disk its files."""
+    shape = bench_works.MODELS[work.model]
     # Each rank without a GPU to itself holds all: tp, pp and ep are not known yet, so the least is one copy.
     needed = bench_works.needed_gib(shape, work.dtype)
     disk = bench_works.count(shape) * {"fp32": 4, "bf16": 2}[work.dtype] / GIB
     folder.mkdir(parents=True, exist_ok=True)
-    for what, least, there in (("memory", needed, free), ("disk", disk, shutil.disk_usage(folder).free / GIB)):
+    for what, least, there in (("memory", needed, free / GIB), ("disk", disk, shutil.disk_usage(folder).free / GIB)):
         if least > there:
             raise UserError(
                 f"--model {work.model} in {work.dtype} needs about {least:.1f} GiB of {what}, {there:.1f} GiB are free "
@@ -265,7 +270,8 @@ def main() -> int:
     ranks.join_ranks(timeout_s=600)
     rank, world = dist.get_rank(), dist.get_world_size()  # now: an engine that is given up may end the process group
     try:
-        ranks.on_first_rank(lambda: check_room(args.folder, work))
+        free = sum(ranks.gather(own_free_bytes()))
+        ranks.on_first_rank(lambda: check_room(args.folder, work, free))
         cfg = config(args.folder, work, args.warmup + args.steps, args.overrides)
         checks.check_config(cfg, world)
         rows, lengths = measure(args, work, cfg)
