@@ -309,6 +309,8 @@ def load_reward(
         check_options(name, function, given)
         if kind == "model":
             reward_model.check_folder(f"reward.options.{name}.path", given["path"])
+            if not build:
+                reward_model.check_type(f"reward.options.{name}.path", given["path"])
         if not inspect.isclass(function):
             chosen[name] = accept_ids(functools.partial(batched.get(name, function), **given))
         elif build:

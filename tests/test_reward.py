@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -445,6 +446,21 @@ def test_several_models_side_by_side_one_of_them_with_pairs(reward_model):
         pair = scorer(**tokenizer("ha", "ce", return_tensors="pt")).logits.item()
     parts = {"first": pytest.approx(alone, rel=1e-4), "second": pytest.approx(3 * pair, rel=1e-4), "brief": -0.5}
     assert outcomes[0].parts == parts and outcomes[1].parts == {"reward": parts["first"]}
+
+
+def test_only_a_model_that_scores_is_a_reward_model(reward_model, tmp_path):
+    def refused(path) -> str:
+        with pytest.raises(ValueError) as error:
+            reward.load_reward("model", None, {"model": {"path": str(path)}}, build=False)
+        return str(error.value)
+
+    reward.load_reward("model", None, {"model": {"path": reward_model}}, build=False)
+    assert refused(tmp_path / "nowhere").startswith(f"reward.options.model.path={tmp_path}/nowhere: ")
+    other = tmp_path / "other"
+    shutil.copytree(reward_model, other)
+    config = (other / "config.json").read_text()
+    (other / "config.json").write_text(config.replace("LlamaForSequenceClassification", "LlamaForCausalLM"))
+    assert "is a LlamaForCausalLM; a reward model is a ...ForSequenceClassification" in refused(other)
 
 
 @pytest.mark.slow

@@ -19,6 +19,25 @@ def check_folder(key: str, path: str) -> None:
         raise ValueError(f"{key}={path} holds {what}, and no safetensors; {CONVERT.format(path=path)}")
 
 
+def check_type(key: str, path: str) -> None:
+    """Raises ValueError unless `path`, given at `key`, is a model that scores: a folder, or a name on the hub.
+
+    Of a name on the hub only config.json is read; its weights are checked as they are loaded.
+    """
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key}={path}: {' '.join(str(error).split())[:300]}") from None
+    names = config.architectures or ["no architecture"]
+    if not names[0].endswith("ForSequenceClassification"):
+        raise ValueError(
+            f"{key}={path} is a {names[0]}; a reward model is a ...ForSequenceClassification, whose first logit is the "
+            "reward. Any other would get a random head"
+        )
+
+
 def scores(
     answers: list[tuple[str, dict]],
     path: str,
