@@ -53,6 +53,7 @@ class Section(pydantic.BaseModel):
 class ModelConfig(Section):
     path: str  # Hugging Face folder or hub name
     dtype: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; optimizer state and gradients are fp32
+    flash_attention: bool = True  # for bf16 on a GPU; false: torch's other kernels, sequences padded, slower
     fp32_head: bool = False  # logits of a bf16 model in fp32, in the trainer and in vLLM
 
 

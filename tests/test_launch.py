@@ -1,15 +1,20 @@
 """The command without its algorithm: exit codes, who speaks, and what failures of machines mean."""
 
 import errno
+import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import megatron_bridge as bridge
 from config import RankError, TrainConfig, TrainingError, UserError
 from support.base.read_config import load_config
-from support.check import run_plan
+from support.check import machines, memory_plan, run_plan
+from support.model import attention
 from support.run import launch
+from support.step import packing
 from tests.conftest import REPO
 
 CONFIG = str(REPO / "configs/tiny.yaml")
@@ -51,6 +56,88 @@ def test_exact_runs_write_no_nan_into_fresh_memory(command, monkeypatch):
         assert not torch.utils.deterministic.fill_uninitialized_memory
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_one_queue_where_communication_overlaps(command, monkeypatch):
+    """Megatron-core asks for it with tensor or context parallelism; CUDA reads it as it starts."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "8")
+    for options, wanted in (["parallel.tp=2"], "1"), (["parallel.cp=2"], "1"), (["parallel.pp=2"], None):
+        monkeypatch.delenv(name)
+        assert command("--dry-run", "--world-size", "4", *options)[0] == 0
+        assert os.environ.get(name) == wanted
+        monkeypatch.setenv(name, "8")
+        command("--dry-run", "--world-size", "4", *options)
+        assert os.environ[name] == "8"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What asks for a GPU finds one; nothing can be allocated on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    yield
+    torch.backends.cuda.enable_flash_sdp(True)
+
+
+def test_flash_attention_can_be_turned_off(gpu):
+    asked = []
+    for options in ([], ["model.flash_attention=false"], ["model.dtype=fp32"], []):
+        cfg = load_config(CONFIG, ["model.dtype=bf16", *options])
+        launch.prepare_process(cfg)
+        asked.append(attention.uses_varlen(bridge.device(), bridge.DTYPES[cfg.model.dtype]))
+        assert packing.attention_pads(cfg.model.dtype) != asked[-1]
+    assert asked == [True, False, False, True]
+
+
+def test_a_run_on_gpus_plans_its_memory_before_weights_are_read(command, gpu, monkeypatch):
+    started = []
+    monkeypatch.setattr(launch, "run", lambda cfg, inputs, train: started.append(inputs.planned))
+    monkeypatch.setattr(launch.machines, "check_start", lambda cfg: None)
+    monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
+    plans = []
+
+    def plan(cfg, world_size, gpu_bytes):
+        plans.append(gpu_bytes)
+        return SimpleNamespace(fits=len(plans) == 1)
+
+    monkeypatch.setattr(memory_plan, "plan", plan)
+    monkeypatch.setattr(memory_plan, "gpu_bytes", lambda gb: 8 * 10**10)
+    monkeypatch.setattr(memory_plan, "describe", lambda cfg, world_size, gpu: "warning: the plan does not fit")
+    code, text = command()
+    assert code == 0 and started[0].fits and "warning" not in text, text
+    code, text = command()
+    assert code == 0 and not started[1].fits and "warning: the plan does not fit\n" in text
+    monkeypatch.setattr(memory_plan, "plan", lambda *_: 1 / 0)
+    code, text = command()
+    assert code == 0 and started[2] is None and "warning: no plan of memory: ZeroDivisionError" in text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command()[0] == 0 and started[3] is None
+
+
+def test_the_start_says_which_kernels_run(gpu, tiny, monkeypatch):
+    from vllm.utils import flashinfer
+
+    def said(*options: str) -> str:
+        return machines.kernels(load_config(CONFIG, [f"model.path={tiny / 'model'}", "model.dtype=bf16", *options]))
+
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(flashinfer, "has_flashinfer", lambda: False)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert said() == (
+        "kernels: attention by FlashAttention 2 (varlen_attn); sampling by vLLM's second model runner with CUDA "
+        "graphs, FlashInfer off, as it is not installed"
+    )
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name)
+    eager = said("rollout.vllm.enforce_eager=true")
+    assert "by FlashAttention 3" in eager and "without CUDA graphs, FlashInfer off, as nvcc or ninja is not" in eager
+    monkeypatch.setattr(flashinfer, "has_flashinfer", lambda: True)
+    monkeypatch.setattr(bridge, "is_moe", lambda hf: True)
+    assert "; experts by grouped_mm; " in said() and "FlashInfer on: " in said()
+    assert "; experts one after the other; " in said("megatron.moe_grouped_gemm=false")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert said().startswith("kernels: attention pads sequences ") and said().endswith("sampling by vLLM for CPUs")
 
 
 def test_the_plan_tells_the_bubble_and_what_will_be_slow(command):

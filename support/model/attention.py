@@ -107,8 +107,11 @@ def slots(cu_seqlens: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def uses_varlen(on: torch.device, dtype: torch.dtype) -> bool:
-    """Whether attention is `attend_varlen`, without padding: torch has the kernel on GPUs, for these types."""
-    return on.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    """Whether attention is `attend_varlen`, without padding: torch has the kernel on GPUs, for these types.
+
+    model.flash_attention=false turns FlashAttention off in torch itself, for the whole process.
+    """
+    return on.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and torch.backends.cuda.flash_sdp_enabled()
 
 
 def attend(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
@@ -127,6 +130,9 @@ def attend_padded(query, key, value, segments: Segments, scale: float | None = N
     Where all segments have one length nothing is copied.
     """
     sequences = len(segments.cu_q) - 1
+    groups = query.shape[1] // key.shape[1]
+    if query.is_cuda and groups > 1:  # but for FlashAttention, torch takes grouped heads by storing all scores
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
 
     def pad(x, slot, width):  # [tokens, n, d] → [S, n, width, d]
         x = x if x.is_cuda else x.float()  # on the CPU bf16 takes ten times as long
@@ -174,15 +180,24 @@ def varlen_options(varlen_attn, window: int | None, scale: float | None) -> dict
     return {name: value for name, value in options.items() if name in known}
 
 
-def use_flash_attention_3(dtype: torch.dtype) -> None:
-    """Make torch's attention use FlashAttention 3, on GPUs of compute capability 9.0.
-
-    Without the module flash_attn_interface torch keeps its own FlashAttention 2. Not run on a GPU yet.
+def has_flash_attention_3(dtype: torch.dtype) -> bool:
+    """Whether attention can use FlashAttention 3: on GPUs of compute capability 9.0, with the module
+    flash_attn_interface.
     """
-    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)  # torch 2.11 and newer
-    installed = activate and importlib.util.find_spec("flash_attn_interface")
-    if installed and uses_varlen(device(), dtype) and torch.cuda.get_device_capability() == (9, 0):
-        activate("FA3")
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):  # before torch 2.11
+        return False
+    if not uses_varlen(device(), dtype) or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    return importlib.util.find_spec("flash_attn_interface") is not None
+
+
+def use_flash_attention_3(dtype: torch.dtype) -> None:
+    """Make torch's attention use FlashAttention 3 where it can; else torch keeps its own FlashAttention 2.
+
+    Not run on a GPU yet.
+    """
+    if has_flash_attention_3(dtype):
+        torch.nn.attention.activate_flash_attention_impl("FA3")
 
 
 # ---------------------------------------------------------------- context parallelism

@@ -45,7 +45,7 @@ def command(
     args = parse_args(argv, doc)
     try:
         cfg = load_config(args.config, args.overrides)
-        vllm_process.set_environment(cfg.rollout.exact)  # before vLLM is imported, or a GPU allocates
+        prepare_process(cfg)
         if args.debug:
             debug.turn_on(cfg)
         checks.check_config(cfg, args.world_size)
@@ -69,6 +69,16 @@ def command(
             time.sleep(3)  # torchrun ends every rank as soon as one has exited; let the first one speak
         return 2 if isinstance(error, UserError) else 1
     return 0
+
+
+def prepare_process(cfg: Config) -> None:
+    """Set what CUDA, torch and vLLM read as they start; a variable that the user has set stays."""
+    if cfg.parallel.tp * cfg.parallel.cp > 1:
+        # Megatron-core starts communication before the kernels that hide it: one queue keeps that order on the GPU.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    vllm_process.set_environment(cfg.rollout.exact)  # before vLLM is imported, or a GPU allocates
+    if torch.cuda.is_available():
+        torch.backends.cuda.enable_flash_sdp(cfg.model.flash_attention)
 
 
 def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
