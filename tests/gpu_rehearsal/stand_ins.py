@@ -1,0 +1,101 @@
+"""What the rehearsal replaces: vLLM by random answers, NCCL by gloo; and where it looks for the phase of a run."""
+
+import collections
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+
+import megatron_bridge as bridge
+import train_grpo
+from rollout import Completion
+from tests.gpu_rehearsal.waits import Waits
+
+TOKENS = range(2, 12)  # the digits of the tiny model's tokenizer
+
+
+class Engine:
+    """In place of rollout.Engine: answers of random digits, each as random as its prompt's seed."""
+
+    def __init__(self, path, model, rollout, max_model_len, return_routes=False):
+        self.hf = transformers.AutoConfig.from_pretrained(path)
+        self.return_routes = return_routes
+
+    def generate(self, prompts, seeds, n, sampling, max_tokens) -> Iterator[tuple[int, list[Completion]]]:
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            random = np.random.default_rng(seed)
+            yield number, [self.answer(random, len(prompt), max_tokens) for _ in range(n)]
+
+    def answer(self, random: np.random.Generator, prompt: int, max_tokens: int) -> Completion:
+        length = int(random.integers(1, max_tokens + 1))
+        ids = random.integers(TOKENS.start, TOKENS.stop, length).tolist()
+        logps = (-2 - random.random(length)).tolist()
+        routes = None
+        if self.return_routes:
+            scores = random.random((prompt + length - 1, self.hf.num_hidden_layers, self.hf.num_experts))
+            routes = scores.argsort(-1)[..., : self.hf.num_experts_per_tok].astype(np.int32)
+        return Completion(ids, logps, True, routes)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            if weight.device != bridge.device() or not weight.is_contiguous():
+                raise RuntimeError(f"{name} is pushed from {weight.device}, contiguous: {weight.is_contiguous()}")
+
+    def metrics(self) -> dict:
+        return {}
+
+    def sleep(self) -> None: ...
+
+    def wake(self, part: str) -> None: ...
+
+
+def replace_vllm() -> None:
+    train_grpo.Engine = Engine
+
+
+def replace_nccl() -> None:
+    init = dist.init_process_group
+
+    def init_process_group(backend=None, **kwargs):
+        return init("fake" if backend == "fake" else "gloo", **kwargs)
+
+    dist.init_process_group = init_process_group
+
+
+def follow_phases(waits: Waits, units: collections.Counter) -> None:
+    """Give `waits` the phase of the run's clock, with "passes" added inside the pipeline schedule, where the
+    micro-batches are; count steps, updates and micro-batches into `units`."""
+    train, step = train_grpo.train, train_grpo.train_step
+    schedule_of, update = bridge.get_forward_backward_func, bridge.optimizer_step
+    inside = []
+
+    def train_with_phases(cfg, inputs, clock):
+        waits.phase = lambda: f"{clock.phase}, passes" if inside else clock.phase
+        return train(cfg, inputs, clock)
+
+    def counted_step(*args, **kwargs):
+        units["step"] += 1
+        return step(*args, **kwargs)
+
+    def counted_update(*args, **kwargs):
+        units["update"] += 1
+        return update(*args, **kwargs)
+
+    def counted_schedule():
+        schedule = schedule_of()
+
+        def run(**kwargs):
+            kind = "log-prob micro-batch" if kwargs["forward_only"] else "training micro-batch"
+            units[kind] += kwargs["num_microbatches"]
+            inside.append(kind)
+            try:
+                return schedule(**kwargs)
+            finally:
+                inside.pop()
+
+        return run
+
+    train_grpo.train, train_grpo.train_step = train_with_phases, counted_step
+    bridge.get_forward_backward_func, bridge.optimizer_step = counted_schedule, counted_update

@@ -1,0 +1,196 @@
+"""Whole runs of train_grpo.py with all tensors on a GPU that is not there (tests/gpu_rehearsal): the code that only
+GPUs run. Each gives the metrics that the CPU's own run gives from the same answers, and waits for the GPU nowhere but
+where WAITS says. Kernels, NCCL and vLLM are not run."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import make_tiny
+import pytest
+from compare_runs import EXCLUDED
+
+from tests.conftest import Training
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles tests/gpu_rehearsal/shim.cpp"),
+]
+SCRIPT = "tests/gpu_rehearsal/rehearse.py"
+ALL = (
+    "rollout.max_logp_gap=inf", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.steps=2",
+    "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=64", "train.warmup_steps=0",
+)  # fmt: skip
+KL = ("algo.kl_coef=0.05", "algo.reference_on=host", "train.updates_per_step=2", "train.offload=optimizer")
+RECOMPUTE = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of the script: ranks, overrides beside ALL, changes of the tiny model, tolerance of the metrics."""
+
+    ranks: int = 1
+    overrides: tuple[str, ...] = ()
+    arch: str = "qwen2"
+    kv_heads: int = 2
+    tolerance: float = 1e-5  # in fp32; rounding to bf16 makes more
+
+
+HOST = ("megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_optimizer=true", "model.dtype=bf16")
+REPLAY = ("algo.replay_routes=true", *(f"megatron.{option}" for option in RECOMPUTE))
+RUNS = {
+    "dense, KL, two updates, offload": Run(overrides=KL),
+    "dense in bf16": Run(overrides=("model.dtype=bf16", *KL), tolerance=0.01),
+    "experts, replayed routes, recompute": Run(overrides=REPLAY, arch="qwen3_moe"),
+    "optimizer on the host, precision-aware": Run(overrides=HOST, tolerance=0.01),
+    "two ranks, tp and experts": Run(2, ("parallel.tp=2", "parallel.ep=2"), "qwen3_moe"),
+    "two ranks, pipeline": Run(2, ("parallel.pp=2",)),
+    "two ranks, cp by heads": Run(2, ("parallel.cp=2",)),
+    "two ranks, cp by chunks": Run(2, ("parallel.cp=2",), kv_heads=1),
+    "LoRA": Run(overrides=("lora.rank=4",)),
+}
+# Where the host waits: phase → {(place, kind): (number, unit)}. The phase "train, passes" is that of Megatron's
+# schedule, the forward and backward passes of micro-batches; nothing in it may wait but what stands here.
+WAITS = {}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """models(arch, kv_heads) → a folder like that of the fixture `tiny`."""
+    made = {}
+
+    def make(arch: str, kv_heads: int) -> Path:
+        key = arch, kv_heads
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("model")
+            tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
+            make_tiny.save_model(made[key] / "model", tokenizer, arch, hidden=64, kv_heads=kv_heads)
+            rows = make_tiny.reversal_rows(3, 50, seed=0)
+            (made[key] / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def start(models, tmp_path):
+    """start(run, "gpu" or "cpu", argument, ...) → a Training under way."""
+    started = []
+
+    def begin(run: Run, on: str, *arguments: str) -> Training:
+        out = tmp_path / f"{on}_{len(started)}"
+        folder = models(run.arch, run.kv_heads)
+        overrides = ("--on", on, *arguments, *ALL, *run.overrides)
+        started.append(Training(folder, out, *overrides, script=SCRIPT, nproc=run.ranks))
+        return started[-1]
+
+    yield begin
+    for training in started:
+        training.kill()
+
+
+def differences(ours: list[dict], expected: list[dict], tolerance: float) -> list[str]:
+    """What differs in the metrics of two runs, step by step; not what depends on the machine."""
+    found = []
+    for row, other in zip(ours, expected, strict=True):
+        for name in row.keys() | other.keys():
+            if not name.startswith(EXCLUDED) and row[name] != pytest.approx(other[name], rel=tolerance, abs=tolerance):
+                found.append(f"step {row['step']}, {name}: {row[name]} on the GPU, {other[name]} on the CPU")
+    return found
+
+
+def unknown_waits(training: Training, ranks: int) -> list[str]:
+    """The waits beyond WAITS, of each rank."""
+    found = []
+    for rank in range(ranks):
+        noted = json.loads((training.out / f"waits_{rank}.json").read_text())
+        for phase, place, kind, number in noted["counts"]:
+            limit, unit = WAITS.get(phase, {}).get((place, kind), (0, "step"))
+            if number > limit * noted["units"].get(unit, 0):
+                found.append(f"rank {rank}, {phase}: {place} waits {number} times ({kind}); {noted['units']}")
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_rehearsed_run(start, name):
+    run = RUNS[name]
+    on_gpu, on_cpu = start(run, "gpu"), start(run, "cpu")
+    assert on_gpu.end() == 0, on_gpu.text
+    assert on_cpu.end() == 0, on_cpu.text
+    assert not differences(on_gpu.metrics, on_cpu.metrics, run.tolerance)
+    assert not unknown_waits(on_gpu, run.ranks), "if the wait is meant, it belongs into WAITS"
+
+
+# ---------------------------------------------------------------- the rehearsal can fail
+
+PLANTED = {
+    "item": """
+import megatron_bridge as bridge
+own = bridge.token_logprobs
+def planted(model, hidden, *args, **kwargs):
+    hidden.sum().item()
+    return own(model, hidden, *args, **kwargs)
+bridge.token_logprobs = planted
+""",
+    "CPU tensor": """
+import megatron_bridge as bridge
+own = bridge.token_logprobs
+def planted(model, hidden, targets, *args, **kwargs):
+    return own(model, hidden, targets.cpu(), *args, **kwargs)
+bridge.token_logprobs = planted
+""",
+    "dtype slip": """
+import torch
+own = torch.nn.functional.rms_norm
+def planted(x, *args):
+    return own(x.bfloat16().float(), *args)
+torch.nn.functional.rms_norm = planted
+""",
+    "read in flight": """
+import torch
+import megatron_bridge as bridge
+own = bridge.optimizer_step
+def planted(*args, **kwargs):
+    (torch.ones(1, device=bridge.device()).to("cpu", non_blocking=True) + 1).sum()
+    return own(*args, **kwargs)
+bridge.optimizer_step = planted
+""",
+}
+
+
+@pytest.fixture
+def start_planted(start, tmp_path):
+    """start_planted(name) → the dense run with the code of PLANTED run first."""
+
+    def begin(name: str) -> Training:
+        file = tmp_path / "planted.py"
+        file.write_text(PLANTED[name])
+        return start(RUNS["dense, KL, two updates, offload"], "gpu", "--before", str(file))
+
+    return begin
+
+
+def test_a_planted_item_is_an_unknown_wait(start_planted):
+    training = start_planted("item")
+    assert training.end() == 0, training.text
+    assert any("planted.py planted waits" in text for text in unknown_waits(training, 1))
+
+
+def test_a_planted_dtype_slip_changes_the_metrics(start, start_planted):
+    planted, on_cpu = start_planted("dtype slip"), start(RUNS["dense, KL, two updates, offload"], "cpu")
+    assert planted.end() == 0 and on_cpu.end() == 0, planted.text
+    assert differences(planted.metrics, on_cpu.metrics, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("CPU tensor", "two different devices cuda:0, cpu"),
+        ("read in flight", "uses a copy from the GPU that may not have arrived"),
+    ],
+)
+def test_a_planted_fault_ends_the_run(start_planted, name, message):
+    training = start_planted(name)
+    assert training.end() == 1
+    assert message in training.text
