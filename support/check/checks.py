@@ -240,50 +240,52 @@ SUPPORTED = {
 }
 
 
-def check_model(cfg: Config, path: str, rollout_tp: int) -> None:
-    """See, without weights or process groups, that the model of `path` can be built and split. Raises ValueError."""
+def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path") -> None:
+    """See, without weights or process groups, that the model of `path`, the value of `key`, can be built and split.
+
+    Raises ValueError.
+    """
+    model = f"{key}={path}"
     try:
         hf = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:  # a damaged config.json fails as code does, with any exception
-        raise ValueError(f"model.path={path}: {' '.join(str(error).split())[:300]}") from None
+        raise ValueError(f"{model}: {' '.join(str(error).split())[:300]}") from None
     family = (hf.architectures or ["?"])[0]
     if family not in bridge.FAMILIES:
-        raise ValueError(f"model.path={path} is a {family}; supported are {', '.join(bridge.FAMILIES)}")
+        raise ValueError(f"{model} is a {family}; supported are {', '.join(bridge.FAMILIES)}")
     for attribute, value in SUPPORTED.items():
         found = getattr(hf, attribute, None)
         if found not in (None, value):
-            raise ValueError(
-                f"model.path={path}: {attribute}={found!r} in its config.json is not supported, only {value}"
-            )
+            raise ValueError(f"{model}: {attribute}={found!r} in its config.json is not supported, only {value}")
     dtype = cfg.model.dtype
     width = bridge.head_dim(hf)
     if not attention_pads(dtype) and (width % 8 or width > 256):
         raise ValueError(
-            f"model.path={path}: attention on a GPU with model.dtype={dtype} takes heads of 8, 16, ... 256 numbers, "
+            f"{model}: attention on a GPU with model.dtype={dtype} takes heads of 8, 16, ... 256 numbers, "
             f"not {width}; use model.dtype=fp32"
         )
     try:
         rotary_embedding(hf)
         sliding_window(hf)
+        check_layout(hf, cfg.parallel, rollout_tp)
     except ValueError as error:
-        raise ValueError(f"model.path={path}: {error}") from None
-    check_layout(hf, cfg.parallel, rollout_tp)
+        raise ValueError(f"{model}: {error}") from None
     longest = longest_sample(cfg)
     if longest > hf.max_position_embeddings:
         raise ValueError(
             "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens = "
-            f"{longest} is beyond max_position_embeddings={hf.max_position_embeddings} of model.path={path}"
+            f"{longest} is beyond max_position_embeddings={hf.max_position_embeddings} of {model}"
         )
     if cfg.megatron.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
         raise ValueError("megatron.moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed")
     for name in cfg.megatron:
         if name.startswith("moe_") and not bridge.is_moe(hf):
-            raise ValueError(f"megatron.{name}: model.path={path} is a {family}, which has no experts")
+            raise ValueError(f"megatron.{name}: {model} is a {family}, which has no experts")
     try:
         bridge.transformer_config(hf, cfg.parallel, bridge.DTYPES[dtype], cfg.megatron)
     except (AssertionError, TypeError, ValueError) as error:
         given = ", ".join(f"megatron.{name}" for name in cfg.megatron) or "empty"
-        raise ValueError(f"Megatron-core refuses this layout or the megatron section ({given}): {error}") from None
+        raise ValueError(f"{model}: Megatron-core refuses this layout or megatron section ({given}): {error}") from None
 
 
 def check_routes(cfg: Config) -> None:
@@ -335,7 +337,7 @@ def check_divides(key: str, by: int, sizes: dict[str, int]) -> None:
             raise ValueError(f"{key}={by} does not divide the model's {what} {size}; legal are {legal[:16]}")
 
 
-def check_weights(path: str) -> None:
+def check_weights(path: str, key: str = "model.path") -> None:
     """See that the safetensors of the folder `path` hold just the tensors the model is made of. Raises ValueError."""
     hf = transformers.AutoConfig.from_pretrained(path)
     layer = []
@@ -348,10 +350,10 @@ def check_weights(path: str) -> None:
     try:
         found = {name for name in safetensor_files(path) if not name.endswith("rotary_emb.inv_freq")}
     except FileNotFoundError as error:
-        raise ValueError(f"model.path={path}: {error}") from None
+        raise ValueError(f"{key}={path}: {error}") from None
     if hf.tie_word_embeddings:
         found.discard("lm_head.weight")  # a copy that some exporters write
     for what, names in (("lacks", wanted - found), ("has tensors this model has no place for:", found - wanted)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"model.path={path} {what} {min(names)}{more}")
+            raise ValueError(f"{key}={path} {what} {min(names)}{more}")

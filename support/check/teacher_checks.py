@@ -14,10 +14,7 @@ def check_shape(cfg: Config) -> None:
     path = another(cfg)
     if path is None:
         return
-    try:
-        checks.check_model(cfg, path, rollout_tp=1)
-    except ValueError as error:
-        raise ValueError(by_its_key(path, error)) from None
+    checks.check_model(cfg, path, rollout_tp=1, key="algo.teacher")
     rows, needed = (transformers.AutoConfig.from_pretrained(name).vocab_size for name in (path, cfg.model.path))
     if rows < needed:
         raise ValueError(
@@ -34,12 +31,12 @@ def check_tokens(cfg: Config, tokenizer, weights: bool) -> None:
     path = another(cfg)
     if path is None:
         return
+    if weights:
+        checks.check_weights(hf_folder.local_folder(path), key="algo.teacher")
     try:
         known = load_tokenizer(path).get_vocab()
-        if weights:
-            checks.check_weights(hf_folder.local_folder(path))
     except ValueError as error:
-        raise ValueError(by_its_key(path, error)) from None
+        raise ValueError(str(error).replace("model.path=", "algo.teacher=")) from None
     for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         if known.get(token) != number:
             raise ValueError(
@@ -47,9 +44,3 @@ def check_tokens(cfg: Config, tokenizer, weights: bool) -> None:
                 f"{token!r}, which the teacher has as {known.get(token, 'none of its tokens')}; it scores the very ids "
                 "that were sampled, so it has to know all tokens of the model by the same ids"
             )
-
-
-def by_its_key(path: str, error: ValueError) -> str:
-    """The message of a check that is made for model.path, about the teacher."""
-    text = str(error).replace(f"model.path={path}", f"algo.teacher={path}")
-    return text if "algo.teacher" in text else f"algo.teacher={path}: {text}"
