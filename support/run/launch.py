@@ -109,7 +109,8 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
     Raises UserError and TrainingError, which say what a failure of a machine means; a mistake in the code as it is.
     """
     out = Path(cfg.output_dir)
-    clock = Clock(cfg.train.stall_timeout_s, Timeline(out / "traces", cfg.profile, cfg.train.steps))
+    timeline = Timeline(out / "traces", cfg.profile, cfg.train.steps) if cfg.profile.start else None
+    clock = Clock(cfg.train.stall_timeout_s, timeline)
     try:
         machines.check_machines(cfg, fingerprint(inputs.prompts))
         lock = ranks.on_first_rank(lambda: lock_output_dir(out))  # None on the other ranks

@@ -40,15 +40,15 @@ class Span:
 
 
 class Timeline:
-    """The spans of one rank in a window of steps, which is empty by default; every rank makes one.
+    """The spans of one rank in a window of steps; every rank makes one, where profile.start is above 0.
 
     A file that cannot be written is a warning and does not end the run.
     """
 
-    def __init__(self, folder: Path = Path(), profile: ProfileConfig | None = None, last_step: int = 0):
-        self.folder, self.profile = folder, profile or ProfileConfig()
-        profile = self.profile
-        self.window = range(profile.start, min(profile.stop, last_step) + 1) if profile.start else range(0)
+    def __init__(self, folder: Path, profile: ProfileConfig, last_step: int):
+        self.folder = folder
+        self.profile = profile
+        self.window = range(profile.start, min(profile.stop, last_step) + 1)
         self.step: int | None = None  # the step that is recorded
         self.spans: list[Span] = []
         self.numbers = Counter()
@@ -67,9 +67,20 @@ class Timeline:
             self.numbers[name] += 1
             self.spans.append(Span(name, self.step, self.numbers[name], start, end))
 
-    def end_step(self) -> None:
-        """A step has ended on all ranks; after the last one of the window, write the files."""
-        if self.step is not None and self.step == self.window[-1]:
+    def end_step(self, start: float, end: float) -> None:
+        """Record a step that has ended on all ranks, and as "other" the time between its phases.
+
+        After the last step of the window, write the files.
+        """
+        if self.step is None:
+            return
+        last_end = start
+        for span in [span for span in self.spans if span.step == self.step]:
+            self.add("other", last_end, span.start)
+            last_end = span.end
+        self.add("other", last_end, end)
+        self.add("step", start, end)
+        if self.step == self.window[-1]:
             self.close()
 
     def close(self) -> None:
