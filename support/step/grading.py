@@ -38,6 +38,15 @@ class Outcome:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class RewardKind:
+    """A reward as the configuration names it, and what its jobs need."""
+
+    spec: str | dict[str, float]
+    models: list[str]  # its names that are reward models, which one worker alone loads
+    takes_ids: bool  # a reward of the user's own is among its names, which may ask for token ids
+
+
 Job = tuple[str, Future]  # a request as JSON, and what its Outcome is given to
 
 LOAD_S = 600.0  # wall clock to load a reward: the import of a custom module, a model's weights
@@ -66,13 +75,13 @@ class GradingPool:
         memory_gb: float = 4.0,
         functions: dict[str, str] | None = None,
     ):
-        self.default = default
-        self.by_source = by_source
         self.functions = functions or {}
+        self.default = self._kind_of(default)
+        self.by_source = {source: self._kind_of(spec) for source, spec in by_source.items()}
         self.timeout_s = timeout_s
         self.memory_gb = memory_gb
         settings = {"custom": custom, "options": options or {}, "functions": self.functions}
-        models = [name for spec in [default, *by_source.values()] for name in reward.models_of(spec, self.functions)]
+        models = [name for kind in [self.default, *self.by_source.values()] for name in kind.models]
         sizes = [settings["options"].get(name, {}).get("batch_size", 8) for name in models]
         self.batch_size = max(sizes, default=8)
         self.workers = [Worker({**settings, "with_model": False, "memory_gb": memory_gb}) for _ in range(workers)]
@@ -87,29 +96,26 @@ class GradingPool:
             thread.start()
         atexit.register(self.close)  # a run that ends with an error removes its temporary files too
 
+    def _kind_of(self, spec: str | dict[str, float]) -> RewardKind:
+        return RewardKind(spec, reward.models_of(spec, self.functions), reward.has_own(spec, self.functions))
+
     def submit(
-        self,
-        source: str,
-        text: str,
-        answer: str,
-        row: dict,
-        ids: list[int] | None = None,
-        failure: Outcome | None = None,
+        self, source: str, text: str, answer: str, row: dict, ids: list[int] | None = None, failure=None
     ) -> None:
         """Queue an answer for grading; returns at once. Rewards of the user's own may ask for its token `ids`.
 
-        `failure`: the outcome of an answer whose environment failed, which is not graded.
+        `failure`: the Outcome of an answer whose environment failed, which is not graded.
         """
         future = Future()
         self.submitted.append(future)
         if failure:
             future.set_result(failure)
             return
-        spec = self.by_source.get(source, self.default)
-        ids = ids if reward.has_own(spec, self.functions) else None
-        request = json.dumps({"spec": spec, "arguments": [text, answer, row, ids]}, default=str)
+        kind = self.by_source.get(source, self.default)
+        arguments = [text, answer, row, ids if kind.takes_ids else None]
+        request = json.dumps({"spec": kind.spec, "arguments": arguments}, default=str)
         with self.lock:
-            self.waiting[bool(reward.models_of(spec, self.functions))].append((request, future))
+            self.waiting[bool(kind.models)].append((request, future))
             self.lock.notify_all()
 
     def submit_turn(self, place: str, text: str, row: dict, state: dict) -> Future:
