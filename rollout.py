@@ -100,9 +100,8 @@ class Engine:
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yield (index of a prompt, its `n` answers) as they finish; `prompts` are token ids, with one seed each.
 
-        The same prompt and seed give the same answers on any engine, whatever else is in its batch.
-        `sampling`: a section with temperature, top_p and top_k. `max_tokens`: the limit of an answer, a list has one
-        per prompt. Raises RankError if no weights were pushed since `sleep`.
+        The same prompt and seed give the same answers on any engine. `sampling`: a section with temperature, top_p and
+        top_k; `max_tokens`: of an answer, or a list. Raises RankError if no weights were pushed since `sleep`.
         """
         if not self.pushed:
             raise RankError("vLLM did not take up the weight push: none came since it slept, so its weights are stale")
@@ -116,21 +115,21 @@ class Engine:
             engine.add_request(str(number), {"prompt_token_ids": ids}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
-                if output.finished:
-                    yield int(output.request_id), [self._completion(answer) for answer in output.outputs]
-
-    def _completion(self, answer) -> Completion:
-        ids = list(answer.token_ids)
-        logps = [at[token].logprob for at, token in zip(answer.logprobs, ids, strict=True)]
-        if self.return_routes and answer.routed_experts is None:
-            raise RankError("vLLM returned no routes of an answer, which algo.replay_routes needs; set it to false")
-        return Completion(ids, logps, answer.finish_reason == "stop", answer.routed_experts)
+                if not output.finished:
+                    continue
+                answers = []
+                for answer in output.outputs:
+                    if self.return_routes and answer.routed_experts is None:
+                        raise RankError("vLLM returned no routes, which algo.replay_routes needs; set it to false")
+                    ids = list(answer.token_ids)
+                    logps = [at[token].logprob for at, token in zip(answer.logprobs, ids, strict=True)]
+                    answers.append(Completion(ids, logps, answer.finish_reason == "stop", answer.routed_experts))
+                yield int(output.request_id), answers
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights by the (Hugging Face name, full tensor) pairs, in layer order; clear the prefix cache.
 
-        All ranks of the world call this together. Raises TrainingError unless every engine then holds the weights, bit
-        for bit.
+        All ranks of the world call this. Raises TrainingError unless every engine then holds the weights, bit for bit.
         """
         with self.push_check.watch(self.llm, weights) as stream:
             if torch.cuda.device_count() == 0:
@@ -147,10 +146,7 @@ class Engine:
         return self.push_check.metrics
 
     def sleep(self) -> None:
-        """Free the GPU memory of weights and KV cache for the trainer. On the CPU this frees nothing.
-
-        Weights are pushed before they are read again, so level 2 may drop them; level 1 copies them to the host.
-        """
+        """Free the GPU memory of weights (a push comes before they are read again) and KV cache for the trainer."""
         self.pushed = False
         if self.sleeps:
             self.llm.sleep(level=self.sleep_level)

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import megatron_bridge as bridge
 from config import ParallelConfig, TrainingError
 from support.engine import push_check
-from support.engine.push_check import Held, PushCheck, digest, engine_digests, pushed_sums, to_numpy
+from support.engine.push_check import Held, PushCheck, digest, engine_digests, pushed_sums
 
 SMALL = ("train.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0")
 FP32, BF16 = ("model.dtype=fp32", "train.lr=0.001"), ("model.dtype=bf16", "train.lr=1e-6")
@@ -100,7 +100,9 @@ class Layer(torch.nn.Module):
 def compared(check: PushCheck, pushed: dict[str, torch.Tensor], held: list[dict[str, torch.Tensor]], moved=()) -> None:
     """Two ranks, one engine: `check` sees `pushed`, while rank r holds what follows from held[r]."""
     layers = [torch.nn.ModuleDict({"layer": Layer(hf, rank)}) for rank, hf in enumerate(held)]
-    everywhere = [Held(list(d), to_numpy(d.values()), 0, list(moved)) for d in map(engine_digests, layers)]
+    everywhere = [
+        Held(list(d), torch.stack([*d.values()]).numpy(), 0, list(moved)) for d in map(engine_digests, layers)
+    ]
     check.compare(pushed_sums([(n, digest(t)) for n, t in pushed.items()], set(everywhere[0].names)), everywhere)
 
 

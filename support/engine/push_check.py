@@ -48,9 +48,8 @@ def vllm_name(name: str) -> str:
 def digest(tensor: torch.Tensor, ordered: bool = False) -> torch.Tensor:
     """Digest of a tensor's bits: [2] int64 on its device, 0 for zeros; that of a whole is the sum over its parts.
 
-    Over the words x_i of 8 bytes, modulo 2^64: the sum of x_i, which changes with any one word, and the sum of
-    x_2i x_2i+1, since two changes can cancel in the first. `ordered`: the second sum is of (2i + 1) x_i, so that
-    elements in a wrong order show.
+    Over the words x_i of 8 bytes, modulo 2^64: the sum of x_i, and that of x_2i x_2i+1, since two changes can cancel in
+    the first. `ordered`: the second is of (2i + 1) x_i, so that elements in a wrong order show.
     """
     flat = tensor.reshape(-1)
     multiple = 16 // flat.element_size()  # elements in two words
@@ -69,10 +68,7 @@ def digest(tensor: torch.Tensor, ordered: bool = False) -> torch.Tensor:
 
 
 def engine_digests(model: torch.nn.Module, ordered: bool = False) -> dict[str, torch.Tensor]:
-    """{name: digest} of the weights in this rank's shard of vLLM's model.
-
-    On the CPU vLLM packs weights and drops them; `packed` has the digests of those that it packed last (cpu_engine).
-    """
+    """{name: digest} of the weights in this rank's shard of vLLM's model; of those that cpu_engine packs, `packed`."""
     found = {}
     seen = set()
     for path, module in model.named_modules():
@@ -84,11 +80,6 @@ def engine_digests(model: torch.nn.Module, ordered: bool = False) -> dict[str, t
                 found[vllm_name(f"{path}.{name}")] = digest(weight, ordered)
                 seen.add(weight.data_ptr())
     return found
-
-
-def to_numpy(digests: Iterable[torch.Tensor]) -> np.ndarray:
-    """[n, 2] int64, in one copy from the device."""
-    return torch.stack(list(digests)).cpu().numpy()
 
 
 def add_digests(weights: Iterable[tuple[str, torch.Tensor]], found: list) -> Iterator[tuple[str, torch.Tensor]]:
@@ -123,10 +114,8 @@ class PushCheck:
 
     @contextlib.contextmanager
     def watch(self, llm, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """Give the pairs that `llm` has to load inside the block; compare the digests at its end.
-
-        Raises TrainingError, on every rank, unless all engines hold the pairs then; after the first push also if that
-        changed the weights that they read from disk.
+        """Give the pairs that `llm` has to load inside the block. Raises TrainingError, on every rank, unless all
+        engines hold them at its end, or if the first push changed the weights that they read from disk.
         """
         found = []
         stream = add_digests(weights, found)
@@ -138,14 +127,15 @@ class PushCheck:
         changed = [name for name, sums in self.on_disk.items() if sums != after.get(name)]
         self.on_disk = {}  # later pushes bring other weights
         pushed = pushed_sums(found, set(held))
+        digests = torch.stack([*held.values()]).cpu().numpy()
         checksum = zlib.crc32(b"".join(name.encode() + sums.tobytes() for name, sums in sorted(pushed.items())))
-        self.compare(pushed, ranks.gather(Held(list(held), to_numpy(held.values()), checksum, changed)))
+        self.compare(pushed, ranks.gather(Held(list(held), digests, checksum, changed)))
 
     def compare(self, pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
         """Compare the weights on all ranks with {vLLM's name: digests of what was pushed into it} (pushed_sums).
 
         The digest of a weight, summed over an engine's ranks, is a times that of its tensors and b times that of its
-        keys and values. a and b are replication factors: how many ranks hold a copy. The first push finds them.
+        keys and values; a and b are how many ranks hold a copy. The first push finds them.
         """
         check_pushed(pushed, everywhere)
         names = everywhere[0].names
@@ -156,26 +146,22 @@ class PushCheck:
         stale = np.zeros(len(totals), bool)  # engines without some of the push, [E]
         for i, name in enumerate(names):
             factors = possible if first else self.copies[name]
-            fits = {ab: holds(totals[:, i], pushed[name], ab) for ab in factors}  # {(a, b): [E]}
+            tensors, key_value = pushed[name]
+            fits = {(a, b): (totals[:, i] == a * tensors + b * key_value).all(1) for a, b in factors}  # {(a, b): [E]}
             copies[name] = [ab for ab, engines in fits.items() if engines.all()]
             if fits and not copies[name] and not first:
                 lost.append(name)
                 stale |= ~np.any(list(fits.values()), 0)
         if lost:
             behind = [int(e) * self.tp + i for e in stale.nonzero()[0] for i in range(self.tp)]
-            raise TrainingError(
-                f"vLLM did not take up the weight push: on ranks {behind} {len(lost)} of {len(names)} weights are not "
-                f"those of the trainer: {shorten(lost)}"
-            )
+            what = f"on ranks {behind} {len(lost)} of {len(names)} weights are not those of the trainer"
+            raise TrainingError(f"vLLM did not take up the weight push: {what}: {shorten(lost)}")
         self.copies = copies
         unknown = [name for name in names if not copies[name]]
         self.metrics = {"sync/checked": 1 - len(unknown) / len(names)}
         if first and unknown and dist.get_rank() == 0:
-            print(
-                f"warning: vLLM keeps {len(unknown)} of {len(names)} weights in a layout of its own, so only logp_gap "
-                f"shows whether a push reached them: {shorten(unknown)}",
-                flush=True,
-            )
+            what = f"{len(unknown)} of {len(names)} weights in a layout of its own"
+            print(f"warning: vLLM keeps {what}, so only logp_gap shows a push of: {shorten(unknown)}", flush=True)
 
 
 def check_pushed(pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
@@ -198,23 +184,17 @@ def check_pushed(pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
         )
 
 
-def holds(totals: np.ndarray, pushed: np.ndarray, copies: tuple[int, int]) -> np.ndarray:
-    """Which engines hold a pushed weight, if ranks have so many `copies`; totals [E, 2], pushed [2, 2] → [E]."""
-    tensors, key_value = pushed
-    a, b = copies
-    return (totals == a * tensors + b * key_value).all(1)
-
-
 def ordered_digests(llm) -> dict[str, list[int]]:
     """{name: digest that depends on the order of elements} of the weights of `llm` on this rank."""
     (held,) = llm.apply_model(partial(engine_digests, ordered=True))
-    return dict(zip(held, to_numpy(held.values()).tolist(), strict=True))
+    return dict(zip(held, torch.stack([*held.values()]).tolist(), strict=True))
 
 
 def pushed_sums(found: list[tuple[str, torch.Tensor]], names: set[str]) -> dict[str, np.ndarray]:
     """{vLLM's name: [2, 2]}: the sum of the digests of its tensors, keys and values apart in the second row."""
     pushed = {}
-    for (name, _), sums in zip(found, to_numpy(sums for _, sums in found), strict=True):
+    digests = torch.stack([sums for _, sums in found]).cpu().numpy()  # in one copy from the device
+    for (name, _), sums in zip(found, digests, strict=True):
         into = pushed.setdefault(vllm_name(name), np.zeros((2, 2), np.int64))
         into[int(bool(KEY_VALUE.search(name)))] += sums
     if "lm_head.weight" in names - set(pushed):  # tied to the embedding, but packed separately
