@@ -81,10 +81,7 @@ def init_model_parallel(parallel, seed: int, timeout_s: float = 1800.0) -> None:
 
 
 def seed_step(seed: int, step: int) -> None:
-    """Seed Megatron's and torch's random streams (for dropout, where it is on) for one step.
-
-    A resumed run then draws the same numbers as one that was not interrupted.
-    """
+    """Seed Megatron's and torch's random streams for a step, so that a resumed run draws the same (for dropout)."""
     model_parallel_cuda_manual_seed(seed * 1_000_003 + step, force_reset_rng=True)
     torch.manual_seed(seed * 1_000_003 + step)
 
@@ -103,16 +100,8 @@ def process_groups() -> dict[str, dist.ProcessGroup]:
     }
 
 
-def data_parallel() -> tuple[int, int]:
-    """(rank, size) of this rank among the model replicas."""
-    return mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-
-
 def reports_loss() -> bool:
-    """Whether this rank reports its replica's losses: last pipeline stage, first tensor- and context-parallel rank.
-
-    A sum over these ranks counts each token once.
-    """
+    """Whether this rank reports its replica's losses; a sum over these ranks counts each token once."""
     first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
     return first and mpu.is_pipeline_last_stage(ignore_virtual=True)
 
@@ -120,11 +109,6 @@ def reports_loss() -> bool:
 def token_multiple(parallel) -> int:
     """The length of a packed row is a multiple of this: context parallelism, then tensor parallelism, split the row."""
     return parallel.tp * parallel.cp
-
-
-def micro_batch_multiple(parallel) -> int:
-    """A replica's number of micro-batches is a multiple of this: the interleaved schedule needs full rounds."""
-    return parallel.pp if parallel.vpp > 1 else 1
 
 
 # ---------------------------------------------------------------- model
@@ -367,12 +351,10 @@ def zero_gradients(model: list, optimizer) -> None:
 
 
 def optimizer_step(optimizer, lr: float, offloaded: bool = False) -> float:
-    """One update with learning rate `lr` from the accumulated gradients; returns their norm, before clipping.
+    """One update with learning rate `lr`; returns the norm of the accumulated gradients before clipping, on every rank.
 
-    `offloaded`: the optimizer's state may be on the host and is copied back first (train.offload=optimizer).
-
-    The norm is the same on every rank. Where it is NaN, infinite or exactly 0 the update is skipped: with a gradient of
-    0 Adam would move by momentum alone.
+    Where it is NaN, infinite or exactly 0 (Adam would move by momentum alone) the update is skipped. `offloaded`: the
+    optimizer's state may be on the host and is copied back first.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -389,10 +371,7 @@ def optimizer_step(optimizer, lr: float, offloaded: bool = False) -> float:
 
 
 def hidden_states(model, mb) -> torch.Tensor:
-    """Forward pass of a micro-batch through one model chunk: [T / cp (/ tp under sequence parallelism), 1, h].
-
-    The result goes to the next stage or, on the last, to `token_logprobs`.
-    """
+    """Forward pass of a micro-batch through one model chunk: [T / cp (/ tp under sequence parallelism), 1, h]."""
     chunk = unwrap_model(model)
     untrained = own_stripe(mb.mask if mb.weights is None else mb.weights) == 0  # [1, T / cp], what routers do not count
     if chunk.config.sequence_parallel and not chunk.pre_process:  # Megatron 0.16 splits it on the first stage only
@@ -407,11 +386,6 @@ def hidden_states(model, mb) -> torch.Tensor:
     return model(tokens, positions, attention_mask=None, packed_seq_params=packing, **options)
 
 
-def is_last_stage(model) -> bool:
-    """Whether this model chunk ends the pipeline, so that its hidden states are the model's last."""
-    return unwrap_model(model).post_process
-
-
 def first_of_context() -> bool:
     """Whether this is the first context-parallel rank: all hold a whole row's log-probs, only the first counts them."""
     return mpu.get_context_parallel_rank() == 0
@@ -421,8 +395,7 @@ def vocab_parallel_logp(logits_M, targets_M, with_entropy: bool = True) -> tuple
     """Log-prob of each target and entropy at each position, over a vocabulary split across the tensor-parallel ranks.
 
     logits_M [M, V / tp] fp32, targets_M [M] ids in the full vocabulary → logp_M, entropy_M [M]; both differentiable.
-    Without `with_entropy` the entropy is NaN. Every rank computes the same loss from the sums, so they need an
-    all-reduce in the forward pass and none in the backward pass.
+    All ranks compute one loss from the sums, so they need an all-reduce in the forward pass and none in the backward.
     """
     vocab = logits_M.shape[-1]
     local_M = targets_M - mpu.get_tensor_model_parallel_rank() * vocab
@@ -439,14 +412,12 @@ def vocab_parallel_logp(logits_M, targets_M, with_entropy: bool = True) -> tuple
     return target_M - log_z_M, log_z_M - weighted_sum_M / exp_sum_M
 
 
-def token_logprobs(
-    model, hidden, targets, mask, temperature: float, with_entropy: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(model, hidden, targets, mask, temperature: float, with_entropy=True):
     """Log-prob of the target and entropy (NaN if not asked for) at each position, 0 where `mask` is 0.
 
     hidden [T / cp (/ tp under sequence parallelism), 1, h], targets and mask [1, T] → logp_T, entropy_T [T] fp32, on
-    every context-parallel rank. Logits exist for the M positions in `mask` only, LOGITS_CHUNK at a time, and are
-    recomputed in the backward pass: a full [T, V] would not fit.
+    every context-parallel rank. A full [T, V] of logits would not fit: they exist for the M positions in `mask` only,
+    LOGITS_CHUNK at a time.
     """
     model = unwrap_model(model)
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
@@ -537,10 +508,7 @@ EXPERT = re.compile(r"(?<=local_experts\.)\d+")  # an expert's number in a Megat
 
 
 def rule_of(name: str, hf) -> tuple[str, list[str]]:
-    """(join, Hugging Face names) of a Megatron weight whose name counts layers and experts over the whole model.
-
-    Raises KeyError for a name without a rule.
-    """
+    """(join, Hugging Face names) of a Megatron weight, named with layers and experts of the whole model; KeyError."""
     if name.endswith(lora.FACTORS):
         return lora.factor_rule(name, *rule_of(lora.weight_of(name), hf))
     if name == "output_layer.weight" and hf.tie_word_embeddings:  # the last stage's copy of the embedding
@@ -556,10 +524,7 @@ def rule_of(name: str, hf) -> tuple[str, list[str]]:
 
 
 def shard_group(name: str) -> tuple:
-    """(process group that shards a weight, how many ranks split one tensor of it).
-
-    Experts: a group of ep × etp ranks, where each run of etp ranks splits one expert. Other weights: the tp ranks.
-    """
+    """(process group that shards a weight, how many ranks split one tensor): for experts ep × etp ranks, and etp."""
     if is_expert(name):
         return mpu.get_expert_tensor_and_model_parallel_group(), mpu.get_expert_tensor_parallel_world_size()
     return mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_world_size()
@@ -598,10 +563,7 @@ def local_view(join: str, flat: torch.Tensor, shape: torch.Size, hf) -> torch.Te
 
 
 def named_weights(model: list, factors: bool = False) -> dict[str, torch.nn.Parameter]:
-    """This rank's weights, or adapters' `factors`, by Megatron name.
-
-    A layer has its number in the whole model, an expert that on this rank.
-    """
+    """This rank's weights, or adapters' `factors`, by Megatron name: layers counted over the model, experts locally."""
     weights = {}
     for chunk in map(unwrap_model, model):
         for name, parameter in chunk.named_parameters():
@@ -635,11 +597,9 @@ def load_weights(model: list, path: str) -> None:
 def hf_weights(model: list, bucket_bytes=BUCKET_BYTES, factors=False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every (Hugging Face name, full tensor) in layer order, on every rank; all ranks must drain it together.
 
-    Adapters are merged into their weights; `factors`: they alone, under PEFT's names.
-
-    Weights travel in buckets of at most `bucket_bytes` (or one tensor): one all-gather over the ranks that shard a
-    weight and one broadcast over the pipeline stages. Besides its own shard a rank holds a copy of its part of the
-    bucket while gathering, then the bucket and one full tensor; no tensor that was yielded keeps the bucket alive.
+    Adapters are merged into their weights; `factors`: they alone, under PEFT's names. Weights travel in buckets of at
+    most `bucket_bytes` (or one tensor): one all-gather over the ranks that shard a weight, one broadcast over the
+    pipeline stages. Besides its shard a rank holds one bucket and one full tensor.
     """
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:  # otherwise gathered only when the next forward pass reads them
@@ -655,11 +615,6 @@ def hf_weights(model: list, bucket_bytes=BUCKET_BYTES, factors=False) -> Iterato
         yield from read_bucket(gather_bucket(own, bucket_shapes, stage, dtype), bucket_shapes, hf)  # keeps no bucket
 
 
-def current_value(weight: torch.nn.Parameter) -> torch.Tensor:
-    """A rank's shard of a weight as the model computes with it: with its adapter, if it has one."""
-    return lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach()
-
-
 def gather_bucket(own: dict, shapes: dict[str, torch.Size], stage: int, dtype: torch.dtype) -> torch.Tensor:
     """All-gather a bucket, the weights in `shapes` of a pipeline stage; on every rank [shards, elements of a shard]."""
     group, _ = shard_group(next(iter(shapes)))
@@ -667,7 +622,9 @@ def gather_bucket(own: dict, shapes: dict[str, torch.Size], stage: int, dtype: t
     elements = sum(shape.numel() for shape in shapes.values())
     flat = torch.empty(group.size(), elements, dtype=dtype, device=device())
     if stage == pp_group.rank():
-        local = torch.cat([current_value(own[name]).reshape(-1) for name in shapes])
+        held = [own[name] for name in shapes]
+        merged = [lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach() for weight in held]
+        local = torch.cat([weight.reshape(-1) for weight in merged])
         if len(flat) > 1:
             dist.all_gather(list(flat), local, group=group)
         else:
@@ -691,9 +648,8 @@ def read_bucket(flat: torch.Tensor, shapes: dict[str, torch.Size], hf) -> Iterat
 
 
 def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]]]:
-    """Group the weights of all stages, in layer order, into (stage, names) of at most `limit` gathered elements.
-
-    A bucket holds one tensor at least, and either experts or other weights.
+    """Group the weights of all stages, in layer order, into (stage, names) of at most `limit` gathered elements, or one
+    weight; experts and other weights apart.
     """
     owners = {name: stage for stage, weights in enumerate(stages) for name in weights}
     if hf.tie_word_embeddings:

@@ -149,16 +149,15 @@ def save(run: Run, step: int) -> None:
 
 
 def config_at(cfg: Config, step: int, moving: dict[str, float]) -> Config:
-    """The configuration that this step uses: the learning rate with its warm-up, schedules, and `moving`.
-
-    `moving` is {dotted key: value}, such as {"algo.kl_coef": 0.01}, set by earlier steps. Checkpoints keep `cfg` and
-    `moving`.
+    """The configuration that this step uses: with schedules, warm-up, and `moving`, {dotted key: value} that earlier
+    steps have set, such as {"algo.kl_coef": 0.01}. Checkpoints keep `cfg` and `moving`.
     """
-    values = {"train.lr": cfg.train.lr}
     if any(course for _, course in cfg.schedule):
-        values |= schedule.scheduled_values(cfg, step)
-    values["train.lr"] *= min(1.0, step / max(cfg.train.warmup_steps, 1))
-    return override(cfg, values | moving)
+        cfg = override(cfg, schedule.scheduled_values(cfg, step))
+    if step < cfg.train.warmup_steps:
+        lr = cfg.train.lr * (step / cfg.train.warmup_steps)
+        cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"lr": lr})})
+    return override(cfg, moving) if moving else cfg
 
 
 def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
@@ -204,8 +203,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     with clock("save"):
         export_and_save(run, step)
     seconds = clock.end_step()
-    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, metrics.expert_load(model), seconds)
-    numbers = metrics.summarize(record, batch, cfg)
+    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, seconds)
+    numbers = metrics.summarize(record, batch, model, cfg)
     return numbers | run.engine.metrics() | clock.memory.numbers(), samples
 
 
@@ -262,7 +261,8 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
     run.prompts_taken = taken
     if len(groups) < r.prompts_per_step and dist.get_rank() == 0:
         print(f"step {step}: after {rounds} rounds {len(groups)} of {r.prompts_per_step} groups have mixed rewards")
-    penalize_length(samples, cfg.algo, r.max_new_tokens)  # afterwards: it makes no group a mixed one
+    if cfg.algo.overlong_buffer:
+        penalize_length(samples, cfg.algo, r.max_new_tokens)  # afterwards: it makes no group a mixed one
     return samples, groups or set(prompts), rounds, notes
 
 
@@ -270,7 +270,6 @@ def answer(
     run: Run, prompts: dict[int, Prompt], step: int, n: int, sampling: RolloutConfig | EvalConfig, max_tokens: int
 ) -> tuple[list[Sample], list[dict]]:
     """`n` graded answers to each of {group: prompt}, in the order of groups, and each rank's notes; on every rank.
-
     Every engine answers its share. A group is graded as soon as it is complete, while the engine works on the others.
     """
     cfg, clock, tp = run.cfg, run.clock, run.cfg.rollout.tp
@@ -308,11 +307,10 @@ def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None
 
     Source: soft overlong punishment, DAPO, arXiv 2503.14476, eq. 13.
     """
-    if algo.overlong_buffer:
-        for s in samples:
-            beyond = len(s.response_ids) - (limit - algo.overlong_buffer)
-            s.reward_parts["overlong"] = -min(max(beyond / algo.overlong_buffer, 0.0), 1.0) * algo.overlong_coef
-            s.reward += s.reward_parts["overlong"]
+    for s in samples:
+        beyond = len(s.response_ids) - (limit - algo.overlong_buffer)
+        s.reward_parts["overlong"] = -min(max(beyond / algo.overlong_buffer, 0.0), 1.0) * algo.overlong_coef
+        s.reward += s.reward_parts["overlong"]
 
 
 # ---------------------------------------------------------------- 3. from samples to rows of tokens
@@ -320,7 +318,6 @@ def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None
 
 def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
     """All samples end to end, a value for each position that predicts the next token: F, all but each sample's last.
-
     A prompt a b with the answer c d gives tokens a b c, targets b c d, mask 0 1 1. An environment's tokens have mask 0.
     """
     parts = {"tokens": [], "targets": [], "rollout_logp": [], "mask": []}
@@ -352,8 +349,7 @@ def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: 
 
 def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, several_updates: bool) -> Batch:
     """The batch with the log-probs that the loss of this step needs besides vLLM's, [F] each; every kind is one pass.
-
-    Those of the policy before the updates (old_logp): without a pass, grpo_loss takes its own, detached.
+    Without a pass for those of the policy before the updates (old_logp), grpo_loss takes its own, detached.
     """
     algo = cfg.algo
     kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
@@ -376,14 +372,11 @@ def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, se
 
 
 def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
-    """The batch with an advantage for each position, [F]: that of its answer or, with token rewards, of its step.
-
-    With kl_in=reward, kl_coef times the sum of its tokens' KL is first subtracted from the reward, as in verl.
-    """
+    """The batch with an advantage for each position, [F]: that of its answer or, with token rewards, of its step."""
     rewards_N = np.array([s.reward for s in samples])
     groups_N = np.array([s.group for s in samples])
-    kl_F = torch.zeros(len(batch.mask))
-    if algo.kl_coef > 0 and algo.kl_in == "reward":
+    kl_F = torch.zeros_like(batch.rollout_logp)
+    if algo.kl_coef > 0 and algo.kl_in == "reward":  # as in verl
         kl_F = token_kl(batch.old_logp, batch.ref_logp, algo.kl) * batch.mask
         rewards_N = rewards_N - algo.kl_coef * batch.sums(kl_F)
     if algo.credit == "answer" or not any(s.token_rewards for s in samples):
@@ -400,13 +393,11 @@ def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
     return replace(batch, advantages=advantages_F)
 
 
-def group_advantages(
-    rewards_N: np.ndarray, groups_N: np.ndarray, kind: str, tokens_N: np.ndarray | None = None
-) -> np.ndarray:
-    """Advantage of each answer against its own group; [N] each → [N] float64. tokens_N, the answers' trained tokens,
-    is for reinforce_pp alone.
+def group_advantages(rewards_N: np.ndarray, groups_N: np.ndarray, kind: str, tokens_N=None) -> np.ndarray:
+    """Advantage of each answer against its own group, 0 in a group of equal rewards; [N] each → [N] float64.
 
-    With mean m and std s (ddof 1) of the group of G answers, and m', s' those of the other G - 1:
+    With mean m and std s (ddof 1) of the group of G answers, and m', s' those of the other G - 1; tokens_N, the trained
+    tokens of each answer, are for reinforce_pp alone:
 
       grpo          (r - m) / (s + 1e-6)           DeepSeekMath, arXiv 2402.03300, 4.1.2; ddof and eps as in verl
       dr_grpo       r - m                          Dr. GRPO, arXiv 2503.20783, 3.2
@@ -415,7 +406,6 @@ def group_advantages(
       reinforce_pp  a = r - m, then (a - mean(a)) / sqrt(var(a) + 1e-8) over all trained tokens of the batch (ddof 1)
                                                    REINFORCE++-baseline, arXiv 2501.03262; as in verl
       none          0                              for a teacher alone
-    Exactly 0 for a group of one or of equal rewards (in reinforce_pp: before the whitening).
     """
     advantages_N = np.zeros_like(rewards_N)
     order = np.argsort(groups_N, kind="stable")
@@ -445,12 +435,10 @@ def group_advantages(
 
 
 def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: str, length: int) -> Tensor:
-    """Weight of each token in the loss of an update on the `chosen` samples, [F].
+    """Weight of each token in the loss of an update on the `chosen` samples, [F]: sum_t weight · loss / T is its loss.
 
-    trained_F: mask of trained tokens [F], seq_id_F: number of each one's sample [F]. The sum of weight · loss, divided
-    by the number T of trained tokens, is the normalised loss.
-
-    Over the N answers with trained tokens, y_i of them in answer i:
+    trained_F: mask of trained tokens [F], seq_id_F: number of each one's sample [F]. With T trained tokens in N answers
+    y_i of them in answer i:
 
       token_mean               1               sum_i sum_t loss / T               DAPO, arXiv 2503.14476, eq. 8
       seq_mean_token_mean      T / (N y_i)     mean_i (1 / y_i) sum_t loss        GRPO, arXiv 2402.03300, eq. 3
@@ -484,7 +472,7 @@ def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None =
     micro_batches = to_micro_batches(batch, list(range(len(batch.lengths_N))), budget, cfg)
     with bridge.swapped_weights(model, weights):
         rows = run_schedule(model, micro_batches, cfg.rollout.temperature)
-    logp_F = torch.zeros(int(batch.lengths_N.sum()), device=bridge.device())
+    logp_F = torch.zeros(len(batch.tokens), device=bridge.device())
     if bridge.reports_loss():  # one rank a replica, on the last stage
         for mb, logp_T in zip(micro_batches, rows, strict=True):
             logp_F[mb.index_T] = logp_T[: mb.lengths.sum()]
@@ -505,7 +493,6 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
 def run_schedule(model: list, micro_batches: list[MicroBatch], temperature: float, loss_func=None) -> list:
     """Megatron's pipeline schedule over the micro-batches: forward and backward passes of `loss_func`, or, without one,
     forward passes alone. Returns, on the last stage only, the reports of `loss_func`, or the log-probs [T] of each row.
-
     Megatron sums gradients over micro-batches and replicas and divides them once by the global sum of the denominators
     (calculate_per_token_loss), so neither the split into micro-batches nor the layout changes the result.
     """
@@ -528,12 +515,10 @@ def run_schedule(model: list, micro_batches: list[MicroBatch], temperature: floa
 def forward_step(micro_batches, model, temperature: float, loss_func):
     """Megatron's forward_step: the next micro-batch through one model chunk; its output, and a function of the output
     that gives its loss or, without `loss_func`, its log-probs.
-
-    Sequences of a row do not attend to each other: attention reads where they begin from `cu_seqlens`.
     """
     mb = next(micro_batches)
     hidden = bridge.hidden_states(model, mb)  # [T / cp (/ tp under sequence parallelism), 1, h]
-    if not bridge.is_last_stage(model):
+    if not bridge.unwrap_model(model).post_process:  # an earlier stage of the pipeline
         return hidden, None
     logp_T, entropy_T = bridge.token_logprobs(
         model, hidden, mb.targets, mb.mask, temperature, with_entropy=loss_func is not None
@@ -562,11 +547,9 @@ def push_weights(run: Run) -> None:
 
 
 def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfig):
-    """(loss sum, integer denominator, report) of one micro-batch, as Megatron's schedule wants them.
-
-    Megatron adds the gradients of all micro-batches and replicas and divides once by the sum of the denominators, so
-    the loss is sum / count over the whole update whatever the split. No factor of micro-batches, dp or cp belongs here.
-    The count is of tokens with a weight above 0. What needs the whole batch is made in train_step and travels in Batch.
+    """(loss sum, number of tokens with a weight above 0, report) of one micro-batch. Megatron divides the sum of all
+    gradients by the sum of these numbers: no factor of micro-batches, dp or cp belongs here (`run_schedule`). What
+    needs the whole batch is made in train_step and travels in Batch.
     """
     mask_T = mb.mask[0].float()
     weight_T = mb.weights[0]
@@ -580,9 +563,9 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     loss_T = policy_T
     if algo.entropy_coef:
         loss_T = loss_T - algo.entropy_coef * entropy_T
-    kl = dict.fromkeys(("kl_k1", "kl_k2", "kl_k3"), torch.zeros_like(mask_T))  # for the report
+    kl = dict.fromkeys(("k1", "k2", "k3"), torch.zeros_like(mask_T))  # for the report
     if mb.ref_logp is not None:
-        kl = {name: token_kl(logp_T.detach(), mb.ref_logp[0], name.removeprefix("kl_")) for name in kl}
+        kl = {kind: token_kl(logp_T.detach(), mb.ref_logp[0], kind) for kind in kl}
         if algo.kl_in == "loss":
             loss_T = loss_T + algo.kl_coef * token_kl(logp_T, mb.ref_logp[0], algo.kl)
     loss = (loss_T * weight_T).sum()
@@ -704,12 +687,11 @@ def rehearse(cfg: Config) -> None:
         raise UserError("algo.kl_coef=0 keeps no reference model, but config_at raises it; start above 0")
     algo = override(config_at(cfg, 1, {}), {"algo.kl_coef": 1.0}).algo
     samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=r) for r in (0.0, 1.0)]
-    penalize_length(samples, algo, cfg.rollout.max_new_tokens)
     batch = flatten(samples, algo.mask_truncated)
     batch = replace(batch, old_logp=batch.rollout_logp, ref_logp=batch.rollout_logp, teacher_logp=batch.rollout_logp)
     weights_F = loss_weights(batch.trained, batch.seq_id, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
     batch = replace(give_credit(samples, batch, algo), weights=weights_F)
-    mb = pack(batch, [0, 1], int(batch.lengths_N.sum()), "cpu")
+    mb = pack(batch, [0, 1], len(batch.tokens), "cpu")
     logp_T = mb.rollout_logp[0].clone().requires_grad_()
     loss, _, _ = grpo_loss(mb, logp_T, -logp_T, algo)
     loss.backward()

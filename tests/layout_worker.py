@@ -90,13 +90,15 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     budget = cfg.train.max_tokens_per_micro_batch
     batch = replace(batch, weights=weights_F)
     if "bins" in plan:
-        rank, replicas = bridge.data_parallel()
+        rank = bridge.mpu.get_data_parallel_rank()
+        replicas = bridge.mpu.get_data_parallel_world_size()
         micro_batches = [pack(batch, members, budget, bridge.device()) for members in plan["bins"][rank::replicas]]
     else:
         micro_batches = to_micro_batches(batch, order, budget, cfg)
     report = train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
     grad_norm = bridge.optimizer_step(optimizer, EPS * STEP)
-    after, load = dict(bridge.hf_weights(model, factors=bool(cfg.lora.rank))), metrics.expert_load(model)
+    after = dict(bridge.hf_weights(model, factors=bool(cfg.lora.rank)))
+    load = metrics.expert_load(model) if model[0].config.num_moe_experts else []
     bridge.mpu.destroy_model_parallel()
     return {
         "logp": logp_F, "old_logp": batch.old_logp, "ref_logp": batch.ref_logp, "load": torch.tensor(load),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from config import AlgoConfig
+from config import AlgoConfig, ParallelConfig
 from support.data.prompts import Prompt, prompt_batch, sampling_seed
 from support.step.packing import Batch, MicroBatch, pack, plan_bins
 from train_grpo import Sample, flatten, group_advantages, grpo_loss, loss_weights, policy_loss, token_kl
@@ -108,14 +108,14 @@ def test_an_empty_micro_batch_counts_nothing():
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_bins_hold_every_sample_once_under_a_strict_cap(replicas):
     lengths = np.random.default_rng(0).integers(1, 50, size=101)
-    bins = plan_bins(lengths, 64, replicas)
+    bins = plan_bins(lengths, 64, replicas, ParallelConfig(), padded=True)
     assert sorted(n for members in bins for n in members) == list(range(101))
     assert max(lengths[members].sum() for members in bins) <= 64
     assert len(bins) % replicas == 0
     loads = [sum(lengths[members].sum() for members in bins[r::replicas]) for r in range(replicas)]
     assert max(loads) - min(loads) <= 0.05 * max(loads)
     with pytest.raises(ValueError, match="does not fit"):
-        plan_bins(lengths, 48, replicas)
+        plan_bins(lengths, 48, replicas, ParallelConfig(), padded=True)
 
 
 def test_loss_is_a_sum_and_a_count_whatever_the_packing():

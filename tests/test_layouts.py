@@ -15,6 +15,7 @@ import transformers
 from processes import Torchrun
 from safetensors.torch import load_file, save_file
 
+from config import ParallelConfig
 from support.base.read_config import load_config
 from support.check import memory_count
 from support.step.packing import plan_bins
@@ -260,7 +261,8 @@ def micro_batch_plan(folder, family: str, replicas: int) -> dict:
     """The same samples in 1, 2 and 6 micro-batches on one replica, in 2, 4 and 6 on two, in different orders."""
     samples, rng = make_samples(), np.random.default_rng(replicas)
     lengths_N = np.array([len(s["prompt_ids"]) + len(s["response_ids"]) - 1 for s in samples])
-    budgets = {n: next(b for b in range(40, 999) if len(plan_bins(lengths_N, b, replicas)) == n * replicas)
+    one = ParallelConfig()
+    budgets = {n: next(b for b in range(40, 999) if len(plan_bins(lengths_N, b, replicas, one, True)) == n * replicas)
                for n in (1, 2, 6 // replicas)}  # fmt: skip
     names = {f"{n} of DP{replicas}": budget for n, budget in budgets.items()}
     return make_plan(

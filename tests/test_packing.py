@@ -10,8 +10,13 @@ import torch
 from config import Config, ParallelConfig
 from support.base.read_config import override
 from support.step import packing
-from support.step.packing import ROW_TOKENS, TOKEN, add_padding, bubble, measure_rows, pack, plan_bins
+from support.step.packing import ROW_TOKENS, TOKEN, add_padding, bubble, measure_rows, pack
 from train_grpo import Sample, flatten
+
+
+def plan_bins(lengths_N, max_tokens, replicas, parallel=None, padded=True):
+    return packing.plan_bins(lengths_N, max_tokens, replicas, parallel or ParallelConfig(), padded)
+
 
 STEP, UPDATE, CAPS = 5120, 1280, (24576, 49152)  # samples; positions of a training and of a log-prob row
 

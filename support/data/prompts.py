@@ -162,8 +162,7 @@ def fingerprint(prompts: PromptSet | Mixture) -> str:
 def prompt_batch(prompts: Sequence[Prompt], taken: int, size: int, seed: int) -> list[Prompt]:
     """The `size` prompts after the first `taken` of an endless stream that is reshuffled each epoch.
 
-    A pure function of its arguments: the last partial batch of an epoch is filled from the next, and `taken` is all a
-    resumed run needs. A Mixture has one such stream per set, and takes a share of each.
+    The last partial batch of an epoch is filled from the next. A Mixture takes a share of each set's stream.
     """
     if isinstance(prompts, Mixture):
         sets = prompts.sets

@@ -35,8 +35,7 @@ def own_stripe(x: torch.Tensor) -> torch.Tensor:
 def gather_stripes(x: torch.Tensor, summed_gradient: bool) -> torch.Tensor:
     """All-gather the tokens of all ranks, in the order of the row; [T / cp, ...] → [T, ...].
 
-    `summed_gradient`: each rank computes another part of the loss from the result, so the backward pass sums the ranks'
-    gradients. Without it all ranks compute the same loss, and each keeps the gradient of its own tokens.
+    `summed_gradient`: each rank computes another part of the loss from it; else all the same loss, from own tokens.
     """
     if mpu.get_context_parallel_world_size() == 1:
         return x
@@ -77,10 +76,7 @@ class Segments:
 
     @functools.cached_property
     def mask(self) -> torch.Tensor | None:
-        """True where a query of the padded layout attends to a key, [S or 1, 1, max_q, max_k].
-
-        None where the causal mask is enough: padding is right of every real token, so it is masked too.
-        """
+        """True where a query of the padded layout attends to a key, [S or 1, 1, max_q, max_k]; None: where causal."""
         position = torch.arange(self.max_q, device=self.cu_q.device)[None]  # of each query among its keys, [S or 1, Q]
         if self.cu_k is not self.cu_q:
             last_S = self.cu_k.diff()[:, None] - 1  # position of a segment's last key
@@ -115,20 +111,14 @@ def uses_varlen(on: torch.device, dtype: torch.dtype) -> bool:
 
 
 def attend(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
-    """Causal attention inside each segment; `scale` of the products, None: d ** -0.5.
-
-    query [queries, heads, d], key and value [keys, kv_heads, d] → [queries, heads, d].
-    """
+    """Causal attention inside each segment; query [queries, heads, d], key and value [keys, kv_heads, d] → as query."""
     if uses_varlen(query.device, query.dtype):
         return attend_varlen(query, key, value, segments, scale)
     return attend_padded(query, key, value, segments, scale)
 
 
 def attend_padded(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
-    """`attend` by padding to [S, longest] and one scaled_dot_product_attention.
-
-    Where all segments have one length nothing is copied.
-    """
+    """`attend` by padding to [S, longest] and scaled_dot_product_attention; segments of one length are not copied."""
     sequences = len(segments.cu_q) - 1
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda and groups > 1:  # but for FlashAttention, torch takes grouped heads by storing all scores

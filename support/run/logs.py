@@ -32,7 +32,8 @@ class Log:
         self.hinted: set[str] = set()  # rules whose hint was shown
         self.growth = memory.Growth()
         steps = {"total": cfg.train.steps, "initial": inputs.done, "unit": "step"}
-        self.bar = tqdm(**steps, disable=not on_terminal(), dynamic_ncols=True)
+        on_terminal = self.speaks and sys.stderr.isatty()  # else plain lines go to a log
+        self.bar = tqdm(**steps, disable=not on_terminal, dynamic_ncols=True)
 
     def evaluated(self, step: int, found: dict[str, float], samples: list[Sample]) -> dict[str, float]:
         """Keep and show an evaluation after `step`; returns its metrics."""
@@ -104,15 +105,11 @@ class Log:
         print(f"outputs: {self.out}/metrics.jsonl, {self.out}/rollouts/, {export} (for transformers and vLLM)")
 
 
-def on_terminal() -> bool:
-    """Whether this process speaks for the run to somebody who watches; else plain lines go to a log."""
-    return dist.get_rank() == 0 and sys.stderr.isatty()
-
-
 def answers_bar(groups: Iterable, count: int) -> Iterable:
     """The groups of answers as an engine finishes them, under a bar of answers and tokens/s on a terminal."""
     tokens = 0
-    with tqdm(total=count, unit="answer", desc="rollout", leave=False, disable=not on_terminal(), delay=2) as bar:
+    disable = None if dist.get_rank() == 0 else True  # None: where standard error is no terminal
+    with tqdm(total=count, unit="answer", desc="rollout", leave=False, disable=disable, delay=2) as bar:
         for number, answers in groups:
             tokens += sum(len(answer.ids) for answer in answers)
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", refresh=False)

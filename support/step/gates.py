@@ -17,10 +17,8 @@ from support.step.records import Batch, MicroBatch, Sample
 
 
 def compared_updates(cfg: Config) -> int:
-    """The number of updates, from the first, whose report compares vLLM with the weights that vLLM sampled with.
-
-    They are the updates of one epoch, which see each token once. Without a pass for the trainer's old log-probs it is
-    the first update alone, as its log-probs are from before the weights change.
+    """The number of updates, from the first, whose old log-probs are the trainer's under the weights that vLLM sampled
+    with: those of one epoch, which see each token once, or without a pass for old log-probs the first alone.
     """
     return cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
 
@@ -34,11 +32,10 @@ def check_gap(
     gaps: list[float],
     rescore: Callable[[], torch.Tensor],
 ) -> None:
-    """Compare the log-probs of trainer and engine on the sampled tokens; called before the weights change.
+    """Raise TrainingError where the log-probs of trainer and engine on the sampled tokens differ beyond a bound.
 
     It finds what push_check cannot: differences of kernels, temperature, positions. Appends the mean gap of this update
-    to `gaps`, those of the updates so far. `rescore` computes the trainer's log-probs [F] for the table of the error.
-    Raises TrainingError where the gap is beyond its bound.
+    to `gaps`. `rescore` computes the trainer's log-probs [F], under the weights before the update, for the table.
     """
     gaps.append(report["gap"] / max(report["tokens"], 1))
     if cfg.model.dtype == "bf16":
@@ -101,26 +98,31 @@ def check_finite(
 ) -> int:
     """The number of updates in a row, with this one, that were skipped as their loss or gradient is NaN or infinite.
 
-    It is 0 after an update that was applied. The micro-batches of a skipped update are written to output_dir/skipped.
-    Raises TrainingError at train.max_skipped updates in a row.
+    Raises TrainingError at train.max_skipped of them.
     """
-    path = Path(cfg.output_dir, "skipped", f"step_{step:06d}_update_{number}")
-    limit = cfg.train.max_skipped
     if report["grad_norm"] == 0 and dist.get_rank() == 0:
         print("warning: no gradient (equal rewards in every group, no KL or entropy): update skipped", flush=True)
     if math.isfinite(report["grad_norm"]):
         return 0
+    path = Path(cfg.output_dir, "skipped", f"step_{step:06d}_update_{number}")
+    report_skipped(report, in_a_row + 1, path, micro_batches, cfg.train.max_skipped)
+    return in_a_row + 1
+
+
+def report_skipped(
+    report: dict[str, float], in_a_row: int, path: Path, micro_batches: list[MicroBatch], limit: int
+) -> None:
+    """Write the micro-batches of a skipped update to `path`_rank_*, and warn. Raises TrainingError at the limit."""
     if bridge.reports_loss():
         write_micro_batches(path, micro_batches)
     what = f"the loss of an update is {report['loss']}"
     if math.isfinite(report["loss"]):
         what = "a gradient is NaN or infinite"
     message = f"{what}; it was skipped, its micro-batches are in {path}_rank_*.safetensors"
-    if in_a_row + 1 >= limit:
-        raise TrainingError(f"{message}; {in_a_row + 1} in a row, train.max_skipped={limit}")
+    if in_a_row >= limit:
+        raise TrainingError(f"{message}; {in_a_row} in a row, train.max_skipped={limit}")
     if dist.get_rank() == 0:
-        print(f"warning: {message}; {in_a_row + 1} in a row, the run stops at train.max_skipped={limit}", flush=True)
-    return in_a_row + 1
+        print(f"warning: {message}; {in_a_row} in a row, the run stops at train.max_skipped={limit}", flush=True)
 
 
 def write_micro_batches(path: Path, micro_batches: list[MicroBatch]) -> None:
@@ -136,20 +138,26 @@ def write_micro_batches(path: Path, micro_batches: list[MicroBatch]) -> None:
 
 
 def check_graded(samples: list[Sample], prompts: dict[int, Prompt], bound: float, shown: set[str]) -> None:
-    """Warn of errors of the reward functions, once a run for each kind; `shown` holds the kinds shown so far.
+    """Raises UserError, on every rank, where more than the share `bound` of samples have an error of their reward.
 
-    `prompts` maps groups to their prompts. Raises UserError, on every rank, where more than the share `bound` failed.
+    Else warns of them, once a run for each kind. `prompts`: {group: prompt}; `shown`: the kinds shown so far.
     """
-    messages = {}
     failed = [s for s in samples if s.graded == "error"]
+    if failed:
+        report_failed(failed, len(samples), prompts, bound, shown)
+
+
+def report_failed(failed: list[Sample], count: int, prompts: dict[int, Prompt], bound: float, shown: set[str]) -> None:
+    """What check_graded says of the `failed` ones of `count` samples."""
+    messages = {}
     for s in failed:
         what = "" if s.error.startswith(turns.FAILED) else f"the reward of source {s.source!r} failed: "
         row = json.dumps(prompts[s.group].row, default=str)
         kind = s.error.partition(":")[0]
         messages.setdefault(kind, f"{what}{s.error}\n  row: {row}\n  response: {s.text!r}")
-    if len(failed) > bound * len(samples):
+    if len(failed) > bound * count:
         raise UserError(
-            f"{next(iter(messages.values()))}\n  {len(failed)} of {len(samples)} samples failed, more than "
+            f"{next(iter(messages.values()))}\n  {len(failed)} of {count} samples failed, more than "
             f"reward.max_error_frac={bound:g} allows; mend the function or the row, or choose another reward for the "
             "source (reward.by_source)"
         )

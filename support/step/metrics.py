@@ -19,10 +19,8 @@ from support.step.records import Batch, Sample
 
 
 def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What grpo_loss reports of `difference_T`, the trainer's log-probs minus vLLM's; [T], mask [T].
-
-    Over the response tokens: the sum and the maximum of the gap |difference|, the sums of w = exp(difference) and of
-    its square, and the number of gaps above each of three bounds.
+    """What grpo_loss reports of `difference_T`, the trainer's log-probs minus vLLM's; [T], mask [T]: of the gap
+    |difference| and of w = exp(difference), over the response tokens.
     """
     gap_T = (difference_T * mask_T).abs()
     w_T = (difference_T * mask_T).clamp(-20, 20).exp() * mask_T
@@ -33,11 +31,7 @@ def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, to
 
 
 def add_up(reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """The reports of grpo_loss, one a micro-batch, reduced over the micro-batches of all ranks; same on every rank.
-
-    A name that ends in "_max" is a maximum, every other one a sum. Ranks that report nothing, such as those of earlier
-    pipeline stages, learn the names from the ranks that do.
-    """
+    """The reports of grpo_loss, one a micro-batch, reduced over the micro-batches of all ranks; same on every rank."""
     own = {}
     if bridge.reports_loss():
         names = list(reports[0])
@@ -64,7 +58,6 @@ class StepRecord:
     rounds: int  # of sampling
     notes: list[dict[str, float]]  # of each rank: seconds of sampling and grading
     reports: list[dict[str, float]]  # of each update
-    expert_load: list[float]  # per layer; [] without experts
     seconds: dict[str, float]  # of each phase, and "step"
 
 
@@ -73,7 +66,7 @@ class StepRecord:
 PHASES = ("wait", "rollout", "reward", "gather", "sleep", "logprob", "train", "sync", "save", "other", "step")
 
 
-def summarize(record: StepRecord, batch: Batch, cfg: Config) -> dict[str, float | int | None]:
+def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dict[str, float | int | None]:
     """The metrics of a step; names as in docs/metrics.md, always all of them. `cfg`: as the step used it."""
     first = record.reports[0]
     numbers = {"step": record.step}
@@ -85,9 +78,9 @@ def summarize(record: StepRecord, batch: Batch, cfg: Config) -> dict[str, float 
     else:
         numbers |= dict.fromkeys(ROUTE_METRICS)
     numbers["grad_norm"] = first["grad_norm"]
-    numbers["moe/load"] = max(record.expert_load, default=None)
-    for layer, load in enumerate(record.expert_load):
-        numbers[f"moe/load/layer_{layer:02d}"] = load
+    numbers["moe/load"] = None
+    if model[0].config.num_moe_experts:
+        numbers |= load_metrics(expert_load(model))
     numbers["lr"] = cfg.train.lr
     if any(course for _, course in cfg.schedule):
         numbers |= schedule.schedule_metrics(cfg)
@@ -119,9 +112,9 @@ def loss_metrics(reports: list[dict[str, float]], batch: Batch) -> dict[str, flo
     first = reports[:1]
     kl = dict.fromkeys(("kl/ref", "kl/k1", "kl/k2", "kl/teacher"))
     if batch.ref_logp is not None:
-        kl["kl/ref"] = report_mean("kl_k3", first)
-        kl["kl/k1"] = report_mean("kl_k1", first)
-        kl["kl/k2"] = report_mean("kl_k2", first)
+        kl["kl/ref"] = report_mean("k3", first)
+        kl["kl/k1"] = report_mean("k1", first)
+        kl["kl/k2"] = report_mean("k2", first)
     if batch.teacher_logp is not None:
         kl["kl/teacher"] = teacher_kl(batch)
     return {
@@ -209,13 +202,11 @@ def route_metrics(samples: list[Sample], first: dict) -> dict[str, float]:
 
 
 def expert_load(model: list) -> list[float]:
-    """Load of each layer's busiest expert, in tokens, divided by the mean over its experts; [] without experts.
+    """Load of each layer's busiest expert, in tokens, divided by the mean over its experts; the same on every rank.
 
-    Counts the response tokens of the training passes since the last call, then starts at 0. Same on every rank.
+    Counts the response tokens of the training passes since the last call, then starts at 0.
     """
     hf = model[0].hf_config
-    if not bridge.is_moe(hf):
-        return []
     load = torch.zeros(hf.num_hidden_layers, bridge.num_experts(hf), device=bridge.device())  # [layers, E]
     for chunk in map(bridge.unwrap_model, model):
         for layer in chunk.decoder.layers:
@@ -226,12 +217,16 @@ def expert_load(model: list) -> list[float]:
     return busiest.tolist()
 
 
-def idle_seconds(notes: list[dict[str, float]], bubble: float) -> dict[str, float]:
-    """{cause: seconds, mean over ranks} in which ranks wait for others.
+def load_metrics(loads: list[float]) -> dict[str, float]:
+    """The metrics of `expert_load`."""
+    return {"moe/load": max(loads)} | {f"moe/load/layer_{layer:02d}": load for layer, load in enumerate(loads)}
 
-    `notes`: the seconds of each rank by phase, when its own answers were graded. Until the slowest rank has sampled and
-    graded, the others wait: for its generation while it samples, then for its grading. "save" is the wait at the start
-    of the step, for ranks that still save, evaluate or log.
+
+def idle_seconds(notes: list[dict[str, float]], bubble: float) -> dict[str, float]:
+    """{cause: seconds, mean over ranks} in which ranks wait for others; `notes`: the seconds of each rank by phase.
+
+    Until the slowest rank has sampled and graded, the others wait: for its generation while it samples, then for its
+    grading. "save" is the wait at the start of the step, for ranks that still save, evaluate or log.
     """
     rollout_R = np.array([note.get("rollout", 0.0) for note in notes])
     work_R = rollout_R + np.array([note.get("reward", 0.0) for note in notes])

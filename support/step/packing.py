@@ -32,16 +32,13 @@ PADDING_PIECE = 128  # tokens of a sequence of padding in a row without samples,
 
 
 def attention_pads(dtype: str) -> bool:
-    """Whether attention pads the sequences of a row to the longest, on this machine and with model.dtype `dtype`.
-
-    It asks what attention itself asks.
-    """
+    """Whether attention pads the sequences of a row to the longest, on this machine and with model.dtype `dtype`."""
     return not uses_varlen(bridge.device(), bridge.DTYPES[dtype])
 
 
 def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Config) -> list[MicroBatch]:
     """This replica's micro-batches of the numbered samples, each of at most `max_tokens` positions with padding."""
-    rank, replicas = bridge.data_parallel()
+    replicas = bridge.mpu.get_data_parallel_world_size()
     multiple = bridge.token_multiple(cfg.parallel)
     lengths_N = batch.lengths_N[samples]
     pads = attention_pads(cfg.model.dtype)
@@ -50,17 +47,14 @@ def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Con
     if cfg.parallel.vpp > 1:  # the interleaved schedule needs rows of one length
         widths = [max(widths)] * len(bins)
     micro_batches = []
-    for members, width in zip(bins[rank::replicas], widths[rank::replicas], strict=True):
+    own = slice(bridge.mpu.get_data_parallel_rank(), None, replicas)
+    for members, width in zip(bins[own], widths[own], strict=True):
         micro_batches.append(pack(batch, [samples[i] for i in members], width, bridge.device()))
     return micro_batches
 
 
 def measure_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
-    """How well this replica's training micro-batches are used.
-
-    "fill": their positions, with padding, divided by their budget. "attention_waste": the attention work divided by
-    that of the samples without padding; 1 is no waste. "bubble": the share of an update in which a stage idles.
-    """
+    """How well this replica's training micro-batches are used: pack/* and pipeline/bubble of docs/metrics.md."""
     work = sum(int((mb.lengths**2).sum()) for mb in micro_batches)
     if attention_pads(cfg.model.dtype):
         positions = [(len(mb.cu_seqlens) - 1) * mb.max_seqlen for mb in micro_batches]
@@ -76,9 +70,7 @@ def measure_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, floa
 
 
 def bubble(micro_batches: int, parallel: ParallelConfig) -> float:
-    """The share of an update in which a pipeline stage idles: (p - 1) / (m v + p - 1), with p stages, m micro-batches
-    of a replica and v chunks of a stage. Source: arXiv 2104.04473, 2.2.
-    """
+    """Share of an update in which a stage idles: (p - 1) / (m v + p - 1), p stages, v chunks: arXiv 2104.04473, 2.2."""
     idle = parallel.pp - 1
     return idle / (micro_batches * parallel.vpp + idle)
 
@@ -87,32 +79,25 @@ def bubble(micro_batches: int, parallel: ParallelConfig) -> float:
 
 
 def plan_bins(
-    lengths_N: np.ndarray,
-    max_tokens: int,
-    replicas: int,
-    parallel: ParallelConfig = ParallelConfig(),  # noqa: B008, frozen
-    padded: bool = True,
+    lengths_N: np.ndarray, max_tokens: int, replicas: int, parallel: ParallelConfig, padded: bool
 ) -> list[list[int]]:
     """Assign samples to bins of at most `max_tokens` positions, so that the slowest replica finishes soonest.
 
-    The cost of a bin is TOKEN for each token, plus the squared length of each sequence: in a `padded` bin that of its
-    longest sequence, else its own. Padded bins hold sequences of similar length, and sequences × longest is within
-    `max_tokens`, with the padding to a multiple of tp · cp. Other bins have similar cost, and their tokens are within
-    `max_tokens`.
-
-    Returns bins of sample numbers, the same number for each replica: replica r takes bins[r::replicas], and all
-    replicas have about the same cost. The number of bins minimizes the cost of the slowest replica, with the pipeline
-    bubble. It is at least the number of pipeline stages, where there are as many samples. Bins may be empty.
-    Raises ValueError for a sample beyond `max_tokens`.
+    Returns bins of sample numbers, some perhaps empty; replica r takes bins[r::replicas]. Their number minimizes the
+    cost of the slowest replica, with the pipeline bubble, and is at least that of the stages if samples suffice. The
+    cost of a bin is TOKEN for each token, plus the squared length of each sequence, in a `padded` bin of its longest.
+    Padded bins hold sequences of similar length, and sequences × longest is within `max_tokens`, with the padding to a
+    multiple of tp · cp. Raises ValueError for a sample beyond `max_tokens`.
     """
     if lengths_N.max(initial=0) > max_tokens:
         raise ValueError(f"a sample of {lengths_N.max()} tokens does not fit a micro-batch of {max_tokens}")
     order_N = np.argsort(-lengths_N, kind="stable")  # longest first
     sorted_N = lengths_N[order_N]
     most = len(sorted_N) // replicas  # bins of a replica, if each has a sample
-    step = bridge.micro_batch_multiple(parallel)
+    step = 1  # the number of bins of a replica is a multiple of this
     token = TOKEN
-    if parallel.vpp > 1:  # all rows are as wide as the widest, so bins should have equal tokens
+    if parallel.vpp > 1:  # the interleaved schedule needs full rounds, and rows as wide as the widest: equal tokens
+        step = parallel.pp
         token *= 100
     if padded:
         room_N = np.maximum(max_tokens // (sorted_N + bridge.token_multiple(parallel) - 1), 1)
@@ -147,10 +132,9 @@ def plan_bins(
 def cut_sorted(
     lengths: list[int], sums: list[int], rooms: list[int], token: int, count: int, even: bool = True
 ) -> np.ndarray | None:
-    """Bin of each sample, for padded bins: at most `count` runs of the samples sorted by length, of about equal cost.
-
-    With `even` False each bin is as full as it can be. `lengths` descend; `sums[i]` is the sum of lengths[:i];
-    `rooms[i]`: how many sequences fit a bin whose longest is sample i. Returns None where `count` bins are too few.
+    """Bin of each sample, for padded bins: at most `count` runs of the samples sorted by length, of about equal cost,
+    or with `even` False each as full as it can be. `lengths` descend; `sums[i]` is the sum of lengths[:i]; `rooms[i]`:
+    how many sequences fit a bin whose longest is sample i. None where `count` bins are too few.
     """
     high = math.inf
     sizes = cut_at_cost(high, lengths, sums, rooms, token, count)
@@ -172,10 +156,7 @@ def cut_sorted(
 def cut_at_cost(
     target: float, lengths: list[int], sums: list[int], rooms: list[int], token: int, count: int
 ) -> list[int] | None:
-    """Sizes of bins of cost `target`, for `cut_sorted`; None where more than `count` are needed.
-
-    Each bin carries the difference from its target over to the next, at most the cost of half a sample.
-    """
+    """Sizes of bins of cost `target`, for `cut_sorted`; None where more than `count` are needed."""
     sizes = []
     start = 0
     carry = 0.0
@@ -190,7 +171,7 @@ def cut_at_cost(
         if size < room:  # corrected with the lengths that they have
             missing = goal - token * (sums[start + size] - sums[start]) - size * square
             size = int(min(max(size + missing / (token * lengths[start + size] + square) + 0.5, 1), room))
-        carry = goal - token * (sums[start + size] - sums[start]) - size * square
+        carry = goal - token * (sums[start + size] - sums[start]) - size * square  # made up for by the next bin
         carry = min(max(carry, -sample_cost / 2), sample_cost / 2)
         sizes.append(size)
         start += size
@@ -226,8 +207,7 @@ def bin_costs(lengths_N: np.ndarray, bin_N: np.ndarray, count: int, token: int, 
 def order_bins(cost_B: np.ndarray, replicas: int) -> np.ndarray:
     """Place of each bin in the order of bins, [B]; place p is of replica p % replicas (LPT scheduling in rounds).
 
-    A round takes the costliest bins that are left, one for each replica, the costliest for the replica with the least
-    load. Bins of a round cost about the same, so replicas that share a layer's experts wait little for each other.
+    Bins of a round cost about the same, so replicas that share a layer's experts wait little for each other.
     """
     place_B = np.zeros(len(cost_B), dtype=np.int64)
     loads = np.zeros(replicas)  # [replicas]
@@ -268,10 +248,8 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
 
 
 def add_padding(lengths_S: np.ndarray, padding: int) -> np.ndarray:
-    """Lengths of the sequences of a row, with its `padding` positions at the end.
-
-    The padding lengthens the last sequence, or makes sequences of its own, none longer than the longest sample:
-    whichever is less where attention pads all sequences to the longest.
+    """Lengths of the sequences of a row with its `padding` at the end, which lengthens the last sequence or makes
+    sequences of its own, none longer than the longest sample: whichever is less after attention's own padding.
     """
     piece = int(lengths_S.max(initial=0)) or min(PADDING_PIECE, padding)
     pieces = []

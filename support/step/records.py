@@ -156,10 +156,7 @@ class MicroBatch(Rows):
 
 
 def gather_samples(samples: list[Sample], notes: Any) -> tuple[list[Sample], list]:
-    """The samples of all ranks, sorted by group, and each rank's notes; on every rank.
-
-    Only rank 0, which writes them, gets the texts. Elsewhere `text` is None, so that code which needs it fails at once.
-    """
+    """The samples of all ranks, sorted by group, and each rank's notes; on every rank. Only rank 0 gets the texts."""
     texts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object([sample.text for sample in samples], texts)
     for sample in samples:
