@@ -425,11 +425,10 @@ def token_logprobs(model, hidden, targets, mask, temperature: float, with_entrop
         hidden = gather_from_sequence_parallel_region(hidden)  # [T / cp, 1, h]; the backward pass reduce-scatters
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)  # the backward pass all-reduces
-    targets = own_stripe(targets[0])  # [T / cp]
-    mask = own_stripe(mask[0])
+    mask = own_stripe(mask[0])  # [T / cp]
     rows_M = mask.nonzero()[:, 0]
     hidden_M = hidden[:, 0].index_select(0, rows_M)  # [M, h]
-    targets_M = targets.index_select(0, rows_M).long()
+    targets_M = own_stripe(targets[0]).index_select(0, rows_M).long()
     if model.fp32_head:
         hidden_M = hidden_M.float()
         weight = (model.output_layer.weight if weight is None else weight).float()
@@ -445,8 +444,7 @@ def token_logprobs(model, hidden, targets, mask, temperature: float, with_entrop
     else:
         values_M = chunk_logprobs(hidden_M, targets_M)
     values = values_M.new_zeros(len(mask), 2).index_copy(0, rows_M, values_M)  # [T / cp, 2]
-    logp_T, entropy_T = gather_stripes(values, summed_gradient=False).unbind(-1)
-    return logp_T, entropy_T
+    return gather_stripes(values, summed_gradient=False).unbind(-1)
 
 
 # ---------------------------------------------------------------- weights in and out

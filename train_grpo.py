@@ -336,7 +336,6 @@ def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
 
 def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:
     """Numbers of the samples of each update, given the group of each sample; the same on every rank and layout.
-
     Every epoch shuffles the groups and divides them into `updates` parts of whole groups; empty parts are left out.
     """
     parts = []
@@ -444,7 +443,6 @@ def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: s
       seq_mean_token_mean      T / (N y_i)     mean_i (1 / y_i) sum_t loss        GRPO, arXiv 2402.03300, eq. 3
       seq_mean_token_sum       T / N           mean_i sum_t loss
       seq_mean_token_sum_norm  T / (N length)  mean_i (1 / length) sum_t loss     Dr. GRPO, arXiv 2503.20783, appendix
-    So the denominator is the same integer for all, and neither micro-batches nor layout enter.
     """
     trained_N = torch.zeros(int(seq_id_F.max()) + 1).index_add(0, seq_id_F, trained_F.float())
     chosen_N = torch.zeros(len(trained_N), dtype=torch.float64)

@@ -227,7 +227,10 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
     starts_S = batch.starts_N[samples]
     lengths_S = batch.lengths_N[samples]
     padding = width - int(lengths_S.sum())
-    cu_seqlens = np.cumsum([0, *add_padding(lengths_S, padding)], dtype=np.int32)
+    padded_S = lengths_S
+    if padding:
+        padded_S = add_padding(lengths_S, padding)
+    cu_seqlens = np.cumsum([0, *padded_S], dtype=np.int32)
     pieces = [slice(start, start + length) for start, length in zip(starts_S, lengths_S, strict=True)]
 
     def row(values_F: torch.Tensor | None) -> torch.Tensor | None:
@@ -248,13 +251,11 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
 
 
 def add_padding(lengths_S: np.ndarray, padding: int) -> np.ndarray:
-    """Lengths of the sequences of a row with its `padding` at the end, which lengthens the last sequence or makes
+    """Lengths of the sequences of a row with `padding` (above 0) at its end, which lengthens the last sequence or makes
     sequences of its own, none longer than the longest sample: whichever is less after attention's own padding.
     """
     piece = int(lengths_S.max(initial=0)) or min(PADDING_PIECE, padding)
-    pieces = []
-    if padding:
-        pieces = np.diff([*range(0, padding, piece), padding])
+    pieces = np.diff([*range(0, padding, piece), padding])
     if len(lengths_S):
         longer_S = np.append(lengths_S[:-1], lengths_S[-1] + padding)
         if len(longer_S) * longer_S.max() < (len(longer_S) + len(pieces)) * piece:
