@@ -416,8 +416,7 @@ def token_logprobs(model, hidden, targets, mask, temperature: float, with_entrop
     """Log-prob of the target and entropy (NaN if not asked for) at each position, 0 where `mask` is 0.
 
     hidden [T / cp (/ tp under sequence parallelism), 1, h], targets and mask [1, T] → logp_T, entropy_T [T] fp32, on
-    every context-parallel rank. A full [T, V] of logits would not fit: they exist for the M positions in `mask` only,
-    LOGITS_CHUNK at a time.
+    all ranks of cp. Logits exist for the M positions in `mask` only, LOGITS_CHUNK at a time: [T, V] would not fit.
     """
     model = unwrap_model(model)
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None

@@ -186,8 +186,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     for number, chosen in enumerate(updates):
         with clock("train"):
             weights_F = loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length)
-            budget = t.max_tokens_per_micro_batch
-            micro_batches = to_micro_batches(replace(batch, weights=weights_F), chosen, budget, cfg)  # of this replica
+            weighted = replace(batch, weights=weights_F)
+            micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             if math.isfinite(report["loss"]):
                 if number < gates.compared_updates(cfg):  # old log-probs are of the weights that vLLM sampled with
@@ -211,7 +211,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
 def export_and_save(run: Run, step: int) -> None:
     """What `step` leaves on the disk. The export comes first: where there is a checkpoint, its export is there too."""
     t = run.cfg.train
-    run.writer.finish()
+    if t.save_every:
+        run.writer.finish()  # the checkpoint before
     if step == t.steps or (t.export_every and step % t.export_every == 0):
         bridge.export(run.model, run.inputs.model_path, run.cfg, step)
     if t.save_every and (step % t.save_every == 0 or step == t.steps):
@@ -236,8 +237,8 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
     """Sample and grade the groups of a step. Raises StopRequested, on every rank, where a signal came meanwhile.
 
     Returns all samples in the order of their groups, the groups to train on, the number of rounds, and each rank's
-    notes. With algo.max_rounds above 1, groups whose rewards are all equal are not trained on, and new prompts take
-    their place (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11); where no group is left, those of the last round are.
+    notes. With algo.max_rounds above 1, new prompts take the place of groups whose rewards are all equal, unless no
+    other group is found (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11).
     """
     r, max_rounds = cfg.rollout, cfg.algo.max_rounds
     samples = []
@@ -274,8 +275,7 @@ def answer(
     """
     cfg, clock, tp = run.cfg, run.clock, run.cfg.rollout.tp
     rank = dist.get_rank()
-    engines = dist.get_world_size() // tp
-    share = list(prompts.items())[rank // tp :: engines]
+    share = list(prompts.items())[rank // tp :: dist.get_world_size() // tp]  # of this rank's engine
     seeds = [sampling_seed(cfg.seed, step, group) for group, _ in share]
     samples = []
     with clock("rollout"):
@@ -444,7 +444,7 @@ def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: s
       seq_mean_token_sum       T / N           mean_i sum_t loss
       seq_mean_token_sum_norm  T / (N length)  mean_i (1 / length) sum_t loss     Dr. GRPO, arXiv 2503.20783, appendix
     """
-    trained_N = torch.zeros(int(seq_id_F.max()) + 1).index_add(0, seq_id_F, trained_F.float())
+    trained_N = torch.bincount(seq_id_F, weights=trained_F.double())
     chosen_N = torch.zeros(len(trained_N), dtype=torch.float64)
     chosen_N[chosen] = 1
     tokens_N = trained_N * chosen_N

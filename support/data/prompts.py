@@ -160,10 +160,7 @@ def fingerprint(prompts: PromptSet | Mixture) -> str:
 
 
 def prompt_batch(prompts: Sequence[Prompt], taken: int, size: int, seed: int) -> list[Prompt]:
-    """The `size` prompts after the first `taken` of an endless stream that is reshuffled each epoch.
-
-    The last partial batch of an epoch is filled from the next. A Mixture takes a share of each set's stream.
-    """
+    """The `size` prompts after the first `taken` of an endless stream, reshuffled each epoch; a Mixture: one a set."""
     if isinstance(prompts, Mixture):
         sets = prompts.sets
         drawn = mixing.draw_sets(prompts.weights, taken, size, seed)

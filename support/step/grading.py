@@ -102,10 +102,7 @@ class GradingPool:
     def submit(
         self, source: str, text: str, answer: str, row: dict, ids: list[int] | None = None, failure=None
     ) -> None:
-        """Queue an answer for grading; returns at once. Rewards of the user's own may ask for its token `ids`.
-
-        `failure`: the Outcome of an answer whose environment failed, which is not graded.
-        """
+        """Queue an answer for grading, unless a `failure` of its environment is its Outcome; returns at once."""
         future = Future()
         self.submitted.append(future)
         if failure:

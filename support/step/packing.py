@@ -205,12 +205,10 @@ def bin_costs(lengths_N: np.ndarray, bin_N: np.ndarray, count: int, token: int, 
 
 
 def order_bins(cost_B: np.ndarray, replicas: int) -> np.ndarray:
-    """Place of each bin in the order of bins, [B]; place p is of replica p % replicas (LPT scheduling in rounds).
-
-    Bins of a round cost about the same, so replicas that share a layer's experts wait little for each other.
-    """
+    """Place of each bin in the order of bins, [B]; place p is of replica p % replicas (LPT scheduling in rounds)."""
     place_B = np.zeros(len(cost_B), dtype=np.int64)
     loads = np.zeros(replicas)  # [replicas]
+    # Bins of a round cost about the same, so replicas that share a layer's experts wait little for each other.
     rounds = np.argsort(-cost_B, kind="stable").reshape(-1, replicas)
     for number, bins in enumerate(rounds):
         least_first = np.argsort(loads, kind="stable")
