@@ -237,8 +237,8 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
     """Sample and grade the groups of a step. Raises StopRequested, on every rank, where a signal came meanwhile.
 
     Returns all samples in the order of their groups, the groups to train on, the number of rounds, and each rank's
-    notes. With algo.max_rounds above 1, new prompts take the place of groups whose rewards are all equal, unless no
-    other group is found (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11).
+    notes. With algo.max_rounds above 1, new prompts take the place of groups whose rewards are all equal (dynamic
+    sampling: DAPO, arXiv 2503.14476, eq. 11); if no group is left, those of the last round are trained on.
     """
     r, max_rounds = cfg.rollout, cfg.algo.max_rounds
     samples = []
@@ -375,7 +375,7 @@ def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
     rewards_N = np.array([s.reward for s in samples])
     groups_N = np.array([s.group for s in samples])
     kl_F = torch.zeros_like(batch.rollout_logp)
-    if algo.kl_coef > 0 and algo.kl_in == "reward":  # as in verl
+    if algo.kl_coef > 0 and algo.kl_in == "reward":  # an answer's KL is subtracted from its reward, as in verl
         kl_F = token_kl(batch.old_logp, batch.ref_logp, algo.kl) * batch.mask
         rewards_N = rewards_N - algo.kl_coef * batch.sums(kl_F)
     if algo.credit == "answer" or not any(s.token_rewards for s in samples):
@@ -434,10 +434,10 @@ def group_advantages(rewards_N: np.ndarray, groups_N: np.ndarray, kind: str, tok
 
 
 def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: str, length: int) -> Tensor:
-    """Weight of each token in the loss of an update on the `chosen` samples, [F]: sum_t weight · loss / T is its loss.
+    """Weight of each token in an update on the `chosen` samples, [F]: the update's loss is sum_t weight · loss / T.
 
-    trained_F: mask of trained tokens [F], seq_id_F: number of each one's sample [F]. With T trained tokens in N answers
-    y_i of them in answer i:
+    trained_F: mask of trained tokens [F], seq_id_F: number of each one's sample [F]. With N answers that have trained
+    tokens, y_i in answer i and T in all:
 
       token_mean               1               sum_i sum_t loss / T               DAPO, arXiv 2503.14476, eq. 8
       seq_mean_token_mean      T / (N y_i)     mean_i (1 / y_i) sum_t loss        GRPO, arXiv 2402.03300, eq. 3
