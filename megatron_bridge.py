@@ -505,7 +505,7 @@ EXPERT = re.compile(r"(?<=local_experts\.)\d+")  # an expert's number in a Megat
 
 
 def rule_of(name: str, hf) -> tuple[str, list[str]]:
-    """(join, Hugging Face names) of a Megatron weight, named with layers and experts of the whole model; KeyError."""
+    """(join, Hugging Face names) of a Megatron weight that counts layers and experts over the whole model; or KeyError."""
     if name.endswith(lora.FACTORS):
         return lora.factor_rule(name, *rule_of(lora.weight_of(name), hf))
     if name == "output_layer.weight" and hf.tie_word_embeddings:  # the last stage's copy of the embedding
@@ -596,7 +596,7 @@ def hf_weights(model: list, bucket_bytes=BUCKET_BYTES, factors=False) -> Iterato
 
     Adapters are merged into their weights; `factors`: they alone, under PEFT's names. Weights travel in buckets of at
     most `bucket_bytes` (or one tensor): one all-gather over the ranks that shard a weight, one broadcast over the
-    pipeline stages. Besides its shard a rank holds one bucket and one full tensor.
+    pipeline stages. Besides its shard a rank holds a copy of its part of a bucket, the bucket and one full tensor.
     """
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:  # otherwise gathered only when the next forward pass reads them
@@ -619,8 +619,8 @@ def gather_bucket(own: dict, shapes: dict[str, torch.Size], stage: int, dtype: t
     elements = sum(shape.numel() for shape in shapes.values())
     flat = torch.empty(group.size(), elements, dtype=dtype, device=device())
     if stage == pp_group.rank():
-        held = [own[name] for name in shapes]
-        merged = [lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach() for weight in held]
+        held = (own[name] for name in shapes)
+        merged = (lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach() for weight in held)
         local = torch.cat([weight.reshape(-1) for weight in merged])
         if len(flat) > 1:
             dist.all_gather(list(flat), local, group=group)
