@@ -163,7 +163,7 @@ OTHER_FAULTS = {
     "locked memory": ({"locked_memory": 8 << 20}, ("InfiniBand", WARN, "mlx5_0; .*0.01 GiB → ulimit -l unlimited")),
     "a CPU without bf16 units": (
         {"smi": {"error": None, "gpus": [], "links": []}, **UNSEEN, "torch.bf16_units": False},
-        ("bf16 units of the CPU", WARN, "computed in fp32 and rounded.* → try model.dtype=fp32"),
+        ("bf16 units of the CPU", WARN, "computes bf16 products in fp32 and rounds.* → try model.dtype=fp32"),
     ),
     "few cores": ({"cores": 2}, ("cores", WARN, "two for each GPU")),
     "left over ranks": ({"environment.RANK": "3"}, ("RANK and the like", WARN, "RANK=3, but no LOCAL_RANK")),
