@@ -1,9 +1,9 @@
 """Large sets are tokenised once a machine: the same prompts as without the cache, mapped by every rank."""
 
-import contextlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -11,14 +11,13 @@ from pathlib import Path
 
 import datasets
 import large_data
-import numpy as np
+import pyarrow
 import pytest
 import transformers
 
 from config import DataConfig
 from support.data import token_cache
 from support.data.prompts import fingerprint, load_prompts
-from support.data.tokens import jobs_of, tokenise
 from tests.conftest import REPO, read_rows, write_rows
 
 ROWS = 20_500  # 21 blocks, the last one half full
@@ -52,21 +51,14 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "hf/train_grpo"
 
 
-@pytest.fixture
-def builds(monkeypatch) -> list:
-    """What is built, and that in this process: starting another takes seconds."""
-    found = []
+def is_cached(prompts) -> bool:
+    """Whether the token ids are mapped from the cache."""
+    return isinstance(prompts.tokens.ids, pyarrow.ChunkedArray)
 
-    def build_here(cfg, sources, tokenizer, folder, value, key):
-        found.append(value)
-        token_cache.build(cfg, sources, tokenizer, str(folder), value, key)
 
-    def tokenise_here(cfg, tokenizer, tables, key):
-        return (tokenise(cfg, tokenizer, tables, key, job) for job in jobs_of(tables))
-
-    monkeypatch.setattr(token_cache, "build_in_process", build_here)
-    monkeypatch.setattr(token_cache, "tokenise_in_parallel", tokenise_here)
-    return found
+def cached_files(cache: Path) -> set[tuple]:
+    """Each file of the cache, with what changes when it is written again."""
+    return {(file.name, file.stat().st_ino, file.stat().st_mtime_ns) for file in cache.glob("*.arrow")}
 
 
 def load(folder: Path, *names: str, **options):
@@ -76,16 +68,12 @@ def load(folder: Path, *names: str, **options):
     return load_prompts(DataConfig(train=files, **{**keys, **options}), tokenizer)
 
 
-def forbidden(*_):
-    raise AssertionError("it is built again")
-
-
 def test_prompts_are_the_same_with_and_without_the_cache(large, cache, monkeypatch, capsys):
     cached, dropped = load(large, "b.jsonl", "few.jsonl")
-    assert isinstance(cached.tokens.ids, np.memmap) and "tokenised once for this machine" in capsys.readouterr().out
+    assert is_cached(cached) and "tokenised once for this machine" in capsys.readouterr().out
     monkeypatch.setattr(token_cache, "LARGE_BYTES", 10**9)
     plain, dropped_too = load(large, "b.jsonl", "few.jsonl")
-    assert not isinstance(plain.tokens.ids, np.memmap) and isinstance(plain.tables[0], list)
+    assert not is_cached(plain) and isinstance(plain.table, list)
     assert len(cached) == len(plain) == 9655 - dropped and dropped == dropped_too > 100
     assert fingerprint(cached) == fingerprint(plain)
     for i in [0, 1, len(plain) // 2, len(plain) - 1, -1, *random.Random(1).sample(range(len(plain)), 200)]:
@@ -94,34 +82,30 @@ def test_prompts_are_the_same_with_and_without_the_cache(large, cache, monkeypat
         cached[len(cached)]
 
     monkeypatch.setattr(token_cache, "LARGE_BYTES", 100_000)
-    monkeypatch.setattr(token_cache, "build_in_process", forbidden)
+    files = cached_files(cache)
     again, _ = load(large, "b.jsonl", "few.jsonl")  # the second start only maps
-    assert fingerprint(again) == fingerprint(plain) and isinstance(again.tokens.ids, np.memmap)
+    assert fingerprint(again) == fingerprint(plain) and is_cached(again) and cached_files(cache) == files
 
 
-def test_what_changes_tokens_has_a_cache_of_its_own_and_damage_is_repaired(large, cache, builds):
-    def built(**options) -> int:
-        builds.clear()
+def test_what_changes_tokens_has_a_cache_of_its_own_and_cut_files_are_made_again(large, cache):
+    def built(**options) -> bool:
+        before = cached_files(cache)
         prompts, _ = load(large, "few.jsonl", **options)
-        assert len(prompts) > 500 and isinstance(prompts.tokens.ids, np.memmap)
-        return len(builds)
+        assert len(prompts) > 500 and is_cached(prompts) and len(prompts[len(prompts) - 1].ids) > 1
+        return cached_files(cache) != before
 
-    assert built() == 1 and built() == 0
+    assert built() and not built()
     for options in ({"max_prompt_tokens": 70}, {"system_prompt": "Go."}, {"answer_key": "data_source"}):
-        assert built(**options) == 1 and built(**options) == 0
+        assert built(**options) and not built(**options)
     os.utime(large / "few.jsonl", ns=(time.time_ns(), time.time_ns()))
-    assert built() == 1 and built() == 0
-    newest = max(cache.glob("*/meta.json"), key=lambda path: path.stat().st_mtime_ns).parent
-    harm = {
-        "ids": lambda path: path.write_bytes(path.read_bytes()[:-4]),
-        "ends": lambda path: path.unlink(),
-        "rows": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
-        "meta.json": lambda path: path.write_text("{}"),
-    }
-    for name, damage in harm.items():
-        damage(newest / name)
-        assert built() == 1 and built() == 0
-    assert {path.suffix for path in cache.iterdir()} == {"", ".lock"}  # nothing half made is left
+    assert built() and not built()
+    newest = max(cache.glob("*.arrow"), key=lambda path: path.stat().st_mtime_ns)
+    for content in (newest.read_bytes()[:-1000], newest.read_bytes()[:100], bytes(1000), b""):
+        newest.write_bytes(content)
+        assert built() and not built()
+    newest.unlink()
+    assert built() and not built()
+    assert {path.suffix for path in cache.iterdir()} == {".arrow", ".lock"}  # nothing half made is left
 
 
 RANK = """
@@ -144,48 +128,41 @@ def test_two_ranks_at_once_build_once(large, tmp_path):
     texts = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert sum("tokenised once" in text for text in texts) == 1
-    assert len({text.splitlines()[-1] for text in texts}) == 1 and f"memmap {ROWS} " in texts[0]
+    assert len({text.splitlines()[-1] for text in texts}) == 1 and f"ChunkedArray {ROWS} " in texts[0]
 
 
-def test_ranks_that_wait_for_bad_data_are_told(large, cache, builds, monkeypatch):
-    """Whichever rank builds, the first one must be able to say what is wrong."""
+def test_what_is_wrong_is_cached_too(large, cache):
+    """So each rank, and each start on the same files, says it at once."""
     write_rows(large / "bad.jsonl", [*read_rows(large / "few.jsonl"), {"prompt": []}])
-    with pytest.raises(ValueError, match="row 1501: 'prompt' is empty") as first:
-        load(large, "bad.jsonl")
-    (failure,) = cache.glob("*.error")
-
-    @contextlib.contextmanager
-    def lock_after_another_build(path):
-        failure.write_text(str(first.value))
-        yield
-
-    monkeypatch.setattr(token_cache, "hold_lock", lock_after_another_build)
     with pytest.raises(ValueError, match="row 1501: 'prompt' is empty"):
         load(large, "bad.jsonl")
-    assert len(builds) == 1
+    files = cached_files(cache)
+    with pytest.raises(ValueError, match="row 1501: 'prompt' is empty"):
+        load(large, "bad.jsonl")
+    assert files and cached_files(cache) == files
 
 
 def test_where_there_can_be_no_cache_every_rank_tokenises(large, cache, capsys):
     cache.parent.mkdir(parents=True)
     cache.write_text("a file where the folder should be")
     prompts, _ = load(large, "few.jsonl")
-    assert "note: data.train=" in capsys.readouterr().out
-    assert not isinstance(prompts.tokens.ids, np.memmap) and not isinstance(prompts.tables[0], list)
+    assert "note: data.train: no cache in" in capsys.readouterr().out
+    assert not is_cached(prompts) and isinstance(prompts.table, datasets.Dataset)
     assert prompts[5].answer == f"{prompts.tokens.rows[5]}é"
 
 
 def test_bad_rows_are_named_as_ever(large, cache, tmp_path):
-    """The first of them, though another process may find a later one first."""
+    """The first of them, by its own file."""
     rows = read_rows(large / "few.jsonl")
     rows[321]["reward_model"]["ground_truth"] = None
     rows[1000]["prompt"] = []
     write_rows(tmp_path / "bad.jsonl", rows)
+    shutil.copy(large / "few.jsonl", tmp_path / "good.jsonl")
     with pytest.raises(ValueError, match=r"^data\.train: .*bad\.jsonl, row 322: 'reward_model.ground_truth' is null$"):
-        load(large, str(tmp_path / "bad.jsonl"))
-    assert not list(cache.glob("*.tmp")) and not list(cache.glob("*/meta.json"))
+        load(large, str(tmp_path / "good.jsonl"), str(tmp_path / "bad.jsonl"))
 
 
-def test_other_mistakes_are_named_as_ever(large, cache, builds, tmp_path):
+def test_other_mistakes_are_named_as_ever(large, cache, tmp_path):
     with pytest.raises(ValueError, match=r"^data\.answer_key='reward_model.truth': no such column in .*few\.jsonl"):
         load(large, "few.jsonl", answer_key="reward_model.truth")
     with pytest.raises(ValueError, match=r"^data\.max_prompt_tokens=1: all 1500 prompts of .* the shortest has \d+"):
@@ -193,7 +170,6 @@ def test_other_mistakes_are_named_as_ever(large, cache, builds, tmp_path):
     (tmp_path / "cut.jsonl").write_text((large / "few.jsonl").read_text()[:-9])
     with pytest.raises(ValueError, match=r"cut\.jsonl, line 1500: not JSON"):
         load(large, str(tmp_path / "cut.jsonl"))
-    assert len(builds) == 3
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def load(out: Path) -> dict:
     batch = prompt_batch(prompts, 0, 256, seed=0)
     after = memory_mib()
     return {
-        "prompts": len(prompts), "dropped": dropped, "tokens": len(prompts.tokens.ids), "seconds": round(seconds, 1),
+        "prompts": len(prompts), "dropped": dropped, "seconds": round(seconds, 1),
         "seconds_of_256_prompts": round(time.monotonic() - start, 3), "longest": max(len(p.ids) for p in batch),
         "no_file_mib_before": before["RssAnon"], "no_file_mib": after["RssAnon"], "mapped_mib": after["RssFile"],
         "peak_mib": after["VmHWM"], "fingerprint": fingerprint(prompts),

@@ -11,25 +11,24 @@ import json
 import operator
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 from numpy import ndarray
 
 from support.data import mixing, token_cache
-from support.data.tables import Table, cached_files, custom_rows, is_local, load_tables, names_of, rows_of, sources_of
+from support.data.tables import Table, check_text, concatenate, read_tables, rows_of
 from support.data.tokens import (
     Tokens,
     answer_text,
     check_columns,
     hinted_text,
-    jobs_of,
-    join_blocks,
     lookup,
+    select_prompts,
     source_of,
     to_ids,
-    tokenise,
+    tokenise_in_memory,
 )
 
 
@@ -45,32 +44,28 @@ class Prompt:
 
 
 class PromptSet(Sequence):
-    """The prompts of one set. Each is made when it is read, from `tokens` and its row in the `tables`."""
+    """The prompts of one set. Each is made when it is read, from `tokens` and its row of the `table`."""
 
-    def __init__(self, cfg, tokens: Tokens, tables: list[Table], tokenizer=None):
+    def __init__(self, cfg, tokens: Tokens, table: Table, tokenizer=None):
         self.cfg = cfg
         self.tokens = tokens
-        self.tables = tables
+        self.table = table
         self.tokenizer = tokenizer
-        self.ends = list(accumulate(map(len, tables)))
         self.fingerprint = tokens.fingerprint
 
     def __len__(self) -> int:
-        return len(self.tokens.ends)
+        return len(self.tokens.rows)
 
     def __getitem__(self, i: int) -> Prompt:
-        i = range(len(self))[operator.index(i)]
-        start = self.tokens.ends[i - 1] if i else 0
-        ids = self.tokens.ids[start : self.tokens.ends[i]]
-        number = int(self.tokens.rows[i])
-        table = int(np.searchsorted(self.ends, number, side="right"))
-        row = self.tables[table][number - (self.ends[table - 1] if table else 0)]
+        number = int(self.tokens.rows[operator.index(i)])
+        ids = self.tokens.ids[number].as_py()
+        row = self.table[number]
         answer = answer_text(lookup(row, self.cfg.answer_key), self.cfg.answer_key)
         asked = None
         if self.cfg.hint_key is not None:
             (hinted_ids,) = to_ids([hinted_text(row, self.cfg, self.tokenizer)], self.cfg, self.tokenizer)
             asked = np.array(hinted_ids, np.int32)
-        return Prompt(ids.tolist(), answer, source_of(row, self.cfg.source_key), row, asked)
+        return Prompt(ids, answer, source_of(row, self.cfg.source_key), row, asked)
 
 
 class Mixture(Sequence):
@@ -132,26 +127,18 @@ def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[PromptSet | Mixtur
 
 def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
     """The prompts of the files or data sets that `value`, given at `key`, names. Raises ValueError."""
-    tokens, large = None, False
-    if cfg.custom is not None:
-        tables = [(name, custom_rows(cfg.custom, name, key)) for name in names_of(value, key)]
+    tables, files = read_tables(cfg, value, key)
+    check_columns(cfg, tables)
+    columns = None
+    if sum(map(os.path.getsize, files)) >= token_cache.LARGE_BYTES:
+        rows = concatenate(tables)
+        columns = token_cache.tokenise_once(cfg, tokenizer, tables, files, key)
     else:
-        sources = sources_of(value, cfg.split, key)
-        local = all(map(is_local, sources))
-        tables = [] if local else load_tables(sources, key)  # the library downloads their files
-        files = [arguments["data_files"] for _, arguments in sources] if local else cached_files(tables)
-        large = sum(map(os.path.getsize, files)) >= token_cache.LARGE_BYTES
-        if large:
-            tokens = token_cache.load_or_build(cfg, tokenizer, sources, files, value, key)
-        tables = tables or load_tables(sources, key)
-    if tokens is None:
-        check_columns(cfg, tables)
-        parts = []
-        blocks = (tokenise(cfg, tokenizer, tables, key, job) for job in jobs_of(tables))
-        tokens = join_blocks(blocks, cfg, value, parts.append)
-        tokens = replace(tokens, ids=np.concatenate(parts))
-    rows = [table if large else rows_of(table, 0, len(table)) for _, table in tables]
-    return PromptSet(cfg, tokens, rows, tokenizer)
+        check_text(tables, key)
+        rows = [row for _, table in tables for row in rows_of(table, 0, len(table))]
+    if columns is None:
+        columns = tokenise_in_memory(cfg, tokenizer, rows)
+    return PromptSet(cfg, select_prompts(columns, cfg, tables, value, key), rows, tokenizer)
 
 
 def fingerprint(prompts: PromptSet | Mixture) -> str:

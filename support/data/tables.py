@@ -8,6 +8,7 @@ import glob
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,43 +24,38 @@ Table = Any  # a datasets.Dataset, or a list of rows that a function of the user
 Source = tuple[str, dict]  # name of a file or hub data set, arguments of datasets.load_dataset
 
 
-def names_of(value: str | list[str], key: str) -> list[str]:
-    """The names that `value`, given at `key`, lists. Raises ValueError."""
+def read_tables(cfg, value: str | list[str], key: str) -> tuple[list[tuple[str, Table]], list[str]]:
+    """(name, table) of all that `value`, given at `key`, stands for, and the files of this machine they come from.
+
+    Rows that a function of the user's makes come from no files. Raises ValueError.
+    """
     if not value:
         raise ValueError(f"{key}={value}: nothing to read; legal is {LEGAL}")
-    if isinstance(value, (list, tuple)):
-        return [str(name) for name in value]
-    return [str(value)]
-
-
-def sources_of(value: str | list[str], split: str, key: str) -> list[Source]:
-    """Each file or hub data set that `value`, given at `key`, stands for. Raises ValueError."""
-    sources = [source for name in names_of(value, key) for source in find_sources(name, split, key)]
+    names = [value] if isinstance(value, str) else list(map(str, value))
+    if cfg.custom is not None:
+        return [(name, custom_rows(cfg.custom, name, key)) for name in names], []
+    sources = [source for name in names for source in find_sources(name, cfg.split, key)]
     kinds = {arguments["path"]: file for file, arguments in sources if "data_files" in arguments}
     if len(kinds) > 1:
         raise ValueError(f"{key} mixes file types ({', '.join(kinds.values())}); give files of one type")
-    return sources
-
-
-def is_local(source: Source) -> bool:
-    """Whether it is a file of this machine, and no hub data set or address."""
-    return os.path.isfile(source[1].get("data_files", ""))
-
-
-def cached_files(tables: list[tuple[str, Table]]) -> list[str]:
-    """The files that the `datasets` library maps the tables from."""
-    return [file["filename"] for _, table in tables for file in table.cache_files]
+    tables = load_tables(sources, key)
+    files = [name for name, _ in tables]
+    if not all(map(os.path.isfile, files)):  # a hub data set or an address: the library's own copies
+        files = [file["filename"] for _, table in tables for file in table.cache_files]
+    return tables, files
 
 
 def load_tables(sources: list[Source], key: str) -> list[tuple[str, Table]]:
     """(name, datasets.Dataset) of every source, all of one schema. Raises ValueError."""
     import datasets
+    import pyarrow
 
     # Else each local file waits seconds for a network that is not there.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises, and we say that ourselves
     tables = [(name, read_table(name, arguments, key)) for name, arguments in sources]
+    pyarrow.default_memory_pool().release_unused()  # else a rank keeps what converting the files took
     first_name, first = tables[0]
     for name, table in tables[1:]:
         for column in sorted({*first.features, *table.features}):
@@ -88,32 +84,48 @@ def custom_rows(place: str, name: str, key: str) -> list[dict]:
     return rows
 
 
-def rows_of(table: Table, start: int, stop: int, columns: list[str] | None = None) -> list[dict]:
-    """Some rows of a table, all columns or those named; far faster together than one by one."""
+def rows_of(table: Table, start: int, stop: int) -> list[dict]:
+    """Some rows of a table; far faster together than one by one."""
     if isinstance(table, list):
         return table[start:stop]
-    block = (table.select_columns(columns) if columns else table)[start:stop]
+    block = table[start:stop]
     return [dict(zip(block, values, strict=True)) for values in zip(*block.values(), strict=True)]
 
 
 def columns_of(table: Table) -> list[str]:
     """The names of a table's columns, and of those inside dicts with dots."""
     if isinstance(table, list):
-        return list(dict.fromkeys(str(column) for row in table for column in row))
+        return list(dict.fromkeys(key for row in table for key in keys_of(row)))
     return list(dict.fromkeys([*table.features, *table.features.flatten()]))
 
 
-def check_text(name: str, table: Table, key: str) -> None:
+def keys_of(row: dict) -> Iterator[str]:
+    """The keys of a row, and of dicts inside it with dots."""
+    for key, value in row.items():
+        yield str(key)
+        if isinstance(value, dict):
+            yield from (f"{key}.{inner}" for inner in keys_of(value))
+
+
+def concatenate(tables: list[tuple[str, Table]], columns: list[str] | None = None) -> Table:
+    """Tables of the `datasets` library as one, with all columns or those named; nothing is copied."""
+    import datasets
+
+    return datasets.concatenate_datasets([table.select_columns(columns) if columns else table for _, table in tables])
+
+
+def check_text(tables: list[tuple[str, Table]], key: str) -> None:
     """Raises ValueError for text that is no UTF-8, which not all readers check."""
     import pyarrow
 
-    if isinstance(table, list):
-        return
-    for column in table.column_names:
-        try:
-            table.data[column].validate(full=True)
-        except pyarrow.ArrowInvalid as error:
-            raise ValueError(f"{key}: {name}{find_fault(name) or f', column {column!r}: {error}'}") from None
+    for name, table in tables:
+        if isinstance(table, list):
+            continue
+        for column in table.column_names:
+            try:
+                table.data[column].validate(full=True)
+            except pyarrow.ArrowInvalid as error:
+                raise ValueError(f"{key}: {name}{find_fault(name) or f', column {column!r}: {error}'}") from None
 
 
 def find_sources(name: str, split: str, key: str) -> list[Source]:

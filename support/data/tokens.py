@@ -6,14 +6,14 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
-from support.data.tables import Table, check_text, columns_of, rows_of
+from support.data.tables import Table, columns_of, rows_of
 
 
 def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
@@ -102,23 +102,10 @@ ROWS_PER_BLOCK = 1000  # rows that are read and tokenised together
 
 
 @dataclass(frozen=True)
-class Block:
-    """The prompts of some rows."""
-
-    ids: ndarray  # int32 [tokens], the prompts concatenated
-    lengths: ndarray  # int64 [prompts]
-    rows: ndarray  # int64 [prompts]: the row of the set that each prompt comes from
-    digests: bytes  # 16 bytes per prompt, which change with a token id, the answer or the source
-    dropped: int  # rows whose prompt, with its hint, is too long
-    shortest: int  # tokens of the shortest prompt with its hint, dropped or not
-
-
-@dataclass(frozen=True)
 class Tokens:
     """The prompts of a set."""
 
-    ids: ndarray  # int32 [tokens], the prompts concatenated; may be memory-mapped from a file
-    ends: ndarray  # int64 [prompts]: where each prompt ends in `ids`
+    ids: Any  # pyarrow list array: of each row of the set the token ids of its prompt; empty where it is too long
     rows: ndarray  # int64 [prompts]: the row of the set that each prompt comes from
     dropped: int  # rows whose prompt is too long
     fingerprint: str  # 16 hex digits that change with any token id, answer, source, or the order of the prompts
@@ -126,119 +113,107 @@ class Tokens:
 
 def check_columns(cfg, tables: list[tuple[str, Table]]) -> None:
     """Raises ValueError for a key that no row has. Without `source_key` at its default every source is "default"."""
-    file, table = tables[0]
-    names = columns_of(table)
+    names = list(dict.fromkeys(name for _, table in tables for name in columns_of(table)))
+    for option, key in keys_read(cfg).items():
+        if key not in names and (option, key) != ("source_key", "source"):
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"data.{option}={key!r}: no such column in {tables[0][0]}; the nearest is {near!r}, "
+                f"all are {', '.join(names)}"
+            )
+
+
+def keys_read(cfg) -> dict[str, str]:
+    """{option: the key that it names} of those that `tokenise` looks up in a row."""
     options = ["prompt_key", "answer_key", "source_key"]
     if cfg.hint_key is not None:
         options.append("hint_key")
-    for option in options:
-        key = getattr(cfg, option)
-        known = key in names or any(lookup(row, key) is not None for row in all_rows(tables, [key]))
-        if not known and (option, key) != ("source_key", "source"):
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"data.{option}={key!r}: no such column in {file}; the nearest is {near!r}, all are {', '.join(names)}"
-            )
+    return {option: getattr(cfg, option) for option in options}
 
 
-def all_rows(tables: list[tuple[str, Table]], keys: list[str]) -> Iterator[dict]:
-    """All rows, with the columns that `lookup` of these keys reads; none where there are no such columns."""
-    for _, table in tables:
-        columns = columns_for(table, keys)
-        if not columns:
-            continue
-        for start in range(0, len(table), ROWS_PER_BLOCK):
-            yield from rows_of(table, start, start + ROWS_PER_BLOCK, columns)
-
-
-def columns_for(table: Table, keys: list[str]) -> list[str]:
-    """The columns that `lookup` of these keys reads."""
+def columns_read(cfg, table: Table) -> list[str]:
+    """The columns of a table of the `datasets` library that `tokenise` reads."""
+    keys = keys_read(cfg).values()
     wanted = [*keys, *(key.partition(".")[0] for key in keys)]
-    return wanted if isinstance(table, list) else [column for column in table.column_names if column in wanted]
+    return [column for column in table.column_names if column in wanted]
 
 
-def jobs_of(tables: list[tuple[str, Table]]) -> list[tuple[int, int, int]]:
-    """The blocks of a set, each as (index of its table, first row in the table, first row in the set)."""
-    jobs = []
-    rows_before = 0  # in earlier tables
-    for number, (_, table) in enumerate(tables):
-        jobs += [(number, start, rows_before + start) for start in range(0, len(table), ROWS_PER_BLOCK)]
-        rows_before += len(table)
-    return jobs
+def tokenise(rows: list[dict], cfg, tokenizer) -> dict[str, list]:
+    """Columns with a value for each row.
 
-
-def tokenise(cfg, tokenizer, tables: list[tuple[str, Table]], key: str, job: tuple[int, int, int]) -> Block:
-    """The prompts of one block of `jobs_of(tables)`. `key`: data.train or data.eval, for errors. Raises ValueError."""
-    number, start, first = job
-    name, table = tables[number]
-    if not isinstance(table, list):
-        check_text(name, table.select(range(start, min(start + ROWS_PER_BLOCK, len(table)))), key)
-    keys = [cfg.prompt_key, cfg.answer_key, cfg.source_key]
-    if cfg.hint_key:
-        keys.append(cfg.hint_key)
-    rows = rows_of(table, start, start + ROWS_PER_BLOCK, columns_for(table, keys))
-    texts, answers, hinted = [], [], []
-    for i, row in enumerate(rows, start + 1):
+    "ids": int32 array, the prompt; empty where it is too long. "length": tokens of the prompt, with its hint. "digest":
+    16 bytes that change with token ids, answer and source. "error": what is wrong with the row, else None.
+    """
+    texts, hinted, answers, errors = [], [], [], []
+    for row in rows:
+        text = with_hint = answer = ""
+        error = None
         try:
-            texts.append(prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer))
-            answers.append(answer_text(lookup(row, cfg.answer_key), cfg.answer_key))
+            text = prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer)
+            answer = answer_text(lookup(row, cfg.answer_key), cfg.answer_key)
             if cfg.hint_key is not None:
-                hinted.append(hinted_text(row, cfg, tokenizer))
-        except ValueError as error:
-            raise ValueError(f"{key}: {name}, row {i}: {error}") from None
-    all_ids = to_ids(texts, cfg, tokenizer)
-    hinted_ids = to_ids(hinted, cfg, tokenizer) if hinted else all_ids  # for lengths and digests alone
-    lengths = [max(len(ids), len(with_hint)) for ids, with_hint in zip(all_ids, hinted_ids, strict=True)]
-    kept = []
-    arrays = [np.zeros(0, np.int32)]
-    digests = []
-    for i, (ids, answer, row) in enumerate(zip(all_ids, answers, rows, strict=True)):
-        if not ids:
-            raise ValueError(
-                f"{key}: {name}, row {start + i + 1}: {cfg.prompt_key!r} is empty: no tokens (data.prompt_key, or the "
-                "tokenizer of model.path)"
-            )
-        if lengths[i] <= cfg.max_prompt_tokens:
-            kept.append(i)
-            arrays.append(np.array(ids, np.int32))
-            digested = np.array([*ids, *hinted_ids[i]], np.int32) if hinted else arrays[-1]
-            digests.append(digest_of(digested, answer, source_of(row, cfg.source_key)))
-    return Block(
-        ids=np.concatenate(arrays),
-        lengths=np.array([len(all_ids[i]) for i in kept], np.int64),
-        rows=np.array(kept, np.int64) + first,
-        digests=b"".join(digests),
-        dropped=len(rows) - len(kept),
-        shortest=min(lengths),
-    )
+                with_hint = hinted_text(row, cfg, tokenizer)
+        except ValueError as problem:
+            error = str(problem)
+        texts.append(text)
+        hinted.append(with_hint)
+        answers.append(answer)
+        errors.append(error)
+    prompts = to_ids(texts, cfg, tokenizer)
+    hinted_prompts = [[] for _ in rows]
+    if cfg.hint_key is not None:  # for lengths and digests alone
+        hinted_prompts = to_ids(hinted, cfg, tokenizer)
+    columns = {"ids": [], "length": [], "digest": [], "error": []}
+    for i, (ids, with_hint) in enumerate(zip(prompts, hinted_prompts, strict=True)):
+        length = max(len(ids), len(with_hint))
+        error = errors[i]
+        if error is None and not ids:
+            error = f"{cfg.prompt_key!r} is empty: no tokens (data.prompt_key, or the tokenizer of model.path)"
+        digest = digest_of([*ids, *with_hint], answers[i], source_of(rows[i], cfg.source_key))
+        columns["ids"].append(np.array(ids if length <= cfg.max_prompt_tokens else [], np.int32))
+        columns["length"].append(length)
+        columns["digest"].append(digest)
+        columns["error"].append(error)
+    return columns
 
 
-def digest_of(ids: ndarray, answer: str, source: str) -> bytes:
+def digest_of(ids: list[int], answer: str, source: str) -> bytes:
     """16 bytes that change with each of these."""
     text = f"{len(answer)},{len(source)}:{answer}{source}".encode(errors="surrogatepass")
-    return hashlib.blake2b(ids.tobytes() + text, digest_size=16).digest()
+    return hashlib.blake2b(np.array(ids, np.int32).tobytes() + text, digest_size=16).digest()
 
 
-def join_blocks(blocks: Iterable[Block], cfg, name: str, store_ids: Callable[[ndarray], Any]) -> Tokens:
-    """The prompts of all blocks of the set `name`. Raises ValueError where there are none.
+def tokenise_in_memory(cfg, tokenizer, table: Table) -> dict[str, list]:
+    """The columns of `tokenise` for all rows of a table, "ids" as one pyarrow array."""
+    import pyarrow
 
-    Token ids are passed to `store_ids`, block by block, since they may not fit into memory; the result has none.
+    columns = {"ids": [], "length": [], "digest": [], "error": []}
+    for start in range(0, len(table), ROWS_PER_BLOCK):
+        block = tokenise(rows_of(table, start, start + ROWS_PER_BLOCK), cfg, tokenizer)
+        for column, values in block.items():
+            columns[column] += values
+    columns["ids"] = pyarrow.array(columns["ids"], pyarrow.list_(pyarrow.int32()))
+    return columns
+
+
+def select_prompts(columns: dict[str, Sequence], cfg, tables: list[tuple[str, Table]], value: Any, key: str) -> Tokens:
+    """The prompts in the columns of `tokenise` for all rows of the set `value`, given at `key`.
+
+    Raises ValueError for the first invalid row, or where all prompts are too long.
     """
-    lengths, rows, shortest_of_blocks = [], [], []
-    digest = hashlib.sha256()
-    dropped = 0
-    for block in blocks:
-        store_ids(block.ids)
-        lengths.append(block.lengths)
-        rows.append(block.rows)
-        shortest_of_blocks.append(block.shortest)
-        digest.update(block.digests)
-        dropped += block.dropped
-    ends = np.cumsum(np.concatenate(lengths))
-    rows = np.concatenate(rows)
+    invalid = next((i for i, error in enumerate(columns["error"]) if error is not None), None)
+    if invalid is not None:
+        number = invalid
+        for name, table in tables:
+            if number < len(table):
+                raise ValueError(f"{key}: {name}, row {number + 1}: {columns['error'][invalid]}")
+            number -= len(table)
+    lengths = np.array(columns["length"])
+    rows = np.flatnonzero(lengths <= cfg.max_prompt_tokens)
     if not len(rows):
         raise ValueError(
-            f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all {dropped} prompts of {name} are longer; the shortest "
-            f"has {min(shortest_of_blocks)} tokens"
+            f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all {len(lengths)} prompts of {value} are longer; the "
+            f"shortest has {lengths.min()} tokens"
         )
-    return Tokens(np.zeros(0, np.int32), ends, rows, dropped, digest.hexdigest()[:16])
+    fingerprint = hashlib.sha256(b"".join(columns["digest"][row] for row in rows)).hexdigest()[:16]
+    return Tokens(columns["ids"], rows, len(lengths) - len(rows), fingerprint)
