@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 from support.base import ranks
+from tests.fork_server import ForkServer
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -51,16 +52,8 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.open()]
 
 
-class Training(Torchrun):
-    """A torchrun of train_grpo.py on configs/tiny.yaml with the tiny model, and its output folder."""
-
-    def __init__(self, tiny: Path, out: Path, *overrides: str, script="train_grpo.py", config="tiny", **settings):
-        self.out, self.overrides = out, overrides
-        number = len(list(out.parent.glob("printed_*")))
-        super().__init__(
-            out.parent / f"printed_{number}.txt", script, "--config", f"configs/{config}.yaml", f"output_dir={out}",
-            f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", *overrides, **settings,
-        )  # fmt: skip
+class Outputs:
+    """The output folder of a run of train_grpo.py, `out`."""
 
     @property
     def metrics(self) -> list[dict]:
@@ -73,6 +66,38 @@ class Training(Torchrun):
     def weights(self, step: int) -> dict[str, torch.Tensor]:
         """What was exported after the step."""
         return load_file(self.out / f"hf/step_{step:06d}/model-00000.safetensors")
+
+
+def command_line(tiny: Path, out: Path, overrides: tuple[str, ...], config: str) -> list[str]:
+    """The arguments of train_grpo.py for the tiny model."""
+    inputs = [f"output_dir={out}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
+    return ["--config", f"configs/{config}.yaml", *inputs, *overrides]
+
+
+def next_printed(out: Path) -> Path:
+    """A new file beside the output folder, for what a run prints."""
+    return out.parent / f"printed_{len(list(out.parent.glob('printed_*')))}.txt"
+
+
+class Training(Outputs, Torchrun):
+    """A torchrun of train_grpo.py on configs/tiny.yaml with the tiny model, and its output folder."""
+
+    def __init__(self, tiny: Path, out: Path, *overrides: str, script="train_grpo.py", config="tiny", **settings):
+        self.out, self.overrides = out, overrides
+        super().__init__(next_printed(out), script, *command_line(tiny, out, overrides, config), **settings)
+
+
+class ForkedTraining(Outputs):
+    """The same on ranks of the fork server, ended: its exit `code` and what it printed, `text`."""
+
+    def __init__(
+        self, server: ForkServer, tiny: Path, out: Path, *overrides: str, script="train_grpo.py", config="tiny",
+        **settings,
+    ):  # fmt: skip
+        self.out, self.overrides = out, overrides
+        printed = next_printed(out)
+        self.code = server.run(printed, script, *command_line(tiny, out, overrides, config), **settings)
+        self.text = printed.read_text(errors="replace")
 
 
 @pytest.fixture
@@ -88,6 +113,24 @@ def train(tiny, tmp_path):
     yield run
     for training in started:
         training.kill()
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    """ForkServer for all tests."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def train_forked(fork_server, tiny, tmp_path):
+    """train_forked(nproc, ...) → ForkedTraining, as `train`: in seconds, for what does not depend on torchrun."""
+
+    def run(nproc: int, *overrides: str, out: Path = tmp_path / "out", **settings) -> ForkedTraining:
+        return ForkedTraining(fork_server, tiny, out, *overrides, nproc=nproc, **settings)
+
+    return run
 
 
 @pytest.fixture
@@ -137,7 +180,7 @@ SHARED = (
 
 
 @pytest.fixture(scope="session")
-def shared(tiny, tmp_path_factory) -> Training:
+def shared(fork_server, tiny, tmp_path_factory) -> ForkedTraining:
     """Three steps on two replicas with all that several tests look at: KL, two updates a step, groups sampled anew,
     rewards of two sources that fail now and then, evaluations, checkpoints and exports."""
     folder = tmp_path_factory.mktemp("shared")
@@ -145,12 +188,9 @@ def shared(tiny, tmp_path_factory) -> Training:
     write_rows(folder / "train.jsonl", rows)
     write_rows(folder / "eval.jsonl", rows[:5])
     (folder / "shaky.py").write_text(SHAKY)
-    training = Training(
-        tiny, folder / "out", *SHARED, f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'eval.jsonl'}",
-        f"reward.custom={folder / 'shaky.py'}:reward",
+    training = ForkedTraining(
+        fork_server, tiny, folder / "out", *SHARED, f"data.train={folder / 'train.jsonl'}",
+        f"data.eval={folder / 'eval.jsonl'}", f"reward.custom={folder / 'shaky.py'}:reward", nproc=2,
     )  # fmt: skip
-    try:
-        assert training.end() == 0, training.text
-    finally:
-        training.kill()
+    assert training.code == 0, training.text
     return training

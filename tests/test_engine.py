@@ -58,11 +58,11 @@ SMALL = ["train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4"]
         pytest.param("mixtral", False, ["parallel.pp=2", "rollout.tp=2"], marks=pytest.mark.slow),
     ],
 )
-def test_trainer_transformers_and_vllm_agree(train, tmp_path, arch, tied, layout):
+def test_trainer_transformers_and_vllm_agree(train_forked, tmp_path, arch, tied, layout):
     """Step 2 samples from pushed, changed weights; the export of step 1 holds the same."""
     tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
     make_tiny.save_model(tmp_path / "model", tokenizer, arch, tied, hidden=64, layers=2, **CONFIGS.get(arch, {}))
-    run = train(2, *SMALL, *EXACT, f"model.path={tmp_path / 'model'}", *layout, "rollout.max_new_tokens=24")
+    run = train_forked(2, *SMALL, *EXACT, f"model.path={tmp_path / 'model'}", *layout, "rollout.max_new_tokens=24")
     assert run.code == 0, run.text
     assert all(m["sync/checked"] == 1 for m in run.metrics)
     if "moe" in arch or arch == "mixtral":

@@ -144,14 +144,35 @@ def clean() -> dict[str, str]:
     return ours | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def test_two_ranks_of_srun_train(tiny, tmp_path):
-    """The processes have Slurm's variables alone, and a shell each between them and what started them."""
-    data = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", f"output_dir={tmp_path / 'out'}"]
-    command = ["bash", "-c", '"$@"; exit $?', "bash", sys.executable, "train_grpo.py", *TINY, *data]
+def training(tiny, out) -> tuple[list[str], list[dict[str, str]]]:
+    """The script with its arguments, and the environments of two ranks, which have Slurm's variables alone."""
+    data = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", f"output_dir={out}"]
     job = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NODELIST": "laptop", "SLURM_STEP_ID": "0"}
+    ranks = [clean() | job | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
+    return ["train_grpo.py", *TINY, *data], ranks
+
+
+def check_training(out) -> None:
+    assert [row["step"] for row in read_rows(out / "metrics.jsonl")] == [1, 2]
+    assert (out / "hf/step_000002").is_dir()
+
+
+def test_two_ranks_with_the_variables_of_srun_train(fork_server, tiny, tmp_path):
+    script, ranks = training(tiny, tmp_path / "out")
+    printed = tmp_path / "printed.txt"
+    code = fork_server.run_ranks(printed, script, ranks, port=None)
+    text = printed.read_text()
+    assert code == 0 and text.count("layout:  2 ranks") == 1, text  # the first rank speaks for both
+    check_training(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_two_ranks_of_srun_train(tiny, tmp_path):
+    """Started as programs, with a shell each between them and what started them."""
+    script, ranks = training(tiny, tmp_path / "out")
+    command = ["bash", "-c", '"$@"; exit $?', "bash", sys.executable, *script]
     started = []
-    for rank in ("0", "1"):
-        env = clean() | job | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+    for env in ranks:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(subprocess.Popen(command, cwd=REPO, env=env, **pipes))
     try:
@@ -161,8 +182,7 @@ def test_two_ranks_of_srun_train(tiny, tmp_path):
             process.kill()
     assert [process.returncode for process in started] == [0, 0], "\n".join(texts)
     assert "layout:  2 ranks" in texts[0] and "layout" not in texts[1]
-    assert [row["step"] for row in read_rows(tmp_path / "out/metrics.jsonl")] == [1, 2]
-    assert (tmp_path / "out/hf/step_000002").is_dir()
+    check_training(tmp_path / "out")
 
 
 # ---------------------------------------------------------------- the example for Slurm

@@ -41,11 +41,11 @@ MOVED = r"the first push changed .* ranks \[0, 1\]: model\.layers\.0\.mlp\.down_
         ),
     ],
 )
-def test_a_faulty_push_ends_the_run_at_once(train, fault, options, message):
+def test_a_faulty_push_ends_the_run_at_once(train_forked, fault, options, message):
     """The push after step 1 has the fault, so that step 1 is not even logged: "swapped" shows before it."""
-    run = train(2, *SMALL, *options, script="tests/push_faults.py", FAULT=fault)
+    run = train_forked(2, *SMALL, *options, script="tests/push_faults.py", FAULT=fault)
     assert run.code == 1 and re.search(f"error: {message}", run.text, re.MULTILINE), run.text
-    assert "Traceback" not in run.own_text
+    assert "Traceback" not in run.text
     assert len(run.metrics) == (1 if fault == "skipped" else 0)  # "skipped" has no push to fail: the next sampling does
 
 

@@ -1,0 +1,148 @@
+"""Forks the ranks of a test from one process that has imported torch, Megatron-core and vLLM.
+
+Those imports take each rank of a torchrun ten seconds and more of a core; most runs of the tests take less. What is
+under test runs as ever: the script, its process group, vLLM. Only the start differs, so tests of a start, of signals
+and of torchrun's report use processes.Torchrun.
+
+As a program, this file is that process. It reads a job a line from standard input, the arguments of run_job in JSON,
+and answers each with its exit code.
+"""
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import select
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+
+from support.base import processes
+from support.engine import vllm_process
+
+REPO = Path(__file__).resolve().parent.parent
+
+# ---------------------------------------------------------------- in the tests
+
+
+class ForkServer:
+    """The process that forks; it starts with the first run."""
+
+    def __init__(self):
+        self.process: subprocess.Popen | None = None
+
+    def run(
+        self, printed: Path, script: str | Path, *arguments: str, nproc: int, seconds: float = 600, **env: str
+    ) -> int:
+        """Run `script` on `nproc` ranks with what torchrun tells them, and `env`; see run_ranks."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        world = {
+            "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        }  # fmt: skip
+        ranks = [{**os.environ, **world, "RANK": str(n), "LOCAL_RANK": str(n), **env} for n in range(nproc)]
+        return self.run_ranks(printed, [str(script), *arguments], ranks, port, seconds)
+
+    def run_ranks(
+        self, printed: Path, command: list[str], ranks: list[dict[str, str]], port: int | None, seconds: float = 600
+    ) -> int:
+        """Run a script with its arguments on ranks with these environments; returns 0, or 1 if a rank failed.
+
+        They print into `printed`. With a port the server holds the store at which they meet, as torchrun does. Raises
+        AssertionError if they take longer than these seconds.
+        """
+        settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(REPO)}
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", __file__], cwd=REPO, env={**os.environ, **settings}, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+        printed.touch()
+        job = {"printed": str(printed), "command": command, "ranks": [{**env, **settings} for env in ranks]}
+        self.process.stdin.write(json.dumps({**job, "port": port}) + "\n")
+        self.process.stdin.flush()
+        answered, _, _ = select.select([self.process.stdout], [], [], seconds)
+        answer = self.process.stdout.readline() if answered else ""
+        if not answer:
+            self.close()
+        assert answer, f"the ranks, or the process that forks them, did not end well:\n{printed.read_text()}"
+        return int(answer)
+
+    def close(self) -> None:
+        """End the process, and with it all ranks."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+
+# ---------------------------------------------------------------- the process
+
+
+def serve() -> None:
+    """Import what the ranks need, in the order in which a rank does, and run the jobs."""
+    processes.die_with_parent()
+    import tests.checkpoint_worker
+    import tests.layout_worker  # noqa: F401, train_grpo.py and Megatron-core
+
+    vllm_process.set_environment()
+    from vllm import LLM, SamplingParams  # noqa: F401, most of vLLM
+
+    gc.freeze()  # else a collection in a rank would write to all of it, and so copy it
+    for line in sys.stdin:
+        print(run_job(**json.loads(line)), flush=True)
+
+
+def run_job(printed: str, command: list[str], ranks: list[dict[str, str]], port: int | None) -> int:
+    """Run the script on all ranks; returns 0, or 1 if a rank failed, which ends the others."""
+    with open(printed, "w") as output:
+        running = {start_rank(command, env, output.fileno()) for env in ranks}
+    store = None
+    if port is not None:  # after the forks, since it has a thread
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    code = 0
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        processes.kill_family(pid)  # what it started
+        if status:
+            code = 1
+            for other in running:
+                processes.kill_family(other)
+    del store
+    return code
+
+
+def start_rank(command: list[str], env: dict[str, str], output: int) -> int:
+    """Fork a process that runs the script as its main program; returns its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    processes.die_with_parent()
+    os.environ.clear()
+    os.environ.update(env)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.argv = command
+    code = 0
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    os._exit(code)  # without freeing each module, which would copy all memory that the ranks share
+
+
+if __name__ == "__main__":
+    serve()
