@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Torchrun
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import REPO
@@ -43,17 +42,21 @@ def lasting(metrics: list[dict]) -> list[dict]:
         }, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_state_is_the_same_on_every_layout(tmp_path, arch, dtype, layouts):
+def test_state_is_the_same_on_every_layout(fork_server, tmp_path, arch, dtype, layouts):
     import make_tiny
 
     make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>="), hidden=64, layers=4, arch=arch)
-    worker = Torchrun(
-        tmp_path / "printed.txt", "tests/checkpoint_worker.py", str(tmp_path / "model"), dtype, str(tmp_path / "out"),
-        json.dumps(layouts), nproc=4,
-    )  # fmt: skip
-    assert worker.end(300) == 0, worker.text
-    found = [line for line in worker.text.splitlines() if line.split(":")[0] in layouts]
-    assert found == [f"{x}: same" for x in layouts], worker.text
+    check_state(fork_server, tmp_path, dtype, layouts, 4)
+
+
+def check_state(server, folder: Path, dtype: str, layouts: dict[str, dict], nproc: int, *arguments: str) -> None:
+    """tests/checkpoint_worker.py with the model in the folder finds the same state on all layouts."""
+    printed = folder / "printed.txt"
+    paths = (str(folder / "model"), dtype, str(folder / "out"))
+    code = server.run(printed, "tests/checkpoint_worker.py", *paths, json.dumps(layouts), *arguments, nproc=nproc)
+    text = printed.read_text()
+    found = [line for line in text.splitlines() if line.split(":")[0] in layouts]
+    assert code == 0 and found == [f"{x}: same" for x in layouts], text
 
 
 RESUMED = (*SMALL, "train.save_every=1", "algo.kl_coef=0.05", "train.updates_per_step=2", "algo.max_rounds=2")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from processes import Torchrun
 from safetensors.torch import load_file, save_file
 
 from config import ParallelConfig
@@ -113,14 +112,12 @@ def make_plan(folder, family: str, *overrides: str, **plan) -> dict:
     return {"samples": str(folder / "samples.json"), "out": str(folder), "overrides": [*common, *overrides], **plan}
 
 
-def run_worker(folder, nproc: int, *plans: dict) -> list[dict[str, dict[str, torch.Tensor]]]:
-    """Of each plan, layout → what tests/layout_worker.py found on it."""
-    (folder / "plans.json").write_text(json.dumps(plans))
-    worker = Torchrun(folder / "printed.txt", "tests/layout_worker.py", str(folder / "plans.json"), nproc=nproc)
-    try:
-        assert worker.end(1800) == 0, worker.text
-    finally:
-        worker.kill()
+def run_worker(server, folder, nproc: int, *plans: dict) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """Of each plan, layout → what tests/layout_worker.py found on it; `server` is the fork_server."""
+    file, printed = folder / "plans.json", folder / "printed.txt"
+    file.write_text(json.dumps(plans))
+    code = server.run(printed, "tests/layout_worker.py", str(file), nproc=nproc, seconds=1800)
+    assert code == 0, printed.read_text()
     return [{name: load_file(f"{plan['out']}/{name}.safetensors") for name in plan["layouts"]} for plan in plans]
 
 
@@ -202,9 +199,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
-    """Family → (what each layout gave, the reference, the worker's plan), of all that are asked for; a few share a
-    torchrun."""
+def results(request, fork_server, tmp_path_factory):
+    """Family → (what each layout gave, the reference, the worker's plan), of all that are asked for."""
     asked: dict[str, dict] = {}
     for item in request.session.items:
         if item.name.startswith("test_update_equals_plain_transformers["):
@@ -212,14 +208,14 @@ def results(request, tmp_path_factory):
             asked.setdefault(family, {})[layout] = layouts_of(family)[layout]
     folders = {family: tmp_path_factory.mktemp(family) for family in asked}
     plans = [make_plan(folders[family], family, layouts=layouts) for family, layouts in asked.items()]
-    number = sum(map(len, asked.values()))
-    together = [plans] if number <= 16 else [[plan] for plan in plans]  # experts' groups leave threads behind
-    found = [each for part in together for each in run_worker(tmp_path_factory.mktemp("layouts"), 4, *part)]
+    found = [  # one plan after the other: experts' groups leave threads behind
+        run_worker(fork_server, folder, 4, plan)[0] for folder, plan in zip(folders.values(), plans, strict=True)
+    ]
     known = {
         family: (layouts, reference(folders[family] / "model", make_samples(), next(iter(layouts.values()))), plan)
         for family, layouts, plan in zip(asked, found, plans, strict=True)
     }
-    if number == len(CASES):
+    if sum(map(len, asked.values())) == len(CASES):
         write_table(known)
     return known
 
@@ -289,17 +285,17 @@ def test_one_gradient_whatever_the_micro_batches(world, tmp_path, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_one_gradient_on_two_replicas(world, tmp_path, family):
+def test_one_gradient_on_two_replicas(world, fork_server, tmp_path, family):
     for replicas in (1, 2):
         (tmp_path / str(replicas)).mkdir()
     plan = micro_batch_plan(tmp_path / "1", family, replicas=1)
-    (found,) = run_worker(tmp_path / "2", 2, micro_batch_plan(tmp_path / "2", family, replicas=2))
+    (found,) = run_worker(fork_server, tmp_path / "2", 2, micro_batch_plan(tmp_path / "2", family, replicas=2))
     assert len(found) == 3
     check_one_gradient(one_layout(plan, "1 of DP1"), list(found.values()))
 
 
 @pytest.mark.slow
-def test_a_context_parallel_rank_without_queries_keeps_up(tmp_path):
+def test_a_context_parallel_rank_without_queries_keeps_up(fork_server, tmp_path):
     """Attention by chunks, and a row whose sequences are all of one position: the first rank has every query of it."""
     samples = make_samples()
     for s in samples[7:]:
@@ -311,13 +307,13 @@ def test_a_context_parallel_rank_without_queries_keeps_up(tmp_path):
         bins=[[*range(7)], [*range(7, 14)]],
     )  # fmt: skip
     (tmp_path / "samples.json").write_text(json.dumps(samples))
-    ((found,),) = (each.values() for each in run_worker(tmp_path, 4, plan))
+    ((found,),) = (each.values() for each in run_worker(fork_server, tmp_path, 4, plan))
     error, name = worst_gradient(found, reference(tmp_path / "model", samples, found))
     assert error < 1e-5, name
 
 
 @pytest.mark.slow
-def test_every_loss_and_normalisation_does_not_depend_on_the_layout(tmp_path):
+def test_every_loss_and_normalisation_does_not_depend_on_the_layout(fork_server, tmp_path):
     """On TP2·PP2 with uneven micro-batches, with truncated importance sampling and the straight-through KL."""
     cases = {f"{loss} {norm}": (loss, norm) for loss in LOSSES for norm in NORMS}
     plan = make_plan(
@@ -325,7 +321,7 @@ def test_every_loss_and_normalisation_does_not_depend_on_the_layout(tmp_path):
         "parallel.pp=2",
         layouts={name: [f"algo.loss={loss}", f"algo.loss_norm={norm}"] for name, (loss, norm) in cases.items()},
     )  # fmt: skip
-    (found,) = run_worker(tmp_path, 4, plan)
+    (found,) = run_worker(fork_server, tmp_path, 4, plan)
     for name, (loss, norm) in cases.items():
         wanted = reference(tmp_path / "model", make_samples(), found[name], loss, norm, kl="k3+", tis=True)
         assert found[name]["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5), name
@@ -334,7 +330,7 @@ def test_every_loss_and_normalisation_does_not_depend_on_the_layout(tmp_path):
 
 
 @pytest.mark.slow
-def test_balancing_loss_does_not_depend_on_the_layout(tmp_path):
+def test_balancing_loss_does_not_depend_on_the_layout(fork_server, tmp_path):
     """Switch's loss over the response tokens of each micro-batch, weighted by their number; the same two micro-batches
     on every layout, against transformers' router logits in float64."""
     samples = make_samples()
@@ -347,7 +343,7 @@ def test_balancing_loss_does_not_depend_on_the_layout(tmp_path):
         f"train.max_tokens_per_micro_batch={budget}", "train.logprob_max_tokens_per_micro_batch=4096",
         layouts={name: (LAYOUTS | MOE_LAYOUTS)[name] for name in layouts}, bins=bins,
     )  # fmt: skip
-    (found,) = run_worker(tmp_path, 4, plan)
+    (found,) = run_worker(fork_server, tmp_path, 4, plan)
     wanted = reference(tmp_path / "model", samples, found["TP2·PP2"])
     balance, load = balance_gradients(tmp_path / "model", samples, bins, coefficient)
     for layout in layouts:

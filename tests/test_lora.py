@@ -2,14 +2,12 @@
 float64, and of PEFT where it is installed (pip install peft); what is pushed, exported and resumed is their sum.
 """
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import make_tiny
 import pytest
 import torch
-from processes import Torchrun
 from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
@@ -22,6 +20,7 @@ from support.model.checkpoint import CheckpointError
 from support.run import inputs
 from tests import test_layouts
 from tests.layout_worker import made_up_factor, one_layout
+from tests.test_checkpoint import check_state
 from tests.test_exact import reference_step
 from tests.test_layouts import (
     float64_model,
@@ -122,8 +121,8 @@ MORE = {"ETP2·DP4": ["parallel.etp=2"]}  # an expert is split over ranks that a
 
 
 @pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
-    """Family → (what each layout gave, the reference, the worker's plan), of all that are asked for, in a torchrun."""
+def results(request, fork_server, tmp_path_factory):
+    """Family → (what each layout gave, the reference, the worker's plan), of all that are asked for."""
     asked: dict[str, dict] = {}
     for item in request.session.items:
         if item.name.startswith("test_gradients_do_not_depend_on_the_layout["):
@@ -131,7 +130,7 @@ def results(request, tmp_path_factory):
             asked.setdefault(family, {})[layout] = (layouts_of(family) | MORE)[layout]
     folders = {family: tmp_path_factory.mktemp(family) for family in asked}
     plans = [make_plan(folders[family], family, *LORA, layouts=layouts) for family, layouts in asked.items()]
-    found = run_worker(tmp_path_factory.mktemp("lora"), 4, *plans)
+    found = run_worker(fork_server, tmp_path_factory.mktemp("lora"), 4, *plans)
     return {
         family: (layouts, lora_reference(folders[family] / "model", next(iter(layouts.values()))), plan)
         for family, layouts, plan in zip(asked, found, plans, strict=True)
@@ -316,12 +315,6 @@ def test_factors_that_nobody_reads_are_an_error(build, tmp_path):  # noqa: F811
         ("qwen2_moe", "bf16", {"ep2tp2": {"tp": 2, "ep": 2}, "dp4": {}, "etp2": {"tp": 2, "ep": 2, "etp": 2}}),
     ],
 )  # fmt: skip
-def test_the_state_of_adapters_is_the_same_on_every_layout(tmp_path, arch, dtype, layouts):
+def test_the_state_of_adapters_is_the_same_on_every_layout(fork_server, tmp_path, arch, dtype, layouts):
     make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>="), hidden=64, layers=4, arch=arch)
-    worker = Torchrun(
-        tmp_path / "printed.txt", "tests/checkpoint_worker.py", str(tmp_path / "model"), dtype, str(tmp_path / "out"),
-        json.dumps(layouts), str(RANK), nproc=4,
-    )  # fmt: skip
-    assert worker.end(300) == 0, worker.text
-    found = [line for line in worker.text.splitlines() if line.split(":")[0] in layouts]
-    assert found == [f"{x}: same" for x in layouts], worker.text
+    check_state(fork_server, tmp_path, dtype, layouts, 4, str(RANK))

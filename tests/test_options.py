@@ -2,13 +2,11 @@
 
 import ast
 import dataclasses
-import json
 import re
 
 import make_tiny
 import pytest
 import torch
-from processes import Torchrun
 
 import megatron_bridge as bridge
 from config import ParallelConfig, UserError
@@ -19,7 +17,7 @@ from support.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
 from tests.conftest import REPO
 from tests.layout_worker import one_layout
-from tests.test_checkpoint import equal, lasting
+from tests.test_checkpoint import check_state, equal, lasting
 from tests.test_layouts import make_plan, relative, run_worker
 from train_grpo import Sample, flatten, main
 
@@ -184,7 +182,7 @@ def test_options_change_no_update(world, tmp_path, family, name):
 
 
 @pytest.mark.slow
-def test_options_change_no_update_of_two_ranks(tmp_path):
+def test_options_change_no_update_of_two_ranks(fork_server, tmp_path):
     sizes = {"TP2": ["parallel.tp=2"], "PP2": ["parallel.pp=2"], "DP2": []}
     plans = []
     for family, chosen in EVERYTHING.items():
@@ -195,7 +193,7 @@ def test_options_change_no_update_of_two_ranks(tmp_path):
             for name, overrides in {"plain": [], **chosen}.items()
         }
         plans.append(make_plan(tmp_path / family, family, layouts=layouts))
-    for found in run_worker(tmp_path, 2, *plans):
+    for found in run_worker(fork_server, tmp_path, 2, *plans):
         for layout in found:
             check_same(found[f"{layout.split()[0]} plain"], found[layout])
 
@@ -243,15 +241,9 @@ def test_adam_on_the_host_makes_the_same_updates(world, small):
 
 
 @pytest.mark.slow
-def test_its_state_is_saved_and_loaded(small, tmp_path):
+def test_its_state_is_saved_and_loaded(fork_server, small, tmp_path):
     layouts = {name: {"megatron": extra} for name, extra in OFFLOADS.items()} | {"tp2": {"tp": 2, "megatron": HALF}}
-    worker = Torchrun(
-        tmp_path / "printed.txt", "tests/checkpoint_worker.py", str(small), "bf16", str(tmp_path / "out"),
-        json.dumps(layouts), nproc=2,
-    )  # fmt: skip
-    assert worker.end(300) == 0, worker.text
-    for name in layouts:
-        assert f"\n{name}: same\n" in f"\n{worker.text}", worker.text
+    check_state(fork_server, tmp_path, "bf16", layouts, 2)
 
 
 @pytest.mark.slow

@@ -176,9 +176,9 @@ def test_forced_routes_equal_plain_transformers(world, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_forced_routes_on_every_layout(tmp_path, monkeypatch):
+def test_forced_routes_on_every_layout(fork_server, tmp_path, monkeypatch):
     plan = routed_plan(tmp_path, layouts=LAYOUTS)
-    (found,) = run_worker(tmp_path, 4, plan)
+    (found,) = run_worker(fork_server, tmp_path, 4, plan)
     wanted = forced_reference(monkeypatch, tmp_path / "model", routed_samples(), next(iter(found.values())))
     for each in found.values():
         check(each, wanted)

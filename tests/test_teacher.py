@@ -232,7 +232,7 @@ def test_keys_that_do_not_go_together(prepare, keys, message):
 
 
 @pytest.mark.slow
-def test_the_credit_is_the_same_on_every_layout(tmp_path):
+def test_the_credit_is_the_same_on_every_layout(fork_server, tmp_path):
     """A teacher of another family and shape, asked with hints, against transformers in float64."""
     make_model(tmp_path / "teacher", "qwen3")
     layouts = {
@@ -260,7 +260,7 @@ def test_the_credit_is_the_same_on_every_layout(tmp_path):
             )
         wanted += [torch.zeros(len(sample["prompt_ids"]) - 1), told - logp]
     wanted = torch.cat(wanted)
-    (found,) = run_worker(tmp_path, 4, plan)
+    (found,) = run_worker(fork_server, tmp_path, 4, plan)
     for name in layouts:
         assert (found[name]["credit"] - wanted).abs().max() < 1e-4, name
 

@@ -380,14 +380,14 @@ def masked_reference(folder, samples: list[dict], given: dict) -> dict:
 
 
 @pytest.mark.slow
-def test_every_gradient_of_conversations_on_every_axis(tmp_path):
+def test_every_gradient_of_conversations_on_every_axis(fork_server, tmp_path):
     layouts = {
         "DP4": [], "TP2·PP2": ["parallel.tp=2", "parallel.pp=2"], "CP2·DP2": ["parallel.cp=2"],
         "TP2·CP2": ["parallel.tp=2", "parallel.cp=2"],
     }  # fmt: skip
     plan = make_plan(tmp_path, "qwen2", layouts=layouts)
     (tmp_path / "samples.json").write_text(json.dumps(talks()))
-    (found,) = run_worker(tmp_path, 4, plan)
+    (found,) = run_worker(fork_server, tmp_path, 4, plan)
     wanted = masked_reference(tmp_path / "model", talks(), found["DP4"])
     for layout in layouts:
         assert (found[layout]["logp"] - wanted["logp"]).abs().max() < 1e-4
