@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -174,8 +172,8 @@ def test_data_formats_give_the_same_prompts(dry_run, tiny, tmp_path, kind):
     assert code == 0 and "200 prompts" in text
 
 
-def test_python_alone_is_told_to_use_torchrun(tiny):
-    command = [sys.executable, "train_grpo.py", "--config", "configs/tiny.yaml", f"model.path={tiny / 'model'}",
-               f"data.train={tiny / 'train.jsonl'}"]  # fmt: skip
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 2 and "torchrun" in done.stderr and "Traceback" not in done.stderr
+def test_python_alone_is_told_to_use_torchrun(tiny, capfd, offline):
+    inputs = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
+    code = main(["--config", str(REPO / "configs/tiny.yaml"), *inputs])
+    message = capfd.readouterr().err
+    assert code == 2 and "torchrun" in message and "Traceback" not in message
