@@ -51,6 +51,7 @@ SOUND = {
         "error": None, "links": ["NV18"],
         "gpus": [dict(zip(machine.ASKED, line.split(", "), strict=True)) for line in SMI.splitlines()],
     },
+    "build_tools": {"C compiler": "/usr/bin/gcc", "Python.h": "/usr/include/python3.11/Python.h"},
     "shared_memory": {"path": "/dev/shm", **DISK},
     "folders": {"output_dir": {"path": "outputs", **DISK}, "TMPDIR": {"path": "/tmp", **DISK}},
     "memory": {"total": 2 << 40, "free": 1 << 40}, "cores": 104, "open_files": 1 << 20, "processes": None,
@@ -134,6 +135,14 @@ GPU_FAULTS = {
     "GPUs that differ": ({"torch.gpus.1.name": "NVIDIA A100"}, ("GPUs", WARN, "1 × NVIDIA A100.*the smallest")),
     "a lost GPU": ({"torch.gpus": SOUND["torch"]["gpus"][:1]}, ("GPUs", WARN, "2 are in this machine → .*dmesg")),
     "compute mode": ({"smi.gpus.0.mode": "Prohibited"}, ("GPU 0", STOP, "Prohibited → nvidia-smi -c DEFAULT")),
+    "no compiler": (
+        {"build_tools.C compiler": None},
+        ("C compiler, Python.h", STOP, "no C compiler: Triton compiles with them.* → apt-get install gcc python3-dev"),
+    ),
+    "no headers": (
+        {"build_tools": {**SOUND["build_tools"], "Python.h": None}},
+        ("C compiler, Python.h", STOP, "no Python.h: "),
+    ),
     "broken memory": ({"smi.gpus.0.ecc_errors": "3"}, ("GPU 0", WARN, "3 errors .* → nvidia-smi --gpu-reset")),
 }  # fmt: skip
 OTHER_FAULTS = {
@@ -178,7 +187,10 @@ OTHER_FAULTS = {
         ("VLLM_ENABLE_V1_MULTIPROCESSING", STOP, "→ unset it"),
         ("CUDA_VISIBLE_DEVICES", WARN, "empty: hides every GPU"),
         ("PYTORCH_CUDA_ALLOC_CONF", WARN, "sleep"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS", WARN, "not set → export"),
+    ),
+    "several queues": (
+        {"environment.CUDA_DEVICE_MAX_CONNECTIONS": "8"},
+        ("CUDA_DEVICE_MAX_CONNECTIONS", WARN, "8 → unset it"),
     ),
     "libraries in the way": ({"shadowing": ["/opt/lib/libnccl.so.2"]}, ("LD_LIBRARY_PATH", WARN, "libnccl")),
 }  # fmt: skip

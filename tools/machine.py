@@ -44,6 +44,7 @@ def facts(output_dir: Path) -> dict:
         "torch": torch_facts(),
         "driver": versions.driver(),
         "smi": smi_facts(),
+        "build_tools": versions.build_tools(),
         "shared_memory": disk_facts(Path("/dev/shm")),
         "folders": {name: disk_facts(folder) for name, folder in folders.items()},
         "memory": memory_facts(),

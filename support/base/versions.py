@@ -6,9 +6,12 @@ Imports the standard library only (torch in one function), so that it works wher
 import contextlib
 import functools
 import importlib.metadata
+import os
 import platform
 import re
+import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 from support.base.processes import REPO
@@ -115,6 +118,22 @@ def driver() -> str | None:
     path = Path("/proc/driver/nvidia/version")
     found = re.search(r" (\d+\.\d+(\.\d+)?) ", path.read_text()) if path.exists() else None
     return found and found[1]
+
+
+def build_tools() -> dict[str, str | None]:
+    """{"C compiler": path, "Python.h": path} as Triton looks for them, None for what is missing.
+
+    vLLM's kernels need both on a GPU: Triton compiles their launchers as they first run (3.7, runtime/build.py).
+    """
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's, which has no headers
+        scheme = "posix_prefix"
+    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+    return {
+        "C compiler": next(filter(None, map(shutil.which, compilers)), None),
+        "Python.h": str(header) if header.exists() else None,
+    }
 
 
 def format_versions(found: dict[str, str | None]) -> str:

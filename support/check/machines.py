@@ -4,16 +4,19 @@ Each check comes before weights are loaded and raises UserError; a failure betwe
 """
 
 import os
+import shutil
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 
 import megatron_bridge as bridge
 from config import Config, RankError, UserError
 from support.base import hf_folder, launchers, memory, ranks, versions
 from support.check import checks, memory_count, preflight
-from support.model import cpu_backend
+from support.engine import vllm_process
+from support.model import attention, cpu_backend
 from support.step import teacher
 
 ON_GPUS_ONLY = ("enable_expert_parallel", "enable_sleep_mode", "enable_chunked_prefill")  # of rollout.vllm
@@ -25,6 +28,7 @@ def check_start(cfg: Config) -> None:
     if torch.cuda.is_available():
         check_gpus()
     else:
+        check_unused_gpus(Path(cfg.output_dir))
         check_without_gpu(cfg)
 
 
@@ -44,17 +48,46 @@ def check_launcher() -> None:
 
 
 def check_gpus() -> None:
-    """Check that there is a GPU for each process of this machine. Raises UserError."""
+    """Check that each process of this machine has a GPU, and Triton what it compiles with. Raises UserError.
+
+    GPUs of several models are a warning.
+    """
+    from tools import doctor  # its remedies; here, so that no start without a GPU loads it
+
     least = int(os.environ["LOCAL_RANK"]) + 1
     local = int(os.environ.get("LOCAL_WORLD_SIZE", least))
     gpus = torch.cuda.device_count()
-    if local <= gpus:
+    if local > gpus:
+        machine = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        message = f"--nproc_per_node={local}, but this machine has {machine}: one process a GPU"
+        if "SLURM_PROCID" in os.environ:
+            message += "; if srun binds one GPU to each, add --gpu-bind=none to it"
+        if "MIG" in torch.cuda.get_device_name(0):
+            message += f"; with MIG {doctor.REMEDY['mig']}"
+        raise UserError(message)
+    missing = [name for name, path in versions.build_tools().items() if path is None]
+    if missing:
+        what = f"no {', no '.join(missing)}, which vLLM's kernels need (Triton)"
+        raise UserError(f"{what}: {doctor.REMEDY['build tools']}")
+    models = sorted({torch.cuda.get_device_name(number) for number in range(local)})
+    if len(models) > 1 and least == 1:
+        ranks.say(f"warning: the GPUs of this machine differ ({', '.join(models)}): {doctor.REMEDY['unequal']}")
+
+
+def check_unused_gpus(out: Path) -> None:
+    """Check that no GPU of this machine is left unused by mistake, where torch sees none. Raises UserError.
+
+    The doctor says why: an old driver, torch for CPUs, MIG without a slice. vLLM for CPUs is no mistake.
+    """
+    if versions.driver() is None and shutil.which("nvidia-smi") is None:
         return
-    machine = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-    message = f"--nproc_per_node={local}, but this machine has {machine}: one process a GPU"
-    if "SLURM_PROCID" in os.environ:
-        message += "; if srun binds one GPU to each, add --gpu-bind=none to it"
-    raise UserError(message)
+    from tools import doctor, machine
+
+    facts = machine.facts(out)
+    rows = [*doctor.cuda(facts), *doctor.gpus(facts)]
+    stops = [f"{row.item}: {row.found}; {row.remedy}" for row in rows if row.verdict == doctor.STOP]
+    if stops and facts["packages"]["vllm"]:
+        raise UserError("no GPU can be used. " + ". ".join(stops))
 
 
 def check_without_gpu(cfg: Config) -> None:
@@ -89,7 +122,10 @@ def check_machines(cfg: Config, data: str) -> None:
 
 
 def check_first_host(cfg: Config) -> None:
-    """Check versions (a warning), shared memory if ranks use it, the output folder and its disk. Raises ValueError."""
+    """Check versions (a warning), shared memory if ranks use it, the output folder and its disk; print the kernels.
+
+    Raises ValueError.
+    """
     for warning in versions.check_versions():
         print(f"warning: {warning}", flush=True)
     if torch.cuda.is_available() or cfg.rollout.tp > 1:
@@ -97,6 +133,26 @@ def check_first_host(cfg: Config) -> None:
     preflight.check_writable(Path(cfg.output_dir))
     weights = hf_folder.count_weights(cfg.model.path)
     preflight.check_disk(Path(cfg.output_dir), memory_count.disk_bytes(cfg, weights))
+    print(kernels(cfg), flush=True)
+
+
+def kernels(cfg: Config) -> str:
+    """Which kernels of attention, experts and sampling run here, in a line."""
+    dtype = bridge.DTYPES[cfg.model.dtype]
+    if not attention.uses_varlen(bridge.device(), dtype):
+        parts = ["attention pads sequences (scaled_dot_product_attention)"]
+    elif attention.has_flash_attention_3(dtype):
+        parts = ["attention by FlashAttention 3 (varlen_attn)"]
+    else:
+        parts = ["attention by FlashAttention 2 (varlen_attn)"]
+    if bridge.is_moe(transformers.AutoConfig.from_pretrained(cfg.model.path)):
+        grouped = cfg.megatron.get("moe_grouped_gemm", True)
+        parts.append("experts by grouped_mm" if grouped else "experts one after the other")
+    if torch.cuda.is_available():
+        parts.append(f"sampling by {vllm_process.describe_kernels(cfg.rollout.vllm)}")
+    else:
+        parts.append("sampling by vLLM for CPUs")
+    return f"kernels: {'; '.join(parts)}"
 
 
 def check_host_memory(cfg: Config) -> str | None:
