@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import make_tiny
 import numpy as np
@@ -20,9 +23,10 @@ import megatron_bridge as bridge
 import train_grpo
 from config import UserError
 from support.base import ranks
-from support.base.read_config import load_config
+from support.base.read_config import load_config, override
 from support.check import memory_formulas, memory_plan
 from support.check.memory_count import Held, count
+from support.run import logs
 from support.step.packing import to_micro_batches
 from tests.conftest import REPO
 from tests.memory_worker import held_bytes
@@ -356,3 +360,51 @@ def test_the_pages_are_written_anew():
     with tempfile.TemporaryDirectory() as parent:
         rows = "".join(plans.layout_row(Path(parent), *layout) for layout in plans.LAYOUTS)
     assert plans.HEAD + rows in (REPO / "docs/tuning.md").read_text(), "python -m tools.plans"
+
+
+# ---------------------------------------------------------------- against a step
+
+
+def test_tables_of_penalties_sleep_with_the_weights(tmp_path, monkeypatch):
+    """Worked by hand: 1,024 sequences, 151,936 tokens, 4 bytes each and a bit."""
+    folder = plans.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
+    cfg = load_config(str(REPO / "configs/qwen2.5_0.5b_1gpu.yaml"), [f"model.path={folder}"])
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    tables = 4 * 1024 * (151936 + 4748)
+    two = memory_plan.plan(cfg, 1, GPU)
+    assert two.sampling.tables == tables
+    assert two.phases["sync"]["vLLM"] == two.sampling.weights + two.sampling.loading + tables
+    one = memory_plan.plan(override(cfg, {"rollout.sleep_level": 1}), 1, GPU, two.held)
+    assert one.host == two.host + 2 * 494032768 + tables
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    old = memory_plan.plan(cfg, 1, GPU, two.held)
+    assert old.sampling.tables == 0 and old.sampling.cache == two.sampling.cache + tables
+
+
+@pytest.mark.parametrize(
+    ("asleep", "train", "said"),
+    [
+        (10.0, 34.5, None),
+        (10.0, 30.0, None),
+        (14.0, 38.0, "51.5 GB of a GPU of 107.4, .*: add the"),
+        (5.0, 25.0, "there is room"),
+    ],
+)
+def test_a_step_that_parts_from_the_plan_is_told(asleep, train, said):
+    """In GiB: 40 planned of 100; what is in use while vLLM sleeps, and the peak of training over the 4 held then."""
+    planned = memory_plan.Plan(100 << 30, {}, {"train": {"all": 40 << 30}}, {}, None, 0)
+    metrics = {"mem/free_asleep_gb": 100 - asleep, "mem/train_peak_gb": train, "mem/logprob_gb": 4.0}
+    found = memory_plan.compare(planned, metrics)
+    assert (found is None) == (said is None) and (said is None or re.search(said, found)), found
+    assert memory_plan.compare(planned, {**metrics, "mem/free_asleep_gb": None}) is None
+
+
+def test_the_first_step_alone_is_held_against_the_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(logs.dist, "get_rank", lambda: 0)
+    planned = memory_plan.Plan(100 << 30, {}, {"train": {"all": 40 << 30}}, {}, None, 0)
+    inputs = SimpleNamespace(tokenizer=None, done=0, planned=planned)
+    log = logs.Log(load_config(TINY, [f"output_dir={tmp_path}"]), inputs, SimpleNamespace(write=lambda *_: None))
+    measured = {"mem/free_asleep_gb": 86.0, "mem/train_peak_gb": 38.0, "mem/logprob_gb": 4.0}
+    for step in (1, 2):
+        log.write(defaultdict(lambda: 1.0, {**measured, "step": step}), [])
+    assert capsys.readouterr().out.count("hint: training took 51.5 GB of a GPU") == 1

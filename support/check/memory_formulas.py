@@ -4,6 +4,7 @@ tests/test_memory_plan.py compares those of the trainer with passes on a CPU; th
 """
 
 import math
+import os
 from dataclasses import dataclass
 
 import megatron_bridge as bridge
@@ -25,7 +26,7 @@ def layer_elements(hf, cfg: Config) -> dict[str, float]:
       norms       4 h               input and output of two
       attention   3 q + 3 k         output of the projection, queries and keys after RoPE, output of attention
                   + q               where queries have a norm
-                  + 2 q + 2 k       padded copies, in fp32; in bf16 attention takes packed rows on a GPU
+                  + 2 q + 2 k       padded copies, in fp32; in bf16 FlashAttention takes packed rows on a GPU
                   + 2 q + 2 cp k    the all-to-all of context parallelism
       mlp         3 f               gate and up, their product
       moe         R (h + 4 f)       of R rows a token, spread evenly: input, gate and up, product, weighted product
@@ -40,7 +41,7 @@ def layer_elements(hf, cfg: Config) -> dict[str, float]:
     attention = 3 * q + 3 * k
     if "self_attention.q_layernorm.weight" in bridge.FAMILIES[hf.architectures[0]]:
         attention += q
-    if cfg.model.dtype == "fp32":
+    if cfg.model.dtype == "fp32" or not cfg.model.flash_attention:
         attention += 2 * q + 2 * k
     if p.cp > 1:
         attention += 2 * q + 2 * p.cp * k
@@ -127,6 +128,7 @@ class Sampling:
     """vLLM's part of a GPU, in bytes, and the tokens that its cache holds."""
 
     weights: int
+    tables: int  # of its sampler, which sleep and wake with the weights
     work: int  # of a forward pass
     cache: int
     loading: int  # while a push loads weights
@@ -143,30 +145,42 @@ def plan_sampling(hf, cfg: Config, weights: int, gpu: int) -> Sampling:
     r = cfg.rollout
     size = bridge.DTYPES[cfg.model.dtype].itemsize
     shard = weights * size / r.tp
+    tables = sampler_bytes(hf, cfg, gpu)
     work = forward_bytes(hf, cfg, gpu)
-    tables = hf.vocab_size * hf.hidden_size
-    ends = tables if hf.tie_word_embeddings else 2 * tables
-    layer = max((weights - ends) / hf.num_hidden_layers, tables) * size
-    cache = int(r.gpu_memory_utilization * gpu - shard - work)
+    embedding = hf.vocab_size * hf.hidden_size
+    ends = embedding if hf.tie_word_embeddings else 2 * embedding
+    layer = max((weights - ends) / hf.num_hidden_layers, embedding) * size
+    cache = int(r.gpu_memory_utilization * gpu - shard - tables - work)
     kv_size = 1 if "fp8" in str(r.vllm.get("kv_cache_dtype")) else size
     kv_heads = max(hf.num_key_value_heads // r.tp, 1)
     token = 2 * hf.num_hidden_layers * kv_heads * bridge.head_dim(hf) * kv_size
     blocks = max(cache, 0) // (BLOCK * token)
     longest = math.ceil(checks.longest_sample(cfg) / BLOCK)
     loading = int(layer * (1 + 1 / r.tp))
-    return Sampling(int(shard), int(work), cache, loading, tokens=blocks * BLOCK, sequences=blocks // longest)
+    return Sampling(int(shard), tables, int(work), cache, loading, tokens=blocks * BLOCK, sequences=blocks // longest)
+
+
+def most_sequences(cfg: Config, gpu: int) -> int:
+    """Sequences that vLLM computes at once, at most."""
+    return cfg.rollout.vllm.get("max_num_seqs") or (1024 if gpu >= LARGE_GPU else 256)
+
+
+def sampler_bytes(hf, cfg: Config, gpu: int) -> int:
+    """Tables of penalties in vLLM's second model runner: a count of each token and a bit, for each sequence."""
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        return 0
+    return 4 * most_sequences(cfg, gpu) * (hf.vocab_size + math.ceil(hf.vocab_size / 32))
 
 
 def forward_bytes(hf, cfg: Config, gpu: int) -> float:
     """Transient memory of a forward pass of vLLM on a GPU of `gpu` bytes."""
-    r, options = cfg.rollout, cfg.rollout.vllm
-    batch = options.get("max_num_batched_tokens") or (16384 if gpu >= LARGE_GPU else 8192)
-    sequences = options.get("max_num_seqs") or (1024 if gpu >= LARGE_GPU else 256)
+    r = cfg.rollout
+    batch = r.vllm.get("max_num_batched_tokens") or (16384 if gpu >= LARGE_GPU else 8192)
     heads = hf.num_attention_heads / r.tp + 2 * max(hf.num_key_value_heads / r.tp, 1)
     if bridge.is_moe(hf):
         feed_forward = hf.num_experts_per_tok * (hf.hidden_size + 3 * bridge.expert_width(hf) / r.tp)
     else:
         feed_forward = 3 * hf.intermediate_size / r.tp
     token = 3 * hf.hidden_size + heads * bridge.head_dim(hf) + feed_forward
-    logits = 3 * 4 * sequences * hf.vocab_size
+    logits = 3 * 4 * most_sequences(cfg, gpu) * hf.vocab_size
     return batch * token * bridge.DTYPES[cfg.model.dtype].itemsize + logits

@@ -15,6 +15,7 @@ import yaml
 import megatron_bridge as bridge
 from config import Config, UserError
 from support.base import remedies
+from support.base.memory import GIB
 from support.base.read_config import override
 from support.check import checks
 from support.check.memory_count import PHASES, Held, costs, count, host_bytes, replica_ranks
@@ -32,6 +33,8 @@ from support.check.run_plan import replica_count, rows_of_an_update
 GB = 10**9
 GPU_GB = 80.0  # where there is no GPU to ask
 RESERVE = 0.1  # of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs and fragments: assumed, not measured
+TOLERANCE = 0.15  # by which a step may miss the plan, as in tools/gpu_check.py
+TRAIN = remedies.MEMORY["train"]
 MACHINE_GPUS = 8  # of one machine, for the host's memory
 SHARE_OF_VLLM = ("rollout.gpu_memory_utilization", "rollout.vllm.max_num_seqs")  # the plan solves for the first
 
@@ -85,6 +88,8 @@ def plan(cfg: Config, world_size: int, gpu: int, held: dict[int, Held] | None = 
     phases = {phase: table[stage][phase] for phase, stage in largest.items()}
     teacher = max(each.gpu.get("teacher", 0) for each in held.values()) // bridge.DTYPES[cfg.model.dtype].itemsize
     host = host_bytes(cfg, weights, world_size, on_gpu=True, teacher=teacher * replica_ranks(cfg))
+    if cfg.rollout.sleep_level == 1:
+        host += vllm.tables
     return Plan(gpu, held, phases, largest, vllm, host)
 
 
@@ -124,7 +129,7 @@ def stage_phases(
     phases["rollout"] = state["rollout"] | {"vLLM": share}
     phases["logprob"] = state["logprob"] | scoring
     phases["train"] = max(state["train"] | backward, state["update"] | {"update": held.update}, key=total)
-    phases["sync"] = state["sync"] | {"vLLM": vllm.weights + vllm.loading, "bucket": held.push}
+    phases["sync"] = state["sync"] | {"vLLM": vllm.weights + vllm.tables + vllm.loading, "bucket": held.push}
     phases["save"] = state["save"] | {"vLLM": share, "copies": max(4 * held.largest, held.export)}
     return {phase: {**parts, "reserve": int(RESERVE * gpu)} for phase, parts in phases.items()}
 
@@ -189,6 +194,25 @@ def find_remedies(cfg: Config, world_size: int, found: Plan) -> list[str]:
     return [text for *_, text in sorted(lines, reverse=True)]
 
 
+def compare(found: Plan, metrics: dict[str, float | None]) -> str | None:
+    """What to tell the user where training took another share of a GPU in a step with these metrics than planned.
+
+    Measured is what is in use while vLLM sleeps, by all processes, and what training allocates on top of that.
+    """
+    free = metrics["mem/free_asleep_gb"]
+    if free is None:
+        return None
+    above = metrics["mem/train_peak_gb"] - metrics["mem/logprob_gb"]
+    measured = found.gpu - (free - above) * GIB
+    planned = found.total("train")
+    if abs(measured / planned - 1) <= TOLERANCE:
+        return None
+    text = f"training took {measured / GB:.1f} GB of a GPU of {found.gpu / GB:.1f}, the plan says {planned / GB:.1f}"
+    if measured < planned:
+        return f"{text}: unless later answers are longer, there is room, such as for train.max_tokens_per_micro_batch"
+    return f"{text}: add the difference to plans of this model. If memory ends, {remedies.try_one_of(TRAIN.turn)}"
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -221,7 +245,8 @@ def describe(cfg: Config, world_size: int, gpu: int) -> str:
     for phase, parts in found.phases.items():
         where = f" on stage {found.stage[phase] + 1} of {p.pp}" if p.pp > 1 else ""
         lines.append(f"{phase:>8s} {sum_line(parts)}{where}")
-    share = f"weights {vllm.weights / GB:.1f} + work {vllm.work / GB:.1f} + cache {vllm.cache / GB:.1f}"
+    sizes = {"weights": vllm.weights, "tables": vllm.tables, "work": vllm.work, "cache": vllm.cache}
+    share = " + ".join(f"{what} {size / GB:.1f}" for what, size in sizes.items())
     at_once = f"{vllm.sequences} samples of {longest} at once of the {samples} in a step"
     lines.append(f"    vLLM {share}: {vllm.tokens} tokens an engine, {at_once}")
     lines.append(f"    host {found.host / GB:.1f} a rank, {found.host * local / GB:.1f} with {local} on a machine")

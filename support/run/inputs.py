@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from config import Config, UserError
@@ -30,19 +31,23 @@ class Inputs:
     checkpoint: Path | None = None  # to go on from
     done: int = 0  # steps of that checkpoint
     model_path: str = ""  # local folder of the initial model
+    planned: memory_plan.Plan | None = None  # of memory, on rank 0 of a run on GPUs
 
 
 def prepare(cfg: Config, world_size: int, weights: bool, gpu_gb: float | None = None) -> tuple[Config, Inputs]:
     """Check the model, its files of `weights` if asked, and the data; print what the run will be. Raises UserError.
 
     A dry run, without `weights`, first prints the plan of memory for a GPU of `gpu_gb` · 10⁹ bytes (None: of this
-    machine's): config.json is enough for it. Returns the configuration to train with, where `train.steps` alone says
-    how long, and the inputs.
+    machine's): config.json is enough for it. A run on GPUs prints it where it does not fit. Returns the configuration
+    to train with, where `train.steps` alone says how long, and the inputs.
     """
+    planned = None
     try:
         check_models(cfg)
         if not weights and ranks.is_first_rank():
             print(memory_plan.describe(cfg, world_size, memory_plan.gpu_bytes(gpu_gb)), flush=True)
+        elif ranks.is_first_rank() and torch.cuda.is_available() and not dist.is_initialized():
+            planned = plan_memory(cfg, world_size)
         tokenizer = load_tokenizer(cfg.model.path)
         prompts, dropped = read_prompts(cfg, tokenizer)
         teacher_checks.check_tokens(cfg, tokenizer, weights)
@@ -55,8 +60,24 @@ def prepare(cfg: Config, world_size: int, weights: bool, gpu_gb: float | None = 
     cfg = with_steps(cfg, len(prompts["train"]))
     if ranks.is_first_rank():
         print_plan(cfg, world_size, prompts, dropped)
-    inputs = Inputs(tokenizer, prompts["train"], prompts.get("eval", []), model_path=folder)
+    inputs = Inputs(tokenizer, prompts["train"], prompts.get("eval", []), model_path=folder, planned=planned)
     return override(cfg, {"train.epochs": None}), inputs
+
+
+def plan_memory(cfg: Config, world_size: int) -> memory_plan.Plan | None:
+    """The plan of memory for this machine's GPU; prints it where it does not fit. None where there is no plan.
+
+    It is advice: no plan on a GPU was compared with a run yet, so it ends none.
+    """
+    try:
+        gpu = memory_plan.gpu_bytes(None)
+        found = memory_plan.plan(cfg, world_size, gpu)
+        if not found.fits:
+            print(memory_plan.describe(cfg, world_size, gpu), flush=True)
+    except Exception as error:
+        print(f"warning: no plan of memory: {type(error).__name__}: {error}", flush=True)
+        return None
+    return found
 
 
 def check_models(cfg: Config) -> None:

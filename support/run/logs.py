@@ -12,6 +12,7 @@ from tqdm import tqdm
 from config import Config
 from support.base import files, memory
 from support.base.rollout_files import RolloutWriter
+from support.check import memory_plan
 from support.run import hints, trackers
 from support.step.records import Sample
 
@@ -28,6 +29,7 @@ class Log:
         self.rollouts = rollouts
         self.tokenizer = inputs.tokenizer
         self.trackers = trackers.Trackers(cfg, inputs.done) if self.speaks else None
+        self.planned = inputs.planned
         self.history: list[dict] = []  # the metrics of each step of this start
         self.hinted: set[str] = set()  # rules whose hint was shown
         self.growth = memory.Growth()
@@ -70,6 +72,10 @@ class Log:
             self.bar.write(f"answers of step {step}, from the lowest reward to the highest:\n{some}")
         if len(self.history) % hints.WINDOW == 0:
             self.hint()
+        if len(self.history) == 1 and self.planned is not None:
+            text = memory_plan.compare(self.planned, metrics)
+            if text is not None:
+                self.bar.write(f"hint: {text}")
 
     def hint(self) -> None:
         """Show what the metrics ask for and did not ask before."""
