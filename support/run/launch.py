@@ -50,13 +50,14 @@ def command(
             debug.turn_on(cfg)
         checks.check_config(cfg, args.world_size)
         rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))  # the data are not read yet: any number will do
+        if not args.dry_run:
+            machines.check_start(cfg)  # before anything is read
         cfg, inputs = prepare(cfg, args.world_size, not args.dry_run, args.gpu_memory_gb)
         if args.draw:
             from tools import drawing  # here, so that no other start loads it
 
             drawing.write_pictures(cfg, args.world_size, Path(args.draw))
         if not args.dry_run:
-            machines.check_start(cfg)
             if cfg.rollout.exact:
                 torch.use_deterministic_algorithms(True)
                 torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill vLLM's KV cache with NaN
