@@ -226,18 +226,29 @@ def test_a_second_call_adds_to_the_first(command, tmp_path, capsys):
 
 
 def test_advice():
-    def told(*rows: tuple[str, str]) -> str:
-        return gpu_check.advice(
-            [gpu_check.Verdict("c d", Row(name, "≤", 1, "", f"mend {name}"), v) for name, v in rows]
-        )
+    def told(*rows: tuple[str, str], missing=()) -> str:
+        found = [gpu_check.Verdict("c d", Row(name, "≤", 1, "", f"mend {name}"), verdict) for name, verdict in rows]
+        return gpu_check.advice(found, [*missing])
 
     assert told(("push, gqa", OK), ("m: push", OK)) == "train"
     assert told(("m: push", FAILED), ("gradient, moe, bf16", FAILED)).startswith(
         "do not train here yet, 'gradient, moe"
     )
     assert told(("m: push", FAILED), ("machine", OK)).endswith("mind what failed: mend m: push")
-    assert told(("push, moe", NOT_RUN)) == 'nothing failed, but not all was tried. Not tried: --only "c d" ()'
+    assert told(("push, moe", NOT_RUN)) == 'nothing failed, but not all was tried. Not tried: --only "c d"'
+    assert told(("push, moe", OK), missing=["demo"]).endswith('Not tried: --only "demo"')
     assert told(("m: push", NOT_RUN)) == "train"
+
+
+def test_checks_that_were_not_asked_for_are_named(command, tmp_path, capsys):
+    (tmp_path / "answers.py").write_text(ANSWERS)
+    answer = json.dumps({"row": "small", "figure": 0.1}).replace("{", "{{").replace("}", "}}")
+    one = Check("one", 60, 1, FEW[:1], str(tmp_path / "answers.py"), (answer,))
+    other = Check("other", 60, 1, [FEW[1]._replace(name="push, large")], "none.py")
+    assert command([one, other], "--cpu", "--only", "one")[0] == 0
+    assert capsys.readouterr().out.endswith(
+        'verdict: nothing failed, but not all was tried. Not tried: --only "other"\n'
+    )
 
 
 def test_two_calls_fit_ten_minutes_each():

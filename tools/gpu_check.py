@@ -211,12 +211,17 @@ def line(each: Verdict) -> doctor.Row:
     return doctor.Row(row.name, found, each.verdict, row.remedy if each.verdict == FAILED else "")
 
 
-def advice(found: list[Verdict]) -> str:
-    """Return what to do after these verdicts, in a sentence or two."""
+def is_decisive(row: Row) -> bool:
+    """Whether a run would learn from wrong numbers if this row failed."""
+    return row.name.startswith(WRONG_NUMBERS)
+
+
+def advice(found: list[Verdict], missing: list[str]) -> str:
+    """Return what to do after these verdicts, in a sentence or two; `missing`: decisive checks without a verdict."""
     failed = [each.row for each in found if each.verdict == FAILED]
-    wrong = [row for row in failed if row.name.startswith(WRONG_NUMBERS)]
-    untried = [each for each in found if each.verdict == NOT_RUN and each.row.name.startswith(WRONG_NUMBERS)]
-    names = " ".join(f'"{name}"' for name in dict.fromkeys(each.check for each in untried))
+    wrong = [row for row in failed if is_decisive(row)]
+    untried = [each.check for each in found if each.verdict == NOT_RUN and is_decisive(each.row)] + missing
+    names = " ".join(f'"{name}"' for name in dict.fromkeys(untried))
     if wrong:
         text = f"do not train here yet, {wrong[0].name!r} failed. First: {wrong[0].remedy}"
     elif failed:
@@ -227,7 +232,7 @@ def advice(found: list[Verdict]) -> str:
     else:
         text = "train"
     if untried:
-        text += f". Not tried: --only {names} ({untried[0].note})"
+        text += f". Not tried: --only {names}"
     return text
 
 
@@ -339,7 +344,9 @@ def main(argv: list[str]) -> int:
         found.append(each)
         rows = bench + bench_rows(args.folder.absolute(), found, about["machine"])
         path.write_text(as_json({**about, "seconds": round(time.monotonic() - began)}, found + kept, rows))
-    show(found + kept, round(time.monotonic() - began), path)
+    tried = {each.check for each in found + kept}
+    missing = [c.name for c in all_checks(bool(gpus)) if c.name not in tried and any(map(is_decisive, c.rows))]
+    show(found + kept, missing, round(time.monotonic() - began), path)
     return 1 if any(each.verdict == FAILED for each in found) else 0
 
 
@@ -360,13 +367,13 @@ def result_path(args: argparse.Namespace, machine: str) -> Path:
     return REPO / f"docs/bench/gpu-check-{machine}.json" if args.json == Path() else args.json
 
 
-def show(found: list[Verdict], seconds: int, path: Path) -> None:
+def show(found: list[Verdict], missing: list[str], seconds: int, path: Path) -> None:
     """Print the table, the counts and what to do."""
     print(f"\n{doctor.table(list(map(line, found)), shutil.get_terminal_size((160, 24)).columns)}\n")
     counts = Counter(each.verdict for each in found)
     shares = ", ".join(f"{counts[what]} {what}" for what in (OK, FAILED, NOT_RUN))
     print(f"{len(found)} rows, this call took {seconds} s: {shares}")
-    print(f"written: {os.path.relpath(path)}\nverdict: {advice(found)}")
+    print(f"written: {os.path.relpath(path)}\nverdict: {advice(found, missing)}")
 
 
 if __name__ == "__main__":
