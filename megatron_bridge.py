@@ -505,7 +505,7 @@ EXPERT = re.compile(r"(?<=local_experts\.)\d+")  # an expert's number in a Megat
 
 
 def rule_of(name: str, hf) -> tuple[str, list[str]]:
-    """(join, Hugging Face names) of a Megatron weight that counts layers and experts over the whole model; or KeyError."""
+    """(join, Hugging Face names) of a Megatron weight that counts layers and experts over the model; or KeyError."""
     if name.endswith(lora.FACTORS):
         return lora.factor_rule(name, *rule_of(lora.weight_of(name), hf))
     if name == "output_layer.weight" and hf.tie_word_embeddings:  # the last stage's copy of the embedding
