@@ -82,11 +82,9 @@ def f(cfg, sampling, x: TrainConfig, y: "RolloutConfig"):
 def test_reward_keys_reach_the_grading_processes(key, value):
     def built(cfg: RewardConfig) -> dict:
         pool = GradingPool(**cfg.model_dump(exclude={"max_error_frac"}))
-        state = {
-            name: getattr(pool, name)
-            for name in ("default", "by_source", "custom", "options", "functions", "timeout_s")
-        }
-        state |= {"memory_gb": pool.memory_gb, "workers": len(pool.workers)}
+        state = {key: value for key, value in pool.workers[0].settings.items() if key != "with_model"}
+        state |= {"default": pool.default.spec, "workers": len(pool.workers), "timeout_s": pool.timeout_s}
+        state["by_source"] = {source: kind.spec for source, kind in pool.by_source.items()}
         pool.close()
         return state
 
