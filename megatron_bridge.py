@@ -101,7 +101,7 @@ def process_groups() -> dict[str, dist.ProcessGroup]:
 
 
 def reports_loss() -> bool:
-    """Whether this rank reports its replica's losses; a sum over these ranks counts each token once."""
+    """Whether this rank reports its replica's losses: last pipeline stage, first tensor- and context-parallel rank."""
     first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
     return first and mpu.is_pipeline_last_stage(ignore_virtual=True)
 
@@ -412,11 +412,14 @@ def vocab_parallel_logp(logits_M, targets_M, with_entropy: bool = True) -> tuple
     return target_M - log_z_M, log_z_M - weighted_sum_M / exp_sum_M
 
 
-def token_logprobs(model, hidden, targets, mask, temperature: float, with_entropy=True):
+def token_logprobs(
+    model, hidden, targets, mask, temperature: float, with_entropy: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of the target and entropy (NaN if not asked for) at each position, 0 where `mask` is 0.
 
     hidden [T / cp (/ tp under sequence parallelism), 1, h], targets and mask [1, T] → logp_T, entropy_T [T] fp32, on
-    all ranks of cp. Logits exist for the M positions in `mask` only, LOGITS_CHUNK at a time: [T, V] would not fit.
+    every context-parallel rank. Logits exist for the M positions in `mask` only, LOGITS_CHUNK at a time, and are
+    recomputed in the backward pass: a full [T, V] would not fit.
     """
     model = unwrap_model(model)
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
@@ -505,7 +508,10 @@ EXPERT = re.compile(r"(?<=local_experts\.)\d+")  # an expert's number in a Megat
 
 
 def rule_of(name: str, hf) -> tuple[str, list[str]]:
-    """(join, Hugging Face names) of a Megatron weight that counts layers and experts over the model; or KeyError."""
+    """(join, Hugging Face names) of a Megatron weight whose name counts layers and experts over the whole model.
+
+    Raises KeyError for a name without a rule.
+    """
     if name.endswith(lora.FACTORS):
         return lora.factor_rule(name, *rule_of(lora.weight_of(name), hf))
     if name == "output_layer.weight" and hf.tie_word_embeddings:  # the last stage's copy of the embedding
@@ -645,8 +651,9 @@ def read_bucket(flat: torch.Tensor, shapes: dict[str, torch.Size], hf) -> Iterat
 
 
 def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]]]:
-    """Group the weights of all stages, in layer order, into (stage, names) of at most `limit` gathered elements, or one
-    weight; experts and other weights apart.
+    """Group the weights of all stages, in layer order, into (stage, names) of at most `limit` gathered elements.
+
+    A bucket holds one tensor at least, and either experts or other weights.
     """
     owners = {name: stage for stage, weights in enumerate(stages) for name in weights}
     if hf.tie_word_embeddings:

@@ -271,6 +271,7 @@ def answer(
     run: Run, prompts: dict[int, Prompt], step: int, n: int, sampling: RolloutConfig | EvalConfig, max_tokens: int
 ) -> tuple[list[Sample], list[dict]]:
     """`n` graded answers to each of {group: prompt}, in the order of groups, and each rank's notes; on every rank.
+
     Every engine answers its share. A group is graded as soon as it is complete, while the engine works on the others.
     """
     cfg, clock, tp = run.cfg, run.clock, run.cfg.rollout.tp
@@ -318,6 +319,7 @@ def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None
 
 def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
     """All samples end to end, a value for each position that predicts the next token: F, all but each sample's last.
+
     A prompt a b with the answer c d gives tokens a b c, targets b c d, mask 0 1 1. An environment's tokens have mask 0.
     """
     parts = {"tokens": [], "targets": [], "rollout_logp": [], "mask": []}
@@ -336,6 +338,7 @@ def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
 
 def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:
     """Numbers of the samples of each update, given the group of each sample; the same on every rank and layout.
+
     Every epoch shuffles the groups and divides them into `updates` parts of whole groups; empty parts are left out.
     """
     parts = []
@@ -348,6 +351,7 @@ def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: 
 
 def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, several_updates: bool) -> Batch:
     """The batch with the log-probs that the loss of this step needs besides vLLM's, [F] each; every kind is one pass.
+
     Without a pass for those of the policy before the updates (old_logp), grpo_loss takes its own, detached.
     """
     algo = cfg.algo
@@ -392,11 +396,12 @@ def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
     return replace(batch, advantages=advantages_F)
 
 
-def group_advantages(rewards_N: np.ndarray, groups_N: np.ndarray, kind: str, tokens_N=None) -> np.ndarray:
+def group_advantages(
+    rewards_N: np.ndarray, groups_N: np.ndarray, kind: str, tokens_N: np.ndarray | None = None
+) -> np.ndarray:
     """Advantage of each answer against its own group, 0 in a group of equal rewards; [N] each → [N] float64.
 
-    With mean m and std s (ddof 1) of the group of G answers, and m', s' those of the other G - 1; tokens_N, the trained
-    tokens of each answer, are for reinforce_pp alone:
+    With mean m and std s (ddof 1) of the group of G answers, m', s' those of the other G - 1, tokens_N trained tokens:
 
       grpo          (r - m) / (s + 1e-6)           DeepSeekMath, arXiv 2402.03300, 4.1.2; ddof and eps as in verl
       dr_grpo       r - m                          Dr. GRPO, arXiv 2503.20783, 3.2
@@ -491,6 +496,7 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
 def run_schedule(model: list, micro_batches: list[MicroBatch], temperature: float, loss_func=None) -> list:
     """Megatron's pipeline schedule over the micro-batches: forward and backward passes of `loss_func`, or, without one,
     forward passes alone. Returns, on the last stage only, the reports of `loss_func`, or the log-probs [T] of each row.
+
     Megatron sums gradients over micro-batches and replicas and divides them once by the global sum of the denominators
     (calculate_per_token_loss), so neither the split into micro-batches nor the layout changes the result.
     """
@@ -545,9 +551,10 @@ def push_weights(run: Run) -> None:
 
 
 def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfig):
-    """(loss sum, number of tokens with a weight above 0, report) of one micro-batch. Megatron divides the sum of all
-    gradients by the sum of these numbers: no factor of micro-batches, dp or cp belongs here (`run_schedule`). What
-    needs the whole batch is made in train_step and travels in Batch.
+    """(loss sum, number of tokens with a weight above 0, report) of one micro-batch.
+
+    Megatron divides the sum of all gradients by the sum of these numbers: no factor of micro-batches, dp or cp belongs
+    here (`run_schedule`). What needs the whole batch is made in train_step and travels in Batch.
     """
     mask_T = mb.mask[0].float()
     weight_T = mb.weights[0]

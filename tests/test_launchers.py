@@ -56,6 +56,8 @@ def test_srun():
     few = {name: value for name, value in SRUN.items() if "STEP_" not in name and name != "SLURM_NTASKS_PER_NODE"}
     few |= {"SLURM_STEP_ID": "0"}
     assert environment(few) == world(9, 16, 1, 8, "gpu01", port)
+    bare = {name: value for name, value in SRUN.items() if "TASKS_PER_NODE" not in name}
+    assert environment(bare | {"SLURM_NNODES": "2"})["LOCAL_WORLD_SIZE"] == "8"
     uneven = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "12,4"}
     assert environment(uneven)["LOCAL_WORLD_SIZE"] == "4"
 

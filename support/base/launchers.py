@@ -1,5 +1,6 @@
 """The environment variables of torchrun, derived from those that srun and mpirun set."""
 
+import math
 import re
 import zlib
 from collections.abc import Mapping
@@ -58,7 +59,8 @@ def by_srun(env: Mapping[str, str]) -> dict[str, str]:
     if in_script or not size or "SLURM_PROCID" not in env:
         return {}
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    local_sizes = tasks_of_nodes(next((env[name] for name in names if env.get(name)), size))
+    spread = str(math.ceil(int(size) / int(env.get("SLURM_NNODES", 1))))  # evenly, where srun says no more
+    local_sizes = tasks_of_nodes(next((env[name] for name in names if env.get(name)), spread))
     local_size = local_sizes[min(int(env.get("SLURM_NODEID", 0)), len(local_sizes) - 1)]
     values = (env["SLURM_PROCID"], size, env.get("SLURM_LOCALID", "0"), str(local_size))
     return dict(zip(RANK_NAMES, values, strict=True))

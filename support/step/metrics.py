@@ -31,7 +31,10 @@ def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, to
 
 
 def add_up(reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """The reports of grpo_loss, one a micro-batch, reduced over the micro-batches of all ranks; same on every rank."""
+    """The reports of grpo_loss, one a micro-batch, reduced over the micro-batches of all ranks; same on every rank.
+
+    Ranks that report nothing, such as those of earlier pipeline stages, learn the names from the ranks that do.
+    """
     own = {}
     if bridge.reports_loss():
         names = list(reports[0])
