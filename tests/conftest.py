@@ -123,6 +123,13 @@ def fork_server():
     server.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def start_fork_server_early(request):
+    """It imports while the first tests run, if any test needs it."""
+    if any("fork_server" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("fork_server").start()
+
+
 @pytest.fixture
 def train_forked(fork_server, tiny, tmp_path):
     """train_forked(nproc, ...) → ForkedTraining, as `train`: in seconds, for what does not depend on torchrun."""

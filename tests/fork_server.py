@@ -17,6 +17,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -26,15 +27,22 @@ from support.base import processes
 from support.engine import vllm_process
 
 REPO = Path(__file__).resolve().parent.parent
+SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(REPO)}
 
 # ---------------------------------------------------------------- in the tests
 
 
 class ForkServer:
-    """The process that forks; it starts with the first run."""
+    """The process that forks."""
 
     def __init__(self):
         self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Start the process, which imports meanwhile; a run does so where it is not running."""
+        env = {**os.environ, **SETTINGS, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # CUDA, once asked, bears no fork
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([sys.executable, "-u", __file__], cwd=REPO, env=env, **pipes)
 
     def run(
         self, printed: Path, script: str | Path, *arguments: str, nproc: int, seconds: float = 600, **env: str
@@ -57,14 +65,10 @@ class ForkServer:
         They print into `printed`. With a port the server holds the store at which they meet, as torchrun does. Raises
         AssertionError if they take longer than these seconds.
         """
-        settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(REPO)}
         if self.process is None:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", __file__], cwd=REPO, env={**os.environ, **settings}, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
+            self.start()
         printed.touch()
-        job = {"printed": str(printed), "command": command, "ranks": [{**env, **settings} for env in ranks]}
+        job = {"printed": str(printed), "command": command, "ranks": [{**env, **SETTINGS} for env in ranks]}
         self.process.stdin.write(json.dumps({**job, "port": port}) + "\n")
         self.process.stdin.flush()
         answered, _, _ = select.select([self.process.stdout], [], [], seconds)
@@ -140,6 +144,7 @@ def start_rank(command: list[str], env: dict[str, str], output: int) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
+    threading._shutdown()  # the end of a Python program: waiting for threads, then what is registered
     atexit._run_exitfuncs()
     os._exit(code)  # without freeing each module, which would copy all memory that the ranks share
 
