@@ -1,8 +1,8 @@
 """Between Hugging Face and Megatron-core: process groups, the model, its weights in and out, log-probs, the optimizer.
 
 Knows nothing of rewards, groups, advantages or prompts. Of a micro-batch `mb` it reads `tokens, targets, mask,
-position_ids` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no part in the loss), `cu_seqlens` [S+1] and
-`max_seqlen`. A row of T tokens packs S sequences, one after another.
+position_ids` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no part in the loss), `rows` [M], where the
+mask is 1, `cu_seqlens` [S+1] and `max_seqlen`. A row of T tokens packs S sequences, one after another.
 
 Weights are exchanged as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them,
 for vLLM and for the export alike. One table, `FAMILIES`, maps each weight of a Megatron layer to Hugging Face weights.
@@ -32,9 +32,10 @@ from support.model.attention import (
     own_stripe,
     rotary_embedding,
     sliding_window,
+    stripe_rows,
 )
 from support.model.experts import experts_for
-from support.model.layers import HiddenGPT, RMSNorm, Router, device, swiglu  # before Megatron-core
+from support.model.layers import HiddenGPT, RMSNorm, Router, device, swiglu, to_device  # before Megatron-core
 
 # isort: split
 from megatron.core import parallel_state as mpu
@@ -413,13 +414,13 @@ def vocab_parallel_logp(logits_M, targets_M, with_entropy: bool = True) -> tuple
 
 
 def token_logprobs(
-    model, hidden, targets, mask, temperature: float, with_entropy: bool = True
+    model, hidden, mb, temperature: float, with_entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of the target and entropy (NaN if not asked for) at each position, 0 where `mask` is 0.
+    """Log-prob of the target and entropy (NaN if not asked for) at each position, 0 where the mask is 0.
 
-    hidden [T / cp (/ tp under sequence parallelism), 1, h], targets and mask [1, T] → logp_T, entropy_T [T] fp32, on
-    every context-parallel rank. Logits exist for the M positions in `mask` only, LOGITS_CHUNK at a time, and are
-    recomputed in the backward pass: a full [T, V] would not fit.
+    hidden [T / cp (/ tp under sequence parallelism), 1, h] of the micro-batch → logp_T, entropy_T [T] fp32, on every
+    context-parallel rank. Logits exist for the M masked-in positions only, LOGITS_CHUNK at a time, and are recomputed
+    in the backward pass: a full [T, V] would not fit.
     """
     model = unwrap_model(model)
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
@@ -427,10 +428,10 @@ def token_logprobs(
         hidden = gather_from_sequence_parallel_region(hidden)  # [T / cp, 1, h]; the backward pass reduce-scatters
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)  # the backward pass all-reduces
-    mask = own_stripe(mask[0])  # [T / cp]
-    rows_M = mask.nonzero()[:, 0]
+    targets = own_stripe(mb.targets[0])  # [T / cp]
+    rows_M = to_device(stripe_rows(mb.rows), targets.device)
     hidden_M = hidden[:, 0].index_select(0, rows_M)  # [M, h]
-    targets_M = own_stripe(targets[0]).index_select(0, rows_M).long()
+    targets_M = targets.index_select(0, rows_M).long()
     if model.fp32_head:
         hidden_M = hidden_M.float()
         weight = (model.output_layer.weight if weight is None else weight).float()
@@ -445,7 +446,7 @@ def token_logprobs(
         values_M = torch.cat(values)
     else:
         values_M = chunk_logprobs(hidden_M, targets_M)
-    values = values_M.new_zeros(len(mask), 2).index_copy(0, rows_M, values_M)  # [T / cp, 2]
+    values = values_M.new_zeros(len(targets), 2).index_copy(0, rows_M, values_M)  # [T / cp, 2]
     return gather_stripes(values, summed_gradient=False).unbind(-1)
 
 

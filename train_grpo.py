@@ -524,9 +524,7 @@ def forward_step(micro_batches, model, temperature: float, loss_func):
     hidden = bridge.hidden_states(model, mb)  # [T / cp (/ tp under sequence parallelism), 1, h]
     if not bridge.unwrap_model(model).post_process:  # an earlier stage of the pipeline
         return hidden, None
-    logp_T, entropy_T = bridge.token_logprobs(
-        model, hidden, mb.targets, mb.mask, temperature, with_entropy=loss_func is not None
-    )
+    logp_T, entropy_T = bridge.token_logprobs(model, hidden, mb, temperature, with_entropy=loss_func is not None)
 
     def loss(logp_T: Tensor):
         loss_sum, denominator, report = loss_func(mb, logp_T, entropy_T)

@@ -297,7 +297,7 @@ def test_an_fp32_head_rounds_no_logits(world, small):
         (chunk,) = bridge.build_model(small, ParallelConfig(), torch.bfloat16, {}, fp32_head)
         mb = pack(batch, [0], 6, "cpu")
         hidden = bridge.hidden_states(chunk, mb)
-        logp_T, _ = bridge.token_logprobs(chunk, hidden, mb.targets, mb.mask, 1.0)
+        logp_T, _ = bridge.token_logprobs(chunk, hidden, mb, 1.0)
         head = bridge.unwrap_model(chunk).shared_embedding_or_output_weight()
         exact_TV = (hidden[:, 0].double() @ head.double().T).log_softmax(-1)
         exact_T = exact_TV.gather(1, mb.targets[0].long()[:, None])[:, 0] * mb.mask[0]

@@ -32,6 +32,12 @@ def own_stripe(x: torch.Tensor) -> torch.Tensor:
     return x[..., mpu.get_context_parallel_rank() :: mpu.get_context_parallel_world_size()]
 
 
+def stripe_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Those of the given positions of a row that this rank holds, as positions in its stripe; int64 → int64."""
+    cp = mpu.get_context_parallel_world_size()
+    return rows[rows % cp == mpu.get_context_parallel_rank()] // cp
+
+
 def gather_stripes(x: torch.Tensor, summed_gradient: bool) -> torch.Tensor:
     """All-gather the tokens of all ranks, in the order of the row; [T / cp, ...] → [T, ...].
 

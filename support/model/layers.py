@@ -47,6 +47,13 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def to_device(x: torch.Tensor, to: torch.device | str) -> torch.Tensor:
+    """A tensor on the host, copied to the device `to`; the host does not wait for the copy."""
+    if torch.device(to).type == "cuda":
+        return x.pin_memory().to(to, non_blocking=True)
+    return x.to(to)
+
+
 # ---------------------------------------------------------------- autograd functions with fewer copies
 
 

@@ -231,15 +231,15 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
     cu_seqlens = np.cumsum([0, *padded_S], dtype=np.int32)
     pieces = [slice(start, start + length) for start, length in zip(starts_S, lengths_S, strict=True)]
 
-    def row(values_F: torch.Tensor | None) -> torch.Tensor | None:
-        if values_F is None:
-            return None
+    def row(values_F: torch.Tensor) -> torch.Tensor:
         zeros = values_F.new_zeros(padding, *values_F.shape[1:])
-        values_T = torch.cat([*(values_F[piece] for piece in pieces), zeros])
-        return values_T[None].to(device)  # [1, T]
+        return torch.cat([*(values_F[piece] for piece in pieces), zeros])[None]  # [1, T]
 
+    known = {field.name: getattr(batch, field.name) for field in fields(Rows)}
+    rows = {name: row(values_F) for name, values_F in known.items() if values_F is not None}
     return MicroBatch(
-        **{field.name: row(getattr(batch, field.name)) for field in fields(Rows)},
+        **{name: values.to(device) for name, values in rows.items()},
+        rows=rows["mask"][0].nonzero()[:, 0],
         samples=np.array(samples, dtype=np.int32),
         starts=starts_S,
         lengths=lengths_S,
