@@ -20,6 +20,7 @@ import torch
 import megatron_bridge as bridge
 from config import Config, ParallelConfig, TrainingError
 from support.model.attention import uses_varlen
+from support.model.layers import to_device
 from support.step.records import Batch, MicroBatch, Rows, Sample
 
 # The cost of a row is in attended positions of one head. A token costs TOKEN plus the positions that it attends to. By
@@ -238,12 +239,12 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
     known = {field.name: getattr(batch, field.name) for field in fields(Rows)}
     rows = {name: row(values_F) for name, values_F in known.items() if values_F is not None}
     return MicroBatch(
-        **{name: values.to(device) for name, values in rows.items()},
+        **{name: to_device(values, device) for name, values in rows.items()},
         rows=rows["mask"][0].nonzero()[:, 0],
         samples=np.array(samples, dtype=np.int32),
         starts=starts_S,
         lengths=lengths_S,
-        cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+        cu_seqlens=to_device(torch.from_numpy(cu_seqlens), device),
         max_seqlen=int(np.diff(cu_seqlens).max()),
     )
 
