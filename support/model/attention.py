@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen as flash
 
-from support.model.layers import Rotation, device  # first: it prepares the process for Megatron-core
+from support.model.layers import Rotation, device, to_device  # first: it prepares the process for Megatron-core
 
 # isort: split
 from megatron.core import parallel_state as mpu
@@ -242,9 +242,12 @@ class Chunks:
     keys: torch.Tensor  # [keys], index in the row of each segment's keys, one segment after another
 
     @classmethod
-    def of(cls, cu_seqlens: torch.Tensor, rank: int, cp: int, window: int | None) -> "Chunks":
-        """The chunks of `rank` of `cp` in a row; chunk c of n tokens begins at floor(n c / 2 cp). Waits for the GPU."""
-        ends = cu_seqlens.long().cpu()
+    def of(cls, cu_seqlens: torch.Tensor, rank: int, cp: int, window: int | None, to="cpu") -> "Chunks":
+        """The chunks of `rank` of `cp` in a row, on the device `to`; chunk c of n tokens begins at floor(n c / 2 cp).
+
+        `cu_seqlens` [S + 1] is on the host.
+        """
+        ends = cu_seqlens.long()
         starts_S = ends[:-1]
         lengths_S = ends.diff()
         number = torch.arange(2 * cp + 1)
@@ -270,14 +273,14 @@ class Chunks:
             cu_q = cu_k = torch.tensor([0, 1])
             keys = torch.tensor([0])
 
-        to = cu_seqlens.device
+        max_q, max_k = int(cu_q.diff().max()), int(cu_k.diff().max())
         return cls(
-            Segments(cu_q.int().to(to), cu_k.int().to(to), int(cu_q.diff().max()), int(cu_k.diff().max()), window),
-            send=own.argsort(stable=True).to(to),
+            Segments(to_device(cu_q.int(), to), to_device(cu_k.int(), to), max_q, max_k, window),
+            send=to_device(own.argsort(stable=True), to),
             sent=own.bincount(minlength=cp).tolist(),
             received=stripe.bincount(minlength=cp).tolist(),
-            order=arrival.argsort().to(to),
-            keys=keys.to(to),
+            order=to_device(arrival.argsort(), to),
+            keys=to_device(keys, to),
         )
 
     def gather_queries(self, x: torch.Tensor) -> torch.Tensor:
@@ -315,7 +318,7 @@ class Packing(PackedSeqParams):
         cp = mpu.get_context_parallel_world_size()
         chunks = None
         if cp > 1 and not splits_by_heads(config):
-            chunks = Chunks.of(mb.cu_seqlens, mpu.get_context_parallel_rank(), cp, window)
+            chunks = Chunks.of(mb.host_cu_seqlens, mpu.get_context_parallel_rank(), cp, window, mb.cu_seqlens.device)
         return cls(
             qkv_format="sbhd",  # with "thd" Megatron would loop over the sequences itself
             cos=torch.cat((cos, cos), -1).to(config.params_dtype),

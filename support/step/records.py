@@ -128,6 +128,7 @@ class MicroBatch(Rows):
     lengths: np.ndarray  # positions of each, without padding
     rows: torch.Tensor  # [M] int64 on the host, the positions where the mask is True
     cu_seqlens: torch.Tensor  # [S + 1] int32, where sequences begin and end
+    host_cu_seqlens: torch.Tensor  # the same, on the host
     max_seqlen: int
 
     @property
