@@ -176,6 +176,7 @@ def parallel_options(parallel) -> dict:
         variable_seq_lengths=parallel.pp > 1 and parallel.vpp == 1,
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
+        batch_p2p_sync=False,  # Megatron waits after each hand-over for the sake of older versions of torch
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,

@@ -143,7 +143,7 @@ def test_the_document_names_what_works_and_what_is_refused():
 COMMON = [
     "megatron.recompute_granularity=selective", "megatron.bias_activation_fusion=true",
     "megatron.bias_dropout_fusion=true", "megatron.clone_scatter_output_in_embedding=false",
-    "megatron.deallocate_pipeline_outputs=true", "megatron.batch_p2p_sync=false", "megatron.deterministic_mode=true",
+    "megatron.deallocate_pipeline_outputs=true", "megatron.batch_p2p_sync=true", "megatron.deterministic_mode=true",
     "megatron.bucket_size=20000", "megatron.pad_buckets_for_high_nccl_busbw=true",
     "megatron.disable_bf16_reduced_precision_matmul=true", "megatron.grad_reduce_in_fp32=false",
 ]  # fmt: skip
