@@ -366,7 +366,9 @@ def optimizer_step(optimizer, lr: float, offloaded: bool = False) -> float:
     if math.isfinite(norm) and norm > 0:
         if offloaded:
             take_back_state(optimizer)
+        optimizer.get_grad_norm = lambda: norm  # for step, which would compute it again
         optimizer.step()
+        del optimizer.get_grad_norm
     return norm
 
 
