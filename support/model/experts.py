@@ -38,7 +38,8 @@ class GroupedExperts(SequentialMLP):
             for module in (expert.linear_fc1, expert.linear_fc2):
                 for hook in module._forward_pre_hooks.values():
                     hook(module, ())
-        ends_E = tokens_per_expert.to(hidden_D.device, torch.int32).cumsum(0, dtype=torch.int32)
+        # On the host, the numbers are in pinned memory.
+        ends_E = tokens_per_expert.to(hidden_D.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         fc1 = [expert.linear_fc1.weight for expert in self.local_experts]
         fc2 = [expert.linear_fc2.weight for expert in self.local_experts]
         gate_up_D = linear(fc1)(hidden_D, ends_E, *fc1)  # [D, 2 ffn / etp]
