@@ -4,7 +4,7 @@ where WAITS says. Kernels, NCCL and vLLM are not run."""
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import make_tiny
@@ -22,37 +22,101 @@ ALL = (
     "rollout.max_logp_gap=inf", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.steps=2",
     "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=64", "train.warmup_steps=0",
 )  # fmt: skip
-KL = ("algo.kl_coef=0.05", "algo.reference_on=host", "train.updates_per_step=2", "train.offload=optimizer")
+KL = ("algo.kl_coef=0.05", "algo.reference_on=host", "train.updates_per_step=2")
 RECOMPUTE = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
 
 
 @dataclass(frozen=True)
 class Run:
-    """Of the script: ranks, overrides beside ALL, changes of the tiny model, tolerance of the metrics."""
+    """Of the script: ranks, overrides beside ALL, changes of the tiny model, waits besides WAITS."""
 
     ranks: int = 1
     overrides: tuple[str, ...] = ()
     arch: str = "qwen2"
     kv_heads: int = 2
-    tolerance: float = 1e-5  # in fp32; rounding to bf16 makes more
+    waits: dict = field(default_factory=dict)
 
 
+# ---------------------------------------------------------------- where the host may wait
+
+CLOCK = {("support/run/clock.py __call__", "synchronize"): (1, "step")}
+# phase → {(place, kind): (number, unit)}. "passes" is inside Megatron's schedule: the forward and backward passes.
+WAITS = {
+    **dict.fromkeys(("rollout", "reward", "gather", "sleep"), CLOCK),
+    "wait": {
+        ("support/run/clock.py __call__", "synchronize"): (2, "step"),
+        ("support/base/ranks.py on_any_rank", "copy to the GPU"): (2, "step"),
+        ("support/base/ranks.py on_any_rank", "_local_scalar_dense"): (2, "step"),
+    },
+    "logprob": CLOCK
+    | {
+        ("train_grpo.py score", "index_put_ by an index of the host"): (1, "log-prob micro-batch"),
+        ("train_grpo.py score", "copy from the GPU"): (1, "log-prob micro-batch"),
+    },
+    "train": {
+        ("support/run/clock.py __call__", "synchronize"): (1, "update"),
+        ("support/step/metrics.py add_up", "copy from the GPU"): (1, "update"),
+        ("support/model/routes.py reduce_counts", "copy from the GPU"): (1, "update"),
+        ("clip_grads.py get_grad_norm_fp32", "_local_scalar_dense"): (1, "update"),
+        ("distributed_data_parallel.py restore_grad_buffers", "synchronize"): (1, "update"),
+    },
+    "train, passes": {
+        ("finalize_model_grads.py finalize_model_grads", "_local_scalar_dense"): (1, "update"),
+    },
+    "sync": CLOCK
+    | {
+        ("distributed_data_parallel.py offload_grad_buffers", "synchronize"): (1, "step"),
+        ("distributed_data_parallel.py offload_grad_buffers", "empty_cache"): (1, "step"),
+        ("support/model/offload.py offload_state", "synchronize"): (1, "step"),
+        ("support/model/offload.py offload_state", "empty_cache"): (1, "step"),
+    },
+    "step": {("support/step/metrics.py expert_load", "copy from the GPU"): (1, "step")},
+}
+NOT_COUNTED = ("start", "build", "save")  # the start, and files
+
+
+# ---------------------------------------------------------------- runs
+
+LAYERS = 2
 HOST = ("megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_optimizer=true", "model.dtype=bf16")
 REPLAY = ("algo.replay_routes=true", *(f"megatron.{option}" for option in RECOMPUTE))
-RUNS = {
-    "dense, KL, two updates, offload": Run(overrides=KL),
-    "dense in bf16": Run(overrides=("model.dtype=bf16", *KL), tolerance=0.01),
-    "experts, replayed routes, recompute": Run(overrides=REPLAY, arch="qwen3_moe"),
-    "optimizer on the host, precision-aware": Run(overrides=HOST, tolerance=0.01),
-    "two ranks, tp and experts": Run(2, ("parallel.tp=2", "parallel.ep=2"), "qwen3_moe"),
-    "two ranks, pipeline": Run(2, ("parallel.pp=2",)),
-    "two ranks, cp by heads": Run(2, ("parallel.cp=2",)),
-    "two ranks, cp by chunks": Run(2, ("parallel.cp=2",), kv_heads=1),
-    "LoRA": Run(overrides=("lora.rank=4",)),
+PADDED = ("support/model/attention.py slots", "repeat_interleave")  # attention in fp32
+FP32 = {
+    "train, passes": {PADDED: (1, "training micro-batch")},
+    "logprob, passes": {PADDED: (1, "log-prob micro-batch")},
 }
-# Where the host waits: phase → {(place, kind): (number, unit)}. The phase "train, passes" is that of Megatron's
-# schedule, the forward and backward passes of micro-batches; nothing in it may wait but what stands here.
-WAITS = {}
+CHUNKS = {"train, passes": {PADDED: (2, "training micro-batch")}}  # of queries and of keys
+EXCHANGE = {  # of tokens between the ranks of experts
+    "train, passes": FP32["train, passes"]
+    | {("token_dispatcher.py _maybe_dtoh_and_synchronize", "synchronize"): (LAYERS, "training micro-batch")}
+}
+LENGTHS = "p2p_communication.py _communicate_shapes"  # of the rows that stages hand over
+STAGES = {
+    "train, passes": FP32["train, passes"]
+    | {
+        (LENGTHS, "copy to the GPU"): (1, "training micro-batch"),
+        (LENGTHS, "copy from the GPU"): (1, "training micro-batch"),
+        (LENGTHS, "synchronize"): (2, "training micro-batch"),
+    }
+}
+ON_HOST = {
+    "train": {
+        ("hybrid_optimizer.py step", "synchronize"): (1, "update"),
+        ("hybrid_optimizer.py param_copy_back_gpu_hook", "copy to the GPU"): (16, "update"),  # 16 weights
+    }
+}
+RUNS = {
+    "dense, KL, two updates": Run(overrides=KL, waits=FP32),
+    "the same in bf16, offload": Run(overrides=("model.dtype=bf16", "train.offload=optimizer", *KL)),
+    "experts, replayed routes, recompute": Run(overrides=REPLAY, arch="qwen3_moe", waits=FP32),
+    "optimizer on the host, precision-aware": Run(overrides=HOST, waits=ON_HOST),
+    "two ranks, tp and experts": Run(2, ("parallel.tp=2", "parallel.ep=2"), "qwen3_moe", waits=EXCHANGE),
+    "two ranks, pipeline": Run(2, ("parallel.pp=2",), waits=STAGES),
+    "two ranks, cp by heads": Run(2, ("parallel.cp=2",), waits=FP32),
+    "two ranks, cp by chunks": Run(2, ("parallel.cp=2",), kv_heads=1, waits=CHUNKS),
+    "LoRA": Run(overrides=("lora.rank=4",), waits=FP32),
+}
+DENSE = RUNS["dense, KL, two updates"]
 
 
 @pytest.fixture(scope="module")
@@ -90,24 +154,35 @@ def start(models, tmp_path):
         training.kill()
 
 
-def differences(ours: list[dict], expected: list[dict], tolerance: float) -> list[str]:
+def differences(ours: list[dict], expected: list[dict], run: Run) -> list[str]:
     """What differs in the metrics of two runs, step by step; not what depends on the machine."""
     found = []
+    excluded = EXCLUDED
+    tolerance = 1e-5
+    if "model.dtype=bf16" in run.overrides:  # it rounds, and attention pads on the CPU alone
+        excluded += ("pack/",)
+        tolerance = 0.03
     for row, other in zip(ours, expected, strict=True):
         for name in row.keys() | other.keys():
-            if not name.startswith(EXCLUDED) and row[name] != pytest.approx(other[name], rel=tolerance, abs=tolerance):
+            if name.startswith(excluded):
+                continue
+            expected = other[name]
+            if expected is not None:
+                expected = pytest.approx(expected, rel=tolerance, abs=tolerance)
+            if row[name] != expected:
                 found.append(f"step {row['step']}, {name}: {row[name]} on the GPU, {other[name]} on the CPU")
     return found
 
 
-def unknown_waits(training: Training, ranks: int) -> list[str]:
-    """The waits beyond WAITS, of each rank."""
+def unknown_waits(training: Training, run: Run) -> list[str]:
+    """The waits beyond WAITS and those of the run, of each rank."""
     found = []
-    for rank in range(ranks):
+    for rank in range(run.ranks):
         noted = json.loads((training.out / f"waits_{rank}.json").read_text())
         for phase, place, kind, number in noted["counts"]:
-            limit, unit = WAITS.get(phase, {}).get((place, kind), (0, "step"))
-            if number > limit * noted["units"].get(unit, 0):
+            known = WAITS.get(phase, {}) | run.waits.get(phase, {})
+            limit, unit = known.get((place, kind), (0, "step"))
+            if phase not in NOT_COUNTED and number > limit * noted["units"].get(unit, 0):
                 found.append(f"rank {rank}, {phase}: {place} waits {number} times ({kind}); {noted['units']}")
     return found
 
@@ -118,8 +193,8 @@ def test_a_rehearsed_run(start, name):
     on_gpu, on_cpu = start(run, "gpu"), start(run, "cpu")
     assert on_gpu.end() == 0, on_gpu.text
     assert on_cpu.end() == 0, on_cpu.text
-    assert not differences(on_gpu.metrics, on_cpu.metrics, run.tolerance)
-    assert not unknown_waits(on_gpu, run.ranks), "if the wait is meant, it belongs into WAITS"
+    assert not differences(on_gpu.metrics, on_cpu.metrics, run)
+    assert not unknown_waits(on_gpu, run), "if the wait is meant, it belongs into WAITS"
 
 
 # ---------------------------------------------------------------- the rehearsal can fail
@@ -166,7 +241,7 @@ def start_planted(start, tmp_path):
     def begin(name: str) -> Training:
         file = tmp_path / "planted.py"
         file.write_text(PLANTED[name])
-        return start(RUNS["dense, KL, two updates, offload"], "gpu", "--before", str(file))
+        return start(DENSE, "gpu", "--before", str(file))
 
     return begin
 
@@ -174,13 +249,13 @@ def start_planted(start, tmp_path):
 def test_a_planted_item_is_an_unknown_wait(start_planted):
     training = start_planted("item")
     assert training.end() == 0, training.text
-    assert any("planted.py planted waits" in text for text in unknown_waits(training, 1))
+    assert any("planted.py planted waits" in text for text in unknown_waits(training, DENSE))
 
 
 def test_a_planted_dtype_slip_changes_the_metrics(start, start_planted):
-    planted, on_cpu = start_planted("dtype slip"), start(RUNS["dense, KL, two updates, offload"], "cpu")
+    planted, on_cpu = start_planted("dtype slip"), start(DENSE, "cpu")
     assert planted.end() == 0 and on_cpu.end() == 0, planted.text
-    assert differences(planted.metrics, on_cpu.metrics, 1e-5)
+    assert differences(planted.metrics, on_cpu.metrics, DENSE)
 
 
 @pytest.mark.parametrize(

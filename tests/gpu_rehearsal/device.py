@@ -134,7 +134,8 @@ def compute(op, args, kwargs, kernel=None):
 def compute_on_host(op, args, kwargs):
     """An operation without a tensor on the GPU."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
-    if IN_FLIGHT and any(IN_FLIGHT.find(x.untyped_storage()) for x in tensors):
+    is_view = any(result.alias_info and not result.alias_info.is_write for result in op._schema.returns)
+    if IN_FLIGHT and not is_view and any(IN_FLIGHT.find(x.untyped_storage()) for x in tensors):
         raise RuntimeError(f"rehearsal: {op} on the host uses a copy from the GPU that may not have arrived")
     if op is aten.is_pinned.default:
         return bool(PINNED.find(args[0].untyped_storage()))
@@ -145,10 +146,12 @@ def compute_on_host(op, args, kwargs):
     return result
 
 
-def note_copy(target_on_gpu: bool, host: torch.Tensor, non_blocking: bool) -> None:
-    """A copy between GPU and `host` waits unless it is non-blocking and the memory of the host is pinned."""
+def note_copy(target_on_gpu: bool, host: torch.Tensor, other: torch.Tensor, non_blocking: bool) -> None:
+    """A copy between GPU and `host` waits unless it is non-blocking and of pinned memory. Where types or layouts differ
+    torch copies by way of other memory, which is not pinned."""
     storage = host.untyped_storage()
-    if not (non_blocking and PINNED.find(storage)):
+    direct = host.dtype == other.dtype and host.is_contiguous() and PINNED.find(storage)
+    if not (non_blocking and direct):
         WAITS.note("copy to the GPU" if target_on_gpu else "copy from the GPU")
         if not target_on_gpu:
             arrive()
@@ -167,7 +170,8 @@ def copy_into(op, args, kwargs):
     non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     value_of(target).copy_(value_of(source))
     if on_gpu(target) != on_gpu(source):
-        note_copy(on_gpu(target), source if on_gpu(target) else target, non_blocking)
+        host, other = (source, target) if on_gpu(target) else (target, source)
+        note_copy(on_gpu(target), host, other, non_blocking)
     return target
 
 
@@ -179,11 +183,11 @@ def copy_to(op, args, kwargs):
     values = op(*values_of(args), **kwargs | {"device": torch.device("cpu"), "non_blocking": False})
     non_blocking = kwargs.get("non_blocking", False)
     if not on_gpu(x):
-        note_copy(True, x, non_blocking)
+        note_copy(True, x, values, non_blocking)
         return to_gpu(values)
     if non_blocking:  # torch makes the result in pinned memory
         PINNED.note(values.untyped_storage(), True)
-    note_copy(False, values, non_blocking)
+    note_copy(False, values, x, non_blocking)
     return values
 
 

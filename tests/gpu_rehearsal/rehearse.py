@@ -3,8 +3,9 @@
     python tests/gpu_rehearsal/rehearse.py [--on cpu] [--before FILE.py] --config configs/tiny.yaml model.path=... ...
     torchrun --standalone --nproc_per_node=2 tests/gpu_rehearsal/rehearse.py --config ... parallel.ep=2
 
-The arguments are those of train_grpo.py. `--before` is a file that is run before the script is. With a GPU, each rank
-writes output_dir/waits_<rank>.json: {"counts": [[phase, place, kind, number], ...], "units": {what: number}}.
+The arguments are those of train_grpo.py. `--before` is a file that is run before the script is. On the GPU, each rank
+of a run that succeeds writes output_dir/waits_<rank>.json: {"counts": [[phase, place, kind, number], ...], "units":
+{"update": number, ...}}.
 
 The answers are random numbers that follow from the seeds of their prompts, so they are the same on any layout. Besides
 what FakeTensors refuse, the run fails if a weight is pushed that is not on the GPU, or not contiguous.
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
     if args.before:
         exec(compile(args.before.read_text(), args.before, "exec"), {})
     code = train_grpo.main(argv)
-    if args.on == "gpu":
+    if args.on == "gpu" and code == 0:
         (out,) = (text.removeprefix("output_dir=") for text in argv if text.startswith("output_dir="))
         counts = [[*key, number] for key, number in sorted(device.WAITS.counts.items())]
         file = Path(out, f"waits_{os.environ['RANK']}.json")
