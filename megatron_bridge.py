@@ -433,7 +433,7 @@ def token_logprobs(
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)  # the backward pass all-reduces
     targets = own_stripe(mb.targets[0])  # [T / cp]
-    rows_M = to_device(stripe_rows(mb.rows), targets.device)
+    rows_M = to_device(torch.from_numpy(stripe_rows(mb.rows)), targets.device)
     hidden_M = hidden[:, 0].index_select(0, rows_M)  # [M, h]
     targets_M = targets.index_select(0, rows_M).long()
     if model.fp32_head:

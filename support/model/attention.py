@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import inspect
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen as flash
@@ -32,8 +33,8 @@ def own_stripe(x: torch.Tensor) -> torch.Tensor:
     return x[..., mpu.get_context_parallel_rank() :: mpu.get_context_parallel_world_size()]
 
 
-def stripe_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Those of the given positions of a row that this rank holds, as positions in its stripe; int64 → int64."""
+def stripe_rows(rows: np.ndarray) -> np.ndarray:
+    """Those of the given positions of a row that this rank holds, as positions in its stripe."""
     cp = mpu.get_context_parallel_world_size()
     return rows[rows % cp == mpu.get_context_parallel_rank()] // cp
 
@@ -242,12 +243,12 @@ class Chunks:
     keys: torch.Tensor  # [keys], index in the row of each segment's keys, one segment after another
 
     @classmethod
-    def of(cls, cu_seqlens: torch.Tensor, rank: int, cp: int, window: int | None, to="cpu") -> "Chunks":
+    def of(cls, cu_seqlens: np.ndarray, rank: int, cp: int, window: int | None, to="cpu") -> "Chunks":
         """The chunks of `rank` of `cp` in a row, on the device `to`; chunk c of n tokens begins at floor(n c / 2 cp).
 
-        `cu_seqlens` [S + 1] is on the host.
+        `cu_seqlens` [S + 1] says where sequences begin and end.
         """
-        ends = cu_seqlens.long()
+        ends = torch.as_tensor(cu_seqlens).long()
         starts_S = ends[:-1]
         lengths_S = ends.diff()
         number = torch.arange(2 * cp + 1)

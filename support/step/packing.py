@@ -229,7 +229,7 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
     padded_S = lengths_S
     if padding:
         padded_S = add_padding(lengths_S, padding)
-    cu_seqlens = torch.from_numpy(np.cumsum([0, *padded_S], dtype=np.int32))
+    cu_seqlens = np.cumsum([0, *padded_S], dtype=np.int32)
     pieces = [slice(start, start + length) for start, length in zip(starts_S, lengths_S, strict=True)]
 
     def row(values_F: torch.Tensor) -> torch.Tensor:
@@ -240,13 +240,13 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
     rows = {name: row(values_F) for name, values_F in known.items() if values_F is not None}
     return MicroBatch(
         **{name: to_device(values, device) for name, values in rows.items()},
-        rows=rows["mask"][0].nonzero()[:, 0],
+        rows=np.flatnonzero(rows["mask"]),
         samples=np.array(samples, dtype=np.int32),
         starts=starts_S,
         lengths=lengths_S,
-        cu_seqlens=to_device(cu_seqlens, device),
+        cu_seqlens=to_device(torch.from_numpy(cu_seqlens), device),
         host_cu_seqlens=cu_seqlens,
-        max_seqlen=int(cu_seqlens.diff().max()),
+        max_seqlen=int(np.diff(cu_seqlens).max()),
     )
 
 

@@ -126,9 +126,9 @@ class MicroBatch(Rows):
     samples: np.ndarray  # numbers of the row's samples in the Batch, [at most S]
     starts: np.ndarray  # place of each one's first position in the Batch
     lengths: np.ndarray  # positions of each, without padding
-    rows: torch.Tensor  # [M] int64 on the host, the positions where the mask is True
+    rows: np.ndarray  # [M], the positions where the mask is True
     cu_seqlens: torch.Tensor  # [S + 1] int32, where sequences begin and end
-    host_cu_seqlens: torch.Tensor  # the same, on the host
+    host_cu_seqlens: np.ndarray  # the same
     max_seqlen: int
 
     @property
