@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 train_grpo.py --config configs/qwen7b.yaml algo.kl_coef=0   # eight, with an override
     python train_grpo.py --config configs/qwen7b.yaml --dry-run --world-size 8              # check only, on any machine
 
-The objective, as the defaults have it. For each prompt, vLLM samples a group of G answers; answer i gets r_i:
+The objective with the defaults. For each prompt vLLM samples G answers; answer i has reward r_i, token t entropy H_t:
 
     A_i   = (r_i - mean(r)) / (std(r) + 1e-6)            group_advantages   std with ddof 1; 0 where all r are equal
     rho_t = exp(logp_t - old_logp_t)                     policy_loss        old = before the first update of the step
@@ -19,9 +19,9 @@ and logs; a reader of the algorithm can leave it out.
 
 To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
 
-Names: a suffix tells a tensor's shape. _N per sample, _F per predicting position of a batch, _T per position of a
-packed row. In support/ and the bridge also _S per sequence of a row, _M per masked-in position, _K per step of an
-answer, _C per comparison of steps, _R per rank, _E per expert, _D per row dispatched to an expert, _B per bin.
+Names: a suffix gives a tensor's shape. _N per sample, _F per position of a batch, _T per position of a packed row. In
+support/ and the bridge also _S per sequence of a row, _M per position with mask 1, _K per step of an answer, _C per
+comparison of such steps, _R per rank, _E per expert, _D per row dispatched to an expert, _B per bin.
 """
 
 import math
@@ -51,11 +51,11 @@ from support.step.records import Batch, MicroBatch, Sample, gather_samples
 
 @dataclass
 class Run:
-    """The state of a run, on every rank. What a fork adds here belongs into `save` and `build` too."""
+    """The state of a run, on every rank. A fork that adds state also writes it in `save` and reads it in `build`."""
 
     cfg: Config
     clock: Clock  # phases, their seconds, stop requests, the watchdog
-    inputs: launch.Inputs  # tokenizer, prompts, eval_prompts; the checkpoint it goes on from
+    inputs: launch.Inputs  # tokenizer, prompts, eval_prompts; the checkpoint to resume from
     engine: Engine
     model: list  # Megatron's model chunks on this rank: one, or parallel.vpp
     optimizer: object  # Megatron's, its state sharded over the replicas
@@ -63,15 +63,15 @@ class Run:
     teacher: teacher.Teacher | None  # None: no distillation
     grading: grading.GradingPool
     writer: checkpoint.CheckpointWriter
-    gaps: list[float] = field(default_factory=list)  # mean |trainer - vLLM| log-prob of the updates of this start
+    gaps: list[float] = field(default_factory=list)  # mean |trainer - vLLM| log-prob of each update since this start
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
-    skipped: int = 0  # updates in a row that were skipped as their loss or gradient was NaN or infinite
+    skipped: int = 0  # updates in a row that were skipped because loss or gradient was NaN or infinite
     errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors the user has seen
     moving: dict[str, float] = field(default_factory=dict)  # {dotted key: value} that a step sets for later ones
 
 
 def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
-    """The whole run, on every rank of torchrun's world."""
+    """Run all steps, from the first one or from the checkpoint's; every rank calls this."""
     t = cfg.train
     run = build(cfg, inputs, clock)
     log = logs.Log(cfg, inputs, run.writer.rollouts)
@@ -82,7 +82,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
             numbers, samples = train_step(run, step)
         except StopRequested:
             run.writer.finish()
-            if step - 1 not in (0, run.writer.step):  # there is something, and it is not saved yet
+            if step - 1 not in (0, run.writer.step):  # a step was finished, and it is not saved yet
                 save(run, step - 1)
             log.stopped(step - 1)
             break
@@ -95,7 +95,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
 
 
 def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
-    """Engine, model and optimizer, as the checkpoint has them if there is one; the engine has the same weights."""
+    """Build engine, model and optimizer, restore the checkpoint if there is one, and push the weights to the engine."""
     clock.enter("build")
     m, r, t = cfg.model, cfg.rollout, cfg.train
     # vLLM measures free memory when it starts, so it comes first; it sleeps until weights are pushed.
@@ -118,7 +118,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         grading=grading.GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})),
         writer=checkpoint.CheckpointWriter(f"{cfg.output_dir}/checkpoints", t.keep_last, t.keep_every),
     )
-    push_weights(run)  # the initial model, which vLLM has read from disk as well: the mapping is checked against it
+    push_weights(run)  # vLLM has read the same weights from disk, so this checks the mapping of names
     if inputs.checkpoint:
         engine.sleep()
         state = optimizer_state.restore(inputs.checkpoint, model, optimizer)
@@ -130,10 +130,10 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
 
 
 def save(run: Run, step: int) -> None:
-    """Begin to write the checkpoint of `step`, which has its final name only when complete (run.writer.finish).
+    """Begin to write the checkpoint of `step`; it gets its final name when it is complete (run.writer.finish).
 
-    `state`, as JSON, is what a run goes on from besides weights and moments. There is no random state in it: all that
-    is drawn follows from seed, step and group.
+    `state`, written as JSON, is what a resumed run needs besides weights and optimizer state. It has no state of random
+    generators: every random choice is a function of seed, step and group.
     """
     state = {
         "step": step,
@@ -149,8 +149,9 @@ def save(run: Run, step: int) -> None:
 
 
 def config_at(cfg: Config, step: int, moving: dict[str, float]) -> Config:
-    """The configuration that this step uses: with schedules, warm-up, and `moving`, {dotted key: value} that earlier
-    steps have set, such as {"algo.kl_coef": 0.01}. Checkpoints keep `cfg` and `moving`.
+    """The configuration that this step uses: `cfg` with schedules, warm-up, and what earlier steps set in `moving`.
+
+    `moving`: {dotted key: value}, such as {"algo.kl_coef": 0.01}. Checkpoints keep `cfg` and `moving`.
     """
     if any(course for _, course in cfg.schedule):
         cfg = override(cfg, schedule.scheduled_values(cfg, step))
@@ -161,14 +162,14 @@ def config_at(cfg: Config, step: int, moving: dict[str, float]) -> Config:
 
 
 def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
-    """One step of GRPO: sample, grade, log-probs, advantages, updates, push, save. Returns its metrics and samples."""
+    """One step of GRPO: sample, grade, log-probs, advantages, updates, push, save. Returns metrics and samples."""
     clock, model = run.clock, run.model
     clock.start_step(step)
     cfg = config_at(run.cfg, step, run.moving)
     algo, t = cfg.algo, cfg.train
     bridge.seed_step(cfg.seed, step)
 
-    samples, groups, rounds, notes = collect(run, cfg, step)  # the same on every rank, like all that follows
+    samples, groups, rounds, notes = collect(run, cfg, step)  # the same on every rank, as is `batch`
     with clock("sleep"):
         run.engine.sleep()
     trained = [s for s in samples if s.group in groups]
@@ -190,7 +191,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
             micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             if math.isfinite(report["loss"]):
-                if number < gates.compared_updates(cfg):  # old log-probs are of the weights that vLLM sampled with
+                if number < gates.compared_updates(cfg):  # the trainer's log-probs are of the weights vLLM sampled with
                     gates.check_gap(report, step, batch, trained, cfg, run.gaps, rescore)
                 report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
             run.skipped = gates.check_finite(report, run.skipped, step, number, micro_batches, cfg)
@@ -209,10 +210,10 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
 
 
 def export_and_save(run: Run, step: int) -> None:
-    """What `step` leaves on the disk. The export comes first: where there is a checkpoint, its export is there too."""
+    """Write the export, then the checkpoint, where `step` has them. A checkpoint is thus never without its export."""
     t = run.cfg.train
     if t.save_every:
-        run.writer.finish()  # the checkpoint before
+        run.writer.finish()  # of the previous checkpoint
     if step == t.steps or (t.export_every and step % t.export_every == 0):
         bridge.export(run.model, run.inputs.model_path, run.cfg, step)
     if t.save_every and (step % t.save_every == 0 or step == t.steps):
@@ -220,7 +221,7 @@ def export_and_save(run: Run, step: int) -> None:
 
 
 def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
-    """Metrics of the present weights on data.eval, by source, and the samples that gave them."""
+    """Evaluate the current weights on data.eval. Returns the metrics of each source, and the samples."""
     options = run.cfg.eval
     with run.clock("eval"):
         prompts = dict(enumerate(run.inputs.eval_prompts))
@@ -234,10 +235,10 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
 
 
 def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], int, list[dict]]:
-    """Sample and grade the groups of a step. Raises StopRequested, on every rank, where a signal came meanwhile.
+    """Sample and grade the groups of a step. Raises StopRequested, on every rank, if a signal has come meanwhile.
 
     Returns all samples in the order of their groups, the groups to train on, the number of rounds, and each rank's
-    notes. With algo.max_rounds above 1, new prompts take the place of groups whose rewards are all equal (dynamic
+    seconds by phase. With algo.max_rounds above 1, new prompts replace groups whose rewards are all equal (dynamic
     sampling: DAPO, arXiv 2503.14476, eq. 11); if no group is left, those of the last round are trained on.
     """
     r, max_rounds = cfg.rollout, cfg.algo.max_rounds
@@ -270,9 +271,9 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
 def answer(
     run: Run, prompts: dict[int, Prompt], step: int, n: int, sampling: RolloutConfig | EvalConfig, max_tokens: int
 ) -> tuple[list[Sample], list[dict]]:
-    """`n` graded answers to each of {group: prompt}, in the order of groups, and each rank's notes; on every rank.
+    """Sample and grade `n` answers to each of {group: prompt}. Returns the samples by group, and each rank's seconds.
 
-    Every engine answers its share. A group is graded as soon as it is complete, while the engine works on the others.
+    Every engine answers its share; every rank gets all samples. A complete group is graded while others are sampled.
     """
     cfg, clock, tp = run.cfg, run.clock, run.cfg.rollout.tp
     rank = dist.get_rank()
@@ -287,7 +288,7 @@ def answer(
         generated = generate([prompt.ids for _, prompt in share], seeds, n, sampling, max_tokens)
         for number, completions in logs.answers_bar(generated, n * len(share)):
             if rank % tp:
-                continue  # an engine's first rank speaks for it
+                continue  # the ranks of an engine have the same answers; its first one grades them
             group, prompt = share[number]
             texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for c, text in zip(completions, texts, strict=True):
@@ -318,9 +319,10 @@ def penalize_length(samples: list[Sample], algo: AlgoConfig, limit: int) -> None
 
 
 def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
-    """All samples end to end, a value for each position that predicts the next token: F, all but each sample's last.
+    """The samples end to end, as F positions: each holds a token and its target, the next token of the same sample.
 
     A prompt a b with the answer c d gives tokens a b c, targets b c d, mask 0 1 1. An environment's tokens have mask 0.
+    `mask_truncated`: truncated answers keep their mask, but are not in `trained`.
     """
     parts = {"tokens": [], "targets": [], "rollout_logp": [], "mask": []}
     for s in samples:
@@ -337,7 +339,7 @@ def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
 
 
 def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:
-    """Numbers of the samples of each update, given the group of each sample; the same on every rank and layout.
+    """The sample numbers of each update, given the group of each sample; the same on every rank and layout.
 
     Every epoch shuffles the groups and divides them into `updates` parts of whole groups; empty parts are left out.
     """
@@ -350,9 +352,9 @@ def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: 
 
 
 def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, several_updates: bool) -> Batch:
-    """The batch with the log-probs that the loss of this step needs besides vLLM's, [F] each; every kind is one pass.
+    """Add the log-probs to the batch that this step needs besides vLLM's, [F] each; each kind takes a forward pass.
 
-    Without a pass for those of the policy before the updates (old_logp), grpo_loss takes its own, detached.
+    old_logp, of the policy before the updates, stays None where grpo_loss can use its own log-probs, detached.
     """
     algo = cfg.algo
     kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
@@ -361,6 +363,7 @@ def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, se
     elif several_updates or run.teacher or kl_in_reward:
         batch = replace(batch, old_logp=score(run.model, batch, cfg))
     if run.reference is not None:
+        # Routes of 0 let the reference's routers choose for themselves.
         own_routes = batch if batch.routes is None else replace(batch, routes=torch.zeros_like(batch.routes))
         batch = replace(batch, ref_logp=score(run.model, own_routes, cfg, run.reference))
     if run.teacher:
@@ -375,7 +378,7 @@ def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, se
 
 
 def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
-    """The batch with an advantage for each position, [F]: that of its answer or, with token rewards, of its step."""
+    """Add the advantage of each position, [F]: its answer's or, with token rewards, its step's (step/credit.py)."""
     rewards_N = np.array([s.reward for s in samples])
     groups_N = np.array([s.group for s in samples])
     kl_F = torch.zeros_like(batch.rollout_logp)
@@ -416,7 +419,7 @@ def group_advantages(
     ends = np.flatnonzero(np.diff(groups_N[order])) + 1  # of the groups but the last
     for members in np.split(order, ends):  # answers of a group
         r = rewards_N[members]  # [G]
-        if r.min() == r.max():  # nothing to learn from, and a mean off by rounding must not look like something
+        if r.min() == r.max():  # advantage 0: rounding of the mean must not give another value
             continue
         if kind == "grpo":
             advantages_N[members] = (r - r.mean()) / (r.std(ddof=1) + 1e-6)
@@ -484,7 +487,7 @@ def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None =
 
 
 def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
-    """The gradient of an update, left in Megatron's buffers, and what its micro-batches report; same on every rank."""
+    """Accumulate an update's gradient in Megatron's buffers; returns its report, of all ranks but for measure_rows."""
     bridge.zero_gradients(model, optimizer)
     reports = run_schedule(model, micro_batches, cfg.rollout.temperature, partial(grpo_loss, algo=cfg.algo))
     report = metrics.add_up(reports) | {"grad_norm": math.nan} | measure_rows(micro_batches, cfg)
@@ -494,8 +497,9 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
 
 
 def run_schedule(model: list, micro_batches: list[MicroBatch], temperature: float, loss_func=None) -> list:
-    """Megatron's pipeline schedule over the micro-batches: forward and backward passes of `loss_func`, or, without one,
-    forward passes alone. Returns, on the last stage only, the reports of `loss_func`, or the log-probs [T] of each row.
+    """Run Megatron's pipeline schedule: forward and backward passes, or forward passes alone without a `loss_func`.
+
+    Returns, on the last pipeline stage only, the report of each micro-batch or, without `loss_func`, its log-probs [T].
 
     Megatron sums gradients over micro-batches and replicas and divides them once by the global sum of the denominators
     (calculate_per_token_loss), so neither the split into micro-batches nor the layout changes the result.
@@ -517,8 +521,8 @@ def run_schedule(model: list, micro_batches: list[MicroBatch], temperature: floa
 
 
 def forward_step(micro_batches, model, temperature: float, loss_func):
-    """Megatron's forward_step: the next micro-batch through one model chunk; its output, and a function of the output
-    that gives its loss or, without `loss_func`, its log-probs.
+    """Megatron's forward_step: run the next micro-batch through one model chunk. Returns the output and, on the last
+    stage, a function of it that gives the loss or, without `loss_func`, the log-probs.
     """
     mb = next(micro_batches)
     hidden = bridge.hidden_states(model, mb)  # [T / cp (/ tp under sequence parallelism), 1, h]
@@ -537,7 +541,7 @@ def forward_step(micro_batches, model, temperature: float, loss_func):
 
 
 def push_weights(run: Run) -> None:
-    """Trainer to vLLM, full tensors under their Hugging Face names; the KV cache takes its memory back afterwards."""
+    """Push the trainer's weights to vLLM, as full tensors under Hugging Face names, then allocate its KV cache."""
     if run.cfg.train.offload or torch.cuda.is_available():
         bridge.offload_state(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
     run.engine.wake("weights")
@@ -552,14 +556,14 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     """(loss sum, number of tokens with a weight above 0, report) of one micro-batch.
 
     Megatron divides the sum of all gradients by the sum of these numbers: no factor of micro-batches, dp or cp belongs
-    here (`run_schedule`). What needs the whole batch is made in train_step and travels in Batch.
+    here (`run_schedule`). What needs the whole batch is computed in train_step and passed in a field of Batch.
     """
     mask_T = mb.mask[0].float()
     weight_T = mb.weights[0]
     rollout_logp_T = mb.rollout_logp[0]
     # With one update a step the policy has not moved since it sampled: the ratio is 1 and its gradient that of logp.
     old_logp_T = logp_T.detach() if mb.old_logp is None else mb.old_logp[0]
-    trainer_logp_T = logp_T.detach() if algo.old_logp == "rollout" else old_logp_T  # what the trainer gives, not vLLM
+    trainer_logp_T = logp_T.detach() if algo.old_logp == "rollout" else old_logp_T  # never vLLM's
     policy_T, clipped_T = policy_loss(logp_T, old_logp_T, mb.advantages[0], mask_T, mb.sequence_T, algo)
     correction_T, outside_T = mismatch_weight(trainer_logp_T, rollout_logp_T, mask_T, mb.sequence_T, algo)
     policy_T = policy_T * correction_T
@@ -584,7 +588,7 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
 def policy_loss(
     logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, mask_T: Tensor, sequence_T: Tensor, algo: AlgoConfig
 ) -> tuple[Tensor, Tensor]:
-    """Policy loss at each token, and 1.0 where a bound holds the ratio; [T] each → ([T], [T]).
+    """Policy loss at each token, and 1.0 where a clip is active; [T] each → ([T], [T]).
 
     With ratio = exp(logp - old_logp), the exponent clamped to ±20, and clip to [1 - clip_low, 1 + clip_high]:
 
@@ -616,23 +620,22 @@ def policy_loss(
     return loss_T, clipped_T.float()
 
 
-# algo.correction → (lowest, highest) weight that is left alone, where correction_low and correction_high are null
+# algo.correction → bounds (low, high) of the weight, where algo.correction_low and correction_high are null
 CORRECTION_BOUNDS = {"none": (0.0, 2.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mask": (0.999, 1.002)}
 
 
 def mismatch_weight(
     trainer_logp_T: Tensor, rollout_logp_T: Tensor, mask_T: Tensor, sequence_T: Tensor, algo: AlgoConfig
 ) -> tuple[Tensor, Tensor]:
-    """Weight of each token's policy loss, since vLLM sampled what the trainer scores; [T] each → ([T], [T]).
+    """Importance weight of each token's policy loss, as vLLM and the trainer differ; [T] each → ([T], [T]).
 
-    With w = exp(trainer - rollout), exponents clamped to ±20, and bounds [low, high]:
+    With w = exp(trainer - rollout), exponents clamped to ±20, and bounds [low, high], outside which the second is 1.0:
 
       none      1
-      tis       clip(w); w is of the token or (correction_level=sequence, of icepop too) the product over the answer
-                    Yao et al. (2025), "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+      tis       clip(w)    Yao et al. (2025), "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
       icepop    w inside the bounds, else 0    Ring-1T, arXiv 2510.18855
       seq_mask  w in answers whose geometric mean of w is inside the bounds, else 0      as in NeMo-RL
-    The second is 1.0 where w is outside the bounds; none has those of tis.
+    With correction_level=sequence, w of tis and icepop is the product over the answer. none uses the bounds of tis.
     """
     if algo.correction not in CORRECTION_BOUNDS:
         raise UserError(f"algo.correction={algo.correction!r}: legal is {' | '.join(CORRECTION_BOUNDS)}")
@@ -640,9 +643,9 @@ def mismatch_weight(
     low = low if algo.correction_low is None else algo.correction_low
     high = high if algo.correction_high is None else algo.correction_high
     if low > high:
-        raise UserError(f"algo.correction_low={low:g} is above algo.correction_high={high:g}: they hold nothing")
+        raise UserError(f"algo.correction_low={low:g} is above algo.correction_high={high:g}: no weight fits")
     log_w_T = trainer_logp_T - rollout_logp_T
-    judged_T = log_w_T  # what is held against the bounds
+    judged_T = log_w_T  # what is compared with the bounds
     if algo.correction == "seq_mask":
         judged_T = sequence_mean(log_w_T, mask_T, sequence_T)
     elif algo.correction_level == "sequence":
@@ -661,7 +664,7 @@ def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
     """Estimate of KL(policy || reference) at each token, from the sampled token alone; [T], [T] → [T].
 
     With d = ref - logp:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1 with d clamped to ±20 and the result to ±10;
-    k3+ has the value of k3 and the gradient of k2, which is that of the true KL.
+    k3+ has the value of k3 and the gradient of k2, whose expectation is that of the true KL.
     Source: Schulman, "Approximating KL divergence" (2020); clamps and k3+ as in verl.
     """
     d_T = ref_logp_T - logp_T
@@ -701,7 +704,7 @@ def rehearse(cfg: Config) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """The exit code: 0 done, 2 a mistake the user can mend, 1 a failure during training."""
+    """Run the command. Returns the exit code: 0 done, 2 a mistake the user can mend, 1 a failure during training."""
     return launch.command(argv, __doc__, rehearse, train)
 
 
