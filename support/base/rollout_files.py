@@ -23,10 +23,12 @@ from support.base import processes
 def as_row(sample) -> dict:
     """The row of a Sample: its fields that are not None, with those in `tokens` beside them.
 
-    `routes` is left out, since it is larger than all others together.
+    `routes` is larger than all others together: it is written only with the numbers of tokens (log.tokens).
     """
-    row = {name: value for name, value in vars(sample).items() if value is not None and name != "routes"}
+    row = {name: value for name, value in vars(sample).items() if value is not None}
     tokens = row.pop("tokens", {})
+    if "trainer_logp" not in tokens:
+        row.pop("routes", None)
     return row | tokens
 
 

@@ -1,0 +1,256 @@
+"""The second trainer of tools/audit: hand-worked numbers, a real run, what it finds, what it refuses."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from tests.conftest import REPO, read_rows, write_rows
+from tools.audit import algorithm
+from tools.audit.__main__ import main
+from tools.audit.comparison import Comparison
+from tools.audit.models import initial_factors, merge_factors, module_weights
+from tools.audit.trainer import sampled_places
+
+ALGO = {
+    "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "correction": "none", "credit": "to_go",
+    "correction_level": "token", "correction_low": None, "correction_high": None, "advantage": "grpo",
+    "loss_norm": "token_mean", "loss_norm_length": 0, "max_rounds": 1,
+}  # fmt: skip
+
+# ---------------------------------------------------------------- by hand
+
+
+def answer(tokens: int, group: int = 0, of_tokens: list | None = None, **parts: float) -> dict:
+    """An answer as rollouts/ has it, with rewards of tokens as [place, reward]."""
+    found = {"group": group, "response_ids": [1] * tokens, "reward_parts": parts, "token_rewards": None}
+    if of_tokens is not None:
+        found["token_rewards"] = {"t": of_tokens}
+        found["reward_parts"]["t"] = sum(value for _, value in of_tokens)
+    found["reward"] = sum(found["reward_parts"].values())
+    return found
+
+
+def test_advantages_of_a_group():
+    assert algorithm.compare([0.0, 1.0], "grpo") == pytest.approx([-0.5 / (0.5**0.5 + 1e-6), 0.5 / (0.5**0.5 + 1e-6)])
+    assert algorithm.compare([0.0, 1.0, 5.0], "dr_grpo") == [-2.0, -1.0, 3.0]
+    assert algorithm.compare([0.0, 1.0, 5.0], "rloo") == [-3.0, -1.5, 4.5]
+    assert algorithm.compare([0.0, 0.0, 1.0], "grpo_loo")[2] == 1.0  # the others are equal: not divided
+    assert algorithm.compare([0.7, 0.7, 0.7], "grpo_loo") == [0.0, 0.0, 0.0]
+
+
+def test_credit_of_tokens():
+    """Cut after the first token, where an answer has a reward; the second answer ends there, and stays as it is."""
+    answers = [answer(3, of_tokens=[[0, 1.0]], whole=2.0), answer(1, whole=0.5)]
+    algo = ALGO | {"advantage": "dr_grpo"}
+    free = [[0.0] * 3, [0.0]]
+    assert algorithm.group_advantages(answers, free, algo) == [[1.25, 0.75, 0.75], [-1.25]]
+    assert algorithm.group_advantages(answers, free, algo | {"credit": "answer"}) == [[1.25] * 3, [-1.25]]
+    charged = [[0.0, 0.5, 0.5], [0.0]]
+    assert algorithm.group_advantages(answers, charged, algo) == [[0.75, 0.25, 0.25], [-0.75]]
+
+
+def test_whitening_goes_over_trained_tokens():
+    white = algorithm.whiten([[1.0, 1.0], [-1.0]], [[True, False], [True]])
+    assert white == [[pytest.approx(0.5**0.5)] * 2, [pytest.approx(-(0.5**0.5))]]
+
+
+def test_losses_of_tokens():
+    ratio = torch.tensor([0.5, 1.0, 2.0])
+    logp, old = ratio.log(), torch.zeros(3)
+    for advantage, loss, clipped in ((1.0, [-0.5, -1.0, -1.2], [0, 0, 1]), (-1.0, [0.8, 1.0, 2.0], [1, 0, 0])):
+        found = algorithm.policy_loss(logp, old, torch.full((3,), advantage), ALGO)
+        torch.testing.assert_close(found[0], torch.tensor(loss))
+        assert found[1].tolist() == clipped
+    bounded, _ = algorithm.policy_loss(logp, old, -torch.ones(3), ALGO | {"dual_clip": 1.5})
+    torch.testing.assert_close(bounded, torch.tensor([0.8, 1.0, 1.5]))
+    same, _ = algorithm.policy_loss(logp, old, torch.ones(3), ALGO | {"loss": "gspo"})
+    torch.testing.assert_close(same, -torch.ones(3))  # the geometric mean of the ratios is 1
+    cispo, _ = algorithm.policy_loss(logp, old, torch.ones(3), ALGO | {"loss": "cispo"})
+    torch.testing.assert_close(cispo, -torch.tensor([0.8, 1.0, 1.2]) * logp)
+
+
+def test_kl_and_its_gradient():
+    logp = torch.tensor([0.0], requires_grad=True)
+    ref = torch.tensor([1.0])
+    expected = {"k1": (-1.0, 1.0), "k2": (0.5, -1.0), "k3": (math.e - 2, 1 - math.e), "k3+": (math.e - 2, -1.0)}
+    for kind, (value, slope) in expected.items():
+        kl = algorithm.kl_estimate(logp, ref, kind)
+        assert kl.item() == pytest.approx(value)
+        assert torch.autograd.grad(kl.sum(), logp)[0].item() == pytest.approx(slope)
+
+
+def test_corrections():
+    w = torch.tensor([0.25, 1.0, 4.0])
+    expected = {"none": [1, 1, 1], "tis": [0.25, 1, 2], "icepop": [0, 1, 4], "seq_mask": [0.25, 1, 4]}
+    for kind, weights in expected.items():
+        found, _ = algorithm.correction(w.log(), torch.zeros(3), ALGO | {"correction": kind})
+        torch.testing.assert_close(found, torch.tensor(weights, dtype=torch.float32))
+    whole = ALGO | {"correction": "tis", "correction_level": "sequence"}
+    torch.testing.assert_close(algorithm.correction(w.log(), torch.zeros(3), whole)[0], torch.ones(3))
+
+
+def test_norms_schedules_and_parts():
+    for norm, weights in {
+        "token_mean": [1, 1, 1], "seq_mean_token_mean": [1.5, 0.75, 1.5], "seq_mean_token_sum": [1.5, 1.5, 1.5],
+        "seq_mean_token_sum_norm": [0.3, 0.3, 0.3],
+    }.items():  # fmt: skip
+        config = {"algo": ALGO | {"loss_norm": norm}, "rollout": {"max_new_tokens": 5}}
+        found, total = algorithm.answer_weights([1, 2, 0], config)
+        assert total == 3 and found == pytest.approx(weights)
+    config = {
+        "train": {"lr": 1.0, "steps": 5, "warmup_steps": 4},
+        "algo": {"kl_coef": 0.5, "entropy_coef": 0.1},
+        "rollout": {"temperature": 1.0},
+        "schedule": dict.fromkeys(("lr", "kl_coef", "entropy_coef", "temperature")),
+    }
+    config["schedule"]["lr"] = {"shape": "cosine", "to": 0.0, "steps": 0}
+    config["schedule"]["kl_coef"] = {"shape": "linear", "to": 0.0, "steps": 3}
+    found = algorithm.scheduled(config, 3)
+    assert found == {"lr": pytest.approx(0.5 * 0.75), "kl_coef": 0.0, "entropy_coef": 0.1, "temperature": 1.0}
+    assert sampled_places({"turns": [2, 1, 3]}) == [0, 1, 3, 4, 5]
+
+
+def test_adapters_and_experts():
+    name = "model.layers.0.mlp.experts.{}.{}_proj.weight"
+    weights = {name.format(e, part): torch.full((2, 2), float(e)) for e in range(2) for part in ("gate", "up", "down")}
+    lora = {"rank": 1, "alpha": 3.0, "targets": ["fc2"]}
+    factors = initial_factors(weights, lora, "fp32")
+    assert sorted(factors) == [
+        name.format(e, "down").replace("weight", f"lora_{x}.weight") for e in (0, 1) for x in "AB"
+    ]
+    factors = {key: torch.ones_like(factor) for key, factor in factors.items()}
+    merged = module_weights(merge_factors(weights, factors, lora, "fp32"))
+    assert merged["model.layers.0.mlp.experts.down_proj"][:, 0, 0].tolist() == [3.0, 4.0]
+    assert merged["model.layers.0.mlp.experts.gate_up_proj"].shape == (2, 4, 2)
+
+
+def test_the_first_value_that_parts_is_kept():
+    comparison = Comparison("fp32")
+    comparison.step = 2
+    comparison.check("entropy", 1.0, 1.0 + 1e-7)
+    assert comparison.first is None
+    comparison.check("loss/total", [0.5, 0.5], [0.5, 0.6])
+    comparison.check("grad_norm", None, 1.0)
+    assert comparison.first.startswith("step 2, loss/total: the run has 0.5, the second trainer 0.6: 0.1 apart, bound")
+    assert [line.split()[-1] for line in comparison.table().splitlines()] == ["ok", "yes", "NO", "NO"]
+
+
+# ---------------------------------------------------------------- a real run
+
+
+@pytest.fixture
+def copied(shared, tmp_path):
+    """A copy of a real run's output, without checkpoints."""
+    return shutil.copytree(shared.out, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "eval*"))
+
+
+def test_a_real_run_is_repeated(shared, capsys):
+    assert main([str(shared.out)]) == 0, capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "export: weights" in table and "all within the bounds" in table
+
+
+def test_a_changed_record_is_named(copied, capsys):
+    rows = read_rows(copied / "rollouts/step_000002.jsonl")
+    trained = next(row for row in rows if row["advantage"])
+    trained["advantage"] *= -1
+    write_rows(copied / "rollouts/step_000002.jsonl", rows)
+    lines = read_rows(copied / "metrics.jsonl")
+    lines[-1]["loss/total"] += 0.1
+    write_rows(copied / "metrics.jsonl", lines)
+    assert main([str(copied)]) == 1
+    assert "first to part: step 2, sample: advantage: the run has" in capsys.readouterr().out
+
+
+def change_config(folder, key: str, value) -> None:
+    """Set a key in the config.yaml of a run."""
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    section, name = key.split(".")
+    config[section][name] = value
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("algo.advantage", "rank", "algo.advantage=rank: the second trainer knows grpo,"),
+        ("algo.cov_share", 0.1, "algo.cov_share: the second trainer knows no such key"),
+        ("rollout.vllm", {"quantization": "fp8"}, "rollout.vllm.quantization: an option that may change log-probs"),
+        ("megatron.moe_aux_loss_coeff", 0.1, "megatron.moe_aux_loss_coeff: an option that may change"),
+        ("rollout.top_p", 0.9, "rollout.top_p=0.9: vLLM's log-probs are of a cut distribution"),
+        ("algo.replay_routes", True, "rollouts/ has the routes only with log.tokens=true"),
+        ("model.path", "Qwen/Qwen2.5-0.5B", "no folder with safetensors"),
+    ],
+)
+def test_a_configuration_that_cannot_be_repeated_is_refused(copied, capsys, key, value, reason):
+    change_config(copied, key, value)
+    assert main([str(copied)]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_what_is_missing_or_too_large_is_refused(copied, capsys, tmp_path):
+    assert main([str(copied), "--max-parameters", "1000"]) == 2
+    assert "parameters, more than 1,000" in capsys.readouterr().err
+    (copied / "rollouts/step_000002.jsonl").unlink()
+    assert main([str(copied)]) == 2
+    assert "step_000002.jsonl is missing" in capsys.readouterr().err
+    lines = [line for line in read_rows(copied / "metrics.jsonl") if line["step"] != 1]
+    write_rows(copied / "metrics.jsonl", lines)
+    assert main([str(copied)]) == 2
+    assert "every step from 1 is needed" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2
+    assert "has no config.yaml" in capsys.readouterr().err
+
+
+def test_it_imports_nothing_of_the_trainer():
+    code = "import sys, tools.audit.__main__; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, capture_output=True, check=True)
+    modules = json.loads(done.stdout.replace("'", '"'))
+    top = {name.split(".")[0] for name in modules}
+    assert "transformers" in top
+    assert not top & {"train_grpo", "megatron_bridge", "rollout", "reward", "config", "support", "megatron", "vllm"}
+
+
+# ---------------------------------------------------------------- forks with a planted mistake
+
+# Mistake → (file, line, what stands there instead, how the first value that parts begins)
+MISTAKES = {
+    "the wrong sign of the KL": (
+        "loss_T = loss_T + algo.kl_coef * token_kl(",
+        "loss_T = loss_T - algo.kl_coef * token_kl(", "step 2, loss/total",
+    ),
+    "prompt tokens are trained": (
+        'parts["mask"] += [np.zeros(predicted, bool), s.sampled]',
+        'parts["mask"] += [np.ones(predicted, bool), s.sampled]', "step 1, logp_gap/mean",
+    ),
+    "advantages of another answer": (
+        "advantages_F = torch.from_numpy(advantages_N).float()",
+        "advantages_F = torch.from_numpy(np.roll(advantages_N, 1)).float()", "step 1, loss/policy",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_named(mistake, train, tmp_path, capsys):
+    line, instead, first = MISTAKES[mistake]
+    folder = tmp_path / "fork"
+    shutil.copytree(REPO / "support", folder / "support", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in REPO.glob("*.py"):
+        shutil.copy(file, folder / file.name)
+    source = (folder / "train_grpo.py").read_text()
+    assert source.count(line) == 1
+    (folder / "train_grpo.py").write_text(source.replace(line, instead))
+    run = train(
+        2, "train.steps=3", "train.warmup_steps=0", "train.lr=0.003", "algo.kl_coef=0.5", "rollout.prompts_per_step=4",
+        "rollout.group_size=4", "rollout.max_logp_gap=inf", "train.save_every=0", script=folder / "train_grpo.py",
+    )  # fmt: skip
+    assert run.code == 0, run.text
+    assert main([str(run.out)]) == 1
+    assert f"first to part: {first}" in capsys.readouterr().out
