@@ -23,6 +23,20 @@ BOUNDS = {
         "grad_norm": (1e-6, 1e-3),
         "export: weights": (2e-2, 0.0),
     },
+    "bf16": {  # not measured yet, so wide: what does not go through a model is held as in fp32
+        "": (5e-2, 0.2),
+        "sample: reward": (1e-9, 0.0),
+        "reward/": (1e-9, 1e-9),
+        "groups/": (1e-9, 0.0),
+        "tokens/": (1e-9, 1e-9),
+        "lr": (0.0, 1e-9),
+        "schedule/": (0.0, 1e-9),
+        "token: rollout_logp": (0.5, 0.0),
+        "token: trainer_logp": (0.5, 0.0),
+        "token: ratio": (0.5, 0.5),
+        "logp_gap/": (0.5, 0.0),
+        "export: weights": (1.0, 0.0),
+    },
 }
 
 
