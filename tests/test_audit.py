@@ -10,11 +10,13 @@ import pytest
 import torch
 import yaml
 
+from config import Config
 from tests.conftest import REPO, read_rows, write_rows
 from tools.audit import algorithm
 from tools.audit.__main__ import main
 from tools.audit.comparison import Comparison
 from tools.audit.models import initial_factors, merge_factors, module_weights
+from tools.audit.recorded import check_options
 from tools.audit.trainer import sampled_places
 
 ALGO = {
@@ -206,6 +208,10 @@ def test_what_is_missing_or_too_large_is_refused(copied, capsys, tmp_path):
     assert "every step from 1 is needed" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 2
     assert "has no config.yaml" in capsys.readouterr().err
+
+
+def test_every_key_is_known():
+    check_options(Config(model={"path": "m"}, data={"train": "d"}).model_dump())
 
 
 def test_it_imports_nothing_of_the_trainer():

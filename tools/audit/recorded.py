@@ -28,7 +28,7 @@ FOLLOWED = {
 }
 # Section → keys that change where and how fast something is computed, or which answers there are, but not the numbers.
 WITHOUT_EFFECT = {
-    "model": "fp32_head",
+    "model": "fp32_head flash_attention",
     "rollout": "turns max_turns top_p top_k tp gpu_memory_utilization max_logp_gap sync_bucket_mb sleep_level exact "
     "vllm",
     "algo": "reference_on",
