@@ -17,8 +17,10 @@ from support.step.records import Batch, MicroBatch, Sample
 
 
 def compared_updates(cfg: Config) -> int:
-    """The number of updates, from the first, whose old log-probs are the trainer's under the weights that vLLM sampled
-    with: those of one epoch, which see each token once, or without a pass for old log-probs the first alone.
+    """In how many updates of a step, from the first, the log-probs of trainer and vLLM are compared.
+
+    A comparison needs the trainer's log-probs under the weights that vLLM sampled with. With algo.old_logp=trainer all
+    updates have them as old log-probs, and those of one epoch see each token once. Else only the first update has them.
     """
     return cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
 
@@ -34,8 +36,9 @@ def check_gap(
 ) -> None:
     """Raise TrainingError where the log-probs of trainer and engine on the sampled tokens differ beyond a bound.
 
-    It finds what push_check cannot: differences of kernels, temperature, positions. Appends the mean gap of this update
-    to `gaps`. `rescore` computes the trainer's log-probs [F], under the weights before the update, for the table.
+    This finds what the digests of push_check cannot: other kernels, temperature or positions. Appends the mean gap of
+    this update to `gaps`. For the table of the message, `rescore` computes the trainer's log-probs [F] under the
+    weights before the update.
     """
     gaps.append(report["gap"] / max(report["tokens"], 1))
     if cfg.model.dtype == "bf16":
@@ -96,9 +99,10 @@ def explain_gap(logp_F: torch.Tensor, batch: Batch, samples: list[Sample], step:
 def check_finite(
     report: dict[str, float], in_a_row: int, step: int, number: int, micro_batches: list[MicroBatch], cfg: Config
 ) -> int:
-    """The number of updates in a row, with this one, that were skipped as their loss or gradient is NaN or infinite.
+    """The number of updates in a row, with this one, that were skipped because loss or gradient is NaN or infinite.
 
-    Raises TrainingError at train.max_skipped of them.
+    Warns of a skipped update and writes its micro-batches. A gradient of exactly 0 is skipped too, but sets the number
+    to 0. Raises TrainingError at train.max_skipped.
     """
     if report["grad_norm"] == 0 and dist.get_rank() == 0:
         print("warning: no gradient (equal rewards in every group, no KL or entropy): update skipped", flush=True)
@@ -138,9 +142,9 @@ def write_micro_batches(path: Path, micro_batches: list[MicroBatch]) -> None:
 
 
 def check_graded(samples: list[Sample], prompts: dict[int, Prompt], bound: float, shown: set[str]) -> None:
-    """Raises UserError, on every rank, where more than the share `bound` of samples have an error of their reward.
+    """Raise UserError, on every rank, if the reward failed for more than the share `bound` of the samples.
 
-    Else warns of them, once a run for each kind. `prompts`: {group: prompt}; `shown`: the kinds shown so far.
+    Otherwise warn, once a run for each kind of error. `prompts`: {group: prompt}; `shown`: the kinds shown so far.
     """
     failed = [s for s in samples if s.graded == "error"]
     if failed:
@@ -148,7 +152,7 @@ def check_graded(samples: list[Sample], prompts: dict[int, Prompt], bound: float
 
 
 def report_failed(failed: list[Sample], count: int, prompts: dict[int, Prompt], bound: float, shown: set[str]) -> None:
-    """What check_graded says of the `failed` ones of `count` samples."""
+    """Print the warning, or raise the UserError, of check_graded for the `failed` ones of `count` samples."""
     messages = {}
     for s in failed:
         what = "" if s.error.startswith(turns.FAILED) else f"the reward of source {s.source!r} failed: "

@@ -19,8 +19,9 @@ from support.step.records import Batch, Sample
 
 
 def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What grpo_loss reports of `difference_T`, the trainer's log-probs minus vLLM's; [T], mask [T]: of the gap
-    |difference| and of w = exp(difference), over the response tokens.
+    """Sums over the response tokens, and the largest gap, for logp_gap/* and mismatch/ess; part of grpo_loss's report.
+
+    `difference_T`: the trainer's log-probs minus vLLM's [T]; mask [T]. The gap is |difference|, w = exp(difference).
     """
     gap_T = (difference_T * mask_T).abs()
     w_T = (difference_T * mask_T).clamp(-20, 20).exp() * mask_T
@@ -53,13 +54,13 @@ def reduce_report(name: str, values: list[float]) -> float:
 
 @dataclasses.dataclass
 class StepRecord:
-    """What a training step measured; the same on every rank, except `seconds`."""
+    """What a training step measured; the same on every rank but for `seconds` and the values of measure_rows."""
 
     step: int
     samples: list[Sample]  # all of the step, also those of groups that were replaced
     groups: set[int]  # that were trained on
     rounds: int  # of sampling
-    notes: list[dict[str, float]]  # of each rank: seconds of sampling and grading
+    notes: list[dict[str, float]]  # of each rank: its seconds by phase when all samples were gathered
     reports: list[dict[str, float]]  # of each update
     seconds: dict[str, float]  # of each phase, and "step"
 
@@ -70,7 +71,7 @@ PHASES = ("wait", "rollout", "reward", "gather", "sleep", "logprob", "train", "s
 
 
 def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dict[str, float | int | None]:
-    """The metrics of a step; names as in docs/metrics.md, always all of them. `cfg`: as the step used it."""
+    """The metrics of a step, named as in docs/metrics.md; None where one does not apply. `cfg`: as the step used it."""
     first = record.reports[0]
     numbers = {"step": record.step}
     numbers |= reward_metrics(record)
@@ -181,7 +182,7 @@ def time_metrics(record: StepRecord) -> dict[str, float]:
 
 
 def report_mean(name: str, reports: list[dict[str, float]], over: str = "tokens") -> float:
-    """The sum of a name over updates, divided by that of `over`, a count."""
+    """The sum of the entry `name` over the reports of updates, divided by that of the entry `over`, a count."""
     count = sum(r[over] for r in reports)
     return sum(r[name] for r in reports) / max(count, 1)
 

@@ -1,12 +1,12 @@
 """Sequence packing: which samples share a micro-batch, and the packed row of tokens.
 
-A row predicts: each position holds a token and what is known of its target, the next token. A sample of n tokens has
-n - 1 such positions. All functions are pure functions of the samples of the whole step, so every rank computes the same
-plan and takes its own part.
+A micro-batch is one row; the plan calls the samples that share it a bin. Each position of a row holds a token and its
+target, the next token, so a sample of n tokens has n - 1 positions. The plan is a pure function of the samples of the
+whole step, so every rank computes the same plan and packs its own part of it.
 
-A row itself has no padding between its sequences. Where attention has no kernel for sequences of several lengths
-(`attention_pads`), attention pads them to [sequences, longest]. Bins are then padded: sequences of similar length share
-a row, and sequences × longest counts against the budget. Else only the tokens of a row count.
+A row has no padding between its sequences. Where attention has no kernel for sequences of several lengths
+(`attention_pads`), attention pads them to [sequences, longest]. Such bins are called padded: they hold sequences of
+similar length, and sequences × longest counts against the budget. Otherwise only the tokens of a row count.
 """
 
 import heapq
@@ -23,11 +23,11 @@ from support.model.attention import uses_varlen
 from support.model.layers import to_device
 from support.step.records import Batch, MicroBatch, Rows, Sample
 
-# The cost of a row is in attended positions of one head. A token costs TOKEN plus the positions that it attends to. By
-# its operations the rest of a layer costs about 18 × hidden, by the time of its kernels less. TOKEN is a round and low
-# number, since padding also costs memory traffic. Only the plan depends on it, never a result.
+# The unit of cost is one attended position of one head. A token costs TOKEN, for all of a layer but attention, plus the
+# positions that it attends to. By its operations TOKEN would be about 18 × hidden, by the time of its kernels less. It
+# is a low round number, since padding also costs memory traffic. Only the plan depends on it, never a result.
 TOKEN = 4096
-ROW_TOKENS = 2048  # a shorter row takes as long, as the launches of its kernels then take the time on a GPU
+ROW_TOKENS = 2048  # a shorter row is taken to cost as much: on a GPU its time is that of kernel launches
 MIN_GAIN = 0.002  # plan_bins adds micro-batches only while each trial saves more than this share of the time
 PADDING_PIECE = 128  # tokens of a sequence of padding in a row without samples, at most
 
@@ -84,11 +84,11 @@ def plan_bins(
 ) -> list[list[int]]:
     """Assign samples to bins of at most `max_tokens` positions, so that the slowest replica finishes soonest.
 
-    Returns bins of sample numbers, some perhaps empty; replica r takes bins[r::replicas]. Their number minimizes the
-    cost of the slowest replica, with the pipeline bubble, and is at least that of the stages if samples suffice. The
-    cost of a bin is TOKEN for each token, plus the squared length of each sequence, in a `padded` bin of its longest.
-    Padded bins hold sequences of similar length, and sequences × longest is within `max_tokens`, with the padding to a
-    multiple of tp · cp. Raises ValueError for a sample beyond `max_tokens`.
+    Returns bins of sample numbers, some perhaps empty; replica r takes bins[r::replicas]. More bins are tried while
+    they reduce the cost of the slowest replica, pipeline bubble included; a replica has at least as many as there are
+    stages, if samples suffice. A bin costs TOKEN for each token plus the squared length of each sequence, in a `padded`
+    bin the square of the longest for each. A padded bin holds sequences of similar length, and sequences × longest is
+    within `max_tokens`, with the padding to a multiple of tp · cp. Raises ValueError for a sample beyond `max_tokens`.
     """
     if lengths_N.max(initial=0) > max_tokens:
         raise ValueError(f"a sample of {lengths_N.max()} tokens does not fit a micro-batch of {max_tokens}")
@@ -133,9 +133,11 @@ def plan_bins(
 def cut_sorted(
     lengths: list[int], sums: list[int], rooms: list[int], token: int, count: int, even: bool = True
 ) -> np.ndarray | None:
-    """Bin of each sample, for padded bins: at most `count` runs of the samples sorted by length, of about equal cost,
-    or with `even` False each as full as it can be. `lengths` descend; `sums[i]` is the sum of lengths[:i]; `rooms[i]`:
-    how many sequences fit a bin whose longest is sample i. None where `count` bins are too few.
+    """Bin of each sample, for padded bins, [N]; None where `count` bins are too few.
+
+    A bin is a run of the samples sorted by length. Bins cost about the same or, with `even` False, are each as full as
+    possible. `lengths` descend; `sums[i]` is the sum of lengths[:i]; `rooms[i]` is how many sequences fit into a bin
+    whose longest is sample i.
     """
     high = math.inf
     sizes = cut_at_cost(high, lengths, sums, rooms, token, count)
@@ -251,8 +253,10 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
 
 
 def add_padding(lengths_S: np.ndarray, padding: int) -> np.ndarray:
-    """Lengths of the sequences of a row with `padding` (above 0) at its end, which lengthens the last sequence or makes
-    sequences of its own, none longer than the longest sample: whichever is less after attention's own padding.
+    """Lengths of the sequences of a row, with `padding` (above 0) at its end.
+
+    The padding lengthens the last sequence, or is sequences of its own, none longer than the longest sample: whichever
+    leaves fewer positions after attention's own padding.
     """
     piece = int(lengths_S.max(initial=0)) or min(PADDING_PIECE, padding)
     pieces = np.diff([*range(0, padding, piece), padding])
@@ -276,9 +280,10 @@ def sequence_mean(values_T: torch.Tensor, mask_T: torch.Tensor, sequence_T: torc
 def route_rows(samples: list[Sample], lengths_N: np.ndarray) -> torch.Tensor:
     """The routes of the samples end to end, [F, layers, k] uint8 or int16, given each sample's number of positions.
 
-    `routes` of a sample is [tokens, layers, k], the experts as vLLM numbers them. vLLM routes every token but the last;
-    these are the positions that predict. Where it returns fewer (an engine may not keep those of a cached prompt), they
-    are the routes of the last positions, and the first have none. Raises TrainingError for routes that cannot be.
+    `routes` of a sample is [tokens, layers, k], the experts as vLLM numbers them. vLLM returns routes for every token
+    but the last, which are the sample's positions. Where it returns fewer (an engine may not keep those of a cached
+    prompt), they belong to the last positions; the first get 0, no route. Other values are expert + 1. Raises
+    TrainingError for more routes than positions, and for a route with the same expert twice.
     """
     routes_N = [np.asarray(s.routes) for s in samples]
     largest = max(int(routes.max(initial=0)) for routes in routes_N)

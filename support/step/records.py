@@ -14,34 +14,34 @@ from support.base import ranks
 
 @dataclass
 class Sample:
-    """One answer to a prompt, filled in phase by phase. `group` is the number of its prompt in the step."""
+    """One answer to a prompt; the phases of a step fill it in. `group` is the number of its prompt in the step."""
 
     group: int
     prompt_ids: np.ndarray  # int32; a list becomes an array, here and below
     response_ids: np.ndarray  # int32, as vLLM sampled them, the end token included
-    rollout_logp: np.ndarray  # float32, of each, by vLLM; 0 where an environment wrote it
-    finished: bool  # by itself, not cut off
+    rollout_logp: np.ndarray  # float32, vLLM's log-prob of each of them; 0 where an environment wrote the token
+    finished: bool  # ended by itself, not truncated at the token budget
     text: str | None  # for rewards and rollouts/ only, never tokenised again; None on ranks other than 0
     source: str
-    turns: list[int] = field(default_factory=list)  # tokens by the model, an environment, the model, ...
-    asked: np.ndarray | None = None  # int32, the prompt with a hint, for the teacher; None: prompt_ids
-    routes: np.ndarray | None = None  # [tokens, layers, k], experts by vLLM; None without algo.replay_routes
+    turns: list[int] = field(default_factory=list)  # lengths of the response's parts: model, environment, model, ...
+    asked: np.ndarray | None = None  # int32, ids of the prompt with its hint, for the teacher; None: prompt_ids
+    routes: np.ndarray | None = None  # [tokens, layers, k], experts that vLLM chose; None without algo.replay_routes
     graded: str = "ok"  # ok | timeout | error; the last two have reward 0
     error: str = ""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
-    token_rewards: dict[str, np.ndarray] | None = None  # parts with a reward per token, as credit.ROWs
-    advantage: float = 0.0
+    token_rewards: dict[str, np.ndarray] | None = None  # {part: array of credit.ROW}, of parts with token rewards
+    advantage: float = 0.0  # with token rewards, that of the first token
     tokens: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each response token, for rollouts/
 
     @property
     def positions(self) -> int:
-        """The positions that predict a token: all but the last."""
+        """Number of positions, each of which predicts a token: one for every token but the last."""
         return len(self.prompt_ids) + len(self.response_ids) - 1
 
     @property
     def sampled(self) -> np.ndarray:
-        """Where a token of the response is the model's and not an environment's, bool."""
+        """True where the model sampled the token of the response, not an environment; [tokens] bool."""
         by_model = np.arange(len(self.turns)) % 2 == 0  # turns of model and environment alternate
         return np.repeat(by_model, self.turns)
 
@@ -70,18 +70,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rows:
-    """What is known of each predicting position: [F] in a Batch, [1, T] in a MicroBatch. Never written in place.
+    """Values of each position, which holds a token and its target, the next: [F] in a Batch, [1, T] in a MicroBatch.
 
-    Numbers take 4 bytes: int32, float32; routes take 1 or 2.
+    No tensor is changed in place. Numbers are int32 or float32; routes take 1 or 2 bytes each.
     """
 
     tokens: torch.Tensor  # ids
     targets: torch.Tensor  # id of the next token
     mask: torch.Tensor  # bool, where the target is a token that the model sampled
-    rollout_logp: torch.Tensor  # of the target, as vLLM sampled it; 0 where the mask is False
+    rollout_logp: torch.Tensor  # vLLM's, of the target; 0 where the mask is False
     advantages: torch.Tensor | None = None
     weights: torch.Tensor | None = None  # of each token in the loss; 0 where it is not trained
-    old_logp: torch.Tensor | None = None  # None: one update a step
+    old_logp: torch.Tensor | None = None  # None: grpo_loss uses its own, detached
     ref_logp: torch.Tensor | None = None  # None: no reference model
     routes: torch.Tensor | None = None  # [..., layers, k] of the token, support/model/routes.py; None: the router's own
 
@@ -158,7 +158,7 @@ class MicroBatch(Rows):
 
 
 def gather_samples(samples: list[Sample], notes: Any) -> tuple[list[Sample], list]:
-    """The samples of all ranks, sorted by group, and each rank's notes; on every rank. Only rank 0 gets the texts."""
+    """Gather all ranks' samples, sorted by group, and `notes`, to every rank. Samples have texts on rank 0 only."""
     texts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object([sample.text for sample in samples], texts)
     for sample in samples:
