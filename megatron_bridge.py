@@ -1,6 +1,6 @@
 """Between Hugging Face and Megatron-core: process groups, the model, its weights in and out, log-probs, the optimizer.
 
-Knows nothing of rewards, groups, advantages or prompts. Of a micro-batch `mb` it reads `tokens, targets, mask,
+It knows nothing of rewards, groups, advantages or prompts. Of a micro-batch `mb` it reads `tokens, targets, mask,
 position_ids` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no part in the loss), `rows` [M], where the
 mask is 1, `cu_seqlens` and `host_cu_seqlens` [S+1], and `max_seqlen`. A row of T tokens packs S sequences, one after
 another.
@@ -242,7 +242,7 @@ def build_model(
     """This rank's model chunks (one, or `vpp`), built from the Hugging Face folder `path`, with its `weights`.
 
     `extra` overrides fields of Megatron's configurations; `fp32_head`: logits in fp32, whatever the `dtype`; `trained`:
-    config.lora, what is trained, all weights where its rank is 0; None: nothing, there are no gradients.
+    the section `lora` of the configuration (rank 0: all weights are trained), or None for a model without gradients.
     """
     hf = transformers.AutoConfig.from_pretrained(path)
     config = transformer_config(hf, parallel, dtype, extra)
@@ -354,10 +354,10 @@ def zero_gradients(model: list, optimizer) -> None:
 
 
 def optimizer_step(optimizer, lr: float, offloaded: bool = False) -> float:
-    """One update with learning rate `lr`; returns the norm of the accumulated gradients before clipping, on every rank.
+    """Update the weights with learning rate `lr`; returns the norm of the gradient before clipping, on every rank.
 
-    Where it is NaN, infinite or exactly 0 (Adam would move by momentum alone) the update is skipped. `offloaded`: the
-    optimizer's state may be on the host and is copied back first.
+    The update is skipped where the norm is NaN, infinite or exactly 0 (Adam would then move the weights by momentum and
+    weight decay alone). `offloaded`: the optimizer's state may be on the host and is copied back first.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -392,7 +392,7 @@ def hidden_states(model, mb) -> torch.Tensor:
 
 
 def first_of_context() -> bool:
-    """Whether this is the first context-parallel rank: all hold a whole row's log-probs, only the first counts them."""
+    """Whether this is the first context-parallel rank. All have the log-probs of a whole row; only the first counts."""
     return mpu.get_context_parallel_rank() == 0
 
 
@@ -456,7 +456,7 @@ def token_logprobs(
 
 # ---------------------------------------------------------------- weights in and out
 
-# The weights of one layer: Megatron name → (how to merge, the Hugging Face weights that it merges).
+# The weights of one layer: Megatron name → (join: how to merge, the Hugging Face weights that it merges).
 #   copy     one tensor, the same on every tensor-parallel rank
 #   rows     one tensor, split by output rows        cols  one tensor, split by input columns
 #   qkv      query, key, value interleaved by key-value group, split by groups
@@ -702,7 +702,7 @@ def copy_weights(model: list, on: str = "gpu") -> list[torch.Tensor]:
 def swapped_weights(model: list, weights: list[torch.Tensor] | None) -> Iterable[None]:
     """Run the model with `weights` (as `copy_weights` gave them; None: its own) inside the block, then restore its own.
 
-    Weights on the host are copied to the GPU for as long.
+    Weights on the host are copied to the GPU for the duration of the block.
     """
     parameters = trainable_weights(model)
     own = [parameter.data for parameter in parameters]

@@ -40,14 +40,17 @@ def gsm8k(text: str, answer: str, row: dict) -> float:
     return float(final_number(text) == wanted)
 
 
-# 1,234.5 or 1234.5 or .5, perhaps with an exponent. Before it may stand a sign that does not follow a digit ("10-5"
-# ends in 5) and a "$", behind it a denominator.
+# 1,234.5 or 1234.5 or .5, with or without an exponent. NUMBER also takes a sign, unless it follows a digit ("10-5" ends
+# in 5), a "$", and a denominator.
 UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\w))?"
 NUMBER = re.compile(rf"((?:(?<![\d.])[-−]\s?)?\$?\s?{UNSIGNED})(?:/({UNSIGNED}))?")
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the last "####", or the last number of a text without it; separators, "$" and units dropped."""
+    """The number after the last "####", or the last number of a text without it; None if there is none.
+
+    Separators, "$" and units are dropped.
+    """
     _, marked, tail = text.rpartition("####")
     found = NUMBER.findall(tail)
     if not found:
@@ -115,7 +118,7 @@ def plain_numbers(text: str) -> str:
 
 
 def inside_braces(text: str) -> str | None:
-    """The text up to the brace that closes one opened before it; None if none does."""
+    """The text up to the brace that closes one opened before the text; None if none does."""
     depth = 1
     for brace in re.finditer(r"\\[{}]|[{}]", text):  # an escaped brace does not count
         if brace[0] == "{":
@@ -287,10 +290,10 @@ def load_reward(
     batched: dict[str, Callable] | None = None,
     build: bool = True,
 ) -> Callable:
-    """The function `(text, answer, row, response_ids)` of a reward's name, or of {name: weight}: their weighted sum.
+    """Load the reward of a name, or the weighted sum of {name: weight}, as `(text, answer, row, response_ids)`.
 
     "custom" is loaded from `custom`, "path/to/file.py:function"; `functions` gives further names to such files or to
-    REWARDS; `options` are keyword arguments by name, of a class those of its constructor. `batched` functions replace
+    REWARDS; `options` are keyword arguments by name; a class gets them in its constructor. `batched` functions replace
     those of their names. Without `build` it only checks: no class is instantiated. Loads no model.
     Raises ValueError that says what is legal.
     """
@@ -357,12 +360,12 @@ def weights_of(spec: str | dict[str, float]) -> dict[str, float]:
 
 
 def models_of(spec: str | dict[str, float], functions: dict[str, str]) -> list[str]:
-    """The names among a reward's that are reward models."""
+    """Those names of a reward that are reward models."""
     return [name for name in weights_of(spec) if functions.get(name, name) == "model"]
 
 
 def has_own(spec: str | dict[str, float], functions: dict[str, str]) -> bool:
-    """Whether a reward of the user's own is among a reward's names."""
+    """Whether one of a reward's names is a function or class of the user's own."""
     return any(functions.get(name, name) not in REWARDS for name in weights_of(spec))
 
 

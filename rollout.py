@@ -1,7 +1,7 @@
 """The vLLM engine that samples: generate, load_weights, sleep, wake.
 
 One engine spans `tp` neighbouring ranks of torchrun's world (vLLM's external launcher), so a world of N ranks has
-N / tp engines, colocated with the trainer. Knows nothing of Megatron or of rewards.
+N / tp engines, colocated with the trainer. This file knows nothing of Megatron or of rewards.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from support.engine.vllm_process import let_segments_grow, set_environment
 class Completion:
     """One sampled answer: token ids (the end token included), their log-probs, and whether it ended by itself.
 
-    With rollout.turns a whole conversation; support/step/turns.py fills the last three fields then.
+    With rollout.turns it is a whole conversation, and support/step/turns.py fills the last three fields.
     """
 
     ids: list[int]
-    logps: list[float]  # 0 of an environment's tokens
+    logps: list[float]  # 0 at an environment's tokens
     finished: bool
     routes: ndarray | None = None  # [tokens, layers, k], experts of all tokens but the last; None without replay_routes
     turns: list[int] = dataclasses.field(default_factory=list)  # tokens of the model, the environment, the model, ...
@@ -129,7 +129,8 @@ class Engine:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights by the (Hugging Face name, full tensor) pairs, in layer order; clear the prefix cache.
 
-        All ranks of the world call this. Raises TrainingError unless every engine then holds the weights, bit for bit.
+        All ranks of the world call this. Raises TrainingError unless every engine then holds the weights bit for bit,
+        apart from weights that vLLM stores in a format of its own.
         """
         with self.push_check.watch(self.llm, weights) as stream:
             if torch.cuda.device_count() == 0:
@@ -146,7 +147,7 @@ class Engine:
         return self.push_check.metrics
 
     def sleep(self) -> None:
-        """Free the GPU memory of weights (a push comes before they are read again) and KV cache for the trainer."""
+        """Free the GPU memory of weights and KV cache for the trainer; `generate` needs a weight push afterwards."""
         self.pushed = False
         if self.sleeps:
             self.llm.sleep(level=self.sleep_level)
