@@ -195,8 +195,8 @@ def test_what_else_can_go_wrong_with_files_of_samples(writer, tmp_path):
     assert isinstance(missing, FileNotFoundError) and missing.errno == errno.ENOENT
     os.mkfifo(tmp_path / "step_000001.jsonl.tmp")  # nobody reads it, so the process waits
     writer.write(tmp_path / "step_000001.jsonl", [made_up()])
-    while not (children := psutil.Process().children()):
+    while not (writing := [p for p in psutil.Process().children() if "support.base.rollout_files" in p.cmdline()]):
         time.sleep(0.01)
-    children[0].kill()
+    writing[0].kill()
     with pytest.raises(TrainingError, match=r"step_000001.jsonl died \(exit code -9\)"):
         writer.finish()
