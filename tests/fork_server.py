@@ -27,20 +27,21 @@ from support.base import processes
 from support.engine import vllm_process
 
 REPO = Path(__file__).resolve().parent.parent
-SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(REPO)}
+SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 # ---------------------------------------------------------------- in the tests
 
 
 class ForkServer:
-    """The process that forks."""
+    """The process that forks, for the script in `sources`: this folder, or a copy of it with changes."""
 
-    def __init__(self):
+    def __init__(self, sources: Path = REPO):
         self.process: subprocess.Popen | None = None
+        self.settings = {**SETTINGS, "PYTHONPATH": f"{sources}{os.pathsep}{REPO}"}
 
     def start(self) -> None:
         """Start the process, which imports meanwhile; a run does so where it is not running."""
-        env = {**os.environ, **SETTINGS, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # CUDA, once asked, bears no fork
+        env = {**os.environ, **self.settings, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # CUDA, once asked, bears no fork
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen([sys.executable, "-u", __file__], cwd=REPO, env=env, **pipes)
 
@@ -68,7 +69,7 @@ class ForkServer:
         if self.process is None:
             self.start()
         printed.touch()
-        job = {"printed": str(printed), "command": command, "ranks": [{**env, **SETTINGS} for env in ranks]}
+        job = {"printed": str(printed), "command": command, "ranks": [{**env, **self.settings} for env in ranks]}
         self.process.stdin.write(json.dumps({**job, "port": port}) + "\n")
         self.process.stdin.flush()
         answered, _, _ = select.select([self.process.stdout], [], [], seconds)

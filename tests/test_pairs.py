@@ -5,7 +5,8 @@ import time
 import make_tiny
 import pytest
 
-from tests.conftest import REPO, write_rows
+from tests.conftest import REPO, ForkedTraining, write_rows
+from tests.fork_server import ForkServer
 from tests.pairs import EXPERTS, FACTORS, Run, all_pairs, cover, pairs_of
 from tests.test_forks import apply, title_of
 from tools.audit.comparison import Comparison
@@ -59,6 +60,7 @@ def material(tmp_path_factory):
             folder / f"qwen3_moe_{heads}", tokenizer, "qwen3_moe", False, hidden=64, layers=4, kv_heads=heads
         )
     make_tiny.save_model(folder / "teacher", tokenizer, "qwen3", tied=False, hidden=64, layers=4, seed=5)
+    make_tiny.save_model(folder / "teacher_moe", tokenizer, "mixtral", tied=False, hidden=64, layers=2, seed=5)
     write_rows(folder / "train.jsonl", make_tiny.reversal_rows(3, 200, seed=0))
     (folder / "token_rewards.py").write_text(TOKEN_REWARDS)
     return folder
@@ -66,10 +68,20 @@ def material(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lagging(tmp_path_factory):
-    """The folder of the script with the recipe of past weights."""
+    """A ForkServer of the script with the recipe of past weights, and that script."""
     folder = tmp_path_factory.mktemp("lag") / "fork"
     apply(title_of("Stale samples"), folder)
-    return folder
+    server = ForkServer(folder)
+    yield server, folder / "train_grpo.py"
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """The file that gets a line for each run: docs/audit.md has it."""
+    file = tmp_path_factory.getbasetemp() / "pairs.md"
+    file.write_text("| run | values | largest difference / bound | seconds: run, audit |\n|---|---|---|---|\n")
+    return file
 
 
 def overrides_of(run: Run, material) -> list[str]:
@@ -77,9 +89,10 @@ def overrides_of(run: Run, material) -> list[str]:
     has_experts = run["layout"] in EXPERTS or run["routes"] == "on"
     heads = 1 if run["layout"] == "CP2 by chunks" else 2
     family = "qwen3_moe" if has_experts else "qwen2"
+    teacher = "teacher_moe" if run["layout"] in EXPERTS else "teacher"  # a dense one is refused there
     chosen = [f"model.path={material}/{family}_{heads}", f"data.train={material}/train.jsonl"]
     for factor, value in run.items():
-        chosen += [text.replace("{teacher}", f"{material}/teacher") for text in FACTORS[factor][value]]
+        chosen += [text.replace("{teacher}", f"{material}/{teacher}") for text in FACTORS[factor][value]]
     if run["turns"] == "on":
         chosen += [
             "data.train=123", "data.custom=tools/tiny_turns.py:rows", "rollout.max_new_tokens=5",
@@ -97,15 +110,22 @@ def overrides_of(run: Run, material) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[f"{i:02d}" for i in range(len(RUNS))])
-def test_a_run_is_what_the_second_trainer_makes_of_it(number, train, material, lagging):
+def test_a_run_is_what_the_second_trainer_makes_of_it(number, fork_server, tiny, tmp_path, material, lagging, table):
     run = RUNS[number]
-    script = lagging / "train_grpo.py" if run["lag"] == "on" else REPO / "train_grpo.py"
+    server, script = fork_server, REPO / "train_grpo.py"
+    if run["lag"] == "on":
+        server, script = lagging
     start = time.monotonic()
-    training = train(2, *COMMON, *overrides_of(run, material), script=script)
+    overrides = (*COMMON, *overrides_of(run, material))
+    training = ForkedTraining(server, tiny, tmp_path / "out", *overrides, script=script, nproc=2)
     assert training.code == 0, training.text
     trained = time.monotonic()
     comparison = Comparison(run["dtype"])
     repeat(read_run(training.out), comparison)
-    seconds = f"{trained - start:.0f} s + {time.monotonic() - trained:.0f} s"
-    print(f"{number:02d} {name_of(run)} ({seconds})\n{comparison.table()}\n{comparison.first}")
+    ended = time.monotonic()
+    values = sum(quantity.count for quantity in comparison.quantities.values())
+    worst, quantity = max(comparison.quantities.items(), key=lambda item: item[1].share)
+    with table.open("a") as file:
+        share = f"{quantity.share:.2f} ({worst})"
+        file.write(f"| {name_of(run)} | {values:,} | {share} | {trained - start:.0f}, {ended - trained:.0f} |\n")
     assert comparison.first is None, f"{name_of(run)}\n{comparison.table()}\n{comparison.first}"
