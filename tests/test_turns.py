@@ -177,7 +177,7 @@ HOSTILE = {
     "raises": ('return row["nothing"]', "error", r"rollout.turns failed: KeyError: 'nothing' \(play.py, line 5\)"),
     "exits": ("os._exit(3)", "error", r"the grading process died \(exit code 3\)"),
     "leaves": ("sys.exit()", "error", "the grading process died"),
-    "a megabyte": ('return "+" * 2**20', "error", "the text that it returned has 1048576 characters; at most 100000"),
+    "a megabyte": ('return "+" * 2**20', "error", "the text that it returned has 1048576 bytes; at most 100000"),
     "a megabyte of state": ('state["x"] = "+" * 2**20; return "+"', "error", "the state that it returned has 1048"),
     "a number": ("return 3", "error", "TypeError: it returned a int; legal are a text and None"),
     "no JSON": ("state['x'] = {1, 2}; return '+'", "error", "Object of type set is not JSON serializable"),

@@ -53,7 +53,7 @@ LOAD_S = 600.0  # wall clock to load a reward: the import of a custom module, a 
 CHUNK = 32  # answers sent to a worker at once, where each takes less than QUICK_S
 QUICK_S = 0.01
 TURNS = "rollout.turns"  # the key of a request that calls a function of rollout.turns, in place of a reward
-MAX_TURN_CHARS = 100_000  # length of the text that a function of rollout.turns returns, and of its state as JSON
+MAX_TURN_BYTES = 100_000  # of the text that a function of rollout.turns returns, and of its state as JSON
 
 
 class GradingPool:
@@ -326,8 +326,8 @@ def load_turn_function(place: str) -> Callable:
         if not isinstance(reply, str | None):
             raise TypeError(f"it returned a {type(reply).__name__}; legal are a text and None")
         for what, size in (("the text", len((reply or "").encode())), ("the state", len(json.dumps(state)))):
-            if size > MAX_TURN_CHARS:
-                raise ValueError(f"{what} that it returned has {size} characters; at most {MAX_TURN_CHARS} are legal")
+            if size > MAX_TURN_BYTES:
+                raise ValueError(f"{what} that it returned has {size} bytes; at most {MAX_TURN_BYTES} are legal")
         return {"reply": reply, "state": state}
 
     return take_turn
