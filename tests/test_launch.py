@@ -243,7 +243,7 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, messa
     monkeypatch.setattr(launch, "fingerprint", lambda prompts: "")
     monkeypatch.setattr(launch, "find_resume", lambda cfg, inputs: inputs)
     monkeypatch.setattr(launch.dist, "get_rank", lambda: 1)
-    cfg = load_config(CONFIG, [f"output_dir={tmp_path}"])
+    cfg = load_config(CONFIG, [f"output_dir={tmp_path}", "profile.start=2"])
     with pytest.raises(RankError, match=message):
         launch.run(cfg, launch.Inputs(None, [], []), train)
     failure = RuntimeError("a mistake in the code")
