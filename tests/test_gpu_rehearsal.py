@@ -209,10 +209,11 @@ def planted(model, hidden, *args, **kwargs):
 bridge.token_logprobs = planted
 """,
     "CPU tensor": """
+from dataclasses import replace
 import megatron_bridge as bridge
 own = bridge.token_logprobs
-def planted(model, hidden, targets, *args, **kwargs):
-    return own(model, hidden, targets.cpu(), *args, **kwargs)
+def planted(model, hidden, mb, *args, **kwargs):
+    return own(model, hidden, replace(mb, targets=mb.targets.cpu()), *args, **kwargs)
 bridge.token_logprobs = planted
 """,
     "dtype slip": """
