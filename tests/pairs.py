@@ -22,6 +22,7 @@ FACTORS = {
         "gspo": [
             "algo.loss=gspo", "algo.advantage=grpo_loo", "algo.loss_norm=seq_mean_token_mean", "algo.kl=k1",
             "algo.correction=tis", "algo.correction_level=sequence", "algo.clip_low=0.02", "algo.clip_high=0.03",
+            "rollout.group_size=8",  # of 3 others, a standard deviation may be near 0, which magnifies rounding
         ],
         "cispo": [
             "algo.loss=cispo", "algo.advantage=reinforce_pp", "algo.loss_norm=seq_mean_token_sum_norm", "algo.kl=k2",

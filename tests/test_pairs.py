@@ -21,10 +21,17 @@ COMMON = (
 )  # fmt: skip
 TOKEN_REWARDS = '''
 def digits(text, answer, row, response_ids):
-    """A reward at each token that is a digit of the answer, and one for an end."""
+    """A reward at each token that is a digit of the answer, and one for the whole that few answers share."""
     wanted = [2 + int(c) for c in answer]
     right = [float(i < len(wanted) and token == wanted[i]) / 3 for i, token in enumerate(response_ids)]
-    return {"digits": right, "ended": 0.1 * float(response_ids[-1] == 0)}
+    return {"digits": right, "whole": sum(i * token for i, token in enumerate(response_ids, 1)) % 17 / 50}
+
+
+def digits_of_odd(text, answer, row, response_ids):
+    """The same, but nothing for an even answer: dynamic sampling replaces its group."""
+    if int(answer) % 2 == 0:
+        return {"digits": [0.0] * len(response_ids), "whole": 0.0}
+    return digits(text, answer, row, response_ids)
 '''
 
 
@@ -100,7 +107,8 @@ def overrides_of(run: Run, material) -> list[str]:
             "reward.custom=tools/tiny_turns.py:won",
         ]  # fmt: skip
     if run["token rewards"] == "on":
-        chosen.append(f"reward.custom={material}/token_rewards.py:digits")
+        function = "digits_of_odd" if run["dynamic sampling"] == "on" else "digits"
+        chosen.append(f"reward.custom={material}/token_rewards.py:{function}")
     if run["lag"] == "on" and run["kl"] != "none":
         chosen.append("algo.reference_every=2")
     if run["dtype"] == "bf16":

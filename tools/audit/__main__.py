@@ -4,7 +4,7 @@
 
 Begins with the weights of model.path and computes advantages, log-probs, losses, gradients and updates of its own.
 Prints what was compared and the largest differences. Exit code 0: all within the bounds of rounding; 1: not, with the
-first value that parts; 2: the run cannot be repeated, with the reason. docs/forking.md says more.
+first value that parts; 2: the run cannot be repeated, with the reason. docs/audit.md says more.
 """
 
 import argparse
