@@ -262,7 +262,7 @@ def test_a_planted_dtype_slip_changes_the_metrics(start, start_planted):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("CPU tensor", "two different devices cuda:0, cpu"),
+        ("CPU tensor", "found at least two devices, cuda:0 and cpu"),
         ("read in flight", "uses a copy from the GPU that may not have arrived"),
     ],
 )
