@@ -237,7 +237,8 @@ MISTAKES = {
     ),
     "advantages of another answer": (
         "advantages_F = torch.from_numpy(advantages_N).float()",
-        "advantages_F = torch.from_numpy(np.roll(advantages_N, 1)).float()", "step 1, loss/policy",
+        "advantages_F = torch.from_numpy(np.roll(advantages_N, 1)).float()",
+        "step 1, grad_norm",  # the only mixed group has answers of one length: the ratio is 1, and the loss sum(A) / T
     ),
 }  # fmt: skip
 

@@ -137,3 +137,8 @@ def test_a_run_is_what_the_second_trainer_makes_of_it(number, fork_server, tiny,
         share = f"{quantity.share:.2f} ({worst})"
         file.write(f"| {name_of(run)} | {values:,} | {share} | {trained - start:.0f}, {ended - trained:.0f} |\n")
     assert comparison.first is None, f"{name_of(run)}\n{comparison.table()}\n{comparison.first}"
+
+
+def test_the_page_has_every_run():
+    page = (REPO / "docs/audit.md").read_text()
+    assert [name_of(run) for run in RUNS if f"| {name_of(run)} |" not in page] == []
