@@ -3,6 +3,7 @@
 import json
 import socket
 import subprocess
+import threading
 from pathlib import Path
 
 import datasets
@@ -15,7 +16,7 @@ from processes import Torchrun
 from safetensors.torch import load_file
 
 import megatron_bridge as bridge
-from support.base import ranks
+from support.base import ranks, rollout_files
 from tests.fork_server import ForkServer
 
 REPO = Path(__file__).resolve().parent.parent
@@ -138,6 +139,20 @@ def train_forked(fork_server, tiny, tmp_path):
         return ForkedTraining(fork_server, tiny, out, *overrides, nproc=nproc, **settings)
 
     return run
+
+
+@pytest.fixture
+def slow_disk(monkeypatch) -> threading.Event:
+    """No file of samples is written before this event is set."""
+    released = threading.Event()
+    write_in_process = rollout_files.write_in_process
+
+    def write_slowly(*job):
+        released.wait()
+        write_in_process(*job)
+
+    monkeypatch.setattr(rollout_files, "write_in_process", write_slowly)
+    return released
 
 
 @pytest.fixture

@@ -246,20 +246,11 @@ def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp
     assert left == ["eval_000002.jsonl", "my_notes.txt", "step_000002.jsonl"]
 
 
-def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, tmp_path, monkeypatch):
+def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, slow_disk, tmp_path):
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from support.base import rollout_files
     from support.model.checkpoint import CheckpointWriter
 
-    disk = threading.Event()
-    write_in_process = rollout_files.write_in_process
-
-    def write_slowly(*job):
-        disk.wait()
-        write_in_process(*job)
-
-    monkeypatch.setattr(rollout_files, "write_in_process", write_slowly)
     writer, file = CheckpointWriter(tmp_path / "checkpoints", keep_last=0, keep_every=0), tmp_path / "step_000002.jsonl"
     state = {"step": 2, "of a fork": np.array([0.1, 2.0], np.float32)}
     writer.start(2, state, {"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(4, 4))})
@@ -269,7 +260,7 @@ def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, tmp_path,
     naming.join(0.3)
     named = writer.folder / "step_000002"
     assert naming.is_alive() and not file.exists() and not named.exists()
-    disk.set()
+    slow_disk.set()
     naming.join()
     assert file.exists() and named.exists()
     assert json.loads((named / "state.json").read_text()) == {"step": 2, "of a fork": [float(np.float32(0.1)), 2.0]}

@@ -134,16 +134,8 @@ def test_a_file_of_samples_is_what_json_makes_of_lists(writer, tmp_path):
     assert "-1.0000000116860974e-07, -0.0, -12.5" in lines[0]
 
 
-def test_a_slow_disk_holds_the_loop_up_from_the_third_file_on(writer, tmp_path, monkeypatch):
+def test_a_slow_disk_holds_the_loop_up_from_the_third_file_on(writer, slow_disk, tmp_path):
     files = [tmp_path / f"step_{number:06d}.jsonl" for number in range(4)]
-    disk = threading.Event()
-    write_in_process = rollout_files.write_in_process
-
-    def write_slowly(*job):
-        disk.wait()
-        write_in_process(*job)
-
-    monkeypatch.setattr(rollout_files, "write_in_process", write_slowly)
     sample = made_up("as it was")
     writer.write(files[0], [sample])  # being written
     writer.write(files[1], [sample])  # waits
@@ -152,7 +144,7 @@ def test_a_slow_disk_holds_the_loop_up_from_the_third_file_on(writer, tmp_path, 
     third.start()
     third.join(0.3)
     assert third.is_alive() and not files[0].exists()
-    disk.set()
+    slow_disk.set()
     third.join()
     writer.finish()
     assert [json.loads(file.read_text())["text"] for file in files[:3]] == ["as it was"] * 2 + ["changed later"]

@@ -100,7 +100,13 @@ class GradingPool:
         return RewardKind(spec, reward.models_of(spec, self.functions), reward.has_own(spec, self.functions))
 
     def submit(
-        self, source: str, text: str, answer: str, row: dict, ids: list[int] | None = None, failure=None
+        self,
+        source: str,
+        text: str,
+        answer: str,
+        row: dict,
+        ids: list[int] | None = None,
+        failure: Outcome | None = None,
     ) -> None:
         """Queue an answer for grading, unless a `failure` of its environment is its Outcome; returns at once."""
         future = Future()
