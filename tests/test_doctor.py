@@ -14,6 +14,7 @@ import torch.distributed as dist
 from support.base import versions
 from support.base.files import write_versions
 from support.base.read_config import load_config
+from support.check import gpu_rows
 from support.model import checkpoint, cpu_backend
 from support.run import debug, launch
 from tests.conftest import REPO
@@ -49,7 +50,7 @@ SOUND = {
     },
     "smi": {
         "error": None, "links": ["NV18"],
-        "gpus": [dict(zip(machine.ASKED, line.split(", "), strict=True)) for line in SMI.splitlines()],
+        "gpus": [dict(zip(gpu_rows.ASKED, line.split(", "), strict=True)) for line in SMI.splitlines()],
     },
     "build_tools": {"C compiler": "/usr/bin/gcc", "Python.h": "/usr/include/python3.11/Python.h"},
     "shared_memory": {"path": "/dev/shm", **DISK},
@@ -219,13 +220,13 @@ def test_it_reads_what_nvidia_smi_prints(tmp_path, monkeypatch):
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert machine.smi_facts() == SOUND["smi"]
+    assert gpu_rows.smi_facts() == SOUND["smi"]
     (tmp_path / "smi.txt").write_text(
         f"{SMI}Unable to determine the device handle for GPU2: 0000:3B:00.0: Unknown Error\n"
     )
-    assert machine.smi_facts()["error"].startswith("Unable to determine the device handle")
+    assert gpu_rows.smi_facts()["error"].startswith("Unable to determine the device handle")
     program.write_text("#!/bin/sh\necho Failed to initialize NVML: Driver/library version mismatch\nexit 18\n")
-    found = machine.smi_facts()
+    found = gpu_rows.smi_facts()
     assert found == {
         "error": "exit code 18: Failed to initialize NVML: Driver/library version mismatch",
         "gpus": [],

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from config import UserError
-from support.base import versions
-from support.check import machines, preflight
+from support.base import ranks, versions
+from support.check import gpu_rows, machines, preflight
+from support.run import launch
 from tests import test_doctor
-from tools import machine
 
 
 def test_machine(tmp_path):
@@ -68,9 +69,41 @@ def test_a_gpu_machine_without_a_compiler_is_refused(gpus, capfd):
         gpus("H100", **{"Python.h": None})
 
 
-def test_gpus_that_differ_are_warned_of_once(gpus, monkeypatch, capfd):
-    gpus("H100", "A100", "A100")
-    assert capfd.readouterr().err.startswith("warning: the GPUs of this machine differ (A100, H100): ranks wait for")
+@pytest.mark.parametrize("number", [0, 2])
+def test_machines_are_named_and_gpus_that_differ_are_warned_of_once(number, monkeypatch, capfd):
+    north, south = {"127.0.0.1", "10.0.0.1", "fe80::1"}, {"127.0.0.1", "10.0.0.2"}
+    gathered = [("north", "H100", north), ("north", "H100", north), ("south", "A100", south)]
+    monkeypatch.setattr(ranks, "gather", lambda own: gathered)
+    monkeypatch.setattr(dist, "get_rank", lambda: number)
+    assert machines.name_machines() == {"10.0.0.1": "north", "fe80::1": "north", "10.0.0.2": "south"}
+    said = capfd.readouterr()
+    if number == 0:
+        assert said.out == "machines: north on rank 0, 1; south on rank 2\n"
+        differ = (
+            "warning: the GPUs differ, H100 on rank 0, 1 (north); A100 on rank 2 (south): ranks wait for the slowest"
+        )
+        assert said.err.startswith(differ)
+    else:
+        assert said.out == said.err == ""
+    del gathered[2]
+    assert machines.name_machines().keys() == north
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "error, where",
+    [
+        ("pair.cc:553] Connection closed by peer [10.0.0.2]:643. This", ", on south"),
+        ("NCCL error: socketStartConnect: Connect to 10.0.0.2<43985> failed : Connection refused", ", on south"),
+        ("pair.cc:553] Connection closed by peer [10.0.0.20]:643. This", ""),
+        ("Connection reset by peer [fe80::1]:1", ", on north"),
+    ],
+)
+def test_a_lost_rank_is_named_by_its_machine(error, where, monkeypatch, tmp_path):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    owners = {"10.0.0.1": "north", "fe80::1": "north", "10.0.0.2": "south"}
+    said = launch.explain_failure("train", RuntimeError(f"{error}\nmore"), tmp_path, owners)
+    assert said.startswith(f"rank 0, in the phase train: another rank is gone{where} ({error}). torchrun's report says")
 
 
 def test_what_triton_compiles_with_is_found_as_triton_looks_for_it(monkeypatch, tmp_path):
@@ -101,20 +134,20 @@ UNUSED = {
 
 
 @pytest.mark.parametrize("fault", UNUSED)
-def test_a_gpu_is_not_left_unused_by_mistake(fault, monkeypatch, tmp_path):
+def test_a_gpu_is_not_left_unused_by_mistake(fault, monkeypatch):
     values, message = UNUSED[fault]
     facts = test_doctor.changed({**UNSEEN, **values})
-    monkeypatch.setattr(machine, "facts", lambda output_dir: facts)
+    monkeypatch.setattr(gpu_rows, "facts", lambda: facts)
     monkeypatch.setattr(versions, "driver", lambda: facts["driver"])
     if message is None:
-        machines.check_unused_gpus(tmp_path)
+        machines.check_unused_gpus()
         return
     with pytest.raises(UserError, match=rf"^no GPU can be used\. (.*\. )?{message}"):
-        machines.check_unused_gpus(tmp_path)
+        machines.check_unused_gpus()
 
 
-def test_a_machine_without_a_driver_asks_no_doctor(monkeypatch, tmp_path):
+def test_a_machine_without_a_driver_is_not_asked_more(monkeypatch, tmp_path):
     monkeypatch.setattr(versions, "driver", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(machine, "facts", None)
-    machines.check_unused_gpus(tmp_path)
+    monkeypatch.setattr(gpu_rows, "facts", None)
+    machines.check_unused_gpus()

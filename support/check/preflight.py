@@ -5,9 +5,9 @@ Each raises a ValueError that says what is wrong, why, and what would be legal. 
 
 import errno
 import shutil
+import socket
 import tempfile
 import threading
-from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -72,19 +72,18 @@ def check_same_config(config: dict) -> None:
 
     `config` is {section: {key: value}}, as deep as it likes.
     """
-    tables = ranks.gather({key: str(value) for key, value in dotted_items(config)})
+    own = {key: str(value) for key, value in dotted_items(config)}
+    machines, tables = zip(*ranks.gather((socket.gethostname(), own)), strict=True)
     others = [table for table in tables if table != tables[0]]
     lines = []
     for key in dict.fromkeys(key for table in tables for key in table):
-        values = defaultdict(list)
-        for rank, table in enumerate(tables):
-            values[table.get(key, "not set")].append(str(rank))
-        if len(values) > 1:
-            lines.append(f"  {key}: " + "; ".join(f"{value} on rank {', '.join(r)}" for value, r in values.items()))
+        values = [table.get(key, "not set") for table in tables]
+        if len(set(values)) > 1:
+            lines.append(f"  {key}: {ranks.describe(values, machines)}")
     if lines:
         raise ValueError(
-            f"{len(others)} of {len(tables)} ranks have another configuration than rank 0; start every node with the "
-            "same files and overrides:\n" + "\n".join(lines)
+            f"{len(others)} of {len(tables)} ranks have another configuration than rank 0; start every machine "
+            "with the same files and overrides:\n" + "\n".join(lines)
         )
 
 

@@ -6,6 +6,7 @@ Knows no step of training: the script hands in what it rehearses and how it trai
 import argparse
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,8 +113,9 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
     out = Path(cfg.output_dir)
     timeline = Timeline(out / "traces", cfg.profile, cfg.train.steps) if cfg.profile.start else None
     clock = Clock(cfg.train.stall_timeout_s, timeline)
+    owners = {}
     try:
-        machines.check_machines(cfg, fingerprint(inputs.prompts))
+        owners = machines.check_machines(cfg, fingerprint(inputs.prompts))
         lock = ranks.on_first_rank(lambda: lock_output_dir(out))  # None on the other ranks
         with lock or contextlib.nullcontext():
             machines.build_process_groups(cfg)
@@ -122,7 +124,7 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
                 use_flash_attention_3(bridge.DTYPES[cfg.model.dtype])
                 train(cfg, inputs, clock)
     except (RuntimeError, ValueError, AssertionError, MemoryError, OSError, SafetensorError) as error:
-        message = explain_failure(clock.phase, error, out)
+        message = explain_failure(clock.phase, error, out, owners)
         if message is None:
             raise
         raise RankError(message) from error
@@ -130,16 +132,22 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
         clock.stop()
 
 
-def explain_failure(phase: str, error: Exception, out: Path) -> str | None:
-    """What an error in a phase says of memory, of another rank, or of the disk of `out`; None for any other error."""
+def explain_failure(phase: str, error: Exception, out: Path, owners: dict[str, str]) -> str | None:
+    """What an error in a phase says of memory, of another rank, or of the disk of `out`; None for any other error.
+
+    `owners`: {network address: machine}.
+    """
     message = preflight.explain_out_of_memory(phase, error)
     if message is not None:
         return message
     if isinstance(error, (ValueError, AssertionError)):  # a mistake in the code
         return None
     if isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo and NCCL have no class of their own
+        text = str(error).splitlines()[0]
+        named = [machine for address, machine in owners.items() if re.search(rf"\b{re.escape(address)}\b", text)]
+        gone = f"another rank is gone, on {named[0]}" if named else "another rank is gone"
         return (
-            f"rank {dist.get_rank()}, in the phase {phase}: another rank is gone ({str(error).splitlines()[0]}). "
-            "torchrun's report says which one; go on with resume=auto"
+            f"rank {dist.get_rank()}, in the phase {phase}: {gone} ({text}). torchrun's report says which one; go on "
+            "with resume=auto"
         )
     return preflight.explain_disk_error(phase, error, out)
