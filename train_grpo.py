@@ -481,7 +481,7 @@ def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None =
     logp_F = torch.zeros(len(batch.tokens), device=bridge.device())
     if bridge.reports_loss():  # one rank a replica, on the last stage
         for mb, logp_T in zip(micro_batches, rows, strict=True):
-            logp_F[mb.index_T] = logp_T[: mb.lengths.sum()]
+            logp_F[bridge.to_device(mb.index_T, logp_F.device)] = logp_T[: mb.lengths.sum()]
     dist.all_reduce(logp_F)  # each token was scored on one rank, the others hold 0
     return logp_F.cpu()
 
@@ -513,10 +513,10 @@ def run_schedule(model: list, micro_batches: list[MicroBatch], temperature: floa
             data_iterator=[iter(micro_batches) for _ in model],
             model=model,
             num_microbatches=len(micro_batches),
-            seq_length=max(mb.tokens.shape[1] for mb in micro_batches),
             micro_batch_size=1,
             forward_only=not training,
             collect_non_loss_data=not training,
+            **bridge.lengths_for_stages(model, micro_batches),
         )
 
 

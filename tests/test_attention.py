@@ -83,7 +83,7 @@ def segments(lengths_q: list[int], lengths_k: list[int] | None = None, window: i
     cu_q = cu_k = torch.tensor([0, *lengths_q], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     if lengths_k:
         cu_k = torch.tensor([0, *lengths_k], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return Segments(cu_q, cu_k, max(lengths_q), max(lengths_k or lengths_q), window)
+    return Segments(cu_q, cu_k, max(lengths_q), max(lengths_k or lengths_q), int(cu_q[-1]), int(cu_k[-1]), window)
 
 
 def outcome(function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

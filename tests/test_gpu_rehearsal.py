@@ -50,7 +50,6 @@ WAITS = {
     },
     "logprob": CLOCK
     | {
-        ("train_grpo.py score", "index_put_ by an index of the host"): (1, "log-prob micro-batch"),
         ("train_grpo.py score", "copy from the GPU"): (1, "log-prob micro-batch"),
     },
     "train": {
@@ -80,23 +79,9 @@ NOT_COUNTED = ("start", "build", "save")  # the start, and files
 LAYERS = 2
 HOST = ("megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_optimizer=true", "model.dtype=bf16")
 REPLAY = ("algo.replay_routes=true", *(f"megatron.{option}" for option in RECOMPUTE))
-PADDED = ("support/model/attention.py slots", "repeat_interleave")  # attention in fp32
-FP32 = {
-    "train, passes": {PADDED: (1, "training micro-batch")},
-    "logprob, passes": {PADDED: (1, "log-prob micro-batch")},
-}
-CHUNKS = {"train, passes": {PADDED: (2, "training micro-batch")}}  # of queries and of keys
 EXCHANGE = {  # of tokens between the ranks of experts
-    "train, passes": FP32["train, passes"]
-    | {("token_dispatcher.py _maybe_dtoh_and_synchronize", "synchronize"): (LAYERS, "training micro-batch")}
-}
-LENGTHS = "p2p_communication.py _communicate_shapes"  # of the rows that stages hand over
-STAGES = {
-    "train, passes": FP32["train, passes"]
-    | {
-        (LENGTHS, "copy to the GPU"): (1, "training micro-batch"),
-        (LENGTHS, "copy from the GPU"): (1, "training micro-batch"),
-        (LENGTHS, "synchronize"): (2, "training micro-batch"),
+    "train, passes": {
+        ("token_dispatcher.py _maybe_dtoh_and_synchronize", "synchronize"): (LAYERS, "training micro-batch")
     }
 }
 ON_HOST = {
@@ -106,15 +91,15 @@ ON_HOST = {
     }
 }
 RUNS = {
-    "dense, KL, two updates": Run(overrides=KL, waits=FP32),
+    "dense, KL, two updates": Run(overrides=KL),
     "the same in bf16, offload": Run(overrides=("model.dtype=bf16", "train.offload=optimizer", *KL)),
-    "experts, replayed routes, recompute": Run(overrides=REPLAY, arch="qwen3_moe", waits=FP32),
+    "experts, replayed routes, recompute": Run(overrides=REPLAY, arch="qwen3_moe"),
     "optimizer on the host, precision-aware": Run(overrides=HOST, waits=ON_HOST),
     "two ranks, tp and experts": Run(2, ("parallel.tp=2", "parallel.ep=2"), "qwen3_moe", waits=EXCHANGE),
-    "two ranks, pipeline": Run(2, ("parallel.pp=2",), waits=STAGES),
-    "two ranks, cp by heads": Run(2, ("parallel.cp=2",), waits=FP32),
-    "two ranks, cp by chunks": Run(2, ("parallel.cp=2",), kv_heads=1, waits=CHUNKS),
-    "LoRA": Run(overrides=("lora.rank=4",), waits=FP32),
+    "two ranks, pipeline": Run(2, ("parallel.pp=2",)),
+    "two ranks, cp by heads": Run(2, ("parallel.cp=2",)),
+    "two ranks, cp by chunks": Run(2, ("parallel.cp=2",), kv_heads=1),
+    "LoRA": Run(overrides=("lora.rank=4",)),
 }
 DENSE = RUNS["dense, KL, two updates"]
 

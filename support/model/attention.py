@@ -69,17 +69,19 @@ class Segments:
     cu_k: torch.Tensor  # [S + 1] int32, the same of keys
     max_q: int  # queries of the longest segment
     max_k: int
+    queries: int  # of all segments
+    keys: int
     window: int | None = None
 
     @functools.cached_property
     def query_slot(self) -> torch.Tensor:
         """Index of each query in a padded [S * max_q] layout, [queries]."""
-        return slots(self.cu_q, self.max_q)
+        return slots(self.cu_q, self.max_q, self.queries)
 
     @functools.cached_property
     def key_slot(self) -> torch.Tensor:
         """Index of each key in a padded [S * max_k] layout, [keys]."""
-        return self.query_slot if self.cu_k is self.cu_q else slots(self.cu_k, self.max_k)
+        return self.query_slot if self.cu_k is self.cu_q else slots(self.cu_k, self.max_k, self.keys)
 
     @functools.cached_property
     def mask(self) -> torch.Tensor | None:
@@ -98,11 +100,12 @@ class Segments:
         return mask if self.window is None else mask & (keys > position - self.window)
 
 
-def slots(cu_seqlens: torch.Tensor, width: int) -> torch.Tensor:
-    """Index of each token in a layout that pads every segment to `width`; [S + 1] → [tokens]."""
+def slots(cu_seqlens: torch.Tensor, width: int, tokens: int) -> torch.Tensor:
+    """Index of each of the `tokens` in a layout that pads every segment to `width`; [S + 1] → [tokens]."""
     lengths_S = cu_seqlens.diff()
-    segment = torch.arange(len(lengths_S), device=cu_seqlens.device).repeat_interleave(lengths_S)
-    position = torch.arange(len(segment), device=segment.device) - cu_seqlens[segment]  # in its segment
+    numbers_S = torch.arange(len(lengths_S), device=cu_seqlens.device)
+    segment = numbers_S.repeat_interleave(lengths_S, output_size=tokens)  # the host need not wait for the sum
+    position = torch.arange(tokens, device=segment.device) - cu_seqlens[segment]  # in its segment
     return segment * width + position
 
 
@@ -275,8 +278,9 @@ class Chunks:
             keys = torch.tensor([0])
 
         max_q, max_k = int(cu_q.diff().max()), int(cu_k.diff().max())
+        count_q, count_k = int(cu_q[-1]), int(cu_k[-1])
         return cls(
-            Segments(to_device(cu_q.int(), to), to_device(cu_k.int(), to), max_q, max_k, window),
+            Segments(to_device(cu_q.int(), to), to_device(cu_k.int(), to), max_q, max_k, count_q, count_k, window),
             send=to_device(own.argsort(stable=True), to),
             sent=own.bincount(minlength=cp).tolist(),
             received=stripe.bincount(minlength=cp).tolist(),
@@ -314,6 +318,8 @@ class Packing(PackedSeqParams):
     def of(cls, mb, inv_freq: torch.Tensor, config: TransformerConfig) -> "Packing":
         """That of a micro-batch; `inv_freq` [head_dim / 2] as transformers computes it."""
         window = config.window_size and config.window_size[0] + 1
+        longest = mb.max_seqlen
+        tokens = mb.tokens.shape[1]
         angles = torch.outer(own_stripe(mb.position_ids[0]).float(), inv_freq)[:, None, None]
         cos, sin = angles.cos(), angles.sin()
         cp = mpu.get_context_parallel_world_size()
@@ -324,7 +330,7 @@ class Packing(PackedSeqParams):
             qkv_format="sbhd",  # with "thd" Megatron would loop over the sequences itself
             cos=torch.cat((cos, cos), -1).to(config.params_dtype),
             sin=torch.cat((-sin, sin), -1).to(config.params_dtype),
-            segments=Segments(mb.cu_seqlens, mb.cu_seqlens, mb.max_seqlen, mb.max_seqlen, window),
+            segments=Segments(mb.cu_seqlens, mb.cu_seqlens, longest, longest, tokens, tokens, window),
             chunks=chunks,
         )
 

@@ -4,8 +4,11 @@ bit. layers.py installs them; tests/test_gpu_rehearsal.py counts the waits.
 
 import torch
 from megatron.core.optimizer import clip_grads
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
-from megatron.core.utils import local_multi_tensor_l2_norm
+from megatron.core.utils import get_model_config, local_multi_tensor_l2_norm
 
 
 def l2_norm(chunk_size, overflow, tensor_lists: list, per_tensor: bool) -> tuple[torch.Tensor, None]:
@@ -52,6 +55,37 @@ class Dispatcher(token_dispatcher.MoEAlltoAllTokenDispatcher):
 
     def combine_preprocess(self, hidden_states):
         return hidden_states if self.is_alone else super().combine_preprocess(hidden_states)
+
+
+class StageLink(P2PCommunicator):
+    """Megatron's link to the stages before and after, where rows have several lengths and every stage knows them.
+
+    Megatron's own sends the shape of each row ahead of it, and the host waits for that. Activations and gradients come
+    in the order of the micro-batches, unless stages are interleaved.
+    """
+
+    def __init__(self, config, groups: ProcessGroupCollection, lengths: list[int]):
+        super().__init__(groups.pp, config)
+        options = {"micro_batch_size": 1, "decoder_seq_length": None, "config": config}
+        options |= {"tp_group": groups.tp, "cp_group": groups.cp}
+        shapes = [schedules.get_tensor_shapes(seq_length=length, **options)[0] for length in lengths]
+        self.of_activations, self.of_gradients = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
+        from_previous = next(self.of_activations) if recv_prev else None
+        from_next = next(self.of_gradients) if recv_next else None
+        return from_previous, from_next
+
+
+def lengths_for_stages(model: list, micro_batches: list) -> dict:
+    """Arguments of Megatron's schedule that tell the stages of a pipeline how long the rows are."""
+    lengths = [mb.tokens.shape[1] for mb in micro_batches]
+    options = {"seq_length": max(lengths)}
+    config = get_model_config(model[0])
+    if config.variable_seq_lengths:
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "embd", "pos_embd", "dp_cp"])
+        options |= {"p2p_communicator": StageLink(config, groups, lengths), "pg_collection": groups}
+    return options
 
 
 def install() -> None:

@@ -70,9 +70,9 @@ def check_attention(record: worker.Record) -> None:
     worst = {"result": (0.0, ""), "gradient": (0.0, "")}
     for name, (heads, kv_heads, width, lengths_q, lengths_k, window) in CASES.items():
         lengths_k = lengths_k or lengths_q
-        where = Segments(
-            cumulative_lengths(lengths_q), cumulative_lengths(lengths_k), max(lengths_q), max(lengths_k), window
-        )
+        ends = (cumulative_lengths(lengths_q), cumulative_lengths(lengths_k))
+        longest = (max(lengths_q), max(lengths_k))
+        where = Segments(*ends, *longest, sum(lengths_q), sum(lengths_k), window)
         key_shape = (sum(lengths_k), kv_heads, width)
         shapes = [(sum(lengths_q), heads, width), key_shape, key_shape]
         inputs = [torch.randn(shape, device=device()).bfloat16() for shape in shapes]
