@@ -237,7 +237,7 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, messa
         raise failure
 
     monkeypatch.setattr(launch, "Clock", Clock)
-    monkeypatch.setattr(launch.machines, "check_machines", lambda cfg, data: None)
+    monkeypatch.setattr(launch.machines, "check_machines", lambda cfg, data: {})
     monkeypatch.setattr(launch.machines, "build_process_groups", lambda cfg: None)
     monkeypatch.setattr(launch.ranks, "on_first_rank", lambda make: None)
     monkeypatch.setattr(launch, "fingerprint", lambda prompts: "")

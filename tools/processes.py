@@ -17,7 +17,10 @@ TAG = "TORCHRUN_TAG"  # environment variable of all processes that a torchrun st
 
 
 class Torchrun:
-    """A running torchrun of `script` with `arguments` in a new session. Its output goes to the file `printed`."""
+    """A running torchrun of `script` with `arguments` in a new session. Its output goes to the file `printed`.
+
+    `prefix` is a command that execs the rest of its command line, such as nsenter.
+    """
 
     def __init__(
         self,
@@ -26,11 +29,12 @@ class Torchrun:
         *arguments: str,
         nproc: int = 2,
         options: tuple[str, ...] = ("--standalone",),
+        prefix: tuple[str, ...] = (),
         **env: str,
     ):
         self.printed = printed
         self.tag = uuid.uuid4().hex
-        command = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={nproc}"]
+        command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={nproc}"]
         settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
         with printed.open("w") as file:
             self.process = subprocess.Popen(

@@ -1,0 +1,196 @@
+"""Two machines on this one: two network namespaces, each with a host name and an address, and a cable with a delay.
+
+Real runs of two ranks on each, what breaks between them, and what the user sees (docs/reliability.md has the messages).
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import link
+from tests.conftest import REPO, ForkedTraining, Training
+from tests.test_checkpoint import lasting
+from tools.torture import find_incomplete
+
+pytestmark = pytest.mark.slow
+
+NAMES = ("north", "south")  # of ranks 0 and 1, where the rendezvous is too, and of ranks 2 and 3
+DELAY_S = 0.005  # of each packet
+STEPS = 6
+STALL_S = 45  # longer than building takes
+JOB = (
+    "rollout.prompts_per_step=4", "rollout.group_size=8", f"train.steps={STEPS}", "train.warmup_steps=0",
+    "train.save_every=2", f"train.stall_timeout_s={STALL_S}", "resume=auto",
+)  # fmt: skip
+
+
+class Machine:
+    """A network namespace with a host name of its own."""
+
+    def __init__(self, number: int):
+        self.number, self.name, self.address = number, NAMES[number], link.ADDRESSES[number]
+        hold = f"hostname {self.name} && echo ready && exec sleep infinity"
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.holder = subprocess.Popen(["unshare", "--net", "--uts", "sh", "-c", hold], **pipes)
+        if self.holder.stdout.readline() != "ready\n":
+            pytest.skip(f"network namespaces are refused here: {self.holder.stderr.read().strip()}")
+
+    def start(self, base: Path, *overrides: str, sources: Path = REPO, restarts: int = 3) -> Training:
+        """Two ranks of the job on this machine, by the code in the folder `sources`."""
+        options = (
+            "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={link.ADDRESSES[0]}:29400", "--rdzv-id=two",
+            f"--rdzv-conf=is_host={int(self.number == 0)}", f"--local-addr={self.address}",
+            f"--max-restarts={restarts}",
+        )  # fmt: skip
+        inside = ("nsenter", f"--target={self.holder.pid}", "--net", "--uts", "env", f"--chdir={sources}")
+        env = {
+            "PYTHONPATH": str(sources),
+            "GLOO_SOCKET_IFNAME": link.DEVICE,
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # for an agent that joins later: tests/test_faults.py
+        }
+        return Training(base, base / "out", *JOB, *overrides, nproc=2, options=options, prefix=inside, **env)
+
+
+@pytest.fixture(scope="module")
+def machines():
+    """The two machines, and the process that is the cable between them."""
+    if shutil.which("unshare") is None or shutil.which("ip") is None or not Path("/dev/net/tun").exists():
+        pytest.skip("no unshare, ip or /dev/net/tun, of which the machines and their cable are made")
+    started = []
+    try:
+        both = []
+        for number in range(2):
+            both.append(Machine(number))
+            started.append(both[-1].holder)
+        command = [sys.executable, link.__file__, *(str(holder.pid) for holder in started), str(DELAY_S)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        if started[-1].stdout.readline() != "ready\n":
+            pytest.skip(f"namespaces cannot be joined here: {started[-1].stderr.read().strip()}")
+        yield *both, started[-1]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def base(tiny, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("machines")
+    shutil.copytree(tiny, folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def start(base):
+    """start(machine, "section.key=value", ..., sources=...) → Training; what is left is killed afterwards."""
+    jobs = []
+
+    def one(machine: Machine, *overrides: str, **settings) -> Training:
+        jobs.append(machine.start(base, *overrides, **settings))
+        return jobs[-1]
+
+    yield one
+    for job in jobs:
+        job.kill()
+    shutil.rmtree(base / "out", ignore_errors=True)
+
+
+def result(training) -> dict:
+    """What neither a second machine nor a fault may change."""
+    out = training.out
+    assert not find_incomplete(out)
+    files = [out / f"hf/step_{STEPS:06d}/model-00000.safetensors", *sorted(out.glob("rollouts/*.jsonl"))]
+    return {path.name: path.read_bytes() for path in files} | {"metrics": lasting(training.metrics)}
+
+
+@pytest.fixture(scope="module")
+def on_one_machine(fork_server, base) -> dict:
+    """The result of the job on four ranks of one machine."""
+    training = ForkedTraining(fork_server, base, base / "single", *JOB, nproc=4)
+    assert training.code == 0, training.text
+    return result(training)
+
+
+def test_a_late_rendezvous_and_a_slow_machine(machines, start, on_one_machine):
+    north, south, _ = machines
+    second = start(south)
+    time.sleep(5)  # nobody holds the rendezvous that it looks for
+    first = start(north)
+    first.wait_for(rf"\] +2/{STEPS} ")
+    assert "\nmachines: north on rank 0, 1; south on rank 2, 3\n" in first.text, first.text
+    stopped = list(second.ranks().values())
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.7 * STALL_S)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    assert first.end() == 0 and second.end() == 0, first.text + second.text
+    behind = r"rank 2 on south \(\w+\), rank 3 on south \(\w+\)"
+    warned = rf"\nwarning: no rank has finished a phase for {STALL_S / 2:g} s; behind: .*{behind}; at train"
+    assert re.search(warned, first.text), first.text
+    assert result(first) == on_one_machine
+
+
+def test_a_machine_that_dies(machines, start, on_one_machine):
+    north, south, _ = machines
+    first, second = start(north), start(south)
+    first.wait_for(rf"\] +3/{STEPS} ")
+    second.kill()
+    again = start(south)
+    assert first.end() == 0 and again.end() == 0, first.text + again.text
+    gone = r"\nerror: rank [01], in the phase \w+: another rank is gone, on south \(.*go on with resume=auto\n"
+    assert re.search(gone, first.text) and re.search(r"resume:  after step [24], from ", first.text), first.text
+    assert result(first) == on_one_machine
+
+
+def test_a_cut_cable(machines, start, on_one_machine):
+    north, south, cable = machines
+    first, second = start(north), start(south)
+    first.wait_for(rf"\] +3/{STEPS} ")
+    cable.send_signal(signal.SIGSTOP)
+    try:
+        first.wait_for(f"watchdog: no rank has finished a phase for {STALL_S} s\n")
+        second.wait_for(rf"watchdog: rank [23] has been in .* and the store at {north.address} does not answer\n")
+        second.kill()
+    finally:
+        cable.send_signal(signal.SIGCONT)
+    again = start(south)
+    assert first.end() == 0 and again.end() == 0, first.text + again.text
+    for rank in (2, 3):
+        silent = rf"\n   {rank}  \w+ +\?  no answer: stopped \(SIGSTOP\), dead, .* \(process \d+ on south\)\n"
+        assert re.search(silent, first.text), first.text
+    assert re.search(r"resume:  after step [24], from ", first.text), first.text
+    assert result(first) == on_one_machine
+
+
+def copy_sources(to: Path) -> Path:
+    """This checkout as a repository of its own, of one commit."""
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "outputs", "__pycache__")
+    shutil.copytree(REPO, to, ignore=ignored)
+    for words in ("init -q", "add -A", f"-c user.name=a -c user.email=a@b.c commit -q -m {to.name}"):
+        subprocess.run(["git", "-C", str(to), *words.split()], check=True)
+    return to
+
+
+def test_another_commit_and_other_data(machines, start, tiny, tmp_path):
+    lines = (tiny / "train.jsonl").read_text().splitlines(keepends=True)
+    jobs = []
+    for machine, rows in zip(machines[:2], (lines, lines[1:]), strict=True):
+        sources = copy_sources(tmp_path / machine.name)
+        (sources / "rows.jsonl").write_text("".join(rows))
+        jobs.append(start(machine, "data.train=rows.jsonl", sources=sources, restarts=0))
+    for job in jobs:
+        assert job.end() == 1, job.text
+    said = jobs[0].own_text
+    assert "\nerror: 2 of 4 ranks have another configuration than rank 0; start every machine" in said, said
+    for what in ("prompts of data.train", "commit"):
+        assert re.search(rf"\n  {what}: \w+ on rank 0, 1 \(north\); \w+ on rank 2, 3 \(south\)\n", said), said
+    assert "Traceback" not in said and "exitcode  : 2" in jobs[0].text, jobs[0].text
+    assert not jobs[0].out.exists()
