@@ -72,7 +72,7 @@ def check_gpus() -> None:
 def check_unused_gpus() -> None:
     """Check that no GPU of this machine is left unused by mistake, where torch sees none. Raises UserError.
 
-    Its rows say why: an old driver, torch for CPUs, MIG without a slice. vLLM for CPUs is no mistake.
+    The message says why: an old driver, torch for CPUs, MIG without a slice. vLLM for CPUs is no mistake.
     """
     if versions.driver() is None and shutil.which("nvidia-smi") is None:
         return
@@ -118,19 +118,21 @@ def check_machines(cfg: Config, data: str) -> dict[str, str]:
 
 
 def name_machines() -> dict[str, str]:
-    """Print which ranks are on which machine where there are several, and a warning where their GPUs differ.
+    """Print which ranks are on which machine where there are several, and a warning where GPUs differ.
 
-    Returns {network address: machine}, since errors of gloo and NCCL name addresses. An address that several machines
-    have, such as 127.0.0.1, is left out.
+    Returns {network address: machine} of several machines, since errors of gloo and NCCL name addresses. An address
+    that is not of one machine alone, such as 127.0.0.1, is left out.
     """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     cards = itertools.chain(*psutil.net_if_addrs().values())
     own = {card.address for card in cards if card.family in (socket.AF_INET, socket.AF_INET6)}
     machines, gpus, addresses = zip(*ranks.gather((socket.gethostname(), gpu, own)), strict=True)
-    if dist.get_rank() == 0 and len(set(machines)) > 1:
-        print(f"machines: {ranks.describe(machines)}", flush=True)
     if dist.get_rank() == 0 and len(set(gpus)) > 1:
         ranks.say(f"warning: the GPUs differ, {ranks.describe(gpus, machines)}: {gpu_rows.REMEDY['unequal']}")
+    if len(set(machines)) == 1:
+        return {}
+    if dist.get_rank() == 0:
+        print(f"machines: {ranks.describe(machines)}", flush=True)
     owners = {}
     for machine, known in zip(machines, addresses, strict=True):
         for address in known:
