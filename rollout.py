@@ -8,7 +8,7 @@ import dataclasses
 import gc
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from config import ModelConfig, RankError, RolloutConfig
 from support.engine import cpu_engine
-from support.engine.push_check import PushCheck
+from support.engine.push_check import PushCheck, Shards
 from support.engine.vllm_process import let_segments_grow, set_environment
 
 
@@ -126,13 +126,16 @@ class Engine:
                     answers.append(Completion(ids, logps, answer.finish_reason == "stop", answer.routed_experts))
                 yield int(output.request_id), answers
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], source: Callable[[], Shards] | None = None
+    ) -> None:
         """Replace all weights by the (Hugging Face name, full tensor) pairs, in layer order; clear the prefix cache.
 
-        All ranks of the world call this. Raises TrainingError unless every engine then holds the weights bit for bit,
-        apart from weights that vLLM stores in a format of its own.
+        `source` reads the trainer's own shards, which the pairs must be made of. All ranks of the world call this.
+        Raises TrainingError unless every engine then holds the weights bit for bit, apart from weights that vLLM stores
+        in a format of its own.
         """
-        with self.push_check.watch(self.llm, weights) as stream:
+        with self.push_check.watch(self.llm, weights, source) as stream:
             if torch.cuda.device_count() == 0:
                 self.llm.apply_model(cpu_engine.unpack_experts)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})

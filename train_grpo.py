@@ -42,7 +42,7 @@ from support.data.prompts import Prompt, fingerprint, prompt_batch, sampling_see
 from support.model import checkpoint, optimizer_state
 from support.run import launch, logs
 from support.run.clock import Clock, StopRequested
-from support.step import credit, gates, grading, metrics, schedule, teacher, turns
+from support.step import credit, gates, grading, metrics, push_source, schedule, teacher, turns
 from support.step.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
 from support.step.records import Batch, MicroBatch, Sample, gather_samples
 
@@ -63,7 +63,7 @@ class Run:
     teacher: teacher.Teacher | None  # None: no distillation
     grading: grading.GradingPool
     writer: checkpoint.CheckpointWriter
-    gaps: list[float] = field(default_factory=list)  # mean |trainer - vLLM| log-prob of each update since this start
+    gaps: gates.Gaps = field(default_factory=gates.Gaps)  # between log-probs of trainer and vLLM, since this start
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
     skipped: int = 0  # updates in a row that were skipped because loss or gradient was NaN or infinite
     errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors the user has seen
@@ -192,7 +192,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             if math.isfinite(report["loss"]):
                 if number < gates.compared_updates(cfg):  # the trainer's log-probs are of the weights vLLM sampled with
-                    gates.check_gap(report, step, batch, trained, cfg, run.gaps, rescore)
+                    gates.check_gap(report, step, batch, trained, cfg, model, run.gaps, rescore)
                 report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
             run.skipped = gates.check_finite(report, run.skipped, step, number, micro_batches, cfg)
             reports.append(report)
@@ -542,10 +542,10 @@ def forward_step(micro_batches, model, temperature: float, loss_func):
 
 def push_weights(run: Run) -> None:
     """Push the trainer's weights to vLLM, as full tensors under Hugging Face names, then allocate its KV cache."""
-    if run.cfg.train.offload or torch.cuda.is_available():
-        bridge.offload_state(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
+    bridge.offload_state(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
     run.engine.wake("weights")
-    run.engine.load_weights(bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20))
+    weights = bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20)
+    run.engine.load_weights(weights, partial(push_source.read_shards, run.model, run.optimizer))
     run.engine.wake("kv_cache")
 
 

@@ -60,7 +60,9 @@ def is_illegal(key: str, value: typing.Any) -> bool:
     whole = kind is int and isinstance(value, float) and not value.is_integer()
     if not number or isinstance(value, (str, list, dict, bool)) or whole:
         return bool(number)
-    no_bound = ("rollout.max_logp_gap", "algo.clip_high", "algo.correction_high", "algo.dual_clip")
+    no_bound = (
+        "rollout.max_logp_gap", "rollout.max_mismatch_kl", "algo.clip_high", "algo.correction_high", "algo.dual_clip",
+    )  # fmt: skip
     return not abs(value) < 1e12 and not (value == math.inf and key in no_bound)
 
 
@@ -187,7 +189,8 @@ def odd_choices(rng: random.Random, d: Draft) -> None:
         "algo.correction": ["tis", "icepop", "seq_mask", "is"], "algo.correction_level": ["sequence", "answer"],
         "algo.dual_clip": [0.5, 1, 3], "algo.kl_coef": [0, 0.1], "algo.correction_low": [3, 0.1],
         "algo.correction_high": [2, 0.01], "algo.max_rounds": [1, 4], "rollout.top_p": [0, 0.5, 2],
-        "rollout.top_k": [0, -2, 5], "rollout.max_logp_gap": [0, math.inf], "eval.temperature": [0, 1],
+        "rollout.top_k": [0, -2, 5], "rollout.max_logp_gap": [0, math.inf], "rollout.max_mismatch_kl": [0, 1e-3],
+        "eval.temperature": [0, 1],
         "eval.samples": [1, 4], "eval.top_p": [0, 2],
         "eval.top_k": [-3, 5], "train.eval_every": [1], "rollout.gpu_memory_utilization": [0, 0.5, 2],
         "train.adam_beta2": [1, 1.5], "resume": ["auto", "last"],

@@ -8,6 +8,7 @@ import shutil
 
 import bench_rounds
 import pytest
+import torch
 
 from tests.conftest import REPO
 from tools import bench_works, gpu_check
@@ -122,6 +123,28 @@ def test_checks_agree_with_their_programs_and_the_document():
         assert all(row.remedy and row.sign in "≤≥" for row in check.rows)
     names = [row.name for check in checks.all_checks(gpu=True) for row in check.rows]
     assert len(set(names)) == len(names)
+
+
+def test_tensors_that_moved_are_named():
+    """Parameters, buffers, and what a kernel of vLLM's keeps to itself."""
+    from support.engine.push_check import moved_tensors
+    from tools.gpu_checks import try_engine
+
+    class Kernel:
+        __module__ = "vllm.made_up"
+
+        def __init__(self):
+            self.packed = [torch.zeros(3), torch.ones(2)]
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model[0].kernel = Kernel()
+    before = try_engine.tensor_places(model)
+    assert {"0._parameters.weight", "1._buffers.running_mean", "0.kernel.packed.1"} <= before.keys()
+    assert moved_tensors(before, try_engine.tensor_places(model)) == []
+    kept = model[0].weight.data, model[0].kernel.packed[1]
+    model[0].weight.data = kept[0].clone()
+    model[0].kernel.packed[1] = kept[1].clone()
+    assert moved_tensors(before, try_engine.tensor_places(model)) == ["0._parameters.weight", "0.kernel.packed.1"]
 
 
 @pytest.mark.parametrize("ranks, eager", [(1, ["dense"]), (2, []), (8, [])])

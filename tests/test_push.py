@@ -1,6 +1,8 @@
 """A weight push that does not arrive whole, on every rank, ends the run at once; and it never holds two buckets."""
 
 import re
+from functools import partial
+from types import SimpleNamespace
 
 import make_tiny
 import numpy as np
@@ -10,14 +12,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import megatron_bridge as bridge
 from config import ParallelConfig, TrainingError
+from support.base.read_config import load_config
 from support.engine import push_check
-from support.engine.push_check import Held, PushCheck, digest, engine_digests, pushed_sums
+from support.engine.push_check import Held, PushCheck, differing, digest, engine_digests, pushed_sums, to_host
+from support.step.push_source import part_sums, read_shards
 
 SMALL = ("train.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0")
-FP32, BF16 = ("model.dtype=fp32", "train.lr=0.001"), ("model.dtype=bf16", "train.lr=1e-6")
+FP32, BF16 = ("model.dtype=fp32", "train.lr=1e-6"), ("model.dtype=bf16", "train.lr=1e-6")
 NOT_TAKEN = "vLLM did not take up the weight push: "
 ALL = r"on ranks \[0, 1\] 1[27] of 17 "
 NO_DOWN = r"on ranks \[0, 1\] 1 of 17 .*: model\.layers\.1\.mlp\.down_proj\.weight$"
+OTHERS = "a weight push did not bring the trainer's weights: on ranks "
+DOWN = r" .*shards: model\.layers\.1\.mlp\.down_proj\.weight\."
+EXCHANGED = r"\[0, 1\] .*shards: model\.layers\.1\.self_attn\.k_proj\.weight, .*v_proj\.weight\."
 MOVED = r"the first push changed .* ranks \[0, 1\]: model\.layers\.0\.mlp\.down_proj\.weight"
 
 
@@ -25,6 +32,7 @@ MOVED = r"the first push changed .* ranks \[0, 1\]: model\.layers\.0\.mlp\.down_
     ("fault", "options", "message"),
     [
         ("tensor", (*BF16, "parallel.pp=2", "rollout.tp=2"), NOT_TAKEN + NO_DOWN),
+        ("old tensor", (*BF16, "parallel.tp=2"), OTHERS + r"\[0, 1\]" + DOWN),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
@@ -35,6 +43,15 @@ MOVED = r"the first push changed .* ranks \[0, 1\]: model\.layers\.0\.mlp\.down_
                 ("rank", FP32, NOT_TAKEN + r"on ranks \[1\] 1[27] of 17 "),
                 ("skipped", BF16, NOT_TAKEN + "none came since it slept"),
                 ("skipped", FP32, NOT_TAKEN + "none came since it slept"),
+                ("old", BF16, OTHERS + r"\[0, 1\] .* more\."),
+                ("old", (*FP32, "parallel.pp=2"), OTHERS + r"\[0, 1\] .* more\."),
+                ("old rank", (*BF16, "parallel.tp=2"), OTHERS + r"\[1\] .* more\."),
+                ("old rank", FP32, OTHERS + r"\[1\] .* more\."),
+                ("old tensor", FP32, OTHERS + r"\[0, 1\]" + DOWN),
+                ("names", BF16, OTHERS + EXCHANGED),
+                ("rows", (*BF16, "parallel.tp=2", "rollout.tp=2"), OTHERS + r"\[0, 1\]" + DOWN),
+                ("bucket", FP32, OTHERS + r"\[0\] "),
+                ("copy", BF16, r"a weight push would bring old weights: on ranks \[0, 1\] "),
                 ("swapped", BF16, MOVED),
                 ("swapped", (*FP32, "rollout.tp=2"), MOVED),
             ]
@@ -42,11 +59,12 @@ MOVED = r"the first push changed .* ranks \[0, 1\]: model\.layers\.0\.mlp\.down_
     ],
 )
 def test_a_faulty_push_ends_the_run_at_once(train_forked, fault, options, message):
-    """The push after step 1 has the fault, so that step 1 is not even logged: "swapped" shows before it."""
+    """The push after step 1 or 2 has the fault, so that this step is not even logged: "swapped" shows before it."""
     run = train_forked(2, *SMALL, *options, script="tests/push_faults.py", FAULT=fault)
     assert run.code == 1 and re.search(f"error: {message}", run.text, re.MULTILINE), run.text
     assert "Traceback" not in run.text
-    assert len(run.metrics) == (1 if fault == "skipped" else 0)  # "skipped" has no push to fail: the next sampling does
+    at_once = fault in ("lost", "rank", "tensor", "swapped")  # "skipped" has no push to fail: the next sampling does
+    assert len(run.metrics) == (0 if at_once else 1)
 
 
 @pytest.mark.slow
@@ -55,6 +73,53 @@ def test_pushes_of_unchanged_weights_and_after_a_resume_pass(train):
         run = train(2, *SMALL[1:], *options, f"train.steps={number + 2}", "model.dtype=bf16", "rollout.tp=2")
         assert run.code == 0, run.text
     assert [m["sync/checked"] for m in run.metrics] == [1, 1, 1]
+
+
+# ---------------------------------------------------------------- the trainer's shards, without vLLM
+
+SOURCES = [(arch, dtype, 0) for arch in make_tiny.ARCHITECTURES for dtype in ("fp32", "bf16")] + [
+    ("qwen3_moe", "bf16", 8)
+]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "rank"), SOURCES)
+def test_the_digests_of_shards_are_those_of_the_tensors_they_give(world, tmp_path, arch, dtype, rank):
+    """With adapters as well, and not when one element has changed since."""
+    make_tiny.save_model(tmp_path, make_tiny.char_tokenizer("0123456789"), arch, hidden=64, layers=2)
+    cfg = load_config("configs/tiny.yaml", [f"model.path={tmp_path}", "data.train=none", f"lora.rank={rank}"])
+    bridge.init_model_parallel(cfg.parallel, 0)
+    model = bridge.build_model(str(tmp_path), cfg.parallel, bridge.DTYPES[dtype], {}, trained=cfg.lora)
+    optimizer = bridge.build_optimizer(model, cfg.train, {})
+    for weight in bridge.trainable_weights(model):
+        weight.data.add_(torch.randn_like(weight) / 100)
+    pushed = {name: digest(tensor, ordered=True).numpy() for name, tensor in bridge.hf_weights(model)}
+    shards = read_shards(model, optimizer)
+    assert shards.digests.keys() == pushed.keys() and not shards.unseen
+    assert differing(shards.digests, pushed) == []
+    assert len(shards.stale) == (0 if dtype == "fp32" else len(list(bridge.hf_weights(model, factors=rank > 0))))
+    pushed.pop("model.norm.weight")
+    bridge.named_weights(model)["embedding.word_embeddings.weight"].data[3, 5] += 1
+    wrong = differing(read_shards(model, optimizer).digests, pushed)
+    assert sorted(wrong) == ["model.embed_tokens.weight", "model.norm.weight"]
+
+
+@pytest.mark.parametrize("join", [join for join, dim in bridge.SPLIT_DIM.items() if dim is not None])
+@pytest.mark.parametrize("bias", [False, True])
+def test_sums_of_shards_add_up_to_those_of_the_whole(join, bias):
+    if bias and join != "qkv":
+        return
+    hf = SimpleNamespace(num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+    heights = {"qkv": [64, 32, 32], "gate_up": [96, 96]}.get(join, [96])
+    parts = [torch.randn(height, 1 if bias else 24).to(torch.bfloat16) for height in heights]
+    parts = [part.flatten() for part in parts] if bias else parts
+    whole = bridge.merge_parts(join, parts, hf)
+    total = 0
+    for rank in range(2):
+        shard = whole.chunk(2, bridge.SPLIT_DIM[join])[rank].contiguous()
+        words = shard.view(-1, 8 if bias else shard.shape[-1]).view(torch.int64)
+        group = SimpleNamespace(rank=partial(int, rank), size=partial(int, 2))
+        total += torch.stack(part_sums(join, words, 1 if bias else 8, group, hf))
+    assert torch.equal(total, torch.stack([digest(part, ordered=True)[::2] for part in parts]))
 
 
 # ---------------------------------------------------------------- digests, without vLLM
@@ -75,7 +140,8 @@ def test_a_digest_is_the_sum_over_parts_and_sees_any_bit(dtype):
     swapped = whole.clone()
     swapped[[3, 5]] = whole[[5, 3]]
     assert torch.equal(digest(swapped), digest(whole))
-    assert not torch.equal(digest(swapped, ordered=True), digest(whole, ordered=True))
+    assert torch.equal(digest(swapped, ordered=True)[:2], digest(whole))
+    assert digest(swapped, ordered=True)[2] != digest(whole, ordered=True)[2]
 
 
 def test_chunks_do_not_change_a_digest(monkeypatch):
@@ -103,7 +169,8 @@ def compared(check: PushCheck, pushed: dict[str, torch.Tensor], held: list[dict[
     everywhere = [
         Held(list(d), torch.stack([*d.values()]).numpy(), 0, list(moved)) for d in map(engine_digests, layers)
     ]
-    check.compare(pushed_sums([(n, digest(t)) for n, t in pushed.items()], set(everywhere[0].names)), everywhere)
+    digests = to_host({name: digest(tensor, ordered=True) for name, tensor in pushed.items()})
+    check.compare(pushed_sums(digests, set(everywhere[0].names)), everywhere)
 
 
 def weights(seed: int, **others: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ def prepare() -> str:
 
 
 def note_packed_weights() -> None:
-    """Make vLLM's CPU layers keep, as `packed`, digests {name: (unordered, ordered)} of the weights they pack.
+    """Make vLLM's CPU layers keep, as `packed`, the ordered digests {name: [3]} of the weights they pack.
 
     vLLM 0.32 packs weights for its kernels as they are loaded and drops the originals, so only there a push is visible.
     """
@@ -43,7 +43,7 @@ def note_packed_weights() -> None:
         for name in names:
             weight = getattr(layer, name, None)
             if weight is not None and not weight.is_meta:
-                layer.packed[name] = (digest(weight.to(dtype)), digest(weight.to(dtype), ordered=True))
+                layer.packed[name] = digest(weight.to(dtype), ordered=True)
 
     pack = utils.dispatch_cpu_unquantized_gemm
     pack_experts = Experts.process_weights_after_loading

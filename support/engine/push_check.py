@@ -1,16 +1,19 @@
-"""Proof that vLLM holds what the trainer pushed: digests of both sides, compared after every push, before sampling.
+"""Proof that vLLM holds the trainer's weights: digests at three places, compared after every push, before sampling.
 
-A digest is of bits, so one changed bit shows, at any learning rate. It does not depend on the order of a tensor's
-elements beyond 16 bytes. So it can be computed for vLLM's weights too, which are stacked (query, key, value), split
-over rollout.tp ranks or padded with zeros: it is the sum over the Hugging Face tensors that a weight consists of.
-A wrong order shows at the first push: it must leave the weights that vLLM read from disk unchanged, bit for bit.
+The places are the trainer's own shards (support/step/push_source.py), the full tensors that are pushed, and vLLM's
+weights. A digest is of bits, so one changed bit shows, at any learning rate.
+
+Between shards and pushed tensors the order of elements counts. Between those and vLLM's weights a digest ignores it
+beyond 16 bytes, so that it can be computed for weights that are stacked (query, key, value), split over rollout.tp
+ranks or padded with zeros: it is the sum over the Hugging Face tensors that a weight consists of. There a wrong order
+shows at the first push: it must leave the weights that vLLM read from disk unchanged, bit for bit.
 """
 
 import contextlib
 import re
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -49,7 +52,7 @@ def digest(tensor: torch.Tensor, ordered: bool = False) -> torch.Tensor:
     """Digest of a tensor's bits: [2] int64 on its device, 0 for zeros; that of a whole is the sum over its parts.
 
     Over the words x_i of 8 bytes, modulo 2^64: the sum of x_i, and that of x_2i x_2i+1, since two changes can cancel in
-    the first. `ordered`: the second is of (2i + 1) x_i, so that elements in a wrong order show.
+    the first. `ordered`: [3], also the sum of (2i + 1) x_i, in which elements in a wrong order show.
     """
     flat = tensor.reshape(-1)
     multiple = 16 // flat.element_size()  # elements in two words
@@ -58,13 +61,12 @@ def digest(tensor: torch.Tensor, ordered: bool = False) -> torch.Tensor:
     sums = []
     chunk = CHUNK[flat.device.type]
     for i, words in enumerate(flat.view(torch.int64).split(chunk)):
+        sums += [words.sum(), (words[::2] * words[1::2]).sum()]
         if ordered:
             first = 2 * chunk * i + 1
-            products = words * torch.arange(first, first + 2 * len(words), 2, device=words.device)
-        else:
-            products = words[::2] * words[1::2]
-        sums += [words.sum(), products.sum()]
-    return torch.stack(sums).view(-1, 2).sum(0)
+            odd = torch.arange(first, first + 2 * len(words), 2, device=words.device)
+            sums.append((words * odd).sum())
+    return torch.stack(sums).view(-1, 3 if ordered else 2).sum(0)
 
 
 def engine_digests(model: torch.nn.Module, ordered: bool = False) -> dict[str, torch.Tensor]:
@@ -75,7 +77,7 @@ def engine_digests(model: torch.nn.Module, ordered: bool = False) -> dict[str, t
         packed = getattr(module, "packed", {})
         for name, weight in module.named_parameters(recurse=False):
             if name in packed:
-                found[vllm_name(f"{path}.{name}")] = packed[name][int(ordered)]
+                found[vllm_name(f"{path}.{name}")] = packed[name] if ordered else packed[name][:2]
             elif name in WEIGHTS and weight.data_ptr() not in seen:  # tied weights are one tensor
                 found[vllm_name(f"{path}.{name}")] = digest(weight, ordered)
                 seen.add(weight.data_ptr())
@@ -83,13 +85,22 @@ def engine_digests(model: torch.nn.Module, ordered: bool = False) -> dict[str, t
 
 
 def add_digests(weights: Iterable[tuple[str, torch.Tensor]], found: list) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same pairs; append the (name, digest) of each to `found`."""
+    """Yield the same pairs; append the (name, ordered digest) of each to `found`."""
     for name, tensor in weights:
-        found.append((name, digest(tensor)))
+        found.append((name, digest(tensor, ordered=True)))
         yield name, tensor
 
 
 # ---------------------------------------------------------------- pushed and held weights compared
+
+
+@dataclass
+class Shards:
+    """What the trainer's shards on a rank say of the Hugging Face tensors that they are part of."""
+
+    digests: dict[str, torch.Tensor]  # sums of x_i and of (2i + 1) x_i, see `digest`, [2]
+    unseen: list[str]  # tensors without a digest: a row of the shard is no multiple of 8 bytes
+    stale: list[str]  # tensors whose shards are not the optimizer's main weights
 
 
 @dataclass
@@ -99,7 +110,24 @@ class Held:
     names: list[str]
     digests: np.ndarray  # [W, 2]
     pushed: int  # checksum of the weights that were pushed into this rank's engine
-    changed: list[str]  # at the first push: weights that differ from those vLLM read from disk
+    changed: list[str] = field(default_factory=list)  # at the first push: weights that differ from vLLM's from disk
+    moved: list[str] = field(default_factory=list)  # with CUDA graphs: parameters and buffers that are elsewhere now
+    stale: list[str] = field(default_factory=list)  # see Shards
+    wrong: list[str] = field(default_factory=list)  # pushed tensors that are not those of this rank's shards
+    unseen: list[str] = field(default_factory=list)  # see Shards
+
+
+FAULTS = {  # field of Held → message
+    "changed": "the first push changed weights that vLLM had read from disk, on ranks {ranks}: {names}. The trainer's "
+    "mapping (FAMILIES in megatron_bridge.py) is wrong, or part of the push was lost",
+    "moved": "a weight push moved tensors of vLLM, on ranks {ranks}: {names}. Its CUDA graphs read the old places; use "
+    "rollout.vllm.enforce_eager=true or another rollout.sleep_level",
+    "stale": "a weight push would bring old weights: on ranks {ranks} these are not the optimizer's fp32 main weights, "
+    "rounded: {names}",
+    "wrong": "a weight push did not bring the trainer's weights: on ranks {ranks} these tensors are not those of the "
+    "shards: {names}. They were stale, overwritten or exchanged when they were gathered (hf_weights in "
+    "megatron_bridge.py)",
+}
 
 
 class PushCheck:
@@ -108,28 +136,41 @@ class PushCheck:
     def __init__(self, tp: int, llm=None):
         """`llm`: vLLM, with the weights that it read from disk."""
         self.tp = tp
-        self.on_disk = ordered_digests(llm) if llm else {}  # now, since weights do not outlive a sleep of level 2
+        self.on_disk: dict[str, np.ndarray] = {}
+        self.places: dict[str, int] = {}  # addresses that captured CUDA graphs read
+        if llm:
+            self.on_disk = read_digests(llm, ordered=True)  # now, since weights do not outlive a sleep of level 2
+            if torch.cuda.is_available() and not llm.llm_engine.vllm_config.model_config.enforce_eager:
+                self.places = read_places(llm)
         self.copies: dict[str, list[tuple[int, int]]] | None = None  # see `compare`; None before the first push
         self.metrics = {"sync/checked": None}
 
     @contextlib.contextmanager
-    def watch(self, llm, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    def watch(
+        self, llm, weights: Iterable[tuple[str, torch.Tensor]], source: Callable[[], Shards] | None = None
+    ) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
         """Give the pairs that `llm` has to load inside the block. Raises TrainingError, on every rank, unless all
-        engines hold them at its end, or if the first push changed the weights that they read from disk.
+        engines hold them at its end, and where a rank finds one of FAULTS; `source` reads the trainer's shards, then.
         """
         found = []
         stream = add_digests(weights, found)
         yield stream
         for _ in stream:  # an engine that left some must not leave the other ranks waiting
             pass
-        (held,) = llm.apply_model(engine_digests)
-        after = ordered_digests(llm) if self.on_disk else {}
-        changed = [name for name, sums in self.on_disk.items() if sums != after.get(name)]
+        after = read_digests(llm, ordered=bool(self.on_disk))
+        changed = [name for name, sums in self.on_disk.items() if not np.array_equal(sums, after.get(name))]
         self.on_disk = {}  # later pushes bring other weights
-        pushed = pushed_sums(found, set(held))
-        digests = torch.stack([*held.values()]).cpu().numpy()
+        tensors = to_host(dict(found))
+        pushed = pushed_sums(tensors, set(after))
         checksum = zlib.crc32(b"".join(name.encode() + sums.tobytes() for name, sums in sorted(pushed.items())))
-        self.compare(pushed, ranks.gather(Held(list(held), digests, checksum, changed)))
+        held = Held(list(after), np.stack([sums[:2] for sums in after.values()]), checksum, changed)
+        if self.places:
+            held.moved = moved_tensors(self.places, read_places(llm))
+        if source is not None:
+            shards = source()
+            held.wrong = differing(shards.digests, tensors)
+            held.stale, held.unseen = shards.stale, shards.unseen
+        self.compare(pushed, ranks.gather(held))
 
     def compare(self, pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
         """Compare the weights on all ranks with {vLLM's name: digests of what was pushed into it} (pushed_sums).
@@ -159,15 +200,25 @@ class PushCheck:
         self.copies = copies
         unknown = [name for name in names if not copies[name]]
         self.metrics = {"sync/checked": 1 - len(unknown) / len(names)}
+        unseen = set().union(*(held.unseen for held in everywhere))
+        if first and unseen and dist.get_rank() == 0:
+            what = "their rows are no multiple of 8 bytes on a rank of the trainer"
+            print(f"warning: of these only vLLM's copy is checked, as {what}: {shorten(unseen)}", flush=True)
         if first and unknown and dist.get_rank() == 0:
             what = f"{len(unknown)} of {len(names)} weights in a layout of its own"
             print(f"warning: vLLM keeps {what}, so only logp_gap shows a push of: {shorten(unknown)}", flush=True)
 
 
+def differing(shards: dict[str, torch.Tensor], tensors: dict[str, np.ndarray]) -> list[str]:
+    """Names in Shards.digests whose pushed tensor is another or lacks; `tensors`: {name: its ordered digest, [3]}."""
+    lacking = np.empty(0)
+    return [name for name, sums in to_host(shards).items() if not np.array_equal(sums, tensors.get(name, lacking)[::2])]
+
+
 def check_pushed(pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
-    """Raises TrainingError where ranks pushed different weights, names differ, or the first push changed weights."""
+    """Raises TrainingError where ranks pushed different weights, names differ, or a rank found one of FAULTS."""
     other = [rank for rank, held in enumerate(everywhere) if held.pushed != everywhere[0].pushed]
-    if other:
+    if other and not any(held.wrong for held in everywhere):
         raise TrainingError(f"ranks {other} gave their vLLM other weights than rank 0: the ranks of the trainer differ")
     names = set(everywhere[0].names)
     if set(pushed) != names:
@@ -175,28 +226,47 @@ def check_pushed(pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
             "a weight push and vLLM's model differ in names: nothing was pushed into "
             f"{shorten(names - set(pushed))}, and vLLM has no {shorten(set(pushed) - names)}"
         )
-    changed = {rank: held.changed for rank, held in enumerate(everywhere) if held.changed}
-    if changed:
-        raise TrainingError(
-            f"the first push changed weights that vLLM had read from disk, on ranks {list(changed)}: "
-            f"{shorten(set().union(*changed.values()))}. The trainer's mapping (FAMILIES in megatron_bridge.py) is "
-            "wrong, or part of the push was lost"
-        )
+    for fault, message in FAULTS.items():
+        found = {rank: getattr(held, fault) for rank, held in enumerate(everywhere) if getattr(held, fault)}
+        if found:
+            raise TrainingError(message.format(ranks=list(found), names=shorten(set().union(*found.values()))))
 
 
-def ordered_digests(llm) -> dict[str, list[int]]:
-    """{name: digest that depends on the order of elements} of the weights of `llm` on this rank."""
-    (held,) = llm.apply_model(partial(engine_digests, ordered=True))
-    return dict(zip(held, torch.stack([*held.values()]).tolist(), strict=True))
+def read_digests(llm, ordered: bool = False) -> dict[str, np.ndarray]:
+    """{name: digest} of the weights of `llm` on this rank."""
+    (held,) = llm.apply_model(partial(engine_digests, ordered=ordered))
+    return to_host(held)
 
 
-def pushed_sums(found: list[tuple[str, torch.Tensor]], names: set[str]) -> dict[str, np.ndarray]:
+def addresses(model: torch.nn.Module) -> dict[str, int]:
+    """{name: address} of a model's parameters and buffers."""
+    return {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def read_places(llm) -> dict[str, int]:
+    """`addresses` of the model of `llm` on this rank."""
+    (places,) = llm.apply_model(addresses)
+    return places
+
+
+def moved_tensors(before: dict[str, int], now: dict[str, int]) -> list[str]:
+    """Names of the tensors that are no longer where they were."""
+    return [name for name, address in before.items() if now.get(name) != address]
+
+
+def to_host(digests: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """The digests, all of one length, in one copy from the device."""
+    if not digests:
+        return {}
+    return dict(zip(digests, torch.stack([*digests.values()]).cpu().numpy(), strict=True))
+
+
+def pushed_sums(tensors: dict[str, np.ndarray], names: set[str]) -> dict[str, np.ndarray]:
     """{vLLM's name: [2, 2]}: the sum of the digests of its tensors, keys and values apart in the second row."""
     pushed = {}
-    digests = torch.stack([sums for _, sums in found]).cpu().numpy()  # in one copy from the device
-    for (name, _), sums in zip(found, digests, strict=True):
+    for name, sums in tensors.items():
         into = pushed.setdefault(vllm_name(name), np.zeros((2, 2), np.int64))
-        into[int(bool(KEY_VALUE.search(name)))] += sums
+        into[int(bool(KEY_VALUE.search(name)))] += sums[:2]
     if "lm_head.weight" in names - set(pushed):  # tied to the embedding, but packed separately
         pushed["lm_head.weight"] = pushed["model.embed_tokens.weight"]
     return pushed

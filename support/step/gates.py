@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,26 +26,35 @@ def compared_updates(cfg: Config) -> int:
     return cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
 
 
+@dataclass
+class Gaps:
+    """What check_gap keeps from one update to the next, since this start of the run."""
+
+    first: float | None = None  # mean |trainer - vLLM| log-prob of the first update
+    told: bool = False  # whether the user was told that the mismatch KL is beyond its bound
+
+
 def check_gap(
     report: dict[str, float],
     step: int,
     batch: Batch,
     samples: list[Sample],
     cfg: Config,
-    gaps: list[float],
+    model: list,
+    gaps: Gaps,
     rescore: Callable[[], torch.Tensor],
 ) -> None:
     """Raise TrainingError where the log-probs of trainer and engine on the sampled tokens differ beyond a bound.
 
-    This finds what the digests of push_check cannot: other kernels, temperature or positions. Appends the mean gap of
-    this update to `gaps`. For the table of the message, `rescore` computes the trainer's log-probs [F] under the
-    weights before the update.
+    This finds what the digests of push_check cannot: other kernels, temperature or positions. For the table of the
+    message, `rescore` computes the trainer's log-probs [F] under the weights before the update.
     """
-    gaps.append(report["gap"] / max(report["tokens"], 1))
+    mean = report["gap"] / max(report["tokens"], 1)
+    gaps.first = mean if gaps.first is None else gaps.first
     if cfg.model.dtype == "bf16":
         kind = "mean"
-        gap = gaps[-1]
-        bound = 0.05 if len(gaps) == 1 else min(0.05, max(0.01, 4 * gaps[0]))
+        gap = mean
+        bound = min(0.05, max(0.01, 4 * gaps.first))
     else:
         kind = "largest"
         gap = report["gap_max"]
@@ -55,6 +65,30 @@ def check_gap(
             f"step {step}: trainer and vLLM disagree on sampled tokens: {kind} |Δ log-prob| = {gap:.2e}, bound "
             f"{bound:.0e} (rollout.max_logp_gap)\n{explain_gap(rescore(), batch, samples, step, bound)}"
         )
+    has_experts = model[0].config.num_moe_experts is not None
+    kl = report["gap_k3"] / max(report["tokens"], 1)
+    bound = cfg.rollout.max_mismatch_kl or mismatch_bound(cfg.model.dtype, has_experts)
+    if kl <= bound:
+        return
+    message = (
+        f"step {step}: trainer and vLLM disagree on sampled tokens: mismatch KL (k3) = {kl:.2e}, bound {bound:.1e} "
+        "(rollout.max_mismatch_kl)"
+    )
+    if cfg.rollout.max_logp_gap is None or cfg.rollout.max_mismatch_kl is not None:
+        gap = math.sqrt(2 * bound)  # where the k3 of one token is about the bound
+        raise TrainingError(f"{message}\n{explain_gap(rescore(), batch, samples, step, gap)}")
+    if not gaps.told and dist.get_rank() == 0:
+        print(f"warning: {message}; it goes on, as rollout.max_logp_gap is set and the KL's bound is not", flush=True)
+    gaps.told = True
+
+
+def mismatch_bound(dtype: str, has_experts: bool) -> float:
+    """Bound of the mean mismatch KL in nats a token, as in NeMo-RL and prime-rl; more with experts, whose routes differ
+    in bf16.
+    """
+    if dtype == "fp32":
+        return 1e-6
+    return 1.5e-2 if has_experts else 5e-4
 
 
 def explain_gap(logp_F: torch.Tensor, batch: Batch, samples: list[Sample], step: int, bound: float) -> str:

@@ -19,13 +19,17 @@ from support.step.records import Batch, Sample
 
 
 def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over the response tokens, and the largest gap, for logp_gap/* and mismatch/ess; part of grpo_loss's report.
+    """Sums over the response tokens, and the largest gap, for logp_gap/*, mismatch/ess and check_gap; part of
+    grpo_loss's report.
 
-    `difference_T`: the trainer's log-probs minus vLLM's [T]; mask [T]. The gap is |difference|, w = exp(difference).
+    `difference_T`: the trainer's log-probs minus vLLM's [T]; mask [T]. The gap is |difference|, w = exp(difference),
+    and the k3 of vLLM against the trainer w - difference - 1, at most 10.
     """
     gap_T = (difference_T * mask_T).abs()
-    w_T = (difference_T * mask_T).clamp(-20, 20).exp() * mask_T
-    report = {"gap": gap_T.sum(), "gap_max": gap_T.max(), "w": w_T.sum(), "w2": w_T @ w_T}
+    log_w_T = (difference_T * mask_T).clamp(-20, 20)
+    w_T = log_w_T.exp() * mask_T
+    k3_T = (log_w_T.exp() - log_w_T - 1).clamp(max=10)
+    report = {"gap": gap_T.sum(), "gap_max": gap_T.max(), "gap_k3": k3_T.sum(), "w": w_T.sum(), "w2": w_T @ w_T}
     for bound in (0.01, 0.1, 1):
         report[f"gap_above_{bound:g}"] = (gap_T > bound).sum()
     return report

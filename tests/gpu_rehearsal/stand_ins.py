@@ -38,10 +38,11 @@ class Engine:
             routes = scores.argsort(-1)[..., : self.hf.num_experts_per_tok].astype(np.int32)
         return Completion(ids, logps, True, routes)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], source=None) -> None:
         for name, weight in weights:
             if weight.device != bridge.device() or not weight.is_contiguous():
                 raise RuntimeError(f"{name} is pushed from {weight.device}, contiguous: {weight.is_contiguous()}")
+        source()
 
     def metrics(self) -> dict:
         return {}

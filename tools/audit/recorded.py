@@ -29,8 +29,8 @@ FOLLOWED = {
 # Section → keys that change where and how fast something is computed, or which answers there are, but not the numbers.
 WITHOUT_EFFECT = {
     "model": "fp32_head flash_attention",
-    "rollout": "turns max_turns top_p top_k tp gpu_memory_utilization max_logp_gap sync_bucket_mb sleep_level exact "
-    "vllm",
+    "rollout": "turns max_turns top_p top_k tp gpu_memory_utilization max_logp_gap max_mismatch_kl sync_bucket_mb "
+    "sleep_level exact vllm",
     "algo": "reference_on",
     "train": "epochs max_tokens_per_micro_batch logprob_max_tokens_per_micro_batch offload save_every keep_last "
     "keep_every export_every stall_timeout_s max_skipped eval_every",

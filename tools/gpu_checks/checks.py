@@ -123,6 +123,7 @@ KERNEL = "use another torch; until then model.flash_attention=false pads sequenc
 GROUPED = "megatron.moe_grouped_gemm=false computes one expert after the other"
 GRADIENT = "mend attention or experts if they failed above; else suspect CUDA and NCCL. Do not train on this machine"
 PUSH = "rollout.sleep_level=1; with experts rollout.vllm.moe_backend=triton; rollout.vllm.enforce_eager=true"
+GRAPHS = "rollout.vllm.enforce_eager=true, since CUDA graphs read the old places; or the other rollout.sleep_level"
 GAP = "if the push is ok, the arithmetic differs: model.fp32_head=true, algo.correction=tis; see the gradients above"
 SLEEP = "use the rollout.sleep_level (1 or 2) that passes; lower rollout.gpu_memory_utilization"
 AWAKE = "lower rollout.gpu_memory_utilization by as much"
@@ -164,6 +165,8 @@ def push_rows(kind: str) -> list[Row]:
     """Return the rows of every model that vLLM samples from."""
     return [
         Row(f"push, {kind}", "≥", 1, "of vLLM's weights proven", PUSH),
+        Row(f"push, {kind}: tensors moved", "≤", 0, "tensors of vLLM", GRAPHS, gpu=True),
+        Row(f"push, {kind}: greedy answers", "≤", 0, "of 32 differ", PUSH),
         Row(f"log-prob gap, {kind}", "≤", 0.05, "mean", GAP),
     ]
 

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from config import Config, TrainingError
 from rollout import Engine
 from support.base import ranks
 from support.check import checks
+from support.engine.push_check import moved_tensors
 from support.model.attention import use_flash_attention_3
+from support.step.push_source import read_shards
 from tools.gpu_checks import worker
 
 GPU = torch.cuda.device_count() > 0
@@ -64,7 +67,7 @@ def push(pair: Pair) -> None:
     """Change all weights and push them. Raises TrainingError if vLLM does not hold them afterwards."""
     for parameter in (p for chunk in pair.model for p in chunk.parameters()):
         parameter.data.mul_(0.98 if len(pair.proven) % 2 else 1.02)
-    pair.engine.load_weights(bridge.hf_weights(pair.model))
+    pair.engine.load_weights(bridge.hf_weights(pair.model), partial(read_shards, pair.model))
     pair.proven.append(pair.engine.push_check.metrics["sync/checked"])
 
 
@@ -113,6 +116,62 @@ def measure_sleep(pair: Pair, level: int, cycles: int, record: worker.Record | N
         share = pair.cfg.rollout.gpu_memory_utilization * torch.cuda.mem_get_info()[1] / 2**30
         used = max(ranks.gather(max(awake) - pair.beside))
         record("vLLM awake", used / share, f"{used:.1f} GiB of {share:.1f}")
+
+
+def tensor_places(model: torch.nn.Module) -> dict[str, int]:
+    """Return {name: address} of the tensors on the GPU that vLLM's modules and their kernels hold; without one, all."""
+    found, seen = {}, set()
+
+    def visit(owner, name: str, depth: int) -> None:
+        if torch.is_tensor(owner):
+            if owner.is_cuda or not GPU:
+                found[name] = owner.data_ptr()
+        elif isinstance(owner, (list, tuple)):
+            for number, value in enumerate(owner):
+                visit(value, f"{name}.{number}", depth)
+        elif isinstance(owner, dict):
+            for key, value in owner.items():
+                visit(value, f"{name}.{key}", depth)
+        elif depth and id(owner) not in seen and type(owner).__module__.startswith("vllm."):
+            seen.add(id(owner))
+            for key, value in getattr(owner, "__dict__", {}).items():
+                visit(value, f"{name}.{key}", depth - 1)
+
+    for path, module in model.named_modules():
+        seen.add(id(module))
+        for key, value in vars(module).items():
+            if key != "_modules":
+                visit(value, f"{path}.{key}", 3)
+    return found
+
+
+def greedy_answers(pair: Pair) -> list[tuple[list[int], list[float]]]:
+    """Return the ids and log-probs of a few greedy answers of this rank's engine."""
+    greedy = SimpleNamespace(temperature=0.0, top_p=1.0, top_k=-1)
+    answers = dict(pair.engine.generate(make_prompts(pair, 8), list(range(8)), 1, greedy, ANSWER))
+    return [(answers[number][0].ids, answers[number][0].logps) for number in sorted(answers)]
+
+
+def check_same_push(pair: Pair, kind: str, record: worker.Record) -> None:
+    """Push the same weights twice at both sleep levels: no tensor of vLLM moves, and greedy answers stay the same."""
+    moved, differ = set(), 0
+    first = None
+    for level in (2, 2, 1, 1):
+        pair.engine.sleep_level = level
+        pair.engine.wake("weights")
+        (before,) = pair.engine.llm.apply_model(tensor_places)
+        pair.engine.load_weights(bridge.hf_weights(pair.model), partial(read_shards, pair.model))
+        (after,) = pair.engine.llm.apply_model(tensor_places)
+        moved.update(moved_tensors(before, after))
+        pair.engine.wake("kv_cache")
+        answers = greedy_answers(pair)
+        first = first or answers
+        differ += sum(a != b for a, b in zip(first, answers, strict=True))
+        pair.engine.sleep()
+    everywhere = ranks.gather((sorted(moved), differ))
+    names = sorted({name for found, _ in everywhere for name in found})
+    record(f"push, {kind}: tensors moved", len(names), ", ".join(names[:4]))
+    record(f"push, {kind}: greedy answers", sum(found for _, found in everywhere), "differ after the same push")
 
 
 def check_lost_tensor(pair: Pair, record: worker.Record) -> None:
@@ -191,6 +250,7 @@ def check_engine(kind: str, record: worker.Record) -> None:
     thorough = kind == "gqa"
     for level in (2, 1):
         measure_sleep(pair, level, CYCLES if thorough else 3, record if thorough else None)
+    check_same_push(pair, kind, record)
     record(f"push, {kind}", min(pair.proven), f"in each of {len(pair.proven)}; {' '.join(worker.layout(kind))}")
     mean, largest = (max(values) for values in zip(*pair.gaps, strict=True))
     record(f"log-prob gap, {kind}", mean, f"largest of a token {largest:.2g}")

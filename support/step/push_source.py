@@ -1,0 +1,114 @@
+"""What a weight push has to bring: digests of the Hugging Face tensors, computed from this rank's own shards.
+
+They are those of push_check (the sums of x_i and of (2i + 1) x_i over the words x_i of 8 bytes of a tensor), so the
+order of elements counts. Of hf_weights nothing is used, neither its buckets nor its views of them: only the table
+FAMILIES, the layout of the shards, and the merge of adapters, which is made again.
+"""
+
+import torch
+import torch.distributed as dist
+
+import megatron_bridge as bridge
+from support.engine.push_check import CHUNK, Shards, digest
+from support.model import lora
+from support.model.offload import is_away
+
+WORD = 8  # bytes
+
+
+def read_shards(model: list, optimizer=None) -> Shards:
+    """Digests of the tensors that this rank's weights are part of, summed over the ranks that split a weight.
+
+    Without `optimizer` the weights are not compared with its main weights. All ranks call this together, when
+    hf_weights has gathered what overlap_param_gather left for later.
+    """
+    hf = model[0].hf_config
+    ep_rank = bridge.mpu.get_expert_model_parallel_rank()
+    groups = bridge.process_groups()
+    whole, unseen = {}, []
+    split = {"parallel.tp": {}, "parallel.etp": {}}  # group that splits a weight → {name: sums of this rank's part}
+    for name, weight in bridge.named_weights(model).items():
+        join, parts = bridge.rule_of(bridge.expert_of(name, hf, ep_rank), hf)
+        held = lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach()
+        if bridge.SPLIT_DIM[join] is None:
+            whole[parts[0]] = digest(held, ordered=True)[::2]
+            continue
+        rows = held.view(-1, bridge.head_dim(hf)) if held.dim() == 1 else held  # of a bias those of each head
+        if rows.shape[1] * rows.element_size() % WORD:
+            unseen += parts
+            continue
+        kind = "parallel.etp" if bridge.is_expert(name) else "parallel.tp"
+        height = bridge.head_dim(hf) if held.dim() > 1 else 1  # rows of a head
+        sums = part_sums(join, rows.view(torch.int64), height, groups[kind], hf)
+        split[kind] |= zip(parts, sums, strict=True)
+    for kind, sums in split.items():
+        if sums and groups[kind].size() > 1:
+            total = torch.stack([*sums.values()])
+            dist.all_reduce(total, group=groups[kind])
+            sums |= zip(sums, total, strict=True)
+    stale = stale_weights(model, optimizer) if optimizer else []
+    return Shards(whole | split["parallel.tp"] | split["parallel.etp"], unseen, stale)
+
+
+def part_sums(join: str, words: torch.Tensor, height: int, group: dist.ProcessGroup, hf) -> list[torch.Tensor]:
+    """What a shard adds to the sums of each of its Hugging Face tensors, [2] int64 each.
+
+    words [rows, words of a row] of a shard on a rank of the `group` that splits the weight; `height`: rows of a head.
+    """
+    sums = sum_rows(words)
+    parts = [sums]
+    if join == "qkv":
+        heads = hf.num_attention_heads // hf.num_key_value_heads
+        parts = sums.view(-1, (heads + 2) * height, 2).split([heads * height, height, height], dim=1)
+    elif join == "gate_up":
+        parts = sums.chunk(2)
+    width = words.shape[1]
+    found = []
+    for part in parts:
+        rows = part.reshape(-1, 2)
+        number = torch.arange(len(rows), device=rows.device)
+        if join == "cols":
+            first = (number * group.size() + group.rank()) * width  # a row's first word in the whole tensor
+        else:
+            first = (number + group.rank() * len(rows)) * width
+        in_order = rows[:, 1] + 2 * first * rows[:, 0]
+        found.append(torch.stack([rows[:, 0].sum(), in_order.sum()]))
+    return found
+
+
+def sum_rows(words: torch.Tensor) -> torch.Tensor:
+    """Sums of x_i and of (2i + 1) x_i over each row of words [rows, width], i within the row: [rows, 2]."""
+    width = words.shape[1]
+    odd = torch.arange(1, 1 + 2 * width, 2, device=words.device)
+    at_once = max(1, CHUNK[words.device.type] // width)
+    sums = [torch.stack([some.sum(1), (some * odd).sum(1)], dim=1) for some in words.split(at_once)]
+    return torch.cat(sums)
+
+
+def stale_weights(model: list, optimizer) -> list[str]:
+    """Hugging Face names of bf16 weights and adapters that are not this rank's fp32 main weights, rounded.
+
+    Main weights that are offloaded are not compared.
+    """
+    weights, differ = [], []
+    for part in optimizer.chained_optimizers:
+        groups = (part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups)
+        for group in zip(*groups, strict=True):
+            for weight, shard, main in zip(*group, strict=True):
+                if main is not None and main.device == shard.device and not is_away(main):
+                    rounded = main.to(shard.dtype)
+                    weights.append(weight)
+                    differ.append((rounded.view(torch.int16) != shard.view(torch.int16)).any())
+    if not differ:
+        return []
+    flags = torch.stack(differ).tolist()
+    stale = {weight for weight, flag in zip(weights, flags, strict=True) if flag}
+    if not stale:
+        return []
+    hf = model[0].hf_config
+    found = []
+    for name, weight in (bridge.named_weights(model) | bridge.named_weights(model, factors=True)).items():
+        if weight in stale:
+            _, parts = bridge.rule_of(bridge.expert_of(name, hf, bridge.mpu.get_expert_model_parallel_rank()), hf)
+            found += parts
+    return found

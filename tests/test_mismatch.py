@@ -1,0 +1,105 @@
+"""The bound on the mismatch KL of vLLM against the trainer, and the table of tools/mismatch.py."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from config import TrainingError
+from support.base.read_config import load_config
+from support.step import gates, metrics
+from tests.conftest import REPO
+from tools import mismatch
+
+
+def report_of(difference: float, tokens: int = 100) -> dict[str, float]:
+    """What the updates report where the trainer's log-probs are all above vLLM's by `difference`."""
+    found = metrics.gap_report(torch.full((tokens,), difference), torch.ones(tokens))
+    return {name: value.item() for name, value in found.items()} | {"tokens": tokens}
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """check(difference, "section.key=value", ..., experts=...) → None, or it raises what check_gap does."""
+    monkeypatch.setattr(gates, "explain_gap", lambda *args: f"beyond {args[-1]:.1e}")
+    monkeypatch.setattr(gates.dist, "get_rank", lambda: 0)
+
+    def run(difference: float, *overrides: str, experts: int | None = None, gaps: gates.Gaps | None = None) -> None:
+        cfg = load_config(str(REPO / "configs/tiny.yaml"), list(overrides))
+        model = [SimpleNamespace(config=SimpleNamespace(num_moe_experts=experts))]
+        gates.check_gap(report_of(difference), 1, None, [], cfg, model, gaps or gates.Gaps(), lambda: None)
+
+    return run
+
+
+BF16, OPEN = "model.dtype=bf16", "rollout.max_logp_gap=inf"
+
+
+def test_k3_of_the_report():
+    d = 0.3
+    assert report_of(d)["gap_k3"] == pytest.approx(100 * (math.exp(d) - d - 1), rel=1e-5)
+    assert report_of(-60.0)["gap_k3"] == 100 * 10  # clamped, as token_kl is
+
+
+@pytest.mark.parametrize(
+    ("options", "experts", "bound"),
+    [([BF16], None, 5e-4), ([BF16], 4, 1.5e-2), ([BF16, "rollout.max_mismatch_kl=0.001"], 4, 1e-3)],
+)
+def test_a_mismatch_kl_beyond_its_bound_stops_the_run(check, options, experts, bound):
+    """The bound on |Δ| is out of the way: first by a number, which is a warning, then by the key of the KL."""
+    below, above = math.sqrt(2 * bound) * 0.95, math.sqrt(2 * bound) * 1.05
+    as_key = [*options, OPEN, f"rollout.max_mismatch_kl={bound}"]
+    check(below, *as_key, experts=experts)
+    with pytest.raises(TrainingError, match=rf"mismatch KL \(k3\) = .*, bound {bound:.1e} \(rollout.max_mismatch_kl\)"):
+        check(above, *as_key, experts=experts)
+    if below < 0.05 and options == [BF16]:
+        check(below, *options, experts=experts)
+        with pytest.raises(TrainingError, match=r"beyond 3\.2e-02"):
+            check(above, *options, experts=experts)
+
+
+def test_with_a_gap_of_ones_own_the_default_bound_is_told_once(check, capsys):
+    gaps = gates.Gaps()
+    for _ in range(2):
+        check(1.0, BF16, OPEN, gaps=gaps)
+    printed = capsys.readouterr().out
+    assert printed.count("warning: step 1: trainer and vLLM disagree") == 1
+    assert "it goes on, as rollout.max_logp_gap is set and the KL's bound is not" in printed
+
+
+def test_fp32_and_nan(check):
+    check(9e-4)
+    with pytest.raises(TrainingError, match="max_logp_gap"):
+        check(2e-3)
+    with pytest.raises(TrainingError, match=r"bound 1.0e-06 \(rollout.max_mismatch_kl"):
+        check(2e-3, OPEN, "rollout.max_mismatch_kl=1e-6")
+    with pytest.raises(TrainingError):
+        check(math.nan)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_a_row_of_the_table():
+    step = {"speed/samples_per_s": 32.0, "time/step": 2.0, "tokens/response_mean": 5.0, "logp_gap/max": 0.2}
+    steps = [step | {"mismatch/k3": k3, "logp_gap/mean": 1e-2} for k3 in (1e-4, 3e-4)]
+    found = mismatch.measure([*steps[:1], steps[1] | {"logp_gap/max": 0.1}])
+    assert found == (pytest.approx(2e-4), pytest.approx(1e-2), 0.2, 640)
+    case = mismatch.Case("Qwen3Moe", None, "bf16", True, replay=True)
+    assert (
+        mismatch.format_row(case, found)
+        == "| Qwen3Moe | bf16 | replayed | 2.0e-04 | 1.5e-02 | 1.0e-02 | 2.0e-01 | 640 |"
+    )
+    assert "| Llama | fp32 | – | " in mismatch.format_row(mismatch.Case("Llama", None, "fp32", False), found)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """Two steps of a model with experts, in fp32 and bf16, with and without replayed routes."""
+    monkeypatch.setattr(mismatch, "FOLDER", tmp_path / "mismatch")
+    assert mismatch.main(["--only", "qwen3_moe", "--steps", "2"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| Qwen3Moe")]
+    assert [row.split(" | ")[1:3] for row in rows] == [
+        [dtype, routes] for dtype in ("fp32", "bf16") for routes in ("own", "replayed")
+    ]
