@@ -47,16 +47,32 @@ def test_k3_of_the_report():
     [([BF16], None, 5e-4), ([BF16], 4, 1.5e-2), ([BF16, "rollout.max_mismatch_kl=0.001"], 4, 1e-3)],
 )
 def test_a_mismatch_kl_beyond_its_bound_stops_the_run(check, options, experts, bound):
-    """The bound on |Δ| is out of the way: first by a number, which is a warning, then by the key of the KL."""
-    below, above = math.sqrt(2 * bound) * 0.95, math.sqrt(2 * bound) * 1.05
-    as_key = [*options, OPEN, f"rollout.max_mismatch_kl={bound}"]
-    check(below, *as_key, experts=experts)
-    with pytest.raises(TrainingError, match=rf"mismatch KL \(k3\) = .*, bound {bound:.1e} \(rollout.max_mismatch_kl\)"):
-        check(above, *as_key, experts=experts)
-    if below < 0.05 and options == [BF16]:
-        check(below, *options, experts=experts)
-        with pytest.raises(TrainingError, match=r"beyond 3\.2e-02"):
-            check(above, *options, experts=experts)
+    """The bound on |Δ| is out of the way."""
+    options = [*options, OPEN, f"rollout.max_mismatch_kl={bound}"]
+    message = rf"mismatch KL \(mean k3\) = .*, bound {bound:.1e} \(rollout.max_mismatch_kl\)"
+    below, above = gates.Gaps(), gates.Gaps()
+    for update in range(4):
+        check(math.sqrt(2 * bound) * 0.95, *options, experts=experts, gaps=below)
+        if update < 3:
+            check(math.sqrt(2 * bound) * 1.05, *options, experts=experts, gaps=above)
+    with pytest.raises(TrainingError, match=message):
+        check(math.sqrt(2 * bound) * 1.05, *options, experts=experts, gaps=above)
+    with pytest.raises(TrainingError, match=message):
+        check(math.sqrt(2 * 100 * bound), *options, experts=experts, gaps=below)
+    with pytest.raises(TrainingError, match=message):
+        check(math.sqrt(2 * 5 * bound), *options, experts=experts)
+
+
+def test_the_defaults_need_no_key_and_forgive_one_update(check):
+    gaps = gates.Gaps()
+    check(0.04, BF16, gaps=gaps)  # k3 of 8e-4
+    check(0.04, BF16, gaps=gaps)
+    check(0.04, BF16, gaps=gaps)
+    with pytest.raises(TrainingError, match=r"bound 5.0e-04 .*\nbeyond 3\.2e-02"):
+        check(0.04, BF16, gaps=gaps)
+    for _ in range(40):
+        check(0.04, BF16, experts=4, gaps=gaps)
+    assert len(gaps.recent) == 20
 
 
 def test_with_a_gap_of_ones_own_the_default_bound_is_told_once(check, capsys):
@@ -73,7 +89,7 @@ def test_fp32_and_nan(check):
     with pytest.raises(TrainingError, match="max_logp_gap"):
         check(2e-3)
     with pytest.raises(TrainingError, match=r"bound 1.0e-06 \(rollout.max_mismatch_kl"):
-        check(2e-3, OPEN, "rollout.max_mismatch_kl=1e-6")
+        check(4e-3, OPEN, "rollout.max_mismatch_kl=1e-6")
     with pytest.raises(TrainingError):
         check(math.nan)
 

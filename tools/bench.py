@@ -41,6 +41,7 @@ from support.data.prompts import prompt_batch
 from support.engine import cpu_engine, push_check
 from support.run import launch
 from support.run.clock import Clock
+from support.step import push_source
 
 MICRO_BATCH = 4096  # tokens
 
@@ -195,6 +196,7 @@ def time_push_check() -> Counter:
     push_check.ranks = SimpleNamespace(gather=ranks.gather)
     timed(push_check, "digest", seconds, "digests")
     cpu_engine.digest = push_check.digest
+    timed(push_source, "read_shards", seconds, "digests")
     timed(push_check.ranks, "gather", seconds, "gather")
     timed(push_check.PushCheck, "compare", seconds, "compare")
     return seconds
