@@ -164,6 +164,7 @@ class TrainConfig(Section):
     export_every: Whole = 0  # steps between exports to output_dir/hf; 0: at the end only
     stall_timeout_s: Seconds = 1800.0  # the run ends if no rank finishes a phase for so long; 0: never
     max_skipped: Count = 3  # updates in a row whose loss or gradient is NaN or inf, before the run stops
+    patience: Whole = 50  # steps in a row that learn nothing, before the run saves and ends: docs/tuning.md; 0: never
     eval_every: Whole = 0  # steps between evaluations on data.eval, the first before the first step; 0: none
 
 

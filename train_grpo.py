@@ -74,7 +74,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
     """Run all steps, from the first one or from the checkpoint's; every rank calls this."""
     t = cfg.train
     run = build(cfg, inputs, clock)
-    log = logs.Log(cfg, inputs, run.writer.rollouts)
+    log = logs.Log(cfg, inputs, run.writer.rollouts, clock)
     if t.eval_every and not inputs.checkpoint:
         log.write(log.evaluated(0, *evaluate(run)))
     for step in range(inputs.done + 1, t.steps + 1):

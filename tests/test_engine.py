@@ -25,17 +25,19 @@ METRICS = [
     "step", "reward/mean", "reward/std", "groups/zero_std_frac", "groups/sampled", "groups/trained",
     "groups/rounds", "loss/total", "loss/policy", "kl/ref", "kl/k1", "kl/k2", "kl/teacher", "entropy",
     "ratio/clip_frac", "logp_gap/mean", "logp_gap/max", "logp_gap/above_0.01", "logp_gap/above_0.1", "logp_gap/above_1",
-    "mismatch/k3", "mismatch/ess", "mismatch/cut_frac", "routes/differ_frac", "routes/missing_frac", "grad_norm",
+    "mismatch/k3", "mismatch/ess", "mismatch/cut_frac", "advantage/nonzero_frac", "entropy_frac",
+    "routes/differ_frac", "routes/missing_frac", "grad_norm",
     "moe/load",
     "lr", "tokens/prompt_mean", "tokens/response_mean", "tokens/response_max", "tokens/truncated_frac",
     "tokens/environment_mean", "turns/mean",
     "time/wait", "time/rollout", "time/reward", "time/gather", "time/sleep", "time/logprob", "time/train", "time/sync",
     "time/save", "time/other", "time/step", "idle_frac", "idle/generation", "idle/grading", "idle/bubble", "idle/save",
     "speed/response_tokens_per_s", "speed/samples_per_s", "pack/fill", "pack/attention_waste",
-    "update/skipped", "sync/checked", "mem/peak_gb", "mem/host_gb", "mem/host_free_gb", "mem/free_asleep_gb",
+    "update/applied", "update/skipped", "sync/checked", "sync/changed",
+    "mem/peak_gb", "mem/host_gb", "mem/host_free_gb", "mem/free_asleep_gb",
     *(f"mem/{phase}{kind}_gb" for phase in memory.PHASES for kind in ("", "_peak")),
 ]  # fmt: skip
-OUTCOMES = ("mean", "timeout_frac", "error_frac")  # of each source
+OUTCOMES = ("mean", "max", "timeout_frac", "error_frac")  # of each source
 WINDOW = {"sliding_window": 8}  # answers are longer
 CONFIGS = {
     "llama": {"rope_parameters": LLAMA3},

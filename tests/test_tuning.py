@@ -7,10 +7,10 @@ import re
 
 import megatron_bridge as bridge
 from support.base.read_config import KEYS, SECTIONS
-from support.base.remedies import MEMORY, PLAN, VLLM_MEMORY
+from support.base.remedies import DEAD, MEMORY, PLAN, VLLM_MEMORY
 from support.base.remedies import METRICS as HINTED
 from support.engine.vllm_process import engine_options
-from support.run import hints
+from support.run import dead_runs, hints
 from tests.conftest import REPO
 from tools import tuning
 
@@ -39,11 +39,12 @@ def test_the_tables_of_remedies_are_those_of_the_list():
 
 def test_every_hint_has_a_remedy():
     assert [rule.__name__ for rule in hints.RULES] == [*HINTED]
+    assert {rule.__name__ for rule in dead_runs.RULES} == {*DEAD}
 
 
 def test_every_key_of_a_remedy_exists():
     """Those of the plan's warnings too, which the page does not list."""
-    turns = [turn for remedy in (*MEMORY.values(), *HINTED.values()) for turn in remedy.turn]
+    turns = [turn for remedy in (*MEMORY.values(), *HINTED.values(), *DEAD.values()) for turn in remedy.turn]
     turns += [turn for listed in (*VLLM_MEMORY.values(), *PLAN.values()) for turn in listed]
     keys = {key.partition("=")[0] for turn in turns for key in tuning.KEY.findall(turn)}
     assert len(keys) >= 30 and keys <= legal_keys()

@@ -39,9 +39,16 @@ def metrics_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def dead_table() -> str:
+    """What shows that a run cannot learn, and what to turn."""
+    lines = ["| what shows it | turn |", "|---|---|"]
+    lines += [f"| {remedy.sign} | {join_keys(remedy.turn)} |" for remedy in remedies.DEAD.values()]
+    return "\n".join(lines) + "\n"
+
+
 def write_tables(page: str) -> str:
     """The text of the page with its tables as the lists are now."""
-    for table in (memory_table(), metrics_table()):
+    for table in (memory_table(), metrics_table(), dead_table()):
         head = table[: table.index("\n")]
         before, found, rest = page.partition(head)
         if not found:

@@ -18,6 +18,7 @@ class Remedy(NamedTuple):
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 MEMORY = {phase: Remedy(**remedy) for phase, remedy in TABLES["memory"].items()}
+DEAD = {rule: Remedy(**remedy) for rule, remedy in TABLES["dead"].items()}
 METRICS = {rule: Remedy(**remedy) for rule, remedy in TABLES["metrics"].items()}
 HOST_MEMORY = TABLES["host_memory"]
 VLLM_MEMORY = TABLES["vllm_memory"]

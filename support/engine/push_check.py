@@ -143,7 +143,8 @@ class PushCheck:
             if torch.cuda.is_available() and not llm.llm_engine.vllm_config.model_config.enforce_eager:
                 self.places = read_places(llm)
         self.copies: dict[str, list[tuple[int, int]]] | None = None  # see `compare`; None before the first push
-        self.metrics = {"sync/checked": None}
+        self.last: dict[str, bytes] = {}  # of the last push: {vLLM's name: the bytes of its digests}
+        self.metrics = {"sync/checked": None, "sync/changed": None}
 
     @contextlib.contextmanager
     def watch(
@@ -199,7 +200,10 @@ class PushCheck:
             raise TrainingError(f"vLLM did not take up the weight push: {what}: {shorten(lost)}")
         self.copies = copies
         unknown = [name for name in names if not copies[name]]
-        self.metrics = {"sync/checked": 1 - len(unknown) / len(names)}
+        now = {name: sums.tobytes() for name, sums in pushed.items()}
+        changed = [name for name in names if now[name] != self.last.get(name)]
+        self.last = now
+        self.metrics = {"sync/checked": 1 - len(unknown) / len(names), "sync/changed": len(changed) / len(names)}
         unseen = set().union(*(held.unseen for held in everywhere))
         if first and unseen and dist.get_rank() == 0:
             what = "their rows are no multiple of 8 bytes on a rank of the trainer"

@@ -14,7 +14,9 @@ from support.run.watchdog import Watchdog
 
 
 class StopRequested(Exception):
-    """A signal asks the run to save and stop; raised on every rank, so that all give up the step together."""
+    """A signal or train.patience asks the run to save and stop; raised on every rank, so that all give up the step
+    together.
+    """
 
 
 class Clock:
@@ -31,6 +33,7 @@ class Clock:
         self.timeline = timeline
         self.seconds: dict[str, float] = {}
         self.step_start = 0.0
+        self.stop_requested = False  # by this rank, for a reason other than a signal
 
     @property
     def phase(self) -> str:
@@ -38,9 +41,12 @@ class Clock:
         return self.watchdog.phase
 
     def check_stop(self) -> None:
-        """Raises StopRequested on every rank if SIGTERM or Ctrl-C has reached any; early ranks wait here, in "wait"."""
+        """Raises StopRequested on every rank if any was asked to stop, by SIGTERM, Ctrl-C or `stop_requested`.
+
+        Early ranks wait here, in "wait".
+        """
         with self("wait"):
-            stop = ranks.on_any_rank(self.signals.requested is not None)
+            stop = ranks.on_any_rank(self.stop_requested or self.signals.requested is not None)
         if stop:
             if self.timeline:
                 self.timeline.close()

@@ -9,29 +9,36 @@ import numpy as np
 import torch.distributed as dist
 from tqdm import tqdm
 
-from config import Config
-from support.base import files, memory
+from config import Config, TrainingError
+from support.base import files, memory, ranks
 from support.base.rollout_files import RolloutWriter
 from support.check import memory_plan
-from support.run import hints, trackers
+from support.run import dead_runs, hints, trackers
+from support.run.clock import Clock
 from support.step.records import Sample
 
 
 class Log:
     """What a run says of its steps, on rank 0: metrics.jsonl, rollouts/, a bar on a terminal or a line a step, some
-    answers, trackers. `inputs`: what the run goes on from.
+    answers, trackers. `inputs`: what the run goes on from; `clock`: asked to stop where the run is dead.
     """
 
-    def __init__(self, cfg: Config, inputs: Any, rollouts: RolloutWriter):
+    def __init__(self, cfg: Config, inputs: Any, rollouts: RolloutWriter, clock: Clock):
         self.cfg = cfg
         self.out = Path(cfg.output_dir)
         self.speaks = dist.get_rank() == 0
         self.rollouts = rollouts
+        self.clock = clock
         self.tokenizer = inputs.tokenizer
         self.trackers = trackers.Trackers(cfg, inputs.done) if self.speaks else None
         self.planned = inputs.planned
         self.history: list[dict] = []  # the metrics of each step of this start
-        self.hinted: set[str] = set()  # rules whose hint was shown
+        self.hinted: set[str] = set()  # rules of hints and diagnoses that were shown
+        self.diagnosis = dead_runs.Diagnosis(cfg)
+        self.dead: str | None = None  # why the run has to end, on rank 0
+        if self.speaks:
+            for metrics in files.read_metrics(self.out):  # of the steps before a resume
+                self.diagnosis.add(metrics)
         self.growth = memory.Growth()
         steps = {"total": cfg.train.steps, "initial": inputs.done, "unit": "step"}
         on_terminal = self.speaks and sys.stderr.isatty()  # else plain lines go to a log
@@ -58,6 +65,7 @@ class Log:
         self.history.append(metrics)
         for warning in filter(None, (self.growth.warning(metrics), self.trackers.warning())):
             self.bar.write(f"warning: step {step}: {warning}")
+        self.diagnose(metrics)
         self.bar.set_postfix_str(
             f"reward {metrics['reward/mean']:.3f}  gap {metrics['logp_gap/max']:.0e}  "
             f"length {metrics['tokens/response_mean']:.1f}  {metrics['speed/response_tokens_per_s']:.0f} tokens/s",
@@ -84,6 +92,19 @@ class Log:
                 self.bar.write(f"hint: {text}")
                 self.hinted.add(rule)
 
+    def diagnose(self, metrics: dict) -> None:
+        """Show what is newly wrong with the run; ask it to stop after train.patience steps that learnt nothing."""
+        step, patience = metrics["step"], self.cfg.train.patience
+        found = self.diagnosis.add(metrics)
+        for rule, text in found.items():
+            if rule not in self.hinted:
+                self.bar.write(f"warning: step {step}: {text}")
+                self.hinted.add(rule)
+        if patience and self.diagnosis.idle_steps >= patience:
+            self.dead = f"step {step}: the run has learnt nothing for {self.diagnosis.idle_steps} steps in a row"
+            self.dead += "".join(f"\n  {text}" for text in found.values())
+            self.clock.stop_requested = True
+
     def stopped(self, step: int) -> None:
         """The run ends after `step`, since it was asked to."""
         self.bar.close()
@@ -93,12 +114,18 @@ class Log:
         self.speaks = False
 
     def close(self) -> None:
-        """The run is done, its files are on the disk."""
+        """The run is done, its files are on the disk. Raises TrainingError, on every rank, if it ends as a dead run."""
         self.rollouts.finish()
         self.rollouts.close()
         self.bar.close()
-        if not self.speaks:
-            return
+        if self.speaks:
+            self.summarize()
+        dead, *_ = ranks.gather(self.dead)
+        if dead is not None:
+            raise TrainingError(f"{dead}\n  mend it and go on with resume=auto; train.patience=0 goes on regardless")
+
+    def summarize(self) -> None:
+        """Show what the run has reached, and where its outputs are."""
         self.hint()
         first = self.history[0]
         last = [metrics["reward/mean"] for metrics in self.history[-10:]]

@@ -85,6 +85,8 @@ def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dic
         numbers |= route_metrics(record.samples, first)
     else:
         numbers |= dict.fromkeys(ROUTE_METRICS)
+    numbers["entropy_frac"] = numbers["entropy"] / math.log(model[0].hf_config.vocab_size)
+    numbers["advantage/nonzero_frac"] = credited_share(batch)
     numbers["grad_norm"] = first["grad_norm"]
     numbers["moe/load"] = None
     if model[0].config.num_moe_experts:
@@ -95,6 +97,7 @@ def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dic
     numbers |= token_metrics(record.samples, has_turns=cfg.rollout.turns is not None)
     numbers |= time_metrics(record)
     applied = [math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in record.reports]
+    numbers["update/applied"] = applied.count(True)
     numbers["update/skipped"] = applied.count(False)
     return numbers
 
@@ -103,7 +106,7 @@ def reward_metrics(record: StepRecord) -> dict[str, float]:
     """Rewards of all samples and of each source, and how many groups were sampled and trained on."""
     reward_N = np.array([s.reward for s in record.samples])
     rewards = rewards_by_group(record.samples)
-    functions = {"mean": mean_reward, **FAILURES}
+    functions = {"mean": mean_reward, "max": best_reward, **FAILURES}
     return {
         "reward/mean": reward_N.mean(),
         "reward/std": reward_N.std(),
@@ -189,6 +192,12 @@ def report_mean(name: str, reports: list[dict[str, float]], over: str = "tokens"
     """The sum of the entry `name` over the reports of updates, divided by that of the entry `over`, a count."""
     count = sum(r[over] for r in reports)
     return sum(r[name] for r in reports) / max(count, 1)
+
+
+def credited_share(batch: Batch) -> float:
+    """The share of the trained tokens whose advantage is not 0; 0 where no token is trained."""
+    credited_F = (batch.advantages != 0) & batch.trained
+    return (credited_F.sum() / batch.trained.sum().clamp(min=1)).item()
 
 
 def teacher_kl(batch: Batch) -> float:
@@ -285,6 +294,10 @@ def model_lengths(samples: list[Sample]) -> np.ndarray:
 
 def mean_reward(samples: list[Sample]) -> float:
     return np.mean([s.reward for s in samples])
+
+
+def best_reward(samples: list[Sample]) -> float:
+    return max(s.reward for s in samples)
 
 
 def truncated_share(samples: list[Sample]) -> float:

@@ -148,7 +148,7 @@ function drawRuns() {
     $("runs").firstElementChild,
     runsTable(),
     make("h3", {}, "Hints"),
-    ...(hints.length ? hints : [make("p", {class: "note"}, "None: no rule of support/run/hints.py applies to these runs.")]),
+    ...(hints.length ? hints : [make("p", {class: "note"}, "None: no rule of support/run/hints.py and dead_runs.py applies to these runs.")]),
     configTable(),
     ...report.runs.map(aboutRun),
   );

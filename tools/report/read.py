@@ -18,7 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from config import UserError
 from support.base.read_config import SECTIONS, validate
-from support.run import hints
+from support.run import dead_runs, hints
 
 Z = 1.96  # quantile of the normal distribution for 95 % bands
 BYTES_A_TOKEN = 4.5  # of the page per response token, about: id and log-prob, compressed, as base64
@@ -90,9 +90,24 @@ class Run:
             "versions": json.loads(versions.read_text()) if versions.exists() else {},
             "columns": {name: [round_number(row.get(name)) for row in steps] for name in names},
             "evaluations": collect_evaluations(rows, bands),
-            "hints": collect_hints(steps),
+            "hints": collect_hints(steps) + self.collect_diagnoses(steps),
             "files": {file.stem: {"groups": kept["groups"]} for file, (_, kept) in self.samples.items()},
         }
+
+    def collect_diagnoses(self, steps: list[dict]) -> list[dict]:
+        """Return every diagnosis of support/run/dead_runs.py, as collect_hints does; none for a configuration that is
+        not valid in this version.
+        """
+        try:
+            diagnosis = dead_runs.Diagnosis(validate(self.config, str(self.folder / "config.yaml")))
+        except UserError:
+            return []
+        found, now = {}, {}
+        for step in steps:
+            now = diagnosis.add(step)
+            for rule, text in now.items():
+                found.setdefault(rule, {"rule": rule.replace("_", " "), "since": step["step"]})["text"] = text
+        return [told | {"holds": rule in now} for rule, told in found.items()]
 
     def read_samples(self) -> None:
         """Read the files of samples that are new or modified."""

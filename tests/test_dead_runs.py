@@ -1,0 +1,269 @@
+"""Runs that cannot learn are told so in a few steps, and end where nothing could change that; no healthy run is."""
+
+import json
+import random
+from statistics import fmean, pstdev
+
+import make_tiny
+import pytest
+from safetensors.torch import load_file, save_file
+
+from config import Config
+from support.base.read_config import override
+from support.run.dead_runs import RULES, Diagnosis
+from tests.conftest import REPO, read_rows, write_rows
+from tools.report.read import Run
+
+CFG = Config(model={"path": "m"}, data={"train": "d"})
+HEALTHY = {
+    "reward/mean": 0.5, "reward/std": 0.5, "reward/a/mean": 0.5, "reward/a/max": 1.0, "groups/zero_std_frac": 0.2,
+    "advantage/nonzero_frac": 0.8, "update/applied": 1, "lr": 1e-6, "kl/ref": 0.01, "grad_norm": 1.0, "entropy": 1.0,
+    "entropy_frac": 0.1, "tokens/truncated_frac": 0.1, "tokens/response_max": 90.0, "sync/changed": 1.0,
+    "mismatch/cut_frac": 0.0,
+}  # fmt: skip
+EQUAL = {"groups/zero_std_frac": 1.0, "advantage/nonzero_frac": 0.0}
+SKIPPED = {**EQUAL, "update/applied": 0, "grad_norm": 0.0, "sync/changed": 0.0}
+
+
+def all_equal(reward: float) -> dict:
+    """What metrics show of a step in which every answer has this reward."""
+    return {**SKIPPED, "reward/mean": reward, "reward/std": 0.0, "reward/a/mean": reward, "reward/a/max": reward}
+
+
+def diagnose(steps: list[dict], **keys) -> tuple[dict[str, int], Diagnosis]:
+    """({rule: the first step it was told at}, the diagnosis) of a run whose steps differ from HEALTHY by these."""
+    diagnosis = Diagnosis(override(CFG, {key.replace("__", "."): value for key, value in keys.items()}))
+    told = {}
+    for number, step in enumerate(steps, 1):
+        for rule in diagnosis.add({"step": number} | HEALTHY | step):
+            told.setdefault(rule, number)
+    return told, diagnosis
+
+
+# ---------------------------------------------------------------- each rule by itself
+
+
+@pytest.mark.parametrize(
+    ("rule", "before", "step", "steps", "keys"),
+    [
+        ("never_matched", 0, all_equal(0.0), 5, {}),
+        ("constant_rewards", 0, all_equal(0.5), 5, {}),
+        ("collapsed_rewards", 9, all_equal(0.25), 5, {}),
+        ("at_best", 9, all_equal(1.0), 10, {}),
+        ("no_mixed_group", 9, SKIPPED, 5, {}),
+        ("no_end_token", 0, {"tokens/truncated_frac": 1.0}, 5, {}),
+        ("all_cut_off", 20, {"tokens/truncated_frac": 1.0, "reward/mean": 0.3}, 10, {}),
+        ("all_empty", 9, {"tokens/response_max": 1.0, "tokens/truncated_frac": 0.0}, 3, {}),
+        ("spiking_kl", 30, {"kl/ref": 0.3}, 5, {}),
+        ("spiking_gradient", 30, {"grad_norm": 21.0}, 5, {}),
+        ("entropy_ceiling", 20, {"entropy_frac": 0.99, "reward/mean": 0.3}, 10, {}),
+        ("entropy_floor", 20, {"entropy": 1e-3, "reward/mean": 0.3}, 10, {}),
+        ("zero_lr", 9, {"lr": 0.0}, 2, {}),
+        ("unchanged_push", 9, {"sync/changed": 0.0}, 3, {}),
+        ("all_masked", 9, {"mismatch/cut_frac": 1.0}, 3, {"algo__correction": "icepop"}),
+        ("nothing_learnt", 0, all_equal(0.0), 5, {}),
+        ("nothing_learnt", 9, all_equal(0.0), 5, {}),
+        ("nothing_learnt", 9, {"lr": 0.0, "reward/mean": 0.1}, 5, {}),
+        ("nothing_learnt", 0, {**all_equal(0.0), "update/applied": 1}, 5, {"algo__kl_coef": 0.001}),
+    ],
+)
+def test_a_rule_speaks_as_soon_as_its_evidence_is_enough(rule, before, step, steps, keys):
+    calm = [{"reward/mean": 0.3 + 0.2 * (i % 2)} for i in range(before)]
+    told, _ = diagnose(calm + [step] * (steps + 40), **keys)
+    assert told[rule] == before + steps
+    told, _ = diagnose((calm + [step] * (steps - 1) + [{}]) * 3, **keys)
+    if rule not in ("entropy_floor", "all_cut_off", "entropy_ceiling"):  # these look back themselves
+        assert rule not in told
+
+
+def test_every_rule_has_such_a_test():
+    (mark,) = test_a_rule_speaks_as_soon_as_its_evidence_is_enough.pytestmark
+    assert {rule.__name__ for rule in RULES} == {case[0] for case in mark.args[1]}
+
+
+def test_a_calm_run_is_told_nothing():
+    assert diagnose([{}] * 200)[0] == {}
+    assert diagnose([{"kl/ref": None, "grad_norm": None, "entropy": None, "entropy_frac": None}] * 200)[0] == {}
+
+
+def test_the_cause_names_the_key():
+    diagnosis = Diagnosis(CFG)
+    found = [diagnosis.add({"step": i} | HEALTHY | all_equal(0.0)) for i in range(5)][-1]
+    assert "source a" in found["never_matched"] and "data.answer_key" in found["never_matched"]
+    assert "after 50 such steps in a row (train.patience)" in found["nothing_learnt"]
+
+
+def test_a_source_is_told_alone():
+    """One of two data sources has a wrong answer column; the other trains."""
+    silent = {"reward/b/mean": 0.0, "reward/b/max": 0.0}
+    told, diagnosis = diagnose([{}, silent] * 5)
+    assert told == {"never_matched": 10} and diagnosis.idle_steps == 0
+
+
+def test_metrics_of_an_older_version_are_left_alone():
+    assert Diagnosis(CFG).add({"step": 1, "reward/mean": 0.0}) == {}
+
+
+# ---------------------------------------------------------------- what may end a run
+
+
+@pytest.mark.parametrize(
+    ("steps", "keys", "idle"),
+    [
+        ([all_equal(0.0)] * 60, {}, 60),
+        ([all_equal(0.0)] * 40 + [{}] + [all_equal(0.0)] * 19, {}, 19),
+        ([{}] * 9 + [all_equal(1.0)] * 60, {}, 0),  # at its best
+        ([all_equal(1.0)] * 60, {}, 0),  # all answers pass from the first step
+        ([{}] * 9 + [all_equal(0.25)] * 60, {}, 60),  # collapsed
+        ([{"reward/mean": 0.1}] * 9 + [{"reward/mean": 0.9, **SKIPPED}] * 60, {}, 0),  # converged
+        ([{**all_equal(0.0), "lr": 0.0}] * 60, {"train__lr": 0.0}, 0),  # asked for
+        ([{"reward/mean": 0.9}] + [{"lr": 0.0, "reward/mean": 0.3}] * 60, {}, 60),
+        ([{**all_equal(0.0), "update/applied": 1}] * 60, {"algo__entropy_coef": 0.01}, 0),  # explores
+        ([{**all_equal(0.0), "update/applied": 1, "advantage/nonzero_frac": 1.0}] * 60, {"algo__teacher": "t"}, 0),
+        ([{**all_equal(0.0), "update/applied": 1}] * 60, {"algo__kl_coef": 0.01}, 60),
+        ([{}] + [{**all_equal(0.0), "update/applied": 1}] * 60, {"algo__kl_coef": 0.01}, 0),  # the KL leads back
+    ],
+)  # fmt: skip
+def test_steps_that_learn_nothing(steps, keys, idle):
+    assert diagnose(steps, **keys)[1].idle_steps == idle
+
+
+def simulate(start: float, end: float, prompts: int, group: int, seed: int, ability: float) -> list[dict]:
+    """Metrics of 300 steps of a made-up run in which a prompt's rate of right answers is drawn around a mean that goes
+    from `start` to `end`; `ability`: how unlike prompts are (0: all alike).
+    """
+    rng = random.Random(seed)
+    steps = []
+    for i in range(300):
+        mean = start + (end - start) * min(i / 200, 1.0) ** 2
+        groups = []
+        for _ in range(prompts):
+            rate = min(max(rng.gauss(mean, ability * mean * (1 - mean) ** 0.5), 0.0), 1.0)
+            groups.append([float(rng.random() < rate) for _ in range(group)])
+        rewards = [reward for rows in groups for reward in rows]
+        mixed = fmean(min(rows) < max(rows) for rows in groups)
+        steps.append({
+            "reward/mean": fmean(rewards), "reward/std": pstdev(rewards), "reward/a/mean": fmean(rewards),
+            "reward/a/max": max(rewards), "groups/zero_std_frac": 1 - mixed, "advantage/nonzero_frac": mixed,
+            "update/applied": int(mixed > 0), "grad_norm": mixed * rng.lognormvariate(0, 0.5),
+            "entropy": 1.2 - mean, "kl/ref": 0.05 * mean * rng.lognormvariate(0, 0.3),
+        })  # fmt: skip
+    return steps
+
+
+@pytest.mark.parametrize("prompts, group", [(4, 4), (16, 8), (64, 8)])
+@pytest.mark.parametrize("start, end", [(0.01, 0.3), (0.02, 0.9), (0.1, 0.8), (0.5, 1.0), (0.9, 1.0)])
+@pytest.mark.parametrize("ability", [0.0, 1.0])
+def test_no_made_up_healthy_run_ends(prompts, group, start, end, ability):
+    """Thirty: weak models with many equal groups at first, and strong ones that end with every answer right."""
+    idle = []
+    diagnosis = Diagnosis(CFG)
+    told = set()
+    for number, step in enumerate(simulate(start, end, prompts, group, prompts, ability), 1):
+        told |= diagnosis.add({"step": number} | HEALTHY | step).keys()
+        idle.append(diagnosis.idle_steps)
+    assert max(idle) < CFG.train.patience and "collapsed_rewards" not in told
+    assert not told & {"spiking_kl", "spiking_gradient", "entropy_floor", "constant_rewards"}
+
+
+# ---------------------------------------------------------------- real runs
+
+TINY = ("rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0", "train.save_every=0")
+DEAD = (*TINY, "train.steps=30", "train.patience=6", "algo.entropy_coef=0")
+
+
+def rows_without_answers(tiny, tmp_path) -> str:
+    """Data with a further column, whose text no answer has."""
+    rows = [{**row, "number": "x"} for row in read_rows(tiny / "train.jsonl")]
+    write_rows(tmp_path / "train.jsonl", rows)
+    return f"data.train={tmp_path / 'train.jsonl'}"
+
+
+def reward_file(tmp_path, body: str) -> str:
+    (tmp_path / "reward.py").write_text(f"def reward(text, answer, row):\n    return {body}\n")
+    return f"reward.custom={tmp_path / 'reward.py'}:reward"
+
+
+def model_with_end_token(tmp_path, logit: float) -> str:
+    """A model that gives its end token about this logit everywhere: all embeddings share a large first element."""
+    folder = tmp_path / "model"
+    make_tiny.save_model(folder, make_tiny.char_tokenizer("0123456789>+-="), tied=False, hidden=64)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, 0] = 3.0
+    weights["lm_head.weight"][0, 0] = logit / 8  # of a normalised state with the first element sqrt(64)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return f"model.path={folder}"
+
+
+def test_a_dead_run_saves_ends_and_goes_on_when_mended(train_forked, tiny, tmp_path):
+    """On two ranks; the steps before a resume count, and the report has what the screen had."""
+    wrong = rows_without_answers(tiny, tmp_path)
+    keys = (*DEAD, "train.patience=4", "train.steps=8", "rollout.max_new_tokens=5")
+    run = train_forked(2, *keys, wrong, "data.answer_key=number", "train.save_every=2", "train.keep_last=1")
+    assert run.code == 1 and len(run.metrics) == 4, run.text
+    assert "error: step 4: the run has learnt nothing for 4 steps in a row" in run.text
+    assert "train.patience=0 goes on regardless" in run.text and "stopped after step 4, saved in" in run.text
+    assert [path.name for path in (run.out / "checkpoints").iterdir()] == ["step_000004"]
+    again = train_forked(2, *keys, wrong, "data.answer_key=number", "resume=auto")
+    assert again.code == 1 and len(again.metrics) == 5, again.text
+    assert "warning: step 5: every reward of the source reverse was 0 so far" in again.text
+    assert {"never matched", "nothing learnt"} == {hint["rule"] for hint in Run(again.out).page_data()["hints"]}
+    # The same prompts with another answer column are other data; another reward mends it too.
+    mended = reward_file(tmp_path, "float(len(text))")
+    on = train_forked(2, *keys, wrong, "data.answer_key=number", mended, "resume=auto")
+    assert on.code == 0 and len(on.metrics) == 8, on.text
+
+
+# Name → (overrides made of (tiny, tmp_path), what the run is told, whether it ends)
+DEAD_RUNS = {
+    "wrong column": (
+        lambda tiny, tmp: [rows_without_answers(tiny, tmp), "data.answer_key=number"], "as if no answer ever", True),
+    "wrong column and a KL": (
+        lambda tiny, tmp: [rows_without_answers(tiny, tmp), "data.answer_key=number", "algo.kl_coef=0.05"],
+        "as if no answer ever matched", True),
+    "one reward for all": (lambda tiny, tmp: [reward_file(tmp, "0.5")], "every reward was the same so far: 0.5", True),
+    "a reward of the prompt": (
+        lambda tiny, tmp: [reward_file(tmp, "int(answer[0]) / 10")], "no group has answers of unequal", True),
+    "no end token": (
+        lambda tiny, tmp: [model_with_end_token(tmp, -30.0), reward_file(tmp, "0.0")], "end token was never", True),
+    "empty answers": (lambda tiny, tmp: [model_with_end_token(tmp, 30.0)], "every answer is empty", True),
+    "a schedule that ends": (lambda tiny, tmp: ["schedule.lr={to: 0.0, steps: 3}"], "the learning rate is 0", True),
+    "all masked": (
+        lambda tiny, tmp: ["algo.correction=icepop", "algo.correction_low=2", "algo.correction_high=3"],
+        "masks every token", True),
+    "too small a learning rate": (lambda tiny, tmp: ["train.lr=1e-30"], "have changed no weight", False),
+    "noise": (
+        lambda tiny, tmp: ["algo.entropy_coef=30", "train.lr=0.003", reward_file(tmp, "len(text) % 2")],
+        "answers are noise", False),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEAD_RUNS)
+def test_a_dead_run_is_told_its_cause(train_forked, tiny, tmp_path, name):
+    overrides, told, ends = DEAD_RUNS[name]
+    run = train_forked(1, *DEAD, *overrides(tiny, tmp_path))
+    assert told in run.text, run.text
+    assert (run.code, len(run.metrics) < 30) == ((1, True) if ends else (0, False)), run.text
+
+
+def healthy_runs() -> dict[str, list[str]]:
+    """{name: overrides and the configuration} of short runs that learn."""
+    found = {f"ablations/{path.stem}": [] for path in sorted((REPO / "configs/ablations").glob("*.yaml"))}
+    lora = ["lora.rank=8", "train.lr=3e-3"]
+    return {"tiny": [], "tiny_turns": [], "lora": lora, "lr 0": ["train.lr=0"], "self": ["algo.teacher=self"], **found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", healthy_runs())
+def test_no_healthy_run_ends(train_forked, tiny, tmp_path, name):
+    """Even if it may learn nothing for three steps alone."""
+    overrides = ["train.steps=25", "train.patience=3", "train.save_every=0", *healthy_runs()[name]]
+    config = name if (REPO / f"configs/{name}.yaml").exists() else "tiny"
+    if name == "tiny_turns":
+        overrides.append("data.train='123'")
+    if name == "self":
+        overrides += ["data.hint_key=answer", "algo.advantage=none"]
+    run = train_forked(1, *overrides, config=config)
+    assert run.code == 0 and len(run.metrics) == 25, run.text
+    assert "learnt nothing" not in run.text and "warning: step" not in run.text, json.dumps(run.metrics[-1])
