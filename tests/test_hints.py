@@ -21,6 +21,9 @@ CALM = {
         ("growing_gap", {"logp_gap/mean": 2e-3}, "algo.correction=tis"),
         ("long_tail", {"tokens/response_max": 900.0, "time/rollout": 8.0}, "rollout.max_new_tokens"),
         ("idle_stages", {"pipeline/bubble": 0.33}, "parallel.vpp=2"),
+        ("idle_gpu", {"gpu/busy": 0.2}, "rollout.gpu_memory_utilization"),
+        ("uneven_experts", {"moe/load": 6.0}, "megatron.moe_aux_loss_coeff"),
+        ("frequent_evaluation", {"time/eval_frac": 0.3}, "train.eval_every"),
     ],
 )
 def test_a_rule_speaks_of_what_it_is_for_alone(rule, end, key):

@@ -402,7 +402,7 @@ def test_a_step_that_parts_from_the_plan_is_told(asleep, train, said):
 def test_the_first_step_alone_is_held_against_the_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(logs.dist, "get_rank", lambda: 0)
     planned = memory_plan.Plan(100 << 30, {}, {"train": {"all": 40 << 30}}, {}, None, 0)
-    inputs = SimpleNamespace(tokenizer=None, done=0, planned=planned)
+    inputs = SimpleNamespace(tokenizer=None, done=0, planned=planned, prompts=[None])
     rollouts = SimpleNamespace(write=lambda *_: None)
     log = logs.Log(load_config(TINY, [f"output_dir={tmp_path}"]), inputs, rollouts, clock=None)
     measured = {"mem/free_asleep_gb": 86.0, "mem/train_peak_gb": 38.0, "mem/logprob_gb": 4.0}

@@ -126,9 +126,10 @@ def test_measures_of_rows_count_what_attention_pads(monkeypatch):
     samples = [Sample(0, [1], [2] * n, [-1.0] * n, True, "", "s") for n in (6, 2, 3, 3)]
     rows = [pack(flatten(samples), members, width, "cpu") for members, width in (([0, 1], 8), ([2, 3], 6))]
     cfg = override(Config(model={"path": "m"}, data={"train": "d"}), {"train.max_tokens_per_micro_batch": 12})
-    assert measure_rows(rows, cfg) == {"fill": 18 / 24, "attention_waste": 90 / 58, "bubble": 0}
+    counts = {"real": 14, "micro_batches": 2, "bubble": 0}
+    assert measure_rows(rows, cfg) == {**counts, "positions": 18, "fill": 18 / 24, "attention_waste": 90 / 58}
     monkeypatch.setattr(packing, "attention_pads", lambda dtype: False)
-    assert measure_rows(rows, cfg) == {"fill": 14 / 24, "attention_waste": 1, "bubble": 0}
+    assert measure_rows(rows, cfg) == {**counts, "positions": 14, "fill": 14 / 24, "attention_waste": 1}
 
 
 def test_planning_is_fast():

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-EXCLUDED = ("time/", "speed/", "idle", "mem/")  # prefixes of the columns that depend on the machine and its load
+# Prefixes of the columns that depend on the machine and its load.
+EXCLUDED = ("time/", "speed/", "idle", "mem/", "gpu/")
 
 Pair = tuple[str, dict | None, dict | None]  # place, record of A, record of B; None where a run has no such record
 

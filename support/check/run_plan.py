@@ -1,5 +1,7 @@
 """What a configuration means before it runs: layout and arithmetic of a step in words, and what will be slow."""
 
+import os
+
 import numpy as np
 
 import megatron_bridge as bridge
@@ -110,6 +112,11 @@ def warnings(cfg: Config, world_size: int) -> list[str]:
     if a.loss == "gspo" and a.correction != "none" and a.correction_level == "token":
         text = f"algo.loss=gspo uses the ratio of an answer, but algo.correction={a.correction} that of each token"
         found["ratios of tokens and answers"] = text
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, 8)))  # a dry run plans for machines of eight GPUs
+    for key, size in (("parallel.tp", p.tp), ("rollout.tp", cfg.rollout.tp)):
+        if local % size:
+            text = f"{key}={size} spans machines of {local} ranks: messages in every layer take the slower network"
+            found["tensor parallelism over machines"] = text
     if tokens < t.max_tokens_per_micro_batch / 2:
         found["small rows"] = (
             f"an update has at most {tokens} tokens a replica, less than half of train.max_tokens_per_micro_batch="

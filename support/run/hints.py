@@ -21,9 +21,15 @@ def hints(history: list[dict]) -> dict[str, str]:
 
 
 def mean(steps: list[dict], name: str) -> float:
-    """Mean of a metric over steps, those left out in which it was off."""
+    """Mean of a metric over steps, those left out in which it was off; 0 if it was off in all."""
     values = [step[name] for step in steps if step[name] is not None]
     return fmean(values) if values else 0.0
+
+
+def mean_of(steps: list[dict], name: str) -> float | None:
+    """The same of a metric that may be missing; None if it was off in all."""
+    values = [step[name] for step in steps if step.get(name) is not None]
+    return fmean(values) if values else None
 
 
 def entropy_collapse(first: list[dict], last: list[dict]) -> str | None:
@@ -86,4 +92,31 @@ def idle_stages(first: list[dict], last: list[dict]) -> str | None:
     return f"pipeline stages idle {bubble:.0%} of an update"
 
 
-RULES = (entropy_collapse, length_explosion, equal_groups, clipped_ratios, growing_gap, long_tail, idle_stages)
+def idle_gpu(first: list[dict], last: list[dict]) -> str | None:
+    """The GPU waits for the host, for messages or for few long answers."""
+    busy = mean_of(last, "gpu/busy")
+    if busy is None or busy > 0.4:
+        return None
+    return f"rank 0's GPU runs a kernel in {busy:.0%} of the time"
+
+
+def uneven_experts(first: list[dict], last: list[dict]) -> str | None:
+    """Some experts get most tokens, and their ranks keep the others waiting."""
+    load = mean_of(last, "moe/load")
+    if load is None or load < 4:
+        return None
+    return f"the busiest expert of a layer has {load:.1f} times the mean load"
+
+
+def frequent_evaluation(first: list[dict], last: list[dict]) -> str | None:
+    """Evaluations take much of the time."""
+    share = last[-1].get("time/eval_frac") or 0.0
+    if share < 0.2:
+        return None
+    return f"evaluations take {share:.0%} of the time"
+
+
+RULES = (
+    entropy_collapse, length_explosion, equal_groups, clipped_ratios, growing_gap, long_tail, idle_stages, idle_gpu,
+    uneven_experts, frequent_evaluation,
+)  # fmt: skip

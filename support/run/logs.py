@@ -13,7 +13,7 @@ from config import Config, TrainingError
 from support.base import files, memory, ranks
 from support.base.rollout_files import RolloutWriter
 from support.check import memory_plan
-from support.run import dead_runs, hints, trackers
+from support.run import dead_runs, hints, progress, trackers
 from support.run.clock import Clock
 from support.step.records import Sample
 
@@ -37,8 +37,12 @@ class Log:
         self.diagnosis = dead_runs.Diagnosis(cfg)
         self.dead: str | None = None  # why the run has to end, on rank 0
         if self.speaks:
-            for metrics in files.read_metrics(self.out):  # of the steps before a resume
+            past = files.read_metrics(self.out)  # of the steps before a resume
+            for metrics in past:
                 self.diagnosis.add(metrics)
+            missing = inputs.done - len(past)  # all, where the checkpoint is of another folder
+            sampled = missing * cfg.rollout.prompts_per_step + sum(metrics["groups/sampled"] for metrics in past)
+            self.progress = progress.Progress(cfg.train.steps, len(inputs.prompts), sampled)
         self.growth = memory.Growth()
         steps = {"total": cfg.train.steps, "initial": inputs.done, "unit": "step"}
         on_terminal = self.speaks and sys.stderr.isatty()  # else plain lines go to a log
@@ -58,6 +62,7 @@ class Log:
             return
         step = metrics["step"]
         if samples is not None:
+            metrics = metrics | self.progress.add(metrics)
             self.rollouts.write(self.out / "rollouts" / f"step_{step:06d}.jsonl", samples)
         files.log_metrics(self.out, metrics)
         if samples is None:

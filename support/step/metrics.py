@@ -12,7 +12,7 @@ import torch.distributed as dist
 import megatron_bridge as bridge
 from config import Config, EvalConfig
 from support.base import ranks
-from support.step import gates, schedule
+from support.step import gates, schedule, throughput
 from support.step.records import Batch, Sample
 
 # ---------------------------------------------------------------- what the updates report
@@ -96,6 +96,8 @@ def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dic
         numbers |= schedule.schedule_metrics(cfg)
     numbers |= token_metrics(record.samples, has_turns=cfg.rollout.turns is not None)
     numbers |= time_metrics(record)
+    numbers |= row_metrics(record.reports)
+    numbers |= throughput.speed_metrics(record.samples, batch, model[0].hf_config, cfg, record.seconds)
     applied = [math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in record.reports]
     numbers["update/applied"] = applied.count(True)
     numbers["update/skipped"] = applied.count(False)
@@ -177,6 +179,7 @@ def time_metrics(record: StepRecord) -> dict[str, float]:
     bubble = np.mean([r["bubble"] for r in record.reports])
     idle = idle_seconds(record.notes, bubble * seconds.get("train", 0.0))
     numbers = {f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES}
+    numbers["time/other_frac"] = numbers["time/other"] / seconds["step"]
     numbers["speed/response_tokens_per_s"] = model_lengths(record.samples).sum() / seconds["step"]
     numbers["speed/samples_per_s"] = len(record.samples) / seconds["step"]
     numbers["pack/fill"] = np.mean([r["fill"] for r in record.reports])
@@ -186,6 +189,16 @@ def time_metrics(record: StepRecord) -> dict[str, float]:
     for cause, lost in idle.items():
         numbers[f"idle/{cause}"] = lost / seconds["step"]
     return numbers
+
+
+def row_metrics(reports: list[dict[str, float]]) -> dict[str, float]:
+    """How many micro-batches a replica has, and the share of tokens in the rows of all ranks; every rank calls this."""
+    own = [sum(report[name] for report in reports) for name in ("real", "positions")]
+    real, positions = np.sum(ranks.gather(own), 0)
+    return {
+        "pack/micro_batches": sum(report["micro_batches"] for report in reports),
+        "pack/real_frac": real / max(positions, 1),
+    }
 
 
 def report_mean(name: str, reports: list[dict[str, float]], over: str = "tokens") -> float:

@@ -64,6 +64,9 @@ def measure_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, floa
         positions = [int(mb.lengths.sum()) for mb in micro_batches]
         done = work
     return {
+        "real": sum(int(mb.lengths.sum()) for mb in micro_batches),
+        "positions": sum(positions),
+        "micro_batches": len(micro_batches),
         "fill": sum(positions) / (len(micro_batches) * cfg.train.max_tokens_per_micro_batch),
         "attention_waste": done / work if work else 1.0,
         "bubble": bubble(len(micro_batches), cfg.parallel),

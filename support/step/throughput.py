@@ -1,0 +1,70 @@
+"""Operations and bytes of a step against its seconds: tokens/s, model FLOPs utilisation, rate of the weight push."""
+
+import torch
+import torch.distributed as dist
+
+import megatron_bridge as bridge
+from config import Config
+from support.step.records import Batch, Sample
+
+# Part of a GPU's name → its dense bf16 rate in 10¹² operations a second, by NVIDIA's data sheets; the first that fits.
+BF16_RATES = {
+    "GB200": 2500, "B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "GH200": 989, "H200": 989, "H100": 989, "H800": 989,
+    "H20": 148, "A100": 312, "A800": 312, "A40": 150, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71,
+}  # fmt: skip
+
+
+def gpu_rate(dtype: str) -> float | None:
+    """Operations a second of this rank's GPU in bf16, at most; None on a CPU, in fp32 and for an unknown GPU."""
+    if dtype != "bf16" or not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((rate * 1e12 for part, rate in BF16_RATES.items() if part in name), None)
+
+
+def matrix_weights(hf, active: bool) -> int:
+    """Weights of the matrices that a token meets, the output layer included; not `active`: of all experts."""
+    h = hf.hidden_size
+    head = getattr(hf, "head_dim", None) or h // hf.num_attention_heads
+    attention = 2 * h * head * (hf.num_attention_heads + hf.num_key_value_heads)
+    block = 3 * h * hf.intermediate_size
+    if getattr(hf, "num_experts_per_tok", None):
+        experts = bridge.num_experts(hf)
+        count = hf.num_experts_per_tok if active else experts
+        shared = getattr(hf, "shared_expert_intermediate_size", 0)
+        block = h * (experts + 3 * count * bridge.expert_width(hf) + 3 * shared)
+    return hf.num_hidden_layers * (attention + block) + hf.vocab_size * h
+
+
+def train_flops(hf, lengths: list[int]) -> float:
+    """Floating-point operations of forward and backward over sequences of these lengths; recomputation does not count.
+
+    Per token 6 for each weight of a matrix that it meets; per sequence of s tokens 6 s² of causal attention for each
+    layer and each dimension of its heads.
+    """
+    head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    width = hf.num_hidden_layers * hf.num_attention_heads * head
+    return 6.0 * matrix_weights(hf, active=True) * sum(lengths) + 6.0 * width * sum(s * s for s in lengths)
+
+
+def speed_metrics(
+    samples: list[Sample], batch: Batch, hf, cfg: Config, seconds: dict[str, float]
+) -> dict[str, float | None]:
+    """Rates of a step of these `seconds`, for each rank; the same on every rank but for its own seconds."""
+    ranks = dist.get_world_size()
+    tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in samples)
+    flops = train_flops(hf, batch.lengths_N.tolist()) * cfg.train.epochs_per_step / ranks
+    pushed = matrix_weights(hf, active=False) * bridge.DTYPES[cfg.model.dtype].itemsize
+    if not hf.tie_word_embeddings:
+        pushed += hf.vocab_size * hf.hidden_size * bridge.DTYPES[cfg.model.dtype].itemsize
+    numbers = {
+        "speed/tokens_per_s_per_rank": tokens / ranks / seconds["step"],
+        "speed/sync_gb_per_s": pushed / 1e9 / seconds["sync"],
+        "speed/mfu_train": None,
+        "speed/mfu_step": None,
+    }
+    rate = gpu_rate(cfg.model.dtype)
+    if rate is not None:
+        numbers["speed/mfu_train"] = flops / seconds["train"] / rate
+        numbers["speed/mfu_step"] = flops / seconds["step"] / rate
+    return numbers

@@ -1,0 +1,109 @@
+"""What a step cost, by hand and against tools/bench_works.py; how far a run is; how busy a GPU is, on a stand-in."""
+
+from types import SimpleNamespace
+
+import bench_works
+import numpy as np
+import pytest
+import torch
+
+from support.base.read_config import load_config
+from support.check import run_plan
+from support.run import progress
+from support.step import metrics, throughput
+from tests.conftest import REPO
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen2.5-7b", "qwen3-30b-a3b", "qwen3-235b-a22b"])
+def test_operations_are_those_of_the_bench(name):
+    c = bench_works.MODELS[name]
+    hf = SimpleNamespace(**c)
+    assert throughput.train_flops(hf, [30, 500]) == pytest.approx(bench_works.train_flops(c, [30, 500]), rel=1e-12)
+    matrices = sum(out * inp for out, inp in shapes(c))
+    assert throughput.matrix_weights(hf, active=False) == matrices
+
+
+def shapes(c: dict) -> list[tuple]:
+    """The shapes of all matrices but the embedding's lookup."""
+    layer = [shape for shape in bench_works.layer_shapes(c, 0).values() if len(shape) == 2]
+    return layer * c["num_hidden_layers"] + [(c["vocab_size"], c["hidden_size"])]
+
+
+def test_rates_by_hand(monkeypatch):
+    monkeypatch.setattr(throughput.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(throughput, "gpu_rate", lambda dtype: 1e9)
+    hf = SimpleNamespace(**bench_works.MODELS["tiny"])
+    cfg = load_config(str(REPO / "configs/tiny.yaml"), ["train.epochs_per_step=2"])
+    samples = [
+        SimpleNamespace(prompt_ids=[1] * 10, response_ids=[1] * 21),
+        SimpleNamespace(prompt_ids=[1], response_ids=[]),
+    ]
+    batch = SimpleNamespace(lengths_N=np.array([30, 50]))
+    seconds = {"step": 4.0, "train": 2.0, "sync": 0.5}
+    found = throughput.speed_metrics(samples, batch, hf, cfg, seconds)
+    flops = throughput.train_flops(hf, [30, 50])
+    assert found == {
+        "speed/tokens_per_s_per_rank": 32 / 2 / 4,
+        "speed/sync_gb_per_s": throughput.matrix_weights(hf, active=False) * 4 / 1e9 / 0.5,
+        "speed/mfu_train": pytest.approx(flops / 2.0 / 1e9),
+        "speed/mfu_step": pytest.approx(flops / 4.0 / 1e9),
+    }
+
+
+@pytest.mark.parametrize(
+    "name, rate",
+    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA L40S", 362)],
+)
+def test_the_rate_of_a_gpu(monkeypatch, name, rate):
+    assert throughput.gpu_rate("bf16") is None  # here is none
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert throughput.gpu_rate("bf16") == rate * 1e12 and throughput.gpu_rate("fp32") is None
+
+
+def test_rows_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(metrics.ranks, "gather", lambda own: [own, [50, 100]])
+    reports = [{"real": 20, "positions": 40, "micro_batches": 2}, {"real": 30, "positions": 60, "micro_batches": 3}]
+    assert metrics.row_metrics(reports) == {"pack/micro_batches": 5, "pack/real_frac": 0.5}
+
+
+def test_progress_by_hand(monkeypatch):
+    now = iter([100.0, 110.0, 126.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    run = progress.Progress(steps=12, prompts=40, sampled=20)
+    assert run.add({"step": 6, "groups/sampled": 10, "time/step": 8.0}) == {
+        "epoch": 0.75, "time/between": 2.0, "time/left": 60.0, "time/eval_frac": 0.0, "gpu/busy": None,
+    }  # fmt: skip
+    found = run.add({"step": 7, "groups/sampled": 10, "time/step": 8.0, "time/eval": 6.5})
+    assert found["epoch"] == 1.0 and found["time/between"] == 1.5
+    assert found["time/left"] == 5 * 13.0 and found["time/eval_frac"] == 0.25
+
+
+def test_the_readings_of_a_gpu(monkeypatch):
+    class Lost(Exception):
+        pass
+
+    readings = iter([20, 60])
+
+    def read(handle):
+        try:
+            return SimpleNamespace(gpu=next(readings))
+        except StopIteration:
+            raise Lost from None
+
+    monkeypatch.setattr(progress.time, "sleep", lambda seconds: None)
+    gpu = progress.GpuUse()
+    assert gpu.read_mean() is None
+    gpu.nvml, gpu.handle = SimpleNamespace(NVMLError=Lost, nvmlDeviceGetUtilizationRates=read), None
+    gpu.read_always()  # until the driver does not answer any more
+    assert gpu.read_mean() == pytest.approx(0.4) and gpu.read_mean() is None
+
+
+@pytest.mark.parametrize("local, warned", [("8", True), ("16", False), (None, True)])
+def test_tensor_parallelism_over_machines_is_told_at_the_start(monkeypatch, local, warned):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    cfg = load_config(str(REPO / "configs/qwen7b.yaml"), ["rollout.tp=16"])
+    found = [text for text in run_plan.warnings(cfg, 16) if "rollout.tp=16 spans machines of 8 ranks" in text]
+    assert bool(found) == warned
