@@ -15,7 +15,8 @@ sys.path.insert(0, str(REPO))
 from support.base import remedies  # noqa: E402
 
 PAGE = REPO / "docs/tuning.md"
-KEY = re.compile(r"\b(?:algo|data|megatron|model|parallel|reward|rollout|train)\.\w+(?:\.\w+)*(?:=[\w.]+)?")
+WITH_KEYS = "algo|data|eval|megatron|model|parallel|reward|rollout|schedule|train"
+KEY = re.compile(rf"\b(?:{WITH_KEYS})\.\w+(?:\.\w+)*(?:=[\w.]+)?")
 
 
 def join_keys(turn: tuple[str, ...]) -> str:

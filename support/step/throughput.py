@@ -22,11 +22,15 @@ def gpu_rate(dtype: str) -> float | None:
     return next((rate * 1e12 for part, rate in BF16_RATES.items() if part in name), None)
 
 
+def head_size(hf) -> int:
+    """Dimensions of an attention head."""
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
 def matrix_weights(hf, active: bool) -> int:
     """Weights of the matrices that a token meets, the output layer included; not `active`: of all experts."""
     h = hf.hidden_size
-    head = getattr(hf, "head_dim", None) or h // hf.num_attention_heads
-    attention = 2 * h * head * (hf.num_attention_heads + hf.num_key_value_heads)
+    attention = 2 * h * head_size(hf) * (hf.num_attention_heads + hf.num_key_value_heads)
     block = 3 * h * hf.intermediate_size
     if getattr(hf, "num_experts_per_tok", None):
         experts = bridge.num_experts(hf)
@@ -42,9 +46,10 @@ def train_flops(hf, lengths: list[int]) -> float:
     Per token 6 for each weight of a matrix that it meets; per sequence of s tokens 6 s² of causal attention for each
     layer and each dimension of its heads.
     """
-    head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    width = hf.num_hidden_layers * hf.num_attention_heads * head
-    return 6.0 * matrix_weights(hf, active=True) * sum(lengths) + 6.0 * width * sum(s * s for s in lengths)
+    width = hf.num_hidden_layers * hf.num_attention_heads * head_size(hf)
+    matmul = 6.0 * matrix_weights(hf, active=True) * sum(lengths)
+    attention = 6.0 * width * sum(s * s for s in lengths)
+    return matmul + attention
 
 
 def speed_metrics(
@@ -54,9 +59,10 @@ def speed_metrics(
     ranks = dist.get_world_size()
     tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in samples)
     flops = train_flops(hf, batch.lengths_N.tolist()) * cfg.train.epochs_per_step / ranks
-    pushed = matrix_weights(hf, active=False) * bridge.DTYPES[cfg.model.dtype].itemsize
+    weights = matrix_weights(hf, active=False)
     if not hf.tie_word_embeddings:
-        pushed += hf.vocab_size * hf.hidden_size * bridge.DTYPES[cfg.model.dtype].itemsize
+        weights += hf.vocab_size * hf.hidden_size
+    pushed = weights * bridge.DTYPES[cfg.model.dtype].itemsize
     numbers = {
         "speed/tokens_per_s_per_rank": tokens / ranks / seconds["step"],
         "speed/sync_gb_per_s": pushed / 1e9 / seconds["sync"],
