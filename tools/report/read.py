@@ -95,8 +95,8 @@ class Run:
         }
 
     def collect_diagnoses(self, steps: list[dict]) -> list[dict]:
-        """Return every diagnosis of support/run/dead_runs.py, as collect_hints does; none for a configuration that is
-        not valid in this version.
+        """Return every diagnosis of support/run/dead_runs.py, as collect_hints does; none for the configuration or the
+        metrics of another version.
         """
         try:
             diagnosis = dead_runs.Diagnosis(validate(self.config, str(self.folder / "config.yaml")))
@@ -104,7 +104,10 @@ class Run:
             return []
         found, now = {}, {}
         for step in steps:
-            now = diagnosis.add(step)
+            try:
+                now = diagnosis.add(step)
+            except KeyError:
+                return []
             for rule, text in now.items():
                 found.setdefault(rule, {"rule": rule.replace("_", " "), "since": step["step"]})["text"] = text
         return [told | {"holds": rule in now} for rule, told in found.items()]
