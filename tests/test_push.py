@@ -182,9 +182,9 @@ def weights(seed: int, **others: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_copies_of_key_value_heads_are_found_out_and_held_to():
     check, old, new = PushCheck(tp=2), weights(0), weights(1)
     zero = weights(0) | {f"layer.{x}_proj.weight": torch.zeros(64, 32) for x in "qkv"}  # tells nothing of copies
-    for hf in (zero, old, old, new):
+    for hf, changed in ((zero, 1.0), (old, 0.5), (old, 0.0), (new, 0.5)):
         compared(check, hf, [hf, hf])
-        assert check.metrics["sync/checked"] == 1
+        assert check.metrics == {"sync/checked": 1, "sync/changed": changed}
     assert check.copies == {"layer.qkv_proj.weight": [(1, 2)], "layer.norm.weight": [(2, 2)]}
     with pytest.raises(TrainingError, match=r"ranks \[0, 1\] 1 of 2 weights .*: layer\.qkv_proj\.weight"):
         compared(check, old, [old, new])
