@@ -118,8 +118,8 @@ class AlgoConfig(Section):
     advantage: str = "grpo"  # a branch of group_advantages
     credit: Literal["to_go", "answer"] = "to_go"  # credit assignment where tokens have rewards: support/step/credit.py
     loss: str = "ppo_clip"  # a branch of policy_loss
-    clip_low: NotNegative = 0.2  # the ratio is clipped to 1 - clip_low from below
-    clip_high: NotNegativeOrInf = 0.2  # and to 1 + clip_high from above
+    clip_low: NotNegative = 0.2  # the ratio is clipped to 1 - clip_low from below; ipo, dppo_tv: a fall of probability
+    clip_high: NotNegativeOrInf = 0.2  # and to 1 + clip_high from above; ipo, dppo_tv: a rise of probability
     dual_clip: AboveOneOrInf | None = None  # the loss of a token is at most dual_clip · |A| where A < 0
     loss_norm: str = "token_mean"  # a branch of loss_weights
     loss_norm_length: Whole = 0  # the constant of seq_mean_token_sum_norm; 0: rollout.max_new_tokens

@@ -5,8 +5,9 @@ A reward is a function of the decoded response, the row's reference answer, the 
         return {"right": float(text.strip() == answer), "short": -0.1 * (len(text) > limit)}
 
 A dict's values are summed, and logged one by one in `reward_parts`. A list in place of a number holds one number per
-token, or spans (start, end, number) of the text; a reward with a parameter `response_ids` gets the tokens. An exception
-counts as an error of the sample, not as a wrong answer. To use a function in a file of your own, set
+token, or spans (start, end, number) of the text; a reward with a parameter `response_ids` gets the tokens. None means
+that the reward does not apply to the row, and is left out of the sum. An exception counts as an error of the sample,
+not as a wrong answer; so does a row to which no reward applies. To use a function in a file of your own, set
 `reward.default=custom reward.custom=my_file.py:right_and_short`; `reward.functions` names several; or extend REWARDS.
 Every grading process imports this file when it starts, so functions import large packages themselves.
 """
@@ -343,6 +344,11 @@ def weighted_sum(rewards: dict[str, Callable], weights: dict[str, float]) -> Cal
     return weighted
 
 
+def is_part(part: str, name: str) -> bool:
+    """Whether a part of a weighted sum is of the reward `name`: "name" or "name/part"."""
+    return f"{part}/".startswith(f"{name}/")
+
+
 def accept_ids(function: Callable) -> Callable:
     """A reward as `(text, answer, row, response_ids)`; the ids go on to one that has a parameter of that name."""
     if "response_ids" in inspect.signature(function).parameters:
@@ -389,8 +395,8 @@ def check_options(name: str, function: Callable, given: dict) -> None:
 def parts_of(value: float | list | dict, weight: float = 1.0) -> dict[str, float | list]:
     """What a reward function returned, times a weight, by the name of each part.
 
-    A part is a finite number, or a list of them, or of spans (start, end, number). Raises TypeError or ValueError for
-    anything else, and for a name of OWN_PARTS.
+    A part is a finite number, or a list of them, or of spans (start, end, number); one that is None is left out. Raises
+    TypeError or ValueError for anything else, and for a name of OWN_PARTS.
     """
 
     def number(given) -> float:
@@ -409,6 +415,8 @@ def parts_of(value: float | list | dict, weight: float = 1.0) -> dict[str, float
     for name, part in named.items():
         if name in OWN_PARTS:
             raise ValueError(f"a reward has a part {name!r}, which is the trainer's own name; choose another")
+        if part is None:  # it does not apply to this row
+            continue
         if isinstance(part, (list, tuple)):
             parts[str(name)] = [number_or_span(each) for each in part]
         else:

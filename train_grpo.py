@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_bridge as bridge
-from config import AlgoConfig, Config, EvalConfig, RolloutConfig, UserError
+from config import AlgoConfig, Config, EvalConfig, RewardConfig, RolloutConfig, UserError
 from rollout import Engine
 from support.base.read_config import override
 from support.data.prompts import Prompt, fingerprint, prompt_batch, sampling_seed
@@ -66,7 +66,7 @@ class Run:
     gaps: gates.Gaps = field(default_factory=gates.Gaps)  # between log-probs of trainer and vLLM, since this start
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
     skipped: int = 0  # updates in a row that were skipped because loss or gradient was NaN or infinite
-    errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors the user has seen
+    errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors shown, rewards known to apply
     moving: dict[str, float] = field(default_factory=dict)  # {dotted key: value} that a step sets for later ones
 
 
@@ -180,7 +180,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
         rescore = partial(score, model, batch, cfg)  # log-probs under the weights at the time of the call
         if cfg.log.tokens:
             before_F = metrics.trainer_logp(batch, cfg, rescore)
-    batch = give_credit(trained, batch, algo)
+    batch = give_credit(trained, batch, algo, cfg.reward)
 
     length = algo.loss_norm_length or cfg.rollout.max_new_tokens
     reports = []
@@ -227,7 +227,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
         prompts = dict(enumerate(run.inputs.eval_prompts))
         length = options.max_new_tokens or run.cfg.rollout.max_new_tokens
         samples, _ = answer(run, prompts, 0, options.samples, options, length)  # step 0: always the same seeds
-    gates.check_graded(samples, prompts, run.cfg.reward.max_error_frac, run.errors_shown)
+    gates.check_graded(samples, prompts, run.cfg.reward, run.errors_shown)
     return metrics.evaluation(samples, options) | {"time/eval": run.clock.seconds["eval"]}, samples
 
 
@@ -253,7 +253,7 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
         prompts = dict(enumerate(prompt_batch(run.inputs.prompts, taken, missing, cfg.seed), first))  # {group: prompt}
         answers, notes = answer(run, prompts, step, r.group_size, r, r.max_new_tokens)
         run.clock.check_stop()  # before errors are judged: a scheduler's signal may have ended grading processes too
-        gates.check_graded(answers, prompts, cfg.reward.max_error_frac, run.errors_shown)
+        gates.check_graded(answers, prompts, cfg.reward, run.errors_shown)
         samples += answers
         rewards = metrics.rewards_by_group(answers)
         mixed = {group for group, values in rewards.items() if min(values) < max(values)}
@@ -377,15 +377,21 @@ def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, se
 # ---------------------------------------------------------------- 4. what a token is worth: advantages and weights
 
 
-def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
-    """Add the advantage of each position, [F]: its answer's or, with token rewards, its step's (step/credit.py)."""
+def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig, reward: RewardConfig | None = None) -> Batch:
+    """Add the advantage of each position, [F]: its answer's or, with token rewards, its step's (step/credit.py).
+
+    grpo_batch and gdpo compare whole answers; `reward` has the weights of the parts that gdpo normalizes.
+    """
     rewards_N = np.array([s.reward for s in samples])
+    if algo.advantage == "gdpo":
+        rewards_N = credit.normalize_parts(samples, reward, algo.overlong_coef)
     groups_N = np.array([s.group for s in samples])
     kl_F = torch.zeros_like(batch.rollout_logp)
     if algo.kl_coef > 0 and algo.kl_in == "reward":  # an answer's KL is subtracted from its reward, as in verl
         kl_F = token_kl(batch.old_logp, batch.ref_logp, algo.kl) * batch.mask
         rewards_N = rewards_N - algo.kl_coef * batch.sums(kl_F)
-    if algo.credit == "answer" or not any(s.token_rewards for s in samples):
+    whole = algo.credit == "answer" or algo.advantage in ("grpo_batch", "gdpo")
+    if whole or not any(s.token_rewards for s in samples):
         advantages_N = group_advantages(rewards_N, groups_N, algo.advantage, batch.sums(batch.trained))
         advantages_F = torch.from_numpy(advantages_N).float().index_select(0, batch.seq_id)
         for sample, advantage in zip(samples, advantages_N.tolist(), strict=True):
@@ -404,12 +410,17 @@ def group_advantages(
 ) -> np.ndarray:
     """Advantage of each answer against its own group, 0 in a group of equal rewards; [N] each → [N] float64.
 
-    With mean m and std s (ddof 1) of the group of G answers, m', s' those of the other G - 1, tokens_N trained tokens:
+    With mean m and std s (ddof 1) of the group of G answers, m', s' those of the other G - 1, S that of all answers of
+    the batch, tokens_N trained tokens:
 
       grpo          (r - m) / (s + 1e-6)           DeepSeekMath, arXiv 2402.03300, 4.1.2; ddof and eps as in verl
       dr_grpo       r - m                          Dr. GRPO, arXiv 2503.20783, 3.2
       rloo          r - m'                         Ahmadian et al., arXiv 2402.14740, 3.2
       grpo_loo      (r - m') / (s' + 1e-6)         NeMo-RL; not divided where the others are equal
+      grpo_batch    (r - m) / (S + 1e-4)           TRL's scale_rewards=batch: arXiv 2508.08221, 4.1
+      max_rl        (r - m) / m, and 0 where m is not above 0      MaxRL, arXiv 2602.02710; for rewards of 0 and 1
+      gdpo          that of grpo_batch, where r is a sum of normalized parts, credit.normalize_parts
+                                                   GDPO, arXiv 2601.05242; eps as in TRL
       reinforce_pp  a = r - m, then (a - mean(a)) / sqrt(var(a) + 1e-8) over all trained tokens of the batch (ddof 1)
                                                    REINFORCE++-baseline, arXiv 2501.03262; as in verl
       none          0                              for a teacher alone
@@ -423,8 +434,10 @@ def group_advantages(
             continue
         if kind == "grpo":
             advantages_N[members] = (r - r.mean()) / (r.std(ddof=1) + 1e-6)
-        elif kind in ("dr_grpo", "reinforce_pp"):
+        elif kind in ("dr_grpo", "reinforce_pp", "grpo_batch", "gdpo"):
             advantages_N[members] = r - r.mean()
+        elif kind == "max_rl":
+            advantages_N[members] = (r - r.mean()) / r.mean() if r.mean() > 0 else 0.0
         elif kind == "rloo":
             advantages_N[members] = (r - r.mean()) * len(r) / (len(r) - 1)
         elif kind == "grpo_loo":
@@ -433,11 +446,14 @@ def group_advantages(
             std = others.std(1, ddof=1) if len(r) > 2 else 0.0
             advantages_N[members] = (r - others.mean(1)) / np.where(equal, 1.0, std + 1e-6)
         elif kind != "none":
-            raise UserError(f"algo.advantage={kind!r}: legal is grpo | dr_grpo | rloo | grpo_loo | reinforce_pp | none")
+            legal = "grpo | dr_grpo | rloo | grpo_loo | grpo_batch | max_rl | gdpo | reinforce_pp | none"
+            raise UserError(f"algo.advantage={kind!r}: legal is {legal}")
     if kind == "reinforce_pp" and np.sum(tokens_N) > 1:
         mean = np.average(advantages_N, weights=tokens_N)
         variance = np.sum(tokens_N * (advantages_N - mean) ** 2) / (np.sum(tokens_N) - 1)
         advantages_N = (advantages_N - mean) / np.sqrt(variance + 1e-8)
+    if kind in ("grpo_batch", "gdpo") and len(rewards_N) > 1:
+        advantages_N = advantages_N / (rewards_N.std(ddof=1) + 1e-4)
     return advantages_N
 
 
@@ -596,6 +612,9 @@ def policy_loss(
       gspo       the same with the sequence's ratio s = exp(mean_t(logp - old_logp)), the mean at most 10, and each
                  token's gradient s ∇logp          GSPO, arXiv 2507.18071, eq. 5 and 13 (GSPO-token); the cap as in verl
       cispo      -sg(clip(ratio)) A logp           MiniMax-M1, arXiv 2506.13585, eq. 4
+      ipo        -ratio A where -clip_low <= p - old p <= clip_high, p = exp(logp), else 0      prime-rl
+      dppo_tv    the same, but only the bound that A moves p towards counts: the upper one for A > 0
+                                                   DPPO, arXiv 2602.04879, binary TV; without verl's bound of the ratio
       reinforce  -A logp                           Williams (1992)
     dual_clip = c bounds ppo_clip and gspo at -c A where A < 0: arXiv 1912.09729, eq. 5.
     """
@@ -609,8 +628,16 @@ def policy_loss(
     bounded_T = ratio_T.clamp(1 - algo.clip_low, 1 + algo.clip_high)
     if algo.loss == "cispo":
         return -bounded_T.detach() * advantages_T * logp_T, (bounded_T != ratio_T).float()
+    if algo.loss in ("ipo", "dppo_tv"):
+        moved_T = (logp_T.exp() - old_logp_T.exp()).detach()
+        above_T = moved_T > algo.clip_high
+        below_T = moved_T < -algo.clip_low
+        outside_T = above_T | below_T
+        if algo.loss == "dppo_tv":
+            outside_T = torch.where(advantages_T > 0, above_T, below_T)
+        return torch.where(outside_T, 0.0, -ratio_T * advantages_T), outside_T.float()
     if algo.loss not in ("ppo_clip", "gspo"):
-        raise UserError(f"algo.loss={algo.loss!r}: legal is ppo_clip | gspo | cispo | reinforce")
+        raise UserError(f"algo.loss={algo.loss!r}: legal is ppo_clip | gspo | cispo | ipo | dppo_tv | reinforce")
     loss_T = torch.maximum(-ratio_T * advantages_T, -bounded_T * advantages_T)
     clipped_T = -bounded_T * advantages_T > -ratio_T * advantages_T
     if algo.dual_clip is not None:
@@ -696,7 +723,7 @@ def rehearse(cfg: Config) -> None:
     batch = flatten(samples, algo.mask_truncated)
     batch = replace(batch, old_logp=batch.rollout_logp, ref_logp=batch.rollout_logp, teacher_logp=batch.rollout_logp)
     weights_F = loss_weights(batch.trained, batch.seq_id, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
-    batch = replace(give_credit(samples, batch, algo), weights=weights_F)
+    batch = replace(give_credit(samples, batch, algo, cfg.reward), weights=weights_F)
     mb = pack(batch, [0, 1], len(batch.tokens), "cpu")
     logp_T = mb.rollout_logp[0].clone().requires_grad_()
     loss, _, _ = grpo_loss(mb, logp_T, -logp_T, algo)

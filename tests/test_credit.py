@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from config import AlgoConfig, UserError
+from config import AlgoConfig, RewardConfig, UserError
 from support.base.read_config import load_config
 from support.step import credit
 from support.step.grading import GradingPool, Outcome
@@ -205,7 +205,7 @@ def test_with_kl_in_the_reward_by_hand():
     assert samples[1].advantage == pytest.approx(-0.5, rel=1e-6) and not samples[1].tokens
 
 
-KINDS = ("grpo", "dr_grpo", "rloo", "grpo_loo", "reinforce_pp")
+KINDS = ("grpo", "dr_grpo", "rloo", "grpo_loo", "max_rl", "reinforce_pp")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -219,6 +219,18 @@ def test_a_number_is_a_list_of_zeros_that_ends_with_it(kind):
     span = [made(g, n, [(n - 1, r)]) for g, n, r in answers]
     for samples in (zeros, span, [made(g, n, None, own=r) for g, n, r in answers]):
         assert advantages(samples, advantage=kind) == number
+
+
+@pytest.mark.parametrize("kind", ["grpo_batch", "gdpo"])
+def test_what_is_scaled_by_the_batch_compares_whole_answers(kind):
+    """Steps would count an answer of many of them more often in the batch's std."""
+    rewards = RewardConfig(default={"own": 1.0, "right": 1.0})
+    found = []
+    for ends in ([(0, 1.0), (4, 2.0)], [(4, 3.0)]):
+        samples = [made(0, 5, ends), made(0, 3, [(2, 1.0)]), made(1, 2, [(1, 0.0)]), made(1, 2, [(0, 0.5)])]
+        batch = give_credit(samples, flatten(samples), AlgoConfig(advantage=kind), rewards)
+        found.append(batch.advantages[batch.mask].tolist())
+    assert found[0] == found[1] and found[0][0] == found[0][4] != 0
 
 
 def test_answers_that_agree_get_exactly_zero():
@@ -257,7 +269,8 @@ def test_credit_to_go_against_a_loop(kind):
                 want.append((v - mean(rest)) / (stdev(rest) + 1e-6 if max(rest) - min(rest) > 1e-9 else 1))
             else:
                 base = mean(rest) if kind == "rloo" else mean(everyone)
-                want.append((v - base) / (stdev(everyone) + 1e-6 if kind == "grpo" else 1))
+                scale = {"grpo": stdev(everyone) + 1e-6, "max_rl": base}.get(kind, 1)
+                want.append((v - base) / scale)
     if kind == "reinforce_pp":
         kept = [a for a, trained in zip(want, batch.trained[batch.mask].tolist(), strict=True) if trained]
         want = [(a - mean(kept)) / math.sqrt(stdev(kept) ** 2 + 1e-8) for a in want]

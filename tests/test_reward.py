@@ -599,7 +599,60 @@ def test_a_part_with_a_name_of_the_trainers_own_is_an_error(tmp_path):
     samples = [SimpleNamespace(group=0, source="s", graded=o.status, error=o.error, text="a") for o in outcomes]
     assert [outcome.status for outcome in outcomes] == ["error", "error"]
     with pytest.raises(UserError, match=r"source 's' failed: .*a part 'overlong', which is the trainer's own"):
-        gates.check_graded(samples, {0: SimpleNamespace(row={})}, 0.0, set())
+        gates.check_graded(samples, {0: SimpleNamespace(row={})}, RewardConfig(), set())
+
+
+ABSENT = """
+def odd(text, answer, row):
+    return None if len(text) % 2 == 0 else 0.5
+
+def parts(text, answer, row):
+    return {"a": None, "b": 1.0}
+
+def never(text, answer, row):
+    print("and no return")
+"""
+
+
+def check_outcomes(outcomes: list[Outcome], config: RewardConfig, found: set[str], source: str = "s") -> None:
+    samples = [
+        SimpleNamespace(group=0, source=source, graded=o.status, error=o.error, text="a", reward_parts=o.parts)
+        for o in outcomes
+    ]
+    gates.check_graded(samples, {0: SimpleNamespace(row={"id": 7})}, config, found)
+
+
+def test_a_reward_that_is_none_is_left_out(tmp_path):
+    path = tmp_path / "absent.py"
+    path.write_text(ABSENT)
+    functions = {name: f"{path}:{name}" for name in ("odd", "parts", "never")}
+    config = RewardConfig(
+        default={"odd": 2.0, "exact": 1.0},
+        by_source={"p": "parts", "n": "never", "some": "odd", "both": {"exact": 1.0, "never": 0.5}},
+        functions=functions,
+    )
+    pool = GradingPool(**config.model_dump(exclude={"max_error_frac"}))
+    jobs = [
+        ("s", "abc", "abc", {}),
+        ("s", "ab", "ab", {}),
+        ("p", "x", "", {}),
+        ("n", "x", "", {}),
+        ("both", "x", "", {}),
+    ]
+    outcomes = grade(pool, jobs)
+    pool.close()
+    assert [o.parts for o in outcomes[:3]] == [{"odd": 1.0, "exact": 1.0}, {"exact": 1.0}, {"b": 1.0}]
+    found = set()
+    check_outcomes(outcomes[:2], config, found)
+    check_outcomes(outcomes[1:2], config, found)  # a later step may lack rows that it is for
+    with pytest.raises(UserError, match=r"'odd' of source 's' is None for all 1 answers; legal is .*reward.by_source"):
+        check_outcomes(outcomes[1:2], config, set())
+    with pytest.raises(UserError, match="'never' of source 'both' is None for all 1 answers"):
+        check_outcomes(outcomes[4:], config, set(), "both")
+    assert outcomes[3].status == "error"
+    message = r"the reward is None \(never\): it does not apply to this row; legal is a finite number\n.*\"id\": 7"
+    with pytest.raises(UserError, match=message):
+        check_outcomes(outcomes[3:4], config, set(), "n")
 
 
 def test_functions_and_classes_by_names(tmp_path, custom):

@@ -2,17 +2,21 @@
 
 import math
 import re
+from statistics import stdev
 
 import numpy as np
 import pytest
 import torch
 
-from config import AlgoConfig, UserError
+from config import AlgoConfig, RewardConfig, UserError
 from support.base.read_config import load_config
 from support.check import checks, run_plan
+from support.step import credit
 from tests.conftest import REPO
 from train_grpo import (
     Sample,
+    flatten,
+    give_credit,
     group_advantages,
     loss_weights,
     mismatch_weight,
@@ -44,6 +48,10 @@ def f64(*values: float) -> torch.Tensor:
         ("rloo", [0, -4 / 3, -4 / 3, 8 / 3]),
         # Variances of the others (ddof 1): {0,0,3}: 3; {1,0,3} twice: 7/3; {1,0,0}: 1/3.
         ("grpo_loo", [0, *[-4 / 3 / (math.sqrt(7 / 3) + 1e-6)] * 2, 8 / 3 / (math.sqrt(1 / 3) + 1e-6)]),
+        # One group alone: S is its own std.
+        ("grpo_batch", [a / (math.sqrt(2) + 1e-4) for a in (0, -1, -1, 2)]),
+        ("gdpo", [a / (math.sqrt(2) + 1e-4) for a in (0, -1, -1, 2)]),
+        ("max_rl", [0, -1, -1, 2]),
         # r - m = 0, -1, -1, 2 over 1, 2, 1, 4 tokens: mean 5/8, sum of squares 2 + 1 + 16, variance (19 - 25/8) / 7.
         ("reinforce_pp", [(a - 5 / 8) / math.sqrt((19 - 25 / 8) / 7 + 1e-8) for a in (0, -1, -1, 2)]),
     ],
@@ -53,7 +61,7 @@ def test_advantages_by_hand(kind, want):
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-15)
 
 
-KINDS = ("grpo", "dr_grpo", "rloo", "grpo_loo", "reinforce_pp")
+KINDS = ("grpo", "dr_grpo", "rloo", "grpo_loo", "grpo_batch", "max_rl", "gdpo", "reinforce_pp")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,7 +82,10 @@ def test_advantages_against_a_loop(kind):
         elif kind == "grpo_loo":
             want.append((r - m_rest) / (s_rest + 1e-6 if len(set(rest)) > 1 else 1))
         else:
-            want.append({"grpo": (r - m) / (s + 1e-6), "rloo": r - m_rest}.get(kind, r - m))
+            want.append({"grpo": (r - m) / (s + 1e-6), "rloo": r - m_rest, "max_rl": r / m - 1}.get(kind, r - m))
+    if kind in ("grpo_batch", "gdpo"):
+        scale = stdev(rewards.tolist()) + 1e-4
+        want = [a / scale for a in want]
     if kind == "reinforce_pp":
         each = [a for a, n in zip(want, tokens, strict=True) for _ in range(n)]
         mean = sum(each) / len(each)
@@ -88,6 +99,97 @@ def test_advantages_against_a_loop(kind):
 def test_one_answer_or_equal_rewards_give_exactly_zero(kind, rewards):
     got = group_advantages(np.array(rewards, float), np.zeros(len(rewards)), kind, np.full(len(rewards), 3))
     assert got.tolist() == [0.0] * len(rewards)
+
+
+def test_a_group_whose_mean_is_not_above_zero_has_no_maximum_likelihood():
+    """prime-rl's MaxRLAlgorithm.score_group: zeros where the mean is <= 0, else (r - mean) / mean."""
+    groups = np.array([0, 0, 1, 1, 1, 1, 2, 2])
+    rewards = np.array([-1.0, 1.0, 0.0, 0.0, 0.0, 1.0, -3.0, 1.0])
+    assert group_advantages(rewards, groups, "max_rl").tolist() == [0, 0, -1, -1, -1, 3, 0, 0]
+
+
+def test_the_std_of_the_batch_by_hand():
+    # Rewards 1, 0 and 3, 3: groups' means 1/2 and 3; mean of all 7/4, squared deviations 9/16, 49/16, 25/16, 25/16.
+    scale = math.sqrt(108 / 16 / 3) + 1e-4
+    got = group_advantages(np.array([1.0, 0, 3, 3]), np.array([0, 0, 1, 1]), "grpo_batch")
+    np.testing.assert_allclose(got, [0.5 / scale, -0.5 / scale, 0, 0], rtol=1e-12)
+
+
+def scored(rows: list[tuple[int, str, dict]]) -> list[Sample]:
+    """Samples of (group, source, reward parts)."""
+    made = [Sample(group, [1], [2], [0.0], True, "", source, reward_parts=parts) for group, source, parts in rows]
+    for sample in made:
+        sample.reward = sum(sample.reward_parts.values())
+    return made
+
+
+def test_parts_are_normalized_before_their_sum_by_hand():
+    # Part a (weight 2), without it: 1, 0, 1: mean 2/3, variance 1/3. Part b: 0, 8, 4: mean 4, variance 16. The second
+    # group has source t, whose reward is one function with the parts c and d; c is absent in one answer, d is constant.
+    samples = scored(
+        [
+            (0, "s", {"a": 2.0, "b/x": 0.0}),
+            (0, "s", {"a": 0.0, "b/x": 8.0}),
+            (0, "s", {"a": 2.0, "b/x": 4.0}),
+            (1, "t", {"c": 1.0, "d": 7.0}),
+            (1, "t", {"d": 7.0}),
+            (1, "t", {"c": 3.0, "d": 7.0}),
+        ]
+    )
+    rewards = RewardConfig(default={"a": 2.0, "b": 1.0}, by_source={"t": "custom"})
+    std_a = math.sqrt(1 / 3) + 1e-4
+    c = 1 / (math.sqrt(2) + 1e-4)
+    third = 2 / 3 / std_a
+    want = [third - 4 / (4 + 1e-4), -2 * third + 4 / (4 + 1e-4), third, -c, 0, c]
+    np.testing.assert_allclose(credit.normalize_parts(samples, rewards, 1.0), want, rtol=1e-12)
+    batch = give_credit(samples, flatten(samples), AlgoConfig(advantage="gdpo"), rewards)
+    np.testing.assert_allclose(batch.advantages.tolist(), np.array(want) / (stdev(want) + 1e-4), rtol=1e-6)
+
+
+def test_the_length_penalty_is_a_part_with_its_coefficient():
+    samples = scored([(0, "s", {"r": n / 10, "overlong": -0.5 * n}) for n in (0, 1, 2)])
+    got = credit.normalize_parts(samples, RewardConfig(default="custom"), 0.5)
+    np.testing.assert_allclose(got, [-1 / 1.001 + 0.5 / 1.0001, 0, 1 / 1.001 - 0.5 / 1.0001], rtol=1e-12, atol=1e-12)
+
+
+def trl_advantages(rewards: torch.Tensor, weights: torch.Tensor, size: int, scale: str, aggregation: str):
+    """TRL's GRPOTrainer._generate_and_score_completions (1.16), its formulas written apart; NaN: an absent reward."""
+
+    def nanstd(values, dim=None):
+        kept = [v[~v.isnan()] for v in (values.unbind(1 - dim) if dim is not None else [values.flatten()])]
+        return torch.stack([v.std() if len(v) > 1 else torch.tensor(torch.nan) for v in kept])
+
+    if aggregation == "sum_then_normalize":
+        summed = (rewards * weights).nansum(1)
+        means = summed.view(-1, size).mean(1).repeat_interleave(size)
+        if scale == "batch":
+            return (summed - means) / (summed.std() + 1e-4)
+        return (summed - means) / (summed.view(-1, size).std(1).repeat_interleave(size) + 1e-4)
+    normal = torch.empty_like(rewards)
+    for first in range(0, len(rewards), size):
+        group = rewards[first : first + size]
+        normal[first : first + size] = (group - group.nanmean(0)) / (nanstd(group, dim=0) + 1e-4)
+    summed = (normal * weights).nansum(1)
+    return (summed - summed.mean()) / (summed.std() + 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["grpo_batch", "gdpo"])
+def test_advantages_are_trls(kind):
+    g = torch.Generator().manual_seed(11)
+    size, weights = 4, torch.tensor([1.0, 0.25, -2.0], dtype=torch.float64)
+    rewards = torch.rand(32, 3, generator=g, dtype=torch.float64)
+    rewards[:, 0] = rewards[:, 0].round()
+    rewards[torch.rand(32, generator=g) < 0.3, 1] = torch.nan  # an absent reward
+    names, rows = ("a", "b", "c"), []
+    for n, values in enumerate(rewards.tolist()):
+        parts = {name: v * w for name, v, w in zip(names, values, weights.tolist(), strict=True) if not math.isnan(v)}
+        rows.append((n // size, "s", parts))
+    samples = scored(rows)
+    spec = RewardConfig(default=dict(zip(names, weights.tolist(), strict=True)))
+    batch = give_credit(samples, flatten(samples), AlgoConfig(advantage=kind), spec)
+    aggregation = {"grpo_batch": "sum_then_normalize", "gdpo": "normalize_then_sum"}[kind]
+    want = trl_advantages(rewards, weights, size, "batch", aggregation)
+    torch.testing.assert_close(batch.advantages.double(), want, rtol=1e-5, atol=1e-6)
 
 
 def test_two_answers_leave_one_other_without_a_spread():
@@ -166,6 +268,71 @@ def test_cispo_and_reinforce_by_hand():
     assert held.tolist() == [0, 0, 0]
 
 
+def test_masks_by_probability_by_hand():
+    # old p 0.5; p = 0.8, 0.6, 0.35, 0.2: moved by 0.3, 0.1, -0.15, -0.3. Bounds 0.1 below (closed) and 0.2 above.
+    p = f64(0.8, 0.6, 0.35, 0.2, 0.8, 0.6, 0.35, 0.2)
+    logp = p.log().requires_grad_()
+    advantages = f64(1, 1, 1, 1, -1, -1, -1, -1)
+    place = (torch.full((8,), math.log(0.5)), advantages, torch.ones(8), torch.zeros(8, dtype=torch.long))
+    for loss, masked in (("ipo", [1, 0, 1, 1, 1, 0, 1, 1]), ("dppo_tv", [1, 0, 0, 0, 0, 0, 1, 1])):
+        algo = AlgoConfig(loss=loss, clip_low=0.1, clip_high=0.2)
+        value, outside = policy_loss(logp, *place, algo)
+        want = [0.0 if out else -float(q / 0.5 * a) for q, a, out in zip(p, advantages, masked, strict=True)]
+        assert outside.tolist() == masked
+        torch.testing.assert_close(value, f64(*want), rtol=1e-6, atol=0)
+        (gradient,) = torch.autograd.grad(value.sum(), logp)
+        torch.testing.assert_close(gradient, f64(*want), rtol=1e-6, atol=0)  # the gradient of ratio is ratio
+
+
+def prime_rl_loss(logp, rollout_logp, advantages, algo: AlgoConfig) -> torch.Tensor:
+    """prime-rl's loss.py (559b447), ipo_loss_fn and default_loss_fn with kl_tau 0, by token and written apart."""
+    moved = logp.exp() - rollout_logp.exp()
+    if algo.loss == "ipo":
+        masked = moved.abs() > algo.clip_high
+    else:
+        masked = torch.where(advantages > 0, moved > algo.clip_high, moved < -algo.clip_low)
+    return -(~masked * advantages * (logp - rollout_logp).exp())
+
+
+def verl_dppo_tv(logp, old_logp, advantages, algo: AlgoConfig, clip_ratio_c: float) -> torch.Tensor:
+    """verl's compute_policy_loss_dppo_tv (1dda039), by token and written apart."""
+    ratio = (logp - old_logp).clamp(-20, 20).exp().clamp(max=clip_ratio_c).detach()
+    moved = logp.exp() - old_logp.exp()
+    valid = torch.where(advantages > 0, moved <= algo.clip_high, moved >= -algo.clip_low).detach()
+    return -advantages * ratio * logp * valid
+
+
+@pytest.mark.parametrize("loss", ["ipo", "dppo_tv"])
+def test_masked_losses_and_gradients_are_those_of_prime_rl_and_verl(loss):
+    g = torch.Generator().manual_seed(12)
+    old = torch.rand(400, generator=g, dtype=torch.float64).log()
+    logp = torch.rand(400, generator=g, dtype=torch.float64).log().requires_grad_()
+    advantages = torch.randn(400, generator=g, dtype=torch.float64)
+    advantages[::7] = 0.0
+    algo = AlgoConfig(loss=loss, clip_low=0.2, clip_high=0.2)
+    got, outside = policy_loss(logp, old, advantages, torch.ones(400), torch.zeros(400, dtype=torch.long), algo)
+    assert 50 < outside.sum() < 350
+    theirs = prime_rl_loss(logp, old, advantages, algo)
+    torch.testing.assert_close(got, theirs, **F64)
+    gradient = torch.autograd.grad(got.sum(), logp, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(theirs.sum(), logp), **F64)
+    if loss == "dppo_tv":  # verl's has another value and, up to its bound of the ratio, the same gradient
+        theirs = verl_dppo_tv(logp, old, advantages, algo, clip_ratio_c=1e6)
+        torch.testing.assert_close(gradient, torch.autograd.grad(theirs.sum(), logp), **F64)
+
+
+def test_masks_against_the_trainers_own_first_update_are_pointed_out():
+    def hints(*keys: str) -> list[str]:
+        cfg = load_config(str(REPO / "configs/tiny.yaml"), ["model.path=m", "data.train=d", *keys])
+        return [text for text in run_plan.warnings(cfg, 1) if "masks" in text]
+
+    for loss in ("ipo", "dppo_tv"):
+        assert "algo.old_logp=rollout" in hints(f"algo.loss={loss}")[0]
+        assert not hints(f"algo.loss={loss}", "algo.old_logp=rollout")
+        assert not hints(f"algo.loss={loss}", "train.updates_per_step=2")
+    assert not hints()
+
+
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
 @pytest.mark.parametrize("dual_clip", [None, 2.0])
 def test_policy_losses_against_a_loop(loss, dual_clip):
@@ -190,7 +357,7 @@ def test_policy_losses_against_a_loop(loss, dual_clip):
             assert got[t].item() == pytest.approx(want, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "ipo", "dppo_tv"])
 def test_ratios_that_would_overflow_stay_finite(loss):
     logp = torch.tensor([0.0, -2000.0], requires_grad=True)
     place = (torch.tensor([-2000.0, 0.0]), torch.tensor([-1.0, 1.0]), torch.ones(2), torch.tensor([0, 1]))
@@ -198,7 +365,8 @@ def test_ratios_that_would_overflow_stay_finite(loss):
     value.sum().backward()
     assert value.isfinite().all() and logp.grad.isfinite().all()
     largest = math.exp(10) if loss == "gspo" else math.exp(20)
-    assert value[0].item() == pytest.approx(0.0 if loss == "cispo" else largest, rel=1e-6)
+    # The first token's probability rises from 0 to 1: ipo masks that, dppo_tv does not where A < 0.
+    assert value[0].item() == pytest.approx(0.0 if loss in ("cispo", "ipo") else largest, rel=1e-6)
 
 
 # ---------------------------------------------------------------- mismatch
@@ -374,8 +542,8 @@ def test_every_epoch_deals_all_groups_anew():
 @pytest.mark.parametrize(
     ("override", "legal"),
     [
-        ("algo.advantage=gae", "grpo | dr_grpo | rloo | grpo_loo | reinforce_pp"),
-        ("algo.loss=sapo", "ppo_clip | gspo | cispo | reinforce"),
+        ("algo.advantage=gae", "grpo | dr_grpo | rloo | grpo_loo | grpo_batch | max_rl | gdpo | reinforce_pp | none"),
+        ("algo.loss=sapo", "ppo_clip | gspo | cispo | ipo | dppo_tv | reinforce"),
         ("algo.loss_norm=mean", "token_mean | seq_mean_token_mean | seq_mean_token_sum | seq_mean_token_sum_norm"),
         ("algo.kl=k4", "k1 | k2 | k3 | k3+"),
         ("algo.correction=mis", "none | tis | icepop | seq_mask"),

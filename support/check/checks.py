@@ -166,6 +166,11 @@ def check_what_is_learned(cfg: Config) -> None:
         "the loss; use algo.kl_in=loss or algo.kl_coef=0",
     )
     require(
+        a.advantage != "gdpo" or a.kl_coef == 0 or a.kl_in == "loss",
+        "algo.kl_in=reward: with algo.advantage=gdpo each part of the reward is normalized alone, and the KL is none; "
+        "use algo.kl_in=loss or algo.kl_coef=0",
+    )
+    require(
         cfg.data.hint_key is None or a.teacher is not None,
         f"data.hint_key={cfg.data.hint_key} has no effect without algo.teacher, who alone sees the hints; leave it out",
     )

@@ -117,6 +117,9 @@ def warnings(cfg: Config, world_size: int) -> list[str]:
         if local % size:
             text = f"{key}={size} spans machines of {local} ranks: messages in every layer take the slower network"
             found["tensor parallelism over machines"] = text
+    if a.loss in ("ipo", "dppo_tv") and a.old_logp == "trainer" and t.updates_per_step * t.epochs_per_step == 1:
+        text = f"algo.loss={a.loss} masks by how far probabilities are from the old ones, which are the same in a first"
+        found["masks against the trainer"] = f"{text} update of algo.old_logp=trainer"
     if tokens < t.max_tokens_per_micro_batch / 2:
         found["small rows"] = (
             f"an update has at most {tokens} tokens a replica, less than half of train.max_tokens_per_micro_batch="

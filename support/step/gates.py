@@ -13,7 +13,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import megatron_bridge as bridge
-from config import Config, TrainingError, UserError
+from config import Config, RewardConfig, TrainingError, UserError
+from reward import is_part, weights_of
 from support.data.prompts import Prompt
 from support.step import turns
 from support.step.records import Batch, MicroBatch, Sample
@@ -189,14 +190,35 @@ def write_micro_batches(path: Path, micro_batches: list[MicroBatch]) -> None:
     save_file(tensors, f"{path}_rank_{dist.get_rank():05d}.safetensors")
 
 
-def check_graded(samples: list[Sample], prompts: dict[int, Prompt], bound: float, shown: set[str]) -> None:
-    """Raise UserError, on every rank, if the reward failed for more than the share `bound` of the samples.
+def check_graded(samples: list[Sample], prompts: dict[int, Prompt], reward: RewardConfig, shown: set[str]) -> None:
+    """Raise UserError, on every rank, if the reward failed for a larger share of the samples than it may.
 
     Otherwise warn, once a run for each kind of error. `prompts`: {group: prompt}; `shown`: the kinds shown so far.
     """
     failed = [s for s in samples if s.graded == "error"]
     if failed:
-        report_failed(failed, len(samples), prompts, bound, shown)
+        report_failed(failed, len(samples), prompts, reward.max_error_frac, shown)
+    check_applied([s for s in samples if s.graded == "ok"], reward, shown)
+
+
+def check_applied(samples: list[Sample], reward: RewardConfig, found: set[str]) -> None:
+    """Raise UserError for a name in a weighted sum that is None for every sample, the first time its source is graded.
+
+    `found` gets the names that were not: later steps may lack rows that they are for.
+    """
+    for source in sorted({s.source for s in samples}):
+        spec = reward.by_source.get(source, reward.default)
+        graded = [s for s in samples if s.source == source]
+        parts = {part for s in graded for part in s.reward_parts}
+        for name in weights_of(spec):
+            what = f"the reward {name!r} of source {source!r}"
+            if isinstance(spec, dict) and what not in found and not any(is_part(part, name) for part in parts):
+                raise UserError(
+                    f"{what} is None for all {len(graded)} answers; legal is a finite number for those to which it "
+                    "applies. Leave it out of the reward, or give rows that it is not for a source of their own "
+                    "(reward.by_source)"
+                )
+            found.add(what)
 
 
 def report_failed(failed: list[Sample], count: int, prompts: dict[int, Prompt], bound: float, shown: set[str]) -> None:

@@ -317,7 +317,15 @@ def load_reward_function(spec: str | dict[str, float], settings: dict, chunk: li
     for name in models:
         options = model_options(settings["options"][name])
         reward_model.load(options["path"], options["device"], options["dtype"])
-    return lambda *arguments: reward.parts_of(function(*arguments))
+
+    def grade(*arguments) -> dict[str, float | list]:
+        parts = reward.parts_of(function(*arguments))
+        if not parts:
+            names = ", ".join(reward.weights_of(spec))
+            raise ValueError(f"the reward is None ({names}): it does not apply to this row; legal is a finite number")
+        return parts
+
+    return grade
 
 
 def load_turn_function(place: str) -> Callable:

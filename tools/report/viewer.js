@@ -103,7 +103,7 @@ function largest(groups, values) {
 
 /** Whether a token is clipped: its ratio is outside the bound on the side of its advantage (PPO's rule). */
 function beyondClip(answer, i, algo) {
-  if (!answer.ratio || algo.loss === "reinforce") return false;
+  if (!answer.ratio || ["reinforce", "ipo", "dppo_tv"].includes(algo.loss)) return false; // the latter have no ratio's bound
   const ratio = answer.ratio[i],
     high = ratio > 1 + algo.clip_high,
     low = ratio < 1 - algo.clip_low;
