@@ -58,9 +58,10 @@ MOE_LAYOUTS = {
     "PP2·EP2·DP2": ["parallel.pp=2", "parallel.ep=2"],
     "CP2·EP2·DP2": ["parallel.cp=2", "parallel.ep=2"],
 }
-LOSSES = ("ppo_clip", "gspo", "cispo", "reinforce")
+LOSSES = ("ppo_clip", "gspo", "cispo", "ipo", "dppo_tv", "reinforce")
 NORMS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 TEMPERATURE, CLIP, KL, ENTROPY = 0.8, 0.2, 0.05, 0.01
+MASK = 0.002  # bound of ipo and dppo_tv: the models' probabilities are small
 
 
 def layouts_of(family: str) -> dict[str, list[str]]:
@@ -147,7 +148,11 @@ def reference(folder, samples: list[dict], given: dict, loss="ppo_clip", norm="t
         if loss == "gspo":
             ratio = (logp - old).mean().exp().detach() * (logp - logp.detach()).exp()
         bounded = ratio.clamp(1 - CLIP, 1 + CLIP)
+        moved = (logp.exp() - old.exp()).detach()
+        outside = moved > MASK if s["advantage"] > 0 else moved < -MASK
         policy = {
+            "ipo": -ratio * s["advantage"] * (moved.abs() <= MASK),
+            "dppo_tv": -ratio * s["advantage"] * ~outside,
             "cispo": -bounded.detach() * s["advantage"] * logp,
             "reinforce": -s["advantage"] * logp,
         }.get(loss, -torch.minimum(ratio * s["advantage"], bounded * s["advantage"]))
@@ -316,10 +321,14 @@ def test_a_context_parallel_rank_without_queries_keeps_up(fork_server, tmp_path)
 def test_every_loss_and_normalisation_does_not_depend_on_the_layout(fork_server, tmp_path):
     """On TP2·PP2 with uneven micro-batches, with truncated importance sampling and the straight-through KL."""
     cases = {f"{loss} {norm}": (loss, norm) for loss in LOSSES for norm in NORMS}
+    bounds = {loss: [f"algo.clip_low={MASK}", f"algo.clip_high={MASK}"] for loss in ("ipo", "dppo_tv")}
+    keys = {
+        name: [f"algo.loss={loss}", f"algo.loss_norm={norm}", *bounds.get(loss, [])]
+        for name, (loss, norm) in cases.items()
+    }
     plan = make_plan(
         tmp_path, "qwen2", "algo.kl=k3+", "algo.correction=tis", "algo.correction_high=1.1", "parallel.tp=2",
-        "parallel.pp=2",
-        layouts={name: [f"algo.loss={loss}", f"algo.loss_norm={norm}"] for name, (loss, norm) in cases.items()},
+        "parallel.pp=2", layouts=keys,
     )  # fmt: skip
     (found,) = run_worker(fork_server, tmp_path, 4, plan)
     for name, (loss, norm) in cases.items():

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import megatron_bridge as bridge
 from config import Config, RewardConfig, TrainingError, UserError
-from reward import is_part, weights_of
+from reward import is_part
 from support.data.prompts import Prompt
 from support.step import turns
 from support.step.records import Batch, MicroBatch, Sample
@@ -204,21 +204,22 @@ def check_graded(samples: list[Sample], prompts: dict[int, Prompt], reward: Rewa
 def check_applied(samples: list[Sample], reward: RewardConfig, found: set[str]) -> None:
     """Raise UserError for a name in a weighted sum that is None for every sample, the first time its source is graded.
 
-    `found` gets the names that were not: later steps may lack rows that they are for.
+    `found` gets the sources: later steps may lack rows that a reward is for.
     """
     for source in sorted({s.source for s in samples}):
         spec = reward.by_source.get(source, reward.default)
+        if isinstance(spec, str) or f"rewards of {source!r}" in found:  # a single one that is None is an error already
+            continue
         graded = [s for s in samples if s.source == source]
         parts = {part for s in graded for part in s.reward_parts}
-        for name in weights_of(spec):
-            what = f"the reward {name!r} of source {source!r}"
-            if isinstance(spec, dict) and what not in found and not any(is_part(part, name) for part in parts):
+        for name in spec:
+            if not any(is_part(part, name) for part in parts):
                 raise UserError(
-                    f"{what} is None for all {len(graded)} answers; legal is a finite number for those to which it "
-                    "applies. Leave it out of the reward, or give rows that it is not for a source of their own "
-                    "(reward.by_source)"
+                    f"the reward {name!r} of source {source!r} is None for all {len(graded)} answers; legal is a finite"
+                    " number for those to which it applies. Leave it out of the reward, or give rows that it is not for"
+                    " a source of their own (reward.by_source)"
                 )
-            found.add(what)
+        found.add(f"rewards of {source!r}")
 
 
 def report_failed(failed: list[Sample], count: int, prompts: dict[int, Prompt], bound: float, shown: set[str]) -> None:
