@@ -70,6 +70,29 @@ def test_results_are_read_as_they_were_written(tmp_path):
     assert bench_works.read_results(tmp_path / "none.csv") == []
 
 
+def test_trl_runs_in_the_setting_that_was_the_fastest_for_the_work(tmp_path, monkeypatch):
+    rates = {"micro_batch=32 generate=32": (10, 90, 20), "micro_batch=8 generate=8 dtype=fp32": (30, 40, 25)}
+    for setting, numbers in rates.items():
+        rows = [
+            vars(bench_works.WORKS["tiny-tail"]) | {"system": "trl", "setting": setting, "tokens_per_s": n}
+            for n in numbers
+        ]
+        bench_works.add_results(tmp_path / "settings.csv", [row | {"round": 1, "ranks": 2, "step": 1} for row in rows])
+    monkeypatch.setattr(bench_rounds, "SETTINGS", tmp_path / "settings.csv")
+    assert bench_rounds.fastest_setting("tiny-tail", "trl") == bench_works.TrlSetting(8, 8, "fp32")  # by the median
+    with pytest.raises(SystemExit, match="tiny-64"):
+        bench_rounds.fastest_setting("tiny-64", "trl")
+
+
+def test_answers_of_one_length_are_tuned_by_micro_batch_alone():
+    works = bench_works.WORKS
+    fixed = bench_works.trl_settings(works["small-bf16-64"], has_bf16_units=False)
+    assert {(s.generate, s.dtype) for s in fixed} == {(32, "fp32")}
+    natural = bench_works.trl_settings(works["small-bf16-natural"], has_bf16_units=True)
+    assert bench_works.TrlSetting(8, 8) in natural and {s.dtype for s in natural} == {""}
+    assert all(bench_works.TrlSetting.parse(str(s)) == s for s in fixed + natural)
+
+
 def test_a_rank_asks_for_the_memory_of_its_own_gpu_alone(monkeypatch):
     """Asking another one makes a context there, of half a GiB."""
     import bench

@@ -2,11 +2,14 @@
 
     python tools/bench_rounds.py                                       # all works, all systems, 3 rounds
     python tools/bench_rounds.py --works tiny-64 small-bf16-64 --rounds 1 --systems ours trl
+    python tools/bench_rounds.py --tune                                # find TRL's fastest setting of each work first
     python tools/bench_rounds.py --table                               # only write the tables into docs/performance.md
 
 Every run is a process group of its own, 3 steps to warm up and 6 that are timed; round by round the systems take
 turns, so that what else the machine does falls on all. Results are appended to docs/bench/rounds.csv; a run that is
 there is not run again, so an interrupted set goes on where it was. Ratios are of medians over the steps of all rounds.
+TRL runs in the setting that was the fastest for the work under --tune (docs/bench/trl-settings.csv, a run of 3 steps
+each).
 The tables of GPUs come from docs/bench/gpu-check-*.json, which tools/gpu_check.py --json writes.
 """
 
@@ -23,46 +26,88 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bench_trl
 import bench_works
-from bench_works import REPO, WORKS, values
+from bench_works import REPO, WORKS, TrlSetting, values
 
 SYSTEMS = {"ours": "train_grpo", "trl": "TRL, transformers", "trl-vllm": "TRL, colocated vLLM"}
 RESULTS = REPO / "docs/bench/rounds.csv"
+SETTINGS = REPO / "docs/bench/trl-settings.csv"
 PAGE = REPO / "docs/performance.md"
 TRL = REPO / "build/trl-venv"
 RANKS = 2
-TIMEOUT_S = 600  # of a run
+TIMEOUT_S = 900  # of a run
+TUNING_STEPS = 3  # that are timed in each setting of TRL
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
 
 
-def command(work: str, system: str, number: int) -> list[str]:
-    """The command that runs one system on one work and appends its results."""
-    if system == "ours":
-        python, script = sys.executable, ["tools/bench.py"]
-    else:
-        python, script = str(TRL / "bin/python"), ["tools/bench_trl.py"]
+def trl_command(work: str, system: str, setting: TrlSetting, results: Path, number: int, steps: int) -> list[str]:
+    """The command that times TRL on a work in a setting and appends its results."""
+    options = ["--work", work, "--setting", str(setting), "--round", str(number), "--steps", str(steps)]
     if system == "trl-vllm":
-        script.append("--vllm")
-    start = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    result = str(RESULTS.relative_to(REPO))
-    return [*start, *script, "--work", work, "--round", str(number), "--csv", result]
+        options.append("--vllm")
+    return [str(TRL / "bin/python"), *LAUNCH, "tools/bench_trl.py", *options, "--csv", str(results.relative_to(REPO))]
 
 
-def run(work: str, system: str, number: int) -> bool:
-    """Run it, unless its result is there; whether there is a result then."""
-    for row in bench_works.read_results(RESULTS):
-        if bench_works.work_of(row) == WORKS[work] and row["system"] == system and row["round"] == number:
-            return True
+def our_command(work: str, number: int) -> list[str]:
+    """The command that times this trainer on a work and appends its results."""
+    options = ["--work", work, "--round", str(number), "--csv", str(RESULTS.relative_to(REPO))]
+    return [sys.executable, *LAUNCH, "tools/bench.py", *options]
+
+
+def run(command: list[str], name: str) -> bool:
+    """Run a command, its output in build/bench/NAME.log; whether it ended well."""
     start = time.perf_counter()
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-    log = REPO / "build/bench" / f"{work}.{system}.log"
+    log = REPO / "build/bench" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    timed = ["timeout", str(TIMEOUT_S), *command(work, system, number)]
     with log.open("w") as out:
+        timed = ["timeout", str(TIMEOUT_S), *command]
         code = subprocess.run(timed, cwd=REPO, env=environment, stdout=out, stderr=out).returncode
-    report = f"{work} {system} round {number}: {time.perf_counter() - start:.0f} s"
+    report = f"{name}: {time.perf_counter() - start:.0f} s"
     if code != 0:
         report += f", exit code {code}, see {log}"
     print(report, flush=True)
     return code == 0
+
+
+def run_round(work: str, system: str, number: int) -> bool:
+    """Time one system on one work, unless its result is there; whether there is a result then."""
+    for row in rows_on(RESULTS, work):
+        if row["system"] == system and row["round"] == number:
+            return True
+    name = f"{work}.{system}.{number}"
+    if system == "ours":
+        return run(our_command(work, number), name)
+    setting = fastest_setting(work, system)
+    return run(trl_command(work, system, setting, RESULTS, number, bench_works.STEPS), name)
+
+
+def tune(work: str, system: str) -> int:
+    """Time TRL on a work in each setting that may be its fastest; returns how many runs failed."""
+    from support.model.cpu_backend import has_bf16_units
+
+    measured = {row["setting"] for row in rows_on(SETTINGS, work) if row["system"] == system}
+    failed = 0
+    for setting in bench_works.trl_settings(WORKS[work], has_bf16_units()):
+        if str(setting) not in measured:
+            name = f"{work}.{system}.{str(setting).replace(' ', '.')}"
+            failed += not run(trl_command(work, system, setting, SETTINGS, 1, TUNING_STEPS), name)
+    return failed
+
+
+def rows_on(results: Path, work: str) -> list[dict]:
+    """The rows of a results file that were measured on a work."""
+    return [row for row in bench_works.read_results(results) if bench_works.work_of(row) == WORKS[work]]
+
+
+def fastest_setting(work: str, system: str) -> TrlSetting:
+    """TRL's setting with the most tokens a second (median) on a work. Raises SystemExit where none was measured."""
+    rates: dict[str, list[float]] = {}
+    for row in rows_on(SETTINGS, work):
+        if row["system"] == system:
+            rates.setdefault(row["setting"], []).append(row["tokens_per_s"])
+    if not rates:
+        raise SystemExit(f"no setting of {system} was measured on {work}: run python tools/bench_rounds.py --tune")
+    return TrlSetting.parse(max(rates, key=lambda setting: median(rates[setting])))
 
 
 # ---------------------------------------------------------------- tables
@@ -153,6 +198,23 @@ def ceiling_lines(found: dict[str, list[dict]]) -> list[str]:
     return lines
 
 
+def setting_lines(settings: list[dict]) -> list[str]:
+    """A table of TRL's tokens/s in each setting that was tried, the fastest first."""
+    rates: dict[tuple, dict[str, list[float]]] = {}
+    for row in settings:
+        of_system_and_work = rates.setdefault((bench_works.work_of(row), row["system"]), {})
+        of_system_and_work.setdefault(row["setting"], []).append(row["tokens_per_s"])
+    lines = ["| work | system | tokens/s by setting |", "|---|---|---|"]
+    for name, work in WORKS.items():
+        for system in ("trl", "trl-vllm"):
+            medians = {setting: median(numbers) for setting, numbers in rates.get((work, system), {}).items()}
+            if medians:
+                ordered = sorted(medians, key=medians.get, reverse=True)
+                cells = ", ".join(f"{setting}: {medians[setting]:.0f}" for setting in ordered)
+                lines.append(f"| {name} | {SYSTEMS[system]} | {cells} |")
+    return lines
+
+
 def origin_lines(found: dict[str, list[dict]]) -> list[str]:
     """When, where and with what command the numbers were measured."""
     rows = [row for of_work in found.values() for row in of_work]
@@ -190,6 +252,7 @@ def with_tables(text: str, found: dict[str, list[dict]]) -> str:
         "ratios": ratio_lines(found),
         "phases": phase_lines(found),
         "ceilings": ceiling_lines(found),
+        "settings": setting_lines(bench_works.read_results(SETTINGS)),
         "gpus": gpu_lines(read_gpu_checks(RESULTS.parent)),
     }
     for name, lines in tables.items():
@@ -204,15 +267,21 @@ def main() -> int:
     parser.add_argument("--works", nargs="+", choices=WORKS, default=[*WORKS])
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tune", action="store_true", help="time TRL's settings instead")
     parser.add_argument("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
     failed = 0
-    if not args.table:
-        if set(args.systems) - {"ours"}:
-            bench_trl.setup(TRL)
+    of_trl = [system for system in args.systems if system != "ours"]
+    if of_trl and not args.table:
+        bench_trl.setup(TRL)
+        for work in args.works:
+            bench_works.make_inputs(REPO / "build/bench", WORKS[work])
+    if args.tune:
+        failed = sum(tune(work, system) for work in args.works for system in of_trl)
+    elif not args.table:
         for number in range(1, args.rounds + 1):
             for work in args.works:
-                failed += sum(not run(work, system, number) for system in args.systems)
+                failed += sum(not run_round(work, system, number) for system in args.systems)
     found = rows_by_work(bench_works.read_results(RESULTS))
     if found:
         print("\n".join(ratio_lines(found)))

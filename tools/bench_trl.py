@@ -1,12 +1,18 @@
 """Time TRL's GRPO on the works of tools/bench.py: the same model folders, prompts, samples, lengths and KL.
 
     python tools/bench_trl.py --setup build/trl-venv                  # TRL in an environment of its own
-    OMP_NUM_THREADS=1 build/trl-venv/bin/torchrun --nproc_per_node=2 tools/bench_trl.py --work tiny-64 --vllm
+    OMP_NUM_THREADS=1 build/trl-venv/bin/torchrun --nproc_per_node=2 tools/bench_trl.py --work tiny-64 --vllm \\
+        --setting 'micro_batch=8 generate=8'
 
 `make bench` runs this beside tools/bench.py. A step is what lies between the trainer's callbacks on_step_begin and
-on_step_end: weights into vLLM, generation, rewards, log-probs of the reference, forward, backward, optimizer. All of it
-is set as fast as TRL goes without leaving our algorithm: whole share of a rank as one micro-batch, no gradient
-checkpointing, no importance-sampling correction (which costs a log-prob pass), DDP without a search for unused weights.
+on_step_end: weights into vLLM, generation, rewards, log-probs of the reference, forward, backward, optimizer. TRL runs
+without what our algorithm does not need and what costs time: no gradient checkpointing, no importance-sampling
+correction (a log-prob pass), DDP without a search for unused weights. The setting is what else its speed depends on:
+
+    micro_batch  answers of a forward and backward pass on a rank
+    generate     answers that a rank generates at once. TRL pads these to the longest of them, and its micro-batches are
+                 slices of the padded rows: only a smaller `generate` saves padding, and it makes sampling slower
+    dtype        of the model, where it is not that of the work
 """
 
 import argparse
@@ -25,7 +31,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bench_works
-from bench_works import GROUP, KL, LR, MAX_PROMPT_TOKENS, PROMPTS, STEPS, WARMUP, WORKS
+from bench_works import GROUP, KL, LR, MAX_PROMPT_TOKENS, PROMPTS, STEPS, WARMUP, WORKS, TrlSetting
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # of CPU builds; the default index is asked as well
 TORCH = "torch==2.13.0"
@@ -107,8 +113,10 @@ def timed_trainer(seconds: Counter):
     return Timed
 
 
-def train(work: bench_works.Work, model: Path, data: Path, use_vllm: bool) -> list[dict]:
-    """A row of results for each timed step."""
+def train(
+    work: bench_works.Work, setting: TrlSetting, dtype: str, model: Path, data: Path, use_vllm: bool, timed: int
+) -> list[dict]:
+    """A row of results for each of the `timed` steps; `dtype`: torch's name of the model's."""
     import torch.distributed as dist
     from datasets import load_dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -128,11 +136,13 @@ def train(work: bench_works.Work, model: Path, data: Path, use_vllm: bool) -> li
 
     ranks = int(os.environ["WORLD_SIZE"])
     options = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), max_steps=WARMUP + STEPS, use_cpu=True, bf16=False, report_to="none",
+        output_dir=tempfile.mkdtemp(), max_steps=WARMUP + timed, use_cpu=True, bf16=False, report_to="none",
         save_strategy="no", logging_steps=1, disable_tqdm=True, seed=0, learning_rate=LR, lr_scheduler_type="constant",
-        per_device_train_batch_size=PROMPTS * GROUP // ranks, num_generations=GROUP, beta=KL, temperature=1.0,
+        per_device_train_batch_size=setting.micro_batch, steps_per_generation=setting.generate // setting.micro_batch,
+        gradient_accumulation_steps=PROMPTS * GROUP // ranks // setting.micro_batch,
+        num_generations=GROUP, beta=KL, temperature=1.0,
         max_completion_length=work.max_tokens, gradient_checkpointing=False, ddp_find_unused_parameters=False,
-        model_init_kwargs={"dtype": {"fp32": "float32", "bf16": "bfloat16"}[work.dtype]},
+        model_init_kwargs={"dtype": dtype},
         use_vllm=use_vllm, vllm_mode="colocate", vllm_importance_sampling_correction=False,
         vllm_max_model_length=MAX_PROMPT_TOKENS + work.max_tokens,
     )  # fmt: skip
@@ -162,6 +172,8 @@ def main() -> None:
     parser.add_argument("--setup", type=Path, help="make TRL's environment in this folder, and stop")
     parser.add_argument("--work", choices=WORKS, default="tiny-64")
     parser.add_argument("--vllm", action="store_true", help="sample with colocated vLLM, not with transformers")
+    parser.add_argument("--setting", default="", help="such as 'micro_batch=8 generate=32 dtype=fp32'")
+    parser.add_argument("--steps", type=int, default=STEPS, help="that are timed, after the warm-up")
     parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")
     parser.add_argument("--csv", type=Path, help="file to add this run to")
     parser.add_argument("--round", type=int, default=1, help="number of the run, for --csv")
@@ -171,18 +183,20 @@ def main() -> None:
         return
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
     work = WORKS[args.work]
+    setting = TrlSetting.parse(args.setting)
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[setting.dtype or work.dtype]
     if args.vllm:
         from support.engine.vllm_process import set_environment
 
         set_environment()
-        patch_vllm_for_cpu({"fp32": "float32", "bf16": "bfloat16"}[work.dtype])
+        patch_vllm_for_cpu(dtype)
     # tools/bench.py has made the inputs already: here both ranks would make them at once.
     model, data = bench_works.make_inputs(args.folder, work)
-    rows = train(work, model, data, args.vllm)
+    rows = train(work, setting, dtype, model, data, args.vllm, args.steps)
     if os.environ["RANK"] == "0":
         system = "trl-vllm" if args.vllm else "trl"
         about = {**asdict(work), "system": system, "round": args.round, "ranks": int(os.environ["WORLD_SIZE"])}
-        about |= bench_works.facts()
+        about |= {"setting": str(setting)} | bench_works.facts()
         if args.csv:
             bench_works.add_results(args.csv, [about | row for row in rows])
         print(f"{system}: {median(bench_works.values(rows, 'tokens_per_s')):.0f} tokens/s; {rows}")

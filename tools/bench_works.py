@@ -40,6 +40,39 @@ WORKS = {
     "small-bf16-64": Work("small", "bf16"),
     "small-bf16-natural": Work("small", "bf16", "natural", 192),
 }
+
+
+@dataclass(frozen=True)
+class TrlSetting:
+    """What TRL's speed depends on beside the work; see tools/bench_trl.py. Its default: a rank's share at once."""
+
+    micro_batch: int = PROMPTS * GROUP // 2
+    generate: int = PROMPTS * GROUP // 2
+    dtype: str = ""  # "": that of the work
+
+    def __str__(self) -> str:
+        text = f"micro_batch={self.micro_batch} generate={self.generate}"
+        return f"{text} dtype={self.dtype}" if self.dtype else text
+
+    @classmethod
+    def parse(cls, text: str) -> "TrlSetting":
+        pairs = dict(pair.split("=") for pair in text.split())
+        return cls(**{name: value if name == "dtype" else int(value) for name, value in pairs.items()})
+
+
+def trl_settings(work: Work, has_bf16_units: bool) -> list[TrlSetting]:
+    """The settings of TRL that may be its fastest on this work.
+
+    Answers of one length need no padding, so a smaller `generate` cannot help them. Without bf16 units torch computes
+    bf16 matmuls without a kernel, up to a hundred times slower: only the model in fp32 can be fastest there.
+    """
+    dtype = "fp32" if work.dtype == "bf16" and not has_bf16_units else ""
+    pairs = [(32, 32), (16, 32), (8, 32)]
+    if work.lengths != "fixed":
+        pairs += [(16, 16), (8, 8)]
+    return [TrlSetting(micro_batch, generate, dtype) for micro_batch, generate in pairs]
+
+
 # Chance that a token ends the answer. So lengths are geometric: all the same, of mean 59 (cut at 192), of mean 199 with
 # the longest of 64 near 1,000.
 END_CHANCE = {"fixed": 1e-9, "natural": 1 / 64, "tail": 1 / 200}
@@ -222,13 +255,14 @@ def checksum(text: str, answer: str = "", row: dict | None = None) -> float:
 PHASES = ("rollout", "reward", "logprob", "train", "sync")
 PUSH_PARTS = ("digests", "gather", "compare")
 CEILINGS = ("matmul_flops_per_s", "copy_bytes_per_s", "all_reduce_bytes_per_s")
-COLUMNS = ["model", "dtype", "lengths", "max_tokens", "system", "round", "ranks", "date", "machine", "commit"]
+COLUMNS = ["model", "dtype", "lengths", "max_tokens", "system", "setting", "round", "ranks"]
+COLUMNS += ["date", "machine", "commit"]
 COLUMNS += ["step", "tokens_per_s", "step_s", "train_flops", "bare_tokens_per_s"]
 COLUMNS += [f"{phase}_s" for phase in PHASES]
 COLUMNS += [f"push_{part}_s" for part in PUSH_PARTS]
 COLUMNS += [f"{phase}_peak_gib" for phase in PHASES]
 COLUMNS += CEILINGS
-TYPES = dict.fromkeys(("model", "dtype", "lengths", "system", "date", "machine", "commit"), str)
+TYPES = dict.fromkeys(("model", "dtype", "lengths", "system", "setting", "date", "machine", "commit"), str)
 TYPES |= dict.fromkeys(("max_tokens", "round", "ranks", "step"), int)  # of the other columns: float
 
 
