@@ -42,7 +42,7 @@ from support.data.prompts import Prompt, fingerprint, prompt_batch, sampling_see
 from support.model import checkpoint, optimizer_state
 from support.run import launch, logs
 from support.run.clock import Clock, StopRequested
-from support.step import credit, gates, grading, metrics, push_source, schedule, teacher, turns
+from support.step import credit, gates, grading, metrics, schedule, teacher, turns
 from support.step.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
 from support.step.records import Batch, MicroBatch, Sample, gather_samples
 
@@ -449,9 +449,9 @@ def group_advantages(
             legal = "grpo | dr_grpo | rloo | grpo_loo | grpo_batch | max_rl | gdpo | reinforce_pp | none"
             raise UserError(f"algo.advantage={kind!r}: legal is {legal}")
     if kind == "reinforce_pp" and np.sum(tokens_N) > 1:
-        mean = np.average(advantages_N, weights=tokens_N)
-        variance = np.sum(tokens_N * (advantages_N - mean) ** 2) / (np.sum(tokens_N) - 1)
-        advantages_N = (advantages_N - mean) / np.sqrt(variance + 1e-8)
+        advantages_N = advantages_N - np.average(advantages_N, weights=tokens_N)
+        variance = np.sum(tokens_N * advantages_N**2) / (np.sum(tokens_N) - 1)
+        advantages_N = advantages_N / np.sqrt(variance + 1e-8)
     if kind in ("grpo_batch", "gdpo") and len(rewards_N) > 1:
         advantages_N = advantages_N / (rewards_N.std(ddof=1) + 1e-4)
     return advantages_N
@@ -497,7 +497,8 @@ def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None =
     logp_F = torch.zeros(len(batch.tokens), device=bridge.device())
     if bridge.reports_loss():  # one rank a replica, on the last stage
         for mb, logp_T in zip(micro_batches, rows, strict=True):
-            logp_F[bridge.to_device(mb.index_T, logp_F.device)] = logp_T[: mb.lengths.sum()]
+            index_T = bridge.to_device(mb.index_T, logp_F.device)
+            logp_F[index_T] = logp_T[: mb.lengths.sum()]
     dist.all_reduce(logp_F)  # each token was scored on one rank, the others hold 0
     return logp_F.cpu()
 
@@ -558,10 +559,11 @@ def forward_step(micro_batches, model, temperature: float, loss_func):
 
 def push_weights(run: Run) -> None:
     """Push the trainer's weights to vLLM, as full tensors under Hugging Face names, then allocate its KV cache."""
-    bridge.offload_state(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
+    if run.cfg.train.offload or torch.cuda.is_available():
+        bridge.offload_state(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
     run.engine.wake("weights")
     weights = bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20)
-    run.engine.load_weights(weights, partial(push_source.read_shards, run.model, run.optimizer))
+    run.engine.load_weights(weights, partial(gates.read_shards, run.model, run.optimizer))
     run.engine.wake("kv_cache")
 
 
