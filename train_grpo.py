@@ -637,7 +637,8 @@ def policy_loss(
         outside_T = above_T | below_T
         if algo.loss == "dppo_tv":
             outside_T = torch.where(advantages_T > 0, above_T, below_T)
-        return torch.where(outside_T, 0.0, -ratio_T * advantages_T), outside_T.float()
+        loss_T = torch.where(outside_T, 0.0, -ratio_T * advantages_T)
+        return loss_T, outside_T.float()
     if algo.loss not in ("ppo_clip", "gspo"):
         raise UserError(f"algo.loss={algo.loss!r}: legal is ppo_clip | gspo | cispo | ipo | dppo_tv | reinforce")
     loss_T = torch.maximum(-ratio_T * advantages_T, -bounded_T * advantages_T)
