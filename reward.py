@@ -33,11 +33,16 @@ def exact(text: str, answer: str, row: dict) -> float:
     return float(text.strip() == answer.strip())
 
 
-def gsm8k(text: str, answer: str, row: dict) -> float:
-    """1 if the final number of the response equals that of the reference answer; else 0."""
+def gsm8k(text: str, answer: str, row: dict, strict: bool = False) -> float:
+    """1 if the final number of the response equals that of the reference answer; else 0.
+
+    `strict`: a response without "####" is 0, whatever its last number is.
+    """
     wanted = final_number(answer)
     if wanted is None:
         raise ValueError(f"the reference answer {answer!r} holds no number")
+    if strict and "####" not in text:
+        return 0.0
     return float(final_number(text) == wanted)
 
 

@@ -52,7 +52,9 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     checks.check_model(cfg, cfg.model.path, rollout_tp=1)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     with mock.patch.object(lora, "initial_factor", made_up_factor):
-        model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, cfg.megatron, trained=cfg.lora)
+        m = cfg.model
+        dtype = bridge.DTYPES[m.dtype]
+        model = bridge.build_model(m.path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, trained=cfg.lora)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
     held = ranks.gather(held_bytes(model, optimizer))
     before = merged = dict(bridge.hf_weights(model, bucket_bytes=1 << 16))

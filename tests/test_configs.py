@@ -22,21 +22,23 @@ CONFIGS = sorted((REPO / "configs").rglob("*.yaml"))
 def test_a_config_dry_runs(path, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPO)
     cfg = load_config(str(path), [])
-    p, model = cfg.parallel, tiny / "model"
+    p = cfg.parallel
     ranks = math.lcm(p.tp * p.pp * p.cp, p.etp * p.ep * p.pp, cfg.rollout.tp)
+    shapes = [f"model.path={tiny / 'model'}", "data.max_prompt_tokens=8"]
     if cfg.model.path in plans.SHAPES:
-        ranks, model = plans.world_size(path), plans.model_folder(cfg.model.path, tmp_path)
-        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(tiny / "model" / file, model)
+        ranks, shapes = plans.world_size(path), plans.shape_overrides(cfg, tmp_path)
+        for folder in tmp_path.iterdir():
+            for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                shutil.copy(tiny / "model" / file, folder)
     checks.check_config(cfg, ranks)
     train_grpo.rehearse(cfg)
     assert run_plan.describe(cfg, ranks)
-    overrides = [
-        f"model.path={model}", f"data.train={tiny / 'train.jsonl'}", "data.prompt_key=prompt", "data.custom=null",
-        f"data.max_prompt_tokens={cfg.data.max_prompt_tokens if cfg.model.path in plans.SHAPES else 8}",
-    ]  # fmt: skip
-    command = ["--config", str(path), "--dry-run", "--world-size", str(ranks), "--gpu-memory-gb", "80", *overrides]
-    assert train_grpo.main(command) == 0, capsys.readouterr().err
+    rows = tiny / "train.jsonl"
+    data = [f"data.train={rows}", "data.prompt_key=prompt", "data.answer_key=answer", "data.custom=null"]
+    if cfg.data.eval is not None:
+        data.append(f"data.eval={rows}")
+    command = ["--config", str(path), "--dry-run", "--world-size", str(ranks), "--gpu-memory-gb", "80"]
+    assert train_grpo.main([*command, *shapes, *data]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "200 prompts" in out and "does not fit" not in out and "no room" not in out
     if cfg.model.path in plans.SHAPES:

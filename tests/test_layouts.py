@@ -130,10 +130,13 @@ def float64_model(folder):
     return model
 
 
-def reference(folder, samples: list[dict], given: dict, loss="ppo_clip", norm="token_mean", kl="k3", tis=False) -> dict:
+def reference(
+    folder, samples: list[dict], given: dict, loss="ppo_clip", norm="token_mean", kl="k3", weigh=None
+) -> dict:
     """Loss, log-probs [F] and gradients of the update, from plain transformers in float64.
 
-    `given` holds the old and reference log-probs [F] the worker made up.
+    `given` holds the old and reference log-probs [F] the worker made up. `weigh` makes the weights of the policy loss
+    from the ratios of the old log-probs to vLLM's.
     """
     model, position, total, logps = float64_model(folder), 0, 0.0, []
     tokens = sum(len(s["response_ids"]) for s in samples)
@@ -156,8 +159,8 @@ def reference(folder, samples: list[dict], given: dict, loss="ppo_clip", norm="t
             "cispo": -bounded.detach() * s["advantage"] * logp,
             "reinforce": -s["advantage"] * logp,
         }.get(loss, -torch.minimum(ratio * s["advantage"], bounded * s["advantage"]))
-        if tis:
-            policy = policy * (old - torch.tensor(s["rollout_logp"]).double()).exp().clamp(max=1.1)
+        if weigh:
+            policy = policy * weigh((old - torch.tensor(s["rollout_logp"]).double()).exp())
         d = ref - logp
         k2, k3 = d**2 / 2, (d.clamp(-20, 20).exp() - d.clamp(-20, 20) - 1).clamp(-10, 10)
         penalty = k3 if kl == "k3" else k3.detach() + k2 - k2.detach()
@@ -317,6 +320,11 @@ def test_a_context_parallel_rank_without_queries_keeps_up(fork_server, tmp_path)
     assert error < 1e-5, name
 
 
+def truncate(weight_T: torch.Tensor) -> torch.Tensor:
+    """Truncated importance sampling at 1.1."""
+    return weight_T.clamp(max=1.1)
+
+
 @pytest.mark.slow
 def test_every_loss_and_normalisation_does_not_depend_on_the_layout(fork_server, tmp_path):
     """On TP2·PP2 with uneven micro-batches, with truncated importance sampling and the straight-through KL."""
@@ -332,7 +340,7 @@ def test_every_loss_and_normalisation_does_not_depend_on_the_layout(fork_server,
     )  # fmt: skip
     (found,) = run_worker(fork_server, tmp_path, 4, plan)
     for name, (loss, norm) in cases.items():
-        wanted = reference(tmp_path / "model", make_samples(), found[name], loss, norm, kl="k3+", tis=True)
+        wanted = reference(tmp_path / "model", make_samples(), found[name], loss, norm, kl="k3+", weigh=truncate)
         assert found[name]["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5), name
         error, parameter = worst_gradient(found[name], wanted)
         assert error < 1e-5, (name, parameter)

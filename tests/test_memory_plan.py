@@ -284,8 +284,8 @@ def test_what_does_not_fit_is_told_and_what_helps_does(tmp_path):
     folder = plans.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
     options = [f"model.path={folder}", "rollout.gpu_memory_utilization=0.8"]
     cfg = load_config(str(REPO / "configs/qwen7b.yaml"), options)
-    text = memory_plan.describe(cfg, 8, GPU)
     found = memory_plan.plan(cfg, 8, GPU)
+    text = memory_plan.describe(cfg, 8, found)
     over = found.total("save") - GPU
     assert f"does not fit a GPU of 80.0 GB: rollout by 11.0 GB, save by {over / 1e9:.1f} GB" in text
     helps = [line.split(": ") for line in text.splitlines() if line.endswith(", fits")]
@@ -322,7 +322,7 @@ def test_a_cache_without_room_for_one_sample(tmp_path):
     folder = plans.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
     path = str(REPO / "configs/qwen2.5_0.5b_1gpu.yaml")
     cfg = load_config(path, [f"model.path={folder}", "rollout.gpu_memory_utilization=0.03"])
-    text = memory_plan.describe(cfg, 1, GPU)
+    text = memory_plan.describe(cfg, 1, memory_plan.plan(cfg, 1, GPU))
     assert "warning: vLLM's share of the GPU has no room for one sample of 1024 tokens" in text
     assert text.endswith("    rollout.gpu_memory_utilization=0.8: fits") and "does not fit" not in text
 

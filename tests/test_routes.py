@@ -144,11 +144,11 @@ def forced_model(folder, samples: list[dict]):
     return model
 
 
-def forced_reference(monkeypatch, folder, samples: list[dict], given: dict) -> dict:
-    """`reference` of tests/test_layouts.py, with the samples' routes."""
+def forced_reference(monkeypatch, folder, samples: list[dict], given: dict, **options) -> dict:
+    """`reference` of tests/test_layouts.py, with its options and the samples' routes."""
     with monkeypatch.context() as patch:
         patch.setattr(test_layouts, "float64_model", partial(forced_model, samples=samples))
-        return reference(folder, samples, given)
+        return reference(folder, samples, given, **options)
 
 
 def check(found: dict, wanted: dict) -> None:

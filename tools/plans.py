@@ -46,6 +46,12 @@ def model_folder(name: str, parent: Path) -> Path:
     return folder
 
 
+def shape_overrides(cfg: Config, parent: Path) -> list[str]:
+    """Overrides that put folders of `model_folder` in place of a configuration's model and teacher."""
+    models = {"model.path": cfg.model.path, "algo.teacher": cfg.algo.teacher}
+    return [f"{key}={model_folder(name, parent)}" for key, name in models.items() if name in SHAPES]
+
+
 def world_size(path: Path) -> int:
     """Ranks that the command in a configuration's first lines starts."""
     nodes, local = (re.search(rf"--{name}[=](\d+)", path.read_text()) for name in ("nnodes", "nproc_per_node"))
@@ -60,8 +66,9 @@ def load_planned() -> list[tuple[Path, Config]]:
 
 def section(path: Path, cfg: Config, parent: Path) -> str:
     """What docs/memory.md says of one configuration."""
-    here = load_config(str(path), [f"model.path={model_folder(cfg.model.path, parent)}"])
-    text = memory_plan.describe(here, world_size(path), GPU_GB * memory_plan.GB)
+    here = load_config(str(path), shape_overrides(cfg, parent))
+    ranks = world_size(path)
+    text = memory_plan.describe(here, ranks, memory_plan.plan(here, ranks, GPU_GB * memory_plan.GB))
     return f"\n## {path.stem}: {cfg.model.path}, {world_size(path)} × {GPU_GB} GB\n\n```\n{text}\n```\n"
 
 

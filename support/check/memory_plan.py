@@ -233,10 +233,9 @@ def sum_line(parts: dict[str, int]) -> str:
     return f"{' + '.join(terms)} = {total(parts) / GB:.1f}"
 
 
-def describe(cfg: Config, world_size: int, gpu: int) -> str:
+def describe(cfg: Config, world_size: int, found: Plan) -> str:
     """The plan in words, with warnings and remedies where it does not fit."""
-    found = plan(cfg, world_size, gpu)
-    vllm = found.sampling
+    gpu, vllm = found.gpu, found.sampling
     p, r = cfg.parallel, cfg.rollout
     longest = checks.longest_sample(cfg)
     samples = r.prompts_per_step * r.group_size * r.tp // world_size
@@ -250,12 +249,19 @@ def describe(cfg: Config, world_size: int, gpu: int) -> str:
     at_once = f"{vllm.sequences} samples of {longest} at once of the {samples} in a step"
     lines.append(f"    vLLM {share}: {vllm.tokens} tokens an engine, {at_once}")
     lines.append(f"    host {found.host / GB:.1f} a rank, {found.host * local / GB:.1f} with {local} on a machine")
-    over = {phase: found.total(phase) - gpu for phase in found.phases if found.total(phase) > gpu}
-    if over:
-        what = ", ".join(f"{phase} by {value / GB:.1f} GB" for phase, value in over.items())
-        lines.append(f"warning: the plan does not fit a GPU of {gpu / GB:.1f} GB: {what}")
-    if vllm.sequences == 0:
-        lines.append(f"warning: vLLM's share of the GPU has no room for one sample of {longest} tokens")
+    lines += [f"warning: {text}" for text in shortages(cfg, found)]
     if not found.fits:
         lines += [f"    {text}" for text in find_remedies(cfg, world_size, found)]
     return "\n".join(lines)
+
+
+def shortages(cfg: Config, found: Plan) -> list[str]:
+    """What of a plan does not fit; [] where all does."""
+    over = {phase: found.total(phase) - found.gpu for phase in found.phases if found.total(phase) > found.gpu}
+    texts = []
+    if over:
+        what = ", ".join(f"{phase} by {value / GB:.1f} GB" for phase, value in over.items())
+        texts.append(f"the plan does not fit a GPU of {found.gpu / GB:.1f} GB: {what}")
+    if found.sampling.sequences == 0:
+        texts.append(f"vLLM's share of the GPU has no room for one sample of {checks.longest_sample(cfg)} tokens")
+    return texts

@@ -31,7 +31,7 @@ class Inputs:
     checkpoint: Path | None = None  # to go on from
     done: int = 0  # steps of that checkpoint
     model_path: str = ""  # local folder of the initial model
-    planned: memory_plan.Plan | None = None  # of memory, on rank 0 of a run on GPUs
+    planned: memory_plan.Plan | None = None  # of memory, on rank 0 of a run on GPUs or of a dry run
 
 
 def prepare(cfg: Config, world_size: int, weights: bool, gpu_gb: float | None = None) -> tuple[Config, Inputs]:
@@ -45,7 +45,8 @@ def prepare(cfg: Config, world_size: int, weights: bool, gpu_gb: float | None = 
     try:
         check_models(cfg)
         if not weights and ranks.is_first_rank():
-            print(memory_plan.describe(cfg, world_size, memory_plan.gpu_bytes(gpu_gb)), flush=True)
+            planned = memory_plan.plan(cfg, world_size, memory_plan.gpu_bytes(gpu_gb))
+            print(memory_plan.describe(cfg, world_size, planned), flush=True)
         elif ranks.is_first_rank() and torch.cuda.is_available() and not dist.is_initialized():
             planned = plan_memory(cfg, world_size)
         tokenizer = load_tokenizer(cfg.model.path)
@@ -73,11 +74,21 @@ def plan_memory(cfg: Config, world_size: int) -> memory_plan.Plan | None:
         gpu = memory_plan.gpu_bytes(None)
         found = memory_plan.plan(cfg, world_size, gpu)
         if not found.fits:
-            print(memory_plan.describe(cfg, world_size, gpu), flush=True)
+            print(memory_plan.describe(cfg, world_size, found), flush=True)
     except Exception as error:
         print(f"warning: no plan of memory: {type(error).__name__}: {error}", flush=True)
         return None
     return found
+
+
+def check_fits(cfg: Config, inputs: Inputs) -> None:
+    """The end of a dry run. Raises UserError where the plan of memory, printed before, does not fit."""
+    short = memory_plan.shortages(cfg, inputs.planned) if inputs.planned else []
+    if short:
+        raise UserError(
+            f"{'; '.join(short)}. The lines after the plan of memory name the keys that help; --gpu-memory-gb plans "
+            "for another GPU"
+        )
 
 
 def check_models(cfg: Config) -> None:

@@ -26,7 +26,7 @@ from support.engine import vllm_process
 from support.model.attention import use_flash_attention_3
 from support.run import debug
 from support.run.clock import Clock
-from support.run.inputs import Inputs, find_resume, prepare, with_steps
+from support.run.inputs import Inputs, check_fits, find_resume, prepare, with_steps
 from support.run.timeline import Timeline
 
 
@@ -58,7 +58,9 @@ def command(
             from tools import drawing  # here, so that no other start loads it
 
             drawing.write_pictures(cfg, args.world_size, Path(args.draw))
-        if not args.dry_run:
+        if args.dry_run:
+            check_fits(cfg, inputs)
+        else:
             if cfg.rollout.exact:
                 torch.use_deterministic_algorithms(True)
                 torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill vLLM's KV cache with NaN

@@ -344,7 +344,7 @@ def evaluation(samples: list[Sample], options: EvalConfig) -> dict[str, float]:
     """Metrics of an evaluation, by source.
 
     They are avg@n, the mean reward over n answers; pass@k for n and for each power of two below it; length, truncation
-    and failures of grading.
+    and failures of grading. Where a reward has several parts, part/NAME is the share of answers that have some of it.
     """
     n = options.samples
     powers = {2**i for i in range(n.bit_length())}
@@ -353,7 +353,19 @@ def evaluation(samples: list[Sample], options: EvalConfig) -> dict[str, float]:
         functions[f"pass@{k}"] = partial(mean_pass_at, k=k, options=options)
     functions["response_mean"] = mean_length
     functions["truncated_frac"] = truncated_share
-    return by_source(samples, "eval", functions | FAILURES)
+    found = by_source(samples, "eval", functions | FAILURES)
+    for source in {s.source for s in samples}:
+        own = [s for s in samples if s.source == source]
+        names = {name for s in own for name in s.reward_parts}
+        if len(names) > 1:
+            shares = {f"part/{name}": partial(part_share, part=name) for name in sorted(names)}
+            found |= by_source(own, "eval", shares)
+    return found
+
+
+def part_share(samples: list[Sample], part: str) -> float:
+    """The share of samples in which this part of the reward is above 0."""
+    return np.mean([s.reward_parts.get(part, 0.0) > 0 for s in samples])
 
 
 def mean_length(samples: list[Sample]) -> float:
