@@ -8,7 +8,7 @@ Memory is the plan of `--dry-run`; seconds are those of tools/plan_times.py. Not
 import re
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -28,18 +28,15 @@ PHASES = ("build", "rollout", "logprob", "train", "sync", "save")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a plan assumes of a file of configs/: mean lengths, prompts of data.eval, keys for a small card."""
+    """What a plan assumes of a file of configs/: mean lengths, and the prompts of data.eval."""
 
     lengths: Lengths
     eval_prompts: int
-    small_card: list[str] = field(default_factory=list)  # overrides with which it fits 24 GB
 
 
 GSM8K, MATH, THINKING_OFF = Lengths(130, 200), Lengths(180, 500), Lengths(180, 900)
 RECIPES = {
-    "qwen2.5_0.5b_1gpu": Recipe(
-        GSM8K, 1319, ["train.max_tokens_per_micro_batch=3072", "train.logprob_max_tokens_per_micro_batch=8192"]
-    ),
+    "qwen2.5_0.5b_1gpu": Recipe(GSM8K, 1319),
     "qwen2.5_1.5b_1gpu": Recipe(GSM8K, 1319),
     "qwen2.5_1.5b_lora_1gpu": Recipe(GSM8K, 1319),
     "qwen2.5_distill_1gpu": Recipe(MATH, 500),
@@ -92,11 +89,6 @@ def table(stem: str, recipe: Recipe, parent: Path) -> str:
     for card in CARDS:
         line, held = card_row(cfg, named, gpus, card, recipe, held)
         lines += line
-    if recipe.small_card:
-        cfg = load_config(str(path), [*shapes, *recipe.small_card])
-        line, _ = card_row(cfg, named, gpus, CARDS[-1], recipe, None)
-        keys = " ".join(f"`{key}`" for key in recipe.small_card)
-        lines += line.replace(CARDS[-1].name, f"the same with {keys}")
     return lines
 
 
