@@ -4,6 +4,7 @@
 # make bench  time ours and TRL (build/trl-venv, made for it) on the works of tools/bench_works.py, into docs/performance.md
 # make gpu-check  try this machine's GPU (NPROC=8: all eight); see docs/gpu-check.md
 # make walkthrough  write docs/walkthrough.md from a run of the demo
+# make figures  draw the pictures of docs/why.md
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
@@ -15,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 
-.PHONY: setup demo test test-all ablations bench gpu-check walkthrough lint
+.PHONY: setup demo test test-all ablations bench gpu-check walkthrough figures lint
 setup: .venv/ready
 demo: .venv/ready build/tiny/train.jsonl
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
@@ -31,6 +32,8 @@ gpu-check: .venv/ready
 	$(BIN)/python tools/gpu_check.py $(if $(filter-out file,$(origin NPROC)),--nproc=$(NPROC)) $(ARGS)
 walkthrough: .venv/ready build/tiny/train.jsonl
 	$(BIN)/torchrun --standalone --nproc_per_node=1 tools/walkthrough.py
+figures: .venv/ready
+	$(BIN)/python -m tools.figures
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
