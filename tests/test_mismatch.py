@@ -1,6 +1,7 @@
 """The bound on the mismatch KL of vLLM against the trainer, and the table of tools/mismatch.py."""
 
 import math
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -82,6 +83,8 @@ def test_with_a_gap_of_ones_own_the_default_bound_is_told_once(check, capsys):
     printed = capsys.readouterr().out
     assert printed.count("warning: step 1: trainer and vLLM disagree") == 1
     assert "it goes on, as rollout.max_logp_gap is set and the KL's bound is not" in printed
+    check(0.04, BF16, "rollout.vllm.kv_cache_dtype=fp8", gaps=gates.Gaps(first=0.04, recent=deque([(1.0, 100.0)] * 9)))
+    assert "it goes on, as rollout.vllm.kv_cache_dtype is set" in capsys.readouterr().out
 
 
 def test_fp32_and_nan(check):

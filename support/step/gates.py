@@ -90,12 +90,18 @@ def check_gap(
         f"step {step}: trainer and vLLM disagree on sampled tokens: mismatch KL (mean k3) = {kl:.2e}, "
         f"bound {bound:.1e} (rollout.max_mismatch_kl)"
     )
-    if cfg.rollout.max_logp_gap is None or cfg.rollout.max_mismatch_kl is not None:
+    intended = [f"rollout.vllm.{name}" for name in INEXACT if name in cfg.rollout.vllm]
+    if cfg.rollout.max_logp_gap is not None:
+        intended.append("rollout.max_logp_gap")
+    if cfg.rollout.max_mismatch_kl is not None or not intended:
         gap = math.sqrt(2 * bound)  # where the k3 of one token is about the bound
         raise TrainingError(f"{message}\n{explain_gap(rescore(), batch, samples, step, gap)}")
     if not gaps.told and dist.get_rank() == 0:
-        print(f"warning: {message}; it goes on, as rollout.max_logp_gap is set and the KL's bound is not", flush=True)
+        print(f"warning: {message}; it goes on, as {intended[0]} is set and the KL's bound is not", flush=True)
     gaps.told = True
+
+
+INEXACT = ("quantization", "kv_cache_dtype")  # options of vLLM that make it sample from another distribution
 
 
 def mismatch_bound(dtype: str, has_experts: bool) -> float:
