@@ -202,6 +202,7 @@ def test_a_dead_run_saves_ends_and_goes_on_when_mended(train_forked, tiny, tmp_p
     run = train_forked(2, *keys, wrong, "data.answer_key=number", "train.save_every=2", "train.keep_last=1")
     assert run.code == 1 and len(run.metrics) == 4, run.text
     assert "error: step 4: the run has learnt nothing for 4 steps in a row" in run.text
+    assert "no update learns: no answer is better than others to its prompt" in run.text
     assert "train.patience=0 goes on regardless" in run.text and "stopped after step 4, saved in" in run.text
     assert [path.name for path in (run.out / "checkpoints").iterdir()] == ["step_000004"]
     again = train_forked(2, *keys, wrong, "data.answer_key=number", "resume=auto")

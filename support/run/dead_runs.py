@@ -65,7 +65,10 @@ class Diagnosis:
         self.idle_steps = 0  # in a row, in which nothing could be learnt although the run is not at its best
 
     def add(self, step: dict) -> dict[str, str]:
-        """{rule: what is wrong, what to turn} after a step with these metrics; none for metrics of older versions."""
+        """{rule: what is wrong, what to turn} after a step with these metrics; none for metrics of older versions.
+
+        Where the run has to end, every rule that holds is among them, for however few steps it does.
+        """
         if "advantage/nonzero_frac" not in step:
             return {}
         self.past.add(step)
@@ -81,9 +84,14 @@ class Diagnosis:
                 self.streaks[name] = 0
                 continue
             self.streaks[name] += 1
-            if self.streaks[name] >= steps:
+            if self.streaks[name] >= steps or self.has_to_end():
                 found[name] = f"{text}: {try_one_of(DEAD[name].turn)}"
         return found
+
+    def has_to_end(self) -> bool:
+        """Whether the run has learnt nothing for train.patience steps in a row."""
+        patience = self.cfg.train.patience
+        return patience > 0 and self.idle_steps >= patience
 
 
 # ---------------------------------------------------------------- what the rules ask

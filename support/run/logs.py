@@ -99,13 +99,13 @@ class Log:
 
     def diagnose(self, metrics: dict) -> None:
         """Show what is newly wrong with the run; ask it to stop after train.patience steps that learnt nothing."""
-        step, patience = metrics["step"], self.cfg.train.patience
+        step = metrics["step"]
         found = self.diagnosis.add(metrics)
         for rule, text in found.items():
             if rule not in self.hinted:
                 self.bar.write(f"warning: step {step}: {text}")
                 self.hinted.add(rule)
-        if patience and self.diagnosis.idle_steps >= patience:
+        if self.diagnosis.has_to_end():
             self.dead = f"step {step}: the run has learnt nothing for {self.diagnosis.idle_steps} steps in a row"
             self.dead += "".join(f"\n  {text}" for text in found.values())
             self.clock.stop_requested = True
