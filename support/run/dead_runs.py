@@ -8,7 +8,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean, median, variance
 
 from config import Config
 from support.base.remedies import DEAD, try_one_of
@@ -16,7 +16,7 @@ from support.base.remedies import DEAD, try_one_of
 RECENT = 100  # steps whose metrics the rules can compare with
 SPIKE = 20.0  # times its median
 SPIKE_STEPS = 5
-STILL = 10  # rewards stand still if these steps have no higher mean than as many before them
+STILL = 10  # rewards stand still if the mean of so many steps is not above that of as many before, but for chance
 
 
 @dataclass
@@ -50,9 +50,13 @@ class Past:
         return {source: self.best[source] for source in seen if is_same(self.best[source], self.worst[source])}
 
     def stands_still(self) -> bool:
-        """Whether rewards have not risen in the last 2 · STILL steps; False before there are as many."""
+        """Whether rewards have not risen, by two standard errors, in the last 2 · STILL steps; False before those."""
         rewards = [step["reward/mean"] for step in self.recent][-2 * STILL :]
-        return len(rewards) == 2 * STILL and fmean(rewards[STILL:]) <= fmean(rewards[:STILL])
+        if len(rewards) < 2 * STILL:
+            return False
+        before, now = rewards[:STILL], rewards[STILL:]
+        error = math.sqrt((variance(before) + variance(now)) / STILL)
+        return fmean(now) <= fmean(before) + 2 * error
 
 
 class Diagnosis:
