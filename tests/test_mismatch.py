@@ -68,7 +68,6 @@ def test_the_defaults_need_no_key_and_forgive_one_update(check):
     gaps = gates.Gaps()
     check(0.04, BF16, gaps=gaps)  # k3 of 8e-4
     check(0.04, BF16, gaps=gaps)
-    check(0.04, BF16, gaps=gaps)
     with pytest.raises(TrainingError, match=r"bound 5.0e-04 .*\nbeyond 3\.2e-02"):
         check(0.04, BF16, gaps=gaps)
     for _ in range(40):

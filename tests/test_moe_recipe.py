@@ -79,7 +79,7 @@ def test_gradients_equal_plain_transformers(fork_server, tmp_path, monkeypatch):
         assert found["same"] == 1
         errors[layout], name = worst_gradient(found, wanted)
         print(f"bf16, {layout}: largest relative error {errors[layout]:.1e} ({name})")
-    assert errors["all"] < 0.05 and errors["all"] < 1.5 * errors["plain"]
+    assert errors["all"] < 0.15 and errors["all"] < 1.5 * errors["plain"]  # 0.07 with and without the options
 
 
 SMALL = (

@@ -652,7 +652,7 @@ def test_a_reward_that_is_none_is_left_out(tmp_path):
     with pytest.raises(UserError, match="'never' of source 'both' is None for all 1 answers"):
         check_outcomes(outcomes[4:], config, set(), "both")
     assert outcomes[3].status == "error"
-    message = r"the reward is None \(never\): it does not apply to this row; legal is a finite number\n.*\"id\": 7"
+    message = r"the reward is None \(never\): it does not apply to this row; legal is a finite number .*\n.*\"id\": 7"
     with pytest.raises(UserError, match=message):
         check_outcomes(outcomes[3:4], config, set(), "n")
 
