@@ -72,7 +72,9 @@ class ForkServer:
         job = {"printed": str(printed), "command": command, "ranks": [{**env, **self.settings} for env in ranks]}
         self.process.stdin.write(json.dumps({**job, "port": port}) + "\n")
         self.process.stdin.flush()
-        answered, _, _ = select.select([self.process.stdout], [], [], seconds)
+        output = select.poll()  # select.select takes no descriptor above 1,023, and a long session of tests has more
+        output.register(self.process.stdout, select.POLLIN)
+        answered = output.poll(1000 * seconds)
         answer = self.process.stdout.readline() if answered else ""
         if not answer:
             self.close()

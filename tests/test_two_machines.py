@@ -191,6 +191,7 @@ def test_another_commit_and_other_data(machines, start, tiny, tmp_path):
     said = jobs[0].own_text
     assert "\nerror: 2 of 4 ranks have another configuration than rank 0; start every machine" in said, said
     for what in ("prompts of data.train", "commit"):
-        assert re.search(rf"\n  {what}: \w+ on rank 0, 1 \(north\); \w+ on rank 2, 3 \(south\)$", said, re.MULTILINE), said
+        line = rf"^  {what}: \w+ on rank 0, 1 \(north\); \w+ on rank 2, 3 \(south\)$"
+        assert re.search(line, said, re.MULTILINE), said
     assert "Traceback" not in said and "exitcode  : 2" in jobs[0].text, jobs[0].text
     assert not jobs[0].out.exists()
