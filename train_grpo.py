@@ -42,7 +42,7 @@ from support.data.prompts import Prompt, fingerprint, prompt_batch, sampling_see
 from support.model import checkpoint, optimizer_state
 from support.run import launch, logs
 from support.run.clock import Clock, StopRequested
-from support.step import credit, gates, grading, metrics, schedule, teacher, turns
+from support.step import credit, gates, grading, metrics, push_source, schedule, teacher, turns
 from support.step.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
 from support.step.records import Batch, MicroBatch, Sample, gather_samples
 
@@ -522,6 +522,7 @@ def run_schedule(model: list, micro_batches: list[MicroBatch], temperature: floa
     (calculate_per_token_loss), so neither the split into micro-batches nor the layout changes the result.
     """
     training = loss_func is not None
+    longest = max(mb.tokens.shape[1] for mb in micro_batches)
     for chunk in model:
         chunk.train(training)
     with torch.set_grad_enabled(training):
@@ -530,10 +531,11 @@ def run_schedule(model: list, micro_batches: list[MicroBatch], temperature: floa
             data_iterator=[iter(micro_batches) for _ in model],
             model=model,
             num_microbatches=len(micro_batches),
+            seq_length=longest,
             micro_batch_size=1,
             forward_only=not training,
             collect_non_loss_data=not training,
-            **bridge.lengths_for_stages(model, micro_batches),
+            **bridge.stage_options(model, micro_batches),
         )
 
 
@@ -563,7 +565,7 @@ def push_weights(run: Run) -> None:
         bridge.offload_state(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
     run.engine.wake("weights")
     weights = bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20)
-    run.engine.load_weights(weights, partial(gates.read_shards, run.model, run.optimizer))
+    run.engine.load_weights(weights, partial(push_source.read_shards, run.model, run.optimizer))
     run.engine.wake("kv_cache")
 
 

@@ -204,6 +204,8 @@ def setting_lines(settings: list[dict]) -> list[str]:
     for row in settings:
         of_system_and_work = rates.setdefault((bench_works.work_of(row), row["system"]), {})
         of_system_and_work.setdefault(row["setting"], []).append(row["tokens_per_s"])
+    if not rates:
+        return ["Not measured yet."]
     lines = ["| work | system | tokens/s by setting |", "|---|---|---|"]
     for name, work in WORKS.items():
         for system in ("trl", "trl-vllm"):

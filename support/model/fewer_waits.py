@@ -77,15 +77,17 @@ class StageLink(P2PCommunicator):
         return from_previous, from_next
 
 
-def lengths_for_stages(model: list, micro_batches: list) -> dict:
-    """Arguments of Megatron's schedule that tell the stages of a pipeline how long the rows are."""
-    lengths = [mb.tokens.shape[1] for mb in micro_batches]
-    options = {"seq_length": max(lengths)}
+def stage_options(model: list, micro_batches: list) -> dict:
+    """Arguments of Megatron's schedule that tell each pipeline stage the length of every row.
+
+    {} without a pipeline, and where stages are interleaved: rows have one length there.
+    """
     config = get_model_config(model[0])
-    if config.variable_seq_lengths:
-        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "embd", "pos_embd", "dp_cp"])
-        options |= {"p2p_communicator": StageLink(config, groups, lengths), "pg_collection": groups}
-    return options
+    if not config.variable_seq_lengths:
+        return {}
+    lengths = [mb.tokens.shape[1] for mb in micro_batches]
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "embd", "pos_embd", "dp_cp"])
+    return {"p2p_communicator": StageLink(config, groups, lengths), "pg_collection": groups}
 
 
 def install() -> None:

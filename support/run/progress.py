@@ -48,9 +48,9 @@ class GpuUse:
         self.readings: list[float] = []
         self.nvml = None
         if torch.cuda.is_available():
-            with contextlib.suppress(Exception):  # no NVML, no right to it, or a part of a GPU: no metric
-                from vllm.third_party import pynvml
+            from vllm.third_party import pynvml
 
+            with contextlib.suppress(pynvml.NVMLError):  # no NVML, no right to it, or a part of a GPU: no metric
                 pynvml.nvmlInit()
                 self.handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
                 self.nvml = pynvml

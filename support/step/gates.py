@@ -17,7 +17,6 @@ from config import Config, RewardConfig, TrainingError, UserError
 from reward import is_part
 from support.data.prompts import Prompt
 from support.step import turns
-from support.step.push_source import read_shards  # noqa: F401, for the script
 from support.step.records import Batch, MicroBatch, Sample
 
 

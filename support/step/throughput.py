@@ -22,15 +22,10 @@ def gpu_rate(dtype: str) -> float | None:
     return next((rate * 1e12 for part, rate in BF16_RATES.items() if part in name), None)
 
 
-def head_size(hf) -> int:
-    """Dimensions of an attention head."""
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-
-
 def matrix_weights(hf, active: bool) -> int:
     """Weights of the matrices that a token meets, the output layer included; not `active`: of all experts."""
     h = hf.hidden_size
-    attention = 2 * h * head_size(hf) * (hf.num_attention_heads + hf.num_key_value_heads)
+    attention = 2 * h * bridge.head_dim(hf) * (hf.num_attention_heads + hf.num_key_value_heads)
     block = 3 * h * hf.intermediate_size
     if getattr(hf, "num_experts_per_tok", None):
         experts = bridge.num_experts(hf)
@@ -46,7 +41,7 @@ def train_flops(hf, lengths: list[int]) -> float:
     Per token 6 for each weight of a matrix that it meets; per sequence of s tokens 6 s² of causal attention for each
     layer and each dimension of its heads.
     """
-    width = hf.num_hidden_layers * hf.num_attention_heads * head_size(hf)
+    width = hf.num_hidden_layers * hf.num_attention_heads * bridge.head_dim(hf)
     matmul = 6.0 * matrix_weights(hf, active=True) * sum(lengths)
     attention = 6.0 * width * sum(s * s for s in lengths)
     return matmul + attention
