@@ -410,20 +410,15 @@ def group_advantages(
 ) -> np.ndarray:
     """Advantage of each answer against its own group, 0 in a group of equal rewards; [N] each → [N] float64.
 
-    With mean m and std s (ddof 1) of the group of G answers, m', s' those of the other G - 1, S that of all answers of
-    the batch, tokens_N trained tokens:
+    With mean m and std s (ddof 1) of the group of G answers, m', s' those of the other G - 1:
 
       grpo          (r - m) / (s + 1e-6)           DeepSeekMath, arXiv 2402.03300, 4.1.2; ddof and eps as in verl
       dr_grpo       r - m                          Dr. GRPO, arXiv 2503.20783, 3.2
       rloo          r - m'                         Ahmadian et al., arXiv 2402.14740, 3.2
       grpo_loo      (r - m') / (s' + 1e-6)         NeMo-RL; not divided where the others are equal
-      grpo_batch    (r - m) / (S + 1e-4)           TRL's scale_rewards=batch: arXiv 2508.08221, 4.1
       max_rl        (r - m) / m, and 0 where m is not above 0      MaxRL, arXiv 2602.02710; for rewards of 0 and 1
-      gdpo          that of grpo_batch, where r is a sum of normalized parts, credit.normalize_parts
-                                                   GDPO, arXiv 2601.05242; eps as in TRL
-      reinforce_pp  a = r - m, then (a - mean(a)) / sqrt(var(a) + 1e-8) over all trained tokens of the batch (ddof 1)
-                                                   REINFORCE++-baseline, arXiv 2501.03262; as in verl
       none          0                              for a teacher alone
+    grpo_batch, gdpo and reinforce_pp take r - m, then scale_by_batch; tokens_N, trained tokens, is for the last alone.
     """
     advantages_N = np.zeros_like(rewards_N)
     order = np.argsort(groups_N, kind="stable")
@@ -448,6 +443,22 @@ def group_advantages(
         elif kind != "none":
             legal = "grpo | dr_grpo | rloo | grpo_loo | grpo_batch | max_rl | gdpo | reinforce_pp | none"
             raise UserError(f"algo.advantage={kind!r}: legal is {legal}")
+    if kind in ("grpo_batch", "gdpo", "reinforce_pp"):
+        return scale_by_batch(advantages_N, rewards_N, kind, tokens_N)
+    return advantages_N
+
+
+def scale_by_batch(
+    advantages_N: np.ndarray, rewards_N: np.ndarray, kind: str, tokens_N: np.ndarray | None
+) -> np.ndarray:
+    """The advantages a = r - m of `group_advantages`, on a scale of the whole batch; [N] each → [N].
+
+    grpo_batch    a / (std(r) + 1e-4), ddof 1    TRL's scale_rewards=batch: arXiv 2508.08221, 4.1
+    gdpo          the same, where r is a sum of normalized parts, credit.normalize_parts
+                                                 GDPO, arXiv 2601.05242; eps as in TRL
+    reinforce_pp  (a - mean(a)) / sqrt(var(a) + 1e-8), over all trained tokens of the batch, ddof 1
+                                                 REINFORCE++-baseline, arXiv 2501.03262; as in verl
+    """
     if kind == "reinforce_pp" and np.sum(tokens_N) > 1:
         advantages_N = advantages_N - np.average(advantages_N, weights=tokens_N)
         variance = np.sum(tokens_N * advantages_N**2) / (np.sum(tokens_N) - 1)
@@ -598,7 +609,6 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     loss = (loss_T * weight_T).sum()
     denominator = (weight_T > 0).sum().int()
     per_token = {"tokens": mask_T, "entropy": entropy_T, "clipped": clipped_T, "outside": outside_T, **kl}
-    per_token["mismatch_k3"] = token_kl(rollout_logp_T, trainer_logp_T, "k3")
     report = {name: values_T @ mask_T for name, values_T in per_token.items()}
     report |= {"loss": loss, "policy": (policy_T * weight_T).sum(), "trained": denominator}
     report |= metrics.gap_report(trainer_logp_T - rollout_logp_T, mask_T)
@@ -616,9 +626,7 @@ def policy_loss(
       gspo       the same with the sequence's ratio s = exp(mean_t(logp - old_logp)), the mean at most 10, and each
                  token's gradient s ∇logp          GSPO, arXiv 2507.18071, eq. 5 and 13 (GSPO-token); the cap as in verl
       cispo      -sg(clip(ratio)) A logp           MiniMax-M1, arXiv 2506.13585, eq. 4
-      ipo        -ratio A where -clip_low <= p - old p <= clip_high, p = exp(logp), else 0      prime-rl
-      dppo_tv    the same, but only the bound that A moves p towards counts: the upper one for A > 0
-                                                   DPPO, arXiv 2602.04879, binary TV; without verl's bound of the ratio
+      ipo        -ratio A, and 0 outside_trust_region; dppo_tv likewise
       reinforce  -A logp                           Williams (1992)
     dual_clip = c bounds ppo_clip and gspo at -c A where A < 0: arXiv 1912.09729, eq. 5.
     """
@@ -633,14 +641,8 @@ def policy_loss(
     if algo.loss == "cispo":
         return -bounded_T.detach() * advantages_T * logp_T, (bounded_T != ratio_T).float()
     if algo.loss in ("ipo", "dppo_tv"):
-        moved_T = (logp_T.exp() - old_logp_T.exp()).detach()
-        above_T = moved_T > algo.clip_high
-        below_T = moved_T < -algo.clip_low
-        outside_T = above_T | below_T
-        if algo.loss == "dppo_tv":
-            outside_T = torch.where(advantages_T > 0, above_T, below_T)
-        loss_T = torch.where(outside_T, 0.0, -ratio_T * advantages_T)
-        return loss_T, outside_T.float()
+        outside_T = outside_trust_region(logp_T, old_logp_T, advantages_T, algo)
+        return torch.where(outside_T, 0.0, -ratio_T * advantages_T), outside_T.float()
     if algo.loss not in ("ppo_clip", "gspo"):
         raise UserError(f"algo.loss={algo.loss!r}: legal is ppo_clip | gspo | cispo | ipo | dppo_tv | reinforce")
     loss_T = torch.maximum(-ratio_T * advantages_T, -bounded_T * advantages_T)
@@ -650,6 +652,21 @@ def policy_loss(
         clipped_T = clipped_T | (loss_T > ceiling_T)
         loss_T = torch.minimum(loss_T, ceiling_T)
     return loss_T, clipped_T.float()
+
+
+def outside_trust_region(logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, algo: AlgoConfig) -> Tensor:
+    """True where ipo or dppo_tv leaves a token out; [T] each → [T] bool. With p = exp(logp) and moved = p - old p:
+
+    ipo       moved is outside [-clip_low, clip_high]                prime-rl
+    dppo_tv   the same, but only the bound that A moves p towards counts: the upper one for A > 0
+              DPPO, arXiv 2602.04879, binary TV; without verl's bound of the ratio
+    """
+    moved_T = (logp_T.exp() - old_logp_T.exp()).detach()
+    above_T = moved_T > algo.clip_high
+    below_T = moved_T < -algo.clip_low
+    if algo.loss == "ipo":
+        return above_T | below_T
+    return torch.where(advantages_T > 0, above_T, below_T)
 
 
 # algo.correction → bounds (low, high) of the weight, where algo.correction_low and correction_high are null

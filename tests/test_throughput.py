@@ -31,6 +31,7 @@ def shapes(c: dict) -> list[tuple]:
 
 def test_rates_by_hand(monkeypatch):
     monkeypatch.setattr(throughput.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(throughput, "gpu_rate", lambda dtype: 1e9)
     hf = SimpleNamespace(**bench_works.MODELS["tiny"])
     cfg = load_config(str(REPO / "configs/tiny.yaml"), ["train.epochs_per_step=2"])

@@ -80,11 +80,16 @@ def check_gap(
             f"step {step}: trainer and vLLM disagree on sampled tokens: {kind} |Δ log-prob| = {gap:.2e}, bound "
             f"{bound:.0e} (rollout.max_logp_gap)\n{explain_gap(rescore(), batch, samples, step, bound)}"
         )
-    has_experts = model[0].config.num_moe_experts is not None
     kl = gaps.add_mismatch(report)
+    has_experts = model[0].config.num_moe_experts is not None
     bound = cfg.rollout.max_mismatch_kl or mismatch_bound(cfg.model.dtype, has_experts)
-    if kl <= bound:
-        return
+    if not kl <= bound:
+        gap = math.sqrt(2 * bound)  # where the k3 of one token is about the bound
+        report_mismatch(kl, bound, step, cfg, gaps, lambda: explain_gap(rescore(), batch, samples, step, gap))
+
+
+def report_mismatch(kl: float, bound: float, step: int, cfg: Config, gaps: Gaps, explain: Callable[[], str]) -> None:
+    """Raise TrainingError for a mismatch KL beyond its bound, or warn once where the configuration intends it."""
     message = (
         f"step {step}: trainer and vLLM disagree on sampled tokens: mismatch KL (mean k3) = {kl:.2e}, "
         f"bound {bound:.1e} (rollout.max_mismatch_kl)"
@@ -93,8 +98,7 @@ def check_gap(
     if cfg.rollout.max_logp_gap is not None:
         intended.append("rollout.max_logp_gap")
     if cfg.rollout.max_mismatch_kl is not None or not intended:
-        gap = math.sqrt(2 * bound)  # where the k3 of one token is about the bound
-        raise TrainingError(f"{message}\n{explain_gap(rescore(), batch, samples, step, gap)}")
+        raise TrainingError(f"{message}\n{explain()}")
     if not gaps.told and dist.get_rank() == 0:
         print(f"warning: {message}; it goes on, as {intended[0]} is set and the KL's bound is not", flush=True)
     gaps.told = True
@@ -204,7 +208,8 @@ def check_graded(samples: list[Sample], prompts: dict[int, Prompt], reward: Rewa
     failed = [s for s in samples if s.graded == "error"]
     if failed:
         report_failed(failed, len(samples), prompts, reward.max_error_frac, shown)
-    check_applied([s for s in samples if s.graded == "ok"], reward, shown)
+    if any(isinstance(spec, dict) for spec in (reward.default, *reward.by_source.values())):
+        check_applied([s for s in samples if s.graded == "ok"], reward, shown)
 
 
 def check_applied(samples: list[Sample], reward: RewardConfig, found: set[str]) -> None:

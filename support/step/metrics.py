@@ -29,7 +29,7 @@ def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, to
     log_w_T = (difference_T * mask_T).clamp(-20, 20)
     w_T = log_w_T.exp() * mask_T
     k3_T = (log_w_T.exp() - log_w_T - 1).clamp(max=10)
-    report = {"gap": gap_T.sum(), "gap_max": gap_T.max(), "gap_k3": k3_T.sum(), "w": w_T.sum(), "w2": w_T @ w_T}
+    report = {"gap": gap_T.sum(), "gap_max": gap_T.max(), "gap_k3": k3_T @ mask_T, "w": w_T.sum(), "w2": w_T @ w_T}
     for bound in (0.01, 0.1, 1):
         report[f"gap_above_{bound:g}"] = (gap_T > bound).sum()
     return report
@@ -150,7 +150,7 @@ def mismatch_metrics(compared: list[dict[str, float]]) -> dict[str, float]:
         "logp_gap/above_0.01": report_mean("gap_above_0.01", compared),
         "logp_gap/above_0.1": report_mean("gap_above_0.1", compared),
         "logp_gap/above_1": report_mean("gap_above_1", compared),
-        "mismatch/k3": report_mean("mismatch_k3", compared),
+        "mismatch/k3": report_mean("gap_k3", compared),
         "mismatch/ess": w**2 / (w2 or 1) / max(tokens, 1),  # effective sample size over the number of tokens
         "mismatch/cut_frac": report_mean("outside", compared),
     }

@@ -46,7 +46,9 @@ def read_shards(model: list, optimizer=None) -> Shards:
             total = torch.stack([*sums.values()])
             dist.all_reduce(total, group=groups[kind])
             sums |= zip(sums, total, strict=True)
-    stale = stale_weights(model, optimizer) if optimizer else []
+    stale = []
+    if optimizer and model[0].config.bf16:  # in fp32 the shards are the main weights
+        stale = stale_weights(model, optimizer)
     return Shards(whole | split["parallel.tp"] | split["parallel.etp"], unseen, stale)
 
 

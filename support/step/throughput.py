@@ -51,21 +51,26 @@ def speed_metrics(
     samples: list[Sample], batch: Batch, hf, cfg: Config, seconds: dict[str, float]
 ) -> dict[str, float | None]:
     """Rates of a step of these `seconds`, for each rank; the same on every rank but for its own seconds."""
-    ranks = dist.get_world_size()
     tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in samples)
-    flops = train_flops(hf, batch.lengths_N.tolist()) * cfg.train.epochs_per_step / ranks
     weights = matrix_weights(hf, active=False)
     if not hf.tie_word_embeddings:
         weights += hf.vocab_size * hf.hidden_size
     pushed = weights * bridge.DTYPES[cfg.model.dtype].itemsize
     numbers = {
-        "speed/tokens_per_s_per_rank": tokens / ranks / seconds["step"],
+        "speed/tokens_per_s_per_rank": tokens / dist.get_world_size() / seconds["step"],
         "speed/sync_gb_per_s": pushed / 1e9 / seconds["sync"],
         "speed/mfu_train": None,
         "speed/mfu_step": None,
     }
-    rate = gpu_rate(cfg.model.dtype)
-    if rate is not None:
-        numbers["speed/mfu_train"] = flops / seconds["train"] / rate
-        numbers["speed/mfu_step"] = flops / seconds["step"] / rate
+    if torch.cuda.is_available():
+        numbers |= mfu_metrics(batch, hf, cfg, seconds)
     return numbers
+
+
+def mfu_metrics(batch: Batch, hf, cfg: Config, seconds: dict[str, float]) -> dict[str, float]:
+    """Model FLOPs utilisation of the updates and of the step; {} where the GPU's rate is not known."""
+    rate = gpu_rate(cfg.model.dtype)
+    if rate is None:
+        return {}
+    flops = train_flops(hf, batch.lengths_N.tolist()) * cfg.train.epochs_per_step / dist.get_world_size()
+    return {"speed/mfu_train": flops / seconds["train"] / rate, "speed/mfu_step": flops / seconds["step"] / rate}
