@@ -354,7 +354,7 @@ def zero_gradients(model: list, optimizer) -> None:
         chunk.zero_grad_buffer()
 
 
-def optimizer_step(optimizer, lr: float, offloaded: bool = False) -> float:
+def optimizer_step(optimizer, lr: float, offloaded: bool) -> float:
     """Update the weights with learning rate `lr`; returns the norm of the gradient before clipping, on every rank.
 
     The update is skipped where the norm is NaN, infinite or exactly 0 (Adam would then move the weights by momentum and

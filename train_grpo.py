@@ -81,9 +81,9 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
         try:
             numbers, samples = train_step(run, step)
         except StopRequested:
-            run.writer.finish()
             if step - 1 not in (0, run.writer.step):  # a step was finished, and it is not saved yet
                 save(run, step - 1)
+            run.writer.finish()
             log.stopped(step - 1)
             break
         if t.eval_every and (step % t.eval_every == 0 or step == t.steps):

@@ -30,7 +30,7 @@ def made_up_update(model: list, optimizer, number: int) -> None:
         chunk.zero_grad_buffer()
         for weight in filter(lambda weight: weight.requires_grad, chunk.parameters()):
             weight.main_grad.copy_(torch.sin(50 * weight.detach().float() + number))
-    bridge.optimizer_step(optimizer, TRAIN.lr)
+    bridge.optimizer_step(optimizer, TRAIN.lr, offloaded=False)
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

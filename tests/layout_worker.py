@@ -98,7 +98,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     else:
         micro_batches = to_micro_batches(batch, order, budget, cfg)
     report = train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
-    grad_norm = bridge.optimizer_step(optimizer, EPS * STEP)
+    grad_norm = bridge.optimizer_step(optimizer, EPS * STEP, offloaded=False)
     after = dict(bridge.hf_weights(model, factors=bool(cfg.lora.rank)))
     load = metrics.expert_load(model) if model[0].config.num_moe_experts else []
     bridge.mpu.destroy_model_parallel()

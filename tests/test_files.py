@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from config import TrainingError, UserError
-from support.base import rollout_files
+from support.base import processes, rollout_files
 from support.base.files import complete_folder, lock_output_dir, open_output_dir
 from support.base.rollout_files import RolloutWriter
 from support.check.preflight import explain_disk_error
@@ -132,6 +133,17 @@ def test_a_file_of_samples_is_what_json_makes_of_lists(writer, tmp_path):
     lines = [json.dumps({**plain, "text": text, "parts": {"x": 0.1}, "group": 3}, ensure_ascii=False) for text in texts]
     assert (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8") == "".join(f"{line}\n" for line in lines)
     assert "-1.0000000116860974e-07, -0.0, -12.5" in lines[0]
+
+
+def test_a_schedulers_sigterm_leaves_the_process_that_writes_alone(tmp_path):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    path = tmp_path / "step_000001.jsonl"
+    for ignored, code in ((False, -15), (True, 0)):
+        process = processes.start_module("support.base.rollout_files", str(path), ignore_sigterm=ignored, **pipes)
+        process.terminate()  # before Python has begun to run in it
+        process.communicate(pickle.dumps([{"text": "whole"}]))
+        assert process.returncode == code
+    assert path.read_text() == '{"text": "whole"}\n'
 
 
 def test_a_slow_disk_holds_the_loop_up_from_the_third_file_on(writer, slow_disk, tmp_path):

@@ -18,6 +18,7 @@ from support.base import versions
 from support.base.read_config import load_config
 from support.check import checks
 from support.run import trackers
+from support.step.metrics import PHASES
 from tests.conftest import REPO, read_rows, write_rows
 from tests.test_timeline import check_nesting, check_sums, tracks_of
 
@@ -208,7 +209,7 @@ def test_a_run_with_everything_on(train, tiny):
         with gzip.open(run.out / f"traces/torch_3_4_rank{rank}.json.gz") as file:
             assert any(event.get("name") == "aten::mm" for event in json.load(file)["traceEvents"])
     for m in run.metrics[1:]:
-        phases = [m[key] for key in m if key.startswith("time/") and key not in ("time/step", "time/eval")]
+        phases = [m[f"time/{phase}"] for phase in PHASES if phase != "step"]
         assert sum(phases) == pytest.approx(m["time/step"], rel=1e-6)
         assert m["idle_frac"] == pytest.approx(sum(m[key] for key in m if key.startswith("idle/")))
 

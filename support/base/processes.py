@@ -18,18 +18,26 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 # ---------------------------------------------------------------- in the trainer
 
 
-def start_module(module: str, *arguments: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen:
+def start_module(
+    module: str, *arguments: str, env: dict[str, str] | None = None, ignore_sigterm: bool = False, **options: Any
+) -> subprocess.Popen:
     """Start a module of this repository as a process; `options` are those of Popen, `env` is added to the environment.
 
     It has a session of its own, so Ctrl-C does not reach it. Modules of the working directory do not shadow ours.
+    `ignore_sigterm`: from its first instruction on, as a scheduler sends SIGTERM to every process of a job, and the
+    ranks still save through this one. It is blocked, which a process inherits from the thread that starts it.
     """
     path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
-        env={**os.environ, **(env or {}), "PYTHONPATH": path},
-        start_new_session=True,
-        **options,
-    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if ignore_sigterm else set())
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *arguments],
+            env={**os.environ, **(env or {}), "PYTHONPATH": path},
+            start_new_session=True,
+            **options,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def kill_family(pid: int) -> None:
@@ -61,11 +69,6 @@ def find_family(members: set[int]) -> set[int]:
 
 
 # ---------------------------------------------------------------- in the process itself
-
-
-def ignore_sigterm() -> None:
-    """Leave SIGTERM of a scheduler to the ranks: they save, then end this process."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def die_with_parent(adopt: bool = False) -> None:

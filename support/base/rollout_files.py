@@ -65,7 +65,7 @@ class RolloutWriter:
 def write_in_process(path: str, rows: list[dict]) -> None:
     """Have a process write a file. Raises the process's exception."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with processes.start_module("support.base.rollout_files", path, **pipes) as process:
+    with processes.start_module("support.base.rollout_files", path, ignore_sigterm=True, **pipes) as process:
         try:
             with process.stdin as file:
                 pickle.dump(rows, file, protocol=5)
@@ -102,7 +102,6 @@ def write_rows(path: str, rows: list[dict]) -> None:
 
 def main() -> None:
     """Write the pickled rows on standard input to the file argv[1]; reply with None or the exception, pickled."""
-    processes.ignore_sigterm()
     processes.die_with_parent()
     failure = None
     try:

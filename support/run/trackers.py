@@ -89,7 +89,8 @@ class Trackers:
         options = [f"--done={done}", f"--model={local_folder(cfg.model.path)}", "--follow"]
         options.append(f"--table-every={cfg.log.samples_every or TABLE_EVERY}")
         pipes = {"stdin": subprocess.PIPE, "stdout": 2}  # standard input ends with the run, however the run ends
-        self.process = processes.start_module("support.run.trackers", cfg.output_dir, *enabled, *options, **pipes)
+        arguments = [cfg.output_dir, *enabled, *options]
+        self.process = processes.start_module("support.run.trackers", *arguments, ignore_sigterm=True, **pipes)
         atexit.register(self.close)  # however the run ends; the watchdog, which waiting could alarm, has stopped then
 
     def warning(self) -> str | None:
@@ -286,7 +287,6 @@ def feed(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    processes.ignore_sigterm()
     os.nice(19)  # the ranks have priority
     parser = argparse.ArgumentParser(prog="support.run.trackers", description="send the files of a run to trackers")
     parser.add_argument("out", type=Path, help="output_dir of the run")

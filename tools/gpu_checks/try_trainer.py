@@ -145,7 +145,7 @@ def run_updates(what: str, path: Path, record: worker.Record) -> list[torch.Tens
             held = sum(b.grad_data.numel() * 4 for b in buffers) + sum(shard.numel() * 4 for shard in shards)
             record("memory that train.offload=optimizer frees", freed / held, f"of {held / 2**20:.0f} MiB")
         train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
-        bridge.optimizer_step(optimizer, cfg.train.lr)
+        bridge.optimizer_step(optimizer, cfg.train.lr, offloaded=what == "optimizer")
     return [shard.detach().clone() for shard in offload.state_shards(optimizer)]
 
 
@@ -217,7 +217,7 @@ def check_plan(record: worker.Record) -> None:
         torch.cuda.reset_peak_memory_stats()  # without the peak of building
     for _ in range(2):  # the first allocates what stays
         train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
-        bridge.optimizer_step(optimizer, cfg.train.lr)
+        bridge.optimizer_step(optimizer, cfg.train.lr, offloaded=False)
     stays = max(sum(held.gpu.values()) for held in planned.held.values())
     if not gpu:
         buffers = [buffer for chunk in model for buffer in chunk.buffers]
