@@ -4,6 +4,7 @@ The keys are in from_other_trainers.yaml beside this file; tools/translate.py wr
 the tables of docs/from-other-trainers.md. support/base/read_config.py imports this file where a key is unknown.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,16 +29,24 @@ class Row:
 Table = dict[str, Row]  # {their key: its row}
 
 
+@functools.cache
+def read_file() -> dict[str, dict]:
+    """What the file says; nobody changes it."""
+    return yaml.load(FILE.read_text(), Loader)
+
+
 def read_tables() -> dict[str, Table]:
     """{trainer: its table}."""
-    trees = yaml.load(FILE.read_text(), Loader)
-    trees.pop("defaults")
-    return {trainer: {theirs: read_row(row) for theirs, row in rows.items()} for trainer, rows in trees.items()}
+    tables = {}
+    for trainer, rows in read_file().items():
+        if trainer != "defaults":
+            tables[trainer] = {theirs: read_row(row) for theirs, row in rows.items()}
+    return tables
 
 
 def read_defaults() -> dict[str, dict[str, Any]]:
     """{trainer: {their key: the value that it has there unless it is set}}, where ours would be another."""
-    return yaml.load(FILE.read_text(), Loader)["defaults"]
+    return read_file()["defaults"]
 
 
 def read_row(row: str | list) -> Row:
