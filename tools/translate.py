@@ -10,6 +10,7 @@ theirs, and for a result that a dry run would refuse. See docs/from-other-traine
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -243,69 +244,52 @@ NOTES = {
     "NeMo-RL": ["the columns of the data: data.prompt_key, data.answer_key; docs/data.md"],
 }
 NEEDED = ("model.path", "data.train")
+OF_A_MACHINE = ("log.tensorboard", "log.wandb", "resume", "reward.custom", "data.custom")  # packages, files, folders
 MARGIN = 128  # tokens by which a row of the longest sample may be rounded up
 RECOMPUTE = {
     "megatron.recompute_granularity": "full",
     "megatron.recompute_method": "uniform",
     "megatron.recompute_num_layers": 1,
 }
-Function = Callable[[Theirs, str, Any, str, Values], Values | None]
-FUNCTIONS: dict[str, Function] = {}  # (theirs, their key, its value, our key, our values so far) → ours, None for lost
-
-
-def function(body: Function) -> Function:
-    """Register a function under its name, which rows of the tables give."""
-    FUNCTIONS[body.__name__] = body
-    return body
-
-
 # ---------------------------------------------------------------- functions of several trainers
 
 ENDLESS = 10**6  # steps that are no bound beside the epochs
 
 
-@function
 def clips(theirs, key, value, ours, values):
     return {name: value for name in ("algo.clip_low", "algo.clip_high") if name not in values}
 
 
-@function
 def betas(theirs, key, value, ours, values):
     return {"train.adam_beta1": value[0], "train.adam_beta2": value[1]}
 
 
-@function
 def underscores(theirs, key, value, ours, values):
     name = str(value).replace("-", "_")
     legal = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
     return {ours: name} if name in legal else None
 
 
-@function
 def tokens(theirs, key, value, ours, values):
     """So many samples of the longest kind."""
     longest = values.get("data.max_prompt_tokens", 1024) + values.get("rollout.max_new_tokens", 1024)
     return {ours: max(int(value) * longest, values.get(ours, 0))}
 
 
-@function
 def times_cp(theirs, key, value, ours, values):
     return {ours: max(int(value) * values.get("parallel.cp", 1), values.get(ours, 0))}
 
 
-@function
 def warmup(theirs, key, value, ours, values):
     return {ours: max(int(value), values.get(ours, 0))}
 
 
-@function
 def warmup_share(theirs, key, value, ours, values):
     if value == 0:
         return {}
     return {ours: round(value * values["train.steps"])} if "train.steps" in values else None
 
 
-@function
 def schedule(theirs, key, value, ours, values):
     """A course of the learning rate; of TRL it ends at 0."""
     end = theirs.get("actor_rollout_ref.actor.optim.min_lr", theirs.get("policy.megatron_cfg.optimizer.min_lr", 0.0))
@@ -314,7 +298,6 @@ def schedule(theirs, key, value, ours, values):
     return {} if str(value).startswith("constant") else None
 
 
-@function
 def epochs(theirs, key, value, ours, values):
     """Passes over the data, unless a number of steps is given, which then holds there too."""
     steps = ("trainer.total_training_steps", "max_steps", "grpo.max_num_steps")
@@ -322,30 +305,25 @@ def epochs(theirs, key, value, ours, values):
     return {} if any(isinstance(count, int) and 0 < count < ENDLESS for count in given) else {ours: value}
 
 
-@function
 def top_k(theirs, key, value, ours, values):
     """All is 0 or null in other trainers."""
     return {ours: value if value > 0 else -1}
 
 
-@function
 def off_below_zero(theirs, key, value, ours, values):
     return {ours: max(int(value), 0)}
 
 
-@function
 def in_updates(theirs, key, value, ours, values):
     """Steps, of a number that counts updates there."""
     updates = values.get("train.updates_per_step", 1) * values.get("train.epochs_per_step", 1)
     return {ours: max(1, round(value / updates))} if value > 0 else {}
 
 
-@function
 def evaluation_in_updates(theirs, key, value, ours, values):
     return in_updates(theirs, key, value, ours, values) if "data.eval" in values else None
 
 
-@function
 def evaluation(theirs, key, value, ours, values):
     """Steps between evaluations, where there are data for them."""
     if value <= 0:
@@ -353,7 +331,6 @@ def evaluation(theirs, key, value, ours, values):
     return {ours: int(value)} if "data.eval" in values else None
 
 
-@function
 def loggers(theirs, key, value, ours, values):
     names = value if isinstance(value, list) else [value]
     if set(names) - {"console", "none", "stdout", "tensorboard", "wandb"}:
@@ -361,22 +338,18 @@ def loggers(theirs, key, value, ours, values):
     return {f"log.{name}": True for name in names if name in ("tensorboard", "wandb")}
 
 
-@function
 def recompute(theirs, key, value, ours, values):
     return RECOMPUTE if value is True else {}
 
 
-@function
 def no_recompute(theirs, key, value, ours, values):
     return {} if value is True else RECOMPUTE
 
 
-@function
 def granularity(theirs, key, value, ours, values):
     return RECOMPUTE if value == "full" else {ours: value}
 
 
-@function
 def fields(theirs, key, value, ours, values):
     """Each field of a section under its own name; what is refused here is taken out again by drop_refused."""
     table = read_tables()[theirs.trainer]
@@ -390,7 +363,6 @@ LORA = {
 }  # fmt: skip
 
 
-@function
 def lora_targets(theirs, key, value, ours, values):
     names = re.split(r"[,\s]+", value) if isinstance(value, str) else list(value)
     if "all-linear" in names or "all" in names:
@@ -400,7 +372,6 @@ def lora_targets(theirs, key, value, ours, values):
     return {ours: list(dict.fromkeys(LORA[name] for name in names))}
 
 
-@function
 def offload(theirs, key, value, ours, values):
     if not value:
         return {}
@@ -423,7 +394,6 @@ def tis_bounds(kind: str, level: str, low: float | None, high: float | None) -> 
 # ---------------------------------------------------------------- verl
 
 
-@function
 def updates_of_prompts(theirs, key, value, ours, values):
     prompts = theirs.get("data.train_batch_size")
     if value > prompts or prompts % value:
@@ -431,7 +401,6 @@ def updates_of_prompts(theirs, key, value, ours, values):
     return {ours: prompts // value}
 
 
-@function
 def verl_kl(theirs, key, value, ours, values):
     actor = "actor_rollout_ref.actor"
     if theirs.get(f"{actor}.use_kl_loss") is True:
@@ -441,7 +410,6 @@ def verl_kl(theirs, key, value, ours, values):
     return {"algo.kl_coef": 0.0}
 
 
-@function
 def verl_advantage(theirs, key, value, ours, values):
     kind = theirs.get("algorithm.adv_estimator", "gae")
     grpo = "grpo" if theirs.get("algorithm.norm_adv_by_std_in_grpo", True) else "dr_grpo"
@@ -450,7 +418,6 @@ def verl_advantage(theirs, key, value, ours, values):
     return {ours: names[kind]} if kind in names else None
 
 
-@function
 def verl_rounds(theirs, key, value, ours, values):
     if not theirs.get("algorithm.filter_groups.enable"):
         return {}
@@ -458,7 +425,6 @@ def verl_rounds(theirs, key, value, ours, values):
     return {ours: most if most > 0 else 10}
 
 
-@function
 def verl_correction(theirs, key, value, ours, values):
     level = theirs.get("algorithm.rollout_correction.rollout_is")
     if level not in ("token", "sequence"):
@@ -468,7 +434,6 @@ def verl_correction(theirs, key, value, ours, values):
     return tis_bounds("tis", level, None, theirs.get("algorithm.rollout_correction.rollout_is_threshold", 2.0))
 
 
-@function
 def verl_reward(theirs, key, value, ours, values):
     path = theirs.get("custom_reward_function.path")
     if not path:
@@ -477,13 +442,11 @@ def verl_reward(theirs, key, value, ours, values):
     return {"reward.default": "custom", "reward.custom": f"{path}:{name}"}
 
 
-@function
 def overlong(theirs, key, value, ours, values):
     enabled = theirs.get(key.rpartition(".")[0] + ".enable", True)
     return {ours: int(value)} if enabled else {}
 
 
-@function
 def greedy(theirs, key, value, ours, values):
     """do_sample=false is greedy; its temperature does not count then."""
     return {} if value else {ours: 0.0, "eval.samples": 1}
@@ -498,7 +461,6 @@ def trl_updates(theirs: Theirs) -> tuple[int, int]:
     return theirs.get("steps_per_generation", accumulation), accumulation
 
 
-@function
 def trl_batch(theirs, key, value, ours, values):
     """Prompts of a step, and updates on them."""
     steps, accumulation = trl_updates(theirs)
@@ -511,7 +473,6 @@ def trl_batch(theirs, key, value, ours, values):
     return {"rollout.prompts_per_step": answers // size, "train.updates_per_step": updates}
 
 
-@function
 def trl_clips(theirs, key, value, ours, values):
     low = theirs.get("epsilon", 0.2)
     high = theirs.get("epsilon_high", low)
@@ -520,7 +481,6 @@ def trl_clips(theirs, key, value, ours, values):
     return {"algo.clip_low": low, "algo.clip_high": high}
 
 
-@function
 def trl_loss(theirs, key, value, ours, values):
     kind = theirs.get("loss_type")
     norms = {"dapo": "token_mean", "bnpo": "token_mean", "cispo": "token_mean", "grpo": "seq_mean_token_mean"}
@@ -534,7 +494,6 @@ def trl_loss(theirs, key, value, ours, values):
     return found | {"algo.loss": "gspo" if sequence else "ppo_clip"}
 
 
-@function
 def trl_advantage(theirs, key, value, ours, values):
     if theirs.get("multi_objective_aggregation") == "normalize_then_sum":
         return {ours: "gdpo"}
@@ -545,7 +504,6 @@ def trl_advantage(theirs, key, value, ours, values):
 TRL_REWARDS = {"accuracy_reward": "math", "think_format_reward": "format"}
 
 
-@function
 def trl_rewards(theirs, key, value, ours, values):
     names = theirs.get("reward_funcs", [])
     names = [name.rpartition(".")[2] for name in ([names] if isinstance(names, str) else names)]
@@ -555,7 +513,6 @@ def trl_rewards(theirs, key, value, ours, values):
     return {"reward.default": {TRL_REWARDS[name]: w for name, w in zip(names, weights, strict=True)}}
 
 
-@function
 def trl_correction(theirs, key, value, ours, values):
     if not theirs.get("vllm_importance_sampling_correction"):
         return {"algo.correction": "none"}
@@ -570,7 +527,6 @@ def trl_correction(theirs, key, value, ours, values):
 # ---------------------------------------------------------------- ROLL
 
 
-@function
 def roll_advantage(theirs, key, value, ours, values):
     """By the normalizations of the rewards; adv_estimator=grpo sets both to the group."""
     mean, std = theirs.get("norm_mean_type"), theirs.get("norm_std_type")
@@ -584,12 +540,10 @@ def roll_advantage(theirs, key, value, ours, values):
     return {ours: names[mean, std]}
 
 
-@function
 def roll_dual_clip(theirs, key, value, ours, values):
     return {ours: 1 + 2 * theirs.get("pg_clip", 0.2)} if value else {}
 
 
-@function
 def roll_kl(theirs, key, value, ours, values):
     if theirs.get("use_kl_loss"):
         return {"algo.kl_in": "loss", "algo.kl_coef": theirs.get("kl_loss_coef", 0.0)}
@@ -598,10 +552,9 @@ def roll_kl(theirs, key, value, ours, values):
     return {}
 
 
-@function
 def roll_updates(theirs, key, value, ours, values):
     parallel = [values.get(f"parallel.{name}", 1) for name in ("tp", "pp", "cp")]
-    replicas = theirs.world_size // (parallel[0] * parallel[1] * parallel[2])
+    replicas = max(theirs.world_size // math.prod(parallel), 1)  # a layout that does not divide is refused later
     each = theirs.get("actor_train.training_args.per_device_train_batch_size", 1) * value * replicas
     prompts = values.get("rollout.prompts_per_step", 64)
     updates, rest = divmod(prompts * values.get("rollout.group_size", 8), each)
@@ -613,7 +566,6 @@ def roll_updates(theirs, key, value, ours, values):
 ROLL_REWARDS = {"MathRuleRewardWorker": "math", "CodeSandboxRewardWorker": "code"}
 
 
-@function
 def roll_rewards(theirs, key, value, ours, values):
     """The reward of each tag; workers that have no reward here are lost."""
     found = {}
@@ -629,7 +581,6 @@ def roll_rewards(theirs, key, value, ours, values):
 # ---------------------------------------------------------------- NeMo-RL
 
 
-@function
 def nemo_lengths(theirs, key, value, ours, values):
     """The longest prompt and answer together there; the half each where the file does not divide it."""
     total = theirs.get("policy.max_total_sequence_length")
@@ -641,7 +592,6 @@ def nemo_lengths(theirs, key, value, ours, values):
     return {"data.max_prompt_tokens": prompt, "rollout.max_new_tokens": answer}
 
 
-@function
 def nemo_updates(theirs, key, value, ours, values):
     prompts = theirs.get("grpo.num_prompts_per_step")
     updates, rest = divmod(prompts * theirs.get("grpo.num_generations_per_prompt"), value)
@@ -664,17 +614,14 @@ def nemo_value(theirs: Theirs, key: str, value: Any, ours: str, values: Values) 
     return {ours: value}
 
 
-@function
 def nemo_megatron(theirs, key, value, ours, values):
     return nemo_value(theirs, key, value, ours, values) if theirs.get("policy.megatron_cfg.enabled") else {}
 
 
-@function
 def nemo_dtensor(theirs, key, value, ours, values):
     return {} if theirs.get("policy.megatron_cfg.enabled") else nemo_value(theirs, key, value, ours, values)
 
 
-@function
 def nemo_scheduler(theirs, key, value, ours, values):
     """torch's schedulers: a LinearLR of total_iters, then constant, is a warm-up."""
     if theirs.get("policy.megatron_cfg.enabled"):
@@ -686,19 +633,16 @@ def nemo_scheduler(theirs, key, value, ours, values):
     return None
 
 
-@function
 def nemo_steps(theirs, key, value, ours, values):
     return {ours: int(value)} if value < ENDLESS else {}
 
 
-@function
 def nemo_rounds(theirs, key, value, ours, values):
     if not theirs.get("grpo.use_dynamic_sampling"):
         return {}
     return {ours: theirs.get("grpo.dynamic_sampling_max_gen_batches", 10)}
 
 
-@function
 def nemo_advantage(theirs, key, value, ours, values):
     kind = theirs.get("grpo.adv_estimator.name", "grpo")
     if kind == "gdpo":
@@ -710,17 +654,14 @@ def nemo_advantage(theirs, key, value, ours, values):
     return {ours: names[scaled, bool(theirs.get("grpo.use_leave_one_out_baseline", True))]}
 
 
-@function
 def nemo_overlong(theirs, key, value, ours, values):
     return {ours: value} if theirs.get("grpo.reward_shaping.enabled") else {}
 
 
-@function
 def nemo_kl(theirs, key, value, ours, values):
     return {ours: value}
 
 
-@function
 def nemo_loss(theirs, key, value, ours, values):
     for name, loss in (
         ("use_cispo", "cispo"),
@@ -732,7 +673,6 @@ def nemo_loss(theirs, key, value, ours, values):
     return {}
 
 
-@function
 def nemo_correction(theirs, key, value, ours, values):
     if not theirs.get("loss_fn.use_importance_sampling_correction"):
         return {}
@@ -743,14 +683,30 @@ def nemo_correction(theirs, key, value, ours, values):
     return tis_bounds({"seq-mask-tis": "seq_mask", None: "tis"}.get(kind, kind), level, low, high)
 
 
-@function
 def nemo_checkpoints(theirs, key, value, ours, values):
     return {ours: theirs.get("checkpointing.save_period", 10) if theirs.get("checkpointing.enabled", True) else 0}
 
 
-@function
 def nemo_env(theirs, key, value, ours, values):
     return {ours: "math"}
+
+
+# ---------------------------------------------------------------- the functions by name
+
+Function = Callable[[Theirs, str, Any, str, Values], Values | None]
+# {name in the tables: function of (theirs, their key, its value, our key, our values so far)}, None of it: lost
+FUNCTIONS: dict[str, Function] = {
+    body.__name__: body
+    for body in (
+        clips, betas, underscores, tokens, times_cp, warmup, warmup_share, schedule, epochs, top_k, off_below_zero,
+        in_updates, evaluation_in_updates, evaluation, loggers, recompute, no_recompute, granularity, fields,
+        lora_targets, offload, updates_of_prompts, verl_kl, verl_advantage, verl_rounds, verl_correction,
+        verl_reward, overlong, greedy, trl_batch, trl_clips, trl_loss, trl_advantage, trl_rewards, trl_correction,
+        roll_advantage, roll_dual_clip, roll_kl, roll_updates, roll_rewards, nemo_lengths, nemo_updates,
+        nemo_megatron, nemo_dtensor, nemo_scheduler, nemo_steps, nemo_rounds, nemo_advantage, nemo_overlong, nemo_kl,
+        nemo_loss, nemo_correction, nemo_checkpoints, nemo_env,
+    )
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------- writing
@@ -778,17 +734,21 @@ def drop_refused(theirs: Theirs, ours: Values) -> dict:
 
 
 def check(ours: Values, world_size: int) -> None:
-    """What a dry run checks before it looks for model and data. Raises UserError."""
+    """What a dry run checks of a configuration alone, on any machine. Raises UserError."""
     import train_grpo  # only here: the tables need neither torch nor Megatron-core
     from support.check import checks
+    from support.run.inputs import with_steps
 
     tree = {}
     for key, value in ours.items():
-        set_value(tree, key, value)
+        if key not in OF_A_MACHINE:
+            set_value(tree, key, value)
+    if ours.get("reward.default") == "custom":
+        set_value(tree, "reward.default", "math")
     check_placeholders(tree)
     cfg = validate(tree, "the result")
     checks.check_config(cfg, world_size)
-    train_grpo.rehearse(cfg)
+    train_grpo.rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))
 
 
 def write(theirs: Theirs, tree: dict, source: str) -> str:
