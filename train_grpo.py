@@ -169,7 +169,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     algo, t = cfg.algo, cfg.train
     bridge.seed_step(cfg.seed, step)
 
-    samples, groups, rounds, notes = collect(run, cfg, step)  # the same on every rank, as is `batch`
+    samples, groups, rounds, rank_seconds = collect(run, cfg, step)  # the same on every rank, as is `batch`
     with clock("sleep"):
         run.engine.sleep()
     trained = [s for s in samples if s.group in groups]
@@ -204,7 +204,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     with clock("save"):
         export_and_save(run, step)
     seconds = clock.end_step()
-    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, seconds)
+    record = metrics.StepRecord(step, samples, groups, rounds, rank_seconds, reports, seconds)
     numbers = metrics.summarize(record, batch, model, cfg)
     return numbers | run.engine.metrics() | clock.memory.numbers(), samples
 
@@ -226,7 +226,9 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
     with run.clock("eval"):
         prompts = dict(enumerate(run.inputs.eval_prompts))
         length = options.max_new_tokens or run.cfg.rollout.max_new_tokens
-        samples, _ = answer(run, prompts, 0, options.samples, options, length)  # step 0: always the same seeds
+        samples, _ = sample_and_grade(
+            run, prompts, 0, options.samples, options, length
+        )  # step 0: always the same seeds
     gates.check_graded(samples, prompts, run.cfg.reward, run.errors_shown)
     return metrics.evaluation(samples, options) | {"time/eval": run.clock.seconds["eval"]}, samples
 
@@ -251,7 +253,7 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
         missing = r.prompts_per_step - len(groups)
         first = taken - run.prompts_taken
         prompts = dict(enumerate(prompt_batch(run.inputs.prompts, taken, missing, cfg.seed), first))  # {group: prompt}
-        answers, notes = answer(run, prompts, step, r.group_size, r, r.max_new_tokens)
+        answers, rank_seconds = sample_and_grade(run, prompts, step, r.group_size, r, r.max_new_tokens)
         run.clock.check_stop()  # before errors are judged: a scheduler's signal may have ended grading processes too
         gates.check_graded(answers, prompts, cfg.reward, run.errors_shown)
         samples += answers
@@ -265,10 +267,10 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
         print(f"step {step}: after {rounds} rounds {len(groups)} of {r.prompts_per_step} groups have mixed rewards")
     if cfg.algo.overlong_buffer:
         penalize_length(samples, cfg.algo, r.max_new_tokens)  # afterwards: it makes no group a mixed one
-    return samples, groups or set(prompts), rounds, notes
+    return samples, groups or set(prompts), rounds, rank_seconds
 
 
-def answer(
+def sample_and_grade(
     run: Run, prompts: dict[int, Prompt], step: int, n: int, sampling: RolloutConfig | EvalConfig, max_tokens: int
 ) -> tuple[list[Sample], list[dict]]:
     """Sample and grade `n` answers to each of {group: prompt}. Returns the samples by group, and each rank's seconds.

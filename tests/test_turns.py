@@ -322,7 +322,7 @@ def test_a_step_of_conversations_equals_plain_transformers(build, tiny, echo):  
     check_talks(rows, metrics, tiny / "model", 0.8)
     for s in samples:
         assert s.graded == "ok" and s.reward_parts["turns"] == len(s.turns)
-    evaluated = train_grpo.answer(run, {0: run.inputs.prompts[0]}, 0, 2, run.cfg.eval, 16)[0]
+    evaluated = train_grpo.sample_and_grade(run, {0: run.inputs.prompts[0]}, 0, 2, run.cfg.eval, 16)[0]
     assert any(len(s.turns) > 1 for s in evaluated + samples)
 
 

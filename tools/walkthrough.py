@@ -130,7 +130,7 @@ def record(shown: int) -> SimpleNamespace:
 
     train_grpo.config_at = small_step
     train_grpo.train_step = watched_step
-    for name in ("collect", "answer", "flatten", "forward_backward", "policy_loss"):
+    for name in ("collect", "sample_and_grade", "flatten", "forward_backward", "policy_loss"):
         tape.watch(train_grpo, name)
     tape.watch(train_grpo, "grpo_loss", before=keep_gradient)
     with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +164,7 @@ def choose(v: SimpleNamespace) -> None:
     v.followed, v.answer = max(v.mine, key=lambda pair: pair[1].advantage)
     if not v.answer.advantage > 0:
         raise SystemExit(f"no group of step {v.step} has mixed rewards: choose another --step")
-    v.prompt = v.tape.argument("answer", "prompts")[v.group]
+    v.prompt = v.tape.argument("sample_and_grade", "prompts")[v.group]
     v.tokenizer = v.run.inputs.tokenizer
     v.names = [f"`{name}`" for name in v.tokenizer.convert_ids_to_tokens(range(len(v.tokenizer)))]
     (v.mb,) = v.tape.argument("forward_backward", "micro_batches")

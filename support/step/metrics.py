@@ -64,7 +64,7 @@ class StepRecord:
     samples: list[Sample]  # all of the step, also those of groups that were replaced
     groups: set[int]  # that were trained on
     rounds: int  # of sampling
-    notes: list[dict[str, float]]  # of each rank: its seconds by phase when all samples were gathered
+    rank_seconds: list[dict[str, float]]  # of each rank: its seconds by phase when all samples were gathered
     reports: list[dict[str, float]]  # of each update
     seconds: dict[str, float]  # of each phase, and "step"
 
@@ -177,7 +177,7 @@ def time_metrics(record: StepRecord) -> dict[str, float]:
     """Seconds of the phases, throughput, use of the micro-batches, and the shares of the step in which ranks idle."""
     seconds = record.seconds
     bubble = np.mean([r["bubble"] for r in record.reports])
-    idle = idle_seconds(record.notes, bubble * seconds.get("train", 0.0))
+    idle = idle_seconds(record.rank_seconds, bubble * seconds.get("train", 0.0))
     numbers = {f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES}
     numbers["time/other_frac"] = numbers["time/other"] / seconds["step"]
     numbers["speed/response_tokens_per_s"] = model_lengths(record.samples).sum() / seconds["step"]
@@ -252,21 +252,21 @@ def load_metrics(loads: list[float]) -> dict[str, float]:
     return {"moe/load": max(loads)} | {f"moe/load/layer_{layer:02d}": load for layer, load in enumerate(loads)}
 
 
-def idle_seconds(notes: list[dict[str, float]], bubble: float) -> dict[str, float]:
-    """{cause: seconds, mean over ranks} in which ranks wait for others; `notes`: the seconds of each rank by phase.
+def idle_seconds(rank_seconds: list[dict[str, float]], bubble: float) -> dict[str, float]:
+    """{cause: seconds, mean over ranks} in which ranks wait for others; `rank_seconds`: those of each rank by phase.
 
     Until the slowest rank has sampled and graded, the others wait: for its generation while it samples, then for its
     grading. "save" is the wait at the start of the step, for ranks that still save, evaluate or log.
     """
-    rollout_R = np.array([note.get("rollout", 0.0) for note in notes])
-    work_R = rollout_R + np.array([note.get("reward", 0.0) for note in notes])
+    rollout_R = np.array([seconds.get("rollout", 0.0) for seconds in rank_seconds])
+    work_R = rollout_R + np.array([seconds.get("reward", 0.0) for seconds in rank_seconds])
     slowest = work_R.argmax()
     sampled_R = np.maximum(rollout_R[slowest], work_R)  # until when a rank waits for generation, if it waits
     return {
         "generation": np.mean(sampled_R - work_R),
         "grading": np.mean(work_R[slowest] - sampled_R),
         "bubble": bubble,
-        "save": np.mean([note.get("wait", 0.0) for note in notes]),
+        "save": np.mean([seconds.get("wait", 0.0) for seconds in rank_seconds]),
     }
 
 

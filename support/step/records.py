@@ -157,14 +157,17 @@ class MicroBatch(Rows):
         return numbers_S.repeat_interleave(lengths_S, output_size=self.tokens.shape[1])
 
 
-def gather_samples(samples: list[Sample], notes: Any) -> tuple[list[Sample], list]:
-    """Gather all ranks' samples, sorted by group, and `notes`, to every rank. Samples have texts on rank 0 only."""
+def gather_samples(samples: list[Sample], own: Any) -> tuple[list[Sample], list]:
+    """Gather all ranks' samples, sorted by group, and what each rank gives as `own`, to every rank.
+
+    Samples have texts on rank 0 only.
+    """
     texts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object([sample.text for sample in samples], texts)
     for sample in samples:
         sample.text = None
-    everywhere = ranks.gather((samples, notes))
+    everywhere = ranks.gather((samples, own))
     samples = [sample for part, _ in everywhere for sample in part]
     for sample, text in zip(samples, itertools.chain(*texts or []), strict=False):
         sample.text = text
-    return sorted(samples, key=lambda sample: sample.group), [notes for _, notes in everywhere]
+    return sorted(samples, key=lambda sample: sample.group), [own for _, own in everywhere]
