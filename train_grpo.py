@@ -226,9 +226,8 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
     with run.clock("eval"):
         prompts = dict(enumerate(run.inputs.eval_prompts))
         length = options.max_new_tokens or run.cfg.rollout.max_new_tokens
-        samples, _ = sample_and_grade(
-            run, prompts, 0, options.samples, options, length
-        )  # step 0: always the same seeds
+        # Step 0: always the same seeds.
+        samples, _ = sample_and_grade(run, prompts, 0, options.samples, options, length)
     gates.check_graded(samples, prompts, run.cfg.reward, run.errors_shown)
     return metrics.evaluation(samples, options) | {"time/eval": run.clock.seconds["eval"]}, samples
 
