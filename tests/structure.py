@@ -14,7 +14,7 @@ from pathlib import Path
 
 SCRIPT = "train_grpo.py"
 TOP = (SCRIPT, "config.py", "megatron_bridge.py", "rollout.py", "reward.py")
-SCRIPT_STATEMENTS = 430
+SCRIPT_STATEMENTS = 433  # three of them for the check of the first update
 FUNCTION_LINES = 60
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0
