@@ -29,6 +29,7 @@ from support.base import ranks
 from support.base.read_config import load_config
 from support.check import checks
 from support.model import lora
+from support.model.adam_check import gather_weights
 from support.step.packing import to_micro_batches
 from support.step.update_check import UpdateCheck
 from tests.layout_worker import made_up_factor
@@ -165,6 +166,7 @@ def one_case(plan: dict, case: dict, watched: bool) -> dict:
         except TrainingError as caught:
             error = str(caught)
     seconds = time.perf_counter() - start
+    gather_weights(model)  # with overlap_param_gather the next forward pass would
     weights = [weight.detach().clone() for chunk in model for weight in chunk.parameters()]
     bridge.mpu.destroy_model_parallel()
     return {"error": error, "seconds": seconds, "weights": weights}
