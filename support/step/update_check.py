@@ -42,7 +42,8 @@ from support.step.records import Batch, MicroBatch
 
 SHIFT = {"fp32": 1e-3, "bf16": 0.1}  # wanted change of a token's log-prob, root mean square
 SIGMAS = 6.0
-NONLINEAR = 0.02
+NONLINEAR = {"fp32": 0.02, "bf16": 0.05}
+REROUTED = 0.3  # in place of it with experts: a move also changes which experts are chosen, which no gradient counts
 SIZES = 4  # of a move are tried, until the change is near SHIFT
 DIRECTIONS = {"fp32": 2, "bf16": 4}  # random ones
 SMALLEST = 0.01  # size of a weight of zeros, such as B of an adapter
@@ -111,6 +112,7 @@ class Probe:
     micro_batches: list[MicroBatch]
     forward: Callable[..., list]  # (micro_batches, loss_func=...) → on the last stage, what that gives as report
     tokens: int  # N
+    nonlinear: float  # share of a change that the gradient need not predict
     rows: list[Tensor] = field(default_factory=list)  # values_and_slopes of each micro-batch at w
     slope2: float = math.nan  # sum of c² + e²
 
@@ -148,7 +150,7 @@ class Probe:
                 sums += torch.stack([d_T.sum(), d_T @ d_T, u_T @ u_T])
         d, d2, u2, predicted = sum_over_ranks(torch.cat([sums, predicted[None]])).tolist()
         found = d / self.tokens
-        bound = SIGMAS * math.sqrt(u2 / 3) / self.tokens + NONLINEAR * max(abs(found), abs(predicted))
+        bound = SIGMAS * math.sqrt(u2 / 3) / self.tokens + self.nonlinear * max(abs(found), abs(predicted))
         slope2 = self.slope2 or math.nan
         return Change(found, predicted, bound, math.sqrt(d2 / slope2) / 2, math.sqrt(u2 / slope2))
 
@@ -237,7 +239,11 @@ class UpdateCheck:
             return
         self.done = True
         where = f"step {step}, the first update of this start: "
-        probe = Probe(self.model, shards, all_micro_batches(batch, cfg), forward, int((batch.weights > 0).sum()))
+        nonlinear = NONLINEAR[cfg.model.dtype]
+        if self.model[0].config.num_moe_experts and batch.routes is None:
+            nonlinear = REROUTED
+        tokens = int((batch.weights > 0).sum())
+        probe = Probe(self.model, shards, all_micro_batches(batch, cfg), forward, tokens, nonlinear)
         probe.linearise(loss_func)
         reason = why_not_judged(self.model, probe, cfg)
         if reason and dist.get_rank() == 0:
