@@ -42,7 +42,7 @@ from support.data.prompts import Prompt, fingerprint, prompt_batch, sampling_see
 from support.model import checkpoint, optimizer_state
 from support.run import launch, logs
 from support.run.clock import Clock, StopRequested
-from support.step import credit, gates, grading, metrics, push_source, schedule, teacher, turns
+from support.step import credit, gates, grading, metrics, push_source, schedule, teacher, turns, update_check
 from support.step.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
 from support.step.records import Batch, MicroBatch, Sample, gather_samples
 
@@ -63,6 +63,7 @@ class Run:
     teacher: teacher.Teacher | None  # None: no distillation
     grading: grading.GradingPool
     writer: checkpoint.CheckpointWriter
+    update_check: update_check.UpdateCheck  # of the first update of this start
     gaps: gates.Gaps = field(default_factory=gates.Gaps)  # between log-probs of trainer and vLLM, since this start
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
     skipped: int = 0  # updates in a row that were skipped because loss or gradient was NaN or infinite
@@ -117,6 +118,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         teacher=teacher.build_teacher(model, cfg) if cfg.algo.teacher else None,
         grading=grading.GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})),
         writer=checkpoint.CheckpointWriter(f"{cfg.output_dir}/checkpoints", t.keep_last, t.keep_every),
+        update_check=update_check.UpdateCheck(model, optimizer, inputs.checkpoint),
     )
     push_weights(run)  # vLLM has read the same weights from disk, so this checks the mapping of names
     if inputs.checkpoint:
@@ -193,7 +195,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
             if math.isfinite(report["loss"]):
                 if number < gates.compared_updates(cfg):  # the trainer's log-probs are of the weights vLLM sampled with
                     gates.check_gap(report, step, batch, trained, cfg, model, run.gaps, rescore)
-                report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
+                with run.update_check.watch(weighted, cfg, step, run_schedule, grpo_loss):
+                    report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
             run.skipped = gates.check_finite(report, run.skipped, step, number, micro_batches, cfg)
             reports.append(report)
     if cfg.log.tokens:
@@ -525,15 +528,18 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
     return report
 
 
-def run_schedule(model: list, micro_batches: list[MicroBatch], temperature: float, loss_func=None) -> list:
-    """Run Megatron's pipeline schedule: forward and backward passes, or forward passes alone without a `loss_func`.
+def run_schedule(
+    model: list, micro_batches: list[MicroBatch], temperature: float, loss_func=None, backward: bool = True
+) -> list:
+    """Run Megatron's pipeline schedule: forward and backward passes, or forward passes alone without a `loss_func` or
+    without `backward`.
 
     Returns, on the last pipeline stage only, the report of each micro-batch or, without `loss_func`, its log-probs [T].
 
     Megatron sums gradients over micro-batches and replicas and divides them once by the global sum of the denominators
     (calculate_per_token_loss), so neither the split into micro-batches nor the layout changes the result.
     """
-    training = loss_func is not None
+    training = backward and loss_func is not None
     longest = max(mb.tokens.shape[1] for mb in micro_batches)
     for chunk in model:
         chunk.train(training)
@@ -546,7 +552,7 @@ def run_schedule(model: list, micro_batches: list[MicroBatch], temperature: floa
             seq_length=longest,
             micro_batch_size=1,
             forward_only=not training,
-            collect_non_loss_data=not training,
+            collect_non_loss_data=loss_func is None,
             **bridge.stage_options(model, micro_batches),
         )
 

@@ -33,7 +33,7 @@ WITHOUT_EFFECT = {
     "sleep_level exact vllm",
     "algo": "reference_on",
     "train": "epochs max_tokens_per_micro_batch logprob_max_tokens_per_micro_batch offload save_every keep_last "
-    "keep_every export_every stall_timeout_s max_skipped patience eval_every",
+    "keep_every export_every stall_timeout_s max_skipped patience check_update eval_every",
     "": "output_dir seed resume data eval reward parallel log profile megatron " + " ".join(FOLLOWED),
 }
 LEGAL = {  # values that the second trainer knows, of keys that name a branch

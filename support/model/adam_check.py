@@ -1,0 +1,210 @@
+"""Compare what Megatron's optimizer did in one update with AdamW, computed in float64 from the same gradient.
+
+On sampled entries of this rank's shards: main weights and both moments, with clipping, learning rate and weight decay.
+On all entries: the model's weights are the rounded main weights.
+"""
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from config import TrainConfig
+from support.model.layers import device
+from support.model.optimizer_state import MOMENTS, optimizer_weights, own_slice
+
+BLOCK = 1 << 24  # elements
+ENTRIES = 1000  # sampled from each shard
+RELATIVE = 1e-3  # bound of moments and of the weight's step; the norm that clips is a sum in fp32
+EPS32 = 2.0**-22  # of the weight itself, relative: fp32 rounds it twice by 2^-24
+TINY = 1e-37  # of a moment, absolute: below, fp32 loses digits
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part of a trained weight that this rank updates, of at most BLOCK elements, so that temporaries are small."""
+
+    name: str
+    part: object  # Megatron's optimizer
+    weight: torch.nn.Parameter
+    place: slice  # in the flat weight, inside one block of it
+    start: int  # in the flat state that this rank has of the weight
+    counted: bool  # False where another tensor- or pipeline-parallel rank counts the same elements
+    before: Tensor  # the values, flat, in the model's dtype
+    size: float  # root mean square of the weight
+
+    @property
+    def values(self) -> Tensor:
+        """The present values, flat: a view of the model's weight."""
+        return self.weight.data.view(-1)[self.place]
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient that the optimizer reads: reduced, divided, not clipped; flat fp32."""
+        return self.weight.main_grad.view(-1)[self.place].float()
+
+    def random(self, salt: int) -> Tensor:
+        """Random int16, flat; the same on every rank that holds a copy of the elements."""
+        block = self.place.start // BLOCK
+        seed = zlib.crc32(f"{self.name} {block} {salt}".encode())
+        generator = torch.Generator(self.weight.device).manual_seed(seed)
+        first = block * BLOCK
+        whole = torch.empty(min(BLOCK, self.weight.numel() - first), dtype=torch.int16, device=self.weight.device)
+        whole.random_(-(2**15), 2**15, generator=generator)
+        return whole[self.place.start - first : self.place.stop - first]
+
+
+def own_shards(model: list, optimizer, names: dict[torch.nn.Parameter, str]) -> list[Shard]:
+    """This rank's shards of all trained weights, with a copy of their values.
+
+    `names`: {weight: name}, equal on ranks that hold copies of a weight.
+    """
+    shards = []
+    for part, _, weight, tensor in optimizer_weights(model, optimizer):
+        if weight in part.model_param_gbuf_map:
+            own, _ = own_slice(part, weight)
+            counted = tuple(tensor.replica_id[:2]) == (0, 0)  # as a checkpoint counts it
+            norm = torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)
+            size = norm.item() / math.sqrt(weight.numel())
+            for first in range(own.start // BLOCK * BLOCK, own.stop, BLOCK):
+                place = slice(max(first, own.start), min(first + BLOCK, own.stop))
+                before = weight.data.view(-1)[place].clone()
+                shards.append(Shard(names[weight], part, weight, place, place.start - own.start, counted, before, size))
+    return shards
+
+
+def gather_weights(model: list) -> None:
+    """Gather the weights of all replicas from the shards."""
+    for chunk in model:
+        chunk.start_param_sync(force_sync=True)
+
+
+def weights_of(part) -> list[torch.nn.Parameter]:
+    """The weights that one of Megatron's distributed optimizers updates, in the same order on all its replicas."""
+    return [weight for buffer in part.buffers for weight in buffer.param_index_map]
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum of float64 values over all ranks, on the host."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total.cpu()
+
+
+def gradient_norm(shards: list[Shard]) -> float:
+    """Norm of the whole gradient, summed in float64; on every rank."""
+    squares = torch.zeros((), dtype=torch.float64, device=device())
+    for shard in shards:
+        if shard.counted:
+            squares += shard.gradient.double().square().sum()
+    return math.sqrt(sum_over_ranks(squares))
+
+
+# ---------------------------------------------------------------- AdamW
+
+
+def adamw(state: dict[str, Tensor], gradient: Tensor, steps: int, eps: float, train: TrainConfig) -> dict[str, Tensor]:
+    """State {param, exp_avg, exp_avg_sq} after one step of AdamW on a clipped gradient; [n] float64 each.
+
+    steps: updates before this one. Source: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2.
+    """
+    beta1, beta2 = train.adam_beta1, train.adam_beta2
+    mean = beta1 * state["exp_avg"] + (1 - beta1) * gradient
+    square = beta2 * state["exp_avg_sq"] + (1 - beta2) * gradient.square()
+    unbiased_mean = mean / (1 - beta1 ** (steps + 1))
+    unbiased_square = square / (1 - beta2 ** (steps + 1))
+    decayed = state["param"] * (1 - train.lr * train.weight_decay)  # norms and biases too
+    param = decayed - train.lr * unbiased_mean / (unbiased_square.sqrt() + eps)
+    return {"param": param, "exp_avg": mean, "exp_avg_sq": square}
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Entries of a shard before the update: numbers of the entries [n], optimizer state [n] float64, their gradient."""
+
+    shard: Shard
+    entries: Tensor
+    state: dict[str, Tensor]
+    gradient: Tensor
+
+
+def check_state(shards: list[Shard], updates: int) -> list[str]:
+    """What shows that the optimizer's state is not that after `updates` updates; every rank calls this."""
+    found = []
+    squares = torch.zeros((), dtype=torch.float64, device=device())
+    for shard in shards:
+        _, own = own_slice(shard.part, shard.weight)
+        squares += own["exp_avg_sq"].detach().sum().to(device())
+        steps = int(own["step"])
+        if steps != updates:
+            found.append(f"Adam's step count of {shard.name} is {steps}, though {updates} updates were made")
+    if updates and sum_over_ranks(squares) == 0:
+        found.append(f"Adam's moments are all 0 after {updates} updates: the optimizer's state was lost")
+    return found[:1]
+
+
+def sample_state(shards: list[Shard]) -> list[Sampled]:
+    """Sample the optimizer's state and the gradient before an update."""
+    sampled = []
+    for shard in shards:
+        count = len(shard.before)
+        entries = torch.linspace(0, count - 1, min(ENTRIES, count), dtype=torch.float64).long()
+        sampled.append(Sampled(shard, entries, read_state(shard, entries), read_entries(shard.gradient, entries)))
+    return sampled
+
+
+def read_state(shard: Shard, entries: Tensor) -> dict[str, Tensor]:
+    """{moment: its values at the entries, [n] float64 on the host}."""
+    _, own = own_slice(shard.part, shard.weight)
+    return {moment: read_entries(own[moment].detach(), entries + shard.start) for moment in MOMENTS}
+
+
+def read_entries(values: Tensor, entries: Tensor) -> Tensor:
+    """Values at the entries, [n] float64 on the host."""
+    return values[entries.to(values.device)].cpu().double()
+
+
+def check_step(sampled: list[Sampled], updates: int, norm: float, train: TrainConfig) -> list[str]:
+    """What differs from AdamW after the update, a line for the state and one for the copies; [] if nothing does.
+
+    norm: of the whole gradient before clipping; train: that of this step, with its learning rate.
+    """
+    scale = 1.0
+    if train.clip_grad and norm > train.clip_grad:
+        scale = train.clip_grad / (norm + 1e-6)  # as in torch's clip_grad_norm_
+    differs = []
+    unequal = []
+    for sample in sampled:
+        shard = sample.shard
+        wanted = adamw(sample.state, sample.gradient * scale, updates, shard.part.config.adam_eps, train)
+        differs += differences(sample, wanted, sample.gradient * scale, train)
+        _, own = own_slice(shard.part, shard.weight)
+        main = own["param"].detach()[shard.start : shard.start + len(shard.before)]
+        if not torch.equal(shard.values, main.to(shard.values)):
+            unequal.append(f"{shard.name} of the model is not its fp32 main weight, rounded")
+    return differs[:1] + unequal[:1]
+
+
+def differences(sample: Sampled, wanted: dict[str, Tensor], gradient: Tensor, train: TrainConfig) -> list[str]:
+    """A line for each part of the state that is not as wanted, moments first, with its worst entry."""
+    after = read_state(sample.shard, sample.entries)
+    before = sample.state
+    bounds = {
+        "exp_avg": RELATIVE * (before["exp_avg"].abs() + (1 - train.adam_beta1) * gradient.abs()) + TINY,
+        "exp_avg_sq": RELATIVE * wanted["exp_avg_sq"] + TINY,
+        "param": EPS32 * wanted["param"].abs() + RELATIVE * (wanted["param"] - before["param"]).abs(),
+    }
+    lines = []
+    for moment, bound in bounds.items():
+        excess = (after[moment] - wanted[moment]).abs() - bound
+        worst = int(excess.nan_to_num(nan=math.inf).argmax())
+        if not excess[worst] <= 0:
+            lines.append(
+                f"{moment} of {sample.shard.name}[{int(sample.entries[worst]) + sample.shard.place.start}] was "
+                f"{before[moment][worst]:.6e} and became {after[moment][worst]:.6e}; AdamW gives "
+                f"{wanted[moment][worst]:.6e} (clipped gradient {gradient[worst]:.3e})"
+            )
+    return lines

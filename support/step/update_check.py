@@ -1,0 +1,346 @@
+"""A live check of the first update of a start: its gradient is that of the loss, and its optimizer step is AdamW's.
+
+The loss holds stop-gradients, so its value is not what the gradient integrates. The check makes it linear: with
+c = ∂loss/∂logp and e = ∂loss/∂entropy of each token at the present weights, S(w) = sum(c logp(w) + e entropy(w)) / N
+has the gradient of the loss; N is the number of trained tokens in the batch. Forward passes give S at weights w+ and
+w-, moved a little up and down. S(w+) - S(w-) must equal the sum of gradient · (w+ - w-) over all weights, each counted
+once. w+ and w- are taken after rounding to the model's dtype. There are three kinds of moves:
+
+  along the gradient          shows a wrong scale: summed twice, a wrong divisor, scaled by accumulation
+  in a random direction       shows a part that is missing or wrong, unless the direction is nearly orthogonal to it
+  of weights with gradient 0  must not change the log-prob of a trained token: shows a weight that gets no gradient
+
+The bound comes from the passes: u = S(w+) + S(w-) - 2 S(w) at a token holds the rounding of three passes, of variance 6
+where that of S(w+) - S(w-) is 2. So the bound is SIGMAS · sqrt(sum u² / 3) / N, plus the share NONLINEAR of the change
+for its third order. The root of the sum of squares of all differences, each over its bound, must not
+exceed 1, so that parts of a fault in several directions add up.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_bridge as bridge
+from config import Config, TrainingError
+from support.base import ranks
+from support.engine.push_check import digest
+from support.model import adam_check
+from support.model.adam_check import Shard, gather_weights, sum_over_ranks
+from support.model.checkpoint import read_state
+from support.model.optimizer_state import trainable_weights
+from support.step.packing import to_micro_batches
+from support.step.records import Batch, MicroBatch
+
+SHIFT = {"fp32": 1e-3, "bf16": 0.1}  # wanted change of a token's log-prob, root mean square
+SIGMAS = 6.0
+NONLINEAR = {"fp32": 0.02, "bf16": 0.05}
+REROUTED = 0.3  # in place of it with experts: a move also changes which experts are chosen, which no gradient counts
+SIZES = 4  # of a move are tried, until the change is near SHIFT
+DIRECTIONS = {"fp32": 2, "bf16": 4}  # random ones
+SMALLEST = 0.01  # size of a weight of zeros, such as B of an adapter
+CAUSES = (
+    "gradients not reduced over replicas, context or expert ranks, or reduced twice; a divisor that is not the number "
+    "of trained tokens; other micro-batches; clipping, learning rate or moments of another update"
+)
+LARGE = 0.5  # size of the move of weights without a gradient, in units of their own
+
+
+class Change(NamedTuple):
+    """What a move and its opposite changed."""
+
+    found: float  # S(w+) - S(w-)
+    predicted: float  # sum of gradient · (w+ - w-)
+    bound: float  # of |found - predicted|
+    shift: float  # root mean square change of a token's log-prob, weighted by c²
+    noise: float  # the same of u: rounding and curvature
+
+
+# ---------------------------------------------------------------- the loss, linear in log-probs and entropies
+
+
+def values(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor) -> tuple:
+    """In place of the loss: log-prob and entropy of each token, [2, T]."""
+    count = torch.zeros((), dtype=torch.int, device=logp_T.device)
+    return logp_T.new_zeros(()), count, torch.stack([logp_T, entropy_T])
+
+
+def values_and_slopes(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, loss_func: Callable) -> tuple:
+    """In place of the loss: these values and its derivatives by them, [2, 2, T].
+
+    The derivatives are NaN where the loss depends on neither, or on anything else that has a gradient.
+    """
+    with torch.enable_grad():
+        inputs = (logp_T.detach().requires_grad_(), entropy_T.detach().requires_grad_())
+        loss, _, _ = loss_func(mb, *inputs)
+        slopes = torch.full_like(torch.stack(inputs), math.nan)
+        if loss.requires_grad and leaves_of(loss) <= set(inputs):
+            slopes = torch.stack(torch.autograd.grad(loss, inputs, materialize_grads=True))
+    zero, count, numbers = values(mb, logp_T, entropy_T)
+    return zero, count, torch.stack([numbers, slopes]).detach()
+
+
+def leaves_of(loss: Tensor) -> set[Tensor]:
+    """The tensors that a backward pass of the loss gives a gradient."""
+    nodes = [loss.grad_fn]
+    seen = set(nodes)
+    leaves = set()
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)
+        below = {node for node, _ in node.next_functions if node is not None} - seen
+        seen |= below
+        nodes += below
+    return leaves
+
+
+@dataclass
+class Probe:
+    """The loss of an update as a function of the weights: what the passes of a check share."""
+
+    model: list
+    shards: list[Shard]
+    micro_batches: list[MicroBatch]
+    forward: Callable[..., list]  # (micro_batches, loss_func=...) → on the last stage, what that gives as report
+    tokens: int  # N
+    nonlinear: float  # share of a change that the gradient need not predict
+    rows: list[Tensor] = field(default_factory=list)  # values_and_slopes of each micro-batch at w
+    slope2: float = math.nan  # sum of c² + e²
+
+    def linearise(self, loss_func: Callable) -> None:
+        """Set `rows` and `slope2`."""
+        self.rows = self.forward(self.micro_batches, loss_func=partial(values_and_slopes, loss_func=loss_func))
+        slope2 = torch.zeros((), dtype=torch.float64, device=bridge.device())
+        if bridge.reports_loss():
+            slope2 = sum((slopes.double().square().sum() for _, slopes in self.rows), slope2)
+        self.slope2 = sum_over_ranks(slope2).item()
+
+    def move(self, direction: Callable[[Shard], Tensor], size: float) -> tuple[list[Tensor], Tensor]:
+        """The values of each micro-batch at w + size · direction, and this rank's part of gradient · (moved - w)."""
+        predicted = torch.zeros((), dtype=torch.float64, device=bridge.device())
+        for shard in self.shards:
+            shard.values.copy_(round_at_random(shard.before.float() + size * direction(shard), shard))
+            if shard.counted:
+                predicted += shard.gradient.double() @ (shard.values.double() - shard.before.double())
+        gather_weights(self.model)
+        return self.forward(self.micro_batches, loss_func=values), predicted
+
+    def restore(self) -> None:
+        """Give the model its own weights again."""
+        for shard in self.shards:
+            shard.values.copy_(shard.before)
+        gather_weights(self.model)
+
+    def compare(self, higher: list[Tensor], lower: list[Tensor], predicted: Tensor) -> Change:
+        """The change between the values of two moves, where the gradient predicts `predicted` (this rank's part)."""
+        sums = predicted.new_zeros(3)
+        if bridge.reports_loss():
+            for (base, slopes), up, down in zip(self.rows, higher, lower, strict=True):
+                d_T = (slopes.double() * (up.double() - down.double())).sum(0)
+                u_T = (slopes.double() * (up.double() + down.double() - 2 * base.double())).sum(0)
+                sums += torch.stack([d_T.sum(), d_T @ d_T, u_T @ u_T])
+        d, d2, u2, predicted = sum_over_ranks(torch.cat([sums, predicted[None]])).tolist()
+        found = d / self.tokens
+        bound = SIGMAS * math.sqrt(u2 / 3) / self.tokens + self.nonlinear * max(abs(found), abs(predicted))
+        slope2 = self.slope2 or math.nan
+        return Change(found, predicted, bound, math.sqrt(d2 / slope2) / 2, math.sqrt(u2 / slope2))
+
+    def change_along(self, direction: Callable[[Shard], Tensor], size: float, shift: float) -> Change:
+        """The change by a move of `size` · direction and its opposite; other sizes follow until log-probs shift so."""
+        for _ in range(SIZES):
+            higher, predicted_up = self.move(direction, size)
+            lower, predicted_down = self.move(direction, -size)
+            change = self.compare(higher, lower, predicted_up - predicted_down)
+            if shift / 3 < change.shift < shift * 3:
+                break
+            size *= min(max(shift / max(change.shift, 1e-30), 1e-3), 1e3)
+        return change
+
+
+# ---------------------------------------------------------------- moves of a shard
+
+
+def round_at_random(moved: Tensor, shard: Shard) -> Tensor:
+    """fp32 values in the model's dtype; in bf16 up or down at random, so that moves below its resolution count too."""
+    if shard.before.dtype is torch.float32:
+        return moved
+    bits = moved.view(torch.int32) + (shard.random(salt=1).int() + 2**15)
+    return (bits & -(2**16)).view(torch.float32).bfloat16()
+
+
+def random_signs(shard: Shard, number: int) -> Tensor:
+    """Direction `number`: random signs times the weight's size, so that all weights move by the same share."""
+    return (shard.random(salt=2 + number) % 2 * 2 - 1).float() * max(shard.size, SMALLEST)
+
+
+def signs_of(shard: Shard, weights: set[torch.nn.Parameter]) -> Tensor:
+    """Random signs of some weights, 0 for the others."""
+    return random_signs(shard, number=0) if shard.weight in weights else torch.zeros_like(shard.before.float())
+
+
+def weights_without_gradient(optimizer, shards: list[Shard]) -> set[torch.nn.Parameter]:
+    """This rank's weights whose gradient is exactly 0 in the shards of all replicas; routers are left out.
+
+    A router of one expert a token may have no gradient, but a large move of it chooses other experts.
+    """
+    own = {}
+    for shard in shards:
+        largest = shard.gradient.abs().max()
+        own[shard.weight] = torch.maximum(largest, own.get(shard.weight, largest))
+    found = set()
+    for part in optimizer.chained_optimizers:
+        weights = adam_check.weights_of(part)
+        largest = torch.stack([own.get(weight, torch.zeros((), device=bridge.device())) for weight in weights])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.data_parallel_group)
+        found |= {weight for weight, value in zip(weights, largest.tolist(), strict=True) if value == 0}
+    return found - {shard.weight for shard in shards if shard.name.endswith("router.weight")}
+
+
+# ---------------------------------------------------------------- the check
+
+
+@dataclass
+class UpdateCheck:
+    """Checks the first update of a start that has a gradient; `checkpoint`: what this start resumed from."""
+
+    model: list
+    optimizer: object
+    checkpoint: Path | None
+    done: bool = False
+
+    def __post_init__(self):
+        self.updates = read_state(self.checkpoint)["updates"] if self.checkpoint else 0  # before this start
+
+    @contextlib.contextmanager
+    def watch(
+        self, batch: Batch, cfg: Config, step: int, run_schedule: Callable[..., list], loss_func: Callable
+    ) -> Iterator[None]:
+        """Wrap the optimizer's step with the gradient of `batch`, whose weights are above 0 at trained tokens.
+
+        run_schedule and loss_func (grpo_loss) are those of the script. Weights, gradients and state keep their bits.
+        Raises TrainingError on every rank.
+        """
+        norm = 0.0
+        if cfg.train.check_update and not self.done:
+            names = weight_names(self.model)
+            shards = adam_check.own_shards(self.model, self.optimizer, names)
+            norm = adam_check.gradient_norm(shards)
+        if not (math.isfinite(norm) and norm > 0):  # no gradient: the next update may have one
+            yield
+            return
+        self.done = True
+        where = f"step {step}, the first update of this start: "
+        nonlinear = NONLINEAR[cfg.model.dtype]
+        if self.model[0].config.num_moe_experts and batch.routes is None:
+            nonlinear = REROUTED
+        tokens = int((batch.weights > 0).sum())
+        forward = partial(run_schedule, self.model, temperature=cfg.rollout.temperature, backward=False)
+        probe = Probe(self.model, shards, all_micro_batches(batch, cfg), forward, tokens, nonlinear)
+        probe.linearise(partial(loss_func, algo=cfg.algo))
+        reason = why_not_judged(self.model, probe, cfg)
+        if reason and dist.get_rank() == 0:
+            print(f"note: the gradient of the first update was not checked: {reason}", flush=True)
+        if not reason:
+            raise_together(where, check_gradient(probe, self.optimizer, norm, cfg.model.dtype, names))
+        raise_together(where, adam_check.check_state(shards, self.updates))
+        sampled = adam_check.sample_state(shards)
+        yield
+        if self.model[0].ddp_config.overlap_param_gather:  # otherwise the optimizer has gathered them
+            gather_weights(self.model)
+        found = adam_check.check_step(sampled, self.updates, norm, cfg.train)
+        raise_together(where, found + unequal_copies(self.model, self.optimizer, names))
+
+
+def weight_names(model: list) -> dict[torch.nn.Parameter, str]:
+    """The Megatron name of each weight of this rank; the last stage's copy of the embedding has the embedding's."""
+    weights = bridge.named_weights(model) | bridge.named_weights(model, factors=True)
+    names = {weight: name for name, weight in weights.items()}
+    if model[0].hf_config.tie_word_embeddings and "output_layer.weight" in weights:
+        names[weights["output_layer.weight"]] = "embedding.word_embeddings.weight"
+    return names
+
+
+def all_micro_batches(batch: Batch, cfg: Config) -> list[MicroBatch]:
+    """This replica's micro-batches of all samples with a trained token, packed anew, with the budget of scoring."""
+    samples = np.unique(batch.seq_id[batch.weights > 0].numpy()).tolist()
+    return to_micro_batches(batch, samples, cfg.train.logprob_max_tokens_per_micro_batch, cfg)
+
+
+def why_not_judged(model: list, probe: Probe, cfg: Config) -> str | None:
+    """Why the gradient cannot be compared with the loss; None: it can. The same on every rank."""
+    if model[0].config.num_moe_experts and model[0].config.moe_aux_loss_coeff:
+        return "megatron.moe_aux_loss_coeff adds a gradient that is not of the loss"
+    if cfg.lora.rank and cfg.model.dtype == "bf16":
+        return "adapters are merged and rounded to bf16, which hides small moves of them"
+    if math.isnan(probe.slope2):
+        return "the loss is not a function of the trained tokens' log-probs and entropies alone"
+    return None
+
+
+def check_gradient(probe: Probe, optimizer, norm: float, dtype: str, names: dict[torch.nn.Parameter, str]) -> list[str]:
+    """What shows that the gradient is not that of the loss; [] if nothing does. `norm`: of the gradient."""
+    shift = SHIFT[dtype]
+    size = shift * math.sqrt(probe.slope2 / probe.tokens) / norm**2 / 3
+    changes = {"along the gradient": probe.change_along(lambda shard: shard.gradient, size, shift)}
+    for number in range(DIRECTIONS[dtype]):
+        direction = partial(random_signs, number=number)
+        changes[f"in random direction {number + 1}"] = probe.change_along(direction, shift / 10, shift)
+    found = []
+    if not math.hypot(*[(change.found - change.predicted) / change.bound for change in changes.values()]) <= 1:
+        for where, change in changes.items():
+            found.append(
+                f"moved {where}, the loss changes by {change.found:.4e}; the gradient predicts {change.predicted:.4e}, "
+                f"{change.predicted / (change.found or math.nan):.3g} times that (bound of the difference "
+                f"{change.bound:.1e}, {probe.tokens} trained tokens)"
+            )
+    still = weights_without_gradient(optimizer, probe.shards)
+    if ranks.on_any_rank(bool(still)):
+        higher, predicted = probe.move(partial(signs_of, weights=still), LARGE)
+        base = [row[0] for row in probe.rows]
+        moved = probe.compare(higher, base, predicted).shift * 2
+        if moved > max(change.noise for change in changes.values()):
+            some = sorted({names[weight] for weight in still})
+            found.append(f"log-probs depend on weights whose gradient is 0, among them {', '.join(some[:3])}")
+    probe.restore()
+    return found
+
+
+def raise_together(where: str, found: list[str]) -> None:
+    """Raise TrainingError on every rank if any rank found something. Every rank calls this."""
+    lines = list(dict.fromkeys(line for part in ranks.gather(found) for line in part))
+    if lines:
+        shown = "\n  ".join(lines[:8])
+        raise TrainingError(
+            f"{where}the update is not what its formulas say\n  {shown}\n  likely causes: {CAUSES}. "
+            "train.check_update=false turns the check off"
+        )
+
+
+def unequal_copies(model: list, optimizer, names: dict[torch.nn.Parameter, str]) -> list[str]:
+    """A line if bits of a trained weight differ between replicas, or between tensor-parallel ranks that hold copies."""
+    groups = [(part.data_parallel_group, adam_check.weights_of(part)) for part in optimizer.chained_optimizers]
+    copied = [
+        weight
+        for weight in trainable_weights(model)
+        if not getattr(weight, "tensor_model_parallel", False) and getattr(weight, "allreduce", True)
+    ]
+    groups.append((bridge.mpu.get_tensor_model_parallel_group(), copied))
+    unequal = []
+    for group, weights in groups:
+        if weights:
+            largest = torch.stack([digest(weight.detach(), ordered=True) for weight in weights])
+            smallest = largest.clone()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
+            differs = (largest != smallest).any(1).tolist()
+            unequal += [names[weight] for weight, differ in zip(weights, differs, strict=True) if differ]
+    return [f"ranks hold different copies of {name}" for name in unequal[:1]]

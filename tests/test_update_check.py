@@ -1,0 +1,137 @@
+"""The check of the first update: no false alarm on any layout, no bit changed, and faults that it must find."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import train_grpo
+from config import TrainConfig, TrainingError
+from support.model.adam_check import adamw
+from support.step.update_check import UpdateCheck
+from tests.test_layouts import DENSE_LAYOUTS, LAYOUTS, MOE_LAYOUTS, make_plan
+from tests.test_step import build  # noqa: F401, a fixture
+
+BASE = ("train.lr=1e-3", "train.weight_decay=0.1", "train.clip_grad=0.05")  # which clips
+FAULTS = {  # fault of tests/update_worker.py → what the message has to say
+    "summed_twice": "moved along the gradient",
+    "scaled_by_accumulation": "moved along the gradient",
+    "divided_by_positions": "moved along the gradient",
+    "not_reduced": "the gradient predicts",
+    "another_micro_batch": "the gradient predicts",
+    "norms_missing": "weights whose gradient is 0",
+    "one_norm_missing": "decoder.layers.2.input_layernorm.weight",
+    "layer_halved": "the gradient predicts",
+    "clipped_twice": "exp_avg of",
+    "stale_lr": "param of",
+}
+
+
+def run_cases(server, folder, nproc: int, family: str, cases: dict[str, dict], *common: str) -> dict[str, dict]:
+    """What tests/update_worker.py found in each case."""
+    plan = make_plan(folder, family, *BASE, *common)
+    file, out = folder / "cases.json", folder / "found.json"
+    file.write_text(json.dumps({**plan, "common": plan["overrides"], "cases": cases, "out": str(out)}))
+    code = server.run(folder / "printed.txt", "tests/update_worker.py", str(file), nproc=nproc, seconds=1800)
+    assert code == 0, (folder / "printed.txt").read_text()
+    return json.loads(out.read_text())
+
+
+def test_adamw_is_that_of_a_hand_computed_step_and_of_torch():
+    train = TrainConfig(adam_beta1=0.9, adam_beta2=0.99, lr=0.1, weight_decay=0.2)
+    numbers = {"param": 2.0, "exp_avg": 0.5, "exp_avg_sq": 0.04}
+    state = {name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()}
+    found = adamw(state, torch.tensor([1.0], dtype=torch.float64), 1, eps=0.0, train=train)
+    # mean 0.9 · 0.5 + 0.1 = 0.55, over 1 - 0.81; square 0.99 · 0.04 + 0.01 = 0.0496, over 1 - 0.9801
+    step = 0.1 * (0.55 / 0.19) / math.sqrt(0.0496 / 0.0199)
+    assert found["exp_avg"].item() == pytest.approx(0.55, rel=1e-12)
+    assert found["exp_avg_sq"].item() == pytest.approx(0.0496, rel=1e-12)
+    assert found["param"].item() == pytest.approx(2.0 * 0.98 - step, rel=1e-12)
+
+    weight = torch.tensor([0.3, -2.0], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.2)
+    state = {"param": weight.detach().clone(), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+    for steps, gradient in enumerate(([0.1, -3.0], [0.2, 1e-6], [-5.0, 0.0])):
+        weight.grad = torch.tensor(gradient, dtype=torch.float64)
+        optimizer.step()
+        state = adamw(state, weight.grad, steps, eps=1e-8, train=train)
+        assert torch.allclose(state["param"], weight.detach(), rtol=1e-12, atol=0)
+
+
+def check_cases(server, folder, keys: dict[str, list[str]], faults: dict[str, tuple[list[str], str]]) -> None:
+    """No error with `keys` alone, the bits of a run without the check; the message of each {fault: (keys, message)}."""
+    cases = {name: {"keys": own, "old": name == "several updates"} for name, own in keys.items()}
+    cases |= {fault: {"keys": own, "fault": fault.partition(" ")[0]} for fault, (own, _) in faults.items()}
+    found = run_cases(server, folder, 2, "qwen2", cases)
+    for name in keys:
+        assert found[name]["error"] == "" and found[name]["same"], found[name]
+    for name, (_, message) in faults.items():
+        error = found[name]["error"]
+        assert "the update is not what its formulas say" in error and message in error, (name, found[name])
+
+
+def test_a_wrong_gradient_and_a_wrong_step_are_found(fork_server, tmp_path):
+    faults = {fault: ([], FAULTS[fault]) for fault in ("not_reduced", "clipped_twice")}
+    check_cases(fork_server, tmp_path, {"none": []}, faults)
+
+
+@pytest.mark.slow
+def test_every_planted_fault_is_found_on_two_ranks(fork_server, tmp_path):
+    faults = {fault: ([], message) for fault, message in FAULTS.items()}
+    faults["not_reduced_over_tp"] = (["parallel.tp=2"], "")
+    faults["not_reduced over cp"] = (["parallel.cp=2"], "")
+    check_cases(fork_server, tmp_path, {"several updates": [], "tp2": ["parallel.tp=2"]}, faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_no_layout_gives_a_false_alarm_or_changes_a_bit(fork_server, tmp_path, family):
+    layouts = LAYOUTS | (MOE_LAYOUTS if family == "qwen3_moe" else DENSE_LAYOUTS)
+    cases = {}
+    for dtype in ("fp32", "bf16"):
+        for layout, keys in layouts.items():
+            cases[f"{dtype}, {layout}"] = {"keys": [f"model.dtype={dtype}", *keys]}
+        cases[f"{dtype}, LoRA"] = {"keys": [f"model.dtype={dtype}", "lora.rank=4"]}
+        cases[f"{dtype}, LoRA, trained"] = {"keys": [f"model.dtype={dtype}", "lora.rank=4"], "trained_adapters": True}
+    found = run_cases(fork_server, tmp_path, 4, family, cases)
+    wrong = {name: case for name, case in found.items() if case["error"] or not case["same"]}
+    assert not wrong
+
+
+def test_a_step_is_watched_once_and_after_a_resume_its_state_is_compared(build):  # noqa: F811
+    run = build("train.lr=0.01")
+    train_grpo.train_step(run, 1)
+    assert run.update_check.done and run.update_check.updates == 0
+    run.update_check = UpdateCheck(run.model, run.optimizer, None)
+    run.update_check.updates = 3
+    with pytest.raises(TrainingError, match=r"Adam's step count of .* is 1, though 3 updates were made"):
+        train_grpo.train_step(run, 2)
+    run.update_check = UpdateCheck(run.model, run.optimizer, None)
+    run.update_check.updates = 1
+    for part in run.optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            state["exp_avg_sq"].zero_()
+    with pytest.raises(TrainingError, match="moments are all 0 after 1 updates"):
+        train_grpo.train_step(run, 2)
+
+
+def test_an_update_without_a_gradient_is_not_the_one_that_is_checked(build):  # noqa: F811
+    equal = ("reward.default=length", "reward.options={length: {limit: 1000}}", "algo.entropy_coef=0")
+    run = build("train.lr=0.01", *equal)
+    train_grpo.train_step(run, 1)
+    assert not run.update_check.done
+
+
+def test_a_loss_of_something_else_is_not_judged_and_said_so(build, monkeypatch, capsys):  # noqa: F811
+    grpo_loss = train_grpo.grpo_loss
+    scale = torch.ones((), requires_grad=True)
+
+    def learned(*args, **kwargs):
+        loss, denominator, report = grpo_loss(*args, **kwargs)
+        return loss * scale, denominator, report
+
+    run = build("train.lr=0.01")
+    monkeypatch.setattr(train_grpo, "grpo_loss", learned)
+    train_grpo.train_step(run, 1)
+    assert "the loss is not a function of the trained tokens' log-probs and entropies alone" in capsys.readouterr().out
