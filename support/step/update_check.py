@@ -36,6 +36,7 @@ from support.engine.push_check import digest
 from support.model import adam_check
 from support.model.adam_check import Shard, gather_weights, sum_over_ranks
 from support.model.checkpoint import read_state
+from support.model.offload import take_back_state
 from support.model.optimizer_state import trainable_weights
 from support.step.packing import to_micro_batches
 from support.step.records import Batch, MicroBatch
@@ -238,6 +239,8 @@ class UpdateCheck:
             yield
             return
         self.done = True
+        if cfg.train.offload == "optimizer":
+            take_back_state(self.optimizer)
         where = f"step {step}, the first update of this start: "
         nonlinear = NONLINEAR[cfg.model.dtype]
         if self.model[0].config.num_moe_experts and batch.routes is None:
