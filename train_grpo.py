@@ -42,7 +42,7 @@ from support.data.prompts import Prompt, fingerprint, prompt_batch, sampling_see
 from support.model import checkpoint, optimizer_state
 from support.run import launch, logs
 from support.run.clock import Clock, StopRequested
-from support.step import credit, gates, grading, metrics, schedule, teacher, turns
+from support.step import credit, formulas, gates, grading, invariants, metrics, schedule, teacher, turns
 from support.step.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
 from support.step.records import Batch, MicroBatch, Sample, gather_samples
 
@@ -191,6 +191,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
             micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             if math.isfinite(report["loss"]):
+                invariants.check_update(report, micro_batches, trained, chosen, cfg)
                 if number < gates.compared_updates(cfg):  # the trainer's log-probs are of the weights vLLM sampled with
                     gates.check_gap(report, step, batch, trained, cfg, run.gaps, rescore)
                 report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
@@ -203,8 +204,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
         push_weights(run)
     with clock("save"):
         export_and_save(run, step)
-    seconds = clock.end_step()
-    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, seconds)
+    record = metrics.StepRecord(step, samples, groups, rounds, notes, reports, clock.end_step())
     numbers = metrics.summarize(record, batch, model, cfg)
     return numbers | run.engine.metrics() | clock.memory.numbers(), samples
 
@@ -295,7 +295,7 @@ def answer(
                 samples.append(Sample.of(group, prompt, c, text))
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.columns, c.ids, c.failure)
     with clock("reward"):
-        for sample, outcome in zip(samples, run.grading.collect(), strict=True):
+        for sample, outcome in grading.matched(samples, run.grading.collect()):
             if any(isinstance(part, list) for part in outcome.parts.values()):  # a reward for each token, or for spans
                 outcome, sample.token_rewards = credit.locate_rewards(outcome, sample, run.inputs.tokenizer)
             sample.graded, sample.error = outcome.status, outcome.error
@@ -694,13 +694,13 @@ def rehearse(cfg: Config) -> None:
     algo = override(config_at(cfg, 1, {}), {"algo.kl_coef": 1.0}).algo
     samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=r) for r in (0.0, 1.0)]
     batch = flatten(samples, algo.mask_truncated)
-    batch = replace(batch, old_logp=batch.rollout_logp, ref_logp=batch.rollout_logp, teacher_logp=batch.rollout_logp)
+    batch = formulas.add_logprobs(batch)
     weights_F = loss_weights(batch.trained, batch.seq_id, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
     batch = replace(give_credit(samples, batch, algo), weights=weights_F)
     mb = pack(batch, [0, 1], len(batch.tokens), "cpu")
-    logp_T = mb.rollout_logp[0].clone().requires_grad_()
+    logp_T = (1.5 * mb.rollout_logp[0]).requires_grad_()
     loss, _, _ = grpo_loss(mb, logp_T, -logp_T, algo)
-    loss.backward()
+    formulas.check_loss(loss, mb, logp_T, algo)
 
 
 def main(argv: list[str]) -> int:

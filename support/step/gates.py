@@ -13,6 +13,7 @@ import megatron_bridge as bridge
 from config import Config, TrainingError, UserError
 from support.data.prompts import Prompt
 from support.step import turns
+from support.step.invariants import check_reference
 from support.step.records import Batch, MicroBatch, Sample
 
 
@@ -41,6 +42,8 @@ def check_gap(
     weights before the update.
     """
     gaps.append(report["gap"] / max(report["tokens"], 1))
+    if step == 1 and len(gaps) == 1 and batch.ref_logp is not None and not cfg.algo.replay_routes:
+        check_reference(report, cfg)
     if cfg.model.dtype == "bf16":
         kind = "mean"
         gap = gaps[-1]

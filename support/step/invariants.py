@@ -1,0 +1,135 @@
+"""What must be true of an update whatever code made it, computed again from the samples, in the plainest way.
+
+A mistake between the samples and the rows that Megatron gets trains in silence: losses stay finite, log-probs agree.
+"""
+
+import numpy as np
+from numpy import ndarray
+
+from config import Config, RankError, TrainingError
+from support.step.records import MicroBatch, Sample
+
+REFERENCE_BOUND = {"fp32": 1e-5, "bf16": 0.02}  # of the mean (ref - logp)² / 2 in the first update of all
+
+
+def check_update(
+    report: dict[str, float], micro_batches: list[MicroBatch], samples: list[Sample], chosen: list[int], cfg: Config
+) -> None:
+    """Check the update on the `chosen` numbers of `samples`: this replica's rows, and the report of all replicas.
+
+    Raises TrainingError unless each position has the token, target, mask and log-prob of its sample, its advantage and
+    its weight in the loss, and every sample of the update was counted once. What a fork defines itself is not judged.
+    """
+    prompts = {s.group: s.prompt_ids for s in samples}
+    if not all(np.array_equal(s.prompt_ids, prompts[s.group]) for s in samples):
+        raise TrainingError("a group holds answers to different prompts, so its mean is no baseline")
+    trained_N = np.array([count_trained(s, cfg) for s in samples])
+    counted = trained_N[chosen].sum()
+    if report["trained"] != counted:
+        raise TrainingError(f"the loss counts {report['trained']:.0f} tokens, the answers have {counted} to train on")
+    advantages_N = expected_advantages(samples, cfg)
+    weights_N = expected_weights(trained_N, chosen, cfg)
+    for mb in micro_batches:
+        if len(mb.samples):
+            check_row(mb, samples, cfg, advantages_N, weights_N)
+
+
+def check_row(
+    mb: MicroBatch, samples: list[Sample], cfg: Config, advantages_N: ndarray | None, weights_N: ndarray | None
+) -> None:
+    """Compare one packed row with its samples. Raises RankError, which names the tensor and the sample."""
+    packed = [samples[n] for n in mb.samples]
+    ids = np.concatenate([part for s in packed for part in (s.prompt_ids, s.response_ids)])
+    ends = np.cumsum([len(s.prompt_ids) + len(s.response_ids) for s in packed])
+    starts = np.append(0, ends[:-1])
+    counts = [count for s in packed for count in (len(s.prompt_ids), *s.turns)]
+    by_model = [turn % 2 == 1 for s in packed for turn in range(1 + len(s.turns))]  # prompt, model, environment, ...
+    logp = np.concatenate([part for s in packed for part in (np.zeros(len(s.prompt_ids)), s.rollout_logp)])
+    sampled = np.delete(np.repeat(by_model, counts), starts)
+    positions_S = ends - starts - 1
+    kept_S = [s.finished or not cfg.algo.mask_truncated for s in packed]
+    trained = sampled & np.repeat(kept_S, positions_S)
+    expected = {
+        "tokens": np.delete(ids, ends - 1),
+        "targets": np.delete(ids, starts),
+        "mask": sampled,
+        "rollout_logp": np.delete(logp, starts).astype("f4"),
+    }
+    if advantages_N is not None:
+        expected["advantages"] = np.repeat(advantages_N[mb.samples], positions_S)
+    if weights_N is not None:
+        expected["weights"] = np.repeat(weights_N[mb.samples], positions_S) * trained
+    for name, values in expected.items():
+        row = getattr(mb, name)[0, : len(trained)].cpu().numpy()
+        wrong = row != values
+        if name in ("advantages", "weights"):
+            wrong = ~np.isclose(row, values, rtol=1e-4, atol=1e-5)
+        if name == "advantages":
+            wrong &= trained & (row != 0)  # a fork may take a token's credit away
+        if wrong.any():
+            first = np.flatnonzero(wrong)[0]
+            raise RankError(
+                f"{name} of the update are not those of the samples: {float(row[first]):g} in place of "
+                f"{float(values[first]):g} at position {first} of a row, and {wrong.sum() - 1} more; a formula of your own needs a name of its own "
+                "in algo"
+            )
+
+
+def count_trained(sample: Sample, cfg: Config) -> int:
+    """Tokens of an answer that the loss is of: those that the model sampled, without an environment's."""
+    left_out = cfg.algo.mask_truncated and not sample.finished
+    return 0 if left_out else sum(sample.turns[::2])
+
+
+def expected_advantages(samples: list[Sample], cfg: Config) -> ndarray | None:
+    """The advantage of each answer against its group, [N]; None where more than the answers' rewards decides."""
+    algo = cfg.algo
+    kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
+    if algo.advantage not in ("grpo", "dr_grpo", "rloo") or algo.teacher or kl_in_reward:
+        return None
+    if any(s.token_rewards for s in samples):
+        return None
+    reward_N = np.array([s.reward for s in samples])
+    _, group_N = np.unique([s.group for s in samples], return_inverse=True)
+    size_N = np.bincount(group_N)[group_N]
+    centred_N = reward_N - np.bincount(group_N, weights=reward_N)[group_N] / size_N
+    lowest = np.full(len(samples), np.inf)
+    np.minimum.at(lowest, group_N, reward_N)
+    rises_N = (reward_N > lowest[group_N]).astype(int)
+    centred_N[np.bincount(group_N, weights=rises_N)[group_N] == 0] = 0  # equal rewards
+    variance_N = np.bincount(group_N, weights=centred_N**2)[group_N] / np.maximum(size_N - 1, 1)
+    scale_N = {
+        "grpo": 1 / (np.sqrt(variance_N) + 1e-6),
+        "dr_grpo": 1,
+        "rloo": size_N / np.maximum(size_N - 1, 1),
+    }
+    return centred_N * scale_N[algo.advantage]
+
+
+def expected_weights(trained_N: ndarray, chosen: list[int], cfg: Config) -> ndarray | None:
+    """The weight of each answer's tokens in the update on the `chosen` answers, [N]; None for a rule of a fork."""
+    tokens_N = np.zeros(len(trained_N))
+    tokens_N[chosen] = trained_N[chosen]
+    total = tokens_N.sum()
+    answers = max(np.count_nonzero(tokens_N), 1)
+    length = cfg.algo.loss_norm_length or cfg.rollout.max_new_tokens
+    weights = {
+        "token_mean": 1.0,
+        "seq_mean_token_mean": total / answers / np.maximum(tokens_N, 1),
+        "seq_mean_token_sum": total / answers,
+        "seq_mean_token_sum_norm": total / answers / length,
+    }
+    if cfg.algo.loss_norm not in weights:
+        return None
+    return weights[cfg.algo.loss_norm] * (tokens_N > 0)
+
+
+def check_reference(report: dict[str, float], cfg: Config) -> None:
+    """Raise TrainingError where reference and policy, one model before the first update, have other log-probs."""
+    difference = report["k2"] / max(report["tokens"], 1)
+    bound = REFERENCE_BOUND[cfg.model.dtype]
+    if difference > bound:
+        raise TrainingError(
+            f"before the first update policy and reference are the same model, but their log-probs differ: mean "
+            f"(ref - logp)² / 2 = {difference:.1e}, bound {bound:.0e}; is dropout on in one of the passes?"
+        )
