@@ -99,7 +99,7 @@ class Museum:
         printed = Path(f"{out}.txt")
         inputs = [f"output_dir={out}", f"model.path={self.folder}/model", f"data.train={self.folder}/train.jsonl"]
         arguments = ("--config", "configs/tiny.yaml", *inputs, *COMMON, *options)
-        code = self.server.run(printed, REPO / "tests/museum/mutant.py", *arguments, nproc=2, **{VARIABLE: mutant})
+        code = self.server.run(printed, REPO / "tests/museum/announced.py", *arguments, nproc=2, **{VARIABLE: mutant})
         return read_outcome(code, printed.read_text(errors="replace"))
 
 

@@ -9,6 +9,7 @@ from numpy import ndarray
 from config import Config, RankError, TrainingError
 from support.step.records import MicroBatch, Sample
 
+OWN_NAME = "; a formula of your own needs a name of its own in algo (docs/forking.md)"
 REFERENCE_BOUND = {"fp32": 1e-5, "bf16": 0.02}  # of the mean (ref - logp)² / 2 in the first update of all
 
 
@@ -28,6 +29,9 @@ def check_update(
     if report["trained"] != counted:
         raise TrainingError(f"the loss counts {report['trained']:.0f} tokens, the answers have {counted} to train on")
     advantages_N = expected_advantages(samples, cfg)
+    given_N = [s.advantage for s in samples]
+    if advantages_N is not None and not np.allclose(given_N, advantages_N, rtol=1e-4, atol=1e-5):
+        raise TrainingError(f"advantages are not those of the rewards by algo.advantage={cfg.algo.advantage}{OWN_NAME}")
     weights_N = expected_weights(trained_N, chosen, cfg)
     for mb in micro_batches:
         if len(mb.samples):
@@ -70,8 +74,7 @@ def check_row(
             first = np.flatnonzero(wrong)[0]
             raise RankError(
                 f"{name} of the update are not those of the samples: {float(row[first]):g} in place of "
-                f"{float(values[first]):g} at position {first} of a row, and {wrong.sum() - 1} more; a formula of your own needs a name of its own "
-                "in algo"
+                f"{float(values[first]):g} at position {first} of a row, and {wrong.sum() - 1} more{OWN_NAME}"
             )
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import inspect
 import textwrap
+from collections.abc import Mapping
 from types import CodeType, FunctionType
 
 VARIABLE = "MUTANT"  # environment variable with the name of the exhibit that a run or a test has
@@ -48,6 +49,14 @@ class Exhibit:
         for name in path.split("."):
             found = inspect.getattr_static(found, name)
         return unwrapped(found)
+
+
+def put_in(env: Mapping[str, str]) -> None:
+    """Apply the exhibit that the environment variable MUTANT names, if any, to this process."""
+    if env.get(VARIABLE):
+        from tests.museum.exhibits import EXHIBITS  # which imports this file
+
+        EXHIBITS[env[VARIABLE]].apply()
 
 
 def recompile(function: FunctionType, source: str) -> CodeType:

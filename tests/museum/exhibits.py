@@ -47,60 +47,61 @@ GRADIENTS = [
         "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
         "model_chunk.finish_grad_sync(force_all_reduce=force_all_reduce)",
         "[model_chunk.finish_grad_sync(force_all_reduce=force_all_reduce) for _ in range(2)]",
-        "run", "",
+        "run", "", "verl#4710",
     ),
     Exhibit(
         "shared_weights_not_reduced", "gradients", "gradients of the norms are not summed over tensor-parallel ranks",
         "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
         "_allreduce_non_tensor_model_parallel_grads(model, config, tp_group)", "pass",
-        "run", "", "Megatron-LM#906", "tp",
+        "run", "", "", "tp",
     ),
     Exhibit(
         "counted_on_every_context_rank", "gradients", "every context-parallel rank counts the tokens of the whole row",
         "train_grpo:forward_step", "denominator * bridge.first_of_context()", "denominator",
-        "run", "", "verl#6609", "cp",
+        "run", "", "verl#6609, Megatron-LM#673, Megatron-LM#906", "cp",
     ),
     Exhibit(
         "divided_by_accumulation", "gradients", "the loss is also divided by the number of micro-batches",
         "train_grpo:forward_step", "return loss_sum, denominator", "return loss_sum / 2, denominator",
-        "run", "", "verl#4710",
+        "run", "", "maxtext#4025",
     ),
     Exhibit(
         "local_token_counts", "gradients", "each micro-batch is divided by its own number of tokens",
         "train_grpo:forward_step", "return loss_sum, denominator *",
         "return loss_sum / denominator.clamp(min=1), denominator.clamp(max=1) *",
-        "run", "", "maxtext#4025",
+        "run", "", "maxtext#4025, verl#5867",
     ),
     Exhibit(
         "not_zeroed", "gradients", "gradients of the previous update are not zeroed",
         "megatron_bridge:zero_gradients", "chunk.zero_grad_buffer()", "pass",
-        "run", "", "", "two updates",
+        "test", "tests/test_museum.py::test_updates_begin_without_a_gradient", "", "two updates",
     ),
     Exhibit(
         "sequence_ratio_summed", "gradients", "the ratio of a sequence is the sum of its log-ratios, not their mean",
         "train_grpo:policy_loss", "mean_T = sequence_mean(log_ratio_T.detach(), mask_T, sequence_T)",
         "mean_T = sequence_sum(log_ratio_T.detach() * mask_T, sequence_T)",
-        "start", "", "trl#5814", "gspo",
+        "start", "grpo_loss computes something else", "trl#5814", "gspo",
     ),
     Exhibit(
         "importance_weights_ignored", "gradients", "the loss ignores the importance weights",
         "train_grpo:grpo_loss", "policy_T = policy_T * correction_T", "policy_T = policy_T * 1",
-        "start", "", "Liger-Kernel#1082", "tis",
+        "start", "grpo_loss computes something else", "Liger-Kernel#1082", "tis",
     ),
     Exhibit(
         "kl_reaches_no_loss", "gradients", "the KL is reported and not in the loss",
         "train_grpo:grpo_loss", 'if algo.kl_in == "loss":', "if False:",
-        "start", "", "molt#130", "kl",
+        "start", "grpo_loss computes something else", "molt#130", "kl",
     ),
     Exhibit(
         "entropy_sign", "gradients", "the entropy bonus has the wrong sign",
         "train_grpo:grpo_loss", "loss_T - algo.entropy_coef * entropy_T", "loss_T + algo.entropy_coef * entropy_T",
-        "start", "",
+        "start", "grpo_loss computes something else",
     ),
     Exhibit(
         "aux_loss_window", "gradients", "the balancing loss of experts counts the tokens of prompts and padding",
         "megatron_bridge:hidden_states", '{"padding_mask": untrained}', '{"padding_mask": torch.zeros_like(untrained)}',
-        "test", "", "molt#130", "balanced experts",
+        "test", "tests/test_layouts.py::test_balancing_loss_does_not_depend_on_the_layout",
+        "molt#130", "balanced experts",
     ),
     Exhibit(
         "dropout_in_reference", "gradients", "dropout is on in the reference model's pass",
@@ -111,7 +112,7 @@ GRADIENTS = [
     Exhibit(
         "dropout_in_training", "gradients", "dropout is on in the training pass",
         "megatron_bridge:transformer_config", "hidden_dropout=0.0", "hidden_dropout=0.1",
-        "run", "trainer and vLLM disagree", "verl#2088",
+        "run", "trainer and vLLM disagree",
     ),
 ]  # fmt: skip
 
@@ -125,11 +126,11 @@ TOKENS = [
     Exhibit(
         "log_probs_off_by_one", "tokens", "vLLM's log-probs are one position away from their tokens",
         "train_grpo:flatten", "s.rollout_logp]", "np.roll(s.rollout_logp, 1)]",
-        "run", "", "verl#2996",
+        "run", "",
     ),
     Exhibit(
         "mask_off_by_one", "tokens", "the mask is one position away from the targets",
-        "train_grpo:flatten", "s.sampled]", "np.roll(s.sampled, 1) * np.r_[s.sampled[1:], 0]]",
+        "train_grpo:flatten", "s.sampled]", "np.r_[s.sampled[1:], False]]",
         "run", "",
     ),
     Exhibit(
@@ -154,7 +155,7 @@ TOKENS = [
     Exhibit(
         "prompt_counted", "tokens", "the prompt's tokens count in the denominator of the loss",
         "train_grpo:flatten", 'trained=rows["mask"] & torch.from_numpy(kept_F)', "trained=torch.from_numpy(kept_F)",
-        "run", "", "verl#1028",
+        "run", "",
     ),
     Exhibit(
         "environment_trained", "tokens", "the tokens of an environment are trained",
@@ -197,7 +198,7 @@ TOKENS = [
     Exhibit(
         "one_seed", "tokens", "the seed does not reach vLLM",
         "rollout:Engine.generate", "n=n, seed=seed", "n=n, seed=0",
-        "test", "", "trl#7040, vllm#11953",
+        "test", "tests/test_museum.py::test_every_prompt_has_its_own_seed_in_vllm", "trl#7040, vllm#11953",
     ),
 ]  # fmt: skip
 
@@ -223,8 +224,8 @@ GROUPS = [
     Exhibit(
         "stale_rewards", "groups", "answers get the rewards of the step before",
         "support.step.grading:GradingPool.collect", "return [future.result() for future in futures]",
-        "return [f.result() for f in self.__dict__.setdefault('kept', []) or futures][: len(futures)] "
-        "if self.kept.extend(futures) else [f.result() for f in self.kept[-2 * len(futures) :][: len(futures)]]",
+        "kept = self.__dict__.get('kept', futures); self.kept = futures; "
+        "return [future.result() for future in kept[: len(futures)]]",
         "run", "",
     ),
     Exhibit(
@@ -237,18 +238,19 @@ GROUPS = [
         "failed_graders", "groups", "a reward that fails counts as 0 and is trained on",
         "support.step.grading:GradingPool._ask", "future.set_result(Outcome(**fields))",
         'future.set_result(Outcome(parts=fields.get("parts", {"custom": 0.0})))',
-        "run", "", "verl#3407", "failing reward",
+        "test", "tests/test_step.py::test_a_reward_that_raises_stops_the_run_with_its_row",
+        "verl#3407", "failing reward",
     ),
     Exhibit(
         "data_replayed", "groups", "every step takes the same prompts",
         "train_grpo:collect", "run.prompts_taken = taken", "run.prompts_taken = 0",
-        "run", "", "open-instruct#1523",
+        "test", "tests/test_museum.py::test_steps_take_the_prompts_that_follow", "open-instruct#1523",
     ),
     Exhibit(
         "weights_of_all", "groups", "an update is divided by the answers of the whole step",
         "train_grpo:loss_weights", "answers = (tokens_N > 0).sum().clamp(min=1)",
         "answers = (trained_N > 0).sum().clamp(min=1)",
-        "run", "", "verl#1028", "two updates",
+        "run", "", "", "two updates",
     ),
 ]  # fmt: skip
 
@@ -302,7 +304,7 @@ WEIGHTS = [
         "rows_exchanged", "weights", "key and value are exchanged in the mapping of names",
         "megatron_bridge:split_parts", "whole.split([heads * width, width, width], dim=1)",
         "(lambda q, k, v: (q, v, k))(*whole.split([heads * width, width, width], dim=1))",
-        "run", "", "", "bf16",
+        "start", "", "", "bf16",
     ),
     Exhibit(
         "replicas_not_gathered", "weights", "replicas do not get each other's part of the updated weights",

@@ -1,13 +1,10 @@
-"""pytest -p tests.museum.plugin: runs tests with the exhibit that the environment variable MUTANT names."""
+"""pytest -p tests.museum.plugin: runs tests, and the ranks that they fork, with the exhibit that MUTANT names."""
 
 import os
 
-from tests.museum import VARIABLE
+from tests import museum
 
 
 def pytest_collection_finish() -> None:
     """Put the bug in after the tests have imported what they test."""
-    if os.environ.get(VARIABLE):
-        from tests.museum.exhibits import EXHIBITS
-
-        EXHIBITS[os.environ[VARIABLE]].apply()
+    museum.put_in(os.environ)
