@@ -191,7 +191,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
             micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             if math.isfinite(report["loss"]):
-                invariants.check_update(report, micro_batches, trained, chosen, cfg)
+                invariants.check_update(report, micro_batches, weighted, trained, chosen, cfg)
                 if number < gates.compared_updates(cfg):  # the trainer's log-probs are of the weights vLLM sampled with
                     gates.check_gap(report, step, batch, trained, cfg, run.gaps, rescore)
                 report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
@@ -396,7 +396,7 @@ def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
         advantages_F = credit.spread_advantages(advantages_C, steps, samples, batch)
     if batch.teacher_logp is not None:  # on-policy distillation: arXiv 2306.13649, its reverse KL at the sampled token
         advantages_F = advantages_F - algo.teacher_coef * (batch.old_logp - batch.teacher_logp)
-    return replace(batch, advantages=advantages_F)
+    return invariants.check_credit(samples, replace(batch, advantages=advantages_F), algo)
 
 
 def group_advantages(
@@ -699,8 +699,8 @@ def rehearse(cfg: Config) -> None:
     batch = replace(give_credit(samples, batch, algo), weights=weights_F)
     mb = pack(batch, [0, 1], len(batch.tokens), "cpu")
     logp_T = (1.5 * mb.rollout_logp[0]).requires_grad_()
-    loss, _, _ = grpo_loss(mb, logp_T, -logp_T, algo)
-    formulas.check_loss(loss, mb, logp_T, algo)
+    computed = grpo_loss(mb, logp_T, -logp_T, algo)
+    formulas.check_loss(computed, mb, logp_T, algo)
 
 
 def main(argv: list[str]) -> int:

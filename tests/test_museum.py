@@ -18,7 +18,7 @@ from support.data.prompts import Prompt
 from support.step import grading, invariants
 from support.step.grading import Outcome
 from support.step.packing import pack
-from support.step.records import Sample
+from support.step.records import Batch, Sample
 from tests import test_forks
 from tests.conftest import REPO
 from tests.fork_server import ForkServer
@@ -98,8 +98,8 @@ def make_samples() -> list[Sample]:
     return samples
 
 
-def make_update(samples: list[Sample], chosen: list[int], cfg) -> tuple[dict, list]:
-    """The report and two micro-batches of an update."""
+def make_update(samples: list[Sample], chosen: list[int], cfg) -> tuple[dict, list, Batch]:
+    """The report, three micro-batches and the batch of an update."""
     algo = cfg.algo
     batch = train_grpo.give_credit(samples, train_grpo.flatten(samples, algo.mask_truncated), algo)
     length = cfg.rollout.max_new_tokens
@@ -107,7 +107,7 @@ def make_update(samples: list[Sample], chosen: list[int], cfg) -> tuple[dict, li
     batch = dataclasses.replace(batch, weights=weights_F)
     half = len(chosen) // 2
     rows = [pack(batch, chosen[:half], 40, "cpu"), pack(batch, chosen[half:], 40, "cpu"), pack(batch, [], 8, "cpu")]
-    return {"trained": float((weights_F > 0).sum())}, rows
+    return {"trained": float((weights_F > 0).sum())}, rows, batch
 
 
 @pytest.mark.parametrize("norm", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"])
@@ -117,35 +117,42 @@ def test_healthy_updates_pass(norm, advantage):
         cfg = config(f"algo.loss_norm={norm}", f"algo.advantage={advantage}", f"algo.mask_truncated={truncated}")
         samples = make_samples()
         for chosen in ([0, 1, 2, 3, 4, 5], [3, 4, 5]):
-            report, rows = make_update(samples, chosen, cfg)
-            invariants.check_update(report, rows, samples, chosen, cfg)
+            report, rows, batch = make_update(samples, chosen, cfg)
+            invariants.check_update(report, rows, batch, samples, chosen, cfg)
 
 
 @pytest.mark.parametrize("name", ["tokens", "targets", "mask", "rollout_logp", "advantages", "weights"])
 def test_a_row_that_is_not_of_its_samples_is_found(name):
     cfg, samples, chosen = config("algo.mask_truncated=true"), make_samples(), [0, 1, 2, 3, 4, 5]
-    report, rows = make_update(samples, chosen, cfg)
+    report, rows, batch = make_update(samples, chosen, cfg)
     wrong = torch.roll(getattr(rows[1], name), 1, 1)
     rows[1] = dataclasses.replace(rows[1], **{name: wrong})
     with pytest.raises(TrainingError, match=f"^{name} of the update are not those of the samples"):
-        invariants.check_update(report, rows, samples, chosen, cfg)
+        invariants.check_update(report, rows, batch, samples, chosen, cfg)
 
 
-def test_a_token_that_a_fork_gives_no_credit_passes():
-    cfg, samples = config(), make_samples()
-    report, rows = make_update(samples, [0, 1, 2, 3, 4, 5], cfg)
-    rows[0] = dataclasses.replace(rows[0], advantages=torch.zeros_like(rows[0].advantages))
-    invariants.check_update(report, rows, samples, [0, 1, 2, 3, 4, 5], cfg)
+def test_advantages_of_other_answers_are_found_but_not_what_a_fork_makes_of_them():
+    cfg, samples, chosen = config(), make_samples(), [0, 1, 2, 3, 4, 5]
+    report, rows, batch = make_update(samples, chosen, cfg)
+    moved = dataclasses.replace(batch, advantages=torch.roll(batch.advantages, 1))
+    with pytest.raises(TrainingError, match=r"advantages are not those of the rewards by algo\.advantage=grpo"):
+        invariants.check_credit(samples, moved, cfg.algo)
+    samples[0].token_rewards = {}
+    samples[1].token_rewards = {"part": None}  # then more than the rewards of answers decides
+    assert invariants.check_credit(samples, moved, cfg.algo) is moved
+    other = dataclasses.replace(batch, advantages=batch.advantages * 2)  # after give_credit
+    rows = [pack(other, chosen, 40, "cpu")]
+    invariants.check_update(report, rows, other, samples, chosen, cfg)
 
 
 def test_counts_and_groups_are_checked():
     cfg, samples, chosen = config(), make_samples(), [0, 1, 2, 3, 4, 5]
-    report, rows = make_update(samples, chosen, cfg)
+    report, rows, batch = make_update(samples, chosen, cfg)
     with pytest.raises(TrainingError, match="the loss counts 17 tokens, the answers have 16 to train on"):
-        invariants.check_update({"trained": report["trained"] + 1}, rows, samples, chosen, cfg)
+        invariants.check_update({"trained": report["trained"] + 1}, rows, batch, samples, chosen, cfg)
     samples[1].group = 1
     with pytest.raises(TrainingError, match="a group holds answers to different prompts"):
-        invariants.check_update(report, rows, samples, chosen, cfg)
+        invariants.check_update(report, rows, batch, samples, chosen, cfg)
 
 
 def test_a_reward_of_another_answer_is_found():

@@ -32,11 +32,12 @@ def add_logprobs(batch: Batch) -> Batch:
     return replace(batch, old_logp=0.9 * logp_F, ref_logp=0.8 * logp_F, teacher_logp=0.7 * logp_F)
 
 
-def check_loss(loss: torch.Tensor, mb: MicroBatch, logp_T: torch.Tensor, algo: AlgoConfig) -> None:
-    """Compare a loss sum of `mb`, whose entropies are -logp_T, with its formula, and run its backward pass.
+def check_loss(computed: tuple, mb: MicroBatch, logp_T: torch.Tensor, algo: AlgoConfig) -> None:
+    """Compare what grpo_loss has `computed` for `mb` and entropies of -logp_T with its formula; run the backward pass.
 
     Raises UserError where they differ. Says so where a name in `algo` is a fork's own, which has no formula here.
     """
+    loss, _, _ = computed
     loss.backward()
     if algo.loss not in LOSSES or algo.kl not in KLS or algo.correction not in BOUNDS:
         if ranks.is_first_rank():

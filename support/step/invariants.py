@@ -6,20 +6,41 @@ A mistake between the samples and the rows that Megatron gets trains in silence:
 import numpy as np
 from numpy import ndarray
 
-from config import Config, RankError, TrainingError
-from support.step.records import MicroBatch, Sample
+from config import AlgoConfig, Config, RankError, TrainingError
+from support.step.records import Batch, MicroBatch, Sample
 
 OWN_NAME = "; a formula of your own needs a name of its own in algo (docs/forking.md)"
 REFERENCE_BOUND = {"fp32": 1e-5, "bf16": 0.02}  # of the mean (ref - logp)² / 2 in the first update of all
 
 
+def check_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> Batch:
+    """The batch. Raises TrainingError unless the trained tokens of an answer have its advantage against its group."""
+    advantages_N = expected_advantages(samples, algo)
+    if advantages_N is None:
+        return batch
+    given_F = batch.advantages.numpy()[batch.trained.numpy()]
+    expected_F = advantages_N[batch.seq_id.numpy()][batch.trained.numpy()]
+    if not np.allclose(given_F, expected_F, rtol=1e-4, atol=1e-5):
+        first = np.flatnonzero(~np.isclose(given_F, expected_F, rtol=1e-4, atol=1e-5))[0]
+        raise TrainingError(
+            f"advantages are not those of the rewards by algo.advantage={algo.advantage}: {given_F[first]:g} in place "
+            f"of {expected_F[first]:g}{OWN_NAME}"
+        )
+    return batch
+
+
 def check_update(
-    report: dict[str, float], micro_batches: list[MicroBatch], samples: list[Sample], chosen: list[int], cfg: Config
+    report: dict[str, float],
+    micro_batches: list[MicroBatch],
+    batch: Batch,
+    samples: list[Sample],
+    chosen: list[int],
+    cfg: Config,
 ) -> None:
     """Check the update on the `chosen` numbers of `samples`: this replica's rows, and the report of all replicas.
 
-    Raises TrainingError unless each position has the token, target, mask and log-prob of its sample, its advantage and
-    its weight in the loss, and every sample of the update was counted once. What a fork defines itself is not judged.
+    Raises TrainingError unless each position has the token, target, mask and log-prob of its sample, its weight in the
+    loss and the advantage that the batch has there, and every trained token was counted once.
     """
     prompts = {s.group: s.prompt_ids for s in samples}
     if not all(np.array_equal(s.prompt_ids, prompts[s.group]) for s in samples):
@@ -28,20 +49,17 @@ def check_update(
     counted = trained_N[chosen].sum()
     if report["trained"] != counted:
         raise TrainingError(f"the loss counts {report['trained']:.0f} tokens, the answers have {counted} to train on")
-    advantages_N = expected_advantages(samples, cfg)
-    given_N = [s.advantage for s in samples]
-    if advantages_N is not None and not np.allclose(given_N, advantages_N, rtol=1e-4, atol=1e-5):
-        raise TrainingError(f"advantages are not those of the rewards by algo.advantage={cfg.algo.advantage}{OWN_NAME}")
     weights_N = expected_weights(trained_N, chosen, cfg)
+    advantages_F = batch.advantages.numpy()
     for mb in micro_batches:
         if len(mb.samples):
-            check_row(mb, samples, cfg, advantages_N, weights_N)
+            check_row(mb, samples, cfg, advantages_F, weights_N)
 
 
 def check_row(
-    mb: MicroBatch, samples: list[Sample], cfg: Config, advantages_N: ndarray | None, weights_N: ndarray | None
+    mb: MicroBatch, samples: list[Sample], cfg: Config, advantages_F: ndarray, weights_N: ndarray | None
 ) -> None:
-    """Compare one packed row with its samples. Raises RankError, which names the tensor and the sample."""
+    """Compare one packed row with its samples, and its advantages with the batch's, [F]. Raises RankError."""
     packed = [samples[n] for n in mb.samples]
     ids = np.concatenate([part for s in packed for part in (s.prompt_ids, s.response_ids)])
     ends = np.cumsum([len(s.prompt_ids) + len(s.response_ids) for s in packed])
@@ -53,23 +71,22 @@ def check_row(
     positions_S = ends - starts - 1
     kept_S = [s.finished or not cfg.algo.mask_truncated for s in packed]
     trained = sampled & np.repeat(kept_S, positions_S)
+    ends_N = np.cumsum([s.positions for s in samples])
+    sized = list(zip(mb.samples, positions_S, strict=True))
     expected = {
         "tokens": np.delete(ids, ends - 1),
         "targets": np.delete(ids, starts),
         "mask": sampled,
         "rollout_logp": np.delete(logp, starts).astype("f4"),
+        "advantages": np.concatenate([advantages_F[ends_N[n] - size : ends_N[n]] for n, size in sized]),
     }
-    if advantages_N is not None:
-        expected["advantages"] = np.repeat(advantages_N[mb.samples], positions_S)
     if weights_N is not None:
         expected["weights"] = np.repeat(weights_N[mb.samples], positions_S) * trained
     for name, values in expected.items():
         row = getattr(mb, name)[0, : len(trained)].cpu().numpy()
         wrong = row != values
-        if name in ("advantages", "weights"):
+        if name == "weights":
             wrong = ~np.isclose(row, values, rtol=1e-4, atol=1e-5)
-        if name == "advantages":
-            wrong &= trained & (row != 0)  # a fork may take a token's credit away
         if wrong.any():
             first = np.flatnonzero(wrong)[0]
             raise RankError(
@@ -84,9 +101,8 @@ def count_trained(sample: Sample, cfg: Config) -> int:
     return 0 if left_out else sum(sample.turns[::2])
 
 
-def expected_advantages(samples: list[Sample], cfg: Config) -> ndarray | None:
+def expected_advantages(samples: list[Sample], algo: AlgoConfig) -> ndarray | None:
     """The advantage of each answer against its group, [N]; None where more than the answers' rewards decides."""
-    algo = cfg.algo
     kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
     if algo.advantage not in ("grpo", "dr_grpo", "rloo") or algo.teacher or kl_in_reward:
         return None
