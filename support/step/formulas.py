@@ -27,9 +27,9 @@ class Token:
 
 
 def add_logprobs(batch: Batch) -> Batch:
-    """The batch with log-probs of an old policy, a reference and a teacher, which differ from vLLM's and each other."""
+    """The batch with log-probs of an old policy and a reference, which differ from vLLM's; a teacher has the old ones."""
     logp_F = batch.rollout_logp
-    return replace(batch, old_logp=0.9 * logp_F, ref_logp=0.8 * logp_F, teacher_logp=0.7 * logp_F)
+    return replace(batch, old_logp=0.9 * logp_F, ref_logp=0.8 * logp_F, teacher_logp=0.9 * logp_F)
 
 
 def check_loss(computed: tuple, mb: MicroBatch, logp_T: torch.Tensor, algo: AlgoConfig) -> None:
