@@ -27,7 +27,7 @@ class Token:
 
 
 def add_logprobs(batch: Batch) -> Batch:
-    """The batch with log-probs of an old policy and a reference unlike vLLM's; a teacher has those of the old policy."""
+    """The batch with log-probs of an old policy and a reference unlike vLLM's; a teacher has those of the old one."""
     logp_F = batch.rollout_logp
     return replace(batch, old_logp=0.9 * logp_F, ref_logp=0.8 * logp_F, teacher_logp=0.9 * logp_F)
 
