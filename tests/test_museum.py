@@ -264,8 +264,3 @@ def test_a_fork_notices_them_too(tmp_path):
             assert not museum.judge(EXHIBITS[name], outcome), outcome.text
     finally:
         server.close()
-
-
-def test_the_page_names_every_exhibit():
-    page = museum.PAGE.read_text()
-    assert all(f"| {exhibit.what} |" in page for exhibit in EXHIBITS.values()), "python -m tools.museum"
