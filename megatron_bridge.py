@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
 
-from config import Config, LoraConfig
+from config import Config, LoraConfig, TrainingError
 from support.base import hf_folder
 from support.model import lora, routes
 from support.model.attention import (
@@ -710,6 +710,8 @@ def swapped_weights(model: list, weights: list[torch.Tensor] | None) -> Iterable
     values = own if weights is None else weights
     try:
         for parameter, data in zip(parameters, values, strict=True):
+            if weights is not None and data.data_ptr() == parameter.data_ptr() and data.numel():
+                raise TrainingError("the weights of the reference model or teacher are the policy's own memory")
             parameter.data = data.to(parameter.device, non_blocking=True)
         yield
     finally:

@@ -42,9 +42,11 @@ from support.data.prompts import Prompt, fingerprint, prompt_batch, sampling_see
 from support.model import checkpoint, optimizer_state
 from support.run import launch, logs
 from support.run.clock import Clock, StopRequested
-from support.step import credit, gates, grading, metrics, push_source, schedule, teacher, turns, update_check
+from support.step import credit, gates, grading, invariants, metrics, push_source, schedule, teacher, turns
+from support.step.formulas import add_logprobs, check_loss
 from support.step.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
 from support.step.records import Batch, MicroBatch, Sample, gather_samples
+from support.step.update_check import UpdateCheck
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
 
@@ -63,7 +65,7 @@ class Run:
     teacher: teacher.Teacher | None  # None: no distillation
     grading: grading.GradingPool
     writer: checkpoint.CheckpointWriter
-    update_check: update_check.UpdateCheck  # of the first update of this start
+    update_check: UpdateCheck  # of the first update of this start
     gaps: gates.Gaps = field(default_factory=gates.Gaps)  # between log-probs of trainer and vLLM, since this start
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
     skipped: int = 0  # updates in a row that were skipped because loss or gradient was NaN or infinite
@@ -118,7 +120,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         teacher=teacher.build_teacher(model, cfg) if cfg.algo.teacher else None,
         grading=grading.GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})),
         writer=checkpoint.CheckpointWriter(f"{cfg.output_dir}/checkpoints", t.keep_last, t.keep_every),
-        update_check=update_check.UpdateCheck(model, optimizer, inputs.checkpoint),
+        update_check=UpdateCheck(model, optimizer, inputs.checkpoint),
     )
     push_weights(run)  # vLLM has read the same weights from disk, so this checks the mapping of names
     if inputs.checkpoint:
@@ -183,6 +185,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
         if cfg.log.tokens:
             before_F = metrics.trainer_logp(batch, cfg, rescore)
     batch = give_credit(trained, batch, algo, cfg.reward)
+    invariants.check_credit(trained, batch, algo)
 
     length = algo.loss_norm_length or cfg.rollout.max_new_tokens
     reports = []
@@ -193,6 +196,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
             micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             if math.isfinite(report["loss"]):
+                invariants.check_update(report, micro_batches, weighted, trained, chosen, cfg)
                 if number < gates.compared_updates(cfg):  # the trainer's log-probs are of the weights vLLM sampled with
                     gates.check_gap(report, step, batch, trained, cfg, model, run.gaps, rescore)
                 with run.update_check.watch(weighted, cfg, step, run_schedule, grpo_loss):
@@ -299,7 +303,7 @@ def sample_and_grade(
                 samples.append(Sample.of(group, prompt, c, text))
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.columns, c.ids, c.failure)
     with clock("reward"):
-        for sample, outcome in zip(samples, run.grading.collect(), strict=True):
+        for sample, outcome in grading.matched(samples, run.grading.collect()):
             if any(isinstance(part, list) for part in outcome.parts.values()):  # a reward for each token, or for spans
                 outcome, sample.token_rewards = credit.locate_rewards(outcome, sample, run.inputs.tokenizer)
             sample.graded, sample.error = outcome.status, outcome.error
@@ -750,13 +754,13 @@ def rehearse(cfg: Config) -> None:
     algo = override(config_at(cfg, 1, {}), {"algo.kl_coef": 1.0}).algo
     samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=r) for r in (0.0, 1.0)]
     batch = flatten(samples, algo.mask_truncated)
-    batch = replace(batch, old_logp=batch.rollout_logp, ref_logp=batch.rollout_logp, teacher_logp=batch.rollout_logp)
+    batch = add_logprobs(batch)
     weights_F = loss_weights(batch.trained, batch.seq_id, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
     batch = replace(give_credit(samples, batch, algo, cfg.reward), weights=weights_F)
     mb = pack(batch, [0, 1], len(batch.tokens), "cpu")
-    logp_T = mb.rollout_logp[0].clone().requires_grad_()
-    loss, _, _ = grpo_loss(mb, logp_T, -logp_T, algo)
-    loss.backward()
+    logp_T = (1.5 * mb.rollout_logp[0]).requires_grad_()
+    computed = grpo_loss(mb, logp_T, -logp_T, algo)
+    check_loss(computed, mb, logp_T, algo)
 
 
 def main(argv: list[str]) -> int:

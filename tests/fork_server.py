@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from support.base import processes
 from support.engine import vllm_process
+from tests import museum
 
 REPO = Path(__file__).resolve().parent.parent
 SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -141,6 +142,7 @@ def start_rank(command: list[str], env: dict[str, str], output: int) -> int:
     sys.argv = command
     code = 0
     try:
+        museum.put_in(env)
         runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
         code = int(end.code or 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 SCRIPT = "train_grpo.py"
 TOP = (SCRIPT, "config.py", "megatron_bridge.py", "rollout.py", "reward.py")
-SCRIPT_STATEMENTS = 456  # 21 of them are ipo, dppo_tv, grpo_batch, max_rl and gdpo
+SCRIPT_STATEMENTS = 460  # 21 of them are ipo, dppo_tv, grpo_batch, max_rl and gdpo, 6 checks of an update
 FUNCTION_LINES = 60
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

@@ -141,6 +141,34 @@ def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
     return PromptSet(cfg, select_prompts(columns, cfg, tables, value, key), rows, tokenizer)
 
 
+def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
+    """Raise ValueError where a prompt begins twice: with the chat template's opening, or its first token."""
+    if prompt.ids[:2] == [tokenizer.bos_token_id] * 2:
+        raise ValueError(
+            f"a prompt begins with two {tokenizer.bos_token!r}: its text has one already (data.prompt_key)"
+        )
+    if not cfg.chat_template:
+        return
+    import jinja2
+
+    mark = "⟦text⟧"
+    messages = [{"role": "user", "content": mark}]
+    if cfg.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": cfg.system_prompt})
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs
+        )
+    except (jinja2.TemplateError, TypeError, ValueError):  # it takes other messages than this one
+        return
+    opening, _, _ = text.partition(mark)
+    if opening and tokenizer.decode(prompt.ids).startswith(opening + opening):
+        raise ValueError(
+            f"a prompt begins with {opening + opening!r}, the chat template's opening twice: the data have been "
+            "through a template already; use data.chat_template=false, or their plain messages"
+        )
+
+
 def fingerprint(prompts: PromptSet | Mixture) -> str:
     """16 hex digits that change with any token id, answer, source, the order of the prompts, or a weight."""
     return prompts.fingerprint

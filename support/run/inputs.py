@@ -16,7 +16,7 @@ from support.base import hf_folder, ranks
 from support.base.files import open_output_dir
 from support.base.read_config import override, to_yaml
 from support.check import checks, memory_plan, run_plan, teacher_checks
-from support.data.prompts import Mixture, Prompt, fingerprint, load_prompts, load_tokenizer
+from support.data.prompts import Mixture, Prompt, check_opening, fingerprint, load_prompts, load_tokenizer
 from support.model import checkpoint, lora
 from support.step import turns
 
@@ -106,6 +106,7 @@ def read_prompts(cfg: Config, tokenizer) -> tuple[dict[str, Sequence[Prompt]], d
     prompts, dropped = {}, {}
     for part in parts:
         prompts[part], dropped[part] = load_prompts(cfg.data, tokenizer, part)
+        check_opening(prompts[part][0], cfg.data, tokenizer)
         turns.check(cfg, tokenizer, prompts[part][0].row)
     return prompts, dropped
 

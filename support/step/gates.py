@@ -17,6 +17,7 @@ from config import Config, RewardConfig, TrainingError, UserError
 from reward import is_part
 from support.data.prompts import Prompt
 from support.step import turns
+from support.step.invariants import check_reference
 from support.step.records import Batch, MicroBatch, Sample
 
 
@@ -64,6 +65,8 @@ def check_gap(
     This finds what the digests of push_check cannot: other kernels, temperature or positions. For the table of the
     message, `rescore` computes the trainer's log-probs [F] under the weights before the update.
     """
+    if step == 1 and gaps.first is None and batch.ref_logp is not None and not cfg.algo.replay_routes:
+        check_reference(report, cfg)
     mean = report["gap"] / max(report["tokens"], 1)
     gaps.first = mean if gaps.first is None else gaps.first
     if cfg.model.dtype == "bf16":

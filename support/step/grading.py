@@ -16,12 +16,15 @@ import subprocess
 import tempfile
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import reward
+from config import RankError
 from support.base import processes, user_code
 from support.base.user_code import last_line
 from support.judge import reward_model, sandbox
@@ -36,6 +39,7 @@ class Outcome:
     parts: dict[str, float | list] = field(default_factory=dict)  # as reward.parts_of; for a turn "reply" and "state"
     status: str = "ok"
     error: str = ""
+    graded: int | None = field(default=None, compare=False)  # checksum of the text that a worker graded
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,19 @@ class RewardKind:
     spec: str | dict[str, float]
     models: list[str]  # its names that are reward models, which one worker alone loads
     takes_ids: bool  # a reward of the user's own is among its names, which may ask for token ids
+
+
+def matched(samples: list, outcomes: list[Outcome]) -> Iterator[tuple[Any, Outcome]]:
+    """Yield each sample with its outcome. Raises RankError for an outcome that a worker computed for another text."""
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        if outcome.graded not in (None, checksum(sample.text)):
+            raise RankError(f"the reward of another answer was given to the answer {sample.text[:80]!r}")
+        yield sample, outcome
+
+
+def checksum(text: str) -> int:
+    """A number that changes with the text."""
+    return zlib.crc32(text.encode(errors="surrogatepass"))
 
 
 Job = tuple[str, Future]  # a request as JSON, and what its Outcome is given to
@@ -290,7 +307,8 @@ def serve_requests() -> None:
             os.write(replies, b"\n")
             if not failure:
                 value, failure = attempt(function, *request["arguments"])
-            os.write(replies, json.dumps(failure or {"parts": value}).encode() + b"\n")
+            fields = (failure or {"parts": value}) | {"graded": checksum(request["arguments"][0])}
+            os.write(replies, json.dumps(fields).encode() + b"\n")
 
 
 def attempt(function: Callable, *args) -> tuple:

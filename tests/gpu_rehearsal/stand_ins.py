@@ -90,6 +90,7 @@ def follow_phases(waits: Waits, units: collections.Counter) -> None:
         def run(**kwargs):
             kind = "log-prob micro-batch" if kwargs["forward_only"] else "training micro-batch"
             units[kind] += kwargs["num_microbatches"]
+            units["log-prob pass"] += kwargs["forward_only"]
             inside.append(kind)
             try:
                 return schedule(**kwargs)

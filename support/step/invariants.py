@@ -1,0 +1,165 @@
+"""What must be true of an update whatever code made it, computed again from the samples, in the plainest way.
+
+A mistake between the samples and the rows that Megatron gets trains in silence: losses stay finite, log-probs agree.
+"""
+
+import numpy as np
+import torch
+from numpy import ndarray
+
+from config import AlgoConfig, Config, RankError, TrainingError
+from support.step.records import Batch, MicroBatch, Sample
+
+FIELDS = ("tokens", "targets", "mask", "position_ids", "rollout_logp", "advantages", "weights")  # of a packed row
+OWN_NAME = "; a formula of your own needs a name of its own in algo (docs/forking.md)"
+REFERENCE_BOUND = {"fp32": 1e-5, "bf16": 0.02}  # of the mean (ref - logp)² / 2 in the first update of all
+
+
+def check_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> None:
+    """Raise TrainingError unless the trained tokens of an answer have its advantage against its group."""
+    advantages_N = expected_advantages(samples, algo)
+    if advantages_N is None:
+        return
+    given_F = batch.advantages.numpy()[batch.trained.numpy()]
+    expected_F = advantages_N[batch.seq_id.numpy()][batch.trained.numpy()]
+    if not np.allclose(given_F, expected_F, rtol=1e-4, atol=1e-5):
+        first = np.flatnonzero(~np.isclose(given_F, expected_F, rtol=1e-4, atol=1e-5))[0]
+        raise TrainingError(
+            f"advantages are not those of the rewards by algo.advantage={algo.advantage}: {given_F[first]:g} in place "
+            f"of {expected_F[first]:g}{OWN_NAME}"
+        )
+
+
+def check_update(
+    report: dict[str, float],
+    micro_batches: list[MicroBatch],
+    batch: Batch,
+    samples: list[Sample],
+    chosen: list[int],
+    cfg: Config,
+) -> None:
+    """Check the update on the `chosen` numbers of `samples`: this replica's rows, and the report of all replicas.
+
+    Raises TrainingError unless each position has the token, target, mask and log-prob of its sample, its weight in the
+    loss and the advantage that the batch has there, and every trained token was counted once.
+    """
+    prompts = {s.group: s.prompt_ids for s in samples}
+    if not all(np.array_equal(s.prompt_ids, prompts[s.group]) for s in samples):
+        raise TrainingError("a group holds answers to different prompts, so its mean is no baseline")
+    trained_N = np.array([count_trained(s, cfg) for s in samples])
+    counted = trained_N[chosen].sum()
+    if report["trained"] != counted:
+        raise TrainingError(f"the loss counts {report['trained']:.0f} tokens, the answers have {counted} to train on")
+    weights_N = expected_weights(trained_N, chosen, cfg)
+    advantages_F = batch.advantages.numpy()
+    rows = [torch.stack([getattr(mb, name)[0].double() for name in FIELDS]) for mb in micro_batches]
+    held = torch.cat(rows, dim=1).cpu().numpy()  # one copy from the GPU
+    ends = np.cumsum([mb.tokens.shape[1] for mb in micro_batches])
+    for mb, row in zip(micro_batches, np.split(held, ends[:-1], axis=1), strict=True):
+        if len(mb.samples):
+            expected = expected_row(mb, samples, cfg, advantages_F, weights_N)
+            check_row(dict(zip(FIELDS, row, strict=True)), expected)
+
+
+def expected_row(
+    mb: MicroBatch, samples: list[Sample], cfg: Config, advantages_F: ndarray, weights_N: ndarray | None
+) -> dict[str, ndarray]:
+    """{field: values} of a packed row without its padding, from its samples and the batch's advantages, [F]."""
+    packed = [samples[n] for n in mb.samples]
+    ids = np.concatenate([part for s in packed for part in (s.prompt_ids, s.response_ids)])
+    ends = np.cumsum([len(s.prompt_ids) + len(s.response_ids) for s in packed])
+    starts = np.append(0, ends[:-1])
+    counts = [count for s in packed for count in (len(s.prompt_ids), *s.turns)]
+    by_model = [turn % 2 == 1 for s in packed for turn in range(1 + len(s.turns))]  # prompt, model, environment, ...
+    logp = np.concatenate([part for s in packed for part in (np.zeros(len(s.prompt_ids)), s.rollout_logp)])
+    sampled = np.delete(np.repeat(by_model, counts), starts)
+    positions_S = ends - starts - 1
+    kept_S = [s.finished or not cfg.algo.mask_truncated for s in packed]
+    trained = sampled & np.repeat(kept_S, positions_S)
+    ends_N = np.cumsum([s.positions for s in samples])
+    sized = list(zip(mb.samples, positions_S, strict=True))
+    expected = {
+        "tokens": np.delete(ids, ends - 1),
+        "targets": np.delete(ids, starts),
+        "mask": sampled,
+        "position_ids": np.concatenate([np.arange(size) for size in positions_S]),
+        "rollout_logp": np.delete(logp, starts).astype("f4"),
+        "advantages": np.concatenate([advantages_F[ends_N[n] - size : ends_N[n]] for n, size in sized]),
+    }
+    if weights_N is not None:
+        expected["weights"] = np.repeat(weights_N[mb.samples], positions_S) * trained
+    return expected
+
+
+def check_row(held: dict[str, ndarray], expected: dict[str, ndarray]) -> None:
+    """Compare the fields that a packed row has with what is expected of it. Raises RankError."""
+    for name, values in expected.items():
+        row = held[name][: len(values)]
+        wrong = row != values
+        if name == "weights":
+            wrong = ~np.isclose(row, values, rtol=1e-4, atol=1e-5)
+        if wrong.any():
+            first = np.flatnonzero(wrong)[0]
+            raise RankError(
+                f"{name} of the update are not those of the samples: {row[first]:g} in place of "
+                f"{values[first]:g} at position {first} of a row, and {wrong.sum() - 1} more{OWN_NAME}"
+            )
+
+
+def count_trained(sample: Sample, cfg: Config) -> int:
+    """Tokens of an answer that the loss is of: those that the model sampled, without an environment's."""
+    left_out = cfg.algo.mask_truncated and not sample.finished
+    return 0 if left_out else sum(sample.turns[::2])
+
+
+def expected_advantages(samples: list[Sample], algo: AlgoConfig) -> ndarray | None:
+    """The advantage of each answer against its group, [N]; None where more than the answers' rewards decides."""
+    kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
+    if algo.advantage not in ("grpo", "dr_grpo", "rloo") or algo.teacher or kl_in_reward:
+        return None
+    if any(s.token_rewards for s in samples):
+        return None
+    reward_N = np.array([s.reward for s in samples])
+    _, group_N = np.unique([s.group for s in samples], return_inverse=True)
+    size_N = np.bincount(group_N)[group_N]
+    centred_N = reward_N - np.bincount(group_N, weights=reward_N)[group_N] / size_N
+    lowest = np.full(len(samples), np.inf)
+    np.minimum.at(lowest, group_N, reward_N)
+    rises_N = (reward_N > lowest[group_N]).astype(int)
+    centred_N[np.bincount(group_N, weights=rises_N)[group_N] == 0] = 0  # equal rewards
+    variance_N = np.bincount(group_N, weights=centred_N**2)[group_N] / np.maximum(size_N - 1, 1)
+    scale_N = {
+        "grpo": 1 / (np.sqrt(variance_N) + 1e-6),
+        "dr_grpo": 1,
+        "rloo": size_N / np.maximum(size_N - 1, 1),
+    }
+    return centred_N * scale_N[algo.advantage]
+
+
+def expected_weights(trained_N: ndarray, chosen: list[int], cfg: Config) -> ndarray | None:
+    """The weight of each answer's tokens in the update on the `chosen` answers, [N]; None for a rule of a fork."""
+    tokens_N = np.zeros(len(trained_N))
+    tokens_N[chosen] = trained_N[chosen]
+    total = tokens_N.sum()
+    answers = max(np.count_nonzero(tokens_N), 1)
+    length = cfg.algo.loss_norm_length or cfg.rollout.max_new_tokens
+    weights = {
+        "token_mean": 1.0,
+        "seq_mean_token_mean": total / answers / np.maximum(tokens_N, 1),
+        "seq_mean_token_sum": total / answers,
+        "seq_mean_token_sum_norm": total / answers / length,
+    }
+    if cfg.algo.loss_norm not in weights:
+        return None
+    return weights[cfg.algo.loss_norm] * (tokens_N > 0)
+
+
+def check_reference(report: dict[str, float], cfg: Config) -> None:
+    """Raise TrainingError where reference and policy, one model before the first update, have other log-probs."""
+    difference = report["k2"] / max(report["tokens"], 1)
+    bound = REFERENCE_BOUND[cfg.model.dtype]
+    if difference > bound:
+        raise TrainingError(
+            f"before the first update policy and reference are the same model, but their log-probs differ: mean "
+            f"(ref - logp)² / 2 = {difference:.1e}, bound {bound:.0e}; is dropout on in one of the passes?"
+        )

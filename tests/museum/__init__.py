@@ -1,0 +1,78 @@
+"""A museum of silent bugs: failures of real trainers, each as a one-line mutant of this one.
+
+An exhibit names a function, a piece of its source and what the bug writes there instead. `apply` compiles the function
+anew with that piece exchanged and gives the result to the function that runs, wherever it was imported. So a mutant is
+the real system but for a line, and one whose line is gone says so instead of passing.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import textwrap
+from collections.abc import Mapping
+from types import CodeType, FunctionType
+
+VARIABLE = "MUTANT"  # environment variable with the name of the exhibit that a run or a test has
+
+
+@dataclasses.dataclass(frozen=True)
+class Exhibit:
+    """One failure and what is expected to notice it."""
+
+    name: str
+    group: str  # gradients | tokens | groups | weights
+    what: str  # the failure, in a sentence without its full stop
+    function: str  # "module:function" or "module:Class.method" that has the bug
+    before: str  # a piece of its source, once in it
+    after: str  # what the bug has there
+    seen: str  # what notices it: "run", which ends with an error, "start", before any step, "test" or "nothing"
+    message: str  # a piece of the error; of a test its id, file::name
+    where: str = ""  # trackers' issues, "owner/name#number" or "name#number"; empty: a class of failures without one
+    setting: str = "plain"  # key of SETTINGS: the options of the run
+
+    def apply(self) -> None:
+        """Put the bug into the running process. Raises LookupError where the function lacks the line."""
+        self.find().__code__ = self.compile()
+
+    def compile(self) -> CodeType:
+        """The code of the function with the bug. Raises LookupError."""
+        function = self.find()
+        source = textwrap.dedent(inspect.getsource(function))
+        if source.count(self.before) != 1:
+            raise LookupError(f"{self.name}: {source.count(self.before)} times in {self.function}: {self.before}")
+        return recompile(function, source.replace(self.before, self.after))
+
+    def find(self) -> FunctionType:
+        """The function that has the bug."""
+        module, _, path = self.function.partition(":")
+        found = importlib.import_module(module)
+        for name in path.split("."):
+            found = inspect.getattr_static(found, name)
+        return unwrapped(found)
+
+
+def put_in(env: Mapping[str, str]) -> None:
+    """Apply the exhibit that the environment variable MUTANT names, if any, to this process."""
+    if env.get(VARIABLE):
+        from tests.museum.exhibits import EXHIBITS  # which imports this file
+
+        EXHIBITS[env[VARIABLE]].apply()
+
+
+def recompile(function: FunctionType, source: str) -> CodeType:
+    """The code of a function with another `source`; what it has of an enclosing scope (`super`) stays."""
+    enclosed = function.__code__.co_freevars
+    if enclosed:
+        names = ", ".join(enclosed)
+        source = f"def enclosing({names}):\n{textwrap.indent(source, '    ')}\n    return {function.__name__}\n"
+    made = {}
+    exec(compile(source, inspect.getfile(function), "exec"), function.__globals__, made)
+    inner = made["enclosing"](*enclosed) if enclosed else made[function.__name__]
+    return unwrapped(inner).__code__
+
+
+def unwrapped(found) -> FunctionType:
+    """The function itself, without decorators."""
+    if isinstance(found, property):
+        found = found.fget
+    return inspect.unwrap(getattr(found, "__func__", found))
