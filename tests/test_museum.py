@@ -135,7 +135,7 @@ def test_a_row_that_is_not_of_its_samples_is_found(name):
 def test_advantages_of_other_answers_are_found_but_not_what_a_fork_makes_of_them():
     cfg, samples, chosen = config(), make_samples(), [0, 1, 2, 3, 4, 5]
     report, rows, batch = make_update(samples, chosen, cfg)
-    moved = dataclasses.replace(batch, advantages=torch.roll(batch.advantages, 1))
+    moved = dataclasses.replace(batch, advantages=torch.roll(batch.advantages, 4))
     with pytest.raises(TrainingError, match=r"advantages are not those of the rewards by algo\.advantage=grpo"):
         invariants.check_credit(samples, moved, cfg.algo)
     samples[0].token_rewards = {}

@@ -22,8 +22,9 @@ def check_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> None:
         return
     given_F = batch.advantages.numpy()[batch.trained.numpy()]
     expected_F = advantages_N[batch.seq_id.numpy()][batch.trained.numpy()]
-    if not np.allclose(given_F, expected_F, rtol=1e-4, atol=1e-5):
-        first = np.flatnonzero(~np.isclose(given_F, expected_F, rtol=1e-4, atol=1e-5))[0]
+    wrong = ~np.isclose(given_F, expected_F, rtol=1e-4, atol=1e-5) & np.isfinite(given_F)  # check_finite: the others
+    if wrong.any():
+        first = np.flatnonzero(wrong)[0]
         raise TrainingError(
             f"advantages are not those of the rewards by algo.advantage={algo.advantage}: {given_F[first]:g} in place "
             f"of {expected_F[first]:g}{OWN_NAME}"
