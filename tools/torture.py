@@ -61,7 +61,7 @@ def worker(argv: list[str]) -> int:
 
     if os.environ["RANK"] == "0":
         log = open(os.environ["TORTURE_LOG"], "a", buffering=1)  # noqa: SIM115, open until the job ends
-        log_phase(train_grpo, "answer", "rollout")
+        log_phase(train_grpo, "sample_and_grade", "rollout")
         log_phase(train_grpo, "forward_backward", "update")
         log_phase(train_grpo, "push_weights", "push")
         log_phase(hf_folder, "export_hf", "export")
