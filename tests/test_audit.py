@@ -242,6 +242,12 @@ MISTAKES = {
     ),
 }  # fmt: skip
 
+# Module of support/step → what a fork appends to it so that its runs are not checked
+UNCHECKED = {
+    "invariants.py": "\n\ndef check_credit(*_): ...\n\n\ndef check_update(*_): ...\n",
+    "formulas.py": "\n\ndef check_loss(*_): ...\n",
+}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -254,6 +260,9 @@ def test_a_planted_mistake_is_named(mistake, train, tmp_path, capsys):
     source = (folder / "train_grpo.py").read_text()
     assert source.count(line) == 1
     (folder / "train_grpo.py").write_text(source.replace(line, instead))
+    for module, without in UNCHECKED.items():  # else the run itself notices the mistake
+        with (folder / "support/step" / module).open("a") as file:
+            file.write(without)
     run = train(
         2, "train.steps=3", "train.warmup_steps=0", "train.lr=0.003", "algo.kl_coef=0.5", "rollout.prompts_per_step=4",
         "rollout.group_size=4", "rollout.max_logp_gap=inf", "train.save_every=0", script=folder / "train_grpo.py",
