@@ -303,7 +303,7 @@ def sample_and_grade(
                 samples.append(Sample.of(group, prompt, c, text))
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.columns, c.ids, c.failure)
     with clock("reward"):
-        for sample, outcome in grading.matched(samples, run.grading.collect()):
+        for sample, outcome in invariants.match_outcomes(samples, run.grading.collect()):
             if any(isinstance(part, list) for part in outcome.parts.values()):  # a reward for each token, or for spans
                 outcome, sample.token_rewards = credit.locate_rewards(outcome, sample, run.inputs.tokenizer)
             sample.graded, sample.error = outcome.status, outcome.error

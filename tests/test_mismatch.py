@@ -29,7 +29,8 @@ def check(monkeypatch):
     def run(difference: float, *overrides: str, experts: int | None = None, gaps: gates.Gaps | None = None) -> None:
         cfg = load_config(str(REPO / "configs/tiny.yaml"), list(overrides))
         model = [SimpleNamespace(config=SimpleNamespace(num_moe_experts=experts))]
-        gates.check_gap(report_of(difference), 1, None, [], cfg, model, gaps or gates.Gaps(), lambda: None)
+        batch = SimpleNamespace(ref_logp=None)
+        gates.check_gap(report_of(difference), 1, batch, [], cfg, model, gaps or gates.Gaps(), lambda: None)
 
     return run
 

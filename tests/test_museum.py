@@ -160,11 +160,11 @@ def test_a_reward_of_another_answer_is_found():
     samples = make_samples()[:2]
     samples[0].text, samples[1].text = "one", "two"
     outcomes = [Outcome({"r": 1.0}, graded=grading.checksum(text)) for text in ("one", "two")]
-    assert [outcome for _, outcome in grading.matched(samples, outcomes)] == outcomes
+    assert [outcome for _, outcome in invariants.match_outcomes(samples, outcomes)] == outcomes
     late = Outcome(status="timeout")  # nobody graded it
-    assert len(list(grading.matched(samples, [late, outcomes[1]]))) == 2
+    assert len(list(invariants.match_outcomes(samples, [late, outcomes[1]]))) == 2
     with pytest.raises(TrainingError, match="the reward of another answer was given to the answer 'one'"):
-        list(grading.matched(samples, outcomes[::-1]))
+        list(invariants.match_outcomes(samples, outcomes[::-1]))
 
 
 # ---------------------------------------------------------------- the start, against the data

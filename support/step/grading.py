@@ -18,13 +18,11 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import reward
-from config import RankError
 from support.base import processes, user_code
 from support.base.user_code import last_line
 from support.judge import reward_model, sandbox
@@ -49,14 +47,6 @@ class RewardKind:
     spec: str | dict[str, float]
     models: list[str]  # its names that are reward models, which one worker alone loads
     takes_ids: bool  # a reward of the user's own is among its names, which may ask for token ids
-
-
-def matched(samples: list, outcomes: list[Outcome]) -> Iterator[tuple[Any, Outcome]]:
-    """Yield each sample with its outcome. Raises RankError for an outcome that a worker computed for another text."""
-    for sample, outcome in zip(samples, outcomes, strict=True):
-        if outcome.graded not in (None, checksum(sample.text)):
-            raise RankError(f"the reward of another answer was given to the answer {sample.text[:80]!r}")
-        yield sample, outcome
 
 
 def checksum(text: str) -> int:

@@ -3,16 +3,27 @@
 A mistake between the samples and the rows that Megatron gets trains in silence: losses stay finite, log-probs agree.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from numpy import ndarray
 
 from config import AlgoConfig, Config, RankError, TrainingError
+from support.step.grading import Outcome, checksum
 from support.step.records import Batch, MicroBatch, Sample
 
 FIELDS = ("tokens", "targets", "mask", "position_ids", "rollout_logp", "advantages", "weights")  # of a packed row
 OWN_NAME = "; a formula of your own needs a name of its own in algo (docs/forking.md)"
 REFERENCE_BOUND = {"fp32": 1e-5, "bf16": 0.02}  # of the mean (ref - logp)² / 2 in the first update of all
+
+
+def match_outcomes(samples: list[Sample], outcomes: list[Outcome]) -> Iterator[tuple[Sample, Outcome]]:
+    """Yield each sample with its outcome. Raises RankError for an outcome that a worker computed for another text."""
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        if outcome.graded not in (None, checksum(sample.text)):
+            raise RankError(f"the reward of another answer was given to the answer {sample.text[:80]!r}")
+        yield sample, outcome
 
 
 def check_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> None:
