@@ -363,7 +363,7 @@ assert ranks.on_first_rank(lambda: "lock") == (None if rank else "lock")
 try:
     ranks.on_first_rank(lambda: int("x"))
 except ranks.UserError as error:
-    print("first rank:", error, flush=True)
+    print(f"first rank: {error}", flush=True)
 config = {"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": 3}, "megatron": {"field": 1} if rank else {}}
 preflight.check_same_config({"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": math.nan}})
 pair, alone = dist.new_group([0, 1]), dist.new_group([1])
