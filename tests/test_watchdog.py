@@ -363,7 +363,7 @@ assert ranks.on_first_rank(lambda: "lock") == (None if rank else "lock")
 try:
     ranks.on_first_rank(lambda: int("x"))
 except ranks.UserError as error:
-    print(f"first rank: {error}\n", end="", flush=True)
+    print(f"first rank: {error}\\n", end="", flush=True)
 config = {"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": 3}, "megatron": {"field": 1} if rank else {}}
 preflight.check_same_config({"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": math.nan}})
 pair, alone = dist.new_group([0, 1]), dist.new_group([1])
@@ -371,12 +371,12 @@ preflight.check_groups({"tp": pair, "pp": alone if rank == 1 else None}, 30)
 try:
     preflight.check_same_config(config | {"train": {"lr": 1e-6 if rank == 0 else 1e-5}})
 except ValueError as error:
-    print(f"{error}\n", end="", flush=True)
+    print(f"{error}\\n", end="", flush=True)
 if rank == 0:
     try:
         preflight.check_groups({"tp": pair}, 1)
     except ValueError as error:
-        print(f"{error}\n", end="", flush=True)
+        print(f"{error}\\n", end="", flush=True)
 dist.barrier()
 
 clock = Clock(stall_timeout_s=60)
