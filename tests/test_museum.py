@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import re
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from tests.conftest import REPO
 from tests.fork_server import ForkServer
 from tests.museum import Exhibit
 from tests.museum.exhibits import EXHIBITS, SETTINGS
+from tests.museum.trl import MUTANTS
 from tests.test_step import build  # noqa: F401, a fixture
 from tools import museum
 
@@ -45,6 +47,12 @@ def test_an_exhibit_without_its_line_says_so():
     gone = dataclasses.replace(EXHIBITS["entropy_sign"], before="no such line")
     with pytest.raises(LookupError, match="0 times in train_grpo:grpo_loss: no such line"):
         gone.compile()
+
+
+def test_the_failures_that_trl_was_given():
+    results = json.loads(museum.TRL_RESULTS.read_text())
+    assert list(results) == list(MUTANTS) and set(MUTANTS) <= set(EXHIBITS)
+    assert all(result["changed"] for result in results.values())  # the failure was in the run
 
 
 def put_in(exhibit: Exhibit, monkeypatch) -> None:

@@ -23,6 +23,7 @@ from tools import make_tiny
 
 REPO = Path(__file__).resolve().parent.parent
 PAGE = REPO / "docs/museum.md"
+TRL_RESULTS = REPO / "docs/bench/museum_trl.json"  # written by tools.museum_trl
 CHAT = "{% for message in messages %}<{{ message['content'] }}{% endfor %}="  # a template with a header and an end
 # A reward that fails for some of the answers.
 FAILING = """
@@ -150,19 +151,25 @@ Failures of real trainers, each as a mutant of this one by one line (`tests/muse
 model on two ranks with real vLLM, with that line exchanged. `python -m tools.museum` runs them and writes this page. An
 issue is named where a tracker has the failure; its cause there may have been another one with the same effect.
 
+The column TRL is what three steps of TRL 1.16 say whose own code has the failure (`python -m tools.museum_trl`); empty:
+it needs what TRL does not have, or not in these runs on a CPU, which sample with transformers.
+
 """
-COLUMNS = "| failure | where it happened | noticed by | message |\n|---|---|---|---|\n"
+COLUMNS = "| failure | where it happened | noticed by | TRL | message |\n|---|---|---|---|---|\n"
 
 
 def write_page(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
     """docs/museum.md from {exhibit: outcome} and {setting: outcome of the run without an exhibit}."""
     groups = list(dict.fromkeys(exhibit.group for exhibit in EXHIBITS.values()))
+    trl = json.loads(TRL_RESULTS.read_text())
     tables = []
     for group in groups:
         names = [name for name in outcomes if EXHIBITS[name].group == group]
-        rows = [table_row(EXHIBITS[name], outcomes[name]) for name in names]
+        rows = [table_row(EXHIBITS[name], outcomes[name], trl.get(name)) for name in names]
         tables.append(f"## {group.capitalize()}\n\n{COLUMNS}{''.join(rows)}")
-    return HEAD + score(outcomes, controls) + "\n\n" + "\n".join(tables)
+    noticed = sum(bool(said["error"] or said["warnings"]) for said in trl.values())
+    compared = f"TRL notices {noticed} of the {len(trl)} that its code was given."
+    return f"{HEAD}{score(outcomes, controls)} {compared}\n\n" + "\n".join(tables)
 
 
 def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
@@ -179,14 +186,15 @@ def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
     )
 
 
-def table_row(exhibit: Exhibit, outcome: Outcome) -> str:
-    """The line of an exhibit."""
+def table_row(exhibit: Exhibit, outcome: Outcome, trl: dict | None) -> str:
+    """The line of an exhibit; `trl`: the entry of tools.museum_trl, None where TRL has no such line."""
     by = {"run": f"the run, step {outcome.step}", "start": "the start", "test": "a test", "nothing": "nothing"}
     message = outcome.message.replace("|", "\\|")
     if len(message) > 160:
         message = message[:157] + "..."
     shown = f"`{message}`" if message and outcome.seen != "nothing" else ""
-    return f"| {exhibit.what} | {exhibit.where} | {by[outcome.seen]} | {shown} |\n"
+    said = "" if trl is None else trl["error"] or "; ".join(trl["warnings"]) or "nothing"
+    return f"| {exhibit.what} | {exhibit.where} | {by[outcome.seen]} | {said} | {shown} |\n"
 
 
 def main(argv: list[str]) -> int:
