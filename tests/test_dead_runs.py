@@ -201,6 +201,7 @@ def model_without_biases(tmp_path) -> str:
     return f"model.path={tmp_path / 'model'}"
 
 
+@pytest.mark.slow
 def test_a_dead_run_saves_ends_and_goes_on_when_mended(train_forked, tiny, tmp_path):
     """On two ranks; the steps before a resume count, and the report has what the screen had."""
     wrong = rows_without_answers(tiny, tmp_path)

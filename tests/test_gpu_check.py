@@ -227,6 +227,7 @@ def test_answers_before_the_time_was_over_count(command, tmp_path):
     assert found["rows"][2]["note"].startswith("the 0.25 minutes were over")
 
 
+@pytest.mark.slow
 def test_a_second_call_adds_to_the_first(command, tmp_path, capsys):
     """Results of other checks are kept, but not those of another commit."""
     (tmp_path / "answers.py").write_text(ANSWERS)

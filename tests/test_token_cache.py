@@ -121,6 +121,7 @@ print(type(prompts.tokens.ids).__name__, len(prompts) + dropped, fingerprint(pro
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_at_once_build_once(large, tmp_path):
     environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "hf")}
     command = [sys.executable, "-c", RANK, str(REPO), str(large)]

@@ -144,6 +144,7 @@ def test_a_stopped_rank(start, stopped):
     assert run.text.count("watchdog:") == 1 and not run.living()
 
 
+@pytest.mark.slow
 def test_ranks_that_stand_still(start):
     run = start(WATCHED + STUCK + "wait_for_the_other() if rank == 0 else turn_in_circles()", nproc=3)
     pids = run.wait_for("stuck.0.0", "stuck.1.0", "stuck.2.0")
