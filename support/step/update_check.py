@@ -155,16 +155,19 @@ class Probe:
         slope2 = self.slope2 or math.nan
         return Change(found, predicted, bound, math.sqrt(d2 / slope2) / 2, math.sqrt(u2 / slope2))
 
-    def change_along(self, direction: Callable[[Shard], Tensor], size: float, shift: float) -> Change:
-        """The change by a move of `size` · direction and its opposite; other sizes follow until log-probs shift so."""
+    def change_along(self, direction: Callable[[Shard], Tensor], size: float, shift: float) -> tuple[Change, float]:
+        """The change by a move of `size` · direction and its opposite, and a size that fits `shift` better.
+
+        Other sizes are tried until the log-probs move by about `shift`.
+        """
         for _ in range(SIZES):
             higher, predicted_up = self.move(direction, size)
             lower, predicted_down = self.move(direction, -size)
             change = self.compare(higher, lower, predicted_up - predicted_down)
+            size *= min(max(shift / max(change.shift, 1e-30), 1e-3), 1e3)
             if shift / 3 < change.shift < shift * 3:
                 break
-            size *= min(max(shift / max(change.shift, 1e-30), 1e-3), 1e3)
-        return change
+        return change, size
 
 
 # ---------------------------------------------------------------- moves of a shard
@@ -293,10 +296,12 @@ def check_gradient(probe: Probe, optimizer, norm: float, dtype: str, names: dict
     """What shows that the gradient is not that of the loss; [] if nothing does. `norm`: of the gradient."""
     shift = SHIFT[dtype]
     size = shift * math.sqrt(probe.slope2 / probe.tokens) / norm**2 / 3
-    changes = {"along the gradient": probe.change_along(lambda shard: shard.gradient, size, shift)}
+    change, _ = probe.change_along(lambda shard: shard.gradient, size, shift)
+    changes = {"along the gradient": change}
+    size = shift / 10  # of the random directions; each begins with the size that the one before it found
     for number in range(DIRECTIONS[dtype]):
-        direction = partial(random_signs, number=number)
-        changes[f"in random direction {number + 1}"] = probe.change_along(direction, shift / 10, shift)
+        change, size = probe.change_along(partial(random_signs, number=number), size, shift)
+        changes[f"in random direction {number + 1}"] = change
     found = []
     if not math.hypot(*[(change.found - change.predicted) / change.bound for change in changes.values()]) <= 1:
         for where, change in changes.items():
