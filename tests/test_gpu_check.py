@@ -218,6 +218,7 @@ ANSWERS = (
 )
 
 
+@pytest.mark.slow
 def test_answers_before_the_time_was_over_count(command, tmp_path):
     (tmp_path / "slow.py").write_text(ANSWERS)
     answer = json.dumps({"row": "small", "figure": 0.1}).replace("{", "{{").replace("}", "}}")

@@ -240,7 +240,7 @@ def hall(tmp_path_factory, fork_server) -> museum.Museum:
     return museum.Museum(folder, fork_server)
 
 
-QUICK = ("advantages_of_another", "half_a_push", "temperature_missing")
+QUICK = ("half_a_push",)
 
 
 @pytest.mark.parametrize(

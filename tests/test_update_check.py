@@ -114,6 +114,7 @@ def test_a_step_is_watched_once_and_after_a_resume_its_state_is_compared(build):
         train_grpo.train_step(run, 2)
 
 
+@pytest.mark.slow
 def test_an_update_without_a_gradient_is_not_the_one_that_is_checked(build):  # noqa: F811
     equal = ("reward.default=length", "reward.options={length: {limit: 1000}}", "algo.entropy_coef=0")
     run = build("train.lr=0.01", *equal)
