@@ -54,7 +54,7 @@ class Torchrun:
     @property
     def own_text(self) -> str:
         """The output so far, without torchrun's error report at the end."""
-        return re.split(r"\n[WE]\d{4} .*/torch/distributed/", self.text)[0]
+        return re.split(r"\n[WE]\d{4} .*\btorch/distributed/", self.text)[0]
 
     def wait_for(self, what: str | Path, seconds: float = 240) -> None:
         """Wait until the pattern `what` is in the output, or the file `what` exists. Raises AssertionError."""
