@@ -41,7 +41,7 @@ def outcome(folder, answers: dict, code: int | None = 0, text: str = "") -> Outc
     ],
 )
 def test_verdicts(tmp_path, answers, code, expected):
-    text = "[rank0]: ValueError: too bad\nnoise\nE1122 08:00:00.000000 1 site-packages/torch/distributed/x.py:1] report"
+    text = "[rank0]: ValueError: too bad\nnoise\nE1122 08:00:00.000000 1 torch/distributed/x.py:1] report"
     found = list(gpu_check.verdicts(Check("c", 1, 1, FEW, ""), FEW, outcome(tmp_path, answers, code, text)))
     assert [each.verdict for each in found] == expected
     for each in found:

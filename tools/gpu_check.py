@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.base import versions
 from tools import bench_works, doctor
 from tools.gpu_checks.checks import FOLDER, WRONG_NUMBERS, Check, NotRun, Row, all_checks, machine_row
-from tools.processes import REPO, Torchrun
+from tools.processes import REPO, Torchrun, without_report
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 LOST = "see the output of the check"
@@ -117,7 +117,7 @@ def verdicts(check: Check, asked: list[Row], outcome: Outcome) -> Iterator[Verdi
 
 def describe_end(outcome: Outcome) -> str:
     """Return in one line how the check ended, with its last error message."""
-    own = re.split(r"\n[WE]\d{4} .*/torch/distributed/", outcome.text)[0]  # without torchrun's error report
+    own = without_report(outcome.text)
     lines = [line.strip()[:300] for line in own.splitlines() if line.strip()] or [""]
     if outcome.code is None:
         return f"did not end within its time limit; last: {lines[-1]}"
