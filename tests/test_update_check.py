@@ -93,7 +93,7 @@ def test_no_layout_gives_a_false_alarm_or_changes_a_bit(fork_server, tmp_path, f
     cases["LoRA"] = {"keys": ["lora.rank=4"]}
     cases["LoRA, trained"] = {"keys": ["lora.rank=4"], "trained_adapters": True}
     found = {}
-    for name, case in cases.items():  # each in processes of its own: threads of gloo outlive their groups
+    for name, case in cases.items():  # each in processes of its own: together they take twice as long
         found |= run_cases(fork_server, tmp_path, 4, family, {name: case}, f"model.dtype={dtype}")
     wrong = {name: case for name, case in found.items() if case["error"] or not case["same"]}
     assert not wrong

@@ -22,7 +22,8 @@ HEAD = f"""\
 Written by `make ablations`. Each algorithm trains on the task of `make demo` (reverse three digits, a third of
 the reward for each correct digit), from the same untrained model, with one seed. The third column is the
 first step at which the mean reward of the last {WINDOW} steps is at least {GOAL}. The table shows that each one
-trains, not which is better: the task is a toy.
+trains, not which is better: the task is a toy. Seconds depend on the machine and on what else it does. MaxRL is made
+for rewards of 0 and 1.
 
 | algorithm | configuration | reached {GOAL} at step | last {WINDOW} steps | steps | seconds |
 |---|---|---|---|---|---|

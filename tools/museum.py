@@ -152,7 +152,8 @@ model on two ranks with real vLLM, with that line exchanged. `python -m tools.mu
 issue is named where a tracker has the failure; its cause there may have been another one with the same effect.
 
 The column TRL is what three steps of TRL 1.16 say whose own code has the failure (`python -m tools.museum_trl`); empty:
-it needs what TRL does not have, or not in these runs on a CPU, which sample with transformers.
+it needs what TRL does not have, or not in these runs on a CPU, which sample with transformers. An error or a Python
+warning counts; TRL's own log was not searched.
 
 """
 COLUMNS = "| failure | where it happened | noticed by | TRL | message |\n|---|---|---|---|---|\n"

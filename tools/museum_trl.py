@@ -20,7 +20,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from tests.museum import trl as museum  # noqa: E402
+from tests.museum.trl import MUTANTS, SETTINGS, mutant  # noqa: E402
 
 RESULTS = REPO / "docs/bench/museum_trl.json"
 TRL = REPO / "build/trl-venv"
@@ -47,7 +47,7 @@ def train(folder: Path, setting: str) -> str:
     }  # fmt: skip
     data = load_dataset("json", data_files=str(folder / "train.jsonl"), split="train", cache_dir=str(folder / "cache"))
     trainer = GRPOTrainer(
-        model=str(folder / "model"), reward_funcs=reward, args=GRPOConfig(**settings | museum.SETTINGS[setting]),
+        model=str(folder / "model"), reward_funcs=reward, args=GRPOConfig(**settings | SETTINGS[setting]),
         train_dataset=data, processing_class=AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
     )  # fmt: skip
     trainer.train()
@@ -60,7 +60,7 @@ def train(folder: Path, setting: str) -> str:
 
 def outcome(folder: Path, name: str, healthy: dict[str, str]) -> dict:
     """What a run with the failure says: {"error": its message or none, "warnings": ..., "changed": ...}."""
-    failure = museum.mutant(name)
+    failure = mutant(name)
     function = failure.find()
     own_code = function.__code__
     failure.apply()
@@ -76,19 +76,24 @@ def outcome(folder: Path, name: str, healthy: dict[str, str]) -> dict:
     return {"error": error, "warnings": heard, "changed": digest != healthy[failure.setting]}
 
 
+def run_rank(folder: Path) -> None:
+    """One rank of TRL, in its environment: every setting without a failure, then every failure."""
+    healthy = {setting: train(folder, setting) for setting in SETTINGS}
+    results = {}
+    for name in MUTANTS:
+        results[name] = outcome(folder, name, healthy)
+        if os.environ["RANK"] == "0":
+            print(name, results[name], flush=True)
+    if os.environ["RANK"] == "0":
+        (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     folder = parser.parse_args().rank
     if folder:
-        healthy = {setting: train(folder, setting) for setting in museum.SETTINGS}
-        results = {}
-        for name in museum.MUTANTS:
-            results[name] = outcome(folder, name, healthy)
-            if os.environ["RANK"] == "0":
-                print(name, results[name], flush=True)
-        if os.environ["RANK"] == "0":
-            (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        run_rank(folder)
         return
     from tools.museum import write_models
 
