@@ -45,8 +45,8 @@ HEAD = """\
 Written by `python -m tools.mismatch`: {steps} steps at a learning rate of 0, so that both sides hold the same weights,
 of every family as a tiny random model, on one rank ({machine}). k3 is the mismatch KL of
 vLLM against the trainer, the mean over the sampled tokens; its bound is the default of `rollout.max_mismatch_kl`. |Δ|
-is the difference of a token's log-probs. Routes are replayed with `algo.replay_routes`. The same for a model of yours:
-`python -m tools.mismatch --model FOLDER --nproc 8`.
+is the difference of a token's log-probs. Routes are replayed with `algo.replay_routes`. A k3 of ±1e-10 or less is the
+rounding of exp(d) - d - 1 in fp32. The same for a model of yours: `python -m tools.mismatch --model FOLDER --nproc 8`.
 
 """
 TABLE = """\

@@ -17,7 +17,8 @@ from support.base.remedies import HOST_MEMORY
 GIB = 2**30
 PHASES = ("rollout", "reward", "logprob", "train", "sync", "save")  # of every step
 AFTER_SLEEP = "logprob"  # the first phase after vLLM has gone to sleep
-# Memory that grows over GROWTH_STEPS steps by more than both is worth a warning.
+WARM_UP_STEPS = 20  # of a start, in which allocators and caches fill
+# Memory that grows over GROWTH_STEPS later steps by more than both is worth a warning.
 GROWTH_STEPS = 21
 GROWTH_SHARE = 0.05
 GROWTH_GB = 0.25
@@ -104,10 +105,14 @@ class Growth:
     """The memory of the last steps, and a warning where it grows all along."""
 
     def __init__(self):
+        self.steps = 0
         self.past: dict[str, deque] = defaultdict(lambda: deque(maxlen=GROWTH_STEPS))
 
     def warning(self, metrics: dict[str, float | None]) -> str | None:
         """What to tell the user after a step with these metrics; at most once in GROWTH_STEPS steps."""
+        self.steps += 1
+        if self.steps <= WARM_UP_STEPS:
+            return None
         grown = {}
         for name in (*PHASES, "host"):
             now = metrics.get(f"mem/{name}_gb")
@@ -139,7 +144,7 @@ def growth(values: list[float]) -> float:
     middle = statistics.median(values[third:-third])
     late = statistics.median(values[-third:])
     rise = late - early
-    steady = min(middle - early, late - middle) > rise / 4
+    steady = min(middle - early, late - middle) > rise / 3
     if steady and rise > max(GROWTH_SHARE * early, GROWTH_GB):
         return rise
     return 0.0
