@@ -46,6 +46,17 @@ def test_runs_that_differ_in_times_alone_are_equal(tmp_path, capsys):
     ]
 
 
+def test_columns_of_one_version_alone_can_be_left_out(tmp_path, capsys):
+    other = [row | {"mismatch/k3": 0.0} for row in METRICS]
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", other)]
+    assert main(runs) == 1
+    assert "  only in B: mismatch/k3, first at line 1, step 1" in capsys.readouterr().out.splitlines()
+    assert main(["--shared", *runs]) == 0
+    assert "  left out: only in B: mismatch/k3, first at line 1, step 1" in capsys.readouterr().out.splitlines()
+    shorter = write_run(tmp_path / "c", other[:1])
+    assert main(["--shared", runs[0], shorter]) == 1  # a line that is missing is no column
+
+
 NORM = torch.ones(4, dtype=torch.bfloat16)
 NORM[2] = 1.0078125  # the next number of bfloat16
 SIGN = WEIGHTS["embed"].clone()

@@ -1,10 +1,12 @@
 """Say whether two runs computed the same, bit for bit.
 
     python -m tools.compare_runs outputs/a outputs/b
+    python -m tools.compare_runs --shared outputs/a outputs/b     of two versions: without columns that only one has
 
 Compares the lines of metrics.jsonl without the columns of EXCLUDED, all fields of all samples in rollouts/, and the
 exported weights in hf/ and adapter/. Prints one line a kind; below it what only one run has, and the first value that
-differs. Exit code 0: equal, 1: not equal, 2: a folder holds no metrics.jsonl.
+differs. With --shared a column of metrics.jsonl that only one run has is listed, but is no difference. Exit code 0:
+equal, 1: not equal, 2: a folder holds no metrics.jsonl.
 """
 
 import argparse
@@ -28,6 +30,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", type=Path, metavar="OUTPUT_A")
     parser.add_argument("b", type=Path, metavar="OUTPUT_B")
+    parser.add_argument("--shared", action="store_true", help="compare the columns of metrics.jsonl that both have")
     args = parser.parse_args(argv)
     for folder in (args.a, args.b):
         if not (folder / "metrics.jsonl").exists():
@@ -40,39 +43,45 @@ def main(argv: list[str]) -> int:
         ("rollouts", rollout_pairs(args.a, args.b), describe_values),
         ("weights", weight_pairs(args.a, args.b), describe_tensors),
     ):
-        count, differences = compare(pairs, describe)
+        count, missing, differences = compare(pairs, describe)
+        if not (args.shared and kind == "metrics"):
+            differences = missing + differences
+            missing = []
         print(f"{kind}: {'DIFFERENT' if differences else 'equal'}, {count} records compared")
+        for line in missing:
+            print(f"  left out: {line}")
         for line in differences:
             print(f"  {line}")
         equal = equal and not differences
     return 0 if equal else 1
 
 
-def compare(pairs: Iterator[Pair], describe: Callable[[Any, Any], str | None]) -> tuple[int, list[str]]:
-    """The number of records, and what differs: every name that only one run has, then the first differing value.
+def compare(pairs: Iterator[Pair], describe: Callable[[Any, Any], str | None]) -> tuple[int, list[str], list[str]]:
+    """The number of records; every name that only one run has; records that only one has, the first differing value.
 
     `describe` says how two values differ; None where they are equal.
     """
     records = 0
-    only: dict[str, str] = {}  # what one run lacks → where it is first missing
-    first = None
+    missing: dict[str, str] = {}  # what one run lacks → where it is first missing
+    whole: dict[str, str] = {}  # the same of whole records
+    first = []
     for place, a, b in pairs:
         records += 1
         if a is None or b is None:
-            side = "A" if b is None else "B"
-            only.setdefault(f"only in {side}: whole records", place)
+            whole.setdefault(f"only in {'A' if b is None else 'B'}: whole records", place)
             continue
         for name in [*a, *(name for name in b if name not in a)]:
             if name not in b:
-                only.setdefault(f"only in A: {name}", place)
+                missing.setdefault(f"only in A: {name}", place)
             elif name not in a:
-                only.setdefault(f"only in B: {name}", place)
-            elif first is None and (text := describe(a[name], b[name])):
-                first = f"first difference: {place}, {name}: {text}"
-    differences = [f"{what}, first at {place}" for what, place in only.items()]
-    if first is not None:
-        differences.append(first)
-    return records, differences
+                missing.setdefault(f"only in B: {name}", place)
+            elif not first and (text := describe(a[name], b[name])):
+                first = [f"first difference: {place}, {name}: {text}"]
+    return records, list_places(missing), list_places(whole) + first
+
+
+def list_places(found: dict[str, str]) -> list[str]:
+    return [f"{what}, first at {place}" for what, place in found.items()]
 
 
 def describe_values(a: Any, b: Any) -> str | None:
