@@ -17,8 +17,8 @@ def state_shards(optimizer) -> Iterator[torch.Tensor]:
 
 
 def is_away(shard: torch.Tensor) -> bool:
-    """Whether the tensor is offloaded, its values in `shard.host`."""
-    return shard.untyped_storage().size() == 0 < shard.numel()
+    """Whether the tensor is offloaded: only then it has an attribute `host`, with its values."""
+    return hasattr(shard, "host")
 
 
 def offload_state(offload: str | None, model: list, optimizer) -> None:
@@ -31,11 +31,12 @@ def offload_state(offload: str | None, model: list, optimizer) -> None:
     if mode == "optimizer":
         shards = [shard for shard in state_shards(optimizer) if shard.numel() and not is_away(shard)]
         for shard in shards:
-            if not hasattr(shard, "host"):  # allocate once: pinning again doubles the host memory
-                shard.host = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
-            shard.host.copy_(shard.detach(), non_blocking=True)
+            if not hasattr(shard, "pinned"):  # allocate once: pinning again doubles the host memory
+                shard.pinned = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
+            shard.pinned.copy_(shard.detach(), non_blocking=True)
         torch.cuda.synchronize()
         for shard in shards:
+            shard.host = shard.pinned
             shard.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
 
@@ -45,3 +46,4 @@ def take_back_state(optimizer) -> None:
     for shard in filter(is_away, state_shards(optimizer)):
         shard.untyped_storage().resize_(shard.numel() * shard.element_size())
         shard.data.copy_(shard.host, non_blocking=True)
+        del shard.host  # `pinned` keeps the buffer

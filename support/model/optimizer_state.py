@@ -17,7 +17,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.utils import unwrap_model
 
 from support.model.checkpoint import read_state
-from support.model.offload import is_away, take_back_state
+from support.model.offload import take_back_state
 from support.model.shards import read_sharded
 
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")  # of each weight, fp32; the first is the main weight
@@ -60,7 +60,7 @@ def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:
     position = part._get_model_param_range_map(weight)["param"]
     own = part._get_main_param_and_optimizer_states(weight)
     own["param"] = own.pop("master_param", own["param"])  # with optimizer_cpu_offload: the weight that Adam steps
-    own = {moment: values.host if is_away(values) else values for moment, values in own.items()}
+    own = {moment: getattr(values, "host", values) for moment, values in own.items()}  # where they are offloaded to
     return slice(position.start, position.end), own
 
 

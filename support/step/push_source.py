@@ -11,7 +11,6 @@ import torch.distributed as dist
 import megatron_bridge as bridge
 from support.engine.push_check import CHUNK, Shards, digest
 from support.model import lora
-from support.model.offload import is_away
 
 WORD = 8  # bytes
 
@@ -97,7 +96,7 @@ def stale_weights(model: list, optimizer) -> list[str]:
         groups = (part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups)
         for group in zip(*groups, strict=True):
             for weight, shard, main in zip(*group, strict=True):
-                if main is not None and main.device == shard.device and not is_away(main):
+                if main is not None and main.device == shard.device and not hasattr(main, "host"):
                     rounded = main.to(shard.dtype)
                     weights.append(weight)
                     differ.append((rounded.view(torch.int16) != shard.view(torch.int16)).any())
