@@ -19,6 +19,7 @@ from support.model.optimizer_state import MOMENTS, optimizer_weights, own_slice
 BLOCK = 1 << 24  # elements
 ENTRIES = 1000  # sampled from each shard
 RELATIVE = 1e-3  # bound of moments and of the weight's step; the norm that clips is a sum in fp32
+CLIPPED_BF16 = 2.0**-7  # more of it where a gradient in bf16 may be clipped in bf16, which rounds it by up to 2^-8
 EPS32 = 2.0**-22  # of the weight itself, relative: fp32 rounds it twice by 2^-24
 TINY = 1e-37  # of a moment, absolute: below, fp32 loses digits
 
@@ -192,10 +193,13 @@ def differences(sample: Sampled, wanted: dict[str, Tensor], gradient: Tensor, tr
     """A line for each part of the state that is not as wanted, moments first, with its worst entry."""
     after = read_state(sample.shard, sample.entries)
     before = sample.state
+    relative = RELATIVE
+    if sample.shard.weight.main_grad.dtype == torch.bfloat16:  # use_precision_aware_optimizer does not copy it to fp32
+        relative += CLIPPED_BF16
     bounds = {
-        "exp_avg": RELATIVE * (before["exp_avg"].abs() + (1 - train.adam_beta1) * gradient.abs()) + TINY,
-        "exp_avg_sq": RELATIVE * wanted["exp_avg_sq"] + TINY,
-        "param": EPS32 * wanted["param"].abs() + RELATIVE * (wanted["param"] - before["param"]).abs(),
+        "exp_avg": relative * (before["exp_avg"].abs() + (1 - train.adam_beta1) * gradient.abs()) + TINY,
+        "exp_avg_sq": relative * wanted["exp_avg_sq"] + TINY,
+        "param": EPS32 * wanted["param"].abs() + relative * (wanted["param"] - before["param"]).abs(),
     }
     lines = []
     for moment, bound in bounds.items():
