@@ -47,6 +47,7 @@ NONLINEAR = {"fp32": 0.02, "bf16": 0.05}
 REROUTED = 0.3  # in place of it with experts: a move also changes which experts are chosen, which no gradient counts
 SIZES = 4  # of a move are tried, until the change is near SHIFT
 DIRECTIONS = {"fp32": 2, "bf16": 4}  # random ones
+LARGEST_RANDOM = 0.05  # size of a random move, in units of each weight's size: a larger one is far from linear
 SMALLEST = 0.01  # size of a weight of zeros, such as B of an adapter
 CAUSES = (
     "gradients not reduced over replicas, context or expert ranks, or reduced twice; a divisor that is not the number "
@@ -155,17 +156,20 @@ class Probe:
         slope2 = self.slope2 or math.nan
         return Change(found, predicted, bound, math.sqrt(d2 / slope2) / 2, math.sqrt(u2 / slope2))
 
-    def change_along(self, direction: Callable[[Shard], Tensor], size: float, shift: float) -> tuple[Change, float]:
+    def change_along(
+        self, direction: Callable[[Shard], Tensor], size: float, shift: float, largest: float = math.inf
+    ) -> tuple[Change, float]:
         """The change by a move of `size` · direction and its opposite, and a size that fits `shift` better.
 
-        Other sizes are tried until the log-probs move by about `shift`.
+        Other sizes, up to `largest`, are tried until the log-probs move by about `shift`.
         """
         for _ in range(SIZES):
             higher, predicted_up = self.move(direction, size)
             lower, predicted_down = self.move(direction, -size)
             change = self.compare(higher, lower, predicted_up - predicted_down)
-            size *= min(max(shift / max(change.shift, 1e-30), 1e-3), 1e3)
-            if shift / 3 < change.shift < shift * 3:
+            tried = size
+            size = min(size * min(max(shift / max(change.shift, 1e-30), 1e-3), 1e3), largest)
+            if shift / 3 < change.shift < shift * 3 or size == tried:
                 break
         return change, size
 
@@ -300,7 +304,7 @@ def check_gradient(probe: Probe, optimizer, norm: float, dtype: str, names: dict
     changes = {"along the gradient": change}
     size = shift / 10  # of the random directions; each begins with the size that the one before it found
     for number in range(DIRECTIONS[dtype]):
-        change, size = probe.change_along(partial(random_signs, number=number), size, shift)
+        change, size = probe.change_along(partial(random_signs, number=number), size, shift, LARGEST_RANDOM)
         changes[f"in random direction {number + 1}"] = change
     found = []
     if not math.hypot(*[(change.found - change.predicted) / change.bound for change in changes.values()]) <= 1:
