@@ -19,7 +19,7 @@ from support.model.optimizer_state import MOMENTS, optimizer_weights, own_slice
 BLOCK = 1 << 24  # elements
 ENTRIES = 1000  # sampled from each shard
 RELATIVE = 1e-3  # bound of moments and of the weight's step; the norm that clips is a sum in fp32
-CLIPPED_BF16 = 2.0**-7  # more of it where a gradient in bf16 may be clipped in bf16, which rounds it by up to 2^-8
+CLIPPED_BF16 = 2.0**-6  # more, where the gradient is in bf16: norm and product round it by up to 2^-8 each; its square
 EPS32 = 2.0**-22  # of the weight itself, relative: fp32 rounds it twice by 2^-24
 TINY = 1e-37  # of a moment, absolute: below, fp32 loses digits
 
@@ -180,8 +180,12 @@ def check_step(sampled: list[Sampled], updates: int, norm: float, train: TrainCo
     unequal = []
     for sample in sampled:
         shard = sample.shard
-        wanted = adamw(sample.state, sample.gradient * scale, updates, shard.part.config.adam_eps, train)
-        differs += differences(sample, wanted, sample.gradient * scale, train)
+        gradient = sample.gradient * scale
+        eps = shard.part.config.adam_eps
+        wanted = adamw(sample.state, gradient, updates, eps, train)
+        of_one_sign = {"param": 0 * gradient, "exp_avg": sample.state["exp_avg"].abs()}
+        largest = adamw(sample.state | of_one_sign, gradient.abs(), updates, eps, train)["param"].abs()
+        differs += differences(sample, wanted, gradient, largest, train)
         _, own = own_slice(shard.part, shard.weight)
         main = own["param"].detach()[shard.start : shard.start + len(shard.before)]
         if not torch.equal(shard.values, main.to(shard.values)):
@@ -189,8 +193,13 @@ def check_step(sampled: list[Sampled], updates: int, norm: float, train: TrainCo
     return differs[:1] + unequal[:1]
 
 
-def differences(sample: Sampled, wanted: dict[str, Tensor], gradient: Tensor, train: TrainConfig) -> list[str]:
-    """A line for each part of the state that is not as wanted, moments first, with its worst entry."""
+def differences(
+    sample: Sampled, wanted: dict[str, Tensor], gradient: Tensor, largest: Tensor, train: TrainConfig
+) -> list[str]:
+    """A line for each part of the state that is not as wanted, moments first, with its worst entry.
+
+    largest: each weight's step if moment and gradient had one sign; where they cancel, rounding is relative to it.
+    """
     after = read_state(sample.shard, sample.entries)
     before = sample.state
     relative = RELATIVE
@@ -199,7 +208,7 @@ def differences(sample: Sampled, wanted: dict[str, Tensor], gradient: Tensor, tr
     bounds = {
         "exp_avg": relative * (before["exp_avg"].abs() + (1 - train.adam_beta1) * gradient.abs()) + TINY,
         "exp_avg_sq": relative * wanted["exp_avg_sq"] + TINY,
-        "param": EPS32 * wanted["param"].abs() + relative * (wanted["param"] - before["param"]).abs(),
+        "param": EPS32 * wanted["param"].abs() + relative * (largest + (wanted["param"] - before["param"]).abs()),
     }
     lines = []
     for moment, bound in bounds.items():
