@@ -62,10 +62,10 @@ def check_state(server, folder: Path, dtype: str, layouts: dict[str, dict], npro
 RESUMED = (*SMALL, "train.save_every=1", "algo.kl_coef=0.05", "train.updates_per_step=2", "algo.max_rounds=2")
 
 
-def straight_and_half(train, folder: Path) -> tuple:
+def straight_and_half(train_forked, folder: Path) -> tuple:
     """Four steps at once, and the first two of the same."""
-    straight = train(2, "train.steps=4", *RESUMED, out=folder / "straight")
-    half = train(2, "train.steps=2", *RESUMED)
+    straight = train_forked(2, "train.steps=4", *RESUMED, out=folder / "straight")
+    half = train_forked(2, "train.steps=2", *RESUMED)
     assert straight.code == 0 and half.code == 0, straight.text + half.text
     return straight, half
 
@@ -93,8 +93,8 @@ def test_resume_is_exact(shared, train, tmp_path):
 
 
 @pytest.mark.slow
-def test_resume_after_damage_and_on_another_layout(train, tmp_path):
-    straight, half = straight_and_half(train, tmp_path)
+def test_resume_after_damage_and_on_another_layout(train_forked, tmp_path):
+    straight, half = straight_and_half(train_forked, tmp_path)
     for copy in ("damaged", "other"):
         shutil.copytree(half.out, tmp_path / copy)
 
@@ -106,7 +106,7 @@ def test_resume_after_damage_and_on_another_layout(train, tmp_path):
     file.write_bytes(data)
     with (out / "metrics.jsonl").open("a") as log:
         log.write('{"step": 3, "rew')
-    resumed = train(2, "train.steps=4", *RESUMED, "resume=auto", f"output_dir={out}")
+    resumed = train_forked(2, "train.steps=4", *RESUMED, "resume=auto", f"output_dir={out}")
     resumed.out = out
     assert resumed.code == 0 and "has changed since it was written" in resumed.text, resumed.text
     assert "after step 1" in resumed.text and "ends in half a line" in resumed.text
@@ -115,7 +115,7 @@ def test_resume_after_damage_and_on_another_layout(train, tmp_path):
 
     # From two replicas to two of two pipeline stages.
     out = tmp_path / "other"
-    resumed = train(
+    resumed = train_forked(
         4, "train.steps=4", *RESUMED, f"resume={out}/checkpoints/step_000002", f"output_dir={out}", "parallel.pp=2"
     )
     resumed.out = out
@@ -135,8 +135,8 @@ def test_other_data_is_refused(train, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_updates_that_are_no_numbers_are_skipped(train):
-    run = train(
+def test_updates_that_are_no_numbers_are_skipped(train_forked):
+    run = train_forked(
         2, *SMALL, "train.steps=9", "train.export_every=1", "train.max_skipped=3", script="tests/nan_advantages.py"
     )
     assert run.code == 1 and "3 in a row, train.max_skipped=3" in run.text, run.text

@@ -287,10 +287,10 @@ def test_names_are_checked_when_the_configuration_is_read():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2", "tp2pp2", "cp2"])
-def test_a_step_with_token_rewards_equals_plain_transformers(train, tiny, layout):
+def test_a_step_with_token_rewards_equals_plain_transformers(train_forked, tiny, layout):
     """Loss and gradient of both steps, from what rollouts/ holds; with the overlong penalty."""
     nproc, overrides = {**LAYOUTS, "cp2": (2, ["parallel.cp=2"])}[layout]
-    run = train(
+    run = train_forked(
         nproc, *EXACT, *overrides, "train.steps=2", "rollout.prompts_per_step=5", "rollout.group_size=4",
         "reward.custom=tools/tiny_reward.py:each_digit", "algo.overlong_buffer=2", "algo.advantage=dr_grpo",
     )  # fmt: skip

@@ -148,13 +148,13 @@ def test_evaluation_before_the_first_step_and_on_the_way(shared):
 
 
 @pytest.mark.slow
-def test_bf16_and_the_same_run_again(train):
-    run = train(2, *SMALL, "model.dtype=bf16", "data.eval=null")
+def test_bf16_and_the_same_run_again(train_forked):
+    run = train_forked(2, *SMALL, "model.dtype=bf16", "data.eval=null")
     assert run.code == 0, run.text
     assert all(m["logp_gap/mean"] < 0.05 for m in run.metrics)
     assert "dtype: bf16" in (run.out / "config.yaml").read_text()
     assert run.text.count("this CPU has no bf16 units") == int(not has_bf16_units())  # once, though there are two ranks
-    again = train(2, *SMALL, "model.dtype=bf16")  # a second run moves the first aside
+    again = train_forked(2, *SMALL, "model.dtype=bf16")  # a second run moves the first aside
     earlier = run.out.parent / "out.1/rollouts/step_000001.jsonl"
     assert again.code == 0 and [r["response_ids"] for r in read_rows(earlier)] == [
         r["response_ids"] for r in again.rollouts(1)
@@ -209,14 +209,14 @@ def test_a_run_survives_hostile_rewards(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_grading_runs_beside_sampling(train, tmp_path):
+def test_grading_runs_beside_sampling(train_forked, tmp_path):
     """Rewards that sleep 50 ms lengthen a step by less than a fifth of what they cost one after the other."""
     seconds = {}
     for sleep in (0.0, 0.05):
         (tmp_path / "slow.py").write_text(
             f"import time\ndef f(text, answer, row):\n    time.sleep({sleep})\n    return 1.0\n"
         )
-        run = train(
+        run = train_forked(
             2, "train.steps=8", "rollout.prompts_per_step=16", "rollout.group_size=4", "rollout.max_new_tokens=128",
             "rollout.vllm.max_num_seqs=8", "reward.workers=2", f"reward.custom={tmp_path / 'slow.py'}:f",
             "train.lr=0",
@@ -229,7 +229,7 @@ def test_grading_runs_beside_sampling(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_words_with_long_prompts_and_cut_off_answers(train, tmp_path):
+def test_words_with_long_prompts_and_cut_off_answers(train_forked, tmp_path):
     """The path of configs/tiny_gsm8k.yaml: BPE tokenizer, chat template, prompts of many lengths, the gsm8k reward."""
     names = ["Ann", "Bo", "Cem", "Dora", "Eli"]
     questions = [
@@ -240,7 +240,7 @@ def test_words_with_long_prompts_and_cut_off_answers(train, tmp_path):
     make_tiny.save_model(tmp_path / "model", tokenizer, hidden=64)
     rows = [{"question": question, "answer": f"#### {i}"} for i, question in enumerate(questions)]
     (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = train(
+    run = train_forked(
         2, "train.steps=2", f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'words.jsonl'}",
         "rollout.prompts_per_step=64", "rollout.max_new_tokens=48", config="tiny_gsm8k",
     )  # fmt: skip

@@ -116,9 +116,9 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards(shared):
 @pytest.mark.slow
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_step_equals_plain_transformers(train, tiny, layout, kl_coef):
+def test_step_equals_plain_transformers(train_forked, tiny, layout, kl_coef):
     nproc, overrides = LAYOUTS[layout]
-    run = train(
+    run = train_forked(
         nproc, *EXACT, *overrides, f"algo.kl_coef={kl_coef}", "train.steps=2", "rollout.prompts_per_step=5",
         "rollout.group_size=4",
     )  # fmt: skip
@@ -128,8 +128,8 @@ def test_step_equals_plain_transformers(train, tiny, layout, kl_coef):
 
 
 @pytest.mark.slow
-def test_two_updates_in_each_of_two_epochs(train):
-    run = train(
+def test_two_updates_in_each_of_two_epochs(train_forked):
+    run = train_forked(
         2, "train.steps=2", "train.updates_per_step=2", "train.epochs_per_step=2", "train.lr=0.01", "algo.kl_coef=0.05",
         "rollout.prompts_per_step=4", "rollout.group_size=4",
     )  # fmt: skip
@@ -138,8 +138,8 @@ def test_two_updates_in_each_of_two_epochs(train):
 
 
 @pytest.mark.slow
-def test_kl_in_the_reward_overlong_penalty_and_masked_answers(train, tiny):
-    run = train(
+def test_kl_in_the_reward_overlong_penalty_and_masked_answers(train_forked, tiny):
+    run = train_forked(
         2, "train.steps=2", "train.export_every=1", "train.warmup_steps=0", "algo.entropy_coef=0",
         "algo.loss=reinforce", "algo.advantage=rloo",
         "algo.kl_coef=0.5", "algo.kl=k1", "algo.kl_in=reward", "algo.mask_truncated=true",

@@ -237,9 +237,9 @@ RUN = (
 
 
 @pytest.mark.slow
-def test_a_run_pushes_exports_and_resumes(train, tiny, tmp_path):
+def test_a_run_pushes_exports_and_resumes(train_forked, tiny, tmp_path):
     """Two replicas, at once and in two parts, the second also on other layouts."""
-    run = train(2, *RUN, out=tmp_path / "straight")
+    run = train_forked(2, *RUN, out=tmp_path / "straight")
     assert run.code == 0, run.text
     kl = [metrics["kl/ref"] for metrics in run.metrics]
     assert kl[0] == 0 and min(kl[1:]) > 0  # against the model without adapters
@@ -261,12 +261,12 @@ def test_a_run_pushes_exports_and_resumes(train, tiny, tmp_path):
     assert size < 12 * sum(weight.numel() for weight in base.values()) / 2  # the adapters alone
 
     for name, nproc, overrides in (("same", 2, []), ("tp2pp2", 4, ["parallel.tp=2", "parallel.pp=2"])):
-        resumed = train(nproc, *RUN, *overrides, f"resume={first}", out=tmp_path / name)
+        resumed = train_forked(nproc, *RUN, *overrides, f"resume={first}", out=tmp_path / name)
         assert resumed.code == 0, resumed.text
         for weight, now in resumed.weights(3).items():
             alike = name != "same" and relative(now, exported[weight]) < 1e-4
             assert torch.equal(now, exported[weight]) or alike  # biases, not trained, are 0
-    other = train(2, *RUN, "lora.rank=4", f"resume={first}", out=tmp_path / "again")
+    other = train_forked(2, *RUN, "lora.rank=4", f"resume={first}", out=tmp_path / "again")
     assert other.code == 1 and "lora.rank=4, but" in other.text, other.text
 
 

@@ -111,17 +111,17 @@ def test_a_file_and_an_override_may_give_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mixed_run_goes_on_where_it_stopped(train, tmp_path):
+def test_a_mixed_run_goes_on_where_it_stopped(train_forked, tmp_path):
     """Two ranks, 24 prompts of a file and 8 rows of another, two epochs of 8 a step; the resumed half has the rest."""
     write_rows(tmp_path / "a.jsonl", [{"prompt": f"{100 + i}>", "answer": "1"} for i in range(24)])
     write_rows(tmp_path / "b.jsonl", [{"prompt": f"{200 + i}>", "answer": "2", "source": "b"} for i in range(8)])
     mixed = f"data.train={{{tmp_path / 'a.jsonl'}: 1, {tmp_path / 'b.jsonl'}: 1}}"
     options = [mixed, "rollout.prompts_per_step=8", "rollout.group_size=2", "train.steps=null", "train.save_every=2"]
-    straight = train(2, *options, "train.epochs=2", out=tmp_path / "straight")
+    straight = train_forked(2, *options, "train.epochs=2", out=tmp_path / "straight")
     assert straight.code == 0 and "8 steps (2 epochs)" in straight.text, straight.text
     assert f"0.5 of {tmp_path / 'b.jsonl'}: 8 prompts, 4 passes" in straight.text
-    assert train(2, *options, "train.epochs=0.5").code == 0
-    resumed = train(2, *options, "train.epochs=2", "resume=auto")
+    assert train_forked(2, *options, "train.epochs=0.5").code == 0
+    resumed = train_forked(2, *options, "train.epochs=2", "resume=auto")
     assert resumed.code == 0 and "changed: train.steps: 2 → 8" in resumed.text, resumed.text
     seen = []
     for step in range(1, 9):
@@ -129,5 +129,5 @@ def test_a_mixed_run_goes_on_where_it_stopped(train, tmp_path):
         assert prompts[0] == prompts[1]
         seen += [sample["source"] for sample in straight.rollouts(step)]
     assert abs(Counter(seen)["b"] - len(seen) / 2) < len(seen) / 8
-    other = train(2, *options, "train.epochs=3", "resume=auto", mixed.replace(": 1}", ": 2}"))
+    other = train_forked(2, *options, "train.epochs=3", "resume=auto", mixed.replace(": 1}", ": 2}"))
     assert other.code == 1 and "not the prompts that" in other.text, other.text

@@ -249,39 +249,39 @@ def test_its_state_is_saved_and_loaded(fork_server, small, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_it_resumes_exactly(train, tmp_path):
+def test_a_run_with_it_resumes_exactly(train_forked, tmp_path):
     chosen = (
         "megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_optimizer=true", "model.dtype=bf16",
         "train.warmup_steps=0", "train.save_every=1", "rollout.prompts_per_step=4",
         "megatron.grad_reduce_in_fp32=false", "megatron.disable_bf16_reduced_precision_matmul=true",
     )  # fmt: skip
-    straight = train(1, "train.steps=3", *chosen, out=tmp_path / "straight")
+    straight = train_forked(1, "train.steps=3", *chosen, out=tmp_path / "straight")
     assert straight.code == 0, straight.text
-    assert train(1, "train.steps=2", *chosen).code == 0
-    resumed = train(1, "train.steps=3", *chosen, "resume=auto")
+    assert train_forked(1, "train.steps=2", *chosen).code == 0
+    resumed = train_forked(1, "train.steps=3", *chosen, "resume=auto")
     assert resumed.code == 0 and "after step 2" in resumed.text, resumed.text
     assert lasting(resumed.metrics) == lasting(straight.metrics) and resumed.metrics[-1]["grad_norm"] > 0
     assert equal(resumed.weights(3), straight.weights(3))
 
 
 @pytest.mark.slow
-def test_an_exact_run_is_repeated_and_says_what_gap_remains(train, tmp_path):
+def test_an_exact_run_is_repeated_and_says_what_gap_remains(train_forked, tmp_path):
     """With torch's deterministic kernels, which exist for all that runs on the CPU."""
     options = ("rollout.exact=true", "parallel.tp=2", "rollout.tp=2", "train.steps=2", "train.save_every=0")
-    first, second = (train(2, *options, out=tmp_path / name) for name in "ab")
+    first, second = (train_forked(2, *options, out=tmp_path / name) for name in "ab")
     assert first.code == second.code == 0, first.text
     assert lasting(first.metrics) == lasting(second.metrics) and equal(first.weights(2), second.weights(2))
     assert "a log-prob gap of at most" in first.text
 
 
 @pytest.mark.slow
-def test_a_run_whose_state_leaves_the_gpu_is_the_same_and_resumes_exactly(train, tmp_path):
+def test_a_run_whose_state_leaves_the_gpu_is_the_same_and_resumes_exactly(train_forked, tmp_path):
     chosen = ("model.dtype=bf16", "algo.kl_coef=0.05", "train.save_every=1", "rollout.prompts_per_step=4")
     moving = ("train.offload=optimizer", "algo.reference_on=host")
-    straight = train(2, "train.steps=5", *chosen, out=tmp_path / "straight")
-    moved = train(2, "train.steps=3", *chosen, *moving)
+    straight = train_forked(2, "train.steps=5", *chosen, out=tmp_path / "straight")
+    moved = train_forked(2, "train.steps=3", *chosen, *moving)
     assert straight.code == moved.code == 0, moved.text
-    resumed = train(2, "train.steps=5", *chosen, *moving, "resume=auto")
+    resumed = train_forked(2, "train.steps=5", *chosen, *moving, "resume=auto")
     assert resumed.code == 0 and "after step 3" in resumed.text, resumed.text
     assert lasting(resumed.metrics) == lasting(straight.metrics) and resumed.metrics[-1]["grad_norm"] > 0
     assert equal(resumed.weights(5), straight.weights(5))

@@ -196,12 +196,12 @@ def make_moe(folder) -> str:
 
 
 @pytest.mark.slow
-def test_vllms_routes_in_fp32_change_nothing(train, tmp_path):
+def test_vllms_routes_in_fp32_change_nothing(train_forked, tmp_path):
     """Trainer and vLLM take the same experts there, so with and without replay all is the same bit by bit. With one
     update a step: a second one would replay the routes of weights that have moved."""
     model = make_moe(tmp_path / "model")
     keys = (*SMALL, model, "parallel.ep=2", "algo.kl_coef=0.05", "train.updates_per_step=1")
-    on, off = (train(2, *keys, f"algo.replay_routes={flag}", out=tmp_path / flag) for flag in ("true", "false"))
+    on, off = (train_forked(2, *keys, f"algo.replay_routes={flag}", out=tmp_path / flag) for flag in ("true", "false"))
     assert on.code == off.code == 0, on.text + off.text
     for a, b in zip(on.metrics, off.metrics, strict=True):
         assert a["routes/differ_frac"] == a["routes/missing_frac"] == 0 and b["routes/differ_frac"] is None
@@ -213,11 +213,11 @@ def test_vllms_routes_in_fp32_change_nothing(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_vllms_routes_in_bf16_close_the_gap(train, tmp_path):
+def test_vllms_routes_in_bf16_close_the_gap(train_forked, tmp_path):
     """Step 1 has the same weights and answers with and without replay: only the routes differ."""
     model = make_moe(tmp_path / "model")
     on, off = (
-        train(2, "train.steps=1", model, "model.dtype=bf16", "rollout.max_logp_gap=inf",
+        train_forked(2, "train.steps=1", model, "model.dtype=bf16", "rollout.max_logp_gap=inf",
               f"algo.replay_routes={flag}", out=tmp_path / flag)
         for flag in ("true", "false")
     )  # fmt: skip

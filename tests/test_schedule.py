@@ -69,9 +69,9 @@ def test_the_kl_is_shown_where_its_coefficient_has_reached_zero(build):  # noqa:
 
 
 @pytest.mark.slow
-def test_a_run_uses_its_courses(train):
+def test_a_run_uses_its_courses(train_forked):
     """The last learning rate is 0, so the last step moves no weight; the coefficients are in the metrics."""
-    run = train(
+    run = train_forked(
         2, *SMALL, "train.steps=3", "train.export_every=1", "algo.kl_coef=0.1", "schedule.kl_coef={to: 0.02}",
         "schedule.lr={shape: linear}", "schedule.temperature={to: 0.5}",
     )  # fmt: skip

@@ -43,12 +43,12 @@ def test_a_pass_is_made_only_where_the_step_has_none():
 
 
 @pytest.mark.slow
-def test_what_is_written_is_what_transformers_finds(train, tiny, tmp_path):
+def test_what_is_written_is_what_transformers_finds(train_forked, tiny, tmp_path):
     keys = (
         "train.steps=2", "train.export_every=1", "train.lr=0.01", "rollout.prompts_per_step=4",
         "rollout.group_size=4", "rollout.temperature=0.8",
     )  # fmt: skip
-    on, off = (train(2, *keys, f"log.tokens={flag}", out=tmp_path / flag) for flag in ("true", "false"))
+    on, off = (train_forked(2, *keys, f"log.tokens={flag}", out=tmp_path / flag) for flag in ("true", "false"))
     assert on.code == off.code == 0, on.text + off.text
     assert all(torch.equal(weight, off.weights(2)[name]) for name, weight in on.weights(2).items())
     for step, (before, after) in enumerate(

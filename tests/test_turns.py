@@ -401,10 +401,10 @@ def test_every_gradient_of_conversations_on_every_axis(fork_server, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2", "tp2pp2", "cp2"])
-def test_a_run_of_conversations_equals_plain_transformers(train, tiny, echo, layout):
+def test_a_run_of_conversations_equals_plain_transformers(train_forked, tiny, echo, layout):
     """vLLM's too; on tp2pp2 an engine spans two ranks, of which one calls the function."""
     nproc, overrides = {**LAYOUTS, "cp2": (2, ["parallel.cp=2"])}[layout]
-    run = train(
+    run = train_forked(
         nproc, *EXACT, *overrides, *echo, "train.steps=2", "rollout.prompts_per_step=5", "rollout.group_size=4",
         "train.max_tokens_per_micro_batch=64",
     )  # fmt: skip
@@ -414,12 +414,12 @@ def test_a_run_of_conversations_equals_plain_transformers(train, tiny, echo, lay
 
 
 @pytest.mark.slow
-def test_conversations_are_the_same_on_one_engine_and_on_two(train, echo, tmp_path):
+def test_conversations_are_the_same_on_one_engine_and_on_two(train_forked, echo, tmp_path):
     """And where one engine spans both ranks; and the run goes on from a checkpoint bit for bit."""
     small = ("train.steps=2", "train.save_every=1", "rollout.prompts_per_step=4", "rollout.group_size=4")
-    two = train(2, *small, *echo, out=tmp_path / "two")
-    spanning = train(2, *small, *echo, "rollout.tp=2", out=tmp_path / "spanning")
-    one = train(1, *small, *echo, "train.steps=1", out=tmp_path / "one")
+    two = train_forked(2, *small, *echo, out=tmp_path / "two")
+    spanning = train_forked(2, *small, *echo, "rollout.tp=2", out=tmp_path / "spanning")
+    one = train_forked(1, *small, *echo, "train.steps=1", out=tmp_path / "one")
     assert two.code == spanning.code == one.code == 0, two.text + spanning.text + one.text
     for other in (spanning, one):
         for mine, theirs in zip(two.rollouts(1), other.rollouts(1), strict=True):
@@ -429,7 +429,7 @@ def test_conversations_are_the_same_on_one_engine_and_on_two(train, echo, tmp_pa
     out = tmp_path / "resumed"
     shutil.copytree(two.out, out)
     shutil.rmtree(out / "checkpoints/step_000002")
-    resumed = train(2, *small, *echo, "resume=auto", out=out)
+    resumed = train_forked(2, *small, *echo, "resume=auto", out=out)
     assert resumed.code == 0 and "after step 1" in resumed.text, resumed.text
     assert equal(weights(two, 2), weights(resumed, 2)) and lasting(two.metrics) == lasting(resumed.metrics)
     assert two.rollouts(2) == resumed.rollouts(2)

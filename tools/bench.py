@@ -13,6 +13,7 @@ for as many prompts and samples, right after each step, without log-probs, gradi
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
@@ -41,7 +42,8 @@ from support.data.prompts import prompt_batch
 from support.engine import cpu_engine, push_check
 from support.run import launch
 from support.run.clock import Clock
-from support.step import push_source
+from support.step import gates, invariants, push_source
+from support.step.update_check import Probe, UpdateCheck
 
 MICRO_BATCH = 4096  # tokens
 
@@ -202,12 +204,53 @@ def time_push_check() -> Counter:
     return seconds
 
 
+CHECKS = {  # of a step: what is compared → where
+    "rows and formulas of an update": (invariants, "check_update"),
+    "groups and advantages": (invariants, "check_credit"),
+    "graded rewards": (gates, "check_graded"),
+    "gap between trainer and vLLM": (gates, "check_gap"),
+}
+FIRST = "first update"  # its check; PASSES: the forward passes of it
+PASSES = "passes"
+
+
+def time_checks() -> Counter:
+    """Seconds of the checks of a step from now on, and of the first update's, with the number of its passes."""
+    seconds = Counter()
+    for name, (owner, function) in CHECKS.items():
+        timed(owner, function, seconds, name)
+    watch, move, linearise = UpdateCheck.watch, Probe.move, Probe.linearise
+
+    def counted(function):
+        def outer(*args, **kwargs):
+            seconds[PASSES] += 1
+            return function(*args, **kwargs)
+
+        return outer
+
+    @contextlib.contextmanager
+    def watched(self, *args):
+        start = time.perf_counter()
+        with watch(self, *args):
+            seconds[FIRST] += time.perf_counter() - start
+            yield
+            start = time.perf_counter()
+        seconds[FIRST] += time.perf_counter() - start
+
+    UpdateCheck.watch = watched
+    Probe.move, Probe.linearise = counted(move), counted(linearise)
+    return seconds
+
+
 # ---------------------------------------------------------------- a run, and what it says
 
 
-def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dict], list[int]]:
-    """(a row of results for each timed step, lengths of all their answers); this rank's seconds and memory."""
+def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dict], list[int], list[Counter]]:
+    """(a row of results for each timed step, lengths of all their answers, seconds of each step's checks, the first's
+    before those of the timed ones); this rank's seconds and memory."""
     check_seconds = time_push_check()  # before vLLM takes the functions
+    seconds = time_checks()
+    checked: list[Counter] = []
     cfg, inputs = launch.prepare(cfg, dist.get_world_size(), weights=True)  # prints the plan
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     run = train_grpo.build(cfg, inputs, Clock(stall_timeout_s=0))
@@ -215,10 +258,13 @@ def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dic
     lengths: list[int] = []
     for step in range(1, args.warmup + args.steps + 1):
         check_seconds.clear()
+        seconds.clear()
         metrics, samples = train_grpo.train_step(run, step)
         row = {"step": step - args.warmup, **step_results(metrics, samples, check_seconds, work)}
         if not args.no_ceilings:
             row["bare_tokens_per_s"] = bare_vllm(run)
+        if step == 1 or step > args.warmup:
+            checked.append(Counter(seconds))
         if step > args.warmup:
             rows.append(row)
             lengths += [len(s.response_ids) for s in samples]
@@ -228,7 +274,7 @@ def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dic
     if not args.no_ceilings:
         found = ceilings(work, min(MICRO_BATCH, 2048))
         rows = [row | found for row in rows]
-    return rows, lengths
+    return rows, lengths, checked
 
 
 def step_results(metrics: dict, samples: list, check_seconds: Counter, work: Work) -> dict:
@@ -259,6 +305,19 @@ def show(rows: list[dict], lengths: list[int], earlier: list[dict]) -> None:
     print(f"answers of {sum(lengths) / len(lengths):.1f} tokens, the longest {max(lengths)}")
 
 
+def show_checks(rows: list[dict], checked: list[Counter]) -> None:
+    """The share of a step that each check takes, and of 100 steps the first update's."""
+    first, others = checked[0], checked[1:] or checked
+    step = median(row["step_s"] for row in rows)
+    print(f"checks of a step of {1000 * step:.0f} ms")
+    for name in CHECKS:
+        taken = median(seconds[name] for seconds in others)
+        print(f"  {name:32}{1000 * taken:8.2f} ms{100 * taken / step:8.2f} %")
+    print(
+        f"  {FIRST:32}{first[FIRST]:8.2f} s {first[FIRST] / step:8.2f} % of 100 steps, {first[PASSES]} forward passes"
+    )
+
+
 def last_run(path: Path, work: Work) -> list[dict]:
     """The rows of our last run of a work in a results file, [] where there is none."""
     rows = [row for row in bench_works.read_results(path) if row["system"] == "ours"]
@@ -276,7 +335,7 @@ def main() -> int:
         ranks.on_first_rank(lambda: check_room(args.folder, work, free))
         cfg = config(args.folder, work, args.warmup + args.steps, args.overrides)
         checks.check_config(cfg, world)
-        rows, lengths = measure(args, work, cfg)
+        rows, lengths, checked = measure(args, work, cfg)
     except UserError as error:
         if rank == 0:
             ranks.say(f"error: {error}")
@@ -287,6 +346,7 @@ def main() -> int:
         rows = [about | row for row in rows]
         earlier = last_run(args.compare, work) if args.compare else []
         show(rows, lengths, earlier)
+        show_checks(rows, checked)
         if args.compare and not earlier:
             print(f"{args.compare} has no run of this work")
         if args.csv:

@@ -12,8 +12,9 @@ once. w+ and w- are taken after rounding to the model's dtype. There are three k
 
 The bound comes from the passes: u = S(w+) + S(w-) - 2 S(w) at a token holds the rounding of three passes, of variance 6
 where that of S(w+) - S(w-) is 2. So the bound is SIGMAS · sqrt(sum u² / 3) / N, plus the share NONLINEAR of the change
-for its third order. The root of the sum of squares of all differences, each over its bound, must not
-exceed 1, so that parts of a fault in several directions add up.
+for its third order. Where a change is outside of its bound and curved, a smaller one is judged (without_curvature). The
+root of the sum of squares of all differences, each over its bound, must not exceed 1, so that parts of a fault in
+several directions add up.
 """
 
 import contextlib
@@ -64,6 +65,12 @@ class Change(NamedTuple):
     bound: float  # of |found - predicted|
     shift: float  # root mean square change of a token's log-prob, weighted by c²
     noise: float  # the same of u: rounding and curvature
+    moved: float  # root mean square change of a trained token's log-prob, unweighted
+
+    @property
+    def error(self) -> float:
+        """|found - predicted|."""
+        return abs(self.found - self.predicted)
 
 
 # ---------------------------------------------------------------- the loss, linear in log-probs and entropies
@@ -144,17 +151,28 @@ class Probe:
 
     def compare(self, higher: list[Tensor], lower: list[Tensor], predicted: Tensor) -> Change:
         """The change between the values of two moves, where the gradient predicts `predicted` (this rank's part)."""
-        sums = predicted.new_zeros(3)
+        sums = predicted.new_zeros(5)
         if bridge.reports_loss():
             for (base, slopes), up, down in zip(self.rows, higher, lower, strict=True):
                 d_T = (slopes.double() * (up.double() - down.double())).sum(0)
                 u_T = (slopes.double() * (up.double() + down.double() - 2 * base.double())).sum(0)
-                sums += torch.stack([d_T.sum(), d_T @ d_T, u_T @ u_T])
-        d, d2, u2, predicted = sum_over_ranks(torch.cat([sums, predicted[None]])).tolist()
+                moved2 = sum((moved[0].double() - base[0].double()).square().sum() / 2 for moved in (up, down))
+                resolved2 = (slopes.double() * base.double() * 2**-23).square().sum() / 2  # u² of values in fp32
+                sums += torch.stack([d_T.sum(), d_T @ d_T, u_T @ u_T, moved2, resolved2])
+        d, d2, u2, moved2, resolved2, predicted = sum_over_ranks(torch.cat([sums, predicted[None]])).tolist()
+        u2 = max(u2, resolved2)
         found = d / self.tokens
         bound = SIGMAS * math.sqrt(u2 / 3) / self.tokens + self.nonlinear * max(abs(found), abs(predicted))
         slope2 = self.slope2 or math.nan
-        return Change(found, predicted, bound, math.sqrt(d2 / slope2) / 2, math.sqrt(u2 / slope2))
+        shift = math.sqrt(d2 / slope2) / 2
+        noise = math.sqrt(u2 / slope2)
+        return Change(found, predicted, bound, shift, noise, moved=math.sqrt(moved2 / self.tokens))
+
+    def change_by(self, direction: Callable[[Shard], Tensor], size: float) -> Change:
+        """The change by a move of `size` · direction and its opposite."""
+        higher, predicted_up = self.move(direction, size)
+        lower, predicted_down = self.move(direction, -size)
+        return self.compare(higher, lower, predicted_up - predicted_down)
 
     def change_along(
         self, direction: Callable[[Shard], Tensor], size: float, shift: float, largest: float = math.inf
@@ -164,14 +182,31 @@ class Probe:
         Other sizes, up to `largest`, are tried until the log-probs move by about `shift`.
         """
         for _ in range(SIZES):
-            higher, predicted_up = self.move(direction, size)
-            lower, predicted_down = self.move(direction, -size)
-            change = self.compare(higher, lower, predicted_up - predicted_down)
-            tried = size
-            size = min(size * min(max(shift / max(change.shift, 1e-30), 1e-3), 1e3), largest)
-            if shift / 3 < change.shift < shift * 3 or size == tried:
+            tried, change = size, self.change_by(direction, size)
+            found = max(change.shift, change.moved)
+            wanted = shift / max(found, 1e-30) if math.isfinite(found) else 0.0  # NaN: the move is far too large
+            size = min(size * min(max(wanted, 1e-3), 1e3), largest)
+            if shift / 3 < found < shift * 3 or size == tried:
                 break
-        return change, size
+        return self.without_curvature(change, direction, tried, shift / 1000), size
+
+    def without_curvature(
+        self, change: Change, direction: Callable[[Shard], Tensor], size: float, smallest: float
+    ) -> Change:
+        """The change by a smaller move, where that by one of `size` differs from the prediction and is curved.
+
+        However wrong the gradient is, a quarter of a move changes the loss and the log-probs by a quarter, and its
+        bound is more than a quarter. Log-probs that move by less than `smallest` do not show their rounding. Where a
+        move changes which experts are chosen, the loss is not smooth, and this one is kept.
+        """
+        while change.error > change.bound / 2 and self.nonlinear != REROUTED:
+            size /= 4
+            smaller = self.change_by(direction, size)
+            curved = abs(change.found - 4 * smaller.found) > 4 * smaller.bound or smaller.moved > change.moved / 2
+            if smaller.moved < smallest or not (curved or 4 * smaller.bound < change.bound):
+                break
+            change = smaller
+        return change
 
 
 # ---------------------------------------------------------------- moves of a shard
@@ -307,7 +342,7 @@ def check_gradient(probe: Probe, optimizer, norm: float, dtype: str, names: dict
         change, size = probe.change_along(partial(random_signs, number=number), size, shift, LARGEST_RANDOM)
         changes[f"in random direction {number + 1}"] = change
     found = []
-    if not math.hypot(*[(change.found - change.predicted) / change.bound for change in changes.values()]) <= 1:
+    if not math.hypot(*[change.error / change.bound for change in changes.values()]) <= 1:
         for where, change in changes.items():
             found.append(
                 f"moved {where}, the loss changes by {change.found:.4e}; the gradient predicts {change.predicted:.4e}, "
