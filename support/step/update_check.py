@@ -43,6 +43,8 @@ from support.step.packing import to_micro_batches
 from support.step.records import Batch, MicroBatch
 
 SHIFT = {"fp32": 1e-3, "bf16": 0.1}  # wanted change of a token's log-prob, root mean square
+SMALLER = {"fp32": 10, "bf16": 3}  # so many times smaller is near enough; three times larger too
+SMALLEST_SHIFT = 1e-3  # of the wanted change: a smaller one is not tried
 SIGMAS = 6.0
 NONLINEAR = {"fp32": 0.02, "bf16": 0.05}
 REROUTED = 0.3  # in place of it with experts: a move also changes which experts are chosen, which no gradient counts
@@ -121,7 +123,9 @@ class Probe:
     micro_batches: list[MicroBatch]
     forward: Callable[..., list]  # (micro_batches, loss_func=...) → on the last stage, what that gives as report
     tokens: int  # N
+    dtype: str  # of the model
     nonlinear: float  # share of a change that the gradient need not predict
+    smooth: bool  # no move changes which experts are chosen
     rows: list[Tensor] = field(default_factory=list)  # values_and_slopes of each micro-batch at w
     slope2: float = math.nan  # sum of c² + e²
 
@@ -168,6 +172,10 @@ class Probe:
         noise = math.sqrt(u2 / slope2)
         return Change(found, predicted, bound, shift, noise, moved=math.sqrt(moved2 / self.tokens))
 
+    def resolves(self, change: Change) -> bool:
+        """Whether log-probs move by more than rounding and curvature; where they jump, there is nothing to compare."""
+        return change.noise < change.shift or not self.smooth
+
     def change_by(self, direction: Callable[[Shard], Tensor], size: float) -> Change:
         """The change by a move of `size` · direction and its opposite."""
         higher, predicted_up = self.move(direction, size)
@@ -181,29 +189,34 @@ class Probe:
 
         Other sizes, up to `largest`, are tried until the log-probs move by about `shift`.
         """
+        low = 0.0  # sizes that were too small, and too large
+        high = math.inf
         for _ in range(SIZES):
             tried, change = size, self.change_by(direction, size)
             found = max(change.shift, change.moved)
             wanted = shift / max(found, 1e-30) if math.isfinite(found) else 0.0  # NaN: the move is far too large
             size = min(size * min(max(wanted, 1e-3), 1e3), largest)
-            if shift / 3 < found < shift * 3 or size == tried:
+            if shift / SMALLER[self.dtype] < found < shift * 3 or size == tried:
                 break
-        return self.without_curvature(change, direction, tried, shift / 1000), size
+            if found < shift:
+                low = tried
+            else:
+                high = tried
+            if not low < size < high:
+                size = math.sqrt(low * high)
+        return self.without_curvature(change, direction, tried), size
 
-    def without_curvature(
-        self, change: Change, direction: Callable[[Shard], Tensor], size: float, smallest: float
-    ) -> Change:
+    def without_curvature(self, change: Change, direction: Callable[[Shard], Tensor], size: float) -> Change:
         """The change by a smaller move, where that by one of `size` differs from the prediction and is curved.
 
         However wrong the gradient is, a quarter of a move changes the loss and the log-probs by a quarter, and its
-        bound is more than a quarter. Log-probs that move by less than `smallest` do not show their rounding. Where a
-        move changes which experts are chosen, the loss is not smooth, and this one is kept.
+        bound is more than a quarter.
         """
-        while change.error > change.bound / 2 and self.nonlinear != REROUTED:
+        while self.smooth and change.error > change.bound / 2:
             size /= 4
             smaller = self.change_by(direction, size)
             curved = abs(change.found - 4 * smaller.found) > 4 * smaller.bound or smaller.moved > change.moved / 2
-            if smaller.moved < smallest or not (curved or 4 * smaller.bound < change.bound):
+            if smaller.moved < SHIFT[self.dtype] * SMALLEST_SHIFT or not (curved or 4 * smaller.bound < change.bound):
                 break
             change = smaller
         return change
@@ -284,18 +297,18 @@ class UpdateCheck:
         if cfg.train.offload == "optimizer":
             take_back_state(self.optimizer)
         where = f"step {step}, the first update of this start: "
-        nonlinear = NONLINEAR[cfg.model.dtype]
-        if self.model[0].config.num_moe_experts and batch.routes is None:
-            nonlinear = REROUTED
+        smooth = not self.model[0].config.num_moe_experts or batch.routes is not None
+        nonlinear = NONLINEAR[cfg.model.dtype] if smooth else REROUTED
         tokens = int((batch.weights > 0).sum())
         forward = partial(run_schedule, self.model, temperature=cfg.rollout.temperature, backward=False)
-        probe = Probe(self.model, shards, all_micro_batches(batch, cfg), forward, tokens, nonlinear)
+        micro_batches = all_micro_batches(batch, cfg)
+        probe = Probe(self.model, shards, micro_batches, forward, tokens, cfg.model.dtype, nonlinear, smooth)
         probe.linearise(partial(loss_func, algo=cfg.algo))
         reason = why_not_judged(self.model, probe, cfg)
-        if reason and dist.get_rank() == 0:
-            print(f"note: the gradient of the first update was not checked: {reason}", flush=True)
-        if not reason:
-            raise_together(where, check_gradient(probe, self.optimizer, norm, cfg.model.dtype, names))
+        if reason:
+            say_not_judged(reason)
+        else:
+            raise_together(where, check_gradient(probe, self.optimizer, norm, names))
         raise_together(where, adam_check.check_state(shards, self.updates))
         sampled = adam_check.sample_state(shards)
         yield
@@ -331,16 +344,27 @@ def why_not_judged(model: list, probe: Probe, cfg: Config) -> str | None:
     return None
 
 
-def check_gradient(probe: Probe, optimizer, norm: float, dtype: str, names: dict[torch.nn.Parameter, str]) -> list[str]:
+def say_not_judged(reason: str) -> None:
+    """Print a note on rank 0."""
+    if dist.get_rank() == 0:
+        print(f"note: the gradient of the first update was not checked: {reason}", flush=True)
+
+
+def check_gradient(probe: Probe, optimizer, norm: float, names: dict[torch.nn.Parameter, str]) -> list[str]:
     """What shows that the gradient is not that of the loss; [] if nothing does. `norm`: of the gradient."""
-    shift = SHIFT[dtype]
+    shift = SHIFT[probe.dtype]
     size = shift * math.sqrt(probe.slope2 / probe.tokens) / norm**2 / 3
     change, _ = probe.change_along(lambda shard: shard.gradient, size, shift)
+    if not probe.resolves(change):
+        probe.restore()
+        say_not_judged("small moves of the weights change log-probs by less than rounding")
+        return []
     changes = {"along the gradient": change}
     size = shift / 10  # of the random directions; each begins with the size that the one before it found
-    for number in range(DIRECTIONS[dtype]):
+    for number in range(DIRECTIONS[probe.dtype]):
         change, size = probe.change_along(partial(random_signs, number=number), size, shift, LARGEST_RANDOM)
         changes[f"in random direction {number + 1}"] = change
+    changes = {where: change for where, change in changes.items() if probe.resolves(change)}
     found = []
     if not math.hypot(*[change.error / change.bound for change in changes.values()]) <= 1:
         for where, change in changes.items():
