@@ -113,6 +113,8 @@ def overrides_of(run: Run, material) -> list[str]:
         chosen.append("algo.reference_every=2")
     if run["dtype"] == "bf16":
         chosen.append("rollout.max_logp_gap=inf")
+        if "algo.correction=icepop" in chosen:  # it drops a token at its bounds, where rounding decides which
+            chosen.append("algo.correction=tis")
     return chosen
 
 

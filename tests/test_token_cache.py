@@ -1,5 +1,6 @@
 """Large sets are tokenised once a machine: the same prompts as without the cache, mapped by every rank."""
 
+import gc
 import json
 import os
 import random
@@ -46,6 +47,7 @@ def large(tmp_path_factory) -> Path:
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     """Where tokens are cached; every set of at least 100 kB is."""
+    gc.collect()  # process groups of other tests: a forked process that frees one waits for a thread that it lacks
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.setattr(token_cache, "LARGE_BYTES", 100_000)
     return tmp_path / "hf/train_grpo"
