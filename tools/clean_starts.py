@@ -1,4 +1,4 @@
-"""Start a hundred runs that are in order, three steps each: none may be stopped by a check.
+"""Start a hundred healthy runs, three steps each: none may be stopped by a check.
 
     python -m tools.clean_starts                  all of them, one after the other
     python -m tools.clean_starts --only bf16 cp2  those whose name has one of these words

@@ -67,7 +67,7 @@ class Change(NamedTuple):
     bound: float  # of |found - predicted|
     shift: float  # root mean square change of a token's log-prob, weighted by c²
     noise: float  # the same of u: rounding and curvature
-    moved: float  # root mean square change of a trained token's log-prob, unweighted
+    moved: float  # root mean square change of a sampled token's log-prob, unweighted
 
     @property
     def error(self) -> float:
@@ -209,8 +209,8 @@ class Probe:
     def without_curvature(self, change: Change, direction: Callable[[Shard], Tensor], size: float) -> Change:
         """The change by a smaller move, where that by one of `size` differs from the prediction and is curved.
 
-        However wrong the gradient is, a quarter of a move changes the loss and the log-probs by a quarter, and its
-        bound is more than a quarter.
+        However wrong the gradient is, a quarter of a straight move changes the loss and the log-probs by a quarter, and
+        its bound is more than a quarter. Where one of the three does not hold, the smaller move is judged.
         """
         while self.smooth and change.error > change.bound / 2:
             size /= 4
