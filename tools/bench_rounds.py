@@ -8,8 +8,8 @@
 Every run is a process group of its own, 3 steps to warm up and 6 that are timed; round by round the systems take
 turns, so that what else the machine does falls on all. Results are appended to docs/bench/rounds.csv; a run that is
 there is not run again, so an interrupted set goes on where it was. Ratios are of medians over the steps of all rounds.
-TRL runs in the setting that was the fastest for the work under --tune (docs/bench/trl-settings.csv, a run of 3 steps
-each).
+TRL runs in the setting that was the fastest for the work under --tune (docs/bench/trl-settings.csv, a run of 1 and
+3 steps each).
 The tables of GPUs come from docs/bench/gpu-check-*.json, which tools/gpu_check.py --json writes.
 """
 
@@ -35,13 +35,15 @@ PAGE = REPO / "docs/performance.md"
 TRL = REPO / "build/trl-venv"
 RANKS = 2
 TIMEOUT_S = 900  # of a run
-TUNING_STEPS = 3  # that are timed in each setting of TRL
+TUNING_WARMUP, TUNING_STEPS = 1, 3  # in each setting of TRL: it has nothing to compile on a CPU
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
 
 
-def trl_command(work: str, system: str, setting: TrlSetting, results: Path, number: int, steps: int) -> list[str]:
+def trl_command(work: str, system: str, setting: TrlSetting, results: Path, number: int) -> list[str]:
     """The command that times TRL on a work in a setting and appends its results."""
-    options = ["--work", work, "--setting", str(setting), "--round", str(number), "--steps", str(steps)]
+    options = ["--work", work, "--setting", str(setting), "--round", str(number)]
+    if results == SETTINGS:
+        options += ["--warmup", str(TUNING_WARMUP), "--steps", str(TUNING_STEPS)]
     if system == "trl-vllm":
         options.append("--vllm")
     return [str(TRL / "bin/python"), *LAUNCH, "tools/bench_trl.py", *options, "--csv", str(results.relative_to(REPO))]
@@ -78,7 +80,7 @@ def run_round(work: str, system: str, number: int) -> bool:
     if system == "ours":
         return run(our_command(work, number), name)
     setting = fastest_setting(work, system)
-    return run(trl_command(work, system, setting, RESULTS, number, bench_works.STEPS), name)
+    return run(trl_command(work, system, setting, RESULTS, number), name)
 
 
 def tune(work: str, system: str) -> int:
@@ -90,7 +92,7 @@ def tune(work: str, system: str) -> int:
     for setting in bench_works.trl_settings(WORKS[work], has_bf16_units()):
         if str(setting) not in measured:
             name = f"{work}.{system}.{str(setting).replace(' ', '.')}"
-            failed += not run(trl_command(work, system, setting, SETTINGS, 1, TUNING_STEPS), name)
+            failed += not run(trl_command(work, system, setting, SETTINGS, 1), name)
     return failed
 
 

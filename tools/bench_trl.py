@@ -114,9 +114,10 @@ def timed_trainer(seconds: Counter):
 
 
 def train(
-    work: bench_works.Work, setting: TrlSetting, dtype: str, model: Path, data: Path, use_vllm: bool, timed: int
-) -> list[dict]:
-    """A row of results for each of the `timed` steps; `dtype`: torch's name of the model's."""
+    work: bench_works.Work, setting: TrlSetting, dtype: str, model: Path, data: Path, use_vllm: bool,
+    warmup: int, timed: int,
+) -> list[dict]:  # fmt: skip
+    """A row of results for each of the `timed` steps, after `warmup` others; `dtype`: torch's name of the model's."""
     import torch.distributed as dist
     from datasets import load_dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -136,7 +137,7 @@ def train(
 
     ranks = int(os.environ["WORLD_SIZE"])
     options = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), max_steps=WARMUP + timed, use_cpu=True, bf16=False, report_to="none",
+        output_dir=tempfile.mkdtemp(), max_steps=warmup + timed, use_cpu=True, bf16=False, report_to="none",
         save_strategy="no", logging_steps=1, disable_tqdm=True, seed=0, learning_rate=LR, lr_scheduler_type="constant",
         per_device_train_batch_size=setting.micro_batch, steps_per_generation=setting.generate // setting.micro_batch,
         gradient_accumulation_steps=PROMPTS * GROUP // ranks // setting.micro_batch,
@@ -156,7 +157,7 @@ def train(
         processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
     )  # fmt: skip
     trainer.train()
-    steps = steps[WARMUP:]
+    steps = steps[warmup:]
     everywhere = [None] * ranks
     dist.all_gather_object(everywhere, [step["tokens"] for step in steps])
     tokens = [sum(step) for step in zip(*everywhere, strict=True)]
@@ -173,7 +174,8 @@ def main() -> None:
     parser.add_argument("--work", choices=WORKS, default="tiny-64")
     parser.add_argument("--vllm", action="store_true", help="sample with colocated vLLM, not with transformers")
     parser.add_argument("--setting", default="", help="such as 'micro_batch=8 generate=32 dtype=fp32'")
-    parser.add_argument("--steps", type=int, default=STEPS, help="that are timed, after the warm-up")
+    parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before those that are timed")
+    parser.add_argument("--steps", type=int, default=STEPS, help="that are timed")
     parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")
     parser.add_argument("--csv", type=Path, help="file to add this run to")
     parser.add_argument("--round", type=int, default=1, help="number of the run, for --csv")
@@ -192,7 +194,7 @@ def main() -> None:
         patch_vllm_for_cpu(dtype)
     # tools/bench.py has made the inputs already: here both ranks would make them at once.
     model, data = bench_works.make_inputs(args.folder, work)
-    rows = train(work, setting, dtype, model, data, args.vllm, args.steps)
+    rows = train(work, setting, dtype, model, data, args.vllm, args.warmup, args.steps)
     if os.environ["RANK"] == "0":
         system = "trl-vllm" if args.vllm else "trl"
         about = {**asdict(work), "system": system, "round": args.round, "ranks": int(os.environ["WORLD_SIZE"])}
