@@ -9,7 +9,7 @@ Every run is a process group of its own, 3 steps to warm up and 6 that are timed
 turns, so that what else the machine does falls on all. Results are appended to docs/bench/rounds.csv; a run that is
 there is not run again, so an interrupted set goes on where it was. Ratios are of medians over the steps of all rounds.
 TRL runs in the setting that was the fastest for the work under --tune (docs/bench/trl-settings.csv, a run of 1 and
-3 steps each).
+2 steps each).
 The tables of GPUs come from docs/bench/gpu-check-*.json, which tools/gpu_check.py --json writes.
 """
 
@@ -35,7 +35,7 @@ PAGE = REPO / "docs/performance.md"
 TRL = REPO / "build/trl-venv"
 RANKS = 2
 TIMEOUT_S = 900  # of a run
-TUNING_WARMUP, TUNING_STEPS = 1, 3  # in each setting of TRL: it has nothing to compile on a CPU
+TUNING_WARMUP, TUNING_STEPS = 1, 2  # in each setting of TRL: it has nothing to compile on a CPU
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
 
 
