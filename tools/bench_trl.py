@@ -183,6 +183,8 @@ def main() -> None:
     if args.setup:
         setup(args.setup)
         return
+    import torch.distributed as dist
+
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
     work = WORKS[args.work]
     setting = TrlSetting.parse(args.setting)
@@ -202,6 +204,7 @@ def main() -> None:
         if args.csv:
             bench_works.add_results(args.csv, [about | row for row in rows])
         print(f"{system}: {median(bench_works.values(rows, 'tokens_per_s')):.0f} tokens/s; {rows}")
+    dist.destroy_process_group()  # before Python ends: gloo's threads abort a process that ends with its groups
 
 
 if __name__ == "__main__":

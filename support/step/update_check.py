@@ -56,6 +56,7 @@ CAUSES = (
     "gradients not reduced over replicas, context or expert ranks, or reduced twice; a divisor that is not the number "
     "of trained tokens; other micro-batches; clipping, learning rate or moments of another update"
 )
+HIDDEN = "small moves of the weights change log-probs by less than rounding"
 LARGE = 0.5  # size of the move of weights without a gradient, in units of their own
 
 
@@ -306,7 +307,7 @@ class UpdateCheck:
         probe.linearise(partial(loss_func, algo=cfg.algo))
         reason = why_not_judged(self.model, probe, cfg)
         if reason:
-            say_not_judged(reason)
+            note(f"the gradient of the first update was not checked: {reason}")
         else:
             raise_together(where, check_gradient(probe, self.optimizer, norm, names))
         raise_together(where, adam_check.check_state(shards, self.updates))
@@ -344,10 +345,10 @@ def why_not_judged(model: list, probe: Probe, cfg: Config) -> str | None:
     return None
 
 
-def say_not_judged(reason: str) -> None:
+def note(text: str) -> None:
     """Print a note on rank 0."""
     if dist.get_rank() == 0:
-        print(f"note: the gradient of the first update was not checked: {reason}", flush=True)
+        print(f"note: {text}", flush=True)
 
 
 def check_gradient(probe: Probe, optimizer, norm: float, names: dict[torch.nn.Parameter, str]) -> list[str]:
@@ -357,7 +358,7 @@ def check_gradient(probe: Probe, optimizer, norm: float, names: dict[torch.nn.Pa
     change, _ = probe.change_along(lambda shard: shard.gradient, size, shift)
     if not probe.resolves(change):
         probe.restore()
-        say_not_judged("small moves of the weights change log-probs by less than rounding")
+        note(f"the gradient of the first update was not checked: {HIDDEN}")
         return []
     changes = {"along the gradient": change}
     size = shift / 10  # of the random directions; each begins with the size that the one before it found
@@ -365,6 +366,8 @@ def check_gradient(probe: Probe, optimizer, norm: float, names: dict[torch.nn.Pa
         change, size = probe.change_along(partial(random_signs, number=number), size, shift, LARGEST_RANDOM)
         changes[f"in random direction {number + 1}"] = change
     changes = {where: change for where, change in changes.items() if probe.resolves(change)}
+    if len(changes) == 1:
+        note(f"the gradient of the first update was checked along itself alone, not in random directions: {HIDDEN}")
     found = []
     if not math.hypot(*[change.error / change.bound for change in changes.values()]) <= 1:
         for where, change in changes.items():
