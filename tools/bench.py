@@ -89,8 +89,8 @@ def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config
         f"train.max_tokens_per_micro_batch={room}", f"train.logprob_max_tokens_per_micro_batch={room}",
     ]  # fmt: skip
     if work.dtype == "bf16":
-        # All tokens but the end are nearly equally likely, so bf16 rounds their probabilities alike, and the backward
-        # pass adds that up: the gradient is off by a third, and the first update's check would stop the run.
+        # One weight moves all logits but the end's. The derivatives by them nearly cancel, and rounded to bf16 they are
+        # off by a third in sum: the first update's check would stop the run (docs/reliability.md).
         defaults.append("train.check_update=false")
     return load_config(str(folder / "bench.yaml"), [*defaults, *overrides])
 
