@@ -204,7 +204,8 @@ def main() -> None:
         if args.csv:
             bench_works.add_results(args.csv, [about | row for row in rows])
         print(f"{system}: {median(bench_works.values(rows, 'tokens_per_s')):.0f} tokens/s; {rows}")
-    dist.destroy_process_group()  # before Python ends: gloo's threads abort a process that ends with its groups
+    if dist.is_initialized():  # vLLM has ended it with its engine
+        dist.destroy_process_group()  # gloo's threads may abort a process that ends before its groups
 
 
 if __name__ == "__main__":
