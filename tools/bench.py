@@ -317,9 +317,9 @@ def show_checks(rows: list[dict], checked: list[Counter]) -> None:
     for name in CHECKS:
         taken = median(seconds[name] for seconds in others)
         print(f"  {name:32}{1000 * taken:8.2f} ms{100 * taken / step:8.2f} %")
-    print(
-        f"  {FIRST:32}{first[FIRST]:8.2f} s {first[FIRST] / step:8.2f} % of 100 steps, {first[PASSES]} forward passes"
-    )
+    if first[PASSES]:
+        share = first[FIRST] / step
+        print(f"  {FIRST:32}{first[FIRST]:8.2f} s {share:8.2f} % of 100 steps, {first[PASSES]} forward passes")
 
 
 def last_run(path: Path, work: Work) -> list[dict]:

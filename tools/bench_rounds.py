@@ -8,8 +8,8 @@
 Every run is a process group of its own, 3 steps to warm up and 6 that are timed; round by round the systems take
 turns, so that what else the machine does falls on all. Results are appended to docs/bench/rounds.csv; a run that is
 there is not run again, so an interrupted set goes on where it was. Ratios are of medians over the steps of all rounds.
-TRL runs in the setting that was the fastest for the work under --tune (docs/bench/trl-settings.csv, a run of 1 and
-2 steps each).
+TRL runs in the setting that was the fastest for the work under --tune (docs/bench/trl-settings.csv, one run each,
+of 1 warm-up step and 2 timed ones).
 The tables of GPUs come from docs/bench/gpu-check-*.json, which tools/gpu_check.py --json writes.
 """
 
