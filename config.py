@@ -83,9 +83,9 @@ class RolloutConfig(Section):
     top_k: AllOrCount = -1  # sample from the k likeliest tokens; -1: all
     tp: Count = 1  # tensor parallel size of each vLLM engine; there are world size / tp engines
     gpu_memory_utilization: ShareAboveZero = 0.6  # share of a GPU's memory for vLLM while it samples
-    max_logp_gap: PositiveOrInf | None = None  # |trainer - vLLM|; null: 1e-3 (largest, fp32), at most 0.05 (mean, bf16)
-    # mean k3 of vLLM against trainer over 20 updates; null: 1e-6 (fp32), 5e-4 (bf16), 1.5e-2 (bf16 with experts), only
-    # a warning with a max_logp_gap or a quantised vLLM
+    # bounds of |trainer - vLLM| log-prob (fp32: largest, bf16: mean of an update) and of the mean k3 of vLLM against
+    # the trainer over 20 updates; null: ten times what rounding does in this model, as measured (docs/reliability.md)
+    max_logp_gap: PositiveOrInf | None = None
     max_mismatch_kl: PositiveOrInf | None = None
     sync_bucket_mb: Count = 512  # size of a bucket in which weights go from trainer to vLLM
     sleep_level: Literal[1, 2] = 2  # of vLLM on GPUs: while asleep, 2 drops its weights, 1 keeps them on the host

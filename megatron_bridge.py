@@ -392,6 +392,27 @@ def hidden_states(model, mb) -> torch.Tensor:
     return model(tokens, positions, attention_mask=None, packed_seq_params=packing, **options)
 
 
+@contextlib.contextmanager
+def nudged_embeddings(model: list) -> Iterator[None]:
+    """Move each element of the token embeddings by one unit in its last place, up or down, within the context.
+
+    Every rounding that follows falls anew: the log-probs differ as they would by other kernels.
+    """
+
+    def nudge(module, args, output: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator(output.device).manual_seed(0)  # the same on every rank, at every position
+        signs = torch.randint(2, output.shape[-1:], generator=generator, device=output.device) * 2 - 1
+        return (output.float() * (1 + signs * (torch.finfo(output.dtype).eps * 0.75))).to(output.dtype)
+
+    chunks = [unwrap_model(chunk) for chunk in model]
+    hooks = [chunk.embedding.register_forward_hook(nudge) for chunk in chunks if chunk.pre_process]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def first_of_context() -> bool:
     """Whether this is the first context-parallel rank. All have the log-probs of a whole row; only the first counts."""
     return mpu.get_context_parallel_rank() == 0

@@ -42,7 +42,7 @@ from support.data.prompts import Prompt, fingerprint, prompt_batch, sampling_see
 from support.model import checkpoint, optimizer_state
 from support.run import launch, logs
 from support.run.clock import Clock, StopRequested
-from support.step import credit, gates, grading, invariants, metrics, push_source, schedule, teacher, turns
+from support.step import credit, gap, gates, grading, invariants, metrics, push_source, schedule, teacher, turns
 from support.step.formulas import add_logprobs, check_loss
 from support.step.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
 from support.step.records import Batch, MicroBatch, Sample, gather_samples
@@ -66,7 +66,7 @@ class Run:
     grading: grading.GradingPool
     writer: checkpoint.CheckpointWriter
     update_check: UpdateCheck  # of the first update of this start
-    gaps: gates.Gaps = field(default_factory=gates.Gaps)  # between log-probs of trainer and vLLM, since this start
+    gaps: gap.Gaps = field(default_factory=gap.Gaps)  # between log-probs of trainer and vLLM, since this start
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
     skipped: int = 0  # updates in a row that were skipped because loss or gradient was NaN or infinite
     errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors shown, rewards known to apply
@@ -194,12 +194,13 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
             weights_F = loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length)
             weighted = replace(batch, weights=weights_F)
             micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
+            run.update_check.compare_gradient(weighted, cfg, step, forward_backward, run_schedule, grpo_loss)
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
             if math.isfinite(report["loss"]):
                 invariants.check_update(report, micro_batches, weighted, trained, chosen, cfg)
-                if number < gates.compared_updates(cfg):  # the trainer's log-probs are of the weights vLLM sampled with
-                    gates.check_gap(report, step, batch, trained, cfg, model, run.gaps, rescore)
-                with run.update_check.watch(weighted, cfg, step, run_schedule, grpo_loss):
+                if number < gap.compared_updates(cfg):  # the trainer's log-probs are of the weights vLLM sampled with
+                    gap.check_gap(report, step, batch, trained, cfg, model, run.gaps, score)
+                with run.update_check.watch(cfg, step):
                     report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
             run.skipped = gates.check_finite(report, run.skipped, step, number, micro_batches, cfg)
             reports.append(report)
@@ -257,8 +258,8 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
     while len(groups) < r.prompts_per_step and rounds < max_rounds:
         run.clock.check_stop()
         missing = r.prompts_per_step - len(groups)
-        first = taken - run.prompts_taken
-        prompts = dict(enumerate(prompt_batch(run.inputs.prompts, taken, missing, cfg.seed), first))  # {group: prompt}
+        # {group: prompt}
+        prompts = dict(enumerate(prompt_batch(run.inputs.prompts, taken, missing, cfg.seed), taken - run.prompts_taken))
         answers, rank_seconds = sample_and_grade(run, prompts, step, r.group_size, r, r.max_new_tokens)
         run.clock.check_stop()  # before errors are judged: a scheduler's signal may have ended grading processes too
         gates.check_graded(answers, prompts, cfg.reward, run.errors_shown)

@@ -150,7 +150,27 @@ def test_a_gradient_of_almost_zero_is_no_wrong_gradient(build, tiny, tmp_path, s
     equal = ("reward.default=length", "reward.options={length: {limit: 1000}}", "algo.entropy_coef=0.01")
     run = build("train.lr=0.01", *equal, f"model.path={tmp_path / 'model'}", f"model.dtype={dtype}")
     train_grpo.train_step(run, 1)
-    assert run.update_check.done
+    assert run.update_check.compared and run.update_check.done
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_wrong_gradient_stops_in_fp32_and_warns_in_bf16(build, monkeypatch, capsys, dtype):  # noqa: F811
+    forward_backward = train_grpo.forward_backward
+
+    def doubled(model, *args):
+        report = forward_backward(model, *args)
+        for weight in model[0].parameters():
+            weight.main_grad.mul_(2)
+        return report
+
+    run = build("train.lr=0.01", f"model.dtype={dtype}")
+    monkeypatch.setattr(train_grpo, "forward_backward", doubled)
+    if dtype == "fp32":
+        with pytest.raises(TrainingError, match=r"the gradient predicts .*, 2 times that"):
+            train_grpo.train_step(run, 1)
+    else:
+        train_grpo.train_step(run, 1)
+        assert "warning: step 1, the first update of this start: the update is not" in capsys.readouterr().out
 
 
 def test_a_loss_of_something_else_is_not_judged_and_said_so(build, monkeypatch, capsys):  # noqa: F811

@@ -1,11 +1,7 @@
-"""Checks within a step: trainer and vLLM agree, losses and gradients are finite, rewards can be computed."""
+"""Checks within a step: losses and gradients are finite, rewards can be computed. gap.py compares trainer and vLLM."""
 
 import json
 import math
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,145 +13,7 @@ from config import Config, RewardConfig, TrainingError, UserError
 from reward import is_part
 from support.data.prompts import Prompt
 from support.step import turns
-from support.step.invariants import check_reference
-from support.step.records import Batch, MicroBatch, Sample
-
-
-def compared_updates(cfg: Config) -> int:
-    """In how many updates of a step, from the first, the log-probs of trainer and vLLM are compared.
-
-    A comparison needs the trainer's log-probs under the weights that vLLM sampled with. With algo.old_logp=trainer all
-    updates have them as old log-probs, and those of one epoch see each token once. Else only the first update has them.
-    """
-    return cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
-
-
-@dataclass
-class Gaps:
-    """What check_gap keeps from one update to the next, since this start of the run."""
-
-    first: float | None = None  # mean |trainer - vLLM| log-prob of the first update
-    recent: deque[tuple[float, float]] = field(default_factory=partial(deque, maxlen=20))  # (sum of k3, tokens) each
-    told: bool = False  # whether the user was told that the mismatch KL is beyond its bound
-
-    def add_mismatch(self, report: dict[str, float]) -> float:
-        """Add an update's k3; returns the mean over the tokens of the last 20 updates. Missing ones of 4 count as 0.
-
-        A single token can dominate an update: in bf16 the demo had 4.7e-4 in one of 300, at most 6.1e-5 in 20.
-        """
-        self.recent.append((report["gap_k3"], report["tokens"]))
-        k3 = sum(k3 for k3, _ in self.recent)
-        tokens = sum(tokens for _, tokens in self.recent)
-        missing = max(1.0, 4 / len(self.recent))
-        return k3 / max(tokens * missing, 1)
-
-
-def check_gap(
-    report: dict[str, float],
-    step: int,
-    batch: Batch,
-    samples: list[Sample],
-    cfg: Config,
-    model: list,
-    gaps: Gaps,
-    rescore: Callable[[], torch.Tensor],
-) -> None:
-    """Raise TrainingError where the log-probs of trainer and engine on the sampled tokens differ beyond a bound.
-
-    This finds what the digests of push_check cannot: other kernels, temperature or positions. For the table of the
-    message, `rescore` computes the trainer's log-probs [F] under the weights before the update.
-    """
-    if step == 1 and gaps.first is None and batch.ref_logp is not None and not cfg.algo.replay_routes:
-        check_reference(report, cfg)
-    mean = report["gap"] / max(report["tokens"], 1)
-    gaps.first = mean if gaps.first is None else gaps.first
-    if cfg.model.dtype == "bf16":
-        kind = "mean"
-        gap = mean
-        bound = min(0.05, max(0.01, 4 * gaps.first))
-    else:
-        kind = "largest"
-        gap = report["gap_max"]
-        bound = 1e-3
-    bound = cfg.rollout.max_logp_gap or bound
-    if not gap <= bound:
-        raise TrainingError(
-            f"step {step}: trainer and vLLM disagree on sampled tokens: {kind} |Δ log-prob| = {gap:.2e}, bound "
-            f"{bound:.0e} (rollout.max_logp_gap)\n{explain_gap(rescore(), batch, samples, step, bound)}"
-        )
-    kl = gaps.add_mismatch(report)
-    has_experts = model[0].config.num_moe_experts is not None
-    bound = cfg.rollout.max_mismatch_kl or mismatch_bound(cfg.model.dtype, has_experts)
-    if not kl <= bound:
-        gap = math.sqrt(2 * bound)  # where the k3 of one token is about the bound
-        report_mismatch(kl, bound, step, cfg, gaps, lambda: explain_gap(rescore(), batch, samples, step, gap))
-
-
-def report_mismatch(kl: float, bound: float, step: int, cfg: Config, gaps: Gaps, explain: Callable[[], str]) -> None:
-    """Raise TrainingError for a mismatch KL beyond its bound, or warn once where the configuration intends it."""
-    message = (
-        f"step {step}: trainer and vLLM disagree on sampled tokens: mismatch KL (mean k3) = {kl:.2e}, "
-        f"bound {bound:.1e} (rollout.max_mismatch_kl)"
-    )
-    intended = [f"rollout.vllm.{name}" for name in INEXACT if name in cfg.rollout.vllm]
-    if cfg.rollout.max_logp_gap is not None:
-        intended.append("rollout.max_logp_gap")
-    if cfg.rollout.max_mismatch_kl is not None or not intended:
-        raise TrainingError(f"{message}\n{explain()}")
-    if not gaps.told and dist.get_rank() == 0:
-        print(f"warning: {message}; it goes on, as {intended[0]} is set and the KL's bound is not", flush=True)
-    gaps.told = True
-
-
-INEXACT = ("quantization", "kv_cache_dtype")  # options of vLLM that make it sample from another distribution
-
-
-def mismatch_bound(dtype: str, has_experts: bool) -> float:
-    """Bound of the mean mismatch KL in nats a token, as in NeMo-RL and prime-rl; more with experts, whose routes differ
-    in bf16.
-    """
-    if dtype == "fp32":
-        return 1e-6
-    return 1.5e-2 if has_experts else 5e-4
-
-
-def explain_gap(logp_F: torch.Tensor, batch: Batch, samples: list[Sample], step: int, bound: float) -> str:
-    """A table of the largest differences, their distribution, and the likely cause."""
-    response_F = batch.mask
-    gap_F = (logp_F - batch.rollout_logp).abs() * response_F
-    prompt_F = torch.tensor([len(s.prompt_ids) for s in samples])[batch.seq_id]
-    position_F = batch.position_ids + 1 - prompt_F  # of the target within its response
-    beyond_F = gap_F > bound
-    share = (beyond_F.sum() / response_F.sum()).item()
-    first3 = gap_F[response_F & (position_F < 3)].nanmean().item()
-    later = gap_F[response_F & (position_F >= 3)].nanmean().item()
-    if step > 1:
-        cause = (
-            "they agreed at step 1: the engine did not take up the last weight push (stale or partly loaded weights); "
-            "with sync/checked = 1 it did, and the two compute differently (kernels, precision)"
-        )
-    elif later > 10 * first3:
-        cause = "the gap grows along the response: rotary embedding or context length differ"
-    elif share < 0.05:
-        cause = "few tokens differ: numerical noise; compare with model.dtype=fp32, or raise the bound"
-    else:
-        cause = "most tokens differ: other weights (mapping) or another distribution (temperature, top_p, rollout.vllm)"
-    table = ["  sample  group  position   token   trainer      vLLM       |Δ|"]
-    for i in gap_F.topk(min(10, len(gap_F))).indices.tolist():
-        n = int(batch.seq_id[i])
-        table.append(
-            f"  {n:6d} {samples[n].group:6d} {position_F[i]:9d} {batch.targets[i]:7d} {logp_F[i]:9.4f} "
-            f"{batch.rollout_logp[i]:9.4f} {gap_F[i]:9.2e}"
-        )
-    return "\n".join(
-        [
-            *table,
-            f"  {share:.1%} of {int(response_F.sum())} tokens, in {len(batch.seq_id[beyond_F].unique())} of "
-            f"{len(samples)} samples, are beyond the bound; mean |Δ| {first3:.1e} in the first 3 tokens, {later:.1e} "
-            "later",
-            f"  likely cause: {cause}",
-        ]
-    )
+from support.step.records import MicroBatch, Sample
 
 
 def check_finite(

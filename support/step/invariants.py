@@ -15,7 +15,6 @@ from support.step.records import Batch, MicroBatch, Sample
 
 FIELDS = ("tokens", "targets", "mask", "position_ids", "rollout_logp", "advantages", "weights")  # of a packed row
 OWN_NAME = "; a formula of your own needs a name of its own in algo (docs/forking.md)"
-REFERENCE_BOUND = {"fp32": 1e-5, "bf16": 0.02}  # of the mean (ref - logp)² / 2 in the first update of all
 
 
 def match_outcomes(samples: list[Sample], outcomes: list[Outcome]) -> Iterator[tuple[Sample, Outcome]]:
@@ -166,10 +165,12 @@ def expected_weights(trained_N: ndarray, chosen: list[int], cfg: Config) -> ndar
     return weights[cfg.algo.loss_norm] * (tokens_N > 0)
 
 
-def check_reference(report: dict[str, float], cfg: Config) -> None:
-    """Raise TrainingError where reference and policy, one model before the first update, have other log-probs."""
+def check_reference(report: dict[str, float], bound: float) -> None:
+    """Raise TrainingError where reference and policy, one model before the first update, differ beyond `bound`.
+
+    `bound`: of the mean (ref - logp)² / 2, which rounding alone does not reach.
+    """
     difference = report["k2"] / max(report["tokens"], 1)
-    bound = REFERENCE_BOUND[cfg.model.dtype]
     if difference > bound:
         raise TrainingError(
             f"before the first update policy and reference are the same model, but their log-probs differ: mean "

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import megatron_bridge as bridge
 from config import Config, EvalConfig
 from support.base import ranks
-from support.step import gates, schedule, throughput
+from support.step import gap, schedule, throughput
 from support.step.records import Batch, Sample
 
 # ---------------------------------------------------------------- what the updates report
@@ -28,7 +28,7 @@ def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, to
     gap_T = (difference_T * mask_T).abs()
     log_w_T = (difference_T * mask_T).clamp(-20, 20)
     w_T = log_w_T.exp() * mask_T
-    k3_T = (log_w_T.exp() - log_w_T - 1).clamp(max=10)
+    k3_T = (log_w_T.expm1() - log_w_T).clamp(max=10)
     report = {"gap": gap_T.sum(), "gap_max": gap_T.max(), "gap_k3": k3_T @ mask_T, "w": w_T.sum(), "w2": w_T @ w_T}
     for bound in (0.01, 0.1, 1):
         report[f"gap_above_{bound:g}"] = (gap_T > bound).sum()
@@ -80,7 +80,7 @@ def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dic
     numbers = {"step": record.step}
     numbers |= reward_metrics(record)
     numbers |= loss_metrics(record.reports, batch)
-    numbers |= mismatch_metrics(record.reports[: gates.compared_updates(cfg)])
+    numbers |= mismatch_metrics(record.reports[: gap.compared_updates(cfg)])
     if cfg.algo.replay_routes:
         numbers |= route_metrics(record.samples, first)
     else:
@@ -140,7 +140,7 @@ def loss_metrics(reports: list[dict[str, float]], batch: Batch) -> dict[str, flo
 
 
 def mismatch_metrics(compared: list[dict[str, float]]) -> dict[str, float]:
-    """How far trainer and vLLM disagree, over the updates in `compared` (gates.compared_updates)."""
+    """How far trainer and vLLM disagree, over the updates in `compared` (gap.compared_updates)."""
     w = sum(r["w"] for r in compared)
     w2 = sum(r["w2"] for r in compared)
     tokens = sum(r["tokens"] for r in compared)

@@ -1,7 +1,7 @@
 """The data of a step: samples, a batch (all samples end to end), and micro-batches (packed rows of the batch)."""
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -109,6 +109,13 @@ class Batch(Rows):
         """Place of each token in its own sample, [F]."""
         starts_F = np.repeat(self.starts_N.astype(np.int32), self.lengths_N)
         return torch.from_numpy(np.arange(len(starts_F), dtype=np.int32) - starts_F)
+
+    def take(self, samples: list[int]) -> "Batch":
+        """The batch of these samples alone, numbered from 0."""
+        pieces = [slice(start, start + length) for start, length in zip(self.starts_N, self.lengths_N, strict=True)]
+        values = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        taken = {name: torch.cat([value[pieces[n]] for n in samples]) for name, value in values.items()}
+        return replace(self, **taken, lengths_N=self.lengths_N[samples])
 
     def sums(self, values_F: torch.Tensor, starts_K: np.ndarray | None = None) -> np.ndarray:
         """The sum over each sample's positions, [F] → [N] float64; with `starts_K` from each start to the next, [K]."""

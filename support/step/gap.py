@@ -1,0 +1,235 @@
+"""The gap: trainer and vLLM must give the sampled tokens the same log-probs, up to the rounding of the model at hand.
+
+How far rounding moves a log-prob depends on the model: in bf16 by 0.005 nats in a random model of two layers, by 0.04
+in a trained one of thirty. So it is measured. The trainer scores some answers twice, the second time with each element
+of the token embeddings moved by one unit in its last place. Every rounding after that falls anew, as it does in an
+engine with other kernels. A gap of STOP times that size, or one that is proportional to the log-prob, as under another
+temperature, is no rounding: the run ends. A gap of WARN times that size is a warning.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_bridge as bridge
+from config import Config, TrainingError
+from support.step.invariants import check_reference
+from support.step.records import Batch, Sample
+
+WARN = 3.0  # times the model's own rounding
+STOP = 10.0
+SMALLEST = {"fp32": 1e-6, "bf16": 1e-4}  # mean |Δ| that rounding is taken to be at least
+SLOPE = 0.02  # of the difference over the log-prob: a temperature that is off by about 2 %
+SIGMAS = 6.0  # standard errors that the slope is beyond SLOPE
+MEASURED = 16  # answers that rounding is measured on; at least one for each replica
+OUTLIERS = 2  # tokens whose k3 alone is no defect
+INEXACT = ("quantization", "kv_cache_dtype")  # options of vLLM that make it sample from another distribution
+
+
+class Gap(NamedTuple):
+    """The size of differences between log-probs of the same tokens, in nats."""
+
+    mean: float  # of |Δ|
+    k3: float  # of exp(Δ) - Δ - 1
+
+    def over(self, rounding: "Gap") -> float:
+        """How many times larger than `rounding` it is, by the mean or by the root of k3; NaN if one is NaN."""
+        return float(np.maximum(self.mean / rounding.mean, np.sqrt(np.maximum(self.k3, 0) / rounding.k3)))
+
+
+def gap_of(difference_M: Tensor, outliers: int = 0) -> Gap:
+    """The size of differences [M] in nats; the `outliers` largest have no part in k3, whose terms are at most 10."""
+    difference_M = difference_M.double()
+    k3_M = difference_M.clamp(-20, 20)
+    k3_M = (k3_M.expm1() - k3_M).clamp(max=10)
+    kept = k3_M.sort().values[: max(len(k3_M) - outliers, 0)]
+    return Gap(difference_M.abs().mean().item(), kept.sum().item() / max(len(k3_M), 1))
+
+
+@dataclass
+class Gaps:
+    """What check_gap keeps from one update to the next, since this start of the run."""
+
+    rounding: Gap | None = None  # of the model's log-probs, as last measured
+    recent: deque[tuple[float, float]] = field(default_factory=partial(deque, maxlen=20))  # (sum of k3, tokens) each
+    told: bool = False  # whether the user was warned
+
+    def add_mismatch(self, report: dict[str, float]) -> float:
+        """Add an update's k3; returns the mean over the tokens of the last 20 updates. Missing ones of 4 count as 0.
+
+        A single token can dominate an update: in bf16 the demo had 4.7e-4 in one of 300, at most 6.1e-5 in 20.
+        """
+        self.recent.append((report["gap_k3"], report["tokens"]))
+        k3 = sum(k3 for k3, _ in self.recent)
+        tokens = sum(tokens for _, tokens in self.recent)
+        missing = max(1.0, 4 / len(self.recent))
+        return k3 / max(tokens * missing, 1)
+
+
+def compared_updates(cfg: Config) -> int:
+    """In how many updates of a step, from the first, the log-probs of trainer and vLLM are compared.
+
+    A comparison needs the trainer's log-probs under the weights that vLLM sampled with. With algo.old_logp=trainer all
+    updates have them as old log-probs, and those of one epoch see each token once. Else only the first update has them.
+    """
+    return cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
+
+
+def check_gap(
+    report: dict[str, float],
+    step: int,
+    batch: Batch,
+    samples: list[Sample],
+    cfg: Config,
+    model: list,
+    gaps: Gaps,
+    score: Callable[[list, Batch, Config], Tensor],
+) -> None:
+    """Raise TrainingError where the log-probs of trainer and engine on the sampled tokens differ by more than rounding.
+
+    This finds what the digests of push_check cannot: other kernels, temperature or positions. Warns once of what may be
+    rounding. `score` computes the trainer's log-probs [F] under the weights before the update.
+    """
+    tokens = max(report["tokens"], 1)
+    gap = Gap(report["gap"] / tokens, report["gap_k3"] / tokens)
+    kl = gaps.add_mismatch(report)
+    for what, value, bound, key in own_bounds(cfg, report["gap_max"], gap.mean, kl):
+        if not value <= bound:
+            table = explain_gap(score(model, batch, cfg), batch, samples, step, STOP * gap.mean)
+            raise TrainingError(
+                f"step {step}: trainer and vLLM disagree on sampled tokens: {what} = {value:.2e}, bound {bound:.1e} "
+                f"({key})\n{table}"
+            )
+    limit = STOP if gaps.told else WARN
+    is_first = gaps.rounding is None
+    if not is_first and (gap.over(gaps.rounding) <= limit or (gaps.told and meant_by(cfg))):
+        return
+    some, logp_F, gaps.rounding = measure_rounding(model, batch, cfg, score)
+    if is_first and step == 1 and batch.ref_logp is not None and not cfg.algo.replay_routes:
+        check_reference(report, STOP**2 * gaps.rounding.k3)
+    slope = slope_of(logp_F[some.mask], some.rollout_logp[some.mask]) if is_first else 0.0
+    if gap.over(gaps.rounding) <= limit and not slope:
+        return
+    if batch.old_logp is not None and cfg.algo.old_logp == "trainer":
+        logp_F = batch.old_logp  # an earlier update of this step has moved the weights
+    else:
+        logp_F = score(model, batch, cfg)
+    judge_gap(gaps, slope, step, logp_F, batch, samples, cfg)
+
+
+def own_bounds(cfg: Config, largest: float, mean: float, kl: float) -> list[tuple[str, float, float, str]]:
+    """(what, its value, bound, key) of the bounds that the configuration sets."""
+    r = cfg.rollout
+    kind, gap = ("mean", mean) if cfg.model.dtype == "bf16" else ("largest", largest)
+    bounds = [(f"{kind} |Δ log-prob|", gap, r.max_logp_gap, "rollout.max_logp_gap")]
+    bounds += [("mismatch KL (mean k3)", kl, r.max_mismatch_kl, "rollout.max_mismatch_kl")]
+    return [row for row in bounds if row[2] is not None]
+
+
+def meant_by(cfg: Config) -> list[str]:
+    """The keys by which the configuration intends a gap, so that the model's rounding is no bound of it."""
+    keys = [f"rollout.vllm.{name}" for name in INEXACT if name in cfg.rollout.vllm]
+    return keys + [key for _, _, _, key in own_bounds(cfg, 0.0, 0.0, 0.0)]
+
+
+def measure_rounding(
+    model: list, batch: Batch, cfg: Config, score: Callable[[list, Batch, Config], Tensor]
+) -> tuple[Batch, Tensor, Gap]:
+    """(some answers of the batch, their log-probs [F], how far rounding moves these); two forward passes over them."""
+    count = min(len(batch.lengths_N), max(MEASURED, bridge.mpu.get_data_parallel_world_size()))
+    some = batch.take(np.linspace(0, len(batch.lengths_N) - 1, count).astype(int).tolist())
+    logp_F = score(model, some, cfg)
+    with bridge.nudged_embeddings(model):
+        nudged_F = score(model, some, cfg)
+    found = gap_of((nudged_F - logp_F)[some.mask])
+    smallest = SMALLEST[cfg.model.dtype]
+    return some, logp_F, Gap(max(found.mean, smallest), max(found.k3, smallest**2 / 2))
+
+
+def slope_of(logp_M: Tensor, rollout_logp_M: Tensor) -> float:
+    """Slope of the difference over the mean of two log-probs, [M] each; 0 where it may be by chance.
+
+    Of two log-probs with rounding of equal size it is 0; under a temperature that is off by a share x it is about x.
+    """
+    middle_M = (logp_M.double() + rollout_logp_M.double()) / 2
+    difference_M = logp_M.double() - rollout_logp_M.double()
+    middle_M = middle_M - middle_M.mean()
+    square = (middle_M @ middle_M).item() or math.nan
+    slope = (middle_M @ difference_M).item() / square
+    rest_M = difference_M - difference_M.mean() - slope * middle_M
+    error = math.sqrt((rest_M @ rest_M).item() / len(rest_M) / square)
+    return slope if abs(slope) > SLOPE + SIGMAS * error else 0.0
+
+
+def judge_gap(
+    gaps: Gaps, slope: float, step: int, logp_F: Tensor, batch: Batch, samples: list[Sample], cfg: Config
+) -> None:
+    """Raise TrainingError for a defect, warn of what may be rounding or is meant; `logp_F`: the trainer's log-probs."""
+    rounding = gaps.rounding
+    gap = gap_of((logp_F - batch.rollout_logp)[batch.mask], OUTLIERS)
+    times = gap.over(rounding)
+    follows = f"; it follows the log-prob, with a slope of {slope:.3f}" if slope else ""
+    message = (
+        f"step {step}: trainer and vLLM disagree on sampled tokens: mean |Δ log-prob| = {gap.mean:.2e}, mismatch KL "
+        f"{gap.k3:.1e}, {times:.1f} times what rounding moves them in this model ({rounding.mean:.1e}, "
+        f"{rounding.k3:.1e}){follows}"
+    )
+    table = explain_gap(logp_F, batch, samples, step, STOP * rounding.mean, slope)
+    meant = meant_by(cfg)
+    if not meant and (slope or not times <= STOP):
+        raise TrainingError(f"{message}\n{table}\n  rollout.max_logp_gap sets a bound of your own in its place")
+    if not gaps.told and (slope or not times <= WARN) and dist.get_rank() == 0:
+        why = f"since {meant[0]} is set" if meant else f"and ends at {STOP:g} times"
+        print(f"warning: {message}; the run goes on, {why}\n{table}", flush=True)
+    gaps.told = True
+
+
+def explain_gap(
+    logp_F: Tensor, batch: Batch, samples: list[Sample], step: int, bound: float, slope: float = 0.0
+) -> str:
+    """A table of the largest differences, their distribution, and the likely cause."""
+    response_F = batch.mask
+    gap_F = (logp_F - batch.rollout_logp).abs() * response_F
+    prompt_F = torch.tensor([len(s.prompt_ids) for s in samples])[batch.seq_id]
+    position_F = batch.position_ids + 1 - prompt_F  # of the target within its response
+    beyond_F = gap_F > bound
+    share = (beyond_F.sum() / response_F.sum()).item()
+    first3 = gap_F[response_F & (position_F < 3)].nanmean().item()
+    later = gap_F[response_F & (position_F >= 3)].nanmean().item()
+    if step > 1:
+        cause = (
+            "they agreed at step 1: the engine did not take up the last weight push (stale or partly loaded weights); "
+            "with sync/checked = 1 it did, and the two compute differently (kernels, precision)"
+        )
+    elif slope:
+        cause = "the gap follows the log-prob: another temperature, top_p or top_k in one of the two"
+    elif later > 10 * first3:
+        cause = "the gap grows along the response: rotary embedding or context length differ"
+    elif share < 0.05:
+        cause = "few tokens differ: numerical noise; compare with model.dtype=fp32, or raise the bound"
+    else:
+        cause = "most tokens differ: other weights (mapping) or another distribution (temperature, top_p, rollout.vllm)"
+    table = ["  sample  group  position   token   trainer      vLLM       |Δ|"]
+    for i in gap_F.topk(min(10, len(gap_F))).indices.tolist():
+        n = int(batch.seq_id[i])
+        table.append(
+            f"  {n:6d} {samples[n].group:6d} {position_F[i]:9d} {batch.targets[i]:7d} {logp_F[i]:9.4f} "
+            f"{batch.rollout_logp[i]:9.4f} {gap_F[i]:9.2e}"
+        )
+    return "\n".join(
+        [
+            *table,
+            f"  {share:.1%} of {int(response_F.sum())} tokens, in {len(batch.seq_id[beyond_F].unique())} of "
+            f"{len(samples)} samples, are beyond the bound; mean |Δ| {first3:.1e} in the first 3 tokens, {later:.1e} "
+            "later",
+            f"  likely cause: {cause}",
+        ]
+    )

@@ -1,0 +1,139 @@
+"""The gap between trainer and vLLM: what stops a run, what warns, and the rounding that both are measured against."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import megatron_bridge as bridge
+import train_grpo
+from config import TrainingError
+from support.base.read_config import load_config
+from support.step import gap, metrics
+from tests.conftest import REPO
+from tests.test_step import build  # noqa: F401, a fixture
+
+ROUNDING = 0.04  # nats
+BF16 = "model.dtype=bf16"
+
+
+def report_of(difference_T: torch.Tensor) -> dict[str, float]:
+    """What the updates report where the trainer's log-probs are above vLLM's by these differences."""
+    found = metrics.gap_report(difference_T, torch.ones(len(difference_T)))
+    return {name: value.item() for name, value in found.items()} | {"tokens": len(difference_T)}
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """check(differences [T], "section.key=value", ..., gaps=...) → None, or it raises what check_gap does.
+
+    The model's rounding is a normal distribution with a mean |Δ| of ROUNDING.
+    """
+    monkeypatch.setattr(gap, "explain_gap", lambda *args: "the table")
+    monkeypatch.setattr(gap.dist, "get_rank", lambda: 0)
+
+    def run(difference_T: torch.Tensor, *overrides: str, gaps: gap.Gaps | None = None) -> None:
+        cfg = load_config(str(REPO / "configs/tiny.yaml"), [BF16, *overrides])
+        rollout_logp = -torch.rand(len(difference_T), generator=torch.Generator().manual_seed(1)) * 4
+        mask = torch.ones(len(difference_T), dtype=torch.bool)
+        batch = SimpleNamespace(ref_logp=None, old_logp=None, rollout_logp=rollout_logp, mask=mask)
+        trainer = rollout_logp + difference_T
+        rounding = gap.gap_of(normal(ROUNDING))
+        monkeypatch.setattr(gap, "measure_rounding", lambda *args: (batch, trainer, rounding))
+        score = lambda *args: trainer  # noqa: E731
+        gap.check_gap(report_of(difference_T), 1, batch, [], cfg, [], gaps or gap.Gaps(), score)
+
+    return run
+
+
+def normal(mean: float, count: int = 2000) -> torch.Tensor:
+    """Normally distributed differences with this mean |Δ|."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(0)) * mean * math.sqrt(math.pi / 2)
+
+
+def test_k3_of_a_gap_and_of_a_report():
+    d = 0.3
+    assert report_of(torch.full((100,), d))["gap_k3"] == pytest.approx(100 * (math.exp(d) - d - 1), rel=1e-5)
+    assert report_of(torch.tensor([-60.0]))["gap_k3"] == 10  # clamped, as token_kl is
+    found = gap.gap_of(torch.tensor([d, -d, 60.0, math.log(2)]), outliers=1)
+    assert found.mean == pytest.approx((2 * d + 60 + math.log(2)) / 4)
+    assert found.k3 == pytest.approx((math.exp(d) + math.exp(-d) - 2 + 1 - math.log(2)) / 4)
+    assert math.isnan(gap.Gap(math.nan, math.nan).over(gap.Gap(1.0, 1.0)))
+
+
+@pytest.mark.parametrize("times, printed, stops", [(2, 0, False), (5, 1, False), (15, 0, True)])
+def test_rounding_passes_a_few_times_it_warns_once_and_many_times_stops(check, capsys, times, printed, stops):
+    gaps = gap.Gaps()
+    for _ in range(2):
+        if stops:
+            with pytest.raises(TrainingError, match="times what rounding moves them in this model"):
+                check(normal(times * ROUNDING), gaps=gaps)
+        else:
+            check(normal(times * ROUNDING), gaps=gaps)
+    assert capsys.readouterr().out.count("warning: step 1: trainer and vLLM disagree") == printed
+
+
+def test_a_difference_that_follows_the_log_prob_stops_however_small_it_is(check):
+    """A temperature that is off by 6 % in a model whose rounding is as large as what it does."""
+    rollout_logp = -torch.rand(2000, generator=torch.Generator().manual_seed(1)) * 4
+    with pytest.raises(TrainingError, match="it follows the log-prob"):
+        check(normal(ROUNDING) + 0.06 * rollout_logp)
+    check(normal(ROUNDING) + 0.01 * rollout_logp)
+
+
+def test_two_tokens_are_no_defect_and_nan_is_one(check):
+    difference_T = normal(ROUNDING)
+    difference_T[:2] = -8.0
+    check(difference_T)
+    difference_T[:200] = -8.0
+    with pytest.raises(TrainingError):
+        check(difference_T)
+    with pytest.raises(TrainingError):
+        check(torch.full((20,), math.nan))
+
+
+@pytest.mark.parametrize("key", ["rollout.max_logp_gap=inf", "rollout.vllm.quantization=fp8"])
+def test_a_gap_that_the_configuration_intends_is_told_once(check, capsys, key):
+    gaps = gap.Gaps()
+    for _ in range(2):
+        check(normal(20 * ROUNDING), key, gaps=gaps)
+    printed = capsys.readouterr().out
+    assert printed.count("warning: ") == 1
+    assert f"the run goes on, since {key.partition('=')[0]} is set" in printed
+
+
+def test_bounds_of_ones_own_stop(check):
+    with pytest.raises(TrainingError, match=r"mean .*, bound 5.0e-02 \(rollout.max_logp_gap\)"):
+        check(normal(0.06), "rollout.max_logp_gap=0.05")
+    with pytest.raises(TrainingError, match=r"largest .*, bound 5.0e-02 \(rollout.max_logp_gap\)"):
+        check(normal(0.04), "rollout.max_logp_gap=0.05", "model.dtype=fp32")
+    gaps = gap.Gaps()
+    for _ in range(3):  # missing ones of 4 count as 0
+        check(normal(0.06), "rollout.max_mismatch_kl=0.0025", gaps=gaps)
+    with pytest.raises(TrainingError, match=r"bound 2.5e-03 \(rollout.max_mismatch_kl\)"):
+        check(normal(0.06), "rollout.max_mismatch_kl=0.0025", gaps=gaps)
+
+
+@pytest.mark.parametrize("dtype, low, high", [("fp32", 1e-7, 2e-6), ("bf16", 1e-3, 3e-2)])
+def test_rounding_is_measured_and_leaves_the_model_as_it_was(build, dtype, low, high):  # noqa: F811
+    run = build(f"model.dtype={dtype}")
+    samples, *_ = train_grpo.collect(run, run.cfg, 1)
+    batch = train_grpo.flatten(samples)
+    before_F = train_grpo.score(run.model, batch, run.cfg)
+    with bridge.nudged_embeddings(run.model):
+        nudged_F = train_grpo.score(run.model, batch, run.cfg)
+    assert low < gap.gap_of((nudged_F - before_F)[batch.mask]).mean < high
+    assert torch.equal(before_F, train_grpo.score(run.model, batch, run.cfg))
+    some, logp_F, rounding = gap.measure_rounding(run.model, batch, run.cfg, train_grpo.score)
+    assert torch.equal(some.tokens, batch.tokens) and torch.equal(logp_F, before_F)  # 16 answers are all
+    assert max(low, gap.SMALLEST[dtype]) <= rounding.mean < high
+
+
+def test_some_samples_of_a_batch(build):  # noqa: F811
+    run = build()
+    samples, *_ = train_grpo.collect(run, run.cfg, 1)
+    taken = train_grpo.flatten(samples).take([1, 5])
+    wanted = train_grpo.flatten([samples[1], samples[5]])
+    assert torch.equal(taken.tokens, wanted.tokens) and torch.equal(taken.seq_id, wanted.seq_id)
+    assert torch.equal(taken.rollout_logp, wanted.rollout_logp) and torch.equal(taken.mask, wanted.mask)

