@@ -29,7 +29,7 @@ STOP = 10.0
 SMALLEST = {"fp32": 1e-6, "bf16": 1e-4}  # mean |Δ| that rounding is taken to be at least
 SLOPE = 0.02  # of the difference over the log-prob: a temperature that is off by about 2 %
 SIGMAS = 6.0  # standard errors that the slope is beyond SLOPE
-MEASURED = 16  # answers that rounding is measured on; at least one for each replica
+MEASURED = 8  # answers that rounding is measured on; at least one for each replica
 OUTLIERS = 2  # tokens whose k3 alone is no defect
 INEXACT = ("quantization", "kv_cache_dtype")  # options of vLLM that make it sample from another distribution
 

@@ -149,7 +149,8 @@ class Probe:
         for shard in self.shards:
             shard.values.copy_(round_at_random(shard.before.float() + size * direction(shard), shard))
             if shard.counted:
-                predicted += shard.gradient.double() @ (shard.values.double() - shard.before.double())
+                moved = shard.values.float() - shard.before.float()
+                predicted += (shard.gradient * moved).sum(dtype=torch.float64)
         gather_weights(self.model)
         return self.forward(self.micro_batches, loss_func=values), predicted
 
@@ -241,7 +242,7 @@ def round_at_random(moved: Tensor, shard: Shard) -> Tensor:
 
 def random_signs(shard: Shard, number: int) -> Tensor:
     """Direction `number`: random signs times the weight's size, so that all weights move by the same share."""
-    return (shard.random(salt=2 + number) % 2 * 2 - 1).float() * max(shard.size, SMALLEST)
+    return ((shard.random(salt=2 + number) & 1) * 2 - 1) * max(shard.size, SMALLEST)
 
 
 def signs_of(shard: Shard, weights: set[torch.nn.Parameter]) -> Tensor:
@@ -405,16 +406,16 @@ def check_gradient(probe: Probe, optimizer, norm: float, names: dict[torch.nn.Pa
     shift = SHIFT[probe.dtype]
     size = shift * math.sqrt(probe.slope2 / probe.tokens) / norm**2 / 3
     change, _ = probe.change_along(lambda shard: shard.gradient, size, shift)
-    if not probe.resolves(change):
+    if not probe.resolves(change) and change.bound > max(abs(change.found), abs(change.predicted)) / 2:
         probe.restore()
         note(f"the gradient of the first update was not checked: {HIDDEN}")
         return []
     changes = {"along the gradient": change}
     size = shift / 10  # of the random directions; each begins with the size that the one before it found
-    for number in range(DIRECTIONS):
+    for number in range(DIRECTIONS if probe.resolves(change) else 0):
         change, size = probe.change_along(partial(random_signs, number=number), size, shift, LARGEST_RANDOM)
-        changes[f"in random direction {number + 1}"] = change
-    changes = {where: change for where, change in changes.items() if probe.resolves(change)}
+        if probe.resolves(change):
+            changes[f"in random direction {number + 1}"] = change
     if len(changes) == 1:
         note(f"the gradient of the first update was checked along itself alone, not in random directions: {HIDDEN}")
     found = []
