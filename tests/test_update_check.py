@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import train_grpo
 from config import TrainConfig, TrainingError
 from support.model.adam_check import adamw
+from support.step import update_check
 from support.step.update_check import Probe, UpdateCheck
 from tests.test_layouts import DENSE_LAYOUTS, LAYOUTS, MOE_LAYOUTS, make_plan
 from tests.test_step import build  # noqa: F401, a fixture
@@ -189,14 +190,14 @@ def test_a_loss_of_something_else_is_not_judged_and_said_so(build, monkeypatch, 
 
 @pytest.mark.parametrize("resolved, said", [(False, "was not checked"), (True, "was checked along itself alone")])
 def test_moves_that_rounding_hides_are_said(build, monkeypatch, capsys, resolved, said):  # noqa: F811
-    """The first move, along the gradient, is resolved or is not; no random one is."""
-    changes = []
+    """No token's move is resolved; the change along the gradient is beyond its bound, or is not."""
+    compare = Probe.compare
 
-    def resolves(self, change):
-        changes.append(change)
-        return resolved and change is changes[0]
+    def change(self, *args):
+        return compare(self, *args)._replace(noise=math.inf, bound=0.0 if resolved else math.inf)
 
     run = build("train.lr=0.01")
-    monkeypatch.setattr(Probe, "resolves", resolves)
+    monkeypatch.setattr(Probe, "compare", change)
+    monkeypatch.setattr(update_check, "report_together", lambda *args, **kwargs: None)
     train_grpo.train_step(run, 1)
     assert f"the gradient of the first update {said}" in capsys.readouterr().out

@@ -406,7 +406,7 @@ def check_gradient(probe: Probe, optimizer, norm: float, names: dict[torch.nn.Pa
     shift = SHIFT[probe.dtype]
     size = shift * math.sqrt(probe.slope2 / probe.tokens) / norm**2 / 3
     change, _ = probe.change_along(lambda shard: shard.gradient, size, shift)
-    if not probe.resolves(change) and change.bound > max(abs(change.found), abs(change.predicted)) / 2:
+    if not probe.resolves(change) and change.bound > max(abs(change.found), abs(change.predicted)):
         probe.restore()
         note(f"the gradient of the first update was not checked: {HIDDEN}")
         return []
