@@ -1,4 +1,5 @@
 # make demo   train a tiny model on this machine     make test      the quick tests
+# make llm    train SmolLM2-135M-Instruct on this machine, without a model hub
 # make setup  what both need, into .venv             make test-all  the long ones too
 # make ablations  train each configs/ablations/*.yaml on the demo's task and write docs/ablations.md
 # make bench  time ours and TRL (build/trl-venv, made for it) on the works of tools/bench_works.py, into docs/performance.md
@@ -15,11 +16,16 @@ export TOKENIZERS_PARALLELISM ?= false
 # GPU requirements where an NVIDIA driver answers, else the CPU recipe
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
+# of `make llm`: bf16 where a GPU or the CPU has units for it, else fp32
+DTYPE := $(if $(GPU)$(shell grep -m1 -oE 'avx512_bf16|amx_bf16' /proc/cpuinfo),,model.dtype=fp32)
 
-.PHONY: setup demo test test-all ablations bench gpu-check walkthrough figures lint
+.PHONY: setup demo llm test test-all ablations bench gpu-check walkthrough figures lint
 setup: .venv/ready
 demo: .venv/ready build/tiny/train.jsonl
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
+llm: .venv/ready build/smollm2/train.jsonl $(if $(findstring model.path=,$(ARGS)),,build/smollm2/model)
+	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/smollm2.yaml $(DTYPE) $(ARGS)
+	$(BIN)/python tools/make_smollm2.py outputs/smollm2 --show
 test: .venv/ready
 	$(BIN)/python -m pytest -q --durations=10 -m "not slow" tests
 test-all: .venv/ready build/tiny/train.jsonl
@@ -39,6 +45,14 @@ lint: .venv/ready
 
 build/tiny/train.jsonl: tools/make_tiny.py | .venv/ready
 	$(BIN)/python tools/make_tiny.py build/tiny
+
+build/smollm2/train.jsonl: tools/make_smollm2.py | .venv/ready
+	$(BIN)/python tools/make_smollm2.py build/smollm2 --data
+
+build/smollm2/model: tools/make_smollm2.py | .venv/ready
+	@# What reads the model's file, for this once; training needs neither package.
+	$(BIN)/pip install --quiet gguf==0.19.0 accelerate==1.15.0
+	$(BIN)/python tools/make_smollm2.py build/smollm2
 
 .venv/ready: $(REQUIREMENTS) Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v in ((3, 11), (3, 12)) or sys.exit(f"Python 3.11 or 3.12 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'

