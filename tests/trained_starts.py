@@ -1,0 +1,178 @@
+"""Start healthy runs of trained weights, two steps each: no check may stop one.
+
+    python -m tests.trained_starts [--only WORD ...] [--model FOLDER]
+
+The models are SmolLM2 (build/smollm2/model, by `make llm`), FOLDER, such as the export of a run, and twelve of the
+thirty layers of SmolLM2 as a Llama, Qwen2, Qwen3 and Mixtral model, which keep the outlier channels and the growing
+residual norms of trained weights. Exit code 0: every run trained two steps; 1: not, and the last lines of each other
+one are printed.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.fork_server import ForkServer
+
+REPO = Path(__file__).resolve().parent.parent
+SMOLLM2 = REPO / "build/smollm2/model"
+LAYERS = [0, 1, 2, 3, 4, 5, 24, 25, 26, 27, 28, 29]
+EXPERTS = 4
+COMMON = [
+    "train.steps=2", "train.warmup_steps=0", "train.eval_every=0", "rollout.prompts_per_step=4",
+    "rollout.group_size=4", "rollout.max_new_tokens=16",
+]  # fmt: skip
+PP2, EP2 = "parallel.pp=2", "parallel.ep=2"
+KL = ["algo.kl_coef=0.05", "train.updates_per_step=2"]
+LORA = ["lora.rank=8", "train.lr=1e-4"]
+TEMPERATURES = (0.7, 1.0, 1.3)
+
+
+def trained_starts(models: list[str]) -> dict[str, list[str]]:
+    """{name: overrides} of the runs, each on two ranks; `models`: those that were trained whole."""
+    layouts = {"dp2": [], "pp2": [PP2]}
+    found = {}
+    for model, dtype, T in itertools.product(models, ("bf16", "fp32"), TEMPERATURES):
+        if (model, dtype) == ("own", "fp32"):
+            continue
+        for layout, keys in layouts.items():
+            found[f"{model} {dtype} T{T} {layout} plain"] = keys
+        if dtype == "bf16" or T == 1.0:
+            found[f"{model} {dtype} T{T} dp2 kl, two updates"] = KL
+            found[f"{model} {dtype} T{T} dp2 lora"] = LORA
+    for family, T, (layout, keys) in itertools.product(FAMILIES, TEMPERATURES, layouts.items()):
+        found[f"{family} bf16 T{T} {layout} plain"] = keys
+    for family in FAMILIES:
+        found[f"{family} fp32 T1.0 dp2 plain"] = []
+        found[f"{family} bf16 T1.0 dp2 kl, two updates"] = KL
+    for dtype in ("bf16", "fp32"):
+        found[f"mixtral {dtype} T1.0 ep2 plain"] = [EP2]
+        found[f"mixtral {dtype} T1.0 ep2 routes"] = [EP2, "algo.replay_routes=true"]
+    return {
+        name: [f"model.dtype={name.split()[1]}", f"rollout.temperature={name.split()[2][1:]}", *keys]
+        for name, keys in found.items()
+    }
+
+
+# ---------------------------------------------------------------- SmolLM2's weights in other families
+
+
+def layer_weights(family: str, layer: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """The weights of a Llama layer, with what another family has in addition."""
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    found = dict(layer)
+    if family == "qwen2":  # trained biases of keys have a few large channels
+        for x in "qkv":
+            bias = noise(len(layer[f"self_attn.{x}_proj.weight"])) * 0.1
+            bias[::37] *= 30 if x == "k" else 1
+            found[f"self_attn.{x}_proj.bias"] = bias
+    if family == "qwen3":
+        for x in "qk":
+            found[f"self_attn.{x}_norm.weight"] = 2.0 + noise(64) * 0.5
+    if family == "mixtral":
+        names = {"w1": "mlp.gate_proj.weight", "w2": "mlp.down_proj.weight", "w3": "mlp.up_proj.weight"}
+        block = {short: found.pop(name) for short, name in names.items()}
+        for e, (short, weight) in itertools.product(range(EXPERTS), block.items()):
+            found[f"block_sparse_moe.experts.{e}.{short}.weight"] = weight * (1 + 0.2 * noise(*weight.shape))
+        found["block_sparse_moe.gate.weight"] = 0.05 * noise(EXPERTS, block["w1"].shape[1])
+    return found
+
+
+FAMILIES = {  # name → (configuration in transformers, architecture)
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+}
+
+
+def write_family(family: str, folder: Path) -> None:
+    """Write LAYERS of SmolLM2 as a model of the family."""
+    weights = load_file(SMOLLM2 / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    found = {name: weight for name, weight in weights.items() if ".layers." not in name}
+    for number, source in enumerate(LAYERS):
+        prefix = f"model.layers.{source}."
+        layer = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+        for name, weight in layer_weights(family, layer, generator).items():
+            found[f"model.layers.{number}.{name}"] = weight
+    if family == "mixtral":
+        found["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    own = json.loads((SMOLLM2 / "config.json").read_text())
+    keys = (
+        "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps "
+        "max_position_embeddings rope_parameters bos_token_id eos_token_id pad_token_id"
+    )
+    settings = {key: own[key] for key in keys.split()}
+    more = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2} if family == "mixtral" else {}
+    kind, architecture = FAMILIES[family]
+    config = getattr(transformers, kind)(
+        **settings, **more, num_hidden_layers=len(LAYERS), tie_word_embeddings=family != "mixtral"
+    )
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    transformers.AutoTokenizer.from_pretrained(SMOLLM2).save_pretrained(folder)
+
+
+# ---------------------------------------------------------------- the runs
+
+
+def start(server: ForkServer, folder: Path, name: str, keys: list[str]) -> tuple[str, int]:
+    """Train; ("" or, where it did not train two steps, the end of what the run printed; number of warnings)."""
+    out = folder / re.sub(r"\W+", "_", name)
+    printed = Path(f"{out}.txt")
+    model = f"model.path={folder / name.split()[0]}"
+    code = server.run(
+        printed, "train_grpo.py", "--config", "configs/smollm2.yaml", f"output_dir={out}", model, *COMMON, *keys,
+        nproc=2, seconds=900,
+    )  # fmt: skip
+    text = printed.read_text(errors="replace")
+    print("\n".join(line for line in text.splitlines() if line.startswith(("warning: step", "note:"))))
+    steps = (out / "metrics.jsonl").read_text().count("\n") if (out / "metrics.jsonl").exists() else 0
+    return "" if code == 0 and steps == 2 else text[-2000:], text.count("warning: step")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], help="words of the names")
+    parser.add_argument("--model", type=Path, help="another trained model of SmolLM2's vocabulary")
+    args = parser.parse_args()
+    stopped = warned = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        whole = {"smollm2": SMOLLM2} | ({"own": args.model.resolve()} if args.model else {})
+        for name, path in whole.items():
+            (folder / name).symlink_to(path)
+        for family in FAMILIES:
+            write_family(family, folder / family)
+        starts = trained_starts(list(whole))
+        chosen = {name: keys for name, keys in starts.items() if any(word in name for word in args.only)}
+        server = ForkServer()
+        for name, keys in chosen.items():
+            began = time.perf_counter()
+            text, warnings = start(server, folder, name, keys)
+            stopped += bool(text)
+            warned += bool(warnings)
+            print(f"{time.perf_counter() - began:6.1f} s  {name}: {warnings} warnings", flush=True)
+            if text:
+                print(f"stopped:\n{text}", flush=True)
+        server.close()
+    print(f"{len(chosen) - stopped} of {len(chosen)} runs trained two steps; {stopped} were stopped, {warned} warned")
+    return int(stopped > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
