@@ -22,6 +22,10 @@ from tests.fork_server import ForkServer
 REPO = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--run", metavar="OUTPUT_DIR", help="a run that tests/oracle repeats (docs/audit.md)")
+
+
 def differs_from_upstream(*files: str) -> bool:
     """Whether files differ from those of upstream, so that this is a fork.
 

@@ -1,4 +1,4 @@
-"""The second trainer (tools/audit) repeats short real runs in which every pair of a capability and a layout is."""
+"""The second trainer repeats short real runs in which every pair of a capability and a layout is."""
 
 import time
 
@@ -7,11 +7,11 @@ import pytest
 
 from tests.conftest import REPO, ForkedTraining, write_rows
 from tests.fork_server import ForkServer
-from tests.pairs import EXPERTS, FACTORS, Run, all_pairs, cover, pairs_of
+from tests.oracle.comparison import Comparison
+from tests.oracle.pairs import EXPERTS, FACTORS, Run, all_pairs, cover, pairs_of
+from tests.oracle.recorded import read_run
+from tests.oracle.trainer import repeat
 from tests.test_forks import apply, title_of
-from tools.audit.comparison import Comparison
-from tools.audit.recorded import read_run
-from tools.audit.trainer import repeat
 
 RUNS = cover()
 COMMON = (
@@ -85,7 +85,7 @@ def lagging(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """The file that gets a line for each run: docs/audit.md has it."""
+    """pairs.md of --basetemp, which gets a line for each run."""
     file = tmp_path_factory.getbasetemp() / "pairs.md"
     file.write_text("| run | values | largest difference / bound | seconds: run, audit |\n|---|---|---|---|\n")
     return file
@@ -139,8 +139,3 @@ def test_a_run_is_what_the_second_trainer_makes_of_it(number, fork_server, tiny,
         share = f"{quantity.share:.2f} ({worst})"
         file.write(f"| {name_of(run)} | {values:,} | {share} | {trained - start:.0f}, {ended - trained:.0f} |\n")
     assert comparison.first is None, f"{name_of(run)}\n{comparison.table()}\n{comparison.first}"
-
-
-def test_the_page_has_every_run():
-    page = (REPO / "docs/audit.md").read_text()
-    assert [name_of(run) for run in RUNS if f"| {name_of(run)} |" not in page] == []

@@ -1,4 +1,4 @@
-"""The runs of tests/test_pairs.py: every legal pair of a capability, a layout and a precision is in one of them."""
+"""The runs of test_pairs.py: every legal pair of a capability, a layout and a precision is in one of them."""
 
 import itertools
 import random

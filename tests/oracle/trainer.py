@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tools.audit import algorithm as plain
-from tools.audit.comparison import Comparison
-from tools.audit.models import Model, initial_factors, merge_factors, read_weights, rounded
-from tools.audit.recorded import Recorded
+from tests.oracle import algorithm as plain
+from tests.oracle.comparison import Comparison
+from tests.oracle.models import Model, initial_factors, merge_factors, read_weights, rounded
+from tests.oracle.recorded import Recorded
 
 Weights = dict[str, Tensor]
 

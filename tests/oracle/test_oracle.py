@@ -1,23 +1,26 @@
-"""The second trainer of tools/audit: hand-worked numbers, a real run, what it finds, what it refuses."""
+"""The second trainer: hand-worked numbers, a real run, what it finds, what it refuses."""
 
 import json
 import math
+import random
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from config import Config
+from config import AlgoConfig, Config
+from support.step import formulas
 from tests.conftest import REPO, read_rows, write_rows
-from tools.audit import algorithm
-from tools.audit.__main__ import main
-from tools.audit.comparison import Comparison
-from tools.audit.models import initial_factors, merge_factors, module_weights
-from tools.audit.recorded import check_options
-from tools.audit.trainer import sampled_places
+from tests.oracle import algorithm
+from tests.oracle.comparison import Comparison
+from tests.oracle.models import initial_factors, merge_factors, module_weights
+from tests.oracle.recorded import Refusal, check_options, read_run
+from tests.oracle.trainer import repeat, sampled_places
 
 ALGO = {
     "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "correction": "none", "credit": "to_go",
@@ -62,39 +65,58 @@ def test_whitening_goes_over_trained_tokens():
     assert white == [[pytest.approx(0.5**0.5)] * 2, [pytest.approx(-(0.5**0.5))]]
 
 
-def test_losses_of_tokens():
-    ratio = torch.tensor([0.5, 1.0, 2.0])
-    logp, old = ratio.log(), torch.zeros(3)
-    for advantage, loss, clipped in ((1.0, [-0.5, -1.0, -1.2], [0, 0, 1]), (-1.0, [0.8, 1.0, 2.0], [1, 0, 0])):
-        found = algorithm.policy_loss(logp, old, torch.full((3,), advantage), ALGO)
-        torch.testing.assert_close(found[0], torch.tensor(loss))
-        assert found[1].tolist() == clipped
-    bounded, _ = algorithm.policy_loss(logp, old, -torch.ones(3), ALGO | {"dual_clip": 1.5})
-    torch.testing.assert_close(bounded, torch.tensor([0.8, 1.0, 1.5]))
-    same, _ = algorithm.policy_loss(logp, old, torch.ones(3), ALGO | {"loss": "gspo"})
-    torch.testing.assert_close(same, -torch.ones(3))  # the geometric mean of the ratios is 1
-    cispo, _ = algorithm.policy_loss(logp, old, torch.ones(3), ALGO | {"loss": "cispo"})
-    torch.testing.assert_close(cispo, -torch.tensor([0.8, 1.0, 1.2]) * logp)
+def tokens(count: int) -> list[formulas.Token]:
+    """Tokens whose ratios, differences and corrections lie on both sides of the bounds."""
+    draw = random.Random(0)
+    return [
+        formulas.Token(*(draw.uniform(-1.5, 0) for _ in range(4)), draw.choice([-2, 0.5, 1]), 1) for _ in range(count)
+    ]
 
 
-def test_kl_and_its_gradient():
-    logp = torch.tensor([0.0], requires_grad=True)
-    ref = torch.tensor([1.0])
-    expected = {"k1": (-1.0, 1.0), "k2": (0.5, -1.0), "k3": (math.e - 2, 1 - math.e), "k3+": (math.e - 2, -1.0)}
-    for kind, (value, slope) in expected.items():
+def columns(answer: list[formulas.Token], *names: str) -> list[torch.Tensor]:
+    """Values of the tokens, by name."""
+    return [torch.tensor([getattr(token, name) for token in answer]) for name in names]
+
+
+@pytest.mark.parametrize("algo", [ALGO, ALGO | {"dual_clip": 1.5}, *({"loss": loss} for loss in ("gspo", "cispo"))])
+def test_losses_are_those_of_the_plain_formulas(algo):
+    """Two implementations, apart: those of support/step/formulas.py in numbers, these in tensors."""
+    algo = ALGO | algo
+    answer = tokens(50)
+    logp, old, advantages = columns(answer, "logp", "old", "advantage")
+    found, clipped = algorithm.policy_loss(logp, old, advantages, algo)
+    mean = math.exp((logp - old).mean())
+    cfg = AlgoConfig(**algo)
+    expected = [formulas.policy(mean if algo["loss"] == "gspo" else math.exp(t.logp - t.old), t, cfg) for t in answer]
+    torch.testing.assert_close(found, torch.tensor(expected))
+    assert clipped.any() or algo["loss"] == "gspo"  # of one ratio
+
+
+def test_kl_is_that_of_the_plain_formulas_and_has_its_gradient():
+    logp, ref = columns(tokens(20), "logp", "ref")
+    logp.requires_grad_()
+    slopes = {"k1": torch.ones(20), "k2": logp - ref, "k3": 1 - torch.exp(ref - logp), "k3+": logp - ref}
+    for kind, slope in slopes.items():
         kl = algorithm.kl_estimate(logp, ref, kind)
-        assert kl.item() == pytest.approx(value)
-        assert torch.autograd.grad(kl.sum(), logp)[0].item() == pytest.approx(slope)
+        torch.testing.assert_close(kl, torch.tensor([formulas.kl(d, kind) for d in (ref - logp).tolist()]))
+        torch.testing.assert_close(torch.autograd.grad(kl.sum(), logp)[0], slope.detach())
 
 
-def test_corrections():
-    w = torch.tensor([0.25, 1.0, 4.0])
-    expected = {"none": [1, 1, 1], "tis": [0.25, 1, 2], "icepop": [0, 1, 4], "seq_mask": [0.25, 1, 4]}
-    for kind, weights in expected.items():
-        found, _ = algorithm.correction(w.log(), torch.zeros(3), ALGO | {"correction": kind})
-        torch.testing.assert_close(found, torch.tensor(weights, dtype=torch.float32))
-    whole = ALGO | {"correction": "tis", "correction_level": "sequence"}
-    torch.testing.assert_close(algorithm.correction(w.log(), torch.zeros(3), whole)[0], torch.ones(3))
+@pytest.mark.parametrize("kind", formulas.BOUNDS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_corrections_are_those_of_the_plain_formulas(kind, level):
+    algo = ALGO | {"correction": kind, "correction_level": level}
+    for count in (1, 3, 30):
+        trainer, sampler = columns(tokens(count), "old", "rollout")
+        gaps = (trainer - sampler).tolist()
+        judged = gaps
+        if kind == "seq_mask":
+            judged = [sum(gaps) / count] * count
+        elif level == "sequence" and kind != "none":
+            gaps = judged = [sum(gaps)] * count
+        cfg = AlgoConfig(correction=kind)
+        expected = [formulas.correction(gap, place, cfg) for gap, place in zip(gaps, judged, strict=True)]
+        torch.testing.assert_close(algorithm.correction(trainer, sampler, algo)[0], torch.tensor(expected))
 
 
 def test_norms_schedules_and_parts():
@@ -152,13 +174,31 @@ def copied(shared, tmp_path):
     return shutil.copytree(shared.out, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "eval*"))
 
 
-def test_a_real_run_is_repeated(shared, capsys):
-    assert main([str(shared.out)]) == 0, capsys.readouterr().out
-    table = capsys.readouterr().out
-    assert "export: weights" in table and "all within the bounds" in table
+def audit(folder: Path) -> Comparison:
+    """The run in this output folder, repeated and compared."""
+    run = read_run(folder)
+    comparison = Comparison(run.config["model"]["dtype"])
+    repeat(run, comparison)
+    return comparison
 
 
-def test_a_changed_record_is_named(copied, capsys):
+def test_a_given_run_is_repeated(request):
+    """The run of --run, else none."""
+    folder = request.config.getoption("--run")
+    if folder is None:
+        pytest.skip("--run OUTPUT_DIR names no run")
+    comparison = audit(Path(folder))
+    print(comparison.table())
+    assert comparison.first is None, comparison.first
+
+
+def test_a_real_run_is_repeated(shared):
+    comparison = audit(shared.out)
+    assert comparison.first is None, comparison.table()
+    assert "export: weights" in comparison.quantities
+
+
+def test_a_changed_record_is_named(copied):
     rows = read_rows(copied / "rollouts/step_000002.jsonl")
     trained = next(row for row in rows if row["advantage"])
     trained["advantage"] *= -1
@@ -166,8 +206,7 @@ def test_a_changed_record_is_named(copied, capsys):
     lines = read_rows(copied / "metrics.jsonl")
     lines[-1]["loss/total"] += 0.1
     write_rows(copied / "metrics.jsonl", lines)
-    assert main([str(copied)]) == 1
-    assert "first to part: step 2, sample: advantage: the run has" in capsys.readouterr().out
+    assert audit(copied).first.startswith("step 2, sample: advantage: the run has")
 
 
 def change_config(folder, key: str, value) -> None:
@@ -185,29 +224,24 @@ def change_config(folder, key: str, value) -> None:
         ("algo.cov_share", 0.1, "algo.cov_share: the second trainer knows no such key"),
         ("rollout.vllm", {"quantization": "fp8"}, "rollout.vllm.quantization: an option that may change log-probs"),
         ("megatron.moe_aux_loss_coeff", 0.1, "megatron.moe_aux_loss_coeff: an option that may change"),
-        ("rollout.top_p", 0.9, "rollout.top_p=0.9: vLLM's log-probs are of a cut distribution"),
+        ("rollout.top_p", 0.9, "rollout.top_p=0.9: the second trainer knows 1"),
         ("algo.replay_routes", True, "rollouts/ has the routes only with log.tokens=true"),
         ("model.path", "Qwen/Qwen2.5-0.5B", "no folder with safetensors"),
     ],
 )
-def test_a_configuration_that_cannot_be_repeated_is_refused(copied, capsys, key, value, reason):
+def test_a_configuration_that_cannot_be_repeated_is_refused(copied, key, value, reason):
     change_config(copied, key, value)
-    assert main([str(copied)]) == 2
-    assert reason in capsys.readouterr().err
+    with pytest.raises(Refusal, match=re.escape(reason)):
+        read_run(copied)
 
 
-def test_what_is_missing_or_too_large_is_refused(copied, capsys, tmp_path):
-    assert main([str(copied), "--max-parameters", "1000"]) == 2
-    assert "parameters, more than 1,000" in capsys.readouterr().err
-    (copied / "rollouts/step_000002.jsonl").unlink()
-    assert main([str(copied)]) == 2
-    assert "step_000002.jsonl is missing" in capsys.readouterr().err
+def test_what_is_missing_is_refused(copied, tmp_path):
     lines = [line for line in read_rows(copied / "metrics.jsonl") if line["step"] != 1]
     write_rows(copied / "metrics.jsonl", lines)
-    assert main([str(copied)]) == 2
-    assert "every step from 1 is needed" in capsys.readouterr().err
-    assert main([str(tmp_path)]) == 2
-    assert "has no config.yaml" in capsys.readouterr().err
+    with pytest.raises(Refusal, match="every step from 1 is needed"):
+        read_run(copied)
+    with pytest.raises(Refusal, match=r"has no config\.yaml"):
+        read_run(tmp_path)
 
 
 def test_every_key_is_known():
@@ -215,7 +249,7 @@ def test_every_key_is_known():
 
 
 def test_it_imports_nothing_of_the_trainer():
-    code = "import sys, tools.audit.__main__; print(sorted(sys.modules))"
+    code = "import sys, tests.oracle.trainer; print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, capture_output=True, check=True)
     modules = json.loads(done.stdout.replace("'", '"'))
     top = {name.split(".")[0] for name in modules}
@@ -251,7 +285,7 @@ UNCHECKED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_is_named(mistake, train, tmp_path, capsys):
+def test_a_planted_mistake_is_named(mistake, train, tmp_path):
     line, instead, first = MISTAKES[mistake]
     folder = tmp_path / "fork"
     shutil.copytree(REPO / "support", folder / "support", ignore=shutil.ignore_patterns("__pycache__"))
@@ -268,5 +302,4 @@ def test_a_planted_mistake_is_named(mistake, train, tmp_path, capsys):
         "rollout.group_size=4", "rollout.max_logp_gap=inf", "train.save_every=0", script=folder / "train_grpo.py",
     )  # fmt: skip
     assert run.code == 0, run.text
-    assert main([str(run.out)]) == 1
-    assert f"first to part: {first}" in capsys.readouterr().out
+    assert audit(run.out).first.startswith(first)

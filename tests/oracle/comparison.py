@@ -16,7 +16,7 @@ EXACT = {  # what goes through no model, in every dtype
     "update/skipped": (0.0, 0.0),
 }
 # dtype → {beginning of a quantity: (absolute, relative) difference that rounding may make}; the longest beginning
-# holds. They are 2.5 (bf16) to 10 times (fp32) the largest differences in the runs of tests/test_pairs.py, or more.
+# holds. They are 2.5 (bf16) to 10 times (fp32) the largest differences in the runs of test_pairs.py, or more.
 BOUNDS = {
     "fp32": EXACT
     | {
