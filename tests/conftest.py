@@ -24,6 +24,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser) -> None:
     parser.addoption("--run", metavar="OUTPUT_DIR", help="a run that tests/oracle repeats (docs/audit.md)")
+    parser.addoption("--museum-page", action="store_true", help="write docs/museum.md after all of tests/museum")
 
 
 def differs_from_upstream(*files: str) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import re
 from types import SimpleNamespace
 
@@ -23,11 +22,9 @@ from support.step.records import Batch, Sample
 from tests import test_forks
 from tests.conftest import REPO
 from tests.fork_server import ForkServer
-from tests.museum import Exhibit
+from tests.museum import Exhibit, runs
 from tests.museum.exhibits import EXHIBITS, SETTINGS
-from tests.museum.trl import MUTANTS
 from tests.test_step import build  # noqa: F401, a fixture
-from tools import museum
 
 
 def config(*overrides: str):
@@ -47,12 +44,6 @@ def test_an_exhibit_without_its_line_says_so():
     gone = dataclasses.replace(EXHIBITS["entropy_sign"], before="no such line")
     with pytest.raises(LookupError, match="0 times in train_grpo:grpo_loss: no such line"):
         gone.compile()
-
-
-def test_the_failures_that_trl_was_given():
-    results = json.loads(museum.TRL_RESULTS.read_text())
-    assert list(results) == list(MUTANTS) and set(MUTANTS) <= set(EXHIBITS)
-    assert all(result["changed"] for result in results.values())  # the failure was in the run
 
 
 def put_in(exhibit: Exhibit, monkeypatch) -> None:
@@ -179,7 +170,7 @@ def test_a_reward_of_another_answer_is_found():
 
 
 def test_a_template_applied_twice_is_refused(tmp_path, offline):
-    museum.write_models(tmp_path)
+    runs.write_models(tmp_path)
     (tmp_path / "twice.jsonl").write_text('{"prompt": "<12=", "answer": "1"}\n')
     tokenizer = prompts.load_tokenizer(str(tmp_path / "chat"))
     data = config("data.chat_template=true").data
@@ -233,11 +224,21 @@ def test_every_prompt_has_its_own_seed_in_vllm():
 
 
 @pytest.fixture(scope="module")
-def hall(tmp_path_factory, fork_server) -> museum.Museum:
+def hall(tmp_path_factory, fork_server) -> runs.Museum:
     """The museum, on the fork server of all tests."""
     folder = tmp_path_factory.mktemp("museum")
-    museum.write_models(folder)
-    return museum.Museum(folder, fork_server)
+    runs.write_models(folder)
+    return runs.Museum(folder, fork_server)
+
+
+@pytest.fixture(scope="module")
+def page(request):
+    """({exhibit: outcome}, {setting: outcome without one}), written to docs/museum.md with --museum-page."""
+    outcomes, controls = {}, {}
+    yield outcomes, controls
+    if request.config.getoption("--museum-page"):
+        assert (outcomes.keys(), controls.keys()) == (EXHIBITS.keys(), SETTINGS.keys()), "some did not run"
+        runs.PAGE.write_text(runs.write_page(outcomes, controls))
 
 
 QUICK = ("half_a_push",)
@@ -246,16 +247,25 @@ QUICK = ("half_a_push",)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXHIBITS]
 )
-def test_an_exhibit_is_noticed_as_its_record_says(hall, name):
+def test_an_exhibit_is_noticed_as_its_record_says(hall, page, name):
     outcome = hall.visit(EXHIBITS[name])
-    assert not museum.judge(EXHIBITS[name], outcome), outcome.text
+    page[0][name] = outcome
+    assert not runs.judge(EXHIBITS[name], outcome), outcome.text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_run_without_the_bug_is_not_stopped(hall, setting):
+def test_the_run_without_the_bug_is_not_stopped(hall, page, setting):
     outcome = hall.run(setting)
-    assert outcome.seen == museum.healthy(setting), outcome.text
+    page[1][setting] = outcome
+    assert outcome.seen == runs.healthy(setting), outcome.text
+
+
+def test_the_page_has_every_exhibit_and_its_score():
+    page = runs.PAGE.read_text()
+    by_run = sum(exhibit.seen in ("run", "start") for exhibit in EXHIBITS.values())
+    assert runs.HEAD in page and f"**{by_run} of {len(EXHIBITS)} are noticed by the run itself" in page
+    assert all(f"| {exhibit.what} |" in page for exhibit in EXHIBITS.values())
 
 
 @pytest.mark.slow
@@ -263,13 +273,13 @@ def test_a_fork_notices_them_too(tmp_path):
     """The fork changes the advantages of its own batch; what it did not change is held as in the original."""
     sources = tmp_path / "fork"
     test_forks.apply(next(title for title in test_forks.FORKS if title.startswith("Clip-Cov")), sources)
-    museum.write_models(tmp_path)
+    runs.write_models(tmp_path)
     server = ForkServer(sources)
     try:
-        forked = museum.Museum(tmp_path, server)
+        forked = runs.Museum(tmp_path, server)
         assert forked.run("plain").seen == "nothing"
         for name in ("advantages_of_another", "end_token_masked", "half_a_push", "entropy_sign", "not_reduced"):
             outcome = forked.visit(EXHIBITS[name])
-            assert not museum.judge(EXHIBITS[name], outcome), outcome.text
+            assert not runs.judge(EXHIBITS[name], outcome), outcome.text
     finally:
         server.close()
