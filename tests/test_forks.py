@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import Torchrun
 
 import rollout
 from config import RankError, UserError
 from support.base.read_config import load_config
 from tests.conftest import REPO, differs_from_upstream
+from tests.processes import Torchrun
 from tools import renew_diffs
 from tools.renew_diffs import PAGES, changed_files, find_sections, new_files
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from processes import Torchrun
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,6 +29,7 @@ from support.run import logs
 from support.step.packing import to_micro_batches
 from tests.conftest import REPO
 from tests.memory_worker import held_bytes
+from tests.processes import Torchrun
 from tools import bench_works, plans
 
 TINY = str(REPO / "configs/tiny.yaml")

@@ -1,4 +1,4 @@
-"""The bound on the mismatch KL of vLLM against the trainer, and the table of tools/mismatch.py."""
+"""The bound on the mismatch KL of vLLM against the trainer."""
 
 import math
 from collections import deque
@@ -11,7 +11,6 @@ from config import TrainingError
 from support.base.read_config import load_config
 from support.step import gates, metrics
 from tests.conftest import REPO
-from tools import mismatch
 
 
 def report_of(difference: float, tokens: int = 100) -> dict[str, float]:
@@ -95,30 +94,3 @@ def test_fp32_and_nan(check):
         check(4e-3, OPEN, "rollout.max_mismatch_kl=1e-6")
     with pytest.raises(TrainingError):
         check(math.nan)
-
-
-# ---------------------------------------------------------------- the table
-
-
-def test_a_row_of_the_table():
-    step = {"speed/samples_per_s": 32.0, "time/step": 2.0, "tokens/response_mean": 5.0, "logp_gap/max": 0.2}
-    steps = [step | {"mismatch/k3": k3, "logp_gap/mean": 1e-2} for k3 in (1e-4, 3e-4)]
-    found = mismatch.measure([*steps[:1], steps[1] | {"logp_gap/max": 0.1}])
-    assert found == (pytest.approx(2e-4), pytest.approx(1e-2), 0.2, 640)
-    case = mismatch.Case("Qwen3Moe", None, "bf16", True, replay=True)
-    assert (
-        mismatch.format_row(case, found)
-        == "| Qwen3Moe | bf16 | replayed | 2.0e-04 | 1.5e-02 | 1.0e-02 | 2.0e-01 | 640 |"
-    )
-    assert "| Llama | fp32 | – | " in mismatch.format_row(mismatch.Case("Llama", None, "fp32", False), found)
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path, monkeypatch, capsys):
-    """Two steps of a model with experts, in fp32 and bf16, with and without replayed routes."""
-    monkeypatch.setattr(mismatch, "FOLDER", tmp_path / "mismatch")
-    assert mismatch.main(["--only", "qwen3_moe", "--steps", "2"]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| Qwen3Moe")]
-    assert [row.split(" | ")[1:3] for row in rows] == [
-        [dtype, routes] for dtype in ("fp32", "bf16") for routes in ("own", "replayed")
-    ]

@@ -28,9 +28,9 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support.base import versions
+from tests.processes import REPO, Torchrun, without_report
 from tools import bench_works, doctor
 from tools.gpu_checks.checks import FOLDER, WRONG_NUMBERS, Check, NotRun, Row, all_checks, machine_row
-from tools.processes import REPO, Torchrun, without_report
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 LOST = "see the output of the check"

@@ -1,6 +1,6 @@
 """Measure the time and memory that a large data set takes to load: 482,000 rows with long test cases, 1.7 GB.
 
-    python tools/large_data.py build/large                    all rows; --rows makes it smaller
+    python -m tests.large_data build/large                    all rows; --rows makes it smaller
 
 Writes OUT/train.parquet if it does not exist, in the format of Eurus-2-RL-Data (chat messages, about 3 KB of JSON in
 reward_model.ground_truth), and a byte-level BPE tokenizer. Then two processes load it in parallel, like two ranks of a
@@ -18,8 +18,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 ROWS, TESTS_BYTES = 482_000, 3000
 LETTERS = random.Random(1)
@@ -62,8 +60,9 @@ def write_rows(path: Path, rows: int) -> None:
 
 def write_tokenizer(folder: Path) -> None:
     """Train a byte-level BPE tokenizer on the words of the prompts, and save it with a chat template."""
-    import make_tiny
     import transformers
+
+    from tools import make_tiny
 
     trained = make_tiny.bpe_tokenizer([SYSTEM, " ".join(WORDS)], vocab_size=4096)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<eos>", pad_token="<pad>")
@@ -122,7 +121,7 @@ def main() -> None:
     for start in ("nothing cached", "second start"):
         print(start, flush=True)
         began = time.monotonic()
-        command = [sys.executable, __file__, str(args.out), "--rank"]
+        command = [sys.executable, "-m", "tests.large_data", str(args.out), "--rank"]
         ranks = [subprocess.Popen(command, env={**os.environ, "HF_DATASETS_CACHE": str(cache)}) for _ in range(2)]
         codes = [rank.wait() for rank in ranks]
         assert codes == [0, 0], codes

@@ -1,7 +1,7 @@
 """Say whether two runs computed the same, bit for bit.
 
-    python -m tools.compare_runs outputs/a outputs/b
-    python -m tools.compare_runs --shared outputs/a outputs/b     of two versions: without columns that only one has
+    python -m tests.compare_runs outputs/a outputs/b
+    python -m tests.compare_runs --shared outputs/a outputs/b     of two versions: without columns that only one has
 
 Compares the lines of metrics.jsonl without the columns of EXCLUDED, all fields of all samples in rollouts/, and the
 exported weights in hf/ and adapter/. Prints one line a kind; below it what only one run has, and the first value that

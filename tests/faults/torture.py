@@ -1,16 +1,11 @@
-"""Kill the tiny job with SIGKILL at random moments, resume it, and check that the result stays the same.
+"""Kill the tiny job with SIGKILL at random moments, resume it, and compare; test_kills.py runs this.
 
-    python tools/torture.py [--runs 100] [--seed 0] [--out outputs/torture] [section.key=value ...]
-
-Needs build/tiny (tools/make_tiny.py). First one undisturbed run; then `--runs` runs of the same job, each killed at
-least once, in a random phase of a random step, at a random moment after the phase began: either torchrun with all
-ranks at once, or one rank. After each kill no process may be left, and every checkpoint and export must be complete.
-After the last resume the exported weights, the rollouts and the metrics (except times and memory) must equal those of
-the undisturbed run bit for bit. Prints a line per kill and at the end a table as JSON; exits with 1 at the first
-difference.
+First one undisturbed run; then runs of the same job, each killed at least once, in a random phase of a random step, at
+a random moment after the phase began: either torchrun with all ranks at once, or one rank. After each kill no process
+may be left, and every checkpoint and export must be complete. After the last resume the exported weights, the rollouts
+and the metrics (except times and memory) must equal those of the undisturbed run bit for bit.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -23,9 +18,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from compare_runs import EXCLUDED
-from processes import REPO, Torchrun
 from safetensors import SafetensorError, safe_open
+
+from tests.compare_runs import EXCLUDED
+from tests.processes import Torchrun
 
 STEPS = 5
 JOB = [
@@ -41,7 +37,6 @@ TIMES = {"rollout": STEPS, "update": 2 * STEPS, "push": STEPS + 1, "save": 2 * S
 
 def worker(argv: list[str]) -> int:
     """Run train_grpo.py; rank 0 writes a line to the file $TORTURE_LOG when a phase begins and when it ends."""
-    sys.path.insert(0, str(REPO))
     import train_grpo
     from support.base import hf_folder
     from support.model import checkpoint
@@ -81,7 +76,7 @@ class Job(Torchrun):
         self.log = out.with_suffix(".phases")
         self.log.write_text("")
         super().__init__(
-            out.with_name(f"{out.name}_{number}.log"), __file__, "--worker", "--config", "configs/tiny.yaml",
+            out.with_name(f"{out.name}_{number}.log"), __file__, "--config", "configs/tiny.yaml",
             f"output_dir={out}", *JOB, *overrides, TORTURE_LOG=str(self.log),
         )  # fmt: skip
 
@@ -166,12 +161,11 @@ def check_export(path: Path) -> list[str]:
 
 
 def torture(out: Path, runs: int, seed: int, overrides: list[str]) -> dict:
-    """Return counts of kills and resumes. Raises SystemExit with the first failure."""
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    """Return counts of kills and resumes. Raises AssertionError with the first failure."""
+    out.mkdir()
     undisturbed = Job(out / "undisturbed", overrides)
     if undisturbed.end():
-        raise SystemExit(f"the undisturbed run failed, see {undisturbed.printed}")
+        raise AssertionError(f"the undisturbed run failed, see {undisturbed.printed}")
     expected = read_result(out / "undisturbed")
     seconds = mean_durations(undisturbed.log)
     print("undisturbed:", {phase: round(seconds[phase], 3) for phase in PHASES}, flush=True)
@@ -183,7 +177,7 @@ def torture(out: Path, runs: int, seed: int, overrides: list[str]) -> dict:
         found = read_result(folder)
         different = [name for name in expected | found if found.get(name) != expected.get(name)]
         if different:
-            raise SystemExit(f"run {run} differs from the undisturbed run in {different}, see {folder}")
+            raise AssertionError(f"run {run} differs from the undisturbed run in {different}, see {folder}")
         shutil.rmtree(folder)
     return {"runs": runs, **{name: dict(counter) for name, counter in counts.items()}, "different": 0}
 
@@ -211,26 +205,12 @@ def kill_and_resume(
                 saved = sorted(path.name for path in folder.glob("checkpoints/step_*"))
                 print(f"run {run}: killed in {phase} {count}, {saved}", flush=True)
         if job.end() and not killed:
-            raise SystemExit(f"run {run} failed without a kill, see {job.printed}")
+            raise AssertionError(f"run {run} failed without a kill, see {job.printed}")
         counts["resumed"].update(re.findall(r"resume:  (after step \d+|no checkpoint)", job.text))
         problems = find_incomplete(folder)
         if problems:
-            raise SystemExit(f"run {run}: incomplete: {problems}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=REPO / "outputs/torture")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args()
-    start = time.monotonic()
-    counts = torture(args.out.resolve(), args.runs, args.seed, args.overrides)
-    print(json.dumps({**counts, "minutes": round((time.monotonic() - start) / 60, 1)}))
+            raise AssertionError(f"run {run}: incomplete: {problems}")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        sys.exit(worker(sys.argv[2:]))
-    main()
+    sys.exit(worker(sys.argv[1:]))

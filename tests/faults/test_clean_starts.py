@@ -1,25 +1,21 @@
-"""Start a hundred healthy runs, three steps each: none may be stopped by a check.
-
-    python -m tools.clean_starts                  all of them, one after the other
-    python -m tools.clean_starts --only bf16 cp2  those whose name has one of these words
+"""A hundred healthy runs, three steps each: none may be stopped by a check.
 
 Tiny models of several families over layouts, dtypes, adapters, teacher, turns and routes, every rank on this machine's
-CPU. Exit code 0: every run trained its three steps. 1: not; the last lines of each of the others are printed.
+CPU. `pytest tests/faults/test_clean_starts.py --all-starts` runs all; else some stand for them.
 """
 
-import argparse
 import itertools
 import re
-import sys
-import tempfile
-import time
 from pathlib import Path
 
-from tests.fork_server import ForkServer
-from tools import make_tiny
-from tools.museum import write_rows
+import make_tiny
+import pytest
 
-REPO = Path(__file__).resolve().parent.parent
+from support.base.read_config import load_config
+from support.check import checks
+from tests.conftest import REPO, write_rows
+from tests.fork_server import ForkServer
+
 COMMON = [
     "train.steps=3", "train.warmup_steps=0", "train.save_every=0", "rollout.prompts_per_step=8", "rollout.group_size=8",
     "algo.kl_coef=0.05", "train.max_tokens_per_micro_batch=256", "train.logprob_max_tokens_per_micro_batch=384",
@@ -93,37 +89,42 @@ def write_inputs(folder: Path) -> None:
     write_rows(folder / "train.jsonl", make_tiny.reversal_rows(3, 200, seed=0))
 
 
-def start(server: ForkServer, folder: Path, name: str, nproc: int, keys: list[str]) -> str:
-    """Train; returns "", or the end of what the run printed where it did not train three steps."""
-    out = folder / re.sub(r"\W", "_", name)
+STARTS = clean_starts()
+
+
+def pytest_generate_tests(metafunc) -> None:
+    """All the runs with --all-starts, else every twentieth."""
+    if "name" in metafunc.fixturenames:
+        some = 1 if metafunc.config.getoption("--all-starts") else 20
+        metafunc.parametrize("name", list(STARTS)[::some])
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """A folder with the models and data of the runs."""
+    folder = tmp_path_factory.mktemp("starts")
+    write_inputs(folder)
+    return folder
+
+
+def config_of(name: str) -> str:
+    return f"configs/{'tiny_turns' if name.endswith('turns') else 'tiny'}.yaml"
+
+
+def test_there_are_a_hundred_and_each_is_legal():
+    assert len(STARTS) >= 100
+    for name, (nproc, keys) in STARTS.items():
+        options = [key.replace("{folder}", "build") for key in (*COMMON, *keys)]
+        checks.check_config(load_config(str(REPO / config_of(name)), options), nproc)
+
+
+@pytest.mark.slow
+def test_a_healthy_run_trains_three_steps(inputs, fork_server: ForkServer, name):
+    nproc, keys = STARTS[name]
+    out = inputs / re.sub(r"\W", "_", name)
+    options = [option.replace("{folder}", str(inputs)) for option in keys]
+    arguments = [f"output_dir={out}", f"data.train={inputs / 'train.jsonl'}", *COMMON, *options]
     printed = Path(f"{out}.txt")
-    config = "tiny_turns" if name.endswith("turns") else "tiny"
-    options = [option.replace("{folder}", str(folder)) for option in keys]
-    inputs = [f"output_dir={out}", f"data.train={folder / 'train.jsonl'}", *COMMON, *options]
-    code = server.run(printed, "train_grpo.py", "--config", f"configs/{config}.yaml", *inputs, nproc=nproc)
-    steps = (out / "metrics.jsonl").read_text().count("\n") if (out / "metrics.jsonl").exists() else 0
-    return "" if code == 0 and steps == 3 else printed.read_text(errors="replace")[-2000:]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], help="words of the names")
-    args = parser.parse_args()
-    chosen = {name: run for name, run in clean_starts().items() if any(word in name for word in args.only)}
-    server, stopped = ForkServer(), 0
-    with tempfile.TemporaryDirectory() as folder:
-        write_inputs(Path(folder))
-        for name, (nproc, keys) in chosen.items():
-            began = time.perf_counter()
-            text = start(server, Path(folder), name, nproc, keys)
-            print(f"{time.perf_counter() - began:6.1f} s  {name}", flush=True)
-            if text:
-                stopped += 1
-                print(f"stopped:\n{text}", flush=True)
-    server.close()
-    print(f"{len(chosen) - stopped} of {len(chosen)} runs trained three steps; {stopped} were stopped")
-    return int(stopped > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    code = fork_server.run(printed, "train_grpo.py", "--config", config_of(name), *arguments, nproc=nproc)
+    assert code == 0, printed.read_text(errors="replace")
+    assert (out / "metrics.jsonl").read_text().count("\n") == 3
