@@ -1,7 +1,7 @@
 """Train the demo (configs/tiny.yaml) here and with TRL, with several seeds each, and compare how the reward rises.
 
-    python tools/learning_curves.py                 # 5 seeds of each: docs/bench/learning.csv, the picture, the table
-    python tools/learning_curves.py --table         # only the picture and the table, from the CSV that is there
+    python benchmarks/learning_curves.py                 # 5 seeds of each: docs/bench/learning.csv, the table
+    python benchmarks/learning_curves.py --table         # only the table, from the CSV that is there
 
 Both train the same model folder on the same prompts with the same reward, in fp32 on two ranks: prompts and answers a
 step, one update a step, token-mean loss, advantages over the group's standard deviation, no KL, entropy bonus, Adam,
@@ -9,7 +9,7 @@ learning rate and clipping are those of the configuration. TRL samples with tran
 prompts and the seeds of sampling; 1e-4 beside the standard deviation where ours has 1e-6; TRL's warm-up begins with a
 learning rate of 0 where ours begins with a tenth of it.
 
-A curve that is in the CSV is not trained again. TRL runs in build/trl-venv (tools/bench_trl.py --setup makes it).
+A curve that is in the CSV is not trained again. TRL runs in build/trl-venv (benchmarks/trl.py --setup makes it).
 """
 
 import argparse
@@ -25,7 +25,6 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 CURVES = REPO / "docs/bench/learning.csv"
-PICTURE = REPO / "docs/pictures/learning.svg"
 TRL = REPO / "build/trl-venv"
 CONFIG = "configs/tiny.yaml"
 RANKS = 2
@@ -146,28 +145,6 @@ def table(curves: dict[tuple[str, int], Curve]) -> str:
     return "\n".join(lines)
 
 
-def draw(curves: dict[tuple[str, int], Curve]) -> None:
-    """Write the picture: a line for the mean of the seeds, a band from the lowest to the highest."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "learning", "font.size": 9}):
-        figure, axis = plt.subplots(figsize=(7.2, 3.2), constrained_layout=True)
-        for system, style in zip(NAMES, ("-", "--"), strict=True):
-            rows = [smooth(curve) for (of, _), curve in curves.items() if of == system]
-            columns = list(zip(*rows, strict=True))
-            steps = range(1, len(columns) + 1)
-            axis.plot(steps, [sum(c) / len(c) for c in columns], style, label=f"{NAMES[system]}, {len(rows)} seeds")
-            axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), alpha=0.2)
-        axis.set(xlabel="step", ylabel=f"mean reward, last {WINDOW} steps", ylim=(0, 1))
-        axis.grid(alpha=0.3)
-        axis.legend()
-        figure.savefig(PICTURE, metadata={"Date": None, "Creator": None})
-        plt.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="of each system")
@@ -185,7 +162,6 @@ def main() -> None:
                     add_curve(system, seed, curve)
                     print(f"{system}, seed {seed}: {smooth(curve)[-1]:.3f}", flush=True)
     curves = read_curves()
-    draw(curves)
     print(table(curves))
 
 

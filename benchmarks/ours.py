@@ -1,21 +1,17 @@
 """Time the phases of a step beside what this machine can do, measured in the same run.
 
-    torchrun --nproc_per_node=2 tools/bench.py                                  # the work tiny-64
-    torchrun --nproc_per_node=2 tools/bench.py --work small-bf16-natural --csv bench.csv
-    torchrun --nproc_per_node=2 tools/bench.py --compare bench.csv              # the same, and pair by pair with that
-    torchrun --nproc_per_node=8 tools/bench.py --model qwen2.5-7b --dtype bf16 --tokens 1024 parallel.tp=2 ...
+    torchrun --nproc_per_node=2 benchmarks/ours.py                                  # the work tiny-64
+    torchrun --nproc_per_node=2 benchmarks/ours.py --work small-bf16-natural --csv bench.csv
+    torchrun --nproc_per_node=8 benchmarks/ours.py --model qwen2.5-7b --dtype bf16 --tokens 1024 parallel.tp=2 ...
 
-A work is a model with random weights, a dtype, lengths and the most tokens of an answer (tools/bench_works.py). Each
+A work is a model with random weights, a dtype, lengths and the most tokens of an answer (works.py). Each
 step has 8 prompts × 8 samples and a KL to a reference; overrides (section.key=value) change anything. Medians over the
-steps after warm-up. MFU is the operations of a phase (bench_works.train_flops) ÷ its seconds ÷ ranks ÷ the rate that
+steps after warm-up. MFU is the operations of a phase (works.train_flops) ÷ its seconds ÷ ranks ÷ the rate that
 matmuls of the model's shapes reach, in the same run with all ranks busy. Bare vLLM: `LLM.generate` on the same engines
 for as many prompts and samples, right after each step, without log-probs, grading or training.
 """
 
 import argparse
-import contextlib
-import os
-import shutil
 import sys
 import time
 from collections import Counter
@@ -29,13 +25,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import bench_works
-from bench_works import GIB, GROUP, KL, LR, MAX_PROMPT_TOKENS, PHASES, PROMPTS, STEPS, WARMUP, WORKS, Work
-
 import megatron_bridge as bridge
 import train_grpo
+from benchmarks import works
+from benchmarks.works import GROUP, KL, LR, MAX_PROMPT_TOKENS, PHASES, PROMPTS, STEPS, WARMUP, WORKS, Work
 from config import Config, UserError
-from support.base import memory, ranks, versions
+from support.base import ranks, versions
 from support.base.read_config import load_config
 from support.check import checks
 from support.data.prompts import prompt_batch
@@ -43,7 +38,6 @@ from support.engine import cpu_engine, push_check
 from support.run import launch
 from support.run.clock import Clock
 from support.step import gates, invariants, push_source
-from support.step.update_check import Probe, UpdateCheck
 
 MICRO_BATCH = 4096  # tokens
 
@@ -51,16 +45,15 @@ MICRO_BATCH = 4096  # tokens
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", choices=WORKS, default="tiny-64", help="what to time; the next four change it")
-    parser.add_argument("--model", choices=bench_works.MODELS, help="shape of the model")
+    parser.add_argument("--model", choices=works.MODELS, help="shape of the model")
     parser.add_argument("--dtype", choices=bridge.DTYPES)
-    parser.add_argument("--lengths", choices=bench_works.END_CHANCE, help="of the answers")
+    parser.add_argument("--lengths", choices=works.END_CHANCE, help="of the answers")
     parser.add_argument("--tokens", type=int, dest="max_tokens", help="longest answer")
     parser.add_argument("--steps", type=int, default=STEPS, help="that are timed, after the warm-up")
     parser.add_argument("--warmup", type=int, default=WARMUP)
     parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")
     parser.add_argument("--csv", type=Path, help="file to add this run to")
     parser.add_argument("--round", type=int, default=1, help="number of the run, for --csv")
-    parser.add_argument("--compare", type=Path, help="earlier file to hold this run against")
     parser.add_argument("--no-ceilings", action="store_true", help="leave out matmul, copy, all-reduce and bare vLLM")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args()
@@ -74,9 +67,10 @@ def chosen_work(args: argparse.Namespace) -> Work:
 
 def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config:
     """The benchmark's configuration; rank 0 has made model and data in `folder`."""
-    model, data = bench_works.make_inputs(folder, work) if dist.get_rank() == 0 else (None, None)
+    model, data = works.make_inputs(folder, work) if dist.get_rank() == 0 else (None, None)
     shared = [str(model), str(data)]
     dist.broadcast_object_list(shared)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.yaml").touch()
     room = max(MICRO_BATCH, MAX_PROMPT_TOKENS + work.max_tokens)
     defaults = [
@@ -84,7 +78,7 @@ def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config
         f"data.train={shared[1]}", "data.chat_template=false", f"data.max_prompt_tokens={MAX_PROMPT_TOKENS}",
         f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={GROUP}",
         f"rollout.max_new_tokens={work.max_tokens}", "reward.default=custom",
-        f"reward.custom={bench_works.__file__}:checksum", f"algo.kl_coef={KL}", f"train.lr={LR}",
+        f"reward.custom={works.__file__}:checksum", f"algo.kl_coef={KL}", f"train.lr={LR}",
         f"train.steps={steps + 1}", "train.save_every=0",
         f"train.max_tokens_per_micro_batch={room}", f"train.logprob_max_tokens_per_micro_batch={room}",
     ]  # fmt: skip
@@ -93,28 +87,6 @@ def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config
         # off by a third in sum: the first update's check would stop the run (docs/reliability.md).
         defaults.append("train.check_update=false")
     return load_config(str(folder / "bench.yaml"), [*defaults, *overrides])
-
-
-def own_free_bytes() -> float:
-    """Free memory of this rank: of its own GPU, since asking another one would take memory there, or of the host."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0]
-    return memory.host_free_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def check_room(folder: Path, work: Work, free: float) -> None:
-    """Raises UserError where `free` bytes of memory on all ranks cannot hold the model, or the disk its files."""
-    shape = bench_works.MODELS[work.model]
-    # Each rank without a GPU to itself holds all: tp, pp and ep are not known yet, so the least is one copy.
-    needed = bench_works.needed_gib(shape, work.dtype)
-    disk = bench_works.count(shape) * {"fp32": 4, "bf16": 2}[work.dtype] / GIB
-    folder.mkdir(parents=True, exist_ok=True)
-    for what, least, there in (("memory", needed, free / GIB), ("disk", disk, shutil.disk_usage(folder).free / GIB)):
-        if least > there:
-            raise UserError(
-                f"--model {work.model} in {work.dtype} needs about {least:.1f} GiB of {what}, {there:.1f} GiB are free "
-                f"on these {dist.get_world_size()} ranks' machines; choose a smaller model or more GPUs"
-            )
 
 
 # ---------------------------------------------------------------- ceilings
@@ -145,10 +117,10 @@ def ceilings(work: Work, rows: int) -> dict[str, float]:
     Operations/s of matmuls of `rows` tokens with the model's matrices, each as often as a token meets it; bytes/s of a
     copy, read and written; bytes/s of an all-reduce of the fp32 gradients.
     """
-    shape = bench_works.MODELS[work.model]
+    shape = works.MODELS[work.model]
     dtype, device = bridge.DTYPES[work.dtype], bridge.device()
     flops = seconds = 0.0
-    for out, inp, times in bench_works.matmuls(shape):
+    for out, inp, times in works.matmuls(shape):
         a = torch.randn(rows, inp, device=device).to(dtype)
         b = torch.randn(out, inp, device=device).to(dtype)
         one = 2.0 * rows * out * inp
@@ -157,7 +129,7 @@ def ceilings(work: Work, rows: int) -> dict[str, float]:
     source = torch.ones((64 << 20) // 4, device=device)
     target = torch.empty_like(source)
     copied = rate(2 * source.nbytes, lambda: target.copy_(source))
-    size = min(bench_works.count(shape), 64 << 20)
+    size = min(works.count(shape), 64 << 20)
     gradients = torch.zeros(size, device=device)
     reduced = rate(gradients.nbytes, lambda: dist.all_reduce(gradients))
     return {"matmul_flops_per_s": flops / seconds, "copy_bytes_per_s": copied, "all_reduce_bytes_per_s": reduced}
@@ -196,8 +168,18 @@ def timed(owner, name: str, seconds: Counter, key: str) -> None:
     setattr(owner, name, outer)
 
 
-def time_push_check() -> Counter:
-    """Seconds of the push check from now on: of its digests, and until all ranks have told theirs."""
+CHECKS = {  # of a step: what is compared → where
+    "rows and formulas of an update": (invariants, "check_update"),
+    "groups and advantages": (invariants, "check_credit"),
+    "graded rewards": (gates, "check_graded"),
+    "gap between trainer and vLLM": (gates, "check_gap"),
+}
+
+
+def time_checks() -> Counter:
+    """Seconds of a step's checks from now on: CHECKS, and those of a push: its digests, until all ranks have told
+    theirs, and their comparison.
+    """
     seconds = Counter()
     push_check.ranks = SimpleNamespace(gather=ranks.gather)
     timed(push_check, "digest", seconds, "digests")
@@ -205,44 +187,8 @@ def time_push_check() -> Counter:
     timed(push_source, "read_shards", seconds, "digests")
     timed(push_check.ranks, "gather", seconds, "gather")
     timed(push_check.PushCheck, "compare", seconds, "compare")
-    return seconds
-
-
-CHECKS = {  # of a step: what is compared → where
-    "rows and formulas of an update": (invariants, "check_update"),
-    "groups and advantages": (invariants, "check_credit"),
-    "graded rewards": (gates, "check_graded"),
-    "gap between trainer and vLLM": (gates, "check_gap"),
-}
-FIRST = "first update"  # its check; PASSES: the forward passes of it
-PASSES = "passes"
-
-
-def time_checks() -> Counter:
-    """Seconds of the checks of a step from now on, and of the first update's, with the number of its passes."""
-    seconds = Counter()
     for name, (owner, function) in CHECKS.items():
         timed(owner, function, seconds, name)
-    watch, move, linearise = UpdateCheck.watch, Probe.move, Probe.linearise
-
-    def counted(function):
-        def outer(*args, **kwargs):
-            seconds[PASSES] += 1
-            return function(*args, **kwargs)
-
-        return outer
-
-    @contextlib.contextmanager
-    def watched(self, *args):
-        start = time.perf_counter()
-        with watch(self, *args):
-            seconds[FIRST] += time.perf_counter() - start
-            yield
-            start = time.perf_counter()
-        seconds[FIRST] += time.perf_counter() - start
-
-    UpdateCheck.watch = watched
-    Probe.move, Probe.linearise = counted(move), counted(linearise)
     return seconds
 
 
@@ -250,27 +196,22 @@ def time_checks() -> Counter:
 
 
 def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dict], list[int], list[Counter]]:
-    """(a row of results for each timed step, lengths of all their answers, seconds of each step's checks, the first's
-    before those of the timed ones); this rank's seconds and memory."""
-    check_seconds = time_push_check()  # before vLLM takes the functions
-    seconds = time_checks()
-    checked: list[Counter] = []
+    """(a row of results for each timed step, lengths of all their answers, seconds of each one's checks)."""
+    seconds = time_checks()  # before vLLM takes the functions
     cfg, inputs = launch.prepare(cfg, dist.get_world_size(), weights=True)  # prints the plan
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     run = train_grpo.build(cfg, inputs, Clock(stall_timeout_s=0))
-    rows: list[dict] = []
-    lengths: list[int] = []
+    rows, lengths, checked = [], [], []
     for step in range(1, args.warmup + args.steps + 1):
-        check_seconds.clear()
         seconds.clear()
         metrics, samples = train_grpo.train_step(run, step)
-        row = {"step": step - args.warmup, **step_results(metrics, samples, check_seconds, work)}
+        row = {"step": step - args.warmup, **step_results(metrics, samples, seconds, work)}
+        taken = Counter(seconds)
         if not args.no_ceilings:
             row["bare_tokens_per_s"] = bare_vllm(run)
-        if step == 1 or step > args.warmup:
-            checked.append(Counter(seconds))
         if step > args.warmup:
             rows.append(row)
+            checked.append(taken)
             lengths += [len(s.response_ids) for s in samples]
     run.grading.close()
     run.clock.stop()
@@ -287,46 +228,27 @@ def step_results(metrics: dict, samples: list, check_seconds: Counter, work: Wor
     for phase in PHASES:
         row[f"{phase}_s"] = metrics[f"time/{phase}"]
         row[f"{phase}_peak_gib"] = metrics[f"mem/{phase}_peak_gb"] or 0.0
-    for part in bench_works.PUSH_PARTS:
+    for part in works.PUSH_PARTS:
         row[f"push_{part}_s"] = float(check_seconds[part])
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
-    row["train_flops"] = float(bench_works.train_flops(bench_works.MODELS[work.model], lengths))
+    row["train_flops"] = float(works.train_flops(works.MODELS[work.model], lengths))
     return row
 
 
-def show(rows: list[dict], lengths: list[int], earlier: list[dict]) -> None:
-    """The table of a run's rows, with an earlier run's and the ratio beside it."""
-    old = bench_works.summary(earlier) if earlier else {}
-    head = f"{' ' * 26}{'now':>12}"
-    if earlier:
-        head += f"{earlier[0]['date']:>20}{'ratio':>8}"
-    print(head)
-    for name, value in bench_works.summary(rows).items():
-        line = f"{name:26}{value:>12.4g}"
-        if old.get(name):
-            line += f"{old[name]:>20.4g}{value / old[name]:>8.2f}"
-        print(line)
+def show(rows: list[dict], lengths: list[int]) -> None:
+    """The table of a run's rows."""
+    for name, value in works.summary(rows).items():
+        print(f"{name:26}{value:>12.4g}")
     print(f"answers of {sum(lengths) / len(lengths):.1f} tokens, the longest {max(lengths)}")
 
 
 def show_checks(rows: list[dict], checked: list[Counter]) -> None:
-    """The share of a step that each check takes, and of 100 steps the first update's."""
-    first, others = checked[0], checked[1:] or checked
+    """The share of a step that each check takes."""
     step = median(row["step_s"] for row in rows)
     print(f"checks of a step of {1000 * step:.0f} ms")
     for name in CHECKS:
-        taken = median(seconds[name] for seconds in others)
+        taken = median(seconds[name] for seconds in checked)
         print(f"  {name:32}{1000 * taken:8.2f} ms{100 * taken / step:8.2f} %")
-    if first[PASSES]:
-        share = first[FIRST] / step
-        print(f"  {FIRST:32}{first[FIRST]:8.2f} s {share:8.2f} % of 100 steps, {first[PASSES]} forward passes")
-
-
-def last_run(path: Path, work: Work) -> list[dict]:
-    """The rows of our last run of a work in a results file, [] where there is none."""
-    rows = [row for row in bench_works.read_results(path) if row["system"] == "ours"]
-    same = [row for row in rows if bench_works.work_of(row) == work]
-    return [row for row in same if (row["round"], row["date"]) == (same[-1]["round"], same[-1]["date"])]
 
 
 def main() -> int:
@@ -335,8 +257,6 @@ def main() -> int:
     ranks.join_ranks(timeout_s=600)
     rank, world = dist.get_rank(), dist.get_world_size()  # now: an engine that is given up may end the process group
     try:
-        free = sum(ranks.gather(own_free_bytes()))
-        ranks.on_first_rank(lambda: check_room(args.folder, work, free))
         cfg = config(args.folder, work, args.warmup + args.steps, args.overrides)
         checks.check_config(cfg, world)
         rows, lengths, checked = measure(args, work, cfg)
@@ -346,15 +266,12 @@ def main() -> int:
         return 2
     if rank == 0:
         about = {**asdict(work), "system": "ours", "round": args.round, "ranks": world}
-        about |= {**bench_works.facts(), "commit": versions.commit()}
+        about |= {**works.facts(), "commit": versions.commit()}
         rows = [about | row for row in rows]
-        earlier = last_run(args.compare, work) if args.compare else []
-        show(rows, lengths, earlier)
+        show(rows, lengths)
         show_checks(rows, checked)
-        if args.compare and not earlier:
-            print(f"{args.compare} has no run of this work")
         if args.csv:
-            bench_works.add_results(args.csv, rows)
+            works.add_results(args.csv, rows)
     return 0
 
 

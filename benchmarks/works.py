@@ -1,4 +1,4 @@
-"""What is benchmarked, for tools/bench.py and tools/bench_trl.py alike: models, lengths, works, and where results go.
+"""What is benchmarked, for ours.py and trl.py alike: models, lengths, works, and where results go.
 
 Knows no trainer: this file is also imported where TRL is installed and Megatron-core is not. All weights are random.
 """
@@ -19,7 +19,6 @@ PROMPTS, GROUP = 8, 8  # of a step: 8 prompts × 8 samples
 KL, LR = 0.05, 1e-6  # a reference is there; weights hardly move, so that lengths stay what they are
 MAX_PROMPT_TOKENS = 32
 WARMUP, STEPS = 3, 6
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ WORKS = {
 
 @dataclass(frozen=True)
 class TrlSetting:
-    """What TRL's speed depends on beside the work; see tools/bench_trl.py. Its default: a rank's share at once."""
+    """What TRL's speed depends on beside the work; see trl.py. Its default: a rank's share at once."""
 
     micro_batch: int = PROMPTS * GROUP // 2
     generate: int = PROMPTS * GROUP // 2
@@ -58,19 +57,6 @@ class TrlSetting:
     def parse(cls, text: str) -> "TrlSetting":
         pairs = dict(pair.split("=") for pair in text.split())
         return cls(**{name: value if name == "dtype" else int(value) for name, value in pairs.items()})
-
-
-def trl_settings(work: Work, has_bf16_units: bool) -> list[TrlSetting]:
-    """The settings of TRL that may be its fastest on this work.
-
-    Answers of one length need no padding, so a smaller `generate` cannot help them. Without bf16 units torch computes
-    bf16 matmuls without a kernel, up to a hundred times slower: only the model in fp32 can be fastest there.
-    """
-    dtype = "fp32" if work.dtype == "bf16" and not has_bf16_units else ""
-    pairs = [(32, 32), (16, 32), (8, 32)]
-    if work.lengths != "fixed":
-        pairs += [(16, 16), (8, 8)]
-    return [TrlSetting(micro_batch, generate, dtype) for micro_batch, generate in pairs]
 
 
 # Chance that a token ends the answer. So lengths are geometric: all the same, of mean 59 (cut at 192), of mean 199 with
@@ -175,14 +161,6 @@ def train_flops(c: dict, lengths: list[int]) -> float:
     return matmul + attention
 
 
-def needed_gib(c: dict, dtype: str) -> float:
-    """Memory that all ranks together need at least for the model.
-
-    Weights of trainer, reference and vLLM, gradients in fp32, and 12 bytes of optimizer state.
-    """
-    return count(c) * (3 * {"fp32": 4, "bf16": 2}[dtype] + 4 + 12) / GIB
-
-
 def make_model(folder: Path, work: Work) -> None:
     """Write the folder of an untrained model that ends an answer with the chance that `work.lengths` has.
 
@@ -190,10 +168,11 @@ def make_model(folder: Path, work: Work) -> None:
     token alone does not see it, so its logit is that of all others plus a constant. The others differ little: sampling
     is nearly uniform.
     """
-    import make_tiny
     import torch
     from safetensors.torch import save_file
     from transformers import PreTrainedTokenizerFast
+
+    from tools import make_tiny
 
     c = MODELS[work.model]
     device = "cuda" if torch.cuda.is_available() else "cpu"

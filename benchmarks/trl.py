@@ -1,10 +1,10 @@
-"""Time TRL's GRPO on the works of tools/bench.py: the same model folders, prompts, samples, lengths and KL.
+"""Time TRL's GRPO on the works of benchmarks/ours.py: the same model folders, prompts, samples, lengths and KL.
 
-    python tools/bench_trl.py --setup build/trl-venv                  # TRL in an environment of its own
-    OMP_NUM_THREADS=1 build/trl-venv/bin/torchrun --nproc_per_node=2 tools/bench_trl.py --work tiny-64 --vllm \\
+    python benchmarks/trl.py --setup build/trl-venv                  # TRL in an environment of its own
+    OMP_NUM_THREADS=1 build/trl-venv/bin/torchrun --nproc_per_node=2 benchmarks/trl.py --work tiny-64 --vllm \\
         --setting 'micro_batch=8 generate=8'
 
-`make bench` runs this beside tools/bench.py. A step is what lies between the trainer's callbacks on_step_begin and
+`make bench` runs this beside benchmarks/ours.py. A step is what lies between the trainer's callbacks on_step_begin and
 on_step_end: weights into vLLM, generation, rewards, log-probs of the reference, forward, backward, optimizer. TRL runs
 without what our algorithm does not need and what costs time: no gradient checkpointing, no importance-sampling
 correction (a log-prob pass), DDP without a search for unused weights. The setting is what else its speed depends on:
@@ -30,8 +30,8 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import bench_works
-from bench_works import GROUP, KL, LR, MAX_PROMPT_TOKENS, PROMPTS, STEPS, WARMUP, WORKS, TrlSetting
+from benchmarks import works
+from benchmarks.works import GROUP, KL, LR, MAX_PROMPT_TOKENS, PROMPTS, STEPS, WARMUP, WORKS, TrlSetting
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # of CPU builds; the default index is asked as well
 TORCH = "torch==2.13.0"
@@ -114,7 +114,7 @@ def timed_trainer(seconds: Counter):
 
 
 def train(
-    work: bench_works.Work, setting: TrlSetting, dtype: str, model: Path, data: Path, use_vllm: bool,
+    work: works.Work, setting: TrlSetting, dtype: str, model: Path, data: Path, use_vllm: bool,
     warmup: int, timed: int,
 ) -> list[dict]:  # fmt: skip
     """A row of results for each of the `timed` steps, after `warmup` others; `dtype`: torch's name of the model's."""
@@ -149,7 +149,7 @@ def train(
     )  # fmt: skip
 
     def reward(completions, **_):
-        return [bench_works.checksum(text) for text in completions]
+        return [works.checksum(text) for text in completions]
 
     trainer = timed_trainer(seconds)(
         model=str(model), reward_funcs=reward, args=options, callbacks=[Steps()],
@@ -194,16 +194,16 @@ def main() -> None:
 
         set_environment()
         patch_vllm_for_cpu(dtype)
-    # tools/bench.py has made the inputs already: here both ranks would make them at once.
-    model, data = bench_works.make_inputs(args.folder, work)
+    # against_trl.py has made the inputs already: here both ranks would make them at once.
+    model, data = works.make_inputs(args.folder, work)
     rows = train(work, setting, dtype, model, data, args.vllm, args.warmup, args.steps)
     if os.environ["RANK"] == "0":
         system = "trl-vllm" if args.vllm else "trl"
         about = {**asdict(work), "system": system, "round": args.round, "ranks": int(os.environ["WORLD_SIZE"])}
-        about |= {"setting": str(setting)} | bench_works.facts()
+        about |= {"setting": str(setting)} | works.facts()
         if args.csv:
-            bench_works.add_results(args.csv, [about | row for row in rows])
-        print(f"{system}: {median(bench_works.values(rows, 'tokens_per_s')):.0f} tokens/s; {rows}")
+            works.add_results(args.csv, [about | row for row in rows])
+        print(f"{system}: {median(works.values(rows, 'tokens_per_s')):.0f} tokens/s; {rows}")
     if dist.is_initialized():  # vLLM has ended it with its engine
         dist.destroy_process_group()  # gloo's threads may abort a process that ends before its groups
 
