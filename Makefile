@@ -31,9 +31,9 @@ bench: .venv/ready
 gpu-check: .venv/ready
 	$(BIN)/python tools/gpu_check.py $(if $(filter-out file,$(origin NPROC)),--nproc=$(NPROC)) $(ARGS)
 walkthrough: .venv/ready build/tiny/train.jsonl
-	$(BIN)/torchrun --standalone --nproc_per_node=1 tools/walkthrough.py
+	$(BIN)/torchrun --standalone --nproc_per_node=1 docs/make/walkthrough.py
 figures: .venv/ready
-	$(BIN)/python -m tools.figures
+	$(BIN)/python docs/make/figures.py
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 

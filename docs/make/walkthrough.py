@@ -1,7 +1,7 @@
 """Write docs/walkthrough.md: one prompt of the demo from text to gradient, with the numbers of a real run.
 
     make walkthrough        or, once build/tiny exists:
-    torchrun --standalone --nproc_per_node=1 tools/walkthrough.py [--step N]
+    torchrun --standalone --nproc_per_node=1 docs/make/walkthrough.py [--step N]
 
 Trains the demo on one rank. Step N takes few prompts and answers, so that all of it can be printed; one more shows that
 its weights have reached vLLM. The functions of train_grpo.py run as they are; their arguments and results are recorded.
@@ -24,14 +24,13 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(REPO))
 SMALL = {"rollout.prompts_per_step": 2, "rollout.group_size": 6}  # in the step that is shown
 
 # The text, with {names} of values and [[FILE FUNCTION LINES: START]] where it quotes code: so many lines of a function,
 # at least a whole statement, from the line that START stands in.
-TEMPLATE = REPO / "tools/walkthrough.template.md"
+TEMPLATE = REPO / "docs/make/walkthrough.template.md"
 QUOTE = re.compile(r"^\[\[(\S+) (\S+) (\d+): (.+)\]\]$", re.MULTILINE)
 QUOTES = [(file, function, int(count), start) for file, function, count, start in QUOTE.findall(TEMPLATE.read_text())]
 QUOTED = re.compile(r"\[([\w/]+\.py)\]\(\S+\), in `([\w.]+)`:\n\n```python\n.*?```", re.DOTALL)
@@ -40,7 +39,7 @@ SIMPLE = ast.Assign | ast.Return | ast.Expr
 
 def quote(file: str, function: str, count: int, start: str) -> str:
     """The lines of one of QUOTES as they are now, under a link to their file. Raises LookupError."""
-    change = "change tools/walkthrough.template.md"
+    change = "change docs/make/walkthrough.template.md"
     text = (REPO / file).read_text()
     scope: ast.AST = ast.parse(text)
     for part in function.split("."):

@@ -1,6 +1,6 @@
 """Draw the pictures of docs/why.md from small simulations that call the functions of train_grpo.py.
 
-    make figures        or: python -m tools.figures [folder]
+    make figures        or: python docs/make/figures.py [folder]
 
 Writes docs/pictures/why_*.svg, the same bytes each time: seeds are fixed, and everything is float64 on the CPU.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from math import comb
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(REPO))
 
 import matplotlib  # noqa: E402
