@@ -11,7 +11,7 @@ from tests.oracle.comparison import Comparison
 from tests.oracle.pairs import EXPERTS, FACTORS, Run, all_pairs, cover, pairs_of
 from tests.oracle.recorded import read_run
 from tests.oracle.trainer import repeat
-from tests.test_forks import apply, title_of
+from tests.test_forks import apply
 
 RUNS = cover()
 COMMON = (
@@ -77,7 +77,7 @@ def material(tmp_path_factory):
 def lagging(tmp_path_factory):
     """A ForkServer of the script with the recipe of past weights, and that script."""
     folder = tmp_path_factory.mktemp("lag") / "fork"
-    apply(title_of("Stale samples"), folder)
+    apply("stale_samples", folder)
     server = ForkServer(folder)
     yield server, folder / "train_grpo.py"
     server.close()
