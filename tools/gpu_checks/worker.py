@@ -94,7 +94,6 @@ def bench_model(name: str) -> Path:
     """Write a bf16 model of benchmarks/ours.py into the folder that the benchmarks also use; returns its folder."""
     path = None
     if ranks.is_first_rank():
-        sys.path.append(str(Path(works.__file__).parent))  # works imports make_tiny from there
         path, _ = works.make_inputs(folder().parent / "bench", works.Work(name, "bf16"))
     found = [path]
     dist.broadcast_object_list(found)
