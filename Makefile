@@ -2,7 +2,7 @@
 # make llm    train SmolLM2-135M-Instruct on this machine, without a model hub
 # make setup  what both need, into .venv             make test-all  the long ones too
 # make ablations  train each configs/ablations/*.yaml on the demo's task and write docs/ablations.md
-# make bench  time ours and TRL (build/trl-venv, made for it) on the works of tools/bench_works.py, into docs/performance.md
+# make bench  time ours and TRL (build/trl-venv, made for it) on the works of benchmarks/works.py, into docs/bench/rounds.csv
 # make gpu-check  try this machine's GPU (NPROC=8: all eight); see docs/gpu-check.md
 # make walkthrough  write docs/walkthrough.md from a run of the demo
 # make figures  draw the pictures of docs/why.md
@@ -33,13 +33,13 @@ test-all: .venv/ready build/tiny/train.jsonl
 ablations: .venv/ready build/tiny/train.jsonl
 	$(BIN)/python tools/ablations.py
 bench: .venv/ready
-	$(BIN)/python tools/bench_rounds.py $(ARGS)
+	$(BIN)/python benchmarks/against_trl.py $(ARGS)
 gpu-check: .venv/ready
 	$(BIN)/python tools/gpu_check.py $(if $(filter-out file,$(origin NPROC)),--nproc=$(NPROC)) $(ARGS)
 walkthrough: .venv/ready build/tiny/train.jsonl
-	$(BIN)/torchrun --standalone --nproc_per_node=1 tools/walkthrough.py
+	$(BIN)/torchrun --standalone --nproc_per_node=1 docs/make/walkthrough.py
 figures: .venv/ready
-	$(BIN)/python -m tools.figures
+	$(BIN)/python docs/make/figures.py
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 

@@ -12,14 +12,21 @@ import make_tiny
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Torchrun
 from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 from support.base import ranks, rollout_files
 from tests.fork_server import ForkServer
+from tests.processes import Torchrun
 
 REPO = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--run", metavar="OUTPUT_DIR", help="a run that tests/oracle repeats (docs/audit.md)")
+    parser.addoption("--museum-page", action="store_true", help="write docs/museum.md after all of tests/museum")
+    parser.addoption("--kills", type=int, default=10, help="runs that tests/faults/test_kills.py kills")
+    parser.addoption("--all-starts", action="store_true", help="all runs of tests/faults/test_clean_starts.py")
 
 
 def differs_from_upstream(*files: str) -> bool:

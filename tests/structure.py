@@ -221,7 +221,7 @@ FLOORS = {
 }  # fmt: skip
 
 
-ABOVE = {"tools", "tests"}  # they use the core, and the core uses neither
+ABOVE = {"benchmarks", "tools", "tests"}  # they use the core, and the core uses neither
 # But for this: the picture of --dry-run --draw, which no other start loads.
 FROM_TOOLS = {"support/run/launch.py": "from tools import drawing"}
 

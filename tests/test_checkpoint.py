@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -13,8 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from tests.conftest import REPO
-from tools.compare_runs import EXCLUDED
+from tests.compare_runs import EXCLUDED
 
 SMALL = ("rollout.prompts_per_step=4", "rollout.group_size=8", "train.warmup_steps=0")
 
@@ -147,21 +144,6 @@ def test_updates_that_are_no_numbers_are_skipped(train_forked):
     assert any(name.endswith(".advantages") and values.isnan().any() for name, values in dumped.items())
 
 
-@pytest.mark.slow
-def test_ten_kills_change_nothing(tiny, tmp_path):
-    """tools/torture.py compares the files; docs/reliability.md has the figures of a longer series."""
-    command = [
-        sys.executable, str(REPO / "tools/torture.py"), "--runs", "10", "--seed", "2",
-        "--out", str(tmp_path / "torture"), f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
-    ]  # fmt: skip
-    process = subprocess.run(
-        command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800
-    )
-    assert process.returncode == 0, process.stdout
-    counts = json.loads(process.stdout.splitlines()[-1])
-    assert counts["different"] == 0 and sum(counts["kills"].values()) >= 10, counts
-
-
 @pytest.fixture
 def alone(tmp_path):
     """A process group of this process alone."""
@@ -268,7 +250,7 @@ def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, slow_disk
 
 
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp_path, monkeypatch):
-    """Found by tools/torture.py: a checkpoint under its own name without its manifest."""
+    """Found by tests/faults/torture.py: a checkpoint under its own name without its manifest."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from support.model import checkpoint

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.compare_runs import main
 from tests.conftest import write_rows
-from tools.compare_runs import main
 
 METRICS = [
     {"step": 1, "reward/mean": 0.1, "grad_norm": float("nan"), "kl/ref": None, "time/step": 1.0, "mem/peak_gb": 1.0},

@@ -13,7 +13,7 @@ import train_grpo
 from support.base.read_config import load_config
 from support.check import checks, run_plan
 from tests.conftest import REPO
-from tools import clean_starts, plans
+from tools import plans
 
 CONFIGS = sorted((REPO / "configs").rglob("*.yaml"))
 
@@ -45,12 +45,3 @@ def test_a_config_dry_runs(path, tiny, tmp_path, monkeypatch, capsys):
         plan = out.partition("layout: ")[0]
         section = f"\n## {path.stem}: {cfg.model.path}, {ranks} × 80 GB\n\n```\n{plan}```\n"
         assert section in (REPO / "docs/memory.md").read_text(), "python -m tools.plans"
-
-
-def test_there_are_a_hundred_clean_starts_and_each_is_legal():
-    runs = clean_starts.clean_starts()
-    assert len(runs) >= 100
-    for name, (nproc, keys) in runs.items():
-        config = f"configs/{'tiny_turns' if name.endswith('turns') else 'tiny'}.yaml"
-        options = [key.replace("{folder}", "build") for key in (*clean_starts.COMMON, *keys)]
-        checks.check_config(load_config(str(REPO / config), options), nproc)

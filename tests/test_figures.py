@@ -1,22 +1,31 @@
 """docs/why.md: its pictures come out the same, and what it says of them holds for the numbers behind them."""
 
+import re
+
+import figures
 import numpy as np
 import pytest
 import torch
 
 from config import AlgoConfig
 from tests.conftest import REPO
-from tools import figures
 from train_grpo import policy_loss
 
 PAGE = (REPO / "docs/why.md").read_text()
+NUMBER = re.compile(r"\d+\.\d+")
+
+
+def numbers_in(text: str) -> list[float]:
+    return [float(number) for number in NUMBER.findall(text)]
 
 
 @pytest.mark.parametrize("name", figures.DRAWINGS)
 def test_a_picture_is_drawn_anew_the_same(name, tmp_path):
     assert f"pictures/why_{name}.svg" in PAGE
     (path,) = figures.draw(tmp_path, [name])
-    assert path.read_bytes() == (REPO / "docs/pictures" / path.name).read_bytes(), "make figures"
+    drawn, kept = path.read_text(), (REPO / "docs/pictures" / path.name).read_text()
+    assert NUMBER.sub("", drawn) == NUMBER.sub("", kept), "make figures"
+    np.testing.assert_allclose(numbers_in(drawn), numbers_in(kept), atol=1e-4)  # CPUs differ in the last digit
     assert path.stat().st_size < 60_000
 
 

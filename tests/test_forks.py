@@ -1,7 +1,7 @@
-"""The diffs of docs/forking.md and docs/recipes.md apply to the sources as they are, run, and are as short as stated.
+"""The patches in recipes/ apply to the sources as they are, and run.
 
-After an edit that a diff does not survive: `python -m tools.renew_diffs`. In a fork whose script differs from
-upstream's, a diff that does not apply is skipped (docs/forking.md says how a fork is told from upstream).
+They apply with one line of context, so that edits nearby and line numbers do not matter. In a fork whose script differs
+from upstream's, a patch that does not apply is skipped (docs/forking.md says how a fork is told from upstream).
 """
 
 import asyncio
@@ -19,45 +19,50 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import Torchrun
 
 import rollout
 from config import RankError, UserError
 from support.base.read_config import load_config
 from tests.conftest import REPO, differs_from_upstream
-from tools import renew_diffs
-from tools.renew_diffs import PAGES, changed_files, find_sections, new_files
+from tests.processes import Torchrun
+
+PATCHES = {path.stem: path for path in sorted((REPO / "recipes").glob("*.patch"))}
 
 
-def documented_forks() -> dict[str, tuple[int, list[str], str]]:
-    """{title: (changed lines as stated, overrides of its run, diff)} of each section of PAGES with a diff."""
-    forks = {}
-    for page in PAGES:
-        for title, body in find_sections(page.read_text()).items():
-            diff = renew_diffs.DIFF.search(body)
-            if diff:
-                lines = re.search(r"(\d+) changed lines", body)
-                run = re.search(r'make demo(?: ARGS="(.*?)")?`', body)
-                overrides = (run[1] or "").split() if run else []
-                forks[title] = int(lines[1]), overrides, diff[1]
-    return forks
+def new_files(diff: str) -> list[str]:
+    """Files that a diff makes."""
+    return re.findall(r"^--- /dev/null\n\+\+\+ b/(.+)$", diff, flags=re.MULTILINE)
 
 
-FORKS = documented_forks()
+def changed_files(diff: str) -> list[str]:
+    """Files that a diff changes, in its order."""
+    return re.findall(r"^--- a/(.+)$", diff, flags=re.MULTILINE)
 
 
-def apply(title: str, folder: Path) -> None:
-    """Apply a diff to a copy of the sources in the new `folder`; skips the test in a fork that does not take it."""
-    diff = FORKS[title][2]
+def copy_sources(folder: Path) -> None:
+    """Copy the five files and support/ into the new `folder`."""
     shutil.copytree(REPO / "support", folder / "support", ignore=shutil.ignore_patterns("__pycache__"))
     for file in REPO.glob("*.py"):
         shutil.copy(file, folder / file.name)
-    done = subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=folder, capture_output=True)
-    if done.returncode and differs_from_upstream(*changed_files(diff), *new_files(diff)):
-        pytest.skip(f"sources that differ from upstream's do not take the diff: {done.stderr.strip()}")
-    assert done.returncode == 0, (
-        f"{done.stderr}python -m tools.renew_diffs renews the diff; if this is a fork, tag the upstream commit that it "
-        "began from: git tag upstream COMMIT"
+
+
+def git_apply(name: str, folder: Path) -> str:
+    """Apply a patch to the sources in `folder`; returns git's complaint, empty: it applied."""
+    command = ["git", "apply", "-C1", str(PATCHES[name])]
+    done = subprocess.run(command, cwd=folder, text=True, capture_output=True)
+    return done.stderr if done.returncode else ""
+
+
+def apply(name: str, folder: Path) -> None:
+    """Apply a patch to a copy of the sources in the new `folder`; skips the test in a fork that does not take it."""
+    copy_sources(folder)
+    complaint = git_apply(name, folder)
+    diff = PATCHES[name].read_text()
+    if complaint and differs_from_upstream(*changed_files(diff), *new_files(diff)):
+        pytest.skip(f"sources that differ from upstream's do not take the patch: {complaint.strip()}")
+    assert not complaint, (
+        f"{complaint}git apply --3way recipes/{name}.patch shows where; if this is a fork, tag the upstream "
+        "commit that it began from: git tag upstream COMMIT"
     )
 
 
@@ -72,36 +77,50 @@ def load(name: str, file: Path, monkeypatch) -> types.ModuleType:
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
-    """fork(title) → the script with that diff, as a module; of the other files, those that the diff makes."""
+    """fork(name) → the script with that patch, as a module; of the other files, those that the patch makes."""
 
-    def forked(title: str) -> types.ModuleType:
+    def forked(name: str) -> types.ModuleType:
         folder = tmp_path / "fork"
-        apply(title, folder)
+        apply(name, folder)
         monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))  # no requirement of ours
-        for name in new_files(FORKS[title][2]):
-            if name.endswith(".py"):
-                load(name.removesuffix(".py").replace("/", "."), folder / name, monkeypatch)
+        for file in new_files(PATCHES[name].read_text()):
+            if file.endswith(".py"):
+                load(file.removesuffix(".py").replace("/", "."), folder / file, monkeypatch)
         return load("forked_train_grpo", folder / "train_grpo.py", monkeypatch)
 
     return forked
 
 
-@pytest.mark.parametrize("title", FORKS)
-def test_a_diff_of_the_docs_applies_and_runs(title, fork, tiny, tmp_path):
-    stated, overrides, diff = FORKS[title]
-    changed = [line for line in diff.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-    assert len(changed) <= stated
-    module = fork(title)
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_applies_and_runs(name, fork, tiny, tmp_path):
+    diff = PATCHES[name].read_text()
+    run = re.search(r'make demo ARGS="(.*)"', diff)  # in the lines before the diff
+    overrides = run[1].split() if run else []
+    module = fork(name)
     if changed_files(diff) == ["train_grpo.py"]:
         module.rehearse(load_config(str(REPO / "configs/tiny.yaml"), overrides))
-    else:  # it needs the other files that the diff changes, so a process of its own
+    else:  # it needs the other files that the patch changes, so a process of its own
         run = [tmp_path / "fork/train_grpo.py", "--config", "configs/tiny.yaml", "--dry-run", *overrides]
         inputs = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
         done = subprocess.run([sys.executable, *run, *inputs], cwd=REPO, text=True, capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-# ---------------------------------------------------------------- forks, and diffs after an edit
+def test_a_patch_survives_edits_nearby(tmp_path):
+    copy_sources(tmp_path / "edited")
+    script = tmp_path / "edited/train_grpo.py"
+    above = "        log_ratio_T = mean_T.clamp(max=10) + logp_T - logp_T.detach()\n"  # three lines above SAPO's
+    assert script.read_text().count(above) == 1
+    script.write_text("# a fork\n" + script.read_text().replace(above, above + "        # as GSPO has it\n"))
+    assert git_apply("sapo", tmp_path / "edited") == ""
+
+
+def test_every_patch_is_on_a_page():
+    pages = (REPO / "docs/forking.md").read_text() + (REPO / "docs/recipes.md").read_text()
+    assert sorted(re.findall(r"\(\.\./recipes/(\w+)\.patch\)", pages)) == list(PATCHES)
+
+
+# ---------------------------------------------------------------- forks
 
 
 @pytest.fixture
@@ -130,48 +149,11 @@ def test_a_fork_is_told_from_upstream(repository, tmp_path):
     assert differs_from_upstream("a.py")  # a copy without history: nothing says that it is upstream's
 
 
-OLD = {"a.py": "".join(f"line {number}\n" for number in range(1, 21))}
-DIFF = renew_diffs.make_diff(OLD, {"a.py": OLD["a.py"].replace("line 9\n", "line 9\nadded\n"), "b.py": "made\n"}, 2)
-
-
-def test_a_diff_is_renewed_where_its_context_has_changed():
-    now = {"a.py": "first\n" + OLD["a.py"].replace("line 8\n", "line eight\n")}
-    assert renew_diffs.apply(DIFF, now) is None
-    renewed = renew_diffs.renew(DIFF, now, [OLD], {})
-    wanted = now["a.py"].replace("line 9\n", "line 9\nadded\n")
-    assert renew_diffs.apply(renewed, now) == {"a.py": wanted, "b.py": "made\n"}
-    assert "@@ -9,4 +9,5 @@" in renewed and " line eight\n line 9\n+added\n line 10\n line 11\n" in renewed
-    assert renew_diffs.renew(renewed, now, [OLD], {}) == renewed
-
-
-def test_lines_inserted_after_an_edited_one_stay_after_it():
-    now = {"a.py": OLD["a.py"].replace("line 9\n", "line nine\n")}
-    renewed = renew_diffs.renew(DIFF, now, [OLD], {})
-    assert " line 8\n line nine\n+added\n line 10\n" in renewed
-    now = {"a.py": OLD["a.py"].replace("line 10\n", "line ten\n")}
-    assert " line 9\n+added\n line ten\n" in renew_diffs.renew(DIFF, now, [OLD], {})
-
-
-def test_a_diff_whose_lines_were_edited_is_left_to_the_user():
-    now = {"a.py": OLD["a.py"].replace("line 9\nline 10\n", "line nine\nline ten\n")}
-    with pytest.raises(renew_diffs.Conflict) as conflict:
-        renew_diffs.renew(DIFF, now, [OLD], {})
-    assert "<<<<<<< now" in conflict.value.args[0]["a.py"]
-    mended = {"a.py": now["a.py"].replace("line ten\n", "added\nline ten\n")}
-    assert renew_diffs.apply(renew_diffs.renew(DIFF, now, [OLD], mended), now)["a.py"] == mended["a.py"]
-    with pytest.raises(renew_diffs.Conflict):
-        renew_diffs.renew(DIFF, {"a.py": "another file\n"}, [], {})
-
-
 # ---------------------------------------------------------------- worked by hand
 
 
-def title_of(word: str) -> str:
-    return next(title for title in FORKS if word in title)
-
-
 def test_clip_cov_by_hand(fork):
-    module = fork(title_of("Clip-Cov"))
+    module = fork("clip_cov")
     samples = [module.Sample(0, [1], [2, 3], logp, True, "", "") for logp in ([-1.0, -2.0], [-3.0, -4.0])]
     batch = dataclasses.replace(module.flatten(samples), advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]))
     # Log-probs less their mean: 1.5, 0.5, -0.5, -1.5; so the products are 1.5, 0.5, 0.5, 1.5.
@@ -181,7 +163,7 @@ def test_clip_cov_by_hand(fork):
 
 
 def test_the_optimal_baseline_by_hand(fork):
-    advantages = fork(title_of("OPO")).group_advantages
+    advantages = fork("opo").group_advantages
     # Rewards 1, 0, 0, 3 over 1, 2, 1, 4 tokens: baseline (1 + 12) / 8.
     got = advantages(np.array([1.0, 0, 0, 3]), np.full(4, 5), "opo", np.array([1, 2, 1, 4]))
     np.testing.assert_allclose(got, [-5 / 8, -13 / 8, -13 / 8, 11 / 8], rtol=1e-12)
@@ -192,7 +174,7 @@ def test_the_optimal_baseline_by_hand(fork):
 
 
 def test_generalized_advantages_by_hand(fork):
-    critic = fork(title_of("critic")).critic
+    critic = fork("critic").critic
     rewards = np.array([0, 0, 2.0, 1])
     values = np.array([0.5, 1, -1, 3])
     samples = np.array([0, 0, 0, 1])
@@ -205,7 +187,7 @@ def test_generalized_advantages_by_hand(fork):
 
 def test_the_credit_of_a_critic_by_hand(fork):
     """A prompt's tokens and an environment's have no values; rewards of theirs count for the token before."""
-    module = fork(title_of("critic"))
+    module = fork("critic")
     own = {"part": np.array([(1, 0.25)], module.credit.ROW)}
     talk = module.Sample(0, [1, 1], [2, 3, 2], [-1.0, 0, -1], True, "", "", [1, 1, 1], reward=1.25, token_rewards=own)
     talk.reward_parts = {"part": 0.25, "whole": 1.0}
@@ -229,7 +211,7 @@ def test_the_credit_of_a_critic_by_hand(fork):
 
 
 def test_the_value_loss_by_hand(fork):
-    value_loss = fork(title_of("critic")).critic.value_loss
+    value_loss = fork("critic").critic.value_loss
     mb = types.SimpleNamespace(
         values=torch.tensor([[0.0, 0.0, 0.0, 5.0]]), returns=torch.tensor([[2.0, 0.25, -1.0, 0.0]]),
         weights=torch.tensor([[1.0, 1.0, 2.0, 0.0]]),
@@ -246,7 +228,7 @@ def test_the_value_loss_by_hand(fork):
 @pytest.mark.slow
 def test_a_critic_is_that_of_transformers_and_comes_back_from_its_checkpoint(tiny, tmp_path):
     folder, found = tmp_path / "fork", tmp_path / "found.json"
-    apply(title_of("critic"), folder)
+    apply("critic", folder)
     arguments = (str(tiny / "model"), str(tmp_path / "checkpoints"), str(found))
     printed = tmp_path / "printed.txt"
     worker = Torchrun(printed, "tests/critic_worker.py", *arguments, nproc=1, PYTHONPATH=str(folder))
@@ -262,7 +244,7 @@ def test_a_critic_is_that_of_transformers_and_comes_back_from_its_checkpoint(tin
 @pytest.mark.slow
 def test_a_critic_goes_on_as_if_it_had_not_been_stopped(fork, train, tmp_path):
     """And learns the same on one rank, and on two that share a layer or the layers, as on two replicas."""
-    fork(title_of("critic"))
+    fork("critic")
     script = tmp_path / "fork/train_grpo.py"
     keys = ("algo.advantage=gae", "algo.critic_lr=1e-3", "train.steps=4", "train.save_every=2", "train.keep_last=0")
     keys += ("rollout.prompts_per_step=4", "rollout.group_size=4", "train.updates_per_step=2")
@@ -322,7 +304,7 @@ class FakeSGLang:
 @pytest.fixture
 def sglang_engine(fork, monkeypatch):
     """The Engine of rollout_sglang.py, whose SGLang is the one above, and whose rank is alone in the world."""
-    engine = fork(title_of("SGLang")).Engine
+    engine = fork("sglang").Engine
     module = sys.modules["rollout_sglang"]
     monkeypatch.setitem(sys.modules, "sglang", types.SimpleNamespace(Engine=FakeSGLang))
     monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 1)

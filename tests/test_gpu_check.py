@@ -6,12 +6,12 @@ import re
 import shlex
 import shutil
 
-import bench_rounds
 import pytest
 import torch
 
+from benchmarks import works
 from tests.conftest import REPO
-from tools import bench_works, gpu_check
+from tools import gpu_check
 from tools.gpu_check import FAILED, NOT_RUN, OK, Machine, Outcome
 from tools.gpu_checks import checks
 from tools.gpu_checks.checks import KILLED, ROWS, Check, Row
@@ -82,8 +82,8 @@ def test_figures_of_a_benchmark(tmp_path):
         "push_digests_s": 0.01, "push_gather_s": 0.01, "push_compare_s": 0.01, "matmul_flops_per_s": 4e9,
         "copy_bytes_per_s": 1e9, "all_reduce_bytes_per_s": 1e9,
     }  # fmt: skip
-    step |= {f"{phase}_peak_gib": 3.0 for phase in bench_works.PHASES}
-    bench_works.add_results(tmp_path / "bench.csv", [step])
+    step |= {f"{phase}_peak_gib": 3.0 for phase in works.PHASES}
+    works.add_results(tmp_path / "bench.csv", [step])
     rows = checks.bench_rows("m", 25)
     found = list(checks.read_bench(outcome(tmp_path, {}), rows))
     assert [each["figure"] for each in found] == pytest.approx([25, 0.8, 0.1])
@@ -285,25 +285,15 @@ def test_two_calls_fit_ten_minutes_each():
     assert all(sum(every[name].expected for name in call) <= 540 for call in calls)
 
 
-def test_figures_of_a_gpu_stand_beside_others(tmp_path, capsys):
-    step = {name: 1.0 for name in bench_works.COLUMNS if bench_works.TYPES.get(name, float) is float}
+def test_figures_of_a_gpu_name_its_machine(tmp_path):
+    step = {name: 1.0 for name in works.COLUMNS if works.TYPES.get(name, float) is float}
     step |= {"model": "qwen2.5-0.5b", "dtype": "bf16", "lengths": "tail", "max_tokens": 256, "system": "ours"}
-    step |= {
-        "round": 1,
-        "ranks": 1,
-        "step": 1,
-        "date": "d",
-        "machine": "2 cores of a CPU",
-        "commit": "c",
-        "step_s": 0.25,
-    }
-    bench_works.add_results(tmp_path / "work/bench-m/bench.csv", [step])
+    step |= {"round": 1, "ranks": 1, "step": 1, "date": "d", "machine": "2 cores of a CPU", "commit": "c"}
+    works.add_results(tmp_path / "work/bench-m/bench.csv", [step])
     found = [gpu_check.Verdict("bench m", FEW[0], OK, 0.1)]
     rows = gpu_check.bench_rows(tmp_path / "work", found, "1x-nvidia-h100")
-    (tmp_path / "gpu-check-1x.json").write_text(gpu_check.as_json({}, found, rows))
-    lines = bench_rounds.gpu_lines(bench_rounds.read_gpu_checks(tmp_path))
-    assert lines[2].startswith("| qwen2.5-0.5b, 1x-nvidia-h100 | 250 (250–250) | 1000 |")
-    assert bench_rounds.gpu_lines({}) == ["Not measured on a GPU."]
+    written = json.loads(gpu_check.as_json({}, found, rows))["bench"]
+    assert [(row["model"], row["machine"]) for row in written] == [("qwen2.5-0.5b", "1x-nvidia-h100")]
 
 
 def test_without_a_gpu_it_says_so(command, capsys):

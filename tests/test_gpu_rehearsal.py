@@ -9,8 +9,8 @@ from pathlib import Path
 
 import make_tiny
 import pytest
-from compare_runs import EXCLUDED
 
+from tests.compare_runs import EXCLUDED
 from tests.conftest import Training
 
 pytestmark = [

@@ -4,12 +4,12 @@ import ast
 import json
 
 import pytest
-from processes import Torchrun
 
 from config import RewardConfig
 from support.base.read_config import KEYS, SECTIONS
 from support.step.grading import GradingPool
 from tests.conftest import REPO
+from tests.processes import Torchrun
 
 # What only looks at the configuration: a key that nothing else reads is dead.
 LOOKS = ("config.py", "support/check/checks.py")

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from processes import Torchrun
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megatron_bridge as bridge
 import train_grpo
+from benchmarks import works
 from config import UserError
 from support.base import ranks
 from support.base.read_config import load_config, override
@@ -30,7 +30,8 @@ from support.run import logs
 from support.step.packing import to_micro_batches
 from tests.conftest import REPO
 from tests.memory_worker import held_bytes
-from tools import bench_works, plans
+from tests.processes import Torchrun
+from tools import plans
 
 TINY = str(REPO / "configs/tiny.yaml")
 GPU = 80 * memory_plan.GB
@@ -119,7 +120,7 @@ def test_the_whole_model_is_counted_once(tmp_path, size, layout):
     keys = [f"model.path={plans.model_folder(name, tmp_path)}", f"parallel.tp={tp}", f"parallel.pp={pp}"]
     cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [*keys, f"parallel.ep={ep[0] if ep else 1}"])
     whole = [count(cfg, gpus, stage * gpus // pp).stage_weights for stage in range(pp)]
-    assert sum(whole) == bench_works.count(bench_works.MODELS[plans.SHAPES[name]])
+    assert sum(whole) == works.count(works.MODELS[plans.SHAPES[name]])
 
 
 # ---------------------------------------------------------------- transient memory
@@ -208,7 +209,7 @@ def test_a_reference_and_a_teacher(tmp_path):
     small, large = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
     folders = {name: plans.model_folder(name, tmp_path / name.rpartition("/")[2]) for name in (small, large)}
     keys = [f"model.path={folders[large]}", f"algo.teacher={folders[small]}"]
-    size = {name: 2 * bench_works.count(bench_works.MODELS[plans.SHAPES[name]]) for name in folders}
+    size = {name: 2 * works.count(works.MODELS[plans.SHAPES[name]]) for name in folders}
 
     def on_gpu(*more: str) -> dict[str, dict[str, int]]:
         cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [*keys, "parallel.tp=1", "parallel.pp=1", *more])

@@ -16,7 +16,7 @@ from tests.conftest import REPO, read_rows, write_rows
 from tests.test_checkpoint import equal, lasting
 from tests.test_credit import made, three
 from tests.test_exact import response_logps
-from tests.test_forks import fork, load, title_of  # noqa: F401, a fixture
+from tests.test_forks import fork, load  # noqa: F401, a fixture
 
 
 def with_keys(algo: dict, rollout: dict) -> SimpleNamespace:
@@ -32,7 +32,7 @@ def with_keys(algo: dict, rollout: dict) -> SimpleNamespace:
 @pytest.fixture
 def stale(fork):  # noqa: F811
     """The script with past weights, as a module."""
-    return fork(title_of("Stale samples"))
+    return fork("stale_samples")
 
 
 def test_the_sets_of_each_step_by_hand(stale):
@@ -130,7 +130,7 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
 @pytest.fixture
 def process(fork, tmp_path, monkeypatch):  # noqa: F811
     """process(samples) → the advantages of each answer's response tokens, with algo.credit=process."""
-    module = fork(title_of("Process supervision"))
+    module = fork("process_supervision")
     module.credit = load("forked_credit", tmp_path / "fork/support/step/credit.py", monkeypatch)
 
     def advantages(samples: list, **keys) -> list[list[float]]:

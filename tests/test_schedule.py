@@ -9,7 +9,7 @@ from support.base.read_config import load_config
 from support.step import schedule
 from tests.conftest import REPO
 from tests.test_checkpoint import SMALL, equal, lasting, weights
-from tests.test_forks import apply, title_of
+from tests.test_forks import apply
 from tests.test_step import build  # noqa: F401, a fixture
 from train_grpo import config_at, rehearse, train_step
 
@@ -86,7 +86,7 @@ def test_a_run_uses_its_courses(train_forked):
 @pytest.mark.slow
 def test_what_a_fork_moves_goes_on_after_a_resume(train, tmp_path):
     """The fork with the adaptive entropy coefficient: four steps at once, and two and two."""
-    apply(title_of("entropy coefficient"), tmp_path / "fork")
+    apply("entropy_target", tmp_path / "fork")
     forked = {"script": tmp_path / "fork/train_grpo.py"}
     keys = (*SMALL, "train.save_every=1", "schedule.entropy_coef={to: 0}")  # has a course: so it is in the metrics
     straight = train(2, *keys, "train.steps=4", out=tmp_path / "straight", **forked)

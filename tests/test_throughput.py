@@ -1,12 +1,12 @@
-"""What a step cost, by hand and against tools/bench_works.py; how far a run is; how busy a GPU is, on a stand-in."""
+"""What a step cost, by hand and against benchmarks/works.py; how far a run is; how busy a GPU is, on a stand-in."""
 
 from types import SimpleNamespace
 
-import bench_works
 import numpy as np
 import pytest
 import torch
 
+from benchmarks import works
 from support.base.read_config import load_config
 from support.check import run_plan
 from support.run import progress
@@ -16,16 +16,16 @@ from tests.conftest import REPO
 
 @pytest.mark.parametrize("name", ["tiny", "qwen2.5-7b", "qwen3-30b-a3b", "qwen3-235b-a22b"])
 def test_operations_are_those_of_the_bench(name):
-    c = bench_works.MODELS[name]
+    c = works.MODELS[name]
     hf = SimpleNamespace(**c)
-    assert throughput.train_flops(hf, [30, 500]) == pytest.approx(bench_works.train_flops(c, [30, 500]), rel=1e-12)
+    assert throughput.train_flops(hf, [30, 500]) == pytest.approx(works.train_flops(c, [30, 500]), rel=1e-12)
     matrices = sum(out * inp for out, inp in shapes(c))
     assert throughput.matrix_weights(hf, active=False) == matrices
 
 
 def shapes(c: dict) -> list[tuple]:
     """The shapes of all matrices but the embedding's lookup."""
-    layer = [shape for shape in bench_works.layer_shapes(c, 0).values() if len(shape) == 2]
+    layer = [shape for shape in works.layer_shapes(c, 0).values() if len(shape) == 2]
     return layer * c["num_hidden_layers"] + [(c["vocab_size"], c["hidden_size"])]
 
 
@@ -33,7 +33,7 @@ def test_rates_by_hand(monkeypatch):
     monkeypatch.setattr(throughput.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(throughput, "gpu_rate", lambda dtype: 1e9)
-    hf = SimpleNamespace(**bench_works.MODELS["tiny"])
+    hf = SimpleNamespace(**works.MODELS["tiny"])
     cfg = load_config(str(REPO / "configs/tiny.yaml"), ["train.epochs_per_step=2"])
     samples = [
         SimpleNamespace(prompt_ids=[1] * 10, response_ids=[1] * 21),

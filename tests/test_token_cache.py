@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import datasets
-import large_data
 import pyarrow
 import pytest
 import transformers
@@ -19,6 +18,7 @@ import transformers
 from config import DataConfig
 from support.data import token_cache
 from support.data.prompts import fingerprint, load_prompts
+from tests import large_data
 from tests.conftest import REPO, read_rows, write_rows
 
 ROWS = 20_500  # 21 blocks, the last one half full
@@ -177,8 +177,8 @@ def test_other_mistakes_are_named_as_ever(large, cache, tmp_path):
 
 @pytest.mark.slow
 def test_what_two_ranks_need_for_a_large_set(tmp_path):
-    """A twelfth of the set that tools/large_data.py makes; what is mapped from files is shared, and not counted."""
-    command = [sys.executable, "tools/large_data.py", str(tmp_path), "--rows", "40000"]
+    """A twelfth of the set that tests/large_data.py makes; what is mapped from files is shared, and not counted."""
+    command = [sys.executable, "-m", "tests.large_data", str(tmp_path), "--rows", "40000"]
     lines = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
     print("\n".join(lines))
     ranks = [json.loads(line) for line in lines if line.startswith("{")]

@@ -16,8 +16,8 @@ import pytest
 
 from tests import link
 from tests.conftest import REPO, ForkedTraining, Training
+from tests.faults.torture import find_incomplete
 from tests.test_checkpoint import lasting
-from tools.torture import find_incomplete
 
 pytestmark = pytest.mark.slow
 

@@ -3,9 +3,9 @@
 import re
 
 import pytest
+from walkthrough import QUOTED, QUOTES, quote
 
 from tests.conftest import REPO, differs_from_upstream
-from tools.walkthrough import QUOTED, QUOTES, quote
 
 PAGE = (REPO / "docs/walkthrough.md").read_text()
 
@@ -23,7 +23,9 @@ def test_what_the_page_quotes_is_there(file, function, count, start):
 def test_the_page_has_each_quote_in_its_place():
     """What is quoted may lag behind the code by an edit; which functions are quoted may not."""
     names = [(file, function) for file, function, _, _ in QUOTES]
-    assert QUOTED.findall(PAGE) == names, "tools/walkthrough.py --quotes renews them, make walkthrough the numbers too"
+    assert QUOTED.findall(PAGE) == names, (
+        "docs/make/walkthrough.py --quotes renews them, make walkthrough the numbers too"
+    )
 
 
 def test_the_page_has_no_line_numbers():

@@ -27,10 +27,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import works
 from support.base import versions
-from tools import bench_works, doctor
+from tests.processes import REPO, Torchrun, without_report
+from tools import doctor
 from tools.gpu_checks.checks import FOLDER, WRONG_NUMBERS, Check, NotRun, Row, all_checks, machine_row
-from tools.processes import REPO, Torchrun, without_report
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 LOST = "see the output of the check"
@@ -240,7 +241,7 @@ def bench_rows(folder: Path, found: list[Verdict], name: str) -> list[dict]:
     """Return the results of the benchmarks among `found`, rows as in docs/bench/rounds.csv, measured on `name`."""
     rows = []
     for check in dict.fromkeys(each.check for each in found if each.figure is not None):
-        rows += bench_works.read_results(folder / check.replace(" ", "-") / "bench.csv")
+        rows += works.read_results(folder / check.replace(" ", "-") / "bench.csv")
     return [{**row, "machine": name} for row in rows]
 
 
@@ -276,7 +277,7 @@ def as_json(about: dict, found: list[Verdict], bench: list[dict]) -> str:
 def machine_name(facts: dict, nproc: int) -> str:
     """Return a name for the file: number and model of the GPUs, or the CPU."""
     gpus = facts["torch"]["gpus"]
-    name = f"{nproc}x-{gpus[0]['name']}" if gpus else f"cpu-{bench_works.facts()['machine'].partition(' of ')[2]}"
+    name = f"{nproc}x-{gpus[0]['name']}" if gpus else f"cpu-{works.facts()['machine'].partition(' of ')[2]}"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -353,7 +354,7 @@ def main(argv: list[str]) -> int:
 def describe_machine(facts: dict, nproc: int) -> dict:
     """Return what the JSON says of the machine and of the software, from the facts of tools/doctor.py."""
     return {
-        "machine": machine_name(facts, nproc), "nproc": nproc, "date": bench_works.facts()["date"],
+        "machine": machine_name(facts, nproc), "nproc": nproc, "date": works.facts()["date"],
         "commit": versions.commit(), "driver": facts["driver"], "gpus": facts["torch"]["gpus"],
         "packages": {name: facts["packages"][name] for name in PACKAGES},
         "cuda": facts["torch"]["cuda"], "nccl": facts["torch"]["nccl"],

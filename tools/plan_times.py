@@ -12,8 +12,7 @@ With N weights that a token uses, T tokens of a step, W bytes of the model, F an
 import math
 from dataclasses import dataclass
 
-import bench_works
-
+from benchmarks import works as bench_works
 from config import Config
 from support.check import memory_formulas, memory_plan, run_plan
 from support.step.packing import bubble

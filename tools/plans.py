@@ -3,7 +3,7 @@
     python -m tools.plans
 
 By arithmetic and from config.json alone, see support/check/memory_plan.py. Models are on the hub, so their shapes are
-those of tools/bench_works.py; configs whose model is not among them, the demo's, are left out.
+those of benchmarks/works.py; configs whose model is not among them, the demo's, are left out.
 """
 
 import json
@@ -14,14 +14,13 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "tools"))
-import bench_works  # noqa: E402
-
+from benchmarks import works as bench_works  # noqa: E402
 from config import Config  # noqa: E402
 from support.base.read_config import load_config  # noqa: E402
 from support.check import memory_plan  # noqa: E402
 
 GPU_GB = 80
-SHAPES = {  # name on the hub → in tools/bench_works.py
+SHAPES = {  # name on the hub → in benchmarks/works.py
     **{f"Qwen/Qwen2.5-{n}B-Instruct": f"qwen2.5-{n}b" for n in ("0.5", "1.5", "7", "14", "32", "72")},
     **{f"Qwen/Qwen3-{n}": f"qwen3-{n.lower()}" for n in ("30B-A3B", "235B-A22B")},
 }

@@ -13,10 +13,10 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "tools"))
-import bench_works  # noqa: E402
 import plan_times  # noqa: E402
 from plan_times import CARDS, Card, Lengths  # noqa: E402
 
+from benchmarks import works as bench_works  # noqa: E402
 from config import Config  # noqa: E402
 from support.base.read_config import load_config  # noqa: E402
 from support.check import memory_plan  # noqa: E402

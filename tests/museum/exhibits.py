@@ -1,4 +1,4 @@
-"""The exhibits, and the options of their runs. `python -m tools.museum` runs them and writes docs/museum.md."""
+"""The exhibits, and the options of their runs. test_museum.py runs them."""
 
 from tests.museum import Exhibit
 
@@ -74,7 +74,7 @@ GRADIENTS = [
     Exhibit(
         "not_zeroed", "gradients", "gradients of the previous update are not zeroed",
         "megatron_bridge:zero_gradients", "chunk.zero_grad_buffer()", "pass",
-        "test", "tests/test_museum.py::test_updates_begin_without_a_gradient", "", "two updates",
+        "test", "tests/museum/test_museum.py::test_updates_begin_without_a_gradient", "", "two updates",
     ),
     Exhibit(
         "sequence_ratio_summed", "gradients", "the ratio of a sequence is the sum of its log-ratios, not their mean",
@@ -204,7 +204,7 @@ TOKENS = [
     Exhibit(
         "one_seed", "tokens", "the seed does not reach vLLM",
         "rollout:Engine.generate", "n=n, seed=seed", "n=n, seed=0",
-        "test", "tests/test_museum.py::test_every_prompt_has_its_own_seed_in_vllm", "trl#7040, vllm#11953",
+        "test", "tests/museum/test_museum.py::test_every_prompt_has_its_own_seed_in_vllm", "trl#7040, vllm#11953",
     ),
 ]  # fmt: skip
 
@@ -250,7 +250,7 @@ GROUPS = [
     Exhibit(
         "data_replayed", "groups", "every step takes the same prompts",
         "train_grpo:collect", "run.prompts_taken = taken", "run.prompts_taken = 0",
-        "test", "tests/test_museum.py::test_steps_take_the_prompts_that_follow", "open-instruct#1523",
+        "test", "tests/museum/test_museum.py::test_steps_take_the_prompts_that_follow", "open-instruct#1523",
     ),
     Exhibit(
         "weights_of_all", "groups", "an update is divided by the answers of the whole step",

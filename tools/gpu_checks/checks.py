@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 
-from tools import bench_works
+from benchmarks import works
 
 FOLDER = "GPU_CHECK_FOLDER"  # environment variable: the folder that a check writes into
 ROWS = "rows.jsonl"  # file in that folder, with {"row", "figure", "note"} per line
@@ -91,16 +91,16 @@ def read_killed(outcome) -> Iterator[dict]:
 
 
 def read_bench(outcome, rows: list[Row]) -> Iterator[dict]:
-    """Yield MFU of training, sampling rate ÷ bare vLLM and seconds of the push from a run of tools/bench.py."""
+    """Yield MFU of training, sampling rate ÷ bare vLLM and seconds of the push from a run of benchmarks/ours.py."""
     no_room = re.search(r"error: (--model .* GiB are free)", outcome.text)
     if no_room:
         raise NotRun(no_room[1])
-    steps = bench_works.read_results(outcome.folder / "bench.csv")
-    table = bench_works.summary(steps)
+    steps = works.read_results(outcome.folder / "bench.csv")
+    table = works.summary(steps)
     rates = [step["tokens_per_s"] * step["step_s"] / step["rollout_s"] for step in steps]
     share = median(rate / step["bare_tokens_per_s"] for rate, step in zip(rates, steps, strict=True))
     phases = ", ".join(f"{phase} {table[f'{phase} s']:.2g}" for phase in ("rollout", "logprob", "train", "sync"))
-    peak = max(table[f"{phase} peak GiB"] for phase in bench_works.PHASES)
+    peak = max(table[f"{phase} peak GiB"] for phase in works.PHASES)
     notes = [
         f"step {table['step s']:.2f} s: {phases}; peak {peak:.1f} GiB",
         f"{median(rates):.0f} tokens/s, vLLM alone {table['bare vLLM tokens/s']:.0f}",
@@ -196,7 +196,7 @@ KILLED = [
 
 
 def bench_rows(model: str, mfu: float) -> list[Row]:
-    """Return the rows of tools/bench.py for a model; `mfu` is the bound in percent, 0 for none."""
+    """Return the rows of benchmarks/ours.py for a model; `mfu` is the bound in percent, 0 for none."""
     return [
         Row(f"{model}: training", "≥", mfu, "% of the matmul rate", RATE),
         Row(f"{model}: sampling", "≥", 0.95 if mfu else 0, "of vLLM alone", RATE),
@@ -236,12 +236,12 @@ TRIALS = [
 
 
 def bench_check(model: str, mfu: float, dtype: str, least_gib: float, *arguments: str) -> Check:
-    """Return the check that runs tools/bench.py on a model."""
+    """Return the check that runs benchmarks/ours.py on a model."""
     rows = bench_rows(model, mfu)
     common = ("--model", model, "--dtype", dtype, "--folder", "{shared}/bench", "--csv", "{own}/bench.csv")
     steps = ("--warmup", "1", "--steps", "2")
     return Check(
-        f"bench {model}", 240, 130, rows, "tools/bench.py", (*common, *steps, *arguments),
+        f"bench {model}", 240, 130, rows, "benchmarks/ours.py", (*common, *steps, *arguments),
         partial(read_bench, rows=rows), least_gib=least_gib,
     )  # fmt: skip
 

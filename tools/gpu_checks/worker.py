@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 import train_grpo
+from benchmarks import works
 from config import Config
 from support.base import ranks
 from support.base.read_config import load_config
 from support.engine import vllm_process
-from tools import bench_works, make_tiny
+from tools import make_tiny
 from tools.gpu_checks.checks import FOLDER, ROWS
 
 Record = Callable[..., None]  # (row's name, figure, note)
@@ -90,11 +91,10 @@ def make_model(kind: str) -> Path:
 
 
 def bench_model(name: str) -> Path:
-    """Write a bf16 model of tools/bench.py into the folder that the benchmarks also use; returns its folder."""
+    """Write a bf16 model of benchmarks/ours.py into the folder that the benchmarks also use; returns its folder."""
     path = None
     if ranks.is_first_rank():
-        sys.path.append(str(Path(bench_works.__file__).parent))  # bench_works imports make_tiny from there
-        path, _ = bench_works.make_inputs(folder().parent / "bench", bench_works.Work(name, "bf16"))
+        path, _ = works.make_inputs(folder().parent / "bench", works.Work(name, "bf16"))
     found = [path]
     dist.broadcast_object_list(found)
     return found[0]

@@ -1,0 +1,154 @@
+"""Run the works of benchmarks/works.py with ours and with TRL, in turn, and say how they compare.
+
+    python benchmarks/against_trl.py                                    # all works, all systems, 3 rounds
+    python benchmarks/against_trl.py --works tiny-64 small-bf16-64 --rounds 1 --systems ours trl
+    python benchmarks/against_trl.py --rounds 0                         # only print the table
+
+Every run is a process group of its own, 3 steps to warm up and 6 that are timed; round by round the systems take
+turns, so that what else the machine does falls on all. Results are appended to docs/bench/rounds.csv; a run that is
+there is not run again, so an interrupted set goes on where it was. Ratios are of medians over the steps of all rounds.
+TRL runs in the fastest setting that docs/bench/trl-settings.csv has for the work; benchmarks/trl.py --csv adds others.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import trl, works
+from benchmarks.works import REPO, WORKS, TrlSetting, values
+
+SYSTEMS = {"ours": "train_grpo", "trl": "TRL, transformers", "trl-vllm": "TRL, colocated vLLM"}
+RESULTS = REPO / "docs/bench/rounds.csv"
+SETTINGS = REPO / "docs/bench/trl-settings.csv"
+TRL = REPO / "build/trl-venv"
+RANKS = 2
+TIMEOUT_S = 900  # of a run
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+
+
+def command_of(work: str, system: str, number: int) -> list[str]:
+    """The command that times a system on a work and appends its results."""
+    options = ["--work", work, "--round", str(number), "--csv", str(RESULTS.relative_to(REPO))]
+    if system == "ours":
+        return [sys.executable, *LAUNCH, "benchmarks/ours.py", *options]
+    if system == "trl-vllm":
+        options.append("--vllm")
+    setting = str(fastest_setting(work, system))
+    return [str(TRL / "bin/python"), *LAUNCH, "benchmarks/trl.py", *options, "--setting", setting]
+
+
+def run(command: list[str], name: str) -> bool:
+    """Run a command, its output in build/bench/NAME.log; whether it ended well."""
+    start = time.perf_counter()
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+    log = REPO / "build/bench" / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        timed = ["timeout", str(TIMEOUT_S), *command]
+        code = subprocess.run(timed, cwd=REPO, env=environment, stdout=out, stderr=out).returncode
+    report = f"{name}: {time.perf_counter() - start:.0f} s"
+    if code != 0:
+        report += f", exit code {code}, see {log}"
+    print(report, flush=True)
+    return code == 0
+
+
+def run_round(work: str, system: str, number: int) -> bool:
+    """Time one system on one work, unless its result is there; whether there is a result then."""
+    for row in rows_on(RESULTS, work):
+        if row["system"] == system and row["round"] == number:
+            return True
+    return run(command_of(work, system, number), f"{work}.{system}.{number}")
+
+
+def rows_on(results: Path, work: str) -> list[dict]:
+    """The rows of a results file that were measured on a work."""
+    return [row for row in works.read_results(results) if works.work_of(row) == WORKS[work]]
+
+
+def fastest_setting(work: str, system: str) -> TrlSetting:
+    """TRL's setting with the most tokens a second (median) on a work. Raises SystemExit where none was measured."""
+    rates: dict[str, list[float]] = {}
+    for row in rows_on(SETTINGS, work):
+        if row["system"] == system:
+            rates.setdefault(row["setting"], []).append(row["tokens_per_s"])
+    if not rates:
+        raise SystemExit(f"no setting of {system} was measured on {work}: benchmarks/trl.py --csv {SETTINGS}")
+    return TrlSetting.parse(max(rates, key=lambda setting: median(rates[setting])))
+
+
+# ---------------------------------------------------------------- tables
+
+
+def rows_by_work(rows: list[dict]) -> dict[str, list[dict]]:
+    """{name of a work: its rows} of the works that have any."""
+    found = {name: [row for row in rows if works.work_of(row) == work] for name, work in WORKS.items()}
+    return {name: of_work for name, of_work in found.items() if of_work}
+
+
+def of_system(rows: list[dict], *systems: str) -> list[dict]:
+    return [row for row in rows if row["system"] in systems]
+
+
+def spread(numbers: list[float], digits: int) -> str:
+    """Median and range, as a table's cell has them."""
+    if not numbers:
+        return "–"
+    return f"{median(numbers):.{digits}f} ({min(numbers):.{digits}f}–{max(numbers):.{digits}f})"
+
+
+def ratio(above: list[float], below: list[float]) -> str:
+    """The ratio of two medians, as a table's cell has it."""
+    if not above or not below:
+        return "–"
+    return f"{median(above) / median(below):.2f}"
+
+
+def phase_rates(rows: list[dict], phase: str) -> list[float]:
+    """Response tokens a second of one phase, so that works with lengths by chance compare too."""
+    timed = [row for row in rows if row[f"{phase}_s"]]
+    return [row["tokens_per_s"] * row["step_s"] / row[f"{phase}_s"] for row in timed]
+
+
+def ratio_lines(found: dict[str, list[dict]]) -> list[str]:
+    """A table of tokens/s of each system, and of the ratios."""
+    names = [*SYSTEMS.values(), "÷ TRL, transformers", "÷ TRL, vLLM", "training ÷ TRL's", "log-probs ÷ TRL's"]
+    lines = [f"| work | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for work, rows in found.items():
+        rates = {system: values(of_system(rows, system), "tokens_per_s") for system in SYSTEMS}
+        cells = [spread(rates[system], 0) for system in SYSTEMS]
+        cells += [ratio(rates["ours"], rates[system]) for system in ("trl", "trl-vllm")]
+        for phase in ("train", "logprob"):
+            trl = phase_rates(of_system(rows, "trl", "trl-vllm"), phase)
+            cells.append(ratio(phase_rates(of_system(rows, "ours"), phase), trl))
+        lines.append(f"| {work} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=[*WORKS])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    failed = 0
+    if args.rounds and args.systems != ["ours"]:
+        trl.setup(TRL)
+        for work in args.works:
+            works.make_inputs(REPO / "build/bench", WORKS[work])
+    for number in range(1, args.rounds + 1):
+        for work in args.works:
+            failed += sum(not run_round(work, system, number) for system in args.systems)
+    found = rows_by_work(works.read_results(RESULTS))
+    print("\n".join(ratio_lines(found)))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

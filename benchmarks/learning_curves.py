@@ -1,0 +1,169 @@
+"""Train the demo (configs/tiny.yaml) here and with TRL, with several seeds each, and compare how the reward rises.
+
+    python benchmarks/learning_curves.py                 # 5 seeds of each: docs/bench/learning.csv, the table
+    python benchmarks/learning_curves.py --table         # only the table, from the CSV that is there
+
+Both train the same model folder on the same prompts with the same reward, in fp32 on two ranks: prompts and answers a
+step, one update a step, token-mean loss, advantages over the group's standard deviation, no KL, entropy bonus, Adam,
+learning rate and clipping are those of the configuration. TRL samples with transformers. What differs: the order of the
+prompts and the seeds of sampling; 1e-4 beside the standard deviation where ours has 1e-6; TRL's warm-up begins with a
+learning rate of 0 where ours begins with a tenth of it.
+
+A curve that is in the CSV is not trained again. TRL runs in build/trl-venv (benchmarks/trl.py --setup makes it).
+"""
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+CURVES = REPO / "docs/bench/learning.csv"
+TRL = REPO / "build/trl-venv"
+CONFIG = "configs/tiny.yaml"
+RANKS = 2
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+SHOWN = (50, 100, 200, 300)  # steps in the table
+WINDOW = 10  # a value is the mean over so many steps up to the one that is named
+NAMES = {"ours": "train_grpo", "trl": "TRL 1.16, transformers"}
+Curve = list[float]  # mean reward of the sampled answers at steps 1, 2, ...
+
+
+# ---------------------------------------------------------------- one run
+
+
+def train_ours(seed: int, folder: Path) -> Curve:
+    """Train the configuration with a seed."""
+    command = [sys.executable, *LAUNCH, "train_grpo.py", "--config", CONFIG, f"seed={seed}"]
+    start([*command, f"output_dir={folder}", "train.save_every=0"], folder.with_suffix(".log"))
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["reward/mean"] for line in lines]
+
+
+def train_trl(seed: int, folder: Path) -> Curve:
+    """Train TRL with the same settings and a seed, in its own environment."""
+    from support.base.read_config import load_config
+
+    cfg = load_config(str(REPO / CONFIG), [f"seed={seed}"])
+    folder.mkdir()
+    (folder / "config.json").write_text(cfg.model_dump_json())
+    start([str(TRL / "bin/python"), *LAUNCH, __file__, "--trl", str(folder)], folder.with_suffix(".log"))
+    return json.loads((folder / "curve.json").read_text())
+
+
+def start(command: list[str], log: Path) -> None:
+    """Run a command in the repository. Raises SystemExit with the end of its output where it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as file:
+        done = subprocess.run(command, cwd=REPO, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{log.read_text()[-3000:]}")
+
+
+def trl_rank(folder: Path) -> None:
+    """A rank of TRL's run, in TRL's environment: writes curve.json."""
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from tools.tiny_reward import digits_in_place
+
+    cfg = json.loads((folder / "config.json").read_text())
+    train, algo, rollout = cfg["train"], cfg["algo"], cfg["rollout"]
+    assert algo["kl_coef"] == 0 and algo["advantage"] == "grpo" and algo["loss_norm"] == "token_mean"
+    options = GRPOConfig(
+        output_dir=str(folder), seed=cfg["seed"], use_cpu=True, bf16=False, max_steps=train["steps"],
+        per_device_train_batch_size=rollout["prompts_per_step"] * rollout["group_size"] // RANKS,
+        gradient_accumulation_steps=1, num_generations=rollout["group_size"], num_iterations=1,
+        max_completion_length=rollout["max_new_tokens"], temperature=rollout["temperature"],
+        learning_rate=train["lr"], lr_scheduler_type="constant_with_warmup", warmup_steps=train["warmup_steps"],
+        weight_decay=train["weight_decay"], adam_beta1=train["adam_beta1"], adam_beta2=train["adam_beta2"],
+        max_grad_norm=train["clip_grad"], beta=0.0, entropy_coef=algo["entropy_coef"], loss_type="dapo",
+        scale_rewards="group", gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"},
+        logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, ddp_find_unused_parameters=False,
+    )  # fmt: skip
+
+    def reward(completions: list[str], answer: list[str], **_) -> list[float]:
+        return [digits_in_place(text, wanted, {}) for text, wanted in zip(completions, answer, strict=True)]
+
+    model = cfg["model"]["path"]
+    data = load_dataset("json", data_files=cfg["data"]["train"], split="train", cache_dir=str(folder / "cache"))
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=reward, args=options, train_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+    )  # fmt: skip
+    trainer.train()
+    if trainer.is_world_process_zero():
+        curve = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+        (folder / "curve.json").write_text(json.dumps(curve))
+
+
+# ---------------------------------------------------------------- all runs
+
+
+def read_curves() -> dict[tuple[str, int], Curve]:
+    """{(system, seed): curve} of the CSV."""
+    curves = {}
+    if CURVES.exists():
+        with CURVES.open(newline="") as file:
+            for row in csv.DictReader(file):
+                curves.setdefault((row["system"], int(row["seed"])), []).append(float(row["reward"]))
+    return curves
+
+
+def add_curve(system: str, seed: int, curve: Curve) -> None:
+    """Append a curve to the CSV."""
+    is_new = not CURVES.exists()
+    with CURVES.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if is_new:
+            writer.writerow(["system", "seed", "step", "reward"])
+        writer.writerows([system, seed, step, f"{value:.6f}"] for step, value in enumerate(curve, 1))
+
+
+def smooth(curve: Curve) -> Curve:
+    """The mean of each value and the WINDOW - 1 before it."""
+    windows = [curve[max(0, i + 1 - WINDOW) : i + 1] for i in range(len(curve))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def table(curves: dict[tuple[str, int], Curve]) -> str:
+    """Mean of the seeds, lowest and highest, at the steps in SHOWN."""
+    lines = ["| step | " + " | ".join(NAMES.values()) + " |", "|---" * (1 + len(NAMES)) + "|"]
+    for step in SHOWN:
+        cells = []
+        for system in NAMES:
+            values = [smooth(curve)[step - 1] for (of, _), curve in curves.items() if of == system]
+            cells.append(f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})")
+        lines.append(f"| {step} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5, help="of each system")
+    parser.add_argument("--table", action="store_true", help="train nothing")
+    parser.add_argument("--trl", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.trl:
+        trl_rank(args.trl)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(0 if args.table else args.seeds):
+            for system, train in {"ours": train_ours, "trl": train_trl}.items():
+                if (system, seed) not in read_curves():
+                    curve = train(seed, Path(folder, f"{system}_{seed}"))
+                    add_curve(system, seed, curve)
+                    print(f"{system}, seed {seed}: {smooth(curve)[-1]:.3f}", flush=True)
+    curves = read_curves()
+    print(table(curves))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Time the phases of a step beside what this machine can do, measured in the same run.
+
+    torchrun --nproc_per_node=2 benchmarks/ours.py                                  # the work tiny-64
+    torchrun --nproc_per_node=2 benchmarks/ours.py --work small-bf16-natural --csv bench.csv
+    torchrun --nproc_per_node=8 benchmarks/ours.py --model qwen2.5-7b --dtype bf16 --tokens 1024 parallel.tp=2 ...
+
+A work is a model with random weights, a dtype, lengths and the most tokens of an answer (works.py). Each
+step has 8 prompts × 8 samples and a KL to a reference; overrides (section.key=value) change anything. Medians over the
+steps after warm-up. MFU is the operations of a phase (works.train_flops) ÷ its seconds ÷ ranks ÷ the rate that
+matmuls of the model's shapes reach, in the same run with all ranks busy. Bare vLLM: `LLM.generate` on the same engines
+for as many prompts and samples, right after each step, without log-probs, grading or training.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import megatron_bridge as bridge
+import train_grpo
+from benchmarks import works
+from benchmarks.works import GROUP, KL, LR, MAX_PROMPT_TOKENS, PHASES, PROMPTS, STEPS, WARMUP, WORKS, Work
+from config import Config, UserError
+from support.base import ranks, versions
+from support.base.read_config import load_config
+from support.check import checks
+from support.data.prompts import prompt_batch
+from support.engine import cpu_engine, push_check
+from support.run import launch
+from support.run.clock import Clock
+from support.step import gates, invariants, push_source
+
+MICRO_BATCH = 4096  # tokens
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", choices=WORKS, default="tiny-64", help="what to time; the next four change it")
+    parser.add_argument("--model", choices=works.MODELS, help="shape of the model")
+    parser.add_argument("--dtype", choices=bridge.DTYPES)
+    parser.add_argument("--lengths", choices=works.END_CHANCE, help="of the answers")
+    parser.add_argument("--tokens", type=int, dest="max_tokens", help="longest answer")
+    parser.add_argument("--steps", type=int, default=STEPS, help="that are timed, after the warm-up")
+    parser.add_argument("--warmup", type=int, default=WARMUP)
+    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")
+    parser.add_argument("--csv", type=Path, help="file to add this run to")
+    parser.add_argument("--round", type=int, default=1, help="number of the run, for --csv")
+    parser.add_argument("--no-ceilings", action="store_true", help="leave out matmul, copy, all-reduce and bare vLLM")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser.parse_intermixed_args()
+
+
+def chosen_work(args: argparse.Namespace) -> Work:
+    """The work named, with what the options change."""
+    given = {name: getattr(args, name) for name in ("model", "dtype", "lengths", "max_tokens")}
+    return replace(WORKS[args.work], **{name: value for name, value in given.items() if value is not None})
+
+
+def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config:
+    """The benchmark's configuration; rank 0 has made model and data in `folder`."""
+    model, data = works.make_inputs(folder, work) if dist.get_rank() == 0 else (None, None)
+    shared = [str(model), str(data)]
+    dist.broadcast_object_list(shared)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.yaml").touch()
+    room = max(MICRO_BATCH, MAX_PROMPT_TOKENS + work.max_tokens)
+    defaults = [
+        f"output_dir={folder / 'out'}", f"model.path={shared[0]}", f"model.dtype={work.dtype}",
+        f"data.train={shared[1]}", "data.chat_template=false", f"data.max_prompt_tokens={MAX_PROMPT_TOKENS}",
+        f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={GROUP}",
+        f"rollout.max_new_tokens={work.max_tokens}", "reward.default=custom",
+        f"reward.custom={works.__file__}:checksum", f"algo.kl_coef={KL}", f"train.lr={LR}",
+        f"train.steps={steps + 1}", "train.save_every=0",
+        f"train.max_tokens_per_micro_batch={room}", f"train.logprob_max_tokens_per_micro_batch={room}",
+    ]  # fmt: skip
+    if work.dtype == "bf16":
+        # One weight moves all logits but the end's. The derivatives by them nearly cancel, and rounded to bf16 they are
+        # off by a third in sum: the first update's check would stop the run (docs/reliability.md).
+        defaults.append("train.check_update=false")
+    return load_config(str(folder / "bench.yaml"), [*defaults, *overrides])
+
+
+# ---------------------------------------------------------------- ceilings
+
+
+def rate(amount: float, action, seconds: float = 0.5) -> float:
+    """`amount` per second of the slowest rank, for an action that all ranks repeat at once; median of repeats."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    action()
+    wait()
+    taken, start = [], time.perf_counter()
+    for _ in range(50):
+        dist.barrier()
+        began = time.perf_counter()
+        action()
+        wait()
+        taken.append(time.perf_counter() - began)
+        if ranks.on_any_rank(time.perf_counter() - start > seconds and len(taken) > 2):
+            break
+    slowest = torch.tensor(median(taken), dtype=torch.float64, device=bridge.device())
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return amount / slowest.item()
+
+
+def ceilings(work: Work, rows: int) -> dict[str, float]:
+    """What a rank reaches with all ranks busy.
+
+    Operations/s of matmuls of `rows` tokens with the model's matrices, each as often as a token meets it; bytes/s of a
+    copy, read and written; bytes/s of an all-reduce of the fp32 gradients.
+    """
+    shape = works.MODELS[work.model]
+    dtype, device = bridge.DTYPES[work.dtype], bridge.device()
+    flops = seconds = 0.0
+    for out, inp, times in works.matmuls(shape):
+        a = torch.randn(rows, inp, device=device).to(dtype)
+        b = torch.randn(out, inp, device=device).to(dtype)
+        one = 2.0 * rows * out * inp
+        flops += one * times
+        seconds += one * times / rate(one, lambda a=a, b=b: a @ b.T, 0.2)
+    source = torch.ones((64 << 20) // 4, device=device)
+    target = torch.empty_like(source)
+    copied = rate(2 * source.nbytes, lambda: target.copy_(source))
+    size = min(works.count(shape), 64 << 20)
+    gradients = torch.zeros(size, device=device)
+    reduced = rate(gradients.nbytes, lambda: dist.all_reduce(gradients))
+    return {"matmul_flops_per_s": flops / seconds, "copy_bytes_per_s": copied, "all_reduce_bytes_per_s": reduced}
+
+
+def bare_vllm(run: train_grpo.Run) -> float:
+    """Tokens/s of all engines on as many samples as a step has, from the common start to the end of the slowest."""
+    cfg, engine = run.cfg, run.engine
+    r = cfg.rollout
+    batch = prompt_batch(run.inputs.prompts, run.prompts_taken, r.prompts_per_step, cfg.seed)
+    share = batch[dist.get_rank() // r.tp :: dist.get_world_size() // r.tp]
+    params = engine.sampling_params(n=r.group_size, temperature=r.temperature, max_tokens=r.max_new_tokens)
+    dist.barrier()
+    start = time.perf_counter()
+    outputs = engine.llm.generate([{"prompt_token_ids": prompt.ids} for prompt in share], params, use_tqdm=False)
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    own = 0
+    if dist.get_rank() % r.tp == 0:  # the ranks of an engine have the same answers
+        own = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+    return sum(ranks.gather(own)) / seconds
+
+
+def timed(owner, name: str, seconds: Counter, key: str) -> None:
+    """Put a function in place of owner.name that adds its seconds to seconds[key]."""
+    inner = getattr(owner, name)
+
+    def outer(*args, **kwargs):
+        start = time.perf_counter()
+        result = inner(*args, **kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds[key] += time.perf_counter() - start
+        return result
+
+    setattr(owner, name, outer)
+
+
+CHECKS = {  # of a step: what is compared → where
+    "rows and formulas of an update": (invariants, "check_update"),
+    "groups and advantages": (invariants, "check_credit"),
+    "graded rewards": (gates, "check_graded"),
+    "gap between trainer and vLLM": (gates, "check_gap"),
+}
+
+
+def time_checks() -> Counter:
+    """Seconds of a step's checks from now on: CHECKS, and those of a push: its digests, until all ranks have told
+    theirs, and their comparison.
+    """
+    seconds = Counter()
+    push_check.ranks = SimpleNamespace(gather=ranks.gather)
+    timed(push_check, "digest", seconds, "digests")
+    cpu_engine.digest = push_check.digest
+    timed(push_source, "read_shards", seconds, "digests")
+    timed(push_check.ranks, "gather", seconds, "gather")
+    timed(push_check.PushCheck, "compare", seconds, "compare")
+    for name, (owner, function) in CHECKS.items():
+        timed(owner, function, seconds, name)
+    return seconds
+
+
+# ---------------------------------------------------------------- a run, and what it says
+
+
+def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dict], list[int], list[Counter]]:
+    """(a row of results for each timed step, lengths of all their answers, seconds of each one's checks)."""
+    seconds = time_checks()  # before vLLM takes the functions
+    cfg, inputs = launch.prepare(cfg, dist.get_world_size(), weights=True)  # prints the plan
+    bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    run = train_grpo.build(cfg, inputs, Clock(stall_timeout_s=0))
+    rows, lengths, checked = [], [], []
+    for step in range(1, args.warmup + args.steps + 1):
+        seconds.clear()
+        metrics, samples = train_grpo.train_step(run, step)
+        row = {"step": step - args.warmup, **step_results(metrics, samples, seconds, work)}
+        taken = Counter(seconds)
+        if not args.no_ceilings:
+            row["bare_tokens_per_s"] = bare_vllm(run)
+        if step > args.warmup:
+            rows.append(row)
+            checked.append(taken)
+            lengths += [len(s.response_ids) for s in samples]
+    run.grading.close()
+    run.clock.stop()
+    run.engine.sleep()
+    if not args.no_ceilings:
+        found = ceilings(work, min(MICRO_BATCH, 2048))
+        rows = [row | found for row in rows]
+    return rows, lengths, checked
+
+
+def step_results(metrics: dict, samples: list, check_seconds: Counter, work: Work) -> dict:
+    """What a row of results has of one step of ours."""
+    row = {"tokens_per_s": metrics["speed/response_tokens_per_s"], "step_s": metrics["time/step"]}
+    for phase in PHASES:
+        row[f"{phase}_s"] = metrics[f"time/{phase}"]
+        row[f"{phase}_peak_gib"] = metrics[f"mem/{phase}_peak_gb"] or 0.0
+    for part in works.PUSH_PARTS:
+        row[f"push_{part}_s"] = float(check_seconds[part])
+    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+    row["train_flops"] = float(works.train_flops(works.MODELS[work.model], lengths))
+    return row
+
+
+def show(rows: list[dict], lengths: list[int]) -> None:
+    """The table of a run's rows."""
+    for name, value in works.summary(rows).items():
+        print(f"{name:26}{value:>12.4g}")
+    print(f"answers of {sum(lengths) / len(lengths):.1f} tokens, the longest {max(lengths)}")
+
+
+def show_checks(rows: list[dict], checked: list[Counter]) -> None:
+    """The share of a step that each check takes."""
+    step = median(row["step_s"] for row in rows)
+    print(f"checks of a step of {1000 * step:.0f} ms")
+    for name in CHECKS:
+        taken = median(seconds[name] for seconds in checked)
+        print(f"  {name:32}{1000 * taken:8.2f} ms{100 * taken / step:8.2f} %")
+
+
+def main() -> int:
+    args = parse_args()
+    work = chosen_work(args)
+    ranks.join_ranks(timeout_s=600)
+    rank, world = dist.get_rank(), dist.get_world_size()  # now: an engine that is given up may end the process group
+    try:
+        cfg = config(args.folder, work, args.warmup + args.steps, args.overrides)
+        checks.check_config(cfg, world)
+        rows, lengths, checked = measure(args, work, cfg)
+    except UserError as error:
+        if rank == 0:
+            ranks.say(f"error: {error}")
+        return 2
+    if rank == 0:
+        about = {**asdict(work), "system": "ours", "round": args.round, "ranks": world}
+        about |= {**works.facts(), "commit": versions.commit()}
+        rows = [about | row for row in rows]
+        show(rows, lengths)
+        show_checks(rows, checked)
+        if args.csv:
+            works.add_results(args.csv, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""What is benchmarked, for ours.py and trl.py alike: models, lengths, works, and where results go.
+
+Knows no trainer: this file is also imported where TRL is installed and Megatron-core is not. All weights are random.
+"""
+
+import csv
+import datetime
+import json
+import math
+import os
+import platform
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+REPO = Path(__file__).resolve().parent.parent
+PROMPTS, GROUP = 8, 8  # of a step: 8 prompts × 8 samples
+KL, LR = 0.05, 1e-6  # a reference is there; weights hardly move, so that lengths stay what they are
+MAX_PROMPT_TOKENS = 32
+WARMUP, STEPS = 3, 6
+
+
+@dataclass(frozen=True)
+class Work:
+    """One thing to time; max_tokens bounds an answer."""
+
+    model: str = "tiny"
+    dtype: str = "fp32"
+    lengths: str = "fixed"  # a key of END_CHANCE
+    max_tokens: int = 64
+
+
+WORKS = {
+    "tiny-64": Work(),
+    "tiny-natural": Work(lengths="natural", max_tokens=192),
+    "tiny-tail": Work(lengths="tail", max_tokens=1000),
+    "small-fp32-64": Work("small"),
+    "small-bf16-64": Work("small", "bf16"),
+    "small-bf16-natural": Work("small", "bf16", "natural", 192),
+}
+
+
+@dataclass(frozen=True)
+class TrlSetting:
+    """What TRL's speed depends on beside the work; see trl.py. Its default: a rank's share at once."""
+
+    micro_batch: int = PROMPTS * GROUP // 2
+    generate: int = PROMPTS * GROUP // 2
+    dtype: str = ""  # "": that of the work
+
+    def __str__(self) -> str:
+        text = f"micro_batch={self.micro_batch} generate={self.generate}"
+        return f"{text} dtype={self.dtype}" if self.dtype else text
+
+    @classmethod
+    def parse(cls, text: str) -> "TrlSetting":
+        pairs = dict(pair.split("=") for pair in text.split())
+        return cls(**{name: value if name == "dtype" else int(value) for name, value in pairs.items()})
+
+
+# Chance that a token ends the answer. So lengths are geometric: all the same, of mean 59 (cut at 192), of mean 199 with
+# the longest of 64 near 1,000.
+END_CHANCE = {"fixed": 1e-9, "natural": 1 / 64, "tail": 1 / 200}
+
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+QWEN3_MOE = {**QWEN2, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+
+
+def sizes(hidden, layers, heads, kv_heads, ffn, vocab, tied, **more) -> dict:
+    """The entries of config.json that say how large a model is."""
+    return {
+        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "head_dim": hidden // heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": vocab, "tie_word_embeddings": tied,
+        "max_position_embeddings": 32768, "hidden_act": "silu", "initializer_range": 0.02, "eos_token_id": 0,
+        **more,
+    }  # fmt: skip
+
+
+def experts(width: int) -> dict:
+    """The entries of a Qwen3 with 128 experts of this width."""
+    return {
+        "max_position_embeddings": 40960, "moe_intermediate_size": width, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 128,
+    }  # fmt: skip
+
+
+# Those below "small" as their config.json on the hub has them (Qwen/Qwen2.5-0.5B ..., Qwen/Qwen3-30B-A3B ...).
+MODELS = {
+    "tiny": QWEN2 | sizes(128, 4, 4, 2, 512, 1024, True),
+    "small": QWEN2 | sizes(512, 8, 16, 2, 2048, 512, True),
+    "qwen2.5-0.5b": QWEN2 | sizes(896, 24, 14, 2, 4864, 151936, True),
+    "qwen2.5-1.5b": QWEN2 | sizes(1536, 28, 12, 2, 8960, 151936, True),
+    "qwen2.5-7b": QWEN2 | sizes(3584, 28, 28, 4, 18944, 152064, False),
+    "qwen2.5-14b": QWEN2 | sizes(5120, 48, 40, 8, 13824, 152064, False),
+    "qwen2.5-32b": QWEN2 | sizes(5120, 64, 40, 8, 27648, 152064, False),
+    "qwen2.5-72b": QWEN2 | sizes(8192, 80, 64, 8, 29568, 152064, False),
+}
+MODELS["qwen3-30b-a3b"] = QWEN3_MOE | sizes(2048, 48, 32, 4, 6144, 151936, False) | experts(768)
+MODELS["qwen3-235b-a22b"] = QWEN3_MOE | sizes(4096, 94, 64, 4, 12288, 151936, False) | experts(1536)
+
+# ---------------------------------------------------------------- models
+
+
+def layer_shapes(c: dict, layer: int) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of one layer's tensors."""
+    h, d = c["hidden_size"], c["head_dim"]
+    q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
+    moe = "num_experts" in c
+    shapes = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
+    shapes |= {f"self_attn.{n}_proj.weight": (size, h) for n, size in (("q", q), ("k", kv), ("v", kv))}
+    shapes |= {"self_attn.o_proj.weight": (h, q)}
+    if moe:
+        shapes |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
+        shapes |= {"mlp.gate.weight": (c["num_experts"], h)}
+    else:
+        shapes |= {f"self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
+    width = c["moe_intermediate_size"] if moe else c["intermediate_size"]
+    mlps = [f"mlp.experts.{e}." for e in range(c["num_experts"])] if moe else ["mlp."]
+    for mlp in mlps:
+        shapes |= {f"{mlp}gate_proj.weight": (width, h), f"{mlp}up_proj.weight": (width, h)}
+        shapes |= {f"{mlp}down_proj.weight": (h, width)}
+    return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+def other_shapes(c: dict) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of the tensors that belong to no layer."""
+    table = (c["vocab_size"], c["hidden_size"])
+    head = {} if c["tie_word_embeddings"] else {"lm_head.weight": table}
+    return {"model.embed_tokens.weight": table, "model.norm.weight": table[1:], **head}
+
+
+def count(c: dict) -> int:
+    """Number of weights."""
+    layer = sum(map(math.prod, layer_shapes(c, 0).values()))
+    return layer * c["num_hidden_layers"] + sum(map(math.prod, other_shapes(c).values()))
+
+
+def matmuls(c: dict) -> list[tuple[int, int, float]]:
+    """(outputs, inputs, times a token) of the matrices that a token is multiplied by: layers, then the output layer."""
+    experts = c.get("num_experts", 1)
+    share = c.get("num_experts_per_tok", 1) / experts
+    table = {}
+    for name, shape in layer_shapes(c, 0).items():
+        if len(shape) == 2:
+            times = c["num_hidden_layers"] * (share if ".experts." in name else 1)
+            table[shape] = table.get(shape, 0.0) + times
+    return [(*shape, times) for shape, times in table.items()] + [(c["vocab_size"], c["hidden_size"], 1.0)]
+
+
+def train_flops(c: dict, lengths: list[int]) -> float:
+    """Floating-point operations of forward and backward over sequences of these lengths (a third of it: forward).
+
+    Per token 6 for each weight of a matrix that it meets (active experts only, no embedding lookup); per sequence of s
+    tokens 6 s² of attention, causal, for each layer and each dimension of its heads. Recomputation does not count.
+    """
+    weights = sum(out * inp * times for out, inp, times in matmuls(c))
+    width = c["num_hidden_layers"] * c["num_attention_heads"] * c["head_dim"]
+    matmul = 6 * weights * sum(lengths)
+    attention = 6 * width * sum(s * s for s in lengths)
+    return matmul + attention
+
+
+def make_model(folder: Path, work: Work) -> None:
+    """Write the folder of an untrained model that ends an answer with the chance that `work.lengths` has.
+
+    Channel 0 of the residual stream is a constant so large that the last norm makes it sqrt(hidden) everywhere; the end
+    token alone does not see it, so its logit is that of all others plus a constant. The others differ little: sampling
+    is nearly uniform.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import PreTrainedTokenizerFast
+
+    from tools import make_tiny
+
+    c = MODELS[work.model]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    large, chance = 1024.0, END_CHANCE[work.lengths]
+    bias = math.log(chance / (1 - chance) * (c["vocab_size"] - 1))
+
+    def tensor(name: str, shape: tuple) -> torch.Tensor:
+        if len(shape) == 1:
+            values = torch.full(shape, float(name.endswith("weight")), device=device)  # norms 1, biases 0
+        else:
+            values = torch.empty(shape, device=device).normal_(std=c["initializer_range"])
+        if name in other_shapes(c) and len(shape) == 2:
+            values[:, 0] = large
+            if name == "lm_head.weight" or c["tie_word_embeddings"]:
+                values[c["eos_token_id"], 0] = 0
+        elif name == "model.norm.weight":
+            values[0] = -bias / (large * math.sqrt(c["hidden_size"]))
+        return values.to("cpu", torch.bfloat16 if work.dtype == "bf16" else torch.float32)
+
+    folder.mkdir(parents=True)
+    parts = [other_shapes(c), *(layer_shapes(c, layer) for layer in range(c["num_hidden_layers"]))]
+    index = {}
+    for number, shapes in enumerate(parts):
+        file = f"model-{number:05d}.safetensors"
+        save_file({n: tensor(n, s) for n, s in shapes.items()}, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(shapes, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[work.dtype]
+    (folder / "config.json").write_text(json.dumps({**c, "dtype": dtype}, indent=1))
+    tokenizer = make_tiny.bpe_tokenizer(TEXTS, vocab_size=min(c["vocab_size"], 1024))
+    special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+# ---------------------------------------------------------------- data and results
+
+TEXTS = [
+    f"Question {i}: what is {i * 37 % 101} + {i * 59 % 89}? Think, then answer with a number." for i in range(4096)
+]
+
+
+def make_inputs(folder: Path, work: Work) -> tuple[Path, Path]:
+    """(model folder, data file) of a work, made under `folder` where they are not yet there."""
+    model = folder / f"{work.model}-{work.dtype}-{work.lengths}"
+    data = folder / "train.jsonl"
+    if not (model / "tokenizer.json").exists():  # it is written last
+        make_model(model, work)
+    data.write_text("".join(json.dumps({"prompt": text[:40], "answer": "0"}) + "\n" for text in TEXTS[:64]))
+    return model, data
+
+
+def checksum(text: str, answer: str = "", row: dict | None = None) -> float:
+    """A reward in [0, 1] that means nothing and differs between answers, so that every gradient is one."""
+    return zlib.crc32(text.encode()) / 2**32
+
+
+# A results file is CSV, a row for each timed step; what is known of the whole run stands in each of its rows.
+PHASES = ("rollout", "reward", "logprob", "train", "sync")
+PUSH_PARTS = ("digests", "gather", "compare")
+CEILINGS = ("matmul_flops_per_s", "copy_bytes_per_s", "all_reduce_bytes_per_s")
+COLUMNS = ["model", "dtype", "lengths", "max_tokens", "system", "setting", "round", "ranks"]
+COLUMNS += ["date", "machine", "commit"]
+COLUMNS += ["step", "tokens_per_s", "step_s", "train_flops", "bare_tokens_per_s"]
+COLUMNS += [f"{phase}_s" for phase in PHASES]
+COLUMNS += [f"push_{part}_s" for part in PUSH_PARTS]
+COLUMNS += [f"{phase}_peak_gib" for phase in PHASES]
+COLUMNS += CEILINGS
+TYPES = dict.fromkeys(("model", "dtype", "lengths", "system", "setting", "date", "machine", "commit"), str)
+TYPES |= dict.fromkeys(("max_tokens", "round", "ranks", "step"), int)  # of the other columns: float
+
+
+def read_results(path: Path) -> list[dict]:
+    """The rows of a results file, [] where there is none; a column that a system does not measure is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    with path.open(newline="") as file:
+        for cells in csv.DictReader(file):
+            rows.append({name: TYPES.get(name, float)(cell) for name, cell in cells.items() if cell})
+    return rows
+
+
+def add_results(path: Path, rows: list[dict]) -> None:
+    """Append rows to a results file; numbers get six digits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow({name: f"{cell:.6g}" if isinstance(cell, float) else cell for name, cell in row.items()})
+
+
+def work_of(row: dict) -> Work:
+    """The work that a row was measured on."""
+    return Work(row["model"], row["dtype"], row["lengths"], row["max_tokens"])
+
+
+def values(rows: list[dict], name: str) -> list[float]:
+    """The cells of a column, where there are any."""
+    return [row[name] for row in rows if name in row]
+
+
+def summary(rows: list[dict]) -> dict[str, float]:
+    """{name: median} of what a table shows of one run's rows, TRL's too; names are units as well."""
+    table = {"tokens/s": median(values(rows, "tokens_per_s")), "step s": median(values(rows, "step_s"))}
+    for phase in PHASES:
+        if f"{phase}_s" in rows[0]:
+            table[f"{phase} s"] = median(values(rows, f"{phase}_s"))
+        if f"{phase}_peak_gib" in rows[0]:
+            table[f"{phase} peak GiB"] = max(values(rows, f"{phase}_peak_gib"))
+    for name in CEILINGS:
+        if name in rows[0]:
+            table[name.replace("_per_s", "/s")] = rows[0][name]
+    if "matmul_flops_per_s" in rows[0]:
+        table |= summary_of_ceilings(rows)
+    if "push_digests_s" in rows[0]:
+        taken = [sum(row[f"push_{part}_s"] for part in PUSH_PARTS) for row in rows]
+        shares = [seconds / row["step_s"] for seconds, row in zip(taken, rows, strict=True)]
+        table["push check % of step"] = 100 * median(shares)
+    return table
+
+
+def summary_of_ceilings(rows: list[dict]) -> dict[str, float]:
+    """What `summary` shows of a run beside what the machine reached in it."""
+    peak = rows[0]["matmul_flops_per_s"] * rows[0]["ranks"]
+    # Operations of the phase ÷ those of forward and backward: the reference makes a forward pass, a third of it.
+    shares = {"train": ("train_s", 1), "log-probs": ("logprob_s", 1 / 3), "step": ("step_s", 4 / 3)}
+    table = {}
+    for phase, (seconds, share) in shares.items():
+        mfu = [share * row["train_flops"] / row[seconds] / peak for row in rows]
+        table[f"MFU of {phase} %"] = 100 * median(mfu)
+    table["bare vLLM tokens/s"] = median(values(rows, "bare_tokens_per_s"))
+    table["step ÷ bare vLLM"] = table["bare vLLM tokens/s"] / median(values(rows, "tokens_per_s"))
+    return table
+
+
+def facts() -> dict:
+    """When and on what this runs."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return {"date": now, "machine": f"{len(os.sched_getaffinity(0))} cores of {cpu}"}

@@ -1,0 +1,130 @@
+"""A hundred healthy runs, three steps each: none may be stopped by a check.
+
+Tiny models of several families over layouts, dtypes, adapters, teacher, turns and routes, every rank on this machine's
+CPU. `pytest tests/faults/test_clean_starts.py --all-starts` runs all; else some stand for them.
+"""
+
+import itertools
+import re
+from pathlib import Path
+
+import make_tiny
+import pytest
+
+from support.base.read_config import load_config
+from support.check import checks
+from tests.conftest import REPO, write_rows
+from tests.fork_server import ForkServer
+
+COMMON = [
+    "train.steps=3", "train.warmup_steps=0", "train.save_every=0", "rollout.prompts_per_step=8", "rollout.group_size=8",
+    "algo.kl_coef=0.05", "train.max_tokens_per_micro_batch=256", "train.logprob_max_tokens_per_micro_batch=384",
+]  # fmt: skip
+TP2, PP2, CP2, EP2 = (f"parallel.{name}=2" for name in ("tp", "pp", "cp", "ep"))
+LAYOUTS = {  # name → (ranks, overrides)
+    "one": (1, []),
+    "dp2": (2, []),
+    "tp2": (2, [TP2]),
+    "pp2": (2, [PP2]),
+    "cp2": (2, [CP2]),
+    "tp2-pp2": (4, [TP2, PP2]),
+    "pp2-vpp2": (2, [PP2, "parallel.vpp=2"]),
+    "tp2-cp2": (4, [TP2, CP2]),
+}
+EXPERT_LAYOUTS = {
+    "dp2": (2, []),
+    "tp2": (2, [TP2]),
+    "cp2": (2, [CP2]),
+    "ep2": (2, [EP2]),
+    "ep2-tp2": (4, [EP2, TP2]),
+    "pp2-ep2": (4, [PP2, EP2]),
+}
+WAYS = {  # of training: name → overrides; {folder} has models and data
+    "plain": [],
+    "lora": ["lora.rank=4", "train.lr=0.005"],
+    "teacher": ["algo.teacher={folder}/qwen3", "algo.teacher_coef=0.3"],
+    "turns": [
+        "data.train='123'", "data.custom=tools/tiny_turns.py:rows", "rollout.turns=tools/tiny_turns.py:higher_or_lower",
+        "rollout.max_turns=2", "rollout.max_new_tokens=5", "reward.custom=tools/tiny_turns.py:won",
+    ],
+}  # fmt: skip
+MORE = {  # of a dense model on two replicas
+    "two-updates": ["train.updates_per_step=2", "train.epochs_per_step=2"],
+    "no-kl": ["algo.kl_coef=0"],
+    "kl-in-reward": ["algo.kl_in=reward", "algo.kl=k1"],
+    "gspo": ["algo.loss=gspo", "algo.loss_norm=seq_mean_token_mean"],
+    "filtered": ["algo.max_rounds=2"],
+    "overlap": ["megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true"],
+    "offload": ["train.offload=optimizer", "algo.reference_on=host"],
+    "recompute": [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")],
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")
+DTYPES = ("fp32", "bf16")
+
+
+def clean_starts() -> dict[str, tuple[int, list[str]]]:
+    """{name: (ranks, overrides)} of the runs."""
+    found = {}
+    for (layout, (nproc, keys)), dtype, (way, options) in itertools.product(LAYOUTS.items(), DTYPES, WAYS.items()):
+        found[f"qwen2 {dtype} {layout} {way}"] = nproc, [*keys, *options]
+    for (layout, (nproc, keys)), dtype, replay in itertools.product(EXPERT_LAYOUTS.items(), DTYPES, (False, True)):
+        name = f"qwen3_moe {dtype} {layout} {'routes' if replay else 'plain'}"
+        found[name] = nproc, [*keys, f"algo.replay_routes={str(replay).lower()}"]
+    for family, dtype in itertools.product(FAMILIES, DTYPES):
+        found.setdefault(f"{family} {dtype} dp2 plain", (2, []))
+    for (more, options), dtype in itertools.product(MORE.items(), DTYPES):
+        if (more, dtype) != ("offload", "fp32"):
+            found[f"qwen2 {dtype} dp2 {more}"] = 2, options
+    return {
+        name: (nproc, [f"model.path={{folder}}/{name.split()[0]}", f"model.dtype={name.split()[1]}", *keys])
+        for name, (nproc, keys) in found.items()
+    }
+
+
+def write_inputs(folder: Path) -> None:
+    """Write a tiny model of each family, and the data, into `folder`."""
+    tokenizer = make_tiny.char_tokenizer("0123456789>+-=<.")  # with <eos> and <pad> an even number, for tp
+    for family in FAMILIES:
+        make_tiny.save_model(folder / family, tokenizer, family, hidden=64, layers=4)
+    write_rows(folder / "train.jsonl", make_tiny.reversal_rows(3, 200, seed=0))
+
+
+STARTS = clean_starts()
+
+
+def pytest_generate_tests(metafunc) -> None:
+    """All the runs with --all-starts, else every twentieth."""
+    if "name" in metafunc.fixturenames:
+        some = 1 if metafunc.config.getoption("--all-starts") else 20
+        metafunc.parametrize("name", list(STARTS)[::some])
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """A folder with the models and data of the runs."""
+    folder = tmp_path_factory.mktemp("starts")
+    write_inputs(folder)
+    return folder
+
+
+def config_of(name: str) -> str:
+    return f"configs/{'tiny_turns' if name.endswith('turns') else 'tiny'}.yaml"
+
+
+def test_there_are_a_hundred_and_each_is_legal():
+    assert len(STARTS) >= 100
+    for name, (nproc, keys) in STARTS.items():
+        options = [key.replace("{folder}", "build") for key in (*COMMON, *keys)]
+        checks.check_config(load_config(str(REPO / config_of(name)), options), nproc)
+
+
+@pytest.mark.slow
+def test_a_healthy_run_trains_three_steps(inputs, fork_server: ForkServer, name):
+    nproc, keys = STARTS[name]
+    out = inputs / re.sub(r"\W", "_", name)
+    options = [option.replace("{folder}", str(inputs)) for option in keys]
+    arguments = [f"output_dir={out}", f"data.train={inputs / 'train.jsonl'}", *COMMON, *options]
+    printed = Path(f"{out}.txt")
+    code = fork_server.run(printed, "train_grpo.py", "--config", config_of(name), *arguments, nproc=nproc)
+    assert code == 0, printed.read_text(errors="replace")
+    assert (out / "metrics.jsonl").read_text().count("\n") == 3

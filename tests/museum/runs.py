@@ -1,0 +1,176 @@
+"""Runs of the museum: each failure in a run of a tiny model, who notices it, and the page that says so."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import make_tiny
+
+from tests.conftest import REPO, write_rows
+from tests.fork_server import ForkServer
+from tests.museum import VARIABLE, Exhibit
+from tests.museum.exhibits import COMMON, EXHIBITS, SETTINGS
+
+PAGE = REPO / "docs/museum.md"
+CHAT = "{% for message in messages %}<{{ message['content'] }}{% endfor %}="  # a template with a header and an end
+# A reward that fails for some of the answers.
+FAILING = """
+def reward(text, answer, row):
+    if len(text) % 2:
+        raise KeyError(text)
+    return len(set(text)) / 4
+"""
+RANKING = ("nothing", "test", "run", "start")  # the later, the sooner a failure is noticed
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a run said, or the test that its exhibit names."""
+
+    seen: str  # one of RANKING
+    step: int  # of this start, in which the run ended; 0: before any
+    message: str  # of its error, else its last warning; of a test its id
+    text: str = dataclasses.field(default="", repr=False)  # all that the run printed
+
+
+# ---------------------------------------------------------------- runs
+
+
+def write_models(folder: Path) -> None:
+    """Write the tiny models of SETTINGS, and their data, into `folder`."""
+    tokenizer = make_tiny.char_tokenizer("0123456789>+-=<.")  # with <eos> and <pad> an even number, for tp
+    for name, family in (("model", "qwen2"), ("experts", "qwen3_moe"), ("chat", "qwen2")):
+        make_tiny.save_model(folder / name, tokenizer, family, hidden=64)
+    (folder / "chat/chat_template.jinja").write_text(CHAT)
+    rows = make_tiny.reversal_rows(3, 200, seed=0)
+    write_rows(folder / "train.jsonl", rows)
+    write_rows(folder / "long.jsonl", [{**row, "prompt": row["prompt"] * 50} for row in rows[:4]])
+    (folder / "failing.py").write_text(FAILING)
+
+
+class Museum:
+    """Runs in a folder of write_models, on the ranks of a fork server, which knows the sources."""
+
+    def __init__(self, folder: Path, server: ForkServer):
+        self.folder = folder
+        self.server = server
+
+    def visit(self, exhibit: Exhibit) -> Outcome:
+        """Run with the exhibit and, where that notices nothing, the test that it names."""
+        outcome = self.run(exhibit.setting, exhibit.name)
+        if outcome.seen == "nothing" and exhibit.seen == "test" and fails(exhibit):
+            return dataclasses.replace(outcome, seen="test", message=exhibit.message)
+        return outcome
+
+    def run(self, setting: str, mutant: str = "") -> Outcome:
+        """Train three steps with the options of a setting, and with an exhibit or without."""
+        options = [option.replace("{folder}", str(self.folder)) for option in SETTINGS[setting]]
+        if setting == "resumed":
+            options += [f"resume={self.checkpoint()}", "train.steps=6"]
+        return self.train(f"{setting}_{mutant}", options, mutant)
+
+    def checkpoint(self) -> Path:
+        """The checkpoint of a healthy run, made once."""
+        folder = self.folder / "saved/checkpoints/step_000003"
+        if not folder.exists():
+            outcome = self.train("saved", [*SETTINGS["resumed"], "train.save_every=3"], "")
+            assert outcome.seen == "nothing", outcome.text
+        return folder
+
+    def train(self, name: str, options: list[str], mutant: str) -> Outcome:
+        """Train into the folder `name` on two ranks."""
+        out = self.folder / re.sub(r"\W", "_", name)
+        printed = Path(f"{out}.txt")
+        inputs = [f"output_dir={out}", f"model.path={self.folder}/model", f"data.train={self.folder}/train.jsonl"]
+        arguments = ("--config", "configs/tiny.yaml", *inputs, *COMMON, *options)
+        code = self.server.run(printed, REPO / "tests/museum/announced.py", *arguments, nproc=2, **{VARIABLE: mutant})
+        return read_outcome(code, printed.read_text(errors="replace"))
+
+
+def read_outcome(code: int, text: str) -> Outcome:
+    """What a run with this exit code and output noticed."""
+    begun = [int(number) for number in re.findall(r"begins step (\d+)", text)]
+    step = begun[-1] - begun[0] + 1 if begun else 0
+    if code == 0:
+        return Outcome("nothing", step, complaint(text, "warning"), text)
+    return Outcome("run" if begun else "start", step, complaint(text, "error"), text)
+
+
+def complaint(text: str, kind: str) -> str:
+    """The first line of a run's error or, with kind="warning", its last warning; empty: there is none."""
+    lines = re.findall(rf"^{kind}: (.*)", text, re.MULTILINE)
+    if kind == "error" and not lines:  # a mistake in the code: the end of a traceback
+        lines = re.findall(r"^(\w+(?:Error|Exception)\b.*)", text, re.MULTILINE)
+    lines = [line for line in lines if "another rank is gone" not in line]
+    return lines[0 if kind == "error" else -1] if lines else ""
+
+
+def fails(exhibit: Exhibit) -> bool:
+    """Whether the test that an exhibit names fails with it."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.museum.plugin", exhibit.message]
+    env = {**os.environ, VARIABLE: exhibit.name}
+    return subprocess.run(command, cwd=REPO, env=env, capture_output=True).returncode == 1
+
+
+def healthy(setting: str) -> str:
+    """What notices something in a run of a setting without an exhibit; a failing reward ends it."""
+    return "run" if setting == "failing reward" else "nothing"
+
+
+def judge(exhibit: Exhibit, outcome: Outcome) -> str:
+    """What is worse than the exhibit's record; empty: nothing."""
+    if RANKING.index(outcome.seen) < RANKING.index(exhibit.seen):
+        return f"{exhibit.name}: noticed by {outcome.seen}, expected: {exhibit.seen}"
+    if outcome.seen == exhibit.seen and exhibit.message not in outcome.message:
+        return f"{exhibit.name}: {outcome.message!r}, expected: {exhibit.message!r}"
+    return ""
+
+
+# ---------------------------------------------------------------- the page
+
+HEAD = """# The museum of silent bugs
+
+Failures of real trainers, each as a mutant of this one by one line (`tests/museum/exhibits.py`): three steps of a tiny
+model on two ranks with real vLLM, with that line exchanged. `pytest tests/museum --museum-page` runs them and writes
+this page. An issue is named where a tracker has the failure; its cause there may have been another one with the same
+effect. Of 20 of these failures planted in the code of TRL 1.16, three steps of it on a CPU noticed none by an error or
+a Python warning.
+
+"""
+COLUMNS = "| failure | where it happened | noticed by | message |\n|---|---|---|---|\n"
+
+
+def write_page(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
+    """docs/museum.md from {exhibit: outcome} and {setting: outcome of the run without an exhibit}."""
+    tables = []
+    for group in dict.fromkeys(exhibit.group for exhibit in EXHIBITS.values()):
+        rows = [table_row(exhibit, outcomes[name]) for name, exhibit in EXHIBITS.items() if exhibit.group == group]
+        tables.append(f"## {group.capitalize()}\n\n{COLUMNS}{''.join(rows)}")
+    return f"{HEAD}{score(outcomes, controls)}\n\n" + "\n".join(tables)
+
+
+def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
+    """How many failures are noticed by whom."""
+    count = {seen: sum(outcome.seen == seen for outcome in outcomes.values()) for seen in RANKING}
+    steps = [outcome.step for outcome in outcomes.values() if outcome.seen == "run"]
+    stopped = sum(outcome.seen != healthy(setting) for setting, outcome in controls.items())
+    by_run = count["run"] + count["start"]
+    return (
+        f"**{by_run} of {len(outcomes)} are noticed by the run itself: {count['start']} before the first step, "
+        f"{steps.count(1)} in step 1, {steps.count(2)} in step 2, {sum(step > 2 for step in steps)} later. A test "
+        f"notices {count['test']} more, nothing {count['nothing']}. Of {len(controls)} runs without a bug, "
+        f"{stopped} were stopped.**"
+    )
+
+
+def table_row(exhibit: Exhibit, outcome: Outcome) -> str:
+    """The line of an exhibit."""
+    by = {"run": f"the run, step {outcome.step}", "start": "the start", "test": "a test", "nothing": "nothing"}
+    message = outcome.message.replace("|", "\\|")
+    if len(message) > 160:
+        message = message[:157] + "..."
+    shown = f"`{message}`" if message and outcome.seen != "nothing" else ""
+    return f"| {exhibit.what} | {exhibit.where} | {by[outcome.seen]} | {shown} |\n"

@@ -1,0 +1,285 @@
+"""The checks that the museum relies on hold healthy steps to be healthy, and each exhibit is still one line away."""
+
+import contextlib
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import train_grpo
+from config import TrainingError, UserError
+from rollout import Engine
+from support.base.read_config import load_config
+from support.data import prompts
+from support.data.prompts import Prompt
+from support.step import grading, invariants
+from support.step.grading import Outcome
+from support.step.packing import pack
+from support.step.records import Batch, Sample
+from tests import test_forks
+from tests.conftest import REPO
+from tests.fork_server import ForkServer
+from tests.museum import Exhibit, runs
+from tests.museum.exhibits import EXHIBITS, SETTINGS
+from tests.test_step import build  # noqa: F401, a fixture
+
+
+def config(*overrides: str):
+    return load_config(str(REPO / "configs/tiny.yaml"), list(overrides))
+
+
+# ---------------------------------------------------------------- the exhibits
+
+
+@pytest.mark.parametrize("exhibit", EXHIBITS.values(), ids=EXHIBITS)
+def test_an_exhibit_finds_its_line(exhibit):
+    assert exhibit.compile() != exhibit.find().__code__
+    assert exhibit.setting in SETTINGS and exhibit.seen in ("run", "start", "test", "nothing")
+
+
+def test_an_exhibit_without_its_line_says_so():
+    gone = dataclasses.replace(EXHIBITS["entropy_sign"], before="no such line")
+    with pytest.raises(LookupError, match="0 times in train_grpo:grpo_loss: no such line"):
+        gone.compile()
+
+
+def put_in(exhibit: Exhibit, monkeypatch) -> None:
+    """Apply an exhibit until the test ends."""
+    monkeypatch.setattr(exhibit.find(), "__code__", exhibit.compile())
+
+
+# ---------------------------------------------------------------- the loss against its formula, at every start
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "ipo", "dppo_tv", "reinforce"])
+@pytest.mark.parametrize("correction", ["none", "tis", "icepop", "seq_mask"])
+def test_the_formula_of_every_loss(loss, correction):
+    names = (f"algo.loss={loss}", f"algo.correction={correction}")
+    for others in (
+        (), ("algo.kl=k1",), ("algo.kl=k2", "algo.dual_clip=1.1"), ("algo.kl=k3+", "algo.kl_in=reward"),
+        ("algo.loss_norm=seq_mean_token_sum", "algo.advantage=rloo", "algo.correction_low=0.5"),
+        ("algo.correction_low=0.5", "algo.correction_high=2"), ("algo.clip_low=0.01", "algo.clip_high=0.01"),
+    ):  # fmt: skip
+        train_grpo.rehearse(config(*names, *others))
+    if correction in ("tis", "icepop"):
+        train_grpo.rehearse(config(*names, "algo.correction_level=sequence", "algo.correction_high=1.07"))
+    if correction == "none":
+        train_grpo.rehearse(config(*names, "algo.old_logp=rollout"))
+
+
+LOSSES = [exhibit for exhibit in EXHIBITS.values() if exhibit.message == "grpo_loss computes something else"]
+
+
+@pytest.mark.parametrize("exhibit", LOSSES, ids=lambda exhibit: exhibit.name)
+def test_a_wrong_loss_is_refused_at_the_start(monkeypatch, exhibit):
+    options = [option for option in SETTINGS[exhibit.setting] if option.startswith("algo.")]
+    put_in(exhibit, monkeypatch)
+    with pytest.raises(UserError, match=re.escape(exhibit.message)):
+        train_grpo.rehearse(config(*options))
+
+
+# ---------------------------------------------------------------- the update against its samples
+
+
+def make_samples() -> list[Sample]:
+    """Two groups of three answers, one of them a conversation, two truncated."""
+    samples = []
+    for number, length in enumerate((3, 1, 4, 2, 5, 3)):
+        turns = [2, 2, 1] if length == 5 else [length]
+        by_model = np.repeat(np.arange(len(turns)) % 2 == 0, turns)
+        logp = -np.arange(1.0, length + 1) * by_model
+        prompt = [5, 6, 7 + number // 3]
+        ids = [10 + number] * length
+        finished = number not in (2, 4)
+        samples.append(Sample(number // 3, prompt, ids, logp, finished, "", "", turns, reward=float(number % 3) ** 2))
+    return samples
+
+
+def make_update(samples: list[Sample], chosen: list[int], cfg) -> tuple[dict, list, Batch]:
+    """The report, three micro-batches and the batch of an update."""
+    algo = cfg.algo
+    batch = train_grpo.give_credit(samples, train_grpo.flatten(samples, algo.mask_truncated), algo)
+    length = cfg.rollout.max_new_tokens
+    weights_F = train_grpo.loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length)
+    batch = dataclasses.replace(batch, weights=weights_F)
+    half = len(chosen) // 2
+    rows = [pack(batch, chosen[:half], 40, "cpu"), pack(batch, chosen[half:], 40, "cpu"), pack(batch, [], 8, "cpu")]
+    return {"trained": float((weights_F > 0).sum())}, rows, batch
+
+
+@pytest.mark.parametrize("norm", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "grpo_loo", "reinforce_pp", "none"])
+def test_healthy_updates_pass(norm, advantage):
+    for truncated in ("true", "false"):
+        cfg = config(f"algo.loss_norm={norm}", f"algo.advantage={advantage}", f"algo.mask_truncated={truncated}")
+        samples = make_samples()
+        for chosen in ([0, 1, 2, 3, 4, 5], [3, 4, 5]):
+            report, rows, batch = make_update(samples, chosen, cfg)
+            invariants.check_update(report, rows, batch, samples, chosen, cfg)
+
+
+@pytest.mark.parametrize("name", ["tokens", "targets", "mask", "rollout_logp", "advantages", "weights"])
+def test_a_row_that_is_not_of_its_samples_is_found(name):
+    cfg, samples, chosen = config("algo.mask_truncated=true"), make_samples(), [0, 1, 2, 3, 4, 5]
+    report, rows, batch = make_update(samples, chosen, cfg)
+    wrong = torch.roll(getattr(rows[1], name), 1, 1)
+    rows[1] = dataclasses.replace(rows[1], **{name: wrong})
+    with pytest.raises(TrainingError, match=f"^{name} of the update are not those of the samples"):
+        invariants.check_update(report, rows, batch, samples, chosen, cfg)
+
+
+def test_advantages_of_other_answers_are_found_but_not_what_a_fork_makes_of_them():
+    cfg, samples, chosen = config(), make_samples(), [0, 1, 2, 3, 4, 5]
+    report, rows, batch = make_update(samples, chosen, cfg)
+    moved = dataclasses.replace(batch, advantages=torch.roll(batch.advantages, 4))
+    with pytest.raises(TrainingError, match=r"advantages are not those of the rewards by algo\.advantage=grpo"):
+        invariants.check_credit(samples, moved, cfg.algo)
+    samples[0].token_rewards = {}
+    samples[1].token_rewards = {"part": None}  # then more than the rewards of answers decides
+    invariants.check_credit(samples, moved, cfg.algo)
+    other = dataclasses.replace(batch, advantages=batch.advantages * 2)  # after give_credit
+    rows = [pack(other, chosen, 40, "cpu")]
+    invariants.check_update(report, rows, other, samples, chosen, cfg)
+
+
+def test_counts_and_groups_are_checked():
+    cfg, samples, chosen = config(), make_samples(), [0, 1, 2, 3, 4, 5]
+    report, rows, batch = make_update(samples, chosen, cfg)
+    with pytest.raises(TrainingError, match="the loss counts 17 tokens, the answers have 16 to train on"):
+        invariants.check_update({"trained": report["trained"] + 1}, rows, batch, samples, chosen, cfg)
+    samples[1].group = 1
+    with pytest.raises(TrainingError, match="a group holds answers to different prompts"):
+        invariants.check_update(report, rows, batch, samples, chosen, cfg)
+
+
+def test_a_reward_of_another_answer_is_found():
+    samples = make_samples()[:2]
+    samples[0].text, samples[1].text = "one", "two"
+    outcomes = [Outcome({"r": 1.0}, graded=grading.checksum(text)) for text in ("one", "two")]
+    assert [outcome for _, outcome in invariants.match_outcomes(samples, outcomes)] == outcomes
+    late = Outcome(status="timeout")  # nobody graded it
+    assert len(list(invariants.match_outcomes(samples, [late, outcomes[1]]))) == 2
+    with pytest.raises(TrainingError, match="the reward of another answer was given to the answer 'one'"):
+        list(invariants.match_outcomes(samples, outcomes[::-1]))
+
+
+# ---------------------------------------------------------------- the start, against the data
+
+
+def test_a_template_applied_twice_is_refused(tmp_path, offline):
+    runs.write_models(tmp_path)
+    (tmp_path / "twice.jsonl").write_text('{"prompt": "<12=", "answer": "1"}\n')
+    tokenizer = prompts.load_tokenizer(str(tmp_path / "chat"))
+    data = config("data.chat_template=true").data
+    for file, error in (("train", None), ("twice", "a prompt begins with '<<', the chat template's opening twice")):
+        found, _ = prompts.load_prompts(data.model_copy(update={"train": str(tmp_path / f"{file}.jsonl")}), tokenizer)
+        with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
+            prompts.check_opening(found[0], data, tokenizer)
+    tokenizer.bos_token = "<eos>"
+    with pytest.raises(ValueError, match="begins with two '<eos>'"):
+        prompts.check_opening(Prompt([0, 0, 5], "", "", {}), data, tokenizer)
+
+
+# ---------------------------------------------------------------- tests that exhibits name as what notices them
+
+
+def test_steps_take_the_prompts_that_follow(build):  # noqa: F811
+    run = build("rollout.prompts_per_step=2", "rollout.group_size=2")
+    asked = [tuple(s.prompt_ids) for step in (1, 2, 3) for s in train_grpo.train_step(run, step)[1]]
+    assert len(set(asked)) == 6
+
+
+def test_updates_begin_without_a_gradient(build, monkeypatch):  # noqa: F811
+    """The gradient of the second update of a step is that of its own micro-batches."""
+    norms = []
+    forward_backward = train_grpo.forward_backward
+
+    def repeated(model, optimizer, *args) -> dict:
+        for _ in range(2):
+            report = forward_backward(model, optimizer, *args)
+            norms.append(sum(parameter.main_grad.norm().item() for chunk in model for parameter in chunk.parameters()))
+        return report
+
+    monkeypatch.setattr(train_grpo, "forward_backward", repeated)
+    train_grpo.train_step(build("train.updates_per_step=2"), 1)
+    assert len(norms) == 4 and norms[0] == norms[1] and norms[2] == norms[3] > 0
+
+
+def test_every_prompt_has_its_own_seed_in_vllm():
+    asked = []
+    engine = object.__new__(Engine)
+    engine.pushed, engine.final_only, engine.sampling_params = True, None, SimpleNamespace
+    added = SimpleNamespace(
+        add_request=lambda number, prompt, params: asked.append(params), has_unfinished_requests=int
+    )
+    engine.llm = SimpleNamespace(llm_engine=added)
+    assert list(engine.generate([[1], [2], [3]], [7, 8, 9], 2, config().rollout, 4)) == []
+    assert [params.seed for params in asked] == [7, 8, 9]
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def hall(tmp_path_factory, fork_server) -> runs.Museum:
+    """The museum, on the fork server of all tests."""
+    folder = tmp_path_factory.mktemp("museum")
+    runs.write_models(folder)
+    return runs.Museum(folder, fork_server)
+
+
+@pytest.fixture(scope="module")
+def page(request):
+    """({exhibit: outcome}, {setting: outcome without one}), written to docs/museum.md with --museum-page."""
+    outcomes, controls = {}, {}
+    yield outcomes, controls
+    if request.config.getoption("--museum-page"):
+        assert (outcomes.keys(), controls.keys()) == (EXHIBITS.keys(), SETTINGS.keys()), "some did not run"
+        runs.PAGE.write_text(runs.write_page(outcomes, controls))
+
+
+QUICK = ("half_a_push",)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXHIBITS]
+)
+def test_an_exhibit_is_noticed_as_its_record_says(hall, page, name):
+    outcome = hall.visit(EXHIBITS[name])
+    page[0][name] = outcome
+    assert not runs.judge(EXHIBITS[name], outcome), outcome.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_run_without_the_bug_is_not_stopped(hall, page, setting):
+    outcome = hall.run(setting)
+    page[1][setting] = outcome
+    assert outcome.seen == runs.healthy(setting), outcome.text
+
+
+def test_the_page_has_every_exhibit_and_its_score():
+    page = runs.PAGE.read_text()
+    by_run = sum(exhibit.seen in ("run", "start") for exhibit in EXHIBITS.values())
+    assert runs.HEAD in page and f"**{by_run} of {len(EXHIBITS)} are noticed by the run itself" in page
+    assert all(f"| {exhibit.what} |" in page for exhibit in EXHIBITS.values())
+
+
+@pytest.mark.slow
+def test_a_fork_notices_them_too(tmp_path):
+    """The fork changes the advantages of its own batch; what it did not change is held as in the original."""
+    sources = tmp_path / "fork"
+    test_forks.apply("clip_cov", sources)
+    runs.write_models(tmp_path)
+    server = ForkServer(sources)
+    try:
+        forked = runs.Museum(tmp_path, server)
+        assert forked.run("plain").seen == "nothing"
+        for name in ("advantages_of_another", "end_token_masked", "half_a_push", "entropy_sign", "not_reduced"):
+            outcome = forked.visit(EXHIBITS[name])
+            assert not runs.judge(EXHIBITS[name], outcome), outcome.text
+    finally:
+        server.close()

@@ -1,0 +1,114 @@
+"""Start, watch and kill a torchrun with all its processes, for the tests and tools/gpu_check.py."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+REPO = Path(__file__).resolve().parent.parent
+TAG = "TORCHRUN_TAG"  # environment variable of all processes that a torchrun starts
+
+
+def without_report(text: str) -> str:
+    """An output without torchrun's error report at its end."""
+    return re.split(r"\n[WE]\d{4} .*\btorch/distributed/", text)[0]
+
+
+class Torchrun:
+    """A running torchrun of `script` with `arguments` in a new session. Its output goes to the file `printed`.
+
+    `prefix` is a command that execs the rest of its command line, such as nsenter.
+    """
+
+    def __init__(
+        self,
+        printed: Path,
+        script: str | Path,
+        *arguments: str,
+        nproc: int = 2,
+        options: tuple[str, ...] = ("--standalone",),
+        prefix: tuple[str, ...] = (),
+        **env: str,
+    ):
+        self.printed = printed
+        self.tag = uuid.uuid4().hex
+        command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={nproc}"]
+        settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        with printed.open("w") as file:
+            self.process = subprocess.Popen(
+                [*command, str(script), *arguments],
+                cwd=REPO,
+                env={**os.environ, **settings, "PYTHONPATH": str(REPO), TAG: self.tag, **env},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        """The output so far."""
+        return self.printed.read_text(errors="replace")
+
+    @property
+    def own_text(self) -> str:
+        """The output so far, without torchrun's error report at the end."""
+        return without_report(self.text)
+
+    def wait_for(self, what: str | Path, seconds: float = 240) -> None:
+        """Wait until the pattern `what` is in the output, or the file `what` exists. Raises AssertionError."""
+        deadline = time.monotonic() + seconds
+        while True:
+            running = self.process.poll() is None  # before reading the output, which may still end with `what`
+            found = what.exists() if isinstance(what, Path) else re.search(what, self.text)
+            if found:
+                return
+            assert running and time.monotonic() < deadline, f"no {what} in\n{self.text}"
+            time.sleep(0.01)
+
+    def family(self) -> list[psutil.Process]:
+        """Return the live processes of this torchrun: itself, ranks, vLLM's and grading processes, orphans included."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
+                alive = process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+                if alive and process.environ().get(TAG) == self.tag:
+                    found.append(process)
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """Return {rank: process id} of the live ranks."""
+        found = {}
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                if process.ppid() == self.process.pid:
+                    found[int(process.environ()["RANK"])] = process.pid
+        return found
+
+    def ctrl_c(self) -> None:
+        """Send SIGINT to the process group, as a terminal does."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def end(self, seconds: float = 600) -> int:
+        """Wait for the exit and return its code. Raises AssertionError if a process is left 10 s later."""
+        code = self.process.wait(seconds)
+        deadline = time.monotonic() + 10
+        left = self.family()
+        while left and time.monotonic() < deadline:
+            time.sleep(0.05)
+            left = self.family()
+        assert not left, f"processes left after the exit: {left}"
+        return code
+
+    def kill(self) -> None:
+        """Send SIGKILL to all processes that are left."""
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()

@@ -1,0 +1,83 @@
+"""What the benchmarks count, and the lengths they make."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from benchmarks import against_trl, works
+
+# As the model cards on the hub have them.
+PARAMETERS = {"qwen2.5-0.5b": 0.49e9, "qwen2.5-1.5b": 1.54e9, "qwen2.5-7b": 7.61e9, "qwen3-30b-a3b": 30.5e9}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_models_have_as_many_weights_as_their_cards_say(name):
+    assert works.count(works.MODELS[name]) == pytest.approx(PARAMETERS[name], rel=0.01)
+
+
+def test_operations_of_a_model_worked_by_hand():
+    c = works.QWEN2 | works.sizes(hidden=4, layers=2, heads=2, kv_heads=1, ffn=8, vocab=10, tied=True)
+    layer = 4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 8  # q, k and v, o, feed-forward
+    weights = 2 * layer + 4 * 10
+    attention = 2 * 2 * 2 * (3**2 + 5**2)  # layers, heads, their dimension, tokens of the two sequences
+    assert works.train_flops(c, [3, 5]) == 6 * weights * (3 + 5) + 6 * attention
+
+
+def test_experts_count_as_many_as_a_token_meets():
+    c = works.MODELS["qwen3-30b-a3b"]
+    active = sum(out * inp * times for out, inp, times in works.matmuls(c))
+    embedding = c["vocab_size"] * c["hidden_size"]  # a lookup is no product
+    assert active + embedding == pytest.approx(3.3e9, rel=0.02)  # A3B
+
+
+@pytest.mark.parametrize("name", ["tiny-natural", "small-bf16-natural"])
+def test_the_end_token_has_its_chance_everywhere(tmp_path, name):
+    work = works.WORKS[name]
+    folder, _ = works.make_inputs(tmp_path, replace(work, model="tiny"))
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype="auto")
+    with torch.no_grad():
+        logits = model(torch.randint(2, 512, (2, 32))).logits.float()
+    chance = logits.softmax(-1)[..., 0]
+    wanted = works.END_CHANCE[work.lengths]
+    assert chance.min() > 0.8 * wanted and chance.max() < 1.25 * wanted
+
+
+def test_results_are_read_as_they_were_written(tmp_path):
+    rows = [
+        {"model": "tiny", "dtype": "bf16", "lengths": "tail", "max_tokens": 9, "system": "ours", "round": n, "ranks": 2}
+        | {"date": "2026-01-02", "machine": "2 cores, old", "commit": "1e10", "step": 1, "tokens_per_s": 1234.56}
+        for n in (1, 2)
+    ]
+    file = tmp_path / "new/results.csv"
+    for row in rows:  # a second run is added below the first
+        works.add_results(file, [row])
+    assert works.read_results(file) == rows
+    assert works.work_of(rows[0]) == works.Work("tiny", "bf16", "tail", 9)
+    assert works.read_results(tmp_path / "none.csv") == []
+
+
+def test_trl_runs_in_the_setting_that_was_the_fastest_for_the_work(tmp_path, monkeypatch):
+    rates = {"micro_batch=32 generate=32": (10, 90, 20), "micro_batch=8 generate=8 dtype=fp32": (30, 40, 25)}
+    for setting, numbers in rates.items():
+        rows = [
+            vars(works.WORKS["tiny-tail"]) | {"system": "trl", "setting": setting, "tokens_per_s": n} for n in numbers
+        ]
+        works.add_results(tmp_path / "settings.csv", [row | {"round": 1, "ranks": 2, "step": 1} for row in rows])
+    monkeypatch.setattr(against_trl, "SETTINGS", tmp_path / "settings.csv")
+    assert against_trl.fastest_setting("tiny-tail", "trl") == works.TrlSetting(8, 8, "fp32")  # by the median
+    with pytest.raises(SystemExit, match="tiny-64"):
+        against_trl.fastest_setting("tiny-64", "trl")
+
+
+def test_rates_and_shares_worked_by_hand():
+    row = {"ranks": 2, "tokens_per_s": 100.0, "step_s": 2.0, "train_flops": 1e9, "bare_tokens_per_s": 250.0}
+    row |= {"train_s": 0.5, "logprob_s": 0.25, "matmul_flops_per_s": 4e9}
+    row |= {"push_digests_s": 0.01, "push_gather_s": 0.02, "push_compare_s": 0.01}
+    table = works.summary([row])
+    assert table["MFU of train %"] == pytest.approx(100 * 1e9 / 0.5 / 8e9)
+    assert table["MFU of log-probs %"] == pytest.approx(100 * 1e9 / 3 / 0.25 / 8e9)
+    assert table["MFU of step %"] == pytest.approx(100 * 4e9 / 3 / 2 / 8e9)
+    assert (table["step ÷ bare vLLM"], table["push check % of step"]) == pytest.approx((2.5, 2.0))
+    assert against_trl.phase_rates([row], "train") == [400.0]
