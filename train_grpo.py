@@ -765,7 +765,7 @@ def rehearse(cfg: Config) -> None:
 
 def main(argv: list[str]) -> int:
     """Run the command. Returns the exit code: 0 done, 2 a mistake the user can mend, 1 a failure during training."""
-    return launch.command(argv, __doc__, rehearse, train)
+    return launch.command(argv, __doc__, rehearse, train, evaluate, Engine)
 
 
 if __name__ == "__main__":
