@@ -59,7 +59,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     # file, glob, folder or hub name:split, a list of them, or {name: weight} of data sets to mix; see docs/data.md
     train: str | list[str] | dict[str, Positive]
-    eval: str | list[str] | None = None  # like train, but for weights; for train.eval_every
+    eval: str | list[str] | None = None  # like train, but for weights; for train.eval_every and --evaluate
     custom: str | None = None  # path/to/file.py:function that yields the rows of each name in train and eval
     split: str = "train"  # of a hub data set or folder whose name gives no split
     prompt_key: str = "prompt"  # column with text or chat messages; this and the next three may be nested: a.b

@@ -43,9 +43,13 @@ class Engine:
     """
 
     def __init__(
-        self, path: str, model: ModelConfig, rollout: RolloutConfig, max_model_len: int, return_routes: bool = False
-    ):
-        """Start vLLM on the Hugging Face folder `path`, asleep. The options in rollout.vllm override those below."""
+        self, path: str, model: ModelConfig, rollout: RolloutConfig, max_model_len: int, return_routes: bool = False,
+        asleep: bool = True,
+    ):  # fmt: skip
+        """Start vLLM on the Hugging Face folder `path`, asleep unless its weights are to be used as they are on disk.
+
+        The options in rollout.vllm override those below.
+        """
         on_gpu = torch.cuda.device_count() > 0
         set_environment(rollout.exact)
         import vllm
@@ -89,11 +93,12 @@ class Engine:
         self.sleeps = on_gpu and rollout.vllm.get("enable_sleep_mode", True)
         self.sleep_level = rollout.sleep_level
         self.push_check = PushCheck(tp, self.llm)
-        self.pushed = False  # whether weights were pushed since it last slept
+        self.has_weights = True  # read from disk or pushed since it last slept
         if shm_prefix:  # every rank has mapped these files by now; unlinked, they cannot outlive the run
             for file in Path("/dev/shm").glob(f"{shm_prefix}*"):
                 file.unlink(missing_ok=True)
-        self.sleep()
+        if asleep:
+            self.sleep()
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int | list[int]
@@ -103,7 +108,7 @@ class Engine:
         The same prompt and seed give the same answers on any engine. `sampling`: a section with temperature, top_p and
         top_k; `max_tokens`: of an answer, or a list. Raises RankError if no weights were pushed since `sleep`.
         """
-        if not self.pushed:
+        if not self.has_weights:
             raise RankError("vLLM did not take up the weight push: none came since it slept, so its weights are stale")
         engine = self.llm.llm_engine
         limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
@@ -143,7 +148,7 @@ class Engine:
                 self.llm.apply_model(cpu_engine.repack_lm_head)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache after a weight push: requests are still running")
-        self.pushed = True
+        self.has_weights = True
 
     def metrics(self) -> dict[str, float | None]:
         """What the engine adds to the metrics of a step: "sync/checked", of the last weight push."""
@@ -151,7 +156,7 @@ class Engine:
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache for the trainer; `generate` needs a weight push afterwards."""
-        self.pushed = False
+        self.has_weights = False
         if self.sleeps:
             self.llm.sleep(level=self.sleep_level)
             gc.collect()

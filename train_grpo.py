@@ -102,7 +102,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     clock.enter("build")
     m, r, t = cfg.model, cfg.rollout, cfg.train
     # vLLM measures free memory when it starts, so it comes first; it sleeps until weights are pushed.
-    longest = cfg.data.max_prompt_tokens + r.max_new_tokens
+    longest = cfg.data.max_prompt_tokens + max(r.max_new_tokens, cfg.eval.max_new_tokens)
     engine = Engine(inputs.model_path, m, r, longest, cfg.algo.replay_routes)
     model = bridge.build_model(
         inputs.model_path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head, trained=cfg.lora
@@ -766,7 +766,7 @@ def rehearse(cfg: Config) -> None:
 
 def main(argv: list[str]) -> int:
     """Run the command. Returns the exit code: 0 done, 2 a mistake the user can mend, 1 a failure during training."""
-    return launch.command(argv, __doc__, rehearse, train)
+    return launch.command(argv, __doc__, rehearse, train, evaluate, Engine)
 
 
 if __name__ == "__main__":

@@ -106,11 +106,12 @@ def test_a_dry_run_draws(tiny, tmp_path, monkeypatch, capfd):
     data = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "reward.default=exact"]
     start = ["--config", str(REPO / "configs/tiny.yaml"), *data, "--draw"]
     file = tmp_path / "plan.svg"
-    assert launch.command([*start, str(file), "--dry-run", "--world-size", "2"], "", lambda cfg: None, None) == 0
+    nothing = ("", lambda cfg: None, None, None, None)
+    assert launch.command([*start, str(file), "--dry-run", "--world-size", "2"], *nothing) == 0
     assert "2 ranks = tp 1" in " ".join(ElementTree.parse(file).getroot().itertext())
-    assert launch.command([*start, str(tmp_path / "no/plan.svg"), "--dry-run"], "", lambda cfg: None, None) == 2
+    assert launch.command([*start, str(tmp_path / "no/plan.svg"), "--dry-run"], *nothing) == 2
     with pytest.raises(SystemExit, match="2"):
-        launch.command([*start, str(file)], "", lambda cfg: None, None)
+        launch.command([*start, str(file)], *nothing)
     assert "--draw goes with --dry-run" in capfd.readouterr().err
     loaded = [
         node for node in ast.parse((REPO / "support/run/launch.py").read_text()).body if "drawing" in ast.dump(node)

@@ -28,7 +28,7 @@ def command(tiny, monkeypatch, capfd):
 
     def run(*options: str, rehearse=lambda cfg: None) -> tuple[int, str]:
         data = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "reward.default=exact"]
-        code = launch.command(["--config", CONFIG, *options, *data], "", rehearse, None)
+        code = launch.command(["--config", CONFIG, *options, *data], "", rehearse, None, None, None)
         shown = capfd.readouterr()
         return code, shown.out + shown.err
 

@@ -105,6 +105,21 @@ def test_a_step_agrees_with_the_engine_and_moves_the_weights(build):
         assert all(not torch.equal(before[name], weight) for name, weight in weights(run).items() if "mlp" in name)
 
 
+@pytest.mark.parametrize(("longer", "room"), [(0, 12), (2, 12), (60, 68)])
+def test_the_engine_has_room_for_the_answers_of_an_evaluation(build, monkeypatch, longer, room):
+    """Beside prompts of 8 tokens; else it would cut them off without a word."""
+    asked = []
+
+    class Sized(PlainEngine):
+        def __init__(self, model, *rest):
+            super().__init__(model)
+            asked.append(rest[2])
+
+    monkeypatch.setattr(train_grpo, "Engine", Sized)
+    build(f"eval.max_new_tokens={longer}")
+    assert asked == [room]
+
+
 def test_log_tokens_records_what_plain_transformers_finds_and_changes_no_bit(build):
     """In the engine are the weights before the step, then those after it."""
     left = {}

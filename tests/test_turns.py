@@ -326,6 +326,22 @@ def test_a_step_of_conversations_equals_plain_transformers(build, tiny, echo):  
     assert any(len(s.turns) > 1 for s in evaluated + samples)
 
 
+def test_a_failure_in_a_later_turn_costs_its_sample(build, tmp_path):  # noqa: F811
+    """It is no grading of the answer, whose text has all turns."""
+    (tmp_path / "late.py").write_text(
+        "def late(text, row, state):\n"
+        "    state['n'] = state.get('n', 0) + 1\n"
+        "    return '+' if state['n'] < 2 else row['nothing']\n"
+    )
+    run = build(
+        f"rollout.turns={tmp_path / 'late.py'}:late", "rollout.max_turns=3", "rollout.max_new_tokens=24",
+        "reward.max_error_frac=1",
+    )  # fmt: skip
+    _, samples = train_grpo.train_step(run, 1)
+    late = [s for s in samples if s.graded == "error"]
+    assert late and all(len(s.turns) == 3 and s.reward == 0 and "KeyError" in s.error for s in late)
+
+
 def test_tokens_of_conversations_have_rewards_of_their_own(build, echo, tmp_path):  # noqa: F811
     """A token by the model answers for those of the environment that follow it; these themselves are in no loss."""
     each_token = f"reward.custom={tmp_path / 'echo.py'}:each_token"

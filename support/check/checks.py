@@ -54,13 +54,18 @@ def check_length_of_run(cfg: Config) -> None:
         f"train.steps={t.steps} and train.epochs={t.epochs} both say how long to train; set one of them to null",
     )
     require(bool(t.steps or t.epochs), "train.steps=null: say how long to train, by train.steps or by train.epochs")
-    require(
-        cfg.eval.temperature > 0 or cfg.eval.samples == 1,
-        f"eval.temperature=0 gives the same answer {cfg.eval.samples} times; use eval.samples=1",
-    )
+    check_evaluation(cfg)
     require(
         cfg.resume in ("none", "auto") or os.path.isdir(cfg.resume),
         f"resume={cfg.resume}: no such folder; legal is none, auto, or the folder of a checkpoint",
+    )
+
+
+def check_evaluation(cfg: Config) -> None:
+    """Keys of how an evaluation samples. Raises UserError."""
+    require(
+        cfg.eval.temperature > 0 or cfg.eval.samples == 1,
+        f"eval.temperature=0 gives the same answer {cfg.eval.samples} times; use eval.samples=1",
     )
 
 

@@ -98,23 +98,28 @@ def check_without_gpu(cfg: Config) -> None:
 
 
 def check_machines(cfg: Config, data: str) -> dict[str, str]:
-    """Check configuration, data and code between ranks, the disk on rank 0, memory and bf16 units of each machine.
-
-    `data` is the fingerprint of the prompts, which files of another machine, or rows that a function makes, may change.
-    Returns what name_machines does. Raises UserError.
-    """
-    compared = {**cfg.model_dump(), "prompts of data.train": data, "commit": versions.versions()["commit"]}
-    try:
-        preflight.check_same_config(compared)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    owners = name_machines()
+    """Check what check_ranks does, the disk on rank 0, memory and bf16 units of each machine; returns what it does."""
+    owners = check_ranks(cfg, "data.train", data)
     ranks.on_first_rank(lambda: check_first_host(cfg))
     if os.environ["LOCAL_RANK"] == "0":
         for warning in (check_host_memory(cfg), check_bf16_units(cfg)):
             if warning is not None:
                 ranks.say(f"warning: {warning}")
     return owners
+
+
+def check_ranks(cfg: Config, key: str, data: str) -> dict[str, str]:
+    """Check configuration, data and code between ranks.
+
+    `data` is the fingerprint of the prompts of `key`, which files of another machine, or rows that a function makes,
+    may change. Returns what name_machines does. Raises UserError.
+    """
+    compared = {**cfg.model_dump(), f"prompts of {key}": data, "commit": versions.versions()["commit"]}
+    try:
+        preflight.check_same_config(compared)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return name_machines()
 
 
 def name_machines() -> dict[str, str]:

@@ -50,7 +50,8 @@ def prepare(cfg: Config, world_size: int, weights: bool, gpu_gb: float | None = 
         elif ranks.is_first_rank() and torch.cuda.is_available() and not dist.is_initialized():
             planned = plan_memory(cfg, world_size)
         tokenizer = load_tokenizer(cfg.model.path)
-        prompts, dropped = read_prompts(cfg, tokenizer)
+        parts = ["train"] if cfg.data.eval is None else ["train", "eval"]
+        prompts, dropped = read_prompts(cfg, tokenizer, parts)
         teacher_checks.check_tokens(cfg, tokenizer, weights)
         folder = cfg.model.path
         if weights:
@@ -98,11 +99,8 @@ def check_models(cfg: Config) -> None:
     checks.check_routes(cfg)
 
 
-def read_prompts(cfg: Config, tokenizer) -> tuple[dict[str, Sequence[Prompt]], dict[str, int]]:
-    """({"train" and, if set, "eval": prompts}, {the same: prompts dropped as too long}). Raises ValueError, OSError."""
-    parts = ["train"]
-    if cfg.data.eval is not None:
-        parts.append("eval")
+def read_prompts(cfg: Config, tokenizer, parts: list[str]) -> tuple[dict[str, Sequence[Prompt]], dict[str, int]]:
+    """({part: prompts}, {part: prompts dropped as too long}) of "train" and "eval". Raises ValueError, OSError."""
     prompts, dropped = {}, {}
     for part in parts:
         prompts[part], dropped[part] = load_prompts(cfg.data, tokenizer, part)
@@ -128,13 +126,18 @@ def print_plan(cfg: Config, world_size: int, prompts: dict[str, Sequence[Prompt]
     for warning in run_plan.warnings(cfg, world_size):
         print(f"warning: {warning}")
     for part, found in prompts.items():
-        name = "data:" if part == "train" else "eval:"
-        line = f"{name:8s} {len(found)} prompts"
-        if dropped[part]:
-            line += f"; {dropped[part]} dropped, longer than {cfg.data.max_prompt_tokens} tokens"
-        print(line, flush=True)
+        print(describe_prompts(cfg, part, len(found), dropped[part]), flush=True)
         if isinstance(found, Mixture):
             print(found.describe(cfg.train.steps * cfg.rollout.prompts_per_step), flush=True)
+
+
+def describe_prompts(cfg: Config, part: str, count: int, dropped: int) -> str:
+    """How many prompts a part, "train" or "eval", has."""
+    name = "data:" if part == "train" else "eval:"
+    line = f"{name:8s} {count} prompts"
+    if dropped:
+        line += f"; {dropped} dropped, longer than {cfg.data.max_prompt_tokens} tokens"
+    return line
 
 
 def find_resume(cfg: Config, inputs: Inputs) -> Inputs:

@@ -8,7 +8,8 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from support.check import checks, machines, preflight
 from support.data.prompts import fingerprint
 from support.engine import vllm_process
 from support.model.attention import use_flash_attention_3
-from support.run import debug
+from support.run import debug, evaluation
 from support.run.clock import Clock
 from support.run.inputs import Inputs, check_fits, find_resume, prepare, with_steps
 from support.run.timeline import Timeline
@@ -35,16 +36,22 @@ def command(
     doc: str,
     rehearse: Callable[[Config], None],
     train: Callable[[Config, Inputs, Clock], None],
+    evaluate: evaluation.Evaluate,
+    engine: type,
 ) -> int:
     """Run the command line `argv`, whose help is `doc`; returns the exit code.
 
     0: done; 2: a mistake the user can mend, found before training; 1: a failure during training. `rehearse(cfg)` runs
-    at every start and raises UserError; `train(cfg, inputs, clock)` runs on every rank unless this is a dry run.
+    at every start and raises UserError; `train(cfg, inputs, clock)` runs on every rank unless this is a dry run or,
+    with --evaluate, an evaluation by `evaluate` and an `engine`, the class that samples.
     """
     os.environ.update(launchers.environment(os.environ))
     ranks.die_with_torchrun()
     args = parse_args(argv, doc)
     try:
+        if args.evaluate:
+            start_evaluation(args, evaluate, engine)
+            return 0
         cfg = load_config(args.config, args.overrides)
         prepare_process(cfg)
         if args.debug:
@@ -61,10 +68,7 @@ def command(
         if args.dry_run:
             check_fits(cfg, inputs)
         else:
-            if cfg.rollout.exact:
-                torch.use_deterministic_algorithms(True)
-                torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill vLLM's KV cache with NaN
-            ranks.join_ranks(checks.group_timeout_s(cfg))
+            join(cfg)
             run(cfg, inputs, train)
     except (UserError, TrainingError) as error:
         if ranks.is_first_rank() or isinstance(error, RankError):
@@ -73,6 +77,21 @@ def command(
             time.sleep(3)  # torchrun ends every rank as soon as one has exited; let the first one speak
         return 2 if isinstance(error, UserError) else 1
     return 0
+
+
+def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, engine: type) -> None:
+    """Check and read what an evaluation needs, and evaluate. Raises UserError, TrainingError."""
+    cfg = evaluation.read_config(args.config, args.overrides, args.world_size)
+    prepare_process(cfg)
+    if args.debug:
+        debug.turn_on(cfg)
+    machines.check_start(cfg)
+    inputs = evaluation.prepare(cfg)
+    join(cfg)
+    with explained(cfg) as (clock, owners):
+        owners |= machines.check_ranks(cfg, "data.eval", fingerprint(inputs.eval_prompts))
+        ranks.on_first_rank(partial(preflight.check_writable, Path(cfg.output_dir)))
+        evaluation.run(cfg, inputs, clock, evaluate, engine)
 
 
 def prepare_process(cfg: Config) -> None:
@@ -85,6 +104,14 @@ def prepare_process(cfg: Config) -> None:
         torch.backends.cuda.enable_flash_sdp(cfg.model.flash_attention)
 
 
+def join(cfg: Config) -> None:
+    """Meet the other ranks."""
+    if cfg.rollout.exact:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill vLLM's KV cache with NaN
+    ranks.join_ranks(checks.group_timeout_s(cfg))
+
+
 def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     """The options and the overrides. argparse itself exits, with 2 on an unknown option, with 0 after --version."""
     parser = argparse.ArgumentParser(
@@ -95,6 +122,7 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     add = parser.add_argument
     add("--config", required=True, help="YAML file, see configs/")
     add("--dry-run", action="store_true", help="check configuration, model and data, print the plan; needs no GPU")
+    add("--evaluate", action="store_true", help="data.eval once on model.path: accuracy and answers")
     add("--world-size", type=int, default=ranks_here, help="ranks that a dry run plans for")
     add("--draw", metavar="FILE.svg", help="with --dry-run: who holds what, and who waits, as a picture")
     add("--gpu-memory-gb", type=float, help="GPU that a dry run plans for, in 10⁹ bytes; else this machine's, or 80")
@@ -104,20 +132,22 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     args = parser.parse_intermixed_args(argv)
     if args.draw and not args.dry_run:
         parser.error("--draw goes with --dry-run")
+    if args.world_size < 1:
+        parser.error(f"--world-size {args.world_size}: there is at least one rank")
+    if args.evaluate and args.dry_run:
+        parser.error("--evaluate does not go with --dry-run")
     return args
 
 
 def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], None]) -> None:
     """Check the machines, then `train` under the watchdog; holds the lock of the output folder as long.
 
-    Raises UserError and TrainingError, which say what a failure of a machine means; a mistake in the code as it is.
+    Raises what `explained` does.
     """
     out = Path(cfg.output_dir)
     timeline = Timeline(out / "traces", cfg.profile, cfg.train.steps) if cfg.profile.start else None
-    clock = Clock(cfg.train.stall_timeout_s, timeline)
-    owners = {}
-    try:
-        owners = machines.check_machines(cfg, fingerprint(inputs.prompts))
+    with explained(cfg, timeline) as (clock, owners):
+        owners |= machines.check_machines(cfg, fingerprint(inputs.prompts))
         lock = ranks.on_first_rank(lambda: lock_output_dir(out))  # None on the other ranks
         with lock or contextlib.nullcontext():
             machines.build_process_groups(cfg)
@@ -125,8 +155,20 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
             if inputs.done < cfg.train.steps:
                 use_flash_attention_3(bridge.DTYPES[cfg.model.dtype])
                 train(cfg, inputs, clock)
+
+
+@contextlib.contextmanager
+def explained(cfg: Config, timeline: Timeline | None = None) -> Iterator[tuple[Clock, dict[str, str]]]:
+    """Give a clock and an empty {network address: machine}, which the block fills.
+
+    Raises UserError and TrainingError, which say what a failure of a machine means; a mistake in the code as it is.
+    """
+    clock = Clock(cfg.train.stall_timeout_s, timeline)
+    owners = {}
+    try:
+        yield clock, owners
     except (RuntimeError, ValueError, AssertionError, MemoryError, OSError, SafetensorError) as error:
-        message = explain_failure(clock.phase, error, out, owners)
+        message = explain_failure(clock.phase, error, Path(cfg.output_dir), owners)
         if message is None:
             raise
         raise RankError(message) from error

@@ -102,7 +102,7 @@ def apply_reply(
     """
     if outcome.status != "ok":
         error = FAILED + outcome.error if outcome.error else ""
-        conversation.failure = replace(outcome, error=error)
+        conversation.failure = replace(outcome, error=error, graded=None)  # it is of the last turn, not of the answer
         return False
     text = outcome.parts["reply"]
     conversation.columns["state"] = outcome.parts["state"]

@@ -211,7 +211,7 @@ def test_updates_begin_without_a_gradient(build, monkeypatch):  # noqa: F811
 def test_every_prompt_has_its_own_seed_in_vllm():
     asked = []
     engine = object.__new__(Engine)
-    engine.pushed, engine.final_only, engine.sampling_params = True, None, SimpleNamespace
+    engine.has_weights, engine.final_only, engine.sampling_params = True, None, SimpleNamespace
     added = SimpleNamespace(
         add_request=lambda number, prompt, params: asked.append(params), has_unfinished_requests=int
     )

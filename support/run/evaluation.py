@@ -1,0 +1,120 @@
+"""The command's --evaluate: data.eval once on model.path, without a trainer. The script hands in how it evaluates."""
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from config import Config, UserError
+from support.base import hf_folder, ranks
+from support.base.read_config import load_config, override
+from support.base.rollout_files import RolloutWriter
+from support.check import checks, options
+from support.data.prompts import load_tokenizer
+from support.run.clock import Clock
+from support.run.inputs import Inputs, describe_prompts, read_prompts
+from support.step import metrics
+from support.step.grading import GradingPool
+from support.step.records import Sample
+
+FILE = "evaluation.jsonl"  # in the output folder, a line as in rollouts/
+UNUSED = ("parallel", "lora", "algo", "megatron", "schedule", "profile")  # sections that only training reads
+
+
+@dataclass
+class Evaluation:
+    """What an evaluation needs of the script's Run."""
+
+    cfg: Config
+    clock: Clock
+    inputs: Inputs
+    engine: object  # rollout.Engine, or a fork's own
+    grading: GradingPool
+    errors_shown: set[str] = field(default_factory=set)
+
+
+Evaluate = Callable[[Evaluation], tuple[dict[str, float], list[Sample]]]  # the script's `evaluate`
+
+
+def read_config(path: str, overrides: list[str], world_size: int) -> Config:
+    """The configuration of an evaluation, checked, without what only training reads. Raises UserError."""
+    cfg = load_config(path, [*overrides, "data.train=[]"])
+    checks.require(
+        cfg.data.eval is not None, "--evaluate: data.eval is not set; name the data to evaluate on: data.eval=FILE"
+    )
+    cfg = override(cfg, {"resume": "none", **{section: {} for section in UNUSED}})
+    options.check_vllm(cfg.rollout.vllm)
+    checks.check_evaluation(cfg)
+    checks.check_world_size(cfg, world_size)
+    checks.check_rewards(cfg)
+    return cfg
+
+
+def prepare(cfg: Config) -> Inputs:
+    """Check the model and read data.eval. Raises UserError."""
+    try:
+        checks.check_model(cfg, cfg.model.path, cfg.rollout.tp)
+        tokenizer = load_tokenizer(cfg.model.path)
+        prompts, dropped = read_prompts(cfg, tokenizer, ["eval"])
+        folder = hf_folder.local_folder(cfg.model.path)
+        checks.check_weights(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from None
+    if ranks.is_first_rank():
+        print(describe_prompts(cfg, "eval", len(prompts["eval"]), dropped["eval"]), flush=True)
+    return Inputs(tokenizer, [], prompts["eval"], model_path=folder)
+
+
+def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: type) -> None:
+    """Start an `engine` on the model, evaluate, print the results and write the answers; every rank calls this."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # which the clock keeps for a run that saves first
+        signal.signal(number, signal.SIG_DFL)
+    clock.enter("build")
+    awake = engine(inputs.model_path, cfg.model, cfg.rollout, checks.longest_sample(cfg), asleep=False)
+    grading = GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"}))
+    found, samples = evaluate(Evaluation(cfg, clock, inputs, awake, grading))
+    grading.close()
+    if dist.get_rank() > 0:
+        return
+    path = Path(cfg.output_dir, FILE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = RolloutWriter()
+    writer.write(path, samples)
+    writer.finish()
+    writer.close()
+    print(f"evaluation of {cfg.model.path}, {found['time/eval']:.1f} s")
+    print("\n".join(describe(samples, found, cfg.eval.pass_reward)))
+    print(f"answers: {path}", flush=True)
+
+
+def describe(samples: list[Sample], found: dict[str, float], pass_reward: float) -> list[str]:
+    """A line for each source, with its metrics that `found` has, and one for all."""
+    lines = []
+    for source in sorted({s.source for s in samples}):
+        own = [s for s in samples if s.source == source]
+        start = f"eval/{source}/"
+        names = [key.removeprefix(start) for key in found if key.startswith(start) and "@" in key]
+        shown = [f"{name} {found[start + name]:.3f}" for name in names]
+        lines.append(f"  {source}: {describe_accuracy(own, pass_reward)}  {'  '.join(shown)}")
+    return [*lines, f"  all: {describe_accuracy(samples, pass_reward)}"]
+
+
+def describe_accuracy(samples: list[Sample], pass_reward: float) -> str:
+    """The accuracy and its standard error, in words."""
+    share, error = accuracy(samples, pass_reward)
+    prompts = len({s.group for s in samples})
+    return f"accuracy {share:.4f} ± {error:.4f} (standard error over {prompts} prompts)"
+
+
+def accuracy(samples: list[Sample], pass_reward: float) -> tuple[float, float]:
+    """The share of answers that pass and its standard error, NaN for one prompt.
+
+    The answers to a prompt are not independent, so the error is that of the mean of the prompts' own shares.
+    """
+    groups = metrics.rewards_by_group(samples).values()
+    shares = np.array([np.mean(np.array(rewards) >= pass_reward) for rewards in groups])
+    error = shares.std(ddof=1) / np.sqrt(len(shares)) if len(shares) > 1 else np.nan
+    return shares.mean(), error

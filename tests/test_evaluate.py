@@ -1,0 +1,63 @@
+"""--evaluate: the answers and the accuracy that a training run's own evaluation of the same weights has."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.run import evaluation, launch
+from tests.conftest import REPO, ForkedTraining
+from train_grpo import Sample
+
+
+def evaluate(train_forked, shared: ForkedTraining, out: Path, *overrides: str, nproc: int) -> ForkedTraining:
+    """--evaluate with what the shared run had, but no data.train."""
+    own = [override for override in shared.overrides if not override.startswith("data.train=")]
+    return train_forked(nproc, "--evaluate", *own, "data.train=nowhere.jsonl", *overrides, out=out)
+
+
+def check_equal(run: ForkedTraining, shared: ForkedTraining, step: int) -> None:
+    """The answers are those of the shared run's evaluation after the step, and so is the accuracy that was printed."""
+    assert run.code == 0, run.text
+    assert sorted(path.name for path in run.out.iterdir()) == ["evaluation.jsonl"]
+    rows = [json.loads(line) for line in (run.out / "evaluation.jsonl").open()]
+    assert rows == shared.rollouts(step, kind="eval")
+    wanted = next(row for row in shared.metrics if row["step"] == step and "time/eval" in row)
+    found = re.findall(r"^  (\w+): accuracy ([\d.]+) ± ([\d.]+).*?(?:pass@4 ([\d.]+))?$", run.text, re.MULTILINE)
+    assert [source for source, *_ in found] == ["even", "reverse", "all"]
+    for source, share, _, best in found[:2]:
+        assert float(share) == pytest.approx(wanted[f"eval/{source}/pass@1"], abs=1e-4)
+        assert float(best) == pytest.approx(wanted[f"eval/{source}/pass@4"], abs=1e-3)
+    assert float(found[2][1]) == pytest.approx(np.mean([row["reward"] >= 0.3 for row in rows]), abs=1e-4)
+    assert f"answers: {run.out / 'evaluation.jsonl'}" in run.text
+
+
+def test_it_equals_the_evaluation_before_the_first_step(shared, train_forked, tmp_path):
+    """On two engines, as there."""
+    check_equal(evaluate(train_forked, shared, tmp_path / "out", nproc=2), shared, step=0)
+
+
+def test_an_exported_folder_equals_the_evaluation_of_its_step(shared, train_forked, tmp_path):
+    """On one engine, with the layout of a training run that needs more ranks."""
+    exported = f"model.path={shared.out / 'hf/step_000003'}"
+    run = evaluate(train_forked, shared, tmp_path / "out", exported, "parallel.tp=2", nproc=1)
+    check_equal(run, shared, step=3)
+
+
+def test_the_error_is_of_prompts_not_of_answers():
+    rewards = [[1, 1], [1, 0], [0, 0], [0.9, 1.1]]  # shares 1, 1/2, 0, 1/2 of answers with a reward of 1
+    samples = [Sample(g, [1], [2], [0.0], True, "", "", reward=r) for g, pair in enumerate(rewards) for r in pair]
+    share, error = evaluation.accuracy(samples, pass_reward=1.0)
+    assert (share, error) == (0.5, pytest.approx(math.sqrt((0.25 + 0.25) / 3 / 4)))
+    assert math.isnan(evaluation.accuracy(samples[:2], pass_reward=1.0)[1])
+
+
+def test_without_data_to_evaluate_it_names_the_key(capfd):
+    config = str(REPO / "configs/tiny.yaml")
+    assert launch.command(["--config", config, "--evaluate"], "", None, None, None, None) == 2
+    assert "--evaluate: data.eval is not set" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        launch.command(["--config", config, "--evaluate", "--dry-run"], "", None, None, None, None)
