@@ -101,7 +101,10 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     add("--debug", action="store_true", help="let torch and NCCL say more, find what makes a NaN")
     add("--version", action="version", version=shown, help="print the commit and all versions")
     add("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args(argv)
+    args, unknown = parser.parse_known_intermixed_args(argv)
+    if not all(re.match("--.+=", option) for option in unknown):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.overrides += [option.removeprefix("--") for option in unknown]  # --train.lr=3e-6, as other trainers write it
     if args.draw and not args.dry_run:
         parser.error("--draw goes with --dry-run")
     return args
