@@ -1,10 +1,11 @@
 """Train on any generator of reasoning-gym (pip install reasoning-gym), whose own scores are the reward.
 
-    torchrun --nproc_per_node=2 train_grpo.py --config configs/smollm2.yaml \
-        data.custom=recipes/reasoning_gym_tasks.py:rows reward.default=custom reward.custom=recipes/reasoning_gym_tasks.py:score \
-        data.train=chain_sum:500:0 data.eval=chain_sum:64:1 data.max_prompt_tokens=512
+    torchrun --nproc_per_node=2 train_grpo.py --config configs/smollm2.yaml data.max_prompt_tokens=512 \
+        data.custom=recipes/reasoning_gym_tasks.py:rows data.train=chain_sum:500:0 data.eval=chain_sum:64:1 \
+        reward.default=custom reward.custom=recipes/reasoning_gym_tasks.py:score
 
-A name in data.train and data.eval is GENERATOR:ROWS:SEED. An answer is what stands in <answer> tags, else the last line.
+A name in data.train and data.eval is GENERATOR:ROWS:SEED. What stands in <answer> tags is scored, else the whole answer,
+which most generators give a part of the score if it contains the right one.
 """
 
 from collections.abc import Iterator
@@ -30,6 +31,5 @@ def rows(name: str) -> Iterator[dict]:
 
 def score(text: str, answer: str, row: dict) -> float:
     """The generator's score of an answer, 0 to 1."""
-    lines = text.strip().splitlines() or [""]
-    found = extract_answer(text) or lines[-1]
+    found = extract_answer(text) or text.strip()
     return float(data_set(row["name"]).score_answer(found, data_set(row["name"])[row["n"]]))

@@ -1,12 +1,17 @@
 """What YAML values become, in a file and as an override, and which texts are refused."""
 
 import math
+import re
 
 import pytest
 import yaml
 
 from config import UserError
-from support.base.read_config import Loader, load_config
+from megatron_bridge import megatron_fields
+from support.base import read_config
+from support.base.read_config import FOREIGN_KEYS, KEYS, PAGE, SECTIONS, Loader, load_config
+from support.run.launch import parse_args
+from tests.conftest import REPO
 
 
 @pytest.mark.parametrize(
@@ -65,3 +70,58 @@ def test_what_is_refused(file, text, message):
 
 def test_a_value_that_a_base_leaves_open(file):
     assert load_config(file("model:\n  path: ???\n"), ["model.path=n"]).model.path == "n"
+
+
+# ---------------------------------------------------------------- unknown keys
+
+
+def test_every_foreign_key_is_on_the_page_and_names_a_key_of_ours():
+    page = (REPO / PAGE).read_text().lower()
+    for theirs, ours in yaml.load(FOREIGN_KEYS.read_text(), Loader).items():
+        assert re.search(rf"[`.…]{re.escape(theirs)}`", page), theirs
+        key = ours.partition(":")[0]
+        assert key in KEYS or key.removeprefix("megatron.") in megatron_fields(), (theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("actor_rollout_ref.rollout.n", "here rollout.group_size"),
+        ("algorithm.kl_ctrl.kl_coef", "here algo.kl_coef: with algo.kl_in=reward"),
+        ("lr", "here train.lr"), ("tp", "here parallel.tp: of the trainer"), ("ETP_SIZE", "here parallel.etp"),
+        ("parallel.dp", "here parallel: dp follows from the others"),
+        ("trian.lr", "the nearest legal key is 'train'"), ("evall.temperature", "the nearest legal key is 'eval'"),
+        ("rollout.group_sise", "the nearest legal key is 'rollout.group_size'"),
+        ("schedule.lr.sahpe", "the nearest legal key is 'schedule.lr'"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_is_answered(file, key, said):
+    with pytest.raises(UserError) as error:
+        load_config(file(), [f"{key}=1"])
+    unknown = key if said.startswith("here") or key.split(".")[0] in SECTIONS else key.split(".")[0]
+    assert str(error.value).startswith(f"unknown key {unknown!r}; {said}")
+
+
+def test_a_section_of_another_trainer_is_answered_key_by_key(file):
+    with pytest.raises(UserError) as error:
+        load_config(file("actor:\n  clip_ratio_high: 0.28\n  made_up: 1\nnum_iterations: 2\n"), [])
+    assert str(error.value).splitlines() == [
+        "unknown key 'actor.clip_ratio_high'; here algo.clip_high",
+        f"       unknown key 'actor.made_up'; see {PAGE}",
+        "       unknown key 'num_iterations'; here train.epochs_per_step",
+    ]
+
+
+def test_foreign_keys_are_not_read_where_all_keys_are_known(file, monkeypatch):
+    monkeypatch.setattr(read_config, "FOREIGN_KEYS", None)
+    load_config(file(), ["train.lr=1"])
+    with pytest.raises(AttributeError):
+        load_config(file(), ["num_iterations=1"])
+
+
+def test_an_override_may_be_written_as_an_option(capsys):
+    args = parse_args(["--config", "c", "seed=1", "--train.lr=3e-6", "--world-size=2"], "")
+    assert args.overrides == ["seed=1", "train.lr=3e-6"] and args.world_size == 2
+    with pytest.raises(SystemExit):
+        parse_args(["--config", "c", "--dryrun"], "")
+    assert "unrecognized arguments: --dryrun" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from support.base.read_config import override
 from support.base.rollout_files import as_row
 from support.step import metrics
 from tests.test_exact import policies, response_logps
-from tools.report.read import Run
+from tools.report import Run
 from train_grpo import Sample, flatten
 
 CFG = Config(model={"path": "m"}, data={"train": "d"})

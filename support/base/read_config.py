@@ -15,6 +15,9 @@ from config import Config, Section, UserError
 SECTIONS = {key: kind for key, kind in Config.__annotations__.items() if isinstance(kind, type(Section))}
 KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields)]
 
+FOREIGN_KEYS = Path(__file__).with_name("foreign_keys.yaml")
+PAGE = "docs/from-other-trainers.md"
+
 
 def load_config(path: str, overrides: list[str]) -> Config:
     """The defaults, under the YAML file `path`, under `section.key=value` overrides. Raises UserError."""
@@ -171,14 +174,8 @@ def validate(tree: dict, path: str) -> Config:
         raise UserError(f"{', '.join(missing)}: not set; give it in {path} or as {missing[0]}=...")
     name, problem = wrong[0]
     if problem["type"] == "extra_forbidden":
-        from support.base import from_other_trainers  # only here: a start without unknown keys needs no tables
-
         unknown = {name: problem["input"] for name, problem in wrong if problem["type"] == "extra_forbidden"}
-        lines = []
-        for key, answer in from_other_trainers.answer_keys(unknown, KEYS).items():
-            near = nearest(key.lower(), KEYS)
-            lines.append(answer or f"unknown key {key!r}; the nearest legal key is {near!r}")
-        raise UserError("\n       ".join(lines))
+        raise UserError("\n       ".join(line for item in unknown.items() for line in explain_unknown(*item)))
     key = max((key for key in KEYS if f"{name}.".startswith(f"{key}.")), key=len)  # beyond it stand types of a union
     section, _, inside = key.rpartition(".")
     kind = (SECTIONS[section] if section else Config).model_fields[inside].annotation
@@ -186,6 +183,27 @@ def validate(tree: dict, path: str) -> Config:
         key = f"{key}.{name.removeprefix(f'{key}.').split('.')[0]}"
     legal = dict.fromkeys(other["msg"] for place, other in wrong if f"{place}.".startswith(f"{key}."))
     raise UserError(f"{key}={problem['input']!r}: {' or '.join(legal).replace('Input should', 'must')}")
+
+
+def explain_unknown(name: str, value: Any) -> list[str]:
+    """A line for an unknown key; for a section one of each key, if another trainer has any of them."""
+    foreign = yaml.load(FOREIGN_KEYS.read_text(), Loader)
+    ours = {key: of_other_trainers(key, foreign) for key, _ in dotted_items({name: value})}
+    if not any(ours.values()):
+        return [f"unknown key {name!r}; the nearest legal key is {nearest(name.lower(), KEYS)!r}"]
+    return [f"unknown key {key!r}; " + (f"here {here}" if here else f"see {PAGE}") for key, here in ours.items()]
+
+
+def of_other_trainers(key: str, foreign: dict[str, str]) -> str | None:
+    """What stands here for a key of another trainer: the row of `foreign` that is its longest ending, else None.
+
+    A last name that keys of ours have too does not count without its section, which may be one of ours, misspelt.
+    """
+    names = key.lower().split(".")
+    endings = [".".join(names[first:]) for first in range(len(names))]
+    if len(names) > 1 and any(known.endswith(f".{names[-1]}") for known in KEYS):
+        endings.pop()
+    return next((foreign[ending] for ending in endings if ending in foreign), None)
 
 
 def nearest(name: str, legal: list[str]) -> str:

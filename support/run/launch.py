@@ -61,10 +61,6 @@ def command(
         if not args.dry_run:
             machines.check_start(cfg)  # before anything is read
         cfg, inputs = prepare(cfg, args.world_size, not args.dry_run, args.gpu_memory_gb)
-        if args.draw:
-            from tools import drawing  # here, so that no other start loads it
-
-            drawing.write_pictures(cfg, args.world_size, Path(args.draw))
         if args.dry_run:
             check_fits(cfg, inputs)
         else:
@@ -124,14 +120,14 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     add("--dry-run", action="store_true", help="check configuration, model and data, print the plan; needs no GPU")
     add("--evaluate", action="store_true", help="data.eval once on model.path: accuracy and answers")
     add("--world-size", type=int, default=ranks_here, help="ranks that a dry run plans for")
-    add("--draw", metavar="FILE.svg", help="with --dry-run: who holds what, and who waits, as a picture")
     add("--gpu-memory-gb", type=float, help="GPU that a dry run plans for, in 10⁹ bytes; else this machine's, or 80")
     add("--debug", action="store_true", help="let torch and NCCL say more, find what makes a NaN")
     add("--version", action="version", version=shown, help="print the commit and all versions")
     add("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args(argv)
-    if args.draw and not args.dry_run:
-        parser.error("--draw goes with --dry-run")
+    args, unknown = parser.parse_known_intermixed_args(argv)
+    if not all(re.match("--.+=", option) for option in unknown):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.overrides += [option.removeprefix("--") for option in unknown]  # --train.lr=3e-6, as other trainers write it
     if args.world_size < 1:
         parser.error(f"--world-size {args.world_size}: there is at least one rank")
     if args.evaluate and args.dry_run:

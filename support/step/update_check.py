@@ -412,7 +412,8 @@ def check_gradient(probe: Probe, optimizer, norm: float, names: dict[torch.nn.Pa
         return []
     changes = {"along the gradient": change}
     size = shift / 10  # of the random directions; each begins with the size that the one before it found
-    for number in range(DIRECTIONS if probe.resolves(change) else 0):
+    directions = DIRECTIONS if probe.resolves(change) else 0
+    for number in range(directions):
         change, size = probe.change_along(partial(random_signs, number=number), size, shift, LARGEST_RANDOM)
         if probe.resolves(change):
             changes[f"in random direction {number + 1}"] = change

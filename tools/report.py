@@ -1,0 +1,298 @@
+"""Write one HTML file that shows runs: hints, curves, and every prompt with its answers, token by token.
+
+    python -m tools.report outputs/a outputs/b --out report.html    open it in a browser; needs no server, no network
+
+Reads the files that every run writes, also while it writes them. docs/report.md describes the page.
+"""
+
+import argparse
+import base64
+import gzip
+import hashlib
+import html
+import json
+import math
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import yaml
+from huggingface_hub import try_to_load_from_cache
+
+from config import Config, UserError
+from support.base.read_config import SECTIONS, dotted_items, validate
+from support.data.prompts import load_tokenizer
+from support.run import dead_runs, hints
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+BYTES_A_TOKEN = 4.5  # of the page per response token, about: id and log-prob, compressed, as base64
+# Curves that are shown at once, as are those of evaluations. docs/metrics.md describes all.
+FIRST = (
+    "reward/mean", "reward/std", "entropy", "grad_norm", "loss/policy", "kl/ref", "tokens/response_mean",
+    "tokens/truncated_frac", "groups/zero_std_frac", "ratio/clip_frac", "logp_gap/mean", "logp_gap/max", "lr",
+    "time/step", "speed/response_tokens_per_s", "pipeline/bubble",
+)  # fmt: skip
+WIDTH, HEIGHT = 300, 110  # of a curve, in pixels
+
+
+class Run:
+    """The output folder of a run. Raises UserError if it has no metrics.jsonl."""
+
+    def __init__(self, folder: Path, tokenizer: str | None = None):
+        if not (folder / "metrics.jsonl").exists():
+            raise UserError(f"{folder}: no metrics.jsonl there; name the output_dir of a run")
+        self.folder = folder
+        self.config = yaml.safe_load((folder / "config.yaml").read_text()) or {}
+        self.rows = read_lines(folder / "metrics.jsonl")
+        self.steps = [row for row in self.rows if "reward/mean" in row]
+        self.tokenizer = self.find_tokenizer(tokenizer)
+        self.texts: dict[int, str] = {}  # token id → text
+
+    def find_tokenizer(self, given: str | None):
+        """The `given` tokenizer, else that of the run's export or of model.path on this disk; None without any."""
+        exports = sorted(self.folder.glob("hf/step_*/tokenizer_config.json"))
+        model = str(self.config.get("model", {}).get("path", ""))
+        found = str(exports[-1].parent) if exports else find_local_model(model)
+        if not (given or found):
+            return None
+        try:
+            return load_tokenizer(given or found)
+        except ValueError as error:
+            raise UserError(f"{error}; name another with --tokenizer") from None
+
+    def sample_files(self) -> dict[str, Path]:
+        """{"step_000001": file, …}, steps before evaluations."""
+        folder = self.folder / "rollouts"
+        return {file.stem: file for kind in ("step", "eval") for file in sorted(folder.glob(f"{kind}_*.jsonl"))}
+
+    def find_hints(self) -> dict[str, str]:
+        """{hint: since which step}, in the words of the run; none for the configuration of another version."""
+        found = {}
+        try:
+            diagnosis = dead_runs.Diagnosis(validate(self.config, str(self.folder / "config.yaml")))
+            for number, step in enumerate(self.steps, 1):
+                told = diagnosis.add(step)
+                if number % hints.WINDOW == 0:
+                    told = told | hints.hints(self.steps[:number])
+                for rule, text in told.items():
+                    found.setdefault(rule, (text, step["step"]))
+        except (UserError, KeyError):
+            return {}
+        return {text: f"since step {step}" for text, step in found.values()}
+
+    def block(self, name: str, share: float = 1.0) -> bytes:
+        """The samples of a file as gzipped JSON: all groups, or that share of them, evenly spaced."""
+        groups = defaultdict(list)
+        for sample in read_lines(self.sample_files()[name]):
+            groups[sample["group"]].append(sample)
+        numbers = sorted(groups)
+        if share < 1:
+            wanted = max(1, round(share * len(numbers)))
+            numbers = [numbers[i * len(numbers) // wanted] for i in range(wanted)]
+        shown = [read_group(number, groups[number]) for number in numbers]
+        content = {"groups": shown, "of": len(groups), "texts": {}}
+        if self.tokenizer is not None:
+            ids = {
+                i for group in shown for part in (group["prompt"], *(a["ids"] for a in group["answers"])) for i in part
+            }
+            content["texts"] = {i: self.token_text(i) for i in sorted(ids)}
+        return gzip.compress(json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode(), 6, mtime=0)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token. Bytes that are no character by themselves become U+FFFD."""
+        if token_id not in self.texts:
+            name = self.tokenizer.convert_ids_to_tokens(token_id) or f"<{token_id}>"
+            text = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False) or name
+            marked = name.startswith("▁") and not text.startswith(" ")  # SentencePiece drops a text's first space
+            self.texts[token_id] = " " + text if marked else text
+        return self.texts[token_id]
+
+
+def find_local_model(model: str) -> str | None:
+    """The folder of a model, or of a hub name in the cache; None if neither exists. Uses no network."""
+    if Path(model).is_dir():
+        return model
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return None
+    cached = try_to_load_from_cache(model, "tokenizer_config.json")
+    return str(Path(cached).parent) if isinstance(cached, str) else None
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The JSON objects of a file, without an incomplete last line."""
+    return [json.loads(line) for line in path.open(encoding="utf-8") if line.endswith("\n")]
+
+
+def read_group(number: int, samples: list[dict]) -> dict:
+    """A prompt and its answers for the page, with the values of tokens that the run recorded."""
+    answers = []
+    for s in samples:
+        values = {
+            "logp": s["rollout_logp"],
+            "advantage": s.get("advantages", [s["advantage"]] * len(s["response_ids"])),
+        }
+        if "trainer_logp" in s:
+            values["gap"] = [own - vllm for own, vllm in zip(s["trainer_logp"], s["rollout_logp"], strict=True)]
+        if "ratio" in s:
+            values["ratio"] = [math.log(max(ratio, 1e-9)) for ratio in s["ratio"]]
+        answer = {
+            name: s.get(name) for name in ("reward", "reward_parts", "finished", "graded", "error", "text", "turns")
+        }
+        answer |= {name: [float(f"{x:.4g}") for x in of] for name, of in values.items()}
+        answers.append(answer | {"ids": s["response_ids"]})
+    return {"group": number, "source": samples[0]["source"], "prompt": samples[0]["prompt_ids"], "answers": answers}
+
+
+# ---------------------------------------------------------------- the page
+
+
+def curve(name: str, runs: list[Run]) -> str:
+    """A small picture of a metric over the steps, a line a run; "" where no run has a number of it."""
+    lines = []
+    for run in runs:
+        lines.append([(row["step"], row[name]) for row in run.rows if is_number(row.get(name))])
+    points = [point for line in lines for point in line]
+    if not points:
+        return ""
+    steps, values = zip(*points, strict=True)
+    low, high = min(values), max(values)
+    last = max(max(steps), min(steps) + 1)
+    paths = []
+    for number, line in enumerate(lines):
+        x = [WIDTH * (step - min(steps)) / (last - min(steps)) for step, _ in line]
+        y = [HEIGHT - 4 - (HEIGHT - 8) * (value - low) / ((high - low) or 1) for _, value in line]
+        at = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+        mean = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, smooth(y), strict=True))
+        colour = f"r{number % 6}"
+        many = len(line) > 40
+        paths.append(f'<polyline class="{colour} {"raw" if many else ""}" points="{at}"/>')
+        if many:
+            paths.append(f'<polyline class="{colour}" points="{mean}"/>')
+        elif len(line) == 1:
+            paths.append(f'<circle class="{colour}" cx="{x[0]:.1f}" cy="{y[0]:.1f}" r="3"/>')
+    ends = f"{low:.4g} to {high:.4g}; last {', '.join(f'{line[-1][1]:.4g}' for line in lines if line)}"
+    picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(paths)}</svg>'
+    return f"<figure><figcaption><b>{html.escape(name)}</b> {ends}</figcaption>{picture}</figure>\n"
+
+
+def is_number(value) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def smooth(values: list[float], keep: float = 0.9) -> list[float]:
+    """The moving average with weights keep^age, normalised to sum to 1."""
+    total = weight = 0.0
+    means = []
+    for value in values:
+        total = keep * total + value
+        weight = keep * weight + 1
+        means.append(total / weight)
+    return means
+
+
+def describe(runs: list[Run]) -> str:
+    """A section for each run: progress, hints; then the keys in which the runs, or run and defaults, differ."""
+    parts = []
+    for number, run in enumerate(runs):
+        done = run.steps[-1]["step"] if run.steps else 0
+        planned = run.config.get("train", {}).get("steps")
+        parts.append(f'<h2><i class="r{number % 6}"></i> {html.escape(str(run.folder))}: step {done} of {planned}</h2>')
+        if run.tokenizer is None:
+            parts.append("<p>No tokenizer was found, so tokens are ids: name one with --tokenizer.</p>")
+        told = run.find_hints()
+        parts.append(
+            "<ul>" + "".join(f"<li>{html.escape(f'{text} ({since})')}</li>" for text, since in told.items()) + "</ul>"
+        )
+        versions = run.folder / "versions.json"
+        if versions.exists():
+            parts.append(details("versions", versions.read_text()))
+        parts.append(details("configuration", (run.folder / "config.yaml").read_text()))
+    return "\n".join([*parts, table_of_keys(runs)])
+
+
+def details(title: str, text: str) -> str:
+    return f"<details><summary>{title}</summary><pre>{html.escape(text)}</pre></details>"
+
+
+def table_of_keys(runs: list[Run]) -> str:
+    """The keys in which the runs differ; of one run those that are not the default."""
+    usual = {key: field.default for key, field in Config.model_fields.items()}
+    for section, kind in SECTIONS.items():
+        usual |= {f"{section}.{key}": field.get_default() for key, field in kind.model_fields.items()}
+    columns = [dict(dotted_items(run.config)) for run in runs]
+    compared = columns if len(columns) > 1 else [*columns, usual]
+    keys = [key for key in columns[0] | columns[-1] if len({repr(column.get(key)) for column in compared}) > 1]
+    rows = ["<tr><th></th>" + "".join(f"<th>{html.escape(run.folder.name)}</th>" for run in runs) + "</tr>"]
+    for key in sorted(keys):
+        cells = "".join(f"<td>{html.escape(str(column.get(key, '–')))}</td>" for column in columns)
+        rows.append(f"<tr><td>{html.escape(key)}</td>{cells}</tr>")
+    title = "keys that differ" if len(runs) > 1 else "keys that are not the default"
+    return f"<details open><summary>{title}</summary><table>{''.join(rows)}</table></details>"
+
+
+def build_page(title: str, runs: list[Run], megabytes: float = 60.0) -> str:
+    """The page with all data; per step as many groups of samples as fit into about so many MB in all.
+
+    Its content security policy allows only its own script and style, by their digests, so that the text of a model
+    cannot run or reach the network.
+    """
+    tokens = sum(
+        (row.get("speed/response_tokens_per_s") or 0) * (row.get("time/step") or 0) for run in runs for row in run.steps
+    )
+    share = min(1.0, megabytes * 1e6 / max(tokens * BYTES_A_TOKEN, 1.0))
+    names = dict.fromkeys(name for run in runs for row in run.rows for name in row if name != "step")
+    first = [name for name in FIRST if name in names] + sorted(name for name in names if name.startswith("eval/"))
+    others = "".join(curve(name, runs) for name in sorted(set(names) - set(first)))
+    data = []
+    for number, run in enumerate(runs):
+        for name in run.sample_files():
+            block = base64.b64encode(run.block(name, share)).decode()
+            data.append(
+                f'<script type="text/plain" class="block" data-run="{number}" data-file="{name}">{block}</script>'
+            )
+    text = TEMPLATE.read_text()
+    rules = [f"{kind}-src '{digest(text, kind)}'" for kind in ("script", "style")]
+    values = {
+        "policy": "; ".join(["default-src 'none'", *rules]),
+        "title": html.escape(title),
+        "runs": describe(runs),
+        "curves": "".join(curve(name, runs) for name in first),
+        "others": others,
+        "names": "".join(f"<option value={i}>{html.escape(str(run.folder))}</option>" for i, run in enumerate(runs)),
+        "data": "\n".join(data),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], text)
+
+
+def digest(text: str, kind: str) -> str:
+    """The digest of the template's script or style for a content security policy."""
+    inside = re.search(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)[1]
+    return "sha256-" + base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="output_dir of a run")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), help="file to write (report.html)")
+    parser.add_argument("--title", help="heading of the page")
+    parser.add_argument("--megabytes", type=float, default=60.0, help="approximate limit for samples in the page (60)")
+    parser.add_argument("--tokenizer", help="folder or hub name (the run's export, else its model.path)")
+    args = parser.parse_args(argv)
+    try:
+        runs = [Run(folder, args.tokenizer) for folder in args.runs]
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    title = args.title or ", ".join(folder.name for folder in args.runs)
+    args.out.write_text(build_page(title, runs, args.megabytes), encoding="utf-8")
+    print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
