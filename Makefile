@@ -56,6 +56,7 @@ build/smollm2/model: tools/make_smollm2.py | .venv/ready
 
 .venv/ready: $(REQUIREMENTS) Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v in ((3, 11), (3, 12)) or sys.exit(f"Python 3.11 or 3.12 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+	@echo "installing $(REQUIREMENTS) into .venv: torch, Megatron-core, vLLM and what they need (4 GB without a GPU); a few minutes, mostly of download"
 	$(PYTHON) -m venv .venv
 ifeq ($(GPU),)
 	@# The CPU build of torch first: the other packages then keep it. The index is given here alone, since an unreachable one costs

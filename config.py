@@ -33,6 +33,7 @@ Number = Annotated[float, Field(strict=True, ge=-LARGEST, le=LARGEST)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 Seconds = Annotated[Number, Field(ge=0, le=10**6)]
+Temperature = Annotated[Number, Field(ge=0, le=2)]  # vLLM's bounds
 Share = Annotated[Number, Field(ge=0, le=1)]
 ShareAboveZero = Annotated[Number, Field(gt=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
@@ -78,7 +79,7 @@ class RolloutConfig(Section):
     max_new_tokens: Count = 1024  # longer answers are truncated
     turns: str | None = None  # path/to/file.py:function that replies to an answer: docs/turns.md
     max_turns: Count = 4  # answers of a conversation; with rollout.turns
-    temperature: Positive = 1.0  # of sampling; the trainer divides its logits by it too
+    temperature: Annotated[Temperature, Field(gt=0)] = 1.0  # of sampling; the trainer divides its logits by it too
     top_p: ShareAboveZero = 1.0  # nucleus sampling: the likeliest tokens with this total probability
     top_k: AllOrCount = -1  # sample from the k likeliest tokens; -1: all
     tp: Count = 1  # tensor parallel size of each vLLM engine; there are world size / tp engines
@@ -95,7 +96,7 @@ class RolloutConfig(Section):
 
 class EvalConfig(Section):
     samples: Count = 1  # answers per prompt of data.eval
-    temperature: NotNegative = 1.0  # of sampling; 0: greedy
+    temperature: Temperature = 1.0  # of sampling; 0: greedy
     top_p: ShareAboveZero = 1.0  # as in rollout
     top_k: AllOrCount = -1  # as in rollout
     max_new_tokens: Whole = 0  # 0: rollout.max_new_tokens

@@ -211,6 +211,12 @@ def test_each_fault_is_told_and_nothing_else(fault, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["stops"] == stops
 
 
+def test_a_variable_that_is_not_set_has_no_value():
+    rows = doctor.rows(changed({"environment": {}}))
+    (found,) = [row.found for row in rows if row.item == "CUDA_DEVICE_MAX_CONNECTIONS"]
+    assert found.startswith("not set: ")
+
+
 def test_it_reads_what_nvidia_smi_prints(tmp_path, monkeypatch):
     (tmp_path / "smi.txt").write_text(SMI)
     (tmp_path / "topology.txt").write_text(TOPOLOGY)

@@ -47,6 +47,8 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert "warning: --max-restarts=3: each restart begins from resume=none again; use auto" in command("--dry-run")[1]
     assert "warning" not in command("--dry-run", "resume=auto")[1]
+    with pytest.raises(SystemExit):
+        command("--dry-run", "--world-size", "0")
 
 
 def test_exact_runs_write_no_nan_into_fresh_memory(command, monkeypatch):

@@ -289,6 +289,8 @@ def test_what_does_not_fit_is_told_and_what_helps_does(tmp_path):
     text = memory_plan.describe(cfg, 8, found)
     over = found.total("save") - GPU
     assert f"does not fit a GPU of 80.0 GB: rollout by 11.0 GB, save by {over / 1e9:.1f} GB" in text
+    (short,) = memory_plan.shortages(cfg, replace(found, gpu=found.total("save") - 10**6))
+    assert short.endswith("save by less than 0.1 GB")
     helps = [line.split(": ") for line in text.splitlines() if line.endswith(", fits")]
     assert len(helps) >= 3 and [found.utilization] == [
         float(keys.partition("=")[2]) for keys, _ in helps if keys.startswith("    rollout.gpu_memory_utilization")

@@ -231,9 +231,11 @@ def environment(found: dict) -> Iterator[Row]:
             yield Row(name, f"{value}, on {found['cores']} cores", WARN, REMEDY["threads"])
         elif name not in (*RANK_NAMES, "TORCHELASTIC_RUN_ID", "CUDA_DEVICE_MAX_CONNECTIONS"):
             yield Row(name, value)
-    lanes = have.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # not set: a run that needs it sets it to 1
-    wrong = len(seen) > 1 and lanes != "1" and min(numbers(gpu["capability"]) for gpu in seen) < (10, 0)
-    yield row_if(wrong, "CUDA_DEVICE_MAX_CONNECTIONS", lanes, REMEDY["lanes"])
+    lanes = have.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    wrong = len(seen) > 1 and lanes not in (None, "1") and min(numbers(gpu["capability"]) for gpu in seen) < (10, 0)
+    yield row_if(
+        wrong, "CUDA_DEVICE_MAX_CONNECTIONS", lanes or "not set: a run that needs it sets it to 1", REMEDY["lanes"]
+    )
     if found["shadowing"] and found["torch"]["cuda"]:
         yield Row("LD_LIBRARY_PATH", ", ".join(found["shadowing"][:3]), WARN, REMEDY["shadowing"])
 

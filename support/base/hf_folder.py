@@ -16,6 +16,31 @@ from support.base.files import complete_folder
 EXPORT_SHARD_BYTES = 4 << 30
 
 
+def check_found(path: str, key: str) -> None:
+    """See that the model `path`, the value of `key`, is a folder, or a name that the hub or its local cache has.
+
+    Asks the hub once, as its client tries for half a minute where there is no network. Raises ValueError.
+    """
+    if Path(path).is_dir():
+        return
+    import huggingface_hub as hub
+
+    try:
+        if not isinstance(hub.try_to_load_from_cache(path, "config.json"), str):
+            hub.get_hf_file_metadata(hub.hf_hub_url(path, "config.json"))
+        return
+    except hub.errors.HFValidationError:
+        reason = "it is no name of the hub either"
+    except Exception as error:  # of the hub, or of the network, whose classes depend on the client
+        said = " ".join(str(error).split())[:200]
+        reason = f"the hub does not give a model of this name ({type(error).__name__}: {said})"
+    raise ValueError(
+        f"{key}={path}: there is no folder {Path(path).absolute()}, and {reason}. Give the folder of a model on this "
+        f"machine, {key}=FOLDER, with config.json, the tokenizer's files and safetensors, or a name such as "
+        "Qwen/Qwen2.5-0.5B-Instruct"
+    )
+
+
 def local_folder(path: str) -> str:
     """The folder of a model: `path` itself, or the download of a hub name (the hub's client locks between ranks)."""
     if Path(path).is_dir():

@@ -149,6 +149,11 @@ def to_yaml(cfg: Config) -> str:
 
 # ---------------------------------------------------------------- values for the keys
 
+LEGAL = {  # of keys whose type does not say it
+    "resume": "none, auto, or the folder of a checkpoint; YAML reads no and off as false",
+    "reward.functions": "file.py:function, or the name of a reward, whose options go into reward.options",
+}
+
 
 def override(cfg: Config, values: dict[str, Any]) -> Config:
     """A copy of the configuration with other values at dotted keys: {"train.lr": 1e-5}. Raises UserError."""
@@ -182,7 +187,11 @@ def validate(tree: dict, path: str) -> Config:
     if typing.get_origin(kind) is dict and name != key:  # of one of its entries
         key = f"{key}.{name.removeprefix(f'{key}.').split('.')[0]}"
     legal = dict.fromkeys(other["msg"] for place, other in wrong if f"{place}.".startswith(f"{key}."))
-    raise UserError(f"{key}={problem['input']!r}: {' or '.join(legal).replace('Input should', 'must')}")
+    must = " or ".join(legal).replace("Input should", "must")
+    for known, text in LEGAL.items():
+        if f"{key}.".startswith(f"{known}."):
+            must = f"legal is {text}"
+    raise UserError(f"{key}={problem['input']!r}: {must}")
 
 
 def explain_unknown(name: str, value: Any) -> list[str]:

@@ -14,7 +14,7 @@ import megatron_bridge as bridge
 import reward as rewards
 from config import Config, LoraConfig, UserError
 from support.base import versions
-from support.base.hf_folder import safetensor_files
+from support.base.hf_folder import check_found, safetensor_files
 from support.check import options
 from support.model.attention import rotary_embedding, sliding_window
 from support.step.packing import attention_pads
@@ -121,11 +121,14 @@ def check_world_size(cfg: Config, world_size: int) -> None:
         sizes = " × ".join(f"parallel.{key}={getattr(cfg.parallel, key)}" for key in keys)
         require(
             world_size % ranks == 0,
-            f"{sizes} = {ranks} does not divide the world size {world_size}; start a multiple of {ranks} processes or "
-            "make the layout smaller",
+            f"{sizes} = {ranks} does not divide the world size {world_size}; start a multiple of {ranks} processes "
+            "(--nproc_per_node; for a dry run --world-size) or make the layout smaller",
         )
     tp = cfg.rollout.tp
-    require(world_size % tp == 0, f"rollout.tp={tp} does not divide the world size {world_size}")
+    require(
+        world_size % tp == 0,
+        f"rollout.tp={tp} does not divide the world size {world_size} (--nproc_per_node, --world-size)",
+    )
 
 
 def check_batch(cfg: Config) -> None:
@@ -256,6 +259,7 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
     Raises ValueError.
     """
     model = f"{key}={path}"
+    check_found(path, key)
     try:
         hf = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:  # a damaged config.json fails as code does, with any exception
@@ -319,8 +323,11 @@ def check_layout(hf, parallel, rollout_tp: int) -> None:
         expert_width = {"expert feed-forward size": bridge.expert_width(hf)}
     else:
         heads["feed-forward size"] = hf.intermediate_size
-        experts = {"experts": 1}
-        expert_width = {"experts": 1}
+        experts = expert_width = {}
+        if parallel.ep * parallel.etp > 1:
+            raise ValueError(
+                f"parallel.ep={parallel.ep}, parallel.etp={parallel.etp}: a model without experts has 1, 1"
+            )
     shared = getattr(hf, "shared_expert_intermediate_size", None)
     if shared:
         heads["shared expert's feed-forward size"] = shared

@@ -260,7 +260,8 @@ def shortages(cfg: Config, found: Plan) -> list[str]:
     over = {phase: found.total(phase) - found.gpu for phase in found.phases if found.total(phase) > found.gpu}
     texts = []
     if over:
-        what = ", ".join(f"{phase} by {value / GB:.1f} GB" for phase, value in over.items())
+        shorts = {phase: f"{value / GB:.1f}" if value >= GB / 10 else "less than 0.1" for phase, value in over.items()}
+        what = ", ".join(f"{phase} by {short} GB" for phase, short in shorts.items())
         texts.append(f"the plan does not fit a GPU of {found.gpu / GB:.1f} GB: {what}")
     if found.sampling.sequences == 0:
         texts.append(f"vLLM's share of the GPU has no room for one sample of {checks.longest_sample(cfg)} tokens")
