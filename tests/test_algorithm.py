@@ -10,29 +10,7 @@ import torch
 from config import AlgoConfig, ParallelConfig
 from support.data.prompts import Prompt, prompt_batch, sampling_seed
 from support.step.packing import Batch, MicroBatch, pack, plan_bins
-from train_grpo import Sample, flatten, group_advantages, grpo_loss, loss_weights, policy_loss, token_kl
-
-
-def test_group_advantages_by_hand():
-    # Group 0: rewards 1, 0, 0, 1: mean 1/2, ddof-1 variance (4 · 1/4) / 3 = 1/3.  Group 1: 3, 1: mean 2, variance 2.
-    a = 0.5 / (math.sqrt(1 / 3) + 1e-6)
-    b = 1 / (math.sqrt(2) + 1e-6)
-    got = group_advantages(np.array([1.0, 3, 0, 0, 1, 1]), np.array([0, 1, 0, 0, 1, 0]), "grpo")
-    np.testing.assert_allclose(got, [a, b, -a, -a, -b, a], rtol=1e-12)
-
-
-@pytest.mark.parametrize("rewards", [[0.7], [0.1] * 3, [1 / 3] * 7, [1e9] * 5])
-def test_group_without_variance_gets_exactly_zero(rewards):
-    assert group_advantages(np.array(rewards, float), np.full(len(rewards), 4), "grpo").tolist() == [0.0] * len(rewards)
-
-
-def test_token_kl_by_hand():
-    logp, ref = torch.tensor([0.0, 0.0, 0.0, 0.0]), torch.tensor([0.5, -1.0, 100.0, -100.0])
-    assert token_kl(logp, ref, "k1").tolist() == [-0.5, 1.0, -100.0, 100.0]
-    assert token_kl(logp, ref, "k2").tolist() == [0.125, 0.5, 5000.0, 5000.0]
-    # exp(1/2) - 3/2 and exp(-1) + 1 - 1; then d clamped to ±20 and the result to 10.
-    want = [math.exp(0.5) - 1.5, math.exp(-1), 10.0, 10.0]
-    torch.testing.assert_close(token_kl(logp, ref, "k3"), torch.tensor(want))
+from train_grpo import Sample, flatten, grpo_loss, loss_weights, policy_loss
 
 
 def test_policy_loss_clips_by_hand():

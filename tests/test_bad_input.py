@@ -135,45 +135,6 @@ def test_long_prompts_are_dropped_and_counted(dry_run, tmp_path):
     assert code == 0 and "2 prompts; 1 dropped, longer than 8 tokens" in text
 
 
-def test_dry_run_says_layout_and_batch_in_words(dry_run):
-    code, text = dry_run("parallel.tp=2", "parallel.pp=2", "rollout.group_size=8", "train.updates_per_step=2")
-    assert code == 0
-    assert "4 ranks = tp 2 × pp 2 × dp 1; rollout: 4 vLLM engines of tp 1" in text
-    assert "16 prompts × 8 = 128 samples → 2 updates of 64 samples" in text
-
-
-def test_restarts_that_would_begin_anew_are_said(dry_run, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    code, text = dry_run()
-    assert code == 0 and "--max-restarts=3: each restart begins from resume=none again; use auto" in text, text
-    code, text = dry_run("resume=auto")
-    assert code == 0 and "restart" not in text, text
-
-
 def test_chat_template_wraps_the_prompt(dry_run):
     code, text = dry_run("data.chat_template=true", "data.max_prompt_tokens=4")
     assert code == 0 and "200 prompts" in text  # the tiny template adds nothing
-
-
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "json"])
-def test_data_formats_give_the_same_prompts(dry_run, tiny, tmp_path, kind):
-    import datasets
-
-    table = datasets.load_dataset("json", data_files=str(tiny / "train.jsonl"), split="train")
-    path = tmp_path / f"train.{kind}"
-    if kind == "parquet":
-        table.to_parquet(path)
-    elif kind == "json":
-        table.to_json(path)
-    else:
-        table.save_to_disk(tmp_path / "saved")
-        path = next((tmp_path / "saved").glob("*.arrow"))
-    code, text = dry_run(f"data.train={path}")
-    assert code == 0 and "200 prompts" in text
-
-
-def test_python_alone_is_told_to_use_torchrun(tiny, capfd, offline):
-    inputs = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
-    code = main(["--config", str(REPO / "configs/tiny.yaml"), *inputs])
-    message = capfd.readouterr().err
-    assert code == 2 and "torchrun" in message and "Traceback" not in message

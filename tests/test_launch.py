@@ -37,9 +37,13 @@ def command(tiny, monkeypatch, capfd):
 
 def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
     rehearsed = []
-    code, text = command("--dry-run", "--world-size", "4", "parallel.tp=2", rehearse=rehearsed.append)
+    keys = ("parallel.tp=2", "parallel.pp=2", "rollout.group_size=8", "train.updates_per_step=2")
+    code, text = command("--dry-run", "--world-size", "4", *keys, rehearse=rehearsed.append)
     assert code == 0 and rehearsed[0].parallel.tp == 2
-    assert "layout:  4 ranks = tp 2" in text and "data:    200 prompts\n" in text and "warning" not in text
+    assert "layout:  4 ranks = tp 2 × pp 2 × dp 1; rollout: 4 vLLM engines of tp 1" in text
+    assert "16 prompts × 8 = 128 samples → 2 updates of 64 samples" in text
+    assert "data:    200 prompts\n" in text
+    assert "warning" not in command("--dry-run", "--world-size", "4", "parallel.tp=2")[1]
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert "warning: --max-restarts=3: each restart begins from resume=none again; use auto" in command("--dry-run")[1]
     assert "warning" not in command("--dry-run", "resume=auto")[1]

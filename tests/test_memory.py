@@ -107,6 +107,7 @@ def test_an_allocator_that_fills_is_no_leak():
 
 # ---------------------------------------------------------------- errors
 
+GPU = torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nsecond line")
 FREE = "Free memory on device cuda:0 (3.1/79.2 GiB) on startup is less than desired GPU memory utilization (0.9)"
 CACHE = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing"
 LONG = "max seq len (32768), (8 GiB KV cache is needed, which is larger than the available KV cache memory (2 GiB)."
@@ -118,6 +119,13 @@ TORCH_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: 
 @pytest.mark.parametrize(
     ("phase", "error", "said"),
     [
+        ("rollout", GPU, ["rollout.gpu_memory_utilization", "rollout.vllm.max_num_seqs", "rollout.tp", "Tried 2 GiB."]),
+        (
+            "train",
+            GPU,
+            ["train.max_tokens_per_micro_batch", "recompute_granularity=full", "parallel.cp"],
+        ),
+        ("build", GPU, ["parallel.pp", "Tried 2 GiB."]),
         ("logprob", RuntimeError("CUDA error: out of memory"), ["train.logprob_max_tokens_per_micro_batch down"]),
         ("sync", torch.OutOfMemoryError("x"), ["rollout.sync_bucket_mb down"]),
         ("build", ValueError(FREE), ["memory for vLLM", "rollout.gpu_memory_utilization down", "3.1/79.2 GiB"]),
@@ -133,7 +141,7 @@ TORCH_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: 
 )
 def test_out_of_memory(phase, error, said):
     text = preflight.explain_out_of_memory(phase, error)
-    assert f"in the phase {phase}, whose budget is " in text
+    assert f"in the phase {phase}, whose budget is " in text and "second line" not in text
     assert 3 <= len(text.partition("turn one of: ")[2].split("; ")) <= 5
     assert all(part in text for part in said), text
 

@@ -37,7 +37,6 @@ MOVED = r"the first push changed .* ranks \[0, 1\]: model\.layers\.0\.mlp\.down_
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ("tensor", FP32, NOT_TAKEN + NO_DOWN),
-                ("lost", BF16, NOT_TAKEN + ALL),
                 ("lost", FP32, NOT_TAKEN + ALL),
                 ("rank", (*BF16, "parallel.tp=2"), NOT_TAKEN + r"on ranks \[1\] 1[27] of 17 "),
                 ("rank", FP32, NOT_TAKEN + r"on ranks \[1\] 1[27] of 17 "),
