@@ -4,8 +4,8 @@
         data.custom=recipes/reasoning_gym_tasks.py:rows data.train=chain_sum:500:0 data.eval=chain_sum:64:1 \
         reward.default=custom reward.custom=recipes/reasoning_gym_tasks.py:score
 
-A name in data.train and data.eval is GENERATOR:ROWS:SEED. What stands in <answer> tags is scored, else the whole answer,
-which most generators give a part of the score if it contains the right one.
+A name in data.train and data.eval is GENERATOR:ROWS:SEED. What stands in <answer> tags is scored, else the whole text,
+of which most generators score a part if it contains the right answer.
 """
 
 from collections.abc import Iterator
