@@ -19,10 +19,10 @@ FUNCTION_LINES = 60
 # Statements of a wing, docstrings not counted; "docs" is lines of docs/*.md. These numbers only fall: a commit that
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
-    "top": 1302,
-    "support/base": 827, "support/check": 1188, "support/data": 496, "support/engine": 271, "support/judge": 345,
-    "support/model": 1335, "support/run": 1262, "support/step": 1743,
-    "tools": 4767, "tests": 10201, "docs": 4928,
+    "top": 1315,
+    "support/base": 844, "support/check": 1195, "support/data": 496, "support/engine": 271, "support/judge": 345,
+    "support/model": 1335, "support/run": 1372, "support/step": 1845,
+    "tools": 1814, "tests": 11561, "docs": 3776,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

@@ -296,5 +296,5 @@ def test_budgets_reach_their_own_phase(build, monkeypatch):
     monkeypatch.setattr(train_grpo, "to_micro_batches", counted)
     budgets = ("train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=48")
     train_grpo.train_step(build("algo.kl_coef=0.1", "train.updates_per_step=2", *budgets), 1)
-    scored = [(16, 48)] * 2  # old and reference log-probs; then what rounding is measured on
-    assert packed == [*scored, (8, 64), *scored, (8, 64)]
+    # Old and reference log-probs; then two updates, and at the first the rounding of eight answers.
+    assert packed == [(16, 48), (16, 48), (8, 64), (8, 48), (8, 48), (8, 64)]
