@@ -1,5 +1,6 @@
 """One tiny model, one way to start a run, and the runs that many quick tests read."""
 
+import gc
 import json
 import socket
 import subprocess
@@ -181,6 +182,7 @@ def world(monkeypatch):
     yield
     bridge.mpu.destroy_model_parallel()
     dist.destroy_process_group()
+    gc.collect()  # threads of a group that is still referred to wake a hundred times a second
 
 
 # ---------------------------------------------------------------- runs that many quick tests read
