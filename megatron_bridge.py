@@ -400,8 +400,8 @@ def nudged_embeddings(model: list) -> Iterator[None]:
     """
 
     def nudge(module, args, output: torch.Tensor) -> torch.Tensor:
-        generator = torch.Generator(output.device).manual_seed(0)  # the same on every rank, at every position
-        signs = torch.randint(2, output.shape[-1:], generator=generator, device=output.device) * 2 - 1
+        generator = torch.Generator().manual_seed(0)  # the same on every rank, at every position
+        signs = to_device(torch.randint(2, output.shape[-1:], generator=generator) * 2 - 1, output.device)
         return (output.float() * (1 + signs * (torch.finfo(output.dtype).eps * 0.75))).to(output.dtype)
 
     chunks = [unwrap_model(chunk) for chunk in model]
