@@ -58,6 +58,7 @@ WAITS = {
         ("support/step/metrics.py add_up", "copy from the GPU"): (1, "update"),
         ("support/model/routes.py reduce_counts", "copy from the GPU"): (1, "update"),
         ("support/step/invariants.py check_update", "copy from the GPU"): (1, "update"),
+        ("train_grpo.py score", "copy from the GPU"): (1, "log-prob pass"),  # rounding, at the first update of a start
         ("clip_grads.py get_grad_norm_fp32", "_local_scalar_dense"): (1, "update"),
         ("distributed_data_parallel.py restore_grad_buffers", "synchronize"): (1, "update"),
     },
@@ -232,6 +233,17 @@ def start_planted(start, tmp_path):
         return start(DENSE, "gpu", "--before", str(file))
 
     return begin
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_checks_of_a_first_update_run_and_change_nothing(start, dtype):
+    """With every check on. They wait for their sums, in one update of a start, which the other runs leave out."""
+    run = Run(overrides=(*KL, "train.check_update=true", f"model.dtype={dtype}"))
+    on_gpu, on_cpu = start(run, "gpu"), start(run, "cpu")
+    assert on_gpu.end() == 0, on_gpu.text
+    assert on_cpu.end() == 0, on_cpu.text
+    assert not differences(on_gpu.metrics, on_cpu.metrics, run)
+    assert "the update is not what its formulas say" not in on_gpu.text
 
 
 def test_a_planted_item_is_an_unknown_wait(start_planted):
