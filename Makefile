@@ -1,6 +1,5 @@
 # make demo   train a tiny model on this machine     make test      the quick tests
 # make setup  what both need, into .venv             make test-all  the long ones too
-# make ablations  train each configs/ablations/*.yaml on the demo's task and write docs/ablations.md
 # make bench  time ours and TRL (build/trl-venv, made for it) on the works of tools/bench_works.py, into docs/performance.md
 # make gpu-check  try this machine's GPU (NPROC=8: all eight); see docs/gpu-check.md
 # make walkthrough  write docs/walkthrough.md from a run of the demo
@@ -16,7 +15,7 @@ export TOKENIZERS_PARALLELISM ?= false
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 
-.PHONY: setup demo test test-all ablations bench gpu-check walkthrough figures lint
+.PHONY: setup demo test test-all bench gpu-check walkthrough figures lint
 setup: .venv/ready
 demo: .venv/ready build/tiny/train.jsonl
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
@@ -24,8 +23,6 @@ test: .venv/ready
 	$(BIN)/python -m pytest -q --durations=10 -m "not slow" tests
 test-all: .venv/ready build/tiny/train.jsonl
 	$(BIN)/python -m pytest -q --durations=20 tests
-ablations: .venv/ready build/tiny/train.jsonl
-	$(BIN)/python tools/ablations.py
 bench: .venv/ready
 	$(BIN)/python tools/bench_rounds.py $(ARGS)
 gpu-check: .venv/ready
