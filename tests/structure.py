@@ -20,9 +20,9 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1302,
-    "support/base": 827, "support/check": 1188, "support/data": 496, "support/engine": 271, "support/judge": 345,
-    "support/model": 1335, "support/run": 1262, "support/step": 1743,
-    "tools": 4523, "tests": 10195, "docs": 4628,
+    "support/base": 788, "support/check": 1188, "support/data": 496, "support/engine": 271, "support/judge": 345,
+    "support/model": 1335, "support/run": 1245, "support/step": 1743,
+    "tools": 4523, "tests": 10175, "docs": 4623,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0
