@@ -1,7 +1,6 @@
 # make demo   train a tiny model on this machine     make test      the quick tests
 # make llm    train SmolLM2-135M-Instruct on this machine, without a model hub
 # make setup  what both need, into .venv             make test-all  the long ones too
-# make ablations  train each configs/ablations/*.yaml on the demo's task and write docs/ablations.md
 # make bench  time ours and TRL (build/trl-venv, made for it) on the works of benchmarks/works.py, into docs/bench/rounds.csv
 # make gpu-check  try this machine's GPU (NPROC=8: all eight); see docs/gpu-check.md
 # make walkthrough  write docs/walkthrough.md from a run of the demo
@@ -19,7 +18,7 @@ REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 # of `make llm`: bf16 where a GPU or the CPU has units for it, else fp32
 DTYPE := $(if $(GPU)$(shell grep -m1 -oE 'avx512_bf16|amx_bf16' /proc/cpuinfo),,model.dtype=fp32)
 
-.PHONY: setup demo llm test test-all ablations bench gpu-check walkthrough figures lint
+.PHONY: setup demo llm test test-all bench gpu-check walkthrough figures lint
 setup: .venv/ready
 demo: .venv/ready build/tiny/train.jsonl
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
@@ -30,8 +29,6 @@ test: .venv/ready
 	$(BIN)/python -m pytest -q --durations=10 -m "not slow" tests
 test-all: .venv/ready build/tiny/train.jsonl
 	$(BIN)/python -m pytest -q --durations=20 tests
-ablations: .venv/ready build/tiny/train.jsonl
-	$(BIN)/python tools/ablations.py
 bench: .venv/ready
 	$(BIN)/python benchmarks/against_trl.py $(ARGS)
 gpu-check: .venv/ready

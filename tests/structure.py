@@ -20,9 +20,9 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1315,
-    "support/base": 844, "support/check": 1195, "support/data": 496, "support/engine": 271, "support/judge": 345,
-    "support/model": 1335, "support/run": 1372, "support/step": 1845,
-    "tools": 1814, "tests": 11561, "docs": 3776,
+    "support/base": 805, "support/check": 1195, "support/data": 496, "support/engine": 271, "support/judge": 345,
+    "support/model": 1337, "support/run": 1355, "support/step": 1845,
+    "tools": 1570, "benchmarks": 708, "tests": 11542, "docs": 3471,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0
@@ -227,7 +227,7 @@ def weights(root: Path) -> dict[str, int]:
     """The size of each wing, as BUDGET counts it."""
     wings = {"top": [root / name for name in TOP]}
     folders = [path.parent for path in sorted(root.glob("support/*/__init__.py"))]
-    for folder in (*folders, root / "tools", root / "tests"):
+    for folder in (*folders, root / "tools", root / "benchmarks", root / "tests"):
         wings[folder.relative_to(root).as_posix()] = sorted(folder.rglob("*.py"))
     sizes = {name: sum(len(statements(ast.parse(path.read_text()))) for path in wing) for name, wing in wings.items()}
     return sizes | {"docs": sum(len(path.read_text().splitlines()) for path in root.glob("docs/*.md"))}

@@ -12,8 +12,8 @@ import pytest
 import train_grpo
 from support.base.read_config import load_config
 from support.check import checks, run_plan
+from tests import hub_models
 from tests.conftest import REPO
-from tools import plans
 
 CONFIGS = sorted((REPO / "configs").rglob("*.yaml"))
 
@@ -25,8 +25,8 @@ def test_a_config_dry_runs(path, tiny, tmp_path, monkeypatch, capsys):
     p = cfg.parallel
     ranks = math.lcm(p.tp * p.pp * p.cp, p.etp * p.ep * p.pp, cfg.rollout.tp)
     shapes = [f"model.path={tiny / 'model'}", "data.max_prompt_tokens=8"]
-    if cfg.model.path in plans.SHAPES:
-        ranks, shapes = plans.world_size(path), plans.shape_overrides(cfg, tmp_path)
+    if cfg.model.path in hub_models.SHAPES:
+        ranks, shapes = hub_models.world_size(path), hub_models.shape_overrides(cfg, tmp_path)
         for folder in tmp_path.iterdir():
             for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
                 shutil.copy(tiny / "model" / file, folder)
@@ -41,7 +41,3 @@ def test_a_config_dry_runs(path, tiny, tmp_path, monkeypatch, capsys):
     assert train_grpo.main([*command, *shapes, *data]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "200 prompts" in out and "does not fit" not in out and "no room" not in out
-    if cfg.model.path in plans.SHAPES:
-        plan = out.partition("layout: ")[0]
-        section = f"\n## {path.stem}: {cfg.model.path}, {ranks} × 80 GB\n\n```\n{plan}```\n"
-        assert section in (REPO / "docs/memory.md").read_text(), "python -m tools.plans"

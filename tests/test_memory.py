@@ -1,4 +1,4 @@
-"""What the phases of a step take, growth from step to step, and errors of memory on GPU and host.
+"""What the phases of a step take, and errors of memory on GPU and host.
 
 There is no GPU here: what GPUs say is made up, in the words of torch 2.13 and vLLM 0.32.
 """
@@ -71,38 +71,6 @@ def test_memory_of_a_gpu(timer, monkeypatch):
     found = timer.memory.numbers()
     names = ("mem/logprob_gb", "mem/logprob_peak_gb", "mem/peak_gb", "mem/free_asleep_gb")
     assert [found[name] for name in names] == [3, 4, 5, 7] and 0 < found["mem/host_gb"] < 3
-
-
-@pytest.mark.parametrize(
-    ("values", "grown"),
-    [
-        ([1 + 0.03 * i for i in range(21)], 0.42), ([1 + 0.03 * i for i in range(20)], 0), ([1.0] * 21, 0),
-        ([1.0] * 10 + [2.0] * 11, 0), ([1 + 0.01 * i for i in range(21)], 0), ([20 + 0.03 * i for i in range(21)], 0),
-        ([1 + 0.03 * i + 0.1 * (i % 2) for i in range(21)], 0.42),
-    ],
-    ids=["steady", "too few", "flat", "once", "below 256 MB", "below 5 %", "noisy"],
-)  # fmt: skip
-def test_growth(values, grown):
-    assert memory.growth(values) == pytest.approx(grown, abs=0.11 if grown else 0)
-    assert bool(memory.growth(values)) == bool(grown)
-
-
-def test_growth_is_told_once():
-    growth = memory.Growth()
-    steps = [{"mem/rollout_gb": 1.0, "mem/train_gb": 1 + 0.1 * i, "mem/host_gb": None} for i in range(65)]
-    told = [(step, text) for step, metrics in enumerate(steps) if (text := growth.warning(metrics))]
-    assert [step for step, _ in told] == [40, 61]
-    assert "1.40 GiB more within 21 steps, now 5.00 GiB (train; see mem/train_gb)" in told[0][1]
-
-
-def test_an_allocator_that_fills_is_no_leak():
-    """mem/rollout_gb of the first 41 steps of configs/tiny_gsm8k.yaml on one rank; after 60 steps it was 2.66."""
-    held = (1.93, 2.07, 2.12, 2.17, 2.18, 2.24, 2.24, 2.29, 2.31, 2.32, 2.35, 2.38, 2.38, 2.38, 2.40, 2.40, 2.46, 2.49,
-            2.49, 2.49, 2.49, 2.49, 2.50, 2.53, 2.53, 2.53, 2.56, 2.56, 2.56, 2.56, 2.56, 2.56, 2.56, 2.56, 2.56, 2.59,
-            2.56, 2.59, 2.59, 2.59, 2.59)  # fmt: skip
-    growth = memory.Growth()
-    assert not [text for gb in held if (text := growth.warning({"mem/rollout_gb": gb}))]
-    assert memory.growth(list(held[:21])) > 0  # it would be one without the steps left out
 
 
 # ---------------------------------------------------------------- errors

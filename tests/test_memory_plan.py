@@ -28,10 +28,10 @@ from support.check import memory_formulas, memory_plan
 from support.check.memory_count import Held, count
 from support.run import logs
 from support.step.packing import to_micro_batches
+from tests import hub_models
 from tests.conftest import REPO
 from tests.memory_worker import held_bytes
 from tests.processes import Torchrun
-from tools import plans
 
 TINY = str(REPO / "configs/tiny.yaml")
 GPU = 80 * memory_plan.GB
@@ -116,11 +116,11 @@ def test_the_counts_are_those_of_4_ranks(tmp_path):
 def test_the_whole_model_is_counted_once(tmp_path, size, layout):
     """The stages' weights add up to those of the model's card, tied embeddings included."""
     gpus, tp, pp, *ep = layout
-    name = next(name for name in plans.SHAPES if f"-{size}" in name)
-    keys = [f"model.path={plans.model_folder(name, tmp_path)}", f"parallel.tp={tp}", f"parallel.pp={pp}"]
+    name = next(name for name in hub_models.SHAPES if f"-{size}" in name)
+    keys = [f"model.path={hub_models.model_folder(name, tmp_path)}", f"parallel.tp={tp}", f"parallel.pp={pp}"]
     cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [*keys, f"parallel.ep={ep[0] if ep else 1}"])
     whole = [count(cfg, gpus, stage * gpus // pp).stage_weights for stage in range(pp)]
-    assert sum(whole) == works.count(works.MODELS[plans.SHAPES[name]])
+    assert sum(whole) == works.count(works.MODELS[hub_models.SHAPES[name]])
 
 
 # ---------------------------------------------------------------- transient memory
@@ -190,7 +190,10 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, family, more):
 
 def test_what_leaves_the_gpu(tmp_path):
     """From a push to the next update; the optimizer's state comes back when the activations are gone."""
-    options = [f"model.path={plans.model_folder('Qwen/Qwen2.5-7B-Instruct', tmp_path)}", "train.updates_per_step=1"]
+    options = [
+        f"model.path={hub_models.model_folder('Qwen/Qwen2.5-7B-Instruct', tmp_path)}",
+        "train.updates_per_step=1",
+    ]
 
     def on_gpu(*more: str) -> dict[str, str]:
         found = memory_plan.plan(load_config(str(REPO / "configs/qwen7b.yaml"), [*options, *more]), 8, GPU)
@@ -207,9 +210,9 @@ def test_what_leaves_the_gpu(tmp_path):
 def test_a_reference_and_a_teacher(tmp_path):
     """Where they wait, and that of those on the host the largest alone comes for the log-probs."""
     small, large = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
-    folders = {name: plans.model_folder(name, tmp_path / name.rpartition("/")[2]) for name in (small, large)}
+    folders = {name: hub_models.model_folder(name, tmp_path / name.rpartition("/")[2]) for name in (small, large)}
     keys = [f"model.path={folders[large]}", f"algo.teacher={folders[small]}"]
-    size = {name: 2 * works.count(works.MODELS[plans.SHAPES[name]]) for name in folders}
+    size = {name: 2 * works.count(works.MODELS[hub_models.SHAPES[name]]) for name in folders}
 
     def on_gpu(*more: str) -> dict[str, dict[str, int]]:
         cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [*keys, "parallel.tp=1", "parallel.pp=1", *more])
@@ -225,7 +228,7 @@ def test_a_reference_and_a_teacher(tmp_path):
 
 def test_rows_under_way(tmp_path):
     """Of 4 stages with 2 chunks each: 4, 3, 2, 1 rows without chunks; 11, 9, 7, 5 halves of one with them."""
-    folder = plans.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
+    folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
     options = [f"model.path={folder}", "parallel.tp=1", "parallel.pp=4"]
     hf = transformers.AutoConfig.from_pretrained(folder)
 
@@ -256,7 +259,7 @@ def dry_run(capfd, folder, *options: str) -> tuple[int, str, str]:
 
 def test_config_json_alone_is_enough_for_a_plan(tmp_path, capfd, offline):
     """What else is missing is told after it."""
-    folder = plans.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
+    folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
     code, out, err = dry_run(capfd, folder, "--gpu-memory-gb", "80")
     assert code == 2 and "error: data.train: hf://" in err
     assert (
@@ -274,7 +277,7 @@ def test_debug_does_not_reach_into_the_fake_process_group(tmp_path):
     level, hook = torch.distributed.get_debug_level(), sys.excepthook
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
     try:
-        folder = plans.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
+        folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
         count(load_config(str(REPO / "configs/qwen7b.yaml"), [f"model.path={folder}"]), 8, 7)
         assert torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL and sys.excepthook is hook
     finally:
@@ -282,7 +285,7 @@ def test_debug_does_not_reach_into_the_fake_process_group(tmp_path):
 
 
 def test_what_does_not_fit_is_told_and_what_helps_does(tmp_path):
-    folder = plans.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
+    folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
     options = [f"model.path={folder}", "rollout.gpu_memory_utilization=0.8"]
     cfg = load_config(str(REPO / "configs/qwen7b.yaml"), options)
     found = memory_plan.plan(cfg, 8, GPU)
@@ -306,7 +309,7 @@ def test_what_does_not_fit_is_told_and_what_helps_does(tmp_path):
 
 def test_the_plan_tries_every_remedy_for_memory(tmp_path):
     """What an error of memory would name, as keys with values; a key that is no number of the plan is left out."""
-    folder = plans.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
+    folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
     cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [f"model.path={folder}"])
     found = {key: value for keys in memory_plan.levers(cfg) for key, value in keys.items()}
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
@@ -322,7 +325,7 @@ def test_the_plan_tries_every_remedy_for_memory(tmp_path):
 
 
 def test_a_cache_without_room_for_one_sample(tmp_path):
-    folder = plans.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
+    folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
     path = str(REPO / "configs/qwen2.5_0.5b_1gpu.yaml")
     cfg = load_config(path, [f"model.path={folder}", "rollout.gpu_memory_utilization=0.03"])
     text = memory_plan.describe(cfg, 1, memory_plan.plan(cfg, 1, GPU))
@@ -353,7 +356,7 @@ def cpu_seconds(*arguments) -> tuple[float, subprocess.CompletedProcess]:
 def test_a_plan_takes_less_than_its_imports(tmp_path, config, ranks):
     """Not in seconds: the imports of the libraries alone take 5 to 11 of them, as the machine is."""
     path = REPO / f"configs/{config}.yaml"
-    folder = plans.model_folder(load_config(str(path), []).model.path, tmp_path)
+    folder = hub_models.model_folder(load_config(str(path), []).model.path, tmp_path)
     imports, _ = cpu_seconds("-c", "import torch, transformers, datasets, megatron.core.models.gpt")
     dry_run = ["train_grpo.py", "--config", path, "--dry-run", "--world-size", str(ranks), f"model.path={folder}"]
     seconds, done = cpu_seconds(*dry_run)
@@ -361,23 +364,12 @@ def test_a_plan_takes_less_than_its_imports(tmp_path, config, ranks):
     assert seconds < 2 * imports
 
 
-@pytest.mark.slow
-def test_the_pages_are_written_anew():
-    """docs/memory.md is compared with dry runs in tests/test_configs.py; here the table of docs/tuning.md."""
-    import tempfile
-    from pathlib import Path
-
-    with tempfile.TemporaryDirectory() as parent:
-        rows = "".join(plans.layout_row(Path(parent), *layout) for layout in plans.LAYOUTS)
-    assert plans.HEAD + rows in (REPO / "docs/tuning.md").read_text(), "python -m tools.plans"
-
-
 # ---------------------------------------------------------------- against a step
 
 
 def test_tables_of_penalties_sleep_with_the_weights(tmp_path, monkeypatch):
     """Worked by hand: 1,024 sequences, 151,936 tokens, 4 bytes each and a bit."""
-    folder = plans.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
+    folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
     cfg = load_config(str(REPO / "configs/qwen2.5_0.5b_1gpu.yaml"), [f"model.path={folder}"])
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     tables = 4 * 1024 * (151936 + 4748)

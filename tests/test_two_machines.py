@@ -132,9 +132,6 @@ def test_a_late_rendezvous_and_a_slow_machine(machines, start, on_one_machine):
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
     assert first.end() == 0 and second.end() == 0, first.text + second.text
-    behind = r"(rank [23] on south \(\w+\)(, )?)+"  # the one that waits for the other may be where rank 0 is
-    warned = rf"\nwarning: no rank has finished a phase for {STALL_S / 2:g} s; behind: {behind}; at train"
-    assert re.search(warned, first.text), first.text
     assert result(first) == on_one_machine
 
 

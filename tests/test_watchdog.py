@@ -156,9 +156,6 @@ def test_ranks_that_stand_still(start):
     assert f"\n   2  reward            ?  no answer: stopped (SIGSTOP) (process {pids[2]} on " in report
     assert "rank 1, most recent call last" in report and "in turn_in_circles" in report
     assert "in wait_for_the_other" not in report
-    behind = r"rank 1 on \S+ \(reward\), rank 2 on \S+ \(reward\)"
-    warned = re.findall(rf"warning: no rank has finished a phase for 1\.5 s; behind: {behind}; at train", run.text)
-    assert len(warned) == 1, run.text
     assert run.text.count("watchdog:") == 1 and not run.living()
 
 

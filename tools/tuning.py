@@ -2,7 +2,7 @@
 
     python -m tools.tuning
 
-tests/test_tuning.py holds that the page has them as they are. The table of layouts there is of tools/plans.py.
+tests/test_tuning.py holds that the page has them as they are.
 """
 
 import re

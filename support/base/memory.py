@@ -1,11 +1,9 @@
-"""Memory: what each phase of a step takes, whether that grows from step to step, and what is free. Knows no trainer.
+"""Memory: what each phase of a step takes, and what is free. Knows no trainer.
 
 On GPUs it is what torch has allocated there; on the CPU the resident memory of the process.
 """
 
 import math
-import statistics
-from collections import defaultdict, deque
 from pathlib import Path
 
 import psutil
@@ -17,11 +15,6 @@ from support.base.remedies import HOST_MEMORY
 GIB = 2**30
 PHASES = ("rollout", "reward", "logprob", "train", "sync", "save")  # of every step
 AFTER_SLEEP = "logprob"  # the first phase after vLLM has gone to sleep
-WARM_UP_STEPS = 20  # of a start, in which allocators and caches fill
-# Memory that grows over GROWTH_STEPS later steps by more than both is worth a warning.
-GROWTH_STEPS = 21
-GROWTH_SHARE = 0.05
-GROWTH_GB = 0.25
 
 
 class Meter:
@@ -96,58 +89,6 @@ def resident_gb() -> tuple[float, float]:
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     now = fields["VmRSS"]
     return tuple(int(field.split()[0]) / 2**20 for field in (now, fields.get("VmHWM", now)))
-
-
-# ---------------------------------------------------------------- growth
-
-
-class Growth:
-    """The memory of the last steps, and a warning where it grows all along."""
-
-    def __init__(self):
-        self.steps = 0
-        self.past: dict[str, deque] = defaultdict(lambda: deque(maxlen=GROWTH_STEPS))
-
-    def warning(self, metrics: dict[str, float | None]) -> str | None:
-        """What to tell the user after a step with these metrics; at most once in GROWTH_STEPS steps."""
-        self.steps += 1
-        if self.steps <= WARM_UP_STEPS:
-            return None
-        grown = {}
-        for name in (*PHASES, "host"):
-            now = metrics.get(f"mem/{name}_gb")
-            if now is not None:
-                self.past[name].append(now)
-                grown[name] = growth([*self.past[name]])
-        names = [name for name, gb in grown.items() if gb]
-        if not names:
-            return None
-        worst = max(names, key=grown.get)
-        now = self.past[worst][-1]
-        self.past.clear()
-        return (
-            f"memory grows: {grown[worst]:.2f} GiB more within {GROWTH_STEPS} steps, now {now:.2f} GiB ({worst}; see "
-            f"mem/{'_gb, mem/'.join(names)}_gb). Something keeps more with each step, such as a list in a fork or in a "
-            "reward function; before memory ends, stop and go on with resume=auto"
-        )
-
-
-def growth(values: list[float]) -> float:
-    """How much the median of the last third is above that of the first, in GiB.
-
-    0 where that is little, or where the rise is not steady: a cache that fills once is no leak.
-    """
-    if len(values) < GROWTH_STEPS:
-        return 0.0
-    third = len(values) // 3
-    early = statistics.median(values[:third])
-    middle = statistics.median(values[third:-third])
-    late = statistics.median(values[-third:])
-    rise = late - early
-    steady = min(middle - early, late - middle) > rise / 3
-    if steady and rise > max(GROWTH_SHARE * early, GROWTH_GB):
-        return rise
-    return 0.0
 
 
 # ---------------------------------------------------------------- the host

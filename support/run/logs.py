@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from config import Config, TrainingError
-from support.base import files, memory, ranks
+from support.base import files, ranks
 from support.base.rollout_files import RolloutWriter
 from support.check import memory_plan
 from support.run import dead_runs, hints, progress, trackers
@@ -43,7 +43,6 @@ class Log:
             missing = inputs.done - len(past)  # all, where the checkpoint is of another folder
             sampled = missing * cfg.rollout.prompts_per_step + sum(metrics["groups/sampled"] for metrics in past)
             self.progress = progress.Progress(cfg.train.steps, len(inputs.prompts), sampled)
-        self.growth = memory.Growth()
         steps = {"total": cfg.train.steps, "initial": inputs.done, "unit": "step"}
         on_terminal = self.speaks and sys.stderr.isatty()  # else plain lines go to a log
         self.bar = tqdm(**steps, disable=not on_terminal, dynamic_ncols=True)
@@ -68,7 +67,8 @@ class Log:
         if samples is None:
             return
         self.history.append(metrics)
-        for warning in filter(None, (self.growth.warning(metrics), self.trackers.warning())):
+        warning = self.trackers.warning()
+        if warning:
             self.bar.write(f"warning: step {step}: {warning}")
         self.diagnose(metrics)
         self.bar.set_postfix_str(

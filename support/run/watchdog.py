@@ -46,7 +46,6 @@ class Watchdog:
         self.host = os.environ.get("GROUP_RANK", socket.gethostname())
         self.at = (0, "start", time.monotonic())  # phases finished, phase, its start; replaced as a whole, for threads
         self.total = 0  # phases that all ranks together have finished, as last read from the store
-        self.late_at = -1  # the total at which no rank has finished a phase for half the timeout
         self.alarm = threading.Event()
         self.ended = threading.Event()
         self.talk = threading.Thread(target=self._talk, daemon=True)
@@ -83,7 +82,6 @@ class Watchdog:
             store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
             store = dist.PrefixStore(self.name, store)
             published = -1
-            warned_at = -1
             ended = False
             while True:
                 sequence, phase, _ = self.at
@@ -97,9 +95,6 @@ class Watchdog:
                 if self.alarm.is_set() or store.check(["alarm"]):
                     self.alarm.set()
                     self._report(store)
-                if self.total == self.late_at != warned_at:
-                    warned_at = self.total
-                    self._warn(store)
                 ended = self.ended.wait(self.interval)
         except Exception as error:  # torch's and Python's own; the store ends with torchrun, or with rank 0
             if not self.ended.is_set():
@@ -133,8 +128,6 @@ class Watchdog:
                 idle = 0.0
             last = now
             seen = progress
-            if idle > self.timeout_s / 2:
-                self.late_at = progress[0]
             if idle > self.timeout_s:
                 self.alarm.set()
             if self.alarm.is_set() and (not self.talk.is_alive() or idle > self.timeout_s + patience):
@@ -145,21 +138,6 @@ class Watchdog:
                     f"{main_stack()}"
                 )
                 os._exit(1)
-
-    def _warn(self, store: dist.Store) -> None:
-        """Have the first rank that comes here say which ranks the others wait for, and where those are."""
-        if store.add(f"late/{self.total}", 1) > 1:
-            return
-        found = [read(store, f"at/{rank}") for rank in range(dist.get_world_size())]
-        lowest = min(at["sequence"] for at in found if at)
-        late = []
-        for rank, at in enumerate(found):
-            if at and at["sequence"] == lowest:
-                late.append(f"rank {rank} on {at['machine']} ({at['phase']})")
-        say(
-            f"warning: no rank has finished a phase for {self.timeout_s / 2:g} s; behind: {', '.join(late)}; at "
-            f"train.stall_timeout_s={self.timeout_s:g} the run ends"
-        )
 
     def _expect_python(self) -> None:
         """Have faulthandler write all stacks after a quarter of the timeout, unless this is called again before.
