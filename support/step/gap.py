@@ -99,7 +99,9 @@ def check_gap(
     This finds what the digests of push_check cannot: other kernels, temperature or positions. Warns once of what may be
     rounding. `score` computes the trainer's log-probs [F] under the weights before the update.
     """
-    tokens = max(report["tokens"], 1)
+    tokens = report["tokens"]
+    if not tokens:
+        return
     gap = Gap(report["gap"] / tokens, report["gap_k3"] / tokens)
     kl = gaps.add_mismatch(report)
     for what, value, bound, key in own_bounds(cfg, report["gap_max"], gap.mean, kl):
