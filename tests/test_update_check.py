@@ -155,6 +155,14 @@ def test_a_gradient_of_almost_zero_is_no_wrong_gradient(build, tiny, tmp_path, s
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_gradient_of_rounding_alone_is_no_wrong_gradient(build, dtype):  # noqa: F811
+    """Equal rewards and a KL of a reference that is still the policy: the gradient is the rounding of two passes."""
+    equal = ("reward.default=length", "reward.options={length: {limit: 1000}}", "algo.entropy_coef=0")
+    run = build("algo.kl_coef=0.05", "train.updates_per_step=2", f"model.dtype={dtype}", *equal)
+    train_grpo.train_step(run, 1)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_wrong_gradient_stops_in_fp32_and_warns_in_bf16(build, monkeypatch, capsys, dtype):  # noqa: F811
     forward_backward = train_grpo.forward_backward
 

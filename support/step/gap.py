@@ -168,7 +168,7 @@ def slope_of(logp_M: Tensor, rollout_logp_M: Tensor) -> float:
     square = (middle_M @ middle_M).item() or math.nan
     slope = (middle_M @ difference_M).item() / square
     rest_M = difference_M - difference_M.mean() - slope * middle_M
-    error = math.sqrt((rest_M @ rest_M).item() / len(rest_M) / square)
+    error = math.sqrt((rest_M @ rest_M).item() / max(len(rest_M), 1) / square)
     return slope if abs(slope) > SLOPE + SIGMAS * error else 0.0
 
 
@@ -190,10 +190,11 @@ def judge_gap(
     meant = meant_by(cfg)
     if not meant and (slope or not times <= stop):
         raise TrainingError(f"{message}\n{table}\n  rollout.max_logp_gap sets a bound of your own in its place")
-    if not gaps.told and (slope or not times <= warn) and dist.get_rank() == 0:
-        why = f"since {meant[0]} is set" if meant else f"and ends at {stop:g} times"
-        print(f"warning: {message}; the run goes on, {why}\n{table}", flush=True)
-    gaps.told = True
+    if slope or not times <= warn:
+        if not gaps.told and dist.get_rank() == 0:
+            why = f"since {meant[0]} is set" if meant else f"and ends at {stop:g} times"
+            print(f"warning: {message}; the run goes on, {why}\n{table}", flush=True)
+        gaps.told = True
 
 
 def explain_gap(

@@ -80,6 +80,11 @@ class Change(NamedTuple):
         """|found - predicted|."""
         return abs(self.found - self.predicted)
 
+    @property
+    def over(self) -> float:
+        """How many bounds the error is; both may be 0."""
+        return self.error / max(self.bound, 1e-300)
+
 
 # ---------------------------------------------------------------- the loss, linear in log-probs and entropies
 
@@ -406,7 +411,7 @@ def check_gradient(probe: Probe, optimizer, norm: float, names: dict[torch.nn.Pa
     shift = SHIFT[probe.dtype]
     size = shift * math.sqrt(probe.slope2 / probe.tokens) / norm**2 / 3
     change, _ = probe.change_along(lambda shard: shard.gradient, size, shift)
-    if not probe.resolves(change) and change.bound > max(abs(change.found), abs(change.predicted)):
+    if not probe.resolves(change) and change.bound >= max(abs(change.found), abs(change.predicted)):
         probe.restore()
         note(f"the gradient of the first update was not checked: {HIDDEN}")
         return []
@@ -420,7 +425,7 @@ def check_gradient(probe: Probe, optimizer, norm: float, names: dict[torch.nn.Pa
     if len(changes) == 1:
         note(f"the gradient of the first update was checked along itself alone, not in random directions: {HIDDEN}")
     found = []
-    if not math.hypot(*[change.error / change.bound for change in changes.values()]) <= 1:
+    if not math.hypot(*[change.over for change in changes.values()]) <= 1:
         for where, change in changes.items():
             found.append(
                 f"moved {where}, the loss changes by {change.found:.4e}; the gradient predicts {change.predicted:.4e}, "
