@@ -205,7 +205,8 @@ def test_updates_begin_without_a_gradient(build, monkeypatch):  # noqa: F811
 
     monkeypatch.setattr(train_grpo, "forward_backward", repeated)
     train_grpo.train_step(build("train.updates_per_step=2"), 1)
-    assert len(norms) == 4 and norms[0] == norms[1] and norms[2] == norms[3] > 0
+    assert len(norms) == 6 and min(norms) > 0  # of some answers, which the first update's check compares; two updates
+    assert norms[::2] == norms[1::2]
 
 
 def test_every_prompt_has_its_own_seed_in_vllm():
