@@ -58,7 +58,8 @@ LARGEST_RANDOM = 0.05  # size of a random move, in units of each weight's size: 
 SMALLEST = 0.01  # size of a weight of zeros, such as B of an adapter
 CAUSES = (
     "gradients not reduced over replicas, context or expert ranks, or reduced twice; a divisor that is not the number "
-    "of trained tokens; other micro-batches; clipping, learning rate or moments of another update"
+    "of trained tokens; other micro-batches; dropout or packing that differs between training and scoring; clipping, "
+    "learning rate or moments of another update"
 )
 HIDDEN = "small moves of the weights change log-probs by less than rounding"
 ANSWERS = 4  # of a replica, at least, that the gradient is compared on

@@ -112,7 +112,7 @@ GRADIENTS = [
     Exhibit(
         "dropout_in_training", "gradients", "dropout is on in the training pass",
         "megatron_bridge:transformer_config", "hidden_dropout=0.0", "hidden_dropout=0.1",
-        "run", "trainer and vLLM disagree",
+        "run", "the update is not what its formulas say",
     ),
 ]  # fmt: skip
 
@@ -199,7 +199,7 @@ TOKENS = [
         "support.model.attention:Packing.of",
         "segments=Segments(mb.cu_seqlens, mb.cu_seqlens, longest, longest, tokens, tokens, window)",
         "segments=Segments(*[mb.cu_seqlens[[0, -1]]] * 2, tokens, tokens, tokens, tokens, window)",
-        "run", "trainer and vLLM disagree",
+        "run", "the update is not what its formulas say",
     ),
     Exhibit(
         "one_seed", "tokens", "the seed does not reach vLLM",
