@@ -85,7 +85,7 @@ class RolloutConfig(Section):
     tp: Count = 1  # tensor parallel size of each vLLM engine; there are world size / tp engines
     gpu_memory_utilization: ShareAboveZero = 0.6  # share of a GPU's memory for vLLM while it samples
     # bounds of |trainer - vLLM| log-prob (fp32: largest, bf16: mean of an update) and of the mean k3 of vLLM against
-    # the trainer over 20 updates; null: ten times what rounding does in this model, as measured (docs/reliability.md)
+    # the trainer over 20 updates; null: 10 (fp32: 50) times what rounding does in this model: docs/reliability.md
     max_logp_gap: PositiveOrInf | None = None
     max_mismatch_kl: PositiveOrInf | None = None
     sync_bucket_mb: Count = 512  # size of a bucket in which weights go from trainer to vLLM

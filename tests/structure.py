@@ -21,8 +21,8 @@ FUNCTION_LINES = 60
 BUDGET = {
     "top": 1315,
     "support/base": 805, "support/check": 1195, "support/data": 496, "support/engine": 271, "support/judge": 345,
-    "support/model": 1337, "support/run": 1355, "support/step": 1850,
-    "tools": 1570, "benchmarks": 706, "tests": 11547, "docs": 3512,
+    "support/model": 1337, "support/run": 1355, "support/step": 1852,
+    "tools": 1570, "benchmarks": 706, "tests": 11558, "docs": 3512,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

@@ -162,6 +162,22 @@ def test_a_gradient_of_rounding_alone_is_no_wrong_gradient(build, dtype):  # noq
     train_grpo.train_step(run, 1)
 
 
+def test_a_step_without_a_trained_token_leaves_the_check_to_the_next(build, monkeypatch):  # noqa: F811
+    """All answers are truncated, and masked."""
+    run = build("algo.mask_truncated=true")
+    sample_and_grade = train_grpo.sample_and_grade
+
+    def truncated(*args):
+        samples, seconds = sample_and_grade(*args)
+        for sample in samples:
+            sample.finished = False
+        return samples, seconds
+
+    monkeypatch.setattr(train_grpo, "sample_and_grade", truncated)
+    train_grpo.train_step(run, 1)
+    assert not run.update_check.compared and not run.update_check.done
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_wrong_gradient_stops_in_fp32_and_warns_in_bf16(build, monkeypatch, capsys, dtype):  # noqa: F811
     forward_backward = train_grpo.forward_backward

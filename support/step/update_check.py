@@ -312,6 +312,8 @@ class UpdateCheck:
             note(f"the gradient of the first update was not checked: {reason}")
             return
         some = some_answers(batch)
+        if not some:  # such as where all answers are truncated and masked
+            return
         forward_backward(self.model, self.optimizer, small_micro_batches(batch, some, cfg), cfg)
         names = weight_names(self.model)
         shards = adam_check.own_shards(self.model, self.optimizer, names)
