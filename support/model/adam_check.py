@@ -4,10 +4,12 @@ On sampled entries of this rank's shards: main weights and both moments, with cl
 On all entries: the model's weights are the rounded main weights.
 """
 
+import functools
 import math
 import zlib
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +19,7 @@ from support.model.layers import device
 from support.model.optimizer_state import MOMENTS, optimizer_weights, own_slice
 
 BLOCK = 1 << 24  # elements
+TILE = 1 << 20  # random numbers
 ENTRIES = 1000  # sampled from each shard
 RELATIVE = 1e-3  # bound of moments and of the weight's step; the norm that clips is a sum in fp32
 CLIPPED_BF16 = 2.0**-6  # more, where the gradient is in bf16: norm and product round it by up to 2^-8 each; its square
@@ -48,19 +51,19 @@ class Shard:
         return self.weight.main_grad.view(-1)[self.place].float()
 
     def random(self, salt: int) -> Tensor:
-        """Random int16, flat; the same on every device, and on every rank that holds a copy of the elements.
+        """Random int16, flat: a part of random_tile, repeated. Ranks that hold a copy of the elements get the same."""
+        first = self.place.start // BLOCK * BLOCK
+        offset = zlib.crc32(f"{self.name} {first} {salt}".encode()) + self.place.start - first
+        tile = random_tile(device()).roll(-(offset % TILE))
+        count = len(self.before)
+        return tile.repeat(-(-count // TILE))[:count]
 
-        A hash of name, salt and index, after "lowbias32" of Wellons (2018), "Prospecting for Hash Functions".
-        """
-        block = self.place.start // BLOCK
-        seed = zlib.crc32(f"{self.name} {block} {salt}".encode()) - 2**31
-        first = block * BLOCK
-        bits = torch.arange(self.place.start - first, self.place.stop - first, dtype=torch.int32, device=device())
-        bits += seed
-        for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975)):  # int32 wraps around
-            bits ^= bits >> shift
-            bits *= factor
-        return (bits >> 16).short()
+
+@functools.cache
+def random_tile(on: torch.device) -> Tensor:
+    """TILE random int16, the same on every device and in every run."""
+    values = np.random.default_rng(0).integers(-(2**15), 2**15, TILE, dtype=np.int16)
+    return torch.from_numpy(values).to(on)
 
 
 def own_shards(model: list, optimizer, names: dict[torch.nn.Parameter, str]) -> list[Shard]:
@@ -105,7 +108,7 @@ def gradient_norm(shards: list[Shard]) -> float:
     squares = torch.zeros((), dtype=torch.float64, device=device())
     for shard in shards:
         if shard.counted:
-            squares += shard.gradient.double().square().sum()
+            squares += shard.gradient.square().sum(dtype=torch.float64)
     return math.sqrt(sum_over_ranks(squares))
 
 

@@ -1,6 +1,6 @@
 """A live check of the first update of a start: its gradient is that of the loss, and its optimizer step is AdamW's.
 
-The gradient is compared on an eighth of the answers, before the update computes its own by the same function.
+The gradient is compared on a sixteenth of the answers, before the update computes its own by the same function.
 
 The loss holds stop-gradients, so its value is not what the gradient integrates. The check makes it linear: with
 c = ∂loss/∂logp and e = ∂loss/∂entropy of each token at the present weights, S(w) = sum(c logp(w) + e entropy(w)) / N
@@ -62,7 +62,8 @@ CAUSES = (
     "learning rate or moments of another update"
 )
 HIDDEN = "small moves of the weights change log-probs by less than rounding"
-ANSWERS = 4  # of a replica, at least, that the gradient is compared on
+SHARE = 16  # one of so many answers is what the gradient is compared on
+ANSWERS = 4  # of a replica, at least
 LARGE = 0.5  # size of the move of weights without a gradient, in units of their own
 
 
@@ -153,10 +154,11 @@ class Probe:
         """The values of each micro-batch at w + size · direction, and this rank's part of gradient · (moved - w)."""
         predicted = torch.zeros((), dtype=torch.float64, device=bridge.device())
         for shard in self.shards:
-            shard.values.copy_(round_at_random(shard.before.float() + size * direction(shard), shard))
+            moved = torch.add(shard.before, direction(shard), alpha=size)
+            shard.values.copy_(round_at_random(moved, shard))
             if shard.counted:
-                moved = shard.values.float() - shard.before.float()
-                predicted += (shard.gradient * moved).sum(dtype=torch.float64)
+                moved = shard.values.float().sub_(shard.before).mul_(shard.gradient)
+                predicted += moved.sum(dtype=torch.float64)
         gather_weights(self.model)
         return self.forward(self.micro_batches, loss_func=values), predicted
 
@@ -368,7 +370,7 @@ def weight_names(model: list) -> dict[torch.nn.Parameter, str]:
 
 
 def some_answers(batch: Batch) -> list[int]:
-    """Numbers of the samples to compare the gradient on: every eighth with an advantage, at least ANSWERS a replica.
+    """Numbers of the samples to compare the gradient on: one of SHARE with an advantage, at least ANSWERS a replica.
 
     Where no sample has an advantage, of those that have a trained token.
     """
@@ -377,7 +379,7 @@ def some_answers(batch: Batch) -> list[int]:
     if not len(numbers):
         numbers = np.flatnonzero(batch.sums(trained_F))
     least = ANSWERS * bridge.mpu.get_data_parallel_world_size()
-    count = min(len(numbers), max(len(numbers) // 8, least))
+    count = min(len(numbers), max(len(numbers) // SHARE, least))
     return numbers[np.linspace(0, len(numbers) - 1, count).astype(int)].tolist()
 
 
