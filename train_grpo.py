@@ -40,13 +40,14 @@ from rollout import Engine
 from support.base.read_config import override
 from support.data.prompts import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.model import checkpoint, optimizer_state
+from support.proof import formulas, push_source
+from support.proof.checks import Checks, Passes
+from support.proof.rows import match_outcomes
 from support.run import launch, logs
 from support.run.clock import Clock, StopRequested
-from support.step import credit, gap, gates, grading, invariants, metrics, push_source, schedule, teacher, turns
-from support.step.formulas import add_logprobs, check_loss
+from support.step import credit, grading, metrics, schedule, teacher, turns
 from support.step.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
 from support.step.records import Batch, MicroBatch, Sample, gather_samples
-from support.step.update_check import UpdateCheck
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
 
@@ -65,11 +66,8 @@ class Run:
     teacher: teacher.Teacher | None  # None: no distillation
     grading: grading.GradingPool
     writer: checkpoint.CheckpointWriter
-    update_check: UpdateCheck  # of the first update of this start
-    gaps: gap.Gaps = field(default_factory=gap.Gaps)  # between log-probs of trainer and vLLM, since this start
+    checks: Checks
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
-    skipped: int = 0  # updates in a row that were skipped because loss or gradient was NaN or infinite
-    errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors shown, rewards known to apply
     moving: dict[str, float] = field(default_factory=dict)  # {dotted key: value} that a step sets for later ones
 
 
@@ -120,13 +118,13 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         teacher=teacher.build_teacher(model, cfg) if cfg.algo.teacher else None,
         grading=grading.GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})),
         writer=checkpoint.CheckpointWriter(f"{cfg.output_dir}/checkpoints", t.keep_last, t.keep_every),
-        update_check=UpdateCheck(model, optimizer, inputs.checkpoint),
+        checks=Checks(model, optimizer, inputs.checkpoint, Passes(score, run_schedule, forward_backward, grpo_loss)),
     )
     push_weights(run)  # vLLM has read the same weights from disk, so this checks the mapping of names
     if inputs.checkpoint:
         engine.sleep()
         state = optimizer_state.restore(inputs.checkpoint, model, optimizer)
-        run.prompts_taken, run.skipped = state["prompts_taken"], state["skipped"]
+        run.prompts_taken, run.checks.skipped = state["prompts_taken"], state["skipped"]
         run.moving = state.get("moving", {})
         run.writer.step = state["step"]
         push_weights(run)
@@ -143,7 +141,7 @@ def save(run: Run, step: int) -> None:
         "step": step,
         "updates": optimizer_state.optimizer_steps(run.optimizer),
         "prompts_taken": run.prompts_taken,
-        "skipped": run.skipped,
+        "skipped": run.checks.skipped,
         "data": fingerprint(run.inputs.prompts),
         "ranks": dist.get_world_size(),
         "config": run.cfg.model_dump(),
@@ -167,7 +165,7 @@ def config_at(cfg: Config, step: int, moving: dict[str, float]) -> Config:
 
 def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     """One step of GRPO: sample, grade, log-probs, advantages, updates, push, save. Returns metrics and samples."""
-    clock, model = run.clock, run.model
+    clock, model, checks = run.clock, run.model, run.checks
     clock.start_step(step)
     cfg = config_at(run.cfg, step, run.moving)
     algo, t = cfg.algo, cfg.train
@@ -185,24 +183,20 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
         if cfg.log.tokens:
             before_F = metrics.trainer_logp(batch, cfg, rescore)
     batch = give_credit(trained, batch, algo, cfg.reward)
-    invariants.check_credit(trained, batch, algo)
+    checks.start_updates(step, trained, batch, cfg)
 
     length = algo.loss_norm_length or cfg.rollout.max_new_tokens
     reports = []
-    for number, chosen in enumerate(updates):
+    for chosen in updates:
         with clock("train"):
             weights_F = loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length)
             weighted = replace(batch, weights=weights_F)
             micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
-            run.update_check.compare_gradient(weighted, cfg, step, forward_backward, run_schedule, grpo_loss)
+            checks.gradient(weighted)
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
-            if math.isfinite(report["loss"]):
-                invariants.check_update(report, micro_batches, weighted, trained, chosen, cfg)
-                if number < gap.compared_updates(cfg):  # the trainer's log-probs are of the weights vLLM sampled with
-                    gap.check_gap(report, step, batch, trained, cfg, model, run.gaps, score)
-                with run.update_check.watch(cfg, step):
-                    report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
-            run.skipped = gates.check_finite(report, run.skipped, step, number, micro_batches, cfg)
+            if checks.before_step(report, weighted, chosen, micro_batches):
+                report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
+            checks.after_step(report, micro_batches)
             reports.append(report)
     if cfg.log.tokens:
         metrics.note_tokens(trained, batch, before_F, rescore())
@@ -236,7 +230,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
         length = options.max_new_tokens or run.cfg.rollout.max_new_tokens
         # Step 0: always the same seeds.
         samples, _ = sample_and_grade(run, prompts, 0, options.samples, options, length)
-    gates.check_graded(samples, prompts, run.cfg.reward, run.errors_shown)
+    run.checks.rewards(samples, prompts, run.cfg)
     return metrics.evaluation(samples, options) | {"time/eval": run.clock.seconds["eval"]}, samples
 
 
@@ -262,7 +256,7 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
         prompts = dict(enumerate(prompt_batch(run.inputs.prompts, taken, missing, cfg.seed), taken - run.prompts_taken))
         answers, rank_seconds = sample_and_grade(run, prompts, step, r.group_size, r, r.max_new_tokens)
         run.clock.check_stop()  # before errors are judged: a scheduler's signal may have ended grading processes too
-        gates.check_graded(answers, prompts, cfg.reward, run.errors_shown)
+        run.checks.rewards(answers, prompts, cfg)
         samples += answers
         rewards = metrics.rewards_by_group(answers)
         mixed = {group for group, values in rewards.items() if min(values) < max(values)}
@@ -304,7 +298,7 @@ def sample_and_grade(
                 samples.append(Sample.of(group, prompt, c, text))
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.columns, c.ids, c.failure)
     with clock("reward"):
-        for sample, outcome in invariants.match_outcomes(samples, run.grading.collect()):
+        for sample, outcome in match_outcomes(samples, run.grading.collect()):
             if any(isinstance(part, list) for part in outcome.parts.values()):  # a reward for each token, or for spans
                 outcome, sample.token_rewards = credit.locate_rewards(outcome, sample, run.inputs.tokenizer)
             sample.graded, sample.error = outcome.status, outcome.error
@@ -755,13 +749,13 @@ def rehearse(cfg: Config) -> None:
     algo = override(config_at(cfg, 1, {}), {"algo.kl_coef": 1.0}).algo
     samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=r) for r in (0.0, 1.0)]
     batch = flatten(samples, algo.mask_truncated)
-    batch = add_logprobs(batch)
+    batch = formulas.add_logprobs(batch)
     weights_F = loss_weights(batch.trained, batch.seq_id, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
     batch = replace(give_credit(samples, batch, algo, cfg.reward), weights=weights_F)
     mb = pack(batch, [0, 1], len(batch.tokens), "cpu")
     logp_T = (1.5 * mb.rollout_logp[0]).requires_grad_()
     computed = grpo_loss(mb, logp_T, -logp_T, algo)
-    check_loss(computed, mb, logp_T, algo)
+    formulas.check_loss(computed, mb, logp_T, algo)
 
 
 def main(argv: list[str]) -> int:

@@ -35,9 +35,9 @@ from support.base.read_config import load_config
 from support.check import checks
 from support.data.prompts import prompt_batch
 from support.engine import cpu_engine, push_check
+from support.proof import gap, graded, push_source, rows
 from support.run import launch
 from support.run.clock import Clock
-from support.step import gap, gates, invariants, push_source
 
 MICRO_BATCH = 4096  # tokens
 
@@ -165,9 +165,9 @@ def timed(owner, name: str, seconds: Counter, key: str) -> None:
 
 
 CHECKS = {  # of a step: what is compared → where
-    "rows and formulas of an update": (invariants, "check_update"),
-    "groups and advantages": (invariants, "check_credit"),
-    "graded rewards": (gates, "check_graded"),
+    "rows and formulas of an update": (rows, "check_update"),
+    "groups and advantages": (rows, "check_credit"),
+    "graded rewards": (graded, "check_graded"),
     "gap between trainer and vLLM": (gap, "check_gap"),
 }
 

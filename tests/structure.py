@@ -19,10 +19,10 @@ FUNCTION_LINES = 60
 # Statements of a wing, docstrings not counted; "docs" is lines of docs/*.md. These numbers only fall: a commit that
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
-    "top": 1315,
+    "top": 1309,
     "support/base": 805, "support/check": 1195, "support/data": 496, "support/engine": 271, "support/judge": 345,
-    "support/model": 1337, "support/run": 1355, "support/step": 1852,
-    "tools": 1570, "benchmarks": 706, "tests": 11558, "docs": 3512,
+    "support/model": 1200, "support/proof": 977, "support/run": 1355, "support/step": 1060,
+    "tools": 1570, "benchmarks": 706, "tests": 11564, "docs": 3512,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0
@@ -247,7 +247,7 @@ def over_budget(sizes: dict[str, int]) -> list[str]:
 
 # A wing of support/ or a top-level file → its floor. An import leads to the same wing or to a lower floor.
 FLOORS = {
-    SCRIPT: 8, "run": 7, "check": 6, "step": 5, "megatron_bridge.py": 4, "rollout.py": 4, "reward.py": 4,
+    SCRIPT: 8, "run": 7, "check": 6, "proof": 6, "step": 5, "megatron_bridge.py": 4, "rollout.py": 4, "reward.py": 4,
     "model": 3, "engine": 3, "judge": 3, "data": 3, "base": 2, "config.py": 1,
 }  # fmt: skip
 

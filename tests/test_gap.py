@@ -10,7 +10,8 @@ import megatron_bridge as bridge
 import train_grpo
 from config import TrainingError
 from support.base.read_config import load_config
-from support.step import gap, metrics
+from support.proof import gap
+from support.step import metrics
 from tests.conftest import REPO
 from tests.test_step import build  # noqa: F401, a fixture
 

@@ -57,7 +57,7 @@ WAITS = {
         ("support/run/clock.py __call__", "synchronize"): (1, "update"),
         ("support/step/metrics.py add_up", "copy from the GPU"): (1, "update"),
         ("support/model/routes.py reduce_counts", "copy from the GPU"): (1, "update"),
-        ("support/step/invariants.py check_update", "copy from the GPU"): (1, "update"),
+        ("support/proof/rows.py check_update", "copy from the GPU"): (1, "update"),
         ("train_grpo.py score", "copy from the GPU"): (1, "log-prob pass"),  # rounding, at the first update of a start
         ("clip_grads.py get_grad_norm_fp32", "_local_scalar_dense"): (1, "update"),
         ("distributed_data_parallel.py restore_grad_buffers", "synchronize"): (1, "update"),

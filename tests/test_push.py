@@ -15,7 +15,7 @@ from config import ParallelConfig, TrainingError
 from support.base.read_config import load_config
 from support.engine import push_check
 from support.engine.push_check import Held, PushCheck, differing, digest, engine_digests, pushed_sums, to_host
-from support.step.push_source import part_sums, read_shards
+from support.proof.push_source import part_sums, read_shards
 
 SMALL = ("train.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0")
 FP32, BF16 = ("model.dtype=fp32", "train.lr=1e-6"), ("model.dtype=bf16", "train.lr=1e-6")

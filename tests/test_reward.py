@@ -18,7 +18,7 @@ from config import DataConfig, RewardConfig, UserError
 from support.base import user_code
 from support.base.read_config import load_config
 from support.data.prompts import load_prompts, load_tokenizer
-from support.step import gates
+from support.proof import graded
 from support.step.grading import GradingPool, Outcome
 from tests.conftest import REPO
 
@@ -601,7 +601,7 @@ def test_a_part_with_a_name_of_the_trainers_own_is_an_error(tmp_path):
     samples = [SimpleNamespace(group=0, source="s", graded=o.status, error=o.error, text="a") for o in outcomes]
     assert [outcome.status for outcome in outcomes] == ["error", "error"]
     with pytest.raises(UserError, match=r"source 's' failed: .*a part 'overlong', which is the trainer's own"):
-        gates.check_graded(samples, {0: SimpleNamespace(row={})}, RewardConfig(), set())
+        graded.check_graded(samples, {0: SimpleNamespace(row={})}, RewardConfig(), set())
 
 
 ABSENT = """
@@ -621,7 +621,7 @@ def check_outcomes(outcomes: list[Outcome], config: RewardConfig, found: set[str
         SimpleNamespace(group=0, source=source, graded=o.status, error=o.error, text="a", reward_parts=o.parts)
         for o in outcomes
     ]
-    gates.check_graded(samples, {0: SimpleNamespace(row={"id": 7})}, config, found)
+    graded.check_graded(samples, {0: SimpleNamespace(row={"id": 7})}, config, found)
 
 
 def test_a_reward_that_is_none_is_left_out(tmp_path):

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import train_grpo
 from config import TrainConfig, TrainingError
-from support.model.adam_check import adamw
-from support.step import update_check
-from support.step.update_check import Probe, UpdateCheck
+from support.proof import update
+from support.proof.adam import adamw
+from support.proof.update import FirstUpdate, Probe
 from tests.test_layouts import DENSE_LAYOUTS, LAYOUTS, MOE_LAYOUTS, make_plan
 from tests.test_step import build  # noqa: F401, a fixture
 
@@ -118,13 +118,13 @@ def test_no_layout_gives_a_false_alarm_or_changes_a_bit(fork_server, tmp_path, f
 def test_a_step_is_watched_once_and_after_a_resume_its_state_is_compared(build):  # noqa: F811
     run = build("train.lr=0.01")
     train_grpo.train_step(run, 1)
-    assert run.update_check.done and run.update_check.updates == 0
-    run.update_check = UpdateCheck(run.model, run.optimizer, None)
-    run.update_check.updates = 3
+    assert run.checks.first_update.done and run.checks.first_update.updates == 0
+    run.checks.first_update = FirstUpdate(run.model, run.optimizer, None)
+    run.checks.first_update.updates = 3
     with pytest.raises(TrainingError, match=r"Adam's step count of .* is 1, though 3 updates were made"):
         train_grpo.train_step(run, 2)
-    run.update_check = UpdateCheck(run.model, run.optimizer, None)
-    run.update_check.updates = 1
+    run.checks.first_update = FirstUpdate(run.model, run.optimizer, None)
+    run.checks.first_update.updates = 1
     for part in run.optimizer.chained_optimizers:
         for state in part.optimizer.state.values():
             state["exp_avg_sq"].zero_()
@@ -137,7 +137,7 @@ def test_an_update_without_a_gradient_is_not_the_one_that_is_checked(build):  # 
     equal = ("reward.default=length", "reward.options={length: {limit: 1000}}", "algo.entropy_coef=0")
     run = build("train.lr=0.01", *equal)
     train_grpo.train_step(run, 1)
-    assert not run.update_check.done
+    assert not run.checks.first_update.done
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -151,7 +151,7 @@ def test_a_gradient_of_almost_zero_is_no_wrong_gradient(build, tiny, tmp_path, s
     equal = ("reward.default=length", "reward.options={length: {limit: 1000}}", "algo.entropy_coef=0.01")
     run = build("train.lr=0.01", *equal, f"model.path={tmp_path / 'model'}", f"model.dtype={dtype}")
     train_grpo.train_step(run, 1)
-    assert run.update_check.compared and run.update_check.done
+    assert run.checks.first_update.compared and run.checks.first_update.done
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -175,7 +175,7 @@ def test_a_step_without_a_trained_token_leaves_the_check_to_the_next(build, monk
 
     monkeypatch.setattr(train_grpo, "sample_and_grade", truncated)
     train_grpo.train_step(run, 1)
-    assert not run.update_check.compared and not run.update_check.done
+    assert not run.checks.first_update.compared and not run.checks.first_update.done
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -188,8 +188,8 @@ def test_a_wrong_gradient_stops_in_fp32_and_warns_in_bf16(build, monkeypatch, ca
             weight.main_grad.mul_(2)
         return report
 
-    run = build("train.lr=0.01", f"model.dtype={dtype}")
     monkeypatch.setattr(train_grpo, "forward_backward", doubled)
+    run = build("train.lr=0.01", f"model.dtype={dtype}")
     if dtype == "fp32":
         with pytest.raises(TrainingError, match=r"the gradient predicts .*, 2 times that"):
             train_grpo.train_step(run, 1)
@@ -206,8 +206,8 @@ def test_a_loss_of_something_else_is_not_judged_and_said_so(build, monkeypatch, 
         loss, denominator, report = grpo_loss(*args, **kwargs)
         return loss * scale, denominator, report
 
-    run = build("train.lr=0.01")
     monkeypatch.setattr(train_grpo, "grpo_loss", learned)
+    run = build("train.lr=0.01")
     train_grpo.train_step(run, 1)
     assert "the loss is not a function of the trained tokens' log-probs and entropies alone" in capsys.readouterr().out
 
@@ -222,6 +222,6 @@ def test_moves_that_rounding_hides_are_said(build, monkeypatch, capsys, resolved
 
     run = build("train.lr=0.01")
     monkeypatch.setattr(Probe, "compare", change)
-    monkeypatch.setattr(update_check, "report_together", lambda *args, **kwargs: None)
+    monkeypatch.setattr(update, "report_together", lambda *args, **kwargs: None)
     train_grpo.train_step(run, 1)
     assert f"the gradient of the first update {said}" in capsys.readouterr().out

@@ -28,10 +28,11 @@ from support.base import ranks
 from support.base.read_config import load_config
 from support.check import checks
 from support.model import lora
-from support.model.adam_check import gather_weights
-from support.step import update_check
+from support.proof import update
+from support.proof.adam import gather_weights
+from support.proof.checks import Passes
+from support.proof.update import FirstUpdate, report_together
 from support.step.packing import to_micro_batches
-from support.step.update_check import UpdateCheck, report_together
 from tests.layout_worker import made_up_factor
 
 # ---------------------------------------------------------------- faults of the gradient: before it is watched
@@ -159,14 +160,17 @@ def one_case(plan: dict, case: dict, watched: bool) -> dict:
             faulty(model, micro_batches)
 
     error = ""
-    check = UpdateCheck(model, optimizer, None)
+    check = FirstUpdate(model, optimizer, None)
     start = time.perf_counter()
     try:
         with around_passes:
-            check.compare_gradient(batch, cfg, 1, forward_backward, train_grpo.run_schedule, train_grpo.grpo_loss)
+            passes = Passes(train_grpo.score, train_grpo.run_schedule, forward_backward, train_grpo.grpo_loss)
+            check.compare_gradient(batch, cfg, 1, passes)
             forward_backward(model, optimizer, micro_batches, cfg)
-        with around_step, check.watch(cfg, 1):
+        check.before_step(cfg, 1)
+        with around_step:
             bridge.optimizer_step(optimizer, cfg.train.lr, offloaded=False)
+        check.after_step(cfg, 1)
     except TrainingError as caught:
         error = str(caught)
     seconds = time.perf_counter() - start
@@ -176,12 +180,12 @@ def one_case(plan: dict, case: dict, watched: bool) -> dict:
     return {"error": error, "seconds": seconds, "weights": weights}
 
 
-def always_raise(where: str, found: list[str], is_error: bool = True) -> None:
-    report_together(where, found)
+def always_raise(step: int, found: list[str], is_error: bool = True) -> None:
+    report_together(step, found)
 
 
 def main() -> None:
-    update_check.report_together = always_raise  # what is a warning in bf16, too
+    update.report_together = always_raise  # what is a warning in bf16, too
     plan = json.loads(Path(sys.argv[1]).read_text())
     found = {}
     for name, case in plan["cases"].items():

@@ -1,6 +1,6 @@
 """Proof that vLLM holds the trainer's weights: digests at three places, compared after every push, before sampling.
 
-The places are the trainer's own shards (support/step/push_source.py), the full tensors that are pushed, and vLLM's
+The places are the trainer's own shards (support/proof/push_source.py), the full tensors that are pushed, and vLLM's
 weights. A digest is of bits, so one changed bit shows, at any learning rate.
 
 Between shards and pushed tensors the order of elements counts. Between those and vLLM's weights a digest ignores it

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import megatron_bridge as bridge
 from config import Config, EvalConfig
 from support.base import ranks
-from support.step import gap, schedule, throughput
+from support.step import schedule, throughput
 from support.step.records import Batch, Sample
 
 # ---------------------------------------------------------------- what the updates report
@@ -69,6 +69,15 @@ class StepRecord:
     seconds: dict[str, float]  # of each phase, and "step"
 
 
+def compared_updates(cfg: Config) -> int:
+    """In how many updates of a step, from the first, the log-probs of trainer and vLLM are compared.
+
+    A comparison needs the trainer's log-probs under the weights that vLLM sampled with. With algo.old_logp=trainer all
+    updates have them as old log-probs, and those of one epoch see each token once. Else only the first update has them.
+    """
+    return cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
+
+
 # ---------------------------------------------------------------- the metrics of a step
 
 PHASES = ("wait", "rollout", "reward", "gather", "sleep", "logprob", "train", "sync", "save", "other", "step")
@@ -80,7 +89,7 @@ def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dic
     numbers = {"step": record.step}
     numbers |= reward_metrics(record)
     numbers |= loss_metrics(record.reports, batch)
-    numbers |= mismatch_metrics(record.reports[: gap.compared_updates(cfg)])
+    numbers |= mismatch_metrics(record.reports[: compared_updates(cfg)])
     if cfg.algo.replay_routes:
         numbers |= route_metrics(record.samples, first)
     else:
@@ -140,7 +149,7 @@ def loss_metrics(reports: list[dict[str, float]], batch: Batch) -> dict[str, flo
 
 
 def mismatch_metrics(compared: list[dict[str, float]]) -> dict[str, float]:
-    """How far trainer and vLLM disagree, over the updates in `compared` (gap.compared_updates)."""
+    """How far trainer and vLLM disagree, over the updates in `compared` (compared_updates)."""
     w = sum(r["w"] for r in compared)
     w2 = sum(r["w2"] for r in compared)
     tokens = sum(r["tokens"] for r in compared)

@@ -15,7 +15,8 @@ from rollout import Engine
 from support.base.read_config import load_config
 from support.data import prompts
 from support.data.prompts import Prompt
-from support.step import grading, invariants
+from support.proof.rows import check_credit, check_update, match_outcomes
+from support.step import grading
 from support.step.grading import Outcome
 from support.step.packing import pack
 from support.step.records import Batch, Sample
@@ -118,7 +119,7 @@ def test_healthy_updates_pass(norm, advantage):
         samples = make_samples()
         for chosen in ([0, 1, 2, 3, 4, 5], [3, 4, 5]):
             report, rows, batch = make_update(samples, chosen, cfg)
-            invariants.check_update(report, rows, batch, samples, chosen, cfg)
+            check_update(report, rows, batch, samples, chosen, cfg)
 
 
 @pytest.mark.parametrize("name", ["tokens", "targets", "mask", "rollout_logp", "advantages", "weights"])
@@ -128,7 +129,7 @@ def test_a_row_that_is_not_of_its_samples_is_found(name):
     wrong = torch.roll(getattr(rows[1], name), 1, 1)
     rows[1] = dataclasses.replace(rows[1], **{name: wrong})
     with pytest.raises(TrainingError, match=f"^{name} of the update are not those of the samples"):
-        invariants.check_update(report, rows, batch, samples, chosen, cfg)
+        check_update(report, rows, batch, samples, chosen, cfg)
 
 
 def test_advantages_of_other_answers_are_found_but_not_what_a_fork_makes_of_them():
@@ -136,34 +137,34 @@ def test_advantages_of_other_answers_are_found_but_not_what_a_fork_makes_of_them
     report, rows, batch = make_update(samples, chosen, cfg)
     moved = dataclasses.replace(batch, advantages=torch.roll(batch.advantages, 4))
     with pytest.raises(TrainingError, match=r"advantages are not those of the rewards by algo\.advantage=grpo"):
-        invariants.check_credit(samples, moved, cfg.algo)
+        check_credit(samples, moved, cfg.algo)
     samples[0].token_rewards = {}
     samples[1].token_rewards = {"part": None}  # then more than the rewards of answers decides
-    invariants.check_credit(samples, moved, cfg.algo)
+    check_credit(samples, moved, cfg.algo)
     other = dataclasses.replace(batch, advantages=batch.advantages * 2)  # after give_credit
     rows = [pack(other, chosen, 40, "cpu")]
-    invariants.check_update(report, rows, other, samples, chosen, cfg)
+    check_update(report, rows, other, samples, chosen, cfg)
 
 
 def test_counts_and_groups_are_checked():
     cfg, samples, chosen = config(), make_samples(), [0, 1, 2, 3, 4, 5]
     report, rows, batch = make_update(samples, chosen, cfg)
     with pytest.raises(TrainingError, match="the loss counts 17 tokens, the answers have 16 to train on"):
-        invariants.check_update({"trained": report["trained"] + 1}, rows, batch, samples, chosen, cfg)
+        check_update({"trained": report["trained"] + 1}, rows, batch, samples, chosen, cfg)
     samples[1].group = 1
     with pytest.raises(TrainingError, match="a group holds answers to different prompts"):
-        invariants.check_update(report, rows, batch, samples, chosen, cfg)
+        check_update(report, rows, batch, samples, chosen, cfg)
 
 
 def test_a_reward_of_another_answer_is_found():
     samples = make_samples()[:2]
     samples[0].text, samples[1].text = "one", "two"
     outcomes = [Outcome({"r": 1.0}, graded=grading.checksum(text)) for text in ("one", "two")]
-    assert [outcome for _, outcome in invariants.match_outcomes(samples, outcomes)] == outcomes
+    assert [outcome for _, outcome in match_outcomes(samples, outcomes)] == outcomes
     late = Outcome(status="timeout")  # nobody graded it
-    assert len(list(invariants.match_outcomes(samples, [late, outcomes[1]]))) == 2
+    assert len(list(match_outcomes(samples, [late, outcomes[1]]))) == 2
     with pytest.raises(TrainingError, match="the reward of another answer was given to the answer 'one'"):
-        list(invariants.match_outcomes(samples, outcomes[::-1]))
+        list(match_outcomes(samples, outcomes[::-1]))
 
 
 # ---------------------------------------------------------------- the start, against the data

@@ -80,7 +80,7 @@ def columns(answer: list[formulas.Token], *names: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("algo", [ALGO, ALGO | {"dual_clip": 1.5}, *({"loss": loss} for loss in ("gspo", "cispo"))])
 def test_losses_are_those_of_the_plain_formulas(algo):
-    """Two implementations, apart: those of support/step/formulas.py in numbers, these in tensors."""
+    """Two implementations, apart: those of support/proof/formulas.py in numbers, these in tensors."""
     algo = ALGO | algo
     answer = tokens(50)
     logp, old, advantages = columns(answer, "logp", "old", "advantage")
@@ -276,9 +276,9 @@ MISTAKES = {
     ),
 }  # fmt: skip
 
-# Module of support/step → what a fork appends to it so that its runs are not checked
+# Module of support/proof → what a fork appends to it so that its runs are not checked
 UNCHECKED = {
-    "invariants.py": "\n\ndef check_credit(*_): ...\n\n\ndef check_update(*_): ...\n",
+    "rows.py": "\n\ndef check_credit(*_): ...\n\n\ndef check_update(*_): ...\n",
     "formulas.py": "\n\ndef check_loss(*_): ...\n",
 }
 
@@ -295,7 +295,7 @@ def test_a_planted_mistake_is_named(mistake, train, tmp_path):
     assert source.count(line) == 1
     (folder / "train_grpo.py").write_text(source.replace(line, instead))
     for module, without in UNCHECKED.items():  # else the run itself notices the mistake
-        with (folder / "support/step" / module).open("a") as file:
+        with (folder / "support/proof" / module).open("a") as file:
             file.write(without)
     run = train(
         2, "train.steps=3", "train.warmup_steps=0", "train.lr=0.003", "algo.kl_coef=0.5", "rollout.prompts_per_step=4",

@@ -19,7 +19,7 @@ from support.base import ranks
 from support.check import checks
 from support.engine.push_check import moved_tensors
 from support.model.attention import use_flash_attention_3
-from support.step.push_source import read_shards
+from support.proof.push_source import read_shards
 from tools.gpu_checks import worker
 
 GPU = torch.cuda.device_count() > 0

@@ -1,64 +1,14 @@
-"""Checks within a step: losses and gradients are finite, rewards can be computed. gap.py compares trainer and vLLM."""
+"""Whether rewards could be computed: failures of reward functions and programs, names that apply to no answer."""
 
 import json
-import math
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
-import megatron_bridge as bridge
-from config import Config, RewardConfig, TrainingError, UserError
+from config import RewardConfig, UserError
 from reward import is_part
 from support.data.prompts import Prompt
 from support.step import turns
-from support.step.records import MicroBatch, Sample
-
-
-def check_finite(
-    report: dict[str, float], in_a_row: int, step: int, number: int, micro_batches: list[MicroBatch], cfg: Config
-) -> int:
-    """The number of updates in a row, with this one, that were skipped because loss or gradient is NaN or infinite.
-
-    Warns of a skipped update and writes its micro-batches. A gradient of exactly 0 is skipped too, but sets the number
-    to 0. Raises TrainingError at train.max_skipped.
-    """
-    if report["grad_norm"] == 0 and dist.get_rank() == 0:
-        print("warning: no gradient (equal rewards in every group, no KL or entropy): update skipped", flush=True)
-    if math.isfinite(report["grad_norm"]):
-        return 0
-    path = Path(cfg.output_dir, "skipped", f"step_{step:06d}_update_{number}")
-    report_skipped(report, in_a_row + 1, path, micro_batches, cfg.train.max_skipped)
-    return in_a_row + 1
-
-
-def report_skipped(
-    report: dict[str, float], in_a_row: int, path: Path, micro_batches: list[MicroBatch], limit: int
-) -> None:
-    """Write the micro-batches of a skipped update to `path`_rank_*, and warn. Raises TrainingError at the limit."""
-    if bridge.reports_loss():
-        write_micro_batches(path, micro_batches)
-    what = f"the loss of an update is {report['loss']}"
-    if math.isfinite(report["loss"]):
-        what = "a gradient is NaN or infinite"
-    message = f"{what}; it was skipped, its micro-batches are in {path}_rank_*.safetensors"
-    if in_a_row >= limit:
-        raise TrainingError(f"{message}; {in_a_row} in a row, train.max_skipped={limit}")
-    if dist.get_rank() == 0:
-        print(f"warning: {message}; {in_a_row} in a row, the run stops at train.max_skipped={limit}", flush=True)
-
-
-def write_micro_batches(path: Path, micro_batches: list[MicroBatch]) -> None:
-    """Write this rank's micro-batches to `path`_rank_R.safetensors, each tensor as "number of the micro-batch.name"."""
-    tensors = {}
-    for i, mb in enumerate(micro_batches):
-        for name, value in vars(mb).items():
-            if torch.is_tensor(value):
-                tensors[f"{i}.{name}"] = value
-        tensors[f"{i}.seq_id"] = mb.seq_id
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, f"{path}_rank_{dist.get_rank():05d}.safetensors")
+from support.step.records import Sample
 
 
 def check_graded(samples: list[Sample], prompts: dict[int, Prompt], reward: RewardConfig, shown: set[str]) -> None:

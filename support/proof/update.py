@@ -20,9 +20,8 @@ several directions add up. In fp32 on a CPU a larger one ends the run; elsewhere
 are not counted or are known, it is a warning.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,11 +36,11 @@ import megatron_bridge as bridge
 from config import Config, TrainingError
 from support.base import ranks
 from support.engine.push_check import digest
-from support.model import adam_check
-from support.model.adam_check import Shard, gather_weights, sum_over_ranks
 from support.model.checkpoint import read_state
 from support.model.offload import take_back_state
 from support.model.optimizer_state import trainable_weights
+from support.proof import adam
+from support.proof.adam import Shard, gather_weights, sum_over_ranks
 from support.step.metrics import expert_load
 from support.step.packing import to_micro_batches
 from support.step.records import Batch, MicroBatch
@@ -63,7 +62,7 @@ CAUSES = (
 )
 HIDDEN = "small moves of the weights change log-probs by less than rounding"
 SHARE = 16  # one of so many answers is what the gradient is compared on
-ANSWERS = 4  # of a replica, at least
+ANSWERS = 2  # of a replica, at least
 LARGE = 0.5  # size of the move of weights without a gradient, in units of their own
 
 
@@ -157,7 +156,7 @@ class Probe:
             moved = torch.add(shard.before, direction(shard), alpha=size)
             shard.values.copy_(round_at_random(moved, shard))
             if shard.counted:
-                moved = shard.values.float().sub_(shard.before).mul_(shard.gradient)
+                moved = (shard.values.float() - shard.before.float()).mul_(shard.gradient)
                 predicted += moved.sum(dtype=torch.float64)
         gather_weights(self.model)
         return self.forward(self.micro_batches, loss_func=values), predicted
@@ -269,7 +268,7 @@ def weights_without_gradient(optimizer, shards: list[Shard]) -> set[torch.nn.Par
         own[shard.weight] = torch.maximum(largest, own.get(shard.weight, largest))
     found = set()
     for part in optimizer.chained_optimizers:
-        weights = adam_check.weights_of(part)
+        weights = adam.weights_of(part)
         largest = torch.stack([own.get(weight, torch.zeros((), device=bridge.device())) for weight in weights])
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.data_parallel_group)
         found |= {weight for weight, value in zip(weights, largest.tolist(), strict=True) if value == 0}
@@ -280,7 +279,7 @@ def weights_without_gradient(optimizer, shards: list[Shard]) -> set[torch.nn.Par
 
 
 @dataclass
-class UpdateCheck:
+class FirstUpdate:
     """Checks the first update of a start that has a gradient; `checkpoint`: what this start resumed from."""
 
     model: list
@@ -291,19 +290,12 @@ class UpdateCheck:
 
     def __post_init__(self):
         self.updates = read_state(self.checkpoint)["updates"] if self.checkpoint else 0  # before this start
+        self.sampled: list[adam.Sampled] | None = None  # before the step that is checked
 
-    def compare_gradient(
-        self,
-        batch: Batch,
-        cfg: Config,
-        step: int,
-        forward_backward: Callable[..., dict],
-        run_schedule: Callable[..., list],
-        loss_func: Callable,
-    ) -> None:
+    def compare_gradient(self, batch: Batch, cfg: Config, step: int, passes) -> None:
         """Compare the gradient of some answers of `batch`, whose weights are above 0 at trained tokens, with the loss.
 
-        Called before the update computes its own gradient. The three functions are those of the script. Weights and
+        Called before the update computes its own gradient. `passes`: those of the script (checks.Passes). Weights and
         state keep their bits. Raises TrainingError on every rank, or warns.
         """
         if not cfg.train.check_update or self.compared:
@@ -316,48 +308,49 @@ class UpdateCheck:
         some = some_answers(batch)
         if not some:  # such as where all answers are truncated and masked
             return
-        forward_backward(self.model, self.optimizer, small_micro_batches(batch, some, cfg), cfg)
+        passes.forward_backward(self.model, self.optimizer, small_micro_batches(batch, some, cfg), cfg)
         names = weight_names(self.model)
-        shards = adam_check.own_shards(self.model, self.optimizer, names)
-        norm = adam_check.gradient_norm(shards)
+        shards = adam.own_shards(self.model, self.optimizer, names)
+        norm = adam.gradient_norm(shards)
         if math.isfinite(norm) and norm > 0:  # else the next update may have a gradient
             self.compared = True
             smooth = not self.model[0].config.num_moe_experts or batch.routes is not None
             nonlinear = NONLINEAR[cfg.model.dtype] if smooth else REROUTED
             tokens = int(np.sum(batch.sums(batch.weights > 0)[some]))
-            forward = partial(run_schedule, self.model, temperature=cfg.rollout.temperature, backward=False)
+            forward = partial(passes.run_schedule, self.model, temperature=cfg.rollout.temperature, backward=False)
             micro_batches = to_micro_batches(batch, some, cfg.train.logprob_max_tokens_per_micro_batch, cfg)
             probe = Probe(self.model, shards, micro_batches, forward, tokens, cfg.model.dtype, nonlinear, smooth)
-            probe.linearise(partial(loss_func, algo=cfg.algo))
+            probe.linearise(partial(passes.loss, algo=cfg.algo))
             found = check_gradient(probe, self.optimizer, norm, names)
             is_counted = cfg.model.dtype == "fp32" and bridge.device().type == "cpu"
-            report_together(f"step {step}, the first update of this start: ", found, is_error=is_counted)
+            report_together(step, found, is_error=is_counted)
         if self.model[0].config.num_moe_experts:
             expert_load(self.model)  # the metric counts the update's own passes
         bridge.seed_step(cfg.seed, step)
 
-    @contextlib.contextmanager
-    def watch(self, cfg: Config, step: int) -> Iterator[None]:
-        """Wrap the optimizer's step. Raises TrainingError on every rank unless it is AdamW's."""
-        norm = 0.0
-        if cfg.train.check_update and not self.done:
-            names = weight_names(self.model)
-            shards = adam_check.own_shards(self.model, self.optimizer, names)
-            norm = adam_check.gradient_norm(shards)
-        if not (math.isfinite(norm) and norm > 0):  # no gradient: the next update may have one
-            yield
+    def before_step(self, cfg: Config, step: int) -> None:
+        """Note the optimizer's state. Raises TrainingError, on every rank, if it is not that of the updates so far."""
+        if not cfg.train.check_update or self.done:
+            return
+        shards = adam.own_shards(self.model, self.optimizer, weight_names(self.model))
+        self.norm = adam.gradient_norm(shards)
+        if not (math.isfinite(self.norm) and self.norm > 0):  # no gradient: the next update may have one
             return
         self.done = True
         if cfg.train.offload == "optimizer":
             take_back_state(self.optimizer)
-        where = f"step {step}, the first update of this start: "
-        report_together(where, adam_check.check_state(shards, self.updates))
-        sampled = adam_check.sample_state(shards)
-        yield
+        report_together(step, adam.check_state(shards, self.updates))
+        self.sampled = adam.sample_state(shards)
+
+    def after_step(self, cfg: Config, step: int) -> None:
+        """Compare the step that before_step prepared with AdamW. Raises TrainingError, on every rank."""
+        if self.sampled is None:
+            return
         if self.model[0].ddp_config.overlap_param_gather:  # otherwise the optimizer has gathered them
             gather_weights(self.model)
-        found = adam_check.check_step(sampled, self.updates, norm, cfg.train)
-        report_together(where, found + unequal_copies(self.model, self.optimizer, names))
+        found = adam.check_step(self.sampled, self.updates, self.norm, cfg.train)
+        self.sampled = None
+        report_together(step, found + unequal_copies(self.model, self.optimizer, weight_names(self.model)))
 
 
 def weight_names(model: list) -> dict[torch.nn.Parameter, str]:
@@ -449,13 +442,16 @@ def check_gradient(probe: Probe, optimizer, norm: float, names: dict[torch.nn.Pa
     return found
 
 
-def report_together(where: str, found: list[str], is_error: bool = True) -> None:
+def report_together(step: int, found: list[str], is_error: bool = True) -> None:
     """Raise TrainingError on every rank if any rank found something, or warn. Every rank calls this."""
     lines = list(dict.fromkeys(line for part in ranks.gather(found) for line in part))
     if not lines:
         return
     shown = "\n  ".join(lines[:8])
-    message = f"{where}the update is not what its formulas say\n  {shown}\n  likely causes: {CAUSES}. "
+    message = (
+        f"step {step}, the first update of this start: the update is not what its formulas say\n  {shown}\n"
+        f"  likely causes: {CAUSES}. "
+    )
     if is_error:
         raise TrainingError(f"{message}train.check_update=false turns the check off")
     if dist.get_rank() == 0:
@@ -465,7 +461,7 @@ def report_together(where: str, found: list[str], is_error: bool = True) -> None
 
 def unequal_copies(model: list, optimizer, names: dict[torch.nn.Parameter, str]) -> list[str]:
     """A line if bits of a trained weight differ between replicas, or between tensor-parallel ranks that hold copies."""
-    groups = [(part.data_parallel_group, adam_check.weights_of(part)) for part in optimizer.chained_optimizers]
+    groups = [(part.data_parallel_group, adam.weights_of(part)) for part in optimizer.chained_optimizers]
     copied = [
         weight
         for weight in trainable_weights(model)

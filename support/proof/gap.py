@@ -21,7 +21,7 @@ from torch import Tensor
 
 import megatron_bridge as bridge
 from config import Config, TrainingError
-from support.step.invariants import check_reference
+from support.proof.rows import check_reference
 from support.step.records import Batch, Sample
 
 # Times the model's own rounding. In fp32 more: kernels differ by approximations too, such as that of exp.
@@ -73,15 +73,6 @@ class Gaps:
         tokens = sum(tokens for _, tokens in self.recent)
         missing = max(1.0, 4 / len(self.recent))
         return k3 / max(tokens * missing, 1)
-
-
-def compared_updates(cfg: Config) -> int:
-    """In how many updates of a step, from the first, the log-probs of trainer and vLLM are compared.
-
-    A comparison needs the trainer's log-probs under the weights that vLLM sampled with. With algo.old_logp=trainer all
-    updates have them as old log-probs, and those of one epoch see each token once. Else only the first update has them.
-    """
-    return cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
 
 
 def check_gap(
