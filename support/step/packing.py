@@ -250,7 +250,6 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
         starts=starts_S,
         lengths=lengths_S,
         cu_seqlens=to_device(torch.from_numpy(cu_seqlens), device),
-        host_cu_seqlens=cu_seqlens,
         max_seqlen=int(np.diff(cu_seqlens).max()),
     )
 
