@@ -2,8 +2,7 @@
 
 It knows nothing of rewards, groups, advantages or prompts. Of a micro-batch `mb` it reads `tokens, targets, mask,
 position_ids` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no part in the loss), `rows` [M], where the
-mask is 1, `cu_seqlens` and `host_cu_seqlens` [S+1], and `max_seqlen`. A row of T tokens packs S sequences, one after
-another.
+mask is 1, `cu_seqlens` [S+1], and `max_seqlen`. A row of T tokens packs S sequences, one after another.
 
 Weights are exchanged as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them,
 for vLLM and for the export alike. One table, `FAMILIES`, maps each weight of a Megatron layer to Hugging Face weights.

@@ -1,5 +1,4 @@
-"""Attention over packed rows (support/model/attention.py): the padded path, the unpadded one, and how cp ranks share a
-row.
+"""Attention over packed rows (support/model/attention.py): the padded path, the unpadded one.
 
 torch's kernel without padding needs a GPU. Here a function of its signature stands in for it, that of torch 2.10, 2.11
 or 2.13, which refuses what torch's refuses and computes by the formula.
@@ -15,7 +14,7 @@ import transformers
 from torch.nn.attention import varlen as flash
 
 from support.model import attention
-from support.model.attention import Chunks, Segments, attend_padded, attend_varlen, sliding_window, uses_varlen
+from support.model.attention import Segments, attend_padded, attend_varlen, sliding_window, uses_varlen
 from support.step import packing
 from tests.layout_worker import one_layout
 from tests.test_layouts import make_plan, make_samples, reference, worst_gradient
@@ -149,41 +148,6 @@ def test_torch_has_what_stands_in_for_it_and_refuses_the_cpu():
         attend_varlen(*tensors(5, 5, torch.bfloat16), where)
     asked = itertools.product(("cpu", "cuda"), (*HALF, torch.float32))
     assert [case for case in asked if uses_varlen(torch.device(case[0]), case[1])] == [("cuda", x) for x in HALF]
-
-
-def share(x: torch.Tensor, ranks: list[Chunks]) -> list[torch.Tensor]:
-    """What `take` gives each rank of the tokens of a row."""
-    sent = [x[r :: len(ranks)][c.send].split(c.sent) for r, c in enumerate(ranks)]
-    arrived = [[parts[r] for parts in sent] for r in range(len(ranks))]
-    assert [[len(part) for part in parts] for parts in arrived] == [c.received for c in ranks]
-    return [torch.cat(parts)[c.order] for parts, c in zip(arrived, ranks, strict=True)]
-
-
-@pytest.mark.parametrize("cp", [2, 3, 4])
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("lengths", [[33, 1, 7, 19, 12], [1, 1, 5, 1, 4], [1] * 12, [60]])
-def test_chunks_of_all_ranks_are_the_whole_row(cp, window, lengths):
-    where = segments(lengths, window=window)
-    query, key, value = (x.detach() for x in tensors(sum(lengths), sum(lengths)))
-    ranks = [Chunks.of(where.cu_q, r, cp, window) for r in range(cp)]
-    found = torch.full_like(query, torch.nan)
-    for chunks, mine, places in zip(ranks, share(query, ranks), share(torch.arange(sum(lengths)), ranks), strict=True):
-        mine = mine if len(mine) else query[:1]  # what `take` makes up
-        found[places] = attend_padded(mine, key[chunks.keys], value[chunks.keys], chunks.segments)[: len(places)]
-    assert torch.allclose(found, attend_padded(query, key, value, where), atol=1e-6)  # no place is left out
-    assert sum(len(c.keys) for c in ranks) <= (2 * cp + 1) / 2 * sum(lengths) + cp * len(lengths)
-
-
-def test_chunks_share_the_work_alike():
-    """Positions that queries attend to, of 20 sequences of 100 to 4,000 tokens, over cp ranks: at most 1 % apart."""
-    lengths = torch.randint(100, 4000, (20,), generator=torch.Generator().manual_seed(0)).tolist()
-    for cp in (2, 4, 8):
-        work = []
-        for rank in range(cp):
-            where = Chunks.of(segments(lengths).cu_q, rank, cp, None).segments
-            q, k = where.cu_q.diff().double(), where.cu_k.diff().double()
-            work.append((q * (k - q) + q * (q + 1) / 2).sum().item())
-        assert sum(work) == sum(n * (n + 1) / 2 for n in lengths) and max(work) <= 1.01 * min(work)
 
 
 @pytest.mark.parametrize(

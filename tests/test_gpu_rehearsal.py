@@ -34,7 +34,6 @@ class Run:
     ranks: int = 1
     overrides: tuple[str, ...] = ()
     arch: str = "qwen2"
-    kv_heads: int = 2
     waits: dict = field(default_factory=dict)
 
 
@@ -100,8 +99,7 @@ RUNS = {
     "optimizer on the host, precision-aware": Run(overrides=HOST, waits=ON_HOST),
     "two ranks, tp and experts": Run(2, ("parallel.tp=2", "parallel.ep=2"), "qwen3_moe", waits=EXCHANGE),
     "two ranks, pipeline": Run(2, ("parallel.pp=2",)),
-    "two ranks, cp by heads": Run(2, ("parallel.cp=2",)),
-    "two ranks, cp by chunks": Run(2, ("parallel.cp=2",), kv_heads=1),
+    "two ranks, cp": Run(2, ("parallel.cp=2",)),
     "LoRA": Run(overrides=("lora.rank=4",)),
 }
 DENSE = RUNS["dense, KL, two updates"]
@@ -109,18 +107,17 @@ DENSE = RUNS["dense, KL, two updates"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """models(arch, kv_heads) → a folder like that of the fixture `tiny`."""
+    """models(arch) → a folder like that of the fixture `tiny`."""
     made = {}
 
-    def make(arch: str, kv_heads: int) -> Path:
-        key = arch, kv_heads
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("model")
+    def make(arch: str) -> Path:
+        if arch not in made:
+            made[arch] = tmp_path_factory.mktemp("model")
             tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
-            make_tiny.save_model(made[key] / "model", tokenizer, arch, hidden=64, kv_heads=kv_heads)
+            make_tiny.save_model(made[arch] / "model", tokenizer, arch, hidden=64)
             rows = make_tiny.reversal_rows(3, 50, seed=0)
-            (made[key] / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return made[key]
+            (made[arch] / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return made[arch]
 
     return make
 
@@ -132,7 +129,7 @@ def start(models, tmp_path):
 
     def begin(run: Run, on: str, *arguments: str) -> Training:
         out = tmp_path / f"{on}_{len(started)}"
-        folder = models(run.arch, run.kv_heads)
+        folder = models(run.arch)
         overrides = ("--on", on, *arguments, *ALL, *run.overrides)
         started.append(Training(folder, out, *overrides, script=SCRIPT, nproc=run.ranks))
         return started[-1]

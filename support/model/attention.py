@@ -8,13 +8,14 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import math
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen as flash
 
-from support.model.layers import Rotation, device, to_device  # first: it prepares the process for Megatron-core
+from support.model.layers import Rotation, device  # first: it prepares the process for Megatron-core
 
 # isort: split
 from megatron.core import parallel_state as mpu
@@ -202,104 +203,36 @@ def use_flash_attention_3(dtype: torch.dtype) -> None:
 
 # ---------------------------------------------------------------- context parallelism
 
-# Each rank holds a stripe of the row, for which no causal kernel exists. So attention redistributes queries and keys,
-# and sends the results back, in one of two ways:
-#
-# by heads   where cp divides the heads of a tensor-parallel rank, of queries and of keys: each rank gets all tokens for
-#            its share of the heads. All ranks do the same work.           DeepSpeed-Ulysses, arXiv 2309.14509
-# by chunks  otherwise: each sequence is cut into 2 cp chunks, and rank r gets the queries of chunks r and 2 cp - 1 - r,
-#            an early and a late one, so the work is the same but for rounding; all keys are gathered, and each chunk
-#            uses those up to its end.                                    Llama 3, arXiv 2407.21783, 3.3.2
+# Each rank holds a stripe of the row, for which no causal kernel exists. So attention redistributes heads: each rank
+# gets all tokens for its share of them, and sends the results back. DeepSpeed-Ulysses, arXiv 2309.14509.
 
 
-def splits_by_heads(config: TransformerConfig) -> bool:
-    """Whether context parallelism splits attention by heads; else by chunks."""
-    ranks = config.tensor_model_parallel_size * config.context_parallel_size
-    return config.num_attention_heads % ranks == config.num_query_groups % ranks == 0
+def to_heads(query, key, value) -> tuple[torch.Tensor, ...]:
+    """All tokens of the row for this rank's share of the heads; [T / cp, n, d] each → [T, n / cp, d] each.
 
-
-def to_heads(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """All tokens of the row for this rank's share of the heads; each [T / cp, n, d], n may differ → [T, n / cp, d]."""
+    Key-value heads are repeated until cp divides their number. Where it does not divide that of the queries, each of
+    these gets key-value heads of its own, and heads of zeros are added.
+    """
     cp = mpu.get_context_parallel_world_size()
+    heads, kv_heads = query.shape[1], key.shape[1]
+    missing = -heads % cp
+    copies = (heads if missing else math.lcm(kv_heads, cp)) // kv_heads
+    if copies > 1:
+        key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
+    if missing:
+        query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
+    xs = (query, key, value)
     parts = torch.cat([x.unflatten(1, (cp, -1)).transpose(0, 1) for x in xs], dim=2)  # [cp, T / cp, sum of n / cp, d]
     row = interleave(all_to_all(mpu.get_context_parallel_group(), parts.flatten(0, 1)))
     return row.split([x.shape[1] // cp for x in xs], dim=1)
 
 
-def from_heads(x: torch.Tensor) -> torch.Tensor:
-    """This rank's stripe for all heads; [T, n / cp, d] → [T / cp, n, d]."""
+def from_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """This rank's stripe for all heads, those of zeros left out; [T, n / cp, d] → [T / cp, heads, d]."""
     cp = mpu.get_context_parallel_world_size()
     stripes = x.unflatten(0, (-1, cp)).transpose(0, 1).flatten(0, 1)  # rank by rank
     parts = all_to_all(mpu.get_context_parallel_group(), stripes).unflatten(0, (cp, -1))  # [cp, T / cp, n / cp, d]
-    return parts.transpose(0, 1).flatten(1, 2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunks:
-    """The queries that a rank computes, of all stripes, and the keys they need."""
-
-    segments: Segments  # one per chunk
-    send: torch.Tensor  # [T / cp], this rank's tokens, sorted by the rank that computes them
-    sent: list[int]  # number of tokens to each rank
-    received: list[int]  # number of tokens from each rank
-    order: torch.Tensor  # [queries], index of each query among those received
-    keys: torch.Tensor  # [keys], index in the row of each segment's keys, one segment after another
-
-    @classmethod
-    def of(cls, cu_seqlens: np.ndarray, rank: int, cp: int, window: int | None, to="cpu") -> "Chunks":
-        """The chunks of `rank` of `cp` in a row, on the device `to`; chunk c of n tokens begins at floor(n c / 2 cp).
-
-        `cu_seqlens` [S + 1] says where sequences begin and end.
-        """
-        ends = torch.as_tensor(cu_seqlens).long()
-        starts_S = ends[:-1]
-        lengths_S = ends.diff()
-        number = torch.arange(2 * cp + 1)
-        bounds = lengths_S[:, None] * number // (2 * cp)  # [S, 2 cp + 1], in the sequence
-        sizes = bounds.diff()  # [S, 2 cp]
-        takers = number[:-1].minimum(2 * cp - 1 - number[:-1])  # rank of each chunk
-        taker_T = takers.repeat(len(lengths_S)).repeat_interleave(sizes.flatten())
-        queries = (taker_T == rank).nonzero()[:, 0]  # in the row
-        stripe = queries % cp  # the rank that sends each query
-        arrival = stripe.argsort(stable=True)  # stripe by stripe
-        own = taker_T[rank::cp]
-
-        reach = lengths_S.max() if window is None else window - 1
-        first = (bounds[:, :-1] - reach).clamp(min=0)  # [S, 2 cp], the first key of each chunk, in the sequence
-        taken = (takers == rank) & (sizes > 0)
-        lengths_q = sizes[taken]  # of each segment
-        lengths_k = (bounds[:, 1:] - first)[taken]
-        cu_q = F.pad(lengths_q.cumsum(0), (1, 0))
-        cu_k = F.pad(lengths_k.cumsum(0), (1, 0))
-        first_key = (starts_S[:, None] + first)[taken]  # in the row
-        keys = torch.arange(int(cu_k[-1])) + (first_key - cu_k[:-1]).repeat_interleave(lengths_k)
-        if len(queries) == 0:  # sequences of fewer tokens than chunks; one dummy query keeps the collectives in step
-            cu_q = cu_k = torch.tensor([0, 1])
-            keys = torch.tensor([0])
-
-        max_q, max_k = int(cu_q.diff().max()), int(cu_k.diff().max())
-        count_q, count_k = int(cu_q[-1]), int(cu_k[-1])
-        return cls(
-            Segments(to_device(cu_q.int(), to), to_device(cu_k.int(), to), max_q, max_k, count_q, count_k, window),
-            send=to_device(own.argsort(stable=True), to),
-            sent=own.bincount(minlength=cp).tolist(),
-            received=stripe.bincount(minlength=cp).tolist(),
-            order=to_device(arrival.argsort(), to),
-            keys=to_device(keys, to),
-        )
-
-    def gather_queries(self, x: torch.Tensor) -> torch.Tensor:
-        """The queries of this rank's chunks, from all stripes; [T / cp, heads, d] → [queries, heads, d]."""
-        group = mpu.get_context_parallel_group()
-        x = all_to_all(group, x.index_select(0, self.send), self.received, self.sent).index_select(0, self.order)
-        return x if len(x) else F.pad(x, (0, 0, 0, 0, 0, 1))
-
-    def scatter_results(self, x: torch.Tensor) -> torch.Tensor:
-        """Inverse of `gather_queries`; [queries, heads, d] → [T / cp, heads, d]."""
-        x = x[: len(self.order)]  # without the dummy query
-        x = torch.empty_like(x).index_copy(0, self.order, x)
-        x = all_to_all(mpu.get_context_parallel_group(), x, self.sent, self.received)
-        return torch.empty_like(x).index_copy(0, self.send, x)
+    return parts.transpose(0, 1).flatten(1, 2)[:, :heads]
 
 
 # ---------------------------------------------------------------- in Megatron's layers
@@ -312,7 +245,6 @@ class Packing(PackedSeqParams):
     cos: torch.Tensor | None = None  # [T / cp, 1, 1, head_dim], of each query's position, as Rotation takes them
     sin: torch.Tensor | None = None
     segments: Segments | None = None  # the sequences of the whole row
-    chunks: Chunks | None = None  # where context parallelism splits by chunks
 
     @classmethod
     def of(cls, mb, inv_freq: torch.Tensor, config: TransformerConfig) -> "Packing":
@@ -322,16 +254,11 @@ class Packing(PackedSeqParams):
         tokens = mb.tokens.shape[1]
         angles = torch.outer(own_stripe(mb.position_ids[0]).float(), inv_freq)[:, None, None]
         cos, sin = angles.cos(), angles.sin()
-        cp = mpu.get_context_parallel_world_size()
-        chunks = None
-        if cp > 1 and not splits_by_heads(config):
-            chunks = Chunks.of(mb.host_cu_seqlens, mpu.get_context_parallel_rank(), cp, window, mb.cu_seqlens.device)
         return cls(
             qkv_format="sbhd",  # with "thd" Megatron would loop over the sequences itself
             cos=torch.cat((cos, cos), -1).to(config.params_dtype),
             sin=torch.cat((-sin, sin), -1).to(config.params_dtype),
             segments=Segments(mb.cu_seqlens, mb.cu_seqlens, longest, longest, tokens, tokens, window),
-            chunks=chunks,
         )
 
 
@@ -379,16 +306,11 @@ class PackedAttention(torch.nn.Module):
     def forward(self, query, key, value, attention_mask, packed_seq_params: Packing, **unused) -> torch.Tensor:
         """query [T / cp, 1, heads, d], key and value [T / cp, 1, kv_heads, d] → [T / cp, 1, heads * d]."""
         packing = packed_seq_params
-        chunks = packing.chunks
         query, key = (Rotation.apply(x, packing.cos, packing.sin) for x in (query, key))
         query, key, value = (x.squeeze(1) for x in (query, key, value))
         if mpu.get_context_parallel_world_size() == 1:
             out = attend(query, key, value, packing.segments, self.softmax_scale)
-        elif chunks is None:
-            out = from_heads(attend(*to_heads(query, key, value), packing.segments, self.softmax_scale))
         else:
-            row = gather_stripes(torch.stack((key, value), dim=1), summed_gradient=True)  # [T, 2, kv_heads, d]
-            key, value = row.index_select(0, chunks.keys).unbind(1)
-            out = attend(chunks.gather_queries(query), key, value, chunks.segments, self.softmax_scale)
-            out = chunks.scatter_results(out)
+            out = attend(*to_heads(query, key, value), packing.segments, self.softmax_scale)
+            out = from_heads(out, query.shape[1])
         return out.flatten(1).unsqueeze(1)

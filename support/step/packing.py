@@ -28,7 +28,7 @@ from support.step.records import Batch, MicroBatch, Rows, Sample
 # is a low round number, since padding also costs memory traffic. Only the plan depends on it, never a result.
 TOKEN = 4096
 ROW_TOKENS = 2048  # a shorter row is taken to cost as much: on a GPU its time is that of kernel launches
-MIN_GAIN = 0.002  # plan_bins adds micro-batches only while each trial saves more than this share of the time
+ROW_START = 128  # and each row costs as much as so many tokens besides, so that the plan has few
 PADDING_PIECE = 128  # tokens of a sequence of padding in a row without samples, at most
 
 
@@ -87,127 +87,100 @@ def plan_bins(
 ) -> list[list[int]]:
     """Assign samples to bins of at most `max_tokens` positions, so that the slowest replica finishes soonest.
 
-    Returns bins of sample numbers, some perhaps empty; replica r takes bins[r::replicas]. More bins are tried while
-    they reduce the cost of the slowest replica, pipeline bubble included; a replica has at least as many as there are
-    stages, if samples suffice. A bin costs TOKEN for each token plus the squared length of each sequence, in a `padded`
-    bin the square of the longest for each. A padded bin holds sequences of similar length, and sequences × longest is
-    within `max_tokens`, with the padding to a multiple of tp · cp. Raises ValueError for a sample beyond `max_tokens`.
+    Returns bins of sample numbers, some perhaps empty; replica r takes bins[r::replicas]. Up to twice as many bins as
+    the best so far are tried, in steps of a quarter, for the least cost of the slowest replica, pipeline bubble
+    included; a replica has at least as many as there are stages, if samples suffice. A bin costs TOKEN for each token
+    plus the squared length of each sequence, in a `padded` bin the square of the longest for each. A padded bin holds
+    sequences of similar length, and sequences × longest is within `max_tokens`, with the padding to a multiple of
+    tp · cp. Raises ValueError for a sample beyond `max_tokens`.
     """
     if lengths_N.max(initial=0) > max_tokens:
         raise ValueError(f"a sample of {lengths_N.max()} tokens does not fit a micro-batch of {max_tokens}")
     order_N = np.argsort(-lengths_N, kind="stable")  # longest first
-    sorted_N = lengths_N[order_N]
-    most = len(sorted_N) // replicas  # bins of a replica, if each has a sample
+    lengths_N = lengths_N[order_N]
+    most = len(order_N) // replicas  # bins of a replica, if each has a sample
     step = 1  # the number of bins of a replica is a multiple of this
     token = TOKEN
     if parallel.vpp > 1:  # the interleaved schedule needs full rounds, and rows as wide as the widest: equal tokens
         step = parallel.pp
         token *= 100
+    cost_N = token * lengths_N + lengths_N.astype(np.float64) ** 2
     if padded:
-        room_N = np.maximum(max_tokens // (sorted_N + bridge.token_multiple(parallel) - 1), 1)
-        divide = partial(cut_sorted, sorted_N.tolist(), np.cumsum([0, *sorted_N]).tolist(), room_N.tolist(), token)
-        fewest = divide(len(sorted_N), even=False).max(initial=0) + 1
+        room_N = np.maximum(max_tokens // (lengths_N + bridge.token_multiple(parallel) - 1), 1)
+        full_N = full_bins(room_N.tolist())
+        divide = partial(cut_sorted, cost_N, room_N, full_N)
+        fewest = full_N[0]
     else:
-        divide = partial(assign_to_cheapest, sorted_N.tolist(), max_tokens, token)
-        fewest = math.ceil(sorted_N.sum() / max_tokens)
+        divide = partial(assign_to_cheapest, cost_N.tolist(), lengths_N.tolist(), max_tokens)
+        fewest = lengths_N.sum() / max_tokens
     rounds = math.ceil(max(fewest / replicas, min(parallel.pp, most), 1) / step) * step  # bins of a replica
     best = math.inf
-    while best == math.inf or rounds <= most:
-        count = rounds * replicas
-        bin_N = divide(count)
-        if bin_N is None:  # the samples do not fit so few bins
+    best_rounds = 0  # 0: the samples did not fit so few bins
+    while best_rounds == 0 or rounds <= min(most, 2 * best_rounds):
+        bin_N = divide(rounds * replicas)
+        if bin_N is None:
             rounds += step
             continue
-        cost_B = bin_costs(sorted_N, bin_N, count, token, padded)
+        if padded:
+            longest_N = lengths_N[np.searchsorted(bin_N, bin_N)]
+            cost_N = token * lengths_N + longest_N.astype(np.float64) ** 2
+        cost_B = np.bincount(bin_N, weights=cost_N, minlength=rounds * replicas)
         place_B = order_bins(cost_B, replicas)
-        loads = np.bincount(place_B % replicas, weights=np.maximum(cost_B, token * ROW_TOKENS))
+        loads = np.bincount(place_B % replicas, weights=np.maximum(cost_B, token * ROW_TOKENS) + token * ROW_START)
         duration = loads.max() / (1 - bubble(rounds, parallel))
-        if duration > best * (1 - MIN_GAIN):
-            break
-        best = duration
-        place_N = place_B[bin_N]
-        bins = count
+        if duration < best:
+            best = duration
+            best_rounds = rounds
+            place_N = place_B[bin_N]
         rounds += max(rounds // 4 // step, 1) * step
-    ends = np.cumsum(np.bincount(place_N, minlength=bins))[:-1]
+    ends = np.cumsum(np.bincount(place_N, minlength=best_rounds * replicas))[:-1]
     members = np.split(order_N[np.argsort(place_N, kind="stable")], ends)
     return [samples.tolist() for samples in members]
 
 
-def cut_sorted(
-    lengths: list[int], sums: list[int], rooms: list[int], token: int, count: int, even: bool = True
-) -> np.ndarray | None:
-    """Bin of each sample, for padded bins, [N]; None where `count` bins are too few.
+def full_bins(rooms: list[int]) -> np.ndarray:
+    """How many bins hold the samples from each on, [N + 1], if each bin takes as many as its first leaves room for."""
+    bins = [0] * (len(rooms) + 1)
+    for i, room in reversed([*enumerate(rooms)]):
+        bins[i] = 1 + bins[min(i + room, len(rooms))]
+    return np.array(bins)
 
-    A bin is a run of the samples sorted by length. Bins cost about the same or, with `even` False, are each as full as
-    possible. `lengths` descend; `sums[i]` is the sum of lengths[:i]; `rooms[i]` is how many sequences fit into a bin
-    whose longest is sample i.
+
+def cut_sorted(cost_N: np.ndarray, room_N: np.ndarray, full_N: np.ndarray, count: int) -> np.ndarray | None:
+    """Bin of each sample, for padded bins, [N]: `count` runs of the sorted samples that cost about the same.
+
+    `room_N` says how many sequences fit into a bin whose longest is this one; `full_N` is `full_bins` of it. Returns
+    None where `count` bins are too few.
     """
-    high = math.inf
-    sizes = cut_at_cost(high, lengths, sums, rooms, token, count)
-    if sizes is None:
+    if full_N[0] > count:
         return None
-    if even:
-        low = token * sums[-1] / count  # below the cost of any cut
-        for _ in range(7):  # bisection towards the least cost of a bin at which `count` bins are enough
-            middle = math.sqrt(low * min(high, 2 * low))
-            closer = cut_at_cost(middle, lengths, sums, rooms, token, count)
-            if closer is None:
-                low = middle
-            else:
-                high = middle
-                sizes = closer
+    done = np.cumsum([0, *cost_N])
+    middle_N = (done[1:] + done[:-1]) / 2
+    sizes = []
+    start = 0
+    while start < len(cost_N):
+        left = count - len(sizes)
+        share = np.searchsorted(middle_N, done[start] + (done[-1] - done[start]) / left)  # an equal one of what is left
+        fits = np.searchsorted(-full_N, 1 - left)  # the first sample from which on the other bins hold all
+        sizes.append(min(max(share, fits, start + 1) - start, room_N[start]))
+        start += sizes[-1]
     return np.repeat(np.arange(len(sizes)), sizes)
 
 
-def cut_at_cost(
-    target: float, lengths: list[int], sums: list[int], rooms: list[int], token: int, count: int
-) -> list[int] | None:
-    """Sizes of bins of cost `target`, for `cut_sorted`; None where more than `count` are needed."""
-    sizes = []
-    start = 0
-    carry = 0.0
-    while start < len(lengths):
-        if len(sizes) == count:
-            return None
-        square = lengths[start] ** 2
-        goal = target + carry
-        room = min(rooms[start], len(lengths) - start)
-        sample_cost = token * lengths[start] + square
-        size = int(min(goal / sample_cost, room))  # an estimate, as if all were as long as the first
-        if size < room:  # corrected with the lengths that they have
-            missing = goal - token * (sums[start + size] - sums[start]) - size * square
-            size = int(min(max(size + missing / (token * lengths[start + size] + square) + 0.5, 1), room))
-        carry = goal - token * (sums[start + size] - sums[start]) - size * square  # made up for by the next bin
-        carry = min(max(carry, -sample_cost / 2), sample_cost / 2)
-        sizes.append(size)
-        start += size
-    return sizes
-
-
-def assign_to_cheapest(lengths: list[int], max_tokens: int, token: int, count: int) -> np.ndarray | None:
+def assign_to_cheapest(costs: list[float], lengths: list[int], max_tokens: int, count: int) -> np.ndarray | None:
     """Bin of each sample, for bins without padding: longest first, each into the cheapest of `count` bins (LPT).
 
-    `lengths` descend. Returns None where the cheapest bin has no room for a sample's tokens.
+    Returns None where the cheapest bin has no room for a sample's tokens.
     """
     bins = []
     heap = [(0, 0, number) for number in range(count)]  # (cost, tokens, number)
-    for length in lengths:
+    for sample_cost, length in zip(costs, lengths, strict=True):
         cost, tokens, number = heap[0]
         if tokens + length > max_tokens:
             return None
-        heapq.heapreplace(heap, (cost + (token + length) * length, tokens + length, number))
+        heapq.heapreplace(heap, (cost + sample_cost, tokens + length, number))
         bins.append(number)
     return np.array(bins, dtype=np.int64)
-
-
-def bin_costs(lengths_N: np.ndarray, bin_N: np.ndarray, count: int, token: int, padded: bool) -> np.ndarray:
-    """The cost of each of `count` bins, [B], given the bin of each sample."""
-    square_N = lengths_N.astype(np.float64) ** 2
-    if padded:
-        longest_B = np.zeros(count)
-        np.maximum.at(longest_B, bin_N, square_N)
-        square_N = longest_B[bin_N]
-    return np.bincount(bin_N, weights=token * lengths_N + square_N, minlength=count)
 
 
 def order_bins(cost_B: np.ndarray, replicas: int) -> np.ndarray:
@@ -250,7 +223,6 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
         starts=starts_S,
         lengths=lengths_S,
         cu_seqlens=to_device(torch.from_numpy(cu_seqlens), device),
-        host_cu_seqlens=cu_seqlens,
         max_seqlen=int(np.diff(cu_seqlens).max()),
     )
 

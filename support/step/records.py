@@ -135,7 +135,6 @@ class MicroBatch(Rows):
     lengths: np.ndarray  # positions of each, without padding
     rows: np.ndarray  # [M], the positions where the mask is True
     cu_seqlens: torch.Tensor  # [S + 1] int32, where sequences begin and end
-    host_cu_seqlens: np.ndarray  # the same
     max_seqlen: int
 
     @property

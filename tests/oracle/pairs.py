@@ -10,8 +10,7 @@ FACTORS = {
         "TP2": ["parallel.tp=2"],
         "PP2": ["parallel.pp=2"],
         "PP2·VPP2": ["parallel.pp=2", "parallel.vpp=2"],
-        "CP2 by heads": ["parallel.cp=2"],
-        "CP2 by chunks": ["parallel.cp=2"],  # with a model of one key-value head
+        "CP2": ["parallel.cp=2"],
         "EP2": ["parallel.ep=2"],
         "TP2·ETP2": ["parallel.tp=2", "parallel.etp=2"],
     },

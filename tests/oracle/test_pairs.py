@@ -61,11 +61,8 @@ def material(tmp_path_factory):
     """Models, data, a reward and the script with the recipe of past weights."""
     folder = tmp_path_factory.mktemp("pairs")
     tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
-    for heads in (1, 2):
-        make_tiny.save_model(folder / f"qwen2_{heads}", tokenizer, hidden=64, layers=4, kv_heads=heads, ffn=2)
-        make_tiny.save_model(
-            folder / f"qwen3_moe_{heads}", tokenizer, "qwen3_moe", False, hidden=64, layers=4, kv_heads=heads
-        )
+    make_tiny.save_model(folder / "qwen2", tokenizer, hidden=64, layers=4, ffn=2)
+    make_tiny.save_model(folder / "qwen3_moe", tokenizer, "qwen3_moe", tied=False, hidden=64, layers=4)
     make_tiny.save_model(folder / "teacher", tokenizer, "qwen3", tied=False, hidden=64, layers=4, seed=5)
     make_tiny.save_model(folder / "teacher_moe", tokenizer, "mixtral", tied=False, hidden=64, layers=2, seed=5)
     write_rows(folder / "train.jsonl", make_tiny.reversal_rows(3, 200, seed=0))
@@ -94,10 +91,9 @@ def table(tmp_path_factory):
 def overrides_of(run: Run, material) -> list[str]:
     """The overrides of a run."""
     has_experts = run["layout"] in EXPERTS or run["routes"] == "on"
-    heads = 1 if run["layout"] == "CP2 by chunks" else 2
     family = "qwen3_moe" if has_experts else "qwen2"
     teacher = "teacher_moe" if run["layout"] in EXPERTS else "teacher"  # a dense one is refused there
-    chosen = [f"model.path={material}/{family}_{heads}", f"data.train={material}/train.jsonl"]
+    chosen = [f"model.path={material}/{family}", f"data.train={material}/train.jsonl"]
     for factor, value in run.items():
         chosen += [text.replace("{teacher}", f"{material}/{teacher}") for text in FACTORS[factor][value]]
     if run["turns"] == "on":
