@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 import megatron_bridge as bridge
 from config import RankError, TrainConfig, TrainingError, UserError
 from support.base.read_config import load_config
-from support.check import machines, memory_plan, run_plan
+from support.check import machines, run_plan
 from support.model import attention
 from support.run import launch
 from support.step import packing
@@ -97,31 +96,6 @@ def test_flash_attention_can_be_turned_off(gpu):
     assert asked == [True, False, False, True]
 
 
-def test_a_run_on_gpus_plans_its_memory_before_weights_are_read(command, gpu, monkeypatch):
-    started = []
-    monkeypatch.setattr(launch, "run", lambda cfg, inputs, train: started.append(inputs.planned))
-    monkeypatch.setattr(launch.machines, "check_start", lambda cfg: None)
-    monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
-    plans = []
-
-    def plan(cfg, world_size, gpu_bytes):
-        plans.append(gpu_bytes)
-        return SimpleNamespace(fits=len(plans) == 1)
-
-    monkeypatch.setattr(memory_plan, "plan", plan)
-    monkeypatch.setattr(memory_plan, "gpu_bytes", lambda gb: 8 * 10**10)
-    monkeypatch.setattr(memory_plan, "describe", lambda cfg, world_size, gpu: "warning: the plan does not fit")
-    code, text = command()
-    assert code == 0 and started[0].fits and "warning" not in text, text
-    code, text = command()
-    assert code == 0 and not started[1].fits and "warning: the plan does not fit\n" in text
-    monkeypatch.setattr(memory_plan, "plan", lambda *_: 1 / 0)
-    code, text = command()
-    assert code == 0 and started[2] is None and "warning: no plan of memory: ZeroDivisionError" in text
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command()[0] == 0 and started[3] is None
-
-
 def test_the_start_says_which_kernels_run(gpu, tiny, monkeypatch):
     from vllm.utils import flashinfer
 
@@ -166,13 +140,6 @@ def test_the_plan_tells_the_bubble_and_what_will_be_slow(command):
     (line,) = plan(1, "train.max_tokens_per_micro_batch=6145")[1]
     assert "at most 3072 tokens a replica" in line and "rollout.prompts_per_step" in line
     assert not plan(1, "train.max_tokens_per_micro_batch=6144")[1]
-
-
-@pytest.mark.parametrize(("pp", "extra"), [(4, {}), (8, {"recompute_granularity": "full"}), (8, {})])
-def test_many_stages_without_recompute_are_warned_of(pp, extra):
-    cfg = load_config(CONFIG, [f"parallel.pp={pp}"])
-    found = run_plan.warnings(cfg.model_copy(update={"megatron": extra}), pp)
-    assert ["megatron.recompute_granularity=full" in text for text in found] == [True] * (pp == 8 and not extra)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from config import ParallelConfig
 from support.base.read_config import load_config
-from support.check import memory_count
 from support.step.packing import plan_bins
 from tests.conftest import REPO
 from tests.layout_worker import one_layout
+from tools.plan import count as count_memory
 
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MOE)
@@ -254,7 +254,7 @@ def test_update_equals_plain_transformers(results, family, layout):
     norm = torch.stack([g.norm() for name, g in wanted.items() if name.startswith("grad.")]).norm().item()
     assert found["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
     cfg = load_config("configs/tiny.yaml", [*results[family][2]["overrides"], *layouts_of(family)[layout]])
-    planned = [memory_count.count(cfg, 4, rank).gpu for rank in range(4)]  # --dry-run plans what each rank holds
+    planned = [count_memory(cfg, 4, rank).gpu for rank in range(4)]  # --dry-run plans what each rank holds
     kinds = ("weights", "gradients", "optimizer", "reference")
     assert found["held"].tolist() == [[gpu.get(kind, 0) for kind in kinds] for gpu in planned]
 

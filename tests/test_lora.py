@@ -14,7 +14,6 @@ import megatron_bridge as bridge
 import train_grpo
 from config import LoraConfig, UserError
 from support.base.read_config import load_config, override
-from support.check import memory_count
 from support.model import lora, optimizer_state
 from support.model.checkpoint import CheckpointError
 from support.run import inputs
@@ -33,6 +32,7 @@ from tests.test_layouts import (
     worst_gradient,
 )
 from tests.test_step import IDS, build  # noqa: F401, a fixture
+from tools.plan import count as count_memory
 
 RANK, ALPHA = 8, 12.0
 LORA = (f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
@@ -142,7 +142,7 @@ def test_gradients_do_not_depend_on_the_layout(results, family, layout):
     found, wanted, plan = results[family]
     print(f"{family} {layout}: {check(found[layout], wanted):.0e}")
     cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][layout]])
-    planned = [memory_count.count(cfg, 4, rank).gpu for rank in range(4)]
+    planned = [count_memory(cfg, 4, rank).gpu for rank in range(4)]
     kinds = ("weights", "gradients", "optimizer", "reference")
     assert found[layout]["held"].tolist() == [[gpu.get(kind, 0) for kind in kinds] for gpu in planned]
 

@@ -10,7 +10,7 @@ import torch
 
 from support.base import memory
 from support.base.read_config import load_config
-from support.check import memory_count, preflight
+from support.check import costs, machines, preflight
 from support.run import clock
 from tests.conftest import REPO
 
@@ -48,29 +48,24 @@ def test_memory_by_phase(timer):
     assert again["mem/rollout_gb"] == 0 and again["mem/peak_gb"] >= found["mem/peak_gb"]
 
 
+def test_memory_of_a_gpu(timer, monkeypatch):
+    """With torch's counters made up: free memory is noted as the first phase after vLLM's sleep begins."""
+    gpu = {"is_available": True, "mem_get_info": (7 * memory.GIB, 0), "memory_allocated": 3 * memory.GIB}
+    gpu |= {"max_memory_allocated": 4 * memory.GIB, "reset_peak_memory_stats": None, "synchronize": None}
+    for name, value in gpu.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    with timer("logprob"):
+        pass
+    found = timer.memory.numbers()
+    assert [found[f"mem/{name}_gb"] for name in ("logprob", "logprob_peak", "peak", "free_asleep")] == [3, 4, 4, 7]
+
+
 def test_where_a_peak_cannot_be_reset(timer, monkeypatch):
     monkeypatch.setattr(memory, "reset_peak", lambda: False)
     with timer("train"):
         pass
     found = timer.memory.numbers()
     assert found["mem/train_peak_gb"] is None and found["mem/train_gb"] > 0 and found["mem/peak_gb"] > 0
-
-
-def test_memory_of_a_gpu(timer, monkeypatch):
-    """With torch's counters made up: free memory is noted as the first phase after vLLM's sleep begins."""
-    state = {"now": 3 * memory.GIB, "peak": 5 * memory.GIB}
-    gpu = {
-        "is_available": lambda: True, "synchronize": lambda: None, "mem_get_info": lambda: (7 * memory.GIB, 0),
-        "memory_allocated": lambda: state["now"], "max_memory_allocated": lambda: state["peak"],
-        "reset_peak_memory_stats": lambda: state.update(peak=state["now"]),
-    }  # fmt: skip
-    for name, value in gpu.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    with timer("logprob"):
-        state.update(peak=4 * memory.GIB)
-    found = timer.memory.numbers()
-    names = ("mem/logprob_gb", "mem/logprob_peak_gb", "mem/peak_gb", "mem/free_asleep_gb")
-    assert [found[name] for name in names] == [3, 4, 5, 7] and 0 < found["mem/host_gb"] < 3
 
 
 # ---------------------------------------------------------------- errors
@@ -140,7 +135,7 @@ def test_host_memory_is_looked_at_before_the_build(monkeypatch):
     options = ["model.dtype=bf16", "parallel.tp=2", "parallel.pp=2", "rollout.tp=2", "rollout.sleep_level=1"]
 
     def host_bytes(*more: str, on_gpu: bool = True) -> int:
-        return memory_count.host_bytes(load_config(CONFIG, [*options, *more]), 7 * 10**9, 8, on_gpu)
+        return costs.host_bytes(load_config(CONFIG, [*options, *more]), 7 * 10**9, 8, on_gpu)
 
     needed = host_bytes()
     assert needed == 7e9 + 10.5e9
@@ -150,24 +145,21 @@ def test_host_memory_is_looked_at_before_the_build(monkeypatch):
     assert host_bytes(*waiting) == 10.5e9 * 2 + 3.5e9
     # Without a GPU: also weights and gradients of a quarter of the model, and the optimizer.
     assert host_bytes(on_gpu=False) == needed + 7e9 / 4 * (2 + 4) + 10.5e9
+    monkeypatch.setattr(machines.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(machines.hf_folder, "count_weights", lambda path: 7 * 10**9)
+    monkeypatch.setattr(costs, "host_bytes", lambda *_: int(needed))
     monkeypatch.setattr(memory, "host_free_bytes", lambda: 64e9)
-    assert memory.host_warning(needed, 2) is None
-    text = memory.host_warning(needed, 8)
-    assert "8 ranks on this machine will hold about 130.4 GiB of host memory" in text and "free: the system may" in text
+    cfg = load_config(CONFIG, options)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert machines.check_host_memory(cfg) is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert "8 rank(s) on this machine will hold about 130.39 GiB of host memory" in machines.check_host_memory(cfg)
 
 
-@pytest.mark.parametrize(
-    ("more", "bytes_a_weight"),
-    [
-        ([], 12 + 2),
-        (["algo.kl_coef=0.1"], 12 + 2),
-        (["lora.rank=8"], 2),
-    ],
-    ids=["a checkpoint and an export", "the reference is read from its folder", "adapters are few"],
-)
-def test_what_a_run_saves(more, bytes_a_weight):
-    cfg = load_config(CONFIG, ["model.dtype=bf16", *more])
-    assert memory_count.disk_bytes(cfg, 10**9) == bytes_a_weight * 10**9
+@pytest.mark.parametrize(("more", "a_weight"), [([], 12 + 2), (["algo.kl_coef=0.1"], 12 + 2), (["lora.rank=8"], 2)])
+def test_what_a_run_saves(more, a_weight):
+    """A checkpoint and an export; the reference is read from its folder, adapters are few."""
+    assert costs.disk_bytes(load_config(CONFIG, ["model.dtype=bf16", *more]), 10**9) == a_weight * 10**9
 
 
 @pytest.mark.slow

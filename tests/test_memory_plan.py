@@ -1,13 +1,8 @@
 """The plan of memory: what is held, to the byte, against real ranks; transient memory against an update on a CPU."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from collections import defaultdict
 from dataclasses import replace
-from types import SimpleNamespace
 
 import make_tiny
 import numpy as np
@@ -21,30 +16,25 @@ from torch.utils._pytree import tree_leaves
 import megatron_bridge as bridge
 import train_grpo
 from benchmarks import works
-from config import UserError
 from support.base import ranks
-from support.base.read_config import load_config, override
-from support.check import memory_formulas, memory_plan
-from support.check.memory_count import Held, count
-from support.run import logs
+from support.base.read_config import load_config
 from support.step.packing import to_micro_batches
 from tests import hub_models
 from tests.conftest import REPO
 from tests.memory_worker import held_bytes
 from tests.processes import Torchrun
+from tools import plan
 
 TINY = str(REPO / "configs/tiny.yaml")
-GPU = 80 * memory_plan.GB
+QWEN = str(REPO / "configs/qwen7b.yaml")
+GPU = 80 * plan.GB
 FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
 OFFLOAD = "megatron.optimizer_cpu_offload=true"
 PRECISE = "megatron.use_precision_aware_optimizer=true"
-
-
 KINDS = ("weights", "gradients", "optimizer", "reference")
-SETS = ("reference", "past", "teacher")
 
 
-def state_bytes(held: Held) -> list[int]:
+def state_bytes(held: plan.Held) -> list[int]:
     return [held.gpu.get(kind, 0) for kind in KINDS]
 
 
@@ -63,7 +53,7 @@ def test_the_count_is_that_of_a_real_rank_in_bf16(world, tiny):
         bridge.mpu.destroy_model_parallel()
     train_grpo.dist.destroy_process_group()
     for name, more in {"gpu": [], "host": [OFFLOAD], "precise": [OFFLOAD, PRECISE]}.items():
-        assert state_bytes(count(load_config(TINY, [*options, *more]), 1, 0)) == found[name], name
+        assert state_bytes(plan.count(load_config(TINY, [*options, *more]), 1, 0)) == found[name], name
     weights, gradients, optimizer, reference = found["gpu"]
     padded, real = weights // 2, reference // 2
     assert gradients == 4 * padded and optimizer == 12 * real and padded - real < 128  # worked by hand
@@ -107,20 +97,17 @@ def test_the_counts_are_those_of_4_ranks(tmp_path):
         worker.kill()
     for name, found in json.loads(out.read_text()).items():
         for rank, (*held, new) in enumerate(found):
-            counted = count(load_config(TINY, cases[name]), 4, rank)
+            counted = plan.count(load_config(TINY, cases[name]), 4, rank)
             assert state_bytes(counted) == held, (name, rank)
             assert OFFLOAD in cases[name] or 0 <= new - sum(held[:3]) < 20_000, (name, rank)
 
 
-@pytest.mark.parametrize(("size", "layout"), [("0.5B", (8, 2, 2)), ("30B-A3B", (64, 2, 2, 32))])
-def test_the_whole_model_is_counted_once(tmp_path, size, layout):
-    """The stages' weights add up to those of the model's card, tied embeddings included."""
-    gpus, tp, pp, *ep = layout
-    name = next(name for name in hub_models.SHAPES if f"-{size}" in name)
-    keys = [f"model.path={hub_models.model_folder(name, tmp_path)}", f"parallel.tp={tp}", f"parallel.pp={pp}"]
-    cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [*keys, f"parallel.ep={ep[0] if ep else 1}"])
-    whole = [count(cfg, gpus, stage * gpus // pp).stage_weights for stage in range(pp)]
-    assert sum(whole) == works.count(works.MODELS[hub_models.SHAPES[name]])
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-30B-A3B"])
+def test_the_weights_are_those_of_the_models_card(tmp_path, name):
+    """A head that is tied to the embedding is counted once."""
+    assert plan.count_weights(hub_models.model_folder(name, tmp_path)) == works.count(
+        works.MODELS[hub_models.SHAPES[name]]
+    )
 
 
 # ---------------------------------------------------------------- transient memory
@@ -181,11 +168,9 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, family, more):
     cfg = load_config(TINY, [f"model.path={tmp_path}", "data.train=unused", "algo.entropy_coef=0.1", *rows, *more])
     hf = transformers.AutoConfig.from_pretrained(tmp_path)
     scoring, training = peaks(cfg)
-    kept, _ = memory_formulas.activation_bytes(hf, cfg, 0, 1)
-    assert kept + memory_formulas.head_bytes(hf, cfg, 512, memory_formulas.LOGIT_TRAIN) == pytest.approx(
-        training, rel=0.1
-    )
-    assert memory_formulas.head_bytes(hf, cfg, 512, memory_formulas.LOGIT_SCORE) == pytest.approx(scoring, rel=0.1)
+    kept, _ = plan.activation_bytes(hf, cfg, 0, 1)
+    assert kept + plan.head_bytes(hf, cfg, 512, plan.LOGIT_TRAIN) == pytest.approx(training, rel=0.1)
+    assert plan.head_bytes(hf, cfg, 512, plan.LOGIT_SCORE) == pytest.approx(scoring, rel=0.1)
 
 
 def test_what_leaves_the_gpu(tmp_path):
@@ -196,7 +181,7 @@ def test_what_leaves_the_gpu(tmp_path):
     ]
 
     def on_gpu(*more: str) -> dict[str, str]:
-        found = memory_plan.plan(load_config(str(REPO / "configs/qwen7b.yaml"), [*options, *more]), 8, GPU)
+        found = plan.plan(load_config(QWEN, [*options, *more]), 8, GPU)
         return {phase: "".join(kind[0] for kind in KINDS if kind in parts) for phase, parts in found.phases.items()}
 
     phases = ("build", "rollout", "logprob", "train", "sync", "save")
@@ -210,17 +195,18 @@ def test_what_leaves_the_gpu(tmp_path):
 def test_a_reference_and_a_teacher(tmp_path):
     """Where they wait, and that of those on the host the largest alone comes for the log-probs."""
     small, large = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
-    folders = {name: hub_models.model_folder(name, tmp_path / name.rpartition("/")[2]) for name in (small, large)}
-    keys = [f"model.path={folders[large]}", f"algo.teacher={folders[small]}"]
+    folders = {name: hub_models.model_folder(name, tmp_path) for name in (small, large)}
     size = {name: 2 * works.count(works.MODELS[hub_models.SHAPES[name]]) for name in folders}
+    keys = [f"model.path={folders[large]}", f"algo.teacher={folders[small]}", "parallel.tp=1", "parallel.pp=1"]
 
     def on_gpu(*more: str) -> dict[str, dict[str, int]]:
-        cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [*keys, "parallel.tp=1", "parallel.pp=1", *more])
-        phases = memory_plan.plan(cfg, 8, GPU).phases
-        return {phase: {kind: parts[kind] for kind in SETS if kind in parts} for phase, parts in phases.items()}
+        phases = plan.plan(load_config(QWEN, [*keys, *more]), 8, GPU).phases
+        return {
+            phase: {kind: parts[kind] for kind in ("reference", "teacher") if kind in parts}
+            for phase, parts in phases.items()
+        }
 
-    everywhere = {"reference": size[large], "teacher": size[small]}
-    assert all(found == everywhere for found in on_gpu().values())
+    assert all(found == {"reference": size[large], "teacher": size[small]} for found in on_gpu().values())
     away = on_gpu("algo.reference_on=host")
     assert {phase: [*found.values()] for phase, found in away.items() if found} == {"logprob": [size[large]]}
     assert on_gpu("algo.reference_on=host", "algo.kl_coef=0")["logprob"] == {"teacher": size[small]}
@@ -229,44 +215,51 @@ def test_a_reference_and_a_teacher(tmp_path):
 def test_rows_under_way(tmp_path):
     """Of 4 stages with 2 chunks each: 4, 3, 2, 1 rows without chunks; 11, 9, 7, 5 halves of one with them."""
     folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
-    options = [f"model.path={folder}", "parallel.tp=1", "parallel.pp=4"]
     hf = transformers.AutoConfig.from_pretrained(folder)
 
     def kept(vpp: int, rows: int) -> list[float]:
-        cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [*options, f"parallel.vpp={vpp}"])
-        return [memory_formulas.activation_bytes(hf, cfg, stage, rows)[0] for stage in range(4)]
+        cfg = load_config(QWEN, [f"model.path={folder}", "parallel.tp=1", "parallel.pp=4", f"parallel.vpp={vpp}"])
+        return [plan.activation_bytes(hf, cfg, stage, rows)[0] for stage in range(4)]
 
     one = kept(1, 1)[0]
     assert [bytes_ / one for bytes_ in kept(1, 99)] == [4, 3, 2, 1] and kept(1, 2) == [2 * one, 2 * one, 2 * one, one]
     assert [bytes_ / one for bytes_ in kept(2, 99)] == [5.5, 4.5, 3.5, 2.5] and kept(2, 2)[0] == 2 * one
 
 
+def test_recomputed_layers_keep_their_input(tmp_path):
+    """Of 24 layers: all in groups of one, eight of them, or the feed-forward of each, worked by hand."""
+    folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
+    hf = transformers.AutoConfig.from_pretrained(folder)
+
+    def kept(*more: str) -> float:
+        keys = [f"model.path={folder}", "train.max_tokens_per_micro_batch=4096"]
+        config = str(REPO / "configs/qwen2.5_0.5b_1gpu.yaml")
+        cfg = load_config(config, [*keys, *(f"megatron.recompute_{key}" for key in more)])
+        return plan.activation_bytes(hf, cfg, 0, 1)[0] / (2 * 4096)
+
+    layer, mlp = 4 * 896 + 3 * 896 + 3 * 128 + 3 * 4864, 3 * 4864
+    assert kept() == 24 * layer and kept("granularity=selective", "modules=[mlp]") == 24 * (layer - mlp)
+    full = ["granularity=full", "num_layers=8"]
+    assert kept(*full, "method=uniform") == 3 * 896 and kept(*full, "method=block") == 8 * 896 + 16 * layer
+
+
 # ---------------------------------------------------------------- what it says
 
 
 def dry_run(capfd, folder, *options: str) -> tuple[int, str, str]:
-    arguments = [
-        "--config",
-        str(REPO / "configs/qwen7b.yaml"),
-        "--dry-run",
-        "--world-size",
-        "8",
-        f"model.path={folder}",
-    ]
-    code = train_grpo.main([*arguments, *options])
-    return code, *capfd.readouterr()
+    arguments = ["--config", QWEN, "--dry-run", "--world-size", "8", f"model.path={folder}"]
+    return train_grpo.main([*arguments, *options]), *capfd.readouterr()
 
 
 def test_config_json_alone_is_enough_for_a_plan(tmp_path, capfd, offline):
-    """What else is missing is told after it."""
+    """What else is missing is told after it. The tool says the same without a dry run."""
     folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
     code, out, err = dry_run(capfd, folder, "--gpu-memory-gb", "80")
     assert code == 2 and "error: data.train: hf://" in err
-    assert (
-        out.startswith("memory:  of a GPU of 80.0 GB (10⁹ bytes)")
-        and "optimizer 11.4 + reference 3.8 + vLLM 48.0" in out
-    )
-    assert "warning" not in out
+    assert out.startswith("memory:  of a GPU of 80.0 GB (10⁹ bytes)")
+    assert "optimizer 11.4 + reference 3.8 + vLLM 48.0" in out and "warning" not in out
+    tool = ["--config", QWEN, "--world-size", "8", "--gpu-memory-gb", "80", f"model.path={folder}"]
+    assert plan.main(tool) == 0 and capfd.readouterr().out == out
     for wrong in ("0", "-1", "nan", "inf"):
         code, out, err = dry_run(capfd, folder, f"--gpu-memory-gb={wrong}")
         assert code == 2 and not out and f"--gpu-memory-gb={float(wrong)}: must be above 0" in err
@@ -274,140 +267,28 @@ def test_config_json_alone_is_enough_for_a_plan(tmp_path, capfd, offline):
 
 def test_debug_does_not_reach_into_the_fake_process_group(tmp_path):
     """Torch's DETAIL wraps every process group in one that connects."""
-    level, hook = torch.distributed.get_debug_level(), sys.excepthook
+    level = torch.distributed.get_debug_level()
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
     try:
         folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
-        count(load_config(str(REPO / "configs/qwen7b.yaml"), [f"model.path={folder}"]), 8, 7)
-        assert torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL and sys.excepthook is hook
+        plan.count(load_config(QWEN, [f"model.path={folder}"]), 8, 7)
+        assert torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
     finally:
         torch.distributed.set_debug_level(level)
 
 
-def test_what_does_not_fit_is_told_and_what_helps_does(tmp_path):
+def test_what_does_not_fit_is_told_with_what_to_turn(tmp_path, capfd):
     folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
-    options = [f"model.path={folder}", "rollout.gpu_memory_utilization=0.8"]
-    cfg = load_config(str(REPO / "configs/qwen7b.yaml"), options)
-    found = memory_plan.plan(cfg, 8, GPU)
-    text = memory_plan.describe(cfg, 8, found)
-    over = found.total("save") - GPU
-    assert f"does not fit a GPU of 80.0 GB: rollout by 11.0 GB, save by {over / 1e9:.1f} GB" in text
-    (short,) = memory_plan.shortages(cfg, replace(found, gpu=found.total("save") - 10**6))
-    assert short.endswith("save by less than 0.1 GB")
-    helps = [line.split(": ") for line in text.splitlines() if line.endswith(", fits")]
-    assert len(helps) >= 3 and [found.utilization] == [
-        float(keys.partition("=")[2]) for keys, _ in helps if keys.startswith("    rollout.gpu_memory_utilization")
-    ]
-    for keys, less in helps:
-        mended = memory_plan.plan(load_config(str(REPO / "configs/qwen7b.yaml"), [*options, *keys.split()]), 8, GPU)
-        assert mended.fits and found.total("save") - mended.total("save") == pytest.approx(
-            float(less.split()[0]) * 1e9, abs=6e7
-        )
-    more = [*options, f"rollout.gpu_memory_utilization={found.utilization + 0.01:.2f}"]
-    assert not memory_plan.plan(load_config(str(REPO / "configs/qwen7b.yaml"), more), 8, GPU).fits
-
-
-def test_the_plan_tries_every_remedy_for_memory(tmp_path):
-    """What an error of memory would name, as keys with values; a key that is no number of the plan is left out."""
-    folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
-    cfg = load_config(str(REPO / "configs/qwen7b.yaml"), [f"model.path={folder}"])
-    found = {key: value for keys in memory_plan.levers(cfg) for key, value in keys.items()}
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
-    assert found == {
-        "parallel.tp": 4, "parallel.pp": 4, "parallel.cp": 2, "parallel.ep": 2, "rollout.tp": 2 * cfg.rollout.tp,
-        "train.max_tokens_per_micro_batch": max(cfg.train.max_tokens_per_micro_batch // 2, longest),
-        "train.logprob_max_tokens_per_micro_batch": max(cfg.train.logprob_max_tokens_per_micro_batch // 2, longest),
-        "rollout.sync_bucket_mb": cfg.rollout.sync_bucket_mb // 2, "train.offload": "optimizer",
-        "algo.reference_on": "host", "megatron.recompute_granularity": "full", "megatron.recompute_method": "uniform",
-        "megatron.recompute_num_layers": 1, "megatron.optimizer_cpu_offload": True,
-        "megatron.use_precision_aware_optimizer": True,
-    }  # fmt: skip
-
-
-def test_a_cache_without_room_for_one_sample(tmp_path):
-    folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
-    path = str(REPO / "configs/qwen2.5_0.5b_1gpu.yaml")
-    cfg = load_config(path, [f"model.path={folder}", "rollout.gpu_memory_utilization=0.03"])
-    text = memory_plan.describe(cfg, 1, memory_plan.plan(cfg, 1, GPU))
-    assert "warning: vLLM's share of the GPU has no room for one sample of 1024 tokens" in text
-    assert text.endswith("    rollout.gpu_memory_utilization=0.8: fits") and "does not fit" not in text
+    tool = ["--config", QWEN, "--world-size", "8", "--gpu-memory-gb", "80", f"model.path={folder}"]
+    first, *turn = plan.main([*tool, "rollout.gpu_memory_utilization=0.8"]).splitlines()
+    assert re.fullmatch(r"error: the plan does not fit a GPU of 80.0 GB: rollout by 11.0 GB, save by \d+.\d GB", first)
+    assert [line.split(":")[0] for line in turn] == ["  rollout", "  save"]
+    assert all("turn one of " in line and "rollout.gpu_memory_utilization down" in line for line in turn)
+    assert "no room for one sample of 2048 tokens" in plan.main([*tool, "rollout.gpu_memory_utilization=0.1"])
 
 
 def test_the_size_of_a_gpu(monkeypatch):
-    assert memory_plan.gpu_bytes(None) == GPU and memory_plan.gpu_bytes(24) == 24 * 10**9
+    assert plan.gpu_bytes(None) == GPU and plan.gpu_bytes(24) == 24 * 10**9
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("GPU", (), {"total_memory": 150 * 2**30}))
-    assert memory_plan.gpu_bytes(None) == 150 * 2**30 and memory_plan.gpu_bytes(80) == GPU
-    with pytest.raises(UserError, match="--gpu-memory-gb=-1: must be above 0"):
-        memory_plan.gpu_bytes(-1)
-
-
-def cpu_seconds(*arguments) -> tuple[float, subprocess.CompletedProcess]:
-    """What a Python process with one thread takes of a core, and what it printed."""
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    before = os.times()
-    done = subprocess.run([sys.executable, *arguments], cwd=REPO, env=settings, capture_output=True, text=True)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system, done
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("config", "ranks"), [("qwen7b", 8), ("qwen3_235b_a22b", 64)])
-def test_a_plan_takes_less_than_its_imports(tmp_path, config, ranks):
-    """Not in seconds: the imports of the libraries alone take 5 to 11 of them, as the machine is."""
-    path = REPO / f"configs/{config}.yaml"
-    folder = hub_models.model_folder(load_config(str(path), []).model.path, tmp_path)
-    imports, _ = cpu_seconds("-c", "import torch, transformers, datasets, megatron.core.models.gpt")
-    dry_run = ["train_grpo.py", "--config", path, "--dry-run", "--world-size", str(ranks), f"model.path={folder}"]
-    seconds, done = cpu_seconds(*dry_run)
-    assert done.stdout.startswith("memory: ") and done.returncode == 2
-    assert seconds < 2 * imports
-
-
-# ---------------------------------------------------------------- against a step
-
-
-def test_tables_of_penalties_sleep_with_the_weights(tmp_path, monkeypatch):
-    """Worked by hand: 1,024 sequences, 151,936 tokens, 4 bytes each and a bit."""
-    folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
-    cfg = load_config(str(REPO / "configs/qwen2.5_0.5b_1gpu.yaml"), [f"model.path={folder}"])
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    tables = 4 * 1024 * (151936 + 4748)
-    two = memory_plan.plan(cfg, 1, GPU)
-    assert two.sampling.tables == tables
-    assert two.phases["sync"]["vLLM"] == two.sampling.weights + two.sampling.loading + tables
-    one = memory_plan.plan(override(cfg, {"rollout.sleep_level": 1}), 1, GPU, two.held)
-    assert one.host == two.host + 2 * 494032768 + tables
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    old = memory_plan.plan(cfg, 1, GPU, two.held)
-    assert old.sampling.tables == 0 and old.sampling.cache == two.sampling.cache + tables
-
-
-@pytest.mark.parametrize(
-    ("asleep", "train", "said"),
-    [
-        (10.0, 34.5, None),
-        (10.0, 30.0, None),
-        (14.0, 38.0, "51.5 GB of a GPU of 107.4, .*: add the"),
-        (5.0, 25.0, "there is room"),
-    ],
-)
-def test_a_step_that_parts_from_the_plan_is_told(asleep, train, said):
-    """In GiB: 40 planned of 100; what is in use while vLLM sleeps, and the peak of training over the 4 held then."""
-    planned = memory_plan.Plan(100 << 30, {}, {"train": {"all": 40 << 30}}, {}, None, 0)
-    metrics = {"mem/free_asleep_gb": 100 - asleep, "mem/train_peak_gb": train, "mem/logprob_gb": 4.0}
-    found = memory_plan.compare(planned, metrics)
-    assert (found is None) == (said is None) and (said is None or re.search(said, found)), found
-    assert memory_plan.compare(planned, {**metrics, "mem/free_asleep_gb": None}) is None
-
-
-def test_the_first_step_alone_is_held_against_the_plan(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(logs.dist, "get_rank", lambda: 0)
-    planned = memory_plan.Plan(100 << 30, {}, {"train": {"all": 40 << 30}}, {}, None, 0)
-    inputs = SimpleNamespace(tokenizer=None, done=0, planned=planned, prompts=[None])
-    rollouts = SimpleNamespace(write=lambda *_: None)
-    log = logs.Log(load_config(TINY, [f"output_dir={tmp_path}"]), inputs, rollouts, clock=None)
-    measured = {"mem/free_asleep_gb": 86.0, "mem/train_peak_gb": 38.0, "mem/logprob_gb": 4.0}
-    for step in (1, 2):
-        log.write(defaultdict(lambda: 1.0, {**measured, "step": step}), [])
-    assert capsys.readouterr().out.count("hint: training took 51.5 GB of a GPU") == 1
+    assert plan.gpu_bytes(None) == 150 * 2**30 and plan.gpu_bytes(80) == GPU

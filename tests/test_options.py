@@ -1,8 +1,7 @@
 """What goes to Megatron-core and vLLM as it is: every option that may be given works, every other one is refused."""
 
 import ast
-import dataclasses
-import re
+import fnmatch
 
 import make_tiny
 import pytest
@@ -11,7 +10,8 @@ import torch
 import megatron_bridge as bridge
 from config import ParallelConfig, UserError
 from support.check import options
-from support.check.options import MEGATRON_OWNED, MEGATRON_REASONS, MEGATRON_WORKS, VLLM_OWNED
+from support.check.options import TABLES
+from support.engine.vllm_process import engine_options
 from support.model.optimizer_state import optimizer_weights, own_slice
 from support.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
@@ -21,107 +21,52 @@ from tests.test_checkpoint import check_state, equal, lasting
 from tests.test_layouts import make_plan, relative, run_worker
 from train_grpo import Sample, flatten, main
 
-# What documents of other trainers name, as a user would write it.
-NAMED = {
-    "use_distributed_optimizer=false": "checkpoints and exports read the state of Megatron's distributed optimizer",
-    "cpu_offloading=true": "use megatron.recompute_granularity",
-    "fine_grained_activation_offloading=true": "use megatron.recompute_granularity",
-    "use_megatron_fsdp=true": "not those of FSDP",
-    "optimizer=sgd": "knows Adam alone; legal is 'adam'",
-    "optimizer=muon": "knows Adam alone; legal is 'adam'",
-    "loss_scale=1024": "bf16 and fp32 need no loss scale",
-    "fp16=true": "use model.dtype, which is bf16 or fp32",
-    "moe_token_dispatcher_type=allgather": "legal is 'alltoall'",
-    "moe_use_legacy_grouped_gemm=true": "needs the package grouped_gemm",
-    "moe_permute_fusion=true": "needs Transformer Engine",
-    "apply_rope_fusion=true": "needs Transformer Engine",
-    "gradient_accumulation_fusion=true": "needs Transformer Engine",
-    "moe_expert_capacity_factor=1.5": "log-probs would differ",
-    "hidden_dropout=0.1": "log-probs would differ",
-    "moe_z_loss_coeff=0.001": "training depends on the layout",
+# Options as a user would write them → what the refusal says.
+MEGATRON = {
+    "lr=1": "use train.lr",
+    "use_megatron_fsdp=true": "see docs/models.md; the fields of Megatron-core that may: adam_eps, ",
+    "use_distributed_optimizer=false": "see docs/models.md",
+    "moe_token_dispatcher_type=allgather": "must be 'alltoall' or 'flex'",
     "optimizer_offload_fraction=0.5": "no effect without megatron.optimizer_cpu_offload=True",
-    "use_precision_aware_optimizer=true": "no effect without megatron.optimizer_cpu_offload=True",
     "optimizer_cpu_offload=true": "use model.dtype=bf16",
     "recompute_modules=[layernorm] megatron.recompute_granularity=selective": "must be 'core_attn', 'mlp', 'moe' or",
     "optimizer_offload_fraction=0 megatron.optimizer_cpu_offload=true": "must be greater than 0",
     "adam_eps=-1": "must be greater than or equal to 0",
-    "moe_aux_loss_coeff=[0.1]": "must be a valid number",
     "recompute_method=uniform": "no effect without megatron.recompute_granularity='full'",
-    "bucket_size=1e9": "must be a valid integer",
     "bucket_size='4'": "must be a valid integer",
     "overlap_grad_reduce=1": "must be a valid boolean",
     "moe_aux_loss_coeff=0.01": "is a Qwen2ForCausalLM, which has no experts",
 }
+VLLM = {
+    "max_num_seqs='8'": "max_num_seqs='8': must be a valid integer",
+    "cpu_offload_gb=.nan": "must be a finite number",
+    "attention_backend=flash_atn": "attention_backend='flash_atn': no such value; the nearest is FLASH_ATTN",
+    "compilation_config=fast": "compilation_config='fast': must be an object",
+    "scheduling_policy=lifo": "must be 'fcfs' or 'priority'",
+    "data_parallel_size=2": "may not be set: it is settled by the trainer, in whose ranks vLLM runs",
+}
+REFUSED = {f"megatron.{option}": needle for option, needle in MEGATRON.items()}
+REFUSED |= {f"rollout.vllm.{option}": needle for option, needle in VLLM.items()}
 
 
-@pytest.fixture
-def refused(tiny, capfd, offline):
-    """The message with which the script, started with overrides, ends before training."""
-
-    def start(overrides: str) -> str:
-        arguments = ["--config", str(REPO / "configs/tiny.yaml"), "--dry-run", f"model.path={tiny / 'model'}"]
-        code = main([*arguments, f"data.train={tiny / 'train.jsonl'}", *overrides.split()])
-        message = capfd.readouterr().err
-        assert code == 2 and message.startswith("error: ") and message.count("\n") == 1, message
-        return message
-
-    return start
+@pytest.mark.parametrize("option", REFUSED)
+def test_an_option_that_would_do_no_good_is_refused(tiny, capfd, offline, option):
+    arguments = ["--config", str(REPO / "configs/tiny.yaml"), "--dry-run", f"model.path={tiny / 'model'}"]
+    assert main([*arguments, f"data.train={tiny / 'train.jsonl'}", *option.split()]) == 2
+    message = capfd.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
+    assert option.split("=")[0] in message and REFUSED[option] in message, message
 
 
-@pytest.mark.parametrize("option", NAMED)
-def test_what_other_trainers_offer_works_or_is_refused_with_the_reason(refused, option):
-    message = refused(f"megatron.{option}")
-    assert f"megatron.{option.split('=')[0]}" in message and NAMED[option] in message, message
-
-
-@pytest.mark.parametrize("name", VLLM_OWNED)
-def test_what_vllm_may_not_be_told(refused, name):
-    assert refused(f"rollout.vllm.{name}=1") == f"error: rollout.vllm.{name}: {VLLM_OWNED[name]}\n"
-
-
-@pytest.mark.parametrize(
-    ("option", "needle"),
-    [
-        ("max_num_seqs='8'", "max_num_seqs='8': must be a valid integer"),
-        ("enforce_eager=1", "enforce_eager=1: must be a valid boolean"),
-        ("cpu_offload_gb=.nan", "must be a finite number"),
-        ("attention_backend=flash_atn", "attention_backend='flash_atn': no such value; the nearest is FLASH_ATTN"),
-        ("compilation_config=fast", "compilation_config='fast': must be an object"),
-        ("scheduling_policy=lifo", "must be 'fcfs' or 'priority'"),
-    ],
-)
-def test_values_for_vllm_have_the_type_that_it_declares(refused, option, needle):
-    assert needle in refused(f"rollout.vllm.{option}")
-
-
-def test_every_name_of_the_tables_is_a_field_of_megatron():
-    names = [*MEGATRON_OWNED, *MEGATRON_REASONS, *MEGATRON_WORKS]
-    assert len(names) == len(set(names))
-    assert set(names) <= bridge.megatron_fields()
-
-
-def test_every_field_that_may_not_be_set_is_refused_unless_it_repeats_what_is_in_effect():
-    fields = {field.name: field for cls in bridge.CONFIG_CLASSES for field in dataclasses.fields(cls)}
-    for name in fields.keys() - MEGATRON_WORKS.keys():
-        reason = MEGATRON_OWNED.get(name) or MEGATRON_REASONS.get(name, "not tried with this trainer")
-        with pytest.raises(UserError, match=rf"megatron\.{name}\b.*{re.escape(reason)}"):
-            options.check_megatron({name: "something else"}, bridge.CONFIG_CLASSES, "bf16")
-        default = options.in_effect(fields[name])
-        if name in MEGATRON_OWNED:
-            with pytest.raises(UserError, match=re.escape(reason)):
-                options.check_megatron({name: default}, bridge.CONFIG_CLASSES, "bf16")
-        else:
-            options.check_megatron({name: default}, bridge.CONFIG_CLASSES, "bf16")
-            if isinstance(default, bool):  # 0 is no false
-                with pytest.raises(UserError, match=f"legal is {default}"):
-                    options.check_megatron({name: int(default)}, bridge.CONFIG_CLASSES, "bf16")
-
-
-def test_a_field_of_a_newer_megatron_is_refused():
-    newer = dataclasses.make_dataclass("Newer", [("warp_drive", bool, False)])
-    needle = r"megatron\.warp_drive=True: not tried .*; legal is False, as without this key\. Fields .*: adam_eps, "
-    with pytest.raises(UserError, match=needle):
-        options.check_megatron({"warp_drive": True}, (*bridge.CONFIG_CLASSES, newer), "bf16")
+def test_the_tables_are_of_the_libraries_here():
+    """Each name is a field of Megatron-core, each pattern one of vLLM's options; all others of Megatron are refused."""
+    fields = bridge.megatron_fields()
+    assert {*TABLES["megatron_works"], *TABLES["megatron_owned"], *options.MEGATRON_TYPES} <= fields
+    for name in fields - {*TABLES["megatron_works"]}:
+        with pytest.raises(UserError, match=rf"megatron\.{name} may not be set"):
+            options.check_megatron({name: None}, bridge.CONFIG_CLASSES, "bf16")
+    for pattern in (pattern for patterns in TABLES["vllm_owned"].values() for pattern in patterns):
+        assert fnmatch.filter(engine_options(), pattern), pattern
 
 
 def test_what_the_engine_sets_is_refused_or_left_to_the_user():
@@ -129,13 +74,14 @@ def test_what_the_engine_sets_is_refused_or_left_to_the_user():
     free |= {"disable_log_stats", "use_tqdm_on_load"}
     calls = [node for node in ast.walk(ast.parse((REPO / "rollout.py").read_text())) if isinstance(node, ast.Call)]
     (settings,) = [call for call in calls if {"logprobs_mode"} <= {keyword.arg for keyword in call.keywords}]
-    assert {keyword.arg for keyword in settings.keywords} - free <= VLLM_OWNED.keys()
+    for name in {keyword.arg for keyword in settings.keywords if keyword.arg} - free:
+        with pytest.raises(UserError, match="is settled by"):
+            options.check_vllm({name: 1})
 
 
-def test_the_document_names_what_works_and_what_is_refused():
+def test_the_document_names_what_works():
     text = (REPO / "docs/models.md").read_text()
-    for name in [*MEGATRON_WORKS, *(option.split("=")[0] for option in NAMED)]:
-        assert f"`{name}`" in text, name
+    assert all(f"`{name}`" in text for name in TABLES["megatron_works"])
 
 
 # ---------------------------------------------------------------- the same update with and without
@@ -148,13 +94,10 @@ COMMON = [
     "megatron.disable_bf16_reduced_precision_matmul=true", "megatron.grad_reduce_in_fp32=false",
 ]  # fmt: skip
 EVERYTHING = {
-    "qwen2": {
-        "options": [*COMMON, "megatron.recompute_modules=[core_attn,mlp]"],
-    },
+    "qwen2": {"options": [*COMMON, "megatron.recompute_modules=[core_attn,mlp]"]},
     "qwen2_moe": {
         "options": [
-            *COMMON, "megatron.recompute_modules=[core_attn,moe,shared_experts]",
-            "megatron.moe_router_dtype=fp64",
+            *COMMON, "megatron.recompute_modules=[core_attn,moe,shared_experts]", "megatron.moe_router_dtype=fp64",
         ],
         "layer": ["megatron.moe_layer_recompute=true"],
         "sequential": ["megatron.moe_grouped_gemm=false"],
@@ -168,11 +111,14 @@ def check_same(plain: dict, found: dict) -> None:
         assert relative(found[name], plain[name].double()) < 1e-5, name
 
 
-def test_the_runs_below_hold_every_option_that_works():
+def test_every_option_that_works_is_run():
     runs = [overrides for chosen in EVERYTHING.values() for overrides in chosen.values()]
     given = {override.split(".")[1].split("=")[0] for overrides in runs for override in overrides}
     given |= {name for chosen in OFFLOADS.values() for name in chosen}
-    assert given >= {name for name, where in MEGATRON_WORKS.items() if where == "tests/test_options.py"}
+    given |= {"recompute_method", "recompute_num_layers", "overlap_grad_reduce", "overlap_param_gather"}  # these and
+    given |= {"moe_aux_loss_coeff", "adam_eps"}  # in tests/test_layouts.py
+    deep_ep = {"moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"}
+    assert given | deep_ep == {*TABLES["megatron_works"]}
 
 
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family in EVERYTHING for name in EVERYTHING[family]])

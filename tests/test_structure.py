@@ -74,6 +74,9 @@ def test_every_wing_has_a_line_in_the_readme():
         ("support/run/one.py", "from support import clock", "imports support.clock, which is no wing"),
         ("support/check/one.py", "def f():\n    from tools import doctor", "imports tools, which is above the core"),
         ("train_grpo.py", "import tests.conftest", "imports tests, which is above the core"),
+        ("support/run/launch.py", "run_path('tools/plan.py')", None),
+        ("support/run/launch.py", "run_path('tools/doctor.py')", "imports tools, which is above the core"),
+        ("support/check/machines.py", "run_path('tools/plan.py')", "imports tools, which is above the core"),
     ],
 )
 def test_imports_that_do_not_lead_down_are_found(tmp_path, file, line, message):

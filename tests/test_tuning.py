@@ -1,7 +1,4 @@
-"""docs/tuning.md: every key and metric it names exists, and its layouts are the arithmetic it states.
-
-They are written from the plan of memory, with which tests/test_memory_plan.py compares them.
-"""
+"""docs/tuning.md: every key and metric it names exists, and its layouts are the arithmetic it states."""
 
 import re
 

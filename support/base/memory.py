@@ -10,8 +10,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from support.base.remedies import HOST_MEMORY
-
 GIB = 2**30
 PHASES = ("rollout", "reward", "logprob", "train", "sync", "save")  # of every step
 AFTER_SLEEP = "logprob"  # the first phase after vLLM has gone to sleep
@@ -27,8 +25,8 @@ class Meter:
 
     def start_step(self) -> None:
         """Forget the phases of the step before."""
-        self.held: dict[str, float] = {}
-        self.peaks: dict[str, float] = {}
+        self.held = dict.fromkeys(PHASES, 0.0)
+        self.peaks = dict.fromkeys(PHASES, 0.0)
         self.free_asleep = 0.0
 
     def enter(self, phase: str) -> None:
@@ -45,24 +43,23 @@ class Meter:
         if phase not in PHASES:
             return
         self.held[phase], peak = used_gb()
-        self.peaks[phase] = max(self.peaks.get(phase, 0.0), peak)
+        self.peaks[phase] = max(self.peaks[phase], peak)
         self.largest = max(self.largest, peak)
 
     def numbers(self) -> dict[str, float | None]:
         """The metrics mem/* of the step: the maximum over ranks, of free memory the minimum. All ranks call this."""
-        mine = {f"mem/{phase}_gb": self.held.get(phase, 0.0) for phase in PHASES}
-        mine |= {f"mem/{phase}_peak_gb": self.peaks.get(phase, 0.0) for phase in PHASES}
+        mine = {f"mem/{phase}_gb": held for phase, held in self.held.items()}
+        mine |= {f"mem/{phase}_peak_gb": peak for phase, peak in self.peaks.items()}
         mine |= {"mem/peak_gb": self.largest, "mem/host_gb": resident_gb()[0]}
         mine |= {"mem/free_asleep_gb": -self.free_asleep, "mem/host_free_gb": -host_free_bytes() / GIB}
         values = torch.tensor([*mine.values()], dtype=torch.float64)
         dist.all_reduce(values, dist.ReduceOp.MAX)
         found = dict(zip(mine, values.abs().tolist(), strict=True))
-        unknown = []
         if not torch.cuda.is_available():
-            unknown.append("mem/free_asleep_gb")
+            found["mem/free_asleep_gb"] = None
         if not self.resets:
-            unknown += [f"mem/{phase}_peak_gb" for phase in PHASES]
-        return found | dict.fromkeys(unknown)
+            found |= dict.fromkeys(f"mem/{phase}_peak_gb" for phase in PHASES)
+        return found
 
 
 def used_gb() -> tuple[float, float]:
@@ -91,9 +88,6 @@ def resident_gb() -> tuple[float, float]:
     return tuple(int(field.split()[0]) / 2**20 for field in (now, fields.get("VmHWM", now)))
 
 
-# ---------------------------------------------------------------- the host
-
-
 def host_free_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """What processes may still take of the host's memory: of the machine, or of the limits above this process.
 
@@ -111,24 +105,8 @@ def host_free_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
 def free_in_cgroup(folder: Path) -> float:
     """Bytes that a cgroup may still take; infinite where it has no limit."""
     limit = folder / "memory.max"
-    if not limit.exists():
-        return math.inf
-    most = limit.read_text().strip()
-    if most == "max":
+    if not limit.exists() or limit.read_text().strip() == "max":
         return math.inf
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-    return int(most) - used
-
-
-def host_warning(needed: int, ranks: int) -> str | None:
-    """What to tell the user where `ranks` ranks of this machine need more than it has free, `needed` bytes each."""
-    free = host_free_bytes()
-    if needed * ranks <= free:
-        return None
-    who = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    return (
-        f"{who} on this machine will hold about {needed * ranks / GIB:.1f} GiB of host "
-        f"memory, {free / GIB:.1f} GiB are free: the system may kill them without a word (torchrun's exitcode -9). "
-        f"{'; '.join(HOST_MEMORY)}"
-    )
+    return int(limit.read_text()) - used

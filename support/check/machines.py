@@ -17,7 +17,9 @@ import transformers
 import megatron_bridge as bridge
 from config import Config, RankError, UserError
 from support.base import hf_folder, launchers, memory, ranks, versions
-from support.check import checks, gpu_rows, memory_count, preflight
+from support.base.remedies import HOST_MEMORY
+from support.base.versions import gib
+from support.check import checks, costs, gpu_rows, preflight
 from support.engine import vllm_process
 from support.model import attention, cpu_backend
 from support.step import teacher
@@ -156,7 +158,7 @@ def check_first_host(cfg: Config) -> None:
         preflight.check_shared_memory(versions.SHARED_MEMORY_BYTES)
     preflight.check_writable(Path(cfg.output_dir))
     weights = hf_folder.count_weights(cfg.model.path)
-    preflight.check_disk(Path(cfg.output_dir), memory_count.disk_bytes(cfg, weights))
+    preflight.check_disk(Path(cfg.output_dir), costs.disk_bytes(cfg, weights))
     print(kernels(cfg), flush=True)
 
 
@@ -184,8 +186,16 @@ def check_host_memory(cfg: Config) -> str | None:
     weights = hf_folder.count_weights(cfg.model.path)
     other = teacher.another(cfg)
     of_teacher = hf_folder.count_weights(other) if other else 0
-    needed = memory_count.host_bytes(cfg, weights, dist.get_world_size(), torch.cuda.is_available(), of_teacher)
-    return memory.host_warning(needed, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    each = costs.host_bytes(cfg, weights, dist.get_world_size(), torch.cuda.is_available(), of_teacher)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    needed = each * local
+    free = memory.host_free_bytes()
+    if needed <= free:
+        return None
+    return (
+        f"{local} rank(s) on this machine will hold about {gib(needed)} of host memory, {gib(free)} are free: the "
+        f"system may kill them without a word (torchrun's exitcode -9). {'; '.join(HOST_MEMORY)}"
+    )
 
 
 def check_bf16_units(cfg: Config) -> str | None:

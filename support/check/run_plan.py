@@ -72,9 +72,7 @@ def describe_loss(cfg: Config) -> str:
     if a.teacher:
         line += f" + {a.teacher_coef:g} log(teacher / policy)"
     line += f"; {a.loss_norm} over an update"
-    if a.correction != "none":
-        line += f"; {a.correction}"
-    return line
+    return line if a.correction == "none" else f"{line}; {a.correction}"
 
 
 def rows_of_an_update(cfg: Config, replicas: int) -> tuple[int, int]:
@@ -92,27 +90,23 @@ def rows_of_an_update(cfg: Config, replicas: int) -> tuple[int, int]:
 
 
 def warnings(cfg: Config, world_size: int) -> list[str]:
-    """What of the plan will be slow or take much memory, a sentence each with the key to try."""
+    """What of the plan will be slow, or learns from other ratios than it seems, with the key to try."""
     a, p, t = cfg.algo, cfg.parallel, cfg.train
     samples = cfg.rollout.prompts_per_step * cfg.rollout.group_size // t.updates_per_step
     samples //= replica_count(cfg, world_size)
     tokens = samples * (cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, 8)))  # a dry run plans for machines of eight GPUs
     found = {}  # name in PLAN → what will be
     if samples < p.pp:
         idle = f"{bubble(max(samples, 1), p):.0%}"
-        found["few samples for the pipeline"] = (
-            f"an update has {samples} samples a replica for parallel.pp={p.pp} stages, which idle at least {idle} of it"
-        )
-    if p.pp > 4 and cfg.megatron.get("recompute_granularity") is None:
-        text = f"parallel.pp={p.pp} keeps the activations of {p.pp} micro-batches on the first stage"
-        found["activations of many stages"] = text
+        text = f"{samples} samples a replica for parallel.pp={p.pp} stages, which idle at least {idle} of it"
+        found["few samples for the pipeline"] = f"an update has {text}"
     if cfg.rollout.vllm.get("quantization") and a.correction == "none":
         text = "rollout.vllm.quantization makes vLLM sample from other weights than are trained"
         found["quantized sampling"] = text
     if a.loss == "gspo" and a.correction != "none" and a.correction_level == "token":
         text = f"algo.loss=gspo uses the ratio of an answer, but algo.correction={a.correction} that of each token"
         found["ratios of tokens and answers"] = text
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, 8)))  # a dry run plans for machines of eight GPUs
     for key, size in (("parallel.tp", p.tp), ("rollout.tp", cfg.rollout.tp)):
         if local % size:
             text = f"{key}={size} spans machines of {local} ranks: messages in every layer take the slower network"
@@ -121,8 +115,6 @@ def warnings(cfg: Config, world_size: int) -> list[str]:
         text = f"algo.loss={a.loss} masks by how far probabilities are from the old ones, which are the same in a first"
         found["masks against the trainer"] = f"{text} update of algo.old_logp=trainer"
     if tokens < t.max_tokens_per_micro_batch / 2:
-        found["small rows"] = (
-            f"an update has at most {tokens} tokens a replica, less than half of train.max_tokens_per_micro_batch="
-            f"{t.max_tokens_per_micro_batch}: pack/fill stays below 1/2, and small rows use a GPU badly"
-        )
+        text = f"an update has at most {tokens} tokens a replica, less than half of train.max_tokens_per_micro_batch"
+        found["small rows"] = f"{text}: small rows use a GPU badly"
     return [f"{text}: {try_one_of(PLAN[name])}" for name, text in found.items()]

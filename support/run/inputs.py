@@ -8,14 +8,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from config import Config, UserError
 from support.base import hf_folder, ranks
 from support.base.files import open_output_dir
 from support.base.read_config import override, to_yaml
-from support.check import checks, memory_plan, run_plan, teacher_checks
+from support.check import checks, run_plan, teacher_checks
 from support.data.prompts import Mixture, Prompt, check_opening, fingerprint, load_prompts, load_tokenizer
 from support.model import checkpoint, lora
 from support.step import turns
@@ -31,24 +30,15 @@ class Inputs:
     checkpoint: Path | None = None  # to go on from
     done: int = 0  # steps of that checkpoint
     model_path: str = ""  # local folder of the initial model
-    planned: memory_plan.Plan | None = None  # of memory, on rank 0 of a run on GPUs or of a dry run
 
 
-def prepare(cfg: Config, world_size: int, weights: bool, gpu_gb: float | None = None) -> tuple[Config, Inputs]:
+def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs]:
     """Check the model, its files of `weights` if asked, and the data; print what the run will be. Raises UserError.
 
-    A dry run, without `weights`, first prints the plan of memory for a GPU of `gpu_gb` · 10⁹ bytes (None: of this
-    machine's): config.json is enough for it. A run on GPUs prints it where it does not fit. Returns the configuration
-    to train with, where `train.steps` alone says how long, and the inputs.
+    Returns the configuration to train with, where `train.steps` alone says how long, and the inputs.
     """
-    planned = None
+    check_models(cfg)
     try:
-        check_models(cfg)
-        if not weights and ranks.is_first_rank():
-            planned = memory_plan.plan(cfg, world_size, memory_plan.gpu_bytes(gpu_gb))
-            print(memory_plan.describe(cfg, world_size, planned), flush=True)
-        elif ranks.is_first_rank() and torch.cuda.is_available() and not dist.is_initialized():
-            planned = plan_memory(cfg, world_size)
         tokenizer = load_tokenizer(cfg.model.path)
         parts = ["train"] if cfg.data.eval is None else ["train", "eval"]
         prompts, dropped = read_prompts(cfg, tokenizer, parts)
@@ -62,41 +52,18 @@ def prepare(cfg: Config, world_size: int, weights: bool, gpu_gb: float | None = 
     cfg = with_steps(cfg, len(prompts["train"]))
     if ranks.is_first_rank():
         print_plan(cfg, world_size, prompts, dropped)
-    inputs = Inputs(tokenizer, prompts["train"], prompts.get("eval", []), model_path=folder, planned=planned)
+    inputs = Inputs(tokenizer, prompts["train"], prompts.get("eval", []), model_path=folder)
     return override(cfg, {"train.epochs": None}), inputs
 
 
-def plan_memory(cfg: Config, world_size: int) -> memory_plan.Plan | None:
-    """The plan of memory for this machine's GPU; prints it where it does not fit. None where there is no plan.
-
-    It is advice: no plan on a GPU was compared with a run yet, so it ends none.
-    """
-    try:
-        gpu = memory_plan.gpu_bytes(None)
-        found = memory_plan.plan(cfg, world_size, gpu)
-        if not found.fits:
-            print(memory_plan.describe(cfg, world_size, found), flush=True)
-    except Exception as error:
-        print(f"warning: no plan of memory: {type(error).__name__}: {error}", flush=True)
-        return None
-    return found
-
-
-def check_fits(cfg: Config, inputs: Inputs) -> None:
-    """The end of a dry run. Raises UserError where the plan of memory, printed before, does not fit."""
-    short = memory_plan.shortages(cfg, inputs.planned) if inputs.planned else []
-    if short:
-        raise UserError(
-            f"{'; '.join(short)}. The lines after the plan of memory name the keys that help; --gpu-memory-gb plans "
-            "for another GPU"
-        )
-
-
 def check_models(cfg: Config) -> None:
-    """Check, from config.json, that model and teacher can be built on this layout. Raises ValueError, OSError."""
-    checks.check_model(cfg, cfg.model.path, cfg.rollout.tp)
-    teacher_checks.check_shape(cfg)
-    checks.check_routes(cfg)
+    """Check, from config.json, that model and teacher can be built on this layout. Raises UserError."""
+    try:
+        checks.check_model(cfg, cfg.model.path, cfg.rollout.tp)
+        teacher_checks.check_shape(cfg)
+        checks.check_routes(cfg)
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from None
 
 
 def read_prompts(cfg: Config, tokenizer, parts: list[str]) -> tuple[dict[str, Sequence[Prompt]], dict[str, int]]:

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import os
 import re
+import runpy
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,6 +21,7 @@ import megatron_bridge as bridge
 from config import Config, RankError, TrainingError, UserError
 from support.base import launchers, ranks, versions
 from support.base.files import lock_output_dir
+from support.base.processes import REPO
 from support.base.read_config import load_config
 from support.check import checks, machines, preflight
 from support.data.prompts import fingerprint
@@ -27,7 +29,7 @@ from support.engine import vllm_process
 from support.model.attention import use_flash_attention_3
 from support.run import debug, evaluation
 from support.run.clock import Clock
-from support.run.inputs import Inputs, check_fits, find_resume, prepare, with_steps
+from support.run.inputs import Inputs, check_models, find_resume, prepare, with_steps
 from support.run.timeline import Timeline
 
 
@@ -60,10 +62,11 @@ def command(
         rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))  # the data are not read yet: any number will do
         if not args.dry_run:
             machines.check_start(cfg)  # before anything is read
-        cfg, inputs = prepare(cfg, args.world_size, not args.dry_run, args.gpu_memory_gb)
-        if args.dry_run:
-            check_fits(cfg, inputs)
-        else:
+        short = plan_memory(cfg, args) if args.dry_run else None
+        cfg, inputs = prepare(cfg, args.world_size, weights=not args.dry_run)
+        if short:
+            raise UserError(f"{short}\n  --gpu-memory-gb plans for another GPU")
+        if not args.dry_run:
             join(cfg)
             run(cfg, inputs, train)
     except (UserError, TrainingError) as error:
@@ -88,6 +91,14 @@ def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, en
         owners |= machines.check_ranks(cfg, "data.eval", fingerprint(inputs.eval_prompts))
         ranks.on_first_rank(partial(preflight.check_writable, Path(cfg.output_dir)))
         evaluation.run(cfg, inputs, clock, evaluate, engine)
+
+
+def plan_memory(cfg: Config, args: argparse.Namespace) -> str | None:
+    """Print the plan of memory, by tools/plan.py; config.json of the model is enough. Returns what does not fit."""
+    check_models(cfg)
+    if not ranks.is_first_rank():
+        return None
+    return runpy.run_path(str(REPO / "tools/plan.py"))["report"](cfg, args.world_size, args.gpu_memory_gb)
 
 
 def prepare_process(cfg: Config) -> None:

@@ -12,7 +12,6 @@ from tqdm import tqdm
 from config import Config, TrainingError
 from support.base import files, ranks
 from support.base.rollout_files import RolloutWriter
-from support.check import memory_plan
 from support.run import dead_runs, hints, progress, trackers
 from support.run.clock import Clock
 from support.step.records import Sample
@@ -31,7 +30,6 @@ class Log:
         self.clock = clock
         self.tokenizer = inputs.tokenizer
         self.trackers = trackers.Trackers(cfg, inputs.done) if self.speaks else None
-        self.planned = inputs.planned
         self.history: list[dict] = []  # the metrics of each step of this start
         self.hinted: set[str] = set()  # rules of hints and diagnoses that were shown
         self.diagnosis = dead_runs.Diagnosis(cfg)
@@ -85,10 +83,6 @@ class Log:
             self.bar.write(f"answers of step {step}, from the lowest reward to the highest:\n{some}")
         if len(self.history) % hints.WINDOW == 0:
             self.hint()
-        if len(self.history) == 1 and self.planned is not None:
-            text = memory_plan.compare(self.planned, metrics)
-            if text is not None:
-                self.bar.write(f"hint: {text}")
 
     def hint(self) -> None:
         """Show what the metrics ask for and did not ask before."""

@@ -178,7 +178,7 @@ def check_offload(record: worker.Record) -> None:
 
 def check_plan(record: worker.Record) -> None:
     """Compare the trainer's memory planned by --dry-run with what torch allocates; on a GPU at the shape of a 0.5B."""
-    from support.check import memory_plan
+    from tools import plan
 
     gpu = torch.cuda.is_available()
     ranks.join_ranks(600)
@@ -191,7 +191,7 @@ def check_plan(record: worker.Record) -> None:
         f"train.logprob_max_tokens_per_micro_batch={tokens}", f"rollout.max_new_tokens={tokens // 8 - worker.PROMPT}",
         "rollout.group_size=8", "train.offload=none",
     )  # fmt: skip
-    planned = memory_plan.plan(cfg, world, memory_plan.gpu_bytes(None))
+    planned = plan.plan(cfg, world, plan.gpu_bytes(None))
     ranks.join_ranks(600)
     use_flash_attention_3(torch.bfloat16)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
@@ -211,7 +211,7 @@ def check_plan(record: worker.Record) -> None:
         """Return (bytes measured since the last call, bytes planned without the reserve and without vLLM)."""
         measured = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        return measured, planned.total(phase) - planned.phases[phase]["reserve"]
+        return measured, plan.total(planned.phases[phase]) - planned.phases[phase]["reserve"]
 
     if gpu:
         torch.cuda.reset_peak_memory_stats()  # without the peak of building

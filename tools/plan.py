@@ -1,0 +1,404 @@
+"""Plan the memory of a run, phase by phase, before anything is built; config.json of the model is enough.
+
+    python tools/plan.py --config configs/qwen7b.yaml --world-size 8 [--gpu-memory-gb 80] [section.key=value ...]
+
+`--dry-run` of train_grpo.py runs it too. What a rank holds is counted to the byte: Megatron's own model, buffers and
+distributed optimizer are built on torch's meta device, where tensors take no memory, in a fake process group. Transient
+memory follows from formulas, RESERVE stands for what has none (docs/memory.md). Sizes are bytes until they are printed.
+"""
+
+import argparse
+import contextlib
+import math
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.overrides import TorchFunctionMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import megatron_bridge as bridge
+from config import Config, LoraConfig, ParallelConfig, UserError
+from support.base.read_config import load_config
+from support.base.remedies import MEMORY, VLLM_MEMORY
+from support.check import checks
+from support.check.costs import PHASES, costs, host_bytes, host_stepped
+from support.check.run_plan import replica_count, rows_of_an_update
+from support.run.inputs import check_models
+
+# isort: split
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+GB = 10**9
+GPU_BYTES = 80 * GB  # where there is no GPU to ask
+RESERVE = 0.1  # of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs and fragments: assumed, not measured
+META = torch.device("meta")
+LOGIT_TRAIN, LOGIT_SCORE = 24, 16  # bytes for each logit of a chunk, with a backward pass and without
+BLOCK = 16  # tokens of a block of vLLM's KV cache
+
+# ---------------------------------------------------------------- what a rank holds, to the byte
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds on its GPU, in bytes, and what follows from its weights."""
+
+    gpu: dict[str, int]  # kind of `costs` → bytes while it is on the GPU; with the padding of Megatron's buffers
+    frozen: int  # of the weights, those beside the adapters, which are in no buffer
+    update: int  # what Adam allocates while it steps: one fp32 element for each weight that it steps on the GPU
+    push: int  # peak of one bucket on its way to vLLM
+    export: int  # the same, to an export
+    merged: int  # peak of adding adapters to weights (support/model/lora.py): one in fp32, all that it joins as it is
+    largest: int  # elements of the largest weight that is trained
+
+
+class OnMeta(TorchFunctionMode):
+    """Wherever code names a device, it is the meta device."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = META
+        return function(*(META if isinstance(value, torch.device) else value for value in args), **kwargs)
+
+
+@contextlib.contextmanager
+def fake_process_groups(parallel: ParallelConfig, world_size: int, rank: int, seed: int = 0) -> Iterator[None]:
+    """Make this process `rank` of a fake process group of `world_size`, with Megatron's groups; nothing is sent."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)  # DETAIL wraps every group in one that connects
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the run itself will give them
+            bridge.init_model_parallel(parallel, seed)
+            yield
+    finally:
+        bridge.mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+        dist.set_debug_level(level)
+
+
+def build_on_meta(path: str, cfg: Config, trained: LoraConfig | None) -> list:
+    """The chunks of the model of `path` that this rank of a fake process group holds, without memory or weights."""
+    extra = {**cfg.megatron, "perform_initialization": False}
+    dtype = bridge.DTYPES[cfg.model.dtype]
+    with META, OnMeta():
+        return bridge.build_model(path, cfg.parallel, dtype, extra, weights=False, trained=trained)
+
+
+def count(cfg: Config, world_size: int, rank: int) -> Held:
+    """What `rank` of `world_size` will hold. Needs no process group, and must not find one."""
+    size = bridge.DTYPES[cfg.model.dtype].itemsize
+    table = costs(cfg, world_size)
+    with fake_process_groups(cfg.parallel, world_size, rank, cfg.seed):
+        model = build_on_meta(cfg.model.path, cfg, cfg.lora)
+        hf = model[0].hf_config
+        own = bridge.named_weights(model)
+        trained = bridge.named_weights(model, factors=True) or own
+        frozen = 0 if trained is own else sum(weight.nbytes for weight in own.values())
+        buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        maps = [DistributedOptimizer._build_gbuf_range_map(buffer) for buffer in buffers]
+        buckets = [bucket for by_dtype in maps for several in by_dtype.values() for bucket in several]
+        stepped = sum(ranges["param"].size for bucket in buckets for ranges in bucket["param_map"].values())
+        gpu = {
+            "weights": sum(buffer.param_data.nbytes for buffer in buffers) + frozen,
+            "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+            "optimizer": int(stepped * table["optimizer"].gpu),
+        }
+        if "reference" in table:
+            gpu["reference"] = sum(weight.nbytes for weight in bridge.copy_weights(model))
+        if "teacher" in table:
+            teacher = build_on_meta(cfg.algo.teacher, cfg, None)
+            gpu["teacher"] = sum(weight.nbytes for chunk in teacher for weight in chunk.parameters())
+        merged = Counter()
+        for name, weight in own.items():
+            if hasattr(weight, "adapter"):  # of experts all of a layer are computed with at once
+                merged[bridge.EXPERT.sub("", name), 4 * weight.numel()] += weight.nbytes
+        return Held(
+            gpu=gpu,
+            frozen=frozen,
+            update=int(4 * stepped * (1 - host_stepped(cfg))),
+            push=push_bytes(own, hf, cfg.rollout.sync_bucket_mb << 20, size),
+            export=push_bytes(own, hf, bridge.BUCKET_BYTES, size),
+            merged=max((together + fp32 for (_, fp32), together in merged.items()), default=0),
+            largest=max(weight.numel() for weight in trained.values()),
+        )
+
+
+def push_bytes(own: dict[str, torch.nn.Parameter], hf, limit: int, size: int) -> int:
+    """Peak of `bridge.hf_weights`: a bucket of `limit` bytes, and this rank's part of it or a joined tensor."""
+    peak = 0
+    for _, names in bridge.buckets([{name: weight.shape for name, weight in own.items()}], hf, limit // size):
+        part = [own[name].numel() for name in names]
+        ranks, split = bridge.shard_group(names[0])
+        adapted = any(hasattr(own[name], "adapter") for name in names)
+        parts = 2 if adapted else 1  # with the adapters added, and without
+        peak = max(peak, sum(part) * (ranks.size() + parts), sum(part) * ranks.size() + 2 * max(part) * split)
+    return peak * size
+
+
+def count_weights(path: str) -> int:
+    """Elements of a model's weights, by its config.json; a tied head is counted with the embedding."""
+    with META:
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+    return sum(weight.numel() for weight in model.parameters())
+
+
+# ---------------------------------------------------------------- transient memory of the trainer
+
+
+def layer_elements(hf, cfg: Config) -> dict[str, float]:
+    """Elements that a layer keeps for its backward pass for each token of a rank's rows, by block."""
+    p = cfg.parallel
+    width = bridge.head_dim(hf) / p.tp
+    q = hf.num_attention_heads * width
+    k = hf.num_key_value_heads * width
+    norms = 4 * hf.hidden_size  # input and output of two
+    if p.sp:
+        norms /= p.tp
+    attention = 3 * q + 3 * k  # output of the projection, queries and keys after RoPE, output of attention
+    if "self_attention.q_layernorm.weight" in bridge.FAMILIES[hf.architectures[0]]:
+        attention += q
+    if cfg.model.dtype == "fp32" or not cfg.model.flash_attention:
+        attention += 2 * q + 2 * k  # padded copies; in bf16 FlashAttention takes packed rows on a GPU
+    if p.cp > 1:
+        attention += 2 * q + 2 * p.cp * k  # its all-to-all
+    elements = {"norms": norms, "attention": attention}
+    if not bridge.is_moe(hf):
+        return elements | {"mlp": 3 * hf.intermediate_size / p.tp}  # gate and up, their product
+    rows = hf.num_experts_per_tok * p.etp / p.tp  # of a token, spread evenly
+    shared = getattr(hf, "shared_expert_intermediate_size", None) or 0
+    elements["moe"] = rows * (hf.hidden_size + 4 * bridge.expert_width(hf) / p.etp)  # with the weighted product
+    return elements | {"shared_experts": 3 * shared / p.tp}
+
+
+def activation_bytes(hf, cfg: Config, stage: int, micro_batches: int) -> tuple[int, int]:
+    """(activations that a pipeline stage keeps for the backward pass, what is recomputed and its gradients within it).
+
+    Each micro-batch in flight keeps its own: on stage i of p these are p - i; with v chunks a stage, each 1 / v of a
+    micro-batch, 2 (p - i - 1) + (v - 1) p + 1 (arXiv 2104.04473); and not more than there are.
+    """
+    p = cfg.parallel
+    layers = hf.num_hidden_layers // (p.pp * p.vpp)
+    in_flight = p.pp - stage
+    if p.vpp > 1:
+        in_flight = 2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1
+    in_flight = min(in_flight, micro_batches * p.vpp)
+    elements = layer_elements(hf, cfg)
+    layer = sum(elements.values())
+    kept, within = layers * layer, 0.0
+    recompute = cfg.megatron.get("recompute_granularity")
+    if recompute == "selective":  # core_attn frees nothing: its inputs are as large
+        within = sum(elements.get(block, 0.0) for block in cfg.megatron.get("recompute_modules") or [])
+        kept -= layers * within
+    elif recompute == "full":  # of a group of layers, or of some layers, the input is kept
+        group = min(cfg.megatron.get("recompute_num_layers") or 1, layers)
+        by_block = cfg.megatron.get("recompute_method") == "block"
+        inputs = group if by_block else math.ceil(layers / group)
+        kept = inputs * elements["norms"] / 4 + (layers - group if by_block else 0) * layer
+        within = layer if by_block else group * layer
+    within += max(elements.get("mlp", 0.0), elements.get("moe", 0.0))
+    row = cfg.train.max_tokens_per_micro_batch // p.cp * bridge.DTYPES[cfg.model.dtype].itemsize
+    return int(in_flight * kept * row), int(within * row)
+
+
+def head_bytes(hf, cfg: Config, tokens: int, logit: int) -> int:
+    """Peak of the log-probs of a row: hidden states gathered and selected, `logit` bytes for each logit of a chunk."""
+    tokens = tokens // cfg.parallel.cp
+    vocabulary = hf.vocab_size // cfg.parallel.tp
+    hidden = 4 * hf.hidden_size * bridge.DTYPES[cfg.model.dtype].itemsize
+    logits = min(tokens, bridge.LOGITS_CHUNK) * vocabulary * logit
+    head = 0
+    if cfg.model.fp32_head:  # its weight in fp32 and, in training, the gradient
+        head = vocabulary * hf.hidden_size * (8 if logit == LOGIT_TRAIN else 4)
+    return tokens * hidden + logits + head
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """vLLM's part of a GPU, in bytes, and the tokens that its cache holds."""
+
+    weights: int  # and the tables of its sampler, which sleep and wake with them
+    work: int  # of a forward pass: the largest batch in one layer, logits of all its sequences three times in fp32
+    cache: int
+    loading: int  # while a push loads weights: a whole layer as it was pushed, and its shard of it once more
+    tokens: int  # in the cache of an engine
+    sequences: int  # of the longest there can be, at once
+
+
+def plan_sampling(hf, cfg: Config, weights: int, gpu: int) -> Sampling:
+    """What vLLM does with its share of a GPU of `gpu` bytes, for a model of `weights` weights."""
+    r = cfg.rollout
+    size = bridge.DTYPES[cfg.model.dtype].itemsize
+    large = gpu >= 70 * 2**30  # vLLM 0.32 takes larger batches then
+    batch = r.vllm.get("max_num_batched_tokens") or (16384 if large else 8192)
+    at_once = r.vllm.get("max_num_seqs") or (1024 if large else 256)
+    tables = 4 * at_once * (hf.vocab_size + math.ceil(hf.vocab_size / 32))  # a count of each token, and a bit
+    embedding = hf.vocab_size * hf.hidden_size
+    ends = (1 if hf.tie_word_embeddings else 2) * embedding
+    layer = max((weights - ends) / hf.num_hidden_layers, embedding) * size
+    kv_heads = max(hf.num_key_value_heads // r.tp, 1)
+    feed_forward = 3 * hf.intermediate_size / r.tp
+    if bridge.is_moe(hf):
+        feed_forward = hf.num_experts_per_tok * (hf.hidden_size + 3 * bridge.expert_width(hf) / r.tp)
+    token = 3 * hf.hidden_size + (hf.num_attention_heads / r.tp + 2 * kv_heads) * bridge.head_dim(hf) + feed_forward
+    work = batch * token * size + 3 * 4 * at_once * hf.vocab_size
+    asleep = weights * size / r.tp + tables
+    cache = int(r.gpu_memory_utilization * gpu - asleep - work)
+    kv_size = 1 if "fp8" in str(r.vllm.get("kv_cache_dtype")) else size
+    blocks = max(cache, 0) // (BLOCK * 2 * hf.num_hidden_layers * kv_heads * bridge.head_dim(hf) * kv_size)
+    longest = math.ceil(checks.longest_sample(cfg) / BLOCK)
+    loading = int(layer * (1 + 1 / r.tp))
+    return Sampling(int(asleep), int(work), cache, loading, tokens=blocks * BLOCK, sequences=blocks // longest)
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take of a GPU of `gpu` bytes."""
+
+    gpu: int
+    held: dict[int, Held]  # of each pipeline stage
+    phases: dict[str, dict[str, int]]  # phase → {what: bytes}, of the stage that takes most then
+    stage: dict[str, int]  # phase → that stage
+    sampling: Sampling
+    host: int  # bytes of a rank
+
+
+def total(parts: dict[str, int]) -> int:
+    return sum(parts.values())
+
+
+def plan(cfg: Config, world_size: int, gpu: int) -> Plan:
+    """The plan of a run on so many ranks with a GPU of `gpu` bytes each."""
+    hf = transformers.AutoConfig.from_pretrained(cfg.model.path)
+    pp = cfg.parallel.pp
+    stages = sorted({0, min(1, pp - 1), pp - 1})  # all inner stages are alike
+    held = {stage: count(cfg, world_size, stage * world_size // pp) for stage in stages}
+    weights = count_weights(cfg.model.path)
+    vllm = plan_sampling(hf, cfg, weights, gpu)
+    _, rows = rows_of_an_update(cfg, replica_count(cfg, world_size))
+    table = {stage: stage_phases(hf, cfg, world_size, stage, held[stage], rows, vllm, gpu) for stage in stages}
+    largest = {phase: max(stages, key=lambda stage: total(table[stage][phase])) for phase in table[0]}
+    phases = {phase: table[stage][phase] for phase, stage in largest.items()}
+    teacher = count_weights(cfg.algo.teacher) if "teacher" in costs(cfg, world_size) else 0
+    host = host_bytes(cfg, weights, world_size, on_gpu=True, teacher=teacher)
+    return Plan(gpu, held, phases, largest, vllm, host)
+
+
+def held_in(phase: str, held: Held, cfg: Config, world_size: int) -> dict[str, int]:
+    """{kind: bytes} of weights and state on the GPU in a phase; of those that wait on the host the largest alone."""
+    table = costs(cfg, world_size)
+    there = [kind for kind, size in held.gpu.items() if size and phase in table[kind].phases]
+    waiting = [kind for kind in there if table[kind].waits]
+    largest = max(waiting, key=held.gpu.get, default=None)
+    return {kind: held.gpu[kind] for kind in there if kind == largest or kind not in waiting}
+
+
+def stage_phases(
+    hf, cfg: Config, world_size: int, stage: int, held: Held, rows: int, vllm: Sampling, gpu: int
+) -> dict[str, dict[str, int]]:
+    """{phase: {what: bytes}} of a pipeline stage with `rows` micro-batches in an update: what is held and what is not.
+
+    Of a phase with several moments, such as layers and head, or backward pass and optimizer step, the largest counts.
+    """
+    t = cfg.train
+    share = int(cfg.rollout.gpu_memory_utilization * gpu)
+    state = {phase: held_in(phase, held, cfg, world_size) for phase in PHASES}
+    train_head, score_head = 0, 0
+    if stage == cfg.parallel.pp - 1:
+        train_head = head_bytes(hf, cfg, t.max_tokens_per_micro_batch, LOGIT_TRAIN)
+        score_head = head_bytes(hf, cfg, t.logprob_max_tokens_per_micro_batch, LOGIT_SCORE)
+    merged = {"merged": held.merged} if held.merged else {}
+    kept, within = activation_bytes(hf, cfg, stage, rows)
+    row = t.logprob_max_tokens_per_micro_batch // cfg.parallel.cp
+    layer = int(sum(layer_elements(hf, cfg).values()) * row * bridge.DTYPES[cfg.model.dtype].itemsize)
+    backward = max({"activations": kept, "log-probs": train_head}, {"activations": kept + within} | merged, key=total)
+    scoring = max({"activations": layer} | merged, {"log-probs": score_head}, key=total)
+    # As Megatron fills its buffers, weights are there twice.
+    filling = {"weights": 2 * held.gpu["weights"] - held.frozen, "gradients": held.gpu["gradients"]}
+    phases = {
+        "build": max(state["build"], filling, key=total),
+        "rollout": state["rollout"] | {"vLLM": share},
+        "logprob": state["logprob"] | scoring,
+        "train": max(state["train"] | backward, state["update"] | {"update": held.update}, key=total),
+        "sync": state["sync"] | {"vLLM": vllm.weights + vllm.loading, "bucket": held.push},
+        "save": state["save"] | {"vLLM": share, "copies": max(4 * held.largest, held.export)},
+    }
+    return {phase: {**parts, "reserve": int(RESERVE * gpu)} for phase, parts in phases.items()}
+
+
+def gpu_bytes(gb: float | None) -> int:
+    """`gb`, or else the size of this machine's GPU, or else GPU_BYTES. Raises UserError."""
+    if gb is None:
+        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPU_BYTES
+    if not 0 < gb < math.inf:
+        raise UserError(f"--gpu-memory-gb={gb}: must be above 0")
+    return int(gb * GB)
+
+
+def describe(cfg: Config, world_size: int, found: Plan) -> str:
+    """The plan in words."""
+    vllm, r = found.sampling, cfg.rollout
+    samples = r.prompts_per_step * r.group_size * r.tp // world_size
+    lines = [f"memory:  of a GPU of {found.gpu / GB:.1f} GB (10⁹ bytes), by phase"]
+    for phase, parts in found.phases.items():
+        where = f" on stage {found.stage[phase] + 1} of {cfg.parallel.pp}" if cfg.parallel.pp > 1 else ""
+        terms = [f"{what} {value / GB:.1f}" for what, value in parts.items() if value >= GB / 20]
+        lines.append(f"{phase:>8s} {' + '.join(terms)} = {total(parts) / GB:.1f}{where}")
+    share = f"weights {vllm.weights / GB:.1f} + work {vllm.work / GB:.1f} + cache {vllm.cache / GB:.1f}"
+    at_once = f"{vllm.sequences} samples of {checks.longest_sample(cfg)} at once of the {samples} in a step"
+    lines.append(f"    vLLM {share}: {vllm.tokens} tokens an engine, {at_once}")
+    return "\n".join([*lines, f"    host {found.host / GB:.1f} a rank"])
+
+
+def shortage(cfg: Config, found: Plan) -> str | None:
+    """What of a plan does not fit, and what to turn; None where all does."""
+    over = {phase: total(parts) - found.gpu for phase, parts in found.phases.items() if total(parts) > found.gpu}
+    lines = []
+    if over:
+        sizes = ", ".join(f"{phase} by {max(size / GB, 0.1):.1f} GB" for phase, size in over.items())
+        lines.append(f"the plan does not fit a GPU of {found.gpu / GB:.1f} GB: {sizes}")
+        lines += [f"  {phase}: turn one of {'; '.join(MEMORY[phase].turn)}" for phase in over]
+    if found.sampling.sequences == 0:
+        lines.append(f"vLLM's share of the GPU has no room for one sample of {checks.longest_sample(cfg)} tokens")
+        lines.append(f"  turn one of {'; '.join(VLLM_MEMORY['No available memory for the cache blocks'])}")
+    return "\n".join(lines) or None
+
+
+def report(cfg: Config, world_size: int, gpu_gb: float | None) -> str | None:
+    """Print the plan for a GPU of `gpu_gb` · 10⁹ bytes; returns its `shortage`. Raises UserError."""
+    found = plan(cfg, world_size, gpu_bytes(gpu_gb))
+    print(describe(cfg, world_size, found), flush=True)
+    return shortage(cfg, found)
+
+
+def main(argv: list[str]) -> str | int:
+    """Run the command; returns the message of an error, or 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--gpu-memory-gb", type=float, help="in 10⁹ bytes; else this machine's, or 80")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args(argv)
+    try:
+        cfg = load_config(args.config, args.overrides)
+        checks.check_config(cfg, args.world_size)
+        check_models(cfg)
+        short = report(cfg, args.world_size, args.gpu_memory_gb)
+    except UserError as error:
+        short = str(error)
+    return f"error: {short}" if short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
