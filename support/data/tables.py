@@ -119,13 +119,11 @@ def check_text(tables: list[tuple[str, Table]], key: str) -> None:
     import pyarrow
 
     for name, table in tables:
-        if isinstance(table, list):
-            continue
-        for column in table.column_names:
-            try:
-                table.data[column].validate(full=True)
-            except pyarrow.ArrowInvalid as error:
-                raise ValueError(f"{key}: {name}{find_fault(name) or f', column {column!r}: {error}'}") from None
+        try:
+            if not isinstance(table, list):
+                table.data.validate(full=True)
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"{key}: {name}{find_fault(name) or f': {error}'}") from None
 
 
 def find_sources(name: str, split: str, key: str) -> list[Source]:
@@ -208,24 +206,15 @@ def csv_options(file: str) -> dict:
 
 
 def find_fault(file: str) -> str:
-    """What is wrong with a text file that could not be read, as ", line 7: ..."; "" if that cannot be told."""
-    kind = KINDS.get(Path(file).suffix)
-    if kind not in ("json", "csv") or not Path(file).is_file():
+    """The first line of a file of JSON that is no object, or not UTF-8, as ", line 7: ..."; "" in any other file."""
+    if KINDS.get(Path(file).suffix) != "json" or not Path(file).is_file():
         return ""
     data = Path(file).read_bytes()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        return f", line {line}: invalid UTF-8 (byte 0x{data[error.start]:02x}); save the file as UTF-8"
-    if kind == "csv":
-        return ""
-    whole = text.lstrip().startswith("[")
-    documents = [text] if whole else text.split("\n")
-    for i, document in enumerate(documents):
+    documents = [data] if data.lstrip().startswith(b"[") else data.split(b"\n")
+    for number, document in enumerate(documents, 1):
         try:
-            if document.strip() and not isinstance(json.loads(document), list if whole else dict):
-                return f", line {i + 1}: not a JSON object"
-        except json.JSONDecodeError as error:
-            return f", line {i + error.lineno}: not JSON ({error.msg})"
+            if document.strip() and not isinstance(json.loads(document), (dict, list)):
+                return f", line {number}: not a JSON object"
+        except ValueError as error:  # of json, or of its UTF-8
+            return f", line {number}: {error}" if len(documents) > 1 else f": {error}"
     return ""

@@ -144,37 +144,36 @@ def tokenise(rows: list[dict], cfg, tokenizer) -> dict[str, list]:
     "ids": int32 array, the prompt; empty where it is too long. "length": tokens of the prompt, with its hint. "digest":
     16 bytes that change with token ids, answer and source. "error": what is wrong with the row, else None.
     """
-    texts, hinted, answers, errors = [], [], [], []
+    texts = []  # (prompt, prompt with the hint, answer) of each row
+    errors = []
     for row in rows:
-        text = with_hint = answer = ""
-        error = None
         try:
-            text = prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer)
-            answer = answer_text(lookup(row, cfg.answer_key), cfg.answer_key)
-            if cfg.hint_key is not None:
-                with_hint = hinted_text(row, cfg, tokenizer)
+            texts.append(texts_of(row, cfg, tokenizer))
+            errors.append(None)
         except ValueError as problem:
-            error = str(problem)
-        texts.append(text)
-        hinted.append(with_hint)
-        answers.append(answer)
-        errors.append(error)
-    prompts = to_ids(texts, cfg, tokenizer)
-    hinted_prompts = [[] for _ in rows]
+            texts.append(("", "", ""))
+            errors.append(str(problem))
+    prompts = to_ids([prompt for prompt, _, _ in texts], cfg, tokenizer)
+    hinted = [[] for _ in rows]
     if cfg.hint_key is not None:  # for lengths and digests alone
-        hinted_prompts = to_ids(hinted, cfg, tokenizer)
-    columns = {"ids": [], "length": [], "digest": [], "error": []}
-    for i, (ids, with_hint) in enumerate(zip(prompts, hinted_prompts, strict=True)):
+        hinted = to_ids([with_hint for _, with_hint, _ in texts], cfg, tokenizer)
+    columns = {"ids": [], "length": [], "digest": [], "error": errors}
+    for i, (ids, with_hint) in enumerate(zip(prompts, hinted, strict=True)):
         length = max(len(ids), len(with_hint))
-        error = errors[i]
-        if error is None and not ids:
-            error = f"{cfg.prompt_key!r} is empty: no tokens (data.prompt_key, or the tokenizer of model.path)"
-        digest = digest_of([*ids, *with_hint], answers[i], source_of(rows[i], cfg.source_key))
+        if errors[i] is None and not ids:
+            errors[i] = f"{cfg.prompt_key!r} is empty: no tokens (data.prompt_key, or the tokenizer of model.path)"
+        digest = digest_of([*ids, *with_hint], texts[i][2], source_of(rows[i], cfg.source_key))
         columns["ids"].append(np.array(ids if length <= cfg.max_prompt_tokens else [], np.int32))
         columns["length"].append(length)
         columns["digest"].append(digest)
-        columns["error"].append(error)
     return columns
+
+
+def texts_of(row: dict, cfg, tokenizer) -> tuple[str, str, str]:
+    """A row's prompt, its prompt with the hint ("" without data.hint_key), its answer. Raises ValueError."""
+    prompt = prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer)
+    answer = answer_text(lookup(row, cfg.answer_key), cfg.answer_key)
+    return prompt, hinted_text(row, cfg, tokenizer) if cfg.hint_key is not None else "", answer
 
 
 def digest_of(ids: list[int], answer: str, source: str) -> bytes:

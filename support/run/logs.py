@@ -29,12 +29,12 @@ class Log:
         self.rollouts = rollouts
         self.clock = clock
         self.tokenizer = inputs.tokenizer
-        self.trackers = trackers.Trackers(cfg, inputs.done) if self.speaks else None
         self.history: list[dict] = []  # the metrics of each step of this start
         self.hinted: set[str] = set()  # rules of hints and diagnoses that were shown
         self.diagnosis = dead_runs.Diagnosis(cfg)
         self.dead: str | None = None  # why the run has to end, on rank 0
         if self.speaks:
+            self.trackers = trackers.Trackers(cfg, inputs.done, inputs.tokenizer.decode)
             past = files.read_metrics(self.out)  # of the steps before a resume
             for metrics in past:
                 self.diagnosis.add(metrics)
@@ -62,12 +62,10 @@ class Log:
             metrics = metrics | self.progress.add(metrics)
             self.rollouts.write(self.out / "rollouts" / f"step_{step:06d}.jsonl", samples)
         files.log_metrics(self.out, metrics)
+        self.trackers.add(metrics, samples)
         if samples is None:
             return
         self.history.append(metrics)
-        warning = self.trackers.warning()
-        if warning:
-            self.bar.write(f"warning: step {step}: {warning}")
         self.diagnose(metrics)
         self.bar.set_postfix_str(
             f"reward {metrics['reward/mean']:.3f}  gap {metrics['logp_gap/max']:.0e}  "
@@ -79,7 +77,7 @@ class Log:
             print(step_line(metrics, self.cfg.train.steps), flush=True)
         samples_every = self.cfg.log.samples_every
         if samples_every and step % samples_every == 0:
-            some = trackers.format_answers([vars(sample) for sample in samples], self.tokenizer.decode)
+            some = trackers.format_answers(samples, self.tokenizer.decode)
             self.bar.write(f"answers of step {step}, from the lowest reward to the highest:\n{some}")
         if len(self.history) % hints.WINDOW == 0:
             self.hint()
