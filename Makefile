@@ -47,8 +47,8 @@ build/smollm2/train.jsonl: tools/make_smollm2.py | .venv/ready
 	$(BIN)/python tools/make_smollm2.py build/smollm2 --data
 
 build/smollm2/model: tools/make_smollm2.py | .venv/ready
-	@# What reads the model's file, for this once; training needs neither package.
-	$(BIN)/pip install --quiet gguf==0.19.0 accelerate==1.15.0
+	@# What reads the model's file, for this once; training needs neither package. Without them the tool says what it lacks.
+	-$(BIN)/pip install --quiet gguf==0.19.0 accelerate==1.15.0
 	$(BIN)/python tools/make_smollm2.py build/smollm2
 
 .venv/ready: $(REQUIREMENTS) Makefile
