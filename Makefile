@@ -4,7 +4,6 @@
 # make bench  time ours and TRL (build/trl-venv, made for it) on the works of benchmarks/works.py, into docs/bench/rounds.csv
 # make gpu-check  try this machine's GPU (NPROC=8: all eight); see docs/gpu-check.md
 # make walkthrough  write docs/walkthrough.md from a run of the demo
-# make figures  draw the pictures of docs/why.md
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
@@ -18,7 +17,7 @@ REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 # of `make llm`: bf16 where a GPU or the CPU has units for it, else fp32
 DTYPE := $(if $(GPU)$(shell grep -m1 -oE 'avx512_bf16|amx_bf16' /proc/cpuinfo),,model.dtype=fp32)
 
-.PHONY: setup demo llm test test-all bench gpu-check walkthrough figures lint
+.PHONY: setup demo llm test test-all bench gpu-check walkthrough lint
 setup: .venv/ready
 demo: .venv/ready build/tiny/train.jsonl
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
@@ -35,8 +34,6 @@ gpu-check: .venv/ready
 	$(BIN)/python tools/gpu_check.py $(if $(filter-out file,$(origin NPROC)),--nproc=$(NPROC)) $(ARGS)
 walkthrough: .venv/ready build/tiny/train.jsonl
 	$(BIN)/torchrun --standalone --nproc_per_node=1 docs/make/walkthrough.py
-figures: .venv/ready
-	$(BIN)/python docs/make/figures.py
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
@@ -47,8 +44,8 @@ build/smollm2/train.jsonl: tools/make_smollm2.py | .venv/ready
 	$(BIN)/python tools/make_smollm2.py build/smollm2 --data
 
 build/smollm2/model: tools/make_smollm2.py | .venv/ready
-	@# What reads the model's file, for this once; training needs neither package.
-	$(BIN)/pip install --quiet gguf==0.19.0 accelerate==1.15.0
+	@# What reads the model's file, for this once; training needs neither package. Without them the tool says what it lacks.
+	-$(BIN)/pip install --quiet gguf==0.19.0 accelerate==1.15.0
 	$(BIN)/python tools/make_smollm2.py build/smollm2
 
 .venv/ready: $(REQUIREMENTS) Makefile

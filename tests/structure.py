@@ -51,17 +51,11 @@ def functions(tree: ast.AST) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
-def statement_sizes(tree: ast.AST) -> list[tuple[int, int]]:
-    """(ast nodes, line) of every simple statement: an assignment, a return or an expression, docstrings too."""
-    kinds = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
-    simple = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-    return [(sum(1 for _ in ast.walk(node)), node.lineno) for node in simple]
-
-
 def density(tree: ast.AST) -> float:
-    """Mean ast nodes of a simple statement."""
-    sizes = statement_sizes(tree)
-    return sum(size for size, _ in sizes) / max(1, len(sizes))
+    """Mean ast nodes of a simple statement: an assignment, a return or an expression, docstrings too."""
+    kinds = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
+    sizes = [sum(1 for _ in ast.walk(node)) for node in ast.walk(tree) if isinstance(node, kinds)]
+    return sum(sizes) / max(1, len(sizes))
 
 
 def imported(node: ast.AST) -> set[str]:
@@ -98,46 +92,23 @@ def expressions_as_statements(tree: ast.Module, lines: list[str]) -> Findings:
             yield node.lineno, "a conditional expression as a statement; write an if"
 
 
-def is_condition(node: ast.AST, bools: set[str]) -> bool:
-    """Whether an expression is true or false: a comparison, `not`, a call or a name that `bools` has, all of these."""
+def is_condition(node: ast.AST) -> bool:
+    """Whether an expression says of itself that it is true or false: a comparison, `not`, bool(), all of these."""
     if isinstance(node, ast.BoolOp):
-        return all(is_condition(value, bools) for value in node.values)
+        return all(is_condition(value) for value in node.values)
     if isinstance(node, ast.Call):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
-        return name in bools or name.startswith(("is_", "has_", "uses_"))
-    if isinstance(node, ast.Name):
-        return node.id in bools
-    if isinstance(node, ast.Attribute):
-        return node.attr in bools
+        return name in ("bool", "isinstance", "any", "all") or name.startswith(("is_", "has_", "uses_"))
     return isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
-
-
-BOOL_CALLS = {"bool", "isinstance", "issubclass", "hasattr", "callable", "any", "all", "startswith", "endswith"}
-
-
-def bool_names(tree: ast.Module) -> set[str]:
-    """What a file says is a bool: functions, parameters and fields by their types, names that are given a condition."""
-    found = set(BOOL_CALLS)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) == "bool":
-            found.add(node.name)
-        elif isinstance(node, ast.arg) and node.annotation is not None and ast.unparse(node.annotation) == "bool":
-            found.add(node.arg)
-        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "bool":
-            found.add(node.target.id if isinstance(node.target, ast.Name) else node.target.attr)
-        elif isinstance(node, ast.Assign) and is_condition(node.value, BOOL_CALLS):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return found
 
 
 def values_times_conditions(tree: ast.Module, lines: list[str]) -> Findings:
     """Products with a condition, unless a name with a shape suffix is in it: those are of arrays."""
-    bools = bool_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             factors = (node.left, node.right)
             arrays = any(SUFFIXED.match(name) for factor in factors for _, name in names(factor))
-            if not arrays and any(is_condition(factor, bools) for factor in factors):
+            if not arrays and any(is_condition(factor) for factor in factors):
                 yield node.lineno, f"a value times a condition: {ast.unparse(node)[:60]}; write an if"
 
 
@@ -173,13 +144,6 @@ def walrus_in_keywords(tree: ast.Module, lines: list[str]) -> Findings:
             yield node.lineno, f"an assignment inside the keyword {node.arg}; assign before the call"
 
 
-def docstring_ends(tree: ast.Module, lines: list[str]) -> Findings:
-    for node in ast.walk(tree):
-        several = is_docstring(node) and node.end_lineno > node.lineno
-        if several and lines[node.end_lineno - 1].strip() not in ('"""', "'''"):
-            yield node.end_lineno, "closing quotes of a docstring of several lines stand on their own line"
-
-
 RULES: tuple[Callable[[ast.Module, list[str]], Findings], ...] = (
     long_functions,
     expressions_as_statements,
@@ -187,7 +151,6 @@ RULES: tuple[Callable[[ast.Module, list[str]], Findings], ...] = (
     unlike_assignments,
     conditions_in_loop_heads,
     walrus_in_keywords,
-    docstring_ends,
 )
 
 
@@ -366,18 +329,12 @@ def references(node: ast.AST) -> list[str]:
     return [node.attr] if isinstance(node, ast.Attribute) else []
 
 
-def densest(path: Path, count: int = 8) -> list[str]:
-    """The simple statements of a file with the most nodes, to unfold first."""
-    sizes = sorted(statement_sizes(ast.parse(path.read_text())), reverse=True)
-    return [f"{path.name}:{line}: {size} nodes" for size, line in sizes[:count]]
-
-
 def main(root: Path, given: list[str]) -> None:
     files = [root / name for name in given] or core(root)
     for path in files:
         found = check_file(root, path)
         print(f"{path.relative_to(root)}: density {density(ast.parse(path.read_text())):.1f}, {len(found)} findings")
-        print("".join(f"  {line}\n" for line in [*found, *(densest(path) if given else [])]), end="")
+        print("".join(f"  {line}\n" for line in found), end="")
     print("\n".join(check_legend(root) + uncalled(root) + check_floors(root) + over_budget(weights(root))))
     print("  ".join(f"{name} {size}/{BUDGET.get(name, 0)}" for name, size in weights(root).items()))
 

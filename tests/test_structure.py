@@ -59,18 +59,12 @@ def test_every_wing_has_a_line_in_the_readme():
     "file, line, message",
     [
         ("support/base/one.py", "from config import Config", None),
-        ("support/step/one.py", "from support.step.two import b", None),
         ("support/step/one.py", "import megatron_bridge as bridge", None),
-        ("reward.py", "from support.judge import sandbox", None),
-        ("train_grpo.py", "from support.run.clock import Clock", None),
         ("support/base/one.py", "def f():\n    from support.step import packing", "floor 2 imports step of floor 5"),
         ("support/model/one.py", "import support.data.tokens", "floor 3 imports data of floor 3"),
         ("support/model/one.py", "from support import base, check", "floor 3 imports check of floor 6"),
         ("support/model/one.py", "from ..check import checks", "a relative import"),
-        ("rollout.py", "from reward import score", "floor 4 imports reward.py of floor 4"),
-        ("reward.py", "from support.step.grading import Outcome", "floor 4 imports step of floor 5"),
         ("support/one.py", "", "lies in no wing"),
-        ("support/more/one.py", "", "lies in no wing"),
         ("support/run/one.py", "from support import clock", "imports support.clock, which is no wing"),
         ("support/check/one.py", "def f():\n    from tools import doctor", "imports tools, which is above the core"),
         ("train_grpo.py", "import tests.conftest", "imports tests, which is above the core"),
@@ -95,14 +89,10 @@ BAD = {
     "a value times a condition: 's' * (n != 1)": "text = 's' * (n != 1)",
     "a value times a condition: [1] * bool(found)": "sizes = [1] * bool(found)",
     "a value times a condition: 2 * cfg.is_split(": "size = 2 * cfg.is_split(1)",
-    "a value times a condition: (1,) * (not a)": "sizes = (1,) * (not a)",
-    "a value times a condition: 12 * on": "on = a > b\nsize = 12 * on",
-    "a value times a condition: size * cfg.exact": "class A:\n    exact: bool\n\nsize = size * cfg.exact",
     "3 unlike values in one assignment": "a, b, c = [], 0, None",
     "a condition hidden in a loop head": "for x in xs if ready else ():\n    print(x)",
     "a condition hidden in a loop head;": "[x for x in (xs if ready else ())]",
     "an assignment inside the keyword window": "f(window=(w - 1) if (w := size) else None)",
-    "closing quotes of a docstring": 'def f():\n    """One.\n\n    Two."""',
 }
 PLAIN = '''
 a, b, c = x.a, x.b, x.c
@@ -134,9 +124,8 @@ def test_the_rules_leave_plain_code_alone():
     assert structure.check_source(PLAIN) == []
 
 
-def test_statements_and_their_density():
+def test_the_density_of_statements():
     tree = ast.parse('"""Doc."""\n\n\ndef f():\n    """Doc."""\n    if a:\n        b = 1\n')
-    assert len(structure.statements(tree)) == 3  # def, if, b = 1
     assert structure.density(tree) == (2 + 2 + 4) / 3  # a docstring is an expression and its constant
 
 
@@ -175,10 +164,6 @@ def test_the_rules_of_whole_files_find_what_they_forbid(tmp_path):
 
 def test_the_top_level_is_the_five_files():
     assert {path.name for path in REPO.glob("*.py")} == set(structure.TOP), "the files a reader opens"
-
-
-def test_the_readme_states_no_count_that_every_edit_changes():
-    assert not re.search(r"train_grpo\.py, \d+ lines", (REPO / "README.md").read_text())
 
 
 @pytest.mark.parametrize("file", ["requirements.txt", "requirements-cpu.txt"])

