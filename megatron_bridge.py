@@ -53,7 +53,6 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.utils import unwrap_model
 
-from support.model.fewer_waits import stage_options  # noqa: F401, for the script
 from support.model.offload import offload_state, take_back_state  # noqa: F401, the first for the script
 from support.model.optimizer_state import set_adam_steps, trainable_weights
 from support.model.routes import reduce_counts  # noqa: F401, for the script

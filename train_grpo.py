@@ -552,7 +552,6 @@ def run_schedule(
             micro_batch_size=1,
             forward_only=not training,
             collect_non_loss_data=loss_func is None,
-            **bridge.stage_options(model, micro_batches),
         )
 
 

@@ -19,10 +19,10 @@ FUNCTION_LINES = 60
 # Statements of a wing, docstrings not counted; "docs" is lines of docs/*.md. These numbers only fall: a commit that
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
-    "top": 1309,
-    "support/base": 805, "support/check": 1195, "support/data": 496, "support/engine": 271, "support/judge": 345,
-    "support/model": 1200, "support/proof": 977, "support/run": 1355, "support/step": 1060,
-    "tools": 1570, "benchmarks": 706, "tests": 11564, "docs": 3512,
+    "top": 1308,
+    "support/base": 794, "support/check": 791, "support/data": 482, "support/engine": 271, "support/judge": 345,
+    "support/model": 1096, "support/proof": 977, "support/run": 1238, "support/step": 1040,
+    "tools": 1856, "benchmarks": 706, "tests": 11177, "docs": 2916,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

@@ -59,6 +59,8 @@ WAITS = {
         ("support/proof/rows.py check_update", "copy from the GPU"): (1, "update"),
         ("train_grpo.py score", "copy from the GPU"): (1, "log-prob pass"),  # rounding, at the first update of a start
         ("clip_grads.py get_grad_norm_fp32", "_local_scalar_dense"): (1, "update"),
+        ("utils.py local_multi_tensor_l2_norm", "_local_scalar_dense"): (16, "update"),  # 16 weights
+        ("utils.py local_multi_tensor_l2_norm", "copy to the GPU"): (1, "update"),
         ("distributed_data_parallel.py restore_grad_buffers", "synchronize"): (1, "update"),
     },
     "train, passes": {
@@ -81,9 +83,24 @@ NOT_COUNTED = ("start", "build", "save")  # the start, and files
 LAYERS = 2
 HOST = ("megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_optimizer=true", "model.dtype=bf16")
 REPLAY = ("algo.replay_routes=true", *(f"megatron.{option}" for option in RECOMPUTE))
-EXCHANGE = {  # of tokens between the ranks of experts
+
+
+def of_experts(weights: int, forwards: int) -> dict:
+    """Waits of a rank with experts: `weights` of its own, `forwards` for each training micro-batch."""
+    layers = LAYERS * forwards
+    return {
+        "train": {("utils.py local_multi_tensor_l2_norm", "_local_scalar_dense"): (weights, "update")},
+        "train, passes": {
+            ("moe_utils.py permute", "masked_select"): (2 * layers, "training micro-batch"),
+            ("token_dispatcher.py _maybe_dtoh_and_synchronize", "synchronize"): (layers, "training micro-batch"),
+        },
+    }
+
+
+SHAPES = {  # of the rows, which pipeline stages send ahead of them
     "train, passes": {
-        ("token_dispatcher.py _maybe_dtoh_and_synchronize", "synchronize"): (LAYERS, "training micro-batch")
+        ("p2p_communication.py _communicate_shapes", kind): (3, "training micro-batch")
+        for kind in ("copy from the GPU", "copy to the GPU", "synchronize")
     }
 }
 ON_HOST = {
@@ -95,10 +112,12 @@ ON_HOST = {
 RUNS = {
     "dense, KL, two updates": Run(overrides=KL),
     "the same in bf16, offload": Run(overrides=("model.dtype=bf16", "train.offload=optimizer", *KL)),
-    "experts, replayed routes, recompute": Run(overrides=REPLAY, arch="qwen3_moe"),
+    "experts, replayed routes, recompute": Run(overrides=REPLAY, arch="qwen3_moe", waits=of_experts(32, forwards=3)),
     "optimizer on the host, precision-aware": Run(overrides=HOST, waits=ON_HOST),
-    "two ranks, tp and experts": Run(2, ("parallel.tp=2", "parallel.ep=2"), "qwen3_moe", waits=EXCHANGE),
-    "two ranks, pipeline": Run(2, ("parallel.pp=2",)),
+    "two ranks, tp and experts": Run(
+        2, ("parallel.tp=2", "parallel.ep=2"), "qwen3_moe", waits=of_experts(24, forwards=2)
+    ),
+    "two ranks, pipeline": Run(2, ("parallel.pp=2",), waits=SHAPES),
     "two ranks, cp": Run(2, ("parallel.cp=2",)),
     "LoRA": Run(overrides=("lora.rank=4",)),
 }

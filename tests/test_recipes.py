@@ -1,7 +1,8 @@
-"""The recipes for past weights, a reference that follows and process supervision, worked by hand and in a real run."""
+"""The larger recipes, worked by hand and in a real run."""
 
 import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,3 +159,38 @@ def test_advantages_of_whole_answers_are_refused(process, tmp_path, monkeypatch)
     checks = load("forked_checks", tmp_path / "fork/support/check/checks.py", monkeypatch)
     with pytest.raises(UserError, match=r"algo\.credit=process compares steps; algo\.advantage=rloo"):
         checks.check_what_is_learned(with_keys({"credit": "process", "advantage": "rloo"}, {}))
+
+
+# ---------------------------------------------------------------- fewer waits
+
+
+@pytest.fixture
+def fewer_waits(fork):  # noqa: F811
+    """support/model/fewer_waits.py of the recipe."""
+    fork("fewer_waits")
+    return sys.modules["support.model.fewer_waits"]
+
+
+def test_the_norm_has_the_same_bits(fewer_waits):
+    random = torch.Generator().manual_seed(0)
+    for sizes in ([1], [7, 0, 1000], [3, 5000, 64, 64, 100000]):
+        gradients = [torch.randn(size, generator=random) for size in sizes]
+        theirs, _ = fewer_waits.local_multi_tensor_l2_norm(0, None, [gradients], False)
+        assert torch.equal(fewer_waits.l2_norm(0, None, [gradients], False)[0], theirs)
+
+
+@pytest.mark.parametrize("unused", [0, 5])
+def test_permuted_tokens_have_the_same_bits(fewer_waits, unused):
+    """50 tokens, each to 3 of 8 experts; the last `unused` experts get none."""
+    random = torch.Generator().manual_seed(1)
+    scores = torch.rand(50, 8, generator=random)
+    scores[:, 8 - unused :] = -1
+    routing_map = torch.zeros(50, 8, dtype=torch.bool).scatter(1, scores.topk(3).indices, True)
+    hidden = torch.randn(50, 16, generator=random)
+    results = []
+    for permute in (fewer_waits.moe_utils.permute, fewer_waits.permute):
+        tokens, probs = hidden.clone().requires_grad_(), (scores.softmax(-1) * routing_map).requires_grad_()
+        rows, weights, order = permute(tokens, routing_map, probs=probs, num_out_tokens=150)
+        (rows.square().sum(-1) * weights).sum().backward()
+        results.append((rows, weights, order, tokens.grad, probs.grad))
+    assert all(torch.equal(ours, theirs) for theirs, ours in zip(*results, strict=True))

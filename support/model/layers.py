@@ -35,14 +35,11 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
-from support.model import fewer_waits
-
 # For use_precision_aware_optimizer Megatron-core 0.16 checks the version of Transformer Engine even if it is missing.
 if importlib.util.find_spec("transformer_engine") is None:
     optimizer_config.is_te_min_version = lambda *args, **kwargs: False
 # 0.16 reads this name in each router's forward pass, and defines it only where Transformer Engine is installed.
 moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
-fewer_waits.install()
 
 
 def device() -> torch.device:
