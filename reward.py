@@ -4,11 +4,11 @@ A reward is a function of the decoded response, the row's reference answer, the 
     def right_and_short(text: str, answer: str, row: dict, limit: int = 200) -> float | dict[str, float]:
         return {"right": float(text.strip() == answer), "short": -0.1 * (len(text) > limit)}
 
-A dict's values are summed, and logged one by one in `reward_parts`. A list in place of a number holds one number per
-token, or spans (start, end, number) of the text; a reward with a parameter `response_ids` gets the tokens. None means
-that the reward does not apply to the row, and is left out of the sum. An exception counts as an error of the sample,
-not as a wrong answer; so does a row to which no reward applies. To use a function in a file of your own, set
-`reward.default=custom reward.custom=my_file.py:right_and_short`; `reward.functions` names several; or extend REWARDS.
+A dict's values are summed, and logged one by one in `reward_parts`. A reward with a parameter `response_ids` gets the
+tokens. None means that the reward does not apply to the row, and is left out of the sum. An exception counts as an
+error of the sample, not as a wrong answer; so does a row to which no reward applies. To use a function in a file of
+your own, set `reward.default=custom reward.custom=my_file.py:right_and_short`; `reward.functions` names several; or
+extend REWARDS.
 Every grading process imports this file when it starts, so functions import large packages themselves.
 """
 
@@ -17,7 +17,6 @@ import inspect
 import json
 import logging
 import math
-import operator
 import re
 from collections.abc import Callable, Iterable
 from decimal import Decimal
@@ -338,7 +337,7 @@ def check_names(where: str, names: Iterable[str], functions: dict[str, str]) -> 
 def weighted_sum(rewards: dict[str, Callable], weights: dict[str, float]) -> Callable:
     """The reward whose parts are those of all `rewards` times their weights, named after them."""
 
-    def weighted(text: str, answer: str, row: dict, response_ids: list[int] | None = None) -> dict[str, float | list]:
+    def weighted(text: str, answer: str, row: dict, response_ids: list[int] | None = None) -> dict[str, float]:
         parts = {}
         for name, weight in weights.items():
             value = rewards[name](text, answer, row, response_ids)
@@ -397,24 +396,12 @@ def check_options(name: str, function: Callable, given: dict) -> None:
             raise ValueError(f"the reward {name!r} needs reward.options.{name}.{p.name}")
 
 
-def parts_of(value: float | list | dict, weight: float = 1.0) -> dict[str, float | list]:
+def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:
     """What a reward function returned, times a weight, by the name of each part.
 
-    A part is a finite number, or a list of them, or of spans (start, end, number); one that is None is left out. Raises
-    TypeError or ValueError for anything else, and for a name of OWN_PARTS.
+    A part is a finite number; one that is None is left out. Raises TypeError or ValueError for anything else, and for a
+    name of OWN_PARTS.
     """
-
-    def number(given) -> float:
-        if isinstance(given, str) or not math.isfinite(given):
-            raise ValueError(f"a reward must be a finite number; {name} is {given!r}")
-        return weight * float(given)
-
-    def number_or_span(given) -> float | tuple[int, int, float]:
-        if not isinstance(given, (list, tuple)):
-            return number(given)
-        start, end, value = given
-        return operator.index(start), operator.index(end), number(value)
-
     parts = {}
     named = value if isinstance(value, dict) else {"reward": value}
     for name, part in named.items():
@@ -423,7 +410,8 @@ def parts_of(value: float | list | dict, weight: float = 1.0) -> dict[str, float
         if part is None:  # it does not apply to this row
             continue
         if isinstance(part, (list, tuple)):
-            parts[str(name)] = [number_or_span(each) for each in part]
-        else:
-            parts[str(name)] = number(part)
+            raise ValueError(f"{name} is a list: rewards of single tokens need recipes/token_rewards.patch")
+        if isinstance(part, str) or not math.isfinite(part):
+            raise ValueError(f"a reward must be a finite number; {name} is {part!r}")
+        parts[str(name)] = weight * float(part)
     return parts

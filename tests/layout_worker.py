@@ -77,7 +77,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         seen = train_grpo.flatten(with_teacher_prompts(samples, is_policy=False))
         teacher_F = align_logp(batch, seen, train_grpo.score(teacher.model, seen, cfg, teacher.weights))
         scored = replace(batch, old_logp=logp_F, teacher_logp=teacher_F)
-        credit["credit"] = train_grpo.give_credit(samples, scored, cfg.algo).advantages
+        credit["credit"] = train_grpo.add_advantages(samples, scored, cfg.algo).advantages
     noise = torch.Generator().manual_seed(1)
     batch = replace(
         batch,

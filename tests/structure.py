@@ -14,7 +14,7 @@ from pathlib import Path
 
 SCRIPT = "train_grpo.py"
 TOP = (SCRIPT, "config.py", "megatron_bridge.py", "rollout.py", "reward.py")
-SCRIPT_STATEMENTS = 460  # 21 of them are ipo, dppo_tv, grpo_batch, max_rl and gdpo, 6 checks of an update
+SCRIPT_STATEMENTS = 441  # 21 of them are ipo, dppo_tv, grpo_batch, max_rl and gdpo, 6 checks of an update
 FUNCTION_LINES = 60
 # Statements of a wing, docstrings not counted; "docs" is lines of docs/*.md. These numbers only fall: a commit that
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.

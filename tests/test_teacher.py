@@ -51,9 +51,9 @@ def test_credit_by_hand():
     samples[1].finished = False  # with algo.mask_truncated it is not trained
     finished = replace(batch, trained=train_grpo.flatten(samples, mask_truncated=True).trained)
     assert teacher_kl(finished) == pytest.approx((-0.5 + 0.25) / 2)
-    alone = train_grpo.give_credit(samples, batch, AlgoConfig(advantage="none"))
+    alone = train_grpo.add_advantages(samples, batch, AlgoConfig(advantage="none"))
     assert alone.advantages.tolist() == [0.5, -0.25, 0.0, 2.0]
-    both = train_grpo.give_credit(samples, batch, AlgoConfig(advantage="dr_grpo", teacher_coef=2.0))
+    both = train_grpo.add_advantages(samples, batch, AlgoConfig(advantage="dr_grpo", teacher_coef=2.0))
     assert both.advantages.tolist() == [0.5 + 1.0, 0.5 - 0.5, -0.5, -0.5 + 4.0]
     assert [sample.advantage for sample in samples] == [0.5, -0.5]  # the group's alone
 
@@ -121,8 +121,8 @@ def test_a_step_credits_what_plain_transformers_says(build, larger, tiny, monkey
     """Hints and temperature included; and the loss is the mean of what the tokens are credited with."""
     if who == "self" and waits == "host":
         pytest.skip("nothing waits")
-    credit, found = train_grpo.give_credit, []
-    monkeypatch.setattr(train_grpo, "give_credit", lambda *args: found.append(credit(*args)) or found[-1])
+    credit, found = train_grpo.add_advantages, []
+    monkeypatch.setattr(train_grpo, "add_advantages", lambda *args: found.append(credit(*args)) or found[-1])
     teacher = "self" if who == "self" else str(larger)
     run = build(
         f"algo.teacher={teacher}", "data.hint_key=answer", "algo.advantage=none", "algo.entropy_coef=0",

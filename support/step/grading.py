@@ -34,7 +34,7 @@ from support.judge import reward_model, sandbox
 class Outcome:
     """The result for one answer. `status` is "ok", "timeout" or "error"; a wrong answer is "ok" and has its reward."""
 
-    parts: dict[str, float | list] = field(default_factory=dict)  # as reward.parts_of; for a turn "reply" and "state"
+    parts: dict[str, float] = field(default_factory=dict)  # as reward.parts_of; for a turn "reply" and "state"
     status: str = "ok"
     error: str = ""
     graded: int | None = field(default=None, compare=False)  # checksum of the text that a worker graded
@@ -326,7 +326,7 @@ def load_reward_function(spec: str | dict[str, float], settings: dict, chunk: li
         options = model_options(settings["options"][name])
         reward_model.load(options["path"], options["device"], options["dtype"])
 
-    def grade(*arguments) -> dict[str, float | list]:
+    def grade(*arguments) -> dict[str, float]:
         parts = reward.parts_of(function(*arguments))
         if not parts:
             names = ", ".join(reward.weights_of(spec))
