@@ -116,7 +116,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         optimizer=optimizer,
         reference=reference,
         teacher=teacher.build_teacher(model, cfg) if cfg.algo.teacher else None,
-        grading=grading.GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})),
+        grading=grading.GradingPool(cfg.reward),
         writer=checkpoint.CheckpointWriter(f"{cfg.output_dir}/checkpoints", t.keep_last, t.keep_every),
         checks=Checks(model, optimizer, inputs.checkpoint, Passes(score, run_schedule, forward_backward, grpo_loss)),
     )

@@ -62,7 +62,7 @@ def test_a_span_counts_at_the_token_with_which_it_is_complete(script):
 
 
 def test_lists_that_are_rewards_and_lists_that_are_not(script, tmp_path, monkeypatch):
-    parts_of = load("forked_reward", tmp_path / "fork/reward.py", monkeypatch).parts_of
+    parts_of = load("forked_rewards", tmp_path / "fork/support/step/named_rewards.py", monkeypatch).parts_of
     assert parts_of({"each": [2, 0.5], "span": [(0, np.int64(2), 1)], "whole": 4}, 0.5) == {
         "each": [1.0, 0.25], "span": [(0, 2, 0.5)], "whole": 2.0,
     }  # fmt: skip

@@ -20,6 +20,7 @@ from support.check import checks
 from support.step import turns
 from support.step.grading import GradingPool
 from tests.conftest import EXACT, REPO, Training
+from tests.pools import pool_of
 from tests.test_checkpoint import equal, lasting, weights
 from tests.test_exact import LAYOUTS, policies
 from tests.test_layouts import (
@@ -48,9 +49,6 @@ def reward(text, answer, row):
     heard = row["state"].get("heard", [])
     assert heard == row["turns"][: 2 * len(heard) : 2]
     return {"turns": float(len(row["turns"])), "first": 0.1 * float((row["turns"][0] or "x") < answer)}
-
-def each_token(text, answer, row, response_ids):
-    return {"turns": float(len(row["turns"])), "own": [0.1 * (token % 3) for token in response_ids]}
 """
 
 
@@ -121,7 +119,7 @@ def converse(world, tokenizer, tmp_path):
             f"rollout.turns={tmp_path / 'play.py'}:play", "reward.timeout_s=1", "reward.memory_gb=2",
             *(f"rollout.{key}={value}" for key, value in rollout.items()),
         ])  # fmt: skip
-        pools.append(GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})))
+        pools.append(GradingPool(cfg.reward))
         engine = Script(tokenizer)
         prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
         seeds = [100 + 10 * p for p in range(len(rows))]
@@ -196,7 +194,7 @@ def test_a_hostile_function_costs_one_sample(converse, name):
     assert bad.turns == [3] and bad.failure.status == status and not bad.failure.parts
     assert bad.failure.error == "" if status == "timeout" else bad.failure.error.startswith("rollout.turns failed: ")
     assert re.search(message, bad.failure.error)
-    pool = GradingPool("exact", {}, None, 5.0, 1)
+    pool = pool_of()
     pool.submit("s", "5", "5", {})
     pool.submit("s", "5", "5", {}, failure=bad.failure)
     graded = pool.collect()
@@ -210,7 +208,7 @@ def test_the_tools_of_the_examples_as_the_workers_call_them():
     assert [tiny_turns.higher_or_lower(text, row, state) for text in ("55", "4", "6", "5")] == [None, "+", "-", None]
     assert state == {"guesses": 3, "won": True} and tiny_turns.won("", "5", {"state": state}) == 1
     assert tiny_turns.won("", "5", {"state": {"guesses": 2, "won": False}}) == 0.2
-    pool = GradingPool("exact", {}, None, 10.0, 1)
+    pool = pool_of()
     programs = ("print(6 * 7)", "1 / 0", "import socket; socket.socket()")
     texts = [*(f"I compute\n```python\n{program}\n```" for program in programs), "It is 42."]
     calls = [pool.submit_turn("tools/tiny_turns.py:python", text, {}, {}) for text in texts]
@@ -340,25 +338,6 @@ def test_a_failure_in_a_later_turn_costs_its_sample(build, tmp_path):  # noqa: F
     _, samples = train_grpo.train_step(run, 1)
     late = [s for s in samples if s.graded == "error"]
     assert late and all(len(s.turns) == 3 and s.reward == 0 and "KeyError" in s.error for s in late)
-
-
-def test_tokens_of_conversations_have_rewards_of_their_own(build, echo, tmp_path):  # noqa: F811
-    """A token by the model answers for those of the environment that follow it; these themselves are in no loss."""
-    each_token = f"reward.custom={tmp_path / 'echo.py'}:each_token"
-    run = build(*echo, each_token, "algo.entropy_coef=0", "algo.advantage=dr_grpo")
-    metrics, samples = train_grpo.train_step(run, 1)
-    to_go = [
-        [s.reward_parts["turns"] + 0.1 * (s.response_ids[t:] % 3).sum() for t in range(sum(s.turns))] for s in samples
-    ]
-    found = []
-    for s, mine in zip(samples, to_go, strict=True):
-        group = [values for other, values in zip(samples, to_go, strict=True) if other.group == s.group]
-        baseline = [np.mean([values[min(t, len(values) - 1)] for values in group]) for t in range(len(mine))]
-        noted = s.tokens.get("advantages", [s.advantage] * len(mine))
-        np.testing.assert_allclose(noted, np.array(mine) - baseline, rtol=1e-5, atol=1e-6)
-        found += np.array(noted)[sampled(vars(s)).numpy()].tolist()
-    assert max(len(s.turns) for s in samples) >= 3
-    assert metrics["loss/policy"] == pytest.approx(-np.mean(found), rel=1e-5)
 
 
 def talks() -> list[dict]:

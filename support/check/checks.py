@@ -11,12 +11,12 @@ import os
 import transformers
 
 import megatron_bridge as bridge
-import reward as rewards
 from config import Config, LoraConfig, UserError
 from support.base import versions
 from support.base.hf_folder import check_found, safetensor_files
 from support.check import options
 from support.model.attention import rotary_embedding, sliding_window
+from support.step import named_rewards
 from support.step.packing import attention_pads
 
 # ---------------------------------------------------------------- the configuration
@@ -156,7 +156,7 @@ def check_rewards(cfg: Config) -> None:
     by_source = {f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()}
     for key, name in {"reward.default": cfg.reward.default, **by_source}.items():
         try:
-            rewards.load_reward(name, cfg.reward.custom, cfg.reward.options, cfg.reward.functions, build=False)
+            named_rewards.check(name, cfg.reward)
         except ValueError as error:
             raise UserError(f"{key}={name}: {error}") from None
 

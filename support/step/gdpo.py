@@ -4,7 +4,7 @@ import numpy as np
 from numpy import ndarray
 
 from config import RewardConfig, RewardSpec
-from reward import OWN_PARTS, is_part
+from support.step.named_rewards import OWN_PARTS, is_part
 from support.step.records import Sample
 
 
