@@ -13,10 +13,10 @@ import transformers
 import megatron_bridge as bridge
 from config import Config, LoraConfig, UserError
 from support.base import versions
-from support.base.hf_folder import check_found, safetensor_files
+from support.base.hf_folder import check_found, local_folder, safetensor_files
 from support.check import options
 from support.model.attention import rotary_embedding, sliding_window
-from support.step import named_rewards
+from support.step import named_rewards, teacher
 from support.step.packing import attention_pads
 
 # ---------------------------------------------------------------- the configuration
@@ -300,6 +300,23 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
     except (AssertionError, TypeError, ValueError) as error:
         given = ", ".join(f"megatron.{name}" for name in cfg.megatron) or "empty"
         raise ValueError(f"{model}: Megatron-core refuses this layout or megatron section ({given}): {error}") from None
+
+
+def check_teacher(cfg: Config) -> None:
+    """See, as check_model does, that a teacher that is another model can be built and split. Raises ValueError."""
+    path = teacher.another(cfg)
+    if path:
+        check_model(cfg, path, rollout_tp=1, key="algo.teacher")
+        teacher.check_vocabulary(cfg)
+
+
+def check_teacher_files(cfg: Config, tokenizer, weights: bool) -> None:
+    """Check a teacher that is another model: its tokens and, with `weights`, its weights. Raises ValueError."""
+    path = teacher.another(cfg)
+    if path and weights:
+        check_weights(local_folder(path), key="algo.teacher")
+    if path:
+        teacher.check_tokens(cfg, tokenizer)
 
 
 def check_routes(cfg: Config) -> None:
