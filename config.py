@@ -111,13 +111,12 @@ class RewardConfig(Section):
     options: dict[str, dict[str, Any]] = {}  # name of a reward -> its options, docs/rewards.md
     timeout_s: Seconds = 10.0  # limit of grading one sample; beyond it reward 0, counted in reward/timeout_frac
     workers: Count = 1  # grading processes per rank
-    memory_gb: NotNegative = 4.0  # address space of a grading process, except the one of a reward model; 0: no limit
+    memory_gb: NotNegative = 4.0  # address space of a grading process, except that of rewards with `batch`; 0: none
     max_error_frac: Share = 0.0  # the run stops if the reward raises for a larger share of a step's samples
 
 
 class AlgoConfig(Section):
     advantage: str = "grpo"  # a branch of group_advantages
-    credit: Literal["to_go", "answer"] = "to_go"  # credit assignment where tokens have rewards: support/step/credit.py
     loss: str = "ppo_clip"  # a branch of policy_loss
     clip_low: NotNegative = 0.2  # the ratio is clipped to 1 - clip_low from below; ipo, dppo_tv: a fall of probability
     clip_high: NotNegativeOrInf = 0.2  # and to 1 + clip_high from above; ipo, dppo_tv: a rise of probability
@@ -203,7 +202,6 @@ class LoraConfig(Section):
 class LogConfig(Section):
     tensorboard: bool = False  # scalars, histograms and answers for TensorBoard, in output_dir/tensorboard
     wandb: bool = False  # the same for Weights & Biases, set up by its variables: WANDB_MODE, WANDB_PROJECT, ...
-    tokens: bool = False  # trainer_logp and ratio of each response token in rollouts/; costs 1 or 2 passes a step
     samples_every: Whole = 0  # print a few answers every so many steps; 0: never, and every 20 steps in the trackers
 
 

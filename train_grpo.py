@@ -20,8 +20,8 @@ and logs; a reader of the algorithm can leave it out.
 To fork, change the function: a name such as `algo.loss` is a branch in it and nowhere else (docs/forking.md).
 
 Names: a suffix gives a tensor's shape. _N per sample, _F per position of a batch, _T per position of a packed row. In
-support/ and the bridge also _S per sequence of a row, _M per position with mask 1, _K per step of an answer, _C per
-comparison of such steps, _R per rank, _E per expert, _D per row dispatched to an expert, _B per bin.
+support/ and the bridge also _S per sequence of a row, _M per position with mask 1, _R per rank, _E per expert, _D per
+row dispatched to an expert, _B per bin.
 """
 
 import math
@@ -45,7 +45,7 @@ from support.proof.checks import Checks, Passes
 from support.proof.rows import match_outcomes
 from support.run import launch, logs
 from support.run.clock import Clock, StopRequested
-from support.step import credit, grading, metrics, schedule, teacher, turns
+from support.step import gdpo, grading, metrics, schedule, teacher, turns
 from support.step.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
 from support.step.records import Batch, MicroBatch, Sample, gather_samples
 
@@ -116,7 +116,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         optimizer=optimizer,
         reference=reference,
         teacher=teacher.build_teacher(model, cfg) if cfg.algo.teacher else None,
-        grading=grading.GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})),
+        grading=grading.GradingPool(cfg.reward),
         writer=checkpoint.CheckpointWriter(f"{cfg.output_dir}/checkpoints", t.keep_last, t.keep_every),
         checks=Checks(model, optimizer, inputs.checkpoint, Passes(score, run_schedule, forward_backward, grpo_loss)),
     )
@@ -179,10 +179,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     updates = update_order([s.group for s in trained], t.updates_per_step, t.epochs_per_step, cfg.seed, step)
     with clock("logprob"):
         batch = with_logprobs(run, trained, batch, cfg, several_updates=len(updates) > 1)
-        rescore = partial(score, model, batch, cfg)  # log-probs under the weights at the time of the call
-        if cfg.log.tokens:
-            before_F = metrics.trainer_logp(batch, cfg, rescore)
-    batch = give_credit(trained, batch, algo, cfg.reward)
+    batch = add_advantages(trained, batch, algo, cfg.reward)
     checks.start_updates(step, trained, batch, cfg)
 
     length = algo.loss_norm_length or cfg.rollout.max_new_tokens
@@ -198,8 +195,6 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
                 report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
             checks.after_step(report, micro_batches)
             reports.append(report)
-    if cfg.log.tokens:
-        metrics.note_tokens(trained, batch, before_F, rescore())
 
     with clock("sync"):
         push_weights(run)
@@ -287,7 +282,7 @@ def sample_and_grade(
         generate = run.engine.generate
         if cfg.rollout.turns:
             rows = [prompt.row for _, prompt in share]
-            generate = partial(turns.converse, run.engine, run.grading, run.inputs.tokenizer, cfg, rows)
+            generate = turns.Conversations(run.engine, run.grading, run.inputs.tokenizer, cfg, rows).generate
         generated = generate([prompt.ids for _, prompt in share], seeds, n, sampling, max_tokens)
         for number, completions in logs.answers_bar(generated, n * len(share)):
             if rank % tp:
@@ -299,8 +294,6 @@ def sample_and_grade(
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.columns, c.ids, c.failure)
     with clock("reward"):
         for sample, outcome in match_outcomes(samples, run.grading.collect()):
-            if any(isinstance(part, list) for part in outcome.parts.values()):  # a reward for each token, or for spans
-                outcome, sample.token_rewards = credit.locate_rewards(outcome, sample, run.inputs.tokenizer)
             sample.graded, sample.error = outcome.status, outcome.error
             sample.reward, sample.reward_parts = sum(outcome.parts.values()), outcome.parts
     with clock("gather"):
@@ -380,29 +373,19 @@ def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, se
 # ---------------------------------------------------------------- 4. what a token is worth: advantages and weights
 
 
-def give_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig, reward: RewardConfig | None = None) -> Batch:
-    """Add the advantage of each position, [F]: its answer's or, with token rewards, its step's (step/credit.py).
-
-    grpo_batch and gdpo compare whole answers; `reward` has the weights of the parts that gdpo normalizes.
-    """
+def add_advantages(samples: list[Sample], batch: Batch, algo: AlgoConfig, reward: RewardConfig | None = None) -> Batch:
+    """Add the advantage of each position, its answer's, [F]. `reward` has the weights of the parts for gdpo."""
     rewards_N = np.array([s.reward for s in samples])
     if algo.advantage == "gdpo":
-        rewards_N = credit.normalize_parts(samples, reward, algo.overlong_coef)
+        rewards_N = gdpo.normalize_parts(samples, reward, algo.overlong_coef)
     groups_N = np.array([s.group for s in samples])
-    kl_F = torch.zeros_like(batch.rollout_logp)
     if algo.kl_coef > 0 and algo.kl_in == "reward":  # an answer's KL is subtracted from its reward, as in verl
         kl_F = token_kl(batch.old_logp, batch.ref_logp, algo.kl) * batch.mask
         rewards_N = rewards_N - algo.kl_coef * batch.sums(kl_F)
-    whole = algo.credit == "answer" or algo.advantage in ("grpo_batch", "gdpo")
-    if whole or not any(s.token_rewards for s in samples):
-        advantages_N = group_advantages(rewards_N, groups_N, algo.advantage, batch.sums(batch.trained))
-        advantages_F = torch.from_numpy(advantages_N).float().index_select(0, batch.seq_id)
-        for sample, advantage in zip(samples, advantages_N.tolist(), strict=True):
-            sample.advantage = advantage
-    else:
-        steps = credit.compare_steps(samples, batch, kl_F, algo.kl_coef)
-        advantages_C = group_advantages(steps.rewards_C, steps.groups_C, algo.advantage, steps.tokens_C)
-        advantages_F = credit.spread_advantages(advantages_C, steps, samples, batch)
+    advantages_N = group_advantages(rewards_N, groups_N, algo.advantage, batch.sums(batch.trained))
+    advantages_F = torch.from_numpy(advantages_N).float().index_select(0, batch.seq_id)
+    for sample, advantage in zip(samples, advantages_N.tolist(), strict=True):
+        sample.advantage = advantage
     if batch.teacher_logp is not None:  # on-policy distillation: arXiv 2306.13649, its reverse KL at the sampled token
         advantages_F = advantages_F - algo.teacher_coef * (batch.old_logp - batch.teacher_logp)
     return replace(batch, advantages=advantages_F)
@@ -457,7 +440,7 @@ def scale_by_batch(
     """The advantages a = r - m of `group_advantages`, on a scale of the whole batch; [N] each → [N].
 
     grpo_batch    a / (std(r) + 1e-4), ddof 1    TRL's scale_rewards=batch: arXiv 2508.08221, 4.1
-    gdpo          the same, where r is a sum of normalized parts, credit.normalize_parts
+    gdpo          the same, where r is a sum of normalized parts, gdpo.normalize_parts
                                                  GDPO, arXiv 2601.05242; eps as in TRL
     reinforce_pp  (a - mean(a)) / sqrt(var(a) + 1e-8), over all trained tokens of the batch, ddof 1
                                                  REINFORCE++-baseline, arXiv 2501.03262; as in verl
@@ -750,7 +733,7 @@ def rehearse(cfg: Config) -> None:
     batch = flatten(samples, algo.mask_truncated)
     batch = formulas.add_logprobs(batch)
     weights_F = loss_weights(batch.trained, batch.seq_id, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
-    batch = replace(give_credit(samples, batch, algo, cfg.reward), weights=weights_F)
+    batch = replace(add_advantages(samples, batch, algo, cfg.reward), weights=weights_F)
     mb = pack(batch, [0, 1], len(batch.tokens), "cpu")
     logp_T = (1.5 * mb.rollout_logp[0]).requires_grad_()
     computed = grpo_loss(mb, logp_T, -logp_T, algo)

@@ -16,7 +16,7 @@ from support.base.read_config import load_config
 from support.model import checkpoint
 from support.step import critic
 from support.step.packing import to_micro_batches
-from train_grpo import Sample, bridge, flatten, give_credit, loss_weights, optimizer_state, replace
+from train_grpo import Sample, add_advantages, bridge, flatten, loss_weights, optimizer_state, replace
 
 CLIP = 0.3
 
@@ -51,7 +51,7 @@ def main(model: str, folder: str, found: str) -> None:
     chosen = list(range(len(samples)))
     old_F = torch.from_numpy(rng.normal(size=len(batch.tokens))).float() * batch.mask / 2
     weights_F = loss_weights(batch.trained, batch.seq_id, chosen, "token_mean", 4)
-    batch = give_credit(samples, replace(batch, values=old_F, weights=weights_F), cfg.algo)
+    batch = add_advantages(samples, replace(batch, values=old_F, weights=weights_F), cfg.algo)
     micro_batches = to_micro_batches(batch, chosen, 24, cfg)
 
     head = torch.from_numpy(rng.normal(size=(1, 64))).float() / 10

@@ -6,9 +6,9 @@ A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "order
 [[sample numbers]]}; with bins the micro-batches of the update are these.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
 as "grad.<Hugging Face name>" (with adapters theirs, and "merged.<name>", the weights that were pushed), "load" per
-layer where there are experts, "held" [ranks, 4] (held_bytes of tests/memory_worker.py), "credit" [F], the advantages
-under a teacher if there is one, and "same" 1 where the export of the model just loaded is the original bit by bit
-(with adapters: the push, and the factors are those of made_up_factor).
+layer where there are experts, "held" [ranks, 4] (held_bytes of tests/memory_worker.py), and "same" 1 where the export
+of the model just loaded is the original bit by bit (with adapters: the push, and the factors are those of
+made_up_factor).
 
 The gradients are read from the exported weights, so they have passed through the distributed optimizer and the weight
 mapping: Adam with a huge eps steps by lr · grad / eps.
@@ -33,7 +33,6 @@ from support.check import checks
 from support.model import lora
 from support.step import metrics
 from support.step.packing import pack, to_micro_batches
-from support.step.teacher import align_logp, build_teacher, with_teacher_prompts
 from tests.memory_worker import held_bytes
 
 EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
@@ -72,12 +71,6 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     samples = [train_grpo.Sample(**sample) for sample in json.loads(Path(plan["samples"]).read_text())]
     batch = train_grpo.flatten(samples)
     logp_F = train_grpo.score(model, batch, cfg)
-    credit = {}
-    if teacher := build_teacher(model, cfg):
-        seen = train_grpo.flatten(with_teacher_prompts(samples, is_policy=False))
-        teacher_F = align_logp(batch, seen, train_grpo.score(teacher.model, seen, cfg, teacher.weights))
-        scored = replace(batch, old_logp=logp_F, teacher_logp=teacher_F)
-        credit["credit"] = train_grpo.give_credit(samples, scored, cfg.algo).advantages
     noise = torch.Generator().manual_seed(1)
     batch = replace(
         batch,
@@ -104,7 +97,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     bridge.mpu.destroy_model_parallel()
     return {
         "logp": logp_F, "old_logp": batch.old_logp, "ref_logp": batch.ref_logp, "load": torch.tensor(load),
-        "held": torch.tensor(held), **credit,
+        "held": torch.tensor(held),
         "same": torch.tensor(float(same)), "grad_norm": torch.tensor(grad_norm, dtype=torch.float64),
         "loss": torch.tensor(report["loss"] / report["trained"], dtype=torch.float64),
         **{f"grad.{name}": (before[name].double() - after[name].double()) / STEP for name in before},

@@ -14,15 +14,15 @@ from pathlib import Path
 
 SCRIPT = "train_grpo.py"
 TOP = (SCRIPT, "config.py", "megatron_bridge.py", "rollout.py", "reward.py")
-SCRIPT_STATEMENTS = 460  # 21 of them are ipo, dppo_tv, grpo_batch, max_rl and gdpo, 6 checks of an update
+SCRIPT_STATEMENTS = 441  # 21 of them are ipo, dppo_tv, grpo_batch, max_rl and gdpo, 6 checks of an update
 FUNCTION_LINES = 60
 # Statements of a wing, docstrings not counted; "docs" is lines of docs/*.md. These numbers only fall: a commit that
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
-    "top": 1308,
-    "support/base": 794, "support/check": 791, "support/data": 482, "support/engine": 271, "support/judge": 345,
-    "support/model": 1096, "support/proof": 977, "support/run": 1238, "support/step": 1040,
-    "tools": 1856, "benchmarks": 706, "tests": 11177, "docs": 2916,
+    "top": 1167,
+    "support/base": 794, "support/check": 776, "support/data": 482, "support/engine": 271, "support/judge": 198,
+    "support/model": 1096, "support/proof": 975, "support/run": 1238, "support/step": 1052,
+    "tools": 1856, "benchmarks": 706, "tests": 10894, "docs": 2890,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0
@@ -31,8 +31,8 @@ Findings = Iterator[tuple[int, str]]
 
 
 def core(root: Path) -> list[Path]:
-    """The five top files and all of support/, folders in it too."""
-    return [root / name for name in TOP] + sorted((root / "support").rglob("*.py"))
+    """The five top files, rewards/, and all of support/, folders in it too."""
+    return [root / name for name in TOP] + sorted(root.glob("rewards/*.py")) + sorted((root / "support").rglob("*.py"))
 
 
 # ---------------------------------------------------------------- what a tree is made of
@@ -190,7 +190,7 @@ def weights(root: Path) -> dict[str, int]:
     """The size of each wing, as BUDGET counts it."""
     wings = {"top": [root / name for name in TOP]}
     folders = [path.parent for path in sorted(root.glob("support/*/__init__.py"))]
-    for folder in (*folders, root / "tools", root / "benchmarks", root / "tests"):
+    for folder in (*folders, root / "rewards", root / "tools", root / "benchmarks", root / "tests"):
         wings[folder.relative_to(root).as_posix()] = sorted(folder.rglob("*.py"))
     sizes = {name: sum(len(statements(ast.parse(path.read_text()))) for path in wing) for name, wing in wings.items()}
     return sizes | {"docs": sum(len(path.read_text().splitlines()) for path in root.glob("docs/*.md"))}
@@ -208,16 +208,16 @@ def over_budget(sizes: dict[str, int]) -> list[str]:
 
 # ---------------------------------------------------------------- floors
 
-# A wing of support/ or a top-level file → its floor. An import leads to the same wing or to a lower floor.
+# A wing of support/, rewards/ or a top-level file → its floor. An import leads to the same wing or to a lower floor.
 FLOORS = {
     SCRIPT: 8, "run": 7, "check": 6, "proof": 6, "step": 5, "megatron_bridge.py": 4, "rollout.py": 4, "reward.py": 4,
-    "model": 3, "engine": 3, "judge": 3, "data": 3, "base": 2, "config.py": 1,
+    "rewards": 185, "model": 3, "engine": 3, "judge": 3, "data": 3, "base": 2, "config.py": 1,
 }  # fmt: skip
 
 
-ABOVE = {"benchmarks", "tools", "tests"}  # they use the core, and the core uses neither,
+ABOVE = {"benchmarks", "tools", "tests", "rewards"}  # they use the core, and the core imports none,
 RUN_BY_NAME = {("support/run/launch.py", "tools/plan.py")}  # but for what a dry run runs by its path
-SCRIPT_ABOVE = re.compile(rf"({'|'.join(sorted(ABOVE))})/[\w/]+\.py")
+SCRIPT_ABOVE = re.compile(r"(benchmarks|tools|tests)/[\w/]+\.py")
 
 
 def imported_places(node: ast.AST) -> set[str]:
@@ -252,7 +252,7 @@ def check_floors(root: Path) -> list[str]:
         relative = path.relative_to(root)
         if relative.as_posix() == "support/__init__.py":
             continue
-        place = relative.parts[1] if relative.parts[0] == "support" else relative.name
+        place = relative.parts[1] if relative.parts[0] == "support" else relative.parts[0]
         if place not in FLOORS:
             found.append(f"{relative}:1: lies in no wing; the wings are the folders in FLOORS")
             continue

@@ -186,11 +186,9 @@ def test_generalized_advantages_by_hand(fork):
 
 
 def test_the_credit_of_a_critic_by_hand(fork):
-    """A prompt's tokens and an environment's have no values; rewards of theirs count for the token before."""
+    """A prompt's tokens and an environment's have no values; the reward is at the last token."""
     module = fork("critic")
-    own = {"part": np.array([(1, 0.25)], module.credit.ROW)}
-    talk = module.Sample(0, [1, 1], [2, 3, 2], [-1.0, 0, -1], True, "", "", [1, 1, 1], reward=1.25, token_rewards=own)
-    talk.reward_parts = {"part": 0.25, "whole": 1.0}
+    talk = module.Sample(0, [1, 1], [2, 3, 2], [-1.0, 0, -1], True, "", "", [1, 1, 1], reward=1.25)
     short = module.Sample(0, [1], [2], [-1.0], False, "", "", reward=0.5)
     batch, logp = module.flatten([talk, short]), torch.tensor([9, 0.5, 9, -1.5, 0.5])
     assert batch.mask.tolist() == [False, True, False, True, True]
@@ -199,12 +197,11 @@ def test_the_credit_of_a_critic_by_hand(fork):
     known = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     known |= {"values": torch.tensor([9.0, 1, 9, 2, 3]), "old_logp": logp, "ref_logp": logp - 0.25}
     algo = types.SimpleNamespace(advantage="gae", gae_gamma=1, gae_lambda=1, kl_coef=1, kl_in="reward", kl="k1")
-    algo.credit = "to_go"
-    got = module.give_credit([talk, short], forked(**known), algo)
-    # KL costs each sampled token 1/4. The talk's last one then gets 3/4, its first 0 and those 3/4; the other 1/4.
-    assert got.returns.tolist() == [0, 0.75, 0, 0.75, 0.25]
-    # Less the values: -1/4, -5/4, -11/4, of mean -17/12; the environment's token has that of the step it is in.
-    white = (np.array([-0.25, -1.25, -2.75]) + 17 / 12) / np.std([-0.25, -1.25, -2.75], ddof=1)
+    got = module.add_advantages([talk, short], forked(**known), algo)
+    # KL costs each sampled token 1/4. The talk's last one then gets 1, its first that less 1/4; the other 1/4.
+    assert got.returns.tolist() == [0, 0.75, 0, 1, 0.25]
+    # Less the values: -1/4, -1, -11/4, of mean -4/3; the environment's token has that of the step it is in.
+    white = (np.array([-0.25, -1, -2.75]) + 4 / 3) / np.std([-0.25, -1, -2.75], ddof=1)
     np.testing.assert_allclose(got.advantages, white[[0, 0, 0, 1, 2]], rtol=1e-6)
     np.testing.assert_allclose(talk.tokens["advantages"], white[[0, 0, 1]], rtol=1e-6)
     assert talk.advantage == pytest.approx(white[0], rel=1e-6)

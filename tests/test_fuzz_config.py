@@ -183,7 +183,6 @@ def odd_choices(rng: random.Random, d: Draft) -> None:
     """Settings that are legal one by one."""
     keys = {
         "model.dtype": ["bf16", "fp32"], "algo.advantage": ["rloo", "reinforce_pp", "gae"],
-        "algo.credit": ["answer", "gae"],
         "algo.loss": ["gspo", "reinforce", "ppo"], "algo.loss_norm": ["seq_mean_token_mean", "mean"],
         "algo.kl": ["k1", "k3+", "k4"], "algo.kl_in": ["loss", "reward", "both"], "algo.old_logp": ["rollout", "vllm"],
         "algo.correction": ["tis", "icepop", "seq_mask", "is"], "algo.correction_level": ["sequence", "answer"],

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from support.step import grading
-from support.step.grading import GradingPool, Outcome
+from support.step.grading import Outcome
 from tests.conftest import REPO
-from tests.test_reward import grade
+from tests.pools import grade, pool_of
 
 EXPRESSIONS = {
     "tower": "\\boxed{9^{9^{9^{9}}}}",
@@ -70,7 +70,7 @@ def test_hostile_expressions(name, nothing_left):
     answer = {"multiple_choice": "B"}.get(name, "7")
     good = {"multiple_choice": "Answer: B", "format": "<think>3 + 4</think> 7"}.get(name, "\\boxed{7}")
     timeout_s = 1.5 if name == "math" else 60.0  # the others never need it, but for a machine that stands still
-    pool = GradingPool(name, {}, None, timeout_s, workers=2, memory_gb=2.0)
+    pool = pool_of(name, timeout_s, workers=2, memory_gb=2.0)
     jobs = [("s", text, answer, {}) for hostile in EXPRESSIONS.values() for text in (good, hostile)]
     outcomes = grade(pool, jobs)
     pool.close()
@@ -144,26 +144,15 @@ async def five():
 harmless = asyncio.run(five()) == 5
 """
 HELD = [
-    "inside",
-    "made",
-    "written",
-    "removed",
-    "renamed",
-    "cut",
-    "opened",
-    "linked",
-    "tcp",
-    "udp",
-    "local",
-    "spied",
+    "inside", "made", "written", "removed", "renamed", "cut", "opened", "linked", "tcp", "udp", "local", "spied",
     "harmless",
-]
+]  # fmt: skip
 
 
 def test_hostile_programs(nothing_left):
     """Among good ones. What fails by itself is wrong, or late on a busy machine; it is never an error of the run."""
     options = {"code": {"seconds": 1.5, "memory_mb": 512}}
-    pool = GradingPool("code", {}, None, timeout_s=30.0, workers=2, options=options)
+    pool = pool_of("code", workers=2, options=options)
     row = {"tests": ["assert 1 + 1 == 2"]}
     jobs = [("s", text, "", row) for hostile, _ in PROGRAMS.values() for text in (fenced("x = 1"), fenced(hostile))]
     outcomes = grade(pool, jobs)
@@ -180,7 +169,7 @@ def test_program_reaches_nothing_outside_its_folder(nothing_left, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
         program = REACH.format(outside=str(tmp_path), kept=str(kept), port=server.getsockname()[1])
-        pool = GradingPool("code", {}, None, 30.0, 1, options={"code": {"seconds": 20.0, "partial": True}})
+        pool = pool_of("code", options={"code": {"seconds": 20.0, "partial": True}})
         jobs = [("s", fenced(program), "", {"tests": [f"assert {name}"]}) for name in HELD]
         outcomes = dict(zip(HELD, grade(pool, jobs), strict=True))
         pool.close()
@@ -225,7 +214,7 @@ FORGERIES = {
 def test_values_that_claim_to_be_equal_earn_nothing(nothing_left):
     """The literal of `assert f(x) == literal` never enters the answer's process, nor does its == count."""
     row = {"tests": ["assert f(1) == 64207", "assert 'a' == f(2)", "assert f(3) == [1, 2]"]}
-    pool = GradingPool("code", {}, None, 30.0, 2, options={"code": {"seconds": 20.0, "partial": True}})
+    pool = pool_of("code", workers=2, options={"code": {"seconds": 20.0, "partial": True}})
     outcomes = grade(pool, [("s", fenced(program), "", row) for program in FORGERIES.values()])
     right = {**row, "tests": [f"assert f({i}) == {literal}" for i, literal in enumerate(("64207", "'a'", "[1, 2]"))]}
     good = grade(pool, [("s", fenced("def f(x): return [64207, 'a', [1, 2]][x]"), "", right)])
@@ -240,7 +229,7 @@ def test_other_tests_run_as_they_are_written(nothing_left):
     """In the answer's process, where it cannot put its own functions in the place of those that run them."""
     row = {"tests": ["assert f(1) > 5", "for i in range(3):\n    assert abs(f(i)) >= 6"]}
     patched = [name for name in FORGERIES if "patched" in name or name.startswith(("results", "asserts"))]
-    pool = GradingPool("code", {}, None, 30.0, 2, options={"code": {"seconds": 20.0, "partial": True}})
+    pool = pool_of("code", workers=2, options={"code": {"seconds": 20.0, "partial": True}})
     outcomes = grade(pool, [("s", fenced(program), "", row) for program in map(FORGERIES.get, patched)])
     good = grade(pool, [("s", fenced("def f(x): return 6"), "", row)])
     pool.close()
@@ -279,18 +268,12 @@ def custom(tmp_path):
 
 def test_hostile_rewards(custom, nothing_left):
     texts = ["memory", "recursion", "children", "orphans then death", "exit", "files"]
-    pool = GradingPool("custom", {}, custom, timeout_s=2.0, workers=2)
+    pool = pool_of("custom", custom=custom, timeout_s=2.0, workers=2)
     outcomes = grade(pool, [("s", text, "", {}) for hostile in texts for text in ("fine", hostile)])
     assert [outcome.parts for outcome in outcomes[::2]] == [{"reward": 1.0}] * len(texts)
     statuses = dict(zip(texts, outcomes[1::2], strict=True))
-    assert [outcome.status for outcome in statuses.values()] == [
-        "error",
-        "error",
-        "timeout",
-        "error",
-        "error",
-        "timeout",
-    ]
+    found = [outcome.status for outcome in statuses.values()]
+    assert found == ["error", "error", "timeout", "error", "error", "timeout"]
     assert "MemoryError" in statuses["memory"].error and "RecursionError" in statuses["recursion"].error
     assert "exit code 3" in statuses["orphans then death"].error and "exit code 5" in statuses["exit"].error
     assert len(processes_below(os.getpid())) <= 2  # the workers: what the rewards started is gone already
@@ -298,11 +281,13 @@ def test_hostile_rewards(custom, nothing_left):
 
 
 def test_import_that_never_ends_and_import_that_fails(tmp_path, monkeypatch, nothing_left):
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1000)\ndef judge(text, answer, row): return 1.0")
-    (tmp_path / "fails.py").write_text("1 / 0")
+    """In the grading process; this one, which looks at the function too, can import it."""
+    for name, line in (("slow", "import time; time.sleep(1000)"), ("fails", "1 / 0")):
+        judge = f"import sys\nif 'pytest' not in sys.modules:\n    {line}\ndef judge(text, answer, row): return 1.0"
+        (tmp_path / f"{name}.py").write_text(judge)
     monkeypatch.setattr(grading, "LOAD_S", 1.0)
     for name, message in (("slow", "loading the reward took more than 1 s"), ("fails", "ZeroDivisionError")):
-        pool = GradingPool("custom", {"good": "exact"}, f"{tmp_path}/{name}.py:judge", timeout_s=5.0, workers=1)
+        pool = pool_of("custom", by_source={"good": "exact"}, custom=f"{tmp_path}/{name}.py:judge")
         failed, graded = grade(pool, [("s", "", "", {}), ("good", "a", "a", {})])
         pool.close()
         assert failed.status == "error" and message in failed.error
@@ -312,7 +297,7 @@ def test_import_that_never_ends_and_import_that_fails(tmp_path, monkeypatch, not
 def test_workers_end_with_the_program_that_started_them(custom, tmp_path):
     """Even when it is killed in the middle of a grading."""
     program = (
-        f"from support.step.grading import GradingPool\npool = GradingPool('custom', {{}}, {custom!r}, 1000.0, 1)\n"
+        f"from tests.pools import pool_of\npool = pool_of('custom', 1000.0, custom={custom!r})\n"
         "pool.submit('s', 'files', '', {})\nprint('ready', flush=True)\npool.collect()"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # after SIGKILL the workers' temporary folders stay
@@ -338,7 +323,7 @@ def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(cust
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
-    pool = GradingPool("custom", {"exact": "exact"}, custom, 5.0, 1)
+    pool = pool_of("custom", by_source={"exact": "exact"}, custom=custom)
     outcomes = grade(pool, [("s", "fine", "", {}), ("exact", "a", "a", {})])
     pool.close()
     assert outcomes == [Outcome({"reward": 1.0})] * 2
@@ -346,7 +331,7 @@ def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(cust
 
 def test_pools_do_not_wait_for_each_other(custom):
     """Several in one process, as with the tests of a trainer; each keeps its own order."""
-    pools = [GradingPool("exact", {}, None, 5.0, 1) for _ in range(2)]
+    pools = [pool_of() for _ in range(2)]
     results = {}
     threads = [
         threading.Thread(

@@ -75,15 +75,14 @@ def f(cfg, sampling, x: TrainConfig, y: "RolloutConfig"):
     "key, value",
     [
         ("default", "gsm8k"), ("by_source", {"a": "exact"}), ("custom", "file.py:f"), ("timeout_s", 3.0),
-        ("functions", {"a": "model"}),
-        ("workers", 2), ("options", {"model": {}}), ("memory_gb", 1.0),
+        ("functions", {"a": "math"}), ("workers", 2), ("options", {"math": {}}), ("memory_gb", 1.0),
     ],
 )  # fmt: skip
 def test_reward_keys_reach_the_grading_processes(key, value):
     def built(cfg: RewardConfig) -> dict:
-        pool = GradingPool(**cfg.model_dump(exclude={"max_error_frac"}))
-        state = {key: value for key, value in pool.workers[0].settings.items() if key != "with_model"}
-        state |= {"default": pool.default.spec, "workers": len(pool.workers), "timeout_s": pool.timeout_s}
+        pool = GradingPool(cfg)
+        state = pool.workers[0].settings | {"default": pool.default.spec, "workers": len(pool.workers)}
+        state["timeout_s"] = pool.timeout_s
         state["by_source"] = {source: kind.spec for source, kind in pool.by_source.items()}
         pool.close()
         return state

@@ -8,14 +8,14 @@ from tests.conftest import REPO
 from tests.test_step import build  # noqa: F401, a fixture
 
 # The files of support/ that a default step on a CPU does not enter, whatever folder they are in.
-OFF = {"credit", "lora", "mixing", "offload", "routes", "schedule", "teacher", "turns"}
+OFF = {"gdpo", "lora", "mixing", "offload", "routes", "schedule", "teacher", "turns"}
 
 # Keys that turn some of them on, and the files that a step then enters.
 ON = (
     "lora.rank=4", "train.offload=grads", "schedule.entropy_coef.to=0.0", "algo.teacher=self", "data.hint_key=answer",
-    "reward.custom=tools/tiny_reward.py:each_digit",
+    "algo.advantage=gdpo",
 )  # fmt: skip
-ENTERED = {"credit", "lora", "offload", "schedule", "teacher"}
+ENTERED = {"gdpo", "lora", "offload", "schedule", "teacher"}
 
 
 def functions_of_a_step(run: train_grpo.Run) -> set[tuple[str, str]]:
@@ -39,7 +39,7 @@ def functions_of_a_step(run: train_grpo.Run) -> set[tuple[str, str]]:
 
 def test_a_default_step_enters_no_capability_that_is_off(build):  # noqa: F811
     functions = functions_of_a_step(build())
-    assert {("train_grpo.py", name) for name in ("train_step", "give_credit", "grpo_loss")} <= functions
+    assert {("train_grpo.py", name) for name in ("train_step", "add_advantages", "grpo_loss")} <= functions
     entered = sorted(f"{file}:{function}" for file, function in functions if Path(file).stem in OFF)
     assert not entered, "a default step runs functions of capabilities that are off:\n" + "\n".join(entered)
 

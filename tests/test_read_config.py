@@ -87,6 +87,7 @@ def test_every_foreign_key_is_on_the_page_and_names_a_key_of_ours():
     ("key", "said"),
     [
         ("actor_rollout_ref.rollout.n", "here rollout.group_size"),
+        ("algo.credit", "it is in recipes/token_rewards.patch"),
         ("algorithm.kl_ctrl.kl_coef", "here algo.kl_coef: with algo.kl_in=reward"),
         ("lr", "here train.lr"), ("tp", "here parallel.tp: of the trainer"), ("ETP_SIZE", "here parallel.etp"),
         ("parallel.dp", "here parallel: dp follows from the others"),

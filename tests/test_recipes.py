@@ -1,21 +1,18 @@
 """The larger recipes, worked by hand and in a real run."""
 
 import json
-import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import transformers
 
-from config import AlgoConfig, UserError
+from config import UserError
 from support.base.read_config import load_config
 from tests.conftest import REPO, read_rows, write_rows
 from tests.test_checkpoint import equal, lasting
-from tests.test_credit import made, three
 from tests.test_exact import response_logps
 from tests.test_forks import fork, load  # noqa: F401, a fixture
 
@@ -123,42 +120,6 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
         for was, now in zip(steps[2:], resumed.metrics, strict=True):
             for key in ("loss/total", "grad_norm", "kl/ref", "kl/teacher", "mismatch/k3", "reward/mean"):
                 assert now[key] == pytest.approx(was[key], rel=1e-4, abs=1e-6), (key, was[key], now[key])
-
-
-# ---------------------------------------------------------------- process supervision
-
-
-@pytest.fixture
-def process(fork, tmp_path, monkeypatch):  # noqa: F811
-    """process(samples) → the advantages of each answer's response tokens, with algo.credit=process."""
-    module = fork("process_supervision")
-    module.credit = load("forked_credit", tmp_path / "fork/support/step/credit.py", monkeypatch)
-
-    def advantages(samples: list, **keys) -> list[list[float]]:
-        algo = AlgoConfig(**keys).model_copy(update={"credit": "process"})
-        batch = module.give_credit(samples, module.flatten(samples), algo)
-        ends = np.cumsum([len(s.response_ids) for s in samples])[:-1]
-        return [part.tolist() for part in np.split(batch.advantages[batch.mask].numpy(), ends)]
-
-    return advantages
-
-
-def test_process_supervision_by_hand(process):
-    """Six steps: three of 1, three of 0: mean 1/2, variance 6/4/5. Each is u or -u; then added up from the end."""
-    u = 0.5 / (math.sqrt(0.3) + 1e-6)
-    for got, wanted in zip(process(three()), [[0, 0, -u, -u], [u, 2 * u, u], [-u, -u]], strict=True):
-        assert got == pytest.approx(wanted, rel=1e-6, abs=1e-7)
-
-
-def test_steps_that_agree_get_exactly_zero(process):
-    samples = [made(0, n, [(i, 0.1) for i in range(n)]) for n in (2, 3, 5)]
-    assert all(advantage == 0 for answer in process(samples) for advantage in answer)
-
-
-def test_advantages_of_whole_answers_are_refused(process, tmp_path, monkeypatch):
-    checks = load("forked_checks", tmp_path / "fork/support/check/checks.py", monkeypatch)
-    with pytest.raises(UserError, match=r"algo\.credit=process compares steps; algo\.advantage=rloo"):
-        checks.check_what_is_learned(with_keys({"credit": "process", "advantage": "rloo"}, {}))
 
 
 # ---------------------------------------------------------------- fewer waits

@@ -1,6 +1,5 @@
 """Steps of a run in this process alone: real Megatron-core, real graders, and plain transformers in vLLM's place."""
 
-import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,14 +17,11 @@ import train_grpo
 from config import TrainingError, UserError
 from rollout import Completion
 from support.base.read_config import load_config
-from support.base.rollout_files import as_row
 from support.check import checks
 from support.model.offload import is_away, state_shards
 from support.model.optimizer_state import optimizer_steps, sharded_state
 from support.run import clock, launch
 from tests.conftest import REPO
-from tests.test_exact import response_logps
-from tools.tiny_reward import digits_in_place
 
 IDS = ("prompt_ids", "response_ids")
 
@@ -118,24 +114,6 @@ def test_the_engine_has_room_for_the_answers_of_an_evaluation(build, monkeypatch
     monkeypatch.setattr(train_grpo, "Engine", Sized)
     build(f"eval.max_new_tokens={longer}")
     assert asked == [room]
-
-
-def test_log_tokens_records_what_plain_transformers_finds_and_changes_no_bit(build):
-    """In the engine are the weights before the step, then those after it."""
-    left = {}
-    for keys in ((), ("log.tokens=true",)):
-        run = build("train.lr=0.01", "train.updates_per_step=2", "rollout.temperature=0.8", *keys)
-        before, after = copy.deepcopy(run.engine.model), run.engine.model
-        _, samples = train_grpo.train_step(run, 1)
-        left[keys] = weights(run)
-        for row in map(as_row, samples) if keys else ():
-            old, new = (response_logps(model, {k: list(row[k]) for k in IDS}).detach() for model in (before, after))
-            torch.testing.assert_close(torch.from_numpy(row["trainer_logp"]), old, atol=1e-5, rtol=0)
-            torch.testing.assert_close(torch.from_numpy(row["ratio"]), (new - old).exp(), atol=1e-5, rtol=1e-5)
-            assert (row["ratio"] != 1).any()
-        bridge.mpu.destroy_model_parallel()
-    assert all(torch.equal(weight, left[()][name]) for name, weight in left["log.tokens=true",].items())
-    assert not {"trainer_logp", "ratio"} & as_row(train_grpo.Sample(0, [1], [2], [-1.0], True, "", "")).keys()
 
 
 class FlippingEngine(PlainEngine):
@@ -271,19 +249,6 @@ def test_a_stop_comes_before_the_errors_of_grading_processes_that_it_ended(build
     with pytest.raises(clock.StopRequested):
         train_grpo.train_step(run, 1)
     assert run.prompts_taken == 0
-
-
-def test_spans_give_tokens_advantages_of_their_own(build):
-    """The demo's reward digit by digit: the same rewards, and the loss is that of the noted advantages."""
-    run = build("reward.custom=tools/tiny_reward.py:each_digit", "algo.entropy_coef=0")
-    metrics, samples = train_grpo.train_step(run, 1)
-    decode = run.inputs.tokenizer.decode
-    for s in samples:
-        wanted = digits_in_place(s.text, decode(s.prompt_ids)[-2::-1], {})
-        assert s.reward == s.reward_parts["reward"] == pytest.approx(wanted)
-    noted = [s.tokens.get("advantages", [s.advantage] * len(s.response_ids)) for s in samples]
-    assert any(len(set(np.round(answer, 6))) > 1 for answer in noted)
-    assert metrics["loss/policy"] == pytest.approx(-np.concatenate(noted).mean(), rel=1e-5)
 
 
 def test_budgets_reach_their_own_phase(build, monkeypatch):

@@ -1,4 +1,7 @@
-"""On-policy distillation: what a teacher is asked, what each token is credited with, and who may be a teacher."""
+"""On-policy distillation: what a teacher is asked, what each token is credited with, and who may be a teacher.
+
+test_pairs.py repeats real runs of it on every layout.
+"""
 
 import json
 from dataclasses import replace
@@ -20,7 +23,6 @@ from support.step.metrics import teacher_kl
 from support.step.teacher import Teacher, align_logp, with_teacher_prompts
 from tests.conftest import REPO, read_rows, write_rows
 from tests.test_exact import response_logps
-from tests.test_layouts import float64_model, make_model, make_plan, make_samples, run_worker
 from tests.test_step import build  # noqa: F401, a fixture
 
 Sample = train_grpo.Sample
@@ -51,9 +53,9 @@ def test_credit_by_hand():
     samples[1].finished = False  # with algo.mask_truncated it is not trained
     finished = replace(batch, trained=train_grpo.flatten(samples, mask_truncated=True).trained)
     assert teacher_kl(finished) == pytest.approx((-0.5 + 0.25) / 2)
-    alone = train_grpo.give_credit(samples, batch, AlgoConfig(advantage="none"))
+    alone = train_grpo.add_advantages(samples, batch, AlgoConfig(advantage="none"))
     assert alone.advantages.tolist() == [0.5, -0.25, 0.0, 2.0]
-    both = train_grpo.give_credit(samples, batch, AlgoConfig(advantage="dr_grpo", teacher_coef=2.0))
+    both = train_grpo.add_advantages(samples, batch, AlgoConfig(advantage="dr_grpo", teacher_coef=2.0))
     assert both.advantages.tolist() == [0.5 + 1.0, 0.5 - 0.5, -0.5, -0.5 + 4.0]
     assert [sample.advantage for sample in samples] == [0.5, -0.5]  # the group's alone
 
@@ -121,8 +123,8 @@ def test_a_step_credits_what_plain_transformers_says(build, larger, tiny, monkey
     """Hints and temperature included; and the loss is the mean of what the tokens are credited with."""
     if who == "self" and waits == "host":
         pytest.skip("nothing waits")
-    credit, found = train_grpo.give_credit, []
-    monkeypatch.setattr(train_grpo, "give_credit", lambda *args: found.append(credit(*args)) or found[-1])
+    credit, found = train_grpo.add_advantages, []
+    monkeypatch.setattr(train_grpo, "add_advantages", lambda *args: found.append(credit(*args)) or found[-1])
     teacher = "self" if who == "self" else str(larger)
     run = build(
         f"algo.teacher={teacher}", "data.hint_key=answer", "algo.advantage=none", "algo.entropy_coef=0",
@@ -226,46 +228,3 @@ def test_who_may_teach(prepare, larger, tmp_path):
 def test_keys_that_do_not_go_together(prepare, keys, message):
     with pytest.raises(UserError, match=message):
         prepare(*keys)
-
-
-# ---------------------------------------------------------------- every layout
-
-
-@pytest.mark.slow
-def test_the_credit_is_the_same_on_every_layout(fork_server, tmp_path):
-    """A teacher of another family and shape, asked with hints, against transformers in float64."""
-    make_model(tmp_path / "teacher", "qwen3")
-    layouts = {
-        "DP4": [], "TP2·DP2": ["parallel.tp=2"], "TP2·PP2": ["parallel.tp=2", "parallel.pp=2"],
-        "CP2·DP2": ["parallel.cp=2"], "PP2·VPP2·DP2, on the host": [
-            "parallel.pp=2", "parallel.vpp=2", "algo.reference_on=host"],
-        "DP4, overlap": ["megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true"],
-    }  # fmt: skip
-    given = (f"algo.teacher={tmp_path / 'teacher'}", "algo.advantage=none")
-    plan = make_plan(tmp_path, "qwen2", *given, layouts=layouts)
-    samples = make_samples()
-    for sample in samples[::2]:
-        sample["asked"] = [3, 4, *sample["prompt_ids"]]
-    (tmp_path / "samples.json").write_text(json.dumps(samples))
-    policy, teacher = float64_model(tmp_path / "model"), float64_model(tmp_path / "teacher")
-    wanted = []
-    for sample in samples:
-        with torch.no_grad():
-            logp, told = (
-                double_logps(model, prompt, sample["response_ids"])
-                for model, prompt in (
-                    (policy, sample["prompt_ids"]),
-                    (teacher, sample.get("asked", sample["prompt_ids"])),
-                )
-            )
-        wanted += [torch.zeros(len(sample["prompt_ids"]) - 1), told - logp]
-    wanted = torch.cat(wanted)
-    (found,) = run_worker(fork_server, tmp_path, 4, plan)
-    for name in layouts:
-        assert (found[name]["credit"] - wanted).abs().max() < 1e-4, name
-
-
-def double_logps(model, prompt: list[int], response: list[int]) -> torch.Tensor:
-    ids = torch.tensor([prompt + response])
-    logps = (model(ids).logits[0, :-1] / 0.8).log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    return logps[len(prompt) - 1 :]

@@ -1,6 +1,8 @@
-"""Conversations: what an environment says enters the sequence and not the loss; a bad environment costs its sample."""
+"""Conversations: what an environment says enters the sequence and not the loss; a bad environment costs its sample.
 
-import json
+test_pairs.py repeats real runs of them on every layout.
+"""
+
 import re
 import shutil
 from types import SimpleNamespace
@@ -13,27 +15,16 @@ import torch
 import transformers
 
 import train_grpo
-from config import UserError
+from config import RewardConfig, UserError
 from rollout import Completion
 from support.base.read_config import load_config
 from support.check import checks
+from support.proof import graded
 from support.step import turns
 from support.step.grading import GradingPool
-from tests.conftest import EXACT, REPO, Training
+from tests.conftest import REPO, Training
+from tests.pools import pool_of
 from tests.test_checkpoint import equal, lasting, weights
-from tests.test_exact import LAYOUTS, policies
-from tests.test_layouts import (
-    CLIP,
-    ENTROPY,
-    KL,
-    TEMPERATURE,
-    float64_model,
-    hf_gradients,
-    make_plan,
-    make_samples,
-    run_worker,
-    worst_gradient,
-)
 from tests.test_step import build  # noqa: F401, a fixture
 
 # Replies with the reference's first digits, one more each time; says at the end what it has heard.
@@ -48,9 +39,6 @@ def reward(text, answer, row):
     heard = row["state"].get("heard", [])
     assert heard == row["turns"][: 2 * len(heard) : 2]
     return {"turns": float(len(row["turns"])), "first": 0.1 * float((row["turns"][0] or "x") < answer)}
-
-def each_token(text, answer, row, response_ids):
-    return {"turns": float(len(row["turns"])), "own": [0.1 * (token % 3) for token in response_ids]}
 """
 
 
@@ -121,11 +109,12 @@ def converse(world, tokenizer, tmp_path):
             f"rollout.turns={tmp_path / 'play.py'}:play", "reward.timeout_s=1", "reward.memory_gb=2",
             *(f"rollout.{key}={value}" for key, value in rollout.items()),
         ])  # fmt: skip
-        pools.append(GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"})))
+        pools.append(GradingPool(cfg.reward))
         engine = Script(tokenizer)
         prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
         seeds = [100 + 10 * p for p in range(len(rows))]
-        found = dict(turns.converse(engine, pools[-1], tokenizer, cfg, rows, prompts, seeds, n, None, budget))
+        conversations = turns.Conversations(engine, pools[-1], tokenizer, cfg, rows)
+        found = dict(conversations.generate(prompts, seeds, n, None, budget))
         return [found[p] for p in range(len(rows))], engine.asked
 
     yield run
@@ -196,7 +185,7 @@ def test_a_hostile_function_costs_one_sample(converse, name):
     assert bad.turns == [3] and bad.failure.status == status and not bad.failure.parts
     assert bad.failure.error == "" if status == "timeout" else bad.failure.error.startswith("rollout.turns failed: ")
     assert re.search(message, bad.failure.error)
-    pool = GradingPool("exact", {}, None, 5.0, 1)
+    pool = pool_of()
     pool.submit("s", "5", "5", {})
     pool.submit("s", "5", "5", {}, failure=bad.failure)
     graded = pool.collect()
@@ -210,7 +199,7 @@ def test_the_tools_of_the_examples_as_the_workers_call_them():
     assert [tiny_turns.higher_or_lower(text, row, state) for text in ("55", "4", "6", "5")] == [None, "+", "-", None]
     assert state == {"guesses": 3, "won": True} and tiny_turns.won("", "5", {"state": state}) == 1
     assert tiny_turns.won("", "5", {"state": {"guesses": 2, "won": False}}) == 0.2
-    pool = GradingPool("exact", {}, None, 10.0, 1)
+    pool = pool_of()
     programs = ("print(6 * 7)", "1 / 0", "import socket; socket.socket()")
     texts = [*(f"I compute\n```python\n{program}\n```" for program in programs), "It is 42."]
     calls = [pool.submit_turn("tools/tiny_turns.py:python", text, {}, {}) for text in texts]
@@ -340,93 +329,12 @@ def test_a_failure_in_a_later_turn_costs_its_sample(build, tmp_path):  # noqa: F
     _, samples = train_grpo.train_step(run, 1)
     late = [s for s in samples if s.graded == "error"]
     assert late and all(len(s.turns) == 3 and s.reward == 0 and "KeyError" in s.error for s in late)
-
-
-def test_tokens_of_conversations_have_rewards_of_their_own(build, echo, tmp_path):  # noqa: F811
-    """A token by the model answers for those of the environment that follow it; these themselves are in no loss."""
-    each_token = f"reward.custom={tmp_path / 'echo.py'}:each_token"
-    run = build(*echo, each_token, "algo.entropy_coef=0", "algo.advantage=dr_grpo")
-    metrics, samples = train_grpo.train_step(run, 1)
-    to_go = [
-        [s.reward_parts["turns"] + 0.1 * (s.response_ids[t:] % 3).sum() for t in range(sum(s.turns))] for s in samples
-    ]
-    found = []
-    for s, mine in zip(samples, to_go, strict=True):
-        group = [values for other, values in zip(samples, to_go, strict=True) if other.group == s.group]
-        baseline = [np.mean([values[min(t, len(values) - 1)] for values in group]) for t in range(len(mine))]
-        noted = s.tokens.get("advantages", [s.advantage] * len(mine))
-        np.testing.assert_allclose(noted, np.array(mine) - baseline, rtol=1e-5, atol=1e-6)
-        found += np.array(noted)[sampled(vars(s)).numpy()].tolist()
-    assert max(len(s.turns) for s in samples) >= 3
-    assert metrics["loss/policy"] == pytest.approx(-np.mean(found), rel=1e-5)
-
-
-def talks() -> list[dict]:
-    """The samples of test_layouts, every longer response with places where an environment speaks."""
-    rng = np.random.default_rng(5)
-    samples = make_samples()
-    for s in samples:
-        if len(s["response_ids"]) >= 5:
-            cuts = sorted(rng.choice(np.arange(1, len(s["response_ids"])), 4, replace=False).tolist())
-            s["turns"] = np.diff([0, *cuts, len(s["response_ids"])]).tolist()
-        else:
-            s["turns"] = [len(s["response_ids"])]
-        s["rollout_logp"] = (np.array(s["rollout_logp"]) * sampled(s).numpy()).tolist()
-    return samples
-
-
-def masked_reference(folder, samples: list[dict], given: dict) -> dict:
-    """As test_layouts.reference, of what the model sampled only: loss, log-probs [F], gradients."""
-    model, position, total, logps = float64_model(folder), 0, 0.0, []
-    tokens = sum(sampled(s).sum().item() for s in samples)
-    for s in samples:
-        ids, prompt, mine = torch.tensor([s["prompt_ids"] + s["response_ids"]]), len(s["prompt_ids"]), sampled(s)
-        all_logp = (model(ids).logits[0, :-1] / TEMPERATURE).log_softmax(-1)[prompt - 1 :]
-        logp = all_logp.gather(-1, ids[0, prompt:, None])[:, 0]
-        here = slice(position + prompt - 1, position + ids.shape[1] - 1)
-        old, ref = given["old_logp"][here].double(), given["ref_logp"][here].double()
-        ratio, advantage, d = (logp - old).exp(), s["advantage"], (ref - logp).clamp(-20, 20)
-        policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
-        entropy = -(all_logp.exp() * all_logp).sum(-1)
-        part = (policy + KL * (d.exp() - d - 1).clamp(-10, 10) - ENTROPY * entropy)[mine].sum() / tokens
-        part.backward()
-        total, position = total + part.item(), position + ids.shape[1] - 1
-        logps.append(torch.cat([logp.new_zeros(prompt - 1), logp.detach() * mine]))
-    return {"loss": total, "logp": torch.cat(logps), **hf_gradients(model)}
-
-
-@pytest.mark.slow
-def test_every_gradient_of_conversations_on_every_axis(fork_server, tmp_path):
-    layouts = {
-        "DP4": [], "TP2·PP2": ["parallel.tp=2", "parallel.pp=2"], "CP2·DP2": ["parallel.cp=2"],
-        "TP2·CP2": ["parallel.tp=2", "parallel.cp=2"],
-    }  # fmt: skip
-    plan = make_plan(tmp_path, "qwen2", layouts=layouts)
-    (tmp_path / "samples.json").write_text(json.dumps(talks()))
-    (found,) = run_worker(fork_server, tmp_path, 4, plan)
-    wanted = masked_reference(tmp_path / "model", talks(), found["DP4"])
-    for layout in layouts:
-        assert (found[layout]["logp"] - wanted["logp"]).abs().max() < 1e-4
-        assert found[layout]["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
-        error, name = worst_gradient(found[layout], wanted)
-        assert error < 1e-5, (layout, name)
+    prompts = {s.group: run.inputs.prompts[0] for s in samples}
+    with pytest.raises(UserError, match=r"^rollout\.turns failed: KeyError.*\n  row: .*\n.*\n.* failed, more than"):
+        graded.check_graded(samples, prompts, RewardConfig(), set())
 
 
 # ---------------------------------------------------------------- real runs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp2", "tp2pp2", "cp2"])
-def test_a_run_of_conversations_equals_plain_transformers(train_forked, tiny, echo, layout):
-    """vLLM's too; on tp2pp2 an engine spans two ranks, of which one calls the function."""
-    nproc, overrides = {**LAYOUTS, "cp2": (2, ["parallel.cp=2"])}[layout]
-    run = train_forked(
-        nproc, *EXACT, *overrides, *echo, "train.steps=2", "rollout.prompts_per_step=5", "rollout.group_size=4",
-        "train.max_tokens_per_micro_batch=64",
-    )  # fmt: skip
-    assert run.code == 0, run.text
-    for policy, metrics in zip(policies(run, tiny / "model"), run.metrics, strict=True):
-        check_talks(run.rollouts(metrics["step"]), metrics, policy, 0.8)
 
 
 @pytest.mark.slow
@@ -449,29 +357,6 @@ def test_conversations_are_the_same_on_one_engine_and_on_two(train_forked, echo,
     assert resumed.code == 0 and "after step 1" in resumed.text, resumed.text
     assert equal(weights(two, 2), weights(resumed, 2)) and lasting(two.metrics) == lasting(resumed.metrics)
     assert two.rollouts(2) == resumed.rollouts(2)
-
-
-@pytest.mark.slow
-def test_a_hostile_function_and_a_run(train, tmp_path):
-    """Hangs, raises, exits, says a megabyte; with reward.max_error_frac the run goes on, without it ends with a row."""
-    (tmp_path / "bad.py").write_text(
-        "import os, time\ndef bad(text, row, state):\n"
-        "    kind = int(row['answer'][0]) % 6\n"
-        "    if kind == 0: time.sleep(1000)\n    if kind == 1: os._exit(1)\n    if kind == 2: return '1' * 2**20\n"
-        "    if kind == 3: return 3\n    return '+' if kind == 4 else None\n"
-    )
-    bad = (
-        f"rollout.turns={tmp_path / 'bad.py'}:bad", "rollout.prompts_per_step=12", "rollout.group_size=2",
-        "rollout.max_new_tokens=12", "reward.timeout_s=0.5", "train.steps=1",
-    )  # fmt: skip
-    run = train(2, *bad, "reward.max_error_frac=1")
-    assert run.code == 0, run.text
-    rows = run.rollouts(1)
-    assert {row["graded"] for row in rows} == {"ok", "timeout", "error"}
-    assert all(row["reward"] == 0 for row in rows if row["graded"] != "ok")
-    assert run.text.count("warning: rollout.turns failed: ") == 1
-    run = train(2, *bad)
-    assert run.code == 1 and "exitcode  : 2" in run.text and "samples failed, more than" in run.text, run.text
 
 
 @pytest.mark.slow

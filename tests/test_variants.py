@@ -11,12 +11,12 @@ import torch
 from config import AlgoConfig, RewardConfig, UserError
 from support.base.read_config import load_config
 from support.check import checks, run_plan
-from support.step import credit
+from support.step import gdpo
 from tests.conftest import REPO
 from train_grpo import (
     Sample,
+    add_advantages,
     flatten,
-    give_credit,
     group_advantages,
     loss_weights,
     mismatch_weight,
@@ -141,14 +141,14 @@ def test_parts_are_normalized_before_their_sum_by_hand():
     c = 1 / (math.sqrt(2) + 1e-4)
     third = 2 / 3 / std_a
     want = [third - 4 / (4 + 1e-4), -2 * third + 4 / (4 + 1e-4), third, -c, 0, c]
-    np.testing.assert_allclose(credit.normalize_parts(samples, rewards, 1.0), want, rtol=1e-12)
-    batch = give_credit(samples, flatten(samples), AlgoConfig(advantage="gdpo"), rewards)
+    np.testing.assert_allclose(gdpo.normalize_parts(samples, rewards, 1.0), want, rtol=1e-12)
+    batch = add_advantages(samples, flatten(samples), AlgoConfig(advantage="gdpo"), rewards)
     np.testing.assert_allclose(batch.advantages.tolist(), np.array(want) / (stdev(want) + 1e-4), rtol=1e-6)
 
 
 def test_the_length_penalty_is_a_part_with_its_coefficient():
     samples = scored([(0, "s", {"r": n / 10, "overlong": -0.5 * n}) for n in (0, 1, 2)])
-    got = credit.normalize_parts(samples, RewardConfig(default="custom"), 0.5)
+    got = gdpo.normalize_parts(samples, RewardConfig(default="custom"), 0.5)
     np.testing.assert_allclose(got, [-1 / 1.001 + 0.5 / 1.0001, 0, 1 / 1.001 - 0.5 / 1.0001], rtol=1e-12, atol=1e-12)
 
 
@@ -186,7 +186,7 @@ def test_advantages_are_trls(kind):
         rows.append((n // size, "s", parts))
     samples = scored(rows)
     spec = RewardConfig(default=dict(zip(names, weights.tolist(), strict=True)))
-    batch = give_credit(samples, flatten(samples), AlgoConfig(advantage=kind), spec)
+    batch = add_advantages(samples, flatten(samples), AlgoConfig(advantage=kind), spec)
     aggregation = {"grpo_batch": "sum_then_normalize", "gdpo": "normalize_then_sum"}[kind]
     want = trl_advantages(rewards, weights, size, "batch", aggregation)
     torch.testing.assert_close(batch.advantages.double(), want, rtol=1e-5, atol=1e-6)

@@ -149,6 +149,7 @@ def to_yaml(cfg: Config) -> str:
 
 # ---------------------------------------------------------------- values for the keys
 
+GONE = dict.fromkeys(("algo.credit", "log.tokens"), "it is in recipes/token_rewards.patch: docs/recipes.md")
 LEGAL = {  # of keys whose type does not say it
     "resume": "none, auto, or the folder of a checkpoint; YAML reads no and off as false",
     "reward.functions": "file.py:function, or the name of a reward, whose options go into reward.options",
@@ -196,6 +197,8 @@ def validate(tree: dict, path: str) -> Config:
 
 def explain_unknown(name: str, value: Any) -> list[str]:
     """A line for an unknown key; for a section one of each key, if another trainer has any of them."""
+    if name in GONE:
+        return [f"unknown key {name!r}; {GONE[name]}"]
     foreign = yaml.load(FOREIGN_KEYS.read_text(), Loader)
     ours = {key: of_other_trainers(key, foreign) for key, _ in dotted_items({name: value})}
     if not any(ours.values()):

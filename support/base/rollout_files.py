@@ -21,15 +21,11 @@ from support.base import processes
 
 
 def as_row(sample) -> dict:
-    """The row of a Sample: its fields that are not None, with those in `tokens` beside them.
-
-    `routes` is larger than all others together: it is written only with the numbers of tokens (log.tokens).
+    """The row of a Sample: its fields that are not None, with those in `tokens` beside them, and without `routes`,
+    which is larger than all others together.
     """
-    row = {name: value for name, value in vars(sample).items() if value is not None}
-    tokens = row.pop("tokens", {})
-    if "trainer_logp" not in tokens:
-        row.pop("routes", None)
-    return row | tokens
+    row = {name: value for name, value in vars(sample).items() if value is not None and name != "routes"}
+    return row | row.pop("tokens", {})
 
 
 class RolloutWriter:

@@ -37,9 +37,9 @@ def load_module(path: str) -> ModuleType:
 
 
 @functools.cache
-def instance(key: str, place: str, options: str) -> Callable:
-    """The object of a class at this key, made once a process with its options, a JSON text."""
-    return load_function(key, place)(**json.loads(options))
+def instance(kind: type, options: str) -> Callable:
+    """The object of a class, made once a process with its options, a JSON text."""
+    return kind(**json.loads(options))
 
 
 def last_line(error: BaseException) -> str:

@@ -11,12 +11,12 @@ import os
 import transformers
 
 import megatron_bridge as bridge
-import reward as rewards
 from config import Config, LoraConfig, UserError
 from support.base import versions
-from support.base.hf_folder import check_found, safetensor_files
+from support.base.hf_folder import check_found, local_folder, safetensor_files
 from support.check import options
 from support.model.attention import rotary_embedding, sliding_window
+from support.step import named_rewards, teacher
 from support.step.packing import attention_pads
 
 # ---------------------------------------------------------------- the configuration
@@ -156,7 +156,7 @@ def check_rewards(cfg: Config) -> None:
     by_source = {f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()}
     for key, name in {"reward.default": cfg.reward.default, **by_source}.items():
         try:
-            rewards.load_reward(name, cfg.reward.custom, cfg.reward.options, cfg.reward.functions, build=False)
+            named_rewards.check(name, cfg.reward)
         except ValueError as error:
             raise UserError(f"{key}={name}: {error}") from None
 
@@ -300,6 +300,23 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
     except (AssertionError, TypeError, ValueError) as error:
         given = ", ".join(f"megatron.{name}" for name in cfg.megatron) or "empty"
         raise ValueError(f"{model}: Megatron-core refuses this layout or megatron section ({given}): {error}") from None
+
+
+def check_teacher(cfg: Config) -> None:
+    """See, as check_model does, that a teacher that is another model can be built and split. Raises ValueError."""
+    path = teacher.another(cfg)
+    if path:
+        check_model(cfg, path, rollout_tp=1, key="algo.teacher")
+        teacher.check_vocabulary(cfg)
+
+
+def check_teacher_files(cfg: Config, tokenizer, weights: bool) -> None:
+    """Check a teacher that is another model: its tokens and, with `weights`, its weights. Raises ValueError."""
+    path = teacher.another(cfg)
+    if path and weights:
+        check_weights(local_folder(path), key="algo.teacher")
+    if path:
+        teacher.check_tokens(cfg, tokenizer)
 
 
 def check_routes(cfg: Config) -> None:

@@ -5,9 +5,9 @@ import json
 import torch.distributed as dist
 
 from config import RewardConfig, UserError
-from reward import is_part
 from support.data.prompts import Prompt
 from support.step import turns
+from support.step.named_rewards import is_part
 from support.step.records import Sample
 
 

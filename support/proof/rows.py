@@ -128,8 +128,6 @@ def expected_advantages(samples: list[Sample], algo: AlgoConfig) -> ndarray | No
     kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
     if algo.advantage not in ("grpo", "dr_grpo", "rloo") or algo.teacher or kl_in_reward:
         return None
-    if any(s.token_rewards for s in samples):
-        return None
     reward_N = np.array([s.reward for s in samples])
     _, group_N = np.unique([s.group for s in samples], return_inverse=True)
     size_N = np.bincount(group_N)[group_N]

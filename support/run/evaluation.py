@@ -74,7 +74,7 @@ def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: t
         signal.signal(number, signal.SIG_DFL)
     clock.enter("build")
     awake = engine(inputs.model_path, cfg.model, cfg.rollout, checks.longest_sample(cfg), asleep=False)
-    grading = GradingPool(**cfg.reward.model_dump(exclude={"max_error_frac"}))
+    grading = GradingPool(cfg.reward)
     found, samples = evaluate(Evaluation(cfg, clock, inputs, awake, grading))
     grading.close()
     if dist.get_rank() > 0:

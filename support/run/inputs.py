@@ -14,7 +14,7 @@ from config import Config, UserError
 from support.base import hf_folder, ranks
 from support.base.files import open_output_dir
 from support.base.read_config import override, to_yaml
-from support.check import checks, run_plan, teacher_checks
+from support.check import checks, run_plan
 from support.data.prompts import Mixture, Prompt, check_opening, fingerprint, load_prompts, load_tokenizer
 from support.model import checkpoint, lora
 from support.step import turns
@@ -42,8 +42,8 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs
         tokenizer = load_tokenizer(cfg.model.path)
         parts = ["train"] if cfg.data.eval is None else ["train", "eval"]
         prompts, dropped = read_prompts(cfg, tokenizer, parts)
-        teacher_checks.check_tokens(cfg, tokenizer, weights)
         folder = cfg.model.path
+        checks.check_teacher_files(cfg, tokenizer, weights)
         if weights:
             folder = hf_folder.local_folder(folder)
             checks.check_weights(folder)
@@ -60,7 +60,7 @@ def check_models(cfg: Config) -> None:
     """Check, from config.json, that model and teacher can be built on this layout. Raises UserError."""
     try:
         checks.check_model(cfg, cfg.model.path, cfg.rollout.tp)
-        teacher_checks.check_shape(cfg)
+        checks.check_teacher(cfg)
         checks.check_routes(cfg)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None

@@ -7,7 +7,6 @@ program, this file is the worker.
 
 import atexit
 import contextlib
-import inspect
 import json
 import os
 import resource
@@ -21,11 +20,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
-import reward
 from support.base import processes, user_code
 from support.base.user_code import last_line
-from support.judge import reward_model, sandbox
+from support.judge import sandbox
+from support.step import named_rewards
+from support.step.named_rewards import Spec
 
 # ---------------------------------------------------------------- the pool, in the trainer
 
@@ -34,7 +35,7 @@ from support.judge import reward_model, sandbox
 class Outcome:
     """The result for one answer. `status` is "ok", "timeout" or "error"; a wrong answer is "ok" and has its reward."""
 
-    parts: dict[str, float | list] = field(default_factory=dict)  # as reward.parts_of; for a turn "reply" and "state"
+    parts: dict[str, float] = field(default_factory=dict)  # as named_rewards.parts_of; for a turn "reply" and "state"
     status: str = "ok"
     error: str = ""
     graded: int | None = field(default=None, compare=False)  # checksum of the text that a worker graded
@@ -44,9 +45,15 @@ class Outcome:
 class RewardKind:
     """A reward as the configuration names it, and what its jobs need."""
 
-    spec: str | dict[str, float]
-    models: list[str]  # its names that are reward models, which one worker alone loads
-    takes_ids: bool  # a reward of the user's own is among its names, which may ask for token ids
+    spec: Spec
+    batched: bool  # one of its names takes many answers at once, which one worker alone loads
+    takes_ids: bool  # one of its names asks for token ids
+
+
+def kind_of(spec: Spec, cfg) -> RewardKind:
+    names = named_rewards.weights_of(spec)
+    batched = any(named_rewards.is_batched(name, cfg) for name in names)
+    return RewardKind(spec, batched, any(named_rewards.takes_ids(name, cfg) for name in names))
 
 
 def checksum(text: str) -> int:
@@ -66,45 +73,31 @@ MAX_TURN_BYTES = 100_000  # of the text that a function of rollout.turns returns
 class GradingPool:
     """Worker processes that grade answers while the caller does something else.
 
-    A source has the reward in `by_source`, else `default`. `timeout_s`: wall clock per answer, from when a worker
-    starts on it. `memory_gb`: address space of a worker, 0 for no limit. Where rewards use reward models, one more
-    worker loads all of them, without that limit.
+    `cfg`: the section `reward` of the configuration. A source has the reward in `by_source`, else `default`.
+    `timeout_s`: wall clock per answer, from when a worker starts on it. `memory_gb`: address space of a worker, 0 for
+    no limit. Where rewards take many answers at once, one more worker loads all of them, without that limit.
     """
 
-    def __init__(
-        self,
-        default: str | dict[str, float],
-        by_source: dict[str, str | dict[str, float]],
-        custom: str | None,
-        timeout_s: float,
-        workers: int,
-        options: dict[str, dict] | None = None,
-        memory_gb: float = 4.0,
-        functions: dict[str, str] | None = None,
-    ):
-        self.functions = functions or {}
-        self.default = self._kind_of(default)
-        self.by_source = {source: self._kind_of(spec) for source, spec in by_source.items()}
-        self.timeout_s = timeout_s
-        self.memory_gb = memory_gb
-        settings = {"custom": custom, "options": options or {}, "functions": self.functions}
-        models = [name for kind in [self.default, *self.by_source.values()] for name in kind.models]
-        sizes = [settings["options"].get(name, {}).get("batch_size", 8) for name in models]
-        self.batch_size = max(sizes, default=8)
-        self.workers = [Worker({**settings, "with_model": False, "memory_gb": memory_gb}) for _ in range(workers)]
-        if models:
-            self.workers.append(Worker({**settings, "with_model": True, "memory_gb": 0}))
+    def __init__(self, cfg):
+        self.timeout_s = cfg.timeout_s
+        self.default = kind_of(cfg.default, cfg)
+        self.by_source = {source: kind_of(spec, cfg) for source, spec in cfg.by_source.items()}
+        settings = {"custom": cfg.custom, "options": cfg.options, "functions": cfg.functions}
+        self.workers = [Worker(settings, False, cfg.memory_gb) for _ in range(cfg.workers)]
+        self.batch_size = 0
+        kinds = [kind for kind in (self.default, *self.by_source.values()) if kind.batched]
+        if kinds:
+            names = {name for kind in kinds for name in named_rewards.weights_of(kind.spec)}
+            self.batch_size = max(cfg.options.get(name, {}).get("batch_size", 8) for name in names)
+            self.workers.append(Worker(settings, True, memory_gb=0))
         self.submitted: list[Future] = []  # since the last `collect`
         self.lock = threading.Condition()  # guards the attributes below
-        self.waiting = {False: deque(), True: deque()}  # jobs, keyed by whether they need a model
+        self.waiting = {False: deque(), True: deque()}  # jobs, keyed by whether they are batched
         self.closed = False
         self.threads = [threading.Thread(target=self._serve, args=[worker], daemon=True) for worker in self.workers]
         for thread in self.threads:
             thread.start()
         atexit.register(self.close)  # a run that ends with an error removes its temporary files too
-
-    def _kind_of(self, spec: str | dict[str, float]) -> RewardKind:
-        return RewardKind(spec, reward.models_of(spec, self.functions), reward.has_own(spec, self.functions))
 
     def submit(
         self,
@@ -125,7 +118,7 @@ class GradingPool:
         arguments = [text, answer, row, ids if kind.takes_ids else None]
         request = json.dumps({"spec": kind.spec, "arguments": arguments}, default=str)
         with self.lock:
-            self.waiting[bool(kind.models)].append((request, future))
+            self.waiting[kind.batched].append((request, future))
             self.lock.notify_all()
 
     def submit_turn(self, place: str, text: str, row: dict, state: dict) -> Future:
@@ -171,18 +164,19 @@ class GradingPool:
             quick = time.monotonic() - start < QUICK_S * (len(jobs) - len(ungraded))
             size = CHUNK if quick else 1
             with self.lock:
-                self.waiting[worker.with_model].extendleft(reversed(ungraded))
+                self.waiting[worker.batched].extendleft(reversed(ungraded))
                 self.lock.notify_all()
         worker.stop()
 
     def _take(self, worker: "Worker", size: int) -> list[Job]:
         """Up to `size` jobs, fewer when few are left so that all workers have some; none when the pool is closed."""
-        waiting = self.waiting[worker.with_model]
+        waiting = self.waiting[worker.batched]
         with self.lock:
             self.lock.wait_for(lambda: waiting or self.closed)
             if self.closed:
                 return []
-            size = self.batch_size if worker.with_model else min(size, 1 + len(waiting) // (2 * len(self.workers)))
+            share = 1 + len(waiting) // (2 * len(self.workers))
+            size = self.batch_size if worker.batched else min(size, share)
             return [waiting.popleft() for _ in range(min(size, len(waiting)))]
 
     def _ask(self, worker: "Worker", jobs: list[Job]) -> list[Job]:
@@ -211,7 +205,7 @@ class GradingPool:
                 outcome = Outcome(status="error", error=f"loading the reward took more than {LOAD_S:.0f} s")
             else:
                 outcome = Outcome(status="error", error=f"the grading process died (exit code {code})")
-            after = len(jobs) if worker.with_model else number + 1  # a model scores all of them in one batch
+            after = len(jobs) if worker.batched else number + 1  # all of them were graded at once
             for _, failed in jobs[number:after]:
                 failed.set_result(outcome)
             return jobs[after:]
@@ -221,9 +215,9 @@ class GradingPool:
 class Worker:
     """A grading process, seen from the trainer: a line in is a list of requests, a line out an outcome."""
 
-    def __init__(self, settings: dict):
-        self.settings = settings
-        self.with_model = settings["with_model"]
+    def __init__(self, settings: dict, batched: bool, memory_gb: float):
+        self.settings = {**settings, "memory_gb": memory_gb}
+        self.batched = batched
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -284,15 +278,14 @@ def serve_requests() -> None:
     if settings["memory_gb"]:
         size = int(settings["memory_gb"] * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    loaded = {}
+    cfg = SimpleNamespace(**settings)
     for line in requests:
         chunk = json.loads(line)
-        if settings["with_model"]:  # a function that is loaded scores one chunk, in a batch
-            loaded = {}
+        loaded = {}  # objects of classes and imported modules stay
         for request in chunk:
             key = json.dumps(request["spec"])
             if key not in loaded:
-                loaded[key] = attempt(load_reward_function, request["spec"], settings, chunk)
+                loaded[key] = attempt(load, request["spec"], cfg, chunk)
             function, failure = loaded[key]
             os.write(replies, b"\n")
             if not failure:
@@ -313,27 +306,11 @@ def attempt(function: Callable, *args) -> tuple:
         return None, {"status": "error", "error": last_line(error)}
 
 
-def load_reward_function(spec: str | dict[str, float], settings: dict, chunk: list[dict]) -> Callable:
-    """The function of `reward.load_reward`, returning parts. All it needs is loaded before an answer's time starts."""
+def load(spec: Spec, cfg: SimpleNamespace, chunk: list[dict]) -> Callable:
+    """The function of a request: of a reward, or of rollout.turns."""
     if isinstance(spec, dict) and TURNS in spec:
         return load_turn_function(spec[TURNS])
-    models = reward.models_of(spec, settings["functions"])
-    batched = {name: batched_model(name, chunk) for name in models}
-    function = reward.load_reward(spec, settings["custom"], settings["options"], settings["functions"], batched)
-    if any(settings["functions"].get(name, name) == "math" for name in reward.weights_of(spec)):
-        reward.parse_math("$1$ or \\boxed{1}")
-    for name in models:
-        options = model_options(settings["options"][name])
-        reward_model.load(options["path"], options["device"], options["dtype"])
-
-    def grade(*arguments) -> dict[str, float | list]:
-        parts = reward.parts_of(function(*arguments))
-        if not parts:
-            names = ", ".join(reward.weights_of(spec))
-            raise ValueError(f"the reward is None ({names}): it does not apply to this row; legal is a finite number")
-        return parts
-
-    return grade
+    return named_rewards.load(spec, cfg, chunk)
 
 
 def load_turn_function(place: str) -> Callable:
@@ -353,26 +330,6 @@ def load_turn_function(place: str) -> Callable:
         return {"reply": reply, "state": state}
 
     return take_turn
-
-
-def batched_model(name: str, chunk: list[dict]) -> Callable:
-    """`reward.model` for the requests of a chunk that use it by this name; the first call scores all of them."""
-    score_of_row = {}  # by the identity of the row
-
-    def score(text: str, answer: str, row: dict, **options) -> float:
-        if not score_of_row:
-            arguments = [request["arguments"] for request in chunk if name in reward.weights_of(request["spec"])]
-            values = reward_model.scores([(text, row) for text, _, row, _ in arguments], **model_options(options))
-            score_of_row.update({id(row): value for (_, _, row, _), value in zip(arguments, values, strict=True)})
-        return score_of_row[id(row)]
-
-    return score
-
-
-def model_options(given: dict) -> dict:
-    """All options of `reward.model`: those that are given, the others with their defaults."""
-    options = list(inspect.signature(reward.model).parameters.values())[3:]  # after response, answer and row
-    return {option.name: option.default for option in options} | given
 
 
 if __name__ == "__main__":

@@ -282,25 +282,6 @@ def idle_seconds(rank_seconds: list[dict[str, float]], bubble: float) -> dict[st
 # ---------------------------------------------------------------- samples, and evaluations
 
 
-def trainer_logp(batch: Batch, cfg: Config, score: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The trainer's log-probs before the updates, [F], for `note_tokens`: of the batch, else of a pass of `score`."""
-    if cfg.algo.old_logp == "trainer" and batch.old_logp is not None:
-        return batch.old_logp
-    return score()
-
-
-def note_tokens(samples: list[Sample], batch: Batch, before_F: torch.Tensor, after_F: torch.Tensor) -> None:
-    """Write two numbers of each response token into `sample.tokens`, given the log-probs before and after the updates.
-
-    "trainer_logp" is the trainer's log-prob before, "ratio" the probability after divided by that before.
-    """
-    ratio_F = (after_F - before_F).exp()
-    for s, first, positions in zip(samples, batch.starts_N, batch.lengths_N, strict=True):
-        response = slice(first + len(s.prompt_ids) - 1, first + positions)
-        s.tokens["trainer_logp"] = before_F[response].numpy()
-        s.tokens["ratio"] = ratio_F[response].numpy()
-
-
 def rewards_by_group(samples: list[Sample]) -> dict[int, list[float]]:
     """The rewards of each group's answers."""
     rewards = {s.group: [] for s in samples}

@@ -30,8 +30,7 @@ class Sample:
     error: str = ""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
-    token_rewards: dict[str, np.ndarray] | None = None  # {part: array of credit.ROW}, of parts with token rewards
-    advantage: float = 0.0  # with token rewards, that of the first token
+    advantage: float = 0.0
     tokens: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each response token, for rollouts/
 
     @property
@@ -117,10 +116,9 @@ class Batch(Rows):
         taken = {name: torch.cat([value[pieces[n]] for n in samples]) for name, value in values.items()}
         return replace(self, **taken, lengths_N=self.lengths_N[samples])
 
-    def sums(self, values_F: torch.Tensor, starts_K: np.ndarray | None = None) -> np.ndarray:
-        """The sum over each sample's positions, [F] → [N] float64; with `starts_K` from each start to the next, [K]."""
-        starts = self.starts_N if starts_K is None else starts_K
-        return np.add.reduceat(values_F.numpy(), starts, dtype=np.float64)
+    def sums(self, values_F: torch.Tensor) -> np.ndarray:
+        """The sum over each sample's positions, [F] → [N] float64."""
+        return np.add.reduceat(values_F.numpy(), self.starts_N, dtype=np.float64)
 
 
 @dataclass(frozen=True, kw_only=True)

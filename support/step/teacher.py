@@ -7,10 +7,12 @@ teacher of another size is a second Megatron model on the same layout, without g
 from dataclasses import dataclass, replace
 
 import torch
+import transformers
 
 import megatron_bridge as bridge
 from config import Config
 from support.base import hf_folder
+from support.data.prompts import load_tokenizer
 from support.step.records import Batch, Sample
 
 SELF = "self"  # algo.teacher: the model's own present weights
@@ -24,11 +26,9 @@ class Teacher:
     weights: list[torch.Tensor] | None = None
 
 
-def build_teacher(model: list, cfg: Config) -> Teacher | None:
-    """The teacher of a run that trains `model`; None without one."""
+def build_teacher(model: list, cfg: Config) -> Teacher:
+    """The teacher of a run that trains `model`."""
     algo = cfg.algo
-    if algo.teacher is None:
-        return None
     if algo.teacher == SELF:
         return Teacher(model)
     path = hf_folder.local_folder(algo.teacher)
@@ -68,3 +68,30 @@ def align_logp(batch: Batch, seen: Batch, logp_F: torch.Tensor) -> torch.Tensor:
 def another(cfg: Config) -> str | None:
     """Where the teacher comes from if it is another model; None where there is none, or the model itself."""
     return None if cfg.algo.teacher == SELF else cfg.algo.teacher
+
+
+def check_vocabulary(cfg: Config) -> None:
+    """See from its config.json that the teacher has a row for every token of the model. Raises ValueError."""
+    path = cfg.algo.teacher
+    rows, needed = (transformers.AutoConfig.from_pretrained(name).vocab_size for name in (path, cfg.model.path))
+    if rows < needed:
+        raise ValueError(
+            f"algo.teacher={path}: its vocabulary has {rows} rows, that of model.path={cfg.model.path} {needed}; an id "
+            "beyond them could be sampled, so it must have as many at least"
+        )
+
+
+def check_tokens(cfg: Config, tokenizer) -> None:
+    """See that the teacher knows the `tokenizer`'s tokens by the same ids. Raises ValueError."""
+    path = cfg.algo.teacher
+    try:
+        known = load_tokenizer(path).get_vocab()
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.path=", "algo.teacher=")) from None
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        if known.get(token) != number:
+            raise ValueError(
+                f"algo.teacher={path}: its tokenizer is another one: token {number} of model.path={cfg.model.path} is "
+                f"{token!r}, which the teacher has as {known.get(token, 'none of its tokens')}; it scores the very ids "
+                "that were sampled, so it has to know all tokens of the model by the same ids"
+            )

@@ -7,14 +7,14 @@ their turns in one batch. docs/turns.md is for users.
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
 import torch.distributed as dist
 
-from config import Config, DataConfig, EvalConfig, RolloutConfig
+from config import Config, EvalConfig, RolloutConfig
 from rollout import Completion, Engine
 from support.base import user_code
 from support.step.grading import TURNS, GradingPool, Outcome
@@ -23,96 +23,107 @@ FAILED = f"{TURNS} failed: "  # how the error of a sample begins whose environme
 MARK = "⟦answer⟧"  # stands for the model's answer, to find what the chat template writes after it
 
 
-def converse(
-    engine: Engine,
-    pool: GradingPool,
-    tokenizer,
-    cfg: Config,
-    rows: list[dict],
-    prompts: list[list[int]],
-    seeds: list[int],
-    n: int,
-    sampling: RolloutConfig | EvalConfig,
-    max_tokens: int,
-) -> Iterator[tuple[int, list[Completion]]]:
-    """Engine.generate for whole conversations: yields (number of the prompt, its `n`) once all `n` have ended.
+class Talk(NamedTuple):
+    """A conversation: the number of its prompt, its number among the prompt's, and what was said."""
 
-    `pool` calls the function of rollout.turns; `rows` has the data row of each prompt. `max_tokens` bounds a response
-    with the environment's tokens. A conversation is a function of prompt, seed, its number among the `n`, and the
-    environment's replies. Its `columns` are "turns", the texts of model, environment, model, ..., and "state", as the
-    function left it.
+    prompt: int
+    number: int
+    said: Completion  # with the columns "turns", texts of model, environment, model, ..., and "state"
+
+
+@dataclass
+class Conversations:
+    """Whole conversations of an engine; `generate` takes the place of the engine's.
+
+    A conversation is a function of prompt, seed, its number among the prompt's, and the environment's replies.
     """
-    rollout = cfg.rollout
-    is_first = dist.get_rank() % rollout.tp == 0
-    conversations = [[Completion([], [], False, columns={"turns": [], "state": {}}) for _ in range(n)] for _ in prompts]
-    requests = [[(p, i) for i in range(n)] for p in range(len(prompts))]  # (prompt, number) that each one samples for
-    answers = engine.generate(prompts, seeds, n, sampling, max_tokens)
-    unfinished = set(range(len(prompts)))  # prompts with active conversations
-    for turn in range(1, rollout.max_turns + 1):
-        answered = []  # conversations whose last answer the environment gets
+
+    engine: Engine
+    pool: GradingPool  # calls the function of rollout.turns
+    tokenizer: Any
+    cfg: Config
+    rows: list[dict]  # the data row of each prompt
+
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], n: int, sampling: RolloutConfig | EvalConfig, max_tokens: int
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield (number of the prompt, its `n` conversations) once all `n` have ended.
+
+        `max_tokens` bounds a response with the environment's tokens.
+        """
+        talks = [
+            [Talk(p, i, Completion([], [], False, columns={"turns": [], "state": {}})) for i in range(n)]
+            for p in range(len(prompts))
+        ]
+        asked = talks  # to which conversations the engine's answers belong
+        answers = self.engine.generate(prompts, seeds, n, sampling, max_tokens)
+        unfinished = set(range(len(prompts)))  # prompts with active conversations
+        for turn in range(1, self.cfg.rollout.max_turns + 1):
+            budget = max_tokens if turn < self.cfg.rollout.max_turns else 0
+            active = [talk for talk, outcome in self.take_answers(answers, asked) if self.reply(talk, outcome, budget)]
+            for p in sorted(unfinished - {talk.prompt for talk in active}):
+                unfinished.remove(p)
+                yield p, [talk.said for talk in talks[p]]
+            if not active:
+                return
+            asked = [[talk] for talk in active]
+            answers = self.engine.generate(
+                [prompts[talk.prompt] + talk.said.ids for talk in active],
+                [turn_seed(seeds[talk.prompt], talk.number, turn) for talk in active],
+                1,
+                sampling,
+                [max_tokens - len(talk.said.ids) for talk in active],
+            )
+
+    def take_answers(
+        self, answers: Iterator[tuple[int, list[Completion]]], asked: list[list[Talk]]
+    ) -> list[tuple[Talk, Outcome]]:
+        """Add the engine's answers to their conversations; what the environment says to those that are complete."""
+        rollout = self.cfg.rollout
+        is_first = dist.get_rank() % rollout.tp == 0
+        answered = []
         calls = []
         for number, completions in answers:
-            texts = tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
-            for (p, i), answer, text in zip(requests[number], completions, texts, strict=True):
-                conversation = conversations[p][i]
-                append_turn(conversation, answer.ids, answer.logps, text)
-                conversation.routes = answer.routes  # of all tokens up to here
-                conversation.finished = answer.finished
+            texts = self.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
+            for talk, answer, text in zip(asked[number], completions, texts, strict=True):
+                append_turn(talk.said, answer.ids, answer.logps, text)
+                talk.said.routes = answer.routes  # of all tokens up to here
+                talk.said.finished = answer.finished
                 if answer.finished:
-                    answered.append((p, i))
+                    answered.append(talk)
                     if is_first:  # while the engine samples the other answers
-                        state = conversation.columns["state"]
-                        calls.append(pool.submit_turn(rollout.turns, text, rows[p], state))
+                        state = talk.said.columns["state"]
+                        calls.append(self.pool.submit_turn(rollout.turns, text, self.rows[talk.prompt], state))
         outcomes = broadcast_in_engine([call.result() for call in calls], rollout.tp)
-        active = [
-            (p, i)
-            for (p, i), outcome in zip(answered, outcomes, strict=True)
-            if apply_reply(conversations[p][i], outcome, turn < rollout.max_turns, max_tokens, tokenizer, cfg.data)
-        ]
-        for p in sorted(unfinished - {p for p, _ in active}):
-            unfinished.remove(p)
-            yield p, conversations[p]
-        if not active:
-            return
-        requests = [[place] for place in active]
-        answers = engine.generate(
-            [prompts[p] + conversations[p][i].ids for p, i in active],
-            [turn_seed(seeds[p], i, turn) for p, i in active],
-            1,
-            sampling,
-            [max_tokens - len(conversations[p][i].ids) for p, i in active],
-        )
+        return list(zip(answered, outcomes, strict=True))
+
+    def reply(self, talk: Talk, outcome: Outcome, budget: int) -> bool:
+        """Add the environment's reply to the last answer; returns whether the model answers again.
+
+        A reply that leaves no room in the `budget` for one more token is dropped, since a response ends with a token of
+        the model, and the conversation counts as truncated. Budget 0: it was the last turn.
+        """
+        said = talk.said
+        if outcome.status != "ok":
+            error = FAILED + outcome.error if outcome.error else ""
+            said.failure = replace(outcome, error=error, graded=None)  # it is of the last turn, not of the answer
+            return False
+        text = outcome.parts["reply"]
+        said.columns["state"] = outcome.parts["state"]
+        if text is None or not budget:
+            return False
+        ids = reply_ids(text, said.ids[-1], self.tokenizer, self.cfg.data)
+        said.finished = len(said.ids) + len(ids) < budget
+        if said.finished:
+            append_turn(said, ids, [0.0] * len(ids), text)
+        return said.finished
 
 
-def append_turn(conversation: Completion, ids: list[int], logps: list[float], text: str) -> None:
-    """Add a turn to a conversation."""
-    conversation.ids = conversation.ids + ids
-    conversation.logps = conversation.logps + logps
-    conversation.turns.append(len(ids))
-    conversation.columns["turns"].append(text)
-
-
-def apply_reply(
-    conversation: Completion, outcome: Outcome, may_continue: bool, max_tokens: int, tokenizer, data: DataConfig
-) -> bool:
-    """Add the environment's reply to the last answer; returns whether the model answers again.
-
-    A reply that leaves no room for one more token is dropped, since a response ends with a token of the model, and the
-    conversation counts as truncated.
-    """
-    if outcome.status != "ok":
-        error = FAILED + outcome.error if outcome.error else ""
-        conversation.failure = replace(outcome, error=error, graded=None)  # it is of the last turn, not of the answer
-        return False
-    text = outcome.parts["reply"]
-    conversation.columns["state"] = outcome.parts["state"]
-    if text is None or not may_continue:
-        return False
-    ids = reply_ids(text, conversation.ids[-1], tokenizer, data)
-    conversation.finished = len(conversation.ids) + len(ids) < max_tokens
-    if conversation.finished:
-        append_turn(conversation, ids, [0.0] * len(ids), text)
-    return conversation.finished
+def append_turn(said: Completion, ids: list[int], logps: list[float], text: str) -> None:
+    said.ids = said.ids + ids
+    said.logps = said.logps + logps
+    said.turns.append(len(ids))
+    said.columns["turns"].append(text)
 
 
 def reply_ids(text: str, last: int, tokenizer, data) -> list[int]:

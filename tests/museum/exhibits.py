@@ -217,7 +217,7 @@ GROUPS = [
     ),
     Exhibit(
         "advantages_of_another", "groups", "each answer has the advantage of the one before it",
-        "train_grpo:give_credit", "torch.from_numpy(advantages_N).float()",
+        "train_grpo:add_advantages", "torch.from_numpy(advantages_N).float()",
         "torch.from_numpy(np.roll(advantages_N, 1)).float()",
         "run", "",
     ),

@@ -102,7 +102,7 @@ def make_samples() -> list[Sample]:
 def make_update(samples: list[Sample], chosen: list[int], cfg) -> tuple[dict, list, Batch]:
     """The report, three micro-batches and the batch of an update."""
     algo = cfg.algo
-    batch = train_grpo.give_credit(samples, train_grpo.flatten(samples, algo.mask_truncated), algo)
+    batch = train_grpo.add_advantages(samples, train_grpo.flatten(samples, algo.mask_truncated), algo)
     length = cfg.rollout.max_new_tokens
     weights_F = train_grpo.loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length)
     batch = dataclasses.replace(batch, weights=weights_F)
@@ -138,10 +138,7 @@ def test_advantages_of_other_answers_are_found_but_not_what_a_fork_makes_of_them
     moved = dataclasses.replace(batch, advantages=torch.roll(batch.advantages, 4))
     with pytest.raises(TrainingError, match=r"advantages are not those of the rewards by algo\.advantage=grpo"):
         check_credit(samples, moved, cfg.algo)
-    samples[0].token_rewards = {}
-    samples[1].token_rewards = {"part": None}  # then more than the rewards of answers decides
-    check_credit(samples, moved, cfg.algo)
-    other = dataclasses.replace(batch, advantages=batch.advantages * 2)  # after give_credit
+    other = dataclasses.replace(batch, advantages=batch.advantages * 2)  # after add_advantages
     rows = [pack(other, chosen, 40, "cpu")]
     check_update(report, rows, other, samples, chosen, cfg)
 

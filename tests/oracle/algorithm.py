@@ -115,7 +115,7 @@ def group_advantages(answers: list[dict], charges: list[list[float]], algo: dict
     answer that has no such cut is there with its last part. Otherwise whole answers are compared.
     """
     cuts = set()
-    if algo["credit"] == "to_go":
+    if algo.get("credit", "to_go") == "to_go":
         for a in answers:
             for rewards in (a.get("token_rewards") or {}).values():
                 cuts |= {place + 1 for place, _ in rewards}

@@ -106,7 +106,7 @@ def check_options(config: dict) -> None:
         raise Refusal(f"{', '.join(sorted(options))}: an option that may change log-probs, which cannot be repeated")
     for key, legal in LEGAL.items():
         section, name = key.split(".")
-        if config[section][name] not in legal:
+        if config[section].get(name, legal[0]) not in legal:
             raise Refusal(f"{key}={config[section][name]}: the second trainer knows {', '.join(map(str, legal))}")
-    if config["algo"]["replay_routes"] and not config["log"]["tokens"]:
-        raise Refusal("algo.replay_routes=true: rollouts/ has the routes only with log.tokens=true; run with it")
+    if config["algo"]["replay_routes"] and not config["log"].get("tokens"):
+        raise Refusal("algo.replay_routes=true: rollouts/ has the routes only with log.tokens=true of a recipe")

@@ -23,7 +23,7 @@ from tests.oracle.recorded import Refusal, check_options, read_run
 from tests.oracle.trainer import repeat, sampled_places
 
 ALGO = {
-    "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "correction": "none", "credit": "to_go",
+    "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "correction": "none",
     "correction_level": "token", "correction_low": None, "correction_high": None, "advantage": "grpo",
     "loss_norm": "token_mean", "loss_norm_length": 0, "max_rounds": 1,
 }  # fmt: skip

@@ -11,12 +11,12 @@ from tests.oracle.comparison import Comparison
 from tests.oracle.pairs import EXPERTS, FACTORS, Run, all_pairs, cover, pairs_of
 from tests.oracle.recorded import read_run
 from tests.oracle.trainer import repeat
-from tests.test_forks import apply
+from tests.test_forks import apply, git_apply
 
 RUNS = cover()
 COMMON = (
     "train.steps=3", "train.lr=0.003", "train.warmup_steps=2", "train.save_every=0", "train.export_every=1",
-    "rollout.prompts_per_step=4", "rollout.group_size=4", "algo.entropy_coef=0.02", "log.tokens=true",
+    "rollout.prompts_per_step=4", "rollout.group_size=4", "algo.entropy_coef=0.02",
     "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=48",
 )  # fmt: skip
 TOKEN_REWARDS = '''
@@ -24,7 +24,9 @@ def digits(text, answer, row, response_ids):
     """A reward at each token that is a digit of the answer, and one for the whole that few answers share."""
     wanted = [2 + int(c) for c in answer]
     right = [float(i < len(wanted) and token == wanted[i]) / 3 for i, token in enumerate(response_ids)]
-    return {"digits": right, "whole": sum(i * token for i, token in enumerate(response_ids, 1)) % 17 / 50}
+    begins = [(0, len(text) // 2, float(text[:1] == answer[:1]) / 5)]
+    whole = sum(i * token for i, token in enumerate(response_ids, 1)) % 17 / 50
+    return {"digits": right, "begins": begins, "whole": whole}
 
 
 def digits_of_odd(text, answer, row, response_ids):
@@ -58,7 +60,7 @@ def test_every_pair_is_in_some_run():
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
-    """Models, data, a reward and the script with the recipe of past weights."""
+    """Models, data, rewards."""
     folder = tmp_path_factory.mktemp("pairs")
     tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
     make_tiny.save_model(folder / "qwen2", tokenizer, hidden=64, layers=4, ffn=2)
@@ -71,10 +73,11 @@ def material(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def lagging(tmp_path_factory):
-    """A ForkServer of the script with the recipe of past weights, and that script."""
-    folder = tmp_path_factory.mktemp("lag") / "fork"
+def forked(tmp_path_factory):
+    """A ForkServer of the script with the recipes of past weights and of token rewards, and that script."""
+    folder = tmp_path_factory.mktemp("pairs") / "fork"
     apply("stale_samples", folder)
+    assert git_apply("token_rewards", folder) == ""
     server = ForkServer(folder)
     yield server, folder / "train_grpo.py"
     server.close()
@@ -116,13 +119,14 @@ def overrides_of(run: Run, material) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[f"{i:02d}" for i in range(len(RUNS))])
-def test_a_run_is_what_the_second_trainer_makes_of_it(number, fork_server, tiny, tmp_path, material, lagging, table):
+def test_a_run_is_what_the_second_trainer_makes_of_it(number, fork_server, tiny, tmp_path, material, forked, table):
     run = RUNS[number]
     server, script = fork_server, REPO / "train_grpo.py"
-    if run["lag"] == "on":
-        server, script = lagging
-    start = time.monotonic()
     overrides = (*COMMON, *overrides_of(run, material))
+    if "on" in (run["lag"], run["token rewards"], run["routes"]):  # rollouts/ has the routes with log.tokens
+        server, script = forked
+        overrides += ("log.tokens=true",)
+    start = time.monotonic()
     training = ForkedTraining(server, tiny, tmp_path / "out", *overrides, script=script, nproc=2)
     assert training.code == 0, training.text
     trained = time.monotonic()

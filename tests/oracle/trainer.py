@@ -118,7 +118,7 @@ class Trainer:
             scored.append(answer)
         return scored
 
-    def give_credit(self, answers: list[Scored], values: dict[str, float]) -> None:
+    def set_advantages(self, answers: list[Scored], values: dict[str, float]) -> None:
         """Set the advantages of the answers."""
         algo = self.config["algo"]
         rows = [[] for _ in answers]
@@ -235,14 +235,14 @@ def repeat(run: Recorded, comparison: Comparison) -> None:
         comparison.check("groups/trained", metrics["groups/trained"], len(groups))
         trained = [row for row in rows if row["group"] in groups]
         answers = trainer.score(trained, step, values)
-        trainer.give_credit(answers, values)
+        trainer.set_advantages(answers, values)
         compare_answers(answers, run.config, comparison)
         reports = []
         for chosen in plain.updates_of(trained, run.config, step):
             reports.append(trainer.update([answers[i] for i in chosen], values))
         compare_updates(reports, answers, metrics, values, run.config, comparison)
         trainer.after.append(trainer.current())
-        if run.config["log"]["tokens"]:
+        if run.config["log"].get("tokens"):
             compare_ratios(trainer, answers, values, comparison)
         keep = run.config["rollout"].get("lag", 0) + 1
         trainer.after[:-keep] = [None] * (len(trainer.after) - keep)
@@ -278,7 +278,7 @@ def compare_answers(answers: list[Scored], config: dict, comparison: Comparison)
         comparison.check("sample: advantage", a.row["advantage"], a.row["own_advantages"][0])
         if "advantages" in a.row:
             comparison.check("token: advantages", a.row["advantages"], a.row["own_advantages"])
-        if config["log"]["tokens"]:
+        if config["log"].get("tokens"):
             comparison.check("token: trainer_logp", torch.tensor(a.row["trainer_logp"])[a.sampled], a.before)
 
 

@@ -1,4 +1,4 @@
-"""The tests of a row for the `code` reward: where they are, how a program is run on them, whether its result is right.
+"""Run the program of an answer on the tests of its row, in a sandbox: reward.functions.code=rewards/code.py:code.
 
 Where a test compares a value with a literal, the program only returns the value and the comparison is made here: the
 process of the program never holds the expected value. docs/rewards.md says which tests are of that kind.
@@ -23,6 +23,30 @@ class Step(NamedTuple):
 
     source: str
     accepts: Callable[[Any], bool] | None = None
+
+
+def code(
+    text: str,
+    answer: str,
+    row: dict,
+    seconds: float = 5.0,
+    memory_mb: int = 1024,
+    file_mb: int = 16,
+    partial: bool = False,
+    allow_writes: bool = False,
+    prelude: str = "",
+) -> float:
+    """1 if the last fenced block, after `prelude`, passes all tests of the row (`partial`: the share); no block is 0.
+
+    `find_tests` says where tests may be: assert statements, programs' input and output, or calls.
+    Raises sandbox.TooLong when one run takes longer than `seconds`, ValueError for a row without tests.
+    """
+    tests = find_tests(row, answer)
+    blocks = re.findall(r"```(?:python3?|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
+    if not blocks:
+        return 0.0
+    limits = {"seconds": seconds, "memory_mb": memory_mb, "file_mb": file_mb, "allow_writes": allow_writes}
+    return share_passed(f"{prelude}\n{blocks[-1]}", tests, partial, **limits)
 
 
 # ---------------------------------------------------------------- which tests

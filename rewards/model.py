@@ -1,0 +1,120 @@
+"""A sequence-classification model as a reward: reward.functions.model=rewards/model.py:Model.
+
+One process of a rank loads all models. It gets several answers at once, since the class has a method `batch`.
+"""
+
+import functools
+import os
+from pathlib import Path
+
+CONVERT = (
+    "convert it once, from weights you trust: python -c \"import transformers as t; p = '{path}'; "
+    "t.AutoModelForSequenceClassification.from_pretrained(p, use_safetensors=False).save_pretrained(p + '-safe'); "
+    "t.AutoTokenizer.from_pretrained(p).save_pretrained(p + '-safe')\""
+)
+
+
+class Model:
+    """The score, a model's first logit, of the response to row[prompt_key], a text or messages.
+
+    `device` cuda is the trainer's own GPU. Of longer conversations the model reads the last `max_tokens`. `pairs`: the
+    tokenizer gets question and answer as two texts, as BERT-like models need them.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        device: str = "cpu",
+        dtype: str = "float32",
+        batch_size: int = 8,
+        max_tokens: int = 4096,
+        prompt_key: str = "prompt",
+        pairs: bool = False,
+    ):
+        self.scorer, self.tokenizer = load(path, device, dtype)
+        self.batch_size = batch_size
+        self.max_tokens = max_tokens
+        self.prompt_key = prompt_key
+        self.pairs = pairs
+
+    @staticmethod
+    def check(path: str, **_) -> None:
+        """See before the start that `path` is a model that scores, with safetensors. Raises ValueError.
+
+        Of a name on the hub only config.json is read; its weights are checked as they are loaded.
+        """
+        import transformers
+
+        folder = Path(path)
+        if folder.is_dir() and not any(folder.glob("*.safetensors")):
+            what = "only pickled weights (.bin), which may run code" if any(folder.glob("*.bin")) else "no weights"
+            raise ValueError(f"path={path} holds {what}, and no safetensors; {CONVERT.format(path=path)}")
+        try:
+            config = transformers.AutoConfig.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"path={path}: {' '.join(str(error).split())[:300]}") from None
+        names = config.architectures or ["no architecture"]
+        if not names[0].endswith("ForSequenceClassification"):
+            raise ValueError(
+                f"path={path} is a {names[0]}; a reward model is a ...ForSequenceClassification, whose first logit is "
+                "the reward. Any other would get a random head"
+            )
+
+    def __call__(self, text: str, answer: str, row: dict) -> float:
+        return self.batch([(text, answer, row)])[0]
+
+    def batch(self, answers: list[tuple[str, str, dict]]) -> list[float]:
+        """The scores of many (text, answer, row), `batch_size` at a time."""
+        import torch
+
+        templated = self.tokenizer.chat_template and not self.pairs
+        scores = []
+        for start in range(0, len(answers), self.batch_size):
+            some = [(text, row[self.prompt_key]) for text, _, row in answers[start : start + self.batch_size]]
+            if templated:
+                columns = [[self.tokenizer.apply_chat_template(chat(*each), tokenize=False) for each in some]]
+            elif self.pairs:
+                columns = [[plain(prompt) for _, prompt in some], [text for text, _ in some]]
+            else:
+                columns = [[plain(prompt) + text for text, prompt in some]]
+            batch = self.tokenizer(
+                *columns,
+                padding=True,
+                truncation=True,
+                max_length=self.max_tokens,
+                add_special_tokens=not templated,  # a template contains its own
+                return_tensors="pt",
+            ).to(self.scorer.device)
+            with torch.inference_mode():
+                scores += self.scorer(**batch).logits[:, 0].float().tolist()
+        return scores
+
+
+def plain(prompt: str | list[dict]) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+
+def chat(text: str, prompt: str | list[dict]) -> list[dict]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return [*messages, {"role": "assistant", "content": text}]
+
+
+@functools.cache  # several names may have one model
+def load(path: str, device: str, dtype: str) -> tuple:
+    """The reward model, in evaluation mode, and its tokenizer. Raises ValueError where it has no safetensors."""
+    import torch
+    import transformers
+
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, truncation_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    try:
+        scorer = transformers.AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=getattr(torch, dtype), use_safetensors=True
+        )
+    except OSError as error:
+        hint = f"; {CONVERT.format(path=path)}" if "safetensors" in str(error) else ""
+        raise ValueError(f"the reward model {path}: {error}{hint}") from error
+    scorer.config.pad_token_id = tokenizer.pad_token_id
+    return scorer.to(device).eval(), tokenizer

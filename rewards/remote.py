@@ -1,0 +1,44 @@
+"""Ask an HTTP endpoint for the reward: reward.functions.remote=rewards/remote.py:remote."""
+
+import json
+
+import requests
+from urllib3.util import Retry
+
+
+def remote(
+    text: str, answer: str, row: dict, url: str, timeout_s: float = 5.0, retries: int = 2, backoff_s: float = 0.5
+) -> dict[str, float]:
+    """What an HTTP endpoint replies to a POST of {"text", "answer", "row"}: {"reward": number}, or other parts.
+
+    Retries without a connection, without a reply in `timeout_s`, and on 408, 429 and 5xx: at once, after 2 `backoff_s`,
+    after 4, ... Raises ConnectionError after the last retry, and at once on any other 4xx.
+    """
+    plan = Retry(
+        retries,
+        backoff_factor=backoff_s,
+        status_forcelist={408, 429, *range(500, 600)},
+        allowed_methods=None,  # POST too
+        respect_retry_after_header=False,
+        raise_on_status=False,
+    )
+    body = json.dumps({"text": text, "answer": answer, "row": row})
+    headers = {"Content-Type": "application/json"}
+    adapter = requests.adapters.HTTPAdapter(max_retries=plan)
+    with requests.Session() as session:
+        session.mount("http://", adapter)
+        session.mount("https://", adapter)
+        try:
+            response = session.post(url, body, timeout=timeout_s, headers=headers)
+        except requests.RequestException as error:
+            raise ConnectionError(f"{url}: {error}, tried {retries + 1} times") from error
+    if not response.ok:
+        tries = len(response.raw.retries.history) + 1
+        raise ConnectionError(f"{url}: {response.status_code} {response.reason}, tried {tries} times")
+    try:
+        parts = response.json()
+    except requests.JSONDecodeError:
+        parts = response.text[:200]
+    if not isinstance(parts, dict) or not parts:
+        raise ValueError(f"{url} replied {parts!r}; a reward is {{'reward': number}}")
+    return parts

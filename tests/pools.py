@@ -1,0 +1,19 @@
+"""A pool of grading processes for a test, and outcomes from it."""
+
+from config import RewardConfig
+from support.step.grading import GradingPool, Outcome
+
+FILES = {"code": "rewards/code.py:code", "model": "rewards/model.py:Model", "remote": "rewards/remote.py:remote"}
+
+
+def pool_of(default="exact", timeout_s: float = 30.0, **keys) -> GradingPool:
+    """A pool of one worker, of a reward or {name: weight}; `keys` of the section `reward`. Knows rewards/ by name."""
+    functions = FILES | keys.pop("functions", {})
+    return GradingPool(RewardConfig(default=default, timeout_s=timeout_s, functions=functions, **keys))
+
+
+def grade(pool: GradingPool, jobs: list[tuple[str, str, str, dict]]) -> list[Outcome]:
+    """The outcomes of (source, text, answer, row), in their order."""
+    for job in jobs:
+        pool.submit(*job)
+    return pool.collect()

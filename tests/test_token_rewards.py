@@ -1,0 +1,196 @@
+"""The recipe for rewards of single tokens: where they fall, and what each token then answers for.
+
+test_pairs.py repeats real runs of it with a second trainer.
+"""
+
+import itertools
+import math
+from dataclasses import replace
+from statistics import mean, stdev
+from types import SimpleNamespace
+
+import make_tiny
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from config import AlgoConfig, RewardConfig, UserError
+from support.base.read_config import load_config, override
+from support.step.grading import Outcome
+from tests.conftest import REPO
+from tests.test_forks import fork, load  # noqa: F401, a fixture
+
+E = 1e-6
+S = math.sqrt(1 / 3) + E
+U = 0.5 / (math.sqrt(0.3) + E)
+
+
+@pytest.fixture
+def script(fork):  # noqa: F811
+    """The script with the recipe, as a module; `credit` is the recipe's new file."""
+    return fork("token_rewards")
+
+
+def test_a_span_counts_at_the_token_with_which_it_is_complete(script):
+    """A tokenizer of bytes and words whose tokens are known; special tokens, which the text leaves out, between."""
+    bpe = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=make_tiny.bpe_tokenizer(["she says: this costs 5 and that costs 6."] * 3, 300),
+        eos_token="<eos>", pad_token="<pad>",
+    )  # fmt: skip
+
+    def places(ids: list[int], spans: list) -> list[int]:
+        text = bpe.batch_decode([ids], skip_special_tokens=True)[0]
+        sample = SimpleNamespace(response_ids=np.array(ids, "i4"), text=text)
+        outcome, rows = script.credit.locate_rewards(Outcome({"reward": spans}), sample, bpe)
+        assert outcome.status == "ok" and outcome.parts == {"reward": math.fsum(value for _, _, value in spans)}
+        return rows["reward"]["place"].tolist()
+
+    words = ["Zoë ", "says", ":\n", "日本", " 😀", "👩‍🚀", " costs", " 5", "€", "."]
+    ids, ends = [], []
+    for number, word in enumerate(words):
+        ids += bpe.encode(word)
+        ends.append(len(ids) - 1)
+        ids += [bpe.pad_token_id] * (number == 4)
+    ids.append(bpe.eos_token_id)
+    ends[-1] = len(ids) - 1  # what ends with the text counts where the answer ends
+    at = np.cumsum([0, *map(len, words)]).tolist()
+    assert places(ids, [[a, b, 1.0] for a, b in itertools.pairwise(at)]) == ends
+    cut = [*bpe.encode("ab"), *bpe.encode("日")[:-1]]  # within a letter
+    assert places(cut, [[0, 2, 1.0], [2, 3, -1.0]]) == [len(bpe.encode("ab")) - 1, len(cut) - 1]
+    assert places([bpe.eos_token_id], [[0, 0, 1.0]]) == [0]  # an answer without a text
+
+
+def test_lists_that_are_rewards_and_lists_that_are_not(script, tmp_path, monkeypatch):
+    parts_of = load("forked_rewards", tmp_path / "fork/support/step/named_rewards.py", monkeypatch).parts_of
+    assert parts_of({"each": [2, 0.5], "span": [(0, np.int64(2), 1)], "whole": 4}, 0.5) == {
+        "each": [1.0, 0.25], "span": [(0, 2, 0.5)], "whole": 2.0,
+    }  # fmt: skip
+    for wrong in ([1.0, float("nan")], [(0.5, 1, 1.0)], ["1"], [(1, 2)]):
+        with pytest.raises((TypeError, ValueError)):
+            parts_of(wrong)
+    sample = SimpleNamespace(response_ids=np.arange(3), text="ab")
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "ab")
+    for part, message in (
+        ([1.0, 2.0], "reward has 2 values for the 3 tokens"), ([[1, 0, 1.0]], "the span 1, 0 is not within the text's"),
+        ([[0, 3, 1.0]], "the span 0, 3 is not"), ([[0, 1, 1.0], 0.5], "mixes numbers and spans"),
+    ):  # fmt: skip
+        outcome, rows = script.credit.locate_rewards(Outcome({"good": 1.0, "reward": part}), sample, tokenizer)
+        assert outcome.status == "error" and message in outcome.error and outcome.parts == {} and rows is None
+
+
+def made(script, group: int, length: int, rows: list | None, **parts: float):
+    """An answer to a prompt of two tokens; rows: (place, reward) of its single tokens."""
+    sample = script.Sample(group, [1, 2], [3] * length, [-1.0] * length, True, "", "")
+    sample.reward_parts = dict(parts)
+    sample.token_rewards = None
+    if rows is not None:
+        sample.token_rewards = {"own": np.array(rows, script.credit.ROW)}
+        sample.reward_parts["own"] = sum(value for _, value in rows)
+    sample.reward = sum(sample.reward_parts.values())
+    return sample
+
+
+def advantages(script, samples: list, credit: str = "to_go", **keys) -> list[list[float]]:
+    """Of each response token of each answer, as the samples note them, which is how the batch has them."""
+    algo = AlgoConfig(**keys).model_copy(update={"credit": credit})
+    batch = script.add_advantages(samples, script.flatten(samples), algo, RewardConfig(default={"own": 1.0}))
+    noted = [s.tokens.get("advantages", np.full(len(s.response_ids), s.advantage, "f4")) for s in samples]
+    assert batch.advantages[batch.mask].tolist() == np.concatenate(noted).tolist()
+    return [answer.tolist() for answer in noted]
+
+
+@pytest.mark.parametrize(
+    ("keys", "want"),
+    [
+        # From each token on: 1, 1, 0, 0; 2, 2, 1; 0, 0. The first two: mean 1, std 1. The third: 0, 1 and 0 (held):
+        # mean 1/3, variance (1 + 4 + 1) / 9 / 2; so the fourth, with 1 and 0 held.
+        ({"advantage": "dr_grpo"}, [[0, 0, -1 / 3, -1 / 3], [1, 1, 2 / 3], [-1, -1]]),
+        ({}, [[0, 0, -1 / 3 / S, -1 / 3 / S], [1 / (1 + E), 1 / (1 + E), 2 / 3 / S], [-1 / (1 + E)] * 2]),
+        # Against the mean of the others: 1, 1/2, 3/2; 1/2, 0.
+        ({"advantage": "rloo"}, [[0, 0, -1 / 2, -1 / 2], [1.5, 1.5, 1], [-1.5, -1.5]]),
+        ({"advantage": "dr_grpo", "credit": "answer"}, [[0] * 4, [1] * 3, [-1] * 2]),
+        # Six steps: three of 1, three of 0: mean 1/2, variance 6/4/5. Each is U or -U; then added up from the end.
+        ({"credit": "process"}, [[0, 0, -U, -U], [U, 2 * U, U], [-U, -U]]),
+    ],
+)
+def test_credit_by_hand(script, keys, want):
+    """Steps worth 1, 0 (of two tokens each); 0, 1, 1 (a token each, the last by a number); 0 (an empty list)."""
+    rows = ([(1, 1), (3, 0)], [(0, 0), (1, 1)], [])
+    samples = [made(script, 4, 4, rows[0]), made(script, 4, 3, rows[1], right=1.0), made(script, 4, 2, rows[2])]
+    for got, wanted in zip(advantages(script, samples, **keys), want, strict=True):
+        assert got == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+    agreeing = [made(script, 0, 5, [(1, 0.1), (2, 0.1), (4, 0.3)]) for _ in range(3)]
+    if keys.get("credit") != "process":  # which compares the steps of an answer with each other too
+        assert all(a == 0 for answer in advantages(script, agreeing, **keys) for a in answer)
+
+
+def test_with_kl_in_the_reward_by_hand(script):
+    samples = [made(script, 0, 4, [(1, 1), (3, 0)]), made(script, 0, 2, None)]
+    batch = script.flatten(samples)
+    kl = torch.full([len(batch.mask)], 9.0)  # of the prompts, which does not count
+    kl[batch.mask] = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
+    batch = replace(batch, old_logp=kl, ref_logp=torch.zeros_like(kl))
+    algo = AlgoConfig(advantage="dr_grpo", kl_in="reward", kl="k1", kl_coef=1.0).model_copy(update={"credit": "to_go"})
+    script.add_advantages(samples, batch, algo)
+    # Steps 1 - 0.3, 0 - 0.7; 0 - 1. To go 0, -0.7; -1. Means -1/2 and, with -1 held, -0.85.
+    assert samples[0].tokens["advantages"].tolist() == pytest.approx([0.5, 0.5, 0.15, 0.15], rel=1e-5)
+    assert samples[1].advantage == pytest.approx(-0.5, rel=1e-6) and not samples[1].tokens
+
+
+@pytest.mark.parametrize("kind", ["grpo", "grpo_loo", "reinforce_pp", "grpo_batch", "gdpo"])
+def test_a_number_is_a_list_of_zeros_that_ends_with_it(script, kind):
+    """Bit for bit: credit is finer only where rewards are. grpo_batch and gdpo compare whole answers in any case."""
+    rng = np.random.default_rng(0)
+    groups, lengths, worth = rng.integers(0, 4, 24), rng.integers(1, 9, 24), rng.choice([0.0, 0.1, 1.0], 24)
+    answers = [*zip(groups.tolist(), lengths.tolist(), worth.tolist(), strict=True)]
+    number = advantages(script, [made(script, g, n, None, own=r) for g, n, r in answers], advantage=kind)
+    zeros = [made(script, g, n, [(i, r * (i == n - 1)) for i in range(n)]) for g, n, r in answers]
+    assert advantages(script, zeros, advantage=kind) == number
+    if kind in ("grpo_batch", "gdpo"):
+        first = [made(script, g, n, [(0, r)]) for g, n, r in answers]
+        assert advantages(script, first, advantage=kind) == number
+
+
+def test_credit_to_go_against_a_loop(script):
+    """Token by token, from the definition; numbers, lists and both in one batch."""
+    rng = np.random.default_rng(3)
+    samples, values = [], []
+    for n in range(40):
+        length = int(rng.integers(1, 12))
+        own = sorted(rng.choice(length, int(rng.integers(0, length + 1)), replace=False).tolist())
+        rows = [(place, rng.choice([0.0, 0.25, 1.0])) for place in own] if n % 5 else None
+        samples.append(made(script, n % 6, length, rows, right=rng.choice([0.0, 0.5, 1.0])))
+        r = np.zeros(length)
+        for place, value in rows or ():
+            r[place] += value
+        r[-1] += samples[-1].reward_parts["right"]
+        values.append([sum(r[t:]) for t in range(length)])  # the reward from each token on
+    for got, (n, s) in zip(advantages(script, samples), enumerate(samples), strict=True):
+        others = [values[m] for m, other in enumerate(samples) if other.group == s.group]
+        compared = [[mine[min(t, len(mine) - 1)] for mine in others] for t in range(len(got))]
+        pairs = zip(values[n], compared, strict=True)
+        want = [(v - mean(all_)) / (stdev(all_) + 1e-6) if max(all_) - min(all_) > 1e-9 else 0.0 for v, all_ in pairs]
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
+
+
+def test_process_supervision_of_whole_answers_is_refused(script, tmp_path, monkeypatch):
+    checks = load("forked_checks", tmp_path / "fork/support/check/checks.py", monkeypatch)
+    cfg = load_config(str(REPO / "configs/tiny.yaml"), ["algo.advantage=rloo"])
+    cfg = cfg.model_copy(update={"algo": cfg.algo.model_copy(update={"credit": "process"})})
+    with pytest.raises(UserError, match=r"algo\.credit=process compares steps; algo\.advantage=rloo"):
+        checks.check_what_is_learned(cfg)
+
+
+def test_the_numbers_of_tokens_by_hand(script):
+    samples = [made(script, 0, 2, None), made(script, 0, 1, None)]
+    batch = script.flatten(samples)  # positions: a prompt's, then a response's
+    before_F, after_F = torch.tensor([9, -0.5, -0.25, 9, -2.0]), torch.tensor([9, -0.5, -1.25, 9, -2.0])
+    script.credit.note_tokens(samples, batch, before_F, after_F)
+    assert [s.tokens["trainer_logp"].tolist() for s in samples] == [[-0.5, -0.25], [-2.0]]
+    assert samples[0].tokens["ratio"].tolist() == pytest.approx([1.0, math.exp(-1)])
+    cfg = load_config(str(REPO / "configs/tiny.yaml"), [])
+    held = replace(batch, old_logp=before_F)
+    assert script.credit.trainer_logp(held, cfg, lambda: after_F) is before_F
+    assert script.credit.trainer_logp(batch, cfg, lambda: after_F) is after_F
+    assert script.credit.trainer_logp(held, override(cfg, {"algo.old_logp": "rollout"}), lambda: after_F) is after_F
