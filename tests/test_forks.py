@@ -42,6 +42,7 @@ def changed_files(diff: str) -> list[str]:
 def copy_sources(folder: Path) -> None:
     """Copy the five files and support/ into the new `folder`."""
     shutil.copytree(REPO / "support", folder / "support", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(REPO / "tools", folder / "tools", ignore=shutil.ignore_patterns("__pycache__"))
     for file in REPO.glob("*.py"):
         shutil.copy(file, folder / file.name)
 
