@@ -8,6 +8,8 @@ Every run is a process group of its own, 3 steps to warm up and 6 that are timed
 turns, so that what else the machine does falls on all. Results are appended to docs/bench/rounds.csv; a run that is
 there is not run again, so an interrupted set goes on where it was. Ratios are of medians over the steps of all rounds.
 TRL runs in the fastest setting that docs/bench/trl-settings.csv has for the work; benchmarks/trl.py --csv adds others.
+The works of smollm2 need `make build/smollm2/model` and such settings first, smollm2-long also --gsm8k FILE; without
+--works they are left out.
 """
 
 import argparse
@@ -32,9 +34,11 @@ TIMEOUT_S = 900  # of a run
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
 
 
-def command_of(work: str, system: str, number: int) -> list[str]:
+def command_of(work: str, system: str, number: int, gsm8k: Path | None) -> list[str]:
     """The command that times a system on a work and appends its results."""
     options = ["--work", work, "--round", str(number), "--csv", str(RESULTS.relative_to(REPO))]
+    if gsm8k:
+        options += ["--gsm8k", str(gsm8k.resolve())]
     if system == "ours":
         return [sys.executable, *LAUNCH, "benchmarks/ours.py", *options]
     if system == "trl-vllm":
@@ -43,14 +47,14 @@ def command_of(work: str, system: str, number: int) -> list[str]:
     return [str(TRL / "bin/python"), *LAUNCH, "benchmarks/trl.py", *options, "--setting", setting]
 
 
-def run(command: list[str], name: str) -> bool:
+def run(command: list[str], name: str, timeout_s: int = TIMEOUT_S) -> bool:
     """Run a command, its output in build/bench/NAME.log; whether it ended well."""
     start = time.perf_counter()
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
     log = REPO / "build/bench" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
-        timed = ["timeout", str(TIMEOUT_S), *command]
+        timed = ["timeout", str(timeout_s), *command]
         code = subprocess.run(timed, cwd=REPO, env=environment, stdout=out, stderr=out).returncode
     report = f"{name}: {time.perf_counter() - start:.0f} s"
     if code != 0:
@@ -59,12 +63,9 @@ def run(command: list[str], name: str) -> bool:
     return code == 0
 
 
-def run_round(work: str, system: str, number: int) -> bool:
-    """Time one system on one work, unless its result is there; whether there is a result then."""
-    for row in rows_on(RESULTS, work):
-        if row["system"] == system and row["round"] == number:
-            return True
-    return run(command_of(work, system, number), f"{work}.{system}.{number}")
+def has_result(work: str, system: str, number: int) -> bool:
+    """Whether a system was timed on a work in a round."""
+    return any((row["system"], row["round"]) == (system, number) for row in rows_on(RESULTS, work))
 
 
 def rows_on(results: Path, work: str) -> list[dict]:
@@ -84,12 +85,6 @@ def fastest_setting(work: str, system: str) -> TrlSetting:
 
 
 # ---------------------------------------------------------------- tables
-
-
-def rows_by_work(rows: list[dict]) -> dict[str, list[dict]]:
-    """{name of a work: its rows} of the works that have any."""
-    found = {name: [row for row in rows if works.work_of(row) == work] for name, work in WORKS.items()}
-    return {name: of_work for name, of_work in found.items() if of_work}
 
 
 def of_system(rows: list[dict], *systems: str) -> list[dict]:
@@ -112,8 +107,7 @@ def ratio(above: list[float], below: list[float]) -> str:
 
 def phase_rates(rows: list[dict], phase: str) -> list[float]:
     """Response tokens a second of one phase, so that works with lengths by chance compare too."""
-    timed = [row for row in rows if row[f"{phase}_s"]]
-    return [row["tokens_per_s"] * row["step_s"] / row[f"{phase}_s"] for row in timed]
+    return [row["tokens_per_s"] * row["step_s"] / row[f"{phase}_s"] for row in rows if row[f"{phase}_s"]]
 
 
 def ratio_lines(found: dict[str, list[dict]]) -> list[str]:
@@ -121,6 +115,8 @@ def ratio_lines(found: dict[str, list[dict]]) -> list[str]:
     names = [*SYSTEMS.values(), "÷ TRL, transformers", "÷ TRL, vLLM", "training ÷ TRL's", "log-probs ÷ TRL's"]
     lines = [f"| work | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for work, rows in found.items():
+        if not rows:
+            continue
         rates = {system: values(of_system(rows, system), "tokens_per_s") for system in SYSTEMS}
         cells = [spread(rates[system], 0) for system in SYSTEMS]
         cells += [ratio(rates["ours"], rates[system]) for system in ("trl", "trl-vllm")]
@@ -133,7 +129,9 @@ def ratio_lines(found: dict[str, list[dict]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--works", nargs="+", choices=WORKS, default=[*WORKS])
+    made = [name for name, work in WORKS.items() if work.lengths not in works.TASKS]
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=made)
+    parser.add_argument("--gsm8k", type=Path, metavar="FILE", help="JSON lines with questions, for smollm2-long")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -141,12 +139,14 @@ def main() -> int:
     if args.rounds and args.systems != ["ours"]:
         trl.setup(TRL)
         for work in args.works:
-            works.make_inputs(REPO / "build/bench", WORKS[work])
+            works.make_inputs(REPO / "build/bench", WORKS[work], args.gsm8k)
     for number in range(1, args.rounds + 1):
         for work in args.works:
-            failed += sum(not run_round(work, system, number) for system in args.systems)
-    found = rows_by_work(works.read_results(RESULTS))
-    print("\n".join(ratio_lines(found)))
+            for system in args.systems:
+                if not has_result(work, system, number):
+                    command = command_of(work, system, number, args.gsm8k)
+                    failed += not run(command, f"{work}.{system}.{number}")
+    print("\n".join(ratio_lines({work: rows_on(RESULTS, work) for work in WORKS})))
     return 1 if failed else 0
 
 

@@ -1,7 +1,6 @@
 """Train the demo (configs/tiny.yaml) here and with TRL, with several seeds each, and compare how the reward rises.
 
-    python benchmarks/learning_curves.py                 # 5 seeds of each: docs/bench/learning.csv, the table
-    python benchmarks/learning_curves.py --table         # only the table, from the CSV that is there
+    python benchmarks/learning_curves.py                 # 5 seeds of each into docs/bench/learning.csv, and the table
 
 Both train the same model folder on the same prompts with the same reward, in fp32 on two ranks: prompts and answers a
 step, one update a step, token-mean loss, advantages over the group's standard deviation, no KL, entropy bonus, Adam,
@@ -13,10 +12,7 @@ A curve that is in the CSV is not trained again. TRL runs in build/trl-venv (ben
 """
 
 import argparse
-import csv
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,11 +20,10 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from benchmarks.against_trl import LAUNCH, RANKS, TRL, run  # noqa: E402
+
 CURVES = REPO / "docs/bench/learning.csv"
-TRL = REPO / "build/trl-venv"
 CONFIG = "configs/tiny.yaml"
-RANKS = 2
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
 SHOWN = (50, 100, 200, 300)  # steps in the table
 WINDOW = 10  # a value is the mean over so many steps up to the one that is named
 NAMES = {"ours": "train_grpo", "trl": "TRL 1.16, transformers"}
@@ -41,7 +36,7 @@ Curve = list[float]  # mean reward of the sampled answers at steps 1, 2, ...
 def train_ours(seed: int, folder: Path) -> Curve:
     """Train the configuration with a seed."""
     command = [sys.executable, *LAUNCH, "train_grpo.py", "--config", CONFIG, f"seed={seed}"]
-    start([*command, f"output_dir={folder}", "train.save_every=0"], folder.with_suffix(".log"))
+    start([*command, f"output_dir={folder}", "train.save_every=0"], folder.name)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["reward/mean"] for line in lines]
 
@@ -53,17 +48,14 @@ def train_trl(seed: int, folder: Path) -> Curve:
     cfg = load_config(str(REPO / CONFIG), [f"seed={seed}"])
     folder.mkdir()
     (folder / "config.json").write_text(cfg.model_dump_json())
-    start([str(TRL / "bin/python"), *LAUNCH, __file__, "--trl", str(folder)], folder.with_suffix(".log"))
+    start([str(TRL / "bin/python"), *LAUNCH, __file__, "--trl", str(folder)], folder.name)
     return json.loads((folder / "curve.json").read_text())
 
 
-def start(command: list[str], log: Path) -> None:
-    """Run a command in the repository. Raises SystemExit with the end of its output where it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    with log.open("w") as file:
-        done = subprocess.run(command, cwd=REPO, env=environment, stdout=file, stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{log.read_text()[-3000:]}")
+def start(command: list[str], name: str) -> None:
+    """Run a command in the repository. Raises SystemExit where it fails."""
+    if not run(command, name, timeout_s=7200):
+        raise SystemExit(1)
 
 
 def trl_rank(folder: Path) -> None:
@@ -108,23 +100,18 @@ def trl_rank(folder: Path) -> None:
 
 
 def read_curves() -> dict[tuple[str, int], Curve]:
-    """{(system, seed): curve} of the CSV."""
+    """{(system, seed): curve} of the CSV, whose columns are system, seed, step, reward."""
     curves = {}
-    if CURVES.exists():
-        with CURVES.open(newline="") as file:
-            for row in csv.DictReader(file):
-                curves.setdefault((row["system"], int(row["seed"])), []).append(float(row["reward"]))
+    for line in CURVES.read_text().splitlines()[1:]:
+        system, seed, _, reward = line.split(",")
+        curves.setdefault((system, int(seed)), []).append(float(reward))
     return curves
 
 
 def add_curve(system: str, seed: int, curve: Curve) -> None:
     """Append a curve to the CSV."""
-    is_new = not CURVES.exists()
-    with CURVES.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if is_new:
-            writer.writerow(["system", "seed", "step", "reward"])
-        writer.writerows([system, seed, step, f"{value:.6f}"] for step, value in enumerate(curve, 1))
+    with CURVES.open("a") as file:
+        file.writelines(f"{system},{seed},{step},{value:.6f}\n" for step, value in enumerate(curve, 1))
 
 
 def smooth(curve: Curve) -> Curve:
@@ -148,21 +135,19 @@ def table(curves: dict[tuple[str, int], Curve]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="of each system")
-    parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--trl", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trl:
         trl_rank(args.trl)
         return
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(0 if args.table else args.seeds):
+        for seed in range(args.seeds):
             for system, train in {"ours": train_ours, "trl": train_trl}.items():
                 if (system, seed) not in read_curves():
                     curve = train(seed, Path(folder, f"{system}_{seed}"))
                     add_curve(system, seed, curve)
                     print(f"{system}, seed {seed}: {smooth(curve)[-1]:.3f}", flush=True)
-    curves = read_curves()
-    print(table(curves))
+    print(table(read_curves()))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import megatron_bridge as bridge
 import train_grpo
 from benchmarks import works
-from benchmarks.works import GROUP, KL, LR, MAX_PROMPT_TOKENS, PHASES, PROMPTS, STEPS, WARMUP, WORKS, Work
+from benchmarks.works import GROUP, KL, LR, PHASES, PROMPTS, WORKS, Work
 from config import Config, UserError
 from support.base import ranks, versions
 from support.base.read_config import load_config
@@ -44,16 +44,11 @@ MICRO_BATCH = 4096  # tokens
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", choices=WORKS, default="tiny-64", help="what to time; the next four change it")
-    parser.add_argument("--model", choices=works.MODELS, help="shape of the model")
+    works.add_options(parser)
+    parser.add_argument("--model", choices=works.MODELS, help="its shape; this and the next three change --work")
     parser.add_argument("--dtype", choices=bridge.DTYPES)
     parser.add_argument("--lengths", choices=works.END_CHANCE, help="of the answers")
     parser.add_argument("--tokens", type=int, dest="max_tokens", help="longest answer")
-    parser.add_argument("--steps", type=int, default=STEPS, help="that are timed, after the warm-up")
-    parser.add_argument("--warmup", type=int, default=WARMUP)
-    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")
-    parser.add_argument("--csv", type=Path, help="file to add this run to")
-    parser.add_argument("--round", type=int, default=1, help="number of the run, for --csv")
     parser.add_argument("--no-ceilings", action="store_true", help="leave out matmul, copy, all-reduce and bare vLLM")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args()
@@ -65,17 +60,18 @@ def chosen_work(args: argparse.Namespace) -> Work:
     return replace(WORKS[args.work], **{name: value for name, value in given.items() if value is not None})
 
 
-def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config:
+def config(folder: Path, work: Work, steps: int, gsm8k: Path | None, overrides: list[str]) -> Config:
     """The benchmark's configuration; rank 0 has made model and data in `folder`."""
-    model, data = works.make_inputs(folder, work) if dist.get_rank() == 0 else (None, None)
+    model, data = works.make_inputs(folder, work, gsm8k) if dist.get_rank() == 0 else (None, None)
     shared = [str(model), str(data)]
     dist.broadcast_object_list(shared)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.yaml").touch()
-    room = max(MICRO_BATCH, MAX_PROMPT_TOKENS + work.max_tokens)
+    room = max(MICRO_BATCH, work.prompt_tokens + work.max_tokens)
     defaults = [
         f"output_dir={folder / 'out'}", f"model.path={shared[0]}", f"model.dtype={work.dtype}",
-        f"data.train={shared[1]}", "data.chat_template=false", f"data.max_prompt_tokens={MAX_PROMPT_TOKENS}",
+        f"data.train={shared[1]}", f"data.chat_template={str(work.lengths in works.TASKS).lower()}",
+        f"data.max_prompt_tokens={work.prompt_tokens}",
         f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={GROUP}",
         f"rollout.max_new_tokens={work.max_tokens}", "reward.default=custom",
         f"reward.custom={works.__file__}:checksum", f"algo.kl_coef={KL}", f"train.lr={LR}",
@@ -253,7 +249,7 @@ def main() -> int:
     ranks.join_ranks(timeout_s=600)
     rank, world = dist.get_rank(), dist.get_world_size()  # now: an engine that is given up may end the process group
     try:
-        cfg = config(args.folder, work, args.warmup + args.steps, args.overrides)
+        cfg = config(args.folder, work, args.warmup + args.steps, args.gsm8k, args.overrides)
         checks.check_config(cfg, world)
         rows, lengths, checked = measure(args, work, cfg)
     except UserError as error:

@@ -12,7 +12,6 @@ correction (a log-prob pass), DDP without a search for unused weights. The setti
     micro_batch  answers of a forward and backward pass on a rank
     generate     answers that a rank generates at once. TRL pads these to the longest of them, and its micro-batches are
                  slices of the padded rows: only a smaller `generate` saves padding, and it makes sampling slower
-    dtype        of the model, where it is not that of the work
 """
 
 import argparse
@@ -22,7 +21,6 @@ import sys
 import tempfile
 import time
 import venv
-import warnings
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +29,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import works
-from benchmarks.works import GROUP, KL, LR, MAX_PROMPT_TOKENS, PROMPTS, STEPS, WARMUP, WORKS, TrlSetting
+from benchmarks.works import GROUP, KL, LR, PROMPTS, WORKS, TrlSetting
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # of CPU builds; the default index is asked as well
 TORCH = "torch==2.13.0"
@@ -145,11 +143,12 @@ def train(
         max_completion_length=work.max_tokens, gradient_checkpointing=False, ddp_find_unused_parameters=False,
         model_init_kwargs={"dtype": dtype},
         use_vllm=use_vllm, vllm_mode="colocate", vllm_importance_sampling_correction=False,
-        vllm_max_model_length=MAX_PROMPT_TOKENS + work.max_tokens,
+        vllm_max_model_length=work.prompt_tokens + work.max_tokens,
     )  # fmt: skip
 
     def reward(completions, **_):
-        return [works.checksum(text) for text in completions]
+        texts = [answer if isinstance(answer, str) else answer[0]["content"] for answer in completions]  # or a chat
+        return [works.checksum(text) for text in texts]
 
     trainer = timed_trainer(seconds)(
         model=str(model), reward_funcs=reward, args=options, callbacks=[Steps()],
@@ -171,31 +170,25 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setup", type=Path, help="make TRL's environment in this folder, and stop")
-    parser.add_argument("--work", choices=WORKS, default="tiny-64")
+    works.add_options(parser)
     parser.add_argument("--vllm", action="store_true", help="sample with colocated vLLM, not with transformers")
-    parser.add_argument("--setting", default="", help="such as 'micro_batch=8 generate=32 dtype=fp32'")
-    parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before those that are timed")
-    parser.add_argument("--steps", type=int, default=STEPS, help="that are timed")
-    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")
-    parser.add_argument("--csv", type=Path, help="file to add this run to")
-    parser.add_argument("--round", type=int, default=1, help="number of the run, for --csv")
+    parser.add_argument("--setting", default="", help="such as 'micro_batch=8 generate=32'")
     args = parser.parse_args()
     if args.setup:
         setup(args.setup)
         return
     import torch.distributed as dist
 
-    warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
     work = WORKS[args.work]
     setting = TrlSetting.parse(args.setting)
-    dtype = {"fp32": "float32", "bf16": "bfloat16"}[setting.dtype or work.dtype]
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[work.dtype]
     if args.vllm:
         from support.engine.vllm_process import set_environment
 
         set_environment()
         patch_vllm_for_cpu(dtype)
     # against_trl.py has made the inputs already: here both ranks would make them at once.
-    model, data = works.make_inputs(args.folder, work)
+    model, data = works.make_inputs(args.folder, work, args.gsm8k)
     rows = train(work, setting, dtype, model, data, args.vllm, args.warmup, args.steps)
     if os.environ["RANK"] == "0":
         system = "trl-vllm" if args.vllm else "trl"

@@ -1,8 +1,10 @@
 """What is benchmarked, for ours.py and trl.py alike: models, lengths, works, and where results go.
 
-Knows no trainer: this file is also imported where TRL is installed and Megatron-core is not. All weights are random.
+Knows no trainer: this file is also imported where TRL is installed and Megatron-core is not. Weights are random, except
+those of smollm2, whose answers end as the model ends them.
 """
 
+import argparse
 import csv
 import datetime
 import json
@@ -17,7 +19,6 @@ from statistics import median
 REPO = Path(__file__).resolve().parent.parent
 PROMPTS, GROUP = 8, 8  # of a step: 8 prompts × 8 samples
 KL, LR = 0.05, 1e-6  # a reference is there; weights hardly move, so that lengths stay what they are
-MAX_PROMPT_TOKENS = 32
 WARMUP, STEPS = 3, 6
 
 
@@ -27,8 +28,13 @@ class Work:
 
     model: str = "tiny"
     dtype: str = "fp32"
-    lengths: str = "fixed"  # a key of END_CHANCE
+    lengths: str = "fixed"  # a key of END_CHANCE, or of TASKS
     max_tokens: int = 64
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The most tokens of a prompt."""
+        return TASKS.get(self.lengths, 32)
 
 
 WORKS = {
@@ -38,7 +44,13 @@ WORKS = {
     "small-fp32-64": Work("small"),
     "small-bf16-64": Work("small", "bf16"),
     "small-bf16-natural": Work("small", "bf16", "natural", 192),
+    "smollm2-natural": Work("smollm2", "bf16", "addition", 40),
+    "smollm2-natural-fp32": Work("smollm2", "fp32", "addition", 40),
+    "smollm2-long": Work("smollm2", "bf16", "gsm8k", 256),
 }
+SMOLLM2 = REPO / "build/smollm2/model"
+# Data of a pretrained model → the most tokens of a prompt: the task of configs/smollm2.yaml, the user's file of GSM8K.
+TASKS = {"addition": 64, "gsm8k": 384}
 
 
 @dataclass(frozen=True)
@@ -47,16 +59,14 @@ class TrlSetting:
 
     micro_batch: int = PROMPTS * GROUP // 2
     generate: int = PROMPTS * GROUP // 2
-    dtype: str = ""  # "": that of the work
 
     def __str__(self) -> str:
-        text = f"micro_batch={self.micro_batch} generate={self.generate}"
-        return f"{text} dtype={self.dtype}" if self.dtype else text
+        return f"micro_batch={self.micro_batch} generate={self.generate}"
 
     @classmethod
     def parse(cls, text: str) -> "TrlSetting":
-        pairs = dict(pair.split("=") for pair in text.split())
-        return cls(**{name: value if name == "dtype" else int(value) for name, value in pairs.items()})
+        pairs = (pair.split("=") for pair in text.split())
+        return cls(**{name: int(value) for name, value in pairs})
 
 
 # Chance that a token ends the answer. So lengths are geometric: all the same, of mean 59 (cut at 192), of mean 199 with
@@ -64,6 +74,7 @@ class TrlSetting:
 END_CHANCE = {"fixed": 1e-9, "natural": 1 / 64, "tail": 1 / 200}
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+LLAMA = {**QWEN2, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 1e5}
 QWEN3_MOE = {**QWEN2, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 
 
@@ -89,6 +100,7 @@ def experts(width: int) -> dict:
 MODELS = {
     "tiny": QWEN2 | sizes(128, 4, 4, 2, 512, 1024, True),
     "small": QWEN2 | sizes(512, 8, 16, 2, 2048, 512, True),
+    "smollm2": LLAMA | sizes(576, 30, 9, 3, 1536, 49152, True),
     "qwen2.5-0.5b": QWEN2 | sizes(896, 24, 14, 2, 4864, 151936, True),
     "qwen2.5-1.5b": QWEN2 | sizes(1536, 28, 12, 2, 8960, 151936, True),
     "qwen2.5-7b": QWEN2 | sizes(3584, 28, 28, 4, 18944, 152064, False),
@@ -113,7 +125,7 @@ def layer_shapes(c: dict, layer: int) -> dict[str, tuple[int, ...]]:
     if moe:
         shapes |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
         shapes |= {"mlp.gate.weight": (c["num_experts"], h)}
-    else:
+    elif c["model_type"] == "qwen2":
         shapes |= {f"self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
     width = c["moe_intermediate_size"] if moe else c["intermediate_size"]
     mlps = [f"mlp.experts.{e}." for e in range(c["num_experts"])] if moe else ["mlp."]
@@ -215,19 +227,50 @@ TEXTS = [
 ]
 
 
-def make_inputs(folder: Path, work: Work) -> tuple[Path, Path]:
-    """(model folder, data file) of a work, made under `folder` where they are not yet there."""
-    model = folder / f"{work.model}-{work.dtype}-{work.lengths}"
-    data = folder / "train.jsonl"
-    if not (model / "tokenizer.json").exists():  # it is written last
+def make_inputs(folder: Path, work: Work, gsm8k: Path | None = None) -> tuple[Path, Path]:
+    """(model folder, data file) of a work, made under `folder` where they are not yet there.
+
+    `gsm8k`: rows with a question, for the work that asks them. Raises SystemExit where it, or SmolLM2, is missing.
+    """
+    model, prompts = folder / f"{work.model}-{work.dtype}-{work.lengths}", [text[:40] for text in TEXTS[:64]]
+    if work.lengths in TASKS:
+        model = SMOLLM2
+        prompts = [[{"role": "user", "content": text}] for text in questions(work, gsm8k)]
+        if not model.exists():
+            raise SystemExit(f"{model} is missing: make {model.relative_to(REPO)}")
+    elif not (model / "tokenizer.json").exists():  # it is written last
         make_model(model, work)
-    data.write_text("".join(json.dumps({"prompt": text[:40], "answer": "0"}) + "\n" for text in TEXTS[:64]))
+    data = folder / f"{work.lengths if work.lengths in TASKS else 'train'}.jsonl"
+    data.parent.mkdir(parents=True, exist_ok=True)
+    data.write_text("".join(json.dumps({"prompt": prompt, "answer": "0"}) + "\n" for prompt in prompts))
     return model, data
+
+
+def questions(work: Work, gsm8k: Path | None) -> list[str]:
+    """What a pretrained model is asked."""
+    if work.lengths == "addition":
+        from tools import make_smollm2
+
+        return [row["prompt"] for row in make_smollm2.addition_rows()[0]]
+    if gsm8k is None:
+        raise SystemExit("this work asks the questions of GSM8K: --gsm8k FILE, JSON lines with a column `question`")
+    return [json.loads(line)["question"] for line in gsm8k.read_text().splitlines()[:256]]
 
 
 def checksum(text: str, answer: str = "", row: dict | None = None) -> float:
     """A reward in [0, 1] that means nothing and differs between answers, so that every gradient is one."""
     return zlib.crc32(text.encode()) / 2**32
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that ours.py and trl.py share."""
+    parser.add_argument("--work", choices=WORKS, default="tiny-64", help="what to time")
+    parser.add_argument("--gsm8k", type=Path, metavar="FILE", help="JSON lines with questions, for smollm2-long")
+    parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before those that are timed")
+    parser.add_argument("--steps", type=int, default=STEPS, help="that are timed")
+    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")
+    parser.add_argument("--csv", type=Path, help="file to add this run to")
+    parser.add_argument("--round", type=int, default=1, help="number of the run, for --csv")
 
 
 # A results file is CSV, a row for each timed step; what is known of the whole run stands in each of its rows.

@@ -59,14 +59,14 @@ def test_results_are_read_as_they_were_written(tmp_path):
 
 
 def test_trl_runs_in_the_setting_that_was_the_fastest_for_the_work(tmp_path, monkeypatch):
-    rates = {"micro_batch=32 generate=32": (10, 90, 20), "micro_batch=8 generate=8 dtype=fp32": (30, 40, 25)}
+    rates = {"micro_batch=32 generate=32": (10, 90, 20), "micro_batch=8 generate=8": (30, 40, 25)}
     for setting, numbers in rates.items():
         rows = [
             vars(works.WORKS["tiny-tail"]) | {"system": "trl", "setting": setting, "tokens_per_s": n} for n in numbers
         ]
         works.add_results(tmp_path / "settings.csv", [row | {"round": 1, "ranks": 2, "step": 1} for row in rows])
     monkeypatch.setattr(against_trl, "SETTINGS", tmp_path / "settings.csv")
-    assert against_trl.fastest_setting("tiny-tail", "trl") == works.TrlSetting(8, 8, "fp32")  # by the median
+    assert against_trl.fastest_setting("tiny-tail", "trl") == works.TrlSetting(8, 8)  # by the median
     with pytest.raises(SystemExit, match="tiny-64"):
         against_trl.fastest_setting("tiny-64", "trl")
 

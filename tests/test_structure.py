@@ -166,6 +166,22 @@ def test_the_top_level_is_the_five_files():
     assert {path.name for path in REPO.glob("*.py")} == set(structure.TOP), "the files a reader opens"
 
 
+def test_links_lead_to_files_and_headings():
+    pages = [REPO / "README.md", *REPO.glob("docs/*.md")]
+    heads = {page: {slug(line) for line in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)} for page in pages}
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            file, _, heading = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            assert "://" in link or target.exists(), f"{page.name}: {link}"
+            assert not heading or "://" in link or heading in heads[target], f"{page.name}: {link}"
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
 @pytest.mark.parametrize("file", ["requirements.txt", "requirements-cpu.txt"])
 def test_every_import_is_pinned(file):
     pinned = {match.lower() for match in re.findall(r"^([\w-]+)==", (REPO / file).read_text(), flags=re.MULTILINE)}
