@@ -47,7 +47,7 @@ from support.run import launch, logs
 from support.run.clock import Clock, StopRequested
 from support.step import gdpo, grading, metrics, schedule, teacher, turns
 from support.step.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
-from support.step.records import Batch, MicroBatch, Sample, gather_samples
+from support.step.records import Batch, Collected, MicroBatch, Sample, gather_samples
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
 
@@ -171,23 +171,20 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     algo, t = cfg.algo, cfg.train
     bridge.seed_step(cfg.seed, step)
 
-    samples, groups, rounds, rank_seconds = collect(run, cfg, step)  # the same on every rank, as is `batch`
-    with clock("sleep"):
-        run.engine.sleep()
-    trained = [s for s in samples if s.group in groups]
-    batch = flatten(trained, algo.mask_truncated)
-    updates = update_order([s.group for s in trained], t.updates_per_step, t.epochs_per_step, cfg.seed, step)
+    collected = collect(run, cfg, step)  # the same on every rank, as is `batch`
+    samples = collected.trained
+    batch = flatten(samples, algo.mask_truncated)
+    updates = update_order([s.group for s in samples], t.updates_per_step, t.epochs_per_step, cfg.seed, step)
     with clock("logprob"):
-        batch = with_logprobs(run, trained, batch, cfg, several_updates=len(updates) > 1)
-    batch = add_advantages(trained, batch, algo, cfg.reward)
-    checks.start_updates(step, trained, batch, cfg)
+        batch = with_logprobs(run, samples, batch, cfg, several_updates=len(updates) > 1)
+    batch = add_advantages(samples, batch, algo, cfg.reward)
+    checks.start_updates(step, samples, batch, cfg)
 
     length = algo.loss_norm_length or cfg.rollout.max_new_tokens
     reports = []
     for chosen in updates:
         with clock("train"):
-            weights_F = loss_weights(batch.trained, batch.seq_id, chosen, algo.loss_norm, length)
-            weighted = replace(batch, weights=weights_F)
+            weighted = replace(batch, weights=loss_weights(batch, chosen, algo.loss_norm, length))
             micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
             checks.gradient(weighted)
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
@@ -200,10 +197,9 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
         push_weights(run)
     with clock("save"):
         export_and_save(run, step)
-    seconds = clock.end_step()
-    record = metrics.StepRecord(step, samples, groups, rounds, rank_seconds, reports, seconds)
+    record = metrics.StepRecord(step, collected, reports, clock.end_step())
     numbers = metrics.summarize(record, batch, model, cfg)
-    return numbers | run.engine.metrics() | clock.memory.numbers(), samples
+    return numbers | run.engine.metrics() | clock.memory.numbers(), collected.samples
 
 
 def export_and_save(run: Run, step: int) -> None:
@@ -232,12 +228,13 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
 # ---------------------------------------------------------------- 2. sample and grade
 
 
-def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], int, list[dict]]:
-    """Sample and grade the groups of a step. Raises StopRequested, on every rank, if a signal has come meanwhile.
+def collect(run: Run, cfg: Config, step: int) -> Collected:
+    """Sample and grade the groups of a step, then put the engine to sleep. Raises StopRequested, on every rank, if a
+    signal has come meanwhile.
 
-    Returns all samples in the order of their groups, the groups to train on, the number of rounds, and each rank's
-    seconds by phase. With algo.max_rounds above 1, new prompts replace groups whose rewards are all equal (dynamic
-    sampling: DAPO, arXiv 2503.14476, eq. 11); if no group is left, those of the last round are trained on.
+    Samples are in the order of their groups. With algo.max_rounds above 1, new prompts replace groups whose rewards are
+    all equal (dynamic sampling: DAPO, arXiv 2503.14476, eq. 11); if no group is left, those of the last round are
+    trained on.
     """
     r, max_rounds = cfg.rollout, cfg.algo.max_rounds
     samples = []
@@ -263,7 +260,10 @@ def collect(run: Run, cfg: Config, step: int) -> tuple[list[Sample], set[int], i
         print(f"step {step}: after {rounds} rounds {len(groups)} of {r.prompts_per_step} groups have mixed rewards")
     if cfg.algo.overlong_buffer:
         penalize_length(samples, cfg.algo, r.max_new_tokens)  # afterwards: it makes no group a mixed one
-    return samples, groups or set(prompts), rounds, rank_seconds
+    with run.clock("sleep"):
+        run.engine.sleep()
+    trained = [s for s in samples if s.group in (groups or prompts)]
+    return Collected(samples, trained, rounds, rank_seconds)
 
 
 def sample_and_grade(
@@ -454,18 +454,17 @@ def scale_by_batch(
     return advantages_N
 
 
-def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: str, length: int) -> Tensor:
+def loss_weights(batch: Batch, chosen: list[int], kind: str, length: int) -> Tensor:
     """Weight of each token in an update on the `chosen` samples, [F]: the update's loss is sum_t weight · loss / T.
 
-    trained_F: mask of trained tokens [F], seq_id_F: number of each one's sample [F]. With N answers that have trained
-    tokens, y_i in answer i and T in all:
+    With N answers that have trained tokens, y_i in answer i and T in all:
 
       token_mean               1               sum_i sum_t loss / T               DAPO, arXiv 2503.14476, eq. 8
       seq_mean_token_mean      T / (N y_i)     mean_i (1 / y_i) sum_t loss        GRPO, arXiv 2402.03300, eq. 3
       seq_mean_token_sum       T / N           mean_i sum_t loss
       seq_mean_token_sum_norm  T / (N length)  mean_i (1 / length) sum_t loss     Dr. GRPO, arXiv 2503.20783, appendix
     """
-    trained_N = torch.bincount(seq_id_F, weights=trained_F.double())
+    trained_N = torch.bincount(batch.seq_id, weights=batch.trained.double())
     chosen_N = torch.zeros(len(trained_N), dtype=torch.float64)
     chosen_N[chosen] = 1
     tokens_N = trained_N * chosen_N
@@ -479,7 +478,7 @@ def loss_weights(trained_F: Tensor, seq_id_F: Tensor, chosen: list[int], kind: s
     }
     if kind not in weights_N:
         raise UserError(f"algo.loss_norm={kind!r}: legal is {' | '.join(weights_N)}")
-    return (weights_N[kind] * chosen_N).float().index_select(0, seq_id_F) * trained_F
+    return (weights_N[kind] * chosen_N).float().index_select(0, batch.seq_id) * batch.trained
 
 
 # ---------------------------------------------------------------- 5. on Megatron, and back to vLLM
@@ -732,7 +731,7 @@ def rehearse(cfg: Config) -> None:
     samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=r) for r in (0.0, 1.0)]
     batch = flatten(samples, algo.mask_truncated)
     batch = formulas.add_logprobs(batch)
-    weights_F = loss_weights(batch.trained, batch.seq_id, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
+    weights_F = loss_weights(batch, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
     batch = replace(add_advantages(samples, batch, algo, cfg.reward), weights=weights_F)
     mb = pack(batch, [0, 1], len(batch.tokens), "cpu")
     logp_T = (1.5 * mb.rollout_logp[0]).requires_grad_()

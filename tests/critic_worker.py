@@ -50,7 +50,7 @@ def main(model: str, folder: str, found: str) -> None:
     batch = flatten(samples)
     chosen = list(range(len(samples)))
     old_F = torch.from_numpy(rng.normal(size=len(batch.tokens))).float() * batch.mask / 2
-    weights_F = loss_weights(batch.trained, batch.seq_id, chosen, "token_mean", 4)
+    weights_F = loss_weights(batch, chosen, "token_mean", 4)
     batch = add_advantages(samples, replace(batch, values=old_F, weights=weights_F), cfg.algo)
     micro_batches = to_micro_batches(batch, chosen, 24, cfg)
 

@@ -79,9 +79,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         ref_logp=batch.rollout_logp + 0.3 * torch.randn(len(logp_F), generator=noise),
     )
     order = plan.get("orders", {}).get(name, list(range(len(samples))))
-    weights_F = train_grpo.loss_weights(
-        batch.trained, batch.seq_id, order, cfg.algo.loss_norm, cfg.algo.loss_norm_length
-    )
+    weights_F = train_grpo.loss_weights(batch, order, cfg.algo.loss_norm, cfg.algo.loss_norm_length)
     budget = cfg.train.max_tokens_per_micro_batch
     batch = replace(batch, weights=weights_F)
     if "bins" in plan:

@@ -42,7 +42,7 @@ def flat(samples: list[Sample]) -> Batch:
     """flatten with what train_step adds for one update on all samples."""
     batch = flatten(samples)
     advantages_N = torch.tensor([s.advantage for s in samples])
-    weights_F = loss_weights(batch.trained, batch.seq_id, list(range(len(samples))), "token_mean", 1)
+    weights_F = loss_weights(batch, list(range(len(samples))), "token_mean", 1)
     return replace(batch, advantages=advantages_N[batch.seq_id], weights=weights_F)
 
 

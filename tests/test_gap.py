@@ -119,7 +119,7 @@ def test_bounds_of_ones_own_stop(check):
 @pytest.mark.parametrize("dtype, low, high", [("fp32", 1e-7, 2e-6), ("bf16", 1e-3, 3e-2)])
 def test_rounding_is_measured_and_leaves_the_model_as_it_was(build, dtype, low, high):  # noqa: F811
     run = build(f"model.dtype={dtype}")
-    samples, *_ = train_grpo.collect(run, run.cfg, 1)
+    samples = train_grpo.collect(run, run.cfg, 1).samples
     batch = train_grpo.flatten(samples)
     before_F = train_grpo.score(run.model, batch, run.cfg)
     with bridge.nudged_embeddings(run.model):
@@ -134,7 +134,7 @@ def test_rounding_is_measured_and_leaves_the_model_as_it_was(build, dtype, low, 
 
 def test_some_samples_of_a_batch(build):  # noqa: F811
     run = build()
-    samples, *_ = train_grpo.collect(run, run.cfg, 1)
+    samples = train_grpo.collect(run, run.cfg, 1).samples
     taken = train_grpo.flatten(samples).take([1, 5])
     wanted = train_grpo.flatten([samples[1], samples[5]])
     assert torch.equal(taken.tokens, wanted.tokens) and torch.equal(taken.seq_id, wanted.seq_id)

@@ -141,7 +141,7 @@ def peaks(cfg) -> tuple[int, int]:
     batch = train_grpo.flatten(samples)
     with Live() as scoring:
         old_logp = train_grpo.score(model, batch, cfg)
-    weights_F = train_grpo.loss_weights(batch.trained, batch.seq_id, [0, 1, 2, 3], "token_mean", 128)
+    weights_F = train_grpo.loss_weights(batch, [0, 1, 2, 3], "token_mean", 128)
     batch = replace(batch, weights=weights_F, advantages=torch.ones(512), old_logp=old_logp)
     (row,) = to_micro_batches(batch, [0, 1, 2, 3], 512, cfg)
     with Live() as training:

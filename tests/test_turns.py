@@ -69,7 +69,7 @@ def test_only_what_the_model_sampled_is_in_the_mask():
     assert batch.targets.tolist() == [12, 1, 2, 13, 14, 3, 4, 5]
     assert batch.mask.int().tolist() == [0, 1, 1, 0, 0, 1, 1, 1]
     assert batch.rollout_logp.tolist() == pytest.approx([0, -0.1, -0.2, 0, 0, -0.3, -0.4, -0.5])
-    weights_F = train_grpo.loss_weights(batch.trained, batch.seq_id, [0, 1], "seq_mean_token_mean", 1)
+    weights_F = train_grpo.loss_weights(batch, [0, 1], "seq_mean_token_mean", 1)
     assert weights_F.tolist() == pytest.approx([0, 5 / 6, 5 / 6, 0, 0, 5 / 6, 5 / 4, 5 / 4])  # 3 and 2 tokens, not 5
 
 

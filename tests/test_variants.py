@@ -3,6 +3,7 @@
 import math
 import re
 from statistics import stdev
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -487,7 +488,7 @@ def test_loss_normalisation_against_a_loop(kind):
     mask = torch.cat([(torch.arange(n) >= n - k).float() for n, k in zip(lengths, trained, strict=True)])
     losses = torch.randn(len(mask), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     chosen = [4, 0, 1, 2, 3]
-    weights = loss_weights(mask, sample, chosen, kind, 10)
+    weights = loss_weights(SimpleNamespace(trained=mask, seq_id=sample), chosen, kind, 10)
     answers = [[float(losses[t]) for t in range(len(mask)) if sample[t] == n and mask[t]] for n in chosen]
     answers = [tokens for tokens in answers if tokens]
     count = sum(map(len, answers))

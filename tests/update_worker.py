@@ -145,7 +145,7 @@ def one_case(plan: dict, case: dict, watched: bool) -> dict:
         advantages=torch.tensor([sample.advantage for sample in samples])[batch.seq_id],
         old_logp=logp_F if case.get("old") else None,
         ref_logp=logp_F + 0.3 * torch.randn(len(logp_F), generator=noise),
-        weights=train_grpo.loss_weights(batch.trained, batch.seq_id, chosen, cfg.algo.loss_norm, 32),
+        weights=train_grpo.loss_weights(batch, chosen, cfg.algo.loss_norm, 32),
     )
     micro_batches = to_micro_batches(batch, chosen, cfg.train.max_tokens_per_micro_batch, cfg)
     fault = case.get("fault", "")

@@ -155,8 +155,8 @@ def make_table(head: str, rows: list[list]) -> str:
 
 def choose(v: SimpleNamespace) -> None:
     """Add what all parts of the text show to `v`: one group, one answer of it, and the row it is packed in."""
-    samples, groups, _, _ = v.tape.result("collect")
-    v.trained = [s for s in samples if s.group in groups]
+    v.trained = v.tape.result("collect").trained
+    groups = {s.group for s in v.trained}
     rewards = {group: {s.reward for s in v.trained if s.group == group} for group in groups}
     v.group = max(groups, key=lambda group: len(rewards[group]))
     v.mine = [(n, s) for n, s in enumerate(v.trained) if s.group == v.group]  # (number in the batch, answer)

@@ -13,7 +13,7 @@ import megatron_bridge as bridge
 from config import Config, EvalConfig
 from support.base import ranks
 from support.step import schedule, throughput
-from support.step.records import Batch, Sample
+from support.step.records import Batch, Collected, Sample
 
 # ---------------------------------------------------------------- what the updates report
 
@@ -61,10 +61,7 @@ class StepRecord:
     """What a training step measured; the same on every rank but for `seconds` and the values of measure_rows."""
 
     step: int
-    samples: list[Sample]  # all of the step, also those of groups that were replaced
-    groups: set[int]  # that were trained on
-    rounds: int  # of sampling
-    rank_seconds: list[dict[str, float]]  # of each rank: its seconds by phase when all samples were gathered
+    collected: Collected
     reports: list[dict[str, float]]  # of each update
     seconds: dict[str, float]  # of each phase, and "step"
 
@@ -91,7 +88,7 @@ def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dic
     numbers |= loss_metrics(record.reports, batch)
     numbers |= mismatch_metrics(record.reports[: compared_updates(cfg)])
     if cfg.algo.replay_routes:
-        numbers |= route_metrics(record.samples, first)
+        numbers |= route_metrics(record.collected.samples, first)
     else:
         numbers |= dict.fromkeys(ROUTE_METRICS)
     numbers["entropy_frac"] = numbers["entropy"] / math.log(model[0].hf_config.vocab_size)
@@ -103,10 +100,10 @@ def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dic
     numbers["lr"] = cfg.train.lr
     if any(course for _, course in cfg.schedule):
         numbers |= schedule.schedule_metrics(cfg)
-    numbers |= token_metrics(record.samples, has_turns=cfg.rollout.turns is not None)
+    numbers |= token_metrics(record.collected.samples, has_turns=cfg.rollout.turns is not None)
     numbers |= time_metrics(record)
     numbers |= row_metrics(record.reports)
-    numbers |= throughput.speed_metrics(record.samples, batch, model[0].hf_config, cfg, record.seconds)
+    numbers |= throughput.speed_metrics(record.collected.samples, batch, model[0].hf_config, cfg, record.seconds)
     applied = [math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in record.reports]
     numbers["update/applied"] = applied.count(True)
     numbers["update/skipped"] = applied.count(False)
@@ -115,17 +112,17 @@ def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dic
 
 def reward_metrics(record: StepRecord) -> dict[str, float]:
     """Rewards of all samples and of each source, and how many groups were sampled and trained on."""
-    reward_N = np.array([s.reward for s in record.samples])
-    rewards = rewards_by_group(record.samples)
+    reward_N = np.array([s.reward for s in record.collected.samples])
+    rewards = rewards_by_group(record.collected.samples)
     functions = {"mean": mean_reward, "max": best_reward, **FAILURES}
     return {
         "reward/mean": reward_N.mean(),
         "reward/std": reward_N.std(),
-        **by_source(record.samples, "reward", functions),
+        **by_source(record.collected.samples, "reward", functions),
         "groups/zero_std_frac": np.mean([max(group) == min(group) for group in rewards.values()]),
         "groups/sampled": len(rewards),
-        "groups/trained": len(record.groups),
-        "groups/rounds": record.rounds,
+        "groups/trained": len({s.group for s in record.collected.trained}),
+        "groups/rounds": record.collected.rounds,
     }
 
 
@@ -186,11 +183,11 @@ def time_metrics(record: StepRecord) -> dict[str, float]:
     """Seconds of the phases, throughput, use of the micro-batches, and the shares of the step in which ranks idle."""
     seconds = record.seconds
     bubble = np.mean([r["bubble"] for r in record.reports])
-    idle = idle_seconds(record.rank_seconds, bubble * seconds.get("train", 0.0))
+    idle = idle_seconds(record.collected.rank_seconds, bubble * seconds.get("train", 0.0))
     numbers = {f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES}
     numbers["time/other_frac"] = numbers["time/other"] / seconds["step"]
-    numbers["speed/response_tokens_per_s"] = model_lengths(record.samples).sum() / seconds["step"]
-    numbers["speed/samples_per_s"] = len(record.samples) / seconds["step"]
+    numbers["speed/response_tokens_per_s"] = model_lengths(record.collected.samples).sum() / seconds["step"]
+    numbers["speed/samples_per_s"] = len(record.collected.samples) / seconds["step"]
     numbers["pack/fill"] = np.mean([r["fill"] for r in record.reports])
     numbers["pack/attention_waste"] = np.mean([r["attention_waste"] for r in record.reports])
     numbers["pipeline/bubble"] = bubble

@@ -85,6 +85,16 @@ class Rows:
     routes: torch.Tensor | None = None  # [..., layers, k] of the token, support/model/routes.py; None: the router's own
 
 
+@dataclass(frozen=True)
+class Collected:
+    """What a step has sampled and graded; the same on every rank."""
+
+    samples: list[Sample]  # all, also those of groups that were replaced
+    trained: list[Sample]  # of the groups to train on
+    rounds: int  # of sampling
+    rank_seconds: list[dict[str, float]]  # of each rank: its seconds by phase when all samples were gathered
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch(Rows):
     """All samples of a step end to end, F positions."""

@@ -28,7 +28,7 @@ def make_batch(samples: list[train_grpo.Sample], cfg: Config) -> Batch:
     """Return a batch of the samples with their advantages and the loss weights of a mean over all tokens."""
     batch = train_grpo.flatten(samples)
     advantages_F = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)[batch.seq_id]
-    weights_F = train_grpo.loss_weights(batch.trained, batch.seq_id, list(range(len(samples))), cfg.algo.loss_norm, 1)
+    weights_F = train_grpo.loss_weights(batch, list(range(len(samples))), cfg.algo.loss_norm, 1)
     return replace(batch, advantages=advantages_F, weights=weights_F)
 
 
