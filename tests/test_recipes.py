@@ -14,9 +14,9 @@ import transformers
 from config import AlgoConfig, UserError
 from support.base.read_config import load_config
 from tests.conftest import REPO, read_rows, write_rows
+from tests.oracle.plain import response_logps
 from tests.test_checkpoint import equal, lasting
 from tests.test_credit import made, three
-from tests.test_exact import response_logps
 from tests.test_forks import fork, load  # noqa: F401, a fixture
 
 

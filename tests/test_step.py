@@ -24,7 +24,7 @@ from support.model.offload import is_away, state_shards
 from support.model.optimizer_state import optimizer_steps, sharded_state
 from support.run import clock, launch
 from tests.conftest import REPO
-from tests.test_exact import response_logps
+from tests.oracle.plain import response_logps
 from tools.tiny_reward import digits_in_place
 
 IDS = ("prompt_ids", "response_ids")

@@ -19,8 +19,8 @@ from support.run import launch
 from support.step.metrics import teacher_kl
 from support.step.teacher import Teacher, align_logp, with_teacher_prompts
 from tests.conftest import REPO, read_rows, write_rows
-from tests.test_exact import response_logps
-from tests.test_layouts import float64_model, make_model, make_plan, make_samples, run_worker
+from tests.oracle.plain import float64_model, response_logps
+from tests.test_layouts import make_model, make_plan, make_samples, run_worker
 from tests.test_step import build  # noqa: F401, a fixture
 
 Sample = train_grpo.Sample
@@ -252,7 +252,7 @@ def test_the_credit_is_the_same_on_every_layout(fork_server, tmp_path):
     for sample in samples:
         with torch.no_grad():
             logp, told = (
-                double_logps(model, prompt, sample["response_ids"])
+                response_logps(model, sample | {"prompt_ids": prompt})
                 for model, prompt in (
                     (policy, sample["prompt_ids"]),
                     (teacher, sample.get("asked", sample["prompt_ids"])),
@@ -263,9 +263,3 @@ def test_the_credit_is_the_same_on_every_layout(fork_server, tmp_path):
     (found,) = run_worker(fork_server, tmp_path, 4, plan)
     for name in layouts:
         assert (found[name]["credit"] - wanted).abs().max() < 1e-4, name
-
-
-def double_logps(model, prompt: list[int], response: list[int]) -> torch.Tensor:
-    ids = torch.tensor([prompt + response])
-    logps = (model(ids).logits[0, :-1] / 0.8).log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    return logps[len(prompt) - 1 :]

@@ -13,7 +13,8 @@ from config import Config
 from support.base.read_config import override
 from support.base.rollout_files import as_row
 from support.step import metrics
-from tests.test_exact import policies, response_logps
+from tests.oracle.plain import response_logps
+from tests.test_exact import policies
 from tools.report import Run
 from train_grpo import Sample, flatten
 

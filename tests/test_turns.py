@@ -20,20 +20,10 @@ from support.check import checks
 from support.step import turns
 from support.step.grading import GradingPool
 from tests.conftest import EXACT, REPO, Training
+from tests.oracle.plain import grad_norm, reference, response_logps, sampled, worst_gradient
 from tests.test_checkpoint import equal, lasting, weights
 from tests.test_exact import LAYOUTS, policies
-from tests.test_layouts import (
-    CLIP,
-    ENTROPY,
-    KL,
-    TEMPERATURE,
-    float64_model,
-    hf_gradients,
-    make_plan,
-    make_samples,
-    run_worker,
-    worst_gradient,
-)
+from tests.test_layouts import make_plan, make_samples, run_worker
 from tests.test_step import build  # noqa: F401, a fixture
 
 # Replies with the reference's first digits, one more each time; says at the end what it has heard.
@@ -62,11 +52,6 @@ def echo(tmp_path) -> list[str]:
         f"rollout.turns={tmp_path / 'echo.py'}:echo", f"reward.custom={tmp_path / 'echo.py'}:reward",
         "rollout.max_turns=3", "rollout.max_new_tokens=16",
     ]  # fmt: skip
-
-
-def sampled(row: dict) -> torch.Tensor:
-    """Which tokens of a line of rollouts/ the model sampled, [response length]."""
-    return torch.cat([torch.full((length,), turn % 2 == 0) for turn, length in enumerate(row["turns"])])
 
 
 # ---------------------------------------------------------------- by hand
@@ -299,16 +284,14 @@ def check_talks(rows: list[dict], metrics: dict, policy_path, temperature: float
     assert {len(row["turns"]) for row in rows} >= {1, 3}
     tokens, loss = sum(sampled(row).sum().item() for row in rows), 0.0
     for row in rows:
-        ids, prompt = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["prompt_ids"])
-        logp = (model(ids).logits[0, :-1] / temperature).log_softmax(-1).gather(-1, ids[0, 1:, None])[prompt - 1 :, 0]
+        logp = response_logps(model, row, temperature)
         mine, recorded = sampled(row), torch.tensor(row["rollout_logp"])
         assert (logp[mine] - recorded[mine]).abs().max() < 1e-4 and not recorded[~mine].any()
         part = -(row["advantage"] * logp[mine]).sum() / tokens
         part.backward()  # of -A rho, whose gradient at rho = 1 is that of -A logp
         loss -= row["advantage"] * mine.sum().item() / tokens
-    norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm().item()
     assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(grad_norm(model.parameters()), rel=1e-4)
     assert metrics["logp_gap/max"] < 1e-5
     assert metrics["tokens/response_mean"] == pytest.approx(tokens / len(rows))
     assert metrics["tokens/environment_mean"] == np.mean([(~sampled(row)).sum().item() for row in rows])
@@ -375,26 +358,6 @@ def talks() -> list[dict]:
     return samples
 
 
-def masked_reference(folder, samples: list[dict], given: dict) -> dict:
-    """As test_layouts.reference, of what the model sampled only: loss, log-probs [F], gradients."""
-    model, position, total, logps = float64_model(folder), 0, 0.0, []
-    tokens = sum(sampled(s).sum().item() for s in samples)
-    for s in samples:
-        ids, prompt, mine = torch.tensor([s["prompt_ids"] + s["response_ids"]]), len(s["prompt_ids"]), sampled(s)
-        all_logp = (model(ids).logits[0, :-1] / TEMPERATURE).log_softmax(-1)[prompt - 1 :]
-        logp = all_logp.gather(-1, ids[0, prompt:, None])[:, 0]
-        here = slice(position + prompt - 1, position + ids.shape[1] - 1)
-        old, ref = given["old_logp"][here].double(), given["ref_logp"][here].double()
-        ratio, advantage, d = (logp - old).exp(), s["advantage"], (ref - logp).clamp(-20, 20)
-        policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
-        entropy = -(all_logp.exp() * all_logp).sum(-1)
-        part = (policy + KL * (d.exp() - d - 1).clamp(-10, 10) - ENTROPY * entropy)[mine].sum() / tokens
-        part.backward()
-        total, position = total + part.item(), position + ids.shape[1] - 1
-        logps.append(torch.cat([logp.new_zeros(prompt - 1), logp.detach() * mine]))
-    return {"loss": total, "logp": torch.cat(logps), **hf_gradients(model)}
-
-
 @pytest.mark.slow
 def test_every_gradient_of_conversations_on_every_axis(fork_server, tmp_path):
     layouts = {
@@ -404,7 +367,7 @@ def test_every_gradient_of_conversations_on_every_axis(fork_server, tmp_path):
     plan = make_plan(tmp_path, "qwen2", layouts=layouts)
     (tmp_path / "samples.json").write_text(json.dumps(talks()))
     (found,) = run_worker(fork_server, tmp_path, 4, plan)
-    wanted = masked_reference(tmp_path / "model", talks(), found["DP4"])
+    wanted = reference(tmp_path / "model", talks(), found["DP4"])
     for layout in layouts:
         assert (found[layout]["logp"] - wanted["logp"]).abs().max() < 1e-4
         assert found[layout]["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
