@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from config import AlgoConfig, ParallelConfig
+from config import AlgoConfig
 from support.data.prompts import Prompt, prompt_batch, sampling_seed
-from support.step.packing import Batch, MicroBatch, pack, plan_bins
+from support.step.packing import Batch, MicroBatch, pack
 from train_grpo import Sample, flatten, grpo_loss, loss_weights, policy_loss
 
 
@@ -81,19 +81,6 @@ def test_an_empty_micro_batch_counts_nothing():
     assert mb.tokens.shape == (1, 2) and mb.mask.sum() == 0
     loss, denominator, _ = grpo_loss(mb, torch.zeros(2, requires_grad=True), torch.zeros(2), AlgoConfig())
     assert loss.item() == 0 and denominator.item() == 0
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_bins_hold_every_sample_once_under_a_strict_cap(replicas):
-    lengths = np.random.default_rng(0).integers(1, 50, size=101)
-    bins = plan_bins(lengths, 64, replicas, ParallelConfig(), padded=True)
-    assert sorted(n for members in bins for n in members) == list(range(101))
-    assert max(lengths[members].sum() for members in bins) <= 64
-    assert len(bins) % replicas == 0
-    loads = [sum(lengths[members].sum() for members in bins[r::replicas]) for r in range(replicas)]
-    assert max(loads) - min(loads) <= 0.05 * max(loads)
-    with pytest.raises(ValueError, match="does not fit"):
-        plan_bins(lengths, 48, replicas, ParallelConfig(), padded=True)
 
 
 def test_loss_is_a_sum_and_a_count_whatever_the_packing():

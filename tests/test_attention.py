@@ -17,7 +17,8 @@ from support.model import attention
 from support.model.attention import Segments, attend_padded, attend_varlen, sliding_window, uses_varlen
 from support.step import packing
 from tests.layout_worker import one_layout
-from tests.test_layouts import make_plan, make_samples, reference, worst_gradient
+from tests.oracle.plain import reference, worst_gradient
+from tests.test_layouts import make_plan, make_samples
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -161,15 +161,6 @@ def test_bf16_and_the_same_run_again(train_forked):
     ]
 
 
-@pytest.mark.slow
-def test_a_reward_that_raises_stops_the_run_with_its_row(train, tmp_path):
-    (tmp_path / "broken.py").write_text("def f(text, answer, row):\n    return row['bonus']\n")
-    run = train(2, *SMALL, f"reward.custom={tmp_path / 'broken.py'}:f")
-    assert run.code != 0
-    assert "the reward of source 'reverse' failed: KeyError: 'bonus' (broken.py, line 2)" in run.text
-    assert '"prompt": "' in run.text and "exitcode  : 2" in run.text
-
-
 HOSTILE = """
 import subprocess, sys
 

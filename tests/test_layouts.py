@@ -11,14 +11,15 @@ import make_tiny
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from config import ParallelConfig
 from support.base.read_config import load_config
+from support.proof import formulas
 from support.step.packing import plan_bins
 from tests.conftest import REPO
 from tests.layout_worker import one_layout
+from tests.oracle.plain import ALGO, TEMPERATURE, float64_model, hf_gradients, reference, relative, worst_gradient
 from tools.plan import count as count_memory
 
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -58,10 +59,7 @@ MOE_LAYOUTS = {
     "PP2·EP2·DP2": ["parallel.pp=2", "parallel.ep=2"],
     "CP2·EP2·DP2": ["parallel.cp=2", "parallel.ep=2"],
 }
-LOSSES = ("ppo_clip", "gspo", "cispo", "ipo", "dppo_tv", "reinforce")
 NORMS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
-TEMPERATURE, CLIP, KL, ENTROPY = 0.8, 0.2, 0.05, 0.01
-MASK = 0.002  # bound of ipo and dppo_tv: the models' probabilities are small
 
 
 def layouts_of(family: str) -> dict[str, list[str]]:
@@ -105,7 +103,7 @@ def make_plan(folder, family: str, *overrides: str, **plan) -> dict:
     (folder / "samples.json").write_text(json.dumps(make_samples()))
     common = [
         f"model.path={folder / 'model'}", "data.train=unused", "data.max_prompt_tokens=8", "rollout.max_new_tokens=32",
-        f"rollout.temperature={TEMPERATURE}", f"algo.kl_coef={KL}", f"algo.entropy_coef={ENTROPY}",
+        f"rollout.temperature={TEMPERATURE}", *(f"algo.{key}={value}" for key, value in ALGO.items()),
         "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=40",
     ]  # fmt: skip
     return {"samples": str(folder / "samples.json"), "out": str(folder), "overrides": [*common, *overrides], **plan}
@@ -118,90 +116,6 @@ def run_worker(server, folder, nproc: int, *plans: dict) -> list[dict[str, dict[
     code = server.run(printed, "tests/layout_worker.py", str(file), nproc=nproc, seconds=1800)
     assert code == 0, printed.read_text()
     return [{name: load_file(f"{plan['out']}/{name}.safetensors") for name in plan["layouts"]} for plan in plans]
-
-
-def float64_model(folder):
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    )
-    model.model.embed_tokens.padding_idx = None  # transformers would drop that row's gradient
-    return model
-
-
-def reference(
-    folder, samples: list[dict], given: dict, loss="ppo_clip", norm="token_mean", kl="k3", weigh=None
-) -> dict:
-    """Loss, log-probs [F] and gradients of the update, from plain transformers in float64.
-
-    `given` holds the old and reference log-probs [F] the worker made up. `weigh` makes the weights of the policy loss
-    from the ratios of the old log-probs to vLLM's.
-    """
-    model, position, total, logps = float64_model(folder), 0, 0.0, []
-    tokens = sum(len(s["response_ids"]) for s in samples)
-    for s in samples:
-        ids, prompt = torch.tensor([s["prompt_ids"] + s["response_ids"]]), len(s["prompt_ids"])
-        all_logp = (model(ids).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
-        logp = all_logp.gather(-1, ids[0, 1:, None])[prompt - 1 :, 0]
-        entropy = -(all_logp.exp() * all_logp).sum(-1)[prompt - 1 :]
-        here = slice(position + prompt - 1, position + ids.shape[1] - 1)
-        old, ref = given["old_logp"][here].double(), given["ref_logp"][here].double()
-        ratio = (logp - old).exp()
-        if loss == "gspo":
-            ratio = (logp - old).mean().exp().detach() * (logp - logp.detach()).exp()
-        bounded = ratio.clamp(1 - CLIP, 1 + CLIP)
-        moved = (logp.exp() - old.exp()).detach()
-        outside = moved > MASK if s["advantage"] > 0 else moved < -MASK
-        policy = {
-            "ipo": -ratio * s["advantage"] * (moved.abs() <= MASK),
-            "dppo_tv": -ratio * s["advantage"] * ~outside,
-            "cispo": -bounded.detach() * s["advantage"] * logp,
-            "reinforce": -s["advantage"] * logp,
-        }.get(loss, -torch.minimum(ratio * s["advantage"], bounded * s["advantage"]))
-        if weigh:
-            policy = policy * weigh((old - torch.tensor(s["rollout_logp"]).double()).exp())
-        d = ref - logp
-        k2, k3 = d**2 / 2, (d.clamp(-20, 20).exp() - d.clamp(-20, 20) - 1).clamp(-10, 10)
-        penalty = k3 if kl == "k3" else k3.detach() + k2 - k2.detach()
-        token_losses = policy + KL * penalty - ENTROPY * entropy
-        part = {
-            "token_mean": token_losses.sum() / tokens,
-            "seq_mean_token_mean": token_losses.mean() / len(samples),
-            "seq_mean_token_sum": token_losses.sum() / len(samples),
-            "seq_mean_token_sum_norm": token_losses.sum() / 32 / len(samples),
-        }[norm]
-        part.backward()
-        total, position = total + part.item(), position + ids.shape[1] - 1
-        logps.append(torch.cat([logp.new_zeros(prompt - 1), logp.detach()]))
-    return {"loss": total, "logp": torch.cat(logps), **hf_gradients(model)}
-
-
-def hf_gradients(model) -> dict[str, torch.Tensor]:
-    """Gradients under the names of the safetensors, where transformers keeps fused experts apart."""
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            gradients[f"grad.{name.replace('mlp.gate.', 'block_sparse_moe.gate.') if mixtral(model) else name}"] = grad
-            continue
-        block = name.rsplit(".", 1)[0]
-        names = ("gate_proj", "up_proj", "down_proj")
-        if mixtral(model):
-            block, names = block.replace(".mlp.", ".block_sparse_moe."), ("w1", "w3", "w2")
-        for e, expert in enumerate(grad):
-            if name.endswith("gate_up_proj"):
-                parts = dict(zip(names[:2], expert.chunk(2), strict=True))
-            else:
-                parts = {names[2]: expert}
-            gradients |= {f"grad.{block}.{e}.{part}.weight": g for part, g in parts.items()}
-    return gradients
-
-
-def mixtral(model) -> bool:
-    return model.config.model_type == "mixtral"
-
-
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((found.double() - wanted).norm() / wanted.norm()).item()
 
 
 @pytest.fixture(scope="module")
@@ -236,10 +150,6 @@ CASES = [
     for family in FAMILIES
     for layout in layouts_of(family)
 ]
-
-
-def worst_gradient(found: dict, wanted: dict) -> tuple[float, str]:
-    return max((relative(found[name], wanted[name]), name) for name in wanted if name.startswith("grad."))
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
@@ -310,27 +220,25 @@ def test_context_parallelism_of_heads_that_it_does_not_divide(fork_server, tmp_p
     assert error < 1e-5, name
 
 
-def truncate(weight_T: torch.Tensor) -> torch.Tensor:
-    """Truncated importance sampling at 1.1."""
-    return weight_T.clamp(max=1.1)
-
-
 @pytest.mark.slow
 def test_every_loss_and_normalisation_does_not_depend_on_the_layout(fork_server, tmp_path):
     """On TP2·PP2 with uneven micro-batches, with truncated importance sampling and the straight-through KL."""
-    cases = {f"{loss} {norm}": (loss, norm) for loss in LOSSES for norm in NORMS}
-    bounds = {loss: [f"algo.clip_low={MASK}", f"algo.clip_high={MASK}"] for loss in ("ipo", "dppo_tv")}
+    cases = {f"{loss} {norm}": (loss, norm) for loss in formulas.LOSSES for norm in NORMS}
+    masks = {"clip_low": 0.002, "clip_high": 0.002}  # the models' probabilities are small
+    bounds = {loss: [f"algo.{key}={value}" for key, value in masks.items()] for loss in ("ipo", "dppo_tv")}
+    common = {"kl": "k3+", "correction": "tis", "correction_high": 1.1}
     keys = {
         name: [f"algo.loss={loss}", f"algo.loss_norm={norm}", *bounds.get(loss, [])]
         for name, (loss, norm) in cases.items()
     }
     plan = make_plan(
-        tmp_path, "qwen2", "algo.kl=k3+", "algo.correction=tis", "algo.correction_high=1.1", "parallel.tp=2",
+        tmp_path, "qwen2", *(f"algo.{key}={value}" for key, value in common.items()), "parallel.tp=2",
         "parallel.pp=2", layouts=keys,
     )  # fmt: skip
     (found,) = run_worker(fork_server, tmp_path, 4, plan)
     for name, (loss, norm) in cases.items():
-        wanted = reference(tmp_path / "model", make_samples(), found[name], loss, norm, kl="k3+", weigh=truncate)
+        algo = {"loss": loss, "loss_norm": norm, **(masks if loss in ("ipo", "dppo_tv") else {})}
+        wanted = reference(tmp_path / "model", make_samples(), found[name], **algo, **common)
         assert found[name]["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5), name
         error, parameter = worst_gradient(found[name], wanted)
         assert error < 1e-5, (name, parameter)

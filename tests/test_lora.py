@@ -19,18 +19,10 @@ from support.model.checkpoint import CheckpointError
 from support.run import inputs
 from tests import test_layouts
 from tests.layout_worker import made_up_factor, one_layout
+from tests.oracle.plain import float64_model, reference, relative, worst_gradient
 from tests.test_checkpoint import check_state
 from tests.test_exact import reference_step
-from tests.test_layouts import (
-    float64_model,
-    layouts_of,
-    make_plan,
-    make_samples,
-    reference,
-    relative,
-    run_worker,
-    worst_gradient,
-)
+from tests.test_layouts import layouts_of, make_plan, make_samples, run_worker
 from tests.test_step import IDS, build  # noqa: F401, a fixture
 from tools.plan import count as count_memory
 
@@ -157,7 +149,7 @@ def test_gradients_do_not_depend_on_the_layout(results, family, layout):
         *((family, targets) for family in test_layouts.MOE for targets in (("qkv", "fc1"), ("fc2",))),
     ],
 )
-def test_peft_loads_the_export_and_computes_the_same(world, tmp_path, family, targets, monkeypatch):
+def test_peft_loads_the_export_and_computes_the_same(world, tmp_path, family, targets):
     """Losses and log-probs of each family; gradients too of dense ones, whose factors PEFT keeps as they are."""
     peft = pytest.importorskip("peft")
     plan = make_plan(tmp_path, family, *LORA, f"lora.targets=[{','.join(targets)}]", layouts={"one": []})
@@ -175,8 +167,7 @@ def test_peft_loads_the_export_and_computes_the_same(world, tmp_path, family, ta
             float64_model(folder), tmp_path / "adapter/step_000001", is_trainable=True
         )
 
-    monkeypatch.setattr(test_layouts, "float64_model", adapted)
-    wanted = reference(tmp_path / "model", make_samples(), found)
+    wanted = reference(tmp_path / "model", make_samples(), found, adapted)
     assert (found["logp"] - wanted["logp"]).abs().max() < 1e-4
     assert found["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
     if family == "qwen2":

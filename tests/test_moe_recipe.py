@@ -5,13 +5,13 @@ state, full recompute, replayed routes, fp32 routers and head, IcePop, one updat
 """
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from support.base.read_config import load_config
 from tests.conftest import REPO
+from tests.oracle.plain import TEMPERATURE, worst_gradient
 from tests.test_checkpoint import equal, lasting
-from tests.test_layouts import TEMPERATURE, run_worker, worst_gradient
+from tests.test_layouts import run_worker
 from tests.test_routes import forced_reference, make_moe, routed_plan, routed_samples
 
 RECIPE = load_config(str(REPO / "configs/qwen3_30b_a3b.yaml"), [])
@@ -43,13 +43,8 @@ def test_the_recipe_has_what_is_tested_here():
     assert RECIPE.train.updates_per_step == RECIPE.train.epochs_per_step == 1
 
 
-def icepop(weight_T: torch.Tensor) -> torch.Tensor:
-    """The weight of each token's policy loss: inside [0.5, 5], else 0."""
-    return weight_T * ((weight_T >= 0.5) & (weight_T <= 5.0))
-
-
 @pytest.mark.slow
-def test_gradients_equal_plain_transformers(fork_server, tmp_path, monkeypatch):
+def test_gradients_equal_plain_transformers(fork_server, tmp_path):
     """fp32 to 1e-5; bf16 with all options as near as bf16 is without recompute and host Adam.
 
     In bf16 the loss has no clip: a ratio that rounding takes over the bound would count a token more or less.
@@ -65,7 +60,7 @@ def test_gradients_equal_plain_transformers(fork_server, tmp_path, monkeypatch):
     save_file(rounded, tmp_path / "bf16/model/model.safetensors", metadata={"format": "pt"})
     exact, half = run_worker(fork_server, tmp_path, 2, *plans)
 
-    wanted = forced_reference(monkeypatch, tmp_path / "fp32/model", routed_samples(), exact["all"], weigh=icepop)
+    wanted = forced_reference(tmp_path / "fp32/model", routed_samples(), exact["all"], correction="icepop")
     assert exact["all"]["same"] == 1 and (exact["all"]["logp"] - wanted["logp"]).abs().max() < 1e-5
     assert exact["all"]["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
     error, name = worst_gradient(exact["all"], wanted)
@@ -74,8 +69,8 @@ def test_gradients_equal_plain_transformers(fork_server, tmp_path, monkeypatch):
 
     errors = {}
     for layout, found in half.items():
-        options = {"loss": "reinforce", "weigh": icepop}
-        wanted = forced_reference(monkeypatch, tmp_path / "bf16/model", routed_samples(), found, **options)
+        options = {"loss": "reinforce", "correction": "icepop"}
+        wanted = forced_reference(tmp_path / "bf16/model", routed_samples(), found, **options)
         assert found["same"] == 1
         errors[layout], name = worst_gradient(found, wanted)
         print(f"bf16, {layout}: largest relative error {errors[layout]:.1e} ({name})")

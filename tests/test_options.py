@@ -17,8 +17,9 @@ from support.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
 from tests.conftest import REPO
 from tests.layout_worker import one_layout
+from tests.oracle.plain import relative
 from tests.test_checkpoint import check_state, equal, lasting
-from tests.test_layouts import make_plan, relative, run_worker
+from tests.test_layouts import make_plan, run_worker
 from train_grpo import Sample, flatten, main
 
 # Options as a user would write them → what the refusal says.

@@ -18,7 +18,8 @@ from support.model import routes
 from support.step import packing
 from tests import test_layouts
 from tests.layout_worker import one_layout
-from tests.test_layouts import float64_model, make_plan, make_samples, reference, run_worker, worst_gradient
+from tests.oracle.plain import float64_model, reference, worst_gradient
+from tests.test_layouts import make_plan, make_samples, run_worker
 
 LAYERS, EXPERTS, K = 4, 4, 2
 RECOMPUTE_MOE = ["megatron.recompute_granularity=selective", "megatron.recompute_modules=[moe]"]
@@ -144,11 +145,9 @@ def forced_model(folder, samples: list[dict]):
     return model
 
 
-def forced_reference(monkeypatch, folder, samples: list[dict], given: dict, **options) -> dict:
-    """`reference` of tests/test_layouts.py, with its options and the samples' routes."""
-    with monkeypatch.context() as patch:
-        patch.setattr(test_layouts, "float64_model", partial(forced_model, samples=samples))
-        return reference(folder, samples, given, **options)
+def forced_reference(folder, samples: list[dict], given: dict, **algo) -> dict:
+    """`reference`, with the samples' routes."""
+    return reference(folder, samples, given, partial(forced_model, samples=samples), **algo)
 
 
 def check(found: dict, wanted: dict) -> None:
@@ -164,11 +163,11 @@ def routed_plan(folder, **plan) -> dict:
     return plan
 
 
-def test_forced_routes_equal_plain_transformers(world, tmp_path, monkeypatch):
+def test_forced_routes_equal_plain_transformers(world, tmp_path):
     """Log-probs, loss and every gradient; without the routes log-probs are far off."""
     plan = routed_plan(tmp_path, layouts={"plain": [], "full recompute": test_layouts.FULL})
     found = {name: one_layout(plan, name) for name in plan["layouts"]}
-    wanted = forced_reference(monkeypatch, tmp_path / "model", routed_samples(), found["plain"])
+    wanted = forced_reference(tmp_path / "model", routed_samples(), found["plain"])
     for each in found.values():
         check(each, wanted)
     (tmp_path / "samples.json").write_text(json.dumps(make_samples()))
@@ -176,10 +175,10 @@ def test_forced_routes_equal_plain_transformers(world, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_forced_routes_on_every_layout(fork_server, tmp_path, monkeypatch):
+def test_forced_routes_on_every_layout(fork_server, tmp_path):
     plan = routed_plan(tmp_path, layouts=LAYOUTS)
     (found,) = run_worker(fork_server, tmp_path, 4, plan)
-    wanted = forced_reference(monkeypatch, tmp_path / "model", routed_samples(), next(iter(found.values())))
+    wanted = forced_reference(tmp_path / "model", routed_samples(), next(iter(found.values())))
     for each in found.values():
         check(each, wanted)
 

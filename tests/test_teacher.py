@@ -22,7 +22,7 @@ from support.run import launch
 from support.step.metrics import teacher_kl
 from support.step.teacher import Teacher, align_logp, with_teacher_prompts
 from tests.conftest import REPO, read_rows, write_rows
-from tests.test_exact import response_logps
+from tests.oracle.plain import response_logps
 from tests.test_step import build  # noqa: F401, a fixture
 
 Sample = train_grpo.Sample

@@ -3,6 +3,7 @@
 test_pairs.py repeats real runs of them on every layout.
 """
 
+import json
 import re
 import shutil
 from types import SimpleNamespace
@@ -23,8 +24,10 @@ from support.proof import graded
 from support.step import turns
 from support.step.grading import GradingPool
 from tests.conftest import REPO, Training
+from tests.oracle.plain import grad_norm, reference, response_logps, sampled, worst_gradient
 from tests.pools import pool_of
 from tests.test_checkpoint import equal, lasting, weights
+from tests.test_layouts import make_plan, make_samples, run_worker
 from tests.test_step import build  # noqa: F401, a fixture
 
 # Replies with the reference's first digits, one more each time; says at the end what it has heard.
@@ -50,11 +53,6 @@ def echo(tmp_path) -> list[str]:
         f"rollout.turns={tmp_path / 'echo.py'}:echo", f"reward.custom={tmp_path / 'echo.py'}:reward",
         "rollout.max_turns=3", "rollout.max_new_tokens=16",
     ]  # fmt: skip
-
-
-def sampled(row: dict) -> torch.Tensor:
-    """Which tokens of a line of rollouts/ the model sampled, [response length]."""
-    return torch.cat([torch.full((length,), turn % 2 == 0) for turn, length in enumerate(row["turns"])])
 
 
 # ---------------------------------------------------------------- by hand
@@ -288,16 +286,14 @@ def check_talks(rows: list[dict], metrics: dict, policy_path, temperature: float
     assert {len(row["turns"]) for row in rows} >= {1, 3}
     tokens, loss = sum(sampled(row).sum().item() for row in rows), 0.0
     for row in rows:
-        ids, prompt = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["prompt_ids"])
-        logp = (model(ids).logits[0, :-1] / temperature).log_softmax(-1).gather(-1, ids[0, 1:, None])[prompt - 1 :, 0]
+        logp = response_logps(model, row, temperature)
         mine, recorded = sampled(row), torch.tensor(row["rollout_logp"])
         assert (logp[mine] - recorded[mine]).abs().max() < 1e-4 and not recorded[~mine].any()
         part = -(row["advantage"] * logp[mine]).sum() / tokens
         part.backward()  # of -A rho, whose gradient at rho = 1 is that of -A logp
         loss -= row["advantage"] * mine.sum().item() / tokens
-    norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm().item()
     assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(grad_norm(model.parameters()), rel=1e-4)
     assert metrics["logp_gap/max"] < 1e-5
     assert metrics["tokens/response_mean"] == pytest.approx(tokens / len(rows))
     assert metrics["tokens/environment_mean"] == np.mean([(~sampled(row)).sum().item() for row in rows])
@@ -332,6 +328,37 @@ def test_a_failure_in_a_later_turn_costs_its_sample(build, tmp_path):  # noqa: F
     prompts = {s.group: run.inputs.prompts[0] for s in samples}
     with pytest.raises(UserError, match=r"^rollout\.turns failed: KeyError.*\n  row: .*\n.*\n.* failed, more than"):
         graded.check_graded(samples, prompts, RewardConfig(), set())
+
+
+def talks() -> list[dict]:
+    """The samples of test_layouts, every longer response with places where an environment speaks."""
+    rng = np.random.default_rng(5)
+    samples = make_samples()
+    for s in samples:
+        if len(s["response_ids"]) >= 5:
+            cuts = sorted(rng.choice(np.arange(1, len(s["response_ids"])), 4, replace=False).tolist())
+            s["turns"] = np.diff([0, *cuts, len(s["response_ids"])]).tolist()
+        else:
+            s["turns"] = [len(s["response_ids"])]
+        s["rollout_logp"] = (np.array(s["rollout_logp"]) * sampled(s).numpy()).tolist()
+    return samples
+
+
+@pytest.mark.slow
+def test_every_gradient_of_conversations_on_every_axis(fork_server, tmp_path):
+    layouts = {
+        "DP4": [], "TP2·PP2": ["parallel.tp=2", "parallel.pp=2"], "CP2·DP2": ["parallel.cp=2"],
+        "TP2·CP2": ["parallel.tp=2", "parallel.cp=2"],
+    }  # fmt: skip
+    plan = make_plan(tmp_path, "qwen2", layouts=layouts)
+    (tmp_path / "samples.json").write_text(json.dumps(talks()))
+    (found,) = run_worker(fork_server, tmp_path, 4, plan)
+    wanted = reference(tmp_path / "model", talks(), found["DP4"])
+    for layout in layouts:
+        assert (found[layout]["logp"] - wanted["logp"]).abs().max() < 1e-4
+        assert found[layout]["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
+        error, name = worst_gradient(found[layout], wanted)
+        assert error < 1e-5, (layout, name)
 
 
 # ---------------------------------------------------------------- real runs

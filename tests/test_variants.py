@@ -1,4 +1,4 @@
-"""Each variant of the algorithm: numbers worked by hand, and float64 loops written apart from the code."""
+"""Each variant of the algorithm: numbers worked by hand, and the formulas of support/proof/formulas.py."""
 
 import math
 import re
@@ -11,7 +11,8 @@ import torch
 
 from config import AlgoConfig, RewardConfig, UserError
 from support.base.read_config import load_config
-from support.check import checks, run_plan
+from support.check import run_plan
+from support.proof import formulas
 from support.step import gdpo
 from tests.conftest import REPO
 from train_grpo import (
@@ -66,32 +67,18 @@ KINDS = ("grpo", "dr_grpo", "rloo", "grpo_loo", "grpo_batch", "max_rl", "gdpo", 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_advantages_against_a_loop(kind):
+def test_advantages_are_those_of_the_formulas(kind):
     rng = np.random.default_rng(1)
     groups, tokens = rng.integers(0, 9, 60), rng.integers(0, 30, 60)
     rewards = rng.choice([0.0, 0.1, 0.5, 1.0], 60)
-    want = []
-    for r, g in zip(rewards, groups, strict=True):
-        mine = [x for x, h in zip(rewards, groups, strict=True) if h == g]
-        rest = list(mine)
-        rest.remove(r)
-        m, m_rest = sum(mine) / len(mine), sum(rest) / max(len(rest), 1)
-        s = math.sqrt(sum((x - m) ** 2 for x in mine) / max(len(mine) - 1, 1))
-        s_rest = math.sqrt(sum((x - m_rest) ** 2 for x in rest) / max(len(rest) - 1, 1))
-        if len(set(mine)) == 1:
-            want.append(0.0)
-        elif kind == "grpo_loo":
-            want.append((r - m_rest) / (s_rest + 1e-6 if len(set(rest)) > 1 else 1))
-        else:
-            want.append({"grpo": (r - m) / (s + 1e-6), "rloo": r - m_rest, "max_rl": r / m - 1}.get(kind, r - m))
+    want = np.zeros(60)
+    for group in range(9):
+        want[groups == group] = formulas.compare(rewards[groups == group], kind)
     if kind in ("grpo_batch", "gdpo"):
-        scale = stdev(rewards.tolist()) + 1e-4
-        want = [a / scale for a in want]
+        want /= stdev(rewards.tolist()) + 1e-4
     if kind == "reinforce_pp":
-        each = [a for a, n in zip(want, tokens, strict=True) for _ in range(n)]
-        mean = sum(each) / len(each)
-        variance = sum((a - mean) ** 2 for a in each) / (len(each) - 1)
-        want = [(a - mean) / math.sqrt(variance + 1e-8) for a in want]
+        of_tokens = want.repeat(tokens)
+        want = (want - of_tokens.mean()) / math.sqrt(of_tokens.var(ddof=1) + 1e-8)
     np.testing.assert_allclose(group_advantages(rewards, groups, kind, tokens), want, rtol=1e-12, atol=1e-12)
 
 
@@ -212,20 +199,18 @@ def test_straight_through_kl_has_the_value_of_k3_and_the_gradient_of_k2():
     torch.testing.assert_close(k3.grad, f64(1 - math.exp(-0.5), 1 - math.e, 0.0), **F64)
 
 
+def value_and_gradient(loss: torch.Tensor, logp: torch.Tensor) -> list[torch.Tensor]:
+    return [loss, *torch.autograd.grad(loss.sum(), logp)]
+
+
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+"])
-def test_kl_against_a_loop(kind):
+def test_kl_is_that_of_the_formulas(kind):
     g = torch.Generator().manual_seed(4)
     logp, ref = (-12 * torch.rand(200, generator=g, dtype=torch.float64) for _ in range(2))
-    logp = torch.cat([logp, f64(-30.0, -0.1)])  # d = 29.9 and -29.9, beyond the clamp
+    logp = torch.cat([logp, f64(-30.0, -0.1)]).requires_grad_()  # d = 29.9 and -29.9, beyond the clamp
     ref = torch.cat([ref, f64(-0.1, -30.0)])
-    for got, p, q in zip(token_kl(logp, ref, kind).tolist(), logp.tolist(), ref.tolist(), strict=True):
-        d = q - p
-        if kind in ("k1", "k2"):
-            want = -d if kind == "k1" else d * d / 2
-        else:
-            d = min(max(d, -20.0), 20.0)
-            want = min(max(math.exp(d) - d - 1, -10.0), 10.0)
-        assert got == pytest.approx(want, rel=1e-12, abs=1e-12)
+    found, want = (value_and_gradient(of(logp, ref, kind), logp) for of in (token_kl, formulas.kl))
+    torch.testing.assert_close(found, want, **F64)
 
 
 # ---------------------------------------------------------------- policy losses
@@ -285,43 +270,6 @@ def test_masks_by_probability_by_hand():
         torch.testing.assert_close(gradient, f64(*want), rtol=1e-6, atol=0)  # the gradient of ratio is ratio
 
 
-def prime_rl_loss(logp, rollout_logp, advantages, algo: AlgoConfig) -> torch.Tensor:
-    """prime-rl's loss.py (559b447), ipo_loss_fn and default_loss_fn with kl_tau 0, by token and written apart."""
-    moved = logp.exp() - rollout_logp.exp()
-    if algo.loss == "ipo":
-        masked = moved.abs() > algo.clip_high
-    else:
-        masked = torch.where(advantages > 0, moved > algo.clip_high, moved < -algo.clip_low)
-    return -(~masked * advantages * (logp - rollout_logp).exp())
-
-
-def verl_dppo_tv(logp, old_logp, advantages, algo: AlgoConfig, clip_ratio_c: float) -> torch.Tensor:
-    """verl's compute_policy_loss_dppo_tv (1dda039), by token and written apart."""
-    ratio = (logp - old_logp).clamp(-20, 20).exp().clamp(max=clip_ratio_c).detach()
-    moved = logp.exp() - old_logp.exp()
-    valid = torch.where(advantages > 0, moved <= algo.clip_high, moved >= -algo.clip_low).detach()
-    return -advantages * ratio * logp * valid
-
-
-@pytest.mark.parametrize("loss", ["ipo", "dppo_tv"])
-def test_masked_losses_and_gradients_are_those_of_prime_rl_and_verl(loss):
-    g = torch.Generator().manual_seed(12)
-    old = torch.rand(400, generator=g, dtype=torch.float64).log()
-    logp = torch.rand(400, generator=g, dtype=torch.float64).log().requires_grad_()
-    advantages = torch.randn(400, generator=g, dtype=torch.float64)
-    advantages[::7] = 0.0
-    algo = AlgoConfig(loss=loss, clip_low=0.2, clip_high=0.2)
-    got, outside = policy_loss(logp, old, advantages, torch.ones(400), torch.zeros(400, dtype=torch.long), algo)
-    assert 50 < outside.sum() < 350
-    theirs = prime_rl_loss(logp, old, advantages, algo)
-    torch.testing.assert_close(got, theirs, **F64)
-    gradient = torch.autograd.grad(got.sum(), logp, retain_graph=True)
-    torch.testing.assert_close(gradient, torch.autograd.grad(theirs.sum(), logp), **F64)
-    if loss == "dppo_tv":  # verl's has another value and, up to its bound of the ratio, the same gradient
-        theirs = verl_dppo_tv(logp, old, advantages, algo, clip_ratio_c=1e6)
-        torch.testing.assert_close(gradient, torch.autograd.grad(theirs.sum(), logp), **F64)
-
-
 def test_masks_against_the_trainers_own_first_update_are_pointed_out():
     def hints(*keys: str) -> list[str]:
         cfg = load_config(str(REPO / "configs/tiny.yaml"), ["model.path=m", "data.train=d", *keys])
@@ -334,28 +282,30 @@ def test_masks_against_the_trainers_own_first_update_are_pointed_out():
     assert not hints()
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
+def answers() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """(mask, sequence, positions that the model sampled by answer) of a row of five answers."""
+    mask = torch.rand(60, generator=torch.Generator().manual_seed(2)) > 0.3
+    sequence = torch.arange(5).repeat_interleave(torch.tensor([7, 3, 20, 10, 20]))
+    return mask.double(), sequence, [(mask & (sequence == n)).nonzero()[:, 0] for n in range(5)]
+
+
+@pytest.mark.parametrize("loss", formulas.LOSSES)
 @pytest.mark.parametrize("dual_clip", [None, 2.0])
-def test_policy_losses_against_a_loop(loss, dual_clip):
+def test_policy_losses_are_those_of_the_formulas(loss, dual_clip):
     g = torch.Generator().manual_seed(2)
-    logp, old, advantages = (torch.randn(40, generator=g, dtype=torch.float64) for _ in range(3))
-    mask = (torch.rand(40, generator=g) > 0.3).double()
-    sequence = torch.arange(5).repeat_interleave(torch.tensor([3, 20, 1, 15, 1]))
+    mask, sequence, places = answers()
+    logp, old = (torch.rand(60, generator=g, dtype=torch.float64).log() for _ in range(2))
+    advantages = torch.randn(60, generator=g, dtype=torch.float64)
+    advantages[::7] = 0.0
     algo = AlgoConfig(loss=loss, clip_low=0.3, clip_high=0.5, dual_clip=dual_clip)
-    got, _ = policy_loss(logp, old, advantages, mask, sequence, algo)
-    for t in range(40):
-        same = [u for u in range(40) if sequence[u] == sequence[t] and mask[u]]
-        log_ratio = float(logp[t] - old[t])
-        if loss == "gspo":
-            log_ratio = sum(float(logp[u] - old[u]) for u in same) / max(len(same), 1)
-        ratio, a = math.exp(log_ratio), float(advantages[t])
-        bounded = min(max(ratio, 0.7), 1.5)
-        want = {"cispo": -bounded * a * float(logp[t]), "reinforce": -a * float(logp[t])}.get(loss)
-        if want is None:
-            want = -min(ratio * a, bounded * a)
-            want = min(want, -2.0 * a) if dual_clip and a < 0 else want
-        if mask[t]:
-            assert got[t].item() == pytest.approx(want, rel=1e-12, abs=1e-12)
+    logp.requires_grad_()
+    row, held = policy_loss(logp, old, advantages, mask, sequence, algo)
+    for place in places:
+        want, bound = formulas.policy_loss(logp[place], old[place], advantages[place], algo)
+        torch.testing.assert_close(row[place], want, **F64)
+        torch.testing.assert_close(held[place].double(), bound, **F64)
+        (found,) = torch.autograd.grad(row[place].sum(), logp, retain_graph=True)
+        torch.testing.assert_close(found, torch.autograd.grad(want.sum(), logp, retain_graph=True)[0], **F64)
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "ipo", "dppo_tv"])
@@ -408,56 +358,17 @@ def test_mismatch_weights_by_hand(options, weights, outside):
         ("seq_mask", "token"),
     ],
 )
-def test_mismatch_weights_against_a_loop(correction, level, low, high):
+def test_mismatch_weights_are_those_of_the_formulas(correction, level, low, high):
     g = torch.Generator().manual_seed(5)
     trainer = -2 * torch.rand(60, generator=g, dtype=torch.float64)
     rollout = trainer + 0.4 * torch.randn(60, generator=g, dtype=torch.float64)
-    lengths = [7, 1, 20, 12, 20]
-    sequence = torch.arange(5).repeat_interleave(torch.tensor(lengths))
-    mask = (torch.rand(60, generator=g) > 0.3).double()
+    mask, sequence, places = answers()
     algo = AlgoConfig(correction=correction, correction_level=level, correction_low=low, correction_high=high)
     weights, outside = mismatch_weight(trainer, rollout, mask, sequence, algo)
-    defaults = {"none": (0, 2), "tis": (0, 2), "icepop": (0.5, 5), "seq_mask": (0.999, 1.002)}[correction]
-    low, high = defaults if low is None else (low, high)
-    for t in range(60):
-        w = math.exp(trainer[t] - rollout[t])
-        answer = [math.exp(trainer[u] - rollout[u]) for u in range(60) if sequence[u] == sequence[t] and mask[u]]
-        product = math.prod(answer)
-        judged = {"seq_mask": product ** (1 / max(len(answer), 1))}.get(
-            correction, product if level == "sequence" else w
-        )
-        weight = product if level == "sequence" else w
-        kept = weight if low <= judged <= high else 0.0
-        want = {"none": 1.0, "tis": min(max(judged, low), high)}.get(correction, kept)
-        if mask[t]:
-            assert weights[t].item() == pytest.approx(want, rel=1e-12)
-            assert outside[t].item() == (not low <= judged <= high)
-
-
-@pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate", "token_mask", "token_truncate"])
-def test_mismatch_weights_are_trls(mode):
-    """TRL's four modes with its cap of 3, its formula (GRPOTrainer) written apart, on padded rows of answers."""
-    g = torch.Generator().manual_seed(7)
-    trainer = -2 * torch.rand(6, 9, generator=g, dtype=torch.float64)
-    rollout = trainer + 0.5 * torch.randn(6, 9, generator=g, dtype=torch.float64)
-    mask = torch.arange(9) < torch.tensor([9, 1, 4, 7, 2, 5])[:, None]
-    difference = (trainer - rollout) * mask
-    level, kind = mode.split("_")
-    wanted = (difference.sum(-1, keepdim=True) if level == "sequence" else difference).exp()
-    assert (wanted > 3).any() and (wanted < 1).any()
-    wanted = wanted.masked_fill(wanted > 3, 0.0) if kind == "mask" else wanted.clamp(max=3)
-    correction = {"mask": "icepop", "truncate": "tis"}[kind]
-    cfg = load_config(
-        str(REPO / "configs/tiny.yaml"),
-        [
-            f"algo.correction={correction}", f"algo.correction_level={level}", "algo.correction_low=0",
-            "algo.correction_high=3", "model.path=m", "data.train=d",
-        ],
-    )  # fmt: skip
-    checks.check_config(cfg, 1)
-    sequence = torch.arange(6).repeat_interleave(mask.sum(-1))
-    found, _ = mismatch_weight(trainer[mask], rollout[mask], torch.ones(len(sequence)), sequence, cfg.algo)
-    torch.testing.assert_close(found, wanted.expand(6, 9)[mask], **F64)
+    for place in places:
+        want, beyond = formulas.correction(trainer[place], rollout[place], algo)
+        torch.testing.assert_close(weights[place], want, **F64)
+        torch.testing.assert_close(outside[place].double(), beyond, **F64)
 
 
 def test_gspo_wants_one_weight_an_answer():
@@ -500,6 +411,8 @@ def test_loss_normalisation_against_a_loop(kind):
     }[kind]
     assert (weights.double() @ losses / count).item() == pytest.approx(want, rel=1e-6)
     assert (weights > 0).sum() == count == 6
+    by_answer = formulas.answer_weights([3, 1, 0, 0, 2, 0], kind, 10)
+    torch.testing.assert_close(weights.double(), torch.tensor(by_answer)[sample] * mask, rtol=1e-6, atol=0)
 
 
 def test_overlong_penalty_by_hand():
@@ -507,17 +420,6 @@ def test_overlong_penalty_by_hand():
     penalize_length(samples, AlgoConfig(overlong_buffer=20, overlong_coef=2.0), 100)
     assert [s.reward_parts["overlong"] for s in samples] == [0, 0, -0.5, -1, -2]
     assert [s.reward for s in samples] == [1, 1, 0.5, 0, -1]
-
-
-def test_overlong_penalty_against_a_loop():
-    limit, buffer, coef = 50, 15, 0.7
-    samples = [Sample(0, [1], [2] * n, [], n < limit, "", "", reward=0.25) for n in range(1, limit + 1)]
-    penalize_length(samples, AlgoConfig(overlong_buffer=buffer, overlong_coef=coef), limit)
-    for n, sample in enumerate(samples, 1):
-        beyond = max(n - (limit - buffer), 0)
-        want = -beyond / buffer * coef
-        assert sample.reward_parts["overlong"] == pytest.approx(want, rel=1e-12)
-        assert sample.reward == pytest.approx(0.25 + want, rel=1e-12)
 
 
 # ---------------------------------------------------------------- updates

@@ -1,9 +1,15 @@
-"""The loss of two synthetic answers, token by token in plain numbers, against what the script computes for them."""
+"""The formulas of an update, an answer at a time: the reference of the rehearsal, of the checks and of the tests.
+
+Written from the papers that docs/algorithms.md names, apart from the script. Tensors are [tokens that the model
+sampled] of one answer; `algo` has the keys of that section.
+"""
 
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from config import AlgoConfig, UserError
 from support.base import ranks
@@ -15,15 +21,15 @@ BOUNDS = {"none": (0.0, 2.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mask
 
 
 @dataclass
-class Token:
-    """What the loss of a token is made of; numbers, the advantage and the weight in the update among them."""
+class Answer:
+    """What the loss of an answer is made of."""
 
-    logp: float
-    old: float
-    ref: float
-    rollout: float
-    advantage: float
-    weight: float
+    logp: Tensor
+    old: Tensor
+    ref: Tensor
+    rollout: Tensor
+    advantages: Tensor
+    weights: Tensor
 
 
 def add_logprobs(batch: Batch) -> Batch:
@@ -32,7 +38,7 @@ def add_logprobs(batch: Batch) -> Batch:
     return replace(batch, old_logp=0.9 * logp_F, ref_logp=0.8 * logp_F, teacher_logp=0.9 * logp_F)
 
 
-def check_loss(computed: tuple, mb: MicroBatch, logp_T: torch.Tensor, algo: AlgoConfig) -> None:
+def check_loss(computed: tuple, mb: MicroBatch, logp_T: Tensor, algo: AlgoConfig) -> None:
     """Compare what grpo_loss has `computed` for `mb` and entropies of -logp_T with its formula; run the backward pass.
 
     Raises UserError where they differ. Says so where a name in `algo` is a fork's own, which has no formula here.
@@ -43,7 +49,7 @@ def check_loss(computed: tuple, mb: MicroBatch, logp_T: torch.Tensor, algo: Algo
         if ranks.is_first_rank():
             print(f"algo.loss={algo.loss}, algo.kl={algo.kl}: the loss is a fork's own and not judged by a formula")
         return
-    expected = sum(sum(answer_loss(answer, algo)) for answer in answers_of(mb, logp_T))
+    expected = sum(answer_loss(a, -a.logp, algo).sum().item() for a in answers_of(mb, logp_T))
     if not math.isclose(loss.item(), expected, rel_tol=1e-4, abs_tol=1e-5):
         raise UserError(
             f"the loss of algo.loss={algo.loss}, algo.correction={algo.correction}, algo.kl={algo.kl} on two synthetic "
@@ -52,75 +58,116 @@ def check_loss(computed: tuple, mb: MicroBatch, logp_T: torch.Tensor, algo: Algo
         )
 
 
-def answers_of(mb: MicroBatch, logp_T: torch.Tensor) -> list[list[Token]]:
-    """The sampled tokens of each answer in the row."""
-    columns = [logp_T, mb.old_logp[0], mb.ref_logp[0], mb.rollout_logp[0], mb.advantages[0], mb.weights[0]]
-    tokens = [Token(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
-    numbers = mb.sequence_T.tolist()
-    sampled = mb.mask[0].tolist()
-    answers = {number: [] for number in numbers}
-    for token, number, is_sampled in zip(tokens, numbers, sampled, strict=True):
-        if is_sampled:
-            answers[number].append(token)
-    return list(answers.values())
+def answers_of(mb: MicroBatch, logp_T: Tensor) -> list[Answer]:
+    """The answers in the row, in float64."""
+    columns = (logp_T.detach(), mb.old_logp[0], mb.ref_logp[0], mb.rollout_logp[0], mb.advantages[0], mb.weights[0])
+    numbers = mb.sequence_T
+    sampled = [mb.mask[0] & (numbers == number) for number in numbers.unique()]
+    return [Answer(*(column[chosen].double() for column in columns)) for chosen in sampled]
 
 
-def answer_loss(answer: list[Token], algo: AlgoConfig) -> list[float]:
-    """The weighted loss of each token of an answer."""
-    count = max(len(answer), 1)
-    mean_ratio = math.exp(sum(t.logp - t.old for t in answer) / count)
-    gaps = [(t.logp if algo.old_logp == "rollout" else t.old) - t.rollout for t in answer]
-    losses = []
-    for t, gap in zip(answer, gaps, strict=True):
-        ratio = mean_ratio if algo.loss == "gspo" else math.exp(t.logp - t.old)
-        judged = gap
-        if algo.correction == "seq_mask":
-            judged = sum(gaps) / count
-        elif algo.correction_level == "sequence":
-            judged = gap = sum(gaps)
-        loss = policy(ratio, t, algo) * correction(gap, judged, algo) + algo.entropy_coef * t.logp
-        if algo.kl_in == "loss":
-            loss += algo.kl_coef * kl(t.ref - t.logp, algo.kl)
-        losses.append(t.weight * loss)
-    return losses
+# ---------------------------------------------------------------- the loss of an answer
 
 
-def policy(ratio: float, t: Token, algo: AlgoConfig) -> float:
-    """The policy loss of a token: train_grpo.policy_loss."""
-    bounded = min(max(ratio, 1 - algo.clip_low), 1 + algo.clip_high)
+def answer_loss(a: Answer, entropy: Tensor, algo: AlgoConfig) -> Tensor:
+    """The weighted loss of each token."""
+    policy, _ = policy_loss(a.logp, a.old, a.advantages, algo)
+    factor, _ = correction(a.logp.detach() if algo.old_logp == "rollout" else a.old, a.rollout, algo)
+    loss = policy * factor - algo.entropy_coef * entropy
+    if algo.kl_in == "loss":
+        loss = loss + algo.kl_coef * kl(a.logp, a.ref, algo.kl)
+    return a.weights * loss
+
+
+def policy_loss(logp: Tensor, old: Tensor, advantages: Tensor, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """The policy loss at each token, and whether a bound holds there: train_grpo.policy_loss."""
     if algo.loss == "reinforce":
-        return -t.advantage * t.logp
-    if algo.loss == "cispo":
-        return -bounded * t.advantage * t.logp
+        return -advantages * logp, torch.zeros_like(logp)
+    ratio = torch.exp((logp - old).clamp(-20, 20))
+    if algo.loss == "gspo":
+        whole = torch.exp((logp - old).mean().clamp(max=10)).detach()
+        ratio = whole * torch.exp(logp - logp.detach())
     if algo.loss in ("ipo", "dppo_tv"):
-        moved = math.exp(t.logp) - math.exp(t.old)
+        moved = (torch.exp(logp) - torch.exp(old)).detach()
         above, below = moved > algo.clip_high, moved < -algo.clip_low
         if algo.loss == "dppo_tv":
-            above, below = above and t.advantage > 0, below and t.advantage <= 0
-        return 0.0 if above or below else -ratio * t.advantage
-    loss = max(-ratio * t.advantage, -bounded * t.advantage)
-    if algo.dual_clip is not None and t.advantage < 0:
-        loss = min(loss, -algo.dual_clip * t.advantage)
-    return loss
+            above, below = above & (advantages > 0), below & (advantages <= 0)
+        held = above | below
+        return -ratio * advantages * ~held, held.to(logp.dtype)
+    bounded = ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+    if algo.loss == "cispo":
+        return -bounded.detach() * advantages * logp, (bounded != ratio).to(logp.dtype)
+    free_gain, bounded_gain = ratio * advantages, bounded * advantages
+    loss = -torch.minimum(free_gain, bounded_gain)
+    held = bounded_gain < free_gain
+    if algo.dual_clip is not None:
+        beyond = (advantages < 0) & (loss > -algo.dual_clip * advantages)
+        loss = torch.where(beyond, -algo.dual_clip * advantages, loss)
+        held = held | beyond
+    return loss, held.to(logp.dtype)
 
 
-def correction(log_weight: float, judged: float, algo: AlgoConfig) -> float:
-    """The importance weight of a token's policy loss, where exp(judged) has to be within the bounds:
+def correction(trainer: Tensor, sampler: Tensor, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """The weight of each token for trainer against sampler, and whether it is out of bounds:
     train_grpo.mismatch_weight.
     """
     low, high = BOUNDS[algo.correction]
-    if algo.correction_low is not None:
-        low = algo.correction_low
-    if algo.correction_high is not None:
-        high = algo.correction_high
-    weight = math.exp(log_weight)
-    if algo.correction == "none":
-        return 1.0
-    if algo.correction == "tis":
-        return min(max(weight, low), high)
-    return weight if low <= math.exp(judged) <= high else 0.0
+    low = low if algo.correction_low is None else algo.correction_low
+    high = high if algo.correction_high is None else algo.correction_high
+    log_weight = trainer - sampler
+    judged = log_weight
+    if algo.correction == "seq_mask":
+        judged = log_weight.mean().expand_as(log_weight)
+    elif algo.correction_level == "sequence":
+        judged = log_weight = log_weight.sum().expand_as(log_weight)
+    weight, judged = (torch.exp(x.clamp(-20, 20)) for x in (log_weight, judged))
+    outside = (judged < low) | (judged > high)
+    kept = {"none": torch.ones_like(weight), "tis": weight.clamp(low, high)}
+    return kept.get(algo.correction, weight * ~outside), outside.to(weight.dtype)
 
 
-def kl(d: float, kind: str) -> float:
-    """The KL of a token whose log-probs differ by d = ref - logp: train_grpo.token_kl."""
-    return {"k1": -d, "k2": d * d / 2}.get(kind, math.exp(d) - d - 1)
+def kl(logp: Tensor, ref: Tensor, kind: str) -> Tensor:
+    """Schulman's estimates of KL(policy ‖ reference) at each token; k3+ has the gradient of k2: train_grpo.token_kl."""
+    d = ref - logp
+    k2 = d * d / 2
+    if kind in ("k1", "k2"):
+        return -d if kind == "k1" else k2
+    held = d.clamp(-20, 20)
+    k3 = (torch.exp(held) - held - 1).clamp(-10, 10)
+    return k3.detach() + k2 - k2.detach() if kind == "k3+" else k3
+
+
+# ---------------------------------------------------------------- what an answer is worth
+
+
+def compare(rewards: np.ndarray, kind: str) -> np.ndarray:
+    """The advantages of the answers of one group, given their rewards; those that the batch scales, before it does."""
+    r = np.asarray(rewards, dtype=np.float64)
+    centred = r - r.mean()
+    if r.min() == r.max() or kind == "none":
+        return np.zeros(len(r))
+    if kind == "grpo":
+        return centred / (r.std(ddof=1) + 1e-6)
+    if kind == "max_rl":
+        return centred / r.mean() if r.mean() > 0 else np.zeros(len(r))
+    if kind in ("rloo", "grpo_loo"):
+        others = [np.delete(r, i) for i in range(len(r))]
+        spread = [1.0 if kind == "rloo" or x.min() == x.max() else x.std(ddof=1) + 1e-6 for x in others]
+        return np.array([(value - x.mean()) / s for value, x, s in zip(r, others, spread, strict=True)])
+    return centred
+
+
+def answer_weights(tokens_N: np.ndarray, kind: str, length: int) -> np.ndarray | None:
+    """What a token of each answer weighs in an update, given the trained tokens of each; None for a rule of a fork.
+
+    The sum of the losses is divided by the sum of the trained tokens.
+    """
+    tokens_N = np.asarray(tokens_N)
+    each = tokens_N.sum() / max(np.count_nonzero(tokens_N), 1)
+    weights = {
+        "token_mean": 1.0,
+        "seq_mean_token_mean": each / np.maximum(tokens_N, 1),
+        "seq_mean_token_sum": each,
+        "seq_mean_token_sum_norm": each / length,
+    }
+    return weights[kind] * (tokens_N > 0) if kind in weights else None

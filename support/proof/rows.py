@@ -10,6 +10,7 @@ import torch
 from numpy import ndarray
 
 from config import AlgoConfig, Config, RankError, TrainingError
+from support.proof import formulas
 from support.step.grading import Outcome, checksum
 from support.step.records import Batch, MicroBatch, Sample
 
@@ -129,38 +130,20 @@ def expected_advantages(samples: list[Sample], algo: AlgoConfig) -> ndarray | No
     if algo.advantage not in ("grpo", "dr_grpo", "rloo") or algo.teacher or kl_in_reward:
         return None
     reward_N = np.array([s.reward for s in samples])
-    _, group_N = np.unique([s.group for s in samples], return_inverse=True)
-    size_N = np.bincount(group_N)[group_N]
-    centred_N = reward_N - np.bincount(group_N, weights=reward_N)[group_N] / size_N
-    lowest = np.full(len(samples), np.inf)
-    np.minimum.at(lowest, group_N, reward_N)
-    rises_N = (reward_N > lowest[group_N]).astype(int)
-    centred_N[np.bincount(group_N, weights=rises_N)[group_N] == 0] = 0  # equal rewards
-    variance_N = np.bincount(group_N, weights=centred_N**2)[group_N] / np.maximum(size_N - 1, 1)
-    scale_N = {
-        "grpo": 1 / (np.sqrt(variance_N) + 1e-6),
-        "dr_grpo": 1,
-        "rloo": size_N / np.maximum(size_N - 1, 1),
-    }
-    return centred_N * scale_N[algo.advantage]
+    group_N = np.array([s.group for s in samples])
+    advantages_N = np.zeros(len(samples))
+    for group in np.unique(group_N):
+        members = group_N == group
+        advantages_N[members] = formulas.compare(reward_N[members], algo.advantage)
+    return advantages_N
 
 
 def expected_weights(trained_N: ndarray, chosen: list[int], cfg: Config) -> ndarray | None:
     """The weight of each answer's tokens in the update on the `chosen` answers, [N]; None for a rule of a fork."""
     tokens_N = np.zeros(len(trained_N))
     tokens_N[chosen] = trained_N[chosen]
-    total = tokens_N.sum()
-    answers = max(np.count_nonzero(tokens_N), 1)
     length = cfg.algo.loss_norm_length or cfg.rollout.max_new_tokens
-    weights = {
-        "token_mean": 1.0,
-        "seq_mean_token_mean": total / answers / np.maximum(tokens_N, 1),
-        "seq_mean_token_sum": total / answers,
-        "seq_mean_token_sum_norm": total / answers / length,
-    }
-    if cfg.algo.loss_norm not in weights:
-        return None
-    return weights[cfg.algo.loss_norm] * (tokens_N > 0)
+    return formulas.answer_weights(tokens_N, cfg.algo.loss_norm, length)
 
 
 def check_reference(report: dict[str, float], bound: float) -> None:

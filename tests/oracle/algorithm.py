@@ -1,15 +1,14 @@
-"""Rewards to advantages, log-probs to a loss, a step to its learning rate: plain Python and torch, answer by answer.
+"""Rewards to advantages, a step to its parts and its learning rate: plain Python, answer by answer.
 
-`algo` is the section of the configuration, a dict. An answer is a dict, as rollouts/ has it. Formulas are written from
-the papers that docs/algorithms.md names.
+`algo` is the section of the configuration, a dict. An answer is a dict, as rollouts/ has it. What a group and a loss
+are made of is in support/proof/formulas.py.
 """
 
 import math
-from statistics import mean, stdev
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from support.proof import formulas
 
 # ---------------------------------------------------------------- a step's values and its parts
 
@@ -75,27 +74,6 @@ def overlong_penalty(answer: dict, config: dict) -> float:
 # ---------------------------------------------------------------- credit
 
 
-def compare(rewards: list[float], kind: str) -> list[float]:
-    """Advantages of the answers of one group, given their rewards; reinforce_pp is whitened later."""
-    if min(rewards) == max(rewards) or kind == "none":
-        return [0.0] * len(rewards)
-    found = []
-    for i, r in enumerate(rewards):
-        others = rewards[:i] + rewards[i + 1 :]
-        if kind == "grpo":
-            found.append((r - mean(rewards)) / (stdev(rewards) + 1e-6))
-        elif kind in ("dr_grpo", "reinforce_pp"):
-            found.append(r - mean(rewards))
-        elif kind == "rloo":
-            found.append(r - mean(others))
-        elif kind == "grpo_loo":
-            unequal = min(others) < max(others)
-            found.append((r - mean(others)) / (stdev(others) + 1e-6 if unequal else 1.0))
-        else:
-            raise ValueError(f"algo.advantage={kind}")
-    return found
-
-
 def token_values(answer: dict) -> list[float]:
     """The reward at each response token: rewards of tokens where they are, those of the whole answer at the last."""
     values = [0.0] * len(answer["response_ids"])
@@ -128,7 +106,7 @@ def group_advantages(answers: list[dict], charges: list[list[float]], algo: dict
         to_go = [math.fsum(v[begin:]) for v, begin in zip(net, begins, strict=True)]
         if len(cuts) == 0 and not any(map(any, charges)):
             to_go = [a["reward"] for a in answers]  # as it was summed when it was graded
-        advantages = compare(to_go, algo["advantage"])
+        advantages = formulas.compare(to_go, algo["advantage"]).tolist()
         for i, begin in enumerate(begins):
             if number < len(starts[i]):
                 found[i][begin:] = [advantages[i]] * (len(net[i]) - begin)
@@ -143,94 +121,3 @@ def whiten(advantages: list[list[float]], trained: list[list[bool]]) -> list[lis
     center = math.fsum(values) / len(values)
     variance = math.fsum((a - center) ** 2 for a in values) / (len(values) - 1)
     return [[(a - center) / math.sqrt(variance + 1e-8) for a in row] for row in advantages]
-
-
-# ---------------------------------------------------------------- the loss of one answer
-
-
-def kl_estimate(logp: Tensor, ref: Tensor, kind: str) -> Tensor:
-    """Schulman's estimates of KL(policy ‖ reference) at sampled tokens; k3+ has the gradient of k2."""
-    d = ref - logp
-    if kind == "k1":
-        return -d
-    if kind == "k2":
-        return d * d / 2
-    held = d.clamp(-20, 20)
-    k3 = (torch.exp(held) - held - 1).clamp(-10, 10)
-    if kind == "k3":
-        return k3
-    if kind == "k3+":
-        k2 = d * d / 2
-        return k3.detach() + k2 - k2.detach()
-    raise ValueError(f"algo.kl={kind}")
-
-
-def policy_loss(logp: Tensor, old: Tensor, advantages: Tensor, algo: dict) -> tuple[Tensor, Tensor]:
-    """The policy loss at each sampled token of one answer, and whether a bound holds there."""
-    kind = algo["loss"]
-    if kind == "reinforce":
-        return -advantages * logp, torch.zeros_like(logp)
-    ratio = torch.exp((logp - old).clamp(-20, 20))
-    if kind == "gspo":
-        whole = torch.exp((logp - old).mean().clamp(max=10)).detach()
-        ratio = whole * torch.exp(logp - logp.detach())
-    low, high = 1 - algo["clip_low"], 1 + algo["clip_high"]
-    held = ratio.clamp(low, high)
-    if kind == "cispo":
-        return -held.detach() * advantages * logp, (held != ratio).float()
-    if kind not in ("ppo_clip", "gspo"):
-        raise ValueError(f"algo.loss={kind}")
-    free_gain, held_gain = ratio * advantages, held * advantages
-    loss = -torch.minimum(free_gain, held_gain)
-    clipped = held_gain < free_gain
-    if algo["dual_clip"] is not None:
-        beyond = (advantages < 0) & (loss > -algo["dual_clip"] * advantages)
-        loss = torch.where(beyond, -algo["dual_clip"] * advantages, loss)
-        clipped = clipped | beyond
-    return loss, clipped.float()
-
-
-DEFAULT_BOUNDS = {"none": (0.0, 2.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mask": (0.999, 1.002)}
-
-
-def correction(trainer: Tensor, sampler: Tensor, algo: dict) -> tuple[Tensor, Tensor]:
-    """The weight of each sampled token of one answer for trainer against sampler, and whether it is out of bounds."""
-    kind = algo["correction"]
-    low, high = DEFAULT_BOUNDS[kind]
-    low = low if algo["correction_low"] is None else algo["correction_low"]
-    high = high if algo["correction_high"] is None else algo["correction_high"]
-    log_w = trainer - sampler
-    if kind in ("tis", "icepop") and algo["correction_level"] == "sequence":
-        log_w = log_w.sum().expand_as(log_w)
-    w = torch.exp(log_w.clamp(-20, 20))
-    judged = w
-    if kind == "seq_mask":
-        judged = torch.exp(log_w.mean().clamp(-20, 20)).expand_as(w)
-    outside = (judged < low) | (judged > high)
-    if kind == "none":
-        return torch.ones_like(w), outside.float()
-    if kind == "tis":
-        return w.clamp(low, high), outside.float()
-    return torch.where(outside, 0.0, w), outside.float()
-
-
-def answer_weights(tokens: list[int], config: dict) -> tuple[list[float], int]:
-    """What a token of each answer weighs in the sum of the loss, and what the sum is divided by.
-
-    `tokens`: the trained tokens of each answer of the update.
-    """
-    kind = config["algo"]["loss_norm"]
-    total = sum(tokens)
-    answers = max(sum(count > 0 for count in tokens), 1)
-    length = config["algo"]["loss_norm_length"] or config["rollout"]["max_new_tokens"]
-    if kind == "token_mean":
-        weights = [1.0 for _ in tokens]
-    elif kind == "seq_mean_token_mean":
-        weights = [total / (answers * max(count, 1)) for count in tokens]
-    elif kind == "seq_mean_token_sum":
-        weights = [total / answers for _ in tokens]
-    elif kind == "seq_mean_token_sum_norm":
-        weights = [total / (answers * length) for _ in tokens]
-    else:
-        raise ValueError(f"algo.loss_norm={kind}")
-    return weights, total

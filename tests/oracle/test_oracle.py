@@ -1,8 +1,6 @@
 """The second trainer: hand-worked numbers, a real run, what it finds, what it refuses."""
 
 import json
-import math
-import random
 import re
 import shutil
 import subprocess
@@ -13,20 +11,13 @@ import pytest
 import torch
 import yaml
 
-from config import AlgoConfig, Config
-from support.step import formulas
+from config import Config
 from tests.conftest import REPO, read_rows, write_rows
 from tests.oracle import algorithm
 from tests.oracle.comparison import Comparison
 from tests.oracle.models import initial_factors, merge_factors, module_weights
 from tests.oracle.recorded import Refusal, check_options, read_run
 from tests.oracle.trainer import repeat, sampled_places
-
-ALGO = {
-    "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "correction": "none",
-    "correction_level": "token", "correction_low": None, "correction_high": None, "advantage": "grpo",
-    "loss_norm": "token_mean", "loss_norm_length": 0, "max_rounds": 1,
-}  # fmt: skip
 
 # ---------------------------------------------------------------- by hand
 
@@ -41,18 +32,10 @@ def answer(tokens: int, group: int = 0, of_tokens: list | None = None, **parts: 
     return found
 
 
-def test_advantages_of_a_group():
-    assert algorithm.compare([0.0, 1.0], "grpo") == pytest.approx([-0.5 / (0.5**0.5 + 1e-6), 0.5 / (0.5**0.5 + 1e-6)])
-    assert algorithm.compare([0.0, 1.0, 5.0], "dr_grpo") == [-2.0, -1.0, 3.0]
-    assert algorithm.compare([0.0, 1.0, 5.0], "rloo") == [-3.0, -1.5, 4.5]
-    assert algorithm.compare([0.0, 0.0, 1.0], "grpo_loo")[2] == 1.0  # the others are equal: not divided
-    assert algorithm.compare([0.7, 0.7, 0.7], "grpo_loo") == [0.0, 0.0, 0.0]
-
-
 def test_credit_of_tokens():
     """Cut after the first token, where an answer has a reward; the second answer ends there, and stays as it is."""
     answers = [answer(3, of_tokens=[[0, 1.0]], whole=2.0), answer(1, whole=0.5)]
-    algo = ALGO | {"advantage": "dr_grpo"}
+    algo = {"advantage": "dr_grpo", "credit": "to_go"}
     free = [[0.0] * 3, [0.0]]
     assert algorithm.group_advantages(answers, free, algo) == [[1.25, 0.75, 0.75], [-1.25]]
     assert algorithm.group_advantages(answers, free, algo | {"credit": "answer"}) == [[1.25] * 3, [-1.25]]
@@ -65,68 +48,7 @@ def test_whitening_goes_over_trained_tokens():
     assert white == [[pytest.approx(0.5**0.5)] * 2, [pytest.approx(-(0.5**0.5))]]
 
 
-def tokens(count: int) -> list[formulas.Token]:
-    """Tokens whose ratios, differences and corrections lie on both sides of the bounds."""
-    draw = random.Random(0)
-    return [
-        formulas.Token(*(draw.uniform(-1.5, 0) for _ in range(4)), draw.choice([-2, 0.5, 1]), 1) for _ in range(count)
-    ]
-
-
-def columns(answer: list[formulas.Token], *names: str) -> list[torch.Tensor]:
-    """Values of the tokens, by name."""
-    return [torch.tensor([getattr(token, name) for token in answer]) for name in names]
-
-
-@pytest.mark.parametrize("algo", [ALGO, ALGO | {"dual_clip": 1.5}, *({"loss": loss} for loss in ("gspo", "cispo"))])
-def test_losses_are_those_of_the_plain_formulas(algo):
-    """Two implementations, apart: those of support/proof/formulas.py in numbers, these in tensors."""
-    algo = ALGO | algo
-    answer = tokens(50)
-    logp, old, advantages = columns(answer, "logp", "old", "advantage")
-    found, clipped = algorithm.policy_loss(logp, old, advantages, algo)
-    mean = math.exp((logp - old).mean())
-    cfg = AlgoConfig(**algo)
-    expected = [formulas.policy(mean if algo["loss"] == "gspo" else math.exp(t.logp - t.old), t, cfg) for t in answer]
-    torch.testing.assert_close(found, torch.tensor(expected))
-    assert clipped.any() or algo["loss"] == "gspo"  # of one ratio
-
-
-def test_kl_is_that_of_the_plain_formulas_and_has_its_gradient():
-    logp, ref = columns(tokens(20), "logp", "ref")
-    logp.requires_grad_()
-    slopes = {"k1": torch.ones(20), "k2": logp - ref, "k3": 1 - torch.exp(ref - logp), "k3+": logp - ref}
-    for kind, slope in slopes.items():
-        kl = algorithm.kl_estimate(logp, ref, kind)
-        torch.testing.assert_close(kl, torch.tensor([formulas.kl(d, kind) for d in (ref - logp).tolist()]))
-        torch.testing.assert_close(torch.autograd.grad(kl.sum(), logp)[0], slope.detach())
-
-
-@pytest.mark.parametrize("kind", formulas.BOUNDS)
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_corrections_are_those_of_the_plain_formulas(kind, level):
-    algo = ALGO | {"correction": kind, "correction_level": level}
-    for count in (1, 3, 30):
-        trainer, sampler = columns(tokens(count), "old", "rollout")
-        gaps = (trainer - sampler).tolist()
-        judged = gaps
-        if kind == "seq_mask":
-            judged = [sum(gaps) / count] * count
-        elif level == "sequence" and kind != "none":
-            gaps = judged = [sum(gaps)] * count
-        cfg = AlgoConfig(correction=kind)
-        expected = [formulas.correction(gap, place, cfg) for gap, place in zip(gaps, judged, strict=True)]
-        torch.testing.assert_close(algorithm.correction(trainer, sampler, algo)[0], torch.tensor(expected))
-
-
-def test_norms_schedules_and_parts():
-    for norm, weights in {
-        "token_mean": [1, 1, 1], "seq_mean_token_mean": [1.5, 0.75, 1.5], "seq_mean_token_sum": [1.5, 1.5, 1.5],
-        "seq_mean_token_sum_norm": [0.3, 0.3, 0.3],
-    }.items():  # fmt: skip
-        config = {"algo": ALGO | {"loss_norm": norm}, "rollout": {"max_new_tokens": 5}}
-        found, total = algorithm.answer_weights([1, 2, 0], config)
-        assert total == 3 and found == pytest.approx(weights)
+def test_schedules_and_parts():
     config = {
         "train": {"lr": 1.0, "steps": 5, "warmup_steps": 4},
         "algo": {"kl_coef": 0.5, "entropy_coef": 0.1},
@@ -254,7 +176,9 @@ def test_it_imports_nothing_of_the_trainer():
     modules = json.loads(done.stdout.replace("'", '"'))
     top = {name.split(".")[0] for name in modules}
     assert "transformers" in top
-    assert not top & {"train_grpo", "megatron_bridge", "rollout", "reward", "config", "support", "megatron", "vllm"}
+    assert not top & {"train_grpo", "megatron_bridge", "rollout", "reward", "megatron", "vllm"}
+    own = {name for name in modules if name.startswith(("support.step.", "support.proof."))}
+    assert own == {"support.proof.formulas", "support.step.records"}
 
 
 # ---------------------------------------------------------------- forks with a planted mistake

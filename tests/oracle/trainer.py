@@ -3,10 +3,12 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from support.proof import formulas
 from tests.oracle import algorithm as plain
 from tests.oracle.comparison import Comparison
 from tests.oracle.models import Model, initial_factors, merge_factors, read_weights, rounded
@@ -55,6 +57,7 @@ class Trainer:
 
     def __init__(self, config: dict):
         self.config = config
+        self.algo = SimpleNamespace(**config["algo"])  # as the formulas want it
         self.dtype = config["model"]["dtype"]
         folder = config["model"]["path"]
         self.model = Model(folder)
@@ -128,7 +131,7 @@ class Trainer:
             for i in members:
                 charge = torch.zeros(len(answers[i].row["response_ids"]), dtype=torch.float64)
                 if algo["kl_in"] == "reward" and values["kl_coef"]:
-                    kl = plain.kl_estimate(answers[i].old, answers[i].ref, algo["kl"])
+                    kl = formulas.kl(answers[i].old, answers[i].ref, algo["kl"])
                     charge[answers[i].sampled] = values["kl_coef"] * kl.double()
                 charges.append(charge.tolist())
             found = plain.group_advantages([answers[i].row for i in members], charges, algo)
@@ -148,10 +151,12 @@ class Trainer:
         """One optimizer step on these answers; what it reports."""
         leaves = {name: rounded(weight, self.dtype).clone().requires_grad_() for name, weight in self.main.items()}
         counts = [len(a.sampled) if a.is_trained else 0 for a in answers]
-        weights, total = plain.answer_weights(counts, self.config)
+        total = sum(counts)
+        length = self.algo.loss_norm_length or self.config["rollout"]["max_new_tokens"]
+        weights = formulas.answer_weights(counts, self.algo.loss_norm, length).tolist()
         sums = Sums(trained=total)
         for a, weight in zip(answers, weights, strict=True):
-            loss = self.answer_loss(a, weight if a.is_trained else 0.0, self.current(leaves), values, sums)
+            loss = self.answer_loss(a, weight, self.current(leaves), values, sums)
             if loss.requires_grad:
                 (loss / max(total, 1)).backward()
         gradients = {}
@@ -168,16 +173,16 @@ class Trainer:
         replay = algo["replay_routes"]
         logp, entropy = self.model.answer_logp(weights, a.row["prompt_ids"], a.row, values["temperature"], replay)
         logp, entropy = logp[a.sampled], entropy[a.sampled]
-        policy, clipped = plain.policy_loss(logp, a.old, a.advantages, algo)
+        policy, clipped = formulas.policy_loss(logp, a.old, a.advantages, self.algo)
         trainer = logp.detach() if algo["old_logp"] == "rollout" else a.old
-        factor, outside = plain.correction(trainer, a.rollout, algo)
+        factor, outside = formulas.correction(trainer, a.rollout, self.algo)
         policy = policy * factor
         loss = policy - values["entropy_coef"] * entropy
         if a.ref is not None:
             for kind in ("k1", "k2", "k3"):
-                sums.add(f"kl_{kind}", plain.kl_estimate(logp.detach(), a.ref, kind))
+                sums.add(f"kl_{kind}", formulas.kl(logp.detach(), a.ref, kind))
             if algo["kl_in"] == "loss":
-                loss = loss + values["kl_coef"] * plain.kl_estimate(logp, a.ref, algo["kl"])
+                loss = loss + values["kl_coef"] * formulas.kl(logp, a.ref, algo["kl"])
         sums.loss += weight * loss.double().sum().item()
         sums.policy += weight * policy.double().sum().item()
         sums.tokens += len(a.sampled)
@@ -185,7 +190,7 @@ class Trainer:
         gap = (a.sampler if self.config["rollout"].get("lag", 0) else trainer) - a.rollout
         sums.gap_max = max(sums.gap_max, gap.abs().max().item())
         numbers = {"entropy": entropy, "clipped": clipped, "outside": outside, "w": w, "w2": w * w, "gap": gap.abs()}
-        numbers["mismatch_k3"] = plain.kl_estimate(a.rollout, trainer, "k3")
+        numbers["mismatch_k3"] = formulas.kl(a.rollout, trainer, "k3")
         for name, value in numbers.items():
             sums.add(name, value.detach())
         if replay:

@@ -1,0 +1,100 @@
+"""One update of plain transformers in float64, one unpadded sequence at a time, and the log-probs of answers."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+import transformers
+
+from config import AlgoConfig
+from support.proof import formulas
+
+TEMPERATURE = 0.8
+ALGO = {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.05, "entropy_coef": 0.01}
+
+
+def float64_model(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    model.model.embed_tokens.padding_idx = None  # transformers would drop that row's gradient
+    return model
+
+
+def token_logps(model, row: dict, temperature: float) -> torch.Tensor:
+    """Log-probs of all tokens at each place of the response, [response, vocabulary]."""
+    ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+    return (model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / temperature).log_softmax(-1)
+
+
+def response_logps(model, row: dict, temperature: float = TEMPERATURE) -> torch.Tensor:
+    """Log-probs of the response tokens, [response]."""
+    return chosen(token_logps(model, row, temperature), row)
+
+
+def chosen(logps: torch.Tensor, row: dict) -> torch.Tensor:
+    return logps.gather(-1, torch.tensor(row["response_ids"])[:, None])[:, 0]
+
+
+def sampled(row: dict) -> torch.Tensor:
+    """Which tokens of the response the model sampled, [response]."""
+    turns = row.get("turns") or [len(row["response_ids"])]
+    return torch.cat([torch.full((length,), turn % 2 == 0) for turn, length in enumerate(turns)])
+
+
+def reference(folder, samples: list[dict], given: dict, load: Callable = float64_model, **algo) -> dict:
+    """Loss, log-probs [F] and gradients of one update on the samples, of the model that `load` makes of the folder.
+
+    `given` holds the old and reference log-probs [F] the worker made up; `algo` are keys of that section.
+    """
+    algo = AlgoConfig(**ALGO | algo)
+    model, position, total, logps = load(folder), 0, 0.0, []
+    counts = [int(sampled(s).sum()) for s in samples]
+    weights = formulas.answer_weights(counts, algo.loss_norm, 32)
+    for s, weight in zip(samples, weights, strict=True):
+        all_logp, mine = token_logps(model, s, TEMPERATURE), sampled(s)
+        logp = chosen(all_logp, s)
+        position += len(s["prompt_ids"]) - 1
+        here = slice(position, position + len(logp))
+        old, ref = (given[name][here].double()[mine] for name in ("old_logp", "ref_logp"))
+        advantages, rollout = torch.full_like(old, s["advantage"]), torch.tensor(s["rollout_logp"]).double()[mine]
+        answer = formulas.Answer(logp[mine], old, ref, rollout, advantages, torch.full_like(old, weight))
+        entropy = -(all_logp.exp() * all_logp).sum(-1)[mine]
+        part = formulas.answer_loss(answer, entropy, algo).sum() / sum(counts)
+        part.backward()
+        total, position = total + part.item(), position + len(logp)
+        logps += [logp.new_zeros(len(s["prompt_ids"]) - 1), logp.detach() * mine]
+    return {"loss": total, "logp": torch.cat(logps), **hf_gradients(model)}
+
+
+def hf_gradients(model) -> dict[str, torch.Tensor]:
+    """Gradients under the names of the safetensors, where transformers keeps fused experts apart."""
+    gradients = {}
+    mixtral = model.config.model_type == "mixtral"
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            gradients[f"grad.{name.replace('mlp.gate.', 'block_sparse_moe.gate.') if mixtral else name}"] = grad
+            continue
+        block = name.rsplit(".", 1)[0]
+        names = ("gate_proj", "up_proj", "down_proj")
+        if mixtral:
+            block, names = block.replace(".mlp.", ".block_sparse_moe."), ("w1", "w3", "w2")
+        for e, expert in enumerate(grad):
+            if name.endswith("gate_up_proj"):
+                parts = dict(zip(names[:2], expert.chunk(2), strict=True))
+            else:
+                parts = {names[2]: expert}
+            gradients |= {f"grad.{block}.{e}.{part}.weight": g for part, g in parts.items()}
+    return gradients
+
+
+def grad_norm(parameters: Iterable[torch.nn.Parameter]) -> float:
+    return torch.stack([p.grad.double().norm() for p in parameters]).norm().item()
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+def worst_gradient(found: dict, wanted: dict) -> tuple[float, str]:
+    return max((relative(found[name], wanted[name]), name) for name in wanted if name.startswith("grad."))
