@@ -26,7 +26,7 @@ row dispatched to an expert, _B per bin.
 
 import math
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -68,7 +68,6 @@ class Run:
     writer: checkpoint.CheckpointWriter
     checks: Checks
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
-    moving: dict[str, float] = field(default_factory=dict)  # {dotted key: value} that a step sets for later ones
 
 
 def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
@@ -125,7 +124,6 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         engine.sleep()
         state = optimizer_state.restore(inputs.checkpoint, model, optimizer)
         run.prompts_taken, run.checks.skipped = state["prompts_taken"], state["skipped"]
-        run.moving = state.get("moving", {})
         run.writer.step = state["step"]
         push_weights(run)
     return run
@@ -145,29 +143,25 @@ def save(run: Run, step: int) -> None:
         "data": fingerprint(run.inputs.prompts),
         "ranks": dist.get_world_size(),
         "config": run.cfg.model_dump(),
-        "moving": run.moving,
     }
     run.writer.start(step, state, optimizer_state.sharded_state(run.model, run.optimizer, loading=False))
 
 
-def config_at(cfg: Config, step: int, moving: dict[str, float]) -> Config:
-    """The configuration that this step uses: `cfg` with schedules, warm-up, and what earlier steps set in `moving`.
-
-    `moving`: {dotted key: value}, such as {"algo.kl_coef": 0.01}. Checkpoints keep `cfg` and `moving`.
-    """
+def config_at(cfg: Config, step: int) -> Config:
+    """The configuration that this step uses: `cfg` with schedules and warm-up."""
     if any(course for _, course in cfg.schedule):
         cfg = override(cfg, schedule.scheduled_values(cfg, step))
     if step < cfg.train.warmup_steps:
         lr = cfg.train.lr * (step / cfg.train.warmup_steps)
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"lr": lr})})
-    return override(cfg, moving) if moving else cfg
+    return cfg
 
 
 def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     """One step of GRPO: sample, grade, log-probs, advantages, updates, push, save. Returns metrics and samples."""
     clock, model, checks = run.clock, run.model, run.checks
     clock.start_step(step)
-    cfg = config_at(run.cfg, step, run.moving)
+    cfg = config_at(run.cfg, step)
     algo, t = cfg.algo, cfg.train
     bridge.seed_step(cfg.seed, step)
 
@@ -725,9 +719,9 @@ def rehearse(cfg: Config) -> None:
 
     An unknown name in `algo`, or a mistake of a fork, shows at once.
     """
-    if cfg.algo.kl_coef == 0 and config_at(cfg, cfg.train.steps, {}).algo.kl_coef > 0:
+    if cfg.algo.kl_coef == 0 and config_at(cfg, cfg.train.steps).algo.kl_coef > 0:
         raise UserError("algo.kl_coef=0 keeps no reference model, but config_at raises it; start above 0")
-    algo = override(config_at(cfg, 1, {}), {"algo.kl_coef": 1.0}).algo
+    algo = override(config_at(cfg, 1), {"algo.kl_coef": 1.0}).algo
     samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=r) for r in (0.0, 1.0)]
     batch = flatten(samples, algo.mask_truncated)
     batch = formulas.add_logprobs(batch)

@@ -14,15 +14,15 @@ from pathlib import Path
 
 SCRIPT = "train_grpo.py"
 TOP = (SCRIPT, "config.py", "megatron_bridge.py", "rollout.py", "reward.py")
-SCRIPT_STATEMENTS = 440
+SCRIPT_STATEMENTS = 438
 FUNCTION_LINES = 60
 # Statements of a wing, docstrings not counted; "docs" is lines of docs/*.md. These numbers only fall: a commit that
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
-    "top": 1166,
+    "top": 1164,
     "support/base": 794, "support/check": 776, "support/data": 482, "support/engine": 271, "support/judge": 198,
     "support/model": 1096, "support/proof": 990, "support/run": 1238, "support/step": 1054,
-    "rewards": 185, "tools": 1856, "benchmarks": 706, "tests": 10675, "docs": 2891,
+    "rewards": 185, "tools": 1856, "benchmarks": 706, "tests": 10672, "docs": 2890,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

@@ -101,8 +101,8 @@ def record(shown: int) -> SimpleNamespace:
     seen = SimpleNamespace(tape=tape, step=shown)
     config_at, train_step = train_grpo.config_at, train_grpo.train_step
 
-    def small_step(cfg, step, moving):
-        used = config_at(cfg, step, moving)
+    def small_step(cfg, step):
+        used = config_at(cfg, step)
         return train_grpo.override(used, SMALL) if step == shown else used
 
     def keep_gradient(arguments):
@@ -119,7 +119,7 @@ def record(shown: int) -> SimpleNamespace:
         metrics, samples = train_step(run, step)
         if step == shown:
             seen.calls = tape.calls
-            seen.cfg = train_grpo.config_at(run.cfg, step, run.moving)
+            seen.cfg = train_grpo.config_at(run.cfg, step)
             seen.metrics = metrics
             seen.after = copy_weights(run)
             seen.rescored_F = train_grpo.score(run.model, tape.result("flatten"), seen.cfg)
