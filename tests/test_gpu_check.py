@@ -19,7 +19,7 @@ BENCH = "tokens/s                         812.5\ntrain s                        
 @pytest.fixture
 def command(monkeypatch, tmp_path, capsys):
     """command(part="shell command", ...) → (exit code, the table) with these in place of what the parts run."""
-    monkeypatch.setattr(gpu_check.gpu_rows, "smi_facts", lambda: {"gpus": [{"total_mib": "51200"}]})
+    monkeypatch.setattr(gpu_check.machine, "smi_facts", lambda: {"gpus": [{"total_mib": "51200"}]})
     monkeypatch.setattr(gpu_check, "TIMES_S", {"doctor": 9, "tests": 9, "bench": 2})
     real = gpu_check.run
 

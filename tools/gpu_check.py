@@ -23,7 +23,7 @@ from typing import NamedTuple
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from support.check import gpu_rows  # noqa: E402
+from tools import machine  # noqa: E402
 
 TIMES_S = {"doctor": 120, "tests": 1200, "bench": 300}  # limit of each part
 BENCHES = {"qwen2.5-0.5b": (16384, 44), "qwen2.5-1.5b": (8192, 70)}  # model → tokens of a row, GiB that it needs
@@ -106,7 +106,7 @@ def check(args: argparse.Namespace, visible: list[str]) -> Iterator[Row]:
     tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-ra", f"--junitxml={report}", "tests"]
     yield from of_tests(report, *run("tests", [*tests, *(["-k", args.k] if args.k else [])], args.folder, env))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]
-    gib = min((int(gpu["total_mib"]) / 1024 for gpu in gpu_rows.smi_facts()["gpus"]), default=0)
+    gib = min((int(gpu["total_mib"]) / 1024 for gpu in machine.smi_facts()["gpus"]), default=0)
     for model, (row, needed) in BENCHES.items():
         if args.no_bench or gib < needed:
             yield Row(f"bench {model}", "skipped", f"needs {needed} GiB, this GPU has {gib:.0f}, or --no-bench")
