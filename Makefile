@@ -30,7 +30,7 @@ test-all: .venv/ready build/tiny/train.jsonl
 	$(BIN)/python -m pytest -q --durations=20 tests
 bench: .venv/ready
 	$(BIN)/python benchmarks/against_trl.py $(ARGS)
-gpu-check: .venv/ready
+gpu-check: .venv/ready build/tiny/train.jsonl
 	$(BIN)/python tools/gpu_check.py $(if $(filter-out file,$(origin NPROC)),--nproc=$(NPROC)) $(ARGS)
 walkthrough: .venv/ready build/tiny/train.jsonl
 	$(BIN)/torchrun --standalone --nproc_per_node=1 docs/make/walkthrough.py

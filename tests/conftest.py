@@ -30,6 +30,17 @@ def pytest_addoption(parser) -> None:
     parser.addoption("--all-starts", action="store_true", help="all runs of tests/faults/test_clean_starts.py")
 
 
+def pytest_runtest_setup(item) -> None:
+    """Skip a test marked `gpu` where `pytest -m gpu` sees too few GPUs for its `ranks`; with only=True, in any call."""
+    mark = item.get_closest_marker("gpu")
+    asked = "gpu" in item.config.option.markexpr.replace("not gpu", "")
+    if mark is None or not (asked or mark.kwargs.get("only")):
+        return
+    needed, there = mark.kwargs.get("ranks", 1), torch.cuda.device_count()
+    if there < needed:
+        pytest.skip(f"needs {needed} GPUs, {there} are visible" if needed > 1 else "needs a GPU, none is visible")
+
+
 def differs_from_upstream(*files: str) -> bool:
     """Whether files differ from those of upstream, so that this is a fork.
 

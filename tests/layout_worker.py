@@ -17,6 +17,7 @@ mapping: Adam with a huge eps steps by lr · grad / eps.
 import json
 import sys
 import zlib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -44,6 +45,10 @@ def made_up_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
     return 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
+def on_host(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: weight.cpu() for name, weight in weights}
+
+
 def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     """What the layout gives, on every rank."""
     cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][name], *EXACT])
@@ -56,7 +61,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         model = bridge.build_model(m.path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, trained=cfg.lora)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
     held = ranks.gather(held_bytes(model, optimizer))
-    before = merged = dict(bridge.hf_weights(model, bucket_bytes=1 << 16))
+    before = merged = on_host(bridge.hf_weights(model, bucket_bytes=1 << 16))
     folder = Path(plan["out"], "hf")
     hf_folder.export_hf(bridge.hf_weights(model), cfg.model.path, folder)
     exported, original = load_file(folder / "model-00000.safetensors"), load_file(f"{cfg.model.path}/model.safetensors")
@@ -64,7 +69,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     same &= before.keys() == original.keys() and all(torch.equal(before[name], original[name]) for name in before)
 
     if cfg.lora.rank:
-        before = dict(bridge.hf_weights(model, bucket_bytes=1 << 16, factors=True))
+        before = on_host(bridge.hf_weights(model, bucket_bytes=1 << 16, factors=True))
         same = all(torch.equal(before[name], made_up_factor(name, before[name].shape)) for name in before)
         same &= merged.keys() == original.keys() and all(torch.equal(exported[name], merged[name]) for name in merged)
 
@@ -90,7 +95,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         micro_batches = to_micro_batches(batch, order, budget, cfg)
     report = train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
     grad_norm = bridge.optimizer_step(optimizer, EPS * STEP, offloaded=False)
-    after = dict(bridge.hf_weights(model, factors=bool(cfg.lora.rank)))
+    after = on_host(bridge.hf_weights(model, factors=bool(cfg.lora.rank)))
     load = metrics.expert_load(model) if model[0].config.num_moe_experts else []
     bridge.mpu.destroy_model_parallel()
     return {

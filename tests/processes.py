@@ -1,4 +1,4 @@
-"""Start, watch and kill a torchrun with all its processes, for the tests and tools/gpu_check.py."""
+"""Start, watch and kill a torchrun with all its processes, for the tests."""
 
 import contextlib
 import os

@@ -6,6 +6,7 @@ or 2.13, which refuses what torch's refuses and computes by the formula.
 
 import inspect
 import itertools
+from dataclasses import replace
 
 import make_tiny
 import pytest
@@ -71,11 +72,11 @@ def stand_in(version: str, dtypes=HALF):
     return {"2.10": torch_2_10, "2.11": torch_2_11, "2.13": torch_2_13}[version]
 
 
-def tensors(tokens_q: int, tokens_k: int, dtype=torch.float32) -> list[torch.Tensor]:
+def tensors(tokens_q: int, tokens_k: int, dtype=torch.float32, head_dim: int = 8) -> list[torch.Tensor]:
     """query of 4 heads, key and value of 2; value as a view, as Megatron makes it."""
     torch.manual_seed(0)
-    query, key = torch.randn(tokens_q, 4, 8), torch.randn(tokens_k, 2, 8)
-    value = torch.randn(tokens_k, 2, 3, 8)[:, :, 1]
+    query, key = torch.randn(tokens_q, 4, head_dim), torch.randn(tokens_k, 2, head_dim)
+    value = torch.randn(tokens_k, 2, 3, head_dim)[:, :, 1]
     return [x.to(dtype).requires_grad_() for x in (query, key, value)]
 
 
@@ -136,6 +137,23 @@ def test_the_unpadded_path_gives_the_gradients_of_the_padded(monkeypatch, versio
     assert worst(*both(torch.bfloat16)) < 0.02
     with pytest.raises(RuntimeError, match="only support fp16 and bf16"):
         attend_varlen(*tensors(*size), where)
+
+
+@pytest.mark.gpu(only=True)
+@pytest.mark.parametrize("where", CASES)
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_flash_attention_is_the_formula(where, head_dim, record_property):
+    """torch's own kernel, in bf16, against the formula in fp32 on the host."""
+    inputs = tensors(int(where.cu_q[-1]), int(where.cu_k[-1]), torch.bfloat16, head_dim)
+    left = -1 if where.window is None else where.window - 1
+    floats = [x.detach().float().requires_grad_() for x in inputs]
+    wanted = outcome(lambda *x: by_formula(*x, where.cu_q, where.cu_k, left), floats)
+    cu_q = where.cu_q.cuda()
+    moved = replace(where, cu_q=cu_q, cu_k=cu_q if where.cu_k is where.cu_q else where.cu_k.cuda())
+    found = outcome(lambda *x: attend_varlen(*(y.cuda() for y in x), moved).cpu(), inputs)
+    error = worst(found, wanted)
+    record_property("result and gradients, relative error", f"{error:.1e}")
+    assert error < 0.02
 
 
 def test_torch_has_what_stands_in_for_it_and_refuses_the_cpu():

@@ -5,10 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
-from support.base.read_config import load_config
-from support.check import machines
 from support.model import cpu_backend
-from tests.conftest import REPO
 
 ENDS = torch.tensor([3, 3, 8], dtype=torch.int32)  # rows of three experts, one of which has none
 
@@ -69,21 +66,3 @@ def test_a_large_product_takes_no_longer_than_a_few_of_fp32():
         return Timer("a @ b", globals={"a": a, "b": b}).blocked_autorange(min_run_time=0.2).median
 
     assert seconds(x.bfloat16(), y.bfloat16()) < 15 * seconds(x, y)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "units", "gpu", "told"),
-    [
-        ("bf16", False, False, True),
-        ("bf16", True, False, False),
-        ("fp32", False, False, False),
-        ("bf16", False, True, False),
-    ],
-)
-def test_a_start_in_bf16_without_units_is_warned_of(dtype, units, gpu, told, monkeypatch):
-    monkeypatch.setattr(machines.cpu_backend, "has_bf16_units", lambda: units)
-    monkeypatch.setattr(machines.torch.cuda, "is_available", lambda: gpu)
-    warning = machines.check_bf16_units(load_config(str(REPO / "configs/tiny.yaml"), [f"model.dtype={dtype}"]))
-    assert (warning is not None) == told
-    if told:
-        assert "no bf16 units" in warning and "try model.dtype=fp32" in warning

@@ -16,7 +16,6 @@ from tiny_reward import digits_in_place
 
 from support.base import memory
 from support.check.checks import check_weights
-from support.model.cpu_backend import has_bf16_units
 from tests.conftest import EXACT, read_rows
 from tests.test_exact import check_step, policies
 from tests.test_layouts import LLAMA3
@@ -153,7 +152,6 @@ def test_bf16_and_the_same_run_again(train_forked):
     assert run.code == 0, run.text
     assert all(m["logp_gap/mean"] < 0.05 for m in run.metrics)
     assert "dtype: bf16" in (run.out / "config.yaml").read_text()
-    assert run.text.count("this CPU has no bf16 units") == int(not has_bf16_units())  # once, though there are two ranks
     again = train_forked(2, *SMALL, "model.dtype=bf16")  # a second run moves the first aside
     earlier = run.out.parent / "out.1/rollouts/step_000001.jsonl"
     assert again.code == 0 and [r["response_ids"] for r in read_rows(earlier)] == [
@@ -260,10 +258,17 @@ def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path, change):
 
 
 @pytest.mark.slow
-def test_the_demo_learns(train):
-    run = train(2, "model.path=build/tiny/model", "data.train=build/tiny/train.jsonl")
+@pytest.mark.gpu
+def test_the_demo_learns(train, record_property):
+    """On a GPU in bf16, where the reward at its end varies."""
+    gpus = torch.cuda.device_count()
+    ranks, bound = (min(gpus, 2), 0.5) if gpus else (2, 0.9)
+    dtype = "model.dtype=bf16" if gpus else "model.dtype=fp32"
+    run = train(ranks, "model.path=build/tiny/model", "data.train=build/tiny/train.jsonl", dtype)
     assert run.code == 0, run.text
     rewards = [m["reward/mean"] for m in run.metrics]
-    assert rewards[0] < 0.2 and sum(rewards[-10:]) / 10 >= 0.9
+    record_property("reward at its end", f"{sum(rewards[-10:]) / 10:.2f}")
+    record_property("largest mean gap", f"{max(m['logp_gap/mean'] for m in run.metrics):.1e}")
+    assert rewards[0] < 0.2 and sum(rewards[-10:]) / 10 >= bound
     assert sum(m["time/step"] for m in run.metrics) < 240
-    assert 2 * run.metrics[-1]["mem/peak_gb"] < 6
+    assert gpus or 2 * run.metrics[-1]["mem/peak_gb"] < 6

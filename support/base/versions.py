@@ -3,7 +3,6 @@
 Imports the standard library only (torch in one function), so that it works where nothing else can be imported.
 """
 
-import contextlib
 import functools
 import importlib.metadata
 import os
@@ -25,13 +24,10 @@ OTHERS = (
     "flashinfer-python",
 )  # fmt: skip
 
-SHARED_MEMORY_BYTES = 64 << 20  # free in /dev/shm, for NCCL and vLLM's tensor parallelism
-SHARED_MEMORY_REMEDY = (
-    "start a container with `docker run --shm-size=16g` or --ipc=host, in Kubernetes mount an emptyDir with medium: "
-    "Memory on /dev/shm"
+BUILD_TOOLS_REMEDY = (
+    "Triton compiles with them: apt-get install gcc python3-dev (that of this Python); CC names a compiler"
 )
-NO_BF16_UNITS = "this CPU has no bf16 units: it computes bf16 products in fp32 and rounds, which is no faster than fp32"
-NO_BF16_REMEDY = "try model.dtype=fp32"
+MIG_REMEDY = "one rank on one slice (--nproc_per_node=1); for more ranks whole GPUs: nvidia-smi -mig 0 as root"
 
 
 def gib(size: float) -> str:
@@ -45,10 +41,14 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def installed(package: str) -> str | None:
     """The version of a package, or of its build for the CPU; None if there is neither. Imports nothing."""
-    for name in (package, f"{package}-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
+    return version_of(package) or version_of(f"{package}-cpu")
+
+
+def version_of(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def untested(package: str, version: str | None) -> str | None:

@@ -17,19 +17,9 @@ import torch.distributed as dist
 from support.base import ranks, remedies
 from support.base.memory import host_free_bytes
 from support.base.read_config import dotted_items
-from support.base.versions import SHARED_MEMORY_REMEDY, gib
+from support.base.versions import gib
 
 GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
-
-
-def check_shared_memory(least_bytes: int) -> None:
-    """Raises ValueError where processes cannot share `least_bytes`; a container often has 64 MiB."""
-    free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
-    if free < least_bytes:
-        raise ValueError(
-            f"/dev/shm has {gib(free)} free, {gib(least_bytes)} are needed: NCCL and vLLM pass data between ranks "
-            f"there; {SHARED_MEMORY_REMEDY}"
-        )
 
 
 def check_disk(folder: Path, bytes_needed: int) -> None:

@@ -1,7 +1,6 @@
 """Environment variables that vLLM reads, set before it is imported, and the options of its engine."""
 
 import dataclasses
-import importlib.util
 import os
 from typing import Any
 
@@ -41,21 +40,6 @@ def let_segments_grow() -> None:
         return
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     change("expandable_segments:True")
-
-
-def describe_kernels(options: dict[str, Any]) -> str:
-    """How vLLM will sample on a GPU with these options: its model runner, CUDA graphs, FlashInfer and why not."""
-    from vllm.utils import flashinfer
-
-    runner = "second" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "first"
-    graphs = "without CUDA graphs" if options.get("enforce_eager") else "with CUDA graphs"
-    if flashinfer.has_flashinfer():
-        state = "FlashInfer on: what it compiles, it compiles at its first start, for minutes"
-    elif importlib.util.find_spec("flashinfer") is None:
-        state = "FlashInfer off, as it is not installed"
-    else:
-        state = "FlashInfer off, as nvcc or ninja is not on PATH (activate the venv, set CUDA_HOME); not needed"
-    return f"vLLM's {runner} model runner {graphs}, {state}"
 
 
 def engine_options() -> dict[str, Any]:

@@ -12,7 +12,8 @@ from tqdm import tqdm
 from config import Config, TrainingError
 from support.base import files, ranks
 from support.base.rollout_files import RolloutWriter
-from support.run import dead_runs, hints, progress, trackers
+from support.run import progress, trackers
+from support.run.advice import Advice
 from support.run.clock import Clock
 from support.step.records import Sample
 
@@ -30,14 +31,14 @@ class Log:
         self.clock = clock
         self.tokenizer = inputs.tokenizer
         self.history: list[dict] = []  # the metrics of each step of this start
-        self.hinted: set[str] = set()  # rules of hints and diagnoses that were shown
-        self.diagnosis = dead_runs.Diagnosis(cfg)
+        self.told: set[str] = set()  # rules of the advice that were shown
+        self.advice = Advice(cfg)
         self.dead: str | None = None  # why the run has to end, on rank 0
         if self.speaks:
             self.trackers = trackers.Trackers(cfg, inputs.done, inputs.tokenizer.decode)
             past = files.read_metrics(self.out)  # of the steps before a resume
             for metrics in past:
-                self.diagnosis.add(metrics)
+                self.advice.add(metrics)
             missing = inputs.done - len(past)  # all, where the checkpoint is of another folder
             sampled = missing * cfg.rollout.prompts_per_step + sum(metrics["groups/sampled"] for metrics in past)
             self.progress = progress.Progress(cfg.train.steps, len(inputs.prompts), sampled)
@@ -66,7 +67,7 @@ class Log:
         if samples is None:
             return
         self.history.append(metrics)
-        self.diagnose(metrics)
+        self.advise(metrics)
         self.bar.set_postfix_str(
             f"reward {metrics['reward/mean']:.3f}  gap {metrics['logp_gap/max']:.0e}  "
             f"length {metrics['tokens/response_mean']:.1f}  {metrics['speed/response_tokens_per_s']:.0f} tokens/s",
@@ -79,26 +80,17 @@ class Log:
         if samples_every and step % samples_every == 0:
             some = trackers.format_answers(samples, self.tokenizer.decode)
             self.bar.write(f"answers of step {step}, from the lowest reward to the highest:\n{some}")
-        if len(self.history) % hints.WINDOW == 0:
-            self.hint()
 
-    def hint(self) -> None:
-        """Show what the metrics ask for and did not ask before."""
-        for rule, text in hints.hints(self.history).items():
-            if rule not in self.hinted:
-                self.bar.write(f"hint: {text}")
-                self.hinted.add(rule)
-
-    def diagnose(self, metrics: dict) -> None:
+    def advise(self, metrics: dict) -> None:
         """Show what is newly wrong with the run; ask it to stop after train.patience steps that learnt nothing."""
         step = metrics["step"]
-        found = self.diagnosis.add(metrics)
+        found = self.advice.add(metrics)
         for rule, text in found.items():
-            if rule not in self.hinted:
+            if rule not in self.told:
                 self.bar.write(f"warning: step {step}: {text}")
-                self.hinted.add(rule)
-        if self.diagnosis.has_to_end():
-            self.dead = f"step {step}: the run has learnt nothing for {self.diagnosis.idle_steps} steps in a row"
+                self.told.add(rule)
+        if self.advice.has_to_end():
+            self.dead = f"step {step}: the run has learnt nothing for {self.advice.idle_steps} steps in a row"
             self.dead += "".join(f"\n  {text}" for text in found.values())
             self.clock.stop_requested = True
 
@@ -123,7 +115,6 @@ class Log:
 
     def summarize(self) -> None:
         """Show what the run has reached, and where its outputs are."""
-        self.hint()
         first = self.history[0]
         last = [metrics["reward/mean"] for metrics in self.history[-10:]]
         print(f"\nreward: {first['reward/mean']:.3f} at step {first['step']}, ", end="")

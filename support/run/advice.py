@@ -1,0 +1,233 @@
+"""What the metrics of a run ask for: runs that cannot learn, and what makes one slow. No rule changes a key.
+
+A rule says what is wrong with a step, or None. RULES states in how many steps in a row it has to be wrong, and what to
+turn then. One of them ends a run: nothing_learnt, after train.patience steps.
+"""
+
+import math
+from collections import Counter
+from statistics import fmean, median, variance
+
+from config import Config
+from support.base.remedies import try_one_of
+
+STILL = 10  # rewards stand still if the mean of so many steps is not above that of as many before, but for chance
+
+
+class Advice:
+    """The rules of a run, asked after every step, and what they compare it with."""
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.rewards: list[float] = []  # reward/mean of each step, the present one included
+        self.spreads: list[float] = []  # reward/std of each
+        self.steps: Counter = Counter()  # {source: steps with a sample of it}
+        self.best: dict[str, float] = {}  # {source: its highest reward}
+        self.worst: dict[str, float] = {}  # {source: its lowest mean reward of a step}
+        self.has_signal = False  # whether a step had an advantage other than 0
+        self.has_ended = False  # whether an answer ended by itself
+        self.streaks: Counter = Counter()  # {rule: steps in a row for which it holds}
+        self.idle_steps = 0  # in a row, in which nothing could be learnt although the run is not at its best
+
+    def add(self, step: dict) -> dict[str, str]:
+        """{rule: what is wrong, what to turn} after a step with these metrics; none for metrics of older versions.
+
+        Where the run has to end, every rule that holds is among them, for however few steps it does.
+        """
+        if "advantage/nonzero_frac" not in step:
+            return {}
+        self.note(step)
+        found = {}
+        for rule, steps, turn in RULES:
+            name = rule.__name__
+            text = rule(step, self)
+            if text is None:
+                self.streaks[name] = 0
+                continue
+            self.streaks[name] += 1
+            if self.streaks[name] >= steps or self.has_to_end():
+                found[name] = f"{text}: {try_one_of(turn)}"
+        return found
+
+    def note(self, step: dict) -> None:
+        """Take up the metrics of the next step."""
+        self.rewards.append(step["reward/mean"])
+        self.spreads.append(step["reward/std"])
+        for source in sources(step):
+            self.steps[source] += 1
+            self.best[source] = max(self.best.get(source, -math.inf), step[f"reward/{source}/max"])
+            self.worst[source] = min(self.worst.get(source, math.inf), step[f"reward/{source}/mean"])
+        self.has_signal |= step["advantage/nonzero_frac"] > 0
+        self.has_ended |= step["tokens/truncated_frac"] < 1
+        self.idle_steps += 1
+        if not is_idle(step, self):
+            self.idle_steps = 0
+
+    def has_to_end(self) -> bool:
+        """Whether the run has learnt nothing for train.patience steps in a row."""
+        patience = self.cfg.train.patience
+        return patience > 0 and self.idle_steps >= patience
+
+    def has_converged(self) -> bool:
+        """Whether the run has learnt, and the step's rewards are in the upper fifth of what its steps have reached."""
+        low, high = min(self.rewards), max(self.rewards)
+        return self.has_signal and self.rewards[-1] >= low + 0.8 * (high - low)
+
+    def stands_still(self) -> bool:
+        """Whether rewards have not risen, by two standard errors, in the last 2 · STILL steps; False before those."""
+        if len(self.rewards) < 2 * STILL:
+            return False
+        before, now = self.rewards[-2 * STILL : -STILL], self.rewards[-STILL:]
+        error = math.sqrt((variance(before) + variance(now)) / STILL)
+        return fmean(now) <= fmean(before) + 2 * error
+
+
+def sources(step: dict) -> list[str]:
+    """The data sources with samples in a step."""
+    names = [name for name in step if name.startswith("reward/") and name.endswith("/max")]
+    return [name.removeprefix("reward/").removesuffix("/max") for name in names]
+
+
+def is_same(a: float, b: float) -> bool:
+    """Whether a mean of rewards equals a reward, but for rounding."""
+    return math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def number(step: dict, name: str) -> float:
+    """A metric; NaN, of which every comparison is False, where it is off or missing."""
+    value = step.get(name)
+    return math.nan if value is None else value
+
+
+def is_at_best(step: dict, run: Advice) -> bool:
+    """Whether every answer has the best reward of its source: one reached by learning, or one that passes."""
+    here = sources(step)
+    if not all(is_same(step[f"reward/{source}/mean"], run.best[source]) for source in here):
+        return False
+    return run.has_signal or all(run.best[source] >= run.cfg.eval.pass_reward for source in here)
+
+
+def is_idle(step: dict, run: Advice) -> bool:
+    """Whether the step changed no weight, or only as a KL does that began at its minimum, and the run is not done.
+
+    A learning rate of 0 that the user has set asks for this.
+    """
+    if run.cfg.train.lr == 0 or is_at_best(step, run) or run.has_converged():
+        return False
+    entropy_coef = step.get("schedule/entropy_coef", run.cfg.algo.entropy_coef)
+    only_kl = run.cfg.algo.kl_coef > 0 and entropy_coef == 0 and not run.has_signal
+    return step["lr"] == 0 or step["update/applied"] == 0 or only_kl
+
+
+# ---------------------------------------------------------------- the rules
+
+
+def nothing_learnt(step: dict, run: Advice) -> str | None:
+    if not is_idle(step, run):
+        return None
+    patience = run.cfg.train.patience
+    end = f"after {patience} such steps in a row (train.patience) the run saves and ends"
+    if patience == 0:
+        end = "the run goes on, since train.patience=0"
+    why = "no answer is better than others to its prompt, and nothing else is trained"
+    if step["lr"] == 0:
+        why = "the learning rate is 0"
+    elif step["advantage/nonzero_frac"] > 0:
+        why = "its gradient is 0 or not finite, although answers differ in their rewards"
+    return f"no update learns: {why}; {end}"
+
+
+def one_reward(step: dict, run: Advice) -> str | None:
+    """Of all answers of a source, in five steps or more: the wrong column, the wrong reward, or far too hard."""
+    seen = [source for source, count in run.steps.items() if count >= 5]
+    same = {source: run.best[source] for source in seen if is_same(run.best[source], run.worst[source])}
+    if not same or run.cfg.algo.advantage == "none":
+        return None
+    values = " and ".join(f"{reward:g} in the source {source}" for source, reward in same.items())
+    guess = ", as if no answer ever matched" if 0 in same.values() else ""
+    return f"every reward was the same so far: {values}{guess}"
+
+
+def collapsed_rewards(step: dict, run: Advice) -> str | None:
+    """Answers of different rewards, in most steps, have become answers of one reward that is not the best."""
+    if step["reward/std"] > 1e-9 or run.has_converged() or run.cfg.algo.advantage == "none":
+        return None
+    if not run.has_signal or median(run.spreads[-100:-5] or [0.0]) <= 1e-9:
+        return None
+    return f"every reward is {step['reward/mean']:g} now, and was up to {max(run.best.values()):g} before"
+
+
+def no_mixed_group(step: dict, run: Advice) -> str | None:
+    if step["groups/zero_std_frac"] < 1 or step["reward/std"] < 1e-9 or step["advantage/nonzero_frac"] > 0:
+        return None
+    return "no group has answers of unequal rewards, so no reward has an effect"
+
+
+def no_end_token(step: dict, run: Advice) -> str | None:
+    return None if run.has_ended else "no answer ended by itself so far: the end token was never sampled"
+
+
+def all_empty(step: dict, run: Advice) -> str | None:
+    if step["tokens/response_max"] > 1 or step["tokens/truncated_frac"] > 0:
+        return None
+    return "every answer is empty: its first token is the end token"
+
+
+def noise(step: dict, run: Advice) -> str | None:
+    if not number(step, "entropy_frac") > 0.98 or not run.stands_still():
+        return None
+    return f"the entropy is {step['entropy_frac']:.0%} of its maximum and rewards stand still: answers are noise"
+
+
+def unchanged_push(step: dict, run: Advice) -> str | None:
+    """Updates too small for the weights' precision."""
+    if number(step, "sync/changed") != 0 or step["update/applied"] == 0 or step["lr"] == 0:
+        return None
+    return f"updates with the learning rate {step['lr']:g} have changed no weight that vLLM samples with"
+
+
+def all_masked(step: dict, run: Advice) -> str | None:
+    if number(step, "mismatch/cut_frac") != 1 or run.cfg.algo.correction not in ("icepop", "seq_mask"):
+        return None
+    return f"algo.correction={run.cfg.algo.correction} masks every token: all weights are outside its bounds"
+
+
+def clipped_ratios(step: dict, run: Advice) -> str | None:
+    share = number(step, "ratio/clip_frac")
+    return f"the clip binds at {share:.0%} of the tokens" if share >= 0.2 else None
+
+
+def long_tail(step: dict, run: Advice) -> str | None:
+    """A few long answers keep all others waiting."""
+    ratio = step["tokens/response_max"] / max(step["tokens/response_mean"], 1.0)
+    if ratio < 6 or not number(step, "time/rollout") >= 0.5 * number(step, "time/step"):
+        return None
+    return f"the longest answer has {ratio:.0f} times the mean length, and sampling takes half of a step or more"
+
+
+def idle_gpu(step: dict, run: Advice) -> str | None:
+    """The GPU waits for the host, for other pipeline stages, for messages or for few long answers."""
+    if number(step, "pipeline/bubble") >= 0.2:
+        return f"pipeline stages idle {step['pipeline/bubble']:.0%} of an update"
+    busy = number(step, "gpu/busy")
+    return f"rank 0's GPU runs a kernel in {busy:.0%} of the time" if busy <= 0.4 else None
+
+
+LOWER = "a lower train.lr, from an earlier checkpoint"
+ROUNDS = "algo.max_rounds=4 (dynamic sampling)"
+EASIER = "data that the model sometimes gets right"
+LONGER = "a larger rollout.max_new_tokens"
+RULES = (  # rule, for how many steps in a row it has to hold, what to turn; one_reward counts five steps itself
+    (one_reward, 1, ["data.answer_key", "reward.default or reward.by_source", LONGER, EASIER]),
+    (collapsed_rewards, 5, [LOWER, "algo.kl_coef=0.001", "a small algo.entropy_coef"]),
+    (no_mixed_group, 5, ["a larger rollout.group_size", "a higher rollout.temperature", ROUNDS]),
+    (no_end_token, 5, [LONGER, "data.chat_template", "eos_token_id in generation_config.json of model.path"]),
+    (all_empty, 3, ["data.chat_template", "reward.default, if it prefers an empty answer", LOWER]),
+    (noise, 10, ["a smaller algo.entropy_coef", "a lower rollout.temperature", "a trained model in model.path"]),
+    (unchanged_push, 3, ["a higher train.lr", "model.dtype=fp32"]),
+    (all_masked, 3, ["algo.correction_low and algo.correction_high further apart", "algo.correction=tis"]),
+    (nothing_learnt, 5, [EASIER, ROUNDS, "a larger rollout.group_size", "train.patience=0, which never ends it"]),
+    (clipped_ratios, 20, ["a lower train.lr", "fewer train.updates_per_step", "fewer train.epochs_per_step"]),
+    (long_tail, 20, ["a smaller rollout.max_new_tokens", "more rollout.prompts_per_step", "algo.overlong_buffer"]),
+    (idle_gpu, 20, ["more rollout.prompts_per_step", "parallel.vpp=2", "a higher rollout.gpu_memory_utilization"]),
+)
