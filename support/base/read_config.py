@@ -24,7 +24,6 @@ def load_config(path: str, overrides: list[str]) -> Config:
     tree = read_file(Path(path))
     for override in overrides:
         tree = merge(tree, read_override(override))
-    check_placeholders(tree)
     return validate(tree, path)
 
 
@@ -33,17 +32,6 @@ def merge(tree: Any, layer: Any) -> Any:
     if not (isinstance(tree, dict) and isinstance(layer, dict)):
         return layer
     return tree | {key: merge(tree.get(key), value) for key, value in layer.items()}
-
-
-def check_placeholders(tree: dict) -> None:
-    """Raises UserError for values that OmegaConf, which other trainers use, would replace: ??? and ${...}."""
-    values = dict(dotted_items(tree))
-    unset = sorted(key for key, value in values.items() if value in ("???", ["???"]))
-    if unset:
-        raise UserError(f"{', '.join(unset)}: set to ???; give a value")
-    for key, value in values.items():
-        if "${" in str(value):
-            raise UserError(f"{key}={value!r}: values are not interpolated; write the value itself")
 
 
 def dotted_items(tree: dict, above: str = "") -> Iterator[tuple[str, Any]]:
@@ -59,30 +47,21 @@ def dotted_items(tree: dict, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.1 with the types of JSON only, where 1e-6 is a number, a date is text, and no key may stand twice."""
-
-    def construct_document(self, node: yaml.Node) -> Any:
-        """The value of a document. Unlike PyYAML's own, it refuses an anchor that holds itself."""
-        return self.construct_object(node, deep=True)
+    """YAML where 1e-6 is a number, a date is text, and no key may stand twice."""
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
         """The values of a mapping. Raises ConstructorError for a key that stands twice."""
-        names = set()
-        for name, _ in node.value:
-            if isinstance(name, yaml.ScalarNode):
-                if name.value in names:
-                    message = f"found duplicate key {name.value}"
-                    raise yaml.constructor.ConstructorError(None, None, message, name.start_mark)
-                names.add(name.value)
+        names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
+        for name in names:
+            if names.count(name) > 1:
+                message = f"found duplicate key {name}"
+                raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
         return super().construct_mapping(node, deep=deep)
 
 
-TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
-Loader.yaml_constructors = {
-    tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag in TAGS or tag is None
-}
+DATE = "tag:yaml.org,2002:timestamp"
 Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag in TAGS]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != DATE]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 # YAML 1.1 itself wants a point in the number and a sign in the exponent.
@@ -97,14 +76,11 @@ def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict:
     """
     where = "--config " + ", its base ".join(map(str, (*above, path)))
     try:
-        with path.open("rb") as file:
-            layer = yaml.load(file, Loader)
+        layer = yaml.load(path.read_bytes(), Loader) or {}
     except FileNotFoundError:
         raise UserError(f"{where}: no such file") from None
     except Exception as error:  # PyYAML fails in any way where a value does not have the form of its tag
         raise UserError(f"{where}: cannot read the configuration: {error}") from None
-    if layer is None:  # an empty file
-        layer = {}
     named = isinstance(layer, dict) and all(isinstance(name, str) for name in layer)
     if not named or not isinstance(layer.get("base"), str | None):
         raise UserError(f"{where}: legal are keys with values, where `base` is the path of a file")

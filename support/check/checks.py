@@ -29,7 +29,7 @@ def require(ok: bool, message: str) -> None:
 
 
 def check_config(cfg: Config, world_size: int) -> None:
-    """Keys that do not go together, with each other or with so many ranks. Raises UserError."""
+    """Keys that do not go together, with each other or with so many ranks. Raises UserError, as all of these do."""
     options.check_megatron(cfg.megatron, bridge.CONFIG_CLASSES, cfg.model.dtype)
     options.check_vllm(cfg.rollout.vllm)
     check_state_and_precision(cfg)
@@ -43,16 +43,14 @@ def check_config(cfg: Config, world_size: int) -> None:
 
 
 def check_length_of_run(cfg: Config) -> None:
-    """Keys of how long to train, from where, and what to evaluate. Raises UserError."""
+    """Keys of how long to train, from where, and what to evaluate."""
     t = cfg.train
     require(
         t.eval_every == 0 or cfg.data.eval is not None,
         f"train.eval_every={t.eval_every}, but data.eval is not set; name the data or use train.eval_every=0",
     )
-    require(
-        t.steps is None or t.epochs is None,
-        f"train.steps={t.steps} and train.epochs={t.epochs} both say how long to train; set one of them to null",
-    )
+    both = f"train.steps={t.steps} and train.epochs={t.epochs} both say how long to train; set one of them to null"
+    require(t.steps is None or t.epochs is None, both)
     require(bool(t.steps or t.epochs), "train.steps=null: say how long to train, by train.steps or by train.epochs")
     check_evaluation(cfg)
     require(
@@ -62,29 +60,24 @@ def check_length_of_run(cfg: Config) -> None:
 
 
 def check_evaluation(cfg: Config) -> None:
-    """Keys of how an evaluation samples. Raises UserError."""
-    require(
-        cfg.eval.temperature > 0 or cfg.eval.samples == 1,
-        f"eval.temperature=0 gives the same answer {cfg.eval.samples} times; use eval.samples=1",
-    )
+    """Keys of how an evaluation samples."""
+    same = f"eval.temperature=0 gives the same answer {cfg.eval.samples} times; use eval.samples=1"
+    require(cfg.eval.temperature > 0 or cfg.eval.samples == 1, same)
 
 
 def check_sampling(cfg: Config) -> None:
-    """Keys of how vLLM samples, and of what corrects its log-probs. Raises UserError."""
+    """Keys of how vLLM samples, and of what corrects its log-probs."""
     r, a = cfg.rollout, cfg.algo
     require(
         a.correction == "none" or a.old_logp == "trainer",
-        f"algo.correction={a.correction} weighs the trainer's old log-probs against vLLM's, but algo.old_logp=rollout "
-        "takes vLLM's as old; use algo.old_logp=trainer or algo.correction=none",
+        f"algo.correction={a.correction} weighs the trainer's log-probs against vLLM's; use algo.old_logp=trainer",
     )
     require(
         a.correction_level == "token" or a.correction in ("tis", "icepop"),
         f"algo.correction_level={a.correction_level} is for algo.correction=tis or icepop, not {a.correction}",
     )
-    require(
-        a.overlong_buffer <= r.max_new_tokens,
-        f"algo.overlong_buffer={a.overlong_buffer} is beyond rollout.max_new_tokens={r.max_new_tokens}",
-    )
+    beyond = f"algo.overlong_buffer={a.overlong_buffer} is beyond rollout.max_new_tokens={r.max_new_tokens}"
+    require(a.overlong_buffer <= r.max_new_tokens, beyond)
     require(
         (r.top_p == 1 and r.top_k == -1) or bool(r.max_logp_gap),
         f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut distribution, "
@@ -93,29 +86,22 @@ def check_sampling(cfg: Config) -> None:
 
 
 def check_logs(cfg: Config, world_size: int) -> None:
-    """Keys of trackers and of the timeline. Raises UserError."""
+    """Keys of trackers and of the timeline."""
     for name, version in versions.TRACKERS.items():
         require(
             not getattr(cfg.log, name) or versions.installed(name) is not None,
             f"log.{name}=true needs a package: pip install {name}=={version}, or use log.{name}=false",
         )
-    profile = cfg.profile
-    require(
-        profile.start <= profile.stop,
-        f"profile.start={profile.start} is after profile.stop={profile.stop}, the last step of the timeline",
-    )
-    require(
-        bool(profile.start) or not (profile.stop or profile.torch or profile.memory),
-        "profile.start=0: there is no timeline, so profile.stop, profile.torch and profile.memory do nothing; set it",
-    )
-    require(
-        max(profile.ranks or [0]) < world_size,
-        f"profile.ranks={profile.ranks}: there are only ranks 0 to {world_size - 1}",
-    )
+    p = cfg.profile
+    require(p.start <= p.stop, f"profile.start={p.start} is after profile.stop={p.stop}, the last step of the timeline")
+    unused = "profile.start=0: there is no timeline, so profile.stop, torch and memory do nothing; set it"
+    require(bool(p.start) or not (p.stop or p.torch or p.memory), unused)
+    ranks = f"profile.ranks={p.ranks}: there are only ranks 0 to {world_size - 1}"
+    require(max(p.ranks or [0]) < world_size, ranks)
 
 
 def check_world_size(cfg: Config, world_size: int) -> None:
-    """The layouts of trainer, experts and vLLM, which must divide the ranks. Raises UserError."""
+    """The layouts of trainer, experts and vLLM, which must divide the ranks."""
     for keys in (("tp", "pp", "cp"), ("etp", "ep", "pp")):  # of the model, and of its experts
         ranks = math.prod(getattr(cfg.parallel, key) for key in keys)
         sizes = " × ".join(f"parallel.{key}={getattr(cfg.parallel, key)}" for key in keys)
@@ -125,14 +111,11 @@ def check_world_size(cfg: Config, world_size: int) -> None:
             "(--nproc_per_node; for a dry run --world-size) or make the layout smaller",
         )
     tp = cfg.rollout.tp
-    require(
-        world_size % tp == 0,
-        f"rollout.tp={tp} does not divide the world size {world_size} (--nproc_per_node, --world-size)",
-    )
+    require(world_size % tp == 0, f"rollout.tp={tp} does not divide the world size {world_size} (--nproc_per_node)")
 
 
 def check_batch(cfg: Config) -> None:
-    """Updates take whole groups, and a row holds the longest sample. Raises UserError."""
+    """Updates take whole groups, and a row holds the longest sample."""
     r, t = cfg.rollout, cfg.train
     require(
         r.prompts_per_step % t.updates_per_step == 0,
@@ -152,7 +135,7 @@ def check_batch(cfg: Config) -> None:
 
 
 def check_rewards(cfg: Config) -> None:
-    """The names of rewards. Raises UserError."""
+    """The names of rewards."""
     by_source = {f"reward.by_source.{source}": name for source, name in cfg.reward.by_source.items()}
     for key, name in {"reward.default": cfg.reward.default, **by_source}.items():
         try:
@@ -162,21 +145,16 @@ def check_rewards(cfg: Config) -> None:
 
 
 def check_what_is_learned(cfg: Config) -> None:
-    """Keys of teacher, adapters, routes and turns that do nothing, or harm. Raises UserError."""
+    """Keys of teacher, adapters, routes and turns that do nothing, or harm."""
     r, a = cfg.rollout, cfg.algo
     require(
         a.advantage != "none" or a.teacher is not None,
         "algo.advantage=none leaves rewards out of the loss, so there is nothing to learn without algo.teacher",
     )
     require(
-        a.advantage != "none" or a.kl_coef == 0 or a.kl_in == "loss",
-        "algo.kl_in=reward has no effect with algo.advantage=none, which leaves rewards, and the KL in them, out of "
-        "the loss; use algo.kl_in=loss or algo.kl_coef=0",
-    )
-    require(
-        a.advantage != "gdpo" or a.kl_coef == 0 or a.kl_in == "loss",
-        "algo.kl_in=reward: with algo.advantage=gdpo each part of the reward is normalized alone, and the KL is none; "
-        "use algo.kl_in=loss or algo.kl_coef=0",
+        a.advantage not in ("none", "gdpo") or a.kl_coef == 0 or a.kl_in == "loss",
+        f"algo.kl_in=reward has no effect with algo.advantage={a.advantage}, which takes no KL into the advantage; use "
+        "algo.kl_in=loss or algo.kl_coef=0",
     )
     require(
         cfg.data.hint_key is None or a.teacher is not None,
@@ -201,7 +179,7 @@ def check_what_is_learned(cfg: Config) -> None:
 
 
 def check_state_and_precision(cfg: Config) -> None:
-    """Keys of where weights and state wait, and of how exactly both sides compute. Raises UserError."""
+    """Keys of where weights and state wait, and of how exactly both sides compute."""
     r, t = cfg.rollout, cfg.train
     p, a = cfg.parallel, cfg.algo
     require(
@@ -236,21 +214,14 @@ def group_timeout_s(cfg: Config) -> float:
 
 def longest_sample(cfg: Config) -> int:
     """Tokens of the longest prompt and answer there can be."""
-    new_tokens = max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
-    return cfg.data.max_prompt_tokens + new_tokens
+    return cfg.data.max_prompt_tokens + max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
 
 
 # Attributes of a config.json that change the computation and have no counterpart here, each with its one legal value.
 SUPPORTED = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "hidden_act": "silu",
-    "qkv_bias": True,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-    "router_jitter_noise": 0.0,
-    "partial_rotary_factor": 1.0,
-}
+    "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "qkv_bias": True, "mlp_only_layers": [],
+    "decoder_sparse_step": 1, "router_jitter_noise": 0.0, "partial_rotary_factor": 1.0,
+}  # fmt: skip
 
 
 def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path") -> None:
@@ -342,9 +313,8 @@ def check_layout(hf, parallel, rollout_tp: int) -> None:
         heads["feed-forward size"] = hf.intermediate_size
         experts = expert_width = {}
         if parallel.ep * parallel.etp > 1:
-            raise ValueError(
-                f"parallel.ep={parallel.ep}, parallel.etp={parallel.etp}: a model without experts has 1, 1"
-            )
+            found = f"parallel.ep={parallel.ep}, parallel.etp={parallel.etp}"
+            raise ValueError(f"{found}: a model without experts has 1, 1")
     shared = getattr(hf, "shared_expert_intermediate_size", None)
     if shared:
         heads["shared expert's feed-forward size"] = shared
