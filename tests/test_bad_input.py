@@ -86,7 +86,7 @@ def test_bad_key(dry_run, override, needles):
 def test_bad_data(dry_run, tmp_path):
     cases = {
         "empty.jsonl": ("", "is empty"),
-        "broken.jsonl": ('{"prompt": "1>", "answer": "1"}\n{"prompt": ', "broken.jsonl, line 2: not JSON"),
+        "broken.jsonl": ('{"prompt": "1>", "answer": "1"}\n{"prompt": ', "broken.jsonl, line 2: Expecting value"),
         "norows.json": ("[]", "norows.json has no rows"),
         "null.jsonl": (
             '{"prompt": "1>", "answer": "1"}\n{"prompt": "2>", "answer": null}\n',
