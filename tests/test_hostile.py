@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 import psutil
@@ -327,22 +326,3 @@ def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(cust
     outcomes = grade(pool, [("s", "fine", "", {}), ("exact", "a", "a", {})])
     pool.close()
     assert outcomes == [Outcome({"reward": 1.0})] * 2
-
-
-def test_pools_do_not_wait_for_each_other(custom):
-    """Several in one process, as with the tests of a trainer; each keeps its own order."""
-    pools = [pool_of() for _ in range(2)]
-    results = {}
-    threads = [
-        threading.Thread(
-            target=lambda i=i: results.update({i: grade(pools[i], [("s", str(n), str(i), {}) for n in range(50)])})
-        )
-        for i in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, pool in enumerate(pools):
-        assert [outcome.parts["reward"] for outcome in results[i]] == [float(n == i) for n in range(50)]
-        pool.close()

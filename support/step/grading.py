@@ -51,9 +51,8 @@ class RewardKind:
 
 
 def kind_of(spec: Spec, cfg) -> RewardKind:
-    names = named_rewards.weights_of(spec)
-    batched = any(named_rewards.is_batched(name, cfg) for name in names)
-    return RewardKind(spec, batched, any(named_rewards.takes_ids(name, cfg) for name in names))
+    takes_ids = any(named_rewards.takes_ids(name, cfg) for name in named_rewards.weights_of(spec))
+    return RewardKind(spec, named_rewards.is_batched(spec, cfg), takes_ids)
 
 
 def checksum(text: str) -> int:
@@ -84,11 +83,10 @@ class GradingPool:
         self.by_source = {source: kind_of(spec, cfg) for source, spec in cfg.by_source.items()}
         settings = {"custom": cfg.custom, "options": cfg.options, "functions": cfg.functions}
         self.workers = [Worker(settings, False, cfg.memory_gb) for _ in range(cfg.workers)]
-        self.batch_size = 0
-        kinds = [kind for kind in (self.default, *self.by_source.values()) if kind.batched]
-        if kinds:
-            names = {name for kind in kinds for name in named_rewards.weights_of(kind.spec)}
-            self.batch_size = max(cfg.options.get(name, {}).get("batch_size", 8) for name in names)
+        specs = [kind.spec for kind in (self.default, *self.by_source.values()) if kind.batched]
+        names = {name for spec in specs for name in named_rewards.weights_of(spec)}
+        self.batch_size = max((cfg.options.get(name, {}).get("batch_size", 8) for name in names), default=0)
+        if specs:
             self.workers.append(Worker(settings, True, memory_gb=0))
         self.submitted: list[Future] = []  # since the last `collect`
         self.lock = threading.Condition()  # guards the attributes below
@@ -175,8 +173,7 @@ class GradingPool:
             self.lock.wait_for(lambda: waiting or self.closed)
             if self.closed:
                 return []
-            share = 1 + len(waiting) // (2 * len(self.workers))
-            size = self.batch_size if worker.batched else min(size, share)
+            size = self.batch_size if worker.batched else min(size, 1 + len(waiting) // (2 * len(self.workers)))
             return [waiting.popleft() for _ in range(min(size, len(waiting)))]
 
     def _ask(self, worker: "Worker", jobs: list[Job]) -> list[Job]:

@@ -3,6 +3,7 @@
 `cfg` is the section `reward` of the configuration or, in a grading process, a namespace of its keys.
 """
 
+import contextlib
 import functools
 import inspect
 import json
@@ -50,9 +51,9 @@ def find(name: str, cfg) -> Callable:
     raise ValueError(f"unknown reward {name!r}; legal are {', '.join([*REWARDS, 'custom', *cfg.functions])}")
 
 
-def is_batched(name: str, cfg) -> bool:
-    """Whether a reward takes many answers at once: a class with a method `batch`."""
-    return hasattr(find(name, cfg), "batch")
+def is_batched(spec: Spec, cfg) -> bool:
+    """Whether a reward, or one of a sum, takes many answers at once: a class with a method `batch`."""
+    return any(hasattr(find(name, cfg), "batch") for name in weights_of(spec))
 
 
 def takes_ids(name: str, cfg) -> bool:
@@ -145,15 +146,20 @@ def make(name: str, cfg, chunk: list[dict]) -> Callable:
 
 
 def batched(scorer, name: str, chunk: list[dict]) -> Callable:
-    """A reward that takes the value of each answer from one call of `scorer.batch` with the chunk's answers."""
+    """A reward that takes the value of each answer from one call of `scorer.batch` with the chunk's answers.
+
+    Where that fails, each is called alone, so that an answer costs its own reward only.
+    """
+    answers = [request["arguments"][:3] for request in chunk if name in weights_of(request["spec"])]
     value_of_row = {}  # by the identity of the row
 
     def value(text: str, answer: str, row: dict) -> float | dict | None:
-        if not value_of_row:
-            answers = [request["arguments"][:3] for request in chunk if name in weights_of(request["spec"])]
-            values = scorer.batch(answers)
-            value_of_row.update({id(row): value for (_, _, row), value in zip(answers, values, strict=True)})
-        return value_of_row[id(row)]
+        if answers:
+            with contextlib.suppress(Exception):
+                values = scorer.batch(answers)
+                value_of_row.update({id(row): value for (_, _, row), value in zip(answers, values, strict=True)})
+            answers.clear()
+        return value_of_row[id(row)] if id(row) in value_of_row else scorer(text, answer, row)
 
     return value
 
