@@ -230,3 +230,8 @@ class Config(Section):
     log: LogConfig = LogConfig()
     profile: ProfileConfig = ProfileConfig()
     megatron: dict[str, Any] = {}  # fields of Megatron-core's config classes that no other key sets
+
+    @property
+    def norm_length(self) -> int:
+        """The constant of loss_norm=seq_mean_token_sum_norm."""
+        return self.algo.loss_norm_length or self.rollout.max_new_tokens

@@ -174,11 +174,10 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     batch = add_advantages(samples, batch, algo, cfg.reward)
     checks.start_updates(step, samples, batch, cfg)
 
-    length = algo.loss_norm_length or cfg.rollout.max_new_tokens
     reports = []
     for chosen in updates:
         with clock("train"):
-            weighted = replace(batch, weights=loss_weights(batch, chosen, algo.loss_norm, length))
+            weighted = replace(batch, weights=loss_weights(batch, chosen, algo.loss_norm, cfg.norm_length))
             micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
             checks.gradient(weighted)
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
@@ -189,8 +188,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
 
     with clock("sync"):
         push_weights(run)
-    with clock("save"):
-        export_and_save(run, step)
+    export_and_save(run, step)
     record = metrics.StepRecord(step, collected, reports, clock.end_step())
     numbers = metrics.summarize(record, batch, model, cfg)
     return numbers | run.engine.metrics() | clock.memory.numbers(), collected.samples
@@ -199,12 +197,13 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
 def export_and_save(run: Run, step: int) -> None:
     """Write the export, then the checkpoint, where `step` has them. A checkpoint is thus never without its export."""
     t = run.cfg.train
-    if t.save_every:
-        run.writer.finish()  # of the previous checkpoint
-    if step == t.steps or (t.export_every and step % t.export_every == 0):
-        bridge.export(run.model, run.inputs.model_path, run.cfg, step)
-    if t.save_every and (step % t.save_every == 0 or step == t.steps):
-        save(run, step)
+    with run.clock("save"):
+        if t.save_every:
+            run.writer.finish()  # of the previous checkpoint
+        if step == t.steps or (t.export_every and step % t.export_every == 0):
+            bridge.export(run.model, run.inputs.model_path, run.cfg, step)
+        if t.save_every and (step % t.save_every == 0 or step == t.steps):
+            save(run, step)
 
 
 def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
@@ -725,7 +724,7 @@ def rehearse(cfg: Config) -> None:
     samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=r) for r in (0.0, 1.0)]
     batch = flatten(samples, algo.mask_truncated)
     batch = formulas.add_logprobs(batch)
-    weights_F = loss_weights(batch, [0, 1], algo.loss_norm, cfg.rollout.max_new_tokens)
+    weights_F = loss_weights(batch, [0, 1], algo.loss_norm, cfg.norm_length)
     batch = replace(add_advantages(samples, batch, algo, cfg.reward), weights=weights_F)
     mb = pack(batch, [0, 1], len(batch.tokens), "cpu")
     logp_T = (1.5 * mb.rollout_logp[0]).requires_grad_()

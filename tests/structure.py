@@ -14,14 +14,14 @@ from pathlib import Path
 
 SCRIPT = "train_grpo.py"
 TOP = (SCRIPT, "config.py", "megatron_bridge.py", "rollout.py", "reward.py")
-SCRIPT_STATEMENTS = 438
+SCRIPT_STATEMENTS = 437
 FUNCTION_LINES = 60
 # Statements of a wing, docstrings not counted; "docs" is lines of docs/*.md. These numbers only fall: a commit that
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
-    "top": 1164,
+    "top": 1165,
     "support/base": 773, "support/check": 604, "support/data": 482, "support/engine": 260, "support/judge": 198,
-    "support/model": 1096, "support/proof": 990, "support/run": 1128, "support/step": 1054,
+    "support/model": 1096, "support/proof": 989, "support/run": 1128, "support/step": 1054,
     "rewards": 185, "tools": 1052, "benchmarks": 706, "tests": 10288, "docs": 2761,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement

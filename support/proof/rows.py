@@ -142,8 +142,7 @@ def expected_weights(trained_N: ndarray, chosen: list[int], cfg: Config) -> ndar
     """The weight of each answer's tokens in the update on the `chosen` answers, [N]; None for a rule of a fork."""
     tokens_N = np.zeros(len(trained_N))
     tokens_N[chosen] = trained_N[chosen]
-    length = cfg.algo.loss_norm_length or cfg.rollout.max_new_tokens
-    return formulas.answer_weights(tokens_N, cfg.algo.loss_norm, length)
+    return formulas.answer_weights(tokens_N, cfg.algo.loss_norm, cfg.norm_length)
 
 
 def check_reference(report: dict[str, float], bound: float) -> None:
