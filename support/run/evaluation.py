@@ -14,6 +14,7 @@ from support.base.read_config import load_config, override
 from support.base.rollout_files import RolloutWriter
 from support.check import checks, options
 from support.data.prompts import load_tokenizer
+from support.proof.checks import Checks
 from support.run.clock import Clock
 from support.run.inputs import Inputs, describe_prompts, read_prompts
 from support.step import metrics
@@ -33,7 +34,7 @@ class Evaluation:
     inputs: Inputs
     engine: object  # rollout.Engine, or a fork's own
     grading: GradingPool
-    errors_shown: set[str] = field(default_factory=set)
+    checks: Checks = field(default_factory=lambda: Checks([], None, None, None))  # of rewards alone
 
 
 Evaluate = Callable[[Evaluation], tuple[dict[str, float], list[Sample]]]  # the script's `evaluate`
