@@ -62,7 +62,7 @@ CAUSES = (
 )
 HIDDEN = "small moves of the weights change log-probs by less than rounding"
 SHARE = 16  # one of so many answers is what the gradient is compared on
-ANSWERS = 2  # of a replica, at least
+ANSWERS = 4  # of a replica, at least
 LARGE = 0.5  # size of the move of weights without a gradient, in units of their own
 
 
