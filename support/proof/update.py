@@ -382,7 +382,12 @@ def small_micro_batches(batch: Batch, samples: list[int], cfg: Config) -> list[M
     multiple = bridge.token_multiple(cfg.parallel)
     half = lengths.sum() // (2 * bridge.mpu.get_data_parallel_world_size())
     tokens = max(int(half), int(lengths.max()) + 2 * multiple)
-    return to_micro_batches(batch, samples, min(tokens, cfg.train.max_tokens_per_micro_batch), cfg)
+    tokens = min(tokens, cfg.train.max_tokens_per_micro_batch)
+    if cfg.parallel.vpp > 1:  # which needs rows of one length
+        return to_micro_batches(batch, samples, tokens, cfg)
+    few = max(len(samples) // 4, bridge.mpu.get_data_parallel_world_size())  # unequal parts show a divisor of their own
+    parts = [part for part in (samples[:few], samples[few:]) if part]
+    return [mb for part in parts for mb in to_micro_batches(batch, part, tokens, cfg)]
 
 
 def why_not_compared(model: list, cfg: Config) -> str | None:
