@@ -3,7 +3,6 @@ float64, and of PEFT where it is installed (pip install peft); what is pushed, e
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import make_tiny
 import pytest
@@ -13,10 +12,9 @@ from safetensors.torch import load_file, save_file
 import megatron_bridge as bridge
 import train_grpo
 from config import LoraConfig, UserError
-from support.base.read_config import load_config, override
+from support.base.read_config import load_config
 from support.model import lora, optimizer_state
 from support.model.checkpoint import CheckpointError
-from support.run import inputs
 from tests import test_layouts
 from tests.layout_worker import made_up_factor, one_layout
 from tests.oracle.plain import float64_model, reference, relative, worst_gradient
@@ -142,38 +140,45 @@ def test_gradients_do_not_depend_on_the_layout(results, family, layout):
 # ---------------------------------------------------------------- PEFT
 
 
-@pytest.mark.parametrize(
-    ("family", "targets"),
-    [
-        *((family, tuple(PARTS)) for family in test_layouts.FAMILIES),
-        *((family, targets) for family in test_layouts.MOE for targets in (("qkv", "fc1"), ("fc2",))),
-    ],
-)
-def test_peft_loads_the_export_and_computes_the_same(world, tmp_path, family, targets):
-    """Losses and log-probs of each family; gradients too of dense ones, whose factors PEFT keeps as they are."""
-    peft = pytest.importorskip("peft")
+def export(tmp_path, family: str, *targets: str) -> tuple[dict, list[str]]:
+    """What one update with adapters gave, and the names of its factors, which are in tmp_path/adapter/step_000001."""
     plan = make_plan(tmp_path, family, *LORA, f"lora.targets=[{','.join(targets)}]", layouts={"one": []})
     found = one_layout(plan, "one")
     factors = {}
     for name, pair in made_up_factors(load_file(tmp_path / "model/model.safetensors"), targets).items():
-        factors |= {
-            name.replace("weight", f"lora_{x}.weight"): factor.float() for x, factor in zip("AB", pair, strict=True)
-        }
+        factors |= {name.replace("weight", f"lora_{x}.weight"): f.float() for x, f in zip("AB", pair, strict=True)}
     cfg = load_config("configs/tiny.yaml", [*plan["overrides"], f"output_dir={tmp_path}"])
     lora.export_adapter(factors.items(), cfg.model.path, cfg, step=1)
+    return found, [*factors]
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        *((family, tuple(PARTS)) for family in test_layouts.FAMILIES if family not in test_layouts.MOE),
+        ("qwen3_moe", ("qkv", "proj")),
+    ],
+)
+def test_peft_loads_the_export_and_computes_the_same(world, tmp_path, family, targets):
+    peft = pytest.importorskip("peft")
+    found, factors = export(tmp_path, family, *targets)
 
     def adapted(folder):
-        return peft.PeftModel.from_pretrained(
-            float64_model(folder), tmp_path / "adapter/step_000001", is_trainable=True
-        )
+        saved = tmp_path / "adapter/step_000001"
+        return peft.PeftModel.from_pretrained(float64_model(folder), saved, is_trainable=True)
 
     wanted = reference(tmp_path / "model", make_samples(), found, adapted)
     assert (found["logp"] - wanted["logp"]).abs().max() < 1e-4
     assert found["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
-    if family == "qwen2":
-        for name in factors:
-            theirs = wanted[f"grad.base_model.model.{name.removesuffix('weight')}default.weight"]
-            assert relative(found[f"grad.{name}"], theirs) < 1e-5, name
+    for name in factors:
+        theirs = wanted[f"grad.base_model.model.{name.removesuffix('weight')}default.weight"]
+        assert relative(found[f"grad.{name}"], theirs) < 1e-5, name
+
+
+def test_adapters_of_experts_are_not_written(world, tmp_path, capsys):
+    export(tmp_path, "qwen3_moe", "qkv", "fc1")
+    assert "adapter/step_000001 is not written: there is no export of experts' adapters" in capsys.readouterr().out
+    assert not (tmp_path / "adapter").exists()
 
 
 # ---------------------------------------------------------------- details
@@ -266,25 +271,14 @@ def test_a_resume_with_other_adapters_is_refused(tiny, tmp_path):
     path = Path("step_000004")
     lora.check_resumed(was, LoraConfig(rank=8, alpha=16.0, targets=["fc2", "fc1", "proj", "qkv"]), path)  # any order
     lora.check_resumed({}, LoraConfig(), path)
-    with pytest.raises(UserError, match=r"lora\.rank=4, but step_000004 was saved with lora\.rank=8: .*use lora"):
-        lora.check_resumed(was, LoraConfig(rank=4), path)
-    with pytest.raises(UserError, match=r"lora\.alpha=32\.0, but step_000004 was saved with lora\.alpha=16\.0"):
-        lora.check_resumed(was, LoraConfig(rank=8, alpha=32.0), path)
-    with pytest.raises(UserError, match=r"lora\.targets=\[qkv\], but .* lora\.targets=\[fc1,fc2,proj,qkv\]"):
-        lora.check_resumed(was, LoraConfig(rank=8, targets=["qkv"]), path)
-    with pytest.raises(UserError, match=r"lora\.rank=8, but step_000004 was saved with lora\.rank=0"):
-        lora.check_resumed({}, LoraConfig(rank=8), path)
-
-
-def test_the_command_refuses_to_resume_with_other_adapters(tiny, monkeypatch, tmp_path):
-    """Before the model is built, as every start does."""
-    cfg = load_config("configs/tiny.yaml", ["model.path=m", "data.train=d", "lora.rank=8", f"output_dir={tmp_path}"])
-    monkeypatch.setattr(inputs.checkpoint, "find_checkpoint", lambda *_: tmp_path)
-    monkeypatch.setattr(inputs.checkpoint, "check_resumed", lambda *_: 1)
-    state = {"config": override(cfg, {"lora.alpha": 32.0}).model_dump()}
-    monkeypatch.setattr(inputs.checkpoint, "read_state", lambda _: state)
-    with pytest.raises(UserError, match=r"lora\.alpha=16\.0, but"):
-        inputs.find_resume(cfg, inputs.Inputs(None, SimpleNamespace(fingerprint=""), []))
+    for saved, asked, told in (
+        (was, {"rank": 4}, r"lora\.rank=4, but step_000004 was saved with lora\.rank=8: .*use lora"),
+        (was, {"rank": 8, "alpha": 32.0}, r"lora\.alpha=32\.0, but step_000004 was saved with lora\.alpha=16\.0"),
+        (was, {"rank": 8, "targets": ["qkv"]}, r"lora\.targets=\[qkv\], but .* lora\.targets=\[fc1,fc2,proj,qkv\]"),
+        ({}, {"rank": 8}, r"lora\.rank=8, but step_000004 was saved with lora\.rank=0"),
+    ):
+        with pytest.raises(UserError, match=told):
+            lora.check_resumed(saved, LoraConfig(**asked), path)
 
 
 def test_factors_that_nobody_reads_are_an_error(build, tmp_path):  # noqa: F811

@@ -11,7 +11,6 @@ rows of qkv and fc1, and A by the columns of proj and fc2. The other factor is r
 
 import json
 import math
-import re
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -253,69 +252,24 @@ def check_resumed(was: dict, cfg: LoraConfig, path: Path) -> None:
 
 
 def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: Config, step: int) -> None:
-    """Write the factors, (Hugging Face name, full tensor) pairs, to output_dir/adapter/step_N.
+    """Write the factors, (Hugging Face name, full tensor) pairs, to output_dir/adapter/step_N, for PEFT on the `base`.
 
-    PEFT loads them from there onto the model `base`, as transformers 5 holds it. Called on every rank, written by
-    rank 0; the folder is complete or absent.
+    Those of experts are not written: transformers 5 holds all experts of a layer as one parameter. Called on every
+    rank, written by rank 0; the folder is complete or absent.
     """
     is_writer = dist.get_rank() == 0
     target = Path(cfg.output_dir, f"adapter/step_{step:06d}")
     held = {name: factor.cpu() for name, factor in weights if is_writer}  # collectives: every rank iterates to the end
-    if is_writer:
-        experts = {name: factor for name, factor in held.items() if EXPERT_FACTOR.fullmatch(name)}
-        others = {name: factor for name, factor in held.items() if name not in experts}
+    if any(".experts." in name for name in held):
+        print(f"warning: {target} is not written: there is no export of experts' adapters; hf/ has the merged model")
+    elif is_writer:
         settings = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": cfg.lora.rank,
-            "lora_alpha": cfg.lora.alpha, "target_modules": sorted({name.split(".")[-3] for name in others}),
+            "lora_alpha": cfg.lora.alpha, "target_modules": sorted({name.split(".")[-3] for name in held}),
             "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
         }  # fmt: skip
-        tensors = {f"base_model.model.{name}": factor for name, factor in (others | fuse_experts(experts)).items()}
-        settings |= expert_settings(experts, cfg.lora)
+        tensors = {f"base_model.model.{name}": factor for name, factor in held.items()}
         with complete_folder(target) as folder:
             (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
             save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     dist.barrier()
-
-
-EXPERT_FACTOR = re.compile(r"(.*\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.lora_([AB])\.weight")
-# The parameter of transformers 5 that an expert's weight is part of; it holds all experts of a layer, gate before up.
-FUSED = {
-    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj",
-    "down_proj": "down_proj", "w2": "down_proj",
-}  # fmt: skip
-
-
-def fuse_experts(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The factors of single experts, joined to those of transformers' fused parameters, under the names that PEFT has.
-
-    With E experts and P parts (gate and up: 2), A becomes [E · P · rank, in] and B [P · out, P · rank · E], with zeros
-    in the columns of other parts. PEFT (0.21) itself joins factors for some families only, and where both parameters
-    have some; it ignores those of a Qwen2-MoE without a message.
-    """
-    found: dict[tuple[str, str, str], dict] = {}  # (layer, parameter, letter) → {expert: {part: factor}}
-    for name, factor in factors.items():
-        layer, expert, part, letter = EXPERT_FACTOR.fullmatch(name).groups()
-        found.setdefault((layer, FUSED[part], letter), {}).setdefault(int(expert), {})[part] = factor
-    both = len({parameter for _, parameter, _ in found}) == 2
-    joined = {}
-    for (layer, parameter, letter), experts in found.items():
-        parts_E = [[parts[part] for part in FUSED if part in parts] for _, parts in sorted(experts.items())]
-        if letter == "A":
-            whole = torch.cat([part for parts in parts_E for part in parts])
-        else:
-            blocks = torch.stack([torch.block_diag(*parts) for parts in parts_E])  # [E, P · out, P · rank]
-            whole = blocks.permute(1, 2, 0).flatten(1).contiguous()
-        # PEFT wraps the block of experts once for each parameter, gate_up_proj first, which is then the inner layer.
-        inner = "base_layer." if both and parameter == "gate_up_proj" else ""
-        joined[f"{layer}.mlp.experts.{inner}lora_{letter}.weight"] = whole
-    return joined
-
-
-def expert_settings(factors: dict[str, torch.Tensor], cfg: LoraConfig) -> dict:
-    """The settings of experts in adapter_config.json: a parameter of two parts has twice the rank and alpha."""
-    names = {FUSED[EXPERT_FACTOR.fullmatch(name)[3]] for name in factors}
-    settings = {"target_parameters": sorted(f"experts.{name}" for name in names)} if names else {}
-    if "gate_up_proj" in names:
-        settings["rank_pattern"] = {r".*\.gate_up_proj": 2 * cfg.rank}
-        settings["alpha_pattern"] = {r".*\.gate_up_proj": 2 * cfg.alpha}
-    return settings
