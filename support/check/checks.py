@@ -49,8 +49,10 @@ def check_length_of_run(cfg: Config) -> None:
         t.eval_every == 0 or cfg.data.eval is not None,
         f"train.eval_every={t.eval_every}, but data.eval is not set; name the data or use train.eval_every=0",
     )
-    both = f"train.steps={t.steps} and train.epochs={t.epochs} both say how long to train; set one of them to null"
-    require(t.steps is None or t.epochs is None, both)
+    require(
+        t.steps is None or t.epochs is None,
+        f"train.steps={t.steps} and train.epochs={t.epochs} both say how long to train; set one of them to null",
+    )
     require(bool(t.steps or t.epochs), "train.steps=null: say how long to train, by train.steps or by train.epochs")
     check_evaluation(cfg)
     require(
@@ -61,8 +63,10 @@ def check_length_of_run(cfg: Config) -> None:
 
 def check_evaluation(cfg: Config) -> None:
     """Keys of how an evaluation samples."""
-    same = f"eval.temperature=0 gives the same answer {cfg.eval.samples} times; use eval.samples=1"
-    require(cfg.eval.temperature > 0 or cfg.eval.samples == 1, same)
+    require(
+        cfg.eval.temperature > 0 or cfg.eval.samples == 1,
+        f"eval.temperature=0 gives the same answer {cfg.eval.samples} times; use eval.samples=1",
+    )
 
 
 def check_sampling(cfg: Config) -> None:
@@ -76,8 +80,10 @@ def check_sampling(cfg: Config) -> None:
         a.correction_level == "token" or a.correction in ("tis", "icepop"),
         f"algo.correction_level={a.correction_level} is for algo.correction=tis or icepop, not {a.correction}",
     )
-    beyond = f"algo.overlong_buffer={a.overlong_buffer} is beyond rollout.max_new_tokens={r.max_new_tokens}"
-    require(a.overlong_buffer <= r.max_new_tokens, beyond)
+    require(
+        a.overlong_buffer <= r.max_new_tokens,
+        f"algo.overlong_buffer={a.overlong_buffer} is beyond rollout.max_new_tokens={r.max_new_tokens}",
+    )
     require(
         (r.top_p == 1 and r.top_k == -1) or bool(r.max_logp_gap),
         f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut distribution, "
@@ -94,10 +100,14 @@ def check_logs(cfg: Config, world_size: int) -> None:
         )
     p = cfg.profile
     require(p.start <= p.stop, f"profile.start={p.start} is after profile.stop={p.stop}, the last step of the timeline")
-    unused = "profile.start=0: there is no timeline, so profile.stop, torch and memory do nothing; set it"
-    require(bool(p.start) or not (p.stop or p.torch or p.memory), unused)
-    ranks = f"profile.ranks={p.ranks}: there are only ranks 0 to {world_size - 1}"
-    require(max(p.ranks or [0]) < world_size, ranks)
+    require(
+        bool(p.start) or not (p.stop or p.torch or p.memory),
+        "profile.start=0: there is no timeline, so profile.stop, torch and memory do nothing; set it",
+    )
+    require(
+        max(p.ranks or [0]) < world_size,
+        f"profile.ranks={p.ranks}: there are only ranks 0 to {world_size - 1}",
+    )
 
 
 def check_world_size(cfg: Config, world_size: int) -> None:
@@ -313,8 +323,9 @@ def check_layout(hf, parallel, rollout_tp: int) -> None:
         heads["feed-forward size"] = hf.intermediate_size
         experts = expert_width = {}
         if parallel.ep * parallel.etp > 1:
-            found = f"parallel.ep={parallel.ep}, parallel.etp={parallel.etp}"
-            raise ValueError(f"{found}: a model without experts has 1, 1")
+            raise ValueError(
+                f"parallel.ep={parallel.ep}, parallel.etp={parallel.etp}: a model without experts has 1, 1"
+            )
     shared = getattr(hf, "shared_expert_intermediate_size", None)
     if shared:
         heads["shared expert's feed-forward size"] = shared

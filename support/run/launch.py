@@ -53,22 +53,8 @@ def command(
     try:
         if args.evaluate:
             start_evaluation(args, evaluate, engine)
-            return 0
-        cfg = load_config(args.config, args.overrides)
-        prepare_process(cfg)
-        if args.debug:
-            debug.turn_on(cfg)
-        checks.check_config(cfg, args.world_size)
-        rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))  # the data are not read yet: any number will do
-        if not args.dry_run:
-            machines.check_start(cfg)  # before anything is read
-        short = plan_memory(cfg, args) if args.dry_run else None
-        cfg, inputs = prepare(cfg, args.world_size, weights=not args.dry_run)
-        if short:
-            raise UserError(f"{short}\n  --gpu-memory-gb plans for another GPU")
-        if not args.dry_run:
-            join(cfg)
-            run(cfg, inputs, train)
+        else:
+            start_training(args, rehearse, train)
     except (UserError, TrainingError) as error:
         if ranks.is_first_rank() or isinstance(error, RankError):
             ranks.say(f"error: {error}")
@@ -78,12 +64,30 @@ def command(
     return 0
 
 
+def start_training(
+    args: argparse.Namespace, rehearse: Callable[[Config], None], train: Callable[[Config, Inputs, Clock], None]
+) -> None:
+    """Check and read what a run needs, and train; or a dry run. Raises UserError, TrainingError."""
+    cfg = load_config(args.config, args.overrides)
+    prepare_process(cfg, args.debug)
+    checks.check_config(cfg, args.world_size)
+    rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))  # the data are not read yet: any number will do
+    if args.dry_run:
+        short = plan_memory(cfg, args)
+        prepare(cfg, args.world_size, weights=False)
+        if short:
+            raise UserError(f"{short}\n  --gpu-memory-gb plans for another GPU")
+        return
+    machines.check_start(cfg)  # before anything is read
+    cfg, inputs = prepare(cfg, args.world_size, weights=True)
+    join(cfg)
+    run(cfg, inputs, train)
+
+
 def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, engine: type) -> None:
     """Check and read what an evaluation needs, and evaluate. Raises UserError, TrainingError."""
     cfg = evaluation.read_config(args.config, args.overrides, args.world_size)
-    prepare_process(cfg)
-    if args.debug:
-        debug.turn_on(cfg)
+    prepare_process(cfg, args.debug)
     machines.check_start(cfg)
     inputs = evaluation.prepare(cfg)
     join(cfg)
@@ -101,7 +105,7 @@ def plan_memory(cfg: Config, args: argparse.Namespace) -> str | None:
     return runpy.run_path(str(REPO / "tools/plan.py"))["report"](cfg, args.world_size, args.gpu_memory_gb)
 
 
-def prepare_process(cfg: Config) -> None:
+def prepare_process(cfg: Config, debugs: bool = False) -> None:
     """Set what CUDA, torch and vLLM read as they start; a variable that the user has set stays."""
     if cfg.parallel.tp * cfg.parallel.cp > 1:
         # Megatron-core starts communication before the kernels that hide it: one queue keeps that order on the GPU.
@@ -109,6 +113,8 @@ def prepare_process(cfg: Config) -> None:
     vllm_process.set_environment(cfg.rollout.exact)  # before vLLM is imported, or a GPU allocates
     if torch.cuda.is_available():
         torch.backends.cuda.enable_flash_sdp(cfg.model.flash_attention)
+    if debugs:
+        debug.turn_on(cfg)
 
 
 def join(cfg: Config) -> None:
