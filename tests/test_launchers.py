@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -58,6 +57,7 @@ def test_srun():
     assert environment(few) == world(9, 16, 1, 8, "gpu01", port)
     bare = {name: value for name, value in SRUN.items() if "TASKS_PER_NODE" not in name}
     assert environment(bare | {"SLURM_NNODES": "2"})["LOCAL_WORLD_SIZE"] == "8"
+    assert tasks_of_nodes("2(x3),1") == [2, 2, 2, 1]
     uneven = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "12,4"}
     assert environment(uneven)["LOCAL_WORLD_SIZE"] == "4"
 
@@ -71,13 +71,7 @@ def test_what_a_batch_script_starts_itself_is_no_rank():
 def test_mpirun():
     assert environment(OPEN_MPI) == world(3, 8, 3, 8, "127.0.0.1", "29500")
     several = environment(INTEL_MPI)
-    assert several == {
-        "RANK": "5",
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "4",
-        "MASTER_PORT": "29500",
-    }
+    assert several == {name: value for name, value in world(5, 8, 1, 4, "", "29500").items() if value}
     # In a Slurm job mpirun starts its daemons by srun, whose ranks are those of the machines.
     daemon = SRUN | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
     found = environment(INTEL_MPI | daemon)
@@ -107,10 +101,6 @@ def test_by_hand():
 )  # fmt: skip
 def test_first_host(hosts, first):
     assert first_host(hosts) == first
-
-
-def test_tasks_of_nodes():
-    assert tasks_of_nodes("2(x3),1") == [2, 2, 2, 1] and tasks_of_nodes("8") == [8]
 
 
 def test_what_is_said_where_something_is_missing(monkeypatch):
@@ -148,45 +138,16 @@ def clean() -> dict[str, str]:
     return ours | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def training(tiny, out) -> tuple[list[str], list[dict[str, str]]]:
-    """The script with its arguments, and the environments of two ranks, which have Slurm's variables alone."""
+def test_two_ranks_with_the_variables_of_srun_train(fork_server, tiny, tmp_path):
+    out, printed = tmp_path / "out", tmp_path / "printed.txt"
     data = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", f"output_dir={out}"]
     job = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NODELIST": "laptop", "SLURM_STEP_ID": "0"}
     ranks = [clean() | job | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
-    return ["train_grpo.py", *TINY, *data], ranks
-
-
-def check_training(out) -> None:
-    assert [row["step"] for row in read_rows(out / "metrics.jsonl")] == [1, 2]
-    assert (out / "hf/step_000002").is_dir()
-
-
-def test_two_ranks_with_the_variables_of_srun_train(fork_server, tiny, tmp_path):
-    script, ranks = training(tiny, tmp_path / "out")
-    printed = tmp_path / "printed.txt"
-    code = fork_server.run_ranks(printed, script, ranks, port=None)
+    code = fork_server.run_ranks(printed, ["train_grpo.py", *TINY, *data], ranks, port=None)
     text = printed.read_text()
     assert code == 0 and text.count("layout:  2 ranks") == 1, text  # the first rank speaks for both
-    check_training(tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_two_ranks_of_srun_train(tiny, tmp_path):
-    """Started as programs, with a shell each between them and what started them."""
-    script, ranks = training(tiny, tmp_path / "out")
-    command = ["bash", "-c", '"$@"; exit $?', "bash", sys.executable, *script]
-    started = []
-    for env in ranks:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, cwd=REPO, env=env, **pipes))
-    try:
-        texts = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(texts)
-    assert "layout:  2 ranks" in texts[0] and "layout" not in texts[1]
-    check_training(tmp_path / "out")
+    assert [row["step"] for row in read_rows(out / "metrics.jsonl")] == [1, 2]
+    assert (out / "hf/step_000002").is_dir()
 
 
 # ---------------------------------------------------------------- the example for Slurm
