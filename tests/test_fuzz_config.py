@@ -61,6 +61,7 @@ class Draft:
     """A configuration on its way to ruin."""
 
     folder: Path
+    model: Path  # a whole one
     tree: dict  # of the YAML file
     world_size: int = 4
     overrides: list[str] = field(default_factory=list)
@@ -202,7 +203,7 @@ def odd_passed_on(rng: random.Random, d: Draft) -> None:
 def odd_model(rng: random.Random, d: Draft) -> None:
     """A model folder that was tampered with."""
     folder = d.folder / "model"
-    shutil.copytree(d.tree["model"]["path"], folder, dirs_exist_ok=True)
+    shutil.copytree(d.model, folder, dirs_exist_ok=True)
     file = folder / rng.choice(["config.json", "config.json", "tokenizer.json", "chat_template.jinja"])
     config = json.loads((folder / "config.json").read_text())
     config[rng.choice(sorted(config))] = rng.choice([0, -1, None, "many", [], 7, 10**9])
@@ -236,7 +237,7 @@ def test_case(number, tiny, tmp_path, capfd, offline):
     tree = yaml.safe_load((REPO / "configs/tiny.yaml").read_text())
     tree["reward"]["custom"] = f"{REPO}/{tree['reward']['custom']}"
     tree["model"]["path"], tree["data"]["train"] = str(tiny / "model"), str(tiny / "train.jsonl")
-    draft = Draft(tmp_path, tree)
+    draft = Draft(tmp_path, tiny / "model", tree)
     for mutation in mutations(rng):
         mutation(rng, draft)
     path = tmp_path / "config.yaml"
