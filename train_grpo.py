@@ -159,7 +159,7 @@ def config_at(cfg: Config, step: int) -> Config:
 
 def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     """One step of GRPO: sample, grade, log-probs, advantages, updates, push, save. Returns metrics and samples."""
-    clock, model, checks = run.clock, run.model, run.checks
+    clock, model = run.clock, run.model
     clock.start_step(step)
     cfg = config_at(run.cfg, step)
     algo, t = cfg.algo, cfg.train
@@ -172,7 +172,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     with clock("logprob"):
         batch = with_logprobs(run, samples, batch, cfg, several_updates=len(updates) > 1)
     batch = add_advantages(samples, batch, algo, cfg.reward)
-    checks.start_updates(step, samples, batch, cfg)
+    checks = run.checks.start_updates(step, samples, batch, cfg)
 
     reports = []
     for chosen in updates:

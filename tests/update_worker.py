@@ -1,4 +1,4 @@
-"""Runs under torchrun: the first update of made-up samples with one fault after the other, watched by UpdateCheck.
+"""Runs under torchrun: the first update of made-up samples with one fault after the other, watched by FirstUpdate.
 
     torchrun --nproc_per_node=2 tests/update_worker.py CASES.json
 
@@ -30,8 +30,7 @@ from support.check import checks
 from support.model import lora
 from support.proof import update
 from support.proof.adam import gather_weights
-from support.proof.checks import Passes
-from support.proof.update import FirstUpdate, report_together
+from support.proof.update import FirstUpdate, Passes, report_together
 from support.step.packing import to_micro_batches
 from tests.layout_worker import made_up_factor
 

@@ -4,7 +4,6 @@ A check ends the run on what rounding cannot be, and warns of what it may be. Wh
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,19 +15,9 @@ import megatron_bridge as bridge
 from config import Config, TrainingError
 from support.data.prompts import Prompt
 from support.proof import gap, graded, rows
-from support.proof.update import FirstUpdate
+from support.proof.update import FirstUpdate, Passes
 from support.step import metrics
 from support.step.records import Batch, MicroBatch, Sample
-
-
-@dataclass(frozen=True)
-class Passes:
-    """The passes of the script, which checks repeat."""
-
-    score: Callable  # (model, batch, cfg) → log-probs [F]
-    run_schedule: Callable
-    forward_backward: Callable
-    loss: Callable  # of one micro-batch
 
 
 @dataclass
@@ -50,32 +39,43 @@ class Checks:
         """Whether the rewards could be computed. `prompts`: {group: prompt}."""
         graded.check_graded(samples, prompts, cfg.reward, self.errors_shown)
 
-    def start_updates(self, step: int, samples: list[Sample], batch: Batch, cfg: Config) -> None:
-        """Whether the advantages are those of the rewards; the updates of this step are checked against `batch`."""
-        self.step, self.samples, self.batch, self.cfg = step, samples, batch, cfg
-        self.number = 0  # of the update within the step
+    def start_updates(self, step: int, samples: list[Sample], batch: Batch, cfg: Config) -> "UpdateChecks":
+        """Whether the advantages are those of the rewards. Returns the checks of this step's updates."""
         rows.check_credit(samples, batch, cfg.algo)
+        return UpdateChecks(self, step, samples, batch, cfg)
+
+
+@dataclass
+class UpdateChecks:
+    """The checks of the updates of one step; each update calls gradient, before_step and after_step."""
+
+    run: Checks
+    step: int
+    samples: list[Sample]
+    batch: Batch
+    cfg: Config
+    number: int = 0  # of the update within the step
 
     def gradient(self, weighted: Batch) -> None:
         """In the first update of a start: whether the gradient of some of its answers is that of their loss."""
-        self.first_update.compare_gradient(weighted, self.cfg, self.step, self.passes)
+        self.run.first_update.compare_gradient(weighted, self.cfg, self.step, self.run.passes)
 
     def before_step(self, report: dict, weighted: Batch, chosen: list[int], micro_batches: list[MicroBatch]) -> bool:
         """Whether the optimizer may step: False where the loss is NaN or infinite. The gradient is computed."""
+        run, cfg = self.run, self.cfg
         if not math.isfinite(report["loss"]):
             return False
-        rows.check_update(report, micro_batches, weighted, self.samples, chosen, self.cfg)
-        if self.number < metrics.compared_updates(self.cfg):  # the weights are still those that vLLM sampled with
-            gap.check_gap(
-                report, self.step, self.batch, self.samples, self.cfg, self.model, self.gaps, self.passes.score
-            )
-        self.first_update.before_step(self.cfg, self.step)
+        rows.check_update(report, micro_batches, weighted, self.samples, chosen, cfg)
+        if self.number < metrics.compared_updates(cfg):  # the weights are still those that vLLM sampled with
+            gap.check_gap(report, self.step, self.batch, self.samples, cfg, run.model, run.gaps, run.passes.score)
+        run.first_update.before_step(cfg, self.step)
         return True
 
     def after_step(self, report: dict, micro_batches: list[MicroBatch]) -> None:
         """Whether the update was AdamW's, the first time; whether its gradient was a number."""
-        self.first_update.after_step(self.cfg, self.step)
-        self.skipped = check_finite(report, self.skipped, self.step, self.number, micro_batches, self.cfg)
+        run = self.run
+        run.first_update.after_step(self.cfg, self.step)
+        run.skipped = check_finite(report, run.skipped, self.step, self.number, micro_batches, self.cfg)
         self.number += 1
 
 
@@ -102,9 +102,8 @@ def report_skipped(
     """Write the micro-batches of a skipped update to `path`_rank_*, and warn. Raises TrainingError at the limit."""
     if bridge.reports_loss():
         write_micro_batches(path, micro_batches)
-    what = f"the loss of an update is {report['loss']}"
-    if math.isfinite(report["loss"]):
-        what = "a gradient is NaN or infinite"
+    is_finite = math.isfinite(report["loss"])
+    what = "a gradient is NaN or infinite" if is_finite else f"the loss of an update is {report['loss']}"
     message = f"{what}; it was skipped, its micro-batches are in {path}_rank_*.safetensors"
     if in_a_row >= limit:
         raise TrainingError(f"{message}; {in_a_row} in a row, train.max_skipped={limit}")
@@ -114,11 +113,8 @@ def report_skipped(
 
 def write_micro_batches(path: Path, micro_batches: list[MicroBatch]) -> None:
     """Write this rank's micro-batches to `path`_rank_R.safetensors, each tensor as "number of the micro-batch.name"."""
-    tensors = {}
+    tensors = {f"{i}.seq_id": mb.seq_id for i, mb in enumerate(micro_batches)}
     for i, mb in enumerate(micro_batches):
-        for name, value in vars(mb).items():
-            if torch.is_tensor(value):
-                tensors[f"{i}.{name}"] = value
-        tensors[f"{i}.seq_id"] = mb.seq_id
+        tensors |= {f"{i}.{name}": value for name, value in vars(mb).items() if torch.is_tensor(value)}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, f"{path}_rank_{dist.get_rank():05d}.safetensors")

@@ -278,6 +278,16 @@ def weights_without_gradient(optimizer, shards: list[Shard]) -> set[torch.nn.Par
 # ---------------------------------------------------------------- the check
 
 
+@dataclass(frozen=True)
+class Passes:
+    """The passes of the script, which checks repeat."""
+
+    score: Callable[[list, Batch, Config], Tensor]  # log-probs [F]
+    run_schedule: Callable[..., list]
+    forward_backward: Callable[..., dict]
+    loss: Callable  # of one micro-batch
+
+
 @dataclass
 class FirstUpdate:
     """Checks the first update of a start that has a gradient; `checkpoint`: what this start resumed from."""
@@ -291,12 +301,13 @@ class FirstUpdate:
     def __post_init__(self):
         self.updates = read_state(self.checkpoint)["updates"] if self.checkpoint else 0  # before this start
         self.sampled: list[adam.Sampled] | None = None  # before the step that is checked
+        self.norm = math.nan  # of its gradient
 
-    def compare_gradient(self, batch: Batch, cfg: Config, step: int, passes) -> None:
+    def compare_gradient(self, batch: Batch, cfg: Config, step: int, passes: Passes) -> None:
         """Compare the gradient of some answers of `batch`, whose weights are above 0 at trained tokens, with the loss.
 
-        Called before the update computes its own gradient. `passes`: those of the script (checks.Passes). Weights and
-        state keep their bits. Raises TrainingError on every rank, or warns.
+        Called before the update computes its own gradient. Weights and state keep their bits. Raises TrainingError on
+        every rank, or warns.
         """
         if not cfg.train.check_update or self.compared:
             return
@@ -377,17 +388,16 @@ def some_answers(batch: Batch) -> list[int]:
 
 
 def small_micro_batches(batch: Batch, samples: list[int], cfg: Config) -> list[MicroBatch]:
-    """This replica's micro-batches of the samples: two or more, where it has as many, since a gradient adds them up."""
-    lengths = batch.lengths_N[samples]
-    multiple = bridge.token_multiple(cfg.parallel)
-    half = lengths.sum() // (2 * bridge.mpu.get_data_parallel_world_size())
-    tokens = max(int(half), int(lengths.max()) + 2 * multiple)
-    tokens = min(tokens, cfg.train.max_tokens_per_micro_batch)
-    if cfg.parallel.vpp > 1:  # which needs rows of one length
-        return to_micro_batches(batch, samples, tokens, cfg)
-    few = max(len(samples) // 4, bridge.mpu.get_data_parallel_world_size())  # unequal parts show a divisor of their own
-    parts = [part for part in (samples[:few], samples[few:]) if part]
-    return [mb for part in parts for mb in to_micro_batches(batch, part, tokens, cfg)]
+    """This replica's micro-batches of the samples: two or more, where it has as many, since a gradient adds them up.
+
+    A quarter of the samples is apart: in micro-batches of one size each one's own divisor would be right.
+    """
+    parts = [samples]
+    if cfg.parallel.vpp == 1:  # else rows are of one length, and there are as many as stages
+        few = max(len(samples) // 4, bridge.mpu.get_data_parallel_world_size())
+        parts = [part for part in (samples[:few], samples[few:]) if part]
+    budget = cfg.train.max_tokens_per_micro_batch
+    return [mb for part in parts for mb in to_micro_batches(batch, part, budget, cfg)]
 
 
 def why_not_compared(model: list, cfg: Config) -> str | None:

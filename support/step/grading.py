@@ -213,7 +213,7 @@ class Worker:
     """A grading process, seen from the trainer: a line in is a list of requests, a line out an outcome."""
 
     def __init__(self, settings: dict, batched: bool, memory_gb: float):
-        self.settings = {**settings, "memory_gb": memory_gb}
+        self.settings = {**settings, "batched": batched, "memory_gb": memory_gb}
         self.batched = batched
         self.process: subprocess.Popen | None = None
 
@@ -276,9 +276,11 @@ def serve_requests() -> None:
         size = int(settings["memory_gb"] * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
     cfg = SimpleNamespace(**settings)
+    loaded = {}
     for line in requests:
         chunk = json.loads(line)
-        loaded = {}  # objects of classes and imported modules stay
+        if settings["batched"]:  # a function that is loaded takes one chunk
+            loaded = {}
         for request in chunk:
             key = json.dumps(request["spec"])
             if key not in loaded:

@@ -3,7 +3,6 @@
 `cfg` is the section `reward` of the configuration or, in a grading process, a namespace of its keys.
 """
 
-import contextlib
 import functools
 import inspect
 import json
@@ -26,8 +25,11 @@ MOVED = {  # names that were in REWARDS -> where they are
 def weights_of(spec: Spec) -> dict[str, float]:
     """{name: weight} of a reward written either way. Raises ValueError."""
     weights = {spec: 1.0} if isinstance(spec, str) else spec
-    legal = isinstance(weights, dict) and bool(weights)
-    if not legal or not all(type(w) in (int, float) and math.isfinite(w) for w in weights.values()):
+    if (
+        not isinstance(weights, dict)
+        or not weights
+        or not all(type(w) in (int, float) and math.isfinite(w) for w in weights.values())
+    ):
         raise ValueError(f"{spec!r} is no reward; give a name, or {{name: weight, name: weight}}")
     return weights
 
@@ -121,8 +123,9 @@ def load(spec: Spec, cfg, chunk: list[dict]) -> Callable:
                     part = name if part == "reward" else f"{name}/{part}"
                 parts[part] = number
         if not parts:
-            why = "it does not apply to this row; legal is a finite number"
-            raise ValueError(f"the reward is None ({', '.join(weights)}): {why}")
+            raise ValueError(
+                f"the reward is None ({', '.join(weights)}): it does not apply to this row; legal is a finite number"
+            )
         return parts
 
     return grade
@@ -148,16 +151,18 @@ def make(name: str, cfg, chunk: list[dict]) -> Callable:
 def batched(scorer, name: str, chunk: list[dict]) -> Callable:
     """A reward that takes the value of each answer from one call of `scorer.batch` with the chunk's answers.
 
-    Where that fails, each is called alone, so that an answer costs its own reward only.
+    Where that fails, it says so and each is called alone, so that an answer costs its own reward only.
     """
     answers = [request["arguments"][:3] for request in chunk if name in weights_of(request["spec"])]
     value_of_row = {}  # by the identity of the row
 
     def value(text: str, answer: str, row: dict) -> float | dict | None:
         if answers:
-            with contextlib.suppress(Exception):
+            try:
                 values = scorer.batch(answers)
                 value_of_row.update({id(row): value for (_, _, row), value in zip(answers, values, strict=True)})
+            except Exception as error:  # the user's own, of any class
+                print(f"note: the reward {name!r} failed in a batch: {user_code.last_line(error)}", flush=True)
             answers.clear()
         return value_of_row[id(row)] if id(row) in value_of_row else scorer(text, answer, row)
 
