@@ -35,7 +35,7 @@ from support.base.read_config import load_config
 from support.check import checks
 from support.data.prompts import prompt_batch
 from support.engine import cpu_engine, push_check
-from support.proof import gap, graded, push_source, rows
+from support.proof import push_source
 from support.run import launch
 from support.run.clock import Clock
 
@@ -160,18 +160,8 @@ def timed(owner, name: str, seconds: Counter, key: str) -> None:
     setattr(owner, name, outer)
 
 
-CHECKS = {  # of a step: what is compared → where
-    "rows and formulas of an update": (rows, "check_update"),
-    "groups and advantages": (rows, "check_credit"),
-    "graded rewards": (graded, "check_graded"),
-    "gap between trainer and vLLM": (gap, "check_gap"),
-}
-
-
-def time_checks() -> Counter:
-    """Seconds of a step's checks from now on: CHECKS, and those of a push: its digests, until all ranks have told
-    theirs, and their comparison.
-    """
+def time_push_checks() -> Counter:
+    """Seconds of the checks of a push from now on: its digests, until all ranks have told theirs, their comparison."""
     seconds = Counter()
     push_check.ranks = SimpleNamespace(gather=ranks.gather)
     timed(push_check, "digest", seconds, "digests")
@@ -179,31 +169,27 @@ def time_checks() -> Counter:
     timed(push_source, "read_shards", seconds, "digests")
     timed(push_check.ranks, "gather", seconds, "gather")
     timed(push_check.PushCheck, "compare", seconds, "compare")
-    for name, (owner, function) in CHECKS.items():
-        timed(owner, function, seconds, name)
     return seconds
 
 
 # ---------------------------------------------------------------- a run, and what it says
 
 
-def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dict], list[int], list[Counter]]:
-    """(a row of results for each timed step, lengths of all their answers, seconds of each one's checks)."""
-    seconds = time_checks()  # before vLLM takes the functions
+def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dict], list[int]]:
+    """(a row of results for each timed step, lengths of all their answers)."""
+    seconds = time_push_checks()  # before vLLM takes the functions
     cfg, inputs = launch.prepare(cfg, dist.get_world_size(), weights=True)  # prints the plan
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     run = train_grpo.build(cfg, inputs, Clock(stall_timeout_s=0))
-    rows, lengths, checked = [], [], []
+    rows, lengths = [], []
     for step in range(1, args.warmup + args.steps + 1):
         seconds.clear()
         metrics, samples = train_grpo.train_step(run, step)
         row = {"step": step - args.warmup, **step_results(metrics, samples, seconds, work)}
-        taken = Counter(seconds)
         if not args.no_ceilings:
             row["bare_tokens_per_s"] = bare_vllm(run)
         if step > args.warmup:
             rows.append(row)
-            checked.append(taken)
             lengths += [len(s.response_ids) for s in samples]
     run.grading.close()
     run.clock.stop()
@@ -211,7 +197,7 @@ def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dic
     if not args.no_ceilings:
         found = ceilings(work, min(MICRO_BATCH, 2048))
         rows = [row | found for row in rows]
-    return rows, lengths, checked
+    return rows, lengths
 
 
 def step_results(metrics: dict, samples: list, check_seconds: Counter, work: Work) -> dict:
@@ -227,22 +213,6 @@ def step_results(metrics: dict, samples: list, check_seconds: Counter, work: Wor
     return row
 
 
-def show(rows: list[dict], lengths: list[int]) -> None:
-    """The table of a run's rows."""
-    for name, value in works.summary(rows).items():
-        print(f"{name:26}{value:>12.4g}")
-    print(f"answers of {sum(lengths) / len(lengths):.1f} tokens, the longest {max(lengths)}")
-
-
-def show_checks(rows: list[dict], checked: list[Counter]) -> None:
-    """The share of a step that each check takes."""
-    step = median(row["step_s"] for row in rows)
-    print(f"checks of a step of {1000 * step:.0f} ms")
-    for name in CHECKS:
-        taken = median(seconds[name] for seconds in checked)
-        print(f"  {name:32}{1000 * taken:8.2f} ms{100 * taken / step:8.2f} %")
-
-
 def main() -> int:
     args = parse_args()
     work = chosen_work(args)
@@ -251,7 +221,7 @@ def main() -> int:
     try:
         cfg = config(args.folder, work, args.warmup + args.steps, args.gsm8k, args.overrides)
         checks.check_config(cfg, world)
-        rows, lengths, checked = measure(args, work, cfg)
+        rows, lengths = measure(args, work, cfg)
     except UserError as error:
         if rank == 0:
             ranks.say(f"error: {error}")
@@ -260,8 +230,9 @@ def main() -> int:
         about = {**asdict(work), "system": "ours", "round": args.round, "ranks": world}
         about |= {**works.facts(), "commit": versions.commit()}
         rows = [about | row for row in rows]
-        show(rows, lengths)
-        show_checks(rows, checked)
+        for name, value in works.summary(rows).items():
+            print(f"{name:26}{value:>12.4g}")
+        print(f"answers of {sum(lengths) / len(lengths):.1f} tokens, the longest {max(lengths)}")
         if args.csv:
             works.add_results(args.csv, rows)
     return 0
