@@ -60,9 +60,9 @@ def chosen_work(args: argparse.Namespace) -> Work:
     return replace(WORKS[args.work], **{name: value for name, value in given.items() if value is not None})
 
 
-def config(folder: Path, work: Work, steps: int, gsm8k: Path | None, overrides: list[str]) -> Config:
+def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config:
     """The benchmark's configuration; rank 0 has made model and data in `folder`."""
-    model, data = works.make_inputs(folder, work, gsm8k) if dist.get_rank() == 0 else (None, None)
+    model, data = works.make_inputs(folder, work) if dist.get_rank() == 0 else (None, None)
     shared = [str(model), str(data)]
     dist.broadcast_object_list(shared)
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def config(folder: Path, work: Work, steps: int, gsm8k: Path | None, overrides: 
     room = max(MICRO_BATCH, work.prompt_tokens + work.max_tokens)
     defaults = [
         f"output_dir={folder / 'out'}", f"model.path={shared[0]}", f"model.dtype={work.dtype}",
-        f"data.train={shared[1]}", f"data.chat_template={str(work.lengths in works.TASKS).lower()}",
+        f"data.train={shared[1]}", f"data.chat_template={str(work.model == "smollm2").lower()}",
         f"data.max_prompt_tokens={work.prompt_tokens}",
         f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={GROUP}",
         f"rollout.max_new_tokens={work.max_tokens}", "reward.default=custom",
@@ -219,7 +219,7 @@ def main() -> int:
     ranks.join_ranks(timeout_s=600)
     rank, world = dist.get_rank(), dist.get_world_size()  # now: an engine that is given up may end the process group
     try:
-        cfg = config(args.folder, work, args.warmup + args.steps, args.gsm8k, args.overrides)
+        cfg = config(args.folder, work, args.warmup + args.steps, args.overrides)
         checks.check_config(cfg, world)
         rows, lengths = measure(args, work, cfg)
     except UserError as error:
