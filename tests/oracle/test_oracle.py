@@ -1,4 +1,4 @@
-"""The second trainer: hand-worked numbers, a real run, what it finds, what it refuses."""
+"""The second trainer: a real run, what it finds, what it refuses."""
 
 import json
 import re
@@ -8,52 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from tests.conftest import REPO, read_rows, write_rows
-from tests.oracle import algorithm
 from tests.oracle.comparison import Comparison
-from tests.oracle.models import initial_factors, merge_factors, module_weights
-from tests.oracle.trainer import Refusal, read_run, repeat, sampled_places
+from tests.oracle.trainer import Refusal, read_run, repeat
 from tests.test_forks import copy_sources
-
-# ---------------------------------------------------------------- by hand
-
-
-def test_whitening_goes_over_trained_tokens():
-    """1, -1 and 0 over 2, 1 and 0 tokens: mean 1/3, variance (4/9 + 4/9 + 16/9) / 2."""
-    answers = [{"group": 0}, {"group": 0}, {"group": 1}]
-    found = algorithm.advantages_of(answers, [1.0, -1.0, 5.0], [2, 1, 0], "reinforce_pp")
-    assert found == pytest.approx([2 / 3 / (4 / 3) ** 0.5, -4 / 3 / (4 / 3) ** 0.5, -1 / 3 / (4 / 3) ** 0.5])
-
-
-def test_schedules_and_parts():
-    config = {
-        "train": {"lr": 1.0, "steps": 5, "warmup_steps": 4},
-        "algo": {"kl_coef": 0.5, "entropy_coef": 0.1},
-        "rollout": {"temperature": 1.0},
-        "schedule": dict.fromkeys(("lr", "kl_coef", "entropy_coef", "temperature")),
-    }
-    config["schedule"]["lr"] = {"shape": "cosine", "to": 0.0, "steps": 0}
-    config["schedule"]["kl_coef"] = {"shape": "linear", "to": 0.0, "steps": 3}
-    found = algorithm.scheduled(config, 3)
-    assert found == {"lr": pytest.approx(0.5 * 0.75), "kl_coef": 0.0, "entropy_coef": 0.1, "temperature": 1.0}
-    assert sampled_places({"turns": [2, 1, 3]}) == [0, 1, 3, 4, 5]
-
-
-def test_adapters_and_experts():
-    name = "model.layers.0.mlp.experts.{}.{}_proj.weight"
-    weights = {name.format(e, part): torch.full((2, 2), float(e)) for e in range(2) for part in ("gate", "up", "down")}
-    lora = {"rank": 1, "alpha": 3.0, "targets": ["fc2"]}
-    factors = initial_factors(weights, lora, "fp32")
-    assert sorted(factors) == [
-        name.format(e, "down").replace("weight", f"lora_{x}.weight") for e in (0, 1) for x in "AB"
-    ]
-    factors = {key: torch.ones_like(factor) for key, factor in factors.items()}
-    merged = module_weights(merge_factors(weights, factors, lora, "fp32"))
-    assert merged["model.layers.0.mlp.experts.down_proj"][:, 0, 0].tolist() == [3.0, 4.0]
-    assert merged["model.layers.0.mlp.experts.gate_up_proj"].shape == (2, 4, 2)
 
 
 def test_the_first_value_that_parts_is_kept():

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import time
 
 import make_tiny
 import pytest
@@ -47,7 +46,14 @@ FACTORS = {
         "old by vLLM": ["algo.old_logp=rollout", "algo.advantage=dr_grpo", "algo.dual_clip=1.1"],
     },
     "kl": {"none": [], "loss": ["algo.kl_coef=0.5"], "reward": ["algo.kl_coef=0.5", "algo.kl_in=reward"]},
-    "turns": {"off": [], "on": []},
+    "turns": {
+        "off": [],
+        "on": [
+            "data.train=123", "data.custom=tools/tiny_turns.py:rows", "rollout.max_new_tokens=5",
+            "rollout.turns=tools/tiny_turns.py:higher_or_lower", "rollout.max_turns=2",
+            "reward.custom=tools/tiny_turns.py:won",
+        ],
+    },
     "lora": {"off": [], "on": ["lora.rank=4", "train.lr=0.01"]},
     "teacher": {
         "none": [],
@@ -139,19 +145,6 @@ def grow(draw: random.Random, left: set[Pair]) -> Run:
 RUNS = cover()
 
 
-def name_of(run: Run) -> str:
-    """The values of a run that are not off."""
-    parts = []
-    for factor, value in run.items():
-        if factor in ("layout", "dtype", "algorithm"):
-            parts.append(value)
-        elif value == "on":
-            parts.append(factor)
-        elif value not in ("off", "none", "1"):
-            parts.append(f"{factor} {value}")
-    return ", ".join(parts)
-
-
 def test_every_pair_is_in_some_run():
     assert set().union(*map(pairs_of, RUNS)) == all_pairs()
     assert len(RUNS) <= 28
@@ -170,14 +163,6 @@ def material(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def table(tmp_path_factory):
-    """pairs.md of --basetemp, which gets a line for each run."""
-    file = tmp_path_factory.getbasetemp() / "pairs.md"
-    file.write_text("| run | values | largest difference / bound | seconds: run, audit |\n|---|---|---|---|\n")
-    return file
-
-
 def overrides_of(run: Run, material) -> list[str]:
     """The overrides of a run."""
     has_experts = run["layout"] in EXPERTS or run["routes"] == "on"
@@ -186,12 +171,6 @@ def overrides_of(run: Run, material) -> list[str]:
     chosen = [f"model.path={material}/{family}", f"data.train={material}/train.jsonl"]
     for factor, value in run.items():
         chosen += [text.replace("{teacher}", f"{material}/{teacher}") for text in FACTORS[factor][value]]
-    if run["turns"] == "on":
-        chosen += [
-            "data.train=123", "data.custom=tools/tiny_turns.py:rows", "rollout.max_new_tokens=5",
-            "rollout.turns=tools/tiny_turns.py:higher_or_lower", "rollout.max_turns=2",
-            "reward.custom=tools/tiny_turns.py:won",
-        ]  # fmt: skip
     if run["dtype"] == "bf16":
         chosen.append("rollout.max_logp_gap=inf")
         if "algo.correction=icepop" in chosen:  # it drops a token at its bounds, where rounding decides which
@@ -201,17 +180,8 @@ def overrides_of(run: Run, material) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[f"{i:02d}" for i in range(len(RUNS))])
-def test_a_run_is_what_the_second_trainer_makes_of_it(number, train_forked, material, table):
-    run = RUNS[number]
-    start = time.monotonic()
-    training = train_forked(2, *COMMON, *overrides_of(run, material))
+def test_a_run_is_what_the_second_trainer_makes_of_it(number, train_forked, material):
+    training = train_forked(2, *COMMON, *overrides_of(RUNS[number], material))
     assert training.code == 0, training.text
-    trained = time.monotonic()
     comparison = repeat(read_run(training.out))
-    ended = time.monotonic()
-    values = sum(quantity.count for quantity in comparison.quantities.values())
-    worst, quantity = max(comparison.quantities.items(), key=lambda item: item[1].share)
-    with table.open("a") as file:
-        share = f"{quantity.share:.2f} ({worst})"
-        file.write(f"| {name_of(run)} | {values:,} | {share} | {trained - start:.0f}, {ended - trained:.0f} |\n")
-    assert comparison.first is None, f"{name_of(run)}\n{comparison.table()}\n{comparison.first}"
+    assert comparison.first is None, f"{RUNS[number]}\n{comparison.table()}\n{comparison.first}"
