@@ -6,7 +6,7 @@
 
 A work is a model with random weights, a dtype, lengths and the most tokens of an answer (works.py). Each
 step has 8 prompts × 8 samples and a KL to a reference; overrides (section.key=value) change anything. Medians over the
-steps after warm-up. MFU is the operations of a phase (works.train_flops) ÷ its seconds ÷ ranks ÷ the rate that
+steps after warm-up. MFU is the operations of a phase (support/step/throughput.py) ÷ its seconds ÷ ranks ÷ the rate that
 matmuls of the model's shapes reach, in the same run with all ranks busy. Bare vLLM: `LLM.generate` on the same engines
 for as many prompts and samples, right after each step, without log-probs, grading or training.
 """
@@ -38,6 +38,7 @@ from support.engine import cpu_engine, push_check
 from support.proof import push_source
 from support.run import launch
 from support.run.clock import Clock
+from support.step import throughput
 
 MICRO_BATCH = 4096  # tokens
 
@@ -209,7 +210,7 @@ def step_results(metrics: dict, samples: list, check_seconds: Counter, work: Wor
     for part in works.PUSH_PARTS:
         row[f"push_{part}_s"] = float(check_seconds[part])
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
-    row["train_flops"] = float(works.train_flops(works.MODELS[work.model], lengths))
+    row["train_flops"] = throughput.train_flops(SimpleNamespace(**works.MODELS[work.model]), lengths)
     return row
 
 

@@ -157,19 +157,6 @@ def matmuls(c: dict) -> list[tuple[int, int, float]]:
     return [(*shape, times) for shape, times in table.items()] + [(c["vocab_size"], c["hidden_size"], 1.0)]
 
 
-def train_flops(c: dict, lengths: list[int]) -> float:
-    """Floating-point operations of forward and backward over sequences of these lengths (a third of it: forward).
-
-    Per token 6 for each weight of a matrix that it meets (active experts only, no embedding lookup); per sequence of s
-    tokens 6 s² of attention, causal, for each layer and each dimension of its heads. Recomputation does not count.
-    """
-    weights = sum(out * inp * times for out, inp, times in matmuls(c))
-    width = c["num_hidden_layers"] * c["num_attention_heads"] * c["head_dim"]
-    matmul = 6 * weights * sum(lengths)
-    attention = 6 * width * sum(s * s for s in lengths)
-    return matmul + attention
-
-
 def make_model(folder: Path, work: Work) -> None:
     """Write the folder of an untrained model that ends an answer with the chance that `work.lengths` has.
 
