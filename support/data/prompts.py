@@ -25,6 +25,7 @@ from support.data.tokens import (
     check_columns,
     hinted_text,
     lookup,
+    prompt_text,
     select_prompts,
     source_of,
     to_ids,
@@ -128,14 +129,14 @@ def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[PromptSet | Mixtur
 def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
     """The prompts of the files or data sets that `value`, given at `key`, names. Raises ValueError."""
     tables, files = read_tables(cfg, value, key)
-    check_columns(cfg, tables)
+    rows = concatenate(tables, key)
+    check_columns(cfg, rows, tables[0][0])
     columns = None
     if sum(map(os.path.getsize, files)) >= token_cache.LARGE_BYTES:
-        rows = concatenate(tables)
         columns = token_cache.tokenise_once(cfg, tokenizer, tables, files, key)
     else:
         check_text(tables, key)
-        rows = [row for _, table in tables for row in rows_of(table, 0, len(table))]
+        rows = rows_of(rows, 0, len(rows))
     if columns is None:
         columns = tokenise_in_memory(cfg, tokenizer, rows)
     return PromptSet(cfg, select_prompts(columns, cfg, tables, value, key), rows, tokenizer)
@@ -149,19 +150,11 @@ def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
         )
     if not cfg.chat_template:
         return
-    import jinja2
-
     mark = "⟦text⟧"
-    messages = [{"role": "user", "content": mark}]
-    if cfg.system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": cfg.system_prompt})
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs
-        )
-    except (jinja2.TemplateError, TypeError, ValueError):  # it takes other messages than this one
+        opening, _, _ = prompt_text(mark, cfg, tokenizer).partition(mark)
+    except ValueError:  # the template takes other messages than this one
         return
-    opening, _, _ = text.partition(mark)
     if opening and tokenizer.decode(prompt.ids).startswith(opening + opening):
         raise ValueError(
             f"a prompt begins with {opening + opening!r}, the chat template's opening twice: the data have been "

@@ -7,13 +7,12 @@ inputs: the data files (path, size, time), the options, the tokenizer, versions.
                                    <digest>.lock     held while they are made
 """
 
-import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from support.base import processes
@@ -35,30 +34,29 @@ def tokenise_once(
     import datasets
     import pyarrow
 
+    rows = concatenate(tables, key)
     root = Path(datasets.config.HF_DATASETS_CACHE, "train_grpo")
     digest = cache_key(cfg, tokenizer, tables, files)
     if not list(root.glob(f"{digest}*.arrow")):
         check_text(tables, key)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with hold_lock(root / f"{digest}.lock"):
+        with open(root / f"{digest}.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not list(root.glob(f"{digest}*.arrow")):
-                rows = sum(len(table) for _, table in tables)
-                print(f"{key}: {rows} rows are tokenised once for this machine, into {root}", flush=True)
-            try:
-                tokens = map_tables(cfg, tokenizer, tables, root / f"{digest}.arrow")
-            except (OSError, pyarrow.ArrowInvalid):  # a file was cut off
-                for file in root.glob(f"{digest}*.arrow"):
-                    file.unlink()
-                tokens = map_tables(cfg, tokenizer, tables, root / f"{digest}.arrow")
-    except (OSError, RuntimeError) as error:
-        print(f"note: {key}: no cache in {root} ({error}), so every rank tokenises it", flush=True)
+                print(f"{key}: {len(rows)} rows are tokenised once for this machine, into {root}", flush=True)
+            tokens = map_rows(cfg, tokenizer, rows, root / f"{digest}.arrow")
+    except (OSError, RuntimeError, pyarrow.ArrowInvalid) as error:  # it cannot be written, or a file was cut off
+        print(
+            f"note: {key}: no cache in {root} ({error}), so every rank tokenises it. Make room, or delete {digest}*",
+            flush=True,
+        )
         return None
     columns = {name: tokens.data[name].to_pylist() for name in ("length", "digest", "error")}
     return {"ids": tokens.data["ids"], **columns}
 
 
-def map_tables(cfg, tokenizer, tables: list[tuple[str, Table]], file: Path) -> Table:
+def map_rows(cfg, tokenizer, rows: Table, file: Path) -> Table:
     """A datasets.Dataset with the columns of `tokenise`, from the cache files if they exist, else made by processes.
 
     Raises OSError where it cannot write, RuntimeError where a process died.
@@ -67,7 +65,7 @@ def map_tables(cfg, tokenizer, tables: list[tuple[str, Table]], file: Path) -> T
 
     types = {"length": "int32", "digest": "binary", "error": "string"}
     features = {"ids": datasets.List(datasets.Value("int32"))} | {k: datasets.Value(v) for k, v in types.items()}
-    rows = concatenate(tables, columns_read(cfg, tables[0][1]))
+    rows = rows.select_columns(columns_read(cfg, rows))
     return rows.map(
         tokenise_batch,
         batched=True,
@@ -101,11 +99,3 @@ def cache_key(cfg, tokenizer, tables: list[tuple[str, Table]], files: list[str])
     options = cfg.model_dump(exclude={"train", "eval", "custom"})
     versions = [FORMAT, tokenizers.__version__, transformers.__version__]
     return hashlib.sha256(json.dumps([versions, names, states, options, texts]).encode()).hexdigest()[:32]
-
-
-@contextlib.contextmanager
-def hold_lock(path: Path) -> Iterator[None]:
-    """Wait for the lock of a file and hold it. Raises OSError where the file system has no locks."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

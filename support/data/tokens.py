@@ -3,7 +3,6 @@
 `cfg` is the `data` section of the configuration. An invalid row raises a ValueError that names it.
 """
 
-import difflib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from support.base.read_config import nearest
 from support.data.tables import Table, columns_of, rows_of
 
 
@@ -111,15 +111,14 @@ class Tokens:
     fingerprint: str  # 16 hex digits that change with any token id, answer, source, or the order of the prompts
 
 
-def check_columns(cfg, tables: list[tuple[str, Table]]) -> None:
-    """Raises ValueError for a key that no row has. Without `source_key` at its default every source is "default"."""
-    names = list(dict.fromkeys(name for _, table in tables for name in columns_of(table)))
+def check_columns(cfg, table: Table, name: str) -> None:
+    """Raises ValueError for a key that no row of the table `name` has, but for `source_key` at its default."""
+    columns = columns_of(table)
     for option, key in keys_read(cfg).items():
-        if key not in names and (option, key) != ("source_key", "source"):
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+        if key not in columns and (option, key) != ("source_key", "source"):
             raise ValueError(
-                f"data.{option}={key!r}: no such column in {tables[0][0]}; the nearest is {near!r}, "
-                f"all are {', '.join(names)}"
+                f"data.{option}={key!r}: no such column in {name}; the nearest is {nearest(key, columns)!r}, "
+                f"all are {', '.join(columns)}"
             )
 
 

@@ -10,10 +10,12 @@ while training continues. Every rank must see the same file system.
 import contextlib
 import json
 import math
+import operator
 import re
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from config import UserError
 from support.base import versions
 from support.base.files import add_suffix, digest_file, make_temporary_folder, put_in_place, write_synced
 from support.base.ranks import gather
+from support.base.read_config import dotted_items
 from support.base.rollout_files import RolloutWriter
 from support.model.shards import CheckpointError, Shard, copy_shards, fail_together, find_coverage_error, write_shards
 
@@ -92,7 +95,7 @@ class CheckpointWriter:
             problem = find_coverage_error(gather(self.sizes))
             if problem is not None:
                 raise CheckpointError(problem)
-            digests = merge_dicts(gather(self.digests))
+            digests = reduce(operator.or_, gather(self.digests))
             with fail_together():
                 if dist.get_rank() == 0:
                     self._complete(temporary, target, digests)
@@ -127,11 +130,6 @@ class CheckpointWriter:
             ) from None
 
 
-def merge_dicts(dicts: list[dict]) -> dict:
-    """All entries of several dicts with different keys."""
-    return {key: value for part in dicts for key, value in part.items()}
-
-
 # ---------------------------------------------------------------- finding and reading
 
 
@@ -150,31 +148,20 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def find_damage(path: Path) -> str | None:
     """How a checkpoint differs from its manifest; None if it is valid. Ranks share the files and return the same."""
     try:
-        with fail_together():
-            files = read_manifest(path / "manifest.json")
+        with fail_together("manifest.json: "):
+            files = json.loads((path / "manifest.json").read_text())
+            if not files or not isinstance(files, dict):
+                raise ValueError("it names no files")
         with fail_together():
             mine = sorted(files)[dist.get_rank() :: dist.get_world_size()]
             own_digests = {name: digest_file(path / name) for name in mine}
     except CheckpointError as error:
         return str(error)
-    digests = merge_dicts(gather(own_digests))
-    for name, (size, sha) in files.items():
-        if digests[name][0] != size:
-            return f"{name} has {digests[name][0]} bytes, {size} were written"
-        if digests[name][1] != sha:
-            return f"{name} has changed since it was written (SHA-256)"
+    digests = reduce(operator.or_, gather(own_digests))
+    for name, written in files.items():
+        if digests[name] != written:
+            return f"{name} has changed since it was written: bytes and SHA-256 are {digests[name]}, were {written}"
     return None
-
-
-def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """{file: (size, SHA-256)} of a checkpoint. Raises ValueError where a manifest is missing, corrupt or empty."""
-    try:
-        files = {name: (int(size), str(sha)) for name, (size, sha) in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"manifest.json: {type(error).__name__}: {error}") from None
-    if not files:
-        raise ValueError("manifest.json names no files")
-    return files
 
 
 def find_valid_checkpoint(folder: Path) -> Path | None:
@@ -244,26 +231,14 @@ def check_resumed(path: Path, config: dict[str, Any], data: str) -> int:
         raise UserError(f"train.steps={steps}, but {path} is already after step {state['step']}")
     if dist.get_rank() == 0:
         print(f"resume:  after step {state['step']}, from {path}")
-        changes = compare_configs(state["config"], config)
+        was, now = (dict(dotted_items({**tree, "resume": None})) for tree in (state["config"], config))
+        changes = versions.differences(was, now)
         saved_with = path / "versions.json"  # older checkpoints have none
         if saved_with.exists():
             changes += versions.differences(json.loads(saved_with.read_text()), versions.versions())
         for line in changes:
             print(f"         changed: {line}")
     return state["step"]
-
-
-def compare_configs(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The keys of a saved configuration that have another value now: "train.lr: 1.0 → 2.0"."""
-    changes = []
-    for section, old in was.items():
-        new = now.get(section)
-        if isinstance(old, dict):
-            changed = [key for key, value in old.items() if (new or {}).get(key) != value]
-            changes += [f"{section}.{key}: {old[key]} → {(new or {}).get(key)}" for key in changed]
-        elif old != new and section != "resume":
-            changes.append(f"{section}: {old} → {new}")
-    return changes
 
 
 def read_state(path: Path) -> dict[str, Any]:
