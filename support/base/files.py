@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -190,3 +190,18 @@ def digest_file(path: Path) -> list:
     """[bytes, SHA-256] of a file."""
     with path.open("rb") as file:
         return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def split_by_bytes(tensors: Iterable[tuple], limit: int) -> Iterator[list[tuple]]:
+    """Consecutive (name, tensor, ...), as lists of `limit` bytes at most each, or of one larger tensor."""
+    part = []
+    size = 0
+    for item in tensors:
+        if part and size + item[1].nbytes > limit:
+            yield part
+            part = []
+            size = 0
+        part.append(item)
+        size += item[1].nbytes
+    if part:
+        yield part

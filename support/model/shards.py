@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from config import TrainingError
-from support.base.files import digest_file, sync
+from support.base.files import digest_file, split_by_bytes, sync
 from support.base.ranks import gather
 
 FILE_BYTES = 1 << 30  # size of a file, about; so many bytes are in memory twice while it is written
@@ -66,16 +66,8 @@ def write_shards(folder: Path, shards: list[Shard]) -> dict[str, list]:
 
     The metadata of a file has the shapes of the whole tensors. Returns {file name: its digest}.
     """
-    files = []
-    file_bytes = 0
-    for shard in shards:
-        if not files or file_bytes + shard[1].nbytes > FILE_BYTES:
-            files.append([])
-            file_bytes = 0
-        files[-1].append(shard)
-        file_bytes += shard[1].nbytes
     digests = {}
-    for number, content in enumerate(files):
+    for number, content in enumerate(split_by_bytes(shards, FILE_BYTES)):
         path = folder / f"rank_{dist.get_rank():05d}_{number:03d}.safetensors"
         shapes = json.dumps({name: shape for name, _, shape in content})
         # One entry of metadata: safetensors writes several in no fixed order.
