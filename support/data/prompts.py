@@ -29,7 +29,7 @@ from support.data.tokens import (
     select_prompts,
     source_of,
     to_ids,
-    tokenise_in_memory,
+    tokenise,
 )
 
 
@@ -128,17 +128,18 @@ def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[PromptSet | Mixtur
 
 def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
     """The prompts of the files or data sets that `value`, given at `key`, names. Raises ValueError."""
+    import pyarrow
+
     tables, files = read_tables(cfg, value, key)
     rows = concatenate(tables, key)
     check_columns(cfg, rows, tables[0][0])
-    columns = None
     if sum(map(os.path.getsize, files)) >= token_cache.LARGE_BYTES:
         columns = token_cache.tokenise_once(cfg, tokenizer, tables, files, key)
     else:
         check_text(tables, key)
-        rows = rows_of(rows, 0, len(rows))
-    if columns is None:
-        columns = tokenise_in_memory(cfg, tokenizer, rows)
+        rows = rows_of(rows)
+        columns = tokenise(rows, cfg, tokenizer)
+        columns["ids"] = pyarrow.array(columns["ids"], pyarrow.list_(pyarrow.int32()))
     return PromptSet(cfg, select_prompts(columns, cfg, tables, value, key), rows, tokenizer)
 
 

@@ -16,20 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from support.base import processes
-from support.data.tables import Table, check_text, concatenate
-from support.data.tokens import ROWS_PER_BLOCK, columns_read, tokenise
+from support.data.tables import Table, check_text, concatenate, rows_of_columns
+from support.data.tokens import columns_read, tokenise
 
 LARGE_BYTES = 16 * 2**20  # size of the files; every rank tokenises smaller sets, which is faster
 FORMAT = 2  # version of the cache; increase it when tokens.tokenise gives other columns
 MAX_PROCESSES = 16  # each needs a few hundred MB
 
 
-def tokenise_once(
-    cfg, tokenizer, tables: list[tuple[str, Table]], files: list[str], key: str
-) -> dict[str, Sequence] | None:
-    """The columns of `tokenise` for all rows, "ids" memory-mapped; None where there can be no cache.
+def tokenise_once(cfg, tokenizer, tables: list[tuple[str, Table]], files: list[str], key: str) -> dict[str, Sequence]:
+    """The columns of `tokenise` for all rows, "ids" memory-mapped.
 
-    `files` are those of the tables, which `key` names. Raises ValueError for text that is no UTF-8.
+    `files` are those of the tables, which `key` names. Raises ValueError for text that is no UTF-8, and where there can
+    be no cache.
     """
     import datasets
     import pyarrow
@@ -47,11 +46,10 @@ def tokenise_once(
                 print(f"{key}: {len(rows)} rows are tokenised once for this machine, into {root}", flush=True)
             tokens = map_rows(cfg, tokenizer, rows, root / f"{digest}.arrow")
     except (OSError, RuntimeError, pyarrow.ArrowInvalid) as error:  # it cannot be written, or a file was cut off
-        print(
-            f"note: {key}: no cache in {root} ({error}), so every rank tokenises it. Make room, or delete {digest}*",
-            flush=True,
-        )
-        return None
+        raise ValueError(
+            f"{key}: its tokens cannot be cached in {root} ({error}); make room there, delete {digest}*, or set "
+            "HF_DATASETS_CACHE to another folder"
+        ) from None
     columns = {name: tokens.data[name].to_pylist() for name in ("length", "digest", "error")}
     return {"ids": tokens.data["ids"], **columns}
 
@@ -69,7 +67,7 @@ def map_rows(cfg, tokenizer, rows: Table, file: Path) -> Table:
     return rows.map(
         tokenise_batch,
         batched=True,
-        batch_size=ROWS_PER_BLOCK,
+        batch_size=1000,
         fn_kwargs={"cfg": cfg, "tokenizer": tokenizer},
         remove_columns=rows.column_names,
         features=datasets.Features(features),
@@ -82,8 +80,7 @@ def map_rows(cfg, tokenizer, rows: Table, file: Path) -> Table:
 def tokenise_batch(columns: dict[str, list], cfg, tokenizer) -> dict[str, list]:
     """`tokenise` in a process of Dataset.map, which gives it columns."""
     processes.die_with_parent()
-    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    return tokenise(rows, cfg, tokenizer)
+    return tokenise(rows_of_columns(columns), cfg, tokenizer)
 
 
 def cache_key(cfg, tokenizer, tables: list[tuple[str, Table]], files: list[str]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy import ndarray
 
 from support.base.read_config import nearest
-from support.data.tables import Table, columns_of, rows_of
+from support.data.tables import Table, columns_of
 
 
 def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
@@ -98,8 +98,6 @@ def source_of(row: dict, key: str) -> str:
 
 # ---------------------------------------------------------------- many rows
 
-ROWS_PER_BLOCK = 1000  # rows that are read and tokenised together
-
 
 @dataclass(frozen=True)
 class Tokens:
@@ -179,19 +177,6 @@ def digest_of(ids: list[int], answer: str, source: str) -> bytes:
     """16 bytes that change with each of these."""
     text = f"{len(answer)},{len(source)}:{answer}{source}".encode(errors="surrogatepass")
     return hashlib.blake2b(np.array(ids, np.int32).tobytes() + text, digest_size=16).digest()
-
-
-def tokenise_in_memory(cfg, tokenizer, table: Table) -> dict[str, list]:
-    """The columns of `tokenise` for all rows of a table, "ids" as one pyarrow array."""
-    import pyarrow
-
-    columns = {"ids": [], "length": [], "digest": [], "error": []}
-    for start in range(0, len(table), ROWS_PER_BLOCK):
-        block = tokenise(rows_of(table, start, start + ROWS_PER_BLOCK), cfg, tokenizer)
-        for column, values in block.items():
-            columns[column] += values
-    columns["ids"] = pyarrow.array(columns["ids"], pyarrow.list_(pyarrow.int32()))
-    return columns
 
 
 def select_prompts(columns: dict[str, Sequence], cfg, tables: list[tuple[str, Table]], value: Any, key: str) -> Tokens:
