@@ -8,7 +8,6 @@ import yaml
 
 from config import UserError
 from megatron_bridge import megatron_fields
-from support.base import read_config
 from support.base.read_config import FOREIGN_KEYS, KEYS, PAGE, SECTIONS, Loader, load_config
 from support.run.launch import parse_args
 from tests.conftest import REPO
@@ -103,13 +102,6 @@ def test_a_section_of_another_trainer_is_answered_key_by_key(file):
         f"       unknown key 'actor.made_up'; see {PAGE}",
         "       unknown key 'num_iterations'; here train.epochs_per_step",
     ]
-
-
-def test_foreign_keys_are_not_read_where_all_keys_are_known(file, monkeypatch):
-    monkeypatch.setattr(read_config, "FOREIGN_KEYS", None)
-    load_config(file(), ["train.lr=1"])
-    with pytest.raises(AttributeError):
-        load_config(file(), ["num_iterations=1"])
 
 
 def test_an_override_may_be_written_as_an_option(capsys):

@@ -12,7 +12,6 @@ import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 from numpy import ndarray
@@ -75,17 +74,18 @@ class Mixture(Sequence):
     def __init__(self, sets: dict[str, tuple[float, PromptSet]]):
         self.names = list(sets)
         self.weights, self.sets = zip(*sets.values(), strict=True)
-        self.ends = list(accumulate(map(len, self.sets)))
         parts = [[weight, part.fingerprint] for weight, part in sets.values()]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return sum(map(len, self.sets))
 
     def __getitem__(self, i: int) -> Prompt:
-        i = range(len(self))[operator.index(i)]
-        chosen = int(np.searchsorted(self.ends, i, side="right"))
-        return self.sets[chosen][i - (self.ends[chosen - 1] if chosen else 0)]
+        for part in self.sets:
+            if i < len(part):
+                return part[i]
+            i -= len(part)
+        raise IndexError(f"{i} beyond the last prompt")
 
     def describe(self, taken: int) -> str:
         """Share, prompts and passes of each set in a run that takes so many prompts; a line each."""

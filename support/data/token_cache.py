@@ -36,13 +36,12 @@ def tokenise_once(cfg, tokenizer, tables: list[tuple[str, Table]], files: list[s
     rows = concatenate(tables, key)
     root = Path(datasets.config.HF_DATASETS_CACHE, "train_grpo")
     digest = cache_key(cfg, tokenizer, tables, files)
-    if not list(root.glob(f"{digest}*.arrow")):
-        check_text(tables, key)
     try:
         root.mkdir(parents=True, exist_ok=True)
         with open(root / f"{digest}.lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not list(root.glob(f"{digest}*.arrow")):
+                check_text(tables, key)
                 print(f"{key}: {len(rows)} rows are tokenised once for this machine, into {root}", flush=True)
             tokens = map_rows(cfg, tokenizer, rows, root / f"{digest}.arrow")
     except (OSError, RuntimeError, pyarrow.ArrowInvalid) as error:  # it cannot be written, or a file was cut off

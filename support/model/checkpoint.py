@@ -28,7 +28,7 @@ from support.base.files import add_suffix, digest_file, make_temporary_folder, p
 from support.base.ranks import gather
 from support.base.read_config import dotted_items
 from support.base.rollout_files import RolloutWriter
-from support.model.shards import CheckpointError, Shard, copy_shards, fail_together, find_coverage_error, write_shards
+from support.model.shards import CheckpointError, Shard, check_coverage, copy_shards, fail_together, write_shards
 
 COMPLETE = re.compile(r"step_(\d{6,})$")
 
@@ -92,9 +92,7 @@ class CheckpointWriter:
             with fail_together():
                 if self.failure is not None:
                     raise CheckpointError(self.failure)
-            problem = find_coverage_error(gather(self.sizes))
-            if problem is not None:
-                raise CheckpointError(problem)
+            check_coverage(gather(self.sizes))
             digests = reduce(operator.or_, gather(self.digests))
             with fail_together():
                 if dist.get_rank() == 0:

@@ -77,25 +77,22 @@ def write_shards(folder: Path, shards: list[Shard]) -> dict[str, list]:
     return digests
 
 
-def find_coverage_error(sizes_of_ranks: list[list[tuple[str, int, int]]]) -> str | None:
-    """What is wrong where the shards of all ranks do not hold every element exactly once; None if they do.
+def check_coverage(sizes_of_ranks: list[list[tuple[str, int, int]]]) -> None:
+    """Raises CheckpointError unless the shards of all ranks hold every element exactly once.
 
     A shard is given as its name, its number of elements and that of the whole tensor.
     """
-    names = set()
+    shards = list(itertools.chain(*sizes_of_ranks))
+    twice = [name for name, times in Counter(name for name, _, _ in shards).items() if times > 1]
+    if twice:
+        raise CheckpointError(f"{twice[0]} is saved twice")
     saved = Counter()
-    whole = {}
-    for name, elements, elements_of_tensor in itertools.chain(*sizes_of_ranks):
-        if name in names:
-            return f"{name} is saved twice"
-        names.add(name)
+    for name, elements, _ in shards:
+        saved[name.rpartition("@")[0]] += elements
+    for name, _, whole in shards:
         key = name.rpartition("@")[0]
-        saved[key] += elements
-        whole[key] = elements_of_tensor
-    for key in whole:
-        if saved[key] != whole[key]:
-            return f"{key} has {saved[key]} of {whole[key]} elements"
-    return None
+        if saved[key] != whole:
+            raise CheckpointError(f"{key} has {saved[key]} of {whole} elements")
 
 
 # ---------------------------------------------------------------- reading
