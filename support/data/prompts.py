@@ -17,7 +17,7 @@ import numpy as np
 from numpy import ndarray
 
 from support.data import mixing, token_cache
-from support.data.tables import Table, check_text, concatenate, read_tables, rows_of
+from support.data.tables import Table, check_text, concatenate, read_tables
 from support.data.tokens import (
     Tokens,
     answer_text,
@@ -137,7 +137,7 @@ def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
         columns = token_cache.tokenise_once(cfg, tokenizer, tables, files, key)
     else:
         check_text(tables, key)
-        rows = rows_of(rows)
+        rows = rows if isinstance(rows, list) else rows.to_list()
         columns = tokenise(rows, cfg, tokenizer)
         columns["ids"] = pyarrow.array(columns["ids"], pyarrow.list_(pyarrow.int32()))
     return PromptSet(cfg, select_prompts(columns, cfg, tables, value, key), rows, tokenizer)

@@ -74,16 +74,6 @@ def custom_rows(place: str, name: str, key: str) -> list[dict]:
     return rows
 
 
-def rows_of(table: Table) -> list[dict]:
-    """The rows of a table."""
-    return table if isinstance(table, list) else rows_of_columns(table[:])
-
-
-def rows_of_columns(columns: dict[str, list]) -> list[dict]:
-    """The rows of columns, as the `datasets` library gives them; far faster together than one by one."""
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
 def columns_of(table: Table) -> list[str]:
     """The names of a table's columns, and of those inside dicts with dots."""
     if isinstance(table, list):

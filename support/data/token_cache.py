@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from support.base import processes
-from support.data.tables import Table, check_text, concatenate, rows_of_columns
+from support.data.tables import Table, check_text, concatenate
 from support.data.tokens import columns_read, tokenise
 
 LARGE_BYTES = 16 * 2**20  # size of the files; every rank tokenises smaller sets, which is faster
@@ -79,7 +79,8 @@ def map_rows(cfg, tokenizer, rows: Table, file: Path) -> Table:
 def tokenise_batch(columns: dict[str, list], cfg, tokenizer) -> dict[str, list]:
     """`tokenise` in a process of Dataset.map, which gives it columns."""
     processes.die_with_parent()
-    return tokenise(rows_of_columns(columns), cfg, tokenizer)
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return tokenise(rows, cfg, tokenizer)
 
 
 def cache_key(cfg, tokenizer, tables: list[tuple[str, Table]], files: list[str]) -> str:
