@@ -147,14 +147,14 @@ def test_long_prompts_are_counted_and_empty_ones_refused(tokenizer, tmp_path):
 
 
 def test_evaluation_data_follow_the_same_rules(tokenizer, tmp_path):
+    """Of two files, one of which lacks the column of the source."""
     write(tmp_path / "a.jsonl", ROWS)
-    write(tmp_path / "b.jsonl", [{"prompt": "1>", "answer": "1", "source": "other"}])
+    write(tmp_path / "b.jsonl", [{"prompt": "1>", "answer": "1"}])
     cfg = DataConfig(train="unused.jsonl", eval=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
     prompts, _ = load_prompts(cfg, tokenizer, key="eval")
-    assert [p.source for p in prompts] == ["sums"] * len(ROWS) + ["other"]
-    cfg = DataConfig(train="unused.jsonl", eval="nowhere.jsonl")
+    assert [p.source for p in prompts] == ["sums"] * len(ROWS) + ["default"]
     with pytest.raises(ValueError, match=r"data\.eval=nowhere\.jsonl: no such file"):
-        load_prompts(cfg, tokenizer, key="eval")
+        load_prompts(cfg.model_copy(update={"eval": "nowhere.jsonl"}), tokenizer, key="eval")
 
 
 CUSTOM = """

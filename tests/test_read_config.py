@@ -82,8 +82,7 @@ def test_every_foreign_key_is_on_the_page_and_names_a_key_of_ours():
         ("algorithm.kl_ctrl.kl_coef", "here algo.kl_coef: with algo.kl_in=reward"),
         ("lr", "here train.lr"), ("tp", "here parallel.tp: of the trainer"), ("ETP_SIZE", "here parallel.etp"),
         ("parallel.dp", "here parallel: dp follows from the others"),
-        ("trian.lr", "the nearest legal key is 'train'"), ("evall.temperature", "the nearest legal key is 'eval'"),
-        ("rollout.group_sise", "the nearest legal key is 'rollout.group_size'"),
+        ("evall.temperature", "the nearest legal key is 'eval'"),
         ("schedule.lr.sahpe", "the nearest legal key is 'schedule.lr'"),
     ],
 )  # fmt: skip
