@@ -46,7 +46,9 @@ class CheckpointWriter:
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.step: int | None = None  # of the checkpoint that is being written, else of the last one
-        self.state: dict[str, Any] | None = None
+        self.state: dict[str, Any] = {}  # of the caller
+        self.target: Path  # its folder; `start` sets this
+        self.temporary: Path  # its folder while it is written
         self.thread: threading.Thread | None = None
         self.rollouts = RolloutWriter()  # of the same run: a checkpoint is renamed after the samples before it
         self.sizes: list[tuple[str, int, int]] = []  # name, elements, elements of the tensor, of this rank's shards
@@ -56,22 +58,22 @@ class CheckpointWriter:
     def start(self, step: int, state: dict[str, Any], sharded: dict) -> None:
         """Copy the tensors and begin to write; the caller may change them afterwards. Called on every rank."""
         self.finish()
-        target = self.folder / f"step_{step:06d}"
-        temporary = target.with_name(f"{target.name}.tmp")
-        with self._explain_failure(step, temporary), fail_together():
-            if dist.get_rank() == 0:
-                make_temporary_folder(target)
-        shards = copy_shards(sharded)
-        self.sizes = [(name, values.numel(), math.prod(shape)) for name, values, shape in shards]
         self.step = step
         self.state = state
         self.failure = None
-        self.thread = threading.Thread(target=self._write, args=(temporary, shards), daemon=True)
+        self.target = self.folder / f"step_{step:06d}"
+        self.temporary = self.target.with_name(f"{self.target.name}.tmp")
+        with self._explain_failure(), fail_together():
+            if dist.get_rank() == 0:
+                make_temporary_folder(self.target)
+        shards = copy_shards(sharded)
+        self.sizes = [(name, values.numel(), math.prod(shape)) for name, values, shape in shards]
+        self.thread = threading.Thread(target=self._write, args=(shards,), daemon=True)
         self.thread.start()
 
-    def _write(self, temporary: Path, shards: list[Shard]) -> None:
+    def _write(self, shards: list[Shard]) -> None:
         try:
-            self.digests = write_shards(temporary, shards)
+            self.digests = write_shards(self.temporary, shards)
         except Exception as error:  # finish() raises it on every rank
             self.failure = f"{type(error).__name__}: {error}"
 
@@ -86,9 +88,7 @@ class CheckpointWriter:
         self.thread.join()
         self.thread = None
         self.rollouts.finish()
-        target = self.folder / f"step_{self.step:06d}"
-        temporary = target.with_name(f"{target.name}.tmp")
-        with self._explain_failure(self.step, temporary):
+        with self._explain_failure():
             with fail_together():
                 if self.failure is not None:
                     raise CheckpointError(self.failure)
@@ -96,16 +96,16 @@ class CheckpointWriter:
             digests = reduce(operator.or_, gather(self.digests))
             with fail_together():
                 if dist.get_rank() == 0:
-                    self._complete(temporary, target, digests)
-        return target
+                    self._complete(digests)
+        return self.target
 
-    def _complete(self, temporary: Path, target: Path, digests: dict) -> None:
+    def _complete(self, digests: dict) -> None:
         """Write state and manifest, rename the folder, remove old checkpoints."""
         for name, content in {"state.json": self.state, "versions.json": versions.versions()}.items():
-            write_synced(temporary / name, json.dumps(content, indent=1, default=np.ndarray.tolist))
-            digests[name] = digest_file(temporary / name)
-        write_synced(temporary / "manifest.json", json.dumps(digests, indent=1))
-        put_in_place(temporary, target)
+            write_synced(self.temporary / name, json.dumps(content, indent=1, default=np.ndarray.tolist))
+            digests[name] = digest_file(self.temporary / name)
+        write_synced(self.temporary / "manifest.json", json.dumps(digests, indent=1))
+        put_in_place(self.temporary, self.target)
         if self.keep_last:
             for path in list_checkpoints(self.folder)[self.keep_last :]:
                 if not (self.keep_every and step_of(path) % self.keep_every == 0):
@@ -114,17 +114,17 @@ class CheckpointWriter:
             shutil.rmtree(removed)
 
     @contextlib.contextmanager
-    def _explain_failure(self, step: int, temporary: Path) -> Iterator[None]:
-        """Remove `temporary` where the block raises a CheckpointError, and say what it means for the run."""
+    def _explain_failure(self) -> Iterator[None]:
+        """Where the block raises a CheckpointError, remove what is written, and say what it means for the run."""
         try:
             yield
         except CheckpointError as error:
             if dist.get_rank() == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+                shutil.rmtree(self.temporary, ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {error}; earlier checkpoints "
-                "are unchanged. Make room, then go on with resume=auto, or go on in another output_dir with "
-                "resume=the newest of them"
+                f"the checkpoint of step {self.step} could not be written to {self.folder}: {error}; earlier "
+                "checkpoints are unchanged. Make room, then go on with resume=auto, or go on in another output_dir "
+                "with resume=the newest of them"
             ) from None
 
 
