@@ -66,7 +66,7 @@ def dry_run(tiny, capfd, offline):
         ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
         ("reward.custom=nowhere.py:f", ["reward.custom", "exists"]),
         ("model.path=nowhere", ["there is no folder /", "/nowhere, and the hub does not give", "model.path=FOLDER"]),
-        ("model.path=build/no/model", ["/build/no/model, and it is no name of the hub either", "model.path=FOLDER"]),
+        ("model.path=build/no/model", ["/build/no/model, and the hub does not give a model", "model.path=FOLDER"]),
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
         ("data.train=data.csvx", ["data.train=data.csvx", "legal is a file ending in"]),
         ("data.prompt_key=question", ["data.prompt_key='question'", "prompt, answer, source"]),
