@@ -112,16 +112,6 @@ def check_same(plain: dict, found: dict) -> None:
         assert relative(found[name], plain[name].double()) < 1e-5, name
 
 
-def test_every_option_that_works_is_run():
-    runs = [overrides for chosen in EVERYTHING.values() for overrides in chosen.values()]
-    given = {override.split(".")[1].split("=")[0] for overrides in runs for override in overrides}
-    given |= {name for chosen in OFFLOADS.values() for name in chosen}
-    given |= {"recompute_method", "recompute_num_layers", "overlap_grad_reduce", "overlap_param_gather"}  # these and
-    given |= {"moe_aux_loss_coeff", "adam_eps"}  # in tests/test_layouts.py
-    deep_ep = {"moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"}
-    assert given | deep_ep == {*TABLES["megatron_works"]}
-
-
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family in EVERYTHING for name in EVERYTHING[family]])
 def test_options_change_no_update(world, tmp_path, family, name):
     """What Megatron compiles is not compiled, which takes half a minute; the ranks of the next test compile it."""

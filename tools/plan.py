@@ -30,7 +30,7 @@ from support.base.read_config import load_config
 from support.base.remedies import MEMORY, VLLM_MEMORY
 from support.check import checks
 from support.check.costs import PHASES, costs, host_bytes, host_stepped
-from support.check.run_plan import replica_count, rows_of_an_update
+from support.check.run_plan import replica_count
 from support.run.inputs import check_models
 
 # isort: split
@@ -286,7 +286,10 @@ def plan(cfg: Config, world_size: int, gpu: int) -> Plan:
     held = {stage: count(cfg, world_size, stage * world_size // pp) for stage in stages}
     weights = count_weights(cfg.model.path)
     vllm = plan_sampling(hf, cfg, weights, gpu)
-    _, rows = rows_of_an_update(cfg, replica_count(cfg, world_size))
+    samples = cfg.rollout.prompts_per_step * cfg.rollout.group_size // cfg.train.updates_per_step
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    samples_of_a_row = cfg.train.max_tokens_per_micro_batch // longest
+    rows = math.ceil(samples / replica_count(cfg, world_size) / samples_of_a_row)
     table = {stage: stage_phases(hf, cfg, world_size, stage, held[stage], rows, vllm, gpu) for stage in stages}
     largest = {phase: max(stages, key=lambda stage: total(table[stage][phase])) for phase in table[0]}
     phases = {phase: table[stage][phase] for phase, stage in largest.items()}
