@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_bridge as bridge
-from config import RankError, TrainingError, UserError
+from config import RankError, TrainConfig, TrainingError, UserError
 from support.base.read_config import load_config
 from support.check import run_plan
 from support.model import attention
