@@ -228,18 +228,6 @@ def test_config_json_alone_is_enough_for_a_plan(tmp_path, capfd, offline):
         assert code == 2 and not out and f"--gpu-memory-gb={float(wrong)}: must be above 0" in err
 
 
-def test_debug_does_not_reach_into_the_fake_process_group(tmp_path):
-    """Torch's DETAIL wraps every process group in one that connects."""
-    level = torch.distributed.get_debug_level()
-    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
-    try:
-        folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
-        plan.count(load_config(QWEN, [f"model.path={folder}"]), 8, 7)
-        assert torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
-    finally:
-        torch.distributed.set_debug_level(level)
-
-
 def test_what_does_not_fit_is_told_with_what_to_turn(tmp_path, capfd):
     folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
     tool = ["--config", QWEN, "--world-size", "8", "--gpu-memory-gb", "80", f"model.path={folder}"]
