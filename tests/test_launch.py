@@ -177,7 +177,7 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, messa
             self.stopped.append(True)
 
     monkeypatch.setattr(launch, "Clock", Clock)
-    monkeypatch.setattr(launch.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     cfg = load_config(CONFIG, [f"output_dir={tmp_path}"])
     with pytest.raises(RankError, match=message), launch.explained(cfg) as (_, owners):
         owners |= OWNERS

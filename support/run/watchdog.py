@@ -197,14 +197,14 @@ def main_stack() -> str:
 
 
 def siblings() -> dict[str, tuple[str, str]]:
-    """The processes that torchrun or srun started on this host: {id: (state, as psutil names it, written stacks)}.
+    """The processes that torchrun or srun started on this host: {id: (state, written stacks)}.
 
     They have the same parent as this one, or, where each has a shell between it and the launcher, its command line.
     """
     own = psutil.Process().cmdline()
     processes = psutil.process_iter(["ppid", "cmdline", "status"])
     return {
-        str(p.pid): (p.info["status"], read_stacks(p.pid))
+        str(p.pid): (STATES.get(p.info["status"], "in a call that never returns"), read_stacks(p.pid))
         for p in processes
         if p.info["ppid"] == os.getppid() or p.info["cmdline"] == own
     }
@@ -223,7 +223,6 @@ def explain_silence(report: dict, workers: dict[str, dict[str, tuple[str, str]]]
     """(state, stacks) of a rank without an answer, from what others saw on their hosts: {host: siblings() there}."""
     state, stacks = "stopped (SIGSTOP), dead, or in a call that never returns", ""
     if report.get("host") in workers:  # another rank of this torchrun has reported
-        status, stacks = workers[report["host"]].get(str(report["pid"]), (psutil.STATUS_ZOMBIE, ""))
-        state = STATES.get(status, "in a call that never returns")
+        state, stacks = workers[report["host"]].get(str(report["pid"]), (STATES[psutil.STATUS_ZOMBIE], ""))
     where = f" (process {report['pid']} on {report['machine']})" if "pid" in report else ""
-    return f"no answer: {state}{where}", stacks.rstrip() if state not in STATES.values() else ""
+    return f"no answer: {state}{where}", stacks.rstrip()
