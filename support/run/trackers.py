@@ -1,14 +1,14 @@
 """Answers on the screen, and the trackers: TensorBoard and Weights & Biases, each enabled by one key of `log`."""
 
 import atexit
-import contextlib
 import json
 import math
 import os
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -126,8 +126,7 @@ class Trackers:
         self.used = [name for name in OPEN if getattr(cfg.log, name)]
         self.calls: dict[str, tuple[Callable, Callable]] = {}  # name → (write, close)
         for name in [*self.used]:
-            with self._guarded(name):
-                self.calls[name] = OPEN[name](cfg, done)
+            self.calls[name] = self._try(name, OPEN[name], cfg, done)
         atexit.register(self.close)  # however the run ends; before the libraries' own, which would end their runs
 
     def add(self, metrics: dict, samples: list[Sample] | None) -> None:
@@ -145,26 +144,21 @@ class Trackers:
             for s in choose_samples(samples, TABLE_ROWS):
                 table.append([s.reward, json.dumps(s.reward_parts), s.advantage, self.decode(s.prompt_ids), s.text])
         for name in [*self.used]:
-            with self._guarded(name):
-                self.calls[name][0](step, numbers, histograms, table)
+            self._try(name, self.calls[name][0], step, numbers, histograms, table)
 
     def close(self) -> None:
         """Let each tracker send what is left, for FINISH_S at most."""
         for name in [*self.used]:
-            thread = threading.Thread(target=self._finish, args=(name,), daemon=True)
+            thread = threading.Thread(target=self._try, args=(name, self.calls[name][1]), daemon=True)
             thread.start()
             thread.join(FINISH_S)
             if thread.is_alive():
                 self._drop(name, f"it did not take all within {FINISH_S:.0f} s")
 
-    def _finish(self, name: str) -> None:
-        with self._guarded(name):
-            self.calls[name][1]()
-
-    @contextlib.contextmanager
-    def _guarded(self, name: str) -> Iterator[None]:
+    def _try(self, name: str, call: Callable, *arguments) -> Any:
+        """Call a function of a tracker's library; a failure ends the use of this tracker."""
         try:
-            yield
+            return call(*arguments)
         except Exception as error:  # a library's own, of any class
             self._drop(name, brief(error))
 
