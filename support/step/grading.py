@@ -51,8 +51,9 @@ class RewardKind:
 
 
 def kind_of(spec: Spec, cfg) -> RewardKind:
-    takes_ids = any(named_rewards.takes_ids(name, cfg) for name in named_rewards.weights_of(spec))
-    return RewardKind(spec, named_rewards.is_batched(spec, cfg), takes_ids)
+    functions = [named_rewards.find(name, cfg) for name in named_rewards.weights_of(spec)]
+    is_batched = any(map(named_rewards.is_batched, functions))
+    return RewardKind(spec, is_batched, any(map(named_rewards.takes_ids, functions)))
 
 
 def checksum(text: str) -> int:
@@ -107,24 +108,24 @@ class GradingPool:
         failure: Outcome | None = None,
     ) -> None:
         """Queue an answer for grading, unless a `failure` of its environment is its Outcome; returns at once."""
-        future = Future()
-        self.submitted.append(future)
-        if failure:
-            future.set_result(failure)
-            return
         kind = self.by_source.get(source, self.default)
-        arguments = [text, answer, row, ids if kind.takes_ids else None]
-        request = json.dumps({"spec": kind.spec, "arguments": arguments}, default=str)
-        with self.lock:
-            self.waiting[kind.batched].append((request, future))
-            self.lock.notify_all()
+        if failure:
+            future = Future()
+            future.set_result(failure)
+        else:
+            arguments = [text, answer, row, ids if kind.takes_ids else None]
+            future = self._queue(kind.spec, arguments, kind.batched)
+        self.submitted.append(future)
 
     def submit_turn(self, place: str, text: str, row: dict, state: dict) -> Future:
         """Queue a call of the function of rollout.turns at `place`, ahead of all other jobs: vLLM waits for it."""
+        return self._queue({TURNS: place}, [text, row, state], first=True)
+
+    def _queue(self, spec: Spec, arguments: list, batched: bool = False, first: bool = False) -> Future:
         future = Future()
-        request = json.dumps({"spec": {TURNS: place}, "arguments": [text, row, state]}, default=str)
         with self.lock:
-            self.waiting[False].appendleft((request, future))
+            add = self.waiting[batched].appendleft if first else self.waiting[batched].append
+            add((json.dumps({"spec": spec, "arguments": arguments}, default=str), future))
             self.lock.notify_all()
         return future
 
