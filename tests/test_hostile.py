@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -92,10 +93,7 @@ DEEP = "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\n
 PROGRAMS = {
     "endless loop": ("while True:\n    pass", "timeout"),
     "sleep": ("import time\ntime.sleep(1000)", "timeout"),
-    "ignored signals": (
-        "import signal\nfor s in (1, 2, 15):\n    signal.signal(s, lambda *a: 0)\nwhile True: 0",
-        "timeout",
-    ),
+    "ignored signals": ("import signal as s\nfor i in (1, 2, 15): s.signal(i, print)\nwhile True: 0", "timeout"),
     "catastrophic regular expression": (REGEX, "timeout"),
     "fork bomb": (FORK, "ok"),
     "shell": ("import subprocess\nsubprocess.run(['sh', '-c', ':(){ :|:& };:'], check=True)", "ok"),
@@ -142,10 +140,7 @@ async def five():
     return 5
 harmless = asyncio.run(five()) == 5
 """
-HELD = [
-    "inside", "made", "written", "removed", "renamed", "cut", "opened", "linked", "tcp", "udp", "local", "spied",
-    "harmless",
-]  # fmt: skip
+HELD = [*re.findall(r"^(\w+) = refused", REACH, re.MULTILINE), "inside", "harmless"]
 
 
 def test_hostile_programs(nothing_left):
@@ -210,29 +205,31 @@ FORGERIES = {
 }
 
 
-def test_values_that_claim_to_be_equal_earn_nothing(nothing_left):
-    """The literal of `assert f(x) == literal` never enters the answer's process, nor does its == count."""
-    row = {"tests": ["assert f(1) == 64207", "assert 'a' == f(2)", "assert f(3) == [1, 2]"]}
-    pool = pool_of("code", workers=2, options={"code": {"seconds": 20.0, "partial": True}})
-    outcomes = grade(pool, [("s", fenced(program), "", row) for program in FORGERIES.values()])
-    right = {**row, "tests": [f"assert f({i}) == {literal}" for i, literal in enumerate(("64207", "'a'", "[1, 2]"))]}
-    good = grade(pool, [("s", fenced("def f(x): return [64207, 'a', [1, 2]][x]"), "", right)])
-    pool.close()
-    wrong = {
-        what: outcome for what, outcome in zip(FORGERIES, outcomes, strict=True) if outcome.parts != {"reward": 0.0}
-    }
-    assert wrong == {} and good == [Outcome({"reward": 1.0})]
+# Of each test: what it asserts of an answer's f, and a right one. The literal of `assert f(x) == literal` never enters
+# the answer's process, nor does its == count. Other tests run there as they are written, and the answer cannot put its
+# own functions in the place of those that run them.
+COMPARED = (
+    ["assert f(1) == 64207", "assert 'a' == f(2)", "assert f(3) == [1, 2]"],
+    "def f(x): return [0, 64207, 'a', [1, 2]][x]",
+)
+WRITTEN = (["assert f(1) > 5", "for i in range(3):\n    assert abs(f(i)) >= 6"], "def f(x): return 6")
 
 
-def test_other_tests_run_as_they_are_written(nothing_left):
-    """In the answer's process, where it cannot put its own functions in the place of those that run them."""
-    row = {"tests": ["assert f(1) > 5", "for i in range(3):\n    assert abs(f(i)) >= 6"]}
-    patched = [name for name in FORGERIES if "patched" in name or name.startswith(("results", "asserts"))]
+@pytest.mark.parametrize(
+    ("tests", "right", "forgeries"),
+    [
+        (*COMPARED, list(FORGERIES)),
+        (*WRITTEN, [name for name in FORGERIES if "patched" in name or name.startswith(("results", "asserts"))]),
+    ],
+)
+def test_forged_values_earn_nothing(nothing_left, tests, right, forgeries):
     pool = pool_of("code", workers=2, options={"code": {"seconds": 20.0, "partial": True}})
-    outcomes = grade(pool, [("s", fenced(program), "", row) for program in map(FORGERIES.get, patched)])
-    good = grade(pool, [("s", fenced("def f(x): return 6"), "", row)])
+    programs = [right, *map(FORGERIES.get, forgeries)]
+    good, *outcomes = grade(pool, [("s", fenced(program), "", {"tests": tests}) for program in programs])
     pool.close()
-    assert outcomes == [Outcome({"reward": 0.0})] * len(patched) and good == [Outcome({"reward": 1.0})]
+    assert good == Outcome({"reward": 1.0})
+    found = zip(forgeries, outcomes, strict=True)
+    assert [what for what, outcome in found if outcome.parts != {"reward": 0.0}] == []
 
 
 CUSTOM = """
