@@ -1,5 +1,7 @@
 """A pool of grading processes for a test, and outcomes from it."""
 
+import contextlib
+
 from config import RewardConfig
 from support.step.grading import GradingPool, Outcome
 
@@ -13,7 +15,13 @@ def pool_of(default="exact", timeout_s: float = 30.0, **keys) -> GradingPool:
 
 
 def grade(pool: GradingPool, jobs: list[tuple[str, str, str, dict]]) -> list[Outcome]:
-    """The outcomes of (source, text, answer, row), in their order."""
+    """The outcomes of (source, text, answer, row, perhaps token ids), in their order."""
     for job in jobs:
         pool.submit(*job)
     return pool.collect()
+
+
+def grade_with(default, jobs: list[tuple], **keys) -> list[Outcome]:
+    """The outcomes of jobs as in `grade`, of a pool as in `pool_of` that is closed then."""
+    with contextlib.closing(pool_of(default, **keys)) as pool:
+        return grade(pool, jobs)

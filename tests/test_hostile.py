@@ -15,7 +15,7 @@ import pytest
 from support.step import grading
 from support.step.grading import Outcome
 from tests.conftest import REPO
-from tests.pools import grade, pool_of
+from tests.pools import grade, grade_with, pool_of
 
 EXPRESSIONS = {
     "tower": "\\boxed{9^{9^{9^{9}}}}",
@@ -70,15 +70,16 @@ def test_hostile_expressions(name, nothing_left):
     answer = {"multiple_choice": "B"}.get(name, "7")
     good = {"multiple_choice": "Answer: B", "format": "<think>3 + 4</think> 7"}.get(name, "\\boxed{7}")
     timeout_s = 1.5 if name == "math" else 60.0  # the others never need it, but for a machine that stands still
-    pool = pool_of(name, timeout_s, workers=2, memory_gb=2.0)
     jobs = [("s", text, answer, {}) for hostile in EXPRESSIONS.values() for text in (good, hostile)]
-    outcomes = grade(pool, jobs)
-    pool.close()
+    outcomes = grade_with(name, jobs, timeout_s=timeout_s, workers=2, memory_gb=2.0)
     assert all(outcome == Outcome({"reward": 1.0}) for outcome in outcomes[::2])
     for what, outcome in zip(EXPRESSIONS, outcomes[1::2], strict=True):
         assert sum(outcome.parts.values()) == 0, what
         allowed = ("ok", "timeout", "error") if name == "math" else ("ok",)
         assert outcome.status in allowed, (what, outcome)
+
+
+PATIENT = {"code": {"seconds": 20.0, "partial": True}}
 
 
 def fenced(program: str) -> str:
@@ -146,11 +147,9 @@ HELD = [*re.findall(r"^(\w+) = refused", REACH, re.MULTILINE), "inside", "harmle
 def test_hostile_programs(nothing_left):
     """Among good ones. What fails by itself is wrong, or late on a busy machine; it is never an error of the run."""
     options = {"code": {"seconds": 1.5, "memory_mb": 512}}
-    pool = pool_of("code", workers=2, options=options)
     row = {"tests": ["assert 1 + 1 == 2"]}
     jobs = [("s", text, "", row) for hostile, _ in PROGRAMS.values() for text in (fenced("x = 1"), fenced(hostile))]
-    outcomes = grade(pool, jobs)
-    pool.close()
+    outcomes = grade_with("code", jobs, workers=2, options=options)
     assert [outcome for outcome in outcomes[::2] if outcome != Outcome({"reward": 1.0})] == []
     for (what, (_, status)), outcome in zip(PROGRAMS.items(), outcomes[1::2], strict=True):
         assert outcome.parts.get("reward", 0.0) == 0.0, (what, outcome)
@@ -163,10 +162,8 @@ def test_program_reaches_nothing_outside_its_folder(nothing_left, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
         program = REACH.format(outside=str(tmp_path), kept=str(kept), port=server.getsockname()[1])
-        pool = pool_of("code", options={"code": {"seconds": 20.0, "partial": True}})
         jobs = [("s", fenced(program), "", {"tests": [f"assert {name}"]}) for name in HELD]
-        outcomes = dict(zip(HELD, grade(pool, jobs), strict=True))
-        pool.close()
+        outcomes = dict(zip(HELD, grade_with("code", jobs, options=PATIENT), strict=True))
         with pytest.raises(TimeoutError):
             server.accept()
     assert {name: outcome for name, outcome in outcomes.items() if outcome != Outcome({"reward": 1.0})} == {}
@@ -223,10 +220,9 @@ WRITTEN = (["assert f(1) > 5", "for i in range(3):\n    assert abs(f(i)) >= 6"],
     ],
 )
 def test_forged_values_earn_nothing(nothing_left, tests, right, forgeries):
-    pool = pool_of("code", workers=2, options={"code": {"seconds": 20.0, "partial": True}})
     programs = [right, *map(FORGERIES.get, forgeries)]
-    good, *outcomes = grade(pool, [("s", fenced(program), "", {"tests": tests}) for program in programs])
-    pool.close()
+    jobs = [("s", fenced(program), "", {"tests": tests}) for program in programs]
+    good, *outcomes = grade_with("code", jobs, workers=2, options=PATIENT)
     assert good == Outcome({"reward": 1.0})
     found = zip(forgeries, outcomes, strict=True)
     assert [what for what, outcome in found if outcome.parts != {"reward": 0.0}] == []
@@ -283,9 +279,8 @@ def test_import_that_never_ends_and_import_that_fails(tmp_path, monkeypatch, not
         (tmp_path / f"{name}.py").write_text(judge)
     monkeypatch.setattr(grading, "LOAD_S", 1.0)
     for name, message in (("slow", "loading the reward took more than 1 s"), ("fails", "ZeroDivisionError")):
-        pool = pool_of("custom", by_source={"good": "exact"}, custom=f"{tmp_path}/{name}.py:judge")
-        failed, graded = grade(pool, [("s", "", "", {}), ("good", "a", "a", {})])
-        pool.close()
+        jobs = [("s", "", "", {}), ("good", "a", "a", {})]
+        failed, graded = grade_with("custom", jobs, by_source={"good": "exact"}, custom=f"{tmp_path}/{name}.py:judge")
         assert failed.status == "error" and message in failed.error
         assert graded == Outcome({"reward": 1.0})
 
@@ -319,7 +314,6 @@ def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(cust
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
-    pool = pool_of("custom", by_source={"exact": "exact"}, custom=custom)
-    outcomes = grade(pool, [("s", "fine", "", {}), ("exact", "a", "a", {})])
-    pool.close()
+    jobs = [("s", "fine", "", {}), ("exact", "a", "a", {})]
+    outcomes = grade_with("custom", jobs, by_source={"exact": "exact"}, custom=custom)
     assert outcomes == [Outcome({"reward": 1.0})] * 2
