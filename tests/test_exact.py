@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tests.conftest import EXACT
-from tests.oracle.plain import grad_norm, response_logps
+from tests.oracle.plain import grad_norm, response_logps, sampled
 
 RECOMPUTE = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
 LAYOUTS = {
@@ -29,11 +29,13 @@ def of_mixed_groups(rows: list[dict]) -> list[dict]:
     return [row for row in rows if len(rewards[row["group"]]) > 1]
 
 
-def reference_step(policy_path, reference_path, rollouts: list[dict], kl_coef: float) -> tuple[float, float, float]:
+def reference_step(
+    policy_path, reference_path, rollouts: list[dict], kl_coef: float, temperature: float
+) -> tuple[float, float, float]:
     """(loss, gradient norm, mean k3) of the first update of a step in which nothing has moved yet: the ratio is 1."""
     policy = transformers.AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32)
     reference = transformers.AutoModelForCausalLM.from_pretrained(reference_path, dtype=torch.float32)
-    tokens = sum(len(row["response_ids"]) for row in rollouts)
+    tokens = sum(sampled(row).sum().item() for row in rollouts)
     groups: dict[int, list[float]] = {}
     for row in rollouts:
         groups.setdefault(row["group"], []).append(row["reward"])
@@ -42,10 +44,11 @@ def reference_step(policy_path, reference_path, rollouts: list[dict], kl_coef: f
         rewards = groups[row["group"]]
         advantage = 0.0 if len(set(rewards)) == 1 else (row["reward"] - mean(rewards)) / (stdev(rewards) + 1e-6)
         assert advantage == pytest.approx(row["advantage"], rel=1e-9, abs=1e-12)
-        logp = response_logps(policy, row)
-        assert (logp - torch.tensor(row["rollout_logp"])).abs().max() < 1e-4
+        mine, recorded = sampled(row), torch.tensor(row["rollout_logp"])  # an environment's tokens do not count
+        logp = response_logps(policy, row, temperature)[mine]
+        assert (logp - recorded[mine]).abs().max() < 1e-4 and not recorded[~mine].any()
         with torch.no_grad():
-            d = response_logps(reference, row)
+            d = response_logps(reference, row, temperature)[mine]
         d = d - logp
         k3 = d.exp() - d - 1
         pg = -advantage * (logp - logp.detach()).exp()
@@ -55,9 +58,11 @@ def reference_step(policy_path, reference_path, rollouts: list[dict], kl_coef: f
     return loss, grad_norm(policy.parameters()), kl
 
 
-def check_step(metrics: dict, rows: list[dict], policy_path, reference_path, kl_coef: float) -> None:
+def check_step(
+    metrics: dict, rows: list[dict], policy_path, reference_path, kl_coef: float, temperature: float = 1.0
+) -> None:
     """The step's loss and gradient norm on the samples `rows` are those of plain transformers; vLLM's log-probs too."""
-    loss, norm, kl = reference_step(policy_path, reference_path, rows, kl_coef)
+    loss, norm, kl = reference_step(policy_path, reference_path, rows, kl_coef, temperature)
     assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-7)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert metrics["logp_gap/max"] < 1e-5

@@ -92,16 +92,13 @@ RECURSION = "import sys\nsys.setrecursionlimit(10**9)\ndef f(x):\n    return f(x
 REGEX = "import re\nre.match('(a+)+b', 'a' * 60)"
 DEEP = "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\n1 / 0"
 PROGRAMS = {
-    "endless loop": ("while True:\n    pass", "timeout"),
     "sleep": ("import time\ntime.sleep(1000)", "timeout"),
     "ignored signals": ("import signal as s\nfor i in (1, 2, 15): s.signal(i, print)\nwhile True: 0", "timeout"),
     "catastrophic regular expression": (REGEX, "timeout"),
     "fork bomb": (FORK, "ok"),
     "shell": ("import subprocess\nsubprocess.run(['sh', '-c', ':(){ :|:& };:'], check=True)", "ok"),
-    "10 GB": ("x = bytearray(10 * 2**30)", "ok"),
     "10 GB in pieces": ("x = []\nwhile True:\n    x.append(b'x' * 2**20)", "ok"),
     "deep recursion": (RECURSION, "ok"),
-    "tower": ("9**9**9**9", "timeout"),
     "threads": (THREADS, "ok"),
     "many folders in each other": (DEEP, "ok"),
     "large file": ("open('large', 'w').write('x' * 2**28)", "ok"),

@@ -11,7 +11,6 @@ import make_tiny
 import numpy as np
 import pytest
 import tiny_turns
-import torch
 import transformers
 
 import train_grpo
@@ -22,8 +21,9 @@ from support.check import checks
 from support.step import turns
 from support.step.grading import GradingPool
 from tests.conftest import REPO, Training
-from tests.oracle.plain import grad_norm, response_logps, sampled
+from tests.oracle.plain import sampled
 from tests.pools import pool_of
+from tests.test_exact import check_step
 from tests.test_step import build  # noqa: F401, a fixture
 
 # Replies with the reference's first digits, one more each time; says at the end what it has heard.
@@ -266,32 +266,15 @@ def test_max_turns_without_turns_is_refused():
 # ---------------------------------------------------------------- against plain transformers
 
 
-def check_talks(rows: list[dict], metrics: dict, policy_path, temperature: float) -> None:
-    """Log-probs, loss, gradient norm and lengths of a step of conversations are those of plain transformers, of one
-    update in which the ratio is 1, without KL."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32)
-    assert {len(row["turns"]) for row in rows} >= {1, 3}
-    tokens, loss = sum(sampled(row).sum().item() for row in rows), 0.0
-    for row in rows:
-        logp = response_logps(model, row, temperature)
-        mine, recorded = sampled(row), torch.tensor(row["rollout_logp"])
-        assert (logp[mine] - recorded[mine]).abs().max() < 1e-4 and not recorded[~mine].any()
-        part = -(row["advantage"] * logp[mine]).sum() / tokens
-        part.backward()  # of -A rho, whose gradient at rho = 1 is that of -A logp
-        loss -= row["advantage"] * mine.sum().item() / tokens
-    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
-    assert metrics["grad_norm"] == pytest.approx(grad_norm(model.parameters()), rel=1e-4)
-    assert metrics["logp_gap/max"] < 1e-5
-    assert metrics["tokens/response_mean"] == pytest.approx(tokens / len(rows))
-    assert metrics["tokens/environment_mean"] == np.mean([(~sampled(row)).sum().item() for row in rows])
-    assert metrics["turns/mean"] == np.mean([(len(row["turns"]) + 1) / 2 for row in rows])
-
-
 def test_a_step_of_conversations_equals_plain_transformers(build, tiny, echo):  # noqa: F811
     run = build(*echo, "algo.entropy_coef=0", "rollout.temperature=0.8", "train.max_tokens_per_micro_batch=64")
     metrics, samples = train_grpo.train_step(run, 1)
     rows = [vars(s) | {name: vars(s)[name].tolist() for name in ("prompt_ids", "response_ids")} for s in samples]
-    check_talks(rows, metrics, tiny / "model", 0.8)
+    assert {len(row["turns"]) for row in rows} >= {1, 3}
+    check_step(metrics, rows, tiny / "model", tiny / "model", kl_coef=0, temperature=0.8)
+    assert metrics["tokens/response_mean"] == np.mean([sampled(row).sum().item() for row in rows])
+    assert metrics["tokens/environment_mean"] == np.mean([(~sampled(row)).sum().item() for row in rows])
+    assert metrics["turns/mean"] == np.mean([(len(row["turns"]) + 1) / 2 for row in rows])
     for s in samples:
         assert s.graded == "ok" and s.reward_parts["turns"] == len(s.turns)
     evaluated = train_grpo.sample_and_grade(run, {0: run.inputs.prompts[0]}, 0, 2, run.cfg.eval, 16)[0]
