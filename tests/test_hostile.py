@@ -15,7 +15,7 @@ import pytest
 from support.step import grading
 from support.step.grading import Outcome
 from tests.conftest import REPO
-from tests.pools import grade, grade_with, pool_of
+from tests.pools import JUDGE, grade, grade_with, pool_of
 
 EXPRESSIONS = {
     "tower": "\\boxed{9^{9^{9^{9}}}}",
@@ -225,46 +225,24 @@ def test_forged_values_earn_nothing(nothing_left, tests, right, forgeries):
     assert [what for what, outcome in found if outcome.parts != {"reward": 0.0}] == []
 
 
-CUSTOM = """
-import os, subprocess, sys, time
-
-def judge(text, answer, row):
-    if text == "memory":
-        return len(bytearray(10 * 2**30))
-    if text == "recursion":
-        return judge(text, answer, row)
-    if text == "children":  # in their own sessions, one of them orphaned
-        subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        subprocess.run(["sh", "-c", "setsid sleep 1000 & setsid setsid sleep 1000 & sleep 1000"])
-    if text == "orphans then death":
-        subprocess.Popen(["sleep", "1000"])
-        os._exit(3)
-    if text == "exit":
-        sys.exit(5)
-    if text == "files":
-        import tempfile
-        tempfile.mkdtemp()
-        time.sleep(1000)
-    return 1.0
-"""
+KEEPS_FILES = "(tempfile.mkdtemp(), time.sleep(1000))"
+ORPHANS = "['sh', '-c', 'setsid sleep 1000 & setsid setsid sleep 1000 & sleep 1000']"  # in their own sessions
+REWARDS = {  # expression → the status and a part of the error
+    "len(bytearray(10 * 2**30))": ("error", "MemoryError"),
+    "judge(text, answer, row)": ("error", "RecursionError"),
+    f"(subprocess.Popen(['sleep', '1000'], start_new_session=True), subprocess.run({ORPHANS}))": ("timeout", ""),
+    "(subprocess.Popen(['sleep', '1000']), os._exit(3))": ("error", "exit code 3"),
+    "sys.exit(5)": ("error", "exit code 5"),
+    KEEPS_FILES: ("timeout", ""),
+}
 
 
-@pytest.fixture
-def custom(tmp_path):
-    (tmp_path / "judge.py").write_text(CUSTOM)
-    return f"{tmp_path}/judge.py:judge"
-
-
-def test_hostile_rewards(custom, nothing_left):
-    texts = ["memory", "recursion", "children", "orphans then death", "exit", "files"]
-    pool = pool_of("custom", custom=custom, timeout_s=2.0, workers=2)
-    outcomes = grade(pool, [("s", text, "", {}) for hostile in texts for text in ("fine", hostile)])
-    assert [outcome.parts for outcome in outcomes[::2]] == [{"reward": 1.0}] * len(texts)
-    statuses = dict(zip(texts, outcomes[1::2], strict=True))
-    found = [outcome.status for outcome in statuses.values()]
-    assert found == ["error", "error", "timeout", "error", "error", "timeout"]
-    assert "MemoryError" in statuses["memory"].error and "RecursionError" in statuses["recursion"].error
-    assert "exit code 3" in statuses["orphans then death"].error and "exit code 5" in statuses["exit"].error
+def test_hostile_rewards(nothing_left):
+    pool = pool_of("custom", custom=JUDGE, timeout_s=2.0, workers=2)
+    outcomes = grade(pool, [("s", text, "", {}) for hostile in REWARDS for text in ("1.0", hostile)])
+    assert [outcome.parts for outcome in outcomes[::2]] == [{"reward": 1.0}] * len(REWARDS)
+    for (status, error), outcome in zip(REWARDS.values(), outcomes[1::2], strict=True):
+        assert outcome.status == status and error in outcome.error, outcome
     assert len(processes_below(os.getpid())) <= 2  # the workers: what the rewards started is gone already
     pool.close()
 
@@ -282,11 +260,11 @@ def test_import_that_never_ends_and_import_that_fails(tmp_path, monkeypatch, not
         assert graded == Outcome({"reward": 1.0})
 
 
-def test_workers_end_with_the_program_that_started_them(custom, tmp_path):
+def test_workers_end_with_the_program_that_started_them(tmp_path):
     """Even when it is killed in the middle of a grading."""
     program = (
-        f"from tests.pools import pool_of\npool = pool_of('custom', 1000.0, custom={custom!r})\n"
-        "pool.submit('s', 'files', '', {})\nprint('ready', flush=True)\npool.collect()"
+        f"from tests.pools import pool_of\npool = pool_of('custom', 1000.0, custom={JUDGE!r})\n"
+        f"pool.submit('s', {KEEPS_FILES!r}, '', {{}})\nprint('ready', flush=True)\npool.collect()"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # after SIGKILL the workers' temporary folders stay
     command = [sys.executable, "-c", program]
@@ -306,11 +284,11 @@ def wait_until(condition) -> None:
         time.sleep(0.02)
 
 
-def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(custom, tmp_path, monkeypatch):
+def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(tmp_path, monkeypatch):
     for name in ("reward.py", "config.py", "json.py", "support/__init__.py", "support/step/grading.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
-    jobs = [("s", "fine", "", {}), ("exact", "a", "a", {})]
-    outcomes = grade_with("custom", jobs, by_source={"exact": "exact"}, custom=custom)
+    jobs = [("s", "1.0", "", {}), ("exact", "a", "a", {})]
+    outcomes = grade_with("custom", jobs, by_source={"exact": "exact"}, custom=JUDGE)
     assert outcomes == [Outcome({"reward": 1.0})] * 2

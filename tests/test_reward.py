@@ -19,7 +19,7 @@ from support.proof import graded
 from support.step import named_rewards
 from support.step.grading import Outcome
 from tests.conftest import REPO
-from tests.pools import FILES, grade, grade_with, pool_of
+from tests.pools import FILES, JUDGE, grade, grade_with, pool_of
 
 # ---------------------------------------------------------------- rewards that compare
 
@@ -352,71 +352,41 @@ def test_only_a_model_that_scores_is_a_reward_model(reward_model, tmp_path):
 
 # ---------------------------------------------------------------- rewards by their names, and the pool
 
-CUSTOM = """
-import os, time
 
-def judge(text, answer, row):
-    print("noise on standard output")
-    os.write(1, b"more noise")
-    if text == "loop":
-        while True:
-            pass
-    if text == "sleep":
-        time.sleep(row["seconds"])
-    if text == "die":
-        os._exit(7)
-    if text == "raise":
-        raise KeyError("no such unit")
-    if text == "nan":
-        return float("nan")
-    if text == "own name":  # the length penalty would overwrite it
-        return {"overlong": -1.0}
-    if text == "read":
-        return len(os.read(0, 100))
-    if text == "parts":
-        return {"format": 0.25, "length": row["bonus"]}
-    return len(text)
-"""
-
-
-@pytest.fixture
-def custom(tmp_path):
-    path = tmp_path / "judge.py"
-    path.write_text(CUSTOM)
-    return f"{path}:judge"
-
-
-def test_pool_tells_wrong_from_failed_and_goes_on(custom):
-    path = custom.partition(":")[0]
-    with open(path, "a") as file:
-        file.write("time.sleep(0.6)\n")  # an import is no answer's time
-    pool = pool_of("custom", by_source={"math": "gsm8k"}, custom=custom, timeout_s=0.5, workers=2)
-    texts = ["abc", "loop", "parts", "raise", "die", "nan", "own name", "read", "ok"]
+def test_pool_tells_wrong_from_failed_and_goes_on(tmp_path):
+    slow = tmp_path / "judge.py"
+    slow.write_text((REPO / "tests/judge.py").read_text() + "time.sleep(0.6)\n")  # an import is no answer's time
+    pool = pool_of("custom", by_source={"math": "gsm8k"}, custom=f"{slow}:judge", timeout_s=0.5, workers=2)
+    failures = {
+        "fail()": "KeyError: 'no such unit' (judge.py, line 17)", "os._exit(7)": "process died (exit code 7)",
+        "float('nan')": "ValueError: a reward must be a finite number",
+        "{'overlong': -1.0}": "ValueError: a reward has a part 'overlong', which is the trainer's own",
+    }  # fmt: skip
+    values = {
+        "3": {"reward": 3.0},
+        "{'a': 0.25, 'b': row['bonus']}": {"a": 0.25, "b": 0.5},
+        "len(os.read(0, 9))": {"reward": 0},
+    }
+    texts = ["time.sleep(99)", *failures, *values]
     jobs = [("other", text, "", {"bonus": 0.5}) for text in texts] + [("math", "#### 4", "#### 4", {})]
     start = time.perf_counter()
-    outcomes = dict(zip([*texts, "math"], grade(pool, jobs), strict=True))
-    assert time.perf_counter() - start < 20
-    assert outcomes["abc"].parts == {"reward": 3.0} and outcomes["ok"].parts == {"reward": 2.0}
-    assert outcomes["parts"].parts == {"format": 0.25, "length": 0.5}
-    assert outcomes["math"].parts == {"reward": 1.0} and outcomes["read"].parts == {"reward": 0.0}
-    assert outcomes["loop"] == Outcome(status="timeout")
-    assert outcomes["raise"].status == "error"
-    assert "KeyError: 'no such unit' (judge.py, line 15)" in outcomes["raise"].error
-    assert "exit code 7" in outcomes["die"].error
-    assert "finite number" in outcomes["nan"].error
-    assert "a part 'overlong', which is the trainer's own" in outcomes["own name"].error
-    assert grade(pool, jobs[:1])[0].parts == {"reward": 3.0}
+    late, *outcomes = grade(pool, jobs)
+    assert time.perf_counter() - start < 20 and late == Outcome(status="timeout")
+    assert outcomes[len(failures) :] == [Outcome(parts) for parts in (*values.values(), {"reward": 1.0})]
+    for error, outcome in zip(failures.values(), outcomes, strict=False):
+        assert outcome.status == "error" and error in outcome.error
+    assert grade(pool, jobs[5:6])[0].parts == {"reward": 3.0}
     assert pool.collect() == []
     processes = [worker.process for worker in pool.workers if worker.process]
     pool.close()
     assert processes and all(process.poll() is not None for process in processes)
 
 
-def test_pool_works_while_the_caller_does_something_else(custom):
-    pool = pool_of("custom", custom=custom, workers=2)
-    grade(pool, [("s", "warm", "", {})] * 4)
+def test_pool_works_while_the_caller_does_something_else():
+    pool = pool_of("custom", custom=JUDGE, workers=2)
+    grade(pool, [("s", "0", "", {})] * 4)
     for _ in range(10):
-        pool.submit("s", "sleep", "", {"seconds": 0.05})
+        pool.submit("s", "time.sleep(0.05) or 5", "", {})
     time.sleep(0.8)  # 10 · 0.05 / 2 s of work is done by now
     start = time.perf_counter()
     outcomes = pool.collect()
@@ -425,7 +395,7 @@ def test_pool_works_while_the_caller_does_something_else(custom):
     pool.close()
 
 
-STATEFUL = """
+OWN = """
 import os
 made = []
 class Novelty:
@@ -447,10 +417,7 @@ class Counts:
         self.most = most
     def __call__(self, text, answer, row, response_ids):
         return min(len(response_ids), self.most)
-"""
 
-
-ABSENT = """
 def odd(text, answer, row):
     return None if len(text) % 2 == 0 else 0.5
 
@@ -471,8 +438,8 @@ def check_outcomes(outcomes: list[Outcome], config: RewardConfig, found: set[str
 
 
 def test_a_reward_that_is_none_is_left_out(tmp_path):
-    path = tmp_path / "absent.py"
-    path.write_text(ABSENT)
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
     keys = {
         "by_source": {"p": "parts", "n": "never", "some": "odd", "both": {"exact": 1.0, "never": 0.5}},
         "functions": {name: f"{path}:{name}" for name in ("odd", "parts", "never")},
@@ -494,18 +461,18 @@ def test_a_reward_that_is_none_is_left_out(tmp_path):
         check_outcomes(outcomes[3:4], config, set(), "n")
 
 
-def test_functions_and_classes_by_names(tmp_path, custom):
+def test_functions_and_classes_by_names(tmp_path):
     path = tmp_path / "own.py"
-    path.write_text(STATEFUL)
-    functions = {"novel": f"{path}:Novelty", "long": f"{path}:longer", "judge": custom, "brief": "length"}
+    path.write_text(OWN)
+    functions = {"novel": f"{path}:Novelty", "long": f"{path}:longer", "brief": "length"}
     functions |= {"counts": f"{path}:Counts", "nothing": f"{path}:NoFunction", "lost": "nowhere.py:f"}
     options = {"novel": {"bonus": 4, "seen": ["c"]}, "long": {"than": 2}, "brief": {"limit": 2}, "counts": {"most": 2}}
     spec = {"novel": 0.5, "long": 1.0, "custom": 1.0}
     sources = {"n": "novel", "b": "brief", "c": {"counts": 1.0, "exact": 1.0}}
-    answers = [("s", "abc"), ("n", "abc"), ("n", "c"), ("b", "abc"), ("n", "die"), ("n", "abc"), ("c", "abc")]
+    answers = [("s", "333"), ("n", "333"), ("n", "c"), ("b", "abc"), ("n", "die"), ("n", "333"), ("c", "abc")]
     jobs = [(*answer, "", {}, [7, 8, 9]) for answer in answers]
-    outcomes = grade_with(spec, jobs, by_source=sources, custom=custom, options=options, functions=functions)
-    assert outcomes[0].parts == {"novel/new": 2.0, "novel/objects": 0.5, "long": 1.0, "custom": 3.0}
+    outcomes = grade_with(spec, jobs, by_source=sources, custom=JUDGE, options=options, functions=functions)
+    assert outcomes[0].parts == {"novel/new": 2.0, "novel/objects": 0.5, "long": 1.0, "custom": 333.0}
     assert outcomes[1].parts == outcomes[2].parts == {"new": 0.0, "objects": 1.0}
     assert outcomes[3].parts == {"reward": -0.5}
     assert outcomes[4].status == "error" and outcomes[5].parts == {"new": 4.0, "objects": 1.0}  # a new worker
@@ -514,12 +481,11 @@ def test_functions_and_classes_by_names(tmp_path, custom):
     named_rewards.check({"novel": 1.0, "long": 1.0}, cfg)
     assert user_code.load_module(str(path)).made == []  # checked, not made
     for name, keys, said in (
-        ("nvel", {}, "legal are exact, gsm8k, math, multiple_choice, format, length, custom, novel, long"),
         ("nothing", {}, "has no __call__"), ("lost", {}, "reward.functions.lost='nowhere.py:f': give path/to/file.py"),
         ("novel", {"options": {}}, "reward.options.novel: missing a required argument: 'bonus'; legal are bonus, seen"),
-        ("novel", {"options": {"novel": {"bonus": 1, "b": 1}}}, "unexpected keyword argument 'b'; legal are bonus, se"),
-        ("exact", {"functions": {"math": custom}}, "reward.functions.math: a reward has this name already"),
-        ("exact", {"functions": {"overlong": custom}}, "reward.functions.overlong: a reward has this name"),
+        ("nvel", {}, "math, multiple_choice, format, length, custom, novel, long"),
+        ("exact", {"functions": {"math": JUDGE}}, "reward.functions.math: a reward has this name already"),
+        ("exact", {"functions": {"overlong": JUDGE}}, "reward.functions.overlong: a reward has this name"),
     ):  # fmt: skip
         assert said in refusal(name, **{"functions": functions, "options": options} | keys), name
 
