@@ -41,7 +41,8 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("text", "number"), NUMBERS)
 def test_final_number(text, number):
-    assert reward.final_number(text) == (number and reward.Decimal(number))
+    wanted = None if number is None else reward.Decimal(number)
+    assert reward.final_number(text) == wanted
 
 
 @pytest.mark.parametrize(

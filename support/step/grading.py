@@ -41,19 +41,14 @@ class Outcome:
     graded: int | None = field(default=None, compare=False)  # checksum of the text that a worker graded
 
 
-@dataclass(frozen=True)
 class RewardKind:
     """A reward as the configuration names it, and what its jobs need."""
 
-    spec: Spec
-    batched: bool  # one of its names takes many answers at once, which one worker alone loads
-    takes_ids: bool  # one of its names asks for token ids
-
-
-def kind_of(spec: Spec, cfg) -> RewardKind:
-    functions = [named_rewards.find(name, cfg) for name in named_rewards.weights_of(spec)]
-    is_batched = any(map(named_rewards.is_batched, functions))
-    return RewardKind(spec, is_batched, any(map(named_rewards.takes_ids, functions)))
+    def __init__(self, spec: Spec, cfg):
+        functions = [named_rewards.find(name, cfg) for name in named_rewards.weights_of(spec)]
+        self.spec = spec
+        self.batched = any(hasattr(function, "batch") for function in functions)  # takes many answers at once
+        self.takes_ids = any(map(named_rewards.takes_ids, functions))  # one of its functions asks for token ids
 
 
 def checksum(text: str) -> int:
@@ -80,15 +75,16 @@ class GradingPool:
 
     def __init__(self, cfg):
         self.timeout_s = cfg.timeout_s
-        self.default = kind_of(cfg.default, cfg)
-        self.by_source = {source: kind_of(spec, cfg) for source, spec in cfg.by_source.items()}
+        self.default = RewardKind(cfg.default, cfg)
+        self.by_source = {source: RewardKind(spec, cfg) for source, spec in cfg.by_source.items()}
         settings = {"custom": cfg.custom, "options": cfg.options, "functions": cfg.functions}
-        self.workers = [Worker(settings, False, cfg.memory_gb) for _ in range(cfg.workers)]
+        settings |= {"batched": False, "memory_gb": cfg.memory_gb}
+        self.workers = [Worker(settings) for _ in range(cfg.workers)]
         specs = [kind.spec for kind in (self.default, *self.by_source.values()) if kind.batched]
         names = {name for spec in specs for name in named_rewards.weights_of(spec)}
         self.batch_size = max((cfg.options.get(name, {}).get("batch_size", 8) for name in names), default=0)
         if specs:
-            self.workers.append(Worker(settings, True, memory_gb=0))
+            self.workers.append(Worker({**settings, "batched": True, "memory_gb": 0}))
         self.submitted: list[Future] = []  # since the last `collect`
         self.lock = threading.Condition()  # guards the attributes below
         self.waiting = {False: deque(), True: deque()}  # jobs, keyed by whether they are batched
@@ -213,9 +209,9 @@ class GradingPool:
 class Worker:
     """A grading process, seen from the trainer: a line in is a list of requests, a line out an outcome."""
 
-    def __init__(self, settings: dict, batched: bool, memory_gb: float):
-        self.settings = {**settings, "batched": batched, "memory_gb": memory_gb}
-        self.batched = batched
+    def __init__(self, settings: dict):
+        self.settings = settings
+        self.batched = settings["batched"]
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:

@@ -43,11 +43,6 @@ def legal_names(cfg) -> str:
     return f"{', '.join([*REWARDS, 'custom', *cfg.functions])}; reward.functions names files, such as those of rewards/"
 
 
-def is_batched(function: Callable) -> bool:
-    """Whether a reward takes many answers at once: a class with a method `batch`."""
-    return hasattr(function, "batch")
-
-
 def takes_ids(function: Callable) -> bool:
     """Whether a reward has a parameter `response_ids`."""
     call = function.__call__ if inspect.isclass(function) else function
@@ -125,7 +120,7 @@ def make(name: str, cfg, chunk: list[dict]) -> Callable:
         made = user_code.instance(function, json.dumps(options))
     else:
         made = functools.partial(function, **options)
-    if is_batched(function):
+    if hasattr(function, "batch"):
         made = batched(made, name, chunk)
     if takes_ids(function):
         return lambda text, answer, row, ids: made(text, answer, row, response_ids=ids)
