@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 import megatron_bridge as bridge
 from config import Config, TrainingError
-from support.data.prompts import Prompt
 from support.proof import gap, graded, rows
 from support.proof.update import FirstUpdate, Passes
 from support.step import metrics
@@ -21,7 +20,7 @@ from support.step.records import Batch, MicroBatch, Sample
 
 
 @dataclass
-class Checks:
+class Checks(graded.RewardChecks):
     """The checks of a run, the same calls in the same order on every rank. Every method may raise, on every rank."""
 
     model: list
@@ -29,15 +28,10 @@ class Checks:
     checkpoint: Path | None  # what this start resumed from
     passes: Passes
     skipped: int = 0  # updates in a row that were skipped because loss or gradient was NaN or infinite
-    errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors shown, rewards known to apply
     gaps: gap.Gaps = field(default_factory=gap.Gaps)  # between log-probs of trainer and vLLM, since this start
 
     def __post_init__(self):
         self.first_update = FirstUpdate(self.model, self.optimizer, self.checkpoint)
-
-    def rewards(self, samples: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
-        """Whether the rewards could be computed. `prompts`: {group: prompt}."""
-        graded.check_graded(samples, prompts, cfg.reward, self.errors_shown)
 
     def start_updates(self, step: int, samples: list[Sample], batch: Batch, cfg: Config) -> "UpdateChecks":
         """Whether the advantages are those of the rewards. Returns the checks of this step's updates."""
