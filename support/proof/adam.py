@@ -7,6 +7,7 @@ On all entries: the model's weights are the rounded main weights.
 import functools
 import math
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,11 +92,6 @@ def gather_weights(model: list) -> None:
         chunk.start_param_sync(force_sync=True)
 
 
-def weights_of(part) -> list[torch.nn.Parameter]:
-    """The weights that one of Megatron's distributed optimizers updates, in the same order on all its replicas."""
-    return [weight for buffer in part.buffers for weight in buffer.param_index_map]
-
-
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum of float64 values over all ranks, on the host."""
     total = values.clone()
@@ -103,12 +99,11 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total.cpu()
 
 
-def gradient_norm(shards: list[Shard]) -> float:
-    """Norm of the whole gradient, summed in float64; on every rank."""
+def norm(parts: Iterable[Tensor]) -> float:
+    """Norm of a tensor, from its parts on all ranks; summed in float64."""
     squares = torch.zeros((), dtype=torch.float64, device=device())
-    for shard in shards:
-        if shard.counted:
-            squares += shard.gradient.square().sum(dtype=torch.float64)
+    for part in parts:
+        squares += part.float().square().sum(dtype=torch.float64)
     return math.sqrt(sum_over_ranks(squares))
 
 
