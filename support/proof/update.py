@@ -138,11 +138,12 @@ class Probe:
         sums = predicted.new_zeros(5)
         if bridge.reports_loss():
             for row, up, down in zip(self.rows, higher, lower, strict=True):
-                base, slopes, up, down = (*row.double(), up.double(), down.double())
-                d_T = (slopes * (up - down)).sum(0)
-                u_T = (slopes * (up + down - 2 * base)).sum(0)
+                base, slopes = row.double()
+                change = up.double() - down.double()
+                d_T = (slopes * change).sum(0)
+                u_T = (slopes * (up.double() + down.double() - 2 * base)).sum(0)
                 resolved2 = (slopes * base * 2**-23).square().sum() / 2  # u² of values in fp32
-                sums += torch.stack([d_T.sum(), d_T @ d_T, u_T @ u_T, resolved2, (up - down)[0].square().sum()])
+                sums += torch.stack([d_T.sum(), d_T @ d_T, u_T @ u_T, resolved2, change[0].square().sum()])
         d, d2, u2, resolved2, moved2, predicted = sum_over_ranks(torch.cat([sums, predicted[None]])).tolist()
         u2 = max(u2, resolved2)
         found = d / self.tokens
