@@ -164,7 +164,7 @@ CHECKS = {  # of a step: what is compared → where
     "rows and formulas of an update": (rows, "check_update"),
     "groups and advantages": (rows, "check_credit"),
     "graded rewards": (graded, "check_graded"),
-    "gap between trainer and vLLM": (gap, "check_gap"),
+    "gap between trainer and vLLM": (gap.GapCheck, "check"),
 }
 
 

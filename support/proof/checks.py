@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 import megatron_bridge as bridge
 from config import Config, TrainingError
 from support.data.prompts import Prompt
-from support.proof import gap, graded, rows
+from support.proof import graded, rows
+from support.proof.gap import GapCheck
 from support.proof.update import FirstUpdate, Passes
 from support.step import metrics
 from support.step.records import Batch, MicroBatch, Sample
@@ -30,10 +31,10 @@ class Checks:
     passes: Passes
     skipped: int = 0  # updates in a row that were skipped because loss or gradient was NaN or infinite
     errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors shown, rewards known to apply
-    gaps: gap.Gaps = field(default_factory=gap.Gaps)  # between log-probs of trainer and vLLM, since this start
 
     def __post_init__(self):
         self.first_update = FirstUpdate(self.model, self.optimizer, self.checkpoint)
+        self.gap = GapCheck(self.model, self.passes.score) if self.passes else None
 
     def rewards(self, samples: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
         """Whether the rewards could be computed. `prompts`: {group: prompt}."""
@@ -67,7 +68,7 @@ class UpdateChecks:
             return False
         rows.check_update(report, micro_batches, weighted, self.samples, chosen, cfg)
         if self.number < metrics.compared_updates(cfg):  # the weights are still those that vLLM sampled with
-            gap.check_gap(report, self.step, self.batch, self.samples, cfg, run.model, run.gaps, run.passes.score)
+            run.gap.check(report, self.step, self.samples, self.batch, cfg)
         run.first_update.before_step(cfg, self.step)
         return True
 
