@@ -1,6 +1,7 @@
 """The gap between trainer and vLLM: what stops a run, what warns, and the rounding that both are measured against."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from tests.test_step import build  # noqa: F401, a fixture
 
 ROUNDING = 0.04  # nats
 BF16 = "model.dtype=bf16"
+new = partial(gap.GapCheck, [], None)  # the check of a run that begins
 
 
 def report_of(difference_T: torch.Tensor) -> dict[str, float]:
@@ -47,11 +49,6 @@ def check(monkeypatch):
         gaps.check(report_of(difference_T), 1, [], batch, cfg)
 
     return run
-
-
-def new() -> gap.GapCheck:
-    """The check of a run that begins."""
-    return gap.GapCheck(model=[], score=None)
 
 
 def normal(mean: float, count: int = 2000) -> torch.Tensor:

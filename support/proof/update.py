@@ -262,7 +262,7 @@ class FirstUpdate:
             return
         passes.forward_backward(self.model, self.optimizer, small_micro_batches(batch, some, cfg), cfg)
         shards = adam.own_shards(self.model, self.optimizer, weight_names(self.model))
-        norm = adam.norm(shard.gradient for shard in shards if shard.counted)
+        norm = adam.norm_of(shard.gradient for shard in shards if shard.counted)
         if math.isfinite(norm) and norm > 0:  # else the next update may have a gradient
             self.compared = True
             probe = linearise(self.model, shards, batch, some, cfg, passes)
@@ -279,7 +279,7 @@ class FirstUpdate:
         if not cfg.train.check_update or self.done:
             return
         shards = adam.own_shards(self.model, self.optimizer, weight_names(self.model))
-        self.norm = adam.norm(shard.gradient for shard in shards if shard.counted)
+        self.norm = adam.norm_of(shard.gradient for shard in shards if shard.counted)
         if not (math.isfinite(self.norm) and self.norm > 0):  # no gradient: the next update may have one
             return
         self.done = True
@@ -356,7 +356,7 @@ def check_gradient(probe: Probe, norm: float, dtype: str) -> list[str]:
         note("was not checked: the loss is not a function of the trained tokens' log-probs and entropies alone")
         return []
     shift, trial = SHIFT[dtype], TRIAL[dtype]
-    scale = adam.norm(shard.before for shard in probe.shards if shard.counted) / norm  # to the weights' size
+    scale = adam.norm_of(shard.before for shard in probe.shards if shard.counted) / norm  # to the weights' size
     least = shift * math.sqrt(probe.slope2 / probe.tokens) / norm**2 / scale  # log-probs move by more (Cauchy-Schwarz)
     change = probe.change_along(lambda shard: shard.gradient * scale, min(trial, least / 3), shift)
     if not probe.resolves(change) and change.bound >= max(abs(change.found), abs(change.predicted)):
