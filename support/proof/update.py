@@ -32,11 +32,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_bridge as bridge
-from config import Config, TrainingError
+from config import AlgoConfig, Config, TrainingError
 from support.base import ranks
 from support.model.checkpoint import read_state
 from support.model.offload import take_back_state
-from support.proof import adam
+from support.proof import adam, formulas
 from support.proof.adam import Shard, gather_weights, sum_over_ranks
 from support.step.metrics import expert_load
 from support.step.packing import to_micro_batches
@@ -86,8 +86,11 @@ def values(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor) -> tuple:
     return logp_T.new_zeros(()), count, torch.stack([logp_T, entropy_T]).detach()
 
 
-def values_and_slopes(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, loss_func: Callable) -> tuple:
-    """In place of the loss: these values and its derivatives by them, [2, 2, T].
+def values_and_slopes(
+    mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, loss_func: Callable, algo: AlgoConfig
+) -> tuple:
+    """In place of the loss: these values and its derivatives by them, [2, 2, T]. They are those of the loss's formula,
+    or of the loss itself where it is a fork's own.
 
     The derivatives are NaN where the loss depends on neither, or on anything else that has a gradient.
     """
@@ -95,8 +98,11 @@ def values_and_slopes(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, loss_fu
     inputs = numbers.clone().requires_grad_()
     slopes = torch.full_like(numbers, math.nan)
     with torch.enable_grad():
-        of_others, _, _ = loss_func(mb, *numbers)
-        loss, _, _ = loss_func(mb, *inputs)
+        of_others, _, _ = loss_func(mb, *numbers, algo=algo)
+        if formulas.has_formula(algo):
+            loss = formulas.row_loss(mb, *inputs, algo)
+        else:
+            loss, _, _ = loss_func(mb, *inputs, algo=algo)
         if loss.requires_grad and not of_others.requires_grad:
             (slopes,) = torch.autograd.grad(loss, inputs)
     return zero, count, torch.stack([numbers, slopes])
@@ -177,7 +183,7 @@ def linearise(
     """The loss of some samples of the batch around the present weights."""
     micro_batches = to_micro_batches(batch, samples, cfg.train.logprob_max_tokens_per_micro_batch, cfg)
     forward = partial(passes.run_schedule, model, micro_batches, cfg.rollout.temperature, backward=False)
-    rows = forward(loss_func=partial(values_and_slopes, loss_func=partial(passes.loss, algo=cfg.algo)))
+    rows = forward(loss_func=partial(values_and_slopes, loss_func=passes.loss, algo=cfg.algo))
     slope2 = torch.zeros((), dtype=torch.float64, device=bridge.device())
     if bridge.reports_loss():
         slope2 = sum((slopes.double().square().sum() for _, slopes in rows), slope2)
