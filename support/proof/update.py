@@ -42,12 +42,13 @@ from support.step.metrics import expert_load
 from support.step.packing import to_micro_batches
 from support.step.records import Batch, MicroBatch
 
-SHIFT = {"fp32": 1e-3, "bf16": 0.1}  # wanted change of a token's log-prob, root mean square
+SHIFT = {"fp32": 1e-3, "bf16": 0.2}  # wanted change of a token's log-prob, root mean square
 TRIAL = {"fp32": 1e-4, "bf16": 0.01}  # size of the move that shows which size changes log-probs by SHIFT
 LARGEST = 0.05  # size of a move; sizes are in units of the weights' own: a larger one is far from linear
 SIGMAS = 6.0
 NONLINEAR = {"fp32": 0.02, "bf16": 0.05}
-REROUTED = 0.3  # in place of it with experts: a move also changes which experts are chosen, which no gradient counts
+REROUTED = 0.3  # at most, with experts: a move also changes which of them are chosen, which no gradient counts
+JUMPS = 10.0  # times noise / signal: how much of REROUTED is allowed, since a token that changes experts jumps
 DIRECTIONS = 2  # random ones
 SMALLEST = 0.01  # size of a weight of zeros, such as B of an adapter
 CAUSES = (
@@ -151,10 +152,13 @@ class Probe:
                 resolved2 = (slopes * base * 2**-23).square().sum() / 2  # u² of values in fp32
                 sums += torch.stack([d_T.sum(), d_T @ d_T, u_T @ u_T, resolved2, change[0].square().sum()])
         d, d2, u2, resolved2, moved2, predicted = sum_over_ranks(torch.cat([sums, predicted[None]])).tolist()
-        u2 = max(u2, resolved2)
+        signal, noise = math.sqrt(d2), math.sqrt(max(u2, resolved2))
         found = d / self.tokens
-        bound = SIGMAS * math.sqrt(u2 / 3) / self.tokens + self.nonlinear * max(abs(found), abs(predicted))
-        return Change(found, predicted, bound, math.sqrt(d2), math.sqrt(u2), moved=math.sqrt(moved2 / self.tokens) / 2)
+        share = self.nonlinear
+        if not self.smooth:
+            share = max(share, min(REROUTED, JUMPS * noise / max(signal, 1e-30)))
+        bound = SIGMAS * noise / math.sqrt(3) / self.tokens + share * max(abs(found), abs(predicted))
+        return Change(found, predicted, bound, signal, noise, moved=math.sqrt(moved2 / self.tokens) / 2)
 
     def compare_with_present(self, direction: Callable[[Shard], Tensor], size: float) -> Change:
         """The change by a move of `size` · direction alone."""
@@ -189,7 +193,7 @@ def linearise(
         slope2 = sum((slopes.double().square().sum() for _, slopes in rows), slope2)
     tokens = int(np.sum(batch.sums(batch.weights > 0)[samples]))
     smooth = not model[0].config.num_moe_experts or batch.routes is not None
-    nonlinear = NONLINEAR[cfg.model.dtype] if smooth else REROUTED
+    nonlinear = NONLINEAR[cfg.model.dtype]
     return Probe(model, shards, forward, rows, tokens, sum_over_ranks(slope2).item(), nonlinear, smooth)
 
 
