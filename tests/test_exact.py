@@ -16,11 +16,9 @@ def of_mixed_groups(rows: list[dict]) -> list[dict]:
     return [row for row in rows if len(rewards[row["group"]]) > 1]
 
 
-def check_step(
-    metrics: dict, rows: list[dict], policy_path, reference_path, kl_coef: float, temperature: float = 1.0
-) -> None:
+def check_step(metrics: dict, rows: list[dict], policy_path, reference_path, kl_coef: float) -> None:
     """The step's loss and gradient norm on the samples `rows` are those of plain transformers; vLLM's log-probs too."""
-    loss, norm, _ = reference_step(policy_path, reference_path, rows, kl_coef, temperature)
+    loss, norm, _ = reference_step(policy_path, reference_path, rows, kl_coef)
     assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-7)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert metrics["logp_gap/max"] < 1e-5

@@ -93,9 +93,7 @@ def grad_norm(parameters: Iterable[torch.nn.Parameter]) -> float:
     return torch.stack([p.grad.double().norm() for p in parameters]).norm().item()
 
 
-def reference_step(
-    policy_path, reference_path, rollouts: list[dict], kl_coef: float, temperature: float = 1.0
-) -> tuple[float, float, float]:
+def reference_step(policy_path, reference_path, rollouts: list[dict], kl_coef: float) -> tuple[float, float, float]:
     """(loss, gradient norm, mean k3) of the first update of a step in fp32, in which nothing has moved: the ratio is 1.
 
     `rollouts` are the samples that it trains on; their advantages and vLLM's log-probs are compared as well.
@@ -112,10 +110,10 @@ def reference_step(
         assert [row["advantage"] for row in members] == pytest.approx(advantages.tolist(), rel=1e-9, abs=1e-12)
         for row in members:
             mine, recorded = sampled(row), torch.tensor(row["rollout_logp"])  # an environment's tokens do not count
-            logp = response_logps(policy, row, temperature)[mine]
+            logp = response_logps(policy, row)[mine]
             assert (logp - recorded[mine]).abs().max() < 1e-4 and not recorded[~mine].any()
             with torch.no_grad():
-                ref_logp = response_logps(frozen, row, temperature)[mine]
+                ref_logp = response_logps(frozen, row)[mine]
             k3 = formulas.kl(logp, ref_logp, "k3")
             policy_loss = -row["advantage"] * (logp - logp.detach()).exp()
             part = (policy_loss + kl_coef * k3).sum() / tokens
