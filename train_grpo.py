@@ -514,7 +514,7 @@ def run_schedule(
     (calculate_per_token_loss), so neither the split into micro-batches nor the layout changes the result.
     """
     training = backward and loss_func is not None
-    longest = max(mb.tokens.shape[1] for mb in micro_batches)
+    longest = max(mb.width for mb in micro_batches)
     for chunk in model:
         chunk.train(training)
     with torch.set_grad_enabled(training):

@@ -17,7 +17,7 @@ import megatron_bridge as bridge
 from config import ParallelConfig
 from support.base.read_config import load_config
 from support.proof import formulas
-from support.step.packing import plan_bins
+from support.step import packing
 from tests.conftest import REPO
 from tests.layout_worker import one_layout
 from tests.oracle.plain import ALGO, TEMPERATURE, float64_model, hf_gradients, reference, relative, worst_gradient
@@ -78,14 +78,15 @@ def make_model(folder, family: str, **options):
 
 
 def make_samples() -> list[dict]:
-    """14 answers of 1 to 30 tokens."""
+    """14 answers of 1 to 30 tokens to four prompts, of one token and more, and three of one token."""
     rng = np.random.default_rng(3)
     samples = []
+    prompts = [rng.integers(2, 16, length) for length in (8, 1, 5, 6)]
     for n in range(14):
-        prompt, response = rng.integers(2, 16, rng.integers(1, 9)), rng.integers(0, 16, rng.integers(1, 31))
+        prompt, response = prompts[n // 4], rng.integers(0, 16, 1 if n % 5 == 0 else rng.integers(1, 31))
         samples.append(
             dict(
-                group=n // 2,
+                group=n // 4,
                 prompt_ids=prompt.tolist(),
                 response_ids=response.tolist(),
                 finished=True,
@@ -159,6 +160,7 @@ CASES = [
 def test_update_equals_plain_transformers(results, family, layout):
     found, wanted = results[family][0][layout], results[family][1]
     assert {k for k in found if k.startswith("grad.")} == {k for k in wanted if k.startswith("grad.")}
+    assert found["shared"] > 0  # answers shared their prompt
     assert found["same"] == 1  # loading and exporting gave back every weight bit by bit
     assert (found["logp"] - wanted["logp"]).abs().max() < 1e-4
     assert found["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
@@ -203,12 +205,15 @@ def micro_batch_plan(folder, family: str, replicas: int) -> dict:
     """The same samples in 1, 2 and 6 micro-batches on one replica, in 2, 4 and 6 on two, in different orders."""
     samples, rng = make_samples(), np.random.default_rng(replicas)
     lengths_N = np.array([len(s["prompt_ids"]) + len(s["response_ids"]) - 1 for s in samples])
-    one = ParallelConfig()
-    budgets = {n: next(b for b in range(40, 999) if len(plan_bins(lengths_N, b, replicas, one, True)) == n * replicas)
-               for n in (1, 2, 6 // replicas)}  # fmt: skip
+
+    def bins(budget: int) -> int:
+        return len(packing.plan_bins(lengths_N, lengths_N**2, budget, replicas, ParallelConfig())[0])
+
+    counts = (1, 2, 6 // replicas)
+    budgets = {n: next(budget for budget in range(40, 999) if bins(budget) == n * replicas) for n in counts}
     names = {f"{n} of DP{replicas}": budget for n, budget in budgets.items()}
     return make_plan(
-        folder, family,
+        folder, family, "train.share_prompts=false",
         layouts={name: [f"train.max_tokens_per_micro_batch={b}"] for name, b in names.items()},
         orders={name: rng.permutation(len(samples)).tolist() for name in names},
     )  # fmt: skip

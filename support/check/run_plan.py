@@ -7,7 +7,7 @@ import numpy as np
 import megatron_bridge as bridge
 from config import Config
 from support.base.remedies import PLAN, try_one_of
-from support.step.packing import attention_pads, bubble, plan_bins
+from support.step.packing import bubble, plan_bins
 
 
 def describe(cfg: Config, world_size: int) -> str:
@@ -81,10 +81,10 @@ def rows_of_an_update(cfg: Config, replicas: int) -> tuple[int, int]:
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     multiple = bridge.token_multiple(cfg.parallel)
     cap = cfg.train.max_tokens_per_micro_batch // multiple * multiple
-    pads = attention_pads(cfg.model.dtype)
 
     def rows(length: int) -> int:
-        return len(plan_bins(np.full(samples, length), cap, replicas, cfg.parallel, pads)) // replicas
+        lengths_N = np.full(samples, length)
+        return len(plan_bins(lengths_N, lengths_N**2, cap, replicas, cfg.parallel)[0]) // replicas
 
     return rows(1), rows(longest)
 
