@@ -193,7 +193,7 @@ TOKENS = [
         "positions_run_on", "tokens", "position ids run on across the samples of a packed row",
         "support.step.records:MicroBatch.position_ids", "starts_T = self.cu_seqlens[self.sequence_T]",
         "starts_T = self.cu_seqlens[self.sequence_T] * 0",
-        "run", "position_ids of the update",
+        "run", "the update is not what its formulas say",
     ),
     Exhibit(
         "positions_count_padding", "tokens", "position ids of an answer count the padding of its prompt",
@@ -219,7 +219,7 @@ TOKENS = [
     Exhibit(
         "first_token_from_another_place", "tokens", "a first token is predicted from the end of another answer",
         "megatron_bridge:token_logprobs", "mb.place[mb.rows]", 'mb.kept.searchsorted(mb.rows, "right") - 1',
-        "run", "trainer and vLLM disagree",
+        "run", "the update is not what its formulas say",
     ),
     Exhibit(
         "prompt_of_another_group", "tokens", "all answers of a row share the first group's prompt",
