@@ -130,12 +130,13 @@ def plan_rows(batch, cap, replicas=1, *overrides: str):
 
 
 def test_plans_of_shared_prompts_by_hand():
-    # Four answers of 5 tokens to 10: 14 positions each, 14 + 3 · 4 = 26 with one prompt, 18 of two.
+    # Four answers of 5 tokens to 10: 14 positions, and 4 for each further one. Copies count an eighth, which makes
+    # 29.75 of four and 19.25 of two.
     batch = flatten(answers([[*range(10)], [*range(1, 11)]], 5, 5, 5, 5))
     assert plan_rows(batch, 64) == [[0, 1, 2, 3, 4, 5, 6, 7]]
-    assert plan_rows(batch, 26) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert sorted(map(len, plan_rows(batch, 25))) == [2, 2, 2, 2]
-    assert [len(members) for members in plan_rows(batch, 17)] == [1] * 8
+    assert plan_rows(batch, 30) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sorted(map(len, plan_rows(batch, 29))) == [2, 2, 2, 2]
+    assert [len(members) for members in plan_rows(batch, 19)] == [1] * 8
     assert len(plan_rows(batch, 28, 1, "train.share_prompts=false")) == 4
     with pytest.raises(ValueError, match="a sample of 14 tokens does not fit a micro-batch of 13"):
         plan_rows(batch, 13)

@@ -27,6 +27,9 @@ from support.step.records import Batch, MicroBatch, Rows, Sample
 TOKEN = 4096
 ROW_TOKENS = 2048  # a shorter row is taken to cost as much: on a GPU its time is that of kernel launches
 ROW_START = 128  # and each row costs as much as so many tokens besides, so that the plan has few
+# A position that is a copy counts as so much of a computed one. Its key and value are stored for each answer: at most
+# 4 of the 34 × hidden bytes of activations of a layer (arXiv 2205.05198).
+COPY = 1 / 8
 PADDING_PIECE = 128  # tokens of a sequence of padding in a row without samples, at most
 
 
@@ -78,7 +81,8 @@ def bubble(micro_batches: int, parallel: ParallelConfig) -> float:
 
 
 def plan_rows(batch: Batch, samples: list[int], max_tokens: int, replicas: int, cfg: Config) -> list[list[int]]:
-    """The numbered samples in bins of at most `max_tokens` computed positions; replica r takes bins[r::replicas].
+    """The numbered samples in bins of at most `max_tokens` positions, copies counted as COPY of one; replica r takes
+    bins[r::replicas].
 
     Where prompts are shared, units of all answers to a prompt, of halves, of quarters, ... and of single samples are
     planned, and the soonest finished plan is taken. In a bin, the answers to a prompt are side by side.
@@ -95,7 +99,7 @@ def plan_rows(batch: Batch, samples: list[int], max_tokens: int, replicas: int, 
     while most > 0:
         starts_U = np.flatnonzero(rank_N % most == 0)
         shared_N = np.where(rank_N % most == 0, 0, prompts_N)
-        tokens_U = np.add.reduceat(lengths_N - shared_N, starts_U)
+        tokens_U = np.ceil(np.add.reduceat(lengths_N - (1 - COPY) * shared_N, starts_U)).astype(np.int64)
         if tokens_U.max(initial=0) <= max_tokens or most == 1:
             attended_U = np.add.reduceat(lengths_N**2 - shared_N**2, starts_U)
             bins, duration = plan_bins(tokens_U, attended_U, max_tokens, replicas, cfg.parallel)
