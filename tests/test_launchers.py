@@ -8,9 +8,9 @@ import time
 import pytest
 
 from config import UserError
-from support.base import launchers
+from support.base import launchers, versions
 from support.base.launchers import environment
-from support.base.read_config import load_config
+from support.base.read_config import load_config, override
 from support.check import machines
 from tests.conftest import REPO, read_rows
 
@@ -111,13 +111,20 @@ def test_what_is_said_where_something_is_missing(monkeypatch):
         machines.check_start(cfg)
     monkeypatch.setattr(machines.os, "environ", SRUN | environment(SRUN))
     machines.check_start(cfg)
+    with pytest.raises(UserError, match=r"profile.memory=true: .* there is no GPU here"):
+        machines.check_start(override(cfg, {"profile.start": 1, "profile.stop": 1, "profile.memory": True}))
     monkeypatch.setattr(machines.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machines.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(machines.torch.cuda, "get_device_name", lambda number: "NVIDIA H100 MIG 1g.10gb")
-    with pytest.raises(
-        UserError,
-        match="has 1 GPU: one process a GPU; if srun binds one GPU to each, add --gpu-bind=none to it; with MIG one",
-    ):
+    binds = "has 1 GPU: one process a GPU; if srun binds one GPU to each, add --gpu-bind=none to it; with MIG one"
+    with pytest.raises(UserError, match=binds):
+        machines.check_start(cfg)
+    monkeypatch.setattr(machines.torch.cuda, "device_count", lambda: 8)
+    tools = {"C compiler": "/usr/bin/gcc", "Python.h": "/usr/include/Python.h"}
+    monkeypatch.setattr(versions, "build_tools", lambda: tools)
+    machines.check_start(cfg)
+    tools["Python.h"] = None
+    with pytest.raises(UserError, match=r"^no Python\.h, which vLLM's kernels need\. .*apt-get install gcc"):
         machines.check_start(cfg)
 
 
