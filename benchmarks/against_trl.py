@@ -8,8 +8,7 @@ Every run is a process group of its own, 3 steps to warm up and 6 that are timed
 turns, so that what else the machine does falls on all. Results are appended to docs/bench/rounds.csv; a run that is
 there is not run again, so an interrupted set goes on where it was. Ratios are of medians over the steps of all rounds.
 TRL runs in the fastest setting that docs/bench/trl-settings.csv has for the work; benchmarks/trl.py --csv adds others.
-The works of smollm2 need `make build/smollm2/model` and such settings first, smollm2-long also --gsm8k FILE; without
---works they are left out.
+The works of smollm2 need `make build/smollm2/model` and such settings first; without --works they are left out.
 """
 
 import argparse
@@ -34,11 +33,9 @@ TIMEOUT_S = 900  # of a run
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
 
 
-def command_of(work: str, system: str, number: int, gsm8k: Path | None) -> list[str]:
+def command_of(work: str, system: str, number: int) -> list[str]:
     """The command that times a system on a work and appends its results."""
     options = ["--work", work, "--round", str(number), "--csv", str(RESULTS.relative_to(REPO))]
-    if gsm8k:
-        options += ["--gsm8k", str(gsm8k.resolve())]
     if system == "ours":
         return [sys.executable, *LAUNCH, "benchmarks/ours.py", *options]
     if system == "trl-vllm":
@@ -129,9 +126,8 @@ def ratio_lines(found: dict[str, list[dict]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made = [name for name, work in WORKS.items() if work.lengths not in works.TASKS]
+    made = [name for name, work in WORKS.items() if work.model != "smollm2"]
     parser.add_argument("--works", nargs="+", choices=WORKS, default=made)
-    parser.add_argument("--gsm8k", type=Path, metavar="FILE", help="JSON lines with questions, for smollm2-long")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -139,13 +135,12 @@ def main() -> int:
     if args.rounds and args.systems != ["ours"]:
         trl.setup(TRL)
         for work in args.works:
-            works.make_inputs(REPO / "build/bench", WORKS[work], args.gsm8k)
+            works.make_inputs(REPO / "build/bench", WORKS[work])
     for number in range(1, args.rounds + 1):
         for work in args.works:
             for system in args.systems:
                 if not has_result(work, system, number):
-                    command = command_of(work, system, number, args.gsm8k)
-                    failed += not run(command, f"{work}.{system}.{number}")
+                    failed += not run(command_of(work, system, number), f"{work}.{system}.{number}")
     print("\n".join(ratio_lines({work: rows_on(RESULTS, work) for work in WORKS})))
     return 1 if failed else 0
 

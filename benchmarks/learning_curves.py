@@ -12,10 +12,12 @@ A curve that is in the CSV is not trained again. TRL runs in build/trl-venv (ben
 """
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
 from pathlib import Path
+from statistics import mean
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -96,6 +98,8 @@ def trl_rank(folder: Path) -> None:
         (folder / "curve.json").write_text(json.dumps(curve))
 
 
+SYSTEMS = {"ours": train_ours, "trl": train_trl}
+
 # ---------------------------------------------------------------- all runs
 
 
@@ -108,26 +112,14 @@ def read_curves() -> dict[tuple[str, int], Curve]:
     return curves
 
 
-def add_curve(system: str, seed: int, curve: Curve) -> None:
-    """Append a curve to the CSV."""
-    with CURVES.open("a") as file:
-        file.writelines(f"{system},{seed},{step},{value:.6f}\n" for step, value in enumerate(curve, 1))
-
-
-def smooth(curve: Curve) -> Curve:
-    """The mean of each value and the WINDOW - 1 before it."""
-    windows = [curve[max(0, i + 1 - WINDOW) : i + 1] for i in range(len(curve))]
-    return [sum(window) / len(window) for window in windows]
-
-
 def table(curves: dict[tuple[str, int], Curve]) -> str:
-    """Mean of the seeds, lowest and highest, at the steps in SHOWN."""
+    """Mean over the seeds of the last WINDOW rewards, lowest and highest, at the steps in SHOWN."""
     lines = ["| step | " + " | ".join(NAMES.values()) + " |", "|---" * (1 + len(NAMES)) + "|"]
     for step in SHOWN:
         cells = []
         for system in NAMES:
-            values = [smooth(curve)[step - 1] for (of, _), curve in curves.items() if of == system]
-            cells.append(f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})")
+            values = [mean(curve[step - WINDOW : step]) for (of, _), curve in curves.items() if of == system]
+            cells.append(f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})")
         lines.append(f"| {step} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -141,12 +133,13 @@ def main() -> None:
         trl_rank(args.trl)
         return
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(args.seeds):
-            for system, train in {"ours": train_ours, "trl": train_trl}.items():
-                if (system, seed) not in read_curves():
-                    curve = train(seed, Path(folder, f"{system}_{seed}"))
-                    add_curve(system, seed, curve)
-                    print(f"{system}, seed {seed}: {smooth(curve)[-1]:.3f}", flush=True)
+        for seed, (system, train) in itertools.product(range(args.seeds), SYSTEMS.items()):
+            if (system, seed) in read_curves():
+                continue
+            curve = train(seed, Path(folder, f"{system}_{seed}"))
+            with CURVES.open("a") as file:
+                file.writelines(f"{system},{seed},{step},{value:.6f}\n" for step, value in enumerate(curve, 1))
+            print(f"{system}, seed {seed}: {mean(curve[-WINDOW:]):.3f}", flush=True)
     print(table(read_curves()))
 
 

@@ -6,7 +6,7 @@
 
 A work is a model with random weights, a dtype, lengths and the most tokens of an answer (works.py). Each
 step has 8 prompts × 8 samples and a KL to a reference; overrides (section.key=value) change anything. Medians over the
-steps after warm-up. MFU is the operations of a phase (works.train_flops) ÷ its seconds ÷ ranks ÷ the rate that
+steps after warm-up. MFU is the operations of a phase (support/step/throughput.py) ÷ its seconds ÷ ranks ÷ the rate that
 matmuls of the model's shapes reach, in the same run with all ranks busy. Bare vLLM: `LLM.generate` on the same engines
 for as many prompts and samples, right after each step, without log-probs, grading or training.
 """
@@ -35,9 +35,10 @@ from support.base.read_config import load_config
 from support.check import checks
 from support.data.prompts import prompt_batch
 from support.engine import cpu_engine, push_check
-from support.proof import gap, graded, push_source, rows
+from support.proof import push_source
 from support.run import launch
 from support.run.clock import Clock
+from support.step import throughput
 
 MICRO_BATCH = 4096  # tokens
 
@@ -60,9 +61,9 @@ def chosen_work(args: argparse.Namespace) -> Work:
     return replace(WORKS[args.work], **{name: value for name, value in given.items() if value is not None})
 
 
-def config(folder: Path, work: Work, steps: int, gsm8k: Path | None, overrides: list[str]) -> Config:
+def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config:
     """The benchmark's configuration; rank 0 has made model and data in `folder`."""
-    model, data = works.make_inputs(folder, work, gsm8k) if dist.get_rank() == 0 else (None, None)
+    model, data = works.make_inputs(folder, work) if dist.get_rank() == 0 else (None, None)
     shared = [str(model), str(data)]
     dist.broadcast_object_list(shared)
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,7 @@ def config(folder: Path, work: Work, steps: int, gsm8k: Path | None, overrides: 
     room = max(MICRO_BATCH, work.prompt_tokens + work.max_tokens)
     defaults = [
         f"output_dir={folder / 'out'}", f"model.path={shared[0]}", f"model.dtype={work.dtype}",
-        f"data.train={shared[1]}", f"data.chat_template={str(work.lengths in works.TASKS).lower()}",
+        f"data.train={shared[1]}", f"data.chat_template={str(work.model == "smollm2").lower()}",
         f"data.max_prompt_tokens={work.prompt_tokens}",
         f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={GROUP}",
         f"rollout.max_new_tokens={work.max_tokens}", "reward.default=custom",
@@ -160,18 +161,8 @@ def timed(owner, name: str, seconds: Counter, key: str) -> None:
     setattr(owner, name, outer)
 
 
-CHECKS = {  # of a step: what is compared → where
-    "rows and formulas of an update": (rows, "check_update"),
-    "groups and advantages": (rows, "check_credit"),
-    "graded rewards": (graded, "check_graded"),
-    "gap between trainer and vLLM": (gap, "check_gap"),
-}
-
-
-def time_checks() -> Counter:
-    """Seconds of a step's checks from now on: CHECKS, and those of a push: its digests, until all ranks have told
-    theirs, and their comparison.
-    """
+def time_push_checks() -> Counter:
+    """Seconds of the checks of a push from now on: its digests, until all ranks have told theirs, their comparison."""
     seconds = Counter()
     push_check.ranks = SimpleNamespace(gather=ranks.gather)
     timed(push_check, "digest", seconds, "digests")
@@ -179,31 +170,27 @@ def time_checks() -> Counter:
     timed(push_source, "read_shards", seconds, "digests")
     timed(push_check.ranks, "gather", seconds, "gather")
     timed(push_check.PushCheck, "compare", seconds, "compare")
-    for name, (owner, function) in CHECKS.items():
-        timed(owner, function, seconds, name)
     return seconds
 
 
 # ---------------------------------------------------------------- a run, and what it says
 
 
-def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dict], list[int], list[Counter]]:
-    """(a row of results for each timed step, lengths of all their answers, seconds of each one's checks)."""
-    seconds = time_checks()  # before vLLM takes the functions
+def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dict], list[int]]:
+    """(a row of results for each timed step, lengths of all their answers)."""
+    seconds = time_push_checks()  # before vLLM takes the functions
     cfg, inputs = launch.prepare(cfg, dist.get_world_size(), weights=True)  # prints the plan
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     run = train_grpo.build(cfg, inputs, Clock(stall_timeout_s=0))
-    rows, lengths, checked = [], [], []
+    rows, lengths = [], []
     for step in range(1, args.warmup + args.steps + 1):
         seconds.clear()
         metrics, samples = train_grpo.train_step(run, step)
         row = {"step": step - args.warmup, **step_results(metrics, samples, seconds, work)}
-        taken = Counter(seconds)
         if not args.no_ceilings:
             row["bare_tokens_per_s"] = bare_vllm(run)
         if step > args.warmup:
             rows.append(row)
-            checked.append(taken)
             lengths += [len(s.response_ids) for s in samples]
     run.grading.close()
     run.clock.stop()
@@ -211,7 +198,7 @@ def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dic
     if not args.no_ceilings:
         found = ceilings(work, min(MICRO_BATCH, 2048))
         rows = [row | found for row in rows]
-    return rows, lengths, checked
+    return rows, lengths
 
 
 def step_results(metrics: dict, samples: list, check_seconds: Counter, work: Work) -> dict:
@@ -223,24 +210,8 @@ def step_results(metrics: dict, samples: list, check_seconds: Counter, work: Wor
     for part in works.PUSH_PARTS:
         row[f"push_{part}_s"] = float(check_seconds[part])
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
-    row["train_flops"] = float(works.train_flops(works.MODELS[work.model], lengths))
+    row["train_flops"] = throughput.train_flops(SimpleNamespace(**works.MODELS[work.model]), lengths)
     return row
-
-
-def show(rows: list[dict], lengths: list[int]) -> None:
-    """The table of a run's rows."""
-    for name, value in works.summary(rows).items():
-        print(f"{name:26}{value:>12.4g}")
-    print(f"answers of {sum(lengths) / len(lengths):.1f} tokens, the longest {max(lengths)}")
-
-
-def show_checks(rows: list[dict], checked: list[Counter]) -> None:
-    """The share of a step that each check takes."""
-    step = median(row["step_s"] for row in rows)
-    print(f"checks of a step of {1000 * step:.0f} ms")
-    for name in CHECKS:
-        taken = median(seconds[name] for seconds in checked)
-        print(f"  {name:32}{1000 * taken:8.2f} ms{100 * taken / step:8.2f} %")
 
 
 def main() -> int:
@@ -249,9 +220,9 @@ def main() -> int:
     ranks.join_ranks(timeout_s=600)
     rank, world = dist.get_rank(), dist.get_world_size()  # now: an engine that is given up may end the process group
     try:
-        cfg = config(args.folder, work, args.warmup + args.steps, args.gsm8k, args.overrides)
+        cfg = config(args.folder, work, args.warmup + args.steps, args.overrides)
         checks.check_config(cfg, world)
-        rows, lengths, checked = measure(args, work, cfg)
+        rows, lengths = measure(args, work, cfg)
     except UserError as error:
         if rank == 0:
             ranks.say(f"error: {error}")
@@ -260,8 +231,9 @@ def main() -> int:
         about = {**asdict(work), "system": "ours", "round": args.round, "ranks": world}
         about |= {**works.facts(), "commit": versions.commit()}
         rows = [about | row for row in rows]
-        show(rows, lengths)
-        show_checks(rows, checked)
+        for name, value in works.summary(rows).items():
+            print(f"{name:26}{value:>12.4g}")
+        print(f"answers of {sum(lengths) / len(lengths):.1f} tokens, the longest {max(lengths)}")
         if args.csv:
             works.add_results(args.csv, rows)
     return 0

@@ -188,7 +188,7 @@ def main() -> None:
         set_environment()
         patch_vllm_for_cpu(dtype)
     # against_trl.py has made the inputs already: here both ranks would make them at once.
-    model, data = works.make_inputs(args.folder, work, args.gsm8k)
+    model, data = works.make_inputs(args.folder, work)
     rows = train(work, setting, dtype, model, data, args.vllm, args.warmup, args.steps)
     if os.environ["RANK"] == "0":
         system = "trl-vllm" if args.vllm else "trl"

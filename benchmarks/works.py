@@ -28,13 +28,13 @@ class Work:
 
     model: str = "tiny"
     dtype: str = "fp32"
-    lengths: str = "fixed"  # a key of END_CHANCE, or of TASKS
+    lengths: str = "fixed"  # a key of END_CHANCE; those of smollm2 are the model's own
     max_tokens: int = 64
 
     @property
     def prompt_tokens(self) -> int:
         """The most tokens of a prompt."""
-        return TASKS.get(self.lengths, 32)
+        return 64 if self.model == "smollm2" else 32
 
 
 WORKS = {
@@ -44,13 +44,10 @@ WORKS = {
     "small-fp32-64": Work("small"),
     "small-bf16-64": Work("small", "bf16"),
     "small-bf16-natural": Work("small", "bf16", "natural", 192),
-    "smollm2-natural": Work("smollm2", "bf16", "addition", 40),
+    "smollm2-natural": Work("smollm2", "bf16", "addition", 40),  # the task of configs/smollm2.yaml
     "smollm2-natural-fp32": Work("smollm2", "fp32", "addition", 40),
-    "smollm2-long": Work("smollm2", "bf16", "gsm8k", 256),
 }
 SMOLLM2 = REPO / "build/smollm2/model"
-# Data of a pretrained model → the most tokens of a prompt: the task of configs/smollm2.yaml, the user's file of GSM8K.
-TASKS = {"addition": 64, "gsm8k": 384}
 
 
 @dataclass(frozen=True)
@@ -160,19 +157,6 @@ def matmuls(c: dict) -> list[tuple[int, int, float]]:
     return [(*shape, times) for shape, times in table.items()] + [(c["vocab_size"], c["hidden_size"], 1.0)]
 
 
-def train_flops(c: dict, lengths: list[int]) -> float:
-    """Floating-point operations of forward and backward over sequences of these lengths (a third of it: forward).
-
-    Per token 6 for each weight of a matrix that it meets (active experts only, no embedding lookup); per sequence of s
-    tokens 6 s² of attention, causal, for each layer and each dimension of its heads. Recomputation does not count.
-    """
-    weights = sum(out * inp * times for out, inp, times in matmuls(c))
-    width = c["num_hidden_layers"] * c["num_attention_heads"] * c["head_dim"]
-    matmul = 6 * weights * sum(lengths)
-    attention = 6 * width * sum(s * s for s in lengths)
-    return matmul + attention
-
-
 def make_model(folder: Path, work: Work) -> None:
     """Write the folder of an untrained model that ends an answer with the chance that `work.lengths` has.
 
@@ -227,34 +211,25 @@ TEXTS = [
 ]
 
 
-def make_inputs(folder: Path, work: Work, gsm8k: Path | None = None) -> tuple[Path, Path]:
+def make_inputs(folder: Path, work: Work) -> tuple[Path, Path]:
     """(model folder, data file) of a work, made under `folder` where they are not yet there.
 
-    `gsm8k`: rows with a question, for the work that asks them. Raises SystemExit where it, or SmolLM2, is missing.
+    Raises SystemExit where SmolLM2 is missing.
     """
-    model, prompts = folder / f"{work.model}-{work.dtype}-{work.lengths}", [text[:40] for text in TEXTS[:64]]
-    if work.lengths in TASKS:
+    model, data = folder / f"{work.model}-{work.dtype}-{work.lengths}", folder / f"{work.lengths}.jsonl"
+    prompts = [text[:40] for text in TEXTS[:64]]
+    if work.model == "smollm2":
+        from tools import make_smollm2
+
         model = SMOLLM2
-        prompts = [[{"role": "user", "content": text}] for text in questions(work, gsm8k)]
+        prompts = [[{"role": "user", "content": row["prompt"]}] for row in make_smollm2.addition_rows()[0]]
         if not model.exists():
             raise SystemExit(f"{model} is missing: make {model.relative_to(REPO)}")
     elif not (model / "tokenizer.json").exists():  # it is written last
         make_model(model, work)
-    data = folder / f"{work.lengths if work.lengths in TASKS else 'train'}.jsonl"
-    data.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     data.write_text("".join(json.dumps({"prompt": prompt, "answer": "0"}) + "\n" for prompt in prompts))
     return model, data
-
-
-def questions(work: Work, gsm8k: Path | None) -> list[str]:
-    """What a pretrained model is asked."""
-    if work.lengths == "addition":
-        from tools import make_smollm2
-
-        return [row["prompt"] for row in make_smollm2.addition_rows()[0]]
-    if gsm8k is None:
-        raise SystemExit("this work asks the questions of GSM8K: --gsm8k FILE, JSON lines with a column `question`")
-    return [json.loads(line)["question"] for line in gsm8k.read_text().splitlines()[:256]]
 
 
 def checksum(text: str, answer: str = "", row: dict | None = None) -> float:
@@ -265,7 +240,6 @@ def checksum(text: str, answer: str = "", row: dict | None = None) -> float:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that ours.py and trl.py share."""
     parser.add_argument("--work", choices=WORKS, default="tiny-64", help="what to time")
-    parser.add_argument("--gsm8k", type=Path, metavar="FILE", help="JSON lines with questions, for smollm2-long")
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=STEPS, help="that are timed")
     parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")

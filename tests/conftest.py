@@ -2,7 +2,6 @@
 
 import gc
 import json
-import socket
 import subprocess
 import threading
 from pathlib import Path
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 from support.base import ranks, rollout_files
-from tests.fork_server import ForkServer
+from tests.fork_server import ForkServer, free_port
 from tests.processes import Torchrun
 
 REPO = Path(__file__).resolve().parent.parent
@@ -184,9 +183,7 @@ def offline(monkeypatch):
 @pytest.fixture
 def world(monkeypatch):
     """This process is a world of one rank, for what needs neither torchrun nor vLLM; a test may build one layout."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port}.items():
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     ranks.init_distributed(timeout_s=60)

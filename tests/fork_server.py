@@ -33,6 +33,11 @@ SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # ---------------------------------------------------------------- in the tests
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
 class ForkServer:
     """The process that forks, for the script in `sources`: this folder, or a copy of it with changes."""
 
@@ -50,8 +55,7 @@ class ForkServer:
         self, printed: Path, script: str | Path, *arguments: str, nproc: int, seconds: float = 600, **env: str
     ) -> int:
         """Run `script` on `nproc` ranks with what torchrun tells them, and `env`; see run_ranks."""
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = free_port()
         world = {
             "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",

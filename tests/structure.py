@@ -3,13 +3,14 @@
     python -m tests.structure                     all findings of the five top files and support/, sizes of the wings
     python -m tests.structure rollout.py          those of some files
 
-A rule of one file takes (tree, lines of the file) and yields (line, what is wrong).
+A rule of one file takes its tree and yields (line, what is wrong).
 """
 
 import ast
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 SCRIPT = "train_grpo.py"
@@ -36,6 +37,12 @@ def core(root: Path) -> list[Path]:
 
 
 # ---------------------------------------------------------------- what a tree is made of
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    """The tree of a file, read once."""
+    return ast.parse(path.read_text())
 
 
 def is_docstring(node: ast.AST) -> bool:
@@ -79,17 +86,11 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 # ---------------------------------------------------------------- rules of a file
 
 
-def long_functions(tree: ast.Module, lines: list[str]) -> Findings:
+def long_functions(tree: ast.Module) -> Findings:
     for node in functions(tree):
         length = node.end_lineno - node.lineno + 1
         if length > FUNCTION_LINES:
             yield node.lineno, f"{node.name} has {length} lines, more than {FUNCTION_LINES}; divide it"
-
-
-def expressions_as_statements(tree: ast.Module, lines: list[str]) -> Findings:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, (ast.IfExp, ast.BoolOp)):
-            yield node.lineno, "a conditional expression as a statement; write an if"
 
 
 def is_condition(node: ast.AST) -> bool:
@@ -102,7 +103,7 @@ def is_condition(node: ast.AST) -> bool:
     return isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
 
 
-def values_times_conditions(tree: ast.Module, lines: list[str]) -> Findings:
+def values_times_conditions(tree: ast.Module) -> Findings:
     """Products with a condition, unless a name with a shape suffix is in it: those are of arrays."""
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
@@ -121,7 +122,7 @@ def kind(node: ast.AST) -> str:
     return type(node).__name__
 
 
-def unlike_assignments(tree: ast.Module, lines: list[str]) -> Findings:
+def unlike_assignments(tree: ast.Module) -> Findings:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             values = node.value.elts
@@ -130,7 +131,7 @@ def unlike_assignments(tree: ast.Module, lines: list[str]) -> Findings:
                 yield node.lineno, f"{len(values)} unlike values in one assignment; write a line each"
 
 
-def conditions_in_loop_heads(tree: ast.Module, lines: list[str]) -> Findings:
+def conditions_in_loop_heads(tree: ast.Module) -> Findings:
     for node in ast.walk(tree):
         if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
             for part in ast.walk(node.iter):
@@ -138,20 +139,7 @@ def conditions_in_loop_heads(tree: ast.Module, lines: list[str]) -> Findings:
                     yield part.lineno, "a condition hidden in a loop head; give the iterable a name, or write an if"
 
 
-def walrus_in_keywords(tree: ast.Module, lines: list[str]) -> Findings:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.keyword) and any(isinstance(part, ast.NamedExpr) for part in ast.walk(node.value)):
-            yield node.lineno, f"an assignment inside the keyword {node.arg}; assign before the call"
-
-
-RULES: tuple[Callable[[ast.Module, list[str]], Findings], ...] = (
-    long_functions,
-    expressions_as_statements,
-    values_times_conditions,
-    unlike_assignments,
-    conditions_in_loop_heads,
-    walrus_in_keywords,
-)
+RULES = (long_functions, values_times_conditions, unlike_assignments, conditions_in_loop_heads)
 
 
 # ---------------------------------------------------------------- shape suffixes
@@ -174,9 +162,13 @@ def suffixes(tree: ast.Module) -> dict[str, tuple[int, str]]:
     return found
 
 
-def legend_errors(entries: list[tuple[str, str]], used: dict[str, str]) -> list[str]:
-    """What is wrong between the legend and the suffixes that are `used`, {letter: where}."""
-    letters = [letter for letter, _ in entries]
+def check_legend(root: Path) -> list[str]:
+    """What is wrong between the script's legend of shape suffixes and the suffixes of the core."""
+    used = {}  # letter → where
+    for path in core(root):
+        for letter, (line, name) in suffixes(parse(path)).items():
+            used.setdefault(letter, f"{path.relative_to(root)}:{line}: {name}")
+    letters = [letter for letter, _ in legend(ast.get_docstring(parse(root / SCRIPT)) or "")]
     wrong = [f"{SCRIPT}:1: the legend gives _{letter} two meanings" for letter in letters if letters.count(letter) > 1]
     wrong += [f"{SCRIPT}:1: no name has the suffix _{letter} of the legend" for letter in letters if letter not in used]
     lacking = [where for letter, where in used.items() if letter not in letters]
@@ -192,7 +184,7 @@ def weights(root: Path) -> dict[str, int]:
     folders = [path.parent for path in sorted(root.glob("support/*/__init__.py"))]
     for folder in (*folders, root / "rewards", root / "tools", root / "benchmarks", root / "tests"):
         wings[folder.relative_to(root).as_posix()] = sorted(folder.rglob("*.py"))
-    sizes = {name: sum(len(statements(ast.parse(path.read_text()))) for path in wing) for name, wing in wings.items()}
+    sizes = {name: sum(len(statements(parse(path))) for path in wing) for name, wing in wings.items()}
     return sizes | {"docs": sum(len(path.read_text().splitlines()) for path in root.glob("docs/*.md"))}
 
 
@@ -215,16 +207,12 @@ FLOORS = {
 }  # fmt: skip
 
 
-ABOVE = {"benchmarks", "tools", "tests", "rewards"}  # they use the core, and the core imports none,
-RUN_BY_NAME = {("support/run/launch.py", "tools/plan.py")}  # but for what a dry run runs by its path
-SCRIPT_ABOVE = re.compile(r"(benchmarks|tools|tests)/[\w/]+\.py")
+ABOVE = {"benchmarks", "tools", "tests", "rewards"}  # they use the core, and the core imports none
 
 
 def imported_places(node: ast.AST) -> set[str]:
     """Places in FLOORS or ABOVE that a node imports from; of support/ its wing: "support.step.packing" → "step"."""
     modules = []
-    if isinstance(node, ast.Constant) and SCRIPT_ABOVE.fullmatch(str(node.value)):
-        modules = [node.value.replace("/", ".")]
     if isinstance(node, ast.Import):
         modules = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom) and node.module == "support":
@@ -245,7 +233,7 @@ def imported_places(node: ast.AST) -> set[str]:
 def check_floors(root: Path) -> list[str]:
     """Imports of the core that lead up, or across to another wing or file of the same floor.
 
-    So there is no circle of wings either. An import inside a function counts as well, the path of a file above too.
+    So there is no circle of wings either. An import inside a function counts as well.
     """
     found = []
     for path in core(root):
@@ -256,11 +244,9 @@ def check_floors(root: Path) -> list[str]:
         if place not in FLOORS:
             found.append(f"{relative}:1: lies in no wing; the wings are the folders in FLOORS")
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.ImportFrom) and node.level:
                 found.append(f"{relative}:{node.lineno}: a relative import; name the wing")
-            if isinstance(node, ast.Constant) and (relative.as_posix(), node.value) in RUN_BY_NAME:
-                continue
             for target in sorted(imported_places(node) - {place}):
                 if target in ABOVE:
                     found.append(f"{relative}:{node.lineno}: imports {target}, which is above the core")
@@ -275,16 +261,11 @@ def check_floors(root: Path) -> list[str]:
 # ---------------------------------------------------------------- all findings
 
 
-def check_source(source: str) -> list[tuple[int, str]]:
-    """(line, what is wrong) by the rules that need no more than the text of a file."""
-    tree = ast.parse(source)
-    return sorted({finding for rule in RULES for finding in rule(tree, source.splitlines())})
-
-
 def check_file(root: Path, path: Path) -> list[str]:
     """What is wrong with one file of the core, as "file:line: what"."""
-    source, relative = path.read_text(), path.relative_to(root).as_posix()
-    tree, found = ast.parse(source), check_source(source)
+    relative = path.relative_to(root).as_posix()
+    tree = parse(path)
+    found = [finding for rule in RULES for finding in rule(tree)]
     limit = TOP_DENSITY if relative in TOP else SUPPORT_DENSITY
     if density(tree) > limit:
         found.append((1, f"{density(tree):.1f} ast nodes a simple statement, more than {limit}; unfold the densest"))
@@ -298,19 +279,12 @@ def check_file(root: Path, path: Path) -> list[str]:
     return [f"{relative}:{line}: {message}" for line, message in sorted(found)]
 
 
-def check_legend(root: Path) -> list[str]:
-    """What is wrong with the script's legend of shape suffixes, and with suffixes anywhere in the core."""
-    used = {}
-    for path in core(root):
-        for letter, (line, name) in suffixes(ast.parse(path.read_text())).items():
-            used.setdefault(letter, f"{path.relative_to(root)}:{line}: {name}")
-    return legend_errors(legend(ast.get_docstring(ast.parse((root / SCRIPT).read_text()))), used)
-
-
 def uncalled(root: Path) -> list[str]:
     """Public functions of support/ that neither the core nor tools/ uses; a test alone does not count."""
-    trees = {path: ast.parse(path.read_text()) for path in [*core(root), *sorted((root / "tools").rglob("*.py"))]}
-    used = {name for tree in trees.values() for node in ast.walk(tree) for name in references(node)}
+    trees = {path: parse(path) for path in [*core(root), *sorted((root / "tools").rglob("*.py"))]}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     found = []
     for path, tree in trees.items():
         relative = path.relative_to(root).as_posix()
@@ -322,18 +296,11 @@ def uncalled(root: Path) -> list[str]:
     return found
 
 
-def references(node: ast.AST) -> list[str]:
-    """The name that a node reads, if it reads one; imports do not count."""
-    if isinstance(node, ast.Name):
-        return [node.id]
-    return [node.attr] if isinstance(node, ast.Attribute) else []
-
-
 def main(root: Path, given: list[str]) -> None:
     files = [root / name for name in given] or core(root)
     for path in files:
         found = check_file(root, path)
-        print(f"{path.relative_to(root)}: density {density(ast.parse(path.read_text())):.1f}, {len(found)} findings")
+        print(f"{path.relative_to(root)}: density {density(parse(path)):.1f}, {len(found)} findings")
         print("".join(f"  {line}\n" for line in found), end="")
     print("\n".join(check_legend(root) + uncalled(root) + check_floors(root) + over_budget(weights(root))))
     print("  ".join(f"{name} {size}/{BUDGET.get(name, 0)}" for name, size in weights(root).items()))

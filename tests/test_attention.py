@@ -36,10 +36,18 @@ def by_formula(query, key, value, cu_q, cu_k, left=-1):
     return torch.cat(out)
 
 
+REAL = inspect.signature(flash.varlen_attn).parameters
+OPTIONS = {  # of varlen_attn, by version of torch
+    "2.10": ("is_causal", "return_aux"),
+    "2.11": ("return_aux", "scale", "window_size"),
+    "2.13": ("return_aux", "scale", "window_size", "enable_gqa", "num_splits"),
+}
+
+
 def stand_in(version: str, dtypes=HALF):
     """varlen_attn of that torch, but for the device."""
 
-    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, left):
+    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, **options):
         for x, cu, longest in ((query, cu_q, max_q), (key, cu_k, max_k), (value, cu_k, max_k)):
             if x.dtype not in dtypes or x.dtype != query.dtype:
                 raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
@@ -48,28 +56,17 @@ def stand_in(version: str, dtypes=HALF):
             if cu.dtype != torch.int32 or not cu.is_contiguous() or len(cu) < 2:
                 raise RuntimeError("cu_seqlens must have dtype int32")
             assert type(longest) is int and longest == cu.diff().max() and len(x) == cu[-1]  # else wrong in silence
+        assert options.keys() <= {*OPTIONS[version]} and options.get("scale") is None
+        left, right = options.get("window_size", (-1, 0))
+        assert right == 0 and (options["is_causal"] if version == "2.10" else "window_size" in options)
+        if version == "2.13":
+            assert options["enable_gqa"] and options["num_splits"] == 1
         return by_formula(query, key, value, cu_q, cu_k, left)
 
-    def torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-        assert is_causal
-        return kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, -1)
-
-    def torch_2_11(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
-    ):
-        assert window_size[1] == 0 and scale is None
-        return kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size[0])
-
-    def torch_2_13(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
-        enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
-    ):  # fmt: skip
-        if not enable_gqa and query.shape[1] != key.shape[1]:
-            raise ValueError("Expect query and key/value to have the same number of heads")
-        assert window_size[1] == 0 and scale is seqused_k is block_table is None and num_splits == 1
-        return kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size[0])
-
-    return {"2.10": torch_2_10, "2.11": torch_2_11, "2.13": torch_2_13}[version]
+    tensors = [*REAL.values()][:7]
+    options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in OPTIONS[version]]
+    kernel.__signature__ = inspect.Signature([*tensors, *options])
+    return kernel
 
 
 def tensors(tokens_q: int, tokens_k: int, dtype=torch.float32, head_dim: int = 8) -> list[torch.Tensor]:
@@ -156,12 +153,8 @@ def test_flash_attention_is_the_formula(where, head_dim, record_property):
     assert error < 0.02
 
 
-def test_torch_has_what_stands_in_for_it_and_refuses_the_cpu():
-    def shape(function):
-        return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-
-    if torch.__version__.startswith("2.13"):
-        assert shape(flash.varlen_attn) == shape(stand_in("2.13"))
+def test_torch_has_the_options_and_refuses_the_cpu():
+    assert REAL.keys() >= {*OPTIONS["2.13"]}
     where = segments([3, 2])
     with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
         attend_varlen(*tensors(5, 5, torch.bfloat16), where)

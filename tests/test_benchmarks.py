@@ -1,12 +1,14 @@
 """What the benchmarks count, and the lengths they make."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
 from benchmarks import against_trl, works
+from support.step import throughput
 
 # As the model cards on the hub have them.
 PARAMETERS = {"qwen2.5-0.5b": 0.49e9, "qwen2.5-1.5b": 1.54e9, "qwen2.5-7b": 7.61e9, "qwen3-30b-a3b": 30.5e9}
@@ -22,7 +24,7 @@ def test_operations_of_a_model_worked_by_hand():
     layer = 4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 8  # q, k and v, o, feed-forward
     weights = 2 * layer + 4 * 10
     attention = 2 * 2 * 2 * (3**2 + 5**2)  # layers, heads, their dimension, tokens of the two sequences
-    assert works.train_flops(c, [3, 5]) == 6 * weights * (3 + 5) + 6 * attention
+    assert throughput.train_flops(SimpleNamespace(**c), [3, 5]) == 6 * weights * (3 + 5) + 6 * attention
 
 
 def test_experts_count_as_many_as_a_token_meets():

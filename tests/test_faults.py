@@ -4,7 +4,6 @@ docs/reliability.md has the messages.
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import REPO, Training
+from tests.conftest import REPO, Training, command_line
+from tests.fork_server import free_port
 from tests.test_checkpoint import lasting
 
 STEPS = 12
@@ -36,8 +36,6 @@ from tiny_reward import digits_in_place
 pause = pathlib.Path(__file__).with_name("pause")
 
 def reward(text, answer, row):
-    with pause.with_name("clock").open("a") as file:
-        print(time.time(), file=file)
     while pause.exists():
         pause.with_name("paused").touch()
         time.sleep(0.05)
@@ -91,7 +89,7 @@ def start(base):
     for job in jobs:
         job.kill()
     shutil.rmtree(base / "out", ignore_errors=True)
-    for name in ("pause", "paused", "clock", "back"):
+    for name in ("pause", "paused"):
         (base / name).unlink(missing_ok=True)
 
 
@@ -112,11 +110,6 @@ def disk(base):
     yield mount
     for path in mounted:
         subprocess.run(["umount", "-l", path], check=True)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.mark.slow
@@ -244,10 +237,7 @@ def test_a_taken_port_without_torchrun(base):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        command = [
-            sys.executable, "train_grpo.py", "--config", "configs/tiny.yaml", f"model.path={base / 'model'}",
-            f"data.train={base / 'train.jsonl'}", f"output_dir={base / 'out'}",
-        ]  # fmt: skip
+        command = [sys.executable, "train_grpo.py", *command_line(base, base / "out", (), "tiny")]
         env = {**os.environ, **world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
@@ -255,55 +245,11 @@ def test_a_taken_port_without_torchrun(base):
     assert "address already in use" in done.stderr and "choose another" in done.stderr
 
 
-# What a step of the system's clock does to a process; libfaketime 0.9.10 breaks Python's time.sleep.
-CLOCK = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-
-int clock_gettime(clockid_t id, struct timespec *t) {
-    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
-    int result = real(id, t);
-    if (id == CLOCK_REALTIME && access(getenv("CLOCK_BACK"), F_OK) == 0) t->tv_sec -= 3600;
-    return result;
-}
-int gettimeofday(struct timeval *t, void *zone) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    *t = (struct timeval){now.tv_sec, now.tv_nsec / 1000};
-    return 0;
-}
-time_t time(time_t *t) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return t ? (*t = now.tv_sec) : now.tv_sec;
-}
-"""
-
-
-@pytest.mark.slow
-def test_a_clock_that_goes_back(start, base, undisturbed):
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler, which this test needs for its clock")
-    (base / "clock.c").write_text(CLOCK)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", base / "clock.so", base / "clock.c", "-ldl"], check=True)
-    job = start(LD_PRELOAD=str(base / "clock.so"), CLOCK_BACK=str(base / "back"))
-    job.wait_for_step(3)
-    (base / "back").touch()
-    assert job.end() == 0 and job.result() == undisturbed, job.text
-    seen = [float(line) for line in (base / "clock").open()]  # by the reward, in the order of its calls
-    assert seen[0] - seen[-1] > 3000
-    lines = [json.loads(line) for line in (job.out / "metrics.jsonl").open()]
-    assert all(0 <= value < 600 for line in lines for key, value in line.items() if key.startswith("time/"))
-
-
 def node(rank: int, port: int, tag: str) -> tuple[str, ...]:
+    """The options of torchrun on one of two nodes."""
     return (
-        "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
-        f"--rdzv-id={tag}", f"--rdzv-conf=is_host={int(rank == 0)}", "--max-restarts=3", "--local-addr=127.0.0.1",
+        "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={tag}",
+        f"--rdzv-conf=is_host={int(rank == 0)}", "--max-restarts=3", "--local-addr=127.0.0.1",
     )  # fmt: skip
 
 

@@ -93,18 +93,33 @@ def fork(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", PATCHES)
-def test_a_patch_applies_and_runs(name, fork, tiny, tmp_path):
-    diff = PATCHES[name].read_text()
-    run = re.search(r'make demo ARGS="(.*)"', diff)  # in the lines before the diff
-    overrides = run[1].split() if run else []
-    module = fork(name)
-    if changed_files(diff) == ["train_grpo.py"]:
-        module.rehearse(load_config(str(REPO / "configs/tiny.yaml"), overrides))
-    else:  # it needs the other files that the patch changes, so a process of its own
-        run = [tmp_path / "fork/train_grpo.py", "--config", "configs/tiny.yaml", "--dry-run", *overrides]
-        inputs = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
-        done = subprocess.run([sys.executable, *run, *inputs], cwd=REPO, text=True, capture_output=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+def test_a_patch_applies(name, tmp_path):
+    apply(name, tmp_path / "fork")
+
+
+def keys_of(name: str) -> list[str]:
+    """The keys of the run that the lines before the diff name."""
+    run = re.search(r'make demo ARGS="(.*)"', PATCHES[name].read_text())
+    return run[1].split() if run else []
+
+
+SCRIPT_ALONE = [name for name, path in PATCHES.items() if changed_files(path.read_text()) == ["train_grpo.py"]]
+
+
+@pytest.mark.parametrize("name", SCRIPT_ALONE)
+def test_a_patched_script_is_rehearsed(name, fork):
+    fork(name).rehearse(load_config(str(REPO / "configs/tiny.yaml"), keys_of(name)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PATCHES.keys() - SCRIPT_ALONE))
+def test_patched_sources_dry_run(name, tiny, tmp_path):
+    """In a process of their own, since the patch changes more than the script."""
+    apply(name, tmp_path / "fork")
+    run = [tmp_path / "fork/train_grpo.py", "--config", "configs/tiny.yaml", "--dry-run", *keys_of(name)]
+    inputs = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
+    done = subprocess.run([sys.executable, *run, *inputs], cwd=REPO, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_patch_survives_edits_nearby(tmp_path):
@@ -272,18 +287,13 @@ class FakeSGLang:
 
     def __init__(self, **settings):
         self.loop, self.calls = asyncio.new_event_loop(), [("start", settings["tp_size"])]
-        self.limits = []  # tokens of an answer at most
 
     async def async_generate(self, input_ids, sampling_params, return_logprob):
-        self.calls.append(("generate", input_ids, [params["sampling_seed"] for params in sampling_params]))
-        self.limits += [params["max_new_tokens"] for params in sampling_params]
-        finished = {
-            "meta_info": {
-                "finish_reason": {"type": "stop"},
-                "output_token_logprobs": [(-0.5, 7, None), (-1.0, 8, None)],
-            }
-        }
-        return [finished for _ in input_ids]
+        self.calls.append(("generate", input_ids, sampling_params))
+        logprobs = [(-0.5, 7, None), (-1.0, 8, None)]
+        return [
+            {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": logprobs}} for _ in input_ids
+        ]
 
     def update_weights_from_tensor(self, tensors, flush_cache):
         self.calls.append(("update", [name for name, _ in tensors]))
@@ -307,6 +317,7 @@ def sglang_engine(fork, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", types.SimpleNamespace(Engine=FakeSGLang))
     monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(module.dist, "barrier", lambda: None)
+    monkeypatch.setattr(module, "BUCKET_BYTES", 8)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
     return engine
@@ -324,25 +335,32 @@ def test_the_sglang_engine_on_a_made_up_sglang(sglang_engine, monkeypatch):
     with pytest.raises(RankError, match="none were pushed"):
         next(engine.generate([[1]], [3], 2, cfg.rollout, 4))
     engine.wake("weights")
-    monkeypatch.setattr(sys.modules["rollout_sglang"], "BUCKET_BYTES", 8)
     engine.load_weights((name, torch.zeros(1)) for name in "abc")
     engine.wake("kv_cache")
     answers = dict(engine.generate([[1, 2], [3]], [5, 6], 2, cfg.rollout, [4, 3]))
     assert answers == {number: [rollout.Completion([7, 8], [-0.5, -1.0], True)] * 2 for number in (0, 1)}
-    assert engine.llm.limits == [4, 4, 3, 3]
     engine.sleep()
-    kinds = [call[0] for call in engine.llm.calls]
-    assert kinds == ["start", "release", "resume", "update", "update", "resume", "generate", "generate", "release"]
-    assert [call[1] for call in engine.llm.calls if call[0] == "update"] == [["a", "b"], ["c"]]
-    (_, first, seeds), (_, second, others) = (call for call in engine.llm.calls if call[0] == "generate")
-    assert (first, second) == ([[1, 2]] * 2, [[3]] * 2)
-    assert len({*seeds, *others}) == 4, "answers with one seed would be equal"
-    with pytest.raises(UserError, match="replay_routes"):
-        sglang_engine("model", cfg.model, cfg.rollout, 16, return_routes=True)
-    with pytest.raises(UserError, match=r"rollout\.tp=1"):
-        sglang_engine("model", cfg.model, cfg.rollout.model_copy(update={"turns": "a.py:b", "tp": 2}), 16)
-    with pytest.raises(UserError, match=r"top_p"):
-        sglang_engine("model", cfg.model, cfg.rollout.model_copy(update={"top_p": 0.9}), 16)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with pytest.raises(UserError, match="expandable_segments:False"):
-        sglang_engine("model", cfg.model, cfg.rollout, 16)
+    calls = engine.llm.calls
+    kinds = ["start", "release", "resume", "update", "update", "resume", "generate", "generate", "release"]
+    assert [call[0] for call in calls] == kinds
+    assert [call[1] for call in calls if call[0] == "update"] == [["a", "b"], ["c"]]
+    asked = [(ids, params) for call in calls if call[0] == "generate" for ids, params in zip(*call[1:], strict=True)]
+    assert [ids for ids, _ in asked] == [[1, 2], [1, 2], [3], [3]]
+    assert [params["max_new_tokens"] for _, params in asked] == [4, 4, 3, 3]
+    assert len({params["sampling_seed"] for _, params in asked}) == 4, "answers with one seed would be equal"
+
+
+@pytest.mark.parametrize(
+    ("keys", "routes", "allocator", "message"),
+    [
+        ({}, True, "", "replay_routes"),
+        ({"turns": "a.py:b", "tp": 2}, False, "", r"rollout\.tp=1"),
+        ({"top_p": 0.9}, False, "", "top_p"),
+        ({}, False, "expandable_segments:True", "expandable_segments:False"),
+    ],
+)
+def test_what_the_sglang_engine_refuses(sglang_engine, monkeypatch, keys, routes, allocator, message):
+    cfg = load_config(str(REPO / "configs/tiny.yaml"), [])
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
+    with pytest.raises(UserError, match=message):
+        sglang_engine("model", cfg.model, cfg.rollout.model_copy(update=keys), 16, return_routes=routes)

@@ -11,7 +11,7 @@ import make_tiny
 import pytest
 
 from tests.compare_runs import EXCLUDED
-from tests.conftest import Training
+from tests.conftest import Training, write_rows
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,7 +20,7 @@ pytestmark = [
 SCRIPT = "tests/gpu_rehearsal/rehearse.py"
 ALL = (
     "rollout.max_logp_gap=inf", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.steps=2",
-    "train.check_update=false",  # it waits for its sums, in one update of a start
+    "train.check_update=false",  # it waits for its sums, in one update of a start; CHECKED has it
     "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=64", "train.warmup_steps=0",
 )  # fmt: skip
 KL = ("algo.kl_coef=0.05", "algo.reference_on=host", "train.updates_per_step=2")
@@ -29,12 +29,12 @@ RECOMPUTE = ("recompute_granularity=full", "recompute_method=uniform", "recomput
 
 @dataclass(frozen=True)
 class Run:
-    """Of the script: ranks, overrides beside ALL, changes of the tiny model, waits besides WAITS."""
+    """Of the script: ranks, overrides beside ALL, architecture, waits besides WAITS; None: waits are not counted."""
 
     ranks: int = 1
     overrides: tuple[str, ...] = ()
     arch: str = "qwen2"
-    waits: dict = field(default_factory=dict)
+    waits: dict | None = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------- where the host may wait
@@ -82,6 +82,7 @@ NOT_COUNTED = ("start", "build", "save")  # the start, and files
 
 LAYERS = 2
 HOST = ("megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_optimizer=true", "model.dtype=bf16")
+CHECKED = (*KL, "train.check_update=true")
 REPLAY = ("algo.replay_routes=true", *(f"megatron.{option}" for option in RECOMPUTE))
 
 
@@ -120,25 +121,21 @@ RUNS = {
     "two ranks, pipeline": Run(2, ("parallel.pp=2",), waits=SHAPES),
     "two ranks, cp": Run(2, ("parallel.cp=2",)),
     "LoRA": Run(overrides=("lora.rank=4",)),
+    "checks of a first update": Run(overrides=CHECKED, waits=None),
+    "the same in bf16": Run(overrides=(*CHECKED, "model.dtype=bf16"), waits=None),
 }
 DENSE = RUNS["dense, KL, two updates"]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """models(arch) → a folder like that of the fixture `tiny`."""
+def models(tmp_path_factory) -> dict[str, Path]:
+    """{arch: a folder like that of the fixture `tiny`}."""
     made = {}
-
-    def make(arch: str) -> Path:
-        if arch not in made:
-            made[arch] = tmp_path_factory.mktemp("model")
-            tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
-            make_tiny.save_model(made[arch] / "model", tokenizer, arch, hidden=64)
-            rows = make_tiny.reversal_rows(3, 50, seed=0)
-            (made[arch] / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return made[arch]
-
-    return make
+    for arch in {run.arch for run in RUNS.values()}:
+        made[arch] = tmp_path_factory.mktemp(arch)
+        make_tiny.save_model(made[arch] / "model", make_tiny.char_tokenizer("0123456789>+-="), arch, hidden=64)
+        write_rows(made[arch] / "train.jsonl", make_tiny.reversal_rows(3, 50, seed=0))
+    return made
 
 
 @pytest.fixture
@@ -148,9 +145,8 @@ def start(models, tmp_path):
 
     def begin(run: Run, on: str, *arguments: str) -> Training:
         out = tmp_path / f"{on}_{len(started)}"
-        folder = models(run.arch)
         overrides = ("--on", on, *arguments, *ALL, *run.overrides)
-        started.append(Training(folder, out, *overrides, script=SCRIPT, nproc=run.ranks))
+        started.append(Training(models[run.arch], out, *overrides, script=SCRIPT, nproc=run.ranks))
         return started[-1]
 
     yield begin
@@ -181,6 +177,8 @@ def differences(ours: list[dict], expected: list[dict], run: Run) -> list[str]:
 def unknown_waits(training: Training, run: Run) -> list[str]:
     """The waits beyond WAITS and those of the run, of each rank."""
     found = []
+    if run.waits is None:
+        return found
     for rank in range(run.ranks):
         noted = json.loads((training.out / f"waits_{rank}.json").read_text())
         for phase, place, kind, number in noted["counts"]:
@@ -199,89 +197,49 @@ def test_a_rehearsed_run(start, name):
     assert on_cpu.end() == 0, on_cpu.text
     assert not differences(on_gpu.metrics, on_cpu.metrics, run)
     assert not unknown_waits(on_gpu, run), "if the wait is meant, it belongs into WAITS"
+    assert "the update is not what its formulas say" not in on_gpu.text
 
 
 # ---------------------------------------------------------------- the rehearsal can fail
 
-PLANTED = {
-    "item": """
-import megatron_bridge as bridge
-own = bridge.token_logprobs
-def planted(model, hidden, *args, **kwargs):
-    hidden.sum().item()
-    return own(model, hidden, *args, **kwargs)
-bridge.token_logprobs = planted
-""",
-    "CPU tensor": """
-from dataclasses import replace
-import megatron_bridge as bridge
-own = bridge.token_logprobs
-def planted(model, hidden, mb, *args, **kwargs):
-    return own(model, hidden, replace(mb, targets=mb.targets.cpu()), *args, **kwargs)
-bridge.token_logprobs = planted
-""",
-    "dtype slip": """
-import torch
-own = torch.nn.functional.rms_norm
-def planted(x, *args):
-    return own(x.bfloat16().float(), *args)
-torch.nn.functional.rms_norm = planted
-""",
-    "read in flight": """
+PLANT = """
+import dataclasses
 import torch
 import megatron_bridge as bridge
-own = bridge.optimizer_step
+own = {function}
 def planted(*args, **kwargs):
-    (torch.ones(1, device=bridge.device()).to("cpu", non_blocking=True) + 1).sum()
-    return own(*args, **kwargs)
-bridge.optimizer_step = planted
-""",
-}
+    {body}
+{function} = planted
+"""
+PLANTED = {  # name → (function, body of what stands there instead, what shows)
+    "item": (
+        "bridge.token_logprobs", "args[1].sum().item(); return own(*args, **kwargs)", "planted.py planted waits",
+    ),
+    "CPU tensor": (
+        "bridge.token_logprobs",
+        "mb = args[2]; return own(*args[:2], dataclasses.replace(mb, targets=mb.targets.cpu()), *args[3:], **kwargs)",
+        "found at least two devices, cuda:0 and cpu",
+    ),
+    "dtype slip": (
+        "torch.nn.functional.rms_norm", "return own(args[0].bfloat16().float(), *args[1:])", " on the GPU, ",
+    ),
+    "read in flight": (
+        "bridge.optimizer_step",
+        "(torch.ones(1, device=bridge.device()).to('cpu', non_blocking=True) + 1).sum(); return own(*args, **kwargs)",
+        "uses a copy from the GPU that may not have arrived",
+    ),
+}  # fmt: skip
 
 
-@pytest.fixture
-def start_planted(start, tmp_path):
-    """start_planted(name) → the dense run with the code of PLANTED run first."""
-
-    def begin(name: str) -> Training:
-        file = tmp_path / "planted.py"
-        file.write_text(PLANTED[name])
-        return start(DENSE, "gpu", "--before", str(file))
-
-    return begin
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_checks_of_a_first_update_run_and_change_nothing(start, dtype):
-    """With every check on. They wait for their sums, in one update of a start, which the other runs leave out."""
-    run = Run(overrides=(*KL, "train.check_update=true", f"model.dtype={dtype}"))
-    on_gpu, on_cpu = start(run, "gpu"), start(run, "cpu")
-    assert on_gpu.end() == 0, on_gpu.text
-    assert on_cpu.end() == 0, on_cpu.text
-    assert not differences(on_gpu.metrics, on_cpu.metrics, run)
-    assert "the update is not what its formulas say" not in on_gpu.text
-
-
-def test_a_planted_item_is_an_unknown_wait(start_planted):
-    training = start_planted("item")
-    assert training.end() == 0, training.text
-    assert any("planted.py planted waits" in text for text in unknown_waits(training, DENSE))
-
-
-def test_a_planted_dtype_slip_changes_the_metrics(start, start_planted):
-    planted, on_cpu = start_planted("dtype slip"), start(DENSE, "cpu")
-    assert planted.end() == 0 and on_cpu.end() == 0, planted.text
-    assert differences(planted.metrics, on_cpu.metrics, DENSE)
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("CPU tensor", "found at least two devices, cuda:0 and cpu"),
-        ("read in flight", "uses a copy from the GPU that may not have arrived"),
-    ],
-)
-def test_a_planted_fault_ends_the_run(start_planted, name, message):
-    training = start_planted(name)
-    assert training.end() == 1
-    assert message in training.text
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(start, tmp_path, name):
+    function, body, message = PLANTED[name]
+    (tmp_path / "planted.py").write_text(PLANT.format(function=function, body=body))
+    training = start(DENSE, "gpu", "--before", str(tmp_path / "planted.py"))
+    if training.end() != 0:
+        found = [training.text]
+    else:
+        on_cpu = start(DENSE, "cpu")
+        assert on_cpu.end() == 0, on_cpu.text
+        found = unknown_waits(training, DENSE) + differences(training.metrics, on_cpu.metrics, DENSE)
+    assert any(message in text for text in found), training.text

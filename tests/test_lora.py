@@ -15,14 +15,11 @@ from config import LoraConfig, UserError
 from support.base.read_config import load_config
 from support.model import lora, optimizer_state
 from support.model.checkpoint import CheckpointError
-from tests import test_layouts
 from tests.layout_worker import made_up_factor, one_layout
-from tests.oracle.plain import float64_model, reference, relative, worst_gradient
+from tests.oracle.plain import float64_model, reference, reference_step, relative
 from tests.test_checkpoint import check_state
-from tests.test_exact import reference_step
-from tests.test_layouts import layouts_of, make_plan, make_samples, run_worker
+from tests.test_layouts import Results, check_held, check_update, layouts_of, make_plan, make_samples, run_asked
 from tests.test_step import IDS, build  # noqa: F401, a fixture
-from tools.plan import count as count_memory
 
 RANK, ALPHA = 8, 12.0
 LORA = (f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
@@ -62,19 +59,12 @@ def lora_reference(folder, given: dict, targets=tuple(PARTS)) -> dict:
     return wanted
 
 
-def check(found: dict, wanted: dict) -> float:
-    """The largest relative error of a factor's gradient, once all is within 1e-5."""
-    for kind in ("grad.", "merged."):
-        assert {k for k in found if k.startswith(kind)} == {k for k in wanted if k.startswith(kind)}
-    assert found["same"] == 1  # the factors are those that were drawn; what is exported is what is pushed, bit by bit
-    assert max(relative(found[name], wanted[name]) for name in wanted if name.startswith("merged.")) < 1e-6
-    assert (found["logp"] - wanted["logp"]).abs().max() < 1e-4
-    assert found["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
-    error, name = worst_gradient(found, wanted)
-    assert error < 1e-5, name
-    norm = torch.stack([g.norm() for name, g in wanted.items() if name.startswith("grad.")]).norm().item()
-    assert found["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
-    return error
+def check(found: dict, wanted: dict) -> None:
+    """The factors are those that were drawn; what is exported is what is pushed, the sum of weights and adapters."""
+    merged = [name for name in wanted if name.startswith("merged.")]
+    assert {name for name in found if name.startswith("merged.")} == {*merged}
+    assert max(relative(found[name], wanted[name]) for name in merged) < 1e-6
+    check_update(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -111,57 +101,44 @@ MORE = {"ETP2·DP4": ["parallel.etp=2"]}  # an expert is split over ranks that a
 
 
 @pytest.fixture(scope="module")
-def results(request, fork_server, tmp_path_factory):
-    """Family → (what each layout gave, the reference, the worker's plan), of all that are asked for."""
-    asked: dict[str, dict] = {}
-    for item in request.session.items:
-        if item.name.startswith("test_gradients_do_not_depend_on_the_layout["):
-            family, layout = item.callspec.params["family"], item.callspec.params["layout"]
-            asked.setdefault(family, {})[layout] = (layouts_of(family) | MORE)[layout]
-    folders = {family: tmp_path_factory.mktemp(family) for family in asked}
-    plans = [make_plan(folders[family], family, *LORA, layouts=layouts) for family, layouts in asked.items()]
-    found = run_worker(fork_server, tmp_path_factory.mktemp("lora"), 4, *plans)
-    return {
-        family: (layouts, lora_reference(folders[family] / "model", next(iter(layouts.values()))), plan)
-        for family, layouts, plan in zip(asked, found, plans, strict=True)
-    }
+def results(request, fork_server, tmp_path_factory) -> Results:
+    return run_asked(
+        request, fork_server, tmp_path_factory, lambda family: layouts_of(family) | MORE, lora_reference, *LORA
+    )
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_gradients_do_not_depend_on_the_layout(results, family, layout):
     found, wanted, plan = results[family]
-    print(f"{family} {layout}: {check(found[layout], wanted):.0e}")
-    cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][layout]])
-    planned = [count_memory(cfg, 4, rank).gpu for rank in range(4)]
-    kinds = ("weights", "gradients", "optimizer", "reference")
-    assert found[layout]["held"].tolist() == [[gpu.get(kind, 0) for kind in kinds] for gpu in planned]
+    check(found[layout], wanted)
+    check_held(found[layout]["held"], plan, layout)
 
 
 # ---------------------------------------------------------------- PEFT
 
 
-def export(tmp_path, family: str, *targets: str) -> tuple[dict, list[str]]:
-    """What one update with adapters gave, and the names of its factors, which are in tmp_path/adapter/step_000001."""
-    plan = make_plan(tmp_path, family, *LORA, f"lora.targets=[{','.join(targets)}]", layouts={"one": []})
-    found = one_layout(plan, "one")
-    factors = {}
-    for name, pair in made_up_factors(load_file(tmp_path / "model/model.safetensors"), targets).items():
-        factors |= {name.replace("weight", f"lora_{x}.weight"): f.float() for x, f in zip("AB", pair, strict=True)}
-    cfg = load_config("configs/tiny.yaml", [*plan["overrides"], f"output_dir={tmp_path}"])
-    lora.export_adapter(factors.items(), cfg.model.path, cfg, step=1)
-    return found, [*factors]
+@pytest.fixture
+def exported(world, tmp_path):
+    """exported(family, targets) → what one update with adapters gave, and the names of its factors, which are in
+    tmp_path/adapter/step_000001."""
+
+    def export(family: str, targets: tuple[str, ...]) -> tuple[dict, list[str]]:
+        plan = make_plan(tmp_path, family, *LORA, f"lora.targets=[{','.join(targets)}]", layouts={"one": []})
+        found = one_layout(plan, "one")
+        factors = {}
+        for name, pair in made_up_factors(load_file(tmp_path / "model/model.safetensors"), targets).items():
+            factors |= {name.replace("weight", f"lora_{x}.weight"): f.float() for x, f in zip("AB", pair, strict=True)}
+        cfg = load_config("configs/tiny.yaml", [*plan["overrides"], f"output_dir={tmp_path}"])
+        lora.export_adapter(factors.items(), cfg.model.path, cfg, step=1)
+        return found, [*factors]
+
+    return export
 
 
-@pytest.mark.parametrize(
-    ("family", "targets"),
-    [
-        *((family, tuple(PARTS)) for family in test_layouts.FAMILIES if family not in test_layouts.MOE),
-        ("qwen3_moe", ("qkv", "proj")),
-    ],
-)
-def test_peft_loads_the_export_and_computes_the_same(world, tmp_path, family, targets):
+@pytest.mark.parametrize(("family", "targets"), [("qwen2", tuple(PARTS)), ("qwen3_moe", ("qkv", "proj"))])
+def test_peft_loads_the_export_and_computes_the_same(exported, tmp_path, family, targets):
     peft = pytest.importorskip("peft")
-    found, factors = export(tmp_path, family, *targets)
+    found, factors = exported(family, targets)
 
     def adapted(folder):
         saved = tmp_path / "adapter/step_000001"
@@ -169,14 +146,13 @@ def test_peft_loads_the_export_and_computes_the_same(world, tmp_path, family, ta
 
     wanted = reference(tmp_path / "model", make_samples(), found, adapted)
     assert (found["logp"] - wanted["logp"]).abs().max() < 1e-4
-    assert found["loss"].item() == pytest.approx(wanted["loss"], rel=1e-5)
     for name in factors:
         theirs = wanted[f"grad.base_model.model.{name.removesuffix('weight')}default.weight"]
         assert relative(found[f"grad.{name}"], theirs) < 1e-5, name
 
 
-def test_adapters_of_experts_are_not_written(world, tmp_path, capsys):
-    export(tmp_path, "qwen3_moe", "qkv", "fc1")
+def test_adapters_of_experts_are_not_written(exported, tmp_path, capsys):
+    exported("qwen3_moe", ("qkv", "fc1"))
     assert "adapter/step_000001 is not written: there is no export of experts' adapters" in capsys.readouterr().out
     assert not (tmp_path / "adapter").exists()
 

@@ -64,21 +64,6 @@ def test_the_kl_is_shown_where_its_coefficient_has_reached_zero(build):  # noqa:
 
 
 @pytest.mark.slow
-def test_a_run_uses_its_courses(train_forked):
-    """The last learning rate is 0, so the last step moves no weight; the coefficients are in the metrics."""
-    run = train_forked(
-        2, *SMALL, "train.steps=3", "train.export_every=1", "algo.kl_coef=0.1", "schedule.kl_coef={to: 0.02}",
-        "schedule.lr={shape: linear}", "schedule.temperature={to: 0.5}",
-    )  # fmt: skip
-    assert run.code == 0, run.text
-    assert [row["schedule/kl_coef"] for row in run.metrics] == pytest.approx([0.1, 0.06, 0.02])
-    assert [row["schedule/temperature"] for row in run.metrics] == pytest.approx([1.0, 0.75, 0.5])
-    assert not equal(run.weights(1), run.weights(2)) and equal(run.weights(2), run.weights(3))
-    assert run.metrics[2]["entropy"] < run.metrics[0]["entropy"]  # of the colder distribution, in trainer and vLLM
-    assert max(row["logp_gap/max"] for row in run.metrics) < 1e-3
-
-
-@pytest.mark.slow
 def test_what_a_fork_moves_goes_on_after_a_resume(train, tmp_path):
     """The fork with the adaptive entropy coefficient: four steps at once, and two and two."""
     apply("entropy_target", tmp_path / "fork")

@@ -68,11 +68,12 @@ KINDS = ("grpo", "dr_grpo", "rloo", "grpo_loo", "grpo_batch", "max_rl", "gdpo", 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_advantages_are_those_of_the_formulas(kind):
+    """The last groups are of two answers; the mean of the last one is below 0."""
     rng = np.random.default_rng(1)
-    groups, tokens = rng.integers(0, 9, 60), rng.integers(0, 30, 60)
-    rewards = rng.choice([0.0, 0.1, 0.5, 1.0], 60)
-    want = np.zeros(60)
-    for group in range(9):
+    groups, tokens = np.append(rng.integers(0, 9, 60), [9, 9, 10, 10]), rng.integers(0, 30, 64)
+    rewards = np.append(rng.choice([0.0, 0.1, 0.5, 1.0], 60), [1, 0, -3, 1])
+    want = np.zeros(64)
+    for group in range(11):
         want[groups == group] = formulas.compare(rewards[groups == group], kind)
     if kind in ("grpo_batch", "gdpo"):
         want /= stdev(rewards.tolist()) + 1e-4
@@ -87,20 +88,6 @@ def test_advantages_are_those_of_the_formulas(kind):
 def test_one_answer_or_equal_rewards_give_exactly_zero(kind, rewards):
     got = group_advantages(np.array(rewards, float), np.zeros(len(rewards)), kind, np.full(len(rewards), 3))
     assert got.tolist() == [0.0] * len(rewards)
-
-
-def test_a_group_whose_mean_is_not_above_zero_has_no_maximum_likelihood():
-    """prime-rl's MaxRLAlgorithm.score_group: zeros where the mean is <= 0, else (r - mean) / mean."""
-    groups = np.array([0, 0, 1, 1, 1, 1, 2, 2])
-    rewards = np.array([-1.0, 1.0, 0.0, 0.0, 0.0, 1.0, -3.0, 1.0])
-    assert group_advantages(rewards, groups, "max_rl").tolist() == [0, 0, -1, -1, -1, 3, 0, 0]
-
-
-def test_the_std_of_the_batch_by_hand():
-    # Rewards 1, 0 and 3, 3: groups' means 1/2 and 3; mean of all 7/4, squared deviations 9/16, 49/16, 25/16, 25/16.
-    scale = math.sqrt(108 / 16 / 3) + 1e-4
-    got = group_advantages(np.array([1.0, 0, 3, 3]), np.array([0, 0, 1, 1]), "grpo_batch")
-    np.testing.assert_allclose(got, [0.5 / scale, -0.5 / scale, 0, 0], rtol=1e-12)
 
 
 def scored(rows: list[tuple[int, str, dict]]) -> list[Sample]:
@@ -140,70 +127,21 @@ def test_the_length_penalty_is_a_part_with_its_coefficient():
     np.testing.assert_allclose(got, [-1 / 1.001 + 0.5 / 1.0001, 0, 1 / 1.001 - 0.5 / 1.0001], rtol=1e-12, atol=1e-12)
 
 
-def trl_advantages(rewards: torch.Tensor, weights: torch.Tensor, size: int, scale: str, aggregation: str):
-    """TRL's GRPOTrainer._generate_and_score_completions (1.16), its formulas written apart; NaN: an absent reward."""
-
-    def nanstd(values, dim=None):
-        kept = [v[~v.isnan()] for v in (values.unbind(1 - dim) if dim is not None else [values.flatten()])]
-        return torch.stack([v.std() if len(v) > 1 else torch.tensor(torch.nan) for v in kept])
-
-    if aggregation == "sum_then_normalize":
-        summed = (rewards * weights).nansum(1)
-        means = summed.view(-1, size).mean(1).repeat_interleave(size)
-        if scale == "batch":
-            return (summed - means) / (summed.std() + 1e-4)
-        return (summed - means) / (summed.view(-1, size).std(1).repeat_interleave(size) + 1e-4)
-    normal = torch.empty_like(rewards)
-    for first in range(0, len(rewards), size):
-        group = rewards[first : first + size]
-        normal[first : first + size] = (group - group.nanmean(0)) / (nanstd(group, dim=0) + 1e-4)
-    summed = (normal * weights).nansum(1)
-    return (summed - summed.mean()) / (summed.std() + 1e-4)
+def test_overlong_penalty_by_hand():
+    samples = [Sample(0, [1], [2] * n, [], True, "", "", reward=1.0) for n in (10, 80, 85, 90, 100)]
+    penalize_length(samples, AlgoConfig(overlong_buffer=20, overlong_coef=2.0), 100)
+    assert [s.reward_parts["overlong"] for s in samples] == [0, 0, -0.5, -1, -2]
+    assert [s.reward for s in samples] == [1, 1, 0.5, 0, -1]
 
 
-@pytest.mark.parametrize("kind", ["grpo_batch", "gdpo"])
-def test_advantages_are_trls(kind):
-    g = torch.Generator().manual_seed(11)
-    size, weights = 4, torch.tensor([1.0, 0.25, -2.0], dtype=torch.float64)
-    rewards = torch.rand(32, 3, generator=g, dtype=torch.float64)
-    rewards[:, 0] = rewards[:, 0].round()
-    rewards[torch.rand(32, generator=g) < 0.3, 1] = torch.nan  # an absent reward
-    names, rows = ("a", "b", "c"), []
-    for n, values in enumerate(rewards.tolist()):
-        parts = {name: v * w for name, v, w in zip(names, values, weights.tolist(), strict=True) if not math.isnan(v)}
-        rows.append((n // size, "s", parts))
-    samples = scored(rows)
-    spec = RewardConfig(default=dict(zip(names, weights.tolist(), strict=True)))
-    batch = add_advantages(samples, flatten(samples), AlgoConfig(advantage=kind), spec)
-    aggregation = {"grpo_batch": "sum_then_normalize", "gdpo": "normalize_then_sum"}[kind]
-    want = trl_advantages(rewards, weights, size, "batch", aggregation)
-    torch.testing.assert_close(batch.advantages.double(), want, rtol=1e-5, atol=1e-6)
-
-
-def test_two_answers_leave_one_other_without_a_spread():
-    np.testing.assert_allclose(group_advantages(np.array([1.0, 0]), np.zeros(2), "grpo_loo"), [1, -1])
-
-
-# ---------------------------------------------------------------- KL
-
-
-def test_straight_through_kl_has_the_value_of_k3_and_the_gradient_of_k2():
-    logp = f64(-1.0, -2.0, -30.0).requires_grad_()
-    ref = f64(-1.5, -1.0, -1.0)
-    got = token_kl(logp, ref, "k3+")
-    torch.testing.assert_close(got, f64(math.exp(-0.5) - 0.5, math.e - 2, 10.0), **F64)
-    got.sum().backward()
-    torch.testing.assert_close(logp.grad, f64(0.5, -1.0, -29.0), **F64)  # logp - ref, also where k3 is clamped
-    k3 = logp.detach().clone().requires_grad_()
-    token_kl(k3, ref, "k3").sum().backward()
-    torch.testing.assert_close(k3.grad, f64(1 - math.exp(-0.5), 1 - math.e, 0.0), **F64)
+# ---------------------------------------------------------------- KL and policy losses
 
 
 def value_and_gradient(loss: torch.Tensor, logp: torch.Tensor) -> list[torch.Tensor]:
     return [loss, *torch.autograd.grad(loss.sum(), logp)]
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+"])
+@pytest.mark.parametrize("kind", formulas.KLS)
 def test_kl_is_that_of_the_formulas(kind):
     g = torch.Generator().manual_seed(4)
     logp, ref = (-12 * torch.rand(200, generator=g, dtype=torch.float64) for _ in range(2))
@@ -213,73 +151,30 @@ def test_kl_is_that_of_the_formulas(kind):
     torch.testing.assert_close(found, want, **F64)
 
 
-# ---------------------------------------------------------------- policy losses
+LN = [math.log(p) for p in (0.8, 0.6, 0.35, 0.2)]
 
 
-def test_dual_clip_by_hand():
-    # A = -1: ratio 5 costs 5, more than c = 3; ratio 2 costs 2. A = 1 is not touched.
-    ratio, advantages = f64(5.0, 2.0, 5.0), f64(-1.0, -1.0, 1.0)
-    logp = ratio.log().requires_grad_()
-    place = (torch.zeros(3), advantages, torch.ones(3), torch.zeros(3, dtype=torch.long))
-    loss, held = policy_loss(logp, *place, AlgoConfig(dual_clip=3.0))
-    torch.testing.assert_close(loss, f64(3.0, 2.0, -1.2), **F64)
-    assert held.tolist() == [1, 0, 1]
-    loss.sum().backward()
-    torch.testing.assert_close(logp.grad, f64(0.0, 2.0, 0.0), **F64)
-
-
-def test_gspo_by_hand():
-    # Sequence 0: log-ratios 0.1, 0.3 (and a prompt token that does not count), s = e^0.2. Sequence 1: -1.
-    logp = f64(7.0, 0.1, 0.3, -1.0).requires_grad_()
-    mask, sequence = f64(0, 1, 1, 1), torch.tensor([0, 0, 0, 1])
-    algo = AlgoConfig(loss="gspo", clip_low=0.3, clip_high=0.3)
-    loss, held = policy_loss(logp, f64(0, 0, 0, 0), f64(2, 2, 2, -1), mask, sequence, algo)
-    s = math.exp(0.2)
-    torch.testing.assert_close(loss[1:], f64(-2 * s, -2 * s, 0.7), **F64)  # e^-1 is below 0.7, and A < 0: held
-    assert held.tolist()[1:] == [0, 0, 1]
-    (loss * mask).sum().backward()
-    torch.testing.assert_close(logp.grad, f64(0, -2 * s, -2 * s, 0), **F64)  # s ∇logp A
-
-
-def test_cispo_and_reinforce_by_hand():
-    logp = (f64(1.5, 0.5, 1.0).log()).requires_grad_()
-    place = (torch.zeros(3), f64(2, 2, -1), torch.ones(3), torch.zeros(3, dtype=torch.long))
-    loss, held = policy_loss(logp, *place, AlgoConfig(loss="cispo"))
-    torch.testing.assert_close(loss, f64(-1.2 * 2 * math.log(1.5), -0.8 * 2 * math.log(0.5), 0.0), **F64)
-    assert held.tolist() == [1, 1, 0]
-    loss.sum().backward()
-    torch.testing.assert_close(logp.grad, f64(-2.4, -1.6, 1.0), **F64)  # held tokens still learn
-    loss, held = policy_loss(logp.detach(), *place, AlgoConfig(loss="reinforce"))
-    torch.testing.assert_close(loss, f64(-2 * math.log(1.5), -2 * math.log(0.5), 0.0), **F64)
-    assert held.tolist() == [0, 0, 0]
-
-
-def test_masks_by_probability_by_hand():
-    # old p 0.5; p = 0.8, 0.6, 0.35, 0.2: moved by 0.3, 0.1, -0.15, -0.3. Bounds 0.1 below (closed) and 0.2 above.
-    p = f64(0.8, 0.6, 0.35, 0.2, 0.8, 0.6, 0.35, 0.2)
-    logp = p.log().requires_grad_()
-    advantages = f64(1, 1, 1, 1, -1, -1, -1, -1)
-    place = (torch.full((8,), math.log(0.5)), advantages, torch.ones(8), torch.zeros(8, dtype=torch.long))
-    for loss, masked in (("ipo", [1, 0, 1, 1, 1, 0, 1, 1]), ("dppo_tv", [1, 0, 0, 0, 0, 0, 1, 1])):
-        algo = AlgoConfig(loss=loss, clip_low=0.1, clip_high=0.2)
-        value, outside = policy_loss(logp, *place, algo)
-        want = [0.0 if out else -float(q / 0.5 * a) for q, a, out in zip(p, advantages, masked, strict=True)]
-        assert outside.tolist() == masked
-        torch.testing.assert_close(value, f64(*want), rtol=1e-6, atol=0)
-        (gradient,) = torch.autograd.grad(value.sum(), logp)
-        torch.testing.assert_close(gradient, f64(*want), rtol=1e-6, atol=0)  # the gradient of ratio is ratio
-
-
-def test_masks_against_the_trainers_own_first_update_are_pointed_out():
-    def hints(*keys: str) -> list[str]:
-        cfg = load_config(str(REPO / "configs/tiny.yaml"), ["model.path=m", "data.train=d", *keys])
-        return [text for text in run_plan.warnings(cfg, 1) if "masks" in text]
-
-    for loss in ("ipo", "dppo_tv"):
-        assert "algo.old_logp=rollout" in hints(f"algo.loss={loss}")[0]
-        assert not hints(f"algo.loss={loss}", "algo.old_logp=rollout")
-        assert not hints(f"algo.loss={loss}", "train.updates_per_step=2")
-    assert not hints()
+@pytest.mark.parametrize(
+    ("options", "rises", "falls"),
+    [
+        # old p = 1/2, and now 0.8, 0.6, 0.35, 0.2: ratios 1.6, 1.2, 0.7, 0.4, bounds 0.75 and 1.5. Losses at A = 1, -1.
+        ({"loss": "ppo_clip"}, [-1.5, -1.2, -0.7, -0.4], [1.6, 1.2, 0.75, 0.75]),
+        ({"loss": "ppo_clip", "dual_clip": 1.1}, [-1.5, -1.2, -0.7, -0.4], [1.1, 1.1, 0.75, 0.75]),
+        ({"loss": "gspo"}, [-1.5, -1.2, -0.7, -0.4], [1.6, 1.2, 0.75, 0.75]),  # answers of one token
+        ({"loss": "cispo"}, [-1.5 * LN[0], -1.2 * LN[1], -0.75 * LN[2], -0.75 * LN[3]],
+         [1.5 * LN[0], 1.2 * LN[1], 0.75 * LN[2], 0.75 * LN[3]]),
+        ({"loss": "reinforce"}, [-x for x in LN], LN),
+        # p has moved by 0.3, 0.1, -0.15, -0.3; bounds 0.1, closed, and 0.2.
+        ({"loss": "ipo", "clip_low": 0.1, "clip_high": 0.2}, [0, -1.2, 0, 0], [0, 1.2, 0, 0]),
+        ({"loss": "dppo_tv", "clip_low": 0.1, "clip_high": 0.2}, [0, -1.2, -0.7, -0.4], [1.6, 1.2, 0, 0]),
+    ],
+)  # fmt: skip
+def test_policy_losses_by_hand(options, rises, falls):
+    advantages = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat_interleave(4)
+    old = torch.full((8,), math.log(0.5), dtype=torch.float64)
+    algo = AlgoConfig(**{"clip_low": 0.25, "clip_high": 0.5, **options})
+    loss, _ = policy_loss(f64(*LN, *LN), old, advantages, torch.ones(8), torch.arange(8), algo)
+    torch.testing.assert_close(loss, f64(*rises, *falls), **F64)
 
 
 def answers() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -338,48 +233,19 @@ def test_ratios_that_would_overflow_stay_finite(loss):
         ({"correction": "seq_mask"}, [0, 0, 0], [1, 1, 1]),
     ],
 )
-def test_mismatch_weights_by_hand(options, weights, outside):
-    trainer = torch.log(f64(100, 4, 0.5, 0.25))
+def test_mismatch_weights_by_hand_and_by_the_formulas(options, weights, outside):
     mask, sequence = f64(0, 1, 1, 1), torch.tensor([0, 0, 0, 1])
-    got, cut = mismatch_weight(trainer, torch.zeros(4), mask, sequence, AlgoConfig(**options))
+    trainer, algo = torch.log(f64(100, 4, 0.5, 0.25)), AlgoConfig(**options)
+    got, cut = mismatch_weight(trainer, torch.zeros(4), mask, sequence, algo)
     torch.testing.assert_close(got[1:], f64(*weights), **F64)
     assert cut[1:].tolist() == outside
-
-
-@pytest.mark.parametrize(("low", "high"), [(None, None), (0.8, 1.3)])
-@pytest.mark.parametrize(
-    ("correction", "level"),
-    [
-        ("none", "token"),
-        ("tis", "token"),
-        ("tis", "sequence"),
-        ("icepop", "token"),
-        ("icepop", "sequence"),
-        ("seq_mask", "token"),
-    ],
-)
-def test_mismatch_weights_are_those_of_the_formulas(correction, level, low, high):
     g = torch.Generator().manual_seed(5)
-    trainer = -2 * torch.rand(60, generator=g, dtype=torch.float64)
-    rollout = trainer + 0.4 * torch.randn(60, generator=g, dtype=torch.float64)
+    rollout = 0.4 * torch.randn(60, generator=g, dtype=torch.float64)
     mask, sequence, places = answers()
-    algo = AlgoConfig(correction=correction, correction_level=level, correction_low=low, correction_high=high)
-    weights, outside = mismatch_weight(trainer, rollout, mask, sequence, algo)
+    found = mismatch_weight(torch.zeros(60), rollout, mask, sequence, algo)
     for place in places:
-        want, beyond = formulas.correction(trainer[place], rollout[place], algo)
-        torch.testing.assert_close(weights[place], want, **F64)
-        torch.testing.assert_close(outside[place].double(), beyond, **F64)
-
-
-def test_gspo_wants_one_weight_an_answer():
-    def hints(*keys: str) -> list[str]:
-        cfg = load_config(str(REPO / "configs/tiny.yaml"), ["model.path=m", "data.train=d", *keys])
-        return [text for text in run_plan.warnings(cfg, 1) if "gspo" in text]
-
-    token = ("algo.loss=gspo", "algo.correction=tis")
-    assert "algo.correction_level=sequence" in hints(*token)[0]
-    assert not hints(*token, "algo.correction_level=sequence")
-    assert not hints("algo.loss=gspo") and not hints("algo.correction=tis")
+        want = formulas.correction(torch.zeros(len(place)), rollout[place], algo)
+        torch.testing.assert_close([x[place].double() for x in found], [x.double() for x in want], **F64)
 
 
 def test_mismatch_weights_do_not_overflow():
@@ -388,41 +254,26 @@ def test_mismatch_weights_do_not_overflow():
         assert got.isfinite().all()
 
 
-# ---------------------------------------------------------------- normalisation
+# ---------------------------------------------------------------- normalisation and updates
 
 
-@pytest.mark.parametrize("kind", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"])
-def test_loss_normalisation_against_a_loop(kind):
-    """Five answers: 3 tokens, 1 (only the end token), none, 4 that are left out of the loss, 2; one more not chosen."""
+@pytest.mark.parametrize(
+    ("kind", "want"),
+    [
+        # Five answers of 3 tokens, 1, none, 4 that are left out of the loss, 2; one more not chosen: T = 6, N = 3.
+        ("token_mean", [1, 1, 0, 0, 1, 0]),
+        ("seq_mean_token_mean", [6 / 9, 6 / 3, 0, 0, 6 / 6, 0]),
+        ("seq_mean_token_sum", [2, 2, 0, 0, 2, 0]),
+        ("seq_mean_token_sum_norm", [0.2, 0.2, 0, 0, 0.2, 0]),
+    ],
+)
+def test_loss_weights_by_hand_and_by_the_formulas(kind, want):
     lengths, trained = [4, 2, 1, 6, 2, 3], [3, 1, 0, 0, 2, 3]
     sample = torch.arange(6).repeat_interleave(torch.tensor(lengths))
     mask = torch.cat([(torch.arange(n) >= n - k).float() for n, k in zip(lengths, trained, strict=True)])
-    losses = torch.randn(len(mask), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    chosen = [4, 0, 1, 2, 3]
-    weights = loss_weights(SimpleNamespace(trained=mask, seq_id=sample), chosen, kind, 10)
-    answers = [[float(losses[t]) for t in range(len(mask)) if sample[t] == n and mask[t]] for n in chosen]
-    answers = [tokens for tokens in answers if tokens]
-    count = sum(map(len, answers))
-    want = {
-        "token_mean": sum(map(sum, answers)) / count,
-        "seq_mean_token_mean": sum(sum(a) / len(a) for a in answers) / len(answers),
-        "seq_mean_token_sum": sum(map(sum, answers)) / len(answers),
-        "seq_mean_token_sum_norm": sum(sum(a) / 10 for a in answers) / len(answers),
-    }[kind]
-    assert (weights.double() @ losses / count).item() == pytest.approx(want, rel=1e-6)
-    assert (weights > 0).sum() == count == 6
-    by_answer = formulas.answer_weights([3, 1, 0, 0, 2, 0], kind, 10)
-    torch.testing.assert_close(weights.double(), torch.tensor(by_answer)[sample] * mask, rtol=1e-6, atol=0)
-
-
-def test_overlong_penalty_by_hand():
-    samples = [Sample(0, [1], [2] * n, [], True, "", "", reward=1.0) for n in (10, 80, 85, 90, 100)]
-    penalize_length(samples, AlgoConfig(overlong_buffer=20, overlong_coef=2.0), 100)
-    assert [s.reward_parts["overlong"] for s in samples] == [0, 0, -0.5, -1, -2]
-    assert [s.reward for s in samples] == [1, 1, 0.5, 0, -1]
-
-
-# ---------------------------------------------------------------- updates
+    weights = loss_weights(SimpleNamespace(trained=mask, seq_id=sample), [4, 0, 1, 2, 3], kind, 10)
+    torch.testing.assert_close(weights, torch.tensor(want)[sample] * mask, rtol=1e-6, atol=0)
+    np.testing.assert_allclose(formulas.answer_weights([3, 1, 0, 0, 2, 0], kind, 10), want, rtol=1e-12)
 
 
 def test_every_epoch_deals_all_groups_anew():
@@ -458,3 +309,22 @@ def test_a_rehearsal_refuses_unknown_names(override, legal):
         cfg = load_config(str(REPO / "configs/tiny.yaml"), [override, f"algo.kl_in={kl_in}"])
         with pytest.raises(UserError, match=re.escape(legal)):
             rehearse(cfg)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (["algo.loss=ipo"], "algo.old_logp=rollout"),  # a mask against the trainer's own first update holds nothing
+        (["algo.loss=dppo_tv"], "algo.old_logp=rollout"),
+        (["algo.loss=ipo", "algo.old_logp=rollout"], None),
+        (["algo.loss=ipo", "train.updates_per_step=2"], None),
+        (["algo.loss=gspo", "algo.correction=tis"], "algo.correction_level=sequence"),  # one weight an answer
+        (["algo.loss=gspo", "algo.correction=tis", "algo.correction_level=sequence"], None),
+        (["algo.loss=gspo"], None),
+        (["algo.correction=tis"], None),
+    ],
+)
+def test_what_does_not_fit_a_loss_is_pointed_out(overrides, hint):
+    cfg = load_config(str(REPO / "configs/tiny.yaml"), ["model.path=m", "data.train=d", *overrides])
+    found = [text for text in run_plan.warnings(cfg, 1) if "masks" in text or "gspo" in text]
+    assert len(found) == (hint is not None) and all(hint in text for text in found)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from config import Config, RewardConfig, UserError
+from config import Config, RewardConfig, TrainingError, UserError
 from support.data.prompts import Prompt
 from support.step import turns
 from support.step.named_rewards import is_part
@@ -28,6 +28,8 @@ def check_graded(samples: list[Sample], prompts: dict[int, Prompt], reward: Rewa
 
     Otherwise warn, once a run for each kind of error. `prompts`: {group: prompt}; `shown`: the kinds shown so far.
     """
+    if any(s.reward for s in samples if s.graded != "ok"):
+        raise TrainingError("an answer that was not graded, by a timeout or an error, has a reward other than 0")
     failed = [s for s in samples if s.graded == "error"]
     if failed:
         report_failed(failed, len(samples), prompts, reward.max_error_frac, shown)

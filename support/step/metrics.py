@@ -17,7 +17,7 @@ from support.step.records import Batch, Collected, Sample
 
 
 def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over the response tokens, and the largest gap, for logp_gap/*, mismatch/ess and check_gap; part of
+    """Sums over the response tokens, and the largest gap, for logp_gap/*, mismatch/ess and GapCheck; part of
     grpo_loss's report.
 
     `difference_T`: the trainer's log-probs minus vLLM's [T]; mask [T]. The gap is |difference|, w = exp(difference),

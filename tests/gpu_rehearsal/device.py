@@ -25,7 +25,7 @@ from tests.gpu_rehearsal.waits import Waits
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 WAITS = Waits()
-GENERATOR = torch.Generator()  # the GPU's
+GENERATOR = torch.Generator()  # the GPU's, from which nothing is drawn: random numbers are the host's
 METADATA = FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -100,21 +100,7 @@ def to_gpu(values):
     return give_values(x, values)
 
 
-def allocated_bytes(*args) -> int:
-    """Of all tensors on the GPU."""
-    return sum(values.nbytes() for ref, values in VALUES.values() if not ref.expired())
-
-
 # ---------------------------------------------------------------- operations
-
-
-@contextlib.contextmanager
-def random_state_of_the_gpu():
-    state = torch.get_rng_state()
-    torch.set_rng_state(GENERATOR.get_state())
-    yield
-    GENERATOR.set_state(torch.get_rng_state())
-    torch.set_rng_state(state)
 
 
 def compute(op, args, kwargs, kernel=None):
@@ -122,9 +108,7 @@ def compute(op, args, kwargs, kernel=None):
     with METADATA:
         results = op(*args, **kwargs)
     on_host = {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
-    is_random = torch.Tag.nondeterministic_seeded in op.tags
-    with random_state_of_the_gpu() if is_random else contextlib.nullcontext():
-        values = (kernel or op)(*values_of(args), **values_of(kwargs) | on_host)
+    values = (kernel or op)(*values_of(args), **values_of(kwargs) | on_host)
     for x, value in zip(tree_leaves(results), tree_leaves(values), strict=True):
         if on_gpu(x):
             give_values(x, value)
@@ -332,12 +316,11 @@ def patch_cuda() -> None:
         "is_available": True, "is_initialized": True, "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         "current_device": 0, "set_device": None, "get_device_capability": (9, 0), "get_device_name": properties.name,
         "get_device_properties": properties, "mem_get_info": (70 << 30, 80 << 30), "reset_peak_memory_stats": None,
-        "_lazy_init": None,
+        "_lazy_init": None, "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0,
+        "max_memory_reserved": 0,
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer: answer)
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(torch.cuda, name, allocated_bytes)
     torch.cuda._lazy_call = lambda call, **kwargs: call()
     torch.cuda.Stream = torch.cuda.Event = Stream
     torch.cuda.current_stream = torch.cuda.default_stream = Stream

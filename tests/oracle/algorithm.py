@@ -71,53 +71,25 @@ def overlong_penalty(answer: dict, config: dict) -> float:
     return -config["algo"]["overlong_coef"] * min(max(share, 0.0), 1.0)
 
 
-# ---------------------------------------------------------------- credit
+# ---------------------------------------------------------------- advantages
 
 
-def token_values(answer: dict) -> list[float]:
-    """The reward at each response token: rewards of tokens where they are, those of the whole answer at the last."""
-    values = [0.0] * len(answer["response_ids"])
-    of_tokens = answer.get("token_rewards") or {}
-    for rewards in of_tokens.values():
-        for place, value in rewards:
-            values[place] += value
-    values[-1] += sum(value for name, value in answer["reward_parts"].items() if name not in of_tokens)
-    return values
+def advantages_of(answers: list[dict], rewards: list[float], tokens: list[int], kind: str) -> list[float]:
+    """The advantage of each answer, given its reward and its trained tokens."""
+    found = [0.0] * len(answers)
+    for group in {a["group"] for a in answers}:
+        members = [i for i, a in enumerate(answers) if a["group"] == group]
+        compared = formulas.compare([rewards[i] for i in members], kind).tolist()
+        for i, advantage in zip(members, compared, strict=True):
+            found[i] = advantage
+    return whiten(found, tokens) if kind == "reinforce_pp" else found
 
 
-def group_advantages(answers: list[dict], charges: list[list[float]], algo: dict) -> list[list[float]]:
-    """The advantage of each response token of the answers of one group.
-
-    `charges`: what the KL takes from the reward of each token. With token rewards and credit to_go the group is divided
-    at each place where one of its answers has a reward; from each cut on the sums of what follows are compared, and an
-    answer that has no such cut is there with its last part. Otherwise whole answers are compared.
-    """
-    cuts = set()
-    if algo.get("credit", "to_go") == "to_go":
-        for a in answers:
-            for rewards in (a.get("token_rewards") or {}).values():
-                cuts |= {place + 1 for place, _ in rewards}
-    values = [token_values(a) for a in answers]
-    net = [[v - c for v, c in zip(*pair, strict=True)] for pair in zip(values, charges, strict=True)]
-    starts = [[0, *(cut for cut in sorted(cuts) if cut < len(v))] for v in net]  # of the parts of each answer
-    found = [[0.0] * len(v) for v in net]
-    for number in range(max(len(s) for s in starts)):
-        begins = [s[min(number, len(s) - 1)] for s in starts]
-        to_go = [math.fsum(v[begin:]) for v, begin in zip(net, begins, strict=True)]
-        if len(cuts) == 0 and not any(map(any, charges)):
-            to_go = [a["reward"] for a in answers]  # as it was summed when it was graded
-        advantages = formulas.compare(to_go, algo["advantage"]).tolist()
-        for i, begin in enumerate(begins):
-            if number < len(starts[i]):
-                found[i][begin:] = [advantages[i]] * (len(net[i]) - begin)
-    return found
-
-
-def whiten(advantages: list[list[float]], trained: list[list[bool]]) -> list[list[float]]:
+def whiten(advantages: list[float], tokens: list[int]) -> list[float]:
     """REINFORCE++: all advantages less their mean, over their standard deviation, both over the trained tokens."""
-    values = [a for row, flags in zip(advantages, trained, strict=True) for a, t in zip(row, flags, strict=True) if t]
+    values = [a for a, n in zip(advantages, tokens, strict=True) for _ in range(n)]
     if len(values) < 2:
         return advantages
     center = math.fsum(values) / len(values)
     variance = math.fsum((a - center) ** 2 for a in values) / (len(values) - 1)
-    return [[(a - center) / math.sqrt(variance + 1e-8) for a in row] for row in advantages]
+    return [(a - center) / math.sqrt(variance + 1e-8) for a in advantages]

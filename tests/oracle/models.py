@@ -33,47 +33,17 @@ class Model:
         self.module.eval()
         self.module.model.embed_tokens.padding_idx = None  # transformers would drop that row's gradient
         self.config = config
-        self.routes: Tensor | None = None  # [layers, tokens, k] of the present answer, -1: the router chooses
-        self.chosen: list[Tensor] = []  # by layer: the experts of each token, [tokens, k]
-        self.differs: list[Tensor] = []  # by layer: whether the router would have chosen others, [tokens]
-        for layer in self.module.model.layers:
-            if hasattr(layer.mlp, "gate"):
-                layer.mlp.gate.register_forward_hook(self.choose_experts)
-
-    def choose_experts(self, gate, inputs, output):
-        """A hook of every router: replay the routes of its layer, and note what was chosen."""
-        logits, values, own = output
-        experts = own
-        if self.routes is not None:
-            theirs = self.routes[len(self.chosen)]
-            experts = torch.where(theirs >= 0, theirs, own)
-            values = logits.float().softmax(-1).gather(-1, experts)
-            if getattr(self.config, "norm_topk_prob", True):
-                values = values / values.sum(-1, keepdim=True)
-        self.chosen.append(experts)
-        self.differs.append((experts.sort(-1).values != own.sort(-1).values).any(-1))
-        return logits, values, experts
 
     def answer_logp(
-        self, weights: dict[str, Tensor], prompt: list[int], answer: dict, temperature: float, replay: bool = False
+        self, weights: dict[str, Tensor], prompt: list[int], answer: dict, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy at each response token, [response], after `prompt`; `replay`: with vLLM's experts."""
+        """Log-prob and entropy at each response token, [response], after `prompt`."""
         ids = torch.tensor(prompt + answer["response_ids"])
-        self.chosen, self.differs = [], []
-        self.routes = spread_routes(answer["routes"], len(ids) - 1, self.config) if replay else None
         inputs = {"input_ids": ids[None, :-1], "use_cache": False}
         output = torch.func.functional_call(self.module, module_weights(weights), args=(), kwargs=inputs)
         logp = (output.logits[0, len(prompt) - 1 :] / temperature).log_softmax(-1)
         entropy = -(logp.exp() * logp).sum(-1)
         return logp.gather(-1, ids[len(prompt) :, None])[:, 0], entropy
-
-
-def spread_routes(routes: list, tokens: int, config) -> Tensor:
-    """[layers, tokens, k] of the experts that vLLM returned for the last of these tokens, -1 for the others."""
-    found = torch.full((tokens, config.num_hidden_layers, config.num_experts_per_tok), -1)
-    if routes:
-        found[tokens - len(routes) :] = torch.tensor(routes)
-    return found.movedim(0, 1)
 
 
 def module_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:

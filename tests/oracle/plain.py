@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+import pytest
 import torch
 import transformers
 
@@ -90,6 +91,35 @@ def hf_gradients(model) -> dict[str, torch.Tensor]:
 
 def grad_norm(parameters: Iterable[torch.nn.Parameter]) -> float:
     return torch.stack([p.grad.double().norm() for p in parameters]).norm().item()
+
+
+def reference_step(policy_path, reference_path, rollouts: list[dict], kl_coef: float) -> tuple[float, float, float]:
+    """(loss, gradient norm, mean k3) of the first update of a step in fp32, in which nothing has moved: the ratio is 1.
+
+    `rollouts` are the samples that it trains on; their advantages and vLLM's log-probs are compared as well.
+    """
+    policy = transformers.AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32)
+    frozen = transformers.AutoModelForCausalLM.from_pretrained(reference_path, dtype=torch.float32)
+    tokens = sum(sampled(row).sum().item() for row in rollouts)
+    groups: dict[int, list[dict]] = {}
+    for row in rollouts:
+        groups.setdefault(row["group"], []).append(row)
+    loss = kl = 0.0
+    for members in groups.values():
+        advantages = formulas.compare([row["reward"] for row in members], "grpo")
+        assert [row["advantage"] for row in members] == pytest.approx(advantages.tolist(), rel=1e-9, abs=1e-12)
+        for row in members:
+            mine, recorded = sampled(row), torch.tensor(row["rollout_logp"])  # an environment's tokens do not count
+            logp = response_logps(policy, row)[mine]
+            assert (logp - recorded[mine]).abs().max() < 1e-4 and not recorded[~mine].any()
+            with torch.no_grad():
+                ref_logp = response_logps(frozen, row)[mine]
+            k3 = formulas.kl(logp, ref_logp, "k3")
+            policy_loss = -row["advantage"] * (logp - logp.detach()).exp()
+            part = (policy_loss + kl_coef * k3).sum() / tokens
+            part.backward()
+            loss, kl = loss + part.item(), kl + k3.sum().item() / tokens
+    return loss, grad_norm(policy.parameters()), kl
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -1,20 +1,99 @@
 """The steps of a run, once more: from the answers that it sampled, with weights, moments and gradients of our own."""
 
+import json
 import math
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import yaml
 from torch import Tensor
 
 from support.proof import formulas
-from tests.oracle import algorithm as plain
+from tests.oracle import algorithm
 from tests.oracle.comparison import Comparison
 from tests.oracle.models import Model, initial_factors, merge_factors, read_weights, rounded
-from tests.oracle.recorded import Recorded
 
 Weights = dict[str, Tensor]
+
+# ---------------------------------------------------------------- what a run recorded
+
+LEGAL = {  # values that the second trainer knows, of keys that name a branch or change log-probs
+    "model.dtype": ("fp32", "bf16"),
+    "algo.advantage": ("grpo", "dr_grpo", "rloo", "grpo_loo", "max_rl", "reinforce_pp", "none"),
+    "algo.loss": formulas.LOSSES,
+    "algo.kl": formulas.KLS,
+    "algo.correction": tuple(formulas.BOUNDS),
+    "algo.loss_norm": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"),
+    "rollout.top_p": (1,),  # else vLLM's log-probs are of a cut distribution
+    "rollout.top_k": (-1,),
+}
+HARMLESS = (  # options of vLLM and fields of Megatron-core that change memory and speed alone
+    "max_num_seqs max_num_batched_tokens enforce_eager enable_prefix_caching enable_chunked_prefill swap_space "
+    "block_size kv_cache_memory_bytes disable_custom_all_reduce recompute_granularity recompute_method "
+    "recompute_num_layers recompute_modules overlap_grad_reduce overlap_param_gather moe_grouped_gemm bucket_size "
+    "optimizer_cpu_offload optimizer_offload_fraction"
+)
+
+
+class Refusal(Exception):
+    """Why a run cannot be repeated."""
+
+
+@dataclass
+class Recorded:
+    """The output folder of a run that can be repeated."""
+
+    folder: Path
+    config: dict
+    metrics: list[dict]  # of each step, without lines of evaluations before the first
+
+    def rollouts(self, step: int) -> list[dict]:
+        """The answers of a step."""
+        return read_rows(self.folder / f"rollouts/step_{step:06d}.jsonl")
+
+
+def read_rows(path: Path) -> list[dict]:
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def read_run(folder: Path) -> Recorded:
+    """What the run in this output folder recorded. Raises Refusal."""
+    if not (folder / "config.yaml").exists():
+        raise Refusal(f"{folder} has no config.yaml; give the output_dir of a run")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    check_options(config)
+    if not any(Path(config["model"]["path"]).glob("*.safetensors")):
+        raise Refusal(f"{config['model']['path']}: no folder with safetensors; run with the folder of the model")
+    metrics = [line for line in read_rows(folder / "metrics.jsonl") if line["step"] > 0]
+    steps = [line["step"] for line in metrics]
+    if steps != list(range(1, len(steps) + 1)):
+        raise Refusal(f"metrics.jsonl has steps {steps[:3]} ... {steps[-3:]}: every step from 1 is needed, once each")
+    if any(line["loss/total"] is None or line["grad_norm"] is None for line in metrics):
+        raise Refusal("an update with a NaN or infinite loss or gradient cannot be repeated")
+    return Recorded(folder, config, metrics)
+
+
+def check_options(config: dict) -> None:
+    """Refuse values that the second trainer does not know, and options that may make other log-probs than its own."""
+    for key, legal in LEGAL.items():
+        section, name = key.split(".")
+        if config[section][name] not in legal:
+            raise Refusal(f"{key}={config[section][name]}: the second trainer knows {', '.join(map(str, legal))}")
+    options = {f"rollout.vllm.{name}" for name in config["rollout"]["vllm"].keys() - HARMLESS.split()}
+    options |= {f"megatron.{name}" for name in config["megatron"].keys() - HARMLESS.split()}
+    if options:
+        raise Refusal(f"{', '.join(sorted(options))}: an option that may change log-probs, which cannot be repeated")
+    t = config["train"]
+    several = t["updates_per_step"] * t["epochs_per_step"] > 1
+    if config["algo"]["replay_routes"] and (several or config["model"]["dtype"] != "fp32"):
+        raise Refusal("algo.replay_routes=true: only with one update a step in fp32 are vLLM's routes our routers' own")
+
+
+# ---------------------------------------------------------------- the trainer
 
 
 @dataclass
@@ -27,29 +106,10 @@ class Scored:
     rollout: Tensor  # log-probs by vLLM
     before: Tensor  # by the policy before the step's first update
     old: Tensor  # those of the ratio
-    sampler: Tensor  # by us, with the weights that vLLM sampled with
     ref: Tensor | None = None
     teacher: Tensor | None = None
+    advantage: float = 0.0
     advantages: Tensor | None = None
-
-
-@dataclass
-class Sums:
-    """What the updates of a step report, summed over their tokens."""
-
-    loss: float = 0.0
-    policy: float = 0.0
-    trained: int = 0
-    tokens: int = 0
-    values: dict[str, float] = field(default_factory=dict)
-    gap_max: float = 0.0
-    routes: int = 0
-    routes_differ: int = 0
-    grad_norm: float = math.nan
-
-    def add(self, name: str, value: Tensor) -> None:
-        """Add the values of an answer's tokens to those of a name."""
-        self.values[name] = self.values.get(name, 0.0) + value.double().sum().item()
 
 
 class Trainer:
@@ -71,12 +131,11 @@ class Trainer:
         self.square = {name: torch.zeros_like(weight) for name, weight in self.main.items()}
         self.updates = 0
         self.reference = self.current()
-        self.after = [self.current()]  # the weights after 0, 1, 2, ... steps
         self.teacher, self.teacher_weights = None, None
-        teacher = config["algo"]["teacher"]
-        if teacher not in (None, "self"):
-            self.teacher = Model(teacher)
-            self.teacher_weights = read_weights(teacher, self.dtype, self.teacher.config.tie_word_embeddings)
+        if self.algo.teacher not in (None, "self"):
+            self.teacher = Model(self.algo.teacher)
+            tied = self.teacher.config.tie_word_embeddings
+            self.teacher_weights = read_weights(self.algo.teacher, self.dtype, tied)
 
     def current(self, leaves: Weights | None = None) -> Weights:
         """The weights that the model computes with; with `leaves` as a function of these, in place of our own."""
@@ -85,117 +144,87 @@ class Trainer:
             return values
         return merge_factors(self.frozen, values, self.config["lora"], self.dtype)
 
-    def sampler_weights(self, step: int) -> Weights:
-        """The weights that vLLM sampled with: those of rollout.lag steps before the present ones."""
-        return self.after[max(step - 1 - self.config["rollout"].get("lag", 0), 0)]
-
     @torch.no_grad()
-    def score(self, answers: list[dict], step: int, values: dict[str, float]) -> list[Scored]:
+    def score(self, answers: list[dict], values: dict[str, float]) -> list[Scored]:
         """The answers that the step trains on, with log-probs by each set of weights that it uses."""
-        algo, temperature = self.config["algo"], values["temperature"]
-        every = algo.get("reference_every", 0)
-        if every and (step - 1) % every == 0:
-            self.reference = self.after[-1]
-        replay = algo["replay_routes"]
+        weights = self.current()
         scored = []
         for row in answers:
             prompt, asked = row["prompt_ids"], row.get("asked") or row["prompt_ids"]
-            sampled = sampled_places(row)
+            places = sampled_places(row)
+            is_trained = row["finished"] or not self.algo.mask_truncated
+            rollout = torch.tensor(row["rollout_logp"])[places]
 
-            def logp(weights, ids=prompt, replay=False, model=self.model, row=row, sampled=sampled):
-                return model.answer_logp(weights, ids, row, temperature, replay)[0][sampled]
+            def logp(model, weights, prompt, row=row, places=places):
+                return model.answer_logp(weights, prompt, row, values["temperature"])[0][places]
 
-            before = logp(self.after[-1], replay=replay)
-            rollout = torch.tensor(row["rollout_logp"])[sampled]
-            is_trained = row["finished"] or not algo["mask_truncated"]
-            old = rollout if algo["old_logp"] == "rollout" else before
-            answer = Scored(row, sampled, is_trained, rollout, before, old, before)
-            if self.config["rollout"].get("lag", 0):
-                answer.sampler = logp(self.sampler_weights(step), replay=replay)
-            if self.config["algo"]["kl_coef"]:
-                answer.ref = logp(self.reference)
-            if algo["teacher"] == "self":
-                answer.teacher = logp(self.after[-1], asked)
-            elif algo["teacher"]:
-                answer.teacher = logp(self.teacher_weights, asked, model=self.teacher)
+            before = logp(self.model, weights, prompt)
+            old = rollout if self.algo.old_logp == "rollout" else before
+            answer = Scored(row, places, is_trained, rollout, before, old)
+            if self.algo.kl_coef:
+                answer.ref = logp(self.model, self.reference, prompt)
+            if self.algo.teacher == "self":
+                answer.teacher = logp(self.model, weights, asked)
+            elif self.algo.teacher:
+                answer.teacher = logp(self.teacher, self.teacher_weights, asked)
             scored.append(answer)
         return scored
 
     def set_advantages(self, answers: list[Scored], values: dict[str, float]) -> None:
         """Set the advantages of the answers."""
-        algo = self.config["algo"]
-        rows = [[] for _ in answers]
-        for group in {a.row["group"] for a in answers}:
-            members = [i for i, a in enumerate(answers) if a.row["group"] == group]
-            charges = []
-            for i in members:
-                charge = torch.zeros(len(answers[i].row["response_ids"]), dtype=torch.float64)
-                if algo["kl_in"] == "reward" and values["kl_coef"]:
-                    kl = formulas.kl(answers[i].old, answers[i].ref, algo["kl"])
-                    charge[answers[i].sampled] = values["kl_coef"] * kl.double()
-                charges.append(charge.tolist())
-            found = plain.group_advantages([answers[i].row for i in members], charges, algo)
-            for i, advantages in zip(members, found, strict=True):
-                rows[i] = advantages
-        if algo["advantage"] == "reinforce_pp":
-            pairs = zip(answers, rows, strict=True)
-            trained = [[a.is_trained and t in a.sampled for t in range(len(row))] for a, row in pairs]
-            rows = plain.whiten(rows, trained)
-        for a, row in zip(answers, rows, strict=True):
-            a.row["own_advantages"] = row
-            a.advantages = torch.tensor(row)[a.sampled]
+        rewards = [a.row["reward"] for a in answers]
+        if self.algo.kl_in == "reward" and values["kl_coef"]:
+            for i, a in enumerate(answers):
+                rewards[i] -= values["kl_coef"] * formulas.kl(a.old, a.ref, self.algo.kl).double().sum().item()
+        tokens = [len(a.sampled) if a.is_trained else 0 for a in answers]
+        found = algorithm.advantages_of([a.row for a in answers], rewards, tokens, self.algo.advantage)
+        for a, advantage in zip(answers, found, strict=True):
+            a.advantage = advantage
+            a.advantages = torch.full_like(a.old, advantage)
             if a.teacher is not None:
-                a.advantages = a.advantages - algo["teacher_coef"] * (a.old - a.teacher)
+                a.advantages = a.advantages - self.algo.teacher_coef * (a.old - a.teacher)
 
-    def update(self, answers: list[Scored], values: dict[str, float]) -> Sums:
-        """One optimizer step on these answers; what it reports."""
+    def update(self, answers: list[Scored], values: dict[str, float]) -> Counter:
+        """One optimizer step on these answers; sums over their tokens of what it reports."""
         leaves = {name: rounded(weight, self.dtype).clone().requires_grad_() for name, weight in self.main.items()}
         counts = [len(a.sampled) if a.is_trained else 0 for a in answers]
-        total = sum(counts)
         length = self.algo.loss_norm_length or self.config["rollout"]["max_new_tokens"]
         weights = formulas.answer_weights(counts, self.algo.loss_norm, length).tolist()
-        sums = Sums(trained=total)
+        sums = Counter(trained=sum(counts))
         for a, weight in zip(answers, weights, strict=True):
             loss = self.answer_loss(a, weight, self.current(leaves), values, sums)
             if loss.requires_grad:
-                (loss / max(total, 1)).backward()
+                (loss / max(sum(counts), 1)).backward()
         gradients = {}
         for name, leaf in leaves.items():
             gradients[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        sums.grad_norm = math.sqrt(sum(g.double().pow(2).sum().item() for g in gradients.values()))
-        if math.isfinite(sums.grad_norm) and sums.grad_norm > 0:
-            self.adam(gradients, sums.grad_norm, values["lr"])
+        sums["grad_norm"] = math.sqrt(sum(g.double().pow(2).sum().item() for g in gradients.values()))
+        if sums["grad_norm"] > 0:
+            self.adam(gradients, sums["grad_norm"], values["lr"])
         return sums
 
-    def answer_loss(self, a: Scored, weight: float, weights: Weights, values: dict[str, float], sums: Sums) -> Tensor:
+    def answer_loss(self, a: Scored, weight: float, weights: Weights, values: dict[str, float], sums: Counter):
         """The weighed sum of an answer's token losses; its numbers go into `sums`."""
-        algo = self.config["algo"]
-        replay = algo["replay_routes"]
-        logp, entropy = self.model.answer_logp(weights, a.row["prompt_ids"], a.row, values["temperature"], replay)
+        logp, entropy = self.model.answer_logp(weights, a.row["prompt_ids"], a.row, values["temperature"])
         logp, entropy = logp[a.sampled], entropy[a.sampled]
         policy, clipped = formulas.policy_loss(logp, a.old, a.advantages, self.algo)
-        trainer = logp.detach() if algo["old_logp"] == "rollout" else a.old
+        trainer = logp.detach() if self.algo.old_logp == "rollout" else a.old
         factor, outside = formulas.correction(trainer, a.rollout, self.algo)
         policy = policy * factor
         loss = policy - values["entropy_coef"] * entropy
-        if a.ref is not None:
-            for kind in ("k1", "k2", "k3"):
-                sums.add(f"kl_{kind}", formulas.kl(logp.detach(), a.ref, kind))
-            if algo["kl_in"] == "loss":
-                loss = loss + values["kl_coef"] * formulas.kl(logp, a.ref, algo["kl"])
-        sums.loss += weight * loss.double().sum().item()
-        sums.policy += weight * policy.double().sum().item()
-        sums.tokens += len(a.sampled)
-        w = torch.exp((trainer - a.rollout).clamp(-20, 20)).detach()
-        gap = (a.sampler if self.config["rollout"].get("lag", 0) else trainer) - a.rollout
-        sums.gap_max = max(sums.gap_max, gap.abs().max().item())
-        numbers = {"entropy": entropy, "clipped": clipped, "outside": outside, "w": w, "w2": w * w, "gap": gap.abs()}
+        w = torch.exp((trainer - a.rollout).clamp(-20, 20))
+        gap = (trainer - a.rollout).abs()
+        numbers = {"entropy": entropy, "clipped": clipped, "outside": outside, "w": w, "w2": w * w, "gap": gap}
         numbers["mismatch_k3"] = formulas.kl(a.rollout, trainer, "k3")
+        if a.ref is not None:
+            numbers |= {f"kl_{kind}": formulas.kl(logp, a.ref, kind) for kind in ("k1", "k2", "k3")}
+            if self.algo.kl_in == "loss":
+                loss = loss + values["kl_coef"] * formulas.kl(logp, a.ref, self.algo.kl)
+        numbers |= {"loss": weight * loss, "policy": weight * policy}
         for name, value in numbers.items():
-            sums.add(name, value.detach())
-        if replay:
-            sums.routes += len(a.row["routes"]) * len(self.model.differs)
-            sums.routes_differ += sum(int(layer.sum()) for layer in self.model.differs)
+            sums[name] += value.detach().double().sum().item()
+        sums["tokens"] += len(a.sampled)
+        sums["gap_max"] = max(sums["gap_max"], gap.max().item())
         return weight * loss.sum()
 
     @torch.no_grad()
@@ -227,86 +256,72 @@ def sampled_places(row: dict) -> list[int]:
 # ---------------------------------------------------------------- a run
 
 
-def repeat(run: Recorded, comparison: Comparison) -> None:
+def repeat(run: Recorded) -> Comparison:
     """Repeat every step of a run and compare all that it recorded, in the order in which a step computes it."""
+    comparison = Comparison(run.config["model"]["dtype"])
     trainer = Trainer(run.config)
-    initial = trainer.after[0]
+    initial = trainer.current()
     for step, metrics in enumerate(run.metrics, start=1):
         rows = run.rollouts(step)
         comparison.step = step
-        values = plain.scheduled(run.config, step)
+        values = algorithm.scheduled(run.config, step)
         compare_rewards(rows, metrics, run.config, comparison)
-        groups = plain.trained_groups(rows, run.config, metrics["groups/rounds"])
+        groups = algorithm.trained_groups(rows, run.config, metrics["groups/rounds"])
         comparison.check("groups/trained", metrics["groups/trained"], len(groups))
         trained = [row for row in rows if row["group"] in groups]
-        answers = trainer.score(trained, step, values)
+        answers = trainer.score(trained, values)
         trainer.set_advantages(answers, values)
-        compare_answers(answers, run.config, comparison)
+        for a in answers:
+            comparison.check("token: rollout_logp", a.rollout, a.before)
+            comparison.check("sample: advantage", a.row["advantage"], a.advantage)
         reports = []
-        for chosen in plain.updates_of(trained, run.config, step):
+        for chosen in algorithm.updates_of(trained, run.config, step):
             reports.append(trainer.update([answers[i] for i in chosen], values))
         compare_updates(reports, answers, metrics, values, run.config, comparison)
-        trainer.after.append(trainer.current())
-        if run.config["log"].get("tokens"):
-            compare_ratios(trainer, answers, values, comparison)
-        keep = run.config["rollout"].get("lag", 0) + 1
-        trainer.after[:-keep] = [None] * (len(trainer.after) - keep)
         compare_export(run.folder / f"hf/step_{step:06d}", trainer, initial, comparison)
+    return comparison
 
 
 def compare_rewards(rows: list[dict], metrics: dict, config: dict, comparison: Comparison) -> None:
     """Rewards, and what is counted of the answers."""
+    groups = {}
     for row in rows:
         comparison.check("sample: reward", row["reward"], sum(row["reward_parts"].values()))
         if config["algo"]["overlong_buffer"]:
-            penalty = plain.overlong_penalty(row, config)
+            penalty = algorithm.overlong_penalty(row, config)
             comparison.check("sample: overlong", row["reward_parts"]["overlong"], penalty)
-    rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
-    groups = {}
-    for row in rows:
         groups.setdefault(row["group"], set()).add(row["reward"])
-    lengths = [len(sampled_places(row)) for row in rows]
-    comparison.check("reward/mean", metrics["reward/mean"], rewards.mean().item())
-    comparison.check("reward/std", metrics["reward/std"], rewards.std(correction=0).item())
-    equal = sum(len(values) == 1 for values in groups.values())
-    comparison.check("groups/zero_std_frac", metrics["groups/zero_std_frac"], equal / len(groups))
-    comparison.check("groups/sampled", metrics["groups/sampled"], len(groups))
-    comparison.check("tokens/response_mean", metrics["tokens/response_mean"], sum(lengths) / len(rows))
-    truncated = sum(not row["finished"] for row in rows) / len(rows)
-    comparison.check("tokens/truncated_frac", metrics["tokens/truncated_frac"], truncated)
-
-
-def compare_answers(answers: list[Scored], config: dict, comparison: Comparison) -> None:
-    """Log-probs of vLLM and trainer, and advantages, token by token."""
-    for a in answers:
-        comparison.check("token: rollout_logp", a.rollout, a.sampler)
-        comparison.check("sample: advantage", a.row["advantage"], a.row["own_advantages"][0])
-        if "advantages" in a.row:
-            comparison.check("token: advantages", a.row["advantages"], a.row["own_advantages"])
-        if config["log"].get("tokens"):
-            comparison.check("token: trainer_logp", torch.tensor(a.row["trainer_logp"])[a.sampled], a.before)
+    rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
+    found = {
+        "reward/mean": rewards.mean().item(),
+        "reward/std": rewards.std(correction=0).item(),
+        "groups/zero_std_frac": sum(len(values) == 1 for values in groups.values()) / len(groups),
+        "groups/sampled": len(groups),
+        "tokens/response_mean": sum(len(sampled_places(row)) for row in rows) / len(rows),
+        "tokens/truncated_frac": sum(not row["finished"] for row in rows) / len(rows),
+    }
+    for name, value in found.items():
+        comparison.check(name, metrics[name], value)
 
 
 def compare_updates(
-    reports: list[Sums], answers: list[Scored], metrics: dict, values: dict, config: dict, comparison: Comparison
+    reports: list[Counter], answers: list[Scored], metrics: dict, values: dict, config: dict, comparison: Comparison
 ) -> None:
     """The metrics of the updates: most of the first, the clip's of all, vLLM's against the trainer of one epoch."""
     first = reports[0]
     count = config["train"]["updates_per_step"] if config["algo"]["old_logp"] == "trainer" else 1
     compared = reports[:count]
 
-    def mean(name: str, over: list[Sums]) -> float:
-        return sum(s.values.get(name, 0.0) for s in over) / max(sum(s.tokens for s in over), 1)
+    def mean(name: str, sums: list[Counter]) -> float:
+        return sum(s[name] for s in sums) / max(sum(s["tokens"] for s in sums), 1)
 
     found = {"lr": values["lr"]}
-    for name in ("kl_coef", "entropy_coef", "temperature", "lr"):
-        if config["schedule"][name] is not None:
-            found[f"schedule/{name}"] = values[name]
+    found |= {f"schedule/{name}": values[name] for name, course in config["schedule"].items() if course is not None}
     found["logp_gap/mean"] = mean("gap", compared)
-    found["logp_gap/max"] = max(s.gap_max for s in compared)
+    found["logp_gap/max"] = max(s["gap_max"] for s in compared)
     found["mismatch/k3"] = mean("mismatch_k3", compared)
-    w, w2 = (sum(s.values[name] for s in compared) for name in ("w", "w2"))
-    found["mismatch/ess"] = w**2 / (w2 or 1) / max(sum(s.tokens for s in compared), 1)
+    w, w2, tokens = (sum(s[name] for s in compared) for name in ("w", "w2", "tokens"))
+    found["mismatch/ess"] = w**2 / (w2 or 1) / max(tokens, 1)
     found["mismatch/cut_frac"] = mean("outside", compared)
     if answers[0].ref is not None:
         found |= {"kl/ref": mean("kl_k3", [first]), "kl/k1": mean("kl_k1", [first]), "kl/k2": mean("kl_k2", [first])}
@@ -314,35 +329,23 @@ def compare_updates(
         trained = [a for a in answers if a.is_trained]
         total = sum((a.old - a.teacher).double().sum().item() for a in trained)
         found["kl/teacher"] = total / max(sum(len(a.sampled) for a in trained), 1)
-    found["loss/policy"] = first.policy / max(first.trained, 1)
-    found["loss/total"] = first.loss / max(first.trained, 1)
+    found["loss/policy"] = first["policy"] / max(first["trained"], 1)
+    found["loss/total"] = first["loss"] / max(first["trained"], 1)
     found["entropy"] = mean("entropy", [first])
-    found["grad_norm"] = first.grad_norm
+    found["grad_norm"] = first["grad_norm"]
     found["ratio/clip_frac"] = mean("clipped", reports)
-    if first.routes:
-        found["routes/differ_frac"] = first.routes_differ / first.routes
-    found["update/skipped"] = sum(not s.grad_norm > 0 for s in reports)
+    if config["algo"]["replay_routes"]:
+        found["routes/differ_frac"] = 0.0
+    found["update/skipped"] = sum(not s["grad_norm"] > 0 for s in reports)
     for name, value in found.items():
         comparison.check(name, metrics[name], value)
-
-
-@torch.no_grad()
-def compare_ratios(trainer: Trainer, answers: list[Scored], values: dict[str, float], comparison: Comparison) -> None:
-    """The ratio of each token after the updates."""
-    for a in answers:
-        replay = trainer.config["algo"]["replay_routes"]
-        after, _ = trainer.model.answer_logp(
-            trainer.after[-1], a.row["prompt_ids"], a.row, values["temperature"], replay
-        )
-        ratio = torch.exp(after[a.sampled] - a.before)
-        comparison.check("token: ratio", torch.tensor(a.row["ratio"])[a.sampled], ratio)
 
 
 def compare_export(folder: Path, trainer: Trainer, initial: Weights, comparison: Comparison) -> None:
     """The weights that the run exported after this step, if it did: their distance from ours, by how far ours moved."""
     if not folder.exists():
         return
-    own = trainer.after[-1]
+    own = trainer.current()
     theirs = read_weights(folder, trainer.dtype, trainer.model.config.tie_word_embeddings)
     if theirs.keys() != own.keys():
         comparison.check("export: tensors that only one side has", len(theirs.keys() ^ own.keys()), 0)
