@@ -21,7 +21,7 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1165,
-    "support/base": 738, "support/check": 591, "support/data": 438, "support/engine": 257, "support/judge": 198,
+    "support/base": 738, "support/check": 591, "support/data": 438, "support/engine": 257, "support/judge": 195,
     "support/model": 1041, "support/proof": 937, "support/run": 1057, "support/step": 1000,
     "rewards": 185, "tools": 1049, "benchmarks": 674, "tests": 9184, "docs": 2759,
 }  # fmt: skip
