@@ -21,7 +21,7 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1175,
-    "support/base": 738, "support/check": 591, "support/data": 438, "support/engine": 257, "support/judge": 198,
+    "support/base": 738, "support/check": 591, "support/data": 438, "support/engine": 257, "support/judge": 195,
     "support/model": 1084, "support/proof": 940, "support/run": 1057, "support/step": 1025,
     "rewards": 185, "tools": 1049, "benchmarks": 675, "tests": 9272, "docs": 2815,
 }  # fmt: skip
