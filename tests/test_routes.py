@@ -111,12 +111,15 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
 
 
 def routed_samples() -> list[dict]:
-    """The samples of tests/test_layouts.py, each token sent to two experts at random in every layer; every third sample
-    has no routes of its first two tokens."""
+    """The samples of tests/test_layouts.py, each token sent to two experts at random in every layer, those of a prompt
+    alike in most answers to it; every third sample has no routes of its first two tokens."""
     rng, samples = np.random.default_rng(5), make_samples()
+    of_prompt = rng.random((4, 8, LAYERS, EXPERTS)).argsort(-1)[..., :K]  # of each group
     for n, s in enumerate(samples):
-        tokens = len(s["prompt_ids"]) + len(s["response_ids"]) - 1
+        prompt, tokens = len(s["prompt_ids"]), len(s["prompt_ids"]) + len(s["response_ids"]) - 1
         drawn = rng.random((tokens, LAYERS, EXPERTS)).argsort(-1)[..., :K]
+        if n % 4 != 3:
+            drawn[:prompt] = of_prompt[s["group"], : min(prompt, tokens)]
         s["routes"] = drawn[min(2, tokens - 1) * (n % 3 == 0) :].tolist()
     return samples
 
@@ -160,6 +163,7 @@ def test_forced_routes_equal_plain_transformers(world, tmp_path):
     found = {name: one_layout(plan, name) for name in plan["layouts"]}
     wanted = forced_reference(tmp_path / "model", routed_samples(), found["plain"])
     for each in found.values():
+        assert each["shared"] > 0
         check_update(each, wanted)
     (tmp_path / "samples.json").write_text(json.dumps(make_samples()))
     assert (one_layout(plan, "plain")["logp"] - wanted["logp"]).abs().max() > 0.1

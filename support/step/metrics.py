@@ -192,10 +192,13 @@ def teacher_kl(batch: Batch) -> float:
 def route_metrics(samples: list[Sample], first: dict, has_routes: bool) -> dict[str, float | None]:
     """Of algo.replay_routes. `first`: the report of the step's first update, which uses the weights of vLLM."""
     if not has_routes:
-        return {"routes/differ_frac": None, "routes/missing_frac": None}
+        return {"routes/differ_frac": None, "routes/missing_frac": None, "routes/prompt_differ_frac": None}
     differ = report_mean("routes_differ", [first], over="routes")
     missing = 1 - sum(len(s.routes) for s in samples) / sum(s.positions for s in samples)
-    return {"routes/differ_frac": differ, "routes/missing_frac": missing}
+    leaders = {s.group: s for s in reversed(samples)}  # the first answer of each group
+    pairs = [(s.routes, leaders[s.group].routes, len(s.prompt_ids)) for s in samples]
+    unlike = np.mean([not np.array_equal(own[:prompt], first[:prompt]) for own, first, prompt in pairs])
+    return {"routes/differ_frac": differ, "routes/missing_frac": missing, "routes/prompt_differ_frac": unlike}
 
 
 def time_metrics(record: StepRecord) -> dict[str, float]:
