@@ -150,7 +150,7 @@ def test_replayed_routes_close_the_gap_of_an_engine_that_routes_otherwise(build,
     metrics, samples = train_grpo.train_step(build(*keys, "algo.replay_routes=true"), 1)
     lengths = [len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples]
     flipped = sum(-(-n // 3) for n in lengths) / sum(lengths)
-    assert metrics["logp_gap/max"] < 1e-5 and metrics["routes/missing_frac"] == metrics["routes/prompt_differ_frac"] == 0
+    assert metrics["logp_gap/max"] < 1e-5 and metrics["routes/missing_frac"] == 0
     assert metrics["routes/differ_frac"] == pytest.approx(flipped, abs=1e-9)
     assert metrics["kl/ref"] > 1e-4  # the reference goes its own way, where no route was flipped
     bridge.mpu.destroy_model_parallel()
