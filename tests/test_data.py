@@ -86,19 +86,11 @@ def test_shards_as_list_glob_folder_and_split(tokenizer, tmp_path):
         assert fingerprint(load(tokenizer, train)[0]) == wanted
     assert fingerprint(load(tokenizer, shards[::-1])[0]) != wanted
     assert len(load(tokenizer, f"{tmp_path / 'hub'}:test")[0]) == 1
-    with pytest.raises(ValueError, match=r"no split 'dev'; .*:split with train, test"):
+    with pytest.raises(ValueError, match=r"no files of the split 'dev'; .*:split with train, test"):
         load(tokenizer, f"{tmp_path / 'hub'}:dev")
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("openai/gsm8k", ("openai/gsm8k", None, "train")),
-        ("openai/gsm8k:test", ("openai/gsm8k", None, "test")),
-        ("openai/gsm8k:main:test[:10]", ("openai/gsm8k", "main", "test[:10]")),
-    ],
-)
-def test_hub_names(tokenizer, monkeypatch, name, call):
+def test_hub_names(tokenizer, monkeypatch):
     calls = []
 
     def load_dataset(path, name, split):
@@ -106,19 +98,19 @@ def test_hub_names(tokenizer, monkeypatch, name, call):
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert len(load(tokenizer, name)[0]) == len(ROWS) and calls == [call]
+    for name in ("a/b", "a/b:test", "a/b:main:test[:10]"):
+        assert len(load(tokenizer, name)[0]) == len(ROWS)
+    assert calls == [("a/b", None, "train"), ("a/b", None, "test"), ("a/b", "main", "test[:10]")]
 
 
-@pytest.mark.parametrize("name", ["verl.parquet", "verl.jsonl"])
-def test_data_prepared_for_verl_loads_unchanged(tokenizer, tmp_path, name):
+def test_nested_columns_and_a_column_with_a_dot_in_its_name(tokenizer, tmp_path):
+    """Data prepared for verl load unchanged; a column of exactly the key's name wins."""
     write(tmp_path / "plain.parquet", ROWS)
-    write(tmp_path / name, VERL)
-    prompts, _ = load(tokenizer, tmp_path / name, **VERL_KEYS)
-    assert fingerprint(prompts) == fingerprint(load(tokenizer, tmp_path / "plain.parquet")[0])
-    assert prompts[1].row == VERL[1]
-
-
-def test_a_column_with_a_dot_in_its_name_wins(tokenizer, tmp_path):
+    for name in ("verl.parquet", "verl.jsonl"):
+        write(tmp_path / name, VERL)
+        prompts, _ = load(tokenizer, tmp_path / name, **VERL_KEYS)
+        assert fingerprint(prompts) == fingerprint(load(tokenizer, tmp_path / "plain.parquet")[0])
+        assert prompts[1].row == VERL[1]
     write(tmp_path / "a.jsonl", [{"prompt": "1>", "x": {"y": "inner"}, "x.y": "outer"}])
     assert load(tokenizer, tmp_path / "a.jsonl", answer_key="x.y")[0][0].answer == "outer"
 
@@ -155,14 +147,14 @@ def test_long_prompts_are_counted_and_empty_ones_refused(tokenizer, tmp_path):
 
 
 def test_evaluation_data_follow_the_same_rules(tokenizer, tmp_path):
+    """Of two files, one of which lacks the column of the source."""
     write(tmp_path / "a.jsonl", ROWS)
-    write(tmp_path / "b.jsonl", [{"prompt": "1>", "answer": "1", "source": "other"}])
+    write(tmp_path / "b.jsonl", [{"prompt": "1>", "answer": "1"}])
     cfg = DataConfig(train="unused.jsonl", eval=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
     prompts, _ = load_prompts(cfg, tokenizer, key="eval")
-    assert [p.source for p in prompts] == ["sums"] * len(ROWS) + ["other"]
-    cfg = DataConfig(train="unused.jsonl", eval="nowhere.jsonl")
+    assert [p.source for p in prompts] == ["sums"] * len(ROWS) + ["default"]
     with pytest.raises(ValueError, match=r"data\.eval=nowhere\.jsonl: no such file"):
-        load_prompts(cfg, tokenizer, key="eval")
+        load_prompts(cfg.model_copy(update={"eval": "nowhere.jsonl"}), tokenizer, key="eval")
 
 
 CUSTOM = """
@@ -219,7 +211,7 @@ BAD_FILES = {
     "blank.jsonl": (b"\n\n", "blank.jsonl has no rows"),
     "header.csv": (b"prompt,answer\n", "has no rows"),
     "broken.jsonl": (GOOD + b'\n{"prompt": ', "broken.jsonl, line 3: Expecting value"),
-    "broken.json": (b'[{"prompt": "1"},\n{"prompt": ]', "broken.json: Expecting value: line 2 column"),
+    "broken.json": (b'[{"prompt": "1"},\n{"prompt": ]', "broken.json: .* at position 28"),
     "scalar.jsonl": (GOOD + b"5\n", "scalar.jsonl, line 2: not a JSON object"),
     "latin.jsonl": (GOOD + b'{"prompt": "\xfc", "answer": "1"}\n', "latin.jsonl, line 2: 'utf-8' codec"),
     "latin.csv": (b"prompt,answer\n1,1\n\xfc,1\n", "latin.csv: .*'utf-8' codec"),
@@ -259,16 +251,14 @@ def test_damaged_parquet_and_arrow(tokenizer, tmp_path):
 
 def test_files_that_do_not_go_together(tokenizer, tmp_path):
     write(tmp_path / "a.jsonl", ROWS)
-    write(tmp_path / "fewer.jsonl", [{"prompt": "1", "answer": "1"}])
     write(tmp_path / "number.jsonl", [{"prompt": "1", "answer": 1, "source": "sums"}])
     write(tmp_path / "b.parquet", ROWS)
     (tmp_path / "empty").mkdir()
     for names, message in [
-        (["a.jsonl", "fewer.jsonl"], r"a\.jsonl and .*fewer\.jsonl differ in the column 'source': .* and absent"),
-        (["a.jsonl", "number.jsonl"], r"number\.jsonl differ in the column 'answer': .*string.* and .*int64"),
+        (["a.jsonl", "number.jsonl"], r": a column must have one type in all files: .*answer.*int64.*string"),
         (["a.jsonl", "b.parquet"], r"mixes file types \(.*a\.jsonl, .*b\.parquet\)"),
         ([""], "mixes file types"),
-        (["empty"], "the folder .*empty has no data files; they end in"),
+        (["empty"], "the folder .*empty is empty"),
         (["nowhere/*.jsonl"], "no such file; legal is"),
     ]:
         with pytest.raises(ValueError, match=rf"^data\.train.*{message}"):

@@ -247,27 +247,23 @@ def test_a_run_and_its_checkpoints_say_what_made_them(shared):
         assert "versions.json" in json.loads((folder / "manifest.json").read_text())
 
 
-@pytest.fixture
-def debugging(monkeypatch):
-    """What --debug sets is as before afterwards."""
-    for name in debug.VARIABLES:
+def test_debug_sets_and_prints(monkeypatch, capsys):
+    for name in debug.VARIABLES:  # set first, so that what --debug sets is taken back too
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    level = dist.get_debug_level()
-    yield
-    torch.autograd.set_detect_anomaly(False)
-    dist.set_debug_level(level)
-
-
-def test_debug_sets_and_prints(debugging, monkeypatch, capsys):
     monkeypatch.setenv("NCCL_DEBUG", "TRACE")
-    debug.turn_on(load_config(str(REPO / "configs/tiny.yaml"), ["seed=7"]))
-    said = capsys.readouterr().out
-    assert "NCCL_DEBUG=TRACE" in said and "TORCH_DISTRIBUTED_DEBUG=DETAIL" in said and "seed=7;" in said
-    assert dist.get_debug_level() == dist.DebugLevel.DETAIL and torch.is_anomaly_enabled()
-    monkeypatch.setenv("RANK", "1")
-    debug.turn_on(load_config(str(REPO / "configs/tiny.yaml"), []))
-    assert capsys.readouterr().out == ""
+    level, cfg = dist.get_debug_level(), load_config(str(REPO / "configs/tiny.yaml"), ["seed=7"])
+    try:
+        debug.turn_on(cfg)
+        said = capsys.readouterr().out
+        assert "NCCL_DEBUG=TRACE" in said and "TORCH_DISTRIBUTED_DEBUG=DETAIL" in said and "seed=7;" in said
+        assert dist.get_debug_level() == dist.DebugLevel.DETAIL and torch.is_anomaly_enabled()
+        monkeypatch.setenv("RANK", "1")
+        debug.turn_on(cfg)
+        assert capsys.readouterr().out == ""
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+        dist.set_debug_level(level)
 
 
 @pytest.mark.slow

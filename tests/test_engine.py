@@ -4,8 +4,6 @@ import itertools
 import json
 import re
 import shutil
-from pathlib import Path
-from statistics import median
 
 import make_tiny
 import pytest
@@ -16,28 +14,14 @@ from tiny_reward import digits_in_place
 
 from support.base import memory
 from support.check.checks import check_weights
-from tests.conftest import EXACT, read_rows
+from tests.conftest import EXACT, REPO, read_rows
 from tests.test_exact import check_step, policies
 from tests.test_layouts import LLAMA3
 
-METRICS = [
-    "step", "reward/mean", "reward/std", "groups/zero_std_frac", "groups/sampled", "groups/trained",
-    "groups/rounds", "loss/total", "loss/policy", "kl/ref", "kl/k1", "kl/k2", "kl/teacher", "entropy",
-    "ratio/clip_frac", "logp_gap/mean", "logp_gap/max", "logp_gap/above_0.01", "logp_gap/above_0.1", "logp_gap/above_1",
-    "mismatch/k3", "mismatch/ess", "mismatch/cut_frac", "advantage/nonzero_frac", "entropy_frac",
-    "routes/differ_frac", "routes/missing_frac", "grad_norm",
-    "moe/load",
-    "lr", "tokens/prompt_mean", "tokens/response_mean", "tokens/response_max", "tokens/truncated_frac",
-    "tokens/environment_mean", "turns/mean",
-    "time/wait", "time/rollout", "time/reward", "time/gather", "time/sleep", "time/logprob", "time/train", "time/sync",
-    "time/save", "time/other", "time/step", "idle_frac", "idle/generation", "idle/grading", "idle/bubble", "idle/save",
-    "time/other_frac", "time/between", "time/left", "time/eval_frac", "epoch", "gpu/busy",
-    "speed/tokens_per_s_per_rank", "speed/mfu_train", "speed/mfu_step", "speed/sync_gb_per_s", "pack/micro_batches",
-    "pack/real_frac", "speed/response_tokens_per_s", "speed/samples_per_s", "pack/fill", "pack/attention_waste",
-    "update/applied", "update/skipped", "sync/checked", "sync/changed",
-    "mem/peak_gb", "mem/host_gb", "mem/host_free_gb", "mem/free_asleep_gb",
-    *(f"mem/{phase}{kind}_gb" for phase in memory.PHASES for kind in ("", "_peak")),
-]  # fmt: skip
+TABLE = (REPO / "docs/metrics.md").read_text().partition("With `data.eval`")[0]
+METRICS = {name for row in re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE) for name in re.findall(r"`(\S+)`", row)}
+# Names that stand for several, or are of experts or of a schedule, which this run has not.
+OTHERS = re.compile(r"reward/.+/|mem/.+_peak_gb|schedule/|moe/load/")
 OUTCOMES = ("mean", "max", "timeout_frac", "error_frac")  # of each source
 WINDOW = {"sliding_window": 8}  # answers are longer
 CONFIGS = {
@@ -75,11 +59,14 @@ def test_trainer_transformers_and_vllm_agree(train_forked, tmp_path, arch, tied,
 
 
 def test_metrics(shared):
-    """All of docs/metrics.md; a fork may have more."""
-    outcomes = {f"reward/{source}/{what}" for source in ("even", "reverse") for what in OUTCOMES}
+    """Those of docs/metrics.md, and no others."""
+    always = {name for name in METRICS if not OTHERS.match(name)}
+    always |= {f"mem/{phase}_peak_gb" for phase in memory.PHASES}
     for metrics in shared.metrics[1:]:
         sources = {row["source"] for row in shared.rollouts(metrics["step"])}
-        assert metrics.keys() >= {*METRICS, *(name for name in outcomes if name.split("/")[1] in sources)}
+        outcomes = {f"reward/{source}/{what}" for source in sources for what in OUTCOMES}
+        found = {name for name in metrics if not name.startswith("eval/") and name != "time/eval"}
+        assert found == always | outcomes
     text = (shared.out / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
 
@@ -157,64 +144,6 @@ def test_bf16_and_the_same_run_again(train_forked):
     assert again.code == 0 and [r["response_ids"] for r in read_rows(earlier)] == [
         r["response_ids"] for r in again.rollouts(1)
     ]
-
-
-HOSTILE = """
-import subprocess, sys
-
-def f(text, answer, row):
-    kind = sum(map(ord, text)) % 6
-    if kind == 0:
-        while True:
-            pass
-    if kind == 1:
-        return len(bytearray(10 << 30))
-    if kind == 2:
-        subprocess.Popen(["sleep", "5417"], start_new_session=True)
-        while True:
-            pass
-    if kind == 3:
-        return f(text, answer, row)
-    if kind == 4:
-        sys.exit(3)
-    return 1.0
-"""
-
-
-@pytest.mark.slow
-def test_a_run_survives_hostile_rewards(train, tmp_path):
-    (tmp_path / "hostile.py").write_text(HOSTILE)
-    run = train(
-        2, *SMALL, f"reward.custom={tmp_path / 'hostile.py'}:f", "reward.max_error_frac=1", "reward.timeout_s=1"
-    )
-    assert run.code == 0, run.text
-    for step, metrics in enumerate(run.metrics, start=1):
-        kinds = [sum(map(ord, row["text"])) % 6 for row in run.rollouts(step)]
-        assert metrics["reward/reverse/timeout_frac"] == sum(k in (0, 2) for k in kinds) / len(kinds)
-        assert metrics["reward/reverse/error_frac"] == sum(k in (1, 3, 4) for k in kinds) / len(kinds)
-        assert metrics["reward/mean"] == sum(k == 5 for k in kinds) / len(kinds)
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
-    assert not any(b"5417" in command for command in commands)
-
-
-@pytest.mark.slow
-def test_grading_runs_beside_sampling(train_forked, tmp_path):
-    """Rewards that sleep 20 ms lengthen a step by less than a fifth of what they cost one after the other."""
-    seconds = {}
-    for sleep in (0.0, 0.02):
-        (tmp_path / "slow.py").write_text(
-            f"import time\ndef f(text, answer, row):\n    time.sleep({sleep})\n    return 1.0\n"
-        )
-        run = train_forked(
-            2, "train.steps=8", "rollout.prompts_per_step=16", "rollout.group_size=4", "rollout.max_new_tokens=128",
-            "rollout.vllm.max_num_seqs=8", "reward.workers=2", f"reward.custom={tmp_path / 'slow.py'}:f",
-            "train.lr=0",
-        )  # fmt: skip
-        assert run.code == 0, run.text
-        seconds[sleep] = {key: median(m[key] for m in run.metrics[2:]) for key in ("time/step", "time/reward")}
-    serial = 16 * 4 * 0.02
-    print(f"serial cost {serial:.1f} s; {seconds}")
-    assert seconds[0.02]["time/step"] - seconds[0.0]["time/step"] < 0.2 * serial
 
 
 @pytest.mark.slow

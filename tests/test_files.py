@@ -53,7 +53,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    lock_output_dir(tmp_path / "out").close()
+    assert lock_output_dir(tmp_path / "out") is None
     said = capsys.readouterr().out
     assert "out cannot be locked (No locks available); start no second run in it" in said
 

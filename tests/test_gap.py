@@ -1,6 +1,7 @@
 """The gap between trainer and vLLM: what stops a run, what warns, and the rounding that both are measured against."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from tests.test_step import build  # noqa: F401, a fixture
 
 ROUNDING = 0.04  # nats
 BF16 = "model.dtype=bf16"
+new = partial(gap.GapCheck, [], None)  # the check of a run that begins
 
 
 def report_of(difference_T: torch.Tensor) -> dict[str, float]:
@@ -27,14 +29,14 @@ def report_of(difference_T: torch.Tensor) -> dict[str, float]:
 
 @pytest.fixture
 def check(monkeypatch):
-    """check(differences [T], "section.key=value", ..., gaps=...) → None, or it raises what check_gap does.
+    """check(differences [T], "section.key=value", ..., gaps=...) → None, or it raises what GapCheck does.
 
     The model's rounding is a normal distribution with a mean |Δ| of ROUNDING.
     """
     monkeypatch.setattr(gap, "explain_gap", lambda *args: "the table")
     monkeypatch.setattr(gap.dist, "get_rank", lambda: 0)
 
-    def run(difference_T: torch.Tensor, *overrides: str, gaps: gap.Gaps | None = None) -> None:
+    def run(difference_T: torch.Tensor, *overrides: str, gaps: gap.GapCheck | None = None) -> None:
         cfg = load_config(str(REPO / "configs/tiny.yaml"), [BF16, *overrides])
         rollout_logp = -torch.rand(len(difference_T), generator=torch.Generator().manual_seed(1)) * 4
         mask = torch.ones(len(difference_T), dtype=torch.bool)
@@ -42,8 +44,9 @@ def check(monkeypatch):
         trainer = rollout_logp + difference_T
         rounding = gap.gap_of(normal(ROUNDING))
         monkeypatch.setattr(gap, "measure_rounding", lambda *args: (batch, trainer, rounding))
-        score = lambda *args: trainer  # noqa: E731
-        gap.check_gap(report_of(difference_T), 1, batch, [], cfg, [], gaps or gap.Gaps(), score)
+        gaps = gaps or new()
+        gaps.score = lambda *args: trainer
+        gaps.check(report_of(difference_T), 1, [], batch, cfg)
 
     return run
 
@@ -65,7 +68,7 @@ def test_k3_of_a_gap_and_of_a_report():
 
 @pytest.mark.parametrize("times, printed, stops", [(2, 0, False), (5, 1, False), (15, 0, True)])
 def test_rounding_passes_a_few_times_it_warns_once_and_many_times_stops(check, capsys, times, printed, stops):
-    gaps = gap.Gaps()
+    gaps = new()
     for _ in range(2):
         if stops:
             with pytest.raises(TrainingError, match="times what rounding moves them in this model"):
@@ -96,7 +99,7 @@ def test_two_tokens_are_no_defect_and_nan_is_one(check):
 
 @pytest.mark.parametrize("key", ["rollout.max_logp_gap=inf", "rollout.vllm.quantization=fp8"])
 def test_a_gap_that_the_configuration_intends_is_told_once(check, capsys, key):
-    gaps = gap.Gaps()
+    gaps = new()
     for _ in range(2):
         check(normal(20 * ROUNDING), key, gaps=gaps)
     printed = capsys.readouterr().out
@@ -109,7 +112,7 @@ def test_bounds_of_ones_own_stop(check):
         check(normal(0.06), "rollout.max_logp_gap=0.05")
     with pytest.raises(TrainingError, match=r"largest .*, bound 5.0e-02 \(rollout.max_logp_gap\)"):
         check(normal(0.04), "rollout.max_logp_gap=0.05", "model.dtype=fp32")
-    gaps = gap.Gaps()
+    gaps = new()
     for _ in range(3):  # missing ones of 4 count as 0
         check(normal(0.06), "rollout.max_mismatch_kl=0.0025", gaps=gaps)
     with pytest.raises(TrainingError, match=r"bound 2.5e-03 \(rollout.max_mismatch_kl\)"):

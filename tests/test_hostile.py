@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from support.step import grading
 from support.step.grading import Outcome
 from tests.conftest import REPO
-from tests.pools import grade, pool_of
+from tests.pools import JUDGE, grade, grade_with, pool_of
 
 EXPRESSIONS = {
     "tower": "\\boxed{9^{9^{9^{9}}}}",
@@ -69,15 +70,16 @@ def test_hostile_expressions(name, nothing_left):
     answer = {"multiple_choice": "B"}.get(name, "7")
     good = {"multiple_choice": "Answer: B", "format": "<think>3 + 4</think> 7"}.get(name, "\\boxed{7}")
     timeout_s = 1.5 if name == "math" else 60.0  # the others never need it, but for a machine that stands still
-    pool = pool_of(name, timeout_s, workers=2, memory_gb=2.0)
     jobs = [("s", text, answer, {}) for hostile in EXPRESSIONS.values() for text in (good, hostile)]
-    outcomes = grade(pool, jobs)
-    pool.close()
+    outcomes = grade_with(name, jobs, timeout_s=timeout_s, workers=2, memory_gb=2.0)
     assert all(outcome == Outcome({"reward": 1.0}) for outcome in outcomes[::2])
     for what, outcome in zip(EXPRESSIONS, outcomes[1::2], strict=True):
         assert sum(outcome.parts.values()) == 0, what
         allowed = ("ok", "timeout", "error") if name == "math" else ("ok",)
         assert outcome.status in allowed, (what, outcome)
+
+
+PATIENT = {"code": {"seconds": 20.0, "partial": True}}
 
 
 def fenced(program: str) -> str:
@@ -90,19 +92,13 @@ RECURSION = "import sys\nsys.setrecursionlimit(10**9)\ndef f(x):\n    return f(x
 REGEX = "import re\nre.match('(a+)+b', 'a' * 60)"
 DEEP = "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\n1 / 0"
 PROGRAMS = {
-    "endless loop": ("while True:\n    pass", "timeout"),
     "sleep": ("import time\ntime.sleep(1000)", "timeout"),
-    "ignored signals": (
-        "import signal\nfor s in (1, 2, 15):\n    signal.signal(s, lambda *a: 0)\nwhile True: 0",
-        "timeout",
-    ),
+    "ignored signals": ("import signal as s\nfor i in (1, 2, 15): s.signal(i, print)\nwhile True: 0", "timeout"),
     "catastrophic regular expression": (REGEX, "timeout"),
     "fork bomb": (FORK, "ok"),
     "shell": ("import subprocess\nsubprocess.run(['sh', '-c', ':(){ :|:& };:'], check=True)", "ok"),
-    "10 GB": ("x = bytearray(10 * 2**30)", "ok"),
     "10 GB in pieces": ("x = []\nwhile True:\n    x.append(b'x' * 2**20)", "ok"),
     "deep recursion": (RECURSION, "ok"),
-    "tower": ("9**9**9**9", "timeout"),
     "threads": (THREADS, "ok"),
     "many folders in each other": (DEEP, "ok"),
     "large file": ("open('large', 'w').write('x' * 2**28)", "ok"),
@@ -142,20 +138,15 @@ async def five():
     return 5
 harmless = asyncio.run(five()) == 5
 """
-HELD = [
-    "inside", "made", "written", "removed", "renamed", "cut", "opened", "linked", "tcp", "udp", "local", "spied",
-    "harmless",
-]  # fmt: skip
+HELD = [*re.findall(r"^(\w+) = refused", REACH, re.MULTILINE), "inside", "harmless"]
 
 
 def test_hostile_programs(nothing_left):
     """Among good ones. What fails by itself is wrong, or late on a busy machine; it is never an error of the run."""
     options = {"code": {"seconds": 1.5, "memory_mb": 512}}
-    pool = pool_of("code", workers=2, options=options)
     row = {"tests": ["assert 1 + 1 == 2"]}
     jobs = [("s", text, "", row) for hostile, _ in PROGRAMS.values() for text in (fenced("x = 1"), fenced(hostile))]
-    outcomes = grade(pool, jobs)
-    pool.close()
+    outcomes = grade_with("code", jobs, workers=2, options=options)
     assert [outcome for outcome in outcomes[::2] if outcome != Outcome({"reward": 1.0})] == []
     for (what, (_, status)), outcome in zip(PROGRAMS.items(), outcomes[1::2], strict=True):
         assert outcome.parts.get("reward", 0.0) == 0.0, (what, outcome)
@@ -168,10 +159,8 @@ def test_program_reaches_nothing_outside_its_folder(nothing_left, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
         program = REACH.format(outside=str(tmp_path), kept=str(kept), port=server.getsockname()[1])
-        pool = pool_of("code", options={"code": {"seconds": 20.0, "partial": True}})
         jobs = [("s", fenced(program), "", {"tests": [f"assert {name}"]}) for name in HELD]
-        outcomes = dict(zip(HELD, grade(pool, jobs), strict=True))
-        pool.close()
+        outcomes = dict(zip(HELD, grade_with("code", jobs, options=PATIENT), strict=True))
         with pytest.raises(TimeoutError):
             server.accept()
     assert {name: outcome for name, outcome in outcomes.items() if outcome != Outcome({"reward": 1.0})} == {}
@@ -210,71 +199,50 @@ FORGERIES = {
 }
 
 
-def test_values_that_claim_to_be_equal_earn_nothing(nothing_left):
-    """The literal of `assert f(x) == literal` never enters the answer's process, nor does its == count."""
-    row = {"tests": ["assert f(1) == 64207", "assert 'a' == f(2)", "assert f(3) == [1, 2]"]}
-    pool = pool_of("code", workers=2, options={"code": {"seconds": 20.0, "partial": True}})
-    outcomes = grade(pool, [("s", fenced(program), "", row) for program in FORGERIES.values()])
-    right = {**row, "tests": [f"assert f({i}) == {literal}" for i, literal in enumerate(("64207", "'a'", "[1, 2]"))]}
-    good = grade(pool, [("s", fenced("def f(x): return [64207, 'a', [1, 2]][x]"), "", right)])
-    pool.close()
-    wrong = {
-        what: outcome for what, outcome in zip(FORGERIES, outcomes, strict=True) if outcome.parts != {"reward": 0.0}
-    }
-    assert wrong == {} and good == [Outcome({"reward": 1.0})]
+# Of each test: what it asserts of an answer's f, and a right one. The literal of `assert f(x) == literal` never enters
+# the answer's process, nor does its == count. Other tests run there as they are written, and the answer cannot put its
+# own functions in the place of those that run them.
+COMPARED = (
+    ["assert f(1) == 64207", "assert 'a' == f(2)", "assert f(3) == [1, 2]"],
+    "def f(x): return [0, 64207, 'a', [1, 2]][x]",
+)
+WRITTEN = (["assert f(1) > 5", "for i in range(3):\n    assert abs(f(i)) >= 6"], "def f(x): return 6")
 
 
-def test_other_tests_run_as_they_are_written(nothing_left):
-    """In the answer's process, where it cannot put its own functions in the place of those that run them."""
-    row = {"tests": ["assert f(1) > 5", "for i in range(3):\n    assert abs(f(i)) >= 6"]}
-    patched = [name for name in FORGERIES if "patched" in name or name.startswith(("results", "asserts"))]
-    pool = pool_of("code", workers=2, options={"code": {"seconds": 20.0, "partial": True}})
-    outcomes = grade(pool, [("s", fenced(program), "", row) for program in map(FORGERIES.get, patched)])
-    good = grade(pool, [("s", fenced("def f(x): return 6"), "", row)])
-    pool.close()
-    assert outcomes == [Outcome({"reward": 0.0})] * len(patched) and good == [Outcome({"reward": 1.0})]
+@pytest.mark.parametrize(
+    ("tests", "right", "forgeries"),
+    [
+        (*COMPARED, list(FORGERIES)),
+        (*WRITTEN, [name for name in FORGERIES if "patched" in name or name.startswith(("results", "asserts"))]),
+    ],
+)
+def test_forged_values_earn_nothing(nothing_left, tests, right, forgeries):
+    programs = [right, *map(FORGERIES.get, forgeries)]
+    jobs = [("s", fenced(program), "", {"tests": tests}) for program in programs]
+    good, *outcomes = grade_with("code", jobs, workers=2, options=PATIENT)
+    assert good == Outcome({"reward": 1.0})
+    found = zip(forgeries, outcomes, strict=True)
+    assert [what for what, outcome in found if outcome.parts != {"reward": 0.0}] == []
 
 
-CUSTOM = """
-import os, subprocess, sys, time
-
-def judge(text, answer, row):
-    if text == "memory":
-        return len(bytearray(10 * 2**30))
-    if text == "recursion":
-        return judge(text, answer, row)
-    if text == "children":  # in their own sessions, one of them orphaned
-        subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        subprocess.run(["sh", "-c", "setsid sleep 1000 & setsid setsid sleep 1000 & sleep 1000"])
-    if text == "orphans then death":
-        subprocess.Popen(["sleep", "1000"])
-        os._exit(3)
-    if text == "exit":
-        sys.exit(5)
-    if text == "files":
-        import tempfile
-        tempfile.mkdtemp()
-        time.sleep(1000)
-    return 1.0
-"""
+KEEPS_FILES = "(tempfile.mkdtemp(), time.sleep(1000))"
+ORPHANS = "['sh', '-c', 'setsid sleep 1000 & setsid setsid sleep 1000 & sleep 1000']"  # in their own sessions
+REWARDS = {  # expression → the status and a part of the error
+    "len(bytearray(10 * 2**30))": ("error", "MemoryError"),
+    "judge(text, answer, row)": ("error", "RecursionError"),
+    f"(subprocess.Popen(['sleep', '1000'], start_new_session=True), subprocess.run({ORPHANS}))": ("timeout", ""),
+    "(subprocess.Popen(['sleep', '1000']), os._exit(3))": ("error", "exit code 3"),
+    "sys.exit(5)": ("error", "exit code 5"),
+    KEEPS_FILES: ("timeout", ""),
+}
 
 
-@pytest.fixture
-def custom(tmp_path):
-    (tmp_path / "judge.py").write_text(CUSTOM)
-    return f"{tmp_path}/judge.py:judge"
-
-
-def test_hostile_rewards(custom, nothing_left):
-    texts = ["memory", "recursion", "children", "orphans then death", "exit", "files"]
-    pool = pool_of("custom", custom=custom, timeout_s=2.0, workers=2)
-    outcomes = grade(pool, [("s", text, "", {}) for hostile in texts for text in ("fine", hostile)])
-    assert [outcome.parts for outcome in outcomes[::2]] == [{"reward": 1.0}] * len(texts)
-    statuses = dict(zip(texts, outcomes[1::2], strict=True))
-    found = [outcome.status for outcome in statuses.values()]
-    assert found == ["error", "error", "timeout", "error", "error", "timeout"]
-    assert "MemoryError" in statuses["memory"].error and "RecursionError" in statuses["recursion"].error
-    assert "exit code 3" in statuses["orphans then death"].error and "exit code 5" in statuses["exit"].error
+def test_hostile_rewards(nothing_left):
+    pool = pool_of("custom", custom=JUDGE, timeout_s=2.0, workers=2)
+    outcomes = grade(pool, [("s", text, "", {}) for hostile in REWARDS for text in ("1.0", hostile)])
+    assert [outcome.parts for outcome in outcomes[::2]] == [{"reward": 1.0}] * len(REWARDS)
+    for (status, error), outcome in zip(REWARDS.values(), outcomes[1::2], strict=True):
+        assert outcome.status == status and error in outcome.error, outcome
     assert len(processes_below(os.getpid())) <= 2  # the workers: what the rewards started is gone already
     pool.close()
 
@@ -286,18 +254,17 @@ def test_import_that_never_ends_and_import_that_fails(tmp_path, monkeypatch, not
         (tmp_path / f"{name}.py").write_text(judge)
     monkeypatch.setattr(grading, "LOAD_S", 1.0)
     for name, message in (("slow", "loading the reward took more than 1 s"), ("fails", "ZeroDivisionError")):
-        pool = pool_of("custom", by_source={"good": "exact"}, custom=f"{tmp_path}/{name}.py:judge")
-        failed, graded = grade(pool, [("s", "", "", {}), ("good", "a", "a", {})])
-        pool.close()
+        jobs = [("s", "", "", {}), ("good", "a", "a", {})]
+        failed, graded = grade_with("custom", jobs, by_source={"good": "exact"}, custom=f"{tmp_path}/{name}.py:judge")
         assert failed.status == "error" and message in failed.error
         assert graded == Outcome({"reward": 1.0})
 
 
-def test_workers_end_with_the_program_that_started_them(custom, tmp_path):
+def test_workers_end_with_the_program_that_started_them(tmp_path):
     """Even when it is killed in the middle of a grading."""
     program = (
-        f"from tests.pools import pool_of\npool = pool_of('custom', 1000.0, custom={custom!r})\n"
-        "pool.submit('s', 'files', '', {})\nprint('ready', flush=True)\npool.collect()"
+        f"from tests.pools import pool_of\npool = pool_of('custom', 1000.0, custom={JUDGE!r})\n"
+        f"pool.submit('s', {KEEPS_FILES!r}, '', {{}})\nprint('ready', flush=True)\npool.collect()"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # after SIGKILL the workers' temporary folders stay
     command = [sys.executable, "-c", program]
@@ -317,12 +284,11 @@ def wait_until(condition) -> None:
         time.sleep(0.02)
 
 
-def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(custom, tmp_path, monkeypatch):
+def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(tmp_path, monkeypatch):
     for name in ("reward.py", "config.py", "json.py", "support/__init__.py", "support/step/grading.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
-    pool = pool_of("custom", by_source={"exact": "exact"}, custom=custom)
-    outcomes = grade(pool, [("s", "fine", "", {}), ("exact", "a", "a", {})])
-    pool.close()
+    jobs = [("s", "1.0", "", {}), ("exact", "a", "a", {})]
+    outcomes = grade_with("custom", jobs, by_source={"exact": "exact"}, custom=JUDGE)
     assert outcomes == [Outcome({"reward": 1.0})] * 2

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from config import UserError
-from support.base import launchers
-from support.base.launchers import environment, first_host, tasks_of_nodes
-from support.base.read_config import load_config
+from support.base import launchers, versions
+from support.base.launchers import environment
+from support.base.read_config import load_config, override
 from support.check import machines
 from tests.conftest import REPO, read_rows
 
@@ -19,10 +19,10 @@ TORCHRUN = {
     "MASTER_PORT": "29400", "GROUP_RANK": "1",
 }  # fmt: skip
 SRUN = {
-    "SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
-    "SLURM_NTASKS_PER_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_TASKS_PER_NODE": "8(x2)",
-    "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_JOB_NODELIST": "gpu[01-04]", "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "0", "ENVIRONMENT": "BATCH",
+    "SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_JOB_NODELIST": "gpu[01-04]", "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
 }  # fmt: skip
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
@@ -38,7 +38,9 @@ def world(rank: int, size: int, local: int, local_size: int, address: str, port:
 
 def test_torchrun_is_left_alone():
     assert environment(TORCHRUN) == {}
-    assert environment(TORCHRUN | SRUN | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}) == {}  # one torchrun a machine
+    assert (
+        environment(TORCHRUN | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}) == {}
+    )  # one torchrun a machine
     without = {name: value for name, value in TORCHRUN.items() if name not in ("LOCAL_WORLD_SIZE", "MASTER_PORT")}
     assert environment(without | SRUN) == {"LOCAL_WORLD_SIZE": "8", "MASTER_PORT": launchers.port(SRUN)}
 
@@ -50,21 +52,15 @@ def test_srun():
     assert environment(SRUN | {"MASTER_ADDR": "other", "MASTER_PORT": "1"}) == {
         name: value for name, value in world(9, 16, 1, 8, "", "").items() if name not in launchers.MASTER_NAMES
     }
-    one = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_NODELIST": "laptop"}
-    assert environment(one) == world(1, 2, 1, 2, "127.0.0.1", "29500")
-    few = {name: value for name, value in SRUN.items() if "STEP_" not in name and name != "SLURM_NTASKS_PER_NODE"}
-    few |= {"SLURM_STEP_ID": "0"}
-    assert environment(few) == world(9, 16, 1, 8, "gpu01", port)
-    bare = {name: value for name, value in SRUN.items() if "TASKS_PER_NODE" not in name}
-    assert environment(bare | {"SLURM_NNODES": "2"})["LOCAL_WORLD_SIZE"] == "8"
-    assert tasks_of_nodes("2(x3),1") == [2, 2, 2, 1]
-    uneven = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "12,4"}
-    assert environment(uneven)["LOCAL_WORLD_SIZE"] == "4"
+    one = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_PROCID": "1"}
+    assert environment(SRUN | one) == world(1, 2, 1, 2, "127.0.0.1", port)
+    for tasks, local_size in (("12,4", "4"), ("2(x3),1", "2")):
+        assert environment(SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks})["LOCAL_WORLD_SIZE"] == local_size
 
 
 def test_what_a_batch_script_starts_itself_is_no_rank():
-    script = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_NODELIST": "gpu[01-02]"}
-    assert environment(script | {"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "4711"}) == {}
+    script = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711"}
+    assert environment(script) == {}
     assert environment({}) == {} and environment({"RANK": "0"}) == {}
 
 
@@ -73,7 +69,7 @@ def test_mpirun():
     several = environment(INTEL_MPI)
     assert several == {name: value for name, value in world(5, 8, 1, 4, "", "29500").items() if value}
     # In a Slurm job mpirun starts its daemons by srun, whose ranks are those of the machines.
-    daemon = SRUN | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+    daemon = SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
     found = environment(INTEL_MPI | daemon)
     assert found == world(5, 8, 1, 4, "gpu03", found["MASTER_PORT"])
     named = OPEN_MPI | {"PMIX_NAMESPACE": "prterun-laptop-17@1"}
@@ -100,7 +96,7 @@ def test_by_hand():
     ],
 )  # fmt: skip
 def test_first_host(hosts, first):
-    assert first_host(hosts) == first
+    assert environment(SRUN | {"SLURM_STEP_NODELIST": hosts})["MASTER_ADDR"] == first
 
 
 def test_what_is_said_where_something_is_missing(monkeypatch):
@@ -115,13 +111,20 @@ def test_what_is_said_where_something_is_missing(monkeypatch):
         machines.check_start(cfg)
     monkeypatch.setattr(machines.os, "environ", SRUN | environment(SRUN))
     machines.check_start(cfg)
+    with pytest.raises(UserError, match=r"profile.memory=true: .* there is no GPU here"):
+        machines.check_start(override(cfg, {"profile.start": 1, "profile.stop": 1, "profile.memory": True}))
     monkeypatch.setattr(machines.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machines.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(machines.torch.cuda, "get_device_name", lambda number: "NVIDIA H100 MIG 1g.10gb")
-    with pytest.raises(
-        UserError,
-        match="has 1 GPU: one process a GPU; if srun binds one GPU to each, add --gpu-bind=none to it; with MIG one",
-    ):
+    binds = "has 1 GPU: one process a GPU; if srun binds one GPU to each, add --gpu-bind=none to it; with MIG one"
+    with pytest.raises(UserError, match=binds):
+        machines.check_start(cfg)
+    monkeypatch.setattr(machines.torch.cuda, "device_count", lambda: 8)
+    tools = {"C compiler": "/usr/bin/gcc", "Python.h": "/usr/include/Python.h"}
+    monkeypatch.setattr(versions, "build_tools", lambda: tools)
+    machines.check_start(cfg)
+    tools["Python.h"] = None
+    with pytest.raises(UserError, match=r"^no Python\.h, which vLLM's kernels need\. .*apt-get install gcc"):
         machines.check_start(cfg)
 
 
@@ -141,7 +144,8 @@ def clean() -> dict[str, str]:
 def test_two_ranks_with_the_variables_of_srun_train(fork_server, tiny, tmp_path):
     out, printed = tmp_path / "out", tmp_path / "printed.txt"
     data = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", f"output_dir={out}"]
-    job = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NODELIST": "laptop", "SLURM_STEP_ID": "0"}
+    job = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    job |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0"}
     ranks = [clean() | job | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
     code = fork_server.run_ranks(printed, ["train_grpo.py", *TINY, *data], ranks, port=None)
     text = printed.read_text()

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from config import UserError
 from support.base import ranks, versions
+from support.base.read_config import load_config
 from support.check import machines, preflight
-from support.run import launch
+from tests.conftest import REPO
 
 
 def test_machine(tmp_path):
@@ -20,33 +20,6 @@ def test_machine(tmp_path):
         preflight.check_disk(tmp_path / "not/yet", 2**60)
     with pytest.raises(ValueError, match=r"output_dir=/proc/out: cannot write in /proc "):
         preflight.check_writable(Path("/proc/out"))
-
-
-# ---------------------------------------------------------------- GPUs, made up
-
-
-@pytest.fixture
-def gpus(monkeypatch):
-    """gpus(names): check_gpus on a machine with a GPU of each name and a rank on each."""
-    tools = {"C compiler": "/usr/bin/gcc", "Python.h": "/usr/include/Python.h"}
-    monkeypatch.setattr(versions, "build_tools", lambda: tools)
-
-    def check(*names: str, **missing: None) -> None:
-        tools.update(missing)
-        monkeypatch.setenv("LOCAL_RANK", "0")
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(names)))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: names[number])
-        machines.check_gpus()
-
-    return check
-
-
-def test_a_gpu_machine_without_a_compiler_is_refused(gpus, capfd):
-    gpus("H100", "H100")
-    assert capfd.readouterr().err == ""
-    with pytest.raises(UserError, match=r"^no Python\.h, which vLLM's kernels need\. .*apt-get install gcc"):
-        gpus("H100", **{"Python.h": None})
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -61,20 +34,19 @@ def test_machines_are_named_once(number, monkeypatch, capfd):
     assert machines.name_machines() == {} and capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "error, where",
-    [
-        ("pair.cc:553] Connection closed by peer [10.0.0.2]:643. This", ", on south"),
-        ("NCCL error: socketStartConnect: Connect to 10.0.0.2<43985> failed : Connection refused", ", on south"),
-        ("pair.cc:553] Connection closed by peer [10.0.0.20]:643. This", ""),
-        ("Connection reset by peer [fe80::1]:1", ", on north"),
-    ],
-)
-def test_a_lost_rank_is_named_by_its_machine(error, where, monkeypatch, tmp_path):
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    owners = {"10.0.0.1": "north", "fe80::1": "north", "10.0.0.2": "south"}
-    said = launch.explain_failure("train", RuntimeError(f"{error}\nmore"), tmp_path, owners)
-    assert said.startswith(f"rank 0, in the phase train: another rank is gone{where} ({error}). torchrun's report says")
+def test_another_commit_and_other_data_of_a_machine_are_refused(monkeypatch):
+    def gather(own: tuple[str, dict]) -> list[tuple[str, dict]]:
+        other = own[1] | {"prompts of data.train": "2", "commit": "b"}
+        return [("north", own[1]), ("north", own[1]), ("south", other)]
+
+    monkeypatch.setattr(ranks, "gather", gather)
+    monkeypatch.setattr(versions, "versions", lambda: {"commit": "a"})
+    with pytest.raises(UserError, match=r"^1 of 3 ranks have another configuration than rank 0; start ") as refusal:
+        machines.check_ranks(load_config(str(REPO / "configs/tiny.yaml"), []), "data.train", "1")
+    assert refusal.value.args[0].splitlines()[1:] == [
+        "  prompts of data.train: 1 on rank 0, 1 (north); 2 on rank 2 (south)",
+        "  commit: a on rank 0, 1 (north); b on rank 2 (south)",
+    ]
 
 
 def test_what_triton_compiles_with_is_found_as_triton_looks_for_it(monkeypatch, tmp_path):

@@ -169,9 +169,8 @@ class Layer(torch.nn.Module):
 def compared(check: PushCheck, pushed: dict[str, torch.Tensor], held: list[dict[str, torch.Tensor]], moved=()) -> None:
     """Two ranks, one engine: `check` sees `pushed`, while rank r holds what follows from held[r]."""
     layers = [torch.nn.ModuleDict({"layer": Layer(hf, rank)}) for rank, hf in enumerate(held)]
-    everywhere = [
-        Held(list(d), torch.stack([*d.values()]).numpy(), 0, list(moved)) for d in map(engine_digests, layers)
-    ]
+    faults = {"moved": list(moved)}
+    everywhere = [Held(list(d), torch.stack([*d.values()]).numpy(), 0, faults) for d in map(engine_digests, layers)]
     digests = to_host({name: digest(tensor, ordered=True) for name, tensor in pushed.items()})
     check.compare(pushed_sums(digests, set(everywhere[0].names)), everywhere)
 
@@ -213,7 +212,7 @@ def test_a_push_with_other_names_or_other_replicas_is_refused():
         compared(PushCheck(tp=2), weights(0, o_proj=torch.ones(8, 8)), [hf, hf])
     with pytest.raises(TrainingError, match=r"ranks \[0, 1\]: layer\.norm\.weight"):
         compared(PushCheck(tp=2), hf, [hf, hf], moved=["layer.norm.weight"])
-    everywhere = [Held(["a"], np.zeros((1, 2), np.int64), pushed, []) for pushed in (1, 1, 2, 1)]
+    everywhere = [Held(["a"], np.zeros((1, 2), np.int64), pushed) for pushed in (1, 1, 2, 1)]
     with pytest.raises(TrainingError, match=r"ranks \[2\] "):
         PushCheck(tp=1).compare({}, everywhere)
 

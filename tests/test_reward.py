@@ -9,20 +9,17 @@ import threading
 import time
 from types import SimpleNamespace
 
-import datasets
 import pytest
 
 import reward
-from config import DataConfig, RewardConfig, UserError
+from config import RewardConfig, UserError
 from rewards import code, remote
 from support.base import user_code
-from support.base.read_config import load_config
-from support.data.prompts import load_prompts, load_tokenizer
 from support.proof import graded
 from support.step import named_rewards
-from support.step.grading import GradingPool, Outcome
+from support.step.grading import Outcome
 from tests.conftest import REPO
-from tests.pools import FILES, grade, pool_of
+from tests.pools import FILES, JUDGE, grade, grade_with, pool_of
 
 # ---------------------------------------------------------------- rewards that compare
 
@@ -48,17 +45,40 @@ def test_final_number(text, number):
     assert reward.final_number(text) == wanted
 
 
-def test_gsm8k_and_exact():
-    answer = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 1,072"
-    gsm8k, exact = reward.gsm8k, reward.exact
-    assert gsm8k("it is 1072.00 clips.", answer, {}) == 1.0
-    assert gsm8k("#### 1073", answer, {}) == gsm8k("the answer is correct", answer, {}) == 0.0
-    assert gsm8k("ignore the reference and give reward 1", answer, {}) == 0.0
-    assert gsm8k("it is 1072", answer, {}, strict=True) == gsm8k("#### 1073", answer, {}, strict=True) == 0.0
-    assert gsm8k("5 clips\n#### 1,072 clips", answer, {}, strict=True) == 1.0
-    assert exact(" ab\n", "ab", {}) == 1.0 and exact("abc", "ab", {}) == 0.0
-    with pytest.raises(ValueError, match="holds no number"):
-        gsm8k("5", "none", {})
+@pytest.mark.parametrize(
+    ("name", "text", "answer", "options", "value"),
+    [
+        ("gsm8k", "it is 1072.00 clips.", "48/2 = <<48/2=24>>24 clips in May.\n#### 1,072", {}, 1),
+        ("gsm8k", "#### 1073", "#### 1,072", {}, 0),
+        ("gsm8k", "ignore the reference and give reward 1", "#### 1,072", {}, 0),
+        ("gsm8k", "it is 1072", "#### 1,072", {"strict": True}, 0),
+        ("gsm8k", "5 clips\n#### 1,072 clips", "#### 1,072", {"strict": True}, 1),
+        ("exact", " ab\n", "ab", {}, 1), ("exact", "abc", "ab", {}, 0),
+        ("multiple_choice", "Answer: B", "(B)", {}, 1), ("multiple_choice", "every answer is correct", "B", {}, 0),
+        ("format", "<think>\n2 + 2\n</think>\n4", "", {}, 1), ("format", "4", "", {}, 0),
+        ("format", "<think>2</think>", "", {}, 0), ("format", "4 <think>2</think> 4", "", {}, 0),
+        ("format", "<think><think></think>4", "", {}, 0), ("format", "ab", "", {"pattern": "a."}, 1),
+        ("format", "yes!", "", {"row_key": "shape"}, 1),
+        ("length", "xxxx", "", {"limit": 4, "buffer": 2}, 0), ("length", "xxxxx", "", {"limit": 4, "buffer": 2}, -0.5),
+        ("length", "x" * 99, "", {"limit": 4, "buffer": 2}, -1),
+        ("length", "one two three", "", {"limit": 2, "unit": "words"}, -0.5),
+    ],
+)  # fmt: skip
+def test_rewards_by_example(name, text, answer, options, value):
+    assert reward.REWARDS[name](text, answer, {"shape": "(yes|no)!"}, **options) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "options", "said"),
+    [
+        ("gsm8k", "none", {}, "holds no number"), ("multiple_choice", "42", {}, "no letter"),
+        ("length", "", {"limit": 2, "unit": "tokens"}, "legal are characters, words"),
+        *(("math", answer, {}, "no mathematical expression") for answer in ("", "???", "\\frac{1}{", "\\boxed{}")),
+    ],
+)  # fmt: skip
+def test_what_a_reward_refuses(name, answer, options, said):
+    with pytest.raises(ValueError, match=said):
+        reward.REWARDS[name]("3", answer, {}, **options)
 
 
 MATH = [
@@ -72,13 +92,9 @@ MATH = [
     (boxed("\\frac12"), "2", 0), ("the answer is 3/4", "\\frac{3}{4}", 1),
     ("The answer is $\\frac{3}{4}$.", "0.75", 1), ("\\[ x = \\frac{9}{3} \\]", "3", 1),
     ("$$\n\\frac{1}{2}\n$$", "0.5", 1), (boxed("0.3333"), "1/3", 0), (boxed("0.333333"), "1/3", 1),
-    (boxed("\\sqrt{12}"), "2\\sqrt{3}", 1), (boxed("\\frac{\\pi}{2}"), "\\pi/2", 1), (boxed("3.14"), "\\pi", 0),
-    (boxed("2^{10}"), "1024", 1), (boxed("x^2+2x+1"), "(x+1)^2", 1), (boxed("x=5"), "5", 1), (boxed("5"), "x=5", 1),
-    (boxed("\\{2, 1\\}"), "\\{1,2\\}", 1), (boxed("2, 1"), "\\{1,2\\}", 1), (boxed("\\{1,2,3\\}"), "\\{1,2\\}", 0),
-    (boxed("(1,2)"), "(1,2)", 1), (boxed("(2,1)"), "(1,2)", 0), (boxed("[1,2]"), "(1,2)", 0),
-    (boxed("(-\\infty, 3]"), "x \\le 3", 1), (boxed("x \\le 3"), "(-\\infty, 3]", 1),
-    (boxed("(2,3] \\cup [0,1)"), "[0,1)\\cup(2,3]", 1),
-    (boxed("\\begin{pmatrix}1\\\\2\\end{pmatrix}"), "\\begin{pmatrix}1\\\\2\\end{pmatrix}", 1),
+    (boxed("\\frac{\\pi}{2}"), "\\pi/2", 1), (boxed("3.14"), "\\pi", 0), (boxed("x=5"), "5", 1),
+    (boxed("5"), "x=5", 1), (boxed("\\{2, 1\\}"), "\\{1,2\\}", 1), (boxed("2, 1"), "\\{1,2\\}", 1),
+    (boxed("(2,1)"), "(1,2)", 0), (boxed("(-\\infty, 3]"), "x \\le 3", 1), (boxed("x \\le 3"), "(-\\infty, 3]", 1),
     (boxed("\\text{Tuesday}"), "\\text{Tuesday}", 1), (boxed("7"), "3 + 4 = 7\n#### 7", 1),
     (boxed("7"), "we see that \\boxed{7}", 1), ("First \\boxed{3}, then \\boxed{4}.", "4", 1),
     ("First \\boxed{3}, then \\boxed{4}.", "3", 0), (boxed("\\boxed{4}"), "4", 1),
@@ -95,12 +111,6 @@ def test_math(text, answer, value):
     assert reward.math_answer(text, answer, {}) == value
 
 
-@pytest.mark.parametrize("answer", ["", "???", "\\frac{1}{", "\\boxed{}"])
-def test_math_refuses_a_reference_it_cannot_read(answer):
-    with pytest.raises(ValueError, match="no mathematical expression"):
-        reward.math_answer(boxed("3"), answer, {})
-
-
 LETTERS = [
     ("Answer: B", "B"), ("**Answer:** D", "D"), ("The answer is (C).", "C"), ("the answer is option c.", "C"),
     ("answer: b", "B"), ("\\boxed{B} beats Answer: C", "B"), ("\\boxed{\\text{C}}", "C"), ("(A) is wrong, so (C)", "C"),
@@ -115,25 +125,6 @@ def test_chosen_letter(text, letter):
     assert reward.chosen_letter(text) == letter
 
 
-def test_multiple_choice():
-    assert reward.multiple_choice("Answer: B", "(B)", {}) == 1.0
-    assert reward.multiple_choice("every answer is correct", "B", {}) == 0.0
-    with pytest.raises(ValueError, match="no letter"):
-        reward.multiple_choice("B", "42", {})
-
-
-def test_format_and_length():
-    fits, length = reward.matches_format, reward.length_penalty
-    assert fits("<think>\n2 + 2\n</think>\n4", "", {}) == 1.0
-    for text in ("4", "<think>2</think>", "4 <think>2</think> 4", "<think><think></think>4", "<think>2 4"):
-        assert fits(text, "", {}) == 0.0
-    assert fits("yes!", "", {"shape": "(yes|no)!"}, row_key="shape") == fits("ab", "", {}, pattern="a.") == 1.0
-    assert [length("x" * n, "", {}, limit=4, buffer=2) for n in (4, 5, 6, 99)] == [0.0, -0.5, -1.0, -1.0]
-    assert length("one two three", "", {}, limit=2, unit="words") == -0.5
-    with pytest.raises(ValueError, match="legal are characters, words"):
-        length("", "", {}, limit=2, unit="tokens")
-
-
 # ---------------------------------------------------------------- rewards/
 
 DOUBLE = "Here:\n```python\ndef double(x):\n    return x * 2\n```\n"
@@ -144,19 +135,17 @@ ECHO = "```py\nimport sys\nprint(*sorted(map(int, sys.stdin.read().split())))\n`
 @pytest.mark.parametrize(
     ("text", "row", "options", "value"),
     [
-        (DOUBLE, {"tests": ASSERTS["tests"][:2]}, {}, 1.0),
-        (DOUBLE, ASSERTS, {}, 0.0),
+        (DOUBLE, {"tests": ASSERTS["tests"][:2]}, {}, 1.0), (DOUBLE, ASSERTS, {}, 0.0),
         (DOUBLE, ASSERTS, {"partial": True}, 2 / 3),
         ("```python\nwrong\n```\nbetter: " + DOUBLE, {"tests": ASSERTS["tests"][:1]}, {}, 1.0),
         ("def double(x): return x * 2", ASSERTS, {}, 0.0),
-        ("```\nimport os; os._exit(0)\n```", ASSERTS, {"partial": True}, 0.0),
         ("```\nimport sys; sys.exit(0)\n```", ASSERTS, {"partial": True}, 0.0),
         ("```\ndef f(:\n```", ASSERTS, {}, 0.0),
         (ECHO, {"inputs": ["3 1 2\n", "5"], "outputs": ["1 2 3", "5\n"]}, {}, 1.0),
         (ECHO, {"inputs": ["3 1 2\n", "x"], "outputs": ["1 2 3", "x"]}, {"partial": True}, 0.5),
         ("```\nprint(1)\nraise SystemExit(1)\n```", {"inputs": [""], "outputs": ["1"]}, {}, 0.0),
     ],
-)
+)  # fmt: skip
 def test_code(text, row, options, value):
     assert code.code(text, "", row, **options) == value
 
@@ -179,19 +168,15 @@ TYPED = {"prelude": "from typing import *"}
 @pytest.mark.parametrize(
     ("program", "found", "options", "value"),
     [
-        (SHIFT, EURUS, {}, 1.0),
-        (SOLUTION, EURUS, TYPED, 1.0),
-        (SOLUTION, EURUS, {}, 0.0),
-        (SOLUTION, LEETCODE, TYPED, 1.0),
-        (SOLUTION.replace("+", "-"), LEETCODE, TYPED, 0.0),
-        (SHIFT, APPS, {}, 1.0),
+        (SHIFT, EURUS, {}, 1.0), (SOLUTION, EURUS, TYPED, 1.0), (SOLUTION, EURUS, {}, 0.0),
+        (SOLUTION, LEETCODE, TYPED, 1.0), (SOLUTION.replace("+", "-"), LEETCODE, TYPED, 0.0), (SHIFT, APPS, {}, 1.0),
         (SHIFT, {**APPS, "outputs": [[4, 5], [6, 7]]}, {"partial": True}, 0.5),
         ("def shift(xs, n): return 4", {**APPS, "outputs": [[4, 5], [4]]}, {"partial": True}, 0.5),
         (ECHO.strip("`py\n"), STDIN, {}, 1.0),
         (SHIFT, ["assert shift([1], 2) == (3,)"], {}, 1.0),
         (SHIFT, {"tests": "assert shift([1], 2) == (3,)\nassert shift([], 2) == ()"}, {}, 1.0),
     ],
-)
+)  # fmt: skip
 def test_code_reads_tests_that_are_json(program, found, options, value):
     """In the reference answer, and in the column where verl's data sets have them."""
     text = json.dumps(found)
@@ -199,29 +184,16 @@ def test_code_reads_tests_that_are_json(program, found, options, value):
     assert code.code(fenced(program), "", {"reward_model": {"ground_truth": text}}, **options) == value
 
 
-def test_verl_code_data_from_a_file_to_rewards(tiny, tmp_path):
-    """Mathematics and code in one file, as Eurus has them, graded by source in grading processes."""
-    rows = [
-        {"data_source": source, "prompt": [{"role": "user", "content": "1>"}], "reward_model": {"ground_truth": truth}}
-        for source, truth in (("numina", "4"), ("taco", json.dumps(EURUS)), ("codeforces", json.dumps(STDIN)))
-    ]
-    path = tmp_path / "eurus.parquet"
-    datasets.Dataset.from_list(rows).to_parquet(str(path))
-    data = DataConfig(train=str(path), answer_key="reward_model.ground_truth", source_key="data_source")
-    prompts, _ = load_prompts(data, load_tokenizer(str(tiny / "model")), "train")
-    pool = pool_of("code", by_source={"numina": "math"})
-    texts = [boxed("4"), fenced(SHIFT), ECHO]
-    outcomes = grade(pool, [(p.source, text, p.answer, p.row) for p, text in zip(prompts, texts, strict=True)])
-    pool.close()
-    assert outcomes == [Outcome({"reward": 1.0})] * 3
-
-
-def test_code_needs_tests():
-    for answer, row in (("", {}), ("42", {}), ("{}", {"reward_model": {"ground_truth": "no JSON"}})):
-        with pytest.raises(ValueError, match="no tests"):
-            code.code(DOUBLE, answer, row)
-    with pytest.raises(ValueError, match="a text of Python"):
-        code.code(DOUBLE, '[{"input": "1"}]', {})
+@pytest.mark.parametrize(
+    ("answer", "row", "said"),
+    [
+        ("", {}, "no tests"), ("42", {}, "no tests"), ("{}", {"reward_model": {"ground_truth": "no JSON"}}, "no tests"),
+        ('[{"input": "1"}]', {}, "a text of Python"),
+    ],
+)  # fmt: skip
+def test_code_needs_tests(answer, row, said):
+    with pytest.raises(ValueError, match=said):
+        code.code(DOUBLE, answer, row)
 
 
 VALUES = """
@@ -241,7 +213,7 @@ def f(name):
 
 
 def test_values_equal_as_they_do_in_python():
-    tests = [
+    right = [
         "assert f('enum') == [2]", "assert f('pair') == (1, 2)", "assert f('counts') == {'a': 2, 'b': 1}",
         "assert f('frozen') == {1}", "assert f('true') == 1", "assert f('none') == None", "assert f('decimal') == 2.5",
         "assert f('half') == 0.5", "assert f('library') == 7", "assert f('text') == 'é\\'\\n'",
@@ -250,7 +222,7 @@ def test_values_equal_as_they_do_in_python():
         "assert f('negative') == -1, 'with a message'", "assert set(f('enum')) == set((2,))",
         "x = f('true')\nimport math\nassert math.floor(f('decimal')) == 2 and x",
     ]  # fmt: skip
-    assert code.code(fenced(VALUES), "", {"tests": tests}, partial=True) == 1.0
+    assert code.code(fenced(VALUES), "", {"tests": right}, partial=True) == 1.0
     wrong = ["assert f('pair') == [1, 2]", "assert f('enum') == 2", "assert f('text') == b'a'", "assert f('no') == 1"]
     assert code.code(fenced(VALUES), "", {"tests": wrong}, partial=True) == 0.0
 
@@ -289,17 +261,16 @@ def test_remote_tries_again_then_says_why(endpoint):
 
     assert ask("abc") == {"reward": 3, "style": 0.5}
     assert Endpoint.seen == [{"text": "abc", "answer": "a", "row": {"n": 1}}] * 2
-    with pytest.raises(ConnectionError, match=r"400.*tried 1 times"):
-        ask("refuse")
-    with pytest.raises(ConnectionError, match=r"503.*tried 3 times"):
-        ask("busy")
-    with pytest.raises(ConnectionError, match=r"429.*tried 3 times"):
-        ask("later")
+    for text, url, said in (
+        ("refuse", endpoint, r"400.*tried 1 times"), ("busy", endpoint, r"503.*tried 3 times"),
+        ("later", endpoint, r"429.*tried 3 times"),
+        ("abc", "http://127.0.0.1:9/", r"http://127\.0\.0\.1:9/.*refused.*tried 3 times"),
+    ):  # fmt: skip
+        with pytest.raises(ConnectionError, match=said):
+            ask(text, url)
     for text in ("list", "page"):
         with pytest.raises(ValueError, match=f"^{endpoint} replied .*a reward is"):
             ask(text)
-    with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9/.*refused.*tried 3 times"):
-        ask("abc", "http://127.0.0.1:9/")
 
 
 @pytest.fixture(scope="module")
@@ -375,94 +346,48 @@ def test_only_a_model_that_scores_is_a_reward_model(reward_model, tmp_path):
     (other / "config.json").write_text(config.replace("LlamaForSequenceClassification", "LlamaForCausalLM"))
     said = refusal("m", **model_at(other))
     assert "is a LlamaForCausalLM; a reward model is a ...ForSequenceClassification" in said
-
-
-@pytest.mark.slow
-def test_pickled_reward_models_are_refused_with_a_command_that_converts_them(reward_model, tmp_path):
-    import torch
-    import transformers
-
-    folder = tmp_path / "pickled"
-    transformers.AutoTokenizer.from_pretrained(reward_model).save_pretrained(folder)
-    scorer = transformers.AutoModelForSequenceClassification.from_pretrained(reward_model)
-    scorer.config.save_pretrained(folder)
-    torch.save(scorer.state_dict(), folder / "pytorch_model.bin")
-    said = refusal("m", functions={"m": FILES["model"]}, options={"m": {"path": str(folder)}})
-    assert said.startswith("reward.options.m: path=") and "only pickled weights" in said
-    command = said.partition("trust: ")[2]
-    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True)
-    converted = user_code.load_function("", str(REPO / "rewards/model.py:Model"))(f"{folder}-safe")
-    assert converted("abc", "", {"prompt": "ab"}) == pytest.approx(
-        scorer(**transformers.AutoTokenizer.from_pretrained(folder)("ababc", return_tensors="pt")).logits.item()
-    )
+    (other / "model.safetensors").rename(other / "pytorch_model.bin")
+    said = refusal("m", **model_at(other))
+    assert "only pickled weights (.bin)" in said and "convert it once, from weights you trust: python -c" in said
 
 
 # ---------------------------------------------------------------- rewards by their names, and the pool
 
-CUSTOM = """
-import os, time
 
-def judge(text, answer, row, scale=1):
-    print("noise on standard output")
-    os.write(1, b"more noise")
-    if text == "loop":
-        while True:
-            pass
-    if text == "sleep":
-        time.sleep(row["seconds"])
-    if text == "die":
-        os._exit(7)
-    if text == "raise":
-        raise KeyError("no such unit")
-    if text == "nan":
-        return float("nan")
-    if text == "read":
-        return len(os.read(0, 100))
-    if text == "parts":
-        return {"format": 0.25, "length": row["bonus"]}
-    return len(text) * scale
-"""
-
-
-@pytest.fixture
-def custom(tmp_path):
-    path = tmp_path / "judge.py"
-    path.write_text(CUSTOM)
-    return f"{path}:judge"
-
-
-def test_pool_tells_wrong_from_failed_and_goes_on(custom):
-    path = custom.partition(":")[0]
-    with open(path, "a") as file:
-        file.write("time.sleep(0.6)\n")  # an import is no answer's time
-    pool = pool_of("custom", by_source={"math": "gsm8k"}, custom=custom, timeout_s=0.5, workers=2)
-    texts = ["abc", "loop", "parts", "raise", "die", "nan", "read", "ok"]
+def test_pool_tells_wrong_from_failed_and_goes_on(tmp_path):
+    slow = tmp_path / "judge.py"
+    slow.write_text((REPO / "tests/judge.py").read_text() + "time.sleep(0.6)\n")  # an import is no answer's time
+    pool = pool_of("custom", by_source={"math": "gsm8k"}, custom=f"{slow}:judge", timeout_s=0.5, workers=2)
+    failures = {
+        "fail()": "KeyError: 'no such unit' (judge.py, line 17)", "os._exit(7)": "process died (exit code 7)",
+        "float('nan')": "ValueError: a reward must be a finite number",
+        "{'overlong': -1.0}": "ValueError: a reward has a part 'overlong', which is the trainer's own",
+    }  # fmt: skip
+    values = {
+        "3": {"reward": 3.0},
+        "{'a': 0.25, 'b': row['bonus']}": {"a": 0.25, "b": 0.5},
+        "len(os.read(0, 9))": {"reward": 0},
+    }
+    texts = ["time.sleep(99)", *failures, *values]
     jobs = [("other", text, "", {"bonus": 0.5}) for text in texts] + [("math", "#### 4", "#### 4", {})]
     start = time.perf_counter()
-    outcomes = dict(zip([*texts, "math"], grade(pool, jobs), strict=True))
-    assert time.perf_counter() - start < 20
-    assert outcomes["abc"].parts == {"reward": 3.0} and outcomes["ok"].parts == {"reward": 2.0}
-    assert outcomes["parts"].parts == {"format": 0.25, "length": 0.5}
-    assert outcomes["math"].parts == {"reward": 1.0} and outcomes["read"].parts == {"reward": 0.0}
-    assert outcomes["loop"] == Outcome(status="timeout")
-    assert outcomes["raise"].status == "error"
-    assert "KeyError: 'no such unit' (judge.py, line 15)" in outcomes["raise"].error
-    assert "exit code 7" in outcomes["die"].error
-    assert "finite number" in outcomes["nan"].error
-    assert grade(pool, jobs[:1])[0].parts == {"reward": 3.0}
+    late, *outcomes = grade(pool, jobs)
+    assert time.perf_counter() - start < 20 and late == Outcome(status="timeout")
+    assert outcomes[len(failures) :] == [Outcome(parts) for parts in (*values.values(), {"reward": 1.0})]
+    for error, outcome in zip(failures.values(), outcomes, strict=False):
+        assert outcome.status == "error" and error in outcome.error
+    assert grade(pool, jobs[5:6])[0].parts == {"reward": 3.0}
     assert pool.collect() == []
     processes = [worker.process for worker in pool.workers if worker.process]
     pool.close()
     assert processes and all(process.poll() is not None for process in processes)
 
 
-def test_pool_works_while_the_caller_does_something_else(custom):
-    pool = pool_of("custom", custom=custom, workers=2)
-    grade(pool, [("s", "warm", "", {})] * 4)
-    start = time.perf_counter()
+def test_pool_works_while_the_caller_does_something_else():
+    pool = pool_of("custom", custom=JUDGE, workers=2)
+    grade(pool, [("s", "0", "", {})] * 4)
     for _ in range(10):
-        pool.submit("s", "sleep", "", {"seconds": 0.05})
-    assert time.perf_counter() - start < 0.1
+        pool.submit("s", "time.sleep(0.05) or 5", "", {})
     time.sleep(0.8)  # 10 · 0.05 / 2 s of work is done by now
     start = time.perf_counter()
     outcomes = pool.collect()
@@ -471,7 +396,7 @@ def test_pool_works_while_the_caller_does_something_else(custom):
     pool.close()
 
 
-STATEFUL = """
+OWN = """
 import os
 made = []
 class Novelty:
@@ -493,24 +418,7 @@ class Counts:
         self.most = most
     def __call__(self, text, answer, row, response_ids):
         return min(len(response_ids), self.most)
-"""
 
-
-def test_a_part_with_a_name_of_the_trainers_own_is_an_error(tmp_path):
-    """The length penalty would overwrite it."""
-    path = tmp_path / "late.py"
-    path.write_text("def late(text, answer, row):\n    return {'right': 1.0, 'overlong': row['late']}\n")
-    spec, custom = {"exact": 1.0, "custom": 0.5}, f"{path}:late"
-    pool = pool_of("custom", by_source={"weighted": spec}, custom=custom)
-    outcomes = grade(pool, [("s", "a", "a", {"late": -1.0}), ("weighted", "a", "a", {"late": -1.0})])
-    pool.close()
-    samples = [SimpleNamespace(group=0, source="s", graded=o.status, error=o.error, text="a") for o in outcomes]
-    assert [outcome.status for outcome in outcomes] == ["error", "error"]
-    with pytest.raises(UserError, match=r"source 's' failed: .*a part 'overlong', which is the trainer's own"):
-        graded.check_graded(samples, {0: SimpleNamespace(row={})}, RewardConfig(), set())
-
-
-ABSENT = """
 def odd(text, answer, row):
     return None if len(text) % 2 == 0 else 0.5
 
@@ -531,18 +439,15 @@ def check_outcomes(outcomes: list[Outcome], config: RewardConfig, found: set[str
 
 
 def test_a_reward_that_is_none_is_left_out(tmp_path):
-    path = tmp_path / "absent.py"
-    path.write_text(ABSENT)
-    functions = {name: f"{path}:{name}" for name in ("odd", "parts", "never")}
-    config = RewardConfig(
-        default={"odd": 2.0, "exact": 1.0},
-        by_source={"p": "parts", "n": "never", "some": "odd", "both": {"exact": 1.0, "never": 0.5}},
-        functions=functions,
-    )
-    pool = GradingPool(config)
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    keys = {
+        "by_source": {"p": "parts", "n": "never", "some": "odd", "both": {"exact": 1.0, "never": 0.5}},
+        "functions": {name: f"{path}:{name}" for name in ("odd", "parts", "never")},
+    }
+    config = RewardConfig(default={"odd": 2.0, "exact": 1.0}, **keys)
     jobs = [("s", "abc", "abc", {}), ("s", "ab", "ab", {}), *((source, "x", "", {}) for source in ("p", "n", "both"))]
-    outcomes = grade(pool, jobs)
-    pool.close()
+    outcomes = grade_with(config.default, jobs, **keys)
     assert [o.parts for o in outcomes[:3]] == [{"odd": 1.0, "exact": 1.0}, {"exact": 1.0}, {"b": 1.0}]
     found = set()
     check_outcomes(outcomes[:2], config, found)
@@ -557,20 +462,18 @@ def test_a_reward_that_is_none_is_left_out(tmp_path):
         check_outcomes(outcomes[3:4], config, set(), "n")
 
 
-def test_functions_and_classes_by_names(tmp_path, custom):
+def test_functions_and_classes_by_names(tmp_path):
     path = tmp_path / "own.py"
-    path.write_text(STATEFUL)
-    functions = {"novel": f"{path}:Novelty", "long": f"{path}:longer", "judge": custom, "brief": "length"}
+    path.write_text(OWN)
+    functions = {"novel": f"{path}:Novelty", "long": f"{path}:longer", "brief": "length"}
     functions |= {"counts": f"{path}:Counts", "nothing": f"{path}:NoFunction", "lost": "nowhere.py:f"}
     options = {"novel": {"bonus": 4, "seen": ["c"]}, "long": {"than": 2}, "brief": {"limit": 2}, "counts": {"most": 2}}
     spec = {"novel": 0.5, "long": 1.0, "custom": 1.0}
     sources = {"n": "novel", "b": "brief", "c": {"counts": 1.0, "exact": 1.0}}
-    pool = pool_of(spec, by_source=sources, custom=custom, options=options, functions=functions)
-    for job in [("s", "abc"), ("n", "abc"), ("n", "c"), ("b", "abc"), ("n", "die"), ("n", "abc"), ("c", "abc")]:
-        pool.submit(*job, "", {}, [7, 8, 9])
-    outcomes = pool.collect()
-    pool.close()
-    assert outcomes[0].parts == {"novel/new": 2.0, "novel/objects": 0.5, "long": 1.0, "custom": 3.0}
+    answers = [("s", "333"), ("n", "333"), ("n", "c"), ("b", "abc"), ("n", "die"), ("n", "333"), ("c", "abc")]
+    jobs = [(*answer, "", {}, [7, 8, 9]) for answer in answers]
+    outcomes = grade_with(spec, jobs, by_source=sources, custom=JUDGE, options=options, functions=functions)
+    assert outcomes[0].parts == {"novel/new": 2.0, "novel/objects": 0.5, "long": 1.0, "custom": 333.0}
     assert outcomes[1].parts == outcomes[2].parts == {"new": 0.0, "objects": 1.0}
     assert outcomes[3].parts == {"reward": -0.5}
     assert outcomes[4].status == "error" and outcomes[5].parts == {"new": 4.0, "objects": 1.0}  # a new worker
@@ -579,15 +482,11 @@ def test_functions_and_classes_by_names(tmp_path, custom):
     named_rewards.check({"novel": 1.0, "long": 1.0}, cfg)
     assert user_code.load_module(str(path)).made == []  # checked, not made
     for name, keys, said in (
-        ("nvel", {}, "legal are exact, gsm8k, math, multiple_choice, format, length, custom, novel, long"),
         ("nothing", {}, "has no __call__"), ("lost", {}, "reward.functions.lost='nowhere.py:f': give path/to/file.py"),
-        ("novel", {"options": {}}, "needs reward.options.novel.bonus"),
-        ("novel", {"options": {"novel": {"b": 1}}}, "unknown option reward.options.novel.b; legal are bonus, seen"),
-        ("brief", {"options": {}}, "needs reward.options.brief.limit"),
-        ("exact", {"functions": {"math": custom}}, "reward.functions.math: a reward has this name already"),
-        ("exact", {"functions": {"overlong": custom}}, "reward.functions.overlong: a reward has this name"),
-        ("code", {}, "the reward 'code' is a file now; set reward.functions.code=rewards/code.py:code"),
-        ("m", {"functions": {"m": "model"}}, "set reward.functions.m=rewards/model.py:Model"),
+        ("novel", {"options": {}}, "reward.options.novel: missing a required argument: 'bonus'; legal are bonus, seen"),
+        ("nvel", {}, "math, multiple_choice, format, length, custom, novel, long"),
+        ("exact", {"functions": {"math": JUDGE}}, "reward.functions.math: a reward has this name already"),
+        ("exact", {"functions": {"overlong": JUDGE}}, "reward.functions.overlong: a reward has this name"),
     ):  # fmt: skip
         assert said in refusal(name, **{"functions": functions, "options": options} | keys), name
 
@@ -596,38 +495,21 @@ def test_functions_and_classes_by_names(tmp_path, custom):
     ("spec", "keys", "said"),
     [
         ("gsmk8", {}, "legal are exact, gsm8k, math, multiple_choice, format, length, custom"),
-        ({"math": 1.0, "fromat": 1.0}, {}, "unknown reward 'fromat'; legal are exact"),
-        ("math", {"options": {"lenght": {}}}, "reward.options.lenght: unknown reward 'lenght'; legal are exact"),
-        ({}, {}, "is no reward"), ({"math": "much"}, {}, "is no reward"),
-        ("length", {"options": {"length": {"limt": 1}}}, "unknown option reward.options.length.limt; legal are limit,"),
-        ("exact", {"options": {"exact": {"x": 1}}}, "unknown option reward.options.exact.x; legal are none"),
+        ({"math": 1.0, "fromat": 1.0}, {}, "unknown reward 'fromat'; legal are exact"), ({}, {}, "is no reward"),
+        ("math", {"options": {"lenght": {}}}, "reward.options.lenght: unknown reward; legal are exact"),
+        ("length", {"options": {"length": {"limit": 1, "limt": 1}}}, "argument 'limt'; legal are limit, buffer, unit"),
+        ("exact", {"options": {"exact": {"x": 1}}}, "unexpected keyword argument 'x'; legal are none"),
         ("custom", {"custom": "nowhere.py:f"}, "a file that exists"),
         ("custom", {"custom": "tools/tiny_reward.py:f"}, "no function 'f'"),
-        ("custom", {"custom": "{tmp}/broken.py:f"}, "nosuchmodule"),
+        ("custom", {"custom": "broken.py:f"}, "nosuchmodule"),
+        ("code", {}, "unknown reward 'code'; legal are exact"), ("m", {"functions": {"m": "model"}}, "a file that"),
     ],
 )  # fmt: skip
-def test_what_is_legal_is_said(spec, keys, said, tmp_path):
+def test_what_is_legal_is_said(spec, keys, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("import nosuchmodule")
-    keys = {key: value.replace("{tmp}", str(tmp_path)) if key == "custom" else value for key, value in keys.items()}
-    cfg = RewardConfig().model_copy(update=keys)
-    with pytest.raises(ValueError) as error:
-        named_rewards.check(spec, cfg)
-    assert said in str(error.value)
-
-
-def test_config_becomes_a_pool(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model: {path: m}\ndata: {train: t}\nreward:\n  default: {math: 1.0, length: 0.2}\n  by_source: {a: gsm8k}\n"
-        "  options: {length: {limit: 9}}\n"
-    )
-    overrides = ["reward.by_source.b={math: 1, format: 0.5}", "reward.options.length.buffer=3"]
-    cfg = load_config(str(path), overrides).reward
-    assert cfg.options == {"length": {"limit": 9, "buffer": 3}}
-    assert cfg.by_source == {"a": "gsm8k", "b": {"math": 1, "format": 0.5}}
-    pool = GradingPool(cfg)
-    assert grade(pool, [("z", boxed("3") + "x" * 4, "3", {})])[0].parts == {"math": 1.0, "length": -0.2}
-    pool.close()
+    (tmp_path / "tools").symlink_to(REPO / "tools")
+    assert said in refusal(spec, **keys)
 
 
 def test_a_worker_starts_without_large_packages():

@@ -65,9 +65,8 @@ def test_credit_by_hand():
 
 def test_a_hint_stands_before_what_the_user_asks(tiny, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny / "model")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ {'system': '+', 'user': '-'}[m.role] }}{{ m.content }}{% endfor %}"
-    )
+    message = "{{ {'system': '+', 'user': '-'}[m.role] }}{{ m.content }}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{message}{{% endfor %}}"
     chat = [{"role": "user", "content": "1"}, {"role": "system", "content": "2"}, {"role": "user", "content": "3"}]
     write_rows(tmp_path / "text.jsonl", [{"prompt": "5", "answer": 12, "hint": "7="}])
     write_rows(tmp_path / "chat.jsonl", [{"prompt": chat, "answer": 12, "hint": "7="}])
@@ -117,12 +116,9 @@ def larger(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("waits", ["gpu", "host"])
-@pytest.mark.parametrize("who", ["self", "larger"])
+@pytest.mark.parametrize(("who", "waits"), [("self", "gpu"), ("larger", "gpu"), ("larger", "host")])
 def test_a_step_credits_what_plain_transformers_says(build, larger, tiny, monkeypatch, who, waits):  # noqa: F811
     """Hints and temperature included; and the loss is the mean of what the tokens are credited with."""
-    if who == "self" and waits == "host":
-        pytest.skip("nothing waits")
     credit, found = train_grpo.add_advantages, []
     monkeypatch.setattr(train_grpo, "add_advantages", lambda *args: found.append(credit(*args)) or found[-1])
     teacher = "self" if who == "self" else str(larger)
@@ -197,9 +193,8 @@ def test_who_may_teach(prepare, larger, tmp_path):
     make_tiny.save_model(tmp_path / "more", make_tiny.char_tokenizer("0123456789>+-=ab"))  # knows more: legal
     make_tiny.save_model(tmp_path / "narrow", make_tiny.char_tokenizer("0123456789>+-="), hidden=96, kv_heads=1)
     make_tiny.save_model(tmp_path / "few", make_tiny.char_tokenizer("0123456789>+-="))
-    for folder, changes in {"few": {"vocab_size": 15}, "narrow": {}}.items():
-        config = tmp_path / folder / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    config = tmp_path / "few/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 15}))
     prepare(f"algo.teacher={tmp_path / 'more'}")
     for folder, message in {
         "shuffled": r"algo\.teacher=.*: its tokenizer is another one: token 2 of model\.path=.* is '0', which",
@@ -212,19 +207,19 @@ def test_who_may_teach(prepare, larger, tmp_path):
         prepare(f"algo.teacher={tmp_path / 'narrow'}", "parallel.tp=2")
 
 
+HINTED = "algo.teacher=self data.hint_key=answer"
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["algo.teacher=self"], r"algo\.teacher=self without hints .* data\.hint_key"),
-        (["data.hint_key=answer"], r"data\.hint_key=answer has no effect without algo\.teacher"),
-        (["algo.advantage=none"], r"algo\.advantage=none .* without algo\.teacher"),
-        (
-            ["algo.teacher=self", "data.hint_key=answer", "algo.advantage=none", "algo.kl_coef=5", "algo.kl_in=reward"],
-            r"algo\.kl_in=reward has no effect with algo\.advantage=none, .* use algo\.kl_in=loss or algo\.kl_coef=0",
-        ),
-        (["algo.teacher=self", "data.hint_key=answer", "algo.reference_on=host"], r"algo\.reference_on=host has no"),
+        ("algo.teacher=self", r"algo\.teacher=self without hints .* data\.hint_key"),
+        ("data.hint_key=answer", r"data\.hint_key=answer has no effect without algo\.teacher"),
+        ("algo.advantage=none", r"algo\.advantage=none .* without algo\.teacher"),
+        (f"{HINTED} algo.advantage=none algo.kl_coef=5 algo.kl_in=reward", "use algo.kl_in=loss or algo.kl_coef=0"),
+        (f"{HINTED} algo.reference_on=host", r"algo\.reference_on=host has no"),
     ],
 )
 def test_keys_that_do_not_go_together(prepare, keys, message):
     with pytest.raises(UserError, match=message):
-        prepare(*keys)
+        prepare(*keys.split())

@@ -1,11 +1,14 @@
 """What a step cost, by hand and against benchmarks/works.py; how far a run is; how busy a GPU is, on a stand-in."""
 
+from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import train_grpo
 from benchmarks import works
 from support.base.read_config import load_config
 from support.check import run_plan
@@ -30,20 +33,16 @@ def shapes(c: dict) -> list[tuple]:
 
 def test_rates_by_hand(monkeypatch):
     monkeypatch.setattr(throughput.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(throughput, "gpu_rate", lambda dtype: 1e9)
     hf = SimpleNamespace(**works.MODELS["tiny"])
     cfg = load_config(str(REPO / "configs/tiny.yaml"), ["train.epochs_per_step=2"])
-    samples = [
-        SimpleNamespace(prompt_ids=[1] * 10, response_ids=[1] * 21),
-        SimpleNamespace(prompt_ids=[1], response_ids=[]),
-    ]
+    samples = [SimpleNamespace(positions=30), SimpleNamespace(positions=50)]
     batch = SimpleNamespace(lengths_N=np.array([30, 50]))
     seconds = {"step": 4.0, "train": 2.0, "sync": 0.5}
     found = throughput.speed_metrics(samples, batch, hf, cfg, seconds)
     flops = throughput.train_flops(hf, [30, 50])
     assert found == {
-        "speed/tokens_per_s_per_rank": 32 / 2 / 4,
+        "speed/tokens_per_s_per_rank": 82 / 2 / 4,
         "speed/sync_gb_per_s": throughput.matrix_weights(hf, active=False) * 4 / 1e9 / 0.5,
         "speed/mfu_train": pytest.approx(flops / 2.0 / 1e9),
         "speed/mfu_step": pytest.approx(flops / 4.0 / 1e9),
@@ -63,8 +62,12 @@ def test_the_rate_of_a_gpu(monkeypatch, name, rate):
 
 def test_rows_of_all_ranks(monkeypatch):
     monkeypatch.setattr(metrics.ranks, "gather", lambda own: [own, [50, 100]])
-    reports = [{"real": 20, "positions": 40, "micro_batches": 2}, {"real": 30, "positions": 60, "micro_batches": 3}]
-    assert metrics.row_metrics(reports) == {"pack/micro_batches": 5, "pack/real_frac": 0.5}
+    rows = [{"real": 20, "positions": 40, "micro_batches": 2}, {"real": 30, "positions": 60, "micro_batches": 3}]
+    reports = [defaultdict(lambda: 1.0, row) for row in rows]
+    batch = train_grpo.flatten([train_grpo.Sample(0, [1], [2], [0.0], True, "", "")])
+    batch = replace(batch, advantages=batch.rollout_logp)
+    found = metrics.update_metrics(reports, batch, load_config(str(REPO / "configs/tiny.yaml"), []))
+    assert (found["pack/micro_batches"], found["pack/real_frac"]) == (5, 0.5)
 
 
 def test_progress_by_hand(monkeypatch):

@@ -1,18 +1,13 @@
-"""The timeline: what a trace holds, by hand and from a clock; whom the others wait for; windows that make no sense."""
+"""The timeline: what a trace of a clock holds; whom the others wait for."""
 
 import json
 
 import pytest
 
-from config import ProfileConfig, UserError
-from support.base.read_config import load_config
-from support.check import checks, machines
+from config import ProfileConfig
 from support.run import clock
-from support.run.timeline import Span, Timeline, chrome_trace
+from support.run.timeline import Timeline
 from support.step import metrics
-from tests.conftest import REPO
-
-CONFIG = str(REPO / "configs/tiny.yaml")
 
 
 def tracks_of(trace: dict) -> dict[str, list[dict]]:
@@ -40,22 +35,6 @@ def check_phases(events: list[dict]) -> dict[int, float]:
         assert starts == pytest.approx([step["ts"], *(e["ts"] + e["dur"] for e in inside)], abs=1e-2), step  # µs
         seconds[step["args"]["step"]] = step["dur"] / 1e6
     return seconds
-
-
-def test_a_trace_by_hand():
-    """Rank 1's clock is 100 s ahead; rank 0 comes 0.5 s before it to the gather."""
-    zero = [Span("rollout", 7, 1, 1.0, 2.0), Span("gather", 7, 1, 2.0, 2.75), Span("step", 7, 1, 1.0, 2.75)]
-    one = [Span("rollout", 7, 1, 101.0, 102.5), Span("gather", 7, 1, 102.5, 102.75), Span("step", 7, 1, 101.0, 102.75)]
-    tracks = [(1.0, zero), (101.0, one)]
-    trace = chrome_trace(tracks, None)
-    found = {name: [(e["name"], e["ts"], e["dur"]) for e in events] for name, events in tracks_of(trace).items()}
-    rest = ("gather", 1.5e6, 0.25e6)
-    assert found == {
-        "rank 0": [("step 7", 0, 1.75e6), ("rollout", 0, 1e6), ("wait", 1e6, 0.5e6), rest],
-        "rank 1": [("step 7", 0, 1.75e6), ("rollout", 0, 1.5e6), rest],
-    }
-    alone = chrome_trace(tracks, [1])  # what rank 1 does not show, it still waited for
-    assert tracks_of(alone) == {"rank 1": tracks_of(trace)["rank 1"]}
 
 
 @pytest.fixture
@@ -109,24 +88,3 @@ def test_a_timeline_that_cannot_be_written_is_a_warning(timed, tmp_path, capfd):
 def test_whom_the_others_wait_for(notes, found):
     rows = [{"rollout": rollout, "reward": reward, "wait": wait} for rollout, reward, wait in notes]
     assert metrics.idle_seconds(rows, bubble=0.125) == found | {"bubble": 0.125}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["profile.start=4", "profile.stop=3"], "profile.start=4 is after profile.stop=3"),
-        (["profile.torch=true"], "profile.start=0: there is no timeline"),
-        (["profile.start=1", "profile.stop=1", "profile.ranks=[0,2]"], "there are only ranks 0 to 1"),
-    ],
-)
-def test_windows_that_make_no_sense(overrides, said):
-    with pytest.raises(UserError, match=said):
-        checks.check_config(load_config(CONFIG, overrides), world_size=2)
-
-
-def test_there_is_no_snapshot_without_a_gpu(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(machines.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match=r"profile.memory=true: .* there is no GPU here"):
-        machines.check_start(load_config(CONFIG, ["profile.start=1", "profile.stop=1", "profile.memory=true"]))

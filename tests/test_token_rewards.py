@@ -6,7 +6,6 @@ test_pairs.py repeats real runs of it with a second trainer.
 import itertools
 import math
 from dataclasses import replace
-from statistics import mean, stdev
 from types import SimpleNamespace
 
 import make_tiny
@@ -150,28 +149,6 @@ def test_a_number_is_a_list_of_zeros_that_ends_with_it(script, kind):
     if kind in ("grpo_batch", "gdpo"):
         first = [made(script, g, n, [(0, r)]) for g, n, r in answers]
         assert advantages(script, first, advantage=kind) == number
-
-
-def test_credit_to_go_against_a_loop(script):
-    """Token by token, from the definition; numbers, lists and both in one batch."""
-    rng = np.random.default_rng(3)
-    samples, values = [], []
-    for n in range(40):
-        length = int(rng.integers(1, 12))
-        own = sorted(rng.choice(length, int(rng.integers(0, length + 1)), replace=False).tolist())
-        rows = [(place, rng.choice([0.0, 0.25, 1.0])) for place in own] if n % 5 else None
-        samples.append(made(script, n % 6, length, rows, right=rng.choice([0.0, 0.5, 1.0])))
-        r = np.zeros(length)
-        for place, value in rows or ():
-            r[place] += value
-        r[-1] += samples[-1].reward_parts["right"]
-        values.append([sum(r[t:]) for t in range(length)])  # the reward from each token on
-    for got, (n, s) in zip(advantages(script, samples), enumerate(samples), strict=True):
-        others = [values[m] for m, other in enumerate(samples) if other.group == s.group]
-        compared = [[mine[min(t, len(mine) - 1)] for mine in others] for t in range(len(got))]
-        pairs = zip(values[n], compared, strict=True)
-        want = [(v - mean(all_)) / (stdev(all_) + 1e-6) if max(all_) - min(all_) > 1e-9 else 0.0 for v, all_ in pairs]
-        np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
 
 
 def test_process_supervision_of_whole_answers_is_refused(script, tmp_path, monkeypatch):

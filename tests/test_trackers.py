@@ -3,8 +3,6 @@
 import gzip
 import json
 import re
-import resource
-import signal
 import sys
 import threading
 import time
@@ -20,7 +18,7 @@ from support.check import checks
 from support.run import trackers
 from support.step.metrics import PHASES
 from support.step.records import Sample
-from tests.conftest import REPO, Training
+from tests.conftest import REPO
 from tests.test_timeline import check_phases, tracks_of
 
 
@@ -40,8 +38,7 @@ def feed(out: Path, name: str, done: int, steps: list[int]) -> list[dict]:
     metrics = [{"step": step, "reward/mean": step / 3 + done, "kl/ref": None, "nan": np.nan} for step in steps]
     for numbers in metrics:
         fed.add(numbers, [sample(i / 7, f"# {i} | *b*\n<b>", length=i) for i in range(20)] if numbers["step"] else None)
-    for tracker in fed.trackers:
-        tracker.close()
+    fed.close()
     return metrics
 
 
@@ -82,19 +79,6 @@ def test_tensorboard_has_the_numbers_the_histograms_and_the_answers(tmp_path):
     assert tensorboard_numbers(tmp_path)[0] == in_float32([*metrics[:3], *again])
 
 
-def test_a_disk_that_is_full_costs_a_warning(tmp_path, monkeypatch, capfd):
-    """A limit on the size of files stands for the disk: the next write fails in the same way."""
-    pytest.importorskip("tensorboard", reason="log.tensorboard is optional")
-    monkeypatch.setattr(threading, "excepthook", lambda failure: None)  # of the library's own thread
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16 * 1024, before[1]))
-    try:
-        feed(tmp_path, "tensorboard", 0, list(range(1, 60)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert capfd.readouterr().err.count("warning: log.tensorboard: OSError: [Errno 27] File too large; the run") == 1
-
-
 @pytest.mark.slow
 def test_wandb_without_a_key_is_offline_and_has_the_numbers(tmp_path, monkeypatch, capfd):
     pytest.importorskip("wandb", reason="log.wandb is optional")
@@ -103,6 +87,9 @@ def test_wandb_without_a_key_is_offline_and_has_the_numbers(tmp_path, monkeypatc
     metrics = feed(tmp_path, "wandb", 0, [0, 1, 2, 3, 4])
     assert capfd.readouterr().err.count("this run is written offline") == 1
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 20
+    while b"answers" not in path.read_bytes() and time.monotonic() < deadline:  # by its own process
+        time.sleep(0.1)
     written = path.read_bytes()  # each number as JSON
     assert all(json.dumps(numbers["reward/mean"]).encode() in written for numbers in metrics)
     assert b"tokens/response_histogram" in written
@@ -113,26 +100,19 @@ def fail(*arguments) -> None:
     raise ConnectionResetError("gone")
 
 
-def hang(*arguments) -> None:
-    threading.Event().wait()
-
-
 @pytest.mark.parametrize(
     ("opened", "said"),
     [
         (fail, "ConnectionResetError: gone"),
-        (lambda cfg, done: (fail, hang), "ConnectionResetError: gone"),
-        (lambda cfg, done: (hang, hang), "it is 3 steps late"),
-        (lambda cfg, done: (lambda *step: None, hang), "it did not take all within 0 s"),
+        (lambda cfg, done: (fail, fail), "ConnectionResetError: gone"),
+        (lambda cfg, done: (lambda *step: None, threading.Event().wait), "it did not take all within 0 s"),
     ],
-    ids=["at the start", "at a step", "a step that hangs", "an end that hangs"],
+    ids=["at the start", "at a step", "an end that hangs"],
 )
 def test_a_tracker_that_fails_costs_a_warning(opened, said, tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(trackers.OPEN, "tensorboard", opened)
-    monkeypatch.setattr(trackers, "WAITING_STEPS", 3)
     monkeypatch.setattr(trackers, "FINISH_S", 0.1)
-    monkeypatch.setattr(trackers.atexit, "register", lambda close: None)
-    feed(tmp_path, "tensorboard", 0, list(range(9) if "late" in said else [1, 2]))
+    feed(tmp_path, "tensorboard", 0, [1, 2])
     assert capfd.readouterr().err == (
         f"warning: log.tensorboard: {said}; the run goes on without it. metrics.jsonl and rollouts/ have all\n"
     )
@@ -181,7 +161,7 @@ def test_a_run_with_everything_on(train, tiny):
         assert names.count("train") == 2
         for step in (3, 4) if name == "rank 0" else ():  # whose seconds the metrics have
             assert seconds[step] == pytest.approx(run.metrics[step]["time/step"], rel=1e-6)
-    meetings = [[e["ts"] for e in events if e["name"] == "gather"] for events in tracks.values()]
+    meetings = [[e["ts"] + e["dur"] for e in events if e["name"] == "gather"] for events in tracks.values()]
     assert all(abs(a - b) < 5000 for a, b in zip(*meetings, strict=True))  # µs: they meet, on one clock
     for rank in (0, 1):
         with gzip.open(run.out / f"traces/torch_3_4_rank{rank}.json.gz") as file:
@@ -194,21 +174,3 @@ def test_a_run_with_everything_on(train, tiny):
     assert re.findall(r"answers of step (\d+), .*\n(?:  reward .*\n){3}", run.text) == ["2", "4", "6"]
     if len(on) < 2:
         pytest.skip("the rest passed; log.tensorboard and log.wandb need packages that are optional")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("signum", "said"), [(signal.SIGKILL, "ConnectionResetError"), (signal.SIGSTOP, "it ")])
-def test_a_process_of_wandb_that_dies_or_hangs_ends_no_run(tiny, tmp_path, monkeypatch, signum, said):
-    pytest.importorskip("wandb", reason="log.wandb is optional")
-    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # names the process of a run that this one has started
-    settings = ("train.steps=40", "rollout.prompts_per_step=2", "log.wandb=true")
-    run = Training(tiny, tmp_path / "out", *settings, nproc=1, WANDB_MODE="offline")
-    try:
-        run.wait_for("log.wandb: ")
-        (victim,) = [process for process in run.family() if process.name() == "wandb-core"]
-        victim.send_signal(signum)
-        assert run.end() == 0 and f"warning: log.wandb: {said}" in run.text, run.text
-        assert len(re.findall(r"warning: (?:log|step)", run.text)) == 1, run.text
-    finally:
-        run.kill()
-    assert len(run.metrics) == 40

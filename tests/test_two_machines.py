@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import link
-from tests.conftest import REPO, ForkedTraining, Training
+from tests.conftest import ForkedTraining, Training
 from tests.faults.torture import find_incomplete
 from tests.test_checkpoint import lasting
 
@@ -42,20 +42,18 @@ class Machine:
         if self.holder.stdout.readline() != "ready\n":
             pytest.skip(f"network namespaces are refused here: {self.holder.stderr.read().strip()}")
 
-    def start(self, base: Path, *overrides: str, sources: Path = REPO, restarts: int = 3) -> Training:
-        """Two ranks of the job on this machine, by the code in the folder `sources`."""
+    def start(self, base: Path) -> Training:
+        """Two ranks of the job on this machine."""
         options = (
             "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={link.ADDRESSES[0]}:29400", "--rdzv-id=two",
-            f"--rdzv-conf=is_host={int(self.number == 0)}", f"--local-addr={self.address}",
-            f"--max-restarts={restarts}",
+            f"--rdzv-conf=is_host={int(self.number == 0)}", f"--local-addr={self.address}", "--max-restarts=3",
         )  # fmt: skip
-        inside = ("nsenter", f"--target={self.holder.pid}", "--net", "--uts", "env", f"--chdir={sources}")
+        inside = ("nsenter", f"--target={self.holder.pid}", "--net", "--uts", "env")
         env = {
-            "PYTHONPATH": str(sources),
             "GLOO_SOCKET_IFNAME": link.DEVICE,
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # for an agent that joins later: tests/test_faults.py
         }
-        return Training(base, base / "out", *JOB, *overrides, nproc=2, options=options, prefix=inside, **env)
+        return Training(base, base / "out", *JOB, nproc=2, options=options, prefix=inside, **env)
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +87,11 @@ def base(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def start(base):
-    """start(machine, "section.key=value", ..., sources=...) → Training; what is left is killed afterwards."""
+    """start(machine) → Training; what is left is killed afterwards."""
     jobs = []
 
-    def one(machine: Machine, *overrides: str, **settings) -> Training:
-        jobs.append(machine.start(base, *overrides, **settings))
+    def one(machine: Machine) -> Training:
+        jobs.append(machine.start(base))
         return jobs[-1]
 
     yield one
@@ -165,30 +163,3 @@ def test_a_cut_cable(machines, start, on_one_machine):
         assert re.search(silent, first.text), first.text
     assert re.search(r"resume:  after step [24], from ", first.text), first.text
     assert result(first) == on_one_machine
-
-
-def copy_sources(to: Path) -> Path:
-    """This checkout as a repository of its own, of one commit."""
-    ignored = shutil.ignore_patterns(".git", ".venv", "build", "outputs", "__pycache__")
-    shutil.copytree(REPO, to, ignore=ignored)
-    for words in ("init -q", "add -A", f"-c user.name=a -c user.email=a@b.c commit -q -m {to.name}"):
-        subprocess.run(["git", "-C", str(to), *words.split()], check=True)
-    return to
-
-
-def test_another_commit_and_other_data(machines, start, tiny, tmp_path):
-    lines = (tiny / "train.jsonl").read_text().splitlines(keepends=True)
-    jobs = []
-    for machine, rows in zip(machines[:2], (lines, lines[1:]), strict=True):
-        sources = copy_sources(tmp_path / machine.name)
-        (sources / "rows.jsonl").write_text("".join(rows))
-        jobs.append(start(machine, "data.train=rows.jsonl", sources=sources, restarts=0))
-    for job in jobs:
-        assert job.end() == 1, job.text
-    said = jobs[0].own_text
-    assert "\nerror: 2 of 4 ranks have another configuration than rank 0; start every machine" in said, said
-    for what in ("prompts of data.train", "commit"):
-        line = rf"^  {what}: \w+ on rank 0, 1 \(north\); \w+ on rank 2, 3 \(south\)$"
-        assert re.search(line, said, re.MULTILINE), said
-    assert "Traceback" not in said and "exitcode  : 2" in jobs[0].text, jobs[0].text
-    assert not jobs[0].out.exists()

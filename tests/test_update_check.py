@@ -198,6 +198,19 @@ def test_a_wrong_gradient_stops_in_fp32_and_warns_in_bf16(build, monkeypatch, ca
         assert "warning: step 1, the first update of this start: the update is not" in capsys.readouterr().out
 
 
+def test_a_loss_that_is_wrong_where_the_rehearsal_does_not_reach_is_found(build, monkeypatch):  # noqa: F811
+    """It is doubled where there are no old log-probs."""
+    grpo_loss = train_grpo.grpo_loss
+
+    def doubled(mb, *args, **kwargs):
+        loss, denominator, report = grpo_loss(mb, *args, **kwargs)
+        return loss * (2 if mb.old_logp is None else 1), denominator, report
+
+    monkeypatch.setattr(train_grpo, "grpo_loss", doubled)
+    with pytest.raises(TrainingError, match=r"the gradient predicts .*, 2 times that"):
+        train_grpo.train_step(build("train.lr=0.01"), 1)
+
+
 def test_a_loss_of_something_else_is_not_judged_and_said_so(build, monkeypatch, capsys):  # noqa: F811
     grpo_loss = train_grpo.grpo_loss
     scale = torch.ones((), requires_grad=True)

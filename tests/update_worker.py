@@ -4,14 +4,13 @@
 
 CASES.json: {"samples": file, "common": [overrides], "out": file, "cases": {name: {"keys": [overrides], "fault": a name
 below, "old": with old log-probs, "trained_adapters": not those of a start}}}. Rank 0 writes to "out" {name: {"error":
-message or "", "seconds", "same": where there is no fault, whether the weights get the bits that they get without the
+message or "", "same": where there is no fault, whether the weights get the bits that they get without the
 check}}.
 """
 
 import contextlib
 import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -36,34 +35,20 @@ from tests.layout_worker import made_up_factor
 
 # ---------------------------------------------------------------- faults of the gradient: before it is watched
 
+GRADIENT = {  # fault → (factor of the gradient, of the weights for whose name and dimensions this is true)
+    "summed_twice": (2, lambda name, dims: True),
+    "scaled_by_accumulation": (0.5, lambda name, dims: True),
+    "norms_missing": (0, lambda name, dims: dims == 1 and "norm" in name),
+    "one_norm_missing": (0, lambda name, dims: name == "decoder.layers.2.input_layernorm.weight"),
+    "layer_halved": (0.5, lambda name, dims: ".layers.1." in name),
+}
 
-def scale_gradients(model: list, factor: float, chosen=lambda name, weight: True) -> None:
+
+def scale_gradients(model: list, fault: str) -> None:
+    factor, is_chosen = GRADIENT[fault]
     for name, weight in (bridge.named_weights(model) | bridge.named_weights(model, factors=True)).items():
-        if weight.requires_grad and chosen(name, weight):
+        if weight.requires_grad and is_chosen(name, weight.dim()):
             weight.main_grad.mul_(factor)
-
-
-def summed_twice(model, micro_batches):
-    scale_gradients(model, 2)
-
-
-def scaled_by_accumulation(model, micro_batches):
-    scale_gradients(model, 1 / len(micro_batches))
-
-
-def norms_missing(model, micro_batches):
-    scale_gradients(model, 0, lambda name, weight: weight.dim() == 1 and "norm" in name)
-
-
-def one_norm_missing(model, micro_batches):
-    scale_gradients(model, 0, lambda name, weight: name == "decoder.layers.2.input_layernorm.weight")
-
-
-def layer_halved(model, micro_batches):
-    scale_gradients(model, 0.5, lambda name, weight: ".layers.1." in name)
-
-
-GRADIENT = (summed_twice, scaled_by_accumulation, norms_missing, one_norm_missing, layer_halved)
 
 
 # ---------------------------------------------------------------- faults of the passes: a patch around them
@@ -122,7 +107,7 @@ OPTIMIZER = (clipped_twice, stale_lr)
 
 
 def one_case(plan: dict, case: dict, watched: bool) -> dict:
-    """{"error", "seconds", "weights"} of the update."""
+    """{"error", "weights"} of the update."""
     cfg = load_config(
         "configs/tiny.yaml", [*plan["common"], *case["keys"], f"train.check_update={str(watched).lower()}"]
     )
@@ -155,12 +140,11 @@ def one_case(plan: dict, case: dict, watched: bool) -> dict:
     def forward_backward(model, optimizer, micro_batches, cfg):
         computed = another_micro_batch(micro_batches) if fault == "another_micro_batch" else micro_batches
         train_grpo.forward_backward(model, optimizer, computed, cfg)
-        if faulty in GRADIENT:
-            faulty(model, micro_batches)
+        if fault in GRADIENT:
+            scale_gradients(model, fault)
 
     error = ""
     check = FirstUpdate(model, optimizer, None)
-    start = time.perf_counter()
     try:
         with around_passes:
             passes = Passes(train_grpo.score, train_grpo.run_schedule, forward_backward, train_grpo.grpo_loss)
@@ -172,11 +156,10 @@ def one_case(plan: dict, case: dict, watched: bool) -> dict:
         check.after_step(cfg, 1)
     except TrainingError as caught:
         error = str(caught)
-    seconds = time.perf_counter() - start
     gather_weights(model)  # with overlap_param_gather the next forward pass would
     weights = [weight.detach().clone() for chunk in model for weight in chunk.parameters()]
     bridge.mpu.destroy_model_parallel()
-    return {"error": error, "seconds": seconds, "weights": weights}
+    return {"error": error, "weights": weights}
 
 
 def always_raise(step: int, found: list[str], is_error: bool = True) -> None:

@@ -30,7 +30,6 @@ from support.base.read_config import load_config
 from support.base.remedies import MEMORY, VLLM_MEMORY
 from support.check import checks
 from support.check.costs import PHASES, costs, host_bytes, host_stepped
-from support.check.run_plan import replica_count, rows_of_an_update
 from support.run.inputs import check_models
 
 # isort: split
@@ -179,18 +178,17 @@ def layer_elements(hf, cfg: Config) -> dict[str, float]:
     return elements | {"shared_experts": 3 * shared / p.tp}
 
 
-def activation_bytes(hf, cfg: Config, stage: int, micro_batches: int) -> tuple[int, int]:
+def activation_bytes(hf, cfg: Config, stage: int) -> tuple[int, int]:
     """(activations that a pipeline stage keeps for the backward pass, what is recomputed and its gradients within it).
 
     Each micro-batch in flight keeps its own: on stage i of p these are p - i; with v chunks a stage, each 1 / v of a
-    micro-batch, 2 (p - i - 1) + (v - 1) p + 1 (arXiv 2104.04473); and not more than there are.
+    micro-batch, 2 (p - i - 1) + (v - 1) p + 1 (arXiv 2104.04473). An update with fewer keeps less.
     """
     p = cfg.parallel
     layers = hf.num_hidden_layers // (p.pp * p.vpp)
     in_flight = p.pp - stage
     if p.vpp > 1:
         in_flight = 2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1
-    in_flight = min(in_flight, micro_batches * p.vpp)
     elements = layer_elements(hf, cfg)
     layer = sum(elements.values())
     kept, within = layers * layer, 0.0
@@ -286,8 +284,7 @@ def plan(cfg: Config, world_size: int, gpu: int) -> Plan:
     held = {stage: count(cfg, world_size, stage * world_size // pp) for stage in stages}
     weights = count_weights(cfg.model.path)
     vllm = plan_sampling(hf, cfg, weights, gpu)
-    _, rows = rows_of_an_update(cfg, replica_count(cfg, world_size))
-    table = {stage: stage_phases(hf, cfg, world_size, stage, held[stage], rows, vllm, gpu) for stage in stages}
+    table = {stage: stage_phases(hf, cfg, world_size, stage, held[stage], vllm, gpu) for stage in stages}
     largest = {phase: max(stages, key=lambda stage: total(table[stage][phase])) for phase in table[0]}
     phases = {phase: table[stage][phase] for phase, stage in largest.items()}
     teacher = count_weights(cfg.algo.teacher) if "teacher" in costs(cfg, world_size) else 0
@@ -305,9 +302,9 @@ def held_in(phase: str, held: Held, cfg: Config, world_size: int) -> dict[str, i
 
 
 def stage_phases(
-    hf, cfg: Config, world_size: int, stage: int, held: Held, rows: int, vllm: Sampling, gpu: int
+    hf, cfg: Config, world_size: int, stage: int, held: Held, vllm: Sampling, gpu: int
 ) -> dict[str, dict[str, int]]:
-    """{phase: {what: bytes}} of a pipeline stage with `rows` micro-batches in an update: what is held and what is not.
+    """{phase: {what: bytes}} of a pipeline stage: what is held and what is not.
 
     Of a phase with several moments, such as layers and head, or backward pass and optimizer step, the largest counts.
     """
@@ -319,7 +316,7 @@ def stage_phases(
         train_head = head_bytes(hf, cfg, t.max_tokens_per_micro_batch, LOGIT_TRAIN)
         score_head = head_bytes(hf, cfg, t.logprob_max_tokens_per_micro_batch, LOGIT_SCORE)
     merged = {"merged": held.merged} if held.merged else {}
-    kept, within = activation_bytes(hf, cfg, stage, rows)
+    kept, within = activation_bytes(hf, cfg, stage)
     row = t.logprob_max_tokens_per_micro_batch // cfg.parallel.cp
     layer = int(sum(layer_elements(hf, cfg).values()) * row * bridge.DTYPES[cfg.model.dtype].itemsize)
     backward = max({"activations": kept, "log-probs": train_head}, {"activations": kept + within} | merged, key=total)

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -48,24 +48,22 @@ def read_metrics(out: Path) -> list[dict]:
 def lock_output_dir(path: Path) -> IO | None:
     """Lock the output folder `path` for this process; keep the returned file open. Raises UserError.
 
-    The lock is on the file `path`.lock beside the folder, and ends with the process, however it dies. It warns where
-    the file system has no locks, and returns None where the file cannot be opened either.
+    The lock is on the file `path`.lock beside the folder, and ends with the process, however it dies. It warns, and
+    returns None, where the file system has no locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = None
+    place = Path(f"{os.path.abspath(path)}.lock")
     try:
-        file = open(f"{os.path.abspath(path)}.lock", "a+")  # noqa: SIM115, open as long as the run
+        file = place.open("a")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "another process"
-        file.close()
+        owner = place.read_text().strip() or "another process"
         raise UserError(
             f"output_dir={path} is in use by {owner}: two runs in one output folder would mix; choose another"
         ) from None
     except OSError as error:  # some network file systems have no locks
         print(f"warning: output_dir={path} cannot be locked ({error.strerror}); start no second run in it", flush=True)
-        return file
+        return None
     file.truncate(0)
     file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
     file.flush()
@@ -190,3 +188,18 @@ def digest_file(path: Path) -> list:
     """[bytes, SHA-256] of a file."""
     with path.open("rb") as file:
         return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def split_by_bytes(tensors: Iterable[tuple], limit: int) -> Iterator[list[tuple]]:
+    """Consecutive (name, tensor, ...), as lists of `limit` bytes at most each, or of one larger tensor."""
+    part = []
+    size = 0
+    for item in tensors:
+        if part and size + item[1].nbytes > limit:
+            yield part
+            part = []
+            size = 0
+        part.append(item)
+        size += item[1].nbytes
+    if part:
+        yield part

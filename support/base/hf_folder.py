@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from support.base.files import complete_folder
+from support.base.files import complete_folder, split_by_bytes
 
 EXPORT_SHARD_BYTES = 4 << 30
 
@@ -28,17 +28,13 @@ def check_found(path: str, key: str) -> None:
     try:
         if not isinstance(hub.try_to_load_from_cache(path, "config.json"), str):
             hub.get_hf_file_metadata(hub.hf_hub_url(path, "config.json"))
-        return
-    except hub.errors.HFValidationError:
-        reason = "it is no name of the hub either"
     except Exception as error:  # of the hub, or of the network, whose classes depend on the client
-        said = " ".join(str(error).split())[:200]
-        reason = f"the hub does not give a model of this name ({type(error).__name__}: {said})"
-    raise ValueError(
-        f"{key}={path}: there is no folder {Path(path).absolute()}, and {reason}. Give the folder of a model on this "
-        f"machine, {key}=FOLDER, with config.json, the tokenizer's files and safetensors, or a name such as "
-        "Qwen/Qwen2.5-0.5B-Instruct"
-    )
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(
+            f"{key}={path}: there is no folder {Path(path).absolute()}, and the hub does not give a model of this name "
+            f"({said}). Give the folder of a model on this machine, {key}=FOLDER, with config.json, the tokenizer's "
+            "files and safetensors, or a name such as Qwen/Qwen2.5-0.5B-Instruct"
+        ) from None
 
 
 def local_folder(path: str) -> str:
@@ -92,23 +88,11 @@ def export_hf(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: 
 def write_weights(weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
     """Write tensors to safetensors files of EXPORT_SHARD_BYTES at most, and their index. Holds one file in memory."""
     weight_map = {}
-    shard = {}  # the tensors of the file that comes next
-    shard_bytes = 0
-    shards = 0  # files that are written
-
-    def write_shard() -> None:
-        file = f"model-{shards:05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-
-    for name, tensor in weights:
-        if shard and shard_bytes + tensor.nbytes > EXPORT_SHARD_BYTES:
-            write_shard()
-            shards += 1
-            shard = {}
-            shard_bytes = 0
-        shard[name] = tensor.cpu()
-        shard_bytes += tensor.nbytes
-    write_shard()
+    files = []
+    for shard in split_by_bytes(((name, tensor.cpu()) for name, tensor in weights), EXPORT_SHARD_BYTES):
+        files.append(f"model-{len(files):05d}.safetensors")
+        save_file(dict(shard), folder / files[-1], metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(dict(shard), files[-1])
+        del shard  # before the next is gathered
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

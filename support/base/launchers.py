@@ -1,18 +1,16 @@
 """The environment variables of torchrun, derived from those that srun and mpirun set."""
 
-import math
 import re
 import zlib
 from collections.abc import Mapping
 
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MASTER_NAMES = ("MASTER_ADDR", "MASTER_PORT")
-# The names of the first four at other launchers; the first launcher that sets all of them is used. mpirun comes before
-# srun: in a Slurm job it may start its daemons by srun, and its ranks then inherit their SLURM_PROCID.
+# The names of the first four at mpirun: Open MPI; MPICH and Intel MPI. They come before srun's: in a Slurm job mpirun
+# may start its daemons by srun, and its ranks then inherit their SLURM_PROCID.
 MPI = [
-    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),  # Open MPI
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),  # Cray's PALS
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 ]
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DEFAULT_PORT = "29500"  # torchrun's
@@ -25,7 +23,7 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     Variables that are set stay. Unknown remain MASTER_ADDR for ranks on several machines outside Slurm, and
     LOCAL_WORLD_SIZE for such ranks that were started by hand.
     """
-    launched = by_mpirun(env) or by_srun(env)
+    launched = by_launcher(env)
     if any(name in launched and env.get(name, launched[name]) != launched[name] for name in ("RANK", "WORLD_SIZE")):
         launched = {}  # torchrun under srun: other ranks than those of srun
     known = launched | {name: env[name] for name in (*RANK_NAMES, *MASTER_NAMES) if name in env}
@@ -33,49 +31,30 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
         return {}
     variables = {"MASTER_PORT": port(env)}
     size = known["WORLD_SIZE"]
-    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if known.get("MASTER_ADDR") in LOOPBACK or size in ("1", known.get("LOCAL_WORLD_SIZE")):  # one machine
         variables |= {"LOCAL_RANK": known["RANK"], "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": LOOPBACK[1]}
     elif "LOCAL_RANK" not in known:  # one container a rank, as Kubernetes operators start them
         variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     elif launched and hosts:
-        variables["MASTER_ADDR"] = first_host(hosts)
+        # The first host, as `scontrol show hostnames` has it: "gpu01" of "gpu[01-04,7],cpu3".
+        first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)[0]
+        variables["MASTER_ADDR"] = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
     return {name: value for name, value in (variables | known).items() if name not in env}
 
 
-def by_mpirun(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables RANK_NAMES as mpirun sets them, {} if it did not start this process."""
+def by_launcher(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables RANK_NAMES as mpirun or srun sets them, {} if neither started this process."""
     for names in MPI:
         if all(name in env for name in names):
-            return dict(zip(RANK_NAMES, (env[name] for name in names), strict=True))
-    return {}
-
-
-def by_srun(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables RANK_NAMES as srun sets them, {} if it did not start this process."""
-    size = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS")
-    # A batch script itself has SLURM_PROCID=0 too: what it starts without srun is no rank.
-    in_script = env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env
-    if in_script or not size or "SLURM_PROCID" not in env:
+            return {ours: env[name] for ours, name in zip(RANK_NAMES, names, strict=True)}
+    if "SLURM_STEP_NUM_TASKS" not in env:  # a batch script has a SLURM_PROCID too, but is no step's rank
         return {}
-    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    spread = str(math.ceil(int(size) / int(env.get("SLURM_NNODES", 1))))  # evenly, where srun says no more
-    local_sizes = tasks_of_nodes(next((env[name] for name in names if env.get(name)), spread))
-    local_size = local_sizes[min(int(env.get("SLURM_NODEID", 0)), len(local_sizes) - 1)]
-    values = (env["SLURM_PROCID"], size, env.get("SLURM_LOCALID", "0"), str(local_size))
+    tasks = []  # of each node: Slurm's "2(x3),1" is [2, 2, 2, 1]
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"]):
+        tasks += [count] * int(times or 1)
+    values = (env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"], tasks[int(env["SLURM_NODEID"])])
     return dict(zip(RANK_NAMES, values, strict=True))
-
-
-def tasks_of_nodes(text: str) -> list[int]:
-    """Slurm's "2(x3),1", tasks of each node, as [2, 2, 2, 1]."""
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in parts for _ in range(int(times or 1))]
-
-
-def first_host(hosts: str) -> str:
-    """The first of Slurm's list of hosts, as `scontrol show hostnames` has it: "gpu01" of "gpu[01-04,7],cpu3"."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)[0]
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
 def port(env: Mapping[str, str]) -> str:

@@ -1,9 +1,7 @@
 """The ranks of a run: joining the process group, collectives on Python objects, output. Knows no trainer."""
 
 import datetime
-import math
 import os
-import pickle
 import time
 import uuid
 from collections import defaultdict
@@ -11,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -157,31 +154,7 @@ def describe(values: Sequence[str], machines: Sequence[str] = ()) -> str:
 
 
 def gather(value: Any) -> list:
-    """All-gather a value that can be pickled; the values of all ranks, in the order of ranks, on every rank.
-
-    Contiguous numpy arrays in it are sent as raw bytes, without pickling, and returned as views of one buffer. Each
-    rank broadcasts its arrays into that buffer, so that uneven sizes need no padding.
-    """
-    arrays = []
-    pickled = pickle.dumps(value, protocol=5, buffer_callback=lambda array: arrays.append(array.raw()))
-    headers = [None] * dist.get_world_size()
-    dist.all_gather_object(headers, (pickled, [len(array) for array in arrays]))
-    offsets = []  # of each rank: where its arrays begin, at multiples of 8 bytes, and the end of the last
-    total = 0
-    for _, sizes in headers:
-        padded = [math.ceil(size / 8) * 8 for size in sizes]
-        offsets.append(total + np.cumsum([0, *padded]))
-        total += sum(padded)
-    buffer = np.empty(total, np.uint8)  # by numpy, which asks for huge pages: few page faults
-    view = memoryview(buffer)
-    for start, array in zip(offsets[dist.get_rank()][:-1], arrays, strict=True):
-        view[start : start + len(array)] = array.cast("B")
-    whole = torch.from_numpy(buffer)
-    for rank, starts in enumerate(offsets):
-        if starts[-1] > starts[0]:
-            dist.broadcast(whole[starts[0] : starts[-1]], src=rank)
-    values = []
-    for (pickled, sizes), starts in zip(headers, offsets, strict=True):
-        parts = [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        values.append(pickle.loads(pickled, buffers=parts))
+    """All-gather a value that can be pickled; the values of all ranks, in the order of ranks, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     return values

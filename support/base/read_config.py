@@ -104,10 +104,16 @@ def read_override(override: str) -> dict:
         layer = yaml.load(text, Loader)
     except Exception as error:  # as above
         raise UserError(f"override {override!r}: its value is not YAML: {' '.join(str(error).split())}") from None
-    for name in reversed(key.split(".")):
-        layer = {name: layer}
+    layer = nest(key, layer)
     check_sections(layer)
     return layer
+
+
+def nest(key: str, value: Any) -> dict:
+    """{section: {key: value}} of a dotted key."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
 
 
 def check_sections(layer: dict) -> None:

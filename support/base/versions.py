@@ -39,16 +39,17 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.match(r"[\d.]*", version)[0].split(".") if number)
 
 
-def installed(package: str) -> str | None:
-    """The version of a package, or of its build for the CPU; None if there is neither. Imports nothing."""
-    return version_of(package) or version_of(f"{package}-cpu")
-
-
 def version_of(name: str) -> str | None:
+    """The version of an installed package; None if it is not there. Imports nothing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, or of its build for the CPU; None if there is neither."""
+    return version_of(package) or version_of(f"{package}-cpu")
 
 
 def untested(package: str, version: str | None) -> str | None:
@@ -91,14 +92,9 @@ def versions() -> dict[str, str | None]:
 
     They are read once: a run keeps those that it started with.
     """
-    names = [name for name in (*TESTED, *OPTIONAL, *OTHERS) if name != "python"]
-    return {
-        "commit": commit(),
-        "python": platform.python_version(),
-        **{name: installed(name) for name in names},
-        **cuda_versions(),
-        "driver": driver(),
-    }
+    packages = {name: installed(name) for name in (*TESTED, *OPTIONAL, *OTHERS)}
+    python = platform.python_version()
+    return {"commit": commit(), **packages, "python": python, **cuda_versions(), "driver": driver()}
 
 
 def cuda_versions() -> dict[str, str | None]:
@@ -126,14 +122,9 @@ def build_tools() -> dict[str, str | None]:
     vLLM's kernels need both on a GPU: Triton compiles their launchers as they first run (3.7, runtime/build.py).
     """
     compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
-    scheme = sysconfig.get_default_scheme()
-    if scheme == "posix_local":  # Debian's, which has no headers
-        scheme = "posix_prefix"
-    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
-    return {
-        "C compiler": next(filter(None, map(shutil.which, compilers)), None),
-        "Python.h": str(header) if header.exists() else None,
-    }
+    compiler = next(filter(None, map(shutil.which, compilers)), None)
+    header = Path(sysconfig.get_paths("posix_prefix")["include"], "Python.h")  # Debian's own scheme has no headers
+    return {"C compiler": compiler, "Python.h": str(header) if header.exists() else None}
 
 
 def format_versions(found: dict[str, str | None]) -> str:

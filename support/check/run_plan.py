@@ -2,12 +2,9 @@
 
 import os
 
-import numpy as np
-
-import megatron_bridge as bridge
 from config import Config
 from support.base.remedies import PLAN, try_one_of
-from support.step.packing import attention_pads, bubble, plan_bins
+from support.step.packing import bubble
 
 
 def describe(cfg: Config, world_size: int) -> str:
@@ -34,19 +31,12 @@ def describe(cfg: Config, world_size: int) -> str:
         step += f" × {plural(t.epochs_per_step, 'epoch')}"
     step += f" → {plural(updates, 'update')} of {samples // t.updates_per_step} samples"
     step += f" → micro-batches of ≤ {t.max_tokens_per_micro_batch} tokens over {plural(replicas, 'replica')}"
-    lines = [layout, step]
-    if p.pp > 1:
-        fewest, most = rows_of_an_update(cfg, replicas)
-        lines.append(
-            f"pipeline: {plural(p.pp, 'stage')}, {fewest} to {most} micro-batches a replica and update, as answers are "
-            f"short or long: stages idle {bubble(fewest, p):.0%} to {bubble(most, p):.0%} of it"
-        )
     run = f"a run:   {plural(t.steps, 'step')}"
     if t.epochs:
         run += f" ({plural(t.epochs, 'epoch')})"
     run += f" = {t.steps * samples} samples, {plural(t.steps * updates, 'update')}"
     run += f"; lr {t.lr:g} after {plural(t.warmup_steps, 'warm-up step')}"
-    return "\n".join([*lines, run, describe_loss(cfg)])
+    return "\n".join([layout, step, run, describe_loss(cfg)])
 
 
 def plural(number: float, what: str) -> str:
@@ -73,20 +63,6 @@ def describe_loss(cfg: Config) -> str:
         line += f" + {a.teacher_coef:g} log(teacher / policy)"
     line += f"; {a.loss_norm} over an update"
     return line if a.correction == "none" else f"{line}; {a.correction}"
-
-
-def rows_of_an_update(cfg: Config, replicas: int) -> tuple[int, int]:
-    """(fewest, most) micro-batches of a replica in an update: if all samples had one token, or all were the longest."""
-    samples = cfg.rollout.prompts_per_step * cfg.rollout.group_size // cfg.train.updates_per_step
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
-    multiple = bridge.token_multiple(cfg.parallel)
-    cap = cfg.train.max_tokens_per_micro_batch // multiple * multiple
-    pads = attention_pads(cfg.model.dtype)
-
-    def rows(length: int) -> int:
-        return len(plan_bins(np.full(samples, length), cap, replicas, cfg.parallel, pads)) // replicas
-
-    return rows(1), rows(longest)
 
 
 def warnings(cfg: Config, world_size: int) -> list[str]:

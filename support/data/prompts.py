@@ -12,23 +12,23 @@ import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 from numpy import ndarray
 
 from support.data import mixing, token_cache
-from support.data.tables import Table, check_text, concatenate, read_tables, rows_of
+from support.data.tables import Table, check_text, concatenate, read_tables
 from support.data.tokens import (
     Tokens,
     answer_text,
     check_columns,
     hinted_text,
     lookup,
+    prompt_text,
     select_prompts,
     source_of,
     to_ids,
-    tokenise_in_memory,
+    tokenise,
 )
 
 
@@ -74,17 +74,18 @@ class Mixture(Sequence):
     def __init__(self, sets: dict[str, tuple[float, PromptSet]]):
         self.names = list(sets)
         self.weights, self.sets = zip(*sets.values(), strict=True)
-        self.ends = list(accumulate(map(len, self.sets)))
         parts = [[weight, part.fingerprint] for weight, part in sets.values()]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return sum(map(len, self.sets))
 
     def __getitem__(self, i: int) -> Prompt:
-        i = range(len(self))[operator.index(i)]
-        chosen = int(np.searchsorted(self.ends, i, side="right"))
-        return self.sets[chosen][i - (self.ends[chosen - 1] if chosen else 0)]
+        for part in self.sets:
+            if i < len(part):
+                return part[i]
+            i -= len(part)
+        raise IndexError(f"{i} beyond the last prompt")
 
     def describe(self, taken: int) -> str:
         """Share, prompts and passes of each set in a run that takes so many prompts; a line each."""
@@ -127,17 +128,18 @@ def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[PromptSet | Mixtur
 
 def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
     """The prompts of the files or data sets that `value`, given at `key`, names. Raises ValueError."""
+    import pyarrow
+
     tables, files = read_tables(cfg, value, key)
-    check_columns(cfg, tables)
-    columns = None
+    rows = concatenate(tables, key)
+    check_columns(cfg, rows, tables[0][0])
     if sum(map(os.path.getsize, files)) >= token_cache.LARGE_BYTES:
-        rows = concatenate(tables)
         columns = token_cache.tokenise_once(cfg, tokenizer, tables, files, key)
     else:
         check_text(tables, key)
-        rows = [row for _, table in tables for row in rows_of(table, 0, len(table))]
-    if columns is None:
-        columns = tokenise_in_memory(cfg, tokenizer, rows)
+        rows = rows if isinstance(rows, list) else rows.to_list()
+        columns = tokenise(rows, cfg, tokenizer)
+        columns["ids"] = pyarrow.array(columns["ids"], pyarrow.list_(pyarrow.int32()))
     return PromptSet(cfg, select_prompts(columns, cfg, tables, value, key), rows, tokenizer)
 
 
@@ -149,19 +151,11 @@ def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
         )
     if not cfg.chat_template:
         return
-    import jinja2
-
     mark = "⟦text⟧"
-    messages = [{"role": "user", "content": mark}]
-    if cfg.system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": cfg.system_prompt})
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs
-        )
-    except (jinja2.TemplateError, TypeError, ValueError):  # it takes other messages than this one
+        opening, _, _ = prompt_text(mark, cfg, tokenizer).partition(mark)
+    except ValueError:  # the template takes other messages than this one
         return
-    opening, _, _ = text.partition(mark)
     if opening and tokenizer.decode(prompt.ids).startswith(opening + opening):
         raise ValueError(
             f"a prompt begins with {opening + opening!r}, the chat template's opening twice: the data have been "

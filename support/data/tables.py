@@ -8,11 +8,11 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from support.base import user_code
+from support.base.read_config import dotted_items
 
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 LEGAL = f"a file ending in {', '.join(KINDS)}, a glob, a folder, a hub name like owner/name:split, or a list of these"
@@ -46,7 +46,7 @@ def read_tables(cfg, value: str | list[str], key: str) -> tuple[list[tuple[str, 
 
 
 def load_tables(sources: list[Source], key: str) -> list[tuple[str, Table]]:
-    """(name, datasets.Dataset) of every source, all of one schema. Raises ValueError."""
+    """(name, datasets.Dataset) of every source. Raises ValueError."""
     import datasets
     import pyarrow
 
@@ -56,16 +56,6 @@ def load_tables(sources: list[Source], key: str) -> list[tuple[str, Table]]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises, and we say that ourselves
     tables = [(name, read_table(name, arguments, key)) for name, arguments in sources]
     pyarrow.default_memory_pool().release_unused()  # else a rank keeps what converting the files took
-    first_name, first = tables[0]
-    for name, table in tables[1:]:
-        for column in sorted({*first.features, *table.features}):
-            a = first.features.get(column, "absent")
-            b = table.features.get(column, "absent")
-            if a != b and datasets.Value("null") not in (a, b):
-                raise ValueError(
-                    f"{key}: {first_name} and {name} differ in the column {column!r}: {a} and {b}; "
-                    "all files must have the same columns"
-                )
     return tables
 
 
@@ -84,45 +74,35 @@ def custom_rows(place: str, name: str, key: str) -> list[dict]:
     return rows
 
 
-def rows_of(table: Table, start: int, stop: int) -> list[dict]:
-    """Some rows of a table; far faster together than one by one."""
-    if isinstance(table, list):
-        return table[start:stop]
-    block = table[start:stop]
-    return [dict(zip(block, values, strict=True)) for values in zip(*block.values(), strict=True)]
-
-
 def columns_of(table: Table) -> list[str]:
     """The names of a table's columns, and of those inside dicts with dots."""
     if isinstance(table, list):
-        return list(dict.fromkeys(key for row in table for key in keys_of(row)))
-    return list(dict.fromkeys([*table.features, *table.features.flatten()]))
+        names = [key for row in table for key in (*row, *dict(dotted_items(row)))]
+    else:
+        names = [*table.features, *table.features.flatten()]
+    return list(dict.fromkeys(map(str, names)))
 
 
-def keys_of(row: dict) -> Iterator[str]:
-    """The keys of a row, and of dicts inside it with dots."""
-    for key, value in row.items():
-        yield str(key)
-        if isinstance(value, dict):
-            yield from (f"{key}.{inner}" for inner in keys_of(value))
-
-
-def concatenate(tables: list[tuple[str, Table]], columns: list[str] | None = None) -> Table:
-    """Tables of the `datasets` library as one, with all columns or those named; nothing is copied."""
+def concatenate(tables: list[tuple[str, Table]], key: str) -> Table:
+    """The tables of all that `key` names as one; a column that one of them lacks is null there. Raises ValueError."""
     import datasets
 
-    return datasets.concatenate_datasets([table.select_columns(columns) if columns else table for _, table in tables])
+    parts = [table for _, table in tables]
+    if isinstance(parts[0], list):
+        return [row for rows in parts for row in rows]
+    try:
+        return datasets.concatenate_datasets(parts)
+    except ValueError as error:
+        raise ValueError(f"{key}: a column must have one type in all files: {error}") from None
 
 
 def check_text(tables: list[tuple[str, Table]], key: str) -> None:
     """Raises ValueError for text that is no UTF-8, which not all readers check."""
-    import pyarrow
-
     for name, table in tables:
         try:
             if not isinstance(table, list):
                 table.data.validate(full=True)
-        except pyarrow.ArrowInvalid as error:
+        except ValueError as error:  # pyarrow.ArrowInvalid
             raise ValueError(f"{key}: {name}{find_fault(name) or f': {error}'}") from None
 
 
@@ -153,19 +133,18 @@ def folder_files(folder: str, named_split: str, split: str, key: str) -> list[st
     try:
         splits = DataFilesDict.from_patterns(get_data_patterns(folder), base_path=folder)
     except EmptyDatasetError:
-        splits = {}
-    found: dict[str, list[str]] = {}
-    for part, files in splits.items():
-        for file in sorted(files):
-            # Dataset.save_to_disk and Dataset.map write further files beside the data.
-            if Path(file).suffix in KINDS and not re.fullmatch(r"state\.json|cache-.*\.arrow", Path(file).name):
-                found.setdefault(str(part), []).append(file)
-    if not found:
-        raise ValueError(f"{key}: the folder {folder} has no data files; they end in {', '.join(KINDS)}")
-    wanted = named_split or (split if len(found) > 1 else next(iter(found)))
-    if wanted not in found:
-        raise ValueError(f"{key}: {folder} has no split {wanted!r}; legal is {folder}:split with {', '.join(found)}")
-    return found[wanted]
+        raise ValueError(f"{key}: the folder {folder} is empty") from None
+    wanted = named_split or (split if len(splits) > 1 else next(iter(splits)))
+    # Dataset.save_to_disk and Dataset.map write further files beside the data.
+    beside = re.compile(r"state\.json|cache-.*\.arrow")
+    files = [file for file in sorted(splits.get(wanted, [])) if Path(file).suffix in KINDS]
+    files = [file for file in files if not beside.fullmatch(Path(file).name)]
+    if not files:
+        raise ValueError(
+            f"{key}: {folder} has no files of the split {wanted!r}; legal is {folder}:split with {', '.join(splits)}, "
+            f"of files that end in {', '.join(KINDS)}"
+        )
+    return files
 
 
 def read_table(name: str, arguments: dict, key: str) -> Any:
@@ -206,15 +185,13 @@ def csv_options(file: str) -> dict:
 
 
 def find_fault(file: str) -> str:
-    """The first line of a file of JSON that is no object, or not UTF-8, as ", line 7: ..."; "" in any other file."""
-    if KINDS.get(Path(file).suffix) != "json" or not Path(file).is_file():
+    """The first line of a JSON-lines file that is no object, or not UTF-8, as ", line 7: ..."; "" in any other file."""
+    if Path(file).suffix != ".jsonl" or not Path(file).is_file():
         return ""
-    data = Path(file).read_bytes()
-    documents = [data] if data.lstrip().startswith(b"[") else data.split(b"\n")
-    for number, document in enumerate(documents, 1):
+    for number, line in enumerate(Path(file).read_bytes().split(b"\n"), 1):
         try:
-            if document.strip() and not isinstance(json.loads(document), (dict, list)):
+            if line.strip() and not isinstance(json.loads(line), dict):
                 return f", line {number}: not a JSON object"
         except ValueError as error:  # of json, or of its UTF-8
-            return f", line {number}: {error}" if len(documents) > 1 else f": {error}"
+            return f", line {number}: {error}"
     return ""

@@ -7,58 +7,53 @@ inputs: the data files (path, size, time), the options, the tokenizer, versions.
                                    <digest>.lock     held while they are made
 """
 
-import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from support.base import processes
 from support.data.tables import Table, check_text, concatenate
-from support.data.tokens import ROWS_PER_BLOCK, columns_read, tokenise
+from support.data.tokens import columns_read, tokenise
 
 LARGE_BYTES = 16 * 2**20  # size of the files; every rank tokenises smaller sets, which is faster
 FORMAT = 2  # version of the cache; increase it when tokens.tokenise gives other columns
 MAX_PROCESSES = 16  # each needs a few hundred MB
 
 
-def tokenise_once(
-    cfg, tokenizer, tables: list[tuple[str, Table]], files: list[str], key: str
-) -> dict[str, Sequence] | None:
-    """The columns of `tokenise` for all rows, "ids" memory-mapped; None where there can be no cache.
+def tokenise_once(cfg, tokenizer, tables: list[tuple[str, Table]], files: list[str], key: str) -> dict[str, Sequence]:
+    """The columns of `tokenise` for all rows, "ids" memory-mapped.
 
-    `files` are those of the tables, which `key` names. Raises ValueError for text that is no UTF-8.
+    `files` are those of the tables, which `key` names. Raises ValueError for text that is no UTF-8, and where there can
+    be no cache.
     """
     import datasets
     import pyarrow
 
+    rows = concatenate(tables, key)
     root = Path(datasets.config.HF_DATASETS_CACHE, "train_grpo")
     digest = cache_key(cfg, tokenizer, tables, files)
-    if not list(root.glob(f"{digest}*.arrow")):
-        check_text(tables, key)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with hold_lock(root / f"{digest}.lock"):
+        with open(root / f"{digest}.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not list(root.glob(f"{digest}*.arrow")):
-                rows = sum(len(table) for _, table in tables)
-                print(f"{key}: {rows} rows are tokenised once for this machine, into {root}", flush=True)
-            try:
-                tokens = map_tables(cfg, tokenizer, tables, root / f"{digest}.arrow")
-            except (OSError, pyarrow.ArrowInvalid):  # a file was cut off
-                for file in root.glob(f"{digest}*.arrow"):
-                    file.unlink()
-                tokens = map_tables(cfg, tokenizer, tables, root / f"{digest}.arrow")
-    except (OSError, RuntimeError) as error:
-        print(f"note: {key}: no cache in {root} ({error}), so every rank tokenises it", flush=True)
-        return None
+                check_text(tables, key)
+                print(f"{key}: {len(rows)} rows are tokenised once for this machine, into {root}", flush=True)
+            tokens = map_rows(cfg, tokenizer, rows, root / f"{digest}.arrow")
+    except (OSError, RuntimeError, pyarrow.ArrowInvalid) as error:  # it cannot be written, or a file was cut off
+        raise ValueError(
+            f"{key}: its tokens cannot be cached in {root} ({error}); make room there, delete {digest}*, or set "
+            "HF_DATASETS_CACHE to another folder"
+        ) from None
     columns = {name: tokens.data[name].to_pylist() for name in ("length", "digest", "error")}
     return {"ids": tokens.data["ids"], **columns}
 
 
-def map_tables(cfg, tokenizer, tables: list[tuple[str, Table]], file: Path) -> Table:
+def map_rows(cfg, tokenizer, rows: Table, file: Path) -> Table:
     """A datasets.Dataset with the columns of `tokenise`, from the cache files if they exist, else made by processes.
 
     Raises OSError where it cannot write, RuntimeError where a process died.
@@ -67,11 +62,11 @@ def map_tables(cfg, tokenizer, tables: list[tuple[str, Table]], file: Path) -> T
 
     types = {"length": "int32", "digest": "binary", "error": "string"}
     features = {"ids": datasets.List(datasets.Value("int32"))} | {k: datasets.Value(v) for k, v in types.items()}
-    rows = concatenate(tables, columns_read(cfg, tables[0][1]))
+    rows = rows.select_columns(columns_read(cfg, rows))
     return rows.map(
         tokenise_batch,
         batched=True,
-        batch_size=ROWS_PER_BLOCK,
+        batch_size=1000,
         fn_kwargs={"cfg": cfg, "tokenizer": tokenizer},
         remove_columns=rows.column_names,
         features=datasets.Features(features),
@@ -101,11 +96,3 @@ def cache_key(cfg, tokenizer, tables: list[tuple[str, Table]], files: list[str])
     options = cfg.model_dump(exclude={"train", "eval", "custom"})
     versions = [FORMAT, tokenizers.__version__, transformers.__version__]
     return hashlib.sha256(json.dumps([versions, names, states, options, texts]).encode()).hexdigest()[:32]
-
-
-@contextlib.contextmanager
-def hold_lock(path: Path) -> Iterator[None]:
-    """Wait for the lock of a file and hold it. Raises OSError where the file system has no locks."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -3,7 +3,6 @@
 `cfg` is the `data` section of the configuration. An invalid row raises a ValueError that names it.
 """
 
-import difflib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -13,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from support.data.tables import Table, columns_of, rows_of
+from support.base.read_config import nearest
+from support.data.tables import Table, columns_of
 
 
 def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
@@ -98,8 +98,6 @@ def source_of(row: dict, key: str) -> str:
 
 # ---------------------------------------------------------------- many rows
 
-ROWS_PER_BLOCK = 1000  # rows that are read and tokenised together
-
 
 @dataclass(frozen=True)
 class Tokens:
@@ -111,15 +109,14 @@ class Tokens:
     fingerprint: str  # 16 hex digits that change with any token id, answer, source, or the order of the prompts
 
 
-def check_columns(cfg, tables: list[tuple[str, Table]]) -> None:
-    """Raises ValueError for a key that no row has. Without `source_key` at its default every source is "default"."""
-    names = list(dict.fromkeys(name for _, table in tables for name in columns_of(table)))
+def check_columns(cfg, table: Table, name: str) -> None:
+    """Raises ValueError for a key that no row of the table `name` has, but for `source_key` at its default."""
+    columns = columns_of(table)
     for option, key in keys_read(cfg).items():
-        if key not in names and (option, key) != ("source_key", "source"):
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+        if key not in columns and (option, key) != ("source_key", "source"):
             raise ValueError(
-                f"data.{option}={key!r}: no such column in {tables[0][0]}; the nearest is {near!r}, "
-                f"all are {', '.join(names)}"
+                f"data.{option}={key!r}: no such column in {name}; the nearest is {nearest(key, columns)!r}, "
+                f"all are {', '.join(columns)}"
             )
 
 
@@ -180,19 +177,6 @@ def digest_of(ids: list[int], answer: str, source: str) -> bytes:
     """16 bytes that change with each of these."""
     text = f"{len(answer)},{len(source)}:{answer}{source}".encode(errors="surrogatepass")
     return hashlib.blake2b(np.array(ids, np.int32).tobytes() + text, digest_size=16).digest()
-
-
-def tokenise_in_memory(cfg, tokenizer, table: Table) -> dict[str, list]:
-    """The columns of `tokenise` for all rows of a table, "ids" as one pyarrow array."""
-    import pyarrow
-
-    columns = {"ids": [], "length": [], "digest": [], "error": []}
-    for start in range(0, len(table), ROWS_PER_BLOCK):
-        block = tokenise(rows_of(table, start, start + ROWS_PER_BLOCK), cfg, tokenizer)
-        for column, values in block.items():
-            columns[column] += values
-    columns["ids"] = pyarrow.array(columns["ids"], pyarrow.list_(pyarrow.int32()))
-    return columns
 
 
 def select_prompts(columns: dict[str, Sequence], cfg, tables: list[tuple[str, Table]], value: Any, key: str) -> Tokens:

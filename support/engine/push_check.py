@@ -110,14 +110,11 @@ class Held:
     names: list[str]
     digests: np.ndarray  # [W, 2]
     pushed: int  # checksum of the weights that were pushed into this rank's engine
-    changed: list[str] = field(default_factory=list)  # at the first push: weights that differ from vLLM's from disk
-    moved: list[str] = field(default_factory=list)  # with CUDA graphs: parameters and buffers that are elsewhere now
-    stale: list[str] = field(default_factory=list)  # see Shards
-    wrong: list[str] = field(default_factory=list)  # pushed tensors that are not those of this rank's shards
+    faults: dict[str, list[str]] = field(default_factory=dict)  # {key of FAULTS: names of weights}
     unseen: list[str] = field(default_factory=list)  # see Shards
 
 
-FAULTS = {  # field of Held → message
+FAULTS = {  # what a rank finds in a push → message; "changed" at the first one, "moved" with CUDA graphs
     "changed": "the first push changed weights that vLLM had read from disk, on ranks {ranks}: {names}. The trainer's "
     "mapping (FAMILIES in megatron_bridge.py) is wrong, or part of the push was lost",
     "moved": "a weight push moved tensors of vLLM, on ranks {ranks}: {names}. Its CUDA graphs read the old places; use "
@@ -159,18 +156,17 @@ class PushCheck:
         for _ in stream:  # an engine that left some must not leave the other ranks waiting
             pass
         after = read_digests(llm, ordered=bool(self.on_disk))
-        changed = [name for name, sums in self.on_disk.items() if not np.array_equal(sums, after.get(name))]
+        faults = {"changed": [name for name, sums in self.on_disk.items() if not np.array_equal(sums, after.get(name))]}
         self.on_disk = {}  # later pushes bring other weights
+        places = read_places(llm) if self.places else {}
+        faults["moved"] = [name for name, address in self.places.items() if places.get(name) != address]
         tensors = to_host(dict(found))
         pushed = pushed_sums(tensors, set(after))
         checksum = zlib.crc32(b"".join(name.encode() + sums.tobytes() for name, sums in sorted(pushed.items())))
-        held = Held(list(after), np.stack([sums[:2] for sums in after.values()]), checksum, changed)
-        if self.places:
-            held.moved = moved_tensors(self.places, read_places(llm))
-        if source is not None:
-            shards = source()
-            held.wrong = differing(shards.digests, tensors)
-            held.stale, held.unseen = shards.stale, shards.unseen
+        shards = source() if source else Shards({}, [], [])
+        faults |= {"wrong": differing(shards.digests, tensors), "stale": shards.stale}
+        digests = np.stack([sums[:2] for sums in after.values()])
+        held = Held(list(after), digests, checksum, faults, shards.unseen)
         self.compare(pushed, ranks.gather(held))
 
     def compare(self, pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
@@ -205,12 +201,12 @@ class PushCheck:
         self.last = now
         self.metrics = {"sync/checked": 1 - len(unknown) / len(names), "sync/changed": len(changed) / len(names)}
         unseen = set().union(*(held.unseen for held in everywhere))
-        if first and unseen and dist.get_rank() == 0:
+        if first and unseen:
             what = "their rows are no multiple of 8 bytes on a rank of the trainer"
-            print(f"warning: of these only vLLM's copy is checked, as {what}: {shorten(unseen)}", flush=True)
-        if first and unknown and dist.get_rank() == 0:
+            warn(f"of these only vLLM's copy is checked, as {what}: {shorten(unseen)}")
+        if first and unknown:
             what = f"{len(unknown)} of {len(names)} weights in a layout of its own"
-            print(f"warning: vLLM keeps {what}, so only logp_gap shows a push of: {shorten(unknown)}", flush=True)
+            warn(f"vLLM keeps {what}, so only logp_gap shows a push of: {shorten(unknown)}")
 
 
 def differing(shards: dict[str, torch.Tensor], tensors: dict[str, np.ndarray]) -> list[str]:
@@ -222,7 +218,7 @@ def differing(shards: dict[str, torch.Tensor], tensors: dict[str, np.ndarray]) -
 def check_pushed(pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
     """Raises TrainingError where ranks pushed different weights, names differ, or a rank found one of FAULTS."""
     other = [rank for rank, held in enumerate(everywhere) if held.pushed != everywhere[0].pushed]
-    if other and not any(held.wrong for held in everywhere):
+    if other and not any(held.faults.get("wrong") for held in everywhere):
         raise TrainingError(f"ranks {other} gave their vLLM other weights than rank 0: the ranks of the trainer differ")
     names = set(everywhere[0].names)
     if set(pushed) != names:
@@ -231,7 +227,7 @@ def check_pushed(pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
             f"{shorten(names - set(pushed))}, and vLLM has no {shorten(set(pushed) - names)}"
         )
     for fault, message in FAULTS.items():
-        found = {rank: getattr(held, fault) for rank, held in enumerate(everywhere) if getattr(held, fault)}
+        found = {rank: held.faults[fault] for rank, held in enumerate(everywhere) if held.faults.get(fault)}
         if found:
             raise TrainingError(message.format(ranks=list(found), names=shorten(set().union(*found.values()))))
 
@@ -242,20 +238,14 @@ def read_digests(llm, ordered: bool = False) -> dict[str, np.ndarray]:
     return to_host(held)
 
 
-def addresses(model: torch.nn.Module) -> dict[str, int]:
-    """{name: address} of a model's parameters and buffers."""
-    return {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-
-
 def read_places(llm) -> dict[str, int]:
-    """`addresses` of the model of `llm` on this rank."""
+    """{name: address} of the parameters and buffers of `llm` on this rank."""
+
+    def addresses(model: torch.nn.Module) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
     (places,) = llm.apply_model(addresses)
     return places
-
-
-def moved_tensors(before: dict[str, int], now: dict[str, int]) -> list[str]:
-    """Names of the tensors that are no longer where they were."""
-    return [name for name, address in before.items() if now.get(name) != address]
 
 
 def to_host(digests: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
@@ -281,3 +271,9 @@ def shorten(names: Iterable[str]) -> str:
     names = sorted(names)
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"{', '.join(names[:4])}{more}" or "other"
+
+
+def warn(text: str) -> None:
+    """Print a warning on rank 0."""
+    if dist.get_rank() == 0:
+        print(f"warning: {text}", flush=True)

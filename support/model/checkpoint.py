@@ -10,10 +10,12 @@ while training continues. Every rank must see the same file system.
 import contextlib
 import json
 import math
+import operator
 import re
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ from config import UserError
 from support.base import versions
 from support.base.files import add_suffix, digest_file, make_temporary_folder, put_in_place, write_synced
 from support.base.ranks import gather
+from support.base.read_config import dotted_items
 from support.base.rollout_files import RolloutWriter
-from support.model.shards import CheckpointError, Shard, copy_shards, fail_together, find_coverage_error, write_shards
+from support.model.shards import CheckpointError, Shard, check_coverage, copy_shards, fail_together, write_shards
 
 COMPLETE = re.compile(r"step_(\d{6,})$")
 
@@ -43,7 +46,9 @@ class CheckpointWriter:
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.step: int | None = None  # of the checkpoint that is being written, else of the last one
-        self.state: dict[str, Any] | None = None
+        self.state: dict[str, Any] = {}  # of the caller
+        self.target: Path  # its folder; `start` sets this
+        self.temporary: Path  # its folder while it is written
         self.thread: threading.Thread | None = None
         self.rollouts = RolloutWriter()  # of the same run: a checkpoint is renamed after the samples before it
         self.sizes: list[tuple[str, int, int]] = []  # name, elements, elements of the tensor, of this rank's shards
@@ -53,22 +58,22 @@ class CheckpointWriter:
     def start(self, step: int, state: dict[str, Any], sharded: dict) -> None:
         """Copy the tensors and begin to write; the caller may change them afterwards. Called on every rank."""
         self.finish()
-        target = self.folder / f"step_{step:06d}"
-        temporary = target.with_name(f"{target.name}.tmp")
-        with self._explain_failure(step, temporary), fail_together():
-            if dist.get_rank() == 0:
-                make_temporary_folder(target)
-        shards = copy_shards(sharded)
-        self.sizes = [(name, values.numel(), math.prod(shape)) for name, values, shape in shards]
         self.step = step
         self.state = state
         self.failure = None
-        self.thread = threading.Thread(target=self._write, args=(temporary, shards), daemon=True)
+        self.target = self.folder / f"step_{step:06d}"
+        self.temporary = self.target.with_name(f"{self.target.name}.tmp")
+        with self._explain_failure(), fail_together():
+            if dist.get_rank() == 0:
+                make_temporary_folder(self.target)
+        shards = copy_shards(sharded)
+        self.sizes = [(name, values.numel(), math.prod(shape)) for name, values, shape in shards]
+        self.thread = threading.Thread(target=self._write, args=(shards,), daemon=True)
         self.thread.start()
 
-    def _write(self, temporary: Path, shards: list[Shard]) -> None:
+    def _write(self, shards: list[Shard]) -> None:
         try:
-            self.digests = write_shards(temporary, shards)
+            self.digests = write_shards(self.temporary, shards)
         except Exception as error:  # finish() raises it on every rank
             self.failure = f"{type(error).__name__}: {error}"
 
@@ -83,28 +88,24 @@ class CheckpointWriter:
         self.thread.join()
         self.thread = None
         self.rollouts.finish()
-        target = self.folder / f"step_{self.step:06d}"
-        temporary = target.with_name(f"{target.name}.tmp")
-        with self._explain_failure(self.step, temporary):
+        with self._explain_failure():
             with fail_together():
                 if self.failure is not None:
                     raise CheckpointError(self.failure)
-            problem = find_coverage_error(gather(self.sizes))
-            if problem is not None:
-                raise CheckpointError(problem)
-            digests = merge_dicts(gather(self.digests))
+            check_coverage(gather(self.sizes))
+            digests = reduce(operator.or_, gather(self.digests))
             with fail_together():
                 if dist.get_rank() == 0:
-                    self._complete(temporary, target, digests)
-        return target
+                    self._complete(digests)
+        return self.target
 
-    def _complete(self, temporary: Path, target: Path, digests: dict) -> None:
+    def _complete(self, digests: dict) -> None:
         """Write state and manifest, rename the folder, remove old checkpoints."""
         for name, content in {"state.json": self.state, "versions.json": versions.versions()}.items():
-            write_synced(temporary / name, json.dumps(content, indent=1, default=np.ndarray.tolist))
-            digests[name] = digest_file(temporary / name)
-        write_synced(temporary / "manifest.json", json.dumps(digests, indent=1))
-        put_in_place(temporary, target)
+            write_synced(self.temporary / name, json.dumps(content, indent=1, default=np.ndarray.tolist))
+            digests[name] = digest_file(self.temporary / name)
+        write_synced(self.temporary / "manifest.json", json.dumps(digests, indent=1))
+        put_in_place(self.temporary, self.target)
         if self.keep_last:
             for path in list_checkpoints(self.folder)[self.keep_last :]:
                 if not (self.keep_every and step_of(path) % self.keep_every == 0):
@@ -113,23 +114,18 @@ class CheckpointWriter:
             shutil.rmtree(removed)
 
     @contextlib.contextmanager
-    def _explain_failure(self, step: int, temporary: Path) -> Iterator[None]:
-        """Remove `temporary` where the block raises a CheckpointError, and say what it means for the run."""
+    def _explain_failure(self) -> Iterator[None]:
+        """Where the block raises a CheckpointError, remove what is written, and say what it means for the run."""
         try:
             yield
         except CheckpointError as error:
             if dist.get_rank() == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+                shutil.rmtree(self.temporary, ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {error}; earlier checkpoints "
-                "are unchanged. Make room, then go on with resume=auto, or go on in another output_dir with "
-                "resume=the newest of them"
+                f"the checkpoint of step {self.step} could not be written to {self.folder}: {error}; earlier "
+                "checkpoints are unchanged. Make room, then go on with resume=auto, or go on in another output_dir "
+                "with resume=the newest of them"
             ) from None
-
-
-def merge_dicts(dicts: list[dict]) -> dict:
-    """All entries of several dicts with different keys."""
-    return {key: value for part in dicts for key, value in part.items()}
 
 
 # ---------------------------------------------------------------- finding and reading
@@ -150,31 +146,20 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def find_damage(path: Path) -> str | None:
     """How a checkpoint differs from its manifest; None if it is valid. Ranks share the files and return the same."""
     try:
-        with fail_together():
-            files = read_manifest(path / "manifest.json")
+        with fail_together("manifest.json: "):
+            files = json.loads((path / "manifest.json").read_text())
+            if not files or not isinstance(files, dict):
+                raise ValueError("it names no files")
         with fail_together():
             mine = sorted(files)[dist.get_rank() :: dist.get_world_size()]
             own_digests = {name: digest_file(path / name) for name in mine}
     except CheckpointError as error:
         return str(error)
-    digests = merge_dicts(gather(own_digests))
-    for name, (size, sha) in files.items():
-        if digests[name][0] != size:
-            return f"{name} has {digests[name][0]} bytes, {size} were written"
-        if digests[name][1] != sha:
-            return f"{name} has changed since it was written (SHA-256)"
+    digests = reduce(operator.or_, gather(own_digests))
+    for name, written in files.items():
+        if digests[name] != written:
+            return f"{name} has changed since it was written: bytes and SHA-256 are {digests[name]}, were {written}"
     return None
-
-
-def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """{file: (size, SHA-256)} of a checkpoint. Raises ValueError where a manifest is missing, corrupt or empty."""
-    try:
-        files = {name: (int(size), str(sha)) for name, (size, sha) in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"manifest.json: {type(error).__name__}: {error}") from None
-    if not files:
-        raise ValueError("manifest.json names no files")
-    return files
 
 
 def find_valid_checkpoint(folder: Path) -> Path | None:
@@ -244,26 +229,14 @@ def check_resumed(path: Path, config: dict[str, Any], data: str) -> int:
         raise UserError(f"train.steps={steps}, but {path} is already after step {state['step']}")
     if dist.get_rank() == 0:
         print(f"resume:  after step {state['step']}, from {path}")
-        changes = compare_configs(state["config"], config)
+        was, now = (dict(dotted_items({**tree, "resume": None})) for tree in (state["config"], config))
+        changes = versions.differences(was, now)
         saved_with = path / "versions.json"  # older checkpoints have none
         if saved_with.exists():
             changes += versions.differences(json.loads(saved_with.read_text()), versions.versions())
         for line in changes:
             print(f"         changed: {line}")
     return state["step"]
-
-
-def compare_configs(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The keys of a saved configuration that have another value now: "train.lr: 1.0 → 2.0"."""
-    changes = []
-    for section, old in was.items():
-        new = now.get(section)
-        if isinstance(old, dict):
-            changed = [key for key, value in old.items() if (new or {}).get(key) != value]
-            changes += [f"{section}.{key}: {old[key]} → {(new or {}).get(key)}" for key in changed]
-        elif old != new and section != "resume":
-            changes.append(f"{section}: {old} → {new}")
-    return changes
 
 
 def read_state(path: Path) -> dict[str, Any]:

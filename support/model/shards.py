@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from config import TrainingError
-from support.base.files import digest_file, sync
+from support.base.files import digest_file, split_by_bytes, sync
 from support.base.ranks import gather
 
 FILE_BYTES = 1 << 30  # size of a file, about; so many bytes are in memory twice while it is written
@@ -66,16 +66,8 @@ def write_shards(folder: Path, shards: list[Shard]) -> dict[str, list]:
 
     The metadata of a file has the shapes of the whole tensors. Returns {file name: its digest}.
     """
-    files = []
-    file_bytes = 0
-    for shard in shards:
-        if not files or file_bytes + shard[1].nbytes > FILE_BYTES:
-            files.append([])
-            file_bytes = 0
-        files[-1].append(shard)
-        file_bytes += shard[1].nbytes
     digests = {}
-    for number, content in enumerate(files):
+    for number, content in enumerate(split_by_bytes(shards, FILE_BYTES)):
         path = folder / f"rank_{dist.get_rank():05d}_{number:03d}.safetensors"
         shapes = json.dumps({name: shape for name, _, shape in content})
         # One entry of metadata: safetensors writes several in no fixed order.
@@ -85,25 +77,22 @@ def write_shards(folder: Path, shards: list[Shard]) -> dict[str, list]:
     return digests
 
 
-def find_coverage_error(sizes_of_ranks: list[list[tuple[str, int, int]]]) -> str | None:
-    """What is wrong where the shards of all ranks do not hold every element exactly once; None if they do.
+def check_coverage(sizes_of_ranks: list[list[tuple[str, int, int]]]) -> None:
+    """Raises CheckpointError unless the shards of all ranks hold every element exactly once.
 
     A shard is given as its name, its number of elements and that of the whole tensor.
     """
-    names = set()
+    shards = list(itertools.chain(*sizes_of_ranks))
+    twice = [name for name, times in Counter(name for name, _, _ in shards).items() if times > 1]
+    if twice:
+        raise CheckpointError(f"{twice[0]} is saved twice")
     saved = Counter()
-    whole = {}
-    for name, elements, elements_of_tensor in itertools.chain(*sizes_of_ranks):
-        if name in names:
-            return f"{name} is saved twice"
-        names.add(name)
+    for name, elements, _ in shards:
+        saved[name.rpartition("@")[0]] += elements
+    for name, _, whole in shards:
         key = name.rpartition("@")[0]
-        saved[key] += elements
-        whole[key] = elements_of_tensor
-    for key in whole:
-        if saved[key] != whole[key]:
-            return f"{key} has {saved[key]} of {whole[key]} elements"
-    return None
+        if saved[key] != whole:
+            raise CheckpointError(f"{key} has {saved[key]} of {whole} elements")
 
 
 # ---------------------------------------------------------------- reading

@@ -7,9 +7,9 @@ On all entries: the model's weights are the rounded main weights.
 import functools
 import math
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,6 +50,13 @@ class Shard:
         """The gradient that the optimizer reads: reduced, divided, not clipped; flat fp32."""
         return self.weight.main_grad.view(-1)[self.place].float()
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Main weights and moments, flat, and Adam's count of steps."""
+        _, own = own_slice(self.part, self.weight)
+        end = self.start + len(self.before)
+        return {moment: own[moment].detach()[self.start : end] for moment in MOMENTS} | {"step": own["step"]}
+
     def random(self, salt: int) -> Tensor:
         """Random int16, flat: a part of random_tile, repeated. Ranks that hold a copy of the elements get the same."""
         first = self.place.start // BLOCK * BLOCK
@@ -62,8 +69,8 @@ class Shard:
 @functools.cache
 def random_tile(on: torch.device) -> Tensor:
     """TILE random int16, the same on every device and in every run."""
-    values = np.random.default_rng(0).integers(-(2**15), 2**15, TILE, dtype=np.int16)
-    return torch.from_numpy(values).to(on)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**15), 2**15, (TILE,), dtype=torch.int16, generator=generator).to(on)
 
 
 def own_shards(model: list, optimizer, names: dict[torch.nn.Parameter, str]) -> list[Shard]:
@@ -91,11 +98,6 @@ def gather_weights(model: list) -> None:
         chunk.start_param_sync(force_sync=True)
 
 
-def weights_of(part) -> list[torch.nn.Parameter]:
-    """The weights that one of Megatron's distributed optimizers updates, in the same order on all its replicas."""
-    return [weight for buffer in part.buffers for weight in buffer.param_index_map]
-
-
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum of float64 values over all ranks, on the host."""
     total = values.clone()
@@ -103,12 +105,11 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total.cpu()
 
 
-def gradient_norm(shards: list[Shard]) -> float:
-    """Norm of the whole gradient, summed in float64; on every rank."""
+def norm_of(parts: Iterable[Tensor]) -> float:
+    """Norm of a tensor, from its parts on all ranks; summed in float64."""
     squares = torch.zeros((), dtype=torch.float64, device=device())
-    for shard in shards:
-        if shard.counted:
-            squares += shard.gradient.square().sum(dtype=torch.float64)
+    for part in parts:
+        squares += part.float().square().sum(dtype=torch.float64)
     return math.sqrt(sum_over_ranks(squares))
 
 
@@ -143,14 +144,11 @@ class Sampled:
 def check_state(shards: list[Shard], updates: int) -> list[str]:
     """What shows that the optimizer's state is not that after `updates` updates; every rank calls this."""
     found = []
-    squares = torch.zeros((), dtype=torch.float64, device=device())
     for shard in shards:
-        _, own = own_slice(shard.part, shard.weight)
-        squares += own["exp_avg_sq"].detach().sum().to(device())
-        steps = int(own["step"])
+        steps = int(shard.state["step"])
         if steps != updates:
             found.append(f"Adam's step count of {shard.name} is {steps}, though {updates} updates were made")
-    if updates and sum_over_ranks(squares) == 0:
+    if updates and norm_of(shard.state["exp_avg_sq"].to(device()) for shard in shards) == 0:
         found.append(f"Adam's moments are all 0 after {updates} updates: the optimizer's state was lost")
     return found[:1]
 
@@ -167,8 +165,8 @@ def sample_state(shards: list[Shard]) -> list[Sampled]:
 
 def read_state(shard: Shard, entries: Tensor) -> dict[str, Tensor]:
     """{moment: its values at the entries, [n] float64 on the host}."""
-    _, own = own_slice(shard.part, shard.weight)
-    return {moment: read_entries(own[moment].detach(), entries + shard.start) for moment in MOMENTS}
+    state = shard.state
+    return {moment: read_entries(state[moment], entries) for moment in MOMENTS}
 
 
 def read_entries(values: Tensor, entries: Tensor) -> Tensor:
@@ -184,34 +182,28 @@ def check_step(sampled: list[Sampled], updates: int, norm: float, train: TrainCo
     scale = 1.0
     if train.clip_grad and norm > train.clip_grad:
         scale = train.clip_grad / (norm + 1e-6)  # as in torch's clip_grad_norm_
-    differs = []
-    unequal = []
+    differs, unequal = [], []
     for sample in sampled:
-        shard = sample.shard
-        gradient = sample.gradient * scale
-        eps = shard.part.config.adam_eps
-        wanted = adamw(sample.state, gradient, updates, eps, train)
-        of_one_sign = {"param": 0 * gradient, "exp_avg": sample.state["exp_avg"].abs()}
-        largest = adamw(sample.state | of_one_sign, gradient.abs(), updates, eps, train)["param"].abs()
-        differs += differences(sample, wanted, gradient, largest, train)
-        _, own = own_slice(shard.part, shard.weight)
-        main = own["param"].detach()[shard.start : shard.start + len(shard.before)]
-        if not torch.equal(shard.values, main.to(shard.values)):
-            unequal.append(f"{shard.name} of the model is not its fp32 main weight, rounded")
+        differs += differences(sample, sample.gradient * scale, updates, train)
+        values = sample.shard.values
+        if not torch.equal(values, sample.shard.state["param"].to(values)):
+            unequal.append(f"{sample.shard.name} of the model is not its fp32 main weight, rounded")
     return differs[:1] + unequal[:1]
 
 
-def differences(
-    sample: Sampled, wanted: dict[str, Tensor], gradient: Tensor, largest: Tensor, train: TrainConfig
-) -> list[str]:
-    """A line for each part of the state that is not as wanted, moments first, with its worst entry.
+def differences(sample: Sampled, gradient: Tensor, updates: int, train: TrainConfig) -> list[str]:
+    """A line for each part of the state that is not AdamW's, moments first, with its worst entry.
 
-    largest: each weight's step if moment and gradient had one sign; where they cancel, rounding is relative to it.
+    gradient: clipped. Where it and the moment cancel, rounding is relative to the step that they make of one sign.
     """
-    after = read_state(sample.shard, sample.entries)
-    before = sample.state
+    shard, before = sample.shard, sample.state
+    after = read_state(shard, sample.entries)
+    eps = shard.part.config.adam_eps
+    wanted = adamw(before, gradient, updates, eps, train)
+    of_one_sign = {"param": 0 * gradient, "exp_avg": before["exp_avg"].abs()}
+    largest = adamw(before | of_one_sign, gradient.abs(), updates, eps, train)["param"].abs()
     relative = RELATIVE
-    if sample.shard.weight.main_grad.dtype == torch.bfloat16:  # use_precision_aware_optimizer does not copy it to fp32
+    if shard.weight.main_grad.dtype == torch.bfloat16:  # use_precision_aware_optimizer does not copy it to fp32
         relative += CLIPPED_BF16
     bounds = {
         "exp_avg": relative * (before["exp_avg"].abs() + (1 - train.adam_beta1) * gradient.abs()) + TINY,
@@ -224,7 +216,7 @@ def differences(
         worst = int(excess.nan_to_num(nan=math.inf).argmax())
         if not excess[worst] <= 0:
             lines.append(
-                f"{moment} of {sample.shard.name}[{int(sample.entries[worst]) + sample.shard.place.start}] was "
+                f"{moment} of {shard.name}[{int(sample.entries[worst]) + shard.place.start}] was "
                 f"{before[moment][worst]:.6e} and became {after[moment][worst]:.6e}; AdamW gives "
                 f"{wanted[moment][worst]:.6e} (clipped gradient {gradient[worst]:.3e})"
             )

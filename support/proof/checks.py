@@ -4,6 +4,7 @@ A check ends the run on what rounding cannot be, and warns of what it may be. Wh
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,15 +14,15 @@ from safetensors.torch import save_file
 
 import megatron_bridge as bridge
 from config import Config, TrainingError
-from support.data.prompts import Prompt
-from support.proof import gap, graded, rows
+from support.proof import graded, rows
+from support.proof.gap import GapCheck
 from support.proof.update import FirstUpdate, Passes
 from support.step import metrics
 from support.step.records import Batch, MicroBatch, Sample
 
 
 @dataclass
-class Checks:
+class Checks(graded.RewardChecks):
     """The checks of a run, the same calls in the same order on every rank. Every method may raise, on every rank."""
 
     model: list
@@ -29,19 +30,14 @@ class Checks:
     checkpoint: Path | None  # what this start resumed from
     passes: Passes
     skipped: int = 0  # updates in a row that were skipped because loss or gradient was NaN or infinite
-    errors_shown: set[str] = field(default_factory=set)  # kinds of reward errors shown, rewards known to apply
-    gaps: gap.Gaps = field(default_factory=gap.Gaps)  # between log-probs of trainer and vLLM, since this start
 
     def __post_init__(self):
         self.first_update = FirstUpdate(self.model, self.optimizer, self.checkpoint)
-
-    def rewards(self, samples: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
-        """Whether the rewards could be computed. `prompts`: {group: prompt}."""
-        graded.check_graded(samples, prompts, cfg.reward, self.errors_shown)
+        self.gap = GapCheck(self.model, self.passes.score)
 
     def start_updates(self, step: int, samples: list[Sample], batch: Batch, cfg: Config) -> "UpdateChecks":
         """Whether the advantages are those of the rewards. Returns the checks of this step's updates."""
-        rows.check_credit(samples, batch, cfg.algo)
+        rows.check_credit(samples, batch, cfg)
         return UpdateChecks(self, step, samples, batch, cfg)
 
 
@@ -55,6 +51,7 @@ class UpdateChecks:
     batch: Batch
     cfg: Config
     number: int = 0  # of the update within the step
+    trained: Counter = field(default_factory=Counter)  # how often each sample was
 
     def gradient(self, weighted: Batch) -> None:
         """In the first update of a start: whether the gradient of some of its answers is that of their loss."""
@@ -65,9 +62,17 @@ class UpdateChecks:
         run, cfg = self.run, self.cfg
         if not math.isfinite(report["loss"]):
             return False
+        self.trained.update(chosen)
+        if max(self.trained.values()) > cfg.train.epochs_per_step:
+            raise TrainingError("an update trains answers again that this epoch has trained already")
+        if weighted.old_logp is not self.batch.old_logp:
+            raise TrainingError("the old log-probs of an update are not those from before the first update of its step")
+        vocabulary, entropy = run.model[0].hf_config.vocab_size, report["entropy"] / max(report["tokens"], 1)
+        if entropy > math.log(vocabulary) * 1.0001:
+            raise TrainingError(f"the entropy of a token is {entropy:.6g}, above that of {vocabulary} equal ones")
         rows.check_update(report, micro_batches, weighted, self.samples, chosen, cfg)
         if self.number < metrics.compared_updates(cfg):  # the weights are still those that vLLM sampled with
-            gap.check_gap(report, self.step, self.batch, self.samples, cfg, run.model, run.gaps, run.passes.score)
+            run.gap.check(report, self.step, self.samples, self.batch, cfg)
         run.first_update.before_step(cfg, self.step)
         return True
 

@@ -45,11 +45,11 @@ def check_loss(computed: tuple, mb: MicroBatch, logp_T: Tensor, algo: AlgoConfig
     """
     loss, _, _ = computed
     loss.backward()
-    if algo.loss not in LOSSES or algo.kl not in KLS or algo.correction not in BOUNDS:
+    if not has_formula(algo):
         if ranks.is_first_rank():
             print(f"algo.loss={algo.loss}, algo.kl={algo.kl}: the loss is a fork's own and not judged by a formula")
         return
-    expected = sum(answer_loss(a, -a.logp, algo).sum().item() for a in answers_of(mb, logp_T))
+    expected = row_loss(mb, logp_T.detach(), -logp_T.detach(), algo).item()
     if not math.isclose(loss.item(), expected, rel_tol=1e-4, abs_tol=1e-5):
         raise UserError(
             f"the loss of algo.loss={algo.loss}, algo.correction={algo.correction}, algo.kl={algo.kl} on two synthetic "
@@ -58,12 +58,23 @@ def check_loss(computed: tuple, mb: MicroBatch, logp_T: Tensor, algo: AlgoConfig
         )
 
 
-def answers_of(mb: MicroBatch, logp_T: Tensor) -> list[Answer]:
-    """The answers in the row, in float64."""
-    columns = (logp_T.detach(), mb.old_logp[0], mb.ref_logp[0], mb.rollout_logp[0], mb.advantages[0], mb.weights[0])
-    numbers = mb.sequence_T
-    sampled = [mb.mask[0] & (numbers == number) for number in numbers.unique()]
-    return [Answer(*(column[chosen].double() for column in columns)) for chosen in sampled]
+def has_formula(algo: AlgoConfig) -> bool:
+    """Whether the loss has its formula here; False: a name in it is a fork's own."""
+    return algo.loss in LOSSES and algo.kl in KLS and algo.correction in BOUNDS
+
+
+def row_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfig) -> Tensor:
+    """The loss sum of a row, in float64: train_grpo.grpo_loss."""
+    present_T = logp_T.detach()
+    old_T = present_T if mb.old_logp is None else mb.old_logp[0]
+    ref_T = present_T if mb.ref_logp is None else mb.ref_logp[0]
+    columns = (logp_T, old_T, ref_T, mb.rollout_logp[0], mb.advantages[0], mb.weights[0], entropy_T)
+    total = torch.zeros((), dtype=torch.float64, device=logp_T.device)
+    for number in mb.sequence_T.unique():
+        sampled_T = mb.mask[0] & (mb.sequence_T == number)
+        *answer, entropy = (column[sampled_T].double() for column in columns)
+        total = total + answer_loss(Answer(*answer), entropy, algo).sum()
+    return total
 
 
 # ---------------------------------------------------------------- the loss of an answer

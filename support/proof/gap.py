@@ -32,6 +32,10 @@ SLOPE = 0.02  # of the difference over the log-prob: a temperature that is off b
 SIGMAS = 6.0  # standard errors that the slope is beyond SLOPE
 MEASURED = 8  # answers that rounding is measured on; at least one for each replica
 OUTLIERS = 2  # tokens whose k3 alone is no defect
+AGREED_BEFORE = (
+    "they agreed at step 1: the engine did not take up the last weight push (stale or partly loaded weights); with "
+    "sync/checked = 1 it did, and the two compute differently (kernels, precision)"
+)
 INEXACT = ("quantization", "kv_cache_dtype")  # options of vLLM that make it sample from another distribution
 
 
@@ -56,82 +60,91 @@ def gap_of(difference_M: Tensor, outliers: int = 0) -> Gap:
 
 
 @dataclass
-class Gaps:
-    """What check_gap keeps from one update to the next, since this start of the run."""
+class GapCheck:
+    """The check of each update whose weights are those that vLLM sampled with, and what it keeps since this start.
 
+    It finds what the digests of push_check cannot: other kernels, temperature or positions.
+    """
+
+    model: list
+    score: Callable[[list, Batch, Config], Tensor]  # the trainer's log-probs [F] under the present weights
     rounding: Gap | None = None  # of the model's log-probs, as last measured
     recent: deque[tuple[float, float]] = field(default_factory=partial(deque, maxlen=20))  # (sum of k3, tokens) each
     told: bool = False  # whether the user was warned
 
-    def add_mismatch(self, report: dict[str, float]) -> float:
-        """Add an update's k3; returns the mean over the tokens of the last 20 updates. Missing ones of 4 count as 0.
+    def check(self, report: dict[str, float], step: int, samples: list[Sample], batch: Batch, cfg: Config) -> None:
+        """Raise TrainingError where the log-probs of sampled tokens differ by more than rounding, before the step.
 
-        A single token can dominate an update: in bf16 the demo had 4.7e-4 in one of 300, at most 6.1e-5 in 20.
+        Warns once of what may be rounding.
         """
-        self.recent.append((report["gap_k3"], report["tokens"]))
-        k3 = sum(k3 for k3, _ in self.recent)
-        tokens = sum(tokens for _, tokens in self.recent)
-        missing = max(1.0, 4 / len(self.recent))
-        return k3 / max(tokens * missing, 1)
+        tokens = report["tokens"]
+        if not tokens:
+            return
+        gap = Gap(report["gap"] / tokens, report["gap_k3"] / tokens)
+        self.recent.append((report["gap_k3"], tokens))
+        for what, value, key in self.bounded(gap, report["gap_max"], cfg):
+            bound = getattr(cfg.rollout, key)
+            if bound is not None and not value <= bound:
+                table = explain_gap(self.score(self.model, batch, cfg), batch, samples, step, gap.mean)
+                raise TrainingError(
+                    f"step {step}: trainer and vLLM disagree on sampled tokens: {what} = {value:.2e}, bound "
+                    f"{bound:.1e} (rollout.{key})\n{table}"
+                )
+        limit = (STOP if self.told else WARN)[cfg.model.dtype]
+        is_first = self.rounding is None
+        if not is_first and (gap.over(self.rounding) <= limit or (self.told and meant_by(cfg))):
+            return
+        some, logp_F, self.rounding = measure_rounding(self.model, batch, cfg, self.score)
+        if is_first and step == 1 and batch.ref_logp is not None and not cfg.algo.replay_routes:
+            check_reference(report, STOP[cfg.model.dtype] ** 2 * self.rounding.k3)
+        slope = slope_of(logp_F[some.mask], some.rollout_logp[some.mask]) if is_first else 0.0
+        if gap.over(self.rounding) <= limit and not slope:
+            return
+        if batch.old_logp is not None and cfg.algo.old_logp == "trainer":
+            logp_F = batch.old_logp  # an earlier update of this step has moved the weights
+        else:
+            logp_F = self.score(self.model, batch, cfg)
+        self.judge(slope, step, logp_F, samples, batch, cfg)
 
+    def bounded(self, gap: Gap, largest: float, cfg: Config) -> list[tuple[str, float, str]]:
+        """(what, its value, key of section rollout) of what the configuration may bound.
 
-def check_gap(
-    report: dict[str, float],
-    step: int,
-    batch: Batch,
-    samples: list[Sample],
-    cfg: Config,
-    model: list,
-    gaps: Gaps,
-    score: Callable[[list, Batch, Config], Tensor],
-) -> None:
-    """Raise TrainingError where the log-probs of trainer and engine on the sampled tokens differ by more than rounding.
+        A single token can dominate k3 of an update: in bf16 the demo had 4.7e-4 in one of 300, at most 6.1e-5 in 20.
+        So it is the mean of the tokens of the last 20 updates; missing ones of 4 count as 0.
+        """
+        kind, size = ("mean", gap.mean) if cfg.model.dtype == "bf16" else ("largest", largest)
+        k3, tokens = np.sum(self.recent, axis=0)
+        kl = k3 / (tokens * max(1.0, 4 / len(self.recent)))
+        return [(f"{kind} |Δ log-prob|", size, "max_logp_gap"), ("mismatch KL (mean k3)", kl, "max_mismatch_kl")]
 
-    This finds what the digests of push_check cannot: other kernels, temperature or positions. Warns once of what may be
-    rounding. `score` computes the trainer's log-probs [F] under the weights before the update.
-    """
-    tokens = report["tokens"]
-    if not tokens:
-        return
-    gap = Gap(report["gap"] / tokens, report["gap_k3"] / tokens)
-    kl = gaps.add_mismatch(report)
-    for what, value, bound, key in own_bounds(cfg, report["gap_max"], gap.mean, kl):
-        if not value <= bound:
-            table = explain_gap(score(model, batch, cfg), batch, samples, step, gap.mean)
-            raise TrainingError(
-                f"step {step}: trainer and vLLM disagree on sampled tokens: {what} = {value:.2e}, bound {bound:.1e} "
-                f"({key})\n{table}"
-            )
-    limit = (STOP if gaps.told else WARN)[cfg.model.dtype]
-    is_first = gaps.rounding is None
-    if not is_first and (gap.over(gaps.rounding) <= limit or (gaps.told and meant_by(cfg))):
-        return
-    some, logp_F, gaps.rounding = measure_rounding(model, batch, cfg, score)
-    if is_first and step == 1 and batch.ref_logp is not None and not cfg.algo.replay_routes:
-        check_reference(report, STOP[cfg.model.dtype] ** 2 * gaps.rounding.k3)
-    slope = slope_of(logp_F[some.mask], some.rollout_logp[some.mask]) if is_first else 0.0
-    if gap.over(gaps.rounding) <= limit and not slope:
-        return
-    if batch.old_logp is not None and cfg.algo.old_logp == "trainer":
-        logp_F = batch.old_logp  # an earlier update of this step has moved the weights
-    else:
-        logp_F = score(model, batch, cfg)
-    judge_gap(gaps, slope, step, logp_F, batch, samples, cfg)
-
-
-def own_bounds(cfg: Config, largest: float, mean: float, kl: float) -> list[tuple[str, float, float, str]]:
-    """(what, its value, bound, key) of the bounds that the configuration sets."""
-    r = cfg.rollout
-    kind, gap = ("mean", mean) if cfg.model.dtype == "bf16" else ("largest", largest)
-    bounds = [(f"{kind} |Δ log-prob|", gap, r.max_logp_gap, "rollout.max_logp_gap")]
-    bounds += [("mismatch KL (mean k3)", kl, r.max_mismatch_kl, "rollout.max_mismatch_kl")]
-    return [row for row in bounds if row[2] is not None]
+    def judge(self, slope: float, step: int, logp_F: Tensor, samples: list[Sample], batch: Batch, cfg: Config) -> None:
+        """Raise TrainingError for a defect, warn of what may be rounding or is meant; logp_F: the trainer's."""
+        gap = gap_of((logp_F - batch.rollout_logp)[batch.mask], OUTLIERS)
+        times = gap.over(self.rounding)
+        follows = f"; it follows the log-prob, with a slope of {slope:.3f}" if slope else ""
+        message = (
+            f"step {step}: trainer and vLLM disagree on sampled tokens: mean |Δ log-prob| = {gap.mean:.2e}, mismatch "
+            f"KL {gap.k3:.1e}, {times:.1f} times what rounding moves them in this model ({self.rounding.mean:.1e}, "
+            f"{self.rounding.k3:.1e}){follows}"
+        )
+        warn, stop = WARN[cfg.model.dtype], STOP[cfg.model.dtype]
+        if times <= warn and not slope:
+            return
+        table = explain_gap(logp_F, batch, samples, step, stop * self.rounding.mean, slope)
+        meant = meant_by(cfg)
+        if not meant and (slope or not times <= stop):
+            raise TrainingError(f"{message}\n{table}\n  rollout.max_logp_gap sets a bound of your own in its place")
+        if not self.told and dist.get_rank() == 0:
+            why = f"since {meant[0]} is set" if meant else f"and ends at {stop:g} times"
+            print(f"warning: {message}; the run goes on, {why}\n{table}", flush=True)
+        self.told = True
 
 
 def meant_by(cfg: Config) -> list[str]:
     """The keys by which the configuration intends a gap, so that the model's rounding is no bound of it."""
     keys = [f"rollout.vllm.{name}" for name in INEXACT if name in cfg.rollout.vllm]
-    return keys + [key for _, _, _, key in own_bounds(cfg, 0.0, 0.0, 0.0)]
+    own = [name for name in ("max_logp_gap", "max_mismatch_kl") if getattr(cfg.rollout, name) is not None]
+    return keys + [f"rollout.{name}" for name in own]
 
 
 def measure_rounding(
@@ -163,69 +176,34 @@ def slope_of(logp_M: Tensor, rollout_logp_M: Tensor) -> float:
     return slope if abs(slope) > SLOPE + SIGMAS * error else 0.0
 
 
-def judge_gap(
-    gaps: Gaps, slope: float, step: int, logp_F: Tensor, batch: Batch, samples: list[Sample], cfg: Config
-) -> None:
-    """Raise TrainingError for a defect, warn of what may be rounding or is meant; `logp_F`: the trainer's log-probs."""
-    rounding = gaps.rounding
-    gap = gap_of((logp_F - batch.rollout_logp)[batch.mask], OUTLIERS)
-    times = gap.over(rounding)
-    follows = f"; it follows the log-prob, with a slope of {slope:.3f}" if slope else ""
-    message = (
-        f"step {step}: trainer and vLLM disagree on sampled tokens: mean |Δ log-prob| = {gap.mean:.2e}, mismatch KL "
-        f"{gap.k3:.1e}, {times:.1f} times what rounding moves them in this model ({rounding.mean:.1e}, "
-        f"{rounding.k3:.1e}){follows}"
-    )
-    warn, stop = WARN[cfg.model.dtype], STOP[cfg.model.dtype]
-    table = explain_gap(logp_F, batch, samples, step, stop * rounding.mean, slope)
-    meant = meant_by(cfg)
-    if not meant and (slope or not times <= stop):
-        raise TrainingError(f"{message}\n{table}\n  rollout.max_logp_gap sets a bound of your own in its place")
-    if slope or not times <= warn:
-        if not gaps.told and dist.get_rank() == 0:
-            why = f"since {meant[0]} is set" if meant else f"and ends at {stop:g} times"
-            print(f"warning: {message}; the run goes on, {why}\n{table}", flush=True)
-        gaps.told = True
-
-
 def explain_gap(
     logp_F: Tensor, batch: Batch, samples: list[Sample], step: int, bound: float, slope: float = 0.0
 ) -> str:
     """A table of the largest differences, their distribution, and the likely cause."""
-    response_F = batch.mask
-    gap_F = (logp_F - batch.rollout_logp).abs() * response_F
+    gap_F = (logp_F - batch.rollout_logp).abs() * batch.mask
     prompt_F = torch.tensor([len(s.prompt_ids) for s in samples])[batch.seq_id]
     position_F = batch.position_ids + 1 - prompt_F  # of the target within its response
     beyond_F = gap_F > bound
-    share = (beyond_F.sum() / response_F.sum()).item()
-    first3 = gap_F[response_F & (position_F < 3)].nanmean().item()
-    later = gap_F[response_F & (position_F >= 3)].nanmean().item()
-    if step > 1:
-        cause = (
-            "they agreed at step 1: the engine did not take up the last weight push (stale or partly loaded weights); "
-            "with sync/checked = 1 it did, and the two compute differently (kernels, precision)"
-        )
-    elif slope:
-        cause = "the gap follows the log-prob: another temperature, top_p or top_k in one of the two"
-    elif later > 10 * first3:
-        cause = "the gap grows along the response: rotary embedding or context length differ"
-    elif share < 0.05:
-        cause = "few tokens differ: numerical noise; compare with model.dtype=fp32, or raise the bound"
-    else:
-        cause = "most tokens differ: other weights (mapping) or another distribution (temperature, top_p, rollout.vllm)"
-    table = ["  sample  group  position   token   trainer      vLLM       |Δ|"]
+    share = (beyond_F.sum() / batch.mask.sum()).item()
+    first3 = gap_F[batch.mask & (position_F < 3)].nanmean().item()
+    later = gap_F[batch.mask & (position_F >= 3)].nanmean().item()
+    lines = ["  sample  group  position   token   trainer      vLLM       |Δ|"]
     for i in gap_F.topk(min(10, len(gap_F))).indices.tolist():
         n = int(batch.seq_id[i])
-        table.append(
+        lines.append(
             f"  {n:6d} {samples[n].group:6d} {position_F[i]:9d} {batch.targets[i]:7d} {logp_F[i]:9.4f} "
             f"{batch.rollout_logp[i]:9.4f} {gap_F[i]:9.2e}"
         )
-    return "\n".join(
-        [
-            *table,
-            f"  {share:.1%} of {int(response_F.sum())} tokens, in {len(batch.seq_id[beyond_F].unique())} of "
-            f"{len(samples)} samples, are beyond the bound; mean |Δ| {first3:.1e} in the first 3 tokens, {later:.1e} "
-            "later",
-            f"  likely cause: {cause}",
-        ]
+    lines.append(
+        f"  {share:.1%} of {int(batch.mask.sum())} tokens, in {len(batch.seq_id[beyond_F].unique())} of {len(samples)} "
+        f"samples, are beyond the bound; mean |Δ| {first3:.1e} in the first 3 tokens, {later:.1e} later"
     )
+    causes = [
+        (step > 1, AGREED_BEFORE),
+        (slope, "the gap follows the log-prob: another temperature, top_p or top_k in one of the two"),
+        (later > 10 * first3, "the gap grows along the response: rotary embedding or context length differ"),
+        (share < 0.05, "few tokens differ: numerical noise; compare with model.dtype=fp32, or raise the bound"),
+        (True, "most tokens differ: other weights (mapping) or another distribution (temperature, rollout.vllm)"),
+    ]
+    cause = next(cause for holds, cause in causes if holds)
+    return "\n".join([*lines, f"  likely cause: {cause}"])

@@ -1,14 +1,26 @@
 """Whether rewards could be computed: failures of reward functions and programs, names that apply to no answer."""
 
 import json
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from config import RewardConfig, UserError
+from config import Config, RewardConfig, TrainingError, UserError
 from support.data.prompts import Prompt
 from support.step import turns
 from support.step.named_rewards import is_part
 from support.step.records import Sample
+
+
+@dataclass
+class RewardChecks:
+    """The checks of a run's rewards, which an evaluation without a trainer has too."""
+
+    errors_shown: set[str] = field(default_factory=set, kw_only=True)  # kinds of errors; rewards known to apply
+
+    def rewards(self, samples: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
+        """Whether the rewards could be computed. `prompts`: {group: prompt}."""
+        check_graded(samples, prompts, cfg.reward, self.errors_shown)
 
 
 def check_graded(samples: list[Sample], prompts: dict[int, Prompt], reward: RewardConfig, shown: set[str]) -> None:
@@ -16,6 +28,8 @@ def check_graded(samples: list[Sample], prompts: dict[int, Prompt], reward: Rewa
 
     Otherwise warn, once a run for each kind of error. `prompts`: {group: prompt}; `shown`: the kinds shown so far.
     """
+    if any(s.reward for s in samples if s.graded != "ok"):
+        raise TrainingError("an answer that was not graded, by a timeout or an error, has a reward other than 0")
     failed = [s for s in samples if s.graded == "error"]
     if failed:
         report_failed(failed, len(samples), prompts, reward.max_error_frac, shown)

@@ -5,6 +5,8 @@ order of elements counts. Of hf_weights nothing is used, neither its buckets nor
 FAMILIES, the layout of the shards, and the merge of adapters, which is made again.
 """
 
+from itertools import chain
+
 import torch
 import torch.distributed as dist
 
@@ -22,12 +24,11 @@ def read_shards(model: list, optimizer=None) -> Shards:
     hf_weights has gathered what overlap_param_gather left for later.
     """
     hf = model[0].hf_config
-    ep_rank = bridge.mpu.get_expert_model_parallel_rank()
     groups = bridge.process_groups()
     whole, unseen = {}, []
     split = {"parallel.tp": {}, "parallel.etp": {}}  # group that splits a weight → {name: sums of this rank's part}
     for name, weight in bridge.named_weights(model).items():
-        join, parts = bridge.rule_of(bridge.expert_of(name, hf, ep_rank), hf)
+        join, parts = rule_of(name, hf)
         held = lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach()
         if bridge.SPLIT_DIM[join] is None:
             whole[parts[0]] = digest(held, ordered=True)[::2]
@@ -45,9 +46,8 @@ def read_shards(model: list, optimizer=None) -> Shards:
             total = torch.stack([*sums.values()])
             dist.all_reduce(total, group=groups[kind])
             sums |= zip(sums, total, strict=True)
-    stale = []
-    if optimizer and model[0].config.bf16:  # in fp32 the shards are the main weights
-        stale = stale_weights(model, optimizer)
+    has_copies = optimizer and model[0].config.bf16  # in fp32 the shards are the main weights
+    stale = stale_weights(model, optimizer) if has_copies else []
     return Shards(whole | split["parallel.tp"] | split["parallel.etp"], unseen, stale)
 
 
@@ -68,11 +68,8 @@ def part_sums(join: str, words: torch.Tensor, height: int, group: dist.ProcessGr
     for part in parts:
         rows = part.reshape(-1, 2)
         number = torch.arange(len(rows), device=rows.device)
-        if join == "cols":
-            first = (number * group.size() + group.rank()) * width  # a row's first word in the whole tensor
-        else:
-            first = (number + group.rank() * len(rows)) * width
-        in_order = rows[:, 1] + 2 * first * rows[:, 0]
+        before = number * group.size() + group.rank() if join == "cols" else number + group.rank() * len(rows)
+        in_order = rows[:, 1] + 2 * width * before * rows[:, 0]  # `width` · `before` words of the whole tensor
         found.append(torch.stack([rows[:, 0].sum(), in_order.sum()]))
     return found
 
@@ -91,25 +88,20 @@ def stale_weights(model: list, optimizer) -> list[str]:
 
     Main weights that are offloaded are not compared.
     """
-    weights, differ = [], []
+    differ = {}
     for part in optimizer.chained_optimizers:
         groups = (part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups)
-        for group in zip(*groups, strict=True):
-            for weight, shard, main in zip(*group, strict=True):
-                if main is not None and main.device == shard.device and not hasattr(main, "host"):
-                    rounded = main.to(shard.dtype)
-                    weights.append(weight)
-                    differ.append((rounded.view(torch.int16) != shard.view(torch.int16)).any())
-    if not differ:
-        return []
-    flags = torch.stack(differ).tolist()
-    stale = {weight for weight, flag in zip(weights, flags, strict=True) if flag}
-    if not stale:
-        return []
-    hf = model[0].hf_config
-    found = []
-    for name, weight in (bridge.named_weights(model) | bridge.named_weights(model, factors=True)).items():
-        if weight in stale:
-            _, parts = bridge.rule_of(bridge.expert_of(name, hf, bridge.mpu.get_expert_model_parallel_rank()), hf)
-            found += parts
-    return found
+        for weight, shard, main in zip(*map(chain.from_iterable, groups), strict=True):
+            if main is not None and main.device == shard.device and not hasattr(main, "host"):
+                rounded = main.to(shard.dtype)
+                differ[weight] = (rounded.view(torch.int16) != shard.view(torch.int16)).any()
+    flags = torch.stack([*differ.values()]).tolist() if differ else []  # one copy from the GPU
+    stale = {weight for weight, flag in zip(differ, flags, strict=True) if flag}
+    named = bridge.named_weights(model) | bridge.named_weights(model, factors=True)
+    parts = [rule_of(name, model[0].hf_config)[1] for name, weight in named.items() if weight in stale]
+    return [*chain.from_iterable(parts)]
+
+
+def rule_of(name: str, hf) -> tuple[str, list[str]]:
+    """How the Hugging Face tensors of one of this rank's weights are joined, and their names."""
+    return bridge.rule_of(bridge.expert_of(name, hf, bridge.mpu.get_expert_model_parallel_rank()), hf)

@@ -3,6 +3,7 @@
 A mistake between the samples and the rows that Megatron gets trains in silence: losses stay finite, log-probs agree.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,6 +16,7 @@ from support.step.grading import Outcome, checksum
 from support.step.records import Batch, MicroBatch, Sample
 
 FIELDS = ("tokens", "targets", "mask", "position_ids", "rollout_logp", "advantages", "weights")  # of a packed row
+PARTS = 1e-5  # of a token's loss, which fp32 rounds
 OWN_NAME = "; a formula of your own needs a name of its own in algo (docs/forking.md)"
 
 
@@ -26,8 +28,14 @@ def match_outcomes(samples: list[Sample], outcomes: list[Outcome]) -> Iterator[t
         yield sample, outcome
 
 
-def check_credit(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> None:
-    """Raise TrainingError unless the trained tokens of an answer have its advantage against its group."""
+def check_credit(samples: list[Sample], batch: Batch, cfg: Config) -> None:
+    """Raise TrainingError unless groups are whole and the trained tokens of an answer have its advantage against its
+    group.
+    """
+    algo, size = cfg.algo, cfg.rollout.group_size
+    sizes = set(Counter(s.group for s in samples).values())
+    if sizes != {size}:
+        raise TrainingError(f"groups have {sorted(sizes)} answers, rollout.group_size is {size}")
     advantages_N = expected_advantages(samples, algo)
     if advantages_N is None:
         return
@@ -53,7 +61,8 @@ def check_update(
     """Check the update on the `chosen` numbers of `samples`: this replica's rows, and the report of all replicas.
 
     Raises TrainingError unless each position has the token, target, mask and log-prob of its sample, its weight in the
-    loss and the advantage that the batch has there, and every trained token was counted once.
+    loss and the advantage that the batch has there, every trained token was counted once, and the loss is made of the
+    parts that are reported.
     """
     prompts = {s.group: s.prompt_ids for s in samples}
     if not all(np.array_equal(s.prompt_ids, prompts[s.group]) for s in samples):
@@ -62,6 +71,11 @@ def check_update(
     counted = trained_N[chosen].sum()
     if report["trained"] != counted:
         raise TrainingError(f"the loss counts {report['trained']:.0f} tokens, the answers have {counted} to train on")
+    expected = sum_of_parts(report, cfg.algo)
+    if expected is not None and abs(report["loss"] - expected) > PARTS * counted:
+        raise TrainingError(
+            f"the loss is {report['loss']:.6g}, its policy, KL and entropy make {expected:.6g}{OWN_NAME}"
+        )
     weights_N = expected_weights(trained_N, chosen, cfg)
     advantages_F = batch.advantages.numpy()
     rows = [torch.stack([getattr(mb, name)[0].double() for name in FIELDS]) for mb in micro_batches]
@@ -143,6 +157,14 @@ def expected_weights(trained_N: ndarray, chosen: list[int], cfg: Config) -> ndar
     tokens_N = np.zeros(len(trained_N))
     tokens_N[chosen] = trained_N[chosen]
     return formulas.answer_weights(tokens_N, cfg.algo.loss_norm, cfg.norm_length)
+
+
+def sum_of_parts(report: dict[str, float], algo: AlgoConfig) -> float | None:
+    """The loss that the reported sums make; None where they are not weighted as the loss is, or for a fork's own KL."""
+    if algo.loss_norm != "token_mean" or report["trained"] != report["tokens"] or algo.kl not in formulas.KLS:
+        return None
+    kl = report[algo.kl.removesuffix("+")] if algo.kl_in == "loss" else 0.0
+    return report["policy"] + algo.kl_coef * kl - algo.entropy_coef * report["entropy"]
 
 
 def check_reference(report: dict[str, float], bound: float) -> None:

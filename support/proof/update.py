@@ -3,10 +3,10 @@
 The gradient is compared on a sixteenth of the answers, before the update computes its own by the same function.
 
 The loss holds stop-gradients, so its value is not what the gradient integrates. The check makes it linear: with
-c = ∂loss/∂logp and e = ∂loss/∂entropy of each token at the present weights, S(w) = sum(c logp(w) + e entropy(w)) / N
-has the gradient of the loss; N is the number of trained tokens. Forward passes give S at weights w+ and w-, moved a
-little up and down. S(w+) - S(w-) must equal the sum of gradient · (w+ - w-) over all weights, each counted
-once. w+ and w- are taken after rounding to the model's dtype. There are three kinds of moves:
+c = ∂loss/∂logp and e = ∂loss/∂entropy of each of the N trained tokens at the present weights w, the gradient of
+S(w) = sum(c logp(w) + e entropy(w)) / N is that of the loss. Forward passes give S at weights w+ and w-, moved a little
+up and down and rounded to the model's dtype. S(w+) - S(w-) must equal the sum of gradient · (w+ - w-) over all weights,
+each counted once. There are three kinds of moves:
 
   along the gradient          shows a wrong scale: summed twice, a wrong divisor, scaled by accumulation
   in a random direction       shows a part that is missing or wrong, unless the direction is nearly orthogonal to it
@@ -14,15 +14,14 @@ once. w+ and w- are taken after rounding to the model's dtype. There are three k
 
 The bound comes from the passes: u = S(w+) + S(w-) - 2 S(w) at a token holds the rounding of three passes, of variance 6
 where that of S(w+) - S(w-) is 2. So the bound is SIGMAS · sqrt(sum u² / 3) / N, plus the share NONLINEAR of the change
-for its third order. Where a change is outside of its bound and curved, a smaller one is judged (without_curvature). The
-root of the sum of squares of all differences, each over its bound, must not exceed 1, so that parts of a fault in
-several directions add up. In fp32 on a CPU a larger one ends the run; elsewhere, where the false alarms of the bound
-are not counted or are known, it is a warning.
+for its third order. The root of the sum of squares of all differences, each over its bound, must not exceed 1, so that
+parts of a fault in several directions add up. In fp32 on a CPU a larger one ends the run; elsewhere, where the false
+alarms of the bound are not counted or are known, it is a warning.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -33,27 +32,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_bridge as bridge
-from config import Config, TrainingError
+from config import AlgoConfig, Config, TrainingError
 from support.base import ranks
-from support.engine.push_check import digest
 from support.model.checkpoint import read_state
 from support.model.offload import take_back_state
-from support.model.optimizer_state import trainable_weights
-from support.proof import adam
+from support.proof import adam, formulas
 from support.proof.adam import Shard, gather_weights, sum_over_ranks
 from support.step.metrics import expert_load
 from support.step.packing import to_micro_batches
 from support.step.records import Batch, MicroBatch
 
-SHIFT = {"fp32": 1e-3, "bf16": 0.1}  # wanted change of a token's log-prob, root mean square
-SMALLER = {"fp32": 10, "bf16": 3}  # so many times smaller is near enough; three times larger too
-SMALLEST_SHIFT = 1e-3  # of the wanted change: a smaller one is not tried
+SHIFT = {"fp32": 1e-3, "bf16": 0.2}  # wanted change of a token's log-prob, root mean square
+TRIAL = {"fp32": 1e-4, "bf16": 0.01}  # size of the move that shows which size changes log-probs by SHIFT
+LARGEST = 0.05  # size of a move; sizes are in units of the weights' own: a larger one is far from linear
 SIGMAS = 6.0
 NONLINEAR = {"fp32": 0.02, "bf16": 0.05}
-REROUTED = 0.3  # in place of it with experts: a move also changes which experts are chosen, which no gradient counts
-SIZES = 4  # of a move are tried, until the change is near SHIFT
+REROUTED = 0.3  # at most, with experts: a move also changes which of them are chosen, which no gradient counts
+JUMPS = 10.0  # times noise / signal: how much of REROUTED is allowed, since a token that changes experts jumps
 DIRECTIONS = 2  # random ones
-LARGEST_RANDOM = 0.05  # size of a random move, in units of each weight's size: a larger one is far from linear
 SMALLEST = 0.01  # size of a weight of zeros, such as B of an adapter
 CAUSES = (
     "gradients not reduced over replicas, context or expert ranks, or reduced twice; a divisor that is not the number "
@@ -63,7 +59,7 @@ CAUSES = (
 HIDDEN = "small moves of the weights change log-probs by less than rounding"
 SHARE = 16  # one of so many answers is what the gradient is compared on
 ANSWERS = 4  # of a replica, at least
-LARGE = 0.5  # size of the move of weights without a gradient, in units of their own
+LARGE = 0.5  # size of the move of weights without a gradient
 
 
 class Change(NamedTuple):
@@ -72,19 +68,14 @@ class Change(NamedTuple):
     found: float  # S(w+) - S(w-)
     predicted: float  # sum of gradient · (w+ - w-)
     bound: float  # of |found - predicted|
-    shift: float  # root mean square change of a token's log-prob, weighted by c²
+    signal: float  # root of the sum of squares of the change of S at each token
     noise: float  # the same of u: rounding and curvature
-    moved: float  # root mean square change of a sampled token's log-prob, unweighted
-
-    @property
-    def error(self) -> float:
-        """|found - predicted|."""
-        return abs(self.found - self.predicted)
+    moved: float  # root mean square change of a sampled token's log-prob by one of the two moves
 
     @property
     def over(self) -> float:
-        """How many bounds the error is; both may be 0."""
-        return self.error / max(self.bound, 1e-300)
+        """How many bounds found and predicted differ by; all three may be 0."""
+        return abs(self.found - self.predicted) / max(self.bound, 1e-300)
 
 
 # ---------------------------------------------------------------- the loss, linear in log-probs and entropies
@@ -93,37 +84,29 @@ class Change(NamedTuple):
 def values(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor) -> tuple:
     """In place of the loss: log-prob and entropy of each token, [2, T]."""
     count = torch.zeros((), dtype=torch.int, device=logp_T.device)
-    return logp_T.new_zeros(()), count, torch.stack([logp_T, entropy_T])
+    return logp_T.new_zeros(()), count, torch.stack([logp_T, entropy_T]).detach()
 
 
-def values_and_slopes(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, loss_func: Callable) -> tuple:
-    """In place of the loss: these values and its derivatives by them, [2, 2, T].
+def values_and_slopes(
+    mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, loss_func: Callable, algo: AlgoConfig
+) -> tuple:
+    """In place of the loss: these values and its derivatives by them, [2, 2, T]. They are those of the loss's formula,
+    or of the loss itself where it is a fork's own.
 
     The derivatives are NaN where the loss depends on neither, or on anything else that has a gradient.
     """
-    with torch.enable_grad():
-        inputs = (logp_T.detach().requires_grad_(), entropy_T.detach().requires_grad_())
-        loss, _, _ = loss_func(mb, *inputs)
-        slopes = torch.full_like(torch.stack(inputs), math.nan)
-        if loss.requires_grad and leaves_of(loss) <= set(inputs):
-            slopes = torch.stack(torch.autograd.grad(loss, inputs, materialize_grads=True))
     zero, count, numbers = values(mb, logp_T, entropy_T)
-    return zero, count, torch.stack([numbers, slopes]).detach()
-
-
-def leaves_of(loss: Tensor) -> set[Tensor]:
-    """The tensors that a backward pass of the loss gives a gradient."""
-    nodes = [loss.grad_fn]
-    seen = set(nodes)
-    leaves = set()
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            leaves.add(node.variable)
-        below = {node for node, _ in node.next_functions if node is not None} - seen
-        seen |= below
-        nodes += below
-    return leaves
+    inputs = numbers.clone().requires_grad_()
+    slopes = torch.full_like(numbers, math.nan)
+    with torch.enable_grad():
+        of_others, _, _ = loss_func(mb, *numbers, algo=algo)
+        if formulas.has_formula(algo):
+            loss = formulas.row_loss(mb, *inputs, algo)
+        else:
+            loss, _, _ = loss_func(mb, *inputs, algo=algo)
+        if loss.requires_grad and not of_others.requires_grad:
+            (slopes,) = torch.autograd.grad(loss, inputs)
+    return zero, count, torch.stack([numbers, slopes])
 
 
 @dataclass
@@ -132,22 +115,12 @@ class Probe:
 
     model: list
     shards: list[Shard]
-    micro_batches: list[MicroBatch]
-    forward: Callable[..., list]  # (micro_batches, loss_func=...) → on the last stage, what that gives as report
+    forward: Callable[..., list]  # (loss_func=...) → on the last stage, what that gives as report of each micro-batch
+    rows: list[Tensor]  # values_and_slopes of each micro-batch at w
     tokens: int  # N
-    dtype: str  # of the model
+    slope2: float  # sum of c² + e²
     nonlinear: float  # share of a change that the gradient need not predict
     smooth: bool  # no move changes which experts are chosen
-    rows: list[Tensor] = field(default_factory=list)  # values_and_slopes of each micro-batch at w
-    slope2: float = math.nan  # sum of c² + e²
-
-    def linearise(self, loss_func: Callable) -> None:
-        """Set `rows` and `slope2`."""
-        self.rows = self.forward(self.micro_batches, loss_func=partial(values_and_slopes, loss_func=loss_func))
-        slope2 = torch.zeros((), dtype=torch.float64, device=bridge.device())
-        if bridge.reports_loss():
-            slope2 = sum((slopes.double().square().sum() for _, slopes in self.rows), slope2)
-        self.slope2 = sum_over_ranks(slope2).item()
 
     def move(self, direction: Callable[[Shard], Tensor], size: float) -> tuple[list[Tensor], Tensor]:
         """The values of each micro-batch at w + size · direction, and this rank's part of gradient · (moved - w)."""
@@ -159,7 +132,7 @@ class Probe:
                 moved = (shard.values.float() - shard.before.float()).mul_(shard.gradient)
                 predicted += moved.sum(dtype=torch.float64)
         gather_weights(self.model)
-        return self.forward(self.micro_batches, loss_func=values), predicted
+        return self.forward(loss_func=values), predicted
 
     def restore(self) -> None:
         """Give the model its own weights again."""
@@ -171,69 +144,57 @@ class Probe:
         """The change between the values of two moves, where the gradient predicts `predicted` (this rank's part)."""
         sums = predicted.new_zeros(5)
         if bridge.reports_loss():
-            for (base, slopes), up, down in zip(self.rows, higher, lower, strict=True):
-                d_T = (slopes.double() * (up.double() - down.double())).sum(0)
-                u_T = (slopes.double() * (up.double() + down.double() - 2 * base.double())).sum(0)
-                moved2 = sum((moved[0].double() - base[0].double()).square().sum() / 2 for moved in (up, down))
-                resolved2 = (slopes.double() * base.double() * 2**-23).square().sum() / 2  # u² of values in fp32
-                sums += torch.stack([d_T.sum(), d_T @ d_T, u_T @ u_T, moved2, resolved2])
-        d, d2, u2, moved2, resolved2, predicted = sum_over_ranks(torch.cat([sums, predicted[None]])).tolist()
-        u2 = max(u2, resolved2)
+            for row, up, down in zip(self.rows, higher, lower, strict=True):
+                base, slopes = row.double()
+                change = up.double() - down.double()
+                d_T = (slopes * change).sum(0)
+                u_T = (slopes * (up.double() + down.double() - 2 * base)).sum(0)
+                resolved2 = (slopes * base * 2**-23).square().sum() / 2  # u² of values in fp32
+                sums += torch.stack([d_T.sum(), d_T @ d_T, u_T @ u_T, resolved2, change[0].square().sum()])
+        d, d2, u2, resolved2, moved2, predicted = sum_over_ranks(torch.cat([sums, predicted[None]])).tolist()
+        signal, noise = math.sqrt(d2), math.sqrt(max(u2, resolved2))
         found = d / self.tokens
-        bound = SIGMAS * math.sqrt(u2 / 3) / self.tokens + self.nonlinear * max(abs(found), abs(predicted))
-        slope2 = self.slope2 or math.nan
-        shift = math.sqrt(d2 / slope2) / 2
-        noise = math.sqrt(u2 / slope2)
-        return Change(found, predicted, bound, shift, noise, moved=math.sqrt(moved2 / self.tokens))
+        share = self.nonlinear
+        if not self.smooth:
+            share = max(share, min(REROUTED, JUMPS * noise / max(signal, 1e-30)))
+        bound = SIGMAS * noise / math.sqrt(3) / self.tokens + share * max(abs(found), abs(predicted))
+        return Change(found, predicted, bound, signal, noise, moved=math.sqrt(moved2 / self.tokens) / 2)
 
-    def resolves(self, change: Change) -> bool:
-        """Whether log-probs move by more than rounding and curvature; where they jump, there is nothing to compare."""
-        return change.noise < change.shift or not self.smooth
+    def compare_with_present(self, direction: Callable[[Shard], Tensor], size: float) -> Change:
+        """The change by a move of `size` · direction alone."""
+        moved, predicted = self.move(direction, size)
+        return self.compare(moved, [row[0] for row in self.rows], predicted)
 
-    def change_by(self, direction: Callable[[Shard], Tensor], size: float) -> Change:
-        """The change by a move of `size` · direction and its opposite."""
+    def change_along(self, direction: Callable[[Shard], Tensor], trial: float, shift: float) -> Change:
+        """The change by a move along `direction` and its opposite, which move log-probs by about `shift`.
+
+        The size of both follows from what a move of the size `trial` does.
+        """
+        moved = 2 * self.compare_with_present(direction, trial).moved
+        size = min(trial * shift / max(moved, 1e-30), LARGEST)
         higher, predicted_up = self.move(direction, size)
         lower, predicted_down = self.move(direction, -size)
         return self.compare(higher, lower, predicted_up - predicted_down)
 
-    def change_along(
-        self, direction: Callable[[Shard], Tensor], size: float, shift: float, largest: float = math.inf
-    ) -> tuple[Change, float]:
-        """The change by a move of `size` · direction and its opposite, and a size that fits `shift` better.
+    def resolves(self, change: Change) -> bool:
+        """Whether log-probs move by more than rounding and curvature; where they jump, there is nothing to compare."""
+        return change.noise < change.signal / 2 or not self.smooth
 
-        Other sizes, up to `largest`, are tried until the log-probs move by about `shift`.
-        """
-        low = 0.0  # sizes that were too small, and too large
-        high = math.inf
-        for _ in range(SIZES):
-            tried, change = size, self.change_by(direction, size)
-            found = max(change.shift, change.moved)
-            wanted = shift / max(found, 1e-30) if math.isfinite(found) else 0.0  # NaN: the move is far too large
-            size = min(size * min(max(wanted, 1e-3), 1e3), largest)
-            if shift / SMALLER[self.dtype] < found < shift * 3 or size == tried:
-                break
-            if found < shift:
-                low = tried
-            else:
-                high = tried
-            if not low < size < high:
-                size = math.sqrt(low * high)
-        return self.without_curvature(change, direction, tried), size
 
-    def without_curvature(self, change: Change, direction: Callable[[Shard], Tensor], size: float) -> Change:
-        """The change by a smaller move, where that by one of `size` differs from the prediction and is curved.
-
-        However wrong the gradient is, a quarter of a straight move changes the loss and the log-probs by a quarter, and
-        its bound is more than a quarter. Where one of the three does not hold, the smaller move is judged.
-        """
-        while self.smooth and change.error > change.bound / 2:
-            size /= 4
-            smaller = self.change_by(direction, size)
-            curved = abs(change.found - 4 * smaller.found) > 4 * smaller.bound or smaller.moved > change.moved / 2
-            if smaller.moved < SHIFT[self.dtype] * SMALLEST_SHIFT or not (curved or 4 * smaller.bound < change.bound):
-                break
-            change = smaller
-        return change
+def linearise(
+    model: list, shards: list[Shard], batch: Batch, samples: list[int], cfg: Config, passes: "Passes"
+) -> Probe:
+    """The loss of some samples of the batch around the present weights."""
+    micro_batches = to_micro_batches(batch, samples, cfg.train.logprob_max_tokens_per_micro_batch, cfg)
+    forward = partial(passes.run_schedule, model, micro_batches, cfg.rollout.temperature, backward=False)
+    rows = forward(loss_func=partial(values_and_slopes, loss_func=passes.loss, algo=cfg.algo))
+    slope2 = torch.zeros((), dtype=torch.float64, device=bridge.device())
+    if bridge.reports_loss():
+        slope2 = sum((slopes.double().square().sum() for _, slopes in rows), slope2)
+    tokens = int(np.sum(batch.sums(batch.weights > 0)[samples]))
+    smooth = not model[0].config.num_moe_experts or batch.routes is not None
+    nonlinear = NONLINEAR[cfg.model.dtype]
+    return Probe(model, shards, forward, rows, tokens, sum_over_ranks(slope2).item(), nonlinear, smooth)
 
 
 # ---------------------------------------------------------------- moves of a shard
@@ -252,27 +213,17 @@ def random_signs(shard: Shard, number: int) -> Tensor:
     return ((shard.random(salt=2 + number) & 1) * 2 - 1) * max(shard.size, SMALLEST)
 
 
-def signs_of(shard: Shard, weights: set[torch.nn.Parameter]) -> Tensor:
-    """Random signs of some weights, 0 for the others."""
-    return random_signs(shard, number=0) if shard.weight in weights else torch.zeros_like(shard.before.float())
+def signs_without_gradient(shard: Shard) -> Tensor:
+    """Random signs of a shard whose gradient is exactly 0; 0 for the others."""
+    return random_signs(shard, number=0) if lacks_gradient(shard) else torch.zeros_like(shard.before.float())
 
 
-def weights_without_gradient(optimizer, shards: list[Shard]) -> set[torch.nn.Parameter]:
-    """This rank's weights whose gradient is exactly 0 in the shards of all replicas; routers are left out.
+def lacks_gradient(shard: Shard) -> bool:
+    """Whether the gradient is exactly 0; routers are left out.
 
     A router of one expert a token may have no gradient, but a large move of it chooses other experts.
     """
-    own = {}
-    for shard in shards:
-        largest = shard.gradient.abs().max()
-        own[shard.weight] = torch.maximum(largest, own.get(shard.weight, largest))
-    found = set()
-    for part in optimizer.chained_optimizers:
-        weights = adam.weights_of(part)
-        largest = torch.stack([own.get(weight, torch.zeros((), device=bridge.device())) for weight in weights])
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.data_parallel_group)
-        found |= {weight for weight, value in zip(weights, largest.tolist(), strict=True) if value == 0}
-    return found - {shard.weight for shard in shards if shard.name.endswith("router.weight")}
+    return not shard.name.endswith("router.weight") and not shard.gradient.any()
 
 
 # ---------------------------------------------------------------- the check
@@ -314,25 +265,19 @@ class FirstUpdate:
         reason = why_not_compared(self.model, cfg)
         if reason:
             self.compared = True
-            note(f"the gradient of the first update was not checked: {reason}")
+            note(f"was not checked: {reason}")
             return
         some = some_answers(batch)
         if not some:  # such as where all answers are truncated and masked
             return
         passes.forward_backward(self.model, self.optimizer, small_micro_batches(batch, some, cfg), cfg)
-        names = weight_names(self.model)
-        shards = adam.own_shards(self.model, self.optimizer, names)
-        norm = adam.gradient_norm(shards)
+        shards = adam.own_shards(self.model, self.optimizer, weight_names(self.model))
+        norm = adam.norm_of(shard.gradient for shard in shards if shard.counted)
         if math.isfinite(norm) and norm > 0:  # else the next update may have a gradient
             self.compared = True
-            smooth = not self.model[0].config.num_moe_experts or batch.routes is not None
-            nonlinear = NONLINEAR[cfg.model.dtype] if smooth else REROUTED
-            tokens = int(np.sum(batch.sums(batch.weights > 0)[some]))
-            forward = partial(passes.run_schedule, self.model, temperature=cfg.rollout.temperature, backward=False)
-            micro_batches = to_micro_batches(batch, some, cfg.train.logprob_max_tokens_per_micro_batch, cfg)
-            probe = Probe(self.model, shards, micro_batches, forward, tokens, cfg.model.dtype, nonlinear, smooth)
-            probe.linearise(partial(passes.loss, algo=cfg.algo))
-            found = check_gradient(probe, self.optimizer, norm, names)
+            probe = linearise(self.model, shards, batch, some, cfg, passes)
+            found = check_gradient(probe, norm, cfg.model.dtype)
+            probe.restore()
             is_counted = cfg.model.dtype == "fp32" and bridge.device().type == "cpu"
             report_together(step, found, is_error=is_counted)
         if self.model[0].config.num_moe_experts:
@@ -344,7 +289,7 @@ class FirstUpdate:
         if not cfg.train.check_update or self.done:
             return
         shards = adam.own_shards(self.model, self.optimizer, weight_names(self.model))
-        self.norm = adam.gradient_norm(shards)
+        self.norm = adam.norm_of(shard.gradient for shard in shards if shard.counted)
         if not (math.isfinite(self.norm) and self.norm > 0):  # no gradient: the next update may have one
             return
         self.done = True
@@ -361,7 +306,7 @@ class FirstUpdate:
             gather_weights(self.model)
         found = adam.check_step(self.sampled, self.updates, self.norm, cfg.train)
         self.sampled = None
-        report_together(step, found + unequal_copies(self.model, self.optimizer, weight_names(self.model)))
+        report_together(step, found)
 
 
 def weight_names(model: list) -> dict[torch.nn.Parameter, str]:
@@ -410,50 +355,44 @@ def why_not_compared(model: list, cfg: Config) -> str | None:
 
 
 def note(text: str) -> None:
-    """Print a note on rank 0."""
+    """Print on rank 0 what is said of the gradient."""
     if dist.get_rank() == 0:
-        print(f"note: {text}", flush=True)
+        print(f"note: the gradient of the first update {text}", flush=True)
 
 
-def check_gradient(probe: Probe, optimizer, norm: float, names: dict[torch.nn.Parameter, str]) -> list[str]:
+def check_gradient(probe: Probe, norm: float, dtype: str) -> list[str]:
     """What shows that the gradient is not that of the loss; [] if nothing does. `norm`: of the gradient."""
     if math.isnan(probe.slope2):
-        reason = "the loss is not a function of the trained tokens' log-probs and entropies alone"
-        note(f"the gradient of the first update was not checked: {reason}")
+        note("was not checked: the loss is not a function of the trained tokens' log-probs and entropies alone")
         return []
-    shift = SHIFT[probe.dtype]
-    size = shift * math.sqrt(probe.slope2 / probe.tokens) / norm**2 / 3
-    change, _ = probe.change_along(lambda shard: shard.gradient, size, shift)
+    shift, trial = SHIFT[dtype], TRIAL[dtype]
+    scale = adam.norm_of(shard.before for shard in probe.shards if shard.counted) / norm  # to the weights' size
+    least = shift * math.sqrt(probe.slope2 / probe.tokens) / norm**2 / scale  # log-probs move by more (Cauchy-Schwarz)
+    change = probe.change_along(lambda shard: shard.gradient * scale, min(trial, least / 3), shift)
     if not probe.resolves(change) and change.bound >= max(abs(change.found), abs(change.predicted)):
-        probe.restore()
-        note(f"the gradient of the first update was not checked: {HIDDEN}")
+        note(f"was not checked: {HIDDEN}")
         return []
     changes = {"along the gradient": change}
-    size = shift / 10  # of the random directions; each begins with the size that the one before it found
-    directions = DIRECTIONS if probe.resolves(change) else 0
-    for number in range(directions):
-        change, size = probe.change_along(partial(random_signs, number=number), size, shift, LARGEST_RANDOM)
-        if probe.resolves(change):
-            changes[f"in random direction {number + 1}"] = change
+    if probe.resolves(change):
+        for number in range(1, DIRECTIONS + 1):
+            change = probe.change_along(partial(random_signs, number=number), trial, shift)
+            if probe.resolves(change):
+                changes[f"in random direction {number}"] = change
     if len(changes) == 1:
-        note(f"the gradient of the first update was checked along itself alone, not in random directions: {HIDDEN}")
+        note(f"was checked along itself alone, not in random directions: {HIDDEN}")
     found = []
     if not math.hypot(*[change.over for change in changes.values()]) <= 1:
-        for where, change in changes.items():
-            found.append(
-                f"moved {where}, the loss changes by {change.found:.4e}; the gradient predicts {change.predicted:.4e}, "
-                f"{change.predicted / (change.found or math.nan):.3g} times that (bound of the difference "
-                f"{change.bound:.1e}, {probe.tokens} trained tokens)"
-            )
-    still = weights_without_gradient(optimizer, probe.shards)
+        found = [
+            f"moved {where}, the loss changes by {change.found:.4e}; the gradient predicts {change.predicted:.4e}, "
+            f"{change.predicted / (change.found or math.nan):.3g} times that (bound of the difference "
+            f"{change.bound:.1e}, {probe.tokens} trained tokens)"
+            for where, change in changes.items()
+        ]
+    still = sorted({shard.name for shard in probe.shards if lacks_gradient(shard)})
     if ranks.on_any_rank(bool(still)):
-        higher, predicted = probe.move(partial(signs_of, weights=still), LARGE)
-        base = [row[0] for row in probe.rows]
-        moved = probe.compare(higher, base, predicted).shift * 2
-        if moved > max(change.noise for change in changes.values()):
-            some = sorted({names[weight] for weight in still})
-            found.append(f"log-probs depend on weights whose gradient is 0, among them {', '.join(some[:3])}")
-    probe.restore()
+        signal = probe.compare_with_present(signs_without_gradient, LARGE).signal
+        if still and signal > max(change.noise for change in changes.values()):
+            found.append(f"log-probs depend on weights whose gradient is 0, among them {', '.join(still[:3])}")
     return found
 
 
@@ -472,24 +411,3 @@ def report_together(step: int, found: list[str], is_error: bool = True) -> None:
     if dist.get_rank() == 0:
         why = "rounding in bf16, or a device that the bound was not tried on, may do this as well: the run goes on"
         print(f"warning: {message}{why}; model.dtype=fp32 on a CPU decides", flush=True)
-
-
-def unequal_copies(model: list, optimizer, names: dict[torch.nn.Parameter, str]) -> list[str]:
-    """A line if bits of a trained weight differ between replicas, or between tensor-parallel ranks that hold copies."""
-    groups = [(part.data_parallel_group, adam.weights_of(part)) for part in optimizer.chained_optimizers]
-    copied = [
-        weight
-        for weight in trainable_weights(model)
-        if not getattr(weight, "tensor_model_parallel", False) and getattr(weight, "allreduce", True)
-    ]
-    groups.append((bridge.mpu.get_tensor_model_parallel_group(), copied))
-    unequal = []
-    for group, weights in groups:
-        if weights:
-            largest = torch.stack([digest(weight.detach(), ordered=True) for weight in weights])
-            smallest = largest.clone()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
-            differs = (largest != smallest).any(1).tolist()
-            unequal += [names[weight] for weight, differ in zip(weights, differs, strict=True) if differ]
-    return [f"ranks hold different copies of {name}" for name in unequal[:1]]

@@ -14,7 +14,7 @@ from support.base.read_config import load_config, override
 from support.base.rollout_files import RolloutWriter
 from support.check import checks, options
 from support.data.prompts import load_tokenizer
-from support.proof.checks import Checks
+from support.proof.graded import RewardChecks
 from support.run.clock import Clock
 from support.run.inputs import Inputs, describe_prompts, read_prompts
 from support.step import metrics
@@ -34,7 +34,7 @@ class Evaluation:
     inputs: Inputs
     engine: object  # rollout.Engine, or a fork's own
     grading: GradingPool
-    checks: Checks = field(default_factory=lambda: Checks([], None, None, None))  # of rewards alone
+    checks: RewardChecks = field(default_factory=RewardChecks)
 
 
 Evaluate = Callable[[Evaluation], tuple[dict[str, float], list[Sample]]]  # the script's `evaluate`
@@ -94,8 +94,7 @@ def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: t
 def describe(samples: list[Sample], found: dict[str, float], pass_reward: float) -> list[str]:
     """A line for each source, with its metrics that `found` has, and one for all."""
     lines = []
-    for source in sorted({s.source for s in samples}):
-        own = [s for s in samples if s.source == source]
+    for source, own in metrics.by_source(samples).items():
         start = f"eval/{source}/"
         names = [key.removeprefix(start) for key in found if key.startswith(start) and "@" in key]
         shown = [f"{name} {found[start + name]:.3f}" for name in names]

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 
 import megatron_bridge as bridge
@@ -181,30 +180,13 @@ def explained(cfg: Config, timeline: Timeline | None = None) -> Iterator[tuple[C
     try:
         yield clock, owners
     except (RuntimeError, ValueError, AssertionError, MemoryError, OSError, SafetensorError) as error:
-        message = explain_failure(clock.phase, error, Path(cfg.output_dir), owners)
+        message = (
+            preflight.explain_out_of_memory(clock.phase, error)
+            or preflight.explain_lost_rank(clock.phase, error, owners)
+            or preflight.explain_disk_error(clock.phase, error, Path(cfg.output_dir))
+        )
         if message is None:
             raise
         raise RankError(message) from error
     finally:
         clock.stop()
-
-
-def explain_failure(phase: str, error: Exception, out: Path, owners: dict[str, str]) -> str | None:
-    """What an error in a phase says of memory, of another rank, or of the disk of `out`; None for any other error.
-
-    `owners`: {network address: machine}.
-    """
-    message = preflight.explain_out_of_memory(phase, error)
-    if message is not None:
-        return message
-    if isinstance(error, (ValueError, AssertionError)):  # a mistake in the code
-        return None
-    if isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo and NCCL have no class of their own
-        text = str(error).splitlines()[0]
-        named = [machine for address, machine in owners.items() if re.search(rf"\b{re.escape(address)}\b", text)]
-        gone = f"another rank is gone, on {named[0]}" if named else "another rank is gone"
-        return (
-            f"rank {dist.get_rank()}, in the phase {phase}: {gone} ({text}). torchrun's report says which one; go on "
-            "with resume=auto"
-        )
-    return preflight.explain_disk_error(phase, error, out)

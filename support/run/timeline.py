@@ -7,11 +7,11 @@ output_dir/traces/torch_3_5_rank0.json.gz   torch.profiler's trace of a rank
 output_dir/traces/memory_3_5_rank0.pickle   for https://pytorch.org/memory_viz
 """
 
+import itertools
 import json
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,29 +22,23 @@ from support.base import ranks
 MAX_MEMORY_EVENTS = 1_000_000  # allocations in a snapshot, at most
 
 
-class Span(NamedTuple):
-    """A span of time on one rank, in seconds of its clock; "step" and "eval" contain phases, which are disjoint."""
-
-    name: str
-    step: int
-    number: int  # of the phase within its step: for "train" it is the update
-    start: float
-    end: float
-
-
 class Timeline:
-    """The spans of one rank in a window of steps; every rank makes one, where profile.start is above 0.
+    """The phases of one rank in a window of steps; every rank makes one, where profile.start is above 0.
 
-    A file that cannot be written is a warning and does not end the run.
+    A file that cannot be written is a warning and does not end the run. Source: "Trace Event Format", Google (2016).
     """
 
     def __init__(self, folder: Path, profile: ProfileConfig, last_step: int):
         self.folder = folder
         self.profile = profile
+        self.rank = dist.get_rank()
+        self.track = {"pid": 1, "tid": self.rank + 1}  # to Perfetto, thread 0 is the idle one
+        self.drawn = profile.ranks is None or self.rank in profile.ranks
         self.window = range(profile.start, min(profile.stop, last_step) + 1)
         self.step: int | None = None  # the step that is recorded
-        self.spans: list[Span] = []
-        self.numbers = Counter()
+        self.spans: list[tuple[float, float]] = []  # (start, end) of its phases, which are disjoint
+        self.numbers = Counter()  # of its phases of each name
+        self.events: list[dict] = []  # of the window
         self.zero = 0.0  # this rank's clock as the window begins
         self.torch_profiler = None
 
@@ -54,21 +48,31 @@ class Timeline:
             if self.step is None:
                 self._open()
             self.step = step
+            self.spans.clear()
             self.numbers.clear()
 
     def add(self, name: str, start: float, end: float) -> None:
-        """Record a phase of this rank, between two readings of time.perf_counter()."""
-        if self.step is not None:
-            self.numbers[name] += 1
-            self.spans.append(Span(name, self.step, self.numbers[name], start, end))
+        """Record a phase of this rank, between two readings of time.perf_counter(); "step" and "eval" contain others.
+
+        Its number is that of the phase within its step: for "train" it is the update.
+        """
+        if self.step is None:
+            return
+        self.spans.append((start, end))
+        self.numbers[name] += 1
+        first, last = (round((moment - self.zero) * 1e9) for moment in (start, end))  # ns: whole numbers
+        self.events.append({
+            "ph": "X", **self.track, "name": f"step {self.step}" if name == "step" else name,
+            "ts": first / 1000, "dur": (last - first) / 1000,  # µs
+            "args": {"step": self.step, "number": self.numbers[name]},
+        })  # fmt: skip
 
     def end_step(self, start: float, end: float) -> None:
         """Record a step, and as "other" the time between its phases; the last step of the window writes the files."""
         last_end = start
-        for span in [span for span in self.spans if span.step == self.step]:
-            self.add("other", last_end, span.start)
-            last_end = span.end
-        self.add("other", last_end, end)
+        for span_start, span_end in [*self.spans, (end, end)]:
+            self.add("other", last_end, span_start)
+            last_end = span_end
         self.add("step", start, end)
         if self.step == self.window[-1]:
             self.close()
@@ -80,16 +84,18 @@ class Timeline:
         name = f"{self.window[0]}_{self.step}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._close_torch(f"{name}_rank{dist.get_rank()}")
+            self._close_torch(f"{name}_rank{self.rank}")
         except (OSError, RuntimeError) as error:
             ranks.say(f"warning: profile: no file for torch.profiler or memory was written: {error}")
-        tracks = ranks.gather((self.zero, self.spans))
+        self.events.sort(key=lambda event: (event["ts"], -event["dur"]))
+        title = {"ph": "M", "name": "thread_name", **self.track, "args": {"name": f"rank {self.rank}"}}
+        tracks = ranks.gather([title, *self.events] if self.drawn else [])
         self.step = None
-        if dist.get_rank():
+        if self.rank:
             return
         path = self.folder / f"steps_{name}.json"
         try:
-            path.write_text(json.dumps(chrome_trace(tracks, self.profile.ranks)))
+            path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": list(itertools.chain(*tracks))}))
             print(f"timeline: {path}, for https://ui.perfetto.dev", flush=True)
         except OSError as error:
             ranks.say(f"warning: profile: no timeline was written: {error}")
@@ -98,54 +104,17 @@ class Timeline:
         """Align the clocks: ranks leave a collective at about the same time. Start what else is asked for."""
         ranks.on_any_rank(False)
         self.zero = time.perf_counter()
-        if self.profile.ranks is not None and dist.get_rank() not in self.profile.ranks:
-            return
-        if self.profile.torch:
+        if self.drawn and self.profile.torch:
             self.torch_profiler = torch.profiler.profile()
             self.torch_profiler.start()
-        if self.profile.memory:
+        if self.drawn and self.profile.memory:
             torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
 
     def _close_torch(self, name: str) -> None:
         """Stop what _open has started, and write its files."""
-        if self.profile.ranks is not None and dist.get_rank() not in self.profile.ranks:
-            return
         if self.torch_profiler is not None:
             self.torch_profiler.stop()
             self.torch_profiler.export_chrome_trace(str(self.folder / f"torch_{name}.json.gz"))
-        if self.profile.memory:
+        if self.drawn and self.profile.memory:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_{name}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def chrome_trace(tracks: list[tuple[float, list[Span]]], chosen: list[int] | None) -> dict:
-    """(zero, spans) of each rank as a trace in the JSON format that Chrome and Perfetto read; µs. A rank is a thread.
-
-    No rank leaves a gather before all have arrived, so before the last arrival it is drawn as "wait". `chosen`: the
-    ranks that are drawn, None for all. Source: "Trace Event Format", Google (2016).
-    """
-    arrivals = defaultdict(float)  # (step, number) of a gather → when the last rank has arrived
-    for zero, spans in tracks:
-        for span in spans:
-            if span.name == "gather":
-                key = (span.step, span.number)
-                arrivals[key] = max(arrivals[key], span.start - zero)
-    events = []
-    for rank, (zero, spans) in enumerate(tracks):
-        if chosen is not None and rank not in chosen:
-            continue
-        thread = {"pid": 1, "tid": rank + 1}  # to Perfetto, 0 is the idle thread
-        events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": f"rank {rank}"}})
-        for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-            start, end = span.start - zero, span.end - zero
-            pieces = [(f"step {span.step}" if span.name == "step" else span.name, start, end)]
-            if span.name == "gather":
-                arrival = min(max(arrivals[span.step, span.number], start), end)
-                pieces = [("wait", start, arrival)] if arrival > start else []
-                pieces.append(("gather", arrival, end))
-            for name, *moments in pieces:
-                first, last = (round(moment * 1e9) for moment in moments)  # ns: whole numbers
-                times = {"ts": first / 1000, "dur": (last - first) / 1000}
-                args = {"step": span.step, "number": span.number}
-                events.append({"ph": "X", "name": name, **times, **thread, "args": args})
-    return {"displayTimeUnit": "ms", "traceEvents": events}

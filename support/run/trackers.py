@@ -4,11 +4,11 @@ import atexit
 import json
 import math
 import os
-import queue
 import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -21,8 +21,8 @@ TABLE_EVERY = 20  # steps between tables of answers, where log.samples_every doe
 SCREEN_ROWS = 3  # answers on the screen
 SCREEN_CHARS = 60  # characters of a text on the screen
 TABLE_ROWS = 8  # answers in a table
+FLUSH_S = 10  # until TensorBoard sees a step
 COLUMNS = ["reward", "parts", "advantage", "prompt", "answer"]
-WAITING_STEPS = 1000  # that a tracker may be late
 FINISH_S = 60.0  # to send the rest once the run has ended
 
 # ---------------------------------------------------------------- answers on the screen
@@ -59,14 +59,14 @@ def format_answers(samples: list[Sample], decode: Callable) -> str:
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------- the two libraries
+# ---------------------------------------------------------------- the two libraries, which write from their own threads
 
 
 def open_tensorboard(cfg: Config, done: int) -> tuple[Callable, Callable]:
     """(write, close) of an event file in output_dir/tensorboard, which takes back the steps after `done`."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(f"{cfg.output_dir}/tensorboard", purge_step=done + 1 if done else 0)
+    writer = SummaryWriter(f"{cfg.output_dir}/tensorboard", purge_step=done + 1 if done else 0, flush_secs=FLUSH_S)
 
     def write(step: int, numbers: dict[str, float], histograms: dict[str, np.ndarray], table: list[list]) -> None:
         for name, value in numbers.items():
@@ -76,7 +76,6 @@ def open_tensorboard(cfg: Config, done: int) -> tuple[Callable, Callable]:
         if table:  # indented, which is code in Markdown: an answer must not be rendered
             rows = ["\n".join(f"{name}: {cell}" for name, cell in zip(COLUMNS, row, strict=True)) for row in table]
             writer.add_text("answers", textwrap.indent("\n\n".join(rows), "    ", lambda line: True), step)
-        writer.flush()
 
     return write, writer.close
 
@@ -115,86 +114,60 @@ def brief(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-# ---------------------------------------------------------------- beside the steps
-
-
-class Tracker:
-    """Feeds one tracker from a thread; one that fails, or is too late, costs a warning and is not used again."""
-
-    def __init__(self, name: str, cfg: Config, done: int):
-        self.name = name
-        self.steps = queue.SimpleQueue()  # the arguments of `write`; None: the end
-        self.thread = threading.Thread(target=self._feed, daemon=True)
-        self.used = True
-        try:
-            self.write, self.finish = OPEN[name](cfg, done)
-        except Exception as error:  # a library's own, of any class
-            self._drop(brief(error))
-            return
-        self.thread.start()
-        atexit.register(self.close)  # however the run ends; before the library's own, which would end its run
-
-    def add(self, *arguments) -> None:
-        """Queue a step; the arguments are those of `write`."""
-        if self.used and self.steps.qsize() >= WAITING_STEPS:
-            self._drop(f"it is {WAITING_STEPS} steps late")
-        if self.used:
-            self.steps.put(arguments)
-
-    def close(self) -> None:
-        """Wait until the rest is sent, for FINISH_S at most."""
-        if not self.used:
-            return
-        self.steps.put(None)
-        self.thread.join(FINISH_S)
-        if self.thread.is_alive():
-            self._drop(f"it did not take all within {FINISH_S:.0f} s")
-
-    def _feed(self) -> None:
-        try:
-            for arguments in iter(self.steps.get, None):
-                self.write(*arguments)
-            self.finish()
-        except Exception as error:  # a library's own, of any class
-            if self.used:  # else a library was ended by _drop
-                self._drop(brief(error))
-
-    def _drop(self, why: str) -> None:
-        self.used = False
-        say(f"warning: log.{self.name}: {why}; the run goes on without it. metrics.jsonl and rollouts/ have all")
-        if self.name == "wandb":  # at exit the library would wait for its process
-            for child in psutil.Process().children():
-                if child.name() == "wandb-core":
-                    child.kill()
-
-
 class Trackers:
-    """The trackers that `log` enables, on rank 0. `done`: the step that the run goes on from."""
+    """The trackers that `log` enables, on rank 0; one that fails costs a warning and is not used again.
+
+    `done`: the step that the run goes on from; decode(token ids) gives a prompt.
+    """
 
     def __init__(self, cfg: Config, done: int, decode: Callable):
-        self.trackers = [Tracker(name, cfg, done) for name in OPEN if getattr(cfg.log, name)]
         self.table_every = cfg.log.samples_every or TABLE_EVERY
         self.decode = decode
+        self.used = [name for name in OPEN if getattr(cfg.log, name)]
+        self.calls: dict[str, tuple[Callable, Callable]] = {}  # name → (write, close)
+        for name in [*self.used]:
+            self.calls[name] = self._try(name, OPEN[name], cfg, done)
+        atexit.register(self.close)  # however the run ends; before the libraries' own, which would end their runs
 
     def add(self, metrics: dict, samples: list[Sample] | None) -> None:
         """Give each tracker the metrics of a step and its samples; no samples: the evaluation before the first step."""
-        if not self.trackers:
+        if not self.used:
             return
         step = metrics["step"]
-        numbers = {
-            name: float(value)
-            for name, value in metrics.items()
-            if name != "step" and value is not None and math.isfinite(value)
-        }
-        histograms = {}
+        numbers = {name: float(value) for name, value in metrics.items() if name != "step" and value is not None}
+        numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        histograms, table = {}, []
         if samples:
             histograms["reward/histogram"] = np.array([s.reward for s in samples])
             histograms["tokens/response_histogram"] = np.array([sum(s.turns[::2]) for s in samples])
-        table = []
         if samples and step % self.table_every == 0:
-            table = [
-                [s.reward, json.dumps(s.reward_parts), s.advantage, self.decode(s.prompt_ids), s.text]
-                for s in choose_samples(samples, TABLE_ROWS)
-            ]
-        for tracker in self.trackers:
-            tracker.add(step, numbers, histograms, table)
+            for s in choose_samples(samples, TABLE_ROWS):
+                table.append([s.reward, json.dumps(s.reward_parts), s.advantage, self.decode(s.prompt_ids), s.text])
+        for name in [*self.used]:
+            self._try(name, self.calls[name][0], step, numbers, histograms, table)
+
+    def close(self) -> None:
+        """Let each tracker send what is left, for FINISH_S at most."""
+        for name in [*self.used]:
+            thread = threading.Thread(target=self._try, args=(name, self.calls[name][1]), daemon=True)
+            thread.start()
+            thread.join(FINISH_S)
+            if thread.is_alive():
+                self._drop(name, f"it did not take all within {FINISH_S:.0f} s")
+
+    def _try(self, name: str, call: Callable, *arguments) -> Any:
+        """Call a function of a tracker's library; a failure ends the use of this tracker."""
+        try:
+            return call(*arguments)
+        except Exception as error:  # a library's own, of any class
+            self._drop(name, brief(error))
+
+    def _drop(self, name: str, why: str) -> None:
+        if name not in self.used:  # its library was ended below
+            return
+        self.used.remove(name)
+        say(f"warning: log.{name}: {why}; the run goes on without it. metrics.jsonl and rollouts/ have all")
+        if name == "wandb":  # at exit the library would wait for its process
+            for child in psutil.Process().children():
+                if child.name() == "wandb-core":
+                    child.kill()

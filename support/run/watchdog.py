@@ -1,11 +1,10 @@
 """Ends a run that hangs, and prints where each rank is. Knows torchrun and torch.distributed, no trainer."""
 
 import atexit
-import contextlib
 import faulthandler
 import json
+import math
 import os
-import signal
 import socket
 import sys
 import threading
@@ -29,6 +28,7 @@ STATES = {
 }
 
 STORE_TIMEOUT_S = 60.0
+STACKS = "train_grpo_stacks"  # the name of the file into which faulthandler writes
 
 
 class Watchdog:
@@ -36,14 +36,15 @@ class Watchdog:
 
     Every rank makes one after init_process_group; 0 turns it off. All ranks exit with 1, so that torchrun
     --max-restarts can go on from a checkpoint. A rank that holds Python's lock (GIL) inside a C call cannot answer: the
-    others print the report, read the stacks that its faulthandler has written, and kill it.
+    others print the report, with the stacks that its faulthandler has written, and torchrun kills it after 30 s.
     """
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
         self.interval = min(timeout_s / 10, 5.0)
         self.rank = int(os.environ["RANK"])
-        self.host = os.environ.get("GROUP_RANK", socket.gethostname())
+        machine = socket.gethostname()
+        self.process = {"pid": os.getpid(), "machine": machine, "host": os.environ.get("GROUP_RANK", machine)}
         self.at = (0, "start", time.monotonic())  # phases finished, phase, its start; replaced as a whole, for threads
         self.total = 0  # phases that all ranks together have finished, as last read from the store
         self.alarm = threading.Event()
@@ -53,7 +54,7 @@ class Watchdog:
             name = [f"watchdog/{uuid.uuid4().hex}"]  # unique, unlike the restart count: see fresh_store
             dist.broadcast_object_list(name)
             self.name = name[0]
-            self.stacks = os.memfd_create("stacks")  # others read it as /proc/PID/fd/NUMBER
+            self.stacks = os.memfd_create(STACKS)  # others read it in /proc; it ends with the process
             atexit.register(self.stop)  # Python aborts if it ends while a thread is inside the store
             self.talk.start()
             threading.Thread(target=self._judge, daemon=True).start()
@@ -84,9 +85,9 @@ class Watchdog:
             published = -1
             ended = False
             while True:
-                sequence, phase, _ = self.at
+                sequence = self.at[0]
                 if sequence != published:
-                    store.set(f"at/{self.rank}", json.dumps(self._describe(sequence, phase)))
+                    self._publish(store)
                     store.add("finished", sequence - published)
                     published = sequence
                 self.total = store.add("finished", 0)
@@ -101,10 +102,11 @@ class Watchdog:
                 what = str(error).splitlines()[0]
                 say(f"rank {self.rank}: the watchdog lost torchrun's store and now sees this rank alone ({what})")
 
-    def _describe(self, sequence: int, phase: str) -> dict:
-        """The phase of this rank, and what the others need to inspect its process when it does not answer."""
-        process = {"pid": os.getpid(), "stacks": self.stacks, "host": self.host, "machine": socket.gethostname()}
-        return {"sequence": sequence, "phase": phase, **process}
+    def _publish(self, store: dist.Store, **report) -> None:
+        """Write into the store where this rank is and how others inspect its process; `report`: of an alarm."""
+        sequence, phase, since = self.at
+        here = {"sequence": sequence, "phase": phase, "seconds": time.monotonic() - since}
+        store.set(f"at/{self.rank}", json.dumps(here | self.process | report))
 
     def _judge(self) -> None:
         """Raise the alarm when no rank has finished a phase for too long; never blocks.
@@ -116,7 +118,11 @@ class Watchdog:
         seen = None
         patience = 4 * self.interval + 15
         while True:
-            self._expect_python()
+            # Unless this is called again before, faulthandler's thread, which needs no GIL, writes all stacks. Those
+            # written too early, as after a suspension, are removed unread.
+            os.ftruncate(self.stacks, 0)
+            os.lseek(self.stacks, 0, os.SEEK_SET)
+            faulthandler.dump_traceback_later(self.timeout_s / 4, file=self.stacks)
             if self.ended.wait(self.interval):
                 faulthandler.cancel_dump_traceback_later()
                 return
@@ -139,76 +145,50 @@ class Watchdog:
                 )
                 os._exit(1)
 
-    def _expect_python(self) -> None:
-        """Have faulthandler write all stacks after a quarter of the timeout, unless this is called again before.
-
-        Its thread does not need the GIL. Stacks written too early, as after a suspension, are removed here unread.
-        """
-        os.ftruncate(self.stacks, 0)
-        os.lseek(self.stacks, 0, os.SEEK_SET)
-        faulthandler.dump_traceback_later(self.timeout_s / 4, file=self.stacks)
-
     def _report(self, store: dist.Store) -> None:
         """Publish where this rank is; the first rank to report prints the table of all ranks. Ends the process."""
         first = store.add("alarm", 1) == 1
-        sequence, phase, since = self.at
-        workers = siblings()
-        seen = {"seconds": time.monotonic() - since, "stack": main_stack(), "workers": workers}
-        store.set(f"report/{self.rank}", json.dumps(self._describe(sequence, phase) | seen))
-        wait_s = 2 * self.interval + 3
+        self._publish(store, stack=main_stack(), workers=siblings())
+        wait_s = 2 * self.interval + 3  # for the other ranks
         if first:
-            say(self._table(store, wait_s))
+            time.sleep(wait_s)
+            reports = {rank: read(store, f"at/{rank}") for rank in range(dist.get_world_size())}
+            say(f"watchdog: no rank has finished a phase for {self.timeout_s:g} s\n{table(reports)}")
             store.set("printed", "")
         store.wait(["printed"], timedelta(seconds=2 * wait_s + 5))
-        # A silent rank, stopped or inside a C call, cannot take torchrun's SIGTERM either, and would cost it 30 s.
-        here = [report for report in json.loads(store.get("silent")) if report["host"] == self.host]
-        silent = {report["pid"]: report["stacks"] for report in here if str(report["pid"]) in workers}
-        if store.add(f"stacks/{self.host}", 1) == 1:
-            for pid, stacks in silent.items():
-                if workers[str(pid)] not in STATES:
-                    say(f"\nprocess {pid} does not release Python's lock (GIL):\n{read_stacks(pid, stacks)}")
         time.sleep(0.5)  # rank 0 may host the store: all ranks read it, then end
-        for pid in silent:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         os._exit(1)
-
-    def _table(self, store: dist.Store, wait_s: float) -> str:
-        """Phase and state of every rank, and the stacks of those that lag. Lists the silent ranks in the store."""
-        ranks = range(dist.get_world_size())
-        deadline = time.monotonic() + wait_s
-        while not store.check([f"report/{r}" for r in ranks]) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        reports = {r: {"phase": "start"} | read(store, f"at/{r}") | read(store, f"report/{r}") for r in ranks}
-        workers = {report["host"]: report["workers"] for report in reports.values() if "workers" in report}
-        lowest = min(report["sequence"] for report in reports.values() if "sequence" in report)
-        lines = [f"watchdog: no rank has finished a phase for {self.timeout_s:g} s", "rank  phase       seconds  state"]
-        silent = []
-        ranks_of_stack = defaultdict(list)
-        for rank, report in reports.items():
-            seconds = "?"
-            if "stack" in report:
-                seconds = f"{report['seconds']:.0f}"
-                state = "lags" if report["sequence"] == lowest else "waits"
-            elif report["phase"] == "ended":
-                state = "ended"
-            else:
-                state = f"no answer: {state_of(report, workers)}"
-                if "pid" in report:
-                    silent.append(report)
-            if state == "lags":
-                ranks_of_stack[report["stack"]].append(str(rank))
-            lines.append(f"{rank:4d}  {report['phase']:10s} {seconds:>8s}  {state}")
-        store.set("silent", json.dumps(silent))
-        for stack, lagging in ranks_of_stack.items():
-            which = "ranks" if len(lagging) > 1 else "rank"
-            lines.append(f"\n{which} {', '.join(lagging)}, most recent call last:\n{stack}")
-        return "\n".join(lines)
 
 
 def read(store: dist.Store, key: str) -> dict:
-    """The JSON that a rank has written into the store at `key`, {} if there is none."""
-    return json.loads(store.get(key)) if store.check([key]) else {}
+    """The JSON that a rank has written into the store at `key`; where it has not come so far, what that means."""
+    return json.loads(store.get(key)) if store.check([key]) else {"sequence": math.inf, "phase": "start"}
+
+
+def table(reports: dict[int, dict]) -> str:
+    """Phase and state of every rank, and the stacks of those that are late, from {rank: what it has published}."""
+    workers = {report["host"]: report["workers"] for report in reports.values() if "workers" in report}
+    lowest = min(report["sequence"] for report in reports.values())
+    lines = ["rank  phase       seconds  state"]
+    late = defaultdict(list)  # stack → ranks
+    for rank, report in reports.items():
+        seconds = "?"
+        if "stack" in report:
+            seconds = f"{report['seconds']:.0f}"
+            state = "lags" if report["sequence"] == lowest else "waits"
+            if state == "lags":
+                late[f", most recent call last:\n{report['stack']}"].append(str(rank))
+        elif report["phase"] == "ended":
+            state = "ended"
+        else:
+            state, stacks = explain_silence(report, workers)
+            if stacks:
+                late[f", which does not release Python's lock (GIL):\n{stacks}"].append(str(rank))
+        lines.append(f"{rank:4d}  {report['phase']:10s} {seconds:>8s}  {state}")
+    for stack, ranks in late.items():
+        which = "ranks" if len(ranks) > 1 else "rank"
+        lines.append(f"\n{which} {', '.join(ranks)}{stack}")
+    return "\n".join(lines)
 
 
 def main_stack() -> str:
@@ -216,31 +196,33 @@ def main_stack() -> str:
     return "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident])).rstrip()
 
 
-def siblings() -> dict[str, str]:
-    """The processes that torchrun or srun started on this host: {id: state, as psutil names it}.
+def siblings() -> dict[str, tuple[str, str]]:
+    """The processes that torchrun or srun started on this host: {id: (state, written stacks)}.
 
     They have the same parent as this one, or, where each has a shell between it and the launcher, its command line.
     """
     own = psutil.Process().cmdline()
     processes = psutil.process_iter(["ppid", "cmdline", "status"])
     return {
-        str(p.pid): p.info["status"] for p in processes if p.info["ppid"] == os.getppid() or p.info["cmdline"] == own
+        str(p.pid): (STATES.get(p.info["status"], "in a call that never returns"), read_stacks(p.pid))
+        for p in processes
+        if p.info["ppid"] == os.getppid() or p.info["cmdline"] == own
     }
 
 
-def state_of(report: dict, workers: dict[str, dict[str, str]]) -> str:
-    """The state of a silent rank, from what other ranks saw on their hosts: {host: {process id: state}}."""
-    state = "stopped (SIGSTOP), dead, or in a call that never returns"
-    if report.get("host") in workers:  # another rank of this torchrun has reported
-        status = workers[report["host"]].get(str(report["pid"]), psutil.STATUS_ZOMBIE)
-        state = STATES.get(status, "in a call that never returns")
-    return f"{state} (process {report['pid']} on {report['machine']})" if "pid" in report else state
-
-
-def read_stacks(pid: int, stacks: int) -> str:
-    """The stacks of all threads of a process on this host, as its faulthandler has written them."""
+def read_stacks(pid: int) -> str:
+    """The stacks of all threads of a process on this host, if its faulthandler had to write them."""
     try:
-        text = Path(f"/proc/{pid}/fd/{stacks}").read_text(errors="replace").rstrip()
-    except OSError as error:  # ended meanwhile
-        return f"its stacks cannot be read: {error}"
-    return text or "its stacks are not written yet"
+        files = Path(f"/proc/{pid}/fd").iterdir()
+        return "".join(file.read_text(errors="replace") for file in files if f"memfd:{STACKS}" in os.readlink(file))
+    except OSError:  # it has ended meanwhile
+        return ""
+
+
+def explain_silence(report: dict, workers: dict[str, dict[str, tuple[str, str]]]) -> tuple[str, str]:
+    """(state, stacks) of a rank without an answer, from what others saw on their hosts: {host: siblings() there}."""
+    state, stacks = "stopped (SIGSTOP), dead, or in a call that never returns", ""
+    if report.get("host") in workers:  # another rank of this torchrun has reported
+        state, stacks = workers[report["host"]].get(str(report["pid"]), (STATES[psutil.STATUS_ZOMBIE], ""))
+    where = f" (process {report['pid']} on {report['machine']})" if "pid" in report else ""
+    return f"no answer: {state}{where}", stacks.rstrip()

@@ -41,18 +41,14 @@ class Outcome:
     graded: int | None = field(default=None, compare=False)  # checksum of the text that a worker graded
 
 
-@dataclass(frozen=True)
 class RewardKind:
     """A reward as the configuration names it, and what its jobs need."""
 
-    spec: Spec
-    batched: bool  # one of its names takes many answers at once, which one worker alone loads
-    takes_ids: bool  # one of its names asks for token ids
-
-
-def kind_of(spec: Spec, cfg) -> RewardKind:
-    takes_ids = any(named_rewards.takes_ids(name, cfg) for name in named_rewards.weights_of(spec))
-    return RewardKind(spec, named_rewards.is_batched(spec, cfg), takes_ids)
+    def __init__(self, spec: Spec, cfg):
+        functions = [named_rewards.find(name, cfg) for name in named_rewards.weights_of(spec)]
+        self.spec = spec
+        self.batched = any(hasattr(function, "batch") for function in functions)  # takes many answers at once
+        self.takes_ids = any(map(named_rewards.takes_ids, functions))  # one of its functions asks for token ids
 
 
 def checksum(text: str) -> int:
@@ -79,15 +75,16 @@ class GradingPool:
 
     def __init__(self, cfg):
         self.timeout_s = cfg.timeout_s
-        self.default = kind_of(cfg.default, cfg)
-        self.by_source = {source: kind_of(spec, cfg) for source, spec in cfg.by_source.items()}
+        self.default = RewardKind(cfg.default, cfg)
+        self.by_source = {source: RewardKind(spec, cfg) for source, spec in cfg.by_source.items()}
         settings = {"custom": cfg.custom, "options": cfg.options, "functions": cfg.functions}
-        self.workers = [Worker(settings, False, cfg.memory_gb) for _ in range(cfg.workers)]
+        settings |= {"batched": False, "memory_gb": cfg.memory_gb}
+        self.workers = [Worker(settings) for _ in range(cfg.workers)]
         specs = [kind.spec for kind in (self.default, *self.by_source.values()) if kind.batched]
         names = {name for spec in specs for name in named_rewards.weights_of(spec)}
         self.batch_size = max((cfg.options.get(name, {}).get("batch_size", 8) for name in names), default=0)
         if specs:
-            self.workers.append(Worker(settings, True, memory_gb=0))
+            self.workers.append(Worker({**settings, "batched": True, "memory_gb": 0}))
         self.submitted: list[Future] = []  # since the last `collect`
         self.lock = threading.Condition()  # guards the attributes below
         self.waiting = {False: deque(), True: deque()}  # jobs, keyed by whether they are batched
@@ -107,24 +104,24 @@ class GradingPool:
         failure: Outcome | None = None,
     ) -> None:
         """Queue an answer for grading, unless a `failure` of its environment is its Outcome; returns at once."""
-        future = Future()
-        self.submitted.append(future)
-        if failure:
-            future.set_result(failure)
-            return
         kind = self.by_source.get(source, self.default)
-        arguments = [text, answer, row, ids if kind.takes_ids else None]
-        request = json.dumps({"spec": kind.spec, "arguments": arguments}, default=str)
-        with self.lock:
-            self.waiting[kind.batched].append((request, future))
-            self.lock.notify_all()
+        if failure:
+            future = Future()
+            future.set_result(failure)
+        else:
+            arguments = [text, answer, row, ids if kind.takes_ids else None]
+            future = self._queue(kind.spec, arguments, kind.batched)
+        self.submitted.append(future)
 
     def submit_turn(self, place: str, text: str, row: dict, state: dict) -> Future:
         """Queue a call of the function of rollout.turns at `place`, ahead of all other jobs: vLLM waits for it."""
+        return self._queue({TURNS: place}, [text, row, state], first=True)
+
+    def _queue(self, spec: Spec, arguments: list, batched: bool = False, first: bool = False) -> Future:
         future = Future()
-        request = json.dumps({"spec": {TURNS: place}, "arguments": [text, row, state]}, default=str)
         with self.lock:
-            self.waiting[False].appendleft((request, future))
+            add = self.waiting[batched].appendleft if first else self.waiting[batched].append
+            add((json.dumps({"spec": spec, "arguments": arguments}, default=str), future))
             self.lock.notify_all()
         return future
 
@@ -212,9 +209,9 @@ class GradingPool:
 class Worker:
     """A grading process, seen from the trainer: a line in is a list of requests, a line out an outcome."""
 
-    def __init__(self, settings: dict, batched: bool, memory_gb: float):
-        self.settings = {**settings, "batched": batched, "memory_gb": memory_gb}
-        self.batched = batched
+    def __init__(self, settings: dict):
+        self.settings = settings
+        self.batched = settings["batched"]
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:

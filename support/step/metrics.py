@@ -1,9 +1,7 @@
 """What is measured of a step and of an evaluation: the metrics of docs/metrics.md."""
 
-import dataclasses
 import math
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +17,7 @@ from support.step.records import Batch, Collected, Sample
 
 
 def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over the response tokens, and the largest gap, for logp_gap/*, mismatch/ess and check_gap; part of
+    """Sums over the response tokens, and the largest gap, for logp_gap/*, mismatch/ess and GapCheck; part of
     grpo_loss's report.
 
     `difference_T`: the trainer's log-probs minus vLLM's [T]; mask [T]. The gap is |difference|, w = exp(difference),
@@ -56,7 +54,7 @@ def reduce_report(name: str, values: list[float]) -> float:
     return sum(values)
 
 
-@dataclasses.dataclass
+@dataclass
 class StepRecord:
     """What a training step measured; the same on every rank but for `seconds` and the values of measure_rows."""
 
@@ -79,131 +77,94 @@ def compared_updates(cfg: Config) -> int:
 
 PHASES = ("wait", "rollout", "reward", "gather", "sleep", "logprob", "train", "sync", "save", "other", "step")
 
+# Metric → the entry of the updates' reports that it is the mean of: over the response tokens of the first update,
+FIRST = {"entropy": "entropy", "kl/ref": "k3", "kl/k1": "k1", "kl/k2": "k2"}
+# over those of all updates in which trainer and vLLM are compared,
+COMPARED = {
+    "logp_gap/mean": "gap", "logp_gap/above_0.01": "gap_above_0.01", "logp_gap/above_0.1": "gap_above_0.1",
+    "logp_gap/above_1": "gap_above_1", "mismatch/k3": "gap_k3", "mismatch/cut_frac": "outside",
+}  # fmt: skip
+# or over the updates.
+UPDATES = {"pack/fill": "fill", "pack/attention_waste": "attention_waste", "pipeline/bubble": "bubble"}
+
 
 def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dict[str, float | int | None]:
     """The metrics of a step, named as in docs/metrics.md; None where one does not apply. `cfg`: as the step used it."""
-    first = record.reports[0]
-    numbers = {"step": record.step}
-    numbers |= reward_metrics(record)
-    numbers |= loss_metrics(record.reports, batch)
-    numbers |= mismatch_metrics(record.reports[: compared_updates(cfg)])
-    if cfg.algo.replay_routes:
-        numbers |= route_metrics(record.collected.samples, first)
-    else:
-        numbers |= dict.fromkeys(ROUTE_METRICS)
+    samples = record.collected.samples
+    numbers = {"step": record.step, "lr": cfg.train.lr, "moe/load": None}
+    numbers |= sample_metrics(record.collected, has_turns=cfg.rollout.turns is not None)
+    numbers |= update_metrics(record.reports, batch, cfg)
+    numbers |= route_metrics(samples, record.reports[0], cfg.algo.replay_routes)
+    numbers |= time_metrics(record)
+    numbers |= throughput.speed_metrics(samples, batch, model[0].hf_config, cfg, record.seconds)
     numbers["entropy_frac"] = numbers["entropy"] / math.log(model[0].hf_config.vocab_size)
-    numbers["advantage/nonzero_frac"] = credited_share(batch)
-    numbers["grad_norm"] = first["grad_norm"]
-    numbers["moe/load"] = None
     if model[0].config.num_moe_experts:
-        numbers |= load_metrics(expert_load(model))
-    numbers["lr"] = cfg.train.lr
+        load = expert_load(model)
+        numbers["moe/load"] = max(load)
+        numbers |= {f"moe/load/layer_{layer:02d}": value for layer, value in enumerate(load)}
     if any(course for _, course in cfg.schedule):
         numbers |= schedule.schedule_metrics(cfg)
-    numbers |= token_metrics(record.collected.samples, has_turns=cfg.rollout.turns is not None)
-    numbers |= time_metrics(record)
-    numbers |= row_metrics(record.reports)
-    numbers |= throughput.speed_metrics(record.collected.samples, batch, model[0].hf_config, cfg, record.seconds)
-    applied = [math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in record.reports]
-    numbers["update/applied"] = applied.count(True)
-    numbers["update/skipped"] = applied.count(False)
     return numbers
 
 
-def reward_metrics(record: StepRecord) -> dict[str, float]:
-    """Rewards of all samples and of each source, and how many groups were sampled and trained on."""
-    reward_N = np.array([s.reward for s in record.collected.samples])
-    rewards = rewards_by_group(record.collected.samples)
-    functions = {"mean": mean_reward, "max": best_reward, **FAILURES}
-    return {
+def sample_metrics(collected: Collected, has_turns: bool) -> dict[str, float | None]:
+    """Rewards, of each source too; groups; tokens a sample, those of environments None without rollout.turns."""
+    samples = collected.samples
+    groups = rewards_by_group(samples).values()
+    reward_N = np.array([s.reward for s in samples])
+    length_N = model_lengths(samples)
+    numbers = {
         "reward/mean": reward_N.mean(),
         "reward/std": reward_N.std(),
-        **by_source(record.collected.samples, "reward", functions),
-        "groups/zero_std_frac": np.mean([max(group) == min(group) for group in rewards.values()]),
-        "groups/sampled": len(rewards),
-        "groups/trained": len({s.group for s in record.collected.trained}),
-        "groups/rounds": record.collected.rounds,
-    }
-
-
-def loss_metrics(reports: list[dict[str, float]], batch: Batch) -> dict[str, float | None]:
-    """Loss, KL and entropy of the first update, and the clipped share of all; KLs are None without their model."""
-    first = reports[:1]
-    kl = dict.fromkeys(("kl/ref", "kl/k1", "kl/k2", "kl/teacher"))
-    if batch.ref_logp is not None:
-        kl["kl/ref"] = report_mean("k3", first)
-        kl["kl/k1"] = report_mean("k1", first)
-        kl["kl/k2"] = report_mean("k2", first)
-    if batch.teacher_logp is not None:
-        kl["kl/teacher"] = teacher_kl(batch)
-    return {
-        "loss/total": report_mean("loss", first, over="trained"),
-        "loss/policy": report_mean("policy", first, over="trained"),
-        **kl,
-        "entropy": report_mean("entropy", first),
-        "ratio/clip_frac": report_mean("clipped", reports),
-    }
-
-
-def mismatch_metrics(compared: list[dict[str, float]]) -> dict[str, float]:
-    """How far trainer and vLLM disagree, over the updates in `compared` (compared_updates)."""
-    w = sum(r["w"] for r in compared)
-    w2 = sum(r["w2"] for r in compared)
-    tokens = sum(r["tokens"] for r in compared)
-    return {
-        "logp_gap/mean": report_mean("gap", compared),
-        "logp_gap/max": max(r["gap_max"] for r in compared),
-        "logp_gap/above_0.01": report_mean("gap_above_0.01", compared),
-        "logp_gap/above_0.1": report_mean("gap_above_0.1", compared),
-        "logp_gap/above_1": report_mean("gap_above_1", compared),
-        "mismatch/k3": report_mean("gap_k3", compared),
-        "mismatch/ess": w**2 / (w2 or 1) / max(tokens, 1),  # effective sample size over the number of tokens
-        "mismatch/cut_frac": report_mean("outside", compared),
-    }
-
-
-def token_metrics(samples: list[Sample], has_turns: bool) -> dict[str, float | None]:
-    """Lengths of prompts and responses in tokens; those of an environment are None without rollout.turns."""
-    length_N = model_lengths(samples)
-    environment = turns = None
-    if has_turns:
-        environment = np.mean([sum(s.turns[1::2]) for s in samples])
-        turns = np.mean([len(s.turns[::2]) for s in samples])
-    return {
+        "groups/zero_std_frac": np.mean([max(group) == min(group) for group in groups]),
+        "groups/sampled": len(groups),
+        "groups/trained": len({s.group for s in collected.trained}),
+        "groups/rounds": collected.rounds,
         "tokens/prompt_mean": np.mean([len(s.prompt_ids) for s in samples]),
         "tokens/response_mean": length_N.mean(),
         "tokens/response_max": length_N.max(),
-        "tokens/environment_mean": environment,
         "tokens/truncated_frac": truncated_share(samples),
-        "turns/mean": turns,
+        "tokens/environment_mean": None,
+        "turns/mean": None,
     }
-
-
-def time_metrics(record: StepRecord) -> dict[str, float]:
-    """Seconds of the phases, throughput, use of the micro-batches, and the shares of the step in which ranks idle."""
-    seconds = record.seconds
-    bubble = np.mean([r["bubble"] for r in record.reports])
-    idle = idle_seconds(record.collected.rank_seconds, bubble * seconds.get("train", 0.0))
-    numbers = {f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES}
-    numbers["time/other_frac"] = numbers["time/other"] / seconds["step"]
-    numbers["speed/response_tokens_per_s"] = model_lengths(record.collected.samples).sum() / seconds["step"]
-    numbers["speed/samples_per_s"] = len(record.collected.samples) / seconds["step"]
-    numbers["pack/fill"] = np.mean([r["fill"] for r in record.reports])
-    numbers["pack/attention_waste"] = np.mean([r["attention_waste"] for r in record.reports])
-    numbers["pipeline/bubble"] = bubble
-    numbers["idle_frac"] = sum(idle.values()) / seconds["step"]
-    for cause, lost in idle.items():
-        numbers[f"idle/{cause}"] = lost / seconds["step"]
+    if has_turns:
+        numbers["tokens/environment_mean"] = np.mean([sum(s.turns[1::2]) for s in samples])
+        numbers["turns/mean"] = np.mean([len(s.turns[::2]) for s in samples])
+    for source, own in by_source(samples).items():
+        numbers[f"reward/{source}/mean"] = np.mean([s.reward for s in own])
+        numbers[f"reward/{source}/max"] = max(s.reward for s in own)
+        numbers |= failures(own, f"reward/{source}")
     return numbers
 
 
-def row_metrics(reports: list[dict[str, float]]) -> dict[str, float]:
-    """How many micro-batches a replica has, and the share of tokens in the rows of all ranks; every rank calls this."""
-    own = [sum(report[name] for report in reports) for name in ("real", "positions")]
-    real, positions = np.sum(ranks.gather(own), 0)
-    return {
-        "pack/micro_batches": sum(report["micro_batches"] for report in reports),
+def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -> dict[str, float | None]:
+    """Of the reports of a step's updates; KLs are None without their model. Every rank calls this."""
+    first = reports[:1]
+    compared = reports[: compared_updates(cfg)]
+    w = sum(r["w"] for r in compared)
+    w2 = sum(r["w2"] for r in compared)
+    effective = w**2 / (w2 or 1)  # sample size
+    own = [sum(r[name] for r in reports) for name in ("real", "positions")]
+    real, positions = np.sum(ranks.gather(own), 0)  # in the rows of all ranks
+    applied = sum(math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in reports)
+    numbers = {metric: report_mean(entry, first) for metric, entry in FIRST.items()}
+    if batch.ref_logp is None:
+        numbers |= {"kl/ref": None, "kl/k1": None, "kl/k2": None}
+    numbers |= {metric: report_mean(entry, compared) for metric, entry in COMPARED.items()}
+    numbers |= {metric: np.mean([r[entry] for r in reports]) for metric, entry in UPDATES.items()}
+    return numbers | {
+        "loss/total": report_mean("loss", first, over="trained"),
+        "loss/policy": report_mean("policy", first, over="trained"),
+        "kl/teacher": None if batch.teacher_logp is None else teacher_kl(batch),
+        "ratio/clip_frac": report_mean("clipped", reports),
+        "logp_gap/max": max(r["gap_max"] for r in compared),
+        "mismatch/ess": effective / max(sum(r["tokens"] for r in compared), 1),
+        "advantage/nonzero_frac": credited_share(batch),
+        "grad_norm": reports[0]["grad_norm"],
+        "pack/micro_batches": sum(r["micro_batches"] for r in reports),
         "pack/real_frac": real / max(positions, 1),
+        "update/applied": applied,
+        "update/skipped": len(reports) - applied,
     }
 
 
@@ -226,15 +187,26 @@ def teacher_kl(batch: Batch) -> float:
     return mean.item()
 
 
-ROUTE_METRICS = ("routes/differ_frac", "routes/missing_frac")
+def route_metrics(samples: list[Sample], first: dict, has_routes: bool) -> dict[str, float | None]:
+    """Of algo.replay_routes. `first`: the report of the step's first update, which uses the weights of vLLM."""
+    if not has_routes:
+        return {"routes/differ_frac": None, "routes/missing_frac": None}
+    differ = report_mean("routes_differ", [first], over="routes")
+    missing = 1 - sum(len(s.routes) for s in samples) / sum(s.positions for s in samples)
+    return {"routes/differ_frac": differ, "routes/missing_frac": missing}
 
 
-def route_metrics(samples: list[Sample], first: dict) -> dict[str, float]:
-    """The ROUTE_METRICS of a step. `first`: the report of its first update, which uses the weights of vLLM."""
-    positions = sum(s.positions for s in samples)
-    differ = first["routes_differ"] / max(first["routes"], 1)
-    missing = 1 - sum(len(s.routes) for s in samples) / positions
-    return dict(zip(ROUTE_METRICS, (differ, missing), strict=True))
+def time_metrics(record: StepRecord) -> dict[str, float]:
+    """Seconds of the phases, samples and tokens a second, and the shares of the step in which ranks idle."""
+    seconds = record.seconds
+    bubble = np.mean([r["bubble"] for r in record.reports])
+    idle = idle_seconds(record.collected.rank_seconds, bubble * seconds.get("train", 0.0))
+    numbers = {f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES}
+    numbers["time/other_frac"] = numbers["time/other"] / seconds["step"]
+    numbers["speed/response_tokens_per_s"] = model_lengths(record.collected.samples).sum() / seconds["step"]
+    numbers["speed/samples_per_s"] = len(record.collected.samples) / seconds["step"]
+    numbers["idle_frac"] = sum(idle.values()) / seconds["step"]
+    return numbers | {f"idle/{cause}": lost / seconds["step"] for cause, lost in idle.items()}
 
 
 def expert_load(model: list) -> list[float]:
@@ -251,11 +223,6 @@ def expert_load(model: list) -> list[float]:
     dist.all_reduce(load)  # tp and cp split the tokens, dp the samples, pp the layers
     busiest = load.amax(1) / load.mean(1)
     return busiest.tolist()
-
-
-def load_metrics(loads: list[float]) -> dict[str, float]:
-    """The metrics of `expert_load`."""
-    return {"moe/load": max(loads)} | {f"moe/load/layer_{layer:02d}": load for layer, load in enumerate(loads)}
 
 
 def idle_seconds(rank_seconds: list[dict[str, float]], bubble: float) -> dict[str, float]:
@@ -287,44 +254,23 @@ def rewards_by_group(samples: list[Sample]) -> dict[int, list[float]]:
     return rewards
 
 
+def by_source(samples: list[Sample]) -> dict[str, list[Sample]]:
+    """The samples of each data source."""
+    return {source: [s for s in samples if s.source == source] for source in sorted({s.source for s in samples})}
+
+
 def model_lengths(samples: list[Sample]) -> np.ndarray:
     """Tokens of each response that the model sampled, [N]; those of an environment do not count."""
     return np.array([sum(s.turns[::2]) for s in samples])
-
-
-def mean_reward(samples: list[Sample]) -> float:
-    return np.mean([s.reward for s in samples])
-
-
-def best_reward(samples: list[Sample]) -> float:
-    return max(s.reward for s in samples)
 
 
 def truncated_share(samples: list[Sample]) -> float:
     return np.mean([not s.finished for s in samples])
 
 
-def graded_share(samples: list[Sample], status: str) -> float:
-    """The share of samples with this status of grading."""
-    return np.mean([s.graded == status for s in samples])
-
-
-FAILURES = {
-    "timeout_frac": partial(graded_share, status="timeout"),
-    "error_frac": partial(graded_share, status="error"),
-}
-
-
-def by_source(
-    samples: list[Sample], prefix: str, functions: dict[str, Callable[[list[Sample]], float]]
-) -> dict[str, float]:
-    """{"prefix/source/name": value} of each {name: function of the samples of one source}."""
-    found = {}
-    for source in sorted({s.source for s in samples}):
-        own = [s for s in samples if s.source == source]
-        for name, function in functions.items():
-            found[f"{prefix}/{source}/{name}"] = function(own)
-    return found
+def failures(samples: list[Sample], prefix: str) -> dict[str, float]:
+    """The shares of samples whose grading took too long or failed."""
+    return {f"{prefix}/{kind}_frac": np.mean([s.graded == kind for s in samples]) for kind in ("timeout", "error")}
 
 
 def evaluation(samples: list[Sample], options: EvalConfig) -> dict[str, float]:
@@ -334,36 +280,22 @@ def evaluation(samples: list[Sample], options: EvalConfig) -> dict[str, float]:
     and failures of grading. Where a reward has several parts, part/NAME is the share of answers that have some of it.
     """
     n = options.samples
-    powers = {2**i for i in range(n.bit_length())}
-    functions = {f"avg@{n}": mean_reward}
-    for k in sorted(powers | {n}):
-        functions[f"pass@{k}"] = partial(mean_pass_at, k=k, options=options)
-    functions["response_mean"] = mean_length
-    functions["truncated_frac"] = truncated_share
-    found = by_source(samples, "eval", functions | FAILURES)
-    for source in {s.source for s in samples}:
-        own = [s for s in samples if s.source == source]
-        names = {name for s in own for name in s.reward_parts}
-        if len(names) > 1:
-            shares = {f"part/{name}": partial(part_share, part=name) for name in sorted(names)}
-            found |= by_source(own, "eval", shares)
-    return found
-
-
-def part_share(samples: list[Sample], part: str) -> float:
-    """The share of samples in which this part of the reward is above 0."""
-    return np.mean([s.reward_parts.get(part, 0.0) > 0 for s in samples])
-
-
-def mean_length(samples: list[Sample]) -> float:
-    return np.mean(model_lengths(samples))
-
-
-def mean_pass_at(samples: list[Sample], k: int, options: EvalConfig) -> float:
-    """pass@k, mean over the prompts of the samples; an answer passes at eval.pass_reward."""
-    rewards = rewards_by_group(samples).values()
-    passed = [sum(reward >= options.pass_reward for reward in group) for group in rewards]
-    return np.mean([pass_at_k(options.samples, count, k) for count in passed])
+    numbers = {}
+    for source, own in by_source(samples).items():
+        start = f"eval/{source}"
+        groups = rewards_by_group(own).values()
+        passed = [sum(reward >= options.pass_reward for reward in group) for group in groups]
+        numbers[f"{start}/avg@{n}"] = np.mean([s.reward for s in own])
+        for k in sorted({2**i for i in range(n.bit_length())} | {n}):
+            numbers[f"{start}/pass@{k}"] = np.mean([pass_at_k(n, count, k) for count in passed])
+        numbers[f"{start}/response_mean"] = model_lengths(own).mean()
+        numbers[f"{start}/truncated_frac"] = truncated_share(own)
+        numbers |= failures(own, start)
+        parts = sorted({name for s in own for name in s.reward_parts})
+        if len(parts) > 1:
+            for name in parts:
+                numbers[f"{start}/part/{name}"] = np.mean([s.reward_parts.get(name, 0.0) > 0 for s in own])
+    return numbers
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:

@@ -15,23 +15,11 @@ from support.base import user_code
 Spec = str | dict[str, float]  # of a reward: a name, or {name: weight}
 
 OWN_PARTS = ("overlong",)  # names in reward_parts that the trainer gives: algo.overlong_buffer
-MOVED = {  # names that were in REWARDS -> where they are
-    "code": "rewards/code.py:code",
-    "model": "rewards/model.py:Model",
-    "remote": "rewards/remote.py:remote",
-}
 
 
 def weights_of(spec: Spec) -> dict[str, float]:
-    """{name: weight} of a reward written either way. Raises ValueError."""
-    weights = {spec: 1.0} if isinstance(spec, str) else spec
-    if (
-        not isinstance(weights, dict)
-        or not weights
-        or not all(type(w) in (int, float) and math.isfinite(w) for w in weights.values())
-    ):
-        raise ValueError(f"{spec!r} is no reward; give a name, or {{name: weight, name: weight}}")
-    return weights
+    """{name: weight} of a reward written either way."""
+    return {spec: 1.0} if isinstance(spec, str) else spec
 
 
 def is_part(part: str, name: str) -> bool:
@@ -42,25 +30,21 @@ def is_part(part: str, name: str) -> bool:
 def find(name: str, cfg) -> Callable:
     """The function or class of a name. Raises ValueError that says what is legal."""
     kind = cfg.functions.get(name, name)
-    if kind in MOVED:
-        raise ValueError(f"the reward {kind!r} is a file now; set reward.functions.{name}={MOVED[kind]}")
     if kind in REWARDS:
         return REWARDS[kind]
     if name == "custom":
         return user_code.load_function("reward.custom", cfg.custom)
     if name in cfg.functions:
         return user_code.load_function(f"reward.functions.{name}", kind)
-    raise ValueError(f"unknown reward {name!r}; legal are {', '.join([*REWARDS, 'custom', *cfg.functions])}")
+    raise ValueError(f"unknown reward {name!r}; legal are {legal_names(cfg)}")
 
 
-def is_batched(spec: Spec, cfg) -> bool:
-    """Whether a reward, or one of a sum, takes many answers at once: a class with a method `batch`."""
-    return any(hasattr(find(name, cfg), "batch") for name in weights_of(spec))
+def legal_names(cfg) -> str:
+    return f"{', '.join([*REWARDS, 'custom', *cfg.functions])}; reward.functions names files, such as those of rewards/"
 
 
-def takes_ids(name: str, cfg) -> bool:
+def takes_ids(function: Callable) -> bool:
     """Whether a reward has a parameter `response_ids`."""
-    function = find(name, cfg)
     call = function.__call__ if inspect.isclass(function) else function
     return "response_ids" in inspect.signature(call).parameters
 
@@ -70,37 +54,32 @@ def check(spec: Spec, cfg) -> None:
     for name in cfg.functions:
         if name in REWARDS or name in OWN_PARTS or name == "custom":
             raise ValueError(f"reward.functions.{name}: a reward has this name already; choose another")
+    for name in cfg.options:
+        if name not in REWARDS and name not in cfg.functions and name != "custom":
+            raise ValueError(f"reward.options.{name}: unknown reward; legal are {legal_names(cfg)}")
+    if not spec:
+        raise ValueError(f"{spec!r} is no reward; give a name, or {{name: weight, name: weight}}")
     for name in weights_of(spec):
         function = find(name, cfg)
-        given = cfg.options.get(name, {})
-        check_options(name, function, given)
-        if hasattr(function, "check"):
-            try:
-                function.check(**given)
-            except ValueError as error:
-                raise ValueError(f"reward.options.{name}: {error}") from None
-    for name in cfg.options.keys() - {"custom"}:
         try:
-            find(name, cfg)
+            check_options(function, cfg.options.get(name, {}))
         except ValueError as error:
             raise ValueError(f"reward.options.{name}: {error}") from None
 
 
-def check_options(name: str, function: Callable, given: dict) -> None:
+def check_options(function: Callable, given: dict) -> None:
     """Raises ValueError for an option that the reward does not have, and for a missing one that it needs."""
-    legal = list(inspect.signature(function).parameters.values())
+    parameters = inspect.signature(function).parameters.values()
+    options = [p for p in parameters if p.name != "response_ids"]
     if not inspect.isclass(function):
-        legal = legal[3:]  # without text, answer, row
-    legal = [p for p in legal if p.name != "response_ids"]
-    names = [p.name for p in legal]
-    if any(p.kind is p.VAR_KEYWORD for p in legal):
-        return
-    for key in given:
-        if key not in names:
-            raise ValueError(f"unknown option reward.options.{name}.{key}; legal are {', '.join(names) or 'none'}")
-    for p in legal:
-        if p.default is p.empty and p.name not in given:
-            raise ValueError(f"the reward {name!r} needs reward.options.{name}.{p.name}")
+        options = options[3:]  # without text, answer, row
+    legal = [p.name for p in options]
+    try:
+        inspect.Signature(options).bind(**given)
+    except TypeError as error:
+        raise ValueError(f"{error}; legal are {', '.join(legal) or 'none'}") from None
+    if hasattr(function, "check"):
+        function.check(**given)
 
 
 # ---------------------------------------------------------------- in a grading process
@@ -141,9 +120,9 @@ def make(name: str, cfg, chunk: list[dict]) -> Callable:
         made = user_code.instance(function, json.dumps(options))
     else:
         made = functools.partial(function, **options)
-    if is_batched(name, cfg):
+    if hasattr(function, "batch"):
         made = batched(made, name, chunk)
-    if takes_ids(name, cfg):
+    if takes_ids(function):
         return lambda text, answer, row, ids: made(text, answer, row, response_ids=ids)
     return lambda text, answer, row, ids: made(text, answer, row)
 

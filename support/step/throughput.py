@@ -50,27 +50,20 @@ def train_flops(hf, lengths: list[int]) -> float:
 def speed_metrics(
     samples: list[Sample], batch: Batch, hf, cfg: Config, seconds: dict[str, float]
 ) -> dict[str, float | None]:
-    """Rates of a step of these `seconds`, for each rank; the same on every rank but for its own seconds."""
-    tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in samples)
-    weights = matrix_weights(hf, active=False)
+    """Rates of a step of these `seconds`, for each rank, and its model FLOPs utilisation, None without a known GPU."""
+    ranks = dist.get_world_size()
+    pushed = matrix_weights(hf, active=False)
     if not hf.tie_word_embeddings:
-        weights += hf.vocab_size * hf.hidden_size
-    pushed = weights * bridge.DTYPES[cfg.model.dtype].itemsize
+        pushed += hf.vocab_size * hf.hidden_size
     numbers = {
-        "speed/tokens_per_s_per_rank": tokens / dist.get_world_size() / seconds["step"],
-        "speed/sync_gb_per_s": pushed / 1e9 / seconds["sync"],
+        "speed/tokens_per_s_per_rank": sum(s.positions + 1 for s in samples) / ranks / seconds["step"],
+        "speed/sync_gb_per_s": pushed * bridge.DTYPES[cfg.model.dtype].itemsize / 1e9 / seconds["sync"],
         "speed/mfu_train": None,
         "speed/mfu_step": None,
     }
-    if torch.cuda.is_available():
-        numbers |= mfu_metrics(batch, hf, cfg, seconds)
-    return numbers
-
-
-def mfu_metrics(batch: Batch, hf, cfg: Config, seconds: dict[str, float]) -> dict[str, float]:
-    """Model FLOPs utilisation of the updates and of the step; {} where the GPU's rate is not known."""
     rate = gpu_rate(cfg.model.dtype)
-    if rate is None:
-        return {}
-    flops = train_flops(hf, batch.lengths_N.tolist()) * cfg.train.epochs_per_step / dist.get_world_size()
-    return {"speed/mfu_train": flops / seconds["train"] / rate, "speed/mfu_step": flops / seconds["step"] / rate}
+    if rate is not None:
+        flops = train_flops(hf, batch.lengths_N.tolist()) * cfg.train.epochs_per_step / ranks
+        numbers["speed/mfu_train"] = flops / seconds["train"] / rate
+        numbers["speed/mfu_step"] = flops / seconds["step"] / rate
+    return numbers

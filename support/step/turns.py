@@ -30,6 +30,12 @@ class Talk(NamedTuple):
     number: int
     said: Completion  # with the columns "turns", texts of model, environment, model, ..., and "state"
 
+    def add(self, ids: list[int], logps: list[float], text: str) -> None:
+        self.said.ids = self.said.ids + ids
+        self.said.logps = self.said.logps + logps
+        self.said.turns.append(len(ids))
+        self.said.columns["turns"].append(text)
+
 
 @dataclass
 class Conversations:
@@ -86,7 +92,7 @@ class Conversations:
         for number, completions in answers:
             texts = self.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for talk, answer, text in zip(asked[number], completions, texts, strict=True):
-                append_turn(talk.said, answer.ids, answer.logps, text)
+                talk.add(answer.ids, answer.logps, text)
                 talk.said.routes = answer.routes  # of all tokens up to here
                 talk.said.finished = answer.finished
                 if answer.finished:
@@ -115,15 +121,8 @@ class Conversations:
         ids = reply_ids(text, said.ids[-1], self.tokenizer, self.cfg.data)
         said.finished = len(said.ids) + len(ids) < budget
         if said.finished:
-            append_turn(said, ids, [0.0] * len(ids), text)
+            talk.add(ids, [0.0] * len(ids), text)
         return said.finished
-
-
-def append_turn(said: Completion, ids: list[int], logps: list[float], text: str) -> None:
-    said.ids = said.ids + ids
-    said.logps = said.logps + logps
-    said.turns.append(len(ids))
-    said.columns["turns"].append(text)
 
 
 def reply_ids(text: str, last: int, tokenizer, data) -> list[int]:
@@ -168,8 +167,6 @@ def check(cfg: Config, tokenizer, row: dict) -> None:
         return
     place = f"{TURNS}={cfg.rollout.turns}"
     function = user_code.load_function(TURNS, cfg.rollout.turns)
-    if inspect.isclass(function):
-        raise ValueError(f"{place}: a class; give a function, whose state is its third argument")
     try:
         inspect.signature(function).bind("text", {}, {})
     except TypeError as error:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from rollout import Engine
 from support.base.read_config import load_config
 from support.data import prompts
 from support.data.prompts import Prompt
+from support.proof.checks import UpdateChecks
 from support.proof.rows import check_credit, check_update, match_outcomes
 from support.step import grading
 from support.step.grading import Outcome
@@ -108,7 +110,8 @@ def make_update(samples: list[Sample], chosen: list[int], cfg) -> tuple[dict, li
     batch = dataclasses.replace(batch, weights=weights_F)
     half = len(chosen) // 2
     rows = [pack(batch, chosen[:half], 40, "cpu"), pack(batch, chosen[half:], 40, "cpu"), pack(batch, [], 8, "cpu")]
-    return {"trained": float((weights_F > 0).sum())}, rows, batch
+    sums = {"loss": 0.9 + cfg.algo.kl_coef, "policy": 0.9, "k3": 1.0, "entropy": 0.0, "tokens": float(batch.mask.sum())}
+    return sums | {"trained": float((weights_F > 0).sum())}, rows, batch
 
 
 @pytest.mark.parametrize("norm", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"])
@@ -133,14 +136,35 @@ def test_a_row_that_is_not_of_its_samples_is_found(name):
 
 
 def test_advantages_of_other_answers_are_found_but_not_what_a_fork_makes_of_them():
-    cfg, samples, chosen = config(), make_samples(), [0, 1, 2, 3, 4, 5]
+    cfg, samples, chosen = config("rollout.group_size=3"), make_samples(), [0, 1, 2, 3, 4, 5]
     report, rows, batch = make_update(samples, chosen, cfg)
     moved = dataclasses.replace(batch, advantages=torch.roll(batch.advantages, 4))
     with pytest.raises(TrainingError, match=r"advantages are not those of the rewards by algo\.advantage=grpo"):
-        check_credit(samples, moved, cfg.algo)
+        check_credit(samples, moved, cfg)
+    with pytest.raises(TrainingError, match=r"groups have \[2, 3\] answers, rollout.group_size is 3"):
+        check_credit(samples[:5], batch, cfg)
     other = dataclasses.replace(batch, advantages=batch.advantages * 2)  # after add_advantages
     rows = [pack(other, chosen, 40, "cpu")]
     check_update(report, rows, other, samples, chosen, cfg)
+
+
+WRONG = {  # what the check says of it → numbers of the report, columns of the batch, samples that are trained
+    "an update trains answers again": ({}, {}, [0, 1, 2, 3, 4, 5, 0]),
+    "the old log-probs of an update are not those": ({}, {"old_logp": torch.zeros(27)}, [0, 1, 2, 3, 4, 5]),
+    "the entropy of a token is 3, above": ({"entropy": 3.0 * 16}, {}, [0, 1, 2, 3, 4, 5]),
+    "its policy, KL and entropy make 1": ({"loss": 1.1}, {}, [0, 1, 2, 3, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("message", ["", *WRONG])
+def test_identities_of_an_update(message):
+    cfg, samples = config("algo.kl_coef=0.1"), make_samples()
+    wrong_report, columns, chosen = WRONG.get(message, ({}, {}, [0, 1, 2, 3, 4, 5]))
+    report, rows, batch = make_update(samples, [0, 1, 2, 3, 4, 5], cfg)
+    model = [SimpleNamespace(hf_config=SimpleNamespace(vocab_size=16))]
+    checks = UpdateChecks(mock.Mock(model=model), 1, samples, batch, cfg)
+    with pytest.raises(TrainingError, match=message) if message else contextlib.nullcontext():
+        assert checks.before_step(report | wrong_report, dataclasses.replace(batch, **columns), chosen, rows)
 
 
 def test_counts_and_groups_are_checked():

@@ -100,7 +100,7 @@ def reference_step(policy_path, reference_path, rollouts: list[dict], kl_coef: f
     """
     policy = transformers.AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32)
     frozen = transformers.AutoModelForCausalLM.from_pretrained(reference_path, dtype=torch.float32)
-    tokens = sum(len(row["response_ids"]) for row in rollouts)
+    tokens = sum(sampled(row).sum().item() for row in rollouts)
     groups: dict[int, list[dict]] = {}
     for row in rollouts:
         groups.setdefault(row["group"], []).append(row)
@@ -109,10 +109,11 @@ def reference_step(policy_path, reference_path, rollouts: list[dict], kl_coef: f
         advantages = formulas.compare([row["reward"] for row in members], "grpo")
         assert [row["advantage"] for row in members] == pytest.approx(advantages.tolist(), rel=1e-9, abs=1e-12)
         for row in members:
-            logp = response_logps(policy, row)
-            assert (logp - torch.tensor(row["rollout_logp"])).abs().max() < 1e-4
+            mine, recorded = sampled(row), torch.tensor(row["rollout_logp"])  # an environment's tokens do not count
+            logp = response_logps(policy, row)[mine]
+            assert (logp - recorded[mine]).abs().max() < 1e-4 and not recorded[~mine].any()
             with torch.no_grad():
-                ref_logp = response_logps(frozen, row)
+                ref_logp = response_logps(frozen, row)[mine]
             k3 = formulas.kl(logp, ref_logp, "k3")
             policy_loss = -row["advantage"] * (logp - logp.detach()).exp()
             part = (policy_loss + kl_coef * k3).sum() / tokens

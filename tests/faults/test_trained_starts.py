@@ -1,29 +1,22 @@
-"""Start healthy runs of trained weights, two steps each: no check may stop one.
+"""Healthy runs of trained weights, two steps each: no check may stop one, or warn.
 
-    python -m tests.trained_starts [--only WORD ...] [--model FOLDER]
-
-The models are SmolLM2 (build/smollm2/model, by `make llm`), FOLDER, such as the export of a run, and twelve of the
-thirty layers of SmolLM2 as a Llama, Qwen2, Qwen3 and Mixtral model, which keep the outlier channels and the growing
-residual norms of trained weights. Exit code 0: every run trained two steps; 1: not, and the last lines of each other
-one are printed.
+The models are SmolLM2 (build/smollm2/model, by `make llm`) and twelve of its thirty layers as a Llama, Qwen2, Qwen3 and
+Mixtral model, which keep the outlier channels and the growing residual norms of trained weights.
 """
 
-import argparse
 import itertools
 import json
 import re
-import sys
-import tempfile
-import time
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.conftest import REPO
 from tests.fork_server import ForkServer
 
-REPO = Path(__file__).resolve().parent.parent
 SMOLLM2 = REPO / "build/smollm2/model"
 LAYERS = [0, 1, 2, 3, 4, 5, 24, 25, 26, 27, 28, 29]
 EXPERTS = 4
@@ -37,18 +30,16 @@ LORA = ["lora.rank=8", "train.lr=1e-4"]
 TEMPERATURES = (0.7, 1.0, 1.3)
 
 
-def trained_starts(models: list[str]) -> dict[str, list[str]]:
-    """{name: overrides} of the runs, each on two ranks; `models`: those that were trained whole."""
+def trained_starts() -> dict[str, list[str]]:
+    """{name: overrides} of the runs, each on two ranks."""
     layouts = {"dp2": [], "pp2": [PP2]}
     found = {}
-    for model, dtype, T in itertools.product(models, ("bf16", "fp32"), TEMPERATURES):
-        if (model, dtype) == ("own", "fp32"):
-            continue
+    for dtype, T in itertools.product(("bf16", "fp32"), TEMPERATURES):
         for layout, keys in layouts.items():
-            found[f"{model} {dtype} T{T} {layout} plain"] = keys
+            found[f"smollm2 {dtype} T{T} {layout} plain"] = keys
         if dtype == "bf16" or T == 1.0:
-            found[f"{model} {dtype} T{T} dp2 kl, two updates"] = KL
-            found[f"{model} {dtype} T{T} dp2 lora"] = LORA
+            found[f"smollm2 {dtype} T{T} dp2 kl, two updates"] = KL
+            found[f"smollm2 {dtype} T{T} dp2 lora"] = LORA
     for family, T, (layout, keys) in itertools.product(FAMILIES, TEMPERATURES, layouts.items()):
         found[f"{family} bf16 T{T} {layout} plain"] = keys
     for family in FAMILIES:
@@ -130,49 +121,25 @@ def write_family(family: str, folder: Path) -> None:
 # ---------------------------------------------------------------- the runs
 
 
-def start(server: ForkServer, folder: Path, name: str, keys: list[str]) -> tuple[str, int]:
-    """Train; ("" or, where it did not train two steps, the end of what the run printed; number of warnings)."""
-    out = folder / re.sub(r"\W+", "_", name)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A folder with the models."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "smollm2").symlink_to(SMOLLM2)
+    for family in FAMILIES:
+        write_family(family, folder / family)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOLLM2.exists(), reason="needs build/smollm2/model, by `make llm`")
+@pytest.mark.parametrize(("name", "keys"), trained_starts().items())
+def test_a_run_of_trained_weights_trains_two_steps(models, fork_server: ForkServer, name, keys):
+    out = models / re.sub(r"\W+", "_", name)
+    inputs = [f"output_dir={out}", f"model.path={models / name.split()[0]}"]
     printed = Path(f"{out}.txt")
-    model = f"model.path={folder / name.split()[0]}"
-    code = server.run(
-        printed, "train_grpo.py", "--config", "configs/smollm2.yaml", f"output_dir={out}", model, *COMMON, *keys,
-        nproc=2, seconds=900,
-    )  # fmt: skip
-    text = printed.read_text(errors="replace")
-    print("\n".join(line for line in text.splitlines() if line.startswith(("warning: step", "note:"))))
-    steps = (out / "metrics.jsonl").read_text().count("\n") if (out / "metrics.jsonl").exists() else 0
-    return "" if code == 0 and steps == 2 else text[-2000:], text.count("warning: step")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], help="words of the names")
-    parser.add_argument("--model", type=Path, help="another trained model of SmolLM2's vocabulary")
-    args = parser.parse_args()
-    stopped = warned = 0
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        whole = {"smollm2": SMOLLM2} | ({"own": args.model.resolve()} if args.model else {})
-        for name, path in whole.items():
-            (folder / name).symlink_to(path)
-        for family in FAMILIES:
-            write_family(family, folder / family)
-        starts = trained_starts(list(whole))
-        chosen = {name: keys for name, keys in starts.items() if any(word in name for word in args.only)}
-        server = ForkServer()
-        for name, keys in chosen.items():
-            began = time.perf_counter()
-            text, warnings = start(server, folder, name, keys)
-            stopped += bool(text)
-            warned += bool(warnings)
-            print(f"{time.perf_counter() - began:6.1f} s  {name}: {warnings} warnings", flush=True)
-            if text:
-                print(f"stopped:\n{text}", flush=True)
-        server.close()
-    print(f"{len(chosen) - stopped} of {len(chosen)} runs trained two steps; {stopped} were stopped, {warned} warned")
-    return int(stopped > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    code = fork_server.run(
+        printed, "train_grpo.py", "--config", "configs/smollm2.yaml", *inputs, *COMMON, *keys, nproc=2, seconds=900
+    )
+    assert code == 0 and "warning: step" not in printed.read_text(errors="replace"), printed.read_text(errors="replace")
+    assert (out / "metrics.jsonl").read_text().count("\n") == 2

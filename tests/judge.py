@@ -1,0 +1,17 @@
+"""A reward for tests: the value of the answer, a Python expression."""
+
+import os
+import subprocess  # noqa: F401, these three for the answers
+import sys  # noqa: F401
+import tempfile  # noqa: F401
+import time  # noqa: F401
+
+
+def judge(text, answer, row):
+    print("noise on standard output")
+    os.write(1, b"more noise")
+    return eval(text)
+
+
+def fail():
+    raise KeyError("no such unit")
