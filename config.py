@@ -154,8 +154,9 @@ class TrainConfig(Section):
     clip_grad: NotNegative = 1.0  # gradients of a larger norm are scaled down to it; 0: never
     updates_per_step: Count = 1  # optimizer steps on each batch of samples
     epochs_per_step: Count = 1  # passes over each batch of samples
-    max_tokens_per_micro_batch: Count = 16384  # cap of a training row, attention's padding included; cp ranks split it
+    max_tokens_per_micro_batch: Count = 16384  # cap of the positions of a training row; cp ranks split it
     logprob_max_tokens_per_micro_batch: Count = 32768  # the same, forward only (old and reference log-probs)
+    share_prompts: bool = True  # compute a prompt once for its answers in a row: docs/shared-prompts.md
     # offloaded while vLLM samples; optimizer: its state and the gradients; null: grads on a GPU, none on a CPU
     offload: Literal["none", "grads", "optimizer"] | None = None
     save_every: Whole = 20  # steps between checkpoints, the last at the end; 0: only where a signal stops the run
@@ -230,6 +231,11 @@ class Config(Section):
     log: LogConfig = LogConfig()
     profile: ProfileConfig = ProfileConfig()
     megatron: dict[str, Any] = {}  # fields of Megatron-core's config classes that no other key sets
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether answers share their prompt's positions. The balancing loss of experts would count these once."""
+        return self.train.share_prompts and not self.megatron.get("moe_aux_loss_coeff")
 
     @property
     def norm_length(self) -> int:

@@ -2,7 +2,8 @@
 
 It knows nothing of rewards, groups, advantages or prompts. Of a micro-batch `mb` it reads `tokens, targets, mask,
 position_ids` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no part in the loss), `rows` [M], where the
-mask is 1, `cu_seqlens` [S+1], and `max_seqlen`. A row of T tokens packs S sequences, one after another.
+mask is 1, and `sizes` [S]: a row of T tokens packs S sequences, one after another. Where these share a prompt, C of the
+T positions are computed; see MicroBatch in support/step/records.py.
 
 Weights are exchanged as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them,
 for vLLM and for the export alike. One table, `FAMILIES`, maps each weight of a Megatron layer to Hugging Face weights.
@@ -26,13 +27,14 @@ from config import Config, LoraConfig, TrainingError
 from support.base import hf_folder
 from support.model import lora, routes
 from support.model.attention import (
+    Copies,
     PackedAttention,
     Packing,
-    gather_stripes,
+    in_own_stripe,
     own_stripe,
     rotary_embedding,
     sliding_window,
-    stripe_rows,
+    sum_over_context,
 )
 from support.model.experts import experts_for
 from support.model.layers import HiddenGPT, RMSNorm, Router, device, swiglu, to_device  # before Megatron-core
@@ -375,14 +377,15 @@ def optimizer_step(optimizer, lr: float, offloaded: bool) -> float:
 
 
 def hidden_states(model, mb) -> torch.Tensor:
-    """Forward pass of a micro-batch through one model chunk: [T / cp (/ tp under sequence parallelism), 1, h]."""
+    """Forward pass of a micro-batch through one model chunk: [C / cp (/ tp under sequence parallelism), 1, h]."""
     chunk = unwrap_model(model)
-    untrained = own_stripe(mb.mask if mb.weights is None else mb.weights) == 0  # [1, T / cp], what routers do not count
+    counted = mb.mask if mb.weights is None else mb.weights != 0  # [1, T], what routers count
+    untrained = own_stripe(~mb.at_any_copy(counted))  # [1, C / cp]
     if chunk.config.sequence_parallel and not chunk.pre_process:  # Megatron 0.16 splits it on the first stage only
         untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
         untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
-    tokens = own_stripe(mb.tokens).long().contiguous()  # [1, T / cp]
-    positions = own_stripe(mb.position_ids)
+    tokens = own_stripe(mb.computed(mb.tokens)).long().contiguous()  # [1, C / cp]
+    positions = own_stripe(mb.computed(mb.position_ids))
     packing = Packing.of(mb, chunk.inv_freq, chunk.config)
     if mb.routes is not None:
         routes.set_routes(chunk, mb)
@@ -442,20 +445,22 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of the target and entropy (NaN if not asked for) at each position, 0 where the mask is 0.
 
-    hidden [T / cp (/ tp under sequence parallelism), 1, h] of the micro-batch → logp_T, entropy_T [T] fp32, on every
+    hidden [C / cp (/ tp under sequence parallelism), 1, h] of the micro-batch → logp_T, entropy_T [T] fp32, on every
     context-parallel rank. Logits exist for the M masked-in positions only, LOGITS_CHUNK at a time, and are recomputed
     in the backward pass: a full [T, V] would not fit.
     """
     model = unwrap_model(model)
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
     if model.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden)  # [T / cp, 1, h]; the backward pass reduce-scatters
+        hidden = gather_from_sequence_parallel_region(hidden)  # [C / cp, 1, h]; the backward pass reduce-scatters
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)  # the backward pass all-reduces
-    targets = own_stripe(mb.targets[0])  # [T / cp]
-    rows_M = to_device(torch.from_numpy(stripe_rows(mb.rows)), targets.device)
-    hidden_M = hidden[:, 0].index_select(0, rows_M)  # [M, h]
-    targets_M = targets.index_select(0, rows_M).long()
+    place_M = mb.rows if mb.place is None else mb.place[mb.rows]
+    own_M = in_own_stripe(place_M)  # below, M counts the positions of this rank
+    rows_M = to_device(torch.from_numpy(mb.rows[own_M]), mb.targets.device)
+    copies = Copies.of(place_M[own_M] // mpu.get_context_parallel_world_size(), len(hidden), mb.targets.device)
+    hidden_M = copies.take(hidden[:, 0])  # [M, h]
+    targets_M = mb.targets[0].index_select(0, rows_M).long()
     if model.fp32_head:
         hidden_M = hidden_M.float()
         weight = (model.output_layer.weight if weight is None else weight).float()
@@ -470,8 +475,8 @@ def token_logprobs(
         values_M = torch.cat(values)
     else:
         values_M = chunk_logprobs(hidden_M, targets_M)
-    values = values_M.new_zeros(len(targets), 2).index_copy(0, rows_M, values_M)  # [T / cp, 2]
-    return gather_stripes(values, summed_gradient=False).unbind(-1)
+    values_T = values_M.new_zeros(mb.tokens.shape[1], 2).index_copy(0, rows_M, values_M)  # 0 where another rank has it
+    return sum_over_context(values_T).unbind(-1)
 
 
 # ---------------------------------------------------------------- weights in and out

@@ -21,7 +21,7 @@ To fork, change the function: a name such as `algo.loss` is a branch in it and n
 
 Names: a suffix gives a tensor's shape. _N per sample, _F per position of a batch, _T per position of a packed row. In
 support/ and the bridge also _S per sequence of a row, _M per position with mask 1, _R per rank, _E per expert, _D per
-row dispatched to an expert, _B per bin.
+row dispatched to an expert, _B per bin, _U per unit of a bin.
 """
 
 import math
@@ -514,7 +514,7 @@ def run_schedule(
     (calculate_per_token_loss), so neither the split into micro-batches nor the layout changes the result.
     """
     training = backward and loss_func is not None
-    longest = max(mb.tokens.shape[1] for mb in micro_batches)
+    longest = max(mb.width for mb in micro_batches)
     for chunk in model:
         chunk.train(training)
     with torch.set_grad_enabled(training):

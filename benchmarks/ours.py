@@ -211,7 +211,8 @@ def step_results(metrics: dict, samples: list, check_seconds: Counter, work: Wor
     for part in works.PUSH_PARTS:
         row[f"push_{part}_s"] = float(check_seconds[part])
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
-    row["train_flops"] = throughput.train_flops(SimpleNamespace(**works.MODELS[work.model]), lengths)
+    attended = sum(length**2 for length in lengths)
+    row["train_flops"] = throughput.train_flops(SimpleNamespace(**works.MODELS[work.model]), sum(lengths), attended)
     return row
 
 

@@ -6,9 +6,9 @@ A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "order
 [[sample numbers]]}; with bins the micro-batches of the update are these.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
 as "grad.<Hugging Face name>" (with adapters theirs, and "merged.<name>", the weights that were pushed), "load" per
-layer where there are experts, "held" [ranks, 4] (held_bytes of tests/memory_worker.py), and "same" 1 where the export
-of the model just loaded is the original bit by bit (with adapters: the push, and the factors are those of
-made_up_factor).
+layer where there are experts, "shared" (positions that were not computed again), "held" [ranks, 4] (held_bytes of
+tests/memory_worker.py), and "same" 1 where the export of the model just loaded is the original bit by bit (with
+adapters: the push, and the factors are those of made_up_factor).
 
 The gradients are read from the exported weights, so they have passed through the distributed optimizer and the weight
 mapping: Adam with a huge eps steps by lr · grad / eps.
@@ -100,7 +100,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     bridge.mpu.destroy_model_parallel()
     return {
         "logp": logp_F, "old_logp": batch.old_logp, "ref_logp": batch.ref_logp, "load": torch.tensor(load),
-        "held": torch.tensor(held),
+        "held": torch.tensor(held), "shared": torch.tensor(sum(ranks.gather(report["shared"]))),
         "same": torch.tensor(float(same)), "grad_norm": torch.tensor(grad_norm, dtype=torch.float64),
         "loss": torch.tensor(report["loss"] / report["trained"], dtype=torch.float64),
         **{f"grad.{name}": (before[name].double() - after[name].double()) / STEP for name in before},

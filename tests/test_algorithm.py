@@ -45,7 +45,7 @@ def test_packing_aligns_every_field_on_the_position_that_predicts():
     assert mb.advantages.tolist() == [[0.5, 0.5, 1.5, 1.5, 1.5, 1.5, 0, 0]]
     torch.testing.assert_close(mb.rollout_logp, torch.tensor([[-0.5, -0.6, 0, -0.1, -0.2, -0.3, 0, 0]]))
     assert mb.seq_id.tolist() == [[2, 2, 0, 0, 0, 0, -1, -1]]
-    assert mb.cu_seqlens.tolist() == [0, 2, 6, 8] and mb.max_seqlen == 4
+    assert mb.cu_seqlens.tolist() == [0, 2, 6, 8] and mb.sizes.tolist() == [2, 4, 2]
     assert batch.tokens[mb.index_T].tolist() == mb.tokens[0, :6].tolist()
     assert mb.old_logp is None and mb.ref_logp is None
 

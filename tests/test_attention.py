@@ -6,16 +6,24 @@ or 2.13, which refuses what torch's refuses and computes by the formula.
 
 import inspect
 import itertools
-from dataclasses import replace
 
 import make_tiny
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch.nn.attention import varlen as flash
 
 from support.model import attention
-from support.model.attention import Segments, attend_padded, attend_varlen, sliding_window, uses_varlen
+from support.model.attention import (
+    Copies,
+    Segments,
+    attend_padded,
+    attend_varlen,
+    make_buckets,
+    sliding_window,
+    uses_varlen,
+)
 from support.step import packing
 from tests.layout_worker import one_layout
 from tests.oracle.plain import reference, worst_gradient
@@ -77,11 +85,8 @@ def tensors(tokens_q: int, tokens_k: int, dtype=torch.float32, head_dim: int = 8
     return [x.to(dtype).requires_grad_() for x in (query, key, value)]
 
 
-def segments(lengths_q: list[int], lengths_k: list[int] | None = None, window: int | None = None) -> Segments:
-    cu_q = cu_k = torch.tensor([0, *lengths_q], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    if lengths_k:
-        cu_k = torch.tensor([0, *lengths_k], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return Segments(cu_q, cu_k, max(lengths_q), max(lengths_k or lengths_q), int(cu_q[-1]), int(cu_k[-1]), window)
+def segments(lengths_q: list[int], lengths_k: list[int] | None = None, window: int | None = None, on="cpu") -> Segments:
+    return Segments.of(np.array(lengths_k or lengths_q), np.array(lengths_q), window, torch.device(on))
 
 
 def outcome(function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -99,7 +104,8 @@ def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 CASES = [
     segments([5, 1, 9]), segments([6, 6]), segments([5, 1, 9], window=3), segments([9, 2], window=2),
     segments([7, 3], window=7), segments([2, 1, 4], [5, 1, 9]), segments([2, 1, 4], [5, 8, 9], window=4),
-    segments([10, 1], [10, 12], window=4),
+    segments([10, 1], [10, 12], window=4), segments([40, 3, 90, 4, 60], [40, 43, 90, 94, 60]),
+    segments([30, 3, 60, 29], [50, 43, 60, 29], window=20),
 ]  # fmt: skip
 
 
@@ -145,12 +151,33 @@ def test_flash_attention_is_the_formula(where, head_dim, record_property):
     left = -1 if where.window is None else where.window - 1
     floats = [x.detach().float().requires_grad_() for x in inputs]
     wanted = outcome(lambda *x: by_formula(*x, where.cu_q, where.cu_k, left), floats)
-    cu_q = where.cu_q.cuda()
-    moved = replace(where, cu_q=cu_q, cu_k=cu_q if where.cu_k is where.cu_q else where.cu_k.cuda())
+    moved = Segments.of(where.keys_S, where.queries_S, where.window, torch.device("cuda"))
     found = outcome(lambda *x: attend_varlen(*(y.cuda() for y in x), moved).cpu(), inputs)
     error = worst(found, wanted)
     record_property("result and gradients, relative error", f"{error:.1e}")
     assert error < 0.02
+
+
+def test_segments_of_similar_length_are_padded_together():
+    assert make_buckets(np.array([50, 100, 3, 91, 79])) == [(2, 100), (1, 79), (1, 50), (1, 3)]
+    assert make_buckets(np.array([9, 1, 16])) == [(3, 16)]  # a call costs more than so few positions
+    assert segments([7, 7]).slots == (None, None)  # the row as it is
+    assert [slots.tolist() for slots in segments([1, 2], [2, 3]).slots] == [[4, 1, 2], [3, 4, 0, 1, 2]]
+
+
+def test_the_gradient_of_copies_is_their_sum():
+    place = np.array([0, 1, 2, 0, 1, 3, 0, 1, 4])
+    x = torch.randn(6, 2, 3, requires_grad=True)
+    taken = Copies.of(place, 6, x.device).take(x)
+    grad = torch.randn(9, 2, 3)
+    assert torch.equal(taken, x[place])
+    (found,) = torch.autograd.grad(taken, x, grad)
+    assert torch.allclose(found, torch.zeros(6, 2, 3).index_add(0, torch.from_numpy(place), grad))
+    # 257 copies of 1 in bf16: added up in bf16, the sum would stop at 256.
+    ones = torch.ones(1, 8, dtype=torch.bfloat16, requires_grad=True)
+    taken = Copies.of(np.zeros(257, dtype=np.int64), 1, ones.device).take(ones)
+    (found,) = torch.autograd.grad(taken.float().sum(), ones)
+    assert found.tolist() == [[torch.tensor(257.0).bfloat16().item()] * 8]
 
 
 def test_torch_has_the_options_and_refuses_the_cpu():

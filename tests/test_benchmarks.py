@@ -24,7 +24,7 @@ def test_operations_of_a_model_worked_by_hand():
     layer = 4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 8  # q, k and v, o, feed-forward
     weights = 2 * layer + 4 * 10
     attention = 2 * 2 * 2 * (3**2 + 5**2)  # layers, heads, their dimension, tokens of the two sequences
-    assert throughput.train_flops(SimpleNamespace(**c), [3, 5]) == 6 * weights * (3 + 5) + 6 * attention
+    assert throughput.train_flops(SimpleNamespace(**c), 3 + 5, 3**2 + 5**2) == 6 * weights * (3 + 5) + 6 * attention
 
 
 def test_experts_count_as_many_as_a_token_meets():

@@ -18,7 +18,7 @@ import megatron_bridge as bridge
 from config import ParallelConfig
 from support.base.read_config import load_config
 from support.proof import formulas
-from support.step.packing import plan_bins
+from support.step import packing
 from tests.conftest import REPO
 from tests.layout_worker import one_layout
 from tests.oracle.plain import ALGO, TEMPERATURE, float64_model, hf_gradients, reference, relative, worst_gradient
@@ -79,12 +79,13 @@ def make_model(folder, family: str, **options):
 
 
 def make_samples() -> list[dict]:
-    """14 answers of 1 to 30 tokens."""
+    """14 answers of 1 to 30 tokens to four prompts, of one token and more, and three of one token."""
     rng = np.random.default_rng(3)
     samples = []
+    prompts = [rng.integers(2, 16, length) for length in (8, 1, 5, 6)]
     for n in range(14):
-        prompt, response = rng.integers(2, 16, rng.integers(1, 9)), rng.integers(0, 16, rng.integers(1, 31))
-        sample = {"group": n // 2, "prompt_ids": prompt.tolist(), "response_ids": response.tolist(), "finished": True}
+        prompt, response = prompts[n // 4], rng.integers(0, 16, 1 if n % 5 == 0 else rng.integers(1, 31))
+        sample = {"group": n // 4, "prompt_ids": prompt.tolist(), "response_ids": response.tolist(), "finished": True}
         sample |= {"rollout_logp": rng.normal(-2.5, 0.5, len(response)).tolist(), "advantage": rng.normal()}
         samples.append(sample | {"text": "", "source": "s"})
     return samples
@@ -181,6 +182,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_update_equals_plain_transformers(results, family, layout):
     found, wanted, plan = results[family]
+    assert found[layout]["shared"] > 0  # answers shared their prompt
     check_update(found[layout], wanted)
     check_held(found[layout]["held"], plan, layout)
 
@@ -220,11 +222,11 @@ def test_one_gradient_whatever_the_micro_batches(world, tmp_path, family):
     lengths_N = np.array([len(s["prompt_ids"]) + len(s["response_ids"]) - 1 for s in samples])
     layouts = {}
     for budget in range(40, 999):
-        rows = len(plan_bins(lengths_N, budget, 1, ParallelConfig(), True))
+        rows = len(packing.plan_bins(lengths_N, lengths_N**2, budget, 1, ParallelConfig())[0])
         if rows in (1, 2, 6):
             layouts.setdefault(str(rows), [f"train.max_tokens_per_micro_batch={budget}"])
     orders = {name: rng.permutation(len(samples)).tolist() for name in layouts}
-    plan = make_plan(tmp_path, family, layouts=layouts, orders=orders)
+    plan = make_plan(tmp_path, family, "train.share_prompts=false", layouts=layouts, orders=orders)
     six, two, one = (one_layout(plan, name) for name in plan["layouts"])
     names = [name for name in one if name.startswith("grad.")]
     whole = torch.cat([one[name].flatten() for name in names])

@@ -6,16 +6,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from config import Config, ParallelConfig
 from support.base.read_config import override
+from support.model.attention import make_buckets
 from support.step import packing
-from support.step.packing import ROW_TOKENS, TOKEN, add_padding, bubble, measure_rows, pack
+from support.step.packing import ROW_TOKENS, TOKEN, bubble, measure_rows, pack, shared_positions
 from train_grpo import Sample, flatten
 
 
-def plan_bins(lengths_N, max_tokens, replicas, parallel=None, padded=True):
-    return packing.plan_bins(lengths_N, max_tokens, replicas, parallel or ParallelConfig(), padded)
+def plan_bins(lengths_N, max_tokens, replicas, parallel=None):
+    return packing.plan_bins(lengths_N, lengths_N**2, max_tokens, replicas, parallel or ParallelConfig())[0]
+
+
+def config(*overrides: str) -> Config:
+    given = Config(model={"path": "m"}, data={"train": "d"})
+    return override(given, {key: yaml.safe_load(value) for key, value in (item.split("=") for item in overrides)})
 
 
 STEP, UPDATE, CAPS = 5120, 1280, (24576, 49152)  # samples; positions of a training and of a log-prob row
@@ -34,21 +41,18 @@ def long_lengths(samples: int) -> np.ndarray:
 
 
 def test_bins_by_hand():
-    # Room for two of 5 or four of 2: neighbours in length share a bin, whatever their order.
-    assert plan_bins(np.array([2, 5, 2, 5, 2, 2]), 10, 1) == [[1, 3], [0, 2, 4, 5]]
+    # Costliest first, each into the cheapest bin: 5 + 2 + 2 in both.
+    assert plan_bins(np.array([2, 5, 2, 5, 2, 2]), 9, 1) == [[1, 0, 4], [3, 2, 5]]
     # Three rows of one length cost the same and go one to each replica; a sample is never split.
     assert plan_bins(np.array([4, 4, 4]), 4, 3) == [[0], [1], [2]]
     # Two replicas, four bins: the costliest meets the cheapest.
     assert plan_bins(np.array([9, 8, 7, 1]), 9, 2) == [[0], [1], [3], [2]]
-    # Without padding bins are alike in tokens instead, and 5 + 2 + 2 fits.
-    assert plan_bins(np.array([2, 5, 2, 5, 2, 2]), 9, 1, padded=False) == [[1, 0, 4], [3, 2, 5]]
     assert plan_bins(np.array([3]), 64, 2) == [[0], []] and plan_bins(np.array([], dtype=int), 64, 2) == [[], []]
     with pytest.raises(ValueError, match="a sample of 65 tokens does not fit a micro-batch of 64"):
         plan_bins(np.array([65]), 64, 1)
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_what_every_plan_keeps_to(padded):
+def test_what_every_plan_keeps_to():
     rng = np.random.default_rng(1)
     for _ in range(150):
         samples, cap, replicas = rng.integers(1, 200), int(rng.integers(64, 2000)) * 4, int(rng.integers(1, 9))
@@ -56,16 +60,14 @@ def test_what_every_plan_keeps_to(padded):
         parallel = ParallelConfig(
             tp=int(rng.choice([1, 2, 4])), pp=int(rng.choice([1, 2, 4])), vpp=int(rng.choice([1, 2]))
         )
-        bins = plan_bins(lengths_N, cap, replicas, parallel, padded)
+        bins = plan_bins(lengths_N, cap, replicas, parallel)
         assert sorted(n for members in bins for n in members) == list(range(samples))
-        for members in bins:
-            tokens = len(members) * lengths_N[members].max(initial=0) if padded else lengths_N[members].sum()
-            assert tokens <= cap
+        assert max(lengths_N[members].sum() for members in bins) <= cap
         assert len(bins) % replicas == 0
         rounds = len(bins) // replicas
         assert rounds >= min(parallel.pp, samples // replicas)
         assert rounds % (parallel.pp if parallel.vpp > 1 else 1) == 0
-        assert bins == plan_bins(lengths_N.copy(), cap, replicas, parallel, padded)
+        assert bins == plan_bins(lengths_N.copy(), cap, replicas, parallel)
 
 
 @pytest.mark.parametrize("lengths", [question_lengths, long_lengths])
@@ -77,14 +79,91 @@ def test_attention_pads_little_replicas_work_alike_and_planning_is_fast(lengths,
     start = time.process_time()
     bins = plan_bins(lengths_N, cap, replicas)
     assert time.process_time() - start < 0.4  # of a busy machine; else 0.1
-    sizes = np.array([len(members) for members in bins])
-    longest = np.array([lengths_N[members].max(initial=0) for members in bins])
-    assert (sizes * longest).max() <= cap
-    assert (sizes * longest**2).sum() <= 1.15 * (lengths_N**2).sum()
-    assert (sizes * longest).sum() <= 1.1 * lengths_N.sum()
-    costs = TOKEN * np.array([lengths_N[members].sum() for members in bins]) + sizes * longest**2
-    costs = costs.reshape(-1, replicas).sum(0)  # of each replica
+    padded = sum(count * longest**2 for members in bins for count, longest in make_buckets(lengths_N[members]))
+    assert padded <= 1.15 * (lengths_N**2).sum()
+    cost_B = np.array([(TOKEN * lengths_N[members] + lengths_N[members] ** 2).sum() for members in bins])
+    costs = cost_B.reshape(-1, replicas).sum(0)
     assert costs.max() <= 1.05 * costs.min()
+
+
+# ---------------------------------------------------------------- prompts that answers share
+
+
+def answers(prompts: list[list[int]], *lengths: int, **given) -> list[Sample]:
+    """Answers of these lengths to each prompt, no two the same."""
+    return [
+        Sample(group, prompt, [100 + 10 * group + i] * n, [-1.0] * n, True, "", "s", **given)
+        for group, prompt in enumerate(prompts)
+        for i, n in enumerate(lengths)
+    ]
+
+
+def test_a_row_that_shares_its_prompts_by_hand():
+    """Prompt 1 2 3 with answers of 2, 1 and 2 tokens: 4, 3 and 4 positions, of which the first 3, 2 and 3 are shared.
+
+    The second answer keeps one position of its own, since each sequence has a query.
+    """
+    batch = flatten(answers([[1, 2, 3]], 2, 1, 2))
+    mb = pack(batch, [0, 1, 2], 7, "cpu", shares=True)
+    assert mb.tokens.tolist() == [[1, 2, 3, 100, 1, 2, 3, 1, 2, 3, 102, 0]]  # all positions, and one of padding
+    assert mb.kept.tolist() == [0, 1, 2, 3, 6, 10, 11] and mb.queries.tolist() == [4, 1, 1, 1]
+    assert mb.place.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 4, 5, 6]
+    assert mb.computed(mb.tokens).tolist() == [[1, 2, 3, 100, 3, 102, 0]] and mb.width == 7
+    assert mb.at_any_copy(mb.mask).tolist() == [[False, False, True, True, True, True, False]]
+    alone = pack(batch, [0, 1, 2], 12, "cpu")
+    assert torch.equal(alone.tokens, mb.tokens) and (alone.kept, alone.place, alone.width) == (None, None, 12)
+
+
+def test_tokens_and_routes_decide_what_is_shared():
+    samples = answers([[1, 2, 3]] * 2 + [[1, 2, 4]], 2, 2)
+    batch = flatten(samples)
+    assert batch.prompts_N.tolist() == [3] * 6
+    assert batch.same_prompt_N.tolist() == [0, 0, 0, 0, 1, 1]  # groups of one prompt share it
+    routes = [np.zeros((s.positions, 2, 1), np.uint8) for s in samples]
+    routes[1][0] += 1  # vLLM sent the prompt's first token to another expert
+    batch = flatten([replace(s, routes=r) for s, r in zip(samples, routes, strict=True)])
+    assert batch.same_prompt_N.tolist() == [0, 1, 0, 0, 2, 2]
+    turns = answers([[1, 2]], 6, 6)
+    assert flatten([replace(s, turns=[0, 2, 4]) for s in turns]).prompts_N.tolist() == [4, 4]  # a turn of no token
+
+
+def plan_rows(batch, cap, replicas=1, *overrides: str):
+    return packing.plan_rows(batch, [*range(len(batch.lengths_N))], cap, replicas, config(*overrides))
+
+
+def test_plans_of_shared_prompts_by_hand():
+    # Four answers of 5 tokens to 10: 14 positions, and 4 for each further one. Copies count an eighth, which makes
+    # 29.75 of four and 19.25 of two.
+    batch = flatten(answers([[*range(10)], [*range(1, 11)]], 5, 5, 5, 5))
+    assert plan_rows(batch, 64) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert plan_rows(batch, 30) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sorted(map(len, plan_rows(batch, 29))) == [2, 2, 2, 2]
+    assert [len(members) for members in plan_rows(batch, 19)] == [1] * 8
+    assert len(plan_rows(batch, 28, 1, "train.share_prompts=false")) == 4
+    with pytest.raises(ValueError, match="a sample of 14 tokens does not fit a micro-batch of 13"):
+        plan_rows(batch, 13)
+
+
+def test_sharing_saves_what_prompts_repeat_and_replicas_still_work_alike():
+    """64 prompts of 120 tokens with 16 answers of 20 to 1,024 (P120, A250): 0.7 of the positions."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(9, 99, (64, 120))
+    samples = [
+        Sample(g, prompts[g], [1] * n, [-1.0] * n, True, "", "s")
+        for g in range(64)
+        for n in np.clip(rng.lognormal(np.log(220), 0.5, 16), 20, 1024).astype(int)
+    ]
+    batch = flatten(samples)
+    for replicas in (1, 8):
+        bins = plan_rows(batch, CAPS[0], replicas)
+        assert sorted(n for members in bins for n in members) == list(range(1024))
+        rows = [
+            pack(batch, m, int((batch.lengths_N[m] - shared_positions(batch, m, True)).sum()), "cpu", True)
+            for m in bins
+        ]
+        widths = np.array([mb.width for mb in rows])
+        assert widths.max() <= CAPS[0] and widths.sum() < 0.72 * batch.lengths_N.sum()
+        assert widths.reshape(-1, replicas).sum(0).max() <= 1.05 * widths.sum() / replicas
 
 
 def test_more_bins_where_stages_would_idle_but_no_small_ones_for_it():
@@ -101,28 +180,28 @@ def test_more_bins_where_stages_would_idle_but_no_small_ones_for_it():
 
 
 def test_padding_makes_no_longer_sequence():
-    # Three of 100 and 2 positions more: the third goes on for two, 3 × 102 and not 4 × 100.
-    assert add_padding(np.array([100, 100, 100]), 2).tolist() == [100, 100, 102]
-    assert add_padding(np.array([100, 60]), 40).tolist() == [100, 100]  # there is room in the layout as it is
-    assert add_padding(np.array([4, 4]), 9).tolist() == [4, 4, 4, 4, 1]  # and not a sequence of 9
-    assert add_padding(np.array([4, 4]), 0).tolist() == [4, 4]
-    assert add_padding(np.array([], dtype=int), 300).tolist() == [128, 128, 44]
     samples = [Sample(0, [1], [2] * n, [-1.0] * n, True, "", "s") for n in (4, 4)]
     mb = pack(flatten(samples), [0, 1], 17, "cpu")
-    assert mb.cu_seqlens.tolist() == [0, 4, 8, 12, 16, 17] and mb.max_seqlen == 4
+    assert mb.sizes.tolist() == [4, 4, 4, 4, 1] and mb.cu_seqlens.tolist() == [0, 4, 8, 12, 16, 17]
     assert mb.position_ids.tolist() == [[0, 1, 2, 3] * 4 + [0]]
     assert mb.seq_id.tolist() == [[0] * 4 + [1] * 4 + [-1] * 9] and mb.mask[0, 8:].sum() == 0
+    assert pack(flatten(samples), [], 300, "cpu").sizes.tolist() == [128, 128, 44]
 
 
-def test_measures_of_rows_count_what_attention_pads(monkeypatch):
-    """Rows of 6 + 2 and 3 + 3 positions, 12 allowed: 2 × 6 and 2 × 3 padded ones, attention 72 + 18 for 40 + 18."""
-    samples = [Sample(0, [1], [2] * n, [-1.0] * n, True, "", "s") for n in (6, 2, 3, 3)]
-    rows = [pack(flatten(samples), members, width, "cpu") for members, width in (([0, 1], 8), ([2, 3], 6))]
-    cfg = override(Config(model={"path": "m"}, data={"train": "d"}), {"train.max_tokens_per_micro_batch": 12})
-    counts = {"real": 14, "micro_batches": 2, "bubble": 0}
-    assert measure_rows(rows, cfg) == {**counts, "positions": 18, "fill": 18 / 24, "attention_waste": 90 / 58}
+def test_measures_of_rows_by_hand(monkeypatch):
+    """Rows of 30 + 2 positions with 1 shared, and of 20 + 20 with 9 shared; each has 1 of padding.
+
+    Attention pads the second sequence and the padding of the first row to 2: 30² + 2 · 2² and 2 · 20² + 1.
+    """
+    samples = answers([[1]], 30, 2) + answers([[*range(9)]], 12, 12)
+    batch, cfg = flatten(samples), config("train.max_tokens_per_micro_batch=64")
+    rows = [pack(batch, [0, 1], 32, "cpu", True), pack(batch, [2, 3], 32, "cpu", True)]
+    counts = {"real": 62, "positions": 64, "shared": 10, "micro_batches": 2, "fill": 64 / 128, "bubble": 0}
+    work = 30**2 + 2**2 + 2 * 20**2
+    counts["attended"] = work - 1**2 - 9**2
+    assert measure_rows(rows, cfg) == {**counts, "attention_waste": (work + 5) / work}
     monkeypatch.setattr(packing, "attention_pads", lambda dtype: False)
-    assert measure_rows(rows, cfg) == {**counts, "positions": 14, "fill": 14 / 24, "attention_waste": 1}
+    assert measure_rows(rows, cfg) == {**counts, "attention_waste": 1}
 
 
 def test_packed_rows_of_any_plan_hold_the_same_tokens():
@@ -138,6 +217,5 @@ def test_packed_rows_of_any_plan_hold_the_same_tokens():
             mb = pack(replace(batch, weights=None), members, width, "cpu")
             seen_F[mb.index_T] += 1
             assert mb.tokens.shape[1] == width == mb.cu_seqlens[-1]
-            assert (len(mb.cu_seqlens) - 1) * mb.max_seqlen <= cap  # padding is within the cap as well
             assert torch.equal(mb.tokens[0, : len(mb.index_T)], batch.tokens[mb.index_T])
         assert (seen_F == 1).all()

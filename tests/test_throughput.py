@@ -4,7 +4,6 @@ from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,17 +31,19 @@ def shapes(c: dict) -> list[tuple]:
 
 
 def test_rates_by_hand(monkeypatch):
-    monkeypatch.setattr(throughput.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(throughput.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(throughput.bridge.mpu, "get_data_parallel_world_size", lambda: 2)
     monkeypatch.setattr(throughput, "gpu_rate", lambda dtype: 1e9)
     hf = SimpleNamespace(**works.MODELS["tiny"])
     cfg = load_config(str(REPO / "configs/tiny.yaml"), ["train.epochs_per_step=2"])
     samples = [SimpleNamespace(positions=30), SimpleNamespace(positions=50)]
-    batch = SimpleNamespace(lengths_N=np.array([30, 50]))
+    reports = [{"real": 20, "attended": 200}, {"real": 12, "attended": 100}]
     seconds = {"step": 4.0, "train": 2.0, "sync": 0.5}
-    found = throughput.speed_metrics(samples, batch, hf, cfg, seconds)
-    flops = throughput.train_flops(hf, [30, 50])
+    found = throughput.speed_metrics(samples, reports, hf, cfg, seconds)
+    flops = throughput.train_flops(hf, 32, 300) / 2  # of one of the replica's two ranks
     assert found == {
-        "speed/tokens_per_s_per_rank": 82 / 2 / 4,
+        "speed/tokens_per_s_per_rank": 82 / 4 / 4,
+        "speed/computed_tokens_per_s_per_rank": 32 / 2 / 2,
         "speed/sync_gb_per_s": throughput.matrix_weights(hf, active=False) * 4 / 1e9 / 0.5,
         "speed/mfu_train": pytest.approx(flops / 2.0 / 1e9),
         "speed/mfu_step": pytest.approx(flops / 4.0 / 1e9),
@@ -61,13 +62,14 @@ def test_the_rate_of_a_gpu(monkeypatch, name, rate):
 
 
 def test_rows_of_all_ranks(monkeypatch):
-    monkeypatch.setattr(metrics.ranks, "gather", lambda own: [own, [50, 100]])
+    monkeypatch.setattr(metrics.ranks, "gather", lambda own: [own, [50, 100, 7]])
+    monkeypatch.setattr(metrics.bridge.mpu, "get_data_parallel_world_size", lambda: 2)
     rows = [{"real": 20, "positions": 40, "micro_batches": 2}, {"real": 30, "positions": 60, "micro_batches": 3}]
     reports = [defaultdict(lambda: 1.0, row) for row in rows]
     batch = train_grpo.flatten([train_grpo.Sample(0, [1], [2], [0.0], True, "", "")])
     batch = replace(batch, advantages=batch.rollout_logp)
     found = metrics.update_metrics(reports, batch, load_config(str(REPO / "configs/tiny.yaml"), []))
-    assert (found["pack/micro_batches"], found["pack/real_frac"]) == (5, 0.5)
+    assert (found["pack/micro_batches"], found["pack/real_frac"], found["pack/prompt_tokens_saved"]) == (5, 0.5, 9)
 
 
 def test_progress_by_hand(monkeypatch):

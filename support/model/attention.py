@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen as flash
 
-from support.model.layers import Rotation, device  # first: it prepares the process for Megatron-core
+from support.model.layers import Rotation, device, to_device  # first: it prepares the process for Megatron-core
 
 # isort: split
 from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import all_to_all, reduce_from_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 
 # ---------------------------------------------------------------- a row in stripes
@@ -34,20 +34,16 @@ def own_stripe(x: torch.Tensor) -> torch.Tensor:
     return x[..., mpu.get_context_parallel_rank() :: mpu.get_context_parallel_world_size()]
 
 
-def stripe_rows(rows: np.ndarray) -> np.ndarray:
-    """Those of the given positions of a row that this rank holds, as positions in its stripe."""
-    cp = mpu.get_context_parallel_world_size()
-    return rows[rows % cp == mpu.get_context_parallel_rank()] // cp
+def in_own_stripe(positions: np.ndarray) -> np.ndarray:
+    """Which of the given positions of a row this rank holds; bool. Position p is number p // cp of its stripe."""
+    return positions % mpu.get_context_parallel_world_size() == mpu.get_context_parallel_rank()
 
 
-def gather_stripes(x: torch.Tensor, summed_gradient: bool) -> torch.Tensor:
-    """All-gather the tokens of all ranks, in the order of the row; [T / cp, ...] → [T, ...].
-
-    `summed_gradient`: each rank computes another part of the loss from it; else all the same loss, from own tokens.
-    """
+def sum_over_context(x: torch.Tensor) -> torch.Tensor:
+    """The sum over context-parallel ranks, which all compute the same loss from it: the gradient passes unchanged."""
     if mpu.get_context_parallel_world_size() == 1:
         return x
-    return interleave(gather_from_sequence_parallel_region(x, summed_gradient, mpu.get_context_parallel_group()))
+    return reduce_from_tensor_model_parallel_region(x, group=mpu.get_context_parallel_group())
 
 
 def interleave(x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +51,47 @@ def interleave(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(0, (mpu.get_context_parallel_world_size(), -1)).transpose(0, 1).flatten(0, 1)
 
 
+# ---------------------------------------------------------------- positions that several samples share
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Which of C computed positions each of T positions is."""
+
+    place: torch.Tensor  # [T]
+    order: torch.Tensor  # [T], the positions sorted by their place
+    counts: torch.Tensor  # [C], how many positions are each of them
+
+    @classmethod
+    def of(cls, place: np.ndarray, computed: int, to: torch.device) -> "Copies":
+        """From the place of each position, [T], on the device `to`."""
+        arrays = (place, np.argsort(place, kind="stable"), np.bincount(place, minlength=computed))
+        return cls(*(to_device(torch.from_numpy(array), to) for array in arrays))
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """The value of each position; [C, ...] → [T, ...]."""
+        return TakeRows.apply(x, self.place, self.order, self.counts)
+
+
+class TakeRows(torch.autograd.Function):
+    """index_select whose backward pass adds up the copies in fp32 and in a fixed order, unlike torch's on a GPU."""
+
+    @staticmethod
+    def forward(ctx, x, place, order, counts):
+        ctx.save_for_backward(order, counts)
+        return x.index_select(0, place)
+
+    @staticmethod
+    def backward(ctx, grad):
+        order, counts = ctx.saved_tensors
+        sums = torch.segment_reduce(grad.float().index_select(0, order), "sum", lengths=counts, unsafe=True)
+        return sums.to(grad.dtype), None, None, None
+
+
 # ---------------------------------------------------------------- which keys a query attends to
+
+SIMILAR = 0.9  # of the longest sequence of a bucket: a shorter one opens the next, unless it lacks less than
+FEW_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,46 +104,62 @@ class Segments:
 
     cu_q: torch.Tensor  # [S + 1] int32, where each segment's queries begin, and the end; each segment has one at least
     cu_k: torch.Tensor  # [S + 1] int32, the same of keys
-    max_q: int  # queries of the longest segment
-    max_k: int
-    queries: int  # of all segments
-    keys: int
+    queries_S: np.ndarray  # number of each segment's queries
+    keys_S: np.ndarray
     window: int | None = None
 
-    @functools.cached_property
-    def query_slot(self) -> torch.Tensor:
-        """Index of each query in a padded [S * max_q] layout, [queries]."""
-        return slots(self.cu_q, self.max_q, self.queries)
+    @classmethod
+    def of(cls, keys_S: np.ndarray, queries_S: np.ndarray, window: int | None, to: torch.device) -> "Segments":
+        """From the number of each segment's keys and queries, on the device `to`."""
+        cu_k = to_device(torch.from_numpy(np.cumsum([0, *keys_S], dtype=np.int32)), to)
+        cu_q = cu_k
+        if not np.array_equal(queries_S, keys_S):
+            cu_q = to_device(torch.from_numpy(np.cumsum([0, *queries_S], dtype=np.int32)), to)
+        return cls(cu_q, cu_k, queries_S, keys_S, window)
 
     @functools.cached_property
-    def key_slot(self) -> torch.Tensor:
-        """Index of each key in a padded [S * max_k] layout, [keys]."""
-        return self.query_slot if self.cu_k is self.cu_q else slots(self.cu_k, self.max_k, self.keys)
+    def buckets(self) -> list[tuple[int, int]]:
+        """(segments, keys of the longest) of each bucket of `attend_padded`, which holds segments of similar length."""
+        return make_buckets(self.keys_S)
 
     @functools.cached_property
-    def mask(self) -> torch.Tensor | None:
-        """True where a query of the padded layout attends to a key, [S or 1, 1, max_q, max_k]; None: where causal."""
-        position = torch.arange(self.max_q, device=self.cu_q.device)[None]  # of each query among its keys, [S or 1, Q]
-        if self.cu_k is not self.cu_q:
-            last_S = self.cu_k.diff()[:, None] - 1  # position of a segment's last key
-            first_S = last_S + 1 - self.cu_q.diff()[:, None]  # and of its first query
-            # Padding gets the position of the last key: not every kernel has a result for a query without keys.
-            position = (position + first_S).minimum(last_S)
-        elif self.window is None or self.window >= self.max_k:
-            return None
-        keys = torch.arange(self.max_k, device=position.device)
-        position = position[:, None, :, None]
-        mask = keys <= position
-        return mask if self.window is None else mask & (keys > position - self.window)
+    def slots(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Index of each query and of each key in the padded layout of `attend_padded`; None: the layout is the row.
+
+        The layout is the buckets one after another, each [segments, longest]; a query has the index of its token's key.
+        """
+        starts = np.cumsum([0, *(count * longest for count, longest in self.buckets)])
+        buckets = zip(starts[:-1], self.buckets, strict=True)
+        sorted_S = np.concatenate([start + longest * np.arange(count) for start, (count, longest) in buckets])
+        start_S = np.empty_like(sorted_S)
+        start_S[longest_first(self.keys_S)] = sorted_S  # index of each segment's first key
+        keys = np.arange(self.keys_S.sum()) + np.repeat(start_S - np.cumsum(self.keys_S) + self.keys_S, self.keys_S)
+        if len(keys) == starts[-1] and (np.diff(keys) == 1).all():
+            keys = None
+        if self.cu_q is self.cu_k:
+            queries = keys
+        else:
+            first_S = start_S + self.keys_S - self.queries_S - np.cumsum(self.queries_S) + self.queries_S
+            queries = np.arange(self.queries_S.sum()) + np.repeat(first_S, self.queries_S)
+        to = self.cu_k.device
+        return tuple(None if slots is None else to_device(torch.from_numpy(slots), to) for slots in (queries, keys))
 
 
-def slots(cu_seqlens: torch.Tensor, width: int, tokens: int) -> torch.Tensor:
-    """Index of each of the `tokens` in a layout that pads every segment to `width`; [S + 1] → [tokens]."""
-    lengths_S = cu_seqlens.diff()
-    numbers_S = torch.arange(len(lengths_S), device=cu_seqlens.device)
-    segment = numbers_S.repeat_interleave(lengths_S, output_size=tokens)  # the host need not wait for the sum
-    position = torch.arange(tokens, device=segment.device) - cu_seqlens[segment]  # in its segment
-    return segment * width + position
+def longest_first(lengths_S: np.ndarray) -> np.ndarray:
+    """The numbers of the segments sorted by length, [S]."""
+    return np.argsort(-lengths_S, kind="stable")
+
+
+def make_buckets(lengths_S: np.ndarray) -> list[tuple[int, int]]:
+    """(number, longest) of each bucket that holds segments of similar length, if the longest come first."""
+    buckets: list[tuple[int, int]] = []
+    for length in lengths_S[longest_first(lengths_S)].tolist():
+        count, longest = buckets[-1] if buckets else (0, 0)
+        if buckets and length >= min(SIMILAR * longest, longest - FEW_TOKENS):
+            buckets[-1] = (count + 1, longest)
+        else:
+            buckets.append((1, length))
+    return buckets
 
 
 # ---------------------------------------------------------------- two kernels
@@ -129,30 +181,40 @@ def attend(query, key, value, segments: Segments, scale: float | None = None) ->
 
 
 def attend_padded(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
-    """`attend` by padding to [S, longest] and scaled_dot_product_attention; segments of one length are not copied."""
-    sequences = len(segments.cu_q) - 1
+    """`attend` by padding the segments of each bucket to the longest, and scaled_dot_product_attention."""
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda and groups > 1:  # but for FlashAttention, torch takes grouped heads by storing all scores
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    query_slots, key_slots = segments.slots
+    sizes = [count * longest for count, longest in segments.buckets]
 
-    def pad(x, slot, width):  # [tokens, n, d] → [S, n, width, d]
+    def pad(x, slots):  # [tokens, n, d] → [S, n, longest, d] of each bucket
         x = x if x.is_cuda else x.float()  # on the CPU bf16 takes ten times as long
-        if len(x) < sequences * width:
-            x = x.new_zeros(sequences * width, *x.shape[1:]).index_copy_(0, slot, x)
-        return x.unflatten(0, (sequences, width)).transpose(1, 2)
+        if slots is not None:
+            x = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, slots, x)
+        parts = zip(x.split(sizes), segments.buckets, strict=True)
+        return [part.unflatten(0, bucket).transpose(1, 2) for part, bucket in parts]
 
-    out = F.scaled_dot_product_attention(
-        pad(query, segments.query_slot, segments.max_q),
-        *(pad(x, segments.key_slot, segments.max_k) for x in (key, value)),
-        attn_mask=segments.mask,
-        is_causal=segments.mask is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    out = out.transpose(1, 2).flatten(0, 1)  # [S * max_q, heads, d]
-    if len(query) < len(out):
-        out = out.index_select(0, segments.query_slot)
+    outs = []
+    padded = zip(pad(query, query_slots), pad(key, key_slots), pad(value, key_slots), strict=True)
+    for part_query, part_key, part_value in padded:
+        mask = window_mask(part_key.shape[2], segments.window, query.device)
+        out = F.scaled_dot_product_attention(
+            part_query, part_key, part_value, attn_mask=mask, is_causal=mask is None, scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        outs.append(out.transpose(1, 2).flatten(0, 1))  # [S * longest, heads, d]
+    out = torch.cat(outs) if len(outs) > 1 else outs[0]
+    if query_slots is not None:
+        out = out.index_select(0, query_slots)
     return out.to(query.dtype)
+
+
+def window_mask(longest: int, window: int | None, on: torch.device) -> torch.Tensor | None:
+    """True where a query attends to a key, [longest, longest]; None: to all before it, which needs no mask."""
+    if window is None or window >= longest:
+        return None
+    return torch.ones(longest, longest, dtype=torch.bool, device=on).tril().triu(1 - window)
 
 
 def attend_varlen(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
@@ -161,7 +223,7 @@ def attend_varlen(query, key, value, segments: Segments, scale: float | None = N
     Its causal mask is aligned to the last query and the last key, as Segments are. Raises RuntimeError where this torch
     has no windows.
     """
-    lengths = (segments.cu_q, segments.cu_k, segments.max_q, segments.max_k)
+    lengths = (segments.cu_q, segments.cu_k, int(segments.queries_S.max()), int(segments.keys_S.max()))
     options = varlen_options(flash.varlen_attn, segments.window, scale)
     return flash.varlen_attn(query, key, value, *lengths, **options)
 
@@ -242,23 +304,24 @@ def from_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 class Packing(PackedSeqParams):
     """What core attention needs to know of a packed row; Megatron's layers pass it on."""
 
-    cos: torch.Tensor | None = None  # [T / cp, 1, 1, head_dim], of each query's position, as Rotation takes them
+    cos: torch.Tensor | None = None  # [C / cp, 1, 1, head_dim], of each query's position, as Rotation takes them
     sin: torch.Tensor | None = None
     segments: Segments | None = None  # the sequences of the whole row
+    copies: Copies | None = None  # which computed position each key of the row is; None: all are computed
 
     @classmethod
     def of(cls, mb, inv_freq: torch.Tensor, config: TransformerConfig) -> "Packing":
         """That of a micro-batch; `inv_freq` [head_dim / 2] as transformers computes it."""
         window = config.window_size and config.window_size[0] + 1
-        longest = mb.max_seqlen
-        tokens = mb.tokens.shape[1]
-        angles = torch.outer(own_stripe(mb.position_ids[0]).float(), inv_freq)[:, None, None]
+        on = mb.tokens.device
+        angles = torch.outer(own_stripe(mb.computed(mb.position_ids[0])).float(), inv_freq)[:, None, None]
         cos, sin = angles.cos(), angles.sin()
         return cls(
             qkv_format="sbhd",  # with "thd" Megatron would loop over the sequences itself
             cos=torch.cat((cos, cos), -1).to(config.params_dtype),
             sin=torch.cat((-sin, sin), -1).to(config.params_dtype),
-            segments=Segments(mb.cu_seqlens, mb.cu_seqlens, longest, longest, tokens, tokens, window),
+            segments=Segments.of(mb.sizes, mb.queries, window, on),
+            copies=None if mb.place is None else Copies.of(mb.place, mb.width, on),
         )
 
 
@@ -304,13 +367,17 @@ class PackedAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale
 
     def forward(self, query, key, value, attention_mask, packed_seq_params: Packing, **unused) -> torch.Tensor:
-        """query [T / cp, 1, heads, d], key and value [T / cp, 1, kv_heads, d] → [T / cp, 1, heads * d]."""
+        """query [C / cp, 1, heads, d], key and value [C / cp, 1, kv_heads, d] → [C / cp, 1, heads * d]."""
         packing = packed_seq_params
         query, key = (Rotation.apply(x, packing.cos, packing.sin) for x in (query, key))
         query, key, value = (x.squeeze(1) for x in (query, key, value))
-        if mpu.get_context_parallel_world_size() == 1:
-            out = attend(query, key, value, packing.segments, self.softmax_scale)
-        else:
-            out = attend(*to_heads(query, key, value), packing.segments, self.softmax_scale)
-            out = from_heads(out, query.shape[1])
+        heads = query.shape[1]
+        splits = mpu.get_context_parallel_world_size() > 1
+        if splits:
+            query, key, value = to_heads(query, key, value)
+        if packing.copies:
+            key, value = packing.copies.take(key), packing.copies.take(value)
+        out = attend(query, key, value, packing.segments, self.softmax_scale)
+        if splits:
+            out = from_heads(out, heads)
         return out.flatten(1).unsqueeze(1)

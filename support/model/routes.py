@@ -68,7 +68,7 @@ def set_routes(chunk, mb) -> None:
     """Give the chunk's routers this rank's part of `mb.routes`, [1, T, layers, k] or None, before `mb` enters it."""
     routes = None
     if mb.routes is not None:
-        routes = own_stripe(mb.routes[0].movedim(0, -1))  # [layers, k, T / cp]
+        routes = own_stripe(mb.computed(mb.routes[0].movedim(0, -1)))  # [layers, k, C / cp]
         if chunk.config.sequence_parallel:
             routes = routes.chunk(mpu.get_tensor_model_parallel_world_size(), dim=-1)
             routes = routes[mpu.get_tensor_model_parallel_rank()]

@@ -61,8 +61,8 @@ def check_update(
     """Check the update on the `chosen` numbers of `samples`: this replica's rows, and the report of all replicas.
 
     Raises TrainingError unless each position has the token, target, mask and log-prob of its sample, its weight in the
-    loss and the advantage that the batch has there, every trained token was counted once, and the loss is made of the
-    parts that are reported.
+    loss and the advantage that the batch has there, unless the position computed for it has its token and place, and
+    unless every trained token was counted once and the loss is made of the parts that are reported.
     """
     prompts = {s.group: s.prompt_ids for s in samples}
     if not all(np.array_equal(s.prompt_ids, prompts[s.group]) for s in samples):
@@ -84,7 +84,10 @@ def check_update(
     for mb, row in zip(micro_batches, np.split(held, ends[:-1], axis=1), strict=True):
         if len(mb.samples):
             expected = expected_row(mb, samples, cfg, advantages_F, weights_N)
-            check_row(dict(zip(FIELDS, row, strict=True)), expected)
+            row = dict(zip(FIELDS, row, strict=True))
+            check_row(row, expected)
+            if mb.place is not None:
+                check_row(row, {name: row[name][mb.kept][mb.place] for name in ("tokens", "position_ids")})
 
 
 def expected_row(

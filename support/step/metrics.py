@@ -96,7 +96,7 @@ def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dic
     numbers |= update_metrics(record.reports, batch, cfg)
     numbers |= route_metrics(samples, record.reports[0], cfg.algo.replay_routes)
     numbers |= time_metrics(record)
-    numbers |= throughput.speed_metrics(samples, batch, model[0].hf_config, cfg, record.seconds)
+    numbers |= throughput.speed_metrics(samples, record.reports, model[0].hf_config, cfg, record.seconds)
     numbers["entropy_frac"] = numbers["entropy"] / math.log(model[0].hf_config.vocab_size)
     if model[0].config.num_moe_experts:
         load = expert_load(model)
@@ -144,8 +144,9 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
     w = sum(r["w"] for r in compared)
     w2 = sum(r["w2"] for r in compared)
     effective = w**2 / (w2 or 1)  # sample size
-    own = [sum(r[name] for r in reports) for name in ("real", "positions")]
-    real, positions = np.sum(ranks.gather(own), 0)  # in the rows of all ranks
+    own = [sum(r[name] for r in reports) for name in ("real", "positions", "shared")]
+    replicas = bridge.mpu.get_data_parallel_world_size()
+    real, positions, shared = np.mean(ranks.gather(own), 0) * replicas  # in the rows of all replicas
     applied = sum(math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in reports)
     numbers = {metric: report_mean(entry, first) for metric, entry in FIRST.items()}
     if batch.ref_logp is None:
@@ -163,6 +164,7 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
         "grad_norm": reports[0]["grad_norm"],
         "pack/micro_batches": sum(r["micro_batches"] for r in reports),
         "pack/real_frac": real / max(positions, 1),
+        "pack/prompt_tokens_saved": shared,
         "update/applied": applied,
         "update/skipped": len(reports) - applied,
     }

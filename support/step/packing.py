@@ -4,22 +4,20 @@ A micro-batch is one row; the plan calls the samples that share it a bin. Each p
 target, the next token, so a sample of n tokens has n - 1 positions. The plan is a pure function of the samples of the
 whole step, so every rank computes the same plan and packs its own part of it.
 
-A row has no padding between its sequences. Where attention has no kernel for sequences of several lengths
-(`attention_pads`), attention pads them to [sequences, longest]. Such bins are called padded: they hold sequences of
-similar length, and sequences × longest counts against the budget. Otherwise only the tokens of a row count.
+Answers to one prompt share it: neighbours in a row with the same prompt compute its positions once. So the plan deals
+in units: all answers to a prompt, a part of them, or one sample.
 """
 
 import heapq
 import math
 from dataclasses import fields
-from functools import partial
 
 import numpy as np
 import torch
 
 import megatron_bridge as bridge
 from config import Config, ParallelConfig, TrainingError
-from support.model.attention import uses_varlen
+from support.model.attention import make_buckets, uses_varlen
 from support.model.layers import to_device
 from support.step.records import Batch, MicroBatch, Rows, Sample
 
@@ -29,6 +27,9 @@ from support.step.records import Batch, MicroBatch, Rows, Sample
 TOKEN = 4096
 ROW_TOKENS = 2048  # a shorter row is taken to cost as much: on a GPU its time is that of kernel launches
 ROW_START = 128  # and each row costs as much as so many tokens besides, so that the plan has few
+# A position that is a copy counts as so much of a computed one. Its key and value are stored for each answer: at most
+# 4 of the 34 × hidden bytes of activations of a layer (arXiv 2205.05198).
+COPY = 1 / 8
 PADDING_PIECE = 128  # tokens of a sequence of padding in a row without samples, at most
 
 
@@ -38,36 +39,35 @@ def attention_pads(dtype: str) -> bool:
 
 
 def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Config) -> list[MicroBatch]:
-    """This replica's micro-batches of the numbered samples, each of at most `max_tokens` positions with padding."""
+    """This replica's micro-batches of the numbered samples, each of at most `max_tokens` computed positions."""
     replicas = bridge.mpu.get_data_parallel_world_size()
     multiple = bridge.token_multiple(cfg.parallel)
-    lengths_N = batch.lengths_N[samples]
-    pads = attention_pads(cfg.model.dtype)
-    bins = plan_bins(lengths_N, max_tokens // multiple * multiple, replicas, cfg.parallel, pads)
-    widths = [max(1, math.ceil(lengths_N[members].sum() / multiple)) * multiple for members in bins]
+    bins = plan_rows(batch, samples, max_tokens // multiple * multiple, replicas, cfg)
+    shared = [shared_positions(batch, members, cfg.shares_prompts) for members in bins]
+    sizes = [(batch.lengths_N[members] - less).sum() for members, less in zip(bins, shared, strict=True)]
+    widths = [max(1, math.ceil(size / multiple)) * multiple for size in sizes]
     if cfg.parallel.vpp > 1:  # the interleaved schedule needs rows of one length
         widths = [max(widths)] * len(bins)
-    micro_batches = []
     own = slice(bridge.mpu.get_data_parallel_rank(), None, replicas)
-    for members, width in zip(bins[own], widths[own], strict=True):
-        micro_batches.append(pack(batch, [samples[i] for i in members], width, bridge.device()))
-    return micro_batches
+    planned = zip(bins[own], widths[own], strict=True)
+    return [pack(batch, members, width, bridge.device(), cfg.shares_prompts) for members, width in planned]
 
 
 def measure_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
     """How well this replica's training micro-batches are used: pack/* and pipeline/bubble of docs/metrics.md."""
-    work = sum(int((mb.lengths**2).sum()) for mb in micro_batches)
+    computed = sum(mb.width for mb in micro_batches)
+    padding = sum(mb.tokens.shape[1] - int(mb.lengths.sum()) for mb in micro_batches)
+    work = done = sum(int((mb.lengths**2).sum()) for mb in micro_batches)
+    earlier = [mb.lengths - mb.queries[: len(mb.lengths)] for mb in micro_batches]  # shared positions of each sample
     if attention_pads(cfg.model.dtype):
-        positions = [(len(mb.cu_seqlens) - 1) * mb.max_seqlen for mb in micro_batches]
-        done = sum(count * mb.max_seqlen for count, mb in zip(positions, micro_batches, strict=True))
-    else:
-        positions = [int(mb.lengths.sum()) for mb in micro_batches]
-        done = work
+        done = sum(count * longest**2 for mb in micro_batches for count, longest in make_buckets(mb.sizes))
     return {
-        "real": sum(int(mb.lengths.sum()) for mb in micro_batches),
-        "positions": sum(positions),
+        "real": computed - padding,
+        "positions": computed,
+        "shared": sum(mb.tokens.shape[1] - mb.width for mb in micro_batches),
+        "attended": work - sum(int((shared**2).sum()) for shared in earlier),  # as in plan_bins
         "micro_batches": len(micro_batches),
-        "fill": sum(positions) / (len(micro_batches) * cfg.train.max_tokens_per_micro_batch),
+        "fill": computed / (len(micro_batches) * cfg.train.max_tokens_per_micro_batch),
         "attention_waste": done / work if work else 1.0,
         "bubble": bubble(len(micro_batches), cfg.parallel),
     }
@@ -82,48 +82,80 @@ def bubble(micro_batches: int, parallel: ParallelConfig) -> float:
 # ---------------------------------------------------------------- the plan: which samples share a row
 
 
-def plan_bins(
-    lengths_N: np.ndarray, max_tokens: int, replicas: int, parallel: ParallelConfig, padded: bool
-) -> list[list[int]]:
-    """Assign samples to bins of at most `max_tokens` positions, so that the slowest replica finishes soonest.
+def plan_rows(batch: Batch, samples: list[int], max_tokens: int, replicas: int, cfg: Config) -> list[list[int]]:
+    """The numbered samples in bins of at most `max_tokens` positions, copies counted as COPY of one; replica r takes
+    bins[r::replicas].
 
-    Returns bins of sample numbers, some perhaps empty; replica r takes bins[r::replicas]. Up to twice as many bins as
-    the best so far are tried, in steps of a quarter, for the least cost of the slowest replica, pipeline bubble
-    included; a replica has at least as many as there are stages, if samples suffice. A bin costs TOKEN for each token
-    plus the squared length of each sequence, in a `padded` bin the square of the longest for each. A padded bin holds
-    sequences of similar length, and sequences × longest is within `max_tokens`, with the padding to a multiple of
-    tp · cp. Raises ValueError for a sample beyond `max_tokens`.
+    Where prompts are shared, units of all answers to a prompt, of halves, of quarters, ... and of single samples are
+    planned, and the soonest finished plan is taken. In a bin, the answers to a prompt are side by side.
     """
-    if lengths_N.max(initial=0) > max_tokens:
-        raise ValueError(f"a sample of {lengths_N.max()} tokens does not fit a micro-batch of {max_tokens}")
-    order_N = np.argsort(-lengths_N, kind="stable")  # longest first
-    lengths_N = lengths_N[order_N]
-    most = len(order_N) // replicas  # bins of a replica, if each has a sample
+    samples = np.asarray(samples, dtype=np.int64)
+    prompt_N = batch.same_prompt_N[samples] if cfg.shares_prompts else np.arange(len(samples))
+    order = np.lexsort((-batch.lengths_N[samples], prompt_N))  # answers to a prompt side by side, the longest first
+    samples, prompt_N = samples[order], prompt_N[order]
+    lengths_N = batch.lengths_N[samples].astype(np.int64)
+    prompts_N = np.minimum(batch.prompts_N[samples], lengths_N - 1)
+    rank_N = np.arange(len(samples)) - np.searchsorted(prompt_N, prompt_N)  # among the answers to the same prompt
+    best, plan = math.inf, None
+    most = 1 + rank_N.max(initial=0)  # answers of a unit
+    while most > 0:
+        starts_U = np.flatnonzero(rank_N % most == 0)
+        shared_N = np.where(rank_N % most == 0, 0, prompts_N)
+        tokens_U = np.ceil(np.add.reduceat(lengths_N - (1 - COPY) * shared_N, starts_U)).astype(np.int64)
+        if tokens_U.max(initial=0) <= max_tokens or most == 1:
+            attended_U = np.add.reduceat(lengths_N**2 - shared_N**2, starts_U)
+            bins, duration = plan_bins(tokens_U, attended_U, max_tokens, replicas, cfg.parallel)
+            if duration < best:
+                best = duration
+                units = np.split(samples, starts_U[1:])
+                plan = [[n for u in sorted(members) for n in units[u].tolist()] for members in bins]
+        most //= 2
+    return plan
+
+
+def shared_positions(batch: Batch, samples: list[int], shares: bool) -> np.ndarray:
+    """How many positions each sample of a row shares with the one before it, [S]: those of its prompt, if it has the
+    same. A sample keeps one position of its own, so that it has a query.
+    """
+    shared_S = np.zeros(len(samples), dtype=np.int64)
+    if shares and len(samples) > 1:
+        prompt_S = batch.same_prompt_N[samples]
+        again_S = np.append(False, prompt_S[1:] == prompt_S[:-1])
+        shared_S[again_S] = np.minimum(batch.prompts_N[samples], batch.lengths_N[samples] - 1)[again_S]
+    return shared_S
+
+
+def plan_bins(
+    tokens_N: np.ndarray, attended_N: np.ndarray, max_tokens: int, replicas: int, parallel: ParallelConfig
+) -> tuple[list[list[int]], float]:
+    """Assign units to bins of at most `max_tokens` positions, so that the slowest replica finishes soonest.
+
+    Returns bins of unit numbers, some perhaps empty, and the planned duration; replica r takes bins[r::replicas]. Up to
+    twice as many bins as the best so far are tried, in steps of a quarter, for the least cost of the slowest replica,
+    pipeline bubble included; a replica has at least as many as there are stages, if units suffice. A bin costs TOKEN
+    for each token plus `attended_N`, twice the number of positions that its tokens attend to. Raises ValueError for a
+    unit beyond `max_tokens`.
+    """
+    if tokens_N.max(initial=0) > max_tokens:
+        raise ValueError(f"a sample of {tokens_N.max()} tokens does not fit a micro-batch of {max_tokens}")
+    most = len(tokens_N) // replicas  # bins of a replica, if each has a unit
     step = 1  # the number of bins of a replica is a multiple of this
     token = TOKEN
     if parallel.vpp > 1:  # the interleaved schedule needs full rounds, and rows as wide as the widest: equal tokens
         step = parallel.pp
         token *= 100
-    cost_N = token * lengths_N + lengths_N.astype(np.float64) ** 2
-    if padded:
-        room_N = np.maximum(max_tokens // (lengths_N + bridge.token_multiple(parallel) - 1), 1)
-        full_N = full_bins(room_N.tolist())
-        divide = partial(cut_sorted, cost_N, room_N, full_N)
-        fewest = full_N[0]
-    else:
-        divide = partial(assign_to_cheapest, cost_N.tolist(), lengths_N.tolist(), max_tokens)
-        fewest = lengths_N.sum() / max_tokens
-    rounds = math.ceil(max(fewest / replicas, min(parallel.pp, most), 1) / step) * step  # bins of a replica
+    cost_N = token * tokens_N + attended_N
+    order_N = np.argsort(-cost_N, kind="stable")  # costliest first
+    cost_N = cost_N[order_N]
+    fewest = tokens_N.sum() / max_tokens / replicas
+    rounds = math.ceil(max(fewest, min(parallel.pp, most), 1) / step) * step  # bins of a replica
     best = math.inf
-    best_rounds = 0  # 0: the samples did not fit so few bins
+    best_rounds = 0  # 0: the units did not fit so few bins
     while best_rounds == 0 or rounds <= min(most, 2 * best_rounds):
-        bin_N = divide(rounds * replicas)
+        bin_N = assign_to_cheapest(cost_N.tolist(), tokens_N[order_N].tolist(), max_tokens, rounds * replicas)
         if bin_N is None:
             rounds += step
             continue
-        if padded:
-            longest_N = lengths_N[np.searchsorted(bin_N, bin_N)]
-            cost_N = token * lengths_N + longest_N.astype(np.float64) ** 2
         cost_B = np.bincount(bin_N, weights=cost_N, minlength=rounds * replicas)
         place_B = order_bins(cost_B, replicas)
         loads = np.bincount(place_B % replicas, weights=np.maximum(cost_B, token * ROW_TOKENS) + token * ROW_START)
@@ -135,50 +167,21 @@ def plan_bins(
         rounds += max(rounds // 4 // step, 1) * step
     ends = np.cumsum(np.bincount(place_N, minlength=best_rounds * replicas))[:-1]
     members = np.split(order_N[np.argsort(place_N, kind="stable")], ends)
-    return [samples.tolist() for samples in members]
-
-
-def full_bins(rooms: list[int]) -> np.ndarray:
-    """How many bins hold the samples from each on, [N + 1], if each bin takes as many as its first leaves room for."""
-    bins = [0] * (len(rooms) + 1)
-    for i, room in reversed([*enumerate(rooms)]):
-        bins[i] = 1 + bins[min(i + room, len(rooms))]
-    return np.array(bins)
-
-
-def cut_sorted(cost_N: np.ndarray, room_N: np.ndarray, full_N: np.ndarray, count: int) -> np.ndarray | None:
-    """Bin of each sample, for padded bins, [N]: `count` runs of the sorted samples that cost about the same.
-
-    `room_N` says how many sequences fit into a bin whose longest is this one; `full_N` is `full_bins` of it. Returns
-    None where `count` bins are too few.
-    """
-    if full_N[0] > count:
-        return None
-    done = np.cumsum([0, *cost_N])
-    middle_N = (done[1:] + done[:-1]) / 2
-    sizes = []
-    start = 0
-    while start < len(cost_N):
-        left = count - len(sizes)
-        share = np.searchsorted(middle_N, done[start] + (done[-1] - done[start]) / left)  # an equal one of what is left
-        fits = np.searchsorted(-full_N, 1 - left)  # the first sample from which on the other bins hold all
-        sizes.append(min(max(share, fits, start + 1) - start, room_N[start]))
-        start += sizes[-1]
-    return np.repeat(np.arange(len(sizes)), sizes)
+    return [units.tolist() for units in members], best
 
 
 def assign_to_cheapest(costs: list[float], lengths: list[int], max_tokens: int, count: int) -> np.ndarray | None:
-    """Bin of each sample, for bins without padding: longest first, each into the cheapest of `count` bins (LPT).
+    """Bin of each unit: the costliest first, each into the cheapest of `count` bins (LPT).
 
-    Returns None where the cheapest bin has no room for a sample's tokens.
+    Returns None where the cheapest bin has no room for a unit's tokens.
     """
     bins = []
     heap = [(0, 0, number) for number in range(count)]  # (cost, tokens, number)
-    for sample_cost, length in zip(costs, lengths, strict=True):
+    for unit_cost, length in zip(costs, lengths, strict=True):
         cost, tokens, number = heap[0]
         if tokens + length > max_tokens:
             return None
-        heapq.heapreplace(heap, (cost + sample_cost, tokens + length, number))
+        heapq.heapreplace(heap, (cost + unit_cost, tokens + length, number))
         bins.append(number)
     return np.array(bins, dtype=np.int64)
 
@@ -199,15 +202,17 @@ def order_bins(cost_B: np.ndarray, replicas: int) -> np.ndarray:
 # ---------------------------------------------------------------- the packed row
 
 
-def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
-    """The numbered samples in one row of `width` positions; without samples a row of padding only."""
+def pack(batch: Batch, samples: list[int], width: int, device, shares: bool = False) -> MicroBatch:
+    """The numbered samples in one row of `width` computed positions; without samples a row of padding only.
+
+    `shares`: neighbours with the same prompt compute it once, so that the row is longer than `width`.
+    """
     starts_S = batch.starts_N[samples]
     lengths_S = batch.lengths_N[samples]
-    padding = width - int(lengths_S.sum())
-    padded_S = lengths_S
-    if padding:
-        padded_S = add_padding(lengths_S, padding)
-    cu_seqlens = np.cumsum([0, *padded_S], dtype=np.int32)
+    shared_S = shared_positions(batch, samples, shares)
+    padding = width - int((lengths_S - shared_S).sum())
+    piece = int(lengths_S.max(initial=0)) or PADDING_PIECE
+    sizes_S = np.append(lengths_S, np.diff([*range(0, padding, piece), padding])).astype(np.int64)
     pieces = [slice(start, start + length) for start, length in zip(starts_S, lengths_S, strict=True)]
 
     def row(values_F: torch.Tensor) -> torch.Tensor:
@@ -216,30 +221,29 @@ def pack(batch: Batch, samples: list[int], width: int, device) -> MicroBatch:
 
     known = {field.name: getattr(batch, field.name) for field in fields(Rows)}
     rows = {name: row(values_F) for name, values_F in known.items() if values_F is not None}
+    kept, place = share_positions(shared_S, sizes_S) if shared_S.any() else (None, None)
     return MicroBatch(
         **{name: to_device(values, device) for name, values in rows.items()},
         rows=np.flatnonzero(rows["mask"]),
         samples=np.array(samples, dtype=np.int32),
         starts=starts_S,
         lengths=lengths_S,
-        cu_seqlens=to_device(torch.from_numpy(cu_seqlens), device),
-        max_seqlen=int(np.diff(cu_seqlens).max()),
+        cu_seqlens=to_device(torch.from_numpy(np.cumsum([0, *sizes_S], dtype=np.int32)), device),
+        sizes=sizes_S,
+        kept=kept,
+        place=place,
     )
 
 
-def add_padding(lengths_S: np.ndarray, padding: int) -> np.ndarray:
-    """Lengths of the sequences of a row, with `padding` (above 0) at its end.
-
-    The padding lengthens the last sequence, or is sequences of its own, none longer than the longest sample: whichever
-    leaves fewer positions after attention's own padding.
+def share_positions(shared_S: np.ndarray, sizes_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The positions of a row that are computed, [C], and which of these each position is, [T], if so many of a
+    sequence's first positions are those of the sequence before it.
     """
-    piece = int(lengths_S.max(initial=0)) or min(PADDING_PIECE, padding)
-    pieces = np.diff([*range(0, padding, piece), padding])
-    if len(lengths_S):
-        longer_S = np.append(lengths_S[:-1], lengths_S[-1] + padding)
-        if len(longer_S) * longer_S.max() < (len(longer_S) + len(pieces)) * piece:
-            return longer_S
-    return np.append(lengths_S, pieces).astype(np.int64)
+    starts_S = np.cumsum(sizes_S) - sizes_S
+    source_T = np.arange(sizes_S.sum())
+    for s in np.flatnonzero(shared_S):  # in order: the sequence before has been given its sources
+        source_T[starts_S[s] :][: shared_S[s]] = source_T[starts_S[s - 1] :][: shared_S[s]]
+    return np.unique(source_T, return_inverse=True)
 
 
 def sequence_sum(values_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:

@@ -119,6 +119,22 @@ class Batch(Rows):
         starts_F = np.repeat(self.starts_N.astype(np.int32), self.lengths_N)
         return torch.from_numpy(np.arange(len(starts_F), dtype=np.int32) - starts_F)
 
+    @cached_property
+    def prompts_N(self) -> np.ndarray:
+        """Positions of each sample's prompt: those up to the first whose target the model sampled, or all."""
+        sampled = np.append(np.flatnonzero(self.mask.numpy()), len(self.tokens))
+        first_N = sampled[np.searchsorted(sampled, self.starts_N)]
+        return np.minimum(first_N + 1 - self.starts_N, self.lengths_N)
+
+    @cached_property
+    def same_prompt_N(self) -> np.ndarray:
+        """A number for each sample, the same where the tokens of the prompts, and their routes, are the same."""
+        held = [values.numpy() for values in (self.tokens, self.routes) if values is not None]
+        numbers = {}
+        pieces = [slice(start, start + size) for start, size in zip(self.starts_N, self.prompts_N, strict=True)]
+        prompts = [b"".join(values[piece].tobytes() for values in held) for piece in pieces]
+        return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
+
     def take(self, samples: list[int]) -> "Batch":
         """The batch of these samples alone, numbered from 0."""
         pieces = [slice(start, start + length) for start, length in zip(self.starts_N, self.lengths_N, strict=True)]
@@ -135,7 +151,8 @@ class Batch(Rows):
 class MicroBatch(Rows):
     """S sequences in one row of T positions, one after another.
 
-    Padding is at the end of the row and masked. It lengthens the last sequence, or makes sequences of its own.
+    Padding is at the end of the row and masked, in sequences of its own. Where neighbours share a prompt, its positions
+    are computed for the first of them only: C of the T positions, `kept`. The others are copies, as `place` says.
     """
 
     samples: np.ndarray  # numbers of the row's samples in the Batch, [at most S]
@@ -143,7 +160,34 @@ class MicroBatch(Rows):
     lengths: np.ndarray  # positions of each, without padding
     rows: np.ndarray  # [M], the positions where the mask is True
     cu_seqlens: torch.Tensor  # [S + 1] int32, where sequences begin and end
-    max_seqlen: int
+    sizes: np.ndarray  # positions of each sequence, [S]
+    kept: np.ndarray | None = None  # [C] int64, the positions that are computed; None: all
+    place: np.ndarray | None = None  # [T] int64, which of these each position is
+
+    @property
+    def width(self) -> int:
+        """Number of positions that are computed, C."""
+        return self.tokens.shape[1] if self.kept is None else len(self.kept)
+
+    @property
+    def queries(self) -> np.ndarray:
+        """Positions of each sequence that are computed, [S]: its last."""
+        if self.kept is None:
+            return self.sizes
+        return np.diff(np.searchsorted(self.kept, np.cumsum([0, *self.sizes])))
+
+    def computed(self, values_T: torch.Tensor) -> torch.Tensor:
+        """The values of the computed positions; [..., T] → [..., C]."""
+        if self.kept is None:
+            return values_T
+        return values_T.index_select(-1, torch.from_numpy(self.kept).to(values_T.device))
+
+    def at_any_copy(self, where_T: torch.Tensor) -> torch.Tensor:
+        """Whether `where_T` holds at a computed position or at one of its copies; [1, T] → [1, C] bool."""
+        if self.place is None:
+            return where_T
+        place_T = torch.from_numpy(self.place).to(where_T.device)
+        return torch.zeros(1, self.width, device=where_T.device).index_add(1, place_T, where_T.float()) > 0
 
     @property
     def index_T(self) -> torch.Tensor:

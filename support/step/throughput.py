@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 import megatron_bridge as bridge
 from config import Config
-from support.step.records import Batch, Sample
+from support.step.records import Sample
 
 # Part of a GPU's name → its dense bf16 rate in 10¹² operations a second, by NVIDIA's data sheets; the first that fits.
 BF16_RATES = {
@@ -35,35 +35,38 @@ def matrix_weights(hf, active: bool) -> int:
     return hf.num_hidden_layers * (attention + block) + hf.vocab_size * h
 
 
-def train_flops(hf, lengths: list[int]) -> float:
-    """Floating-point operations of forward and backward over sequences of these lengths; recomputation does not count.
+def train_flops(hf, tokens: int, attended: int) -> float:
+    """Floating-point operations of forward and backward; recomputation does not count.
 
-    Per token 6 for each weight of a matrix that it meets; per sequence of s tokens 6 s² of causal attention for each
-    layer and each dimension of its heads.
+    6 for each of the `tokens` and each weight of a matrix that it meets; for each layer and each dimension of its heads
+    6 for each of `attended`, twice the number of pairs of causal attention: s² of a sequence of s tokens.
     """
     width = hf.num_hidden_layers * hf.num_attention_heads * bridge.head_dim(hf)
-    matmul = 6.0 * matrix_weights(hf, active=True) * sum(lengths)
-    attention = 6.0 * width * sum(s * s for s in lengths)
-    return matmul + attention
+    return 6.0 * matrix_weights(hf, active=True) * tokens + 6.0 * width * attended
 
 
 def speed_metrics(
-    samples: list[Sample], batch: Batch, hf, cfg: Config, seconds: dict[str, float]
+    samples: list[Sample], reports: list[dict[str, float]], hf, cfg: Config, seconds: dict[str, float]
 ) -> dict[str, float | None]:
-    """Rates of a step of these `seconds`, for each rank, and its model FLOPs utilisation, None without a known GPU."""
-    ranks = dist.get_world_size()
+    """Rates of a step of these `seconds`, for each rank, and its model FLOPs utilisation, None without a known GPU.
+
+    `reports`: of the step's updates; computed tokens and utilisation are of this rank's replica.
+    """
     pushed = matrix_weights(hf, active=False)
     if not hf.tie_word_embeddings:
         pushed += hf.vocab_size * hf.hidden_size
+    ranks = dist.get_world_size() // bridge.mpu.get_data_parallel_world_size()  # of a replica
+    tokens, attended = (sum(report[name] for report in reports) / ranks for name in ("real", "attended"))
     numbers = {
-        "speed/tokens_per_s_per_rank": sum(s.positions + 1 for s in samples) / ranks / seconds["step"],
+        "speed/tokens_per_s_per_rank": sum(s.positions + 1 for s in samples) / dist.get_world_size() / seconds["step"],
+        "speed/computed_tokens_per_s_per_rank": tokens / seconds["train"],
         "speed/sync_gb_per_s": pushed * bridge.DTYPES[cfg.model.dtype].itemsize / 1e9 / seconds["sync"],
         "speed/mfu_train": None,
         "speed/mfu_step": None,
     }
     rate = gpu_rate(cfg.model.dtype)
     if rate is not None:
-        flops = train_flops(hf, batch.lengths_N.tolist()) * cfg.train.epochs_per_step / ranks
+        flops = train_flops(hf, tokens, attended)
         numbers["speed/mfu_train"] = flops / seconds["train"] / rate
         numbers["speed/mfu_step"] = flops / seconds["step"] / rate
     return numbers

@@ -37,6 +37,13 @@ SETTINGS = {
 
 GRADIENTS = [
     Exhibit(
+        "gradient_of_one_answer", "gradients", "a shared prompt gets the gradient of one of its answers",
+        "support.model.attention:TakeRows.backward",
+        'torch.segment_reduce(grad.float().index_select(0, order), "sum", lengths=counts, unsafe=True)',
+        "grad.float()[order[(counts.cumsum(0) - counts).clamp(max=len(order) - 1)]]",
+        "run", "the update is not what its formulas say",
+    ),
+    Exhibit(
         "not_reduced", "gradients", "the replicas' gradients are not summed",
         "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
         "model_chunk.finish_grad_sync(force_all_reduce=force_all_reduce)", "pass",
@@ -186,7 +193,7 @@ TOKENS = [
         "positions_run_on", "tokens", "position ids run on across the samples of a packed row",
         "support.step.records:MicroBatch.position_ids", "starts_T = self.cu_seqlens[self.sequence_T]",
         "starts_T = self.cu_seqlens[self.sequence_T] * 0",
-        "run", "position_ids of the update",
+        "run", "the update is not what its formulas say",
     ),
     Exhibit(
         "positions_count_padding", "tokens", "position ids of an answer count the padding of its prompt",
@@ -197,9 +204,27 @@ TOKENS = [
     Exhibit(
         "packed_samples_attend", "tokens", "packed samples attend to each other",
         "support.model.attention:Packing.of",
-        "segments=Segments(mb.cu_seqlens, mb.cu_seqlens, longest, longest, tokens, tokens, window)",
-        "segments=Segments(*[mb.cu_seqlens[[0, -1]]] * 2, tokens, tokens, tokens, tokens, window)",
+        "Segments.of(mb.sizes, mb.queries, window, on)",
+        "Segments.of(mb.sizes.sum()[None], mb.queries.sum()[None], window, on)",
         "run", "the update is not what its formulas say",
+    ),
+    Exhibit(
+        "answers_attend_to_each_other", "tokens", "the answers to a shared prompt attend to each other",
+        "support.model.attention:Packing.of",
+        "segments=Segments.of(mb.sizes, mb.queries, window, on),\n"
+        "            copies=None if mb.place is None else Copies.of(mb.place, mb.width, on),",
+        "segments=Segments.of(*[np.add.reduceat(mb.queries, np.flatnonzero(mb.queries == mb.sizes))] * 2, window, on),",
+        "run", "trainer and vLLM disagree",
+    ),
+    Exhibit(
+        "first_token_from_another_place", "tokens", "a first token is predicted from the end of another answer",
+        "megatron_bridge:token_logprobs", "mb.place[mb.rows]", 'mb.kept.searchsorted(mb.rows, "right") - 1',
+        "run", "the update is not what its formulas say",
+    ),
+    Exhibit(
+        "prompt_of_another_group", "tokens", "all answers of a row share the first group's prompt",
+        "support.step.packing:share_positions", "source_T[starts_S[s - 1] :][: shared_S[s]]", "source_T[: shared_S[s]]",
+        "run", "of the update",
     ),
     Exhibit(
         "one_seed", "tokens", "the seed does not reach vLLM",
