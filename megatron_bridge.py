@@ -455,10 +455,7 @@ def token_logprobs(
         hidden = gather_from_sequence_parallel_region(hidden)  # [C / cp, 1, h]; the backward pass reduce-scatters
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)  # the backward pass all-reduces
-    place_M = mb.rows if mb.place is None else mb.place[mb.rows]
-    own_M = in_own_stripe(place_M)  # below, M counts the positions of this rank
-    rows_M = to_device(torch.from_numpy(mb.rows[own_M]), mb.targets.device)
-    copies = Copies.of(place_M[own_M] // mpu.get_context_parallel_world_size(), len(hidden), mb.targets.device)
+    rows_M, copies = own_rows(mb)
     hidden_M = copies.take(hidden[:, 0])  # [M, h]
     targets_M = mb.targets[0].index_select(0, rows_M).long()
     if model.fp32_head:
@@ -475,8 +472,21 @@ def token_logprobs(
         values_M = torch.cat(values)
     else:
         values_M = chunk_logprobs(hidden_M, targets_M)
-    values_T = values_M.new_zeros(mb.tokens.shape[1], 2).index_copy(0, rows_M, values_M)  # 0 where another rank has it
-    return sum_over_context(values_T).unbind(-1)
+    return to_row(values_M, rows_M, mb).unbind(-1)
+
+
+def own_rows(mb) -> tuple[torch.Tensor, Copies]:
+    """The M positions with mask 1 whose hidden states this context-parallel rank holds, and which of these each has."""
+    place = mb.rows if mb.place is None else mb.place[mb.rows]
+    own = in_own_stripe(place)
+    cp = mpu.get_context_parallel_world_size()
+    on = mb.tokens.device
+    return to_device(torch.from_numpy(mb.rows[own]), on), Copies.of(place[own] // cp, mb.width // cp, on)
+
+
+def to_row(values_M, rows_M, mb) -> torch.Tensor:
+    """The values in the row, 0 at other positions, on every context-parallel rank; [M, n] → [T, n]."""
+    return sum_over_context(values_M.new_zeros(mb.tokens.shape[1], values_M.shape[1]).index_copy(0, rows_M, values_M))
 
 
 # ---------------------------------------------------------------- weights in and out

@@ -20,10 +20,10 @@ FUNCTION_LINES = 60
 # Statements of a wing, docstrings not counted; "docs" is lines of docs/*.md. These numbers only fall: a commit that
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
-    "top": 1171,
-    "support/base": 738, "support/check": 591, "support/data": 438, "support/engine": 257, "support/judge": 198,
+    "top": 1175,
+    "support/base": 738, "support/check": 591, "support/data": 438, "support/engine": 257, "support/judge": 195,
     "support/model": 1084, "support/proof": 940, "support/run": 1057, "support/step": 1025,
-    "rewards": 185, "tools": 1049, "benchmarks": 675, "tests": 9283, "docs": 2813,
+    "rewards": 185, "tools": 1049, "benchmarks": 675, "tests": 9270, "docs": 2815,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

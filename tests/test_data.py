@@ -219,6 +219,8 @@ BAD_FILES = {
     "ragged.csv": (b"prompt,answer\n1,2\n1,2,3\n", "ragged.csv.*Expected 2 fields in line 3, saw 3"),
     "answer.jsonl": (GOOD + b'{"prompt": "1", "answer": null}\n', "answer.jsonl, row 2: 'answer' is null"),
     "prompt.jsonl": (GOOD + b'{"prompt": null, "answer": "1"}\n', "prompt.jsonl, row 2: 'prompt' is null"),
+    "chat.jsonl": (b'{"prompt": [{"role": "user"}], "answer": "1"}\n', "row 1: 'prompt' is neither text nor a list of"),
+    "half.jsonl": (b'{"prompt": "\\ud800", "answer": "1"}\n', "half.jsonl"),
     "number.jsonl": (b'{"prompt": 5, "answer": "1"}\n', "row 1: 'prompt' is neither text nor a list of messages"),
     "date.jsonl": (b'{"prompt": "1", "answer": "2024-05-01"}\n', "row 1: 'answer' was read as a datetime"),
     "mixed.jsonl": (GOOD + b'{"prompt": "1", "answer": 1}\n', "mixed.jsonl.*/answer. changed from string to number"),

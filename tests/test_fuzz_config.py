@@ -46,7 +46,9 @@ for key, kind in KINDS.items():
 
 
 def is_illegal(key: str, value: typing.Any) -> bool:
-    """Whether the value is none for a key of numbers, whatever its own range."""
+    """Whether the value is none for a section or a key of numbers, whatever its own range."""
+    if key in SECTIONS:
+        return value not in ({}, None)
     kinds = {KINDS[key], *typing.get_args(KINDS[key])}
     if not {int, float} & kinds or typing.get_origin(KINDS[key]) is dict:
         return False
@@ -77,14 +79,9 @@ class Draft:
 
 
 def wrong_value(rng: random.Random, d: Draft) -> None:
-    key, value = rng.choice([key for key in KINDS if key not in d.spoilt]), rng.choice(WRONG)
+    key, value = rng.choice([key for key in (*KINDS, *SECTIONS) if key not in d.spoilt]), rng.choice(WRONG)
     d.illegal |= is_illegal(key, value)
     d.put(rng, key, value)
-
-
-def wrong_section(rng: random.Random, d: Draft) -> None:
-    d.illegal = True
-    d.put(rng, rng.choice([*SECTIONS]), rng.choice(["many", 3, [1], True]))
 
 
 def unknown_key(rng: random.Random, d: Draft) -> None:
@@ -138,20 +135,6 @@ def odd_path(rng: random.Random, d: Draft) -> None:
     d.illegal |= key == "reward.custom"
 
 
-def odd_rows(rng: random.Random, d: Draft) -> None:
-    rows = [{"prompt": "1>", "answer": "1"} for _ in range(3)]
-    rows.insert(rng.randrange(4), rng.choice([
-        {}, {"prompt": "1>"}, {"prompt": None, "answer": "1"}, {"prompt": "", "answer": "1"}, [], 3, None, "text",
-        {"prompt": [], "answer": "1"}, {"prompt": "1>", "answer": {"a": 1}}, {"prompt": "日本", "answer": "1"},
-        {"prompt": [{"role": "user"}], "answer": "1"}, {"prompt": "\ud800", "answer": "1"},
-    ]))  # fmt: skip
-    path = d.folder / rng.choice(["rows.jsonl", "rows.json"])
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    path.write_text(lines if path.suffix == ".jsonl" else json.dumps(rows))
-    d.put(rng, rng.choice(["data.train", "data.eval"]), str(path))
-    d.spoilt.append(str(path))
-
-
 def odd_passed_on(rng: random.Random, d: Draft) -> None:
     """Options that Megatron-core, vLLM or the chat template are to judge."""
     names = [f"megatron.{name}" for name in rng.sample(sorted(bridge.megatron_fields()), 6)]
@@ -176,8 +159,8 @@ def odd_model(rng: random.Random, d: Draft) -> None:
 
 
 MUTATIONS = [
-    wrong_value, wrong_value, wrong_value, wrong_section, unknown_key, odd_file, odd_override, odd_together,
-    odd_together, odd_path, odd_rows, odd_passed_on, odd_model,
+    wrong_value, wrong_value, wrong_value, unknown_key, odd_file, odd_override, odd_together, odd_together, odd_path,
+    odd_passed_on, odd_model,
 ]  # fmt: skip
 
 

@@ -127,35 +127,16 @@ def test_chosen_letter(text, letter):
 
 # ---------------------------------------------------------------- rewards/
 
-DOUBLE = "Here:\n```python\ndef double(x):\n    return x * 2\n```\n"
-ASSERTS = {"tests": ["assert double(2) == 4", "assert double('a') == 'aa'", "assert double(3) == 7"]}
-ECHO = "```py\nimport sys\nprint(*sorted(map(int, sys.stdin.read().split())))\n```"
-
-
-@pytest.mark.parametrize(
-    ("text", "row", "options", "value"),
-    [
-        (DOUBLE, {"tests": ASSERTS["tests"][:2]}, {}, 1.0), (DOUBLE, ASSERTS, {}, 0.0),
-        (DOUBLE, ASSERTS, {"partial": True}, 2 / 3),
-        ("```python\nwrong\n```\nbetter: " + DOUBLE, {"tests": ASSERTS["tests"][:1]}, {}, 1.0),
-        ("def double(x): return x * 2", ASSERTS, {}, 0.0),
-        ("```\nimport sys; sys.exit(0)\n```", ASSERTS, {"partial": True}, 0.0),
-        ("```\ndef f(:\n```", ASSERTS, {}, 0.0),
-        (ECHO, {"inputs": ["3 1 2\n", "5"], "outputs": ["1 2 3", "5\n"]}, {}, 1.0),
-        (ECHO, {"inputs": ["3 1 2\n", "x"], "outputs": ["1 2 3", "x"]}, {"partial": True}, 0.5),
-        ("```\nprint(1)\nraise SystemExit(1)\n```", {"inputs": [""], "outputs": ["1"]}, {}, 0.0),
-    ],
-)  # fmt: skip
-def test_code(text, row, options, value):
-    assert code.code(text, "", row, **options) == value
-
 
 def fenced(program: str) -> str:
     return f"```python\n{program}\n```"
 
 
-SHIFT = "def shift(xs, n):\n    return tuple(x + n for x in xs)"
-SOLUTION = (
+DOUBLE = "Here:\n" + fenced("def double(x):\n    return x * 2") + "\n"
+ASSERTS = ["assert double(2) == 4", "assert double('a') == 'aa'", "assert double(3) == 7"]
+ECHO = fenced("import sys\nprint(*sorted(map(int, sys.stdin.read().split())))").replace("python", "py")
+SHIFT = fenced("def shift(xs, n):\n    return tuple(x + n for x in xs)")
+SOLUTION = fenced(
     "class Solution:\n    def shift(self, xs: List[int], n: int) -> List[int]:\n        return [x + n for x in xs]"
 )
 EURUS = {"fn_name": "shift", "inputs": ["[1, 2]\n3", "[]\n0"], "outputs": ["[4, 5]", "[]"]}
@@ -163,25 +144,31 @@ APPS = {"fn_name": "shift", "inputs": [[[1, 2], 3], [[5], 1]], "outputs": [[[4, 
 LEETCODE = {"functional": "def check(f):\n    assert f([1], 2) == [3]\n\ncheck(Solution().shift)"}
 STDIN = {"inputs": ["3 1\n2\n", ["9", "8"]], "outputs": ["1 2 3\n", ["8 9"]]}
 TYPED = {"prelude": "from typing import *"}
+SHARE = {"partial": True}
 
 
 @pytest.mark.parametrize(
-    ("program", "found", "options", "value"),
+    ("text", "tests", "options", "value"),
     [
-        (SHIFT, EURUS, {}, 1.0), (SOLUTION, EURUS, TYPED, 1.0), (SOLUTION, EURUS, {}, 0.0),
-        (SOLUTION, LEETCODE, TYPED, 1.0), (SOLUTION.replace("+", "-"), LEETCODE, TYPED, 0.0), (SHIFT, APPS, {}, 1.0),
-        (SHIFT, {**APPS, "outputs": [[4, 5], [6, 7]]}, {"partial": True}, 0.5),
-        ("def shift(xs, n): return 4", {**APPS, "outputs": [[4, 5], [4]]}, {"partial": True}, 0.5),
-        (ECHO.strip("`py\n"), STDIN, {}, 1.0),
-        (SHIFT, ["assert shift([1], 2) == (3,)"], {}, 1.0),
-        (SHIFT, {"tests": "assert shift([1], 2) == (3,)\nassert shift([], 2) == ()"}, {}, 1.0),
+        (DOUBLE, ASSERTS[:2], {}, 1.0), (DOUBLE, ASSERTS, {}, 0.0), (DOUBLE, ASSERTS, SHARE, 2 / 3),
+        ("```python\nwrong\n```\nbetter: " + DOUBLE, ASSERTS[:1], {}, 1.0),
+        ("def double(x): return x * 2", ASSERTS, {}, 0.0), ("```\ndef f(:\n```", ASSERTS, {}, 0.0),
+        ("```\nimport sys; sys.exit(0)\n```", ASSERTS, SHARE, 0.0),
+        (ECHO, STDIN, {}, 1.0), (ECHO, {"inputs": ["3 1 2\n", "x"], "outputs": ["1 2 3", "x"]}, SHARE, 0.5),
+        ("```\nprint(1)\nraise SystemExit(1)\n```", {"inputs": [""], "outputs": ["1"]}, {}, 0.0),
+        (SHIFT, EURUS, {}, 1.0), (SOLUTION, EURUS, TYPED, 1.0), (SOLUTION, EURUS, {}, 0.0), (SHIFT, APPS, {}, 1.0),
+        (SOLUTION, LEETCODE, TYPED, 1.0), (SOLUTION.replace("+", "-"), LEETCODE, TYPED, 0.0),
+        (SHIFT, {**APPS, "outputs": [[4, 5], [6, 7]]}, SHARE, 0.5),
+        (fenced("def shift(xs, n): return 4"), {**APPS, "outputs": [[4, 5], [4]]}, SHARE, 0.5),
+        (SHIFT, "assert shift([1], 2) == (3,)\nassert shift([], 2) == ()", {}, 1.0),
     ],
 )  # fmt: skip
-def test_code_reads_tests_that_are_json(program, found, options, value):
-    """In the reference answer, and in the column where verl's data sets have them."""
-    text = json.dumps(found)
-    assert code.code(fenced(program), text, {}, **options) == value
-    assert code.code(fenced(program), "", {"reward_model": {"ground_truth": text}}, **options) == value
+def test_code(text, tests, options, value):
+    """Tests in columns of the row, as JSON in the reference answer, and in the column of verl's data sets."""
+    columns = tests if isinstance(tests, dict) else {"tests": tests}
+    found = json.dumps(columns if isinstance(tests, str) else tests)
+    for answer, row in (("", columns), (found, {}), ("", {"reward_model": {"ground_truth": found}})):
+        assert code.code(text, answer, row, **options) == value
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import gc
 import os
 import random
-import string
 import subprocess
 import sys
 import time
@@ -18,24 +17,21 @@ from config import DataConfig
 from support.data import token_cache
 from support.data.prompts import fingerprint, load_prompts
 from tests.conftest import REPO, read_rows, write_rows
-from tools import make_tiny
 
 ROWS = 20_500  # 21 blocks, the last one half full
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
+def large(tiny, tmp_path_factory) -> Path:
     """A folder with a tokenizer and rows of chat messages, a few of them too long, in two files."""
     folder = tmp_path_factory.mktemp("large")
     rng = random.Random(0)
-    words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 9))) for _ in range(400)]
-    trained = make_tiny.bpe_tokenizer([" ".join(words)], vocab_size=512)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<eos>", pad_token="<pad>")
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny / "model")
+    tokenizer.chat_template = "{% for m in messages %}+{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(folder / "tokenizer")
     rows = [
         {
-            "prompt": [{"role": "user", "content": " ".join(rng.choices(words, k=rng.randint(1, 40)))}],
+            "prompt": [{"role": "user", "content": "".join(rng.choices("0123456789", k=rng.randint(1, 100)))}],
             "reward_model": {"ground_truth": f"{i}é"},
             "data_source": rng.choice(["code", "math"]),
         }
@@ -100,7 +96,7 @@ def test_what_changes_tokens_has_a_cache_of_its_own_and_a_cut_file_is_told(large
         return cached_files(cache) != before
 
     assert built() and not built()
-    for options in ({"max_prompt_tokens": 70}, {"system_prompt": "Go."}, {"answer_key": "data_source"}):
+    for options in ({"max_prompt_tokens": 70}, {"system_prompt": "7"}, {"answer_key": "data_source"}):
         assert built(**options) and not built(**options)
     os.utime(large / "few.jsonl", ns=(time.time_ns(), time.time_ns()))
     assert built() and not built()

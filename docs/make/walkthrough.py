@@ -106,7 +106,8 @@ def record(shown: int) -> SimpleNamespace:
         return train_grpo.override(used, SMALL) if step == shown else used
 
     def keep_gradient(arguments):
-        arguments["logp_T"].register_hook(lambda gradient_T: tape.calls.update(gradient=[({}, gradient_T)]))
+        if arguments["logp_T"].requires_grad:  # not in a check, which only needs the value
+            arguments["logp_T"].register_hook(lambda gradient_T: tape.calls.update(gradient=[({}, gradient_T)]))
 
     def copy_weights(run):
         return {name: weight.clone() for name, weight in train_grpo.bridge.hf_weights(run.model)}
@@ -248,6 +249,7 @@ def packing(v: SimpleNamespace) -> dict:
     return {
         "samples": len(v.trained),
         "row_length": mb.tokens.shape[1],
+        "width": mb.width,
         "row_table": make_table(head, rows),
         "cu_seqlens": mb.cu_seqlens.tolist(),
     }

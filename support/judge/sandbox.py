@@ -88,20 +88,16 @@ def run(job: dict, *, seconds: float, memory_mb: int, file_mb: int, allow_writes
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             stdin.write(json.dumps({**job, **limits, "folder": folder}).encode())
             stdin.seek(0)
-            process = subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=folder, env=env)
-            try:
-                code = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                raise TooLong from None
-            finally:
-                process.kill()
-                process.wait()
+            files = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+            ended = subprocess.run(command, **files, cwd=folder, env=env, timeout=seconds, check=False)
             stderr.seek(0)
             report = stderr.read()
             if not report.endswith(READY):
                 raise RuntimeError(f"no sandbox: {report.decode(errors='replace').strip().splitlines()[-1:]}")
             stdout.seek(0)
-            return code, stdout.read().decode(errors="replace")
+            return ended.returncode, stdout.read().decode(errors="replace")
+    except subprocess.TimeoutExpired:  # it is killed
+        raise TooLong from None
     finally:
         remove_tree(folder)
 

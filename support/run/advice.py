@@ -123,7 +123,7 @@ def is_idle(step: dict, run: Advice) -> bool:
 
 
 def nothing_learnt(step: dict, run: Advice) -> str | None:
-    if not is_idle(step, run):
+    if run.idle_steps == 0:
         return None
     patience = run.cfg.train.patience
     end = f"after {patience} such steps in a row (train.patience) the run saves and ends"
