@@ -223,6 +223,7 @@ def test_a_second_run_in_the_same_folder(start, base, undisturbed):
     assert first.end() == 0 and first.result() == undisturbed
 
 
+@pytest.mark.slow
 def test_a_taken_port(start):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

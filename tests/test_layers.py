@@ -60,6 +60,7 @@ def test_no_gradient_is_put_together_from_copies():
     assert saved == [x.numel()]  # the product of the first matrix alone
 
 
+@pytest.mark.slow
 def test_routers_do_not_need_the_cpus_backend():
     """Megatron 0.16 reads a name of Transformer Engine in each router's forward pass; on a GPU too it is there."""
     code = (

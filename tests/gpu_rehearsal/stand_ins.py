@@ -68,21 +68,19 @@ def replace_nccl() -> None:
 def follow_phases(waits: Waits, units: collections.Counter) -> None:
     """Give `waits` the phase of the run's clock, with "passes" added inside the pipeline schedule, where the
     micro-batches are; count steps, updates and micro-batches into `units`."""
-    train, step = train_grpo.train, train_grpo.train_step
-    schedule_of, update = bridge.get_forward_backward_func, bridge.optimizer_step
+    train, schedule_of = train_grpo.train, bridge.get_forward_backward_func
     inside = []
 
     def train_with_phases(cfg, inputs, clock):
         waits.phase = lambda: f"{clock.phase}, passes" if inside else clock.phase
         return train(cfg, inputs, clock)
 
-    def counted_step(*args, **kwargs):
-        units["step"] += 1
-        return step(*args, **kwargs)
+    def counted(unit: str, function):
+        def call(*args, **kwargs):
+            units[unit] += 1
+            return function(*args, **kwargs)
 
-    def counted_update(*args, **kwargs):
-        units["update"] += 1
-        return update(*args, **kwargs)
+        return call
 
     def counted_schedule():
         schedule = schedule_of()
@@ -99,5 +97,6 @@ def follow_phases(waits: Waits, units: collections.Counter) -> None:
 
         return run
 
-    train_grpo.train, train_grpo.train_step = train_with_phases, counted_step
-    bridge.get_forward_backward_func, bridge.optimizer_step = counted_schedule, counted_update
+    train_grpo.train, train_grpo.train_step = train_with_phases, counted("step", train_grpo.train_step)
+    bridge.get_forward_backward_func = counted_schedule
+    bridge.optimizer_step = counted("update", bridge.optimizer_step)
