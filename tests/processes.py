@@ -16,11 +16,6 @@ REPO = Path(__file__).resolve().parent.parent
 TAG = "TORCHRUN_TAG"  # environment variable of all processes that a torchrun starts
 
 
-def without_report(text: str) -> str:
-    """An output without torchrun's error report at its end."""
-    return re.split(r"\n[WE]\d{4} .*\btorch/distributed/", text)[0]
-
-
 class Torchrun:
     """A running torchrun of `script` with `arguments` in a new session. Its output goes to the file `printed`.
 
@@ -59,7 +54,7 @@ class Torchrun:
     @property
     def own_text(self) -> str:
         """The output so far, without torchrun's error report at the end."""
-        return without_report(self.text)
+        return re.split(r"\n[WE]\d{4} .*\btorch/distributed/", self.text)[0]
 
     def wait_for(self, what: str | Path, seconds: float = 240) -> None:
         """Wait until the pattern `what` is in the output, or the file `what` exists. Raises AssertionError."""

@@ -136,23 +136,26 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, family, more):
     assert plan.head_bytes(hf, cfg, 512, plan.LOGIT_SCORE) == pytest.approx(scoring, rel=0.1)
 
 
+def on_gpu(*keys: str) -> dict[str, dict[str, int]]:
+    """{phase: {kind of weights or state: bytes}} of a plan."""
+    phases = plan.plan(load_config(QWEN, [*keys]), 8, GPU).phases
+    return {phase: {k: parts[k] for k in (*KINDS, "teacher") if k in parts} for phase, parts in phases.items()}
+
+
 def test_what_leaves_the_gpu(tmp_path):
     """From a push to the next update; the optimizer's state comes back when the activations are gone."""
-    options = [
-        f"model.path={hub_models.model_folder('Qwen/Qwen2.5-7B-Instruct', tmp_path)}",
-        "train.updates_per_step=1",
-    ]
+    folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
 
-    def on_gpu(*more: str) -> dict[str, str]:
-        found = plan.plan(load_config(QWEN, [*options, *more]), 8, GPU)
-        return {phase: "".join(kind[0] for kind in KINDS if kind in parts) for phase, parts in found.phases.items()}
+    def letters(*more: str) -> list[str]:
+        found = on_gpu(f"model.path={folder}", "train.updates_per_step=1", *more)
+        assert [*found] == ["build", "rollout", "logprob", "train", "sync", "save"]
+        return ["".join(kind[0] for kind in parts) for parts in found.values()]
 
-    phases = ("build", "rollout", "logprob", "train", "sync", "save")
-    assert [*on_gpu("train.offload=none").values()] == ["wgor"] * 6
-    assert on_gpu() == dict(zip(phases, ["wgor", "wor", "wor", "wgor", "wor", "wor"], strict=True))
-    away = on_gpu("train.offload=optimizer", "algo.reference_on=host", "train.max_tokens_per_micro_batch=98304")
-    assert away == dict(zip(phases, ["wgo", "w", "wr", "wg", "w", "w"], strict=True))
-    assert on_gpu("train.offload=optimizer")["train"] == "wgor"  # the update takes more than the activations
+    assert letters("train.offload=none") == ["wgor"] * 6
+    assert letters() == ["wgor", "wor", "wor", "wgor", "wor", "wor"]
+    moving = ("train.offload=optimizer", "algo.reference_on=host", "train.max_tokens_per_micro_batch=98304")
+    assert letters(*moving) == ["wgo", "w", "wr", "wg", "w", "w"]
+    assert letters("train.offload=optimizer")[3] == "wgor"  # the update takes more than the activations
 
 
 def test_a_reference_and_a_teacher(tmp_path):
@@ -162,17 +165,13 @@ def test_a_reference_and_a_teacher(tmp_path):
     size = {name: 2 * works.count(works.MODELS[hub_models.SHAPES[name]]) for name in folders}
     keys = [f"model.path={folders[large]}", f"algo.teacher={folders[small]}", "parallel.tp=1", "parallel.pp=1"]
 
-    def on_gpu(*more: str) -> dict[str, dict[str, int]]:
-        phases = plan.plan(load_config(QWEN, [*keys, *more]), 8, GPU).phases
-        return {
-            phase: {kind: parts[kind] for kind in ("reference", "teacher") if kind in parts}
-            for phase, parts in phases.items()
-        }
+    def further(*more: str) -> list[dict[str, int]]:
+        found = on_gpu(*keys, *more).values()
+        return [{kind: parts[kind] for kind in ("reference", "teacher") if kind in parts} for parts in found]
 
-    assert all(found == {"reference": size[large], "teacher": size[small]} for found in on_gpu().values())
-    away = on_gpu("algo.reference_on=host")
-    assert {phase: [*found.values()] for phase, found in away.items() if found} == {"logprob": [size[large]]}
-    assert on_gpu("algo.reference_on=host", "algo.kl_coef=0")["logprob"] == {"teacher": size[small]}
+    assert further() == [{"reference": size[large], "teacher": size[small]}] * 6
+    assert further("algo.reference_on=host") == [{}, {}, {"reference": size[large]}, {}, {}, {}]
+    assert further("algo.reference_on=host", "algo.kl_coef=0")[2] == {"teacher": size[small]}
 
 
 def test_rows_under_way(tmp_path):

@@ -5,6 +5,7 @@ import faulthandler
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import threading
@@ -13,7 +14,6 @@ import traceback
 import uuid
 from collections import defaultdict
 from datetime import timedelta
-from pathlib import Path
 
 import psutil
 import torch.distributed as dist
@@ -26,9 +26,9 @@ STATES = {
     psutil.STATUS_DISK_SLEEP: "stuck in the kernel: a disk, network or GPU driver does not return",
     psutil.STATUS_ZOMBIE: "dead",
 }
+IN_A_CALL = "in a call that never returns"
 
 STORE_TIMEOUT_S = 60.0
-STACKS = "train_grpo_stacks"  # the name of the file into which faulthandler writes
 
 
 class Watchdog:
@@ -36,7 +36,7 @@ class Watchdog:
 
     Every rank makes one after init_process_group; 0 turns it off. All ranks exit with 1, so that torchrun
     --max-restarts can go on from a checkpoint. A rank that holds Python's lock (GIL) inside a C call cannot answer: the
-    others print the report, with the stacks that its faulthandler has written, and torchrun kills it after 30 s.
+    others print the report, have faulthandler write its stacks, and torchrun kills it after 30 s.
     """
 
     def __init__(self, timeout_s: float):
@@ -54,7 +54,7 @@ class Watchdog:
             name = [f"watchdog/{uuid.uuid4().hex}"]  # unique, unlike the restart count: see fresh_store
             dist.broadcast_object_list(name)
             self.name = name[0]
-            self.stacks = os.memfd_create(STACKS)  # others read it in /proc; it ends with the process
+            faulthandler.register(signal.SIGUSR2)  # writes the stacks of all threads, without Python's lock
             atexit.register(self.stop)  # Python aborts if it ends while a thread is inside the store
             self.talk.start()
             threading.Thread(target=self._judge, daemon=True).start()
@@ -117,15 +117,7 @@ class Watchdog:
         last = time.monotonic()
         seen = None
         patience = 4 * self.interval + 15
-        while True:
-            # Unless this is called again before, faulthandler's thread, which needs no GIL, writes all stacks. Those
-            # written too early, as after a suspension, are removed unread.
-            os.ftruncate(self.stacks, 0)
-            os.lseek(self.stacks, 0, os.SEEK_SET)
-            faulthandler.dump_traceback_later(self.timeout_s / 4, file=self.stacks)
-            if self.ended.wait(self.interval):
-                faulthandler.cancel_dump_traceback_later()
-                return
+        while not self.ended.wait(self.interval):
             now = time.monotonic()
             progress = (self.total, self.at[0])
             if progress == seen or self.alarm.is_set():
@@ -148,14 +140,22 @@ class Watchdog:
     def _report(self, store: dist.Store) -> None:
         """Publish where this rank is; the first rank to report prints the table of all ranks. Ends the process."""
         first = store.add("alarm", 1) == 1
-        self._publish(store, stack=main_stack(), workers=siblings())
+        workers = siblings()
+        self._publish(store, stack=main_stack(), workers=workers)
         wait_s = 2 * self.interval + 3  # for the other ranks
         if first:
             time.sleep(wait_s)
             reports = {rank: read(store, f"at/{rank}") for rank in range(dist.get_world_size())}
             say(f"watchdog: no rank has finished a phase for {self.timeout_s:g} s\n{table(reports)}")
-            store.set("printed", "")
-        store.wait(["printed"], timedelta(seconds=2 * wait_s + 5))
+            silent = [r for r in reports.values() if "pid" in r and "stack" not in r and r["phase"] != "ended"]
+            store.set("silent", json.dumps(silent))
+        store.wait(["silent"], timedelta(seconds=2 * wait_s + 5))
+        host = self.process["host"]
+        if store.add(f"stacks/{host}", 1) == 1:
+            for report in json.loads(store.get("silent")):
+                if report["host"] == host and workers.get(str(report["pid"])) == IN_A_CALL:
+                    say(f"\nprocess {report['pid']} does not release Python's lock (GIL):")
+                    os.kill(report["pid"], signal.SIGUSR2)
         time.sleep(0.5)  # rank 0 may host the store: all ranks read it, then end
         os._exit(1)
 
@@ -166,28 +166,26 @@ def read(store: dist.Store, key: str) -> dict:
 
 
 def table(reports: dict[int, dict]) -> str:
-    """Phase and state of every rank, and the stacks of those that are late, from {rank: what it has published}."""
+    """Phase and state of every rank, and the stacks of those that lag, from {rank: what it has published}."""
     workers = {report["host"]: report["workers"] for report in reports.values() if "workers" in report}
     lowest = min(report["sequence"] for report in reports.values())
     lines = ["rank  phase       seconds  state"]
-    late = defaultdict(list)  # stack → ranks
+    lagging = defaultdict(list)  # stack → ranks
     for rank, report in reports.items():
         seconds = "?"
         if "stack" in report:
             seconds = f"{report['seconds']:.0f}"
             state = "lags" if report["sequence"] == lowest else "waits"
-            if state == "lags":
-                late[f", most recent call last:\n{report['stack']}"].append(str(rank))
         elif report["phase"] == "ended":
             state = "ended"
         else:
-            state, stacks = explain_silence(report, workers)
-            if stacks:
-                late[f", which does not release Python's lock (GIL):\n{stacks}"].append(str(rank))
+            state = f"no answer: {state_of(report, workers)}"
+        if state == "lags":
+            lagging[report["stack"]].append(str(rank))
         lines.append(f"{rank:4d}  {report['phase']:10s} {seconds:>8s}  {state}")
-    for stack, ranks in late.items():
+    for stack, ranks in lagging.items():
         which = "ranks" if len(ranks) > 1 else "rank"
-        lines.append(f"\n{which} {', '.join(ranks)}{stack}")
+        lines.append(f"\n{which} {', '.join(ranks)}, most recent call last:\n{stack}")
     return "\n".join(lines)
 
 
@@ -196,33 +194,22 @@ def main_stack() -> str:
     return "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident])).rstrip()
 
 
-def siblings() -> dict[str, tuple[str, str]]:
-    """The processes that torchrun or srun started on this host: {id: (state, written stacks)}.
+def siblings() -> dict[str, str]:
+    """The processes that torchrun or srun started on this host: {id: state}.
 
     They have the same parent as this one, or, where each has a shell between it and the launcher, its command line.
     """
     own = psutil.Process().cmdline()
-    processes = psutil.process_iter(["ppid", "cmdline", "status"])
-    return {
-        str(p.pid): (STATES.get(p.info["status"], "in a call that never returns"), read_stacks(p.pid))
-        for p in processes
-        if p.info["ppid"] == os.getppid() or p.info["cmdline"] == own
-    }
+    found = {}
+    for p in psutil.process_iter(["ppid", "cmdline", "status"]):
+        if p.info["ppid"] == os.getppid() or p.info["cmdline"] == own:
+            found[str(p.pid)] = STATES.get(p.info["status"], IN_A_CALL)
+    return found
 
 
-def read_stacks(pid: int) -> str:
-    """The stacks of all threads of a process on this host, if its faulthandler had to write them."""
-    try:
-        files = Path(f"/proc/{pid}/fd").iterdir()
-        return "".join(file.read_text(errors="replace") for file in files if f"memfd:{STACKS}" in os.readlink(file))
-    except OSError:  # it has ended meanwhile
-        return ""
-
-
-def explain_silence(report: dict, workers: dict[str, dict[str, tuple[str, str]]]) -> tuple[str, str]:
-    """(state, stacks) of a rank without an answer, from what others saw on their hosts: {host: siblings() there}."""
-    state, stacks = "stopped (SIGSTOP), dead, or in a call that never returns", ""
+def state_of(report: dict, workers: dict[str, dict[str, str]]) -> str:
+    """The state of a silent rank, from what other ranks saw on their hosts: {host: {process id: state}}."""
+    state = "stopped (SIGSTOP), dead, or in a call that never returns"
     if report.get("host") in workers:  # another rank of this torchrun has reported
-        state, stacks = workers[report["host"]].get(str(report["pid"]), (STATES[psutil.STATUS_ZOMBIE], ""))
-    where = f" (process {report['pid']} on {report['machine']})" if "pid" in report else ""
-    return f"no answer: {state}{where}", stacks.rstrip()
+        state = workers[report["host"]].get(str(report["pid"]), STATES[psutil.STATUS_ZOMBIE])
+    return f"{state} (process {report['pid']} on {report['machine']})" if "pid" in report else state
