@@ -142,3 +142,10 @@ def test_some_samples_of_a_batch(build):  # noqa: F811
     wanted = train_grpo.flatten([samples[1], samples[5]])
     assert torch.equal(taken.tokens, wanted.tokens) and torch.equal(taken.seq_id, wanted.seq_id)
     assert torch.equal(taken.rollout_logp, wanted.rollout_logp) and torch.equal(taken.mask, wanted.mask)
+
+
+def test_rotary_embeddings_off_by_a_hundredth_stop_in_fp32(build):  # noqa: F811
+    run = build()
+    bridge.unwrap_model(run.model[0]).inv_freq.mul_(1.01)
+    with pytest.raises(TrainingError, match="times what rounding moves them in this model"):
+        train_grpo.train_step(run, 1)

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 import train_grpo
 from config import TrainConfig, TrainingError
-from support.proof import update
 from support.proof.adam import adamw
 from support.proof.update import FirstUpdate, Probe
 from tests.test_layouts import DENSE_LAYOUTS, LAYOUTS, MOE_LAYOUTS, make_plan
@@ -31,7 +30,7 @@ FAULTS = {  # fault of tests/update_worker.py → what the message has to say
 }
 MISSED = {  # faults below the bound: bf16 rounds, and a move changes which experts are chosen
     ("qwen3_moe", "fp32"): set(),
-    ("qwen2", "bf16"): {"layer_halved", "summed_twice"},
+    ("qwen2", "bf16"): {"layer_halved", "not_reduced"},
     ("qwen3_moe", "bf16"): {"layer_halved", "not_reduced", "another_micro_batch", "divided_by_positions"},
 }
 
@@ -225,16 +224,10 @@ def test_a_loss_of_something_else_is_not_judged_and_said_so(build, monkeypatch, 
     assert "the loss is not a function of the trained tokens' log-probs and entropies alone" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("resolved, said", [(False, "was not checked"), (True, "was checked along itself alone")])
-def test_moves_that_rounding_hides_are_said(build, monkeypatch, capsys, resolved, said):  # noqa: F811
-    """No token's move is resolved; the change along the gradient is beyond its bound, or is not."""
+def test_moves_that_rounding_hides_are_said(build, monkeypatch, capsys):  # noqa: F811
+    """Neither a token's move nor the loss's change is resolved."""
     compare = Probe.compare
-
-    def change(self, *args):
-        return compare(self, *args)._replace(noise=math.inf, bound=1e-9 if resolved else math.inf)
-
-    run = build("train.lr=0.01")
-    monkeypatch.setattr(Probe, "compare", change)
-    monkeypatch.setattr(update, "report_together", lambda *args, **kwargs: None)
-    train_grpo.train_step(run, 1)
-    assert f"the gradient of the first update {said}" in capsys.readouterr().out
+    monkeypatch.setattr(Probe, "compare", lambda *args: compare(*args)._replace(noise=math.inf, bound=math.inf))
+    train_grpo.train_step(build("train.lr=0.01"), 1)
+    said = "the gradient of the first update was not checked along the gradient, in random direction 1, in random"
+    assert said in capsys.readouterr().out

@@ -56,7 +56,6 @@ CAUSES = (
     "of trained tokens; other micro-batches; dropout or packing that differs between training and scoring; clipping, "
     "learning rate or moments of another update"
 )
-HIDDEN = "small moves of the weights change log-probs by less than rounding"
 SHARE = 16  # one of so many answers is what the gradient is compared on
 ANSWERS = 4  # of a replica, at least
 LARGE = 0.5  # size of the move of weights without a gradient
@@ -368,25 +367,24 @@ def check_gradient(probe: Probe, norm: float, dtype: str) -> list[str]:
     shift, trial = SHIFT[dtype], TRIAL[dtype]
     scale = adam.norm_of(shard.before for shard in probe.shards if shard.counted) / norm  # to the weights' size
     least = shift * math.sqrt(probe.slope2 / probe.tokens) / norm**2 / scale  # log-probs move by more (Cauchy-Schwarz)
-    change = probe.change_along(lambda shard: shard.gradient * scale, min(trial, least / 3), shift)
-    if not probe.resolves(change) and change.bound >= max(abs(change.found), abs(change.predicted)):
-        note(f"was not checked: {HIDDEN}")
-        return []
-    changes = {"along the gradient": change}
-    if probe.resolves(change):
-        for number in range(1, DIRECTIONS + 1):
-            change = probe.change_along(partial(random_signs, number=number), trial, shift)
-            if probe.resolves(change):
-                changes[f"in random direction {number}"] = change
-    if len(changes) == 1:
-        note(f"was checked along itself alone, not in random directions: {HIDDEN}")
+    along = probe.change_along(lambda shard: shard.gradient * scale, min(trial, least / 3), shift)
+    changes = {"along the gradient": along}
+    for number in range(1, DIRECTIONS + 1):
+        direction = partial(random_signs, number=number)
+        changes[f"in random direction {number}"] = probe.change_along(direction, trial, shift)
+    hidden = [where for where, change in changes.items() if not probe.resolves(change)]
+    if not probe.resolves(along) and along.bound < max(abs(along.found), abs(along.predicted)):
+        hidden.remove("along the gradient")  # the loss changes by more than its rounding, if no token does
+    if hidden:
+        note(f"was not checked {', '.join(hidden)}: small moves of the weights change log-probs by less than rounding")
+    judged = {where: change for where, change in changes.items() if where not in hidden}
     found = []
-    if not math.hypot(*[change.over for change in changes.values()]) <= 1:
+    if not math.hypot(*[change.over for change in judged.values()]) <= 1:
         found = [
             f"moved {where}, the loss changes by {change.found:.4e}; the gradient predicts {change.predicted:.4e}, "
             f"{change.predicted / (change.found or math.nan):.3g} times that (bound of the difference "
             f"{change.bound:.1e}, {probe.tokens} trained tokens)"
-            for where, change in changes.items()
+            for where, change in judged.items()
         ]
     still = sorted({shard.name for shard in probe.shards if lacks_gradient(shard)})
     if ranks.on_any_rank(bool(still)):

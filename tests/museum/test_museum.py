@@ -16,6 +16,7 @@ from rollout import Engine
 from support.base.read_config import load_config
 from support.data import prompts
 from support.data.prompts import Prompt
+from support.proof import graded
 from support.proof.checks import UpdateChecks
 from support.proof.rows import check_credit, check_update, match_outcomes
 from support.step import grading
@@ -186,6 +187,9 @@ def test_a_reward_of_another_answer_is_found():
     assert len(list(match_outcomes(samples, [late, outcomes[1]]))) == 2
     with pytest.raises(TrainingError, match="the reward of another answer was given to the answer 'one'"):
         list(match_outcomes(samples, outcomes[::-1]))
+    samples[1].graded = "timeout"
+    with pytest.raises(TrainingError, match="an answer that was not graded"):
+        graded.check_graded(samples, {}, config().reward, set())
 
 
 # ---------------------------------------------------------------- the start, against the data
