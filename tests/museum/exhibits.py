@@ -212,13 +212,13 @@ TOKENS = [
         "answers_attend_to_each_other", "tokens", "the answers to a shared prompt attend to each other",
         "support.model.attention:Packing.of",
         "segments=Segments.of(mb.sizes, mb.queries, window, on),\n"
-        "            copies=None if mb.place is None else Copies.of(mb.place, mb.width, on),",
+        "        copies=None if mb.place is None else Copies.of(mb.place, mb.width, on),",
         "segments=Segments.of(*[np.add.reduceat(mb.queries, np.flatnonzero(mb.queries == mb.sizes))] * 2, window, on),",
         "run", "trainer and vLLM disagree",
     ),
     Exhibit(
         "first_token_from_another_place", "tokens", "a first token is predicted from the end of another answer",
-        "megatron_bridge:token_logprobs", "mb.place[mb.rows]", 'mb.kept.searchsorted(mb.rows, "right") - 1',
+        "megatron_bridge:own_rows", "mb.place[mb.rows]", 'mb.kept.searchsorted(mb.rows, "right") - 1',
         "run", "the update is not what its formulas say",
     ),
     Exhibit(
