@@ -20,6 +20,8 @@ for message in (
     "full scope is deprecated",
     "The .grad attribute of a Tensor that is not a leaf",
     r"\s*The 'megatron.core.transformer.custom_layers",
+    "absl.logging is not installed",
+    "MimoModelConfig is experimental",
     "`torch.distributed",
 ):
     warnings.filterwarnings("ignore", message)
@@ -27,7 +29,7 @@ for message in (
 if not torch.cuda.is_available():
     cpu_backend.install()  # before Megatron-core is imported
 
-from megatron.core.transformer import TransformerConfig, attention
+from megatron.core.transformer import MegatronModule, TransformerConfig, attention
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -70,11 +72,8 @@ class SwiGLU(torch.autograd.Function):
         return grads
 
 
-class Activation(torch.nn.Module):
+class Activation(MegatronModule):
     """SwiGLU of every feed-forward block, as Megatron's layer spec takes it; [..., 2 f] → [..., f]."""
-
-    def __init__(self, config: TransformerConfig):
-        super().__init__()
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         return SwiGLU.apply(gate_up)
