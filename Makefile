@@ -1,15 +1,17 @@
 # make demo   train a tiny model on this machine     make test      the quick tests
 # make llm    train SmolLM2-135M-Instruct on this machine, without a model hub
 # make setup  what both need, into .venv             make test-all  the long ones too
-# make test MEGATRON=0.19.2  the tests on another Megatron-core, in an environment of its own beside .venv; demo and test-all take it too
+# make test MEGATRON=0.19.2  the same on another Megatron-core, in an environment of its own in front of .venv; demo takes it too
 # make bench  time ours and TRL (build/trl-venv, made for it) on the works of benchmarks/works.py, into docs/bench/rounds.csv
 # make gpu-check  try this machine's GPU (NPROC=8: all eight); see docs/gpu-check.md
 # make walkthrough  write docs/walkthrough.md from a run of the demo
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
+TESTS ?= tests
 MEGATRON ?=
-# Another Megatron-core than that of the requirements lies in an environment of its own, in front of .venv.
+# The tests pass on it too; the requirements name the one for this Python.
+OTHER := 0.19.2
 VENV := .venv$(if $(MEGATRON),-megatron-$(MEGATRON))
 BIN := $(VENV)/bin
 SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -23,7 +25,7 @@ REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 # of `make llm`: bf16 where a GPU or the CPU has units for it, else fp32
 DTYPE := $(if $(GPU)$(shell grep -m1 -oE 'avx512_bf16|amx_bf16' /proc/cpuinfo),,model.dtype=fp32)
 
-.PHONY: setup demo llm test test-all bench gpu-check walkthrough lint
+.PHONY: setup demo llm test test-all test-other bench gpu-check walkthrough lint
 setup: $(VENV)/ready
 demo: $(VENV)/ready build/tiny/train.jsonl
 	$(TORCHRUN) --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
@@ -31,9 +33,13 @@ llm: $(VENV)/ready build/smollm2/train.jsonl $(if $(findstring model.path=,$(ARG
 	$(TORCHRUN) --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/smollm2.yaml $(DTYPE) $(ARGS)
 	$(BIN)/python tools/make_smollm2.py outputs/smollm2 --show
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -q --durations=10 -m "not slow" tests
+	$(BIN)/python -m pytest -q --durations=10 -m "not slow" $(TESTS)
 test-all: $(VENV)/ready build/tiny/train.jsonl
 	$(BIN)/python -m pytest -q --durations=20 tests
+	$(if $(MEGATRON),,$(MAKE) test-other)
+test-other: build/tiny/train.jsonl
+	$(MAKE) demo MEGATRON=$(OTHER) ARGS="train.steps=20 output_dir=outputs/tiny-$(OTHER)"
+	$(MAKE) test MEGATRON=$(OTHER) TESTS="tests/test_layouts.py -k update_equals"
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/against_trl.py $(ARGS)
 gpu-check: $(VENV)/ready build/tiny/train.jsonl

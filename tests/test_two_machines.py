@@ -169,7 +169,7 @@ def test_a_cut_cable(machines, start, on_one_machine):
 
 def copy_sources(to: Path) -> Path:
     """This checkout as a repository of its own, of one commit."""
-    ignored = shutil.ignore_patterns(".git", ".venv", "build", "outputs", "__pycache__")
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "outputs", "__pycache__")
     shutil.copytree(REPO, to, ignore=ignored)
     for words in ("init -q", "add -A", f"-c user.name=a -c user.email=a@b.c commit -q -m {to.name}"):
         subprocess.run(["git", "-C", str(to), *words.split()], check=True)

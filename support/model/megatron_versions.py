@@ -28,7 +28,8 @@ def submodules(spec) -> object:
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
-HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters  # 0.19
+def last_hidden_state(hidden_states: torch.Tensor, **others) -> torch.Tensor:
+    return hidden_states
 
 
 class HiddenGPT(GPTModel):
@@ -37,16 +38,7 @@ class HiddenGPT(GPTModel):
     `inv_freq`, set after construction, are the frequencies of its rotary embedding.
     """
 
-    def forward(self, *args, **options) -> torch.Tensor:
-        if HAS_OUTPUT_PROCESSOR:
-            options["output_processor"] = last_hidden_state
-        return super().forward(*args, **options)
-
-    if not HAS_OUTPUT_PROCESSOR:
-
-        def _postprocess(self, hidden_states, *args, **options) -> torch.Tensor:
-            return hidden_states
-
-
-def last_hidden_state(hidden_states: torch.Tensor, **others) -> torch.Tensor:
-    return hidden_states
+    if "output_processor" in inspect.signature(GPTModel.forward).parameters:  # 0.19
+        forward = functools.partialmethod(GPTModel.forward, output_processor=last_hidden_state)
+    else:
+        _postprocess = staticmethod(last_hidden_state)
