@@ -47,16 +47,11 @@ class _TorchWithoutCuda(types.ModuleType):
 
     def __getattr__(self, name: str):
         value = getattr(torch, name)
-        return _cpu_for_cuda(value) if name in FACTORIES else value
-
-
-def _cpu_for_cuda(factory):
-    def wrapped(*args, **kwargs):
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return factory(*args, **kwargs)
-
-    return wrapped
+        if name not in FACTORIES:
+            return value
+        return lambda *args, device=None, **options: value(
+            *args, device="cpu" if str(device).startswith("cuda") else device, **options
+        )
 
 
 FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "empty_like", "zeros_like")
@@ -105,7 +100,7 @@ def _offloaded_groups(self, fraction: float) -> tuple:
     host_groups, gpu_groups = [], []
     copies, fp32_copies = {}, {}
     for group in self.param_groups:
-        host, gpu = {**group, "params": []}, {**group, "params": []}
+        host, gpu = [], []
         for weight in group["params"]:
             inner, offloaded = weight, room > 0
             if offloaded:
@@ -115,10 +110,11 @@ def _offloaded_groups(self, fraction: float) -> tuple:
                 inner = fp32_copies[weight] = inner.detach().clone().float()
             if offloaded:
                 copies[weight] = inner
-            (host if offloaded else gpu)["params"].append(inner)
-        host_groups.append(host)
-        gpu_groups.append(gpu)
-    host_groups, gpu_groups = ([group for group in groups if group["params"]] for groups in (host_groups, gpu_groups))
+            (host if offloaded else gpu).append(inner)
+        if host:
+            host_groups.append({**group, "params": host})
+        if gpu:
+            gpu_groups.append({**group, "params": gpu})
     return host_groups, gpu_groups, copies, {copy: weight for weight, copy in copies.items()}, fp32_copies
 
 
