@@ -340,7 +340,7 @@ WEIGHTS = [
     Exhibit(
         "replicas_not_gathered", "weights", "replicas do not get each other's part of the updated weights",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
-        "if not self.ddp_config.overlap_param_gather:", "if False:",
+        "not self.ddp_config.overlap_param_gather", "False",
         "run", "", "",
     ),
     Exhibit(
