@@ -40,6 +40,7 @@ def test_it_equals_the_evaluation_before_the_first_step(shared, train_forked, tm
     check_equal(evaluate(train_forked, shared, tmp_path / "out", nproc=2), shared, step=0)
 
 
+@pytest.mark.slow
 def test_an_exported_folder_equals_the_evaluation_of_its_step(shared, train_forked, tmp_path):
     """On one engine, with the layout of a training run that needs more ranks."""
     exported = f"model.path={shared.out / 'hf/step_000003'}"

@@ -65,7 +65,7 @@ def nothing_left(monkeypatch, tmp_path):
     assert resident_mb() < memory + 100
 
 
-@pytest.mark.parametrize("name", ["math", "gsm8k", "multiple_choice", "format"])
+@pytest.mark.parametrize("name", [pytest.param("math", marks=pytest.mark.slow), "gsm8k", "multiple_choice", "format"])
 def test_hostile_expressions(name, nothing_left):
     answer = {"multiple_choice": "B"}.get(name, "7")
     good = {"multiple_choice": "Answer: B", "format": "<think>3 + 4</think> 7"}.get(name, "\\boxed{7}")

@@ -141,6 +141,7 @@ def clean() -> dict[str, str]:
     return ours | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+@pytest.mark.slow
 def test_two_ranks_with_the_variables_of_srun_train(fork_server, tiny, tmp_path):
     out, printed = tmp_path / "out", tmp_path / "printed.txt"
     data = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", f"output_dir={out}"]

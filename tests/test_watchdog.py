@@ -210,6 +210,7 @@ def test_a_second_ctrl_c_stops_at_once_even_in_a_collective(start):
     assert run.end() == 1 and time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_torchrun(start):
     run = start(START + "note('ready')\ntime.sleep(100)")
     wait_for_notes(run, "ready")

@@ -268,12 +268,8 @@ def page(request):
         runs.PAGE.write_text(runs.write_page(outcomes, controls))
 
 
-QUICK = ("half_a_push",)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXHIBITS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXHIBITS)
 def test_an_exhibit_is_noticed_as_its_record_says(hall, page, name):
     outcome = hall.visit(EXHIBITS[name])
     page[0][name] = outcome
