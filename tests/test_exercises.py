@@ -27,7 +27,7 @@ def exhibit_of(name: str):
 
 
 def test_every_patch_is_an_exercise_and_its_bug_has_no_name():
-    assert list(COMMANDS) == list(EXERCISES) and len(re.findall(r"^### \d", PAGE, re.MULTILINE)) == 12
+    assert list(COMMANDS) == list(EXERCISES) and len(re.findall(r"^\*\*\d+\. ", PAGE, re.MULTILINE)) == 12
     for name in EXERCISES:
         if name.startswith("bug"):
             exhibit = exhibit_of(name)
