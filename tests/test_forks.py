@@ -1,4 +1,4 @@
-"""The patches in recipes/ apply to the sources as they are, and run.
+"""The patches in recipes/ apply to the sources as they are, and run; those of exercises/ apply (test_exercises.py).
 
 They apply with one line of context, so that edits nearby and line numbers do not matter. In a fork whose script differs
 from upstream's, a patch that does not apply is skipped (docs/forking.md says how a fork is told from upstream).
@@ -27,6 +27,7 @@ from tests.conftest import REPO, differs_from_upstream
 from tests.processes import Torchrun
 
 PATCHES = {path.stem: path for path in sorted((REPO / "recipes").glob("*.patch"))}
+EXERCISES = {path.stem: path for path in sorted((REPO / "exercises").glob("*.patch"))}
 
 
 def new_files(diff: str) -> list[str]:
@@ -49,7 +50,7 @@ def copy_sources(folder: Path) -> None:
 
 def git_apply(name: str, folder: Path) -> str:
     """Apply a patch to the sources in `folder`; returns git's complaint, empty: it applied."""
-    command = ["git", "apply", "-C1", str(PATCHES[name])]
+    command = ["git", "apply", "-C1", str((PATCHES | EXERCISES)[name])]
     done = subprocess.run(command, cwd=folder, text=True, capture_output=True)
     return done.stderr if done.returncode else ""
 
@@ -58,11 +59,12 @@ def apply(name: str, folder: Path) -> None:
     """Apply a patch to a copy of the sources in the new `folder`; skips the test in a fork that does not take it."""
     copy_sources(folder)
     complaint = git_apply(name, folder)
-    diff = PATCHES[name].read_text()
+    patch = (PATCHES | EXERCISES)[name]
+    diff = patch.read_text()
     if complaint and differs_from_upstream(*changed_files(diff), *new_files(diff)):
         pytest.skip(f"sources that differ from upstream's do not take the patch: {complaint.strip()}")
     assert not complaint, (
-        f"{complaint}git apply --3way recipes/{name}.patch shows where; if this is a fork, tag the upstream "
+        f"{complaint}git apply --3way {patch.relative_to(REPO)} shows where; if this is a fork, tag the upstream "
         "commit that it began from: git tag upstream COMMIT"
     )
 
@@ -84,7 +86,7 @@ def fork(tmp_path, monkeypatch):
         folder = tmp_path / "fork"
         apply(name, folder)
         monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))  # no requirement of ours
-        for file in new_files(PATCHES[name].read_text()):
+        for file in new_files((PATCHES | EXERCISES)[name].read_text()):
             if file.endswith(".py"):
                 load(file.removesuffix(".py").replace("/", "."), folder / file, monkeypatch)
         return load("forked_train_grpo", folder / "train_grpo.py", monkeypatch)
@@ -92,7 +94,7 @@ def fork(tmp_path, monkeypatch):
     return forked
 
 
-@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize("name", PATCHES | EXERCISES)
 def test_a_patch_applies(name, tmp_path):
     apply(name, tmp_path / "fork")
 

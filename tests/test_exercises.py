@@ -1,0 +1,57 @@
+"""The exercises of docs/exercises.md: what its patches do, and that the command of the page notices each of them.
+
+That the patches apply is in test_forks.py.
+"""
+
+import inspect
+import re
+import shlex
+
+import pytest
+
+import train_grpo
+from tests.conftest import REPO
+from tests.museum.exhibits import EXHIBITS
+from tests.test_forks import EXERCISES, apply, fork  # noqa: F401, a fixture
+
+PAGE = (REPO / "docs/exercises.md").read_text()
+COMMANDS = dict(re.findall(r"^git apply exercises/([\w-]+)\.patch\n(.+)$", PAGE, re.MULTILINE))  # patch → what grades
+GRADED = [name for name, command in COMMANDS.items() if "-m pytest" in command]
+RUN = [name for name, command in COMMANDS.items() if command.startswith("make demo")]
+
+
+def exhibit_of(name: str):
+    """The museum's exhibit that a patch puts in; fails where the lines of the patch are those of none."""
+    removed, added = re.findall(r"^[-+](?![-+]{2} )(.*)\n", EXERCISES[name].read_text(), re.MULTILINE)
+    return next(e for e in EXHIBITS.values() if e.before in removed and removed.replace(e.before, e.after) == added)
+
+
+def test_every_patch_is_an_exercise_and_its_bug_has_no_name():
+    assert list(COMMANDS) == list(EXERCISES) and len(re.findall(r"^\*\*\d+\. ", PAGE, re.MULTILINE)) == 12
+    for name in EXERCISES:
+        if name.startswith("bug"):
+            exhibit = exhibit_of(name)
+            assert exhibit.name not in PAGE + EXERCISES[name].read_text()
+            grades = {"start": "--dry-run", "run": "make demo", "test": "-m pytest"}
+            assert grades[exhibit.seen] in COMMANDS[name]
+
+
+@pytest.mark.parametrize("name", GRADED)
+def test_a_command_of_pytest_fails_with_the_patch_and_passes_without(name, fork, monkeypatch):  # noqa: F811
+    command = [*shlex.split(COMMANDS[name].partition("-m pytest ")[2]), "--tb=no", "-p", "no:faulthandler"]
+    assert pytest.main(command) == 0
+    forked = fork(name)
+    for function in vars(train_grpo).values():
+        if inspect.isfunction(function) and function.__module__ == "train_grpo":
+            monkeypatch.setattr(function, "__code__", getattr(forked, function.__name__).__code__)
+    assert pytest.main(command) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUN)
+def test_the_demo_stops_at_the_bug(name, train, tmp_path):
+    apply(name, tmp_path / "fork")
+    keys = re.search(r'ARGS="(.*)"', COMMANDS[name])[1].split()
+    stopped = train(2, *keys, script=tmp_path / "fork/train_grpo.py")
+    assert "\nerror: " in stopped.text and exhibit_of(name).message in stopped.text, stopped.text
+    assert "exitcode  : 1" in stopped.text, "2 would be a mistake in the configuration"
