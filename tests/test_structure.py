@@ -50,10 +50,10 @@ def test_a_wing_above_its_budget_is_found():
     assert new.startswith("support/new: 2, 2 above")
 
 
-def test_every_wing_has_a_line_in_the_readme():
+def test_every_wing_has_a_line_on_the_page_of_forks():
     wings = {path.parent.name for path in REPO.glob("support/*/__init__.py")}
     assert wings == {place for place in structure.FLOORS if not place.endswith(".py")} - {"rewards"}
-    assert set(re.findall(r"^  (\w+)/ ", (REPO / "README.md").read_text(), flags=re.MULTILINE)) == wings
+    assert set(re.findall(r"^  (\w+)/ ", (REPO / "docs/forking.md").read_text(), flags=re.MULTILINE)) == wings
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_top_level_is_the_five_files():
 
 
 def test_links_lead_to_files_and_headings():
-    pages = [REPO / "README.md", *REPO.glob("docs/*.md")]
+    pages = [REPO / "README.md", *structure.pages(REPO)]
     heads = {page: {slug(line) for line in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)} for page in pages}
     for page in pages:
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -133,6 +133,21 @@ def test_links_lead_to_files_and_headings():
             target = (page.parent / file).resolve() if file else page
             assert "://" in link or target.exists(), f"{page.name}: {link}"
             assert not heading or "://" in link or heading in heads[target], f"{page.name}: {link}"
+
+
+def test_paths_of_documents_that_code_names_are_there():
+    sources = [*SOURCES, *REPO.glob("*/*.yaml"), *REPO.glob("support/*/*.yaml"), REPO / "Makefile"]
+    named = {
+        path for source in sources for path in re.findall(r"\bdocs/[\w/.-]+\.(?:md|csv|sbatch)\b", source.read_text())
+    }
+    assert len(named) > 20 and not [path for path in named if not (REPO / path).exists()]
+
+
+def test_the_index_has_every_page_and_users_have_twenty():
+    index = (REPO / "docs/README.md").read_text()
+    pages = [path.relative_to(REPO / "docs").as_posix() for path in structure.pages(REPO)[1:]]
+    assert not [page for page in pages if page != "README.md" and f"]({page}" not in index]
+    assert len([page for page in pages if "/" not in page]) <= 21, "20 pages and their index"
 
 
 def slug(heading: str) -> str:

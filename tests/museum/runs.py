@@ -14,7 +14,7 @@ from tests.fork_server import ForkServer
 from tests.museum import VARIABLE, Exhibit
 from tests.museum.exhibits import COMMON, EXHIBITS, SETTINGS
 
-PAGE = REPO / "docs/museum.md"
+PAGE = REPO / "docs/dev/museum.md"
 CHAT = "{% for message in messages %}<{{ message['content'] }}{% endfor %}="  # a template with a header and an end
 # A reward that fails for some of the answers.
 FAILING = """
@@ -144,7 +144,7 @@ COLUMNS = "| failures (where they happened) | noticed by | message |\n|---|---|-
 
 
 def write_page(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
-    """docs/museum.md from {exhibit: outcome} and {setting: outcome of the run without an exhibit}."""
+    """docs/dev/museum.md from {exhibit: outcome} and {setting: outcome of the run without an exhibit}."""
     alike = {}  # exhibits whose messages begin alike are one row
     for name, exhibit in EXHIBITS.items():
         outcome = outcomes[name]
