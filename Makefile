@@ -1,13 +1,21 @@
 # make demo   train a tiny model on this machine     make test      the quick tests
 # make llm    train SmolLM2-135M-Instruct on this machine, without a model hub
 # make setup  what both need, into .venv             make test-all  the long ones too
+# make test MEGATRON=0.19.2  the same on another Megatron-core, in an environment of its own in front of .venv; demo takes it too
 # make bench  time ours and TRL (build/trl-venv, made for it) on the works of benchmarks/works.py, into docs/bench/rounds.csv
 # make gpu-check  try this machine's GPU (NPROC=8: all eight); see docs/machines.md
 # make walkthrough  write docs/walkthrough.md from a run of the demo
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
-BIN := .venv/bin
+TESTS ?= tests
+MEGATRON ?=
+# The requirements name the Megatron-core for this Python; `make test` then runs 20 steps and nine layouts on this one.
+OTHER := 0.19.2
+VENV := .venv$(if $(MEGATRON),-megatron-$(MEGATRON))
+BIN := $(VENV)/bin
+SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
+TORCHRUN := $(BIN)/python -m torch.distributed.run
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -17,35 +25,41 @@ REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 # of `make llm`: bf16 where a GPU or the CPU has units for it, else fp32
 DTYPE := $(if $(GPU)$(shell grep -m1 -oE 'avx512_bf16|amx_bf16' /proc/cpuinfo),,model.dtype=fp32)
 
-.PHONY: setup demo llm test test-all bench gpu-check walkthrough lint
-setup: .venv/ready
-demo: .venv/ready build/tiny/train.jsonl
-	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
-llm: .venv/ready build/smollm2/train.jsonl $(if $(findstring model.path=,$(ARGS)),,build/smollm2/model)
-	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/smollm2.yaml $(DTYPE) $(ARGS)
+.PHONY: setup demo llm test test-all test-other bench gpu-check walkthrough lint
+setup: $(VENV)/ready
+demo: $(VENV)/ready build/tiny/train.jsonl
+	$(TORCHRUN) --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
+llm: $(VENV)/ready build/smollm2/train.jsonl $(if $(findstring model.path=,$(ARGS)),,build/smollm2/model)
+	$(TORCHRUN) --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/smollm2.yaml $(DTYPE) $(ARGS)
 	$(BIN)/python tools/make_smollm2.py outputs/smollm2 --show
-test: .venv/ready
-	$(BIN)/python -m pytest -q --durations=10 -m "not slow" tests
-test-all: .venv/ready build/tiny/train.jsonl
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -q --durations=10 -m "not slow" $(TESTS)
+	$(if $(MEGATRON)$(filter-out tests,$(TESTS)),,$(MAKE) test-other)
+test-all: $(VENV)/ready build/tiny/train.jsonl
 	$(BIN)/python -m pytest -q --durations=20 tests
-bench: .venv/ready
+	$(if $(MEGATRON),,$(MAKE) test-other)
+test-other: build/tiny/train.jsonl
+	rm -rf build/demo-$(OTHER)
+	$(MAKE) demo MEGATRON=$(OTHER) ARGS="train.steps=20 output_dir=build/demo-$(OTHER)"
+	$(MAKE) test MEGATRON=$(OTHER) TESTS="tests/test_layouts.py -k update_equals"
+bench: $(VENV)/ready
 	$(BIN)/python benchmarks/against_trl.py $(ARGS)
-gpu-check: .venv/ready build/tiny/train.jsonl
+gpu-check: $(VENV)/ready build/tiny/train.jsonl
 	$(BIN)/python tools/gpu_check.py $(if $(filter-out file,$(origin NPROC)),--nproc=$(NPROC)) $(ARGS)
-walkthrough: .venv/ready build/tiny/train.jsonl
-	$(BIN)/torchrun --standalone --nproc_per_node=1 docs/make/walkthrough.py
+walkthrough: $(VENV)/ready build/tiny/train.jsonl
+	$(TORCHRUN) --standalone --nproc_per_node=1 docs/make/walkthrough.py
 lint: .venv/ready
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	.venv/bin/ruff check . && .venv/bin/ruff format --check .
 
-build/tiny/train.jsonl: tools/make_tiny.py | .venv/ready
+build/tiny/train.jsonl: tools/make_tiny.py | $(VENV)/ready
 	$(BIN)/python tools/make_tiny.py build/tiny
 
-build/smollm2/train.jsonl: tools/make_smollm2.py | .venv/ready
+build/smollm2/train.jsonl: tools/make_smollm2.py | $(VENV)/ready
 	$(BIN)/python tools/make_smollm2.py build/smollm2 --data
 
-build/smollm2/model: tools/make_smollm2.py | .venv/ready
+build/smollm2/model: tools/make_smollm2.py | $(VENV)/ready
 	@# What reads the model's file, for this once; training needs neither package. Without them the tool says what it lacks.
-	-$(BIN)/pip install --quiet gguf==0.19.0 accelerate==1.15.0
+	-.venv/bin/pip install --quiet gguf==0.19.0 accelerate==1.15.0
 	$(BIN)/python tools/make_smollm2.py build/smollm2
 
 .venv/ready: $(REQUIREMENTS) Makefile
@@ -55,11 +69,17 @@ build/smollm2/model: tools/make_smollm2.py | .venv/ready
 ifeq ($(GPU),)
 	@# The CPU build of torch first: the other packages then keep it. The index is given here alone, since an unreachable one costs
 	@# seconds for every package; without it pip takes a local wheel, or fails with the reason.
-	$(BIN)/pip install --quiet --no-deps --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0
+	.venv/bin/pip install --quiet --no-deps --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0
 endif
-	$(BIN)/pip install --quiet -r $(REQUIREMENTS)
+	.venv/bin/pip install --quiet -r $(REQUIREMENTS)
 ifeq ($(GPU),)
 	@# vLLM pulls CUDA builds of these, which do not load beside a CPU torch; text models need none of them.
-	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 endif
+	touch $@
+
+.venv-megatron-$(MEGATRON)/ready: .venv/ready
+	.venv/bin/python -m venv --without-pip $(VENV)
+	.venv/bin/pip install --quiet --no-deps --ignore-requires-python --upgrade --target "$$($(BIN)/python -c $(SITE))" megatron-core==$(MEGATRON)
+	echo "import site; site.addsitedir('$$(.venv/bin/python -c $(SITE))')" >"$$($(BIN)/python -c $(SITE))/venv.pth"
 	touch $@

@@ -37,7 +37,15 @@ from support.model.attention import (
     sum_over_context,
 )
 from support.model.experts import experts_for
-from support.model.layers import HiddenGPT, RMSNorm, Router, device, swiglu, to_device  # before Megatron-core
+from support.model.layers import (  # before Megatron-core
+    Activation,
+    HiddenGPT,
+    RMSNorm,
+    Router,
+    device,
+    submodules,
+    to_device,
+)
 
 # isort: split
 from megatron.core import parallel_state as mpu
@@ -134,7 +142,7 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         gradient_accumulation_fusion=False,  # needs Apex or Transformer Engine
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
-        use_te_activation_func=not extra.get("bias_activation_fusion"),  # the slot for an activation: swiglu
+        use_te_activation_func=not extra.get("bias_activation_fusion"),  # the slot for our Activation
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -308,14 +316,16 @@ def layer_spec(hf, config: TransformerConfig, trained: LoraConfig | None) -> Mod
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
-    mlp = spec.submodules.mlp.submodules
+    mlp = submodules(spec.submodules.mlp)
     if is_moe(hf):
         mlp.router = Router
-        mlp.experts.module = experts_for(config, trained.rank if trained else 0)
-        mlp.experts.submodules.activation_func = swiglu
-        mlp.shared_experts.submodules.activation_func = swiglu
+        mlp.experts = ModuleSpec(
+            experts_for(config, trained.rank if trained else 0), submodules=submodules(mlp.experts)
+        )
+        mlp.experts.submodules.activation_func = Activation
+        submodules(mlp.shared_experts).activation_func = Activation
     else:
-        mlp.activation_func = swiglu
+        mlp.activation_func = Activation
     return spec
 
 

@@ -198,12 +198,12 @@ def test_untested_versions(monkeypatch):
         return have[name]
 
     monkeypatch.setattr(versions.importlib.metadata, "version", version)
-    assert versions.check_versions() == ["vllm 0.40.0 was not tested; 0.32 was"]
+    assert versions.check_versions() == ["vllm 0.40.0 was not tested; tested: 0.32"]
     del have["vllm"]
     have["megatron-core"] = "0.17.0rc1"
     assert versions.check_versions() == [
-        "megatron-core 0.17.0rc1 was not tested; 0.16 was",
-        "vllm is not installed; 0.32 was tested",
+        "megatron-core 0.17.0rc1 was not tested; tested: 0.16 and 0.19",
+        "vllm is not installed; tested: 0.32",
     ]
 
 

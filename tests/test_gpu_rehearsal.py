@@ -61,6 +61,8 @@ WAITS = {
         ("clip_grads.py get_grad_norm_fp32", "_local_scalar_dense"): (1, "update"),
         ("utils.py local_multi_tensor_l2_norm", "_local_scalar_dense"): (16, "update"),  # 16 weights
         ("utils.py local_multi_tensor_l2_norm", "copy to the GPU"): (1, "update"),
+        ("optimizer.py has_grad_norm_group", "_local_scalar_dense"): (1, "update"),  # Megatron 0.19, at the first one
+        ("optimizer.py has_grad_norm_group", "copy to the GPU"): (1, "update"),
         ("distributed_data_parallel.py restore_grad_buffers", "synchronize"): (1, "update"),
     },
     "train, passes": {

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck
 from torch.profiler import ProfilerActivity, profile
 
-from support.model.layers import Normalization, Rotation, Split, swiglu
+from support.model.layers import Normalization, Rotation, Split, SwiGLU
 
 
 def test_the_gradients_are_those_of_the_formulas():
@@ -17,7 +17,7 @@ def test_the_gradients_are_those_of_the_formulas():
     x = torch.randn(5, 1, 12, dtype=torch.float64, requires_grad=True)
     angles = torch.randn(5, 1, 1, 2, dtype=torch.float64)
     cos, sin = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
-    assert gradcheck(swiglu, x)
+    assert gradcheck(SwiGLU.apply, x)
     assert gradcheck(lambda x: Split.apply(x, 2, [6, 2, 4]), x)
     assert gradcheck(lambda x: Rotation.apply(x.unflatten(2, (3, 4)), cos, sin), x)
     turned = Rotation.apply(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.0]), torch.tensor([-1.0, 1.0]))
@@ -31,8 +31,8 @@ def test_swiglu_is_bit_for_bit_that_of_autograd(dtype):
     grad = torch.randn(33, 1, 32, dtype=dtype)
     gate, up = x.chunk(2, -1)
     expected = F.silu(gate) * up
-    assert torch.equal(swiglu(x), expected)
-    assert torch.equal(torch.autograd.grad(swiglu(x), x, grad)[0], torch.autograd.grad(expected, x, grad)[0])
+    assert torch.equal(SwiGLU.apply(x), expected)
+    assert torch.equal(torch.autograd.grad(SwiGLU.apply(x), x, grad)[0], torch.autograd.grad(expected, x, grad)[0])
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
@@ -48,7 +48,7 @@ def test_the_norm_is_that_of_torch_in_fp64(dtype, close):
 
 def test_no_gradient_is_put_together_from_copies():
     x = torch.randn(33, 1, 64, requires_grad=True)
-    for out in (swiglu(x), torch.cat(Split.apply(x, 2, [48, 16]), 2)):
+    for out in (SwiGLU.apply(x), torch.cat(Split.apply(x, 2, [48, 16]), 2)):
         loss = out.square().sum()
         with profile(activities=[ProfilerActivity.CPU]) as record:
             loss.backward()
@@ -56,7 +56,7 @@ def test_no_gradient_is_put_together_from_copies():
         assert "aten::mul" in done and "aten::cat" not in done
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()) or tensor, lambda t: t):
-        swiglu(x)
+        SwiGLU.apply(x)
     assert saved == [x.numel()]  # the product of the first matrix alone
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,11 +136,11 @@ def fewer_waits(fork):  # noqa: F811
 def test_the_norm_has_the_same_bits(fewer_waits):
     random = torch.Generator().manual_seed(0)
     for sizes in ([1], [7, 0, 1000], [3, 5000, 64, 64, 100000]):
-        gradients = [torch.randn(size, generator=random) for size in sizes]
-        theirs, _ = fewer_waits.local_multi_tensor_l2_norm(0, None, [gradients], False)
-        assert torch.equal(fewer_waits.l2_norm(0, None, [gradients], False)[0], theirs)
+        given = (0, None, [[torch.randn(size, generator=random) for size in sizes]], False)
+        assert torch.equal(fewer_waits.l2_norm(*given)[0], fewer_waits.local_multi_tensor_l2_norm(*given)[0])
 
 
+@pytest.mark.skipif(not version("megatron-core").startswith("0.16"), reason="the recipe replaces parts of 0.16")
 @pytest.mark.parametrize("unused", [0, 5])
 def test_permuted_tokens_have_the_same_bits(fewer_waits, unused):
     """50 tokens, each to 3 of 8 experts; the last `unused` experts get none."""

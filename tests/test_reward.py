@@ -422,6 +422,8 @@ def check_outcomes(outcomes: list[Outcome], config: RewardConfig, found: set[str
         SimpleNamespace(group=0, source=source, graded=o.status, error=o.error, text="a", reward_parts=o.parts)
         for o in outcomes
     ]
+    for sample in samples:
+        sample.reward = 0.0
     graded.check_graded(samples, {0: SimpleNamespace(row={"id": 7})}, config, found)
 
 

@@ -24,7 +24,6 @@ from support.data.tokens import (
     check_columns,
     hinted_text,
     lookup,
-    prompt_text,
     select_prompts,
     source_of,
     to_ids,
@@ -151,11 +150,19 @@ def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
         )
     if not cfg.chat_template:
         return
+    import jinja2
+
     mark = "⟦text⟧"
+    messages = [{"role": "user", "content": mark}]  # made here, apart from prompt_text
+    if cfg.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": cfg.system_prompt})
     try:
-        opening, _, _ = prompt_text(mark, cfg, tokenizer).partition(mark)
-    except ValueError:  # the template takes other messages than this one
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs
+        )
+    except (jinja2.TemplateError, TypeError, ValueError):  # it takes other messages than this one
         return
+    opening, _, _ = text.partition(mark)
     if opening and tokenizer.decode(prompt.ids).startswith(opening + opening):
         raise ValueError(
             f"a prompt begins with {opening + opening!r}, the chat template's opening twice: the data have been "

@@ -29,16 +29,11 @@ class _NoStream:
 class _CudaWithoutGpu(types.ModuleType):
     """torch.cuda, with streams that vLLM cannot take away: importing its CPU worker puts other stand-ins there."""
 
-    Stream = Event = _NoStream
+    Stream = Event = current_stream = _NoStream
+    stream = contextlib.nullcontext
 
     def __getattr__(self, name: str):
         return getattr(torch.cuda, name)
-
-    def current_stream(self, *args):
-        return _NoStream()
-
-    def stream(self, stream):
-        return contextlib.nullcontext()
 
 
 class _TorchWithoutCuda(types.ModuleType):
@@ -52,16 +47,11 @@ class _TorchWithoutCuda(types.ModuleType):
 
     def __getattr__(self, name: str):
         value = getattr(torch, name)
-        return _cpu_for_cuda(value) if name in FACTORIES else value
-
-
-def _cpu_for_cuda(factory):
-    def wrapped(*args, **kwargs):
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return factory(*args, **kwargs)
-
-    return wrapped
+        if name not in FACTORIES:
+            return value
+        return lambda *args, device=None, **options: value(
+            *args, device="cpu" if str(device).startswith("cuda") else device, **options
+        )
 
 
 FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "empty_like", "zeros_like")
@@ -104,13 +94,13 @@ def _even_splits(mappings) -> None:
 def _offloaded_groups(self, fraction: float) -> tuple:
     """HybridDeviceOptimizer's split of its weights, where the "GPU" is the CPU too: a copy stands for the host's.
 
-    Returns (groups on the host, groups on the GPU, weight → copy, copy → weight, weight → fp32 copy), as Megatron 0.16.
+    Returns (groups on the host, groups on the GPU, weight → copy, copy → weight, weight → fp32 copy), as Megatron.
     """
     room = fraction * sum(weight.numel() for group in self.param_groups for weight in group["params"])
     host_groups, gpu_groups = [], []
     copies, fp32_copies = {}, {}
     for group in self.param_groups:
-        host, gpu = {**group, "params": []}, {**group, "params": []}
+        host, gpu = [], []
         for weight in group["params"]:
             inner, offloaded = weight, room > 0
             if offloaded:
@@ -120,10 +110,11 @@ def _offloaded_groups(self, fraction: float) -> tuple:
                 inner = fp32_copies[weight] = inner.detach().clone().float()
             if offloaded:
                 copies[weight] = inner
-            (host if offloaded else gpu)["params"].append(inner)
-        host_groups.append(host)
-        gpu_groups.append(gpu)
-    host_groups, gpu_groups = ([group for group in groups if group["params"]] for groups in (host_groups, gpu_groups))
+            (host if offloaded else gpu).append(inner)
+        if host:
+            host_groups.append({**group, "params": host})
+        if gpu:
+            gpu_groups.append({**group, "params": gpu})
     return host_groups, gpu_groups, copies, {copy: weight for weight, copy in copies.items()}, fp32_copies
 
 
@@ -148,11 +139,9 @@ def compute_bf16_products_in_fp32() -> torch.library.Library:
     differ between machines with and without such units. Tensors of other types go to torch's own kernels.
     """
     kernels = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that a kernel is replaced
+    with warnings.catch_warnings(action="ignore"):  # torch warns that a kernel is replaced
         for name in MATRIX_PRODUCTS:
-            torchs_own = torch.library.get_kernel(f"aten::{name}", "CPU")
-            kernels.impl(name, _widened(torchs_own), "CPU", with_keyset=True)
+            kernels.impl(name, _widened(torch.library.get_kernel(f"aten::{name}", "CPU")), "CPU", with_keyset=True)
     return kernels
 
 
@@ -172,19 +161,17 @@ _kept: list[torch.library.Library] = []  # the replaced kernels, for as long as 
 
 
 def install() -> None:
-    """Patch torch.cuda and a few spots of Megatron-core 0.16. Raises RuntimeError where a GPU is present."""
+    """Patch torch.cuda and a few spots of Megatron-core. Raises RuntimeError where a GPU is present."""
     if torch.cuda.is_available():
         raise RuntimeError("cpu_backend.install() is for machines without a GPU")
     if not has_bf16_units():
         _kept.append(compute_bf16_products_in_fp32())
     cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
-    cuda.Stream = cuda.Event = _NoStream
-    cuda.current_stream = lambda *args: _NoStream()
-    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.Stream = cuda.Event = cuda.current_stream = _NoStream
+    cuda.stream = contextlib.nullcontext
     cuda.synchronize = cuda.empty_cache = lambda *args: None
     cuda.FloatTensor, cuda.HalfTensor, cuda.BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
-    cuda.is_initialized = lambda: False
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
@@ -196,9 +183,9 @@ def install() -> None:
         type_of(self, *args, **kwargs) if args or kwargs else type_of(self).replace("torch.", "torch.cuda.")
     )
 
-    import megatron.core.tensor_parallel.mappings as mappings
-    import megatron.core.tensor_parallel.random as mcore_random
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.tensor_parallel import random as mcore_random
     from megatron.core.transformer.moe import token_dispatcher
 
     for name in MODULES:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from support.model.layers import swiglu  # first: it prepares the process for Megatron-core
+from support.model.layers import SwiGLU  # first: it prepares the process for Megatron-core
 from support.model.lora import grouped_linear
 
 # isort: split
@@ -46,7 +46,7 @@ class GroupedExperts(SequentialMLP):
         if self.config.bias_activation_fusion:
             act_D = weighted_bias_swiglu_impl(gate_up_D, None, probs_D.unsqueeze(-1))
         else:
-            act_D = (swiglu(gate_up_D) * probs_D.unsqueeze(-1)).to(hidden_D.dtype)
+            act_D = (SwiGLU.apply(gate_up_D) * probs_D.unsqueeze(-1)).to(hidden_D.dtype)
         return linear(fc2)(act_D, ends_E, *fc2), None
 
     def named_modules(self, *args, **kwargs):

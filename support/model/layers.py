@@ -5,7 +5,6 @@ layer spec (megatron_bridge.layer_spec). Importing this file prepares the proces
 imports Megatron-core first.
 """
 
-import importlib.util
 import warnings
 
 import torch
@@ -21,6 +20,8 @@ for message in (
     "full scope is deprecated",
     "The .grad attribute of a Tensor that is not a leaf",
     r"\s*The 'megatron.core.transformer.custom_layers",
+    "absl.logging is not installed",
+    "MimoModelConfig is experimental",
     "`torch.distributed",
 ):
     warnings.filterwarnings("ignore", message)
@@ -28,18 +29,11 @@ for message in (
 if not torch.cuda.is_available():
     cpu_backend.install()  # before Megatron-core is imported
 
-from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import optimizer_config
-from megatron.core.transformer import TransformerConfig, attention
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer import MegatronModule, TransformerConfig, attention
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
-# For use_precision_aware_optimizer Megatron-core 0.16 checks the version of Transformer Engine even if it is missing.
-if importlib.util.find_spec("transformer_engine") is None:
-    optimizer_config.is_te_min_version = lambda *args, **kwargs: False
-# 0.16 reads this name in each router's forward pass, and defines it only where Transformer Engine is installed.
-moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+from support.model.megatron_versions import HiddenGPT, submodules  # noqa: F401, for the bridge
 
 
 def device() -> torch.device:
@@ -78,9 +72,11 @@ class SwiGLU(torch.autograd.Function):
         return grads
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """Activation of every feed-forward block, for Megatron's layer spec; [..., 2 f] → [..., f]."""
-    return SwiGLU.apply(gate_up)
+class Activation(MegatronModule):
+    """SwiGLU of every feed-forward block, as Megatron's layer spec takes it; [..., 2 f] → [..., f]."""
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return SwiGLU.apply(gate_up)
 
 
 class Split(torch.autograd.Function):
@@ -191,13 +187,3 @@ class Router(TopKRouter):
         share_E = scores_for_aux_loss.sum(0)  # this rank's part of tokens · P_e
         loss = coefficient * experts * (tokens_E * share_E).sum() / (tokens * self.topk).clamp(min=1)
         return MoEAuxLossAutoScaler.apply(probs, loss)
-
-
-class HiddenGPT(GPTModel):
-    """A GPTModel that returns the last hidden state, so that logits are computed only where a log-prob is needed.
-
-    `inv_freq`, set after construction, are the frequencies of its rotary embedding.
-    """
-
-    def _postprocess(self, hidden_states, *args, **kwargs) -> torch.Tensor:
-        return hidden_states

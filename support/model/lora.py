@@ -52,10 +52,9 @@ class Adapter:
 
 def attach(model: torch.nn.Module, cfg: LoraConfig | None) -> None:
     """Freeze a model chunk and add factors of zeros to its targeted weights; None: only freeze it, rank 0: neither."""
-    if cfg is not None and cfg.rank == 0:
-        return
-    model.requires_grad_(False)
-    if cfg is None:
+    if cfg is None or cfg.rank:
+        model.requires_grad_(False)
+    if cfg is None or cfg.rank == 0:
         return
     for name, linear in model.named_modules():
         target = name.rpartition(".linear_")[2]
@@ -88,13 +87,11 @@ def sharded_state_dict(linear, target: str, prefix="", sharded_offsets=(), metad
     """Megatron's sharded state of a layer, in which the split factor is split as its weight is."""
     state = type(linear).sharded_state_dict(linear, prefix, sharded_offsets, metadata)
     name, axis = ("lora_b", 0) if target in COLUMN else ("lora_a", 1)
-    key = prefix + name
     groups = {"tp_group": linear.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-    state[key] = make_tp_sharded_tensor_for_checkpoint(
-        getattr(linear, name), key, axis, prepend_offsets=sharded_offsets, **groups
+    factor = make_tp_sharded_tensor_for_checkpoint(
+        getattr(linear, name), prefix + name, axis, prepend_offsets=sharded_offsets, **groups
     )
-    if target == "fc1":
-        state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
+    state[prefix + name] = apply_swiglu_sharded_factory(factor, sharded_offsets) if target == "fc1" else factor
     return state
 
 
@@ -210,10 +207,8 @@ def weight_of(name: str) -> str:
 def factor_rule(name: str, join: str, parts: list[str]) -> tuple[str, list[str]]:
     """The rule of a factor, from that of its weight (rule_of in megatron_bridge.py); the names are PEFT's."""
     letter = name[-1].upper()
-    parts = [f"{part.removesuffix('weight')}lora_{letter}.weight" for part in parts]
-    if letter == "B":
-        return ("copy" if join == "cols" else join), parts
-    return ("cols" if join == "cols" else "stack"), parts
+    joins = {"A": "cols", "B": "copy"} if join == "cols" else {"A": "stack", "B": join}
+    return joins[letter], [f"{part.removesuffix('weight')}lora_{letter}.weight" for part in parts]
 
 
 def read_part(name: str, opened: dict, shape: torch.Size) -> torch.Tensor:
@@ -259,7 +254,7 @@ def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: 
     """
     is_writer = dist.get_rank() == 0
     target = Path(cfg.output_dir, f"adapter/step_{step:06d}")
-    held = {name: factor.cpu() for name, factor in weights if is_writer}  # collectives: every rank iterates to the end
+    held = {f"base_model.model.{name}": factor.cpu() for name, factor in weights if is_writer}  # every rank iterates
     if any(".experts." in name for name in held):
         print(f"warning: {target} is not written: there is no export of experts' adapters; hf/ has the merged model")
     elif is_writer:
@@ -268,8 +263,7 @@ def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: 
             "lora_alpha": cfg.lora.alpha, "target_modules": sorted({name.split(".")[-3] for name in held}),
             "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
         }  # fmt: skip
-        tensors = {f"base_model.model.{name}": factor for name, factor in held.items()}
         with complete_folder(target) as folder:
             (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
-            save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     dist.barrier()

@@ -70,8 +70,8 @@ def set_routes(chunk, mb) -> None:
     if mb.routes is not None:
         routes = own_stripe(mb.computed(mb.routes[0].movedim(0, -1)))  # [layers, k, C / cp]
         if chunk.config.sequence_parallel:
-            routes = routes.chunk(mpu.get_tensor_model_parallel_world_size(), dim=-1)
-            routes = routes[mpu.get_tensor_model_parallel_rank()]
+            group = mpu.get_tensor_model_parallel_group()
+            routes = routes.chunk(group.size(), dim=-1)[group.rank()]
         routes = routes.movedim(-1, 1)  # [layers, tokens, k]
     for router in routers(chunk):
         replay = router.router_replay = router.router_replay or Replay()

@@ -189,16 +189,23 @@ def teacher_kl(batch: Batch) -> float:
     return mean.item()
 
 
-def route_metrics(samples: list[Sample], first: dict, has_routes: bool) -> dict[str, float | None]:
-    """Of algo.replay_routes. `first`: the report of the step's first update, which uses the weights of vLLM."""
+def route_metrics(samples: list[Sample], report: dict, has_routes: bool) -> dict[str, float | None]:
+    """Of algo.replay_routes. `report`: that of the step's first update, which uses the weights of vLLM."""
     if not has_routes:
         return {"routes/differ_frac": None, "routes/missing_frac": None, "routes/prompt_differ_frac": None}
-    differ = report_mean("routes_differ", [first], over="routes")
+    differ = report_mean("routes_differ", [report], over="routes")
     missing = 1 - sum(len(s.routes) for s in samples) / sum(s.positions for s in samples)
-    leaders = {s.group: s for s in reversed(samples)}  # the first answer of each group
-    pairs = [(s.routes, leaders[s.group].routes, len(s.prompt_ids)) for s in samples]
-    unlike = np.mean([not np.array_equal(own[:prompt], first[:prompt]) for own, first, prompt in pairs])
-    return {"routes/differ_frac": differ, "routes/missing_frac": missing, "routes/prompt_differ_frac": unlike}
+    first = {}  # routes of the prompt in the first answer of each group
+    unlike = 0
+    for s in samples:
+        own = s.routes[: len(s.prompt_ids)]
+        if not np.array_equal(own, first.setdefault(s.group, own)):
+            unlike += 1
+    return {
+        "routes/differ_frac": differ,
+        "routes/missing_frac": missing,
+        "routes/prompt_differ_frac": unlike / len(samples),
+    }
 
 
 def time_metrics(record: StepRecord) -> dict[str, float]:

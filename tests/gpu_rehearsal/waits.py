@@ -26,5 +26,5 @@ class Waits:
         while frame.f_back and any(part in frame.f_code.co_filename for part in BETWEEN):
             frame = frame.f_back
         file = Path(frame.f_code.co_filename)
-        name = file.relative_to(REPO) if file.is_relative_to(REPO) and ".venv" not in file.parts else file.name
+        name = file.relative_to(REPO) if file.is_relative_to(REPO) and "/.venv" not in str(file) else file.name
         return f"{name} {frame.f_code.co_name}"

@@ -37,10 +37,9 @@ SETTINGS = {
 
 GRADIENTS = [
     Exhibit(
-        "gradient_of_one_answer", "gradients", "a shared prompt gets the gradient of one of its answers",
-        "support.model.attention:TakeRows.backward",
-        'torch.segment_reduce(grad.float().index_select(0, order), "sum", lengths=counts, unsafe=True)',
-        "grad.float()[order[(counts.cumsum(0) - counts).clamp(max=len(order) - 1)]]",
+        "mean_of_the_answers_gradients", "gradients", "a shared prompt gets the mean of its answers' gradients",
+        "support.model.attention:TakeRows.backward", "sums.to(grad.dtype)",
+        "(sums.flatten(1) / counts.clamp(min=1)[:, None]).view_as(sums).to(grad.dtype)",
         "run", "the update is not what its formulas say",
     ),
     Exhibit(
@@ -212,13 +211,13 @@ TOKENS = [
         "answers_attend_to_each_other", "tokens", "the answers to a shared prompt attend to each other",
         "support.model.attention:Packing.of",
         "segments=Segments.of(mb.sizes, mb.queries, window, on),\n"
-        "            copies=None if mb.place is None else Copies.of(mb.place, mb.width, on),",
+        "        copies=None if mb.place is None else Copies.of(mb.place, mb.width, on),",
         "segments=Segments.of(*[np.add.reduceat(mb.queries, np.flatnonzero(mb.queries == mb.sizes))] * 2, window, on),",
-        "run", "trainer and vLLM disagree",
+        "run", "the update is not what its formulas say",
     ),
     Exhibit(
         "first_token_from_another_place", "tokens", "a first token is predicted from the end of another answer",
-        "megatron_bridge:token_logprobs", "mb.place[mb.rows]", 'mb.kept.searchsorted(mb.rows, "right") - 1',
+        "megatron_bridge:own_rows", "mb.place[mb.rows]", 'mb.kept.searchsorted(mb.rows, "right") - 1',
         "run", "the update is not what its formulas say",
     ),
     Exhibit(
@@ -340,7 +339,7 @@ WEIGHTS = [
     Exhibit(
         "replicas_not_gathered", "weights", "replicas do not get each other's part of the updated weights",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
-        "if not self.ddp_config.overlap_param_gather:", "if False:",
+        "not self.ddp_config.overlap_param_gather", "False",
         "run", "", "",
     ),
     Exhibit(
