@@ -133,7 +133,7 @@ def judge(exhibit: Exhibit, outcome: Outcome) -> str:
 
 HEAD = """# The museum of silent bugs
 
-Mistakes that trainers make, each as a mutant of this one by one line (`tests/museum/exhibits.py`): three steps of a tiny
+Mistakes that trainers make, each a mutant of this one by one line (`tests/museum/exhibits.py`): three steps of a tiny
 model on two ranks with real vLLM, with that line exchanged. `pytest tests/museum --museum-page` runs them and writes
 this page. An issue is named where a tracker has the failure; its cause there may have been another one with the same
 effect. Of 20 of these failures planted in the code of TRL 1.16, three steps of it on a CPU noticed none by an error or
