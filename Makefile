@@ -3,7 +3,7 @@
 # make setup  what both need, into .venv             make test-all  the long ones too
 # make test MEGATRON=0.19.2  the same on another Megatron-core, in an environment of its own in front of .venv; demo takes it too
 # make bench  time ours and TRL (build/trl-venv, made for it) on the works of benchmarks/works.py, into docs/bench/rounds.csv
-# make gpu-check  try this machine's GPU (NPROC=8: all eight); see docs/gpu-check.md
+# make gpu-check  try this machine's GPU (NPROC=8: all eight); see docs/machines.md
 # make walkthrough  write docs/walkthrough.md from a run of the demo
 PYTHON ?= python3
 NPROC ?= 2

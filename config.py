@@ -85,12 +85,12 @@ class RolloutConfig(Section):
     tp: Count = 1  # tensor parallel size of each vLLM engine; there are world size / tp engines
     gpu_memory_utilization: ShareAboveZero = 0.6  # share of a GPU's memory for vLLM while it samples
     # bounds of |trainer - vLLM| log-prob (fp32: largest, bf16: mean of an update) and of the mean k3 of vLLM against
-    # the trainer over 20 updates; null: 10 (fp32: 50) times what rounding does in this model: docs/reliability.md
+    # the trainer over 20 updates; null: 10 (fp32: 50) times what rounding does in this model: docs/dev/checks.md
     max_logp_gap: PositiveOrInf | None = None
     max_mismatch_kl: PositiveOrInf | None = None
     sync_bucket_mb: Count = 512  # size of a bucket in which weights go from trainer to vLLM
     sleep_level: Literal[1, 2] = 2  # of vLLM on GPUs: while asleep, 2 drops its weights, 1 keeps them on the host
-    exact: bool = False  # deterministic sampling and training on GPUs, slower: docs/reliability.md
+    exact: bool = False  # deterministic sampling and training on GPUs, slower: docs/resume.md
     vllm: dict[str, Any] = {}  # options of vllm.LLM that no other key sets
 
 
@@ -165,8 +165,8 @@ class TrainConfig(Section):
     export_every: Whole = 0  # steps between exports to output_dir/hf; 0: at the end only
     stall_timeout_s: Seconds = 1800.0  # the run ends if no rank finishes a phase for so long; 0: never
     max_skipped: Count = 3  # updates in a row whose loss or gradient is NaN or inf, before the run stops
-    patience: Whole = 50  # steps in a row that learn nothing, before the run saves and ends: docs/tuning.md; 0: never
-    check_update: bool = True  # compare the first update of a start with its loss and AdamW: docs/reliability.md
+    patience: Whole = 50  # steps in a row that learn nothing, before the run ends: docs/troubleshooting.md; 0: never
+    check_update: bool = True  # compare the first update of a start with its loss and AdamW: docs/dev/checks.md
     eval_every: Whole = 0  # steps between evaluations on data.eval, the first before the first step; 0: none
 
 

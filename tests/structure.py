@@ -17,13 +17,13 @@ SCRIPT = "train_grpo.py"
 TOP = (SCRIPT, "config.py", "megatron_bridge.py", "rollout.py", "reward.py")
 SCRIPT_STATEMENTS = 437
 FUNCTION_LINES = 60
-# Statements of a wing, docstrings not counted; "docs" is lines of docs/*.md. These numbers only fall: a commit that
+# Statements of a wing, docstrings not counted; "docs" is lines of `pages`. These numbers only fall: a commit that
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1175,
     "support/base": 738, "support/check": 591, "support/data": 443, "support/engine": 257, "support/judge": 195,
     "support/model": 1081, "support/proof": 938, "support/run": 1054, "support/step": 1031,
-    "rewards": 185, "tools": 1049, "benchmarks": 675, "tests": 9321, "docs": 2960,
+    "rewards": 185, "tools": 1049, "benchmarks": 675, "tests": 9321, "docs": 2946,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0
@@ -52,6 +52,11 @@ def is_docstring(node: ast.AST) -> bool:
 def statements(tree: ast.AST) -> list[ast.stmt]:
     """All statements, docstrings not counted."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and not is_docstring(node)]
+
+
+def pages(root: Path) -> list[Path]:
+    """The documents: SECURITY.md, those for users in docs/, those for maintainers in docs/dev/."""
+    return [*root.glob("SECURITY.md"), *sorted(root.glob("docs/*.md")), *sorted(root.glob("docs/dev/*.md"))]
 
 
 def functions(tree: ast.AST) -> list[ast.FunctionDef]:
@@ -185,7 +190,7 @@ def weights(root: Path) -> dict[str, int]:
     for folder in (*folders, root / "rewards", root / "tools", root / "benchmarks", root / "tests"):
         wings[folder.relative_to(root).as_posix()] = sorted(folder.rglob("*.py"))
     sizes = {name: sum(len(statements(parse(path))) for path in wing) for name, wing in wings.items()}
-    return sizes | {"docs": sum(len(path.read_text().splitlines()) for path in root.glob("docs/*.md"))}
+    return sizes | {"docs": sum(len(path.read_text().splitlines()) for path in pages(root))}
 
 
 def over_budget(sizes: dict[str, int]) -> list[str]:

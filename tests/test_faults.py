@@ -1,6 +1,6 @@
 """What breaks around a run, done to real ones: what the user sees, and that resume=auto then ends with the same bits.
 
-docs/reliability.md has the messages.
+docs/dev/faults.md has the messages.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Every layout and every model family: the gradient of each parameter, the loss and the log-probs of one update equal
 those of plain transformers in float64, one unpadded sequence at a time; weights come back bit by bit.
 
-The table in docs/layouts.md is written by this file when all of it runs (`make test-all`).
+The table in docs/dev/layouts.md is written by this file when all of it runs (`make test-all`).
 """
 
 import json
@@ -313,8 +313,8 @@ def balance_gradients(folder, samples: list[dict], bins: list[list[int]], coeffi
 
 
 def write_table(known: Results) -> None:
-    """The table in docs/layouts.md: the largest relative error of a parameter's gradient, layouts × families."""
-    page = REPO / "docs/layouts.md"
+    """The table in docs/dev/layouts.md: the largest relative error of a parameter's gradient, layouts × families."""
+    page = REPO / "docs/dev/layouts.md"
     lines = [f"| | {' | '.join(FAMILIES)} |", "|---" * (len(FAMILIES) + 1) + "|"]
     for layout in [*LAYOUTS, *DENSE_LAYOUTS, *MOE_LAYOUTS]:
         cells = ["–"] * len(FAMILIES)

@@ -25,8 +25,8 @@ from train_grpo import Sample, flatten, main
 # Options as a user would write them → what the refusal says.
 MEGATRON = {
     "lr=1": "use train.lr",
-    "use_megatron_fsdp=true": "see docs/models.md; the fields of Megatron-core that may: adam_eps, ",
-    "use_distributed_optimizer=false": "see docs/models.md",
+    "use_megatron_fsdp=true": "see docs/options.md; the fields of Megatron-core that may: adam_eps, ",
+    "use_distributed_optimizer=false": "see docs/options.md",
     "moe_token_dispatcher_type=allgather": "must be 'alltoall' or 'flex'",
     "optimizer_offload_fraction=0.5": "no effect without megatron.optimizer_cpu_offload=True",
     "optimizer_cpu_offload=true": "use model.dtype=bf16",
@@ -81,8 +81,7 @@ def test_what_the_engine_sets_is_refused_or_left_to_the_user():
 
 
 def test_the_document_names_what_works():
-    text = (REPO / "docs/models.md").read_text()
-    assert all(f"`{name}`" in text for name in TABLES["megatron_works"])
+    assert all(f"`{name}`" in (REPO / "docs/options.md").read_text() for name in TABLES["megatron_works"])
 
 
 # ---------------------------------------------------------------- the same update with and without

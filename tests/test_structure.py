@@ -27,16 +27,11 @@ def test_a_file_of_the_core_is_plain(path):
     assert not found, "\n".join([*found, FORK])
 
 
-def test_every_shape_suffix_is_in_the_legend():
-    assert not structure.check_legend(REPO)
-
-
-def test_public_functions_of_support_have_a_caller():
-    assert not structure.uncalled(REPO)
-
-
-def test_every_import_leads_down():
-    assert not structure.check_floors(REPO), "the floors are in tests/structure.py"
+def test_the_tree_is_plain():
+    assert {path.name for path in REPO.glob("*.py")} == set(structure.TOP), "the files a reader opens"
+    assert not structure.check_legend(REPO), "every shape suffix is in the legend"
+    assert not structure.uncalled(REPO), "public functions of support have a caller"
+    assert not structure.check_floors(REPO), "every import leads down: the floors are in tests/structure.py"
 
 
 def test_no_wing_is_above_its_budget():
@@ -50,10 +45,10 @@ def test_a_wing_above_its_budget_is_found():
     assert new.startswith("support/new: 2, 2 above")
 
 
-def test_every_wing_has_a_line_in_the_readme():
+def test_every_wing_has_a_line_on_the_page_of_forks():
     wings = {path.parent.name for path in REPO.glob("support/*/__init__.py")}
     assert wings == {place for place in structure.FLOORS if not place.endswith(".py")} - {"rewards"}
-    assert set(re.findall(r"^  (\w+)/ ", (REPO / "README.md").read_text(), flags=re.MULTILINE)) == wings
+    assert set(re.findall(r"^  (\w+)/ ", (REPO / "docs/forking.md").read_text(), flags=re.MULTILINE)) == wings
 
 
 @pytest.mark.parametrize(
@@ -120,12 +115,8 @@ def test_functions_that_nobody_calls_and_a_long_script_are_found(tmp_path):
 # ---------------------------------------------------------------- what lies where, and what documents say of it
 
 
-def test_the_top_level_is_the_five_files():
-    assert {path.name for path in REPO.glob("*.py")} == set(structure.TOP), "the files a reader opens"
-
-
-def test_links_lead_to_files_and_headings():
-    pages = [REPO / "README.md", *REPO.glob("docs/*.md")]
+def test_links_and_paths_that_code_names_lead_to_files_and_headings():
+    pages = [REPO / "README.md", *structure.pages(REPO)]
     heads = {page: {slug(line) for line in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)} for page in pages}
     for page in pages:
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -133,6 +124,16 @@ def test_links_lead_to_files_and_headings():
             target = (page.parent / file).resolve() if file else page
             assert "://" in link or target.exists(), f"{page.name}: {link}"
             assert not heading or "://" in link or heading in heads[target], f"{page.name}: {link}"
+    code = [*SOURCES, *REPO.glob("*/*.yaml"), *REPO.glob("support/*/*.yaml")]
+    for path in re.findall(r"\bdocs/[\w/.-]+\.(?:md|csv)\b", "".join(source.read_text() for source in code)):
+        assert (REPO / path).exists(), path
+
+
+def test_the_index_has_every_page_and_users_have_twenty():
+    names = [
+        page.name for page in structure.pages(REPO) if f"{page.name})" not in (REPO / "docs/README.md").read_text()
+    ]
+    assert names == ["README.md"] and len(list(REPO.glob("docs/*.md"))) <= 21, "20 pages and their index"
 
 
 def slug(heading: str) -> str:

@@ -1,4 +1,4 @@
-"""docs/training-recipes.md names every file that trains a real model; some recipes run, on a CPU with small models."""
+"""docs/configs.md names every file that trains a real model; some recipes run, on a CPU with small models."""
 
 import re
 
@@ -13,7 +13,7 @@ from support.step.records import Sample
 from tests import hub_models
 from tests.conftest import REPO
 
-PAGE = (REPO / "docs/training-recipes.md").read_text()
+PAGE = (REPO / "docs/configs.md").read_text()
 
 
 def test_every_file_is_on_the_page():

@@ -26,7 +26,4 @@ def test_the_page_has_each_quote_in_its_place():
     assert QUOTED.findall(PAGE) == names, (
         "docs/make/walkthrough.py --quotes renews them, make walkthrough the numbers too"
     )
-
-
-def test_the_page_has_no_line_numbers():
     assert not re.findall(r"\.py:\d|#L\d", PAGE)

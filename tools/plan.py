@@ -4,7 +4,8 @@
 
 `--dry-run` of train_grpo.py runs it too. What a rank holds is counted to the byte: Megatron's own model, buffers and
 distributed optimizer are built on torch's meta device, where tensors take no memory, in a fake process group. Transient
-memory follows from formulas, RESERVE stands for what has none (docs/memory.md). Sizes are bytes until they are printed.
+memory follows from formulas, RESERVE stands for what has none. Sizes are bytes until they
+are printed. docs/dev/memory-plan.md is about it.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Draw learning curves from metrics.jsonl files.
 
-    python tools/plot.py outputs/tiny/metrics.jsonl [more.jsonl ...] --out docs/demo.png
+    python tools/plot.py outputs/tiny/metrics.jsonl [more.jsonl ...] --out curves.png
 
 One curve per file and panel: reward, entropy, response length and the gap between trainer and vLLM over the steps.
 """

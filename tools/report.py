@@ -2,7 +2,7 @@
 
     python -m tools.report outputs/a outputs/b --out report.html    open it in a browser; needs no server, no network
 
-Reads the files that every run writes, also while it writes them. docs/logging.md describes the page.
+Reads the files that every run writes, also while it writes them. docs/watching.md describes the page.
 """
 
 import argparse

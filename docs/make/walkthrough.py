@@ -33,7 +33,7 @@ SMALL = {"rollout.prompts_per_step": 2, "rollout.group_size": 6}  # in the step 
 TEMPLATE = REPO / "docs/make/walkthrough.template.md"
 QUOTE = re.compile(r"^\[\[(\S+) (\S+) (\d+): (.+)\]\]$", re.MULTILINE)
 QUOTES = [(file, function, int(count), start) for file, function, count, start in QUOTE.findall(TEMPLATE.read_text())]
-QUOTED = re.compile(r"\[([\w/]+\.py)\]\(\S+\), in `([\w.]+)`:\n\n```python\n.*?```", re.DOTALL)
+QUOTED = re.compile(r"\[([\w/]+\.py)\]\(\S+\), in `([\w.]+)`:\n```python\n.*?```", re.DOTALL)
 SIMPLE = ast.Assign | ast.Return | ast.Expr
 
 
@@ -55,7 +55,7 @@ def quote(file: str, function: str, count: int, start: str) -> str:
     statements = [node for node in ast.walk(scope) if isinstance(node, SIMPLE) and node.lineno == first]
     last = max([first + count - 1, *(node.end_lineno for node in statements)])
     code = textwrap.dedent("\n".join(lines[first - 1 : last]))
-    return f"[{file}](../{file}), in `{function}`:\n\n```python\n{code}\n```"
+    return f"[{file}](../{file}), in `{function}`:\n```python\n{code}\n```"
 
 
 # ---------------------------------------------------------------- the run

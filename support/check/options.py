@@ -1,7 +1,7 @@
 """Options that go to Megatron-core and vLLM as they are: which may be given, by the names in options.yaml.
 
 A key under `megatron` or `rollout.vllm` that would be ignored, or that would break what the trainer relies on, is
-refused by its name before anything is built. docs/models.md says what works and why the rest does not.
+refused by its name before anything is built. docs/options.md says what works and why the rest does not.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: st
             raise UserError(f"{key} may not be set: use {TABLES['megatron_owned'][name]}")
         if name not in TABLES["megatron_works"]:
             works = ", ".join(TABLES["megatron_works"])
-            raise UserError(f"{key} may not be set, see docs/models.md; the fields of Megatron-core that may: {works}")
+            raise UserError(f"{key} may not be set, see docs/options.md; the fields of Megatron-core that may: {works}")
         check_type(key, value, MEGATRON_TYPES.get(name, types[name]))
         other, needed = MEGATRON_NEEDS.get(name, (name, value))
         if options.get(other) != needed:

@@ -1,6 +1,6 @@
 """The one door of the proof: what a step shows before it goes on. Each other file of this wing holds checks of a kind.
 
-A check ends the run on what rounding cannot be, and warns of what it may be. What each finds: docs/reliability.md.
+A check ends the run on what rounding cannot be, and warns of what it may be. What each finds: docs/dev/checks.md.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Kills at random moments change nothing; docs/reliability.md has the figures of a longer series (--kills 100)."""
+"""Kills at random moments change nothing; docs/dev/faults.md has the figures of a longer series (--kills 100)."""
 
 import pytest
 

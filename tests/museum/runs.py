@@ -14,7 +14,7 @@ from tests.fork_server import ForkServer
 from tests.museum import VARIABLE, Exhibit
 from tests.museum.exhibits import COMMON, EXHIBITS, SETTINGS
 
-PAGE = REPO / "docs/museum.md"
+PAGE = REPO / "docs/dev/museum.md"
 CHAT = "{% for message in messages %}<{{ message['content'] }}{% endfor %}="  # a template with a header and an end
 # A reward that fails for some of the answers.
 FAILING = """
@@ -133,7 +133,7 @@ def judge(exhibit: Exhibit, outcome: Outcome) -> str:
 
 HEAD = """# The museum of silent bugs
 
-Failures of real trainers, each as a mutant of this one by one line (`tests/museum/exhibits.py`): three steps of a tiny
+Mistakes that trainers make, each a mutant of this one by one line (`tests/museum/exhibits.py`): three steps of a tiny
 model on two ranks with real vLLM, with that line exchanged. `pytest tests/museum --museum-page` runs them and writes
 this page. An issue is named where a tracker has the failure; its cause there may have been another one with the same
 effect. Of 20 of these failures planted in the code of TRL 1.16, three steps of it on a CPU noticed none by an error or
@@ -144,7 +144,7 @@ COLUMNS = "| failures (where they happened) | noticed by | message |\n|---|---|-
 
 
 def write_page(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
-    """docs/museum.md from {exhibit: outcome} and {setting: outcome of the run without an exhibit}."""
+    """docs/dev/museum.md from {exhibit: outcome} and {setting: outcome of the run without an exhibit}."""
     alike = {}  # exhibits whose messages begin alike are one row
     for name, exhibit in EXHIBITS.items():
         outcome = outcomes[name]

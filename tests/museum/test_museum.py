@@ -260,7 +260,7 @@ def hall(tmp_path_factory, fork_server) -> runs.Museum:
 
 @pytest.fixture(scope="module")
 def page(request):
-    """({exhibit: outcome}, {setting: outcome without one}), written to docs/museum.md with --museum-page."""
+    """({exhibit: outcome}, {setting: outcome without one}), written to docs/dev/museum.md with --museum-page."""
     outcomes, controls = {}, {}
     yield outcomes, controls
     if request.config.getoption("--museum-page"):
