@@ -16,7 +16,7 @@ from support.step.grading import Outcome, checksum
 from support.step.records import Batch, MicroBatch, Sample
 
 FIELDS = ("tokens", "targets", "mask", "position_ids", "rollout_logp", "advantages", "weights")  # of a packed row
-PARTS = 1e-5  # of a token's loss, which fp32 rounds
+PARTS = 1e-5  # of a token and of the parts of the loss, which fp32 rounds
 OWN_NAME = "; a formula of your own needs a name of its own in algo (docs/forking.md)"
 
 
@@ -71,10 +71,10 @@ def check_update(
     counted = trained_N[chosen].sum()
     if report["trained"] != counted:
         raise TrainingError(f"the loss counts {report['trained']:.0f} tokens, the answers have {counted} to train on")
-    expected = sum_of_parts(report, cfg.algo)
-    if expected is not None and abs(report["loss"] - expected) > PARTS * counted:
+    parts = parts_of_loss(report, cfg.algo)
+    if parts and abs(report["loss"] - sum(parts)) > PARTS * (counted + sum(map(abs, parts))):
         raise TrainingError(
-            f"the loss is {report['loss']:.6g}, its policy, KL and entropy make {expected:.6g}{OWN_NAME}"
+            f"the loss is {report['loss']:.6g}, its policy, KL and entropy make {sum(parts):.6g}{OWN_NAME}"
         )
     weights_N = expected_weights(trained_N, chosen, cfg)
     advantages_F = batch.advantages.numpy()
@@ -162,12 +162,12 @@ def expected_weights(trained_N: ndarray, chosen: list[int], cfg: Config) -> ndar
     return formulas.answer_weights(tokens_N, cfg.algo.loss_norm, cfg.norm_length)
 
 
-def sum_of_parts(report: dict[str, float], algo: AlgoConfig) -> float | None:
-    """The loss that the reported sums make; None where they are not weighted as the loss is, or for a fork's own KL."""
+def parts_of_loss(report: dict[str, float], algo: AlgoConfig) -> list[float]:
+    """The reported sums that make the loss; [] where they are not weighted as the loss is, or for a fork's own KL."""
     if algo.loss_norm != "token_mean" or report["trained"] != report["tokens"] or algo.kl not in formulas.KLS:
-        return None
+        return []
     kl = report[algo.kl.removesuffix("+")] if algo.kl_in == "loss" else 0.0
-    return report["policy"] + algo.kl_coef * kl - algo.entropy_coef * report["entropy"]
+    return [report["policy"], algo.kl_coef * kl, -algo.entropy_coef * report["entropy"]]
 
 
 def check_reference(report: dict[str, float], bound: float) -> None:

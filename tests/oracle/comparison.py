@@ -30,8 +30,8 @@ BOUNDS = {
     | {
         "": (2e-2, 0.1),
         "sample: advantage": (0.2, 0.4),  # with algo.kl_in=reward; otherwise they go through no model
-        "token: rollout_logp": (0.35, 0.0),
-        "logp_gap/": (0.35, 0.0),
+        "token: rollout_logp": (0.45, 0.0),
+        "logp_gap/": (0.45, 0.0),
         "grad_norm": (1e-2, 0.1),
         "mismatch/cut_frac": (0.1, 0.0),
         "ratio/clip_frac": (0.1, 0.0),
