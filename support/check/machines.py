@@ -83,8 +83,7 @@ def check_without_gpu(cfg: Config) -> None:
     asked = [f"rollout.vllm.{name}={cfg.rollout.vllm[name]}" for name in ON_GPUS_ONLY if cfg.rollout.vllm.get(name)]
     if cfg.profile.memory:
         asked.append("profile.memory=true")
-    if asked:
-        raise UserError(f"{asked[0]}: works on GPUs only, and there is no GPU here; leave it out")
+    require(not asked, f"{', '.join(asked)}: works on GPUs only, and there is no GPU here; leave it out")
 
 
 def check_machines(cfg: Config, data: str) -> dict[str, str]:

@@ -109,9 +109,9 @@ class UpdateChecks:
         return True
 
     def after_step(self, report: dict, micro_batches: list[MicroBatch]) -> None:
-        """Whether the update was AdamW's, the first time; whether its gradient was a number."""
+        """Whether the update was AdamW's, at first and now and then; whether its gradient was a number."""
         run = self.run
-        run.first_update.after_step(self.cfg, self.step)
+        run.first_update.after_step(self.cfg, self.step, report["grad_norm"])
         run.skipped = check_finite(report, run.skipped, self.step, self.number, micro_batches, self.cfg)
         self.number += 1
 

@@ -58,6 +58,7 @@ CAUSES = (
 )
 SHARE = 16  # one of so many answers is what the gradient is compared on
 ANSWERS = 4  # of a replica, at least
+EVERY = 50  # updates, of which one has its step compared again
 LARGE = 0.5  # size of the move of weights without a gradient
 
 
@@ -249,7 +250,7 @@ class FirstUpdate:
     done: bool = False  # the optimizer's step
 
     def __post_init__(self):
-        self.updates = read_state(self.checkpoint)["updates"] if self.checkpoint else 0  # before this start
+        self.updates = read_state(self.checkpoint)["updates"] if self.checkpoint else 0  # so far
         self.sampled: list[adam.Sampled] | None = None  # before the step that is checked
         self.norm = math.nan  # of its gradient
 
@@ -285,9 +286,9 @@ class FirstUpdate:
 
     def before_step(self, cfg: Config, step: int) -> None:
         """Note the optimizer's state. Raises TrainingError, on every rank, if it is not that of the updates so far."""
-        if not cfg.train.check_update or self.done:
+        if not cfg.train.check_update or (self.done and self.updates % EVERY):
             return
-        shards = adam.own_shards(self.model, self.optimizer, weight_names(self.model))
+        shards = adam.own_shards(self.model, self.optimizer, weight_names(self.model), copied=False)
         self.norm = adam.norm_of(shard.gradient for shard in shards if shard.counted)
         if not (math.isfinite(self.norm) and self.norm > 0):  # no gradient: the next update may have one
             return
@@ -297,15 +298,19 @@ class FirstUpdate:
         report_together(step, adam.check_state(shards, self.updates))
         self.sampled = adam.sample_state(shards)
 
-    def after_step(self, cfg: Config, step: int) -> None:
-        """Compare the step that before_step prepared with AdamW. Raises TrainingError, on every rank."""
-        if self.sampled is None:
-            return
-        if self.model[0].ddp_config.overlap_param_gather:  # otherwise the optimizer has gathered them
-            gather_weights(self.model)
-        found = adam.check_step(self.sampled, self.updates, self.norm, cfg.train)
-        self.sampled = None
-        report_together(step, found)
+    def after_step(self, cfg: Config, step: int, norm: float) -> None:
+        """Compare the step that before_step prepared with AdamW. Raises TrainingError, on every rank.
+
+        norm: of the gradient, by which the optimizer skips an update.
+        """
+        if self.sampled is not None:
+            if self.model[0].ddp_config.overlap_param_gather:  # otherwise the optimizer has gathered them
+                gather_weights(self.model)
+            found = adam.check_step(self.sampled, self.updates, self.norm, cfg.train)
+            self.sampled = None
+            report_together(step, found)
+        if math.isfinite(norm) and norm > 0:
+            self.updates += 1
 
 
 def weight_names(model: list) -> dict[torch.nn.Parameter, str]:
@@ -400,10 +405,7 @@ def report_together(step: int, found: list[str], is_error: bool = True) -> None:
     if not lines:
         return
     shown = "\n  ".join(lines[:8])
-    message = (
-        f"step {step}, the first update of this start: the update is not what its formulas say\n  {shown}\n"
-        f"  likely causes: {CAUSES}. "
-    )
+    message = f"step {step}: the update is not what its formulas say\n  {shown}\n  likely causes: {CAUSES}. "
     if is_error:
         raise TrainingError(f"{message}train.check_update=false turns the check off")
     if dist.get_rank() == 0:

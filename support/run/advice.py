@@ -150,9 +150,8 @@ def one_reward(step: dict, run: Advice) -> str | None:
 
 def collapsed_rewards(step: dict, run: Advice) -> str | None:
     """Answers of different rewards, in most steps, have become answers of one reward that is not the best."""
-    if step["reward/std"] > 1e-9 or run.has_converged() or run.cfg.algo.advantage == "none":
-        return None
-    if not run.has_signal or median(run.spreads[-100:-5] or [0.0]) <= 1e-9:
+    differed = run.has_signal and median(run.spreads[-100:-5] or [0.0]) > 1e-9
+    if not differed or step["reward/std"] > 1e-9 or run.has_converged() or run.cfg.algo.advantage == "none":
         return None
     return f"every reward is {step['reward/mean']:g} now, and was up to {max(run.best.values()):g} before"
 
