@@ -149,6 +149,17 @@ def test_advantages_of_other_answers_are_found_but_not_what_a_fork_makes_of_them
     check_update(report, rows, other, samples, chosen, cfg)
 
 
+@pytest.mark.parametrize("keys", ["advantage=max_rl", "advantage=grpo_loo", "kl_in=reward"])
+def test_further_advantages_are_compared_with_their_formulas(keys):
+    cfg, samples = config("algo.kl_coef=0.1", f"algo.{keys}"), make_samples()
+    batch = train_grpo.flatten(samples)
+    batch = dataclasses.replace(batch, old_logp=0.9 * batch.rollout_logp, ref_logp=0.8 * batch.rollout_logp)
+    batch = train_grpo.add_advantages(samples, batch, cfg.algo)
+    check_credit(samples, batch, cfg)
+    with pytest.raises(TrainingError, match="advantages are not those of the rewards"):
+        check_credit(samples, dataclasses.replace(batch, advantages=batch.advantages * 1.01), cfg)
+
+
 WRONG = {  # what the check says of it → numbers of the report, columns of the batch, samples that are trained
     "an update trains answers again": ({}, {}, [0, 1, 2, 3, 4, 5, 0]),
     "the old log-probs of an update are not those": ({}, {"old_logp": torch.zeros(27)}, [0, 1, 2, 3, 4, 5]),
