@@ -172,7 +172,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     with clock("logprob"):
         batch = with_logprobs(run, samples, batch, cfg, several_updates=len(updates) > 1)
     batch = add_advantages(samples, batch, algo, cfg.reward)
-    checks = run.checks.start_updates(step, samples, batch, cfg)
+    checks = run.checks.start_updates(step, samples, batch, cfg, run.reference)
 
     reports = []
     for chosen in updates:
@@ -286,7 +286,7 @@ def sample_and_grade(
                 samples.append(Sample.of(group, prompt, c, text))
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.columns, c.ids, c.failure)
     with clock("reward"):
-        for sample, outcome in match_outcomes(samples, run.grading.collect()):
+        for sample, outcome in match_outcomes(samples, prompts, run.grading.collect()):
             sample.graded, sample.error = outcome.status, outcome.error
             sample.reward, sample.reward_parts = sum(outcome.parts.values()), outcome.parts
     with clock("gather"):

@@ -21,9 +21,9 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1175,
-    "support/base": 738, "support/check": 591, "support/data": 443, "support/engine": 257, "support/judge": 195,
-    "support/model": 1081, "support/proof": 938, "support/run": 1054, "support/step": 1031,
-    "rewards": 185, "tools": 1049, "benchmarks": 675, "tests": 9321, "docs": 2946,
+    "support/base": 740, "support/check": 575, "support/data": 433, "support/engine": 256, "support/judge": 195,
+    "support/model": 1075, "support/proof": 976, "support/run": 1050, "support/step": 1031,
+    "rewards": 185, "tools": 1049, "benchmarks": 675, "tests": 9369, "docs": 2947,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

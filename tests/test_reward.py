@@ -424,7 +424,8 @@ def check_outcomes(outcomes: list[Outcome], config: RewardConfig, found: set[str
     ]
     for sample in samples:
         sample.reward = 0.0
-    graded.check_graded(samples, {0: SimpleNamespace(row={"id": 7})}, config, found)
+    checks = graded.RewardChecks(errors_shown=found)
+    checks.rewards(samples, {0: SimpleNamespace(row={"id": 7})}, SimpleNamespace(reward=config))
 
 
 def test_a_reward_that_is_none_is_left_out(tmp_path):

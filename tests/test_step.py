@@ -189,7 +189,7 @@ def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, tmp_path, c
     assert metrics["update/skipped"] == 0 and any(not torch.equal(before[n], w) for n, w in weights(run).items())
     broken.append(True)
     train_grpo.train_step(run, 3)
-    with pytest.raises(TrainingError, match=r"2 in a row, train\.max_skipped=2"):
+    with pytest.raises(TrainingError, match=r"2 in a row, the run stops at train\.max_skipped=2"):
         train_grpo.train_step(run, 4)
 
 

@@ -152,8 +152,8 @@ def one_case(plan: dict, case: dict, watched: bool) -> dict:
             forward_backward(model, optimizer, micro_batches, cfg)
         check.before_step(cfg, 1)
         with around_step:
-            bridge.optimizer_step(optimizer, cfg.train.lr, offloaded=False)
-        check.after_step(cfg, 1)
+            norm = bridge.optimizer_step(optimizer, cfg.train.lr, offloaded=False)
+        check.after_step(cfg, 1, norm)
     except TrainingError as caught:
         error = str(caught)
     gather_weights(model)  # with overlap_param_gather the next forward pass would

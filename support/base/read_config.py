@@ -11,6 +11,7 @@ import pydantic
 import yaml
 
 from config import Config, Section, UserError
+from support.base.require import require
 
 SECTIONS = {key: kind for key, kind in Config.__annotations__.items() if isinstance(kind, type(Section))}
 KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields)]
@@ -82,10 +83,11 @@ def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict:
     except Exception as error:  # PyYAML fails in any way where a value does not have the form of its tag
         raise UserError(f"{where}: cannot read the configuration: {error}") from None
     named = isinstance(layer, dict) and all(isinstance(name, str) for name in layer)
-    if not named or not isinstance(layer.get("base"), str | None):
-        raise UserError(f"{where}: legal are keys with values, where `base` is the path of a file")
-    if len(above) == 10:
-        raise UserError(f"{where}: the `base` files go round in a circle")
+    require(
+        named and isinstance(layer.get("base"), str | None),
+        f"{where}: legal are keys with values, where `base` is the path of a file",
+    )
+    require(len(above) < 10, f"{where}: the `base` files go round in a circle")
     base = layer.pop("base", None)
     # A section whose keys are all commented out is null in YAML.
     layer = {key: value for key, value in layer.items() if value is not None or key not in SECTIONS}
@@ -97,8 +99,10 @@ def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict:
 
 def read_override(override: str) -> dict:
     """{section: {key: value}} of `section.key=value`, where the value is YAML. Raises UserError."""
-    if not re.fullmatch(r"[^.=\[\]]+(\.[^.=\[\]]+)*=.*", override, re.DOTALL):
-        raise UserError(f"override {override!r} is not of the form section.key=value")
+    require(
+        bool(re.fullmatch(r"[^.=\[\]]+(\.[^.=\[\]]+)*=.*", override, re.DOTALL)),
+        f"override {override!r} is not of the form section.key=value",
+    )
     key, _, text = override.partition("=")
     try:
         layer = yaml.load(text, Loader)

@@ -14,18 +14,13 @@ import megatron_bridge as bridge
 from config import Config, LoraConfig, UserError
 from support.base import versions
 from support.base.hf_folder import check_found, local_folder, safetensor_files
+from support.base.require import require
 from support.check import options
 from support.model.attention import rotary_embedding, sliding_window
 from support.step import named_rewards, teacher
 from support.step.packing import attention_pads
 
 # ---------------------------------------------------------------- the configuration
-
-
-def require(ok: bool, message: str) -> None:
-    """Raises UserError with the message unless `ok`."""
-    if not ok:
-        raise UserError(message)
 
 
 def check_config(cfg: Config, world_size: int) -> None:
@@ -246,19 +241,22 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
     except Exception as error:  # a damaged config.json fails as code does, with any exception
         raise ValueError(f"{model}: {' '.join(str(error).split())[:300]}") from None
     family = (hf.architectures or ["?"])[0]
-    if family not in bridge.FAMILIES:
-        raise ValueError(f"{model} is a {family}; supported are {', '.join(bridge.FAMILIES)}")
+    require(family in bridge.FAMILIES, f"{model} is a {family}; supported are {', '.join(bridge.FAMILIES)}", ValueError)
     for attribute, value in SUPPORTED.items():
         found = getattr(hf, attribute, None)
-        if found not in (None, value):
-            raise ValueError(f"{model}: {attribute}={found!r} in its config.json is not supported, only {value}")
+        require(
+            found in (None, value),
+            f"{model}: {attribute}={found!r} in its config.json is not supported, only {value}",
+            ValueError,
+        )
     dtype = cfg.model.dtype
     width = bridge.head_dim(hf)
-    if not attention_pads(dtype) and (width % 8 or width > 256):
-        raise ValueError(
-            f"{model}: attention on a GPU with model.dtype={dtype} takes heads of 8, 16, ... 256 numbers, "
-            f"not {width}; use model.dtype=fp32"
-        )
+    require(
+        attention_pads(dtype) or (width % 8 == 0 and width <= 256),
+        f"{model}: attention on a GPU with model.dtype={dtype} takes heads of 8, 16, ... 256 numbers, "
+        f"not {width}; use model.dtype=fp32",
+        ValueError,
+    )
     try:
         rotary_embedding(hf)
         sliding_window(hf)
@@ -266,16 +264,23 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
     except ValueError as error:
         raise ValueError(f"{model}: {error}") from None
     longest = longest_sample(cfg)
-    if longest > hf.max_position_embeddings:
-        raise ValueError(
-            "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens = "
-            f"{longest} is beyond max_position_embeddings={hf.max_position_embeddings} of {model}"
-        )
-    if cfg.megatron.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
-        raise ValueError("megatron.moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed")
+    require(
+        longest <= hf.max_position_embeddings,
+        "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens = "
+        f"{longest} is beyond max_position_embeddings={hf.max_position_embeddings} of {model}",
+        ValueError,
+    )
+    require(
+        cfg.megatron.get("moe_token_dispatcher_type") != "flex" or importlib.util.find_spec("deep_ep") is not None,
+        "megatron.moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed",
+        ValueError,
+    )
     for name in cfg.megatron:
-        if name.startswith("moe_") and not bridge.is_moe(hf):
-            raise ValueError(f"megatron.{name}: {model} is a {family}, which has no experts")
+        require(
+            bridge.is_moe(hf) or not name.startswith("moe_"),
+            f"megatron.{name}: {model} is a {family}, which has no experts",
+            ValueError,
+        )
     try:
         bridge.transformer_config(hf, cfg.parallel, bridge.DTYPES[dtype], cfg.megatron)
     except (AssertionError, TypeError, ValueError) as error:
@@ -309,8 +314,11 @@ def check_routes(cfg: Config) -> None:
             f"algo.replay_routes=true: vLLM {found} returns no routes with its second model runner; use vLLM 0.32, "
             "VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or algo.replay_routes=false"
         )
-    if cfg.algo.replay_routes and not bridge.is_moe(transformers.AutoConfig.from_pretrained(cfg.model.path)):
-        raise ValueError(f"algo.replay_routes=true: model.path={cfg.model.path} has no experts; use false")
+    require(
+        not cfg.algo.replay_routes or bridge.is_moe(transformers.AutoConfig.from_pretrained(cfg.model.path)),
+        f"algo.replay_routes=true: model.path={cfg.model.path} has no experts; use false",
+        ValueError,
+    )
 
 
 def check_layout(hf, parallel, rollout_tp: int) -> None:
@@ -322,10 +330,11 @@ def check_layout(hf, parallel, rollout_tp: int) -> None:
     else:
         heads["feed-forward size"] = hf.intermediate_size
         experts = expert_width = {}
-        if parallel.ep * parallel.etp > 1:
-            raise ValueError(
-                f"parallel.ep={parallel.ep}, parallel.etp={parallel.etp}: a model without experts has 1, 1"
-            )
+        require(
+            parallel.ep * parallel.etp == 1,
+            f"parallel.ep={parallel.ep}, parallel.etp={parallel.etp}: a model without experts has 1, 1",
+            ValueError,
+        )
     shared = getattr(hf, "shared_expert_intermediate_size", None)
     if shared:
         heads["shared expert's feed-forward size"] = shared
@@ -337,10 +346,16 @@ def check_layout(hf, parallel, rollout_tp: int) -> None:
     check_divides("parallel.pp", parallel.pp, {"layers": hf.num_hidden_layers})
     layers = hf.num_hidden_layers // parallel.pp
     check_divides("parallel.vpp", parallel.vpp, {"layers of a pipeline stage": layers})
-    if parallel.vpp > 1 and parallel.pp == 1:
-        raise ValueError(f"parallel.vpp={parallel.vpp} needs parallel.pp above 1: it interleaves pipeline stages")
-    if bridge.is_moe(hf) and parallel.tp > 1 and not parallel.sp:
-        raise ValueError("parallel.sp=false: experts with parallel.tp above 1 need sequence parallelism, use true")
+    require(
+        parallel.vpp == 1 or parallel.pp > 1,
+        f"parallel.vpp={parallel.vpp} needs parallel.pp above 1: it interleaves pipeline stages",
+        ValueError,
+    )
+    require(
+        parallel.sp or parallel.tp == 1 or not bridge.is_moe(hf),
+        "parallel.sp=false: experts with parallel.tp above 1 need sequence parallelism, use true",
+        ValueError,
+    )
 
 
 def check_divides(key: str, by: int, sizes: dict[str, int]) -> None:

@@ -17,6 +17,7 @@ import megatron_bridge as bridge
 from config import Config, RankError, UserError
 from support.base import hf_folder, launchers, memory, ranks, versions
 from support.base.remedies import HOST_MEMORY
+from support.base.require import require
 from support.base.versions import gib
 from support.check import checks, costs, preflight
 from support.step import teacher
@@ -42,11 +43,11 @@ def check_launcher() -> None:
             message += "; in this Slurm job: srun python train_grpo.py ..."
         raise UserError(message)
     missing = [name for name in ("WORLD_SIZE", "LOCAL_RANK", *launchers.MASTER_NAMES) if name not in os.environ]
-    if missing:
-        raise UserError(
-            f"rank {os.environ['RANK']} was started without {', '.join(missing)}: torchrun and srun set them all; with "
-            "mpirun on several machines add -x MASTER_ADDR=HOST, the host of rank 0"
-        )
+    require(
+        not missing,
+        f"rank {os.environ['RANK']} was started without {', '.join(missing)}: torchrun and srun set them all; with "
+        "mpirun on several machines add -x MASTER_ADDR=HOST, the host of rank 0",
+    )
 
 
 def check_gpus() -> None:
@@ -63,8 +64,7 @@ def check_gpus() -> None:
             message += f"; with MIG {versions.MIG_REMEDY}"
         raise UserError(message)
     missing = [name for name, path in versions.build_tools().items() if path is None]
-    if missing:
-        raise UserError(f"no {', no '.join(missing)}, which vLLM's kernels need. {versions.BUILD_TOOLS_REMEDY}")
+    require(not missing, f"no {', no '.join(missing)}, which vLLM's kernels need. {versions.BUILD_TOOLS_REMEDY}")
 
 
 def check_unused_gpus() -> None:
@@ -72,10 +72,10 @@ def check_unused_gpus() -> None:
 
     vLLM for CPUs is no mistake.
     """
-    if versions.driver() is not None and versions.version_of("vllm") is not None:
-        raise UserError(
-            "torch sees no GPU, though NVIDIA's driver and vLLM for GPUs are here: python -m tools.doctor says why"
-        )
+    require(
+        versions.driver() is None or versions.version_of("vllm") is None,
+        "torch sees no GPU, though NVIDIA's driver and vLLM for GPUs are here: python -m tools.doctor says why",
+    )
 
 
 def check_without_gpu(cfg: Config) -> None:
@@ -83,8 +83,7 @@ def check_without_gpu(cfg: Config) -> None:
     asked = [f"rollout.vllm.{name}={cfg.rollout.vllm[name]}" for name in ON_GPUS_ONLY if cfg.rollout.vllm.get(name)]
     if cfg.profile.memory:
         asked.append("profile.memory=true")
-    if asked:
-        raise UserError(f"{asked[0]}: works on GPUs only, and there is no GPU here; leave it out")
+    require(not asked, f"{', '.join(asked)}: works on GPUs only, and there is no GPU here; leave it out")
 
 
 def check_machines(cfg: Config, data: str) -> dict[str, str]:

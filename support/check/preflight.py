@@ -18,6 +18,7 @@ import torch.distributed as dist
 from support.base import ranks, remedies
 from support.base.memory import host_free_bytes
 from support.base.read_config import dotted_items
+from support.base.require import require
 from support.base.versions import gib
 
 GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
@@ -26,11 +27,12 @@ GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
 def check_disk(folder: Path, bytes_needed: int) -> None:
     """Raises ValueError if the disk that the output folder is or will be on has less than that free."""
     free = shutil.disk_usage(nearest_existing(folder)).free
-    if free < bytes_needed:
-        raise ValueError(
-            f"output_dir={folder}: its disk has {gib(free)} free, this run saves {gib(bytes_needed)}; make room, "
-            "choose another output_dir, save less often (train.save_every) or keep less (train.keep_last)"
-        )
+    require(
+        free >= bytes_needed,
+        f"output_dir={folder}: its disk has {gib(free)} free, this run saves {gib(bytes_needed)}; make room, "
+        "choose another output_dir, save less often (train.save_every) or keep less (train.keep_last)",
+        ValueError,
+    )
 
 
 def check_writable(folder: Path) -> None:
@@ -71,11 +73,12 @@ def check_same_config(config: dict) -> None:
         values = [table.get(key, "not set") for table in tables]
         if len(set(values)) > 1:
             lines.append(f"  {key}: {ranks.describe(values, machines)}")
-    if lines:
-        raise ValueError(
-            f"{len(others)} of {len(tables)} ranks have another configuration than rank 0; start every machine "
-            "with the same files and overrides:\n" + "\n".join(lines)
-        )
+    require(
+        not lines,
+        f"{len(others)} of {len(tables)} ranks have another configuration than rank 0; start every machine "
+        "with the same files and overrides:\n" + "\n".join(lines),
+        ValueError,
+    )
 
 
 def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy import ndarray
 
+from support.base.require import require
 from support.data import mixing, token_cache
 from support.data.tables import Table, check_text, concatenate, read_tables
 from support.data.tokens import (
@@ -113,8 +114,11 @@ def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[PromptSet | Mixtur
 
     Returns the prompts in the order of the files and how many were dropped as too long. Raises ValueError.
     """
-    if not cfg.chat_template and (cfg.system_prompt is not None or cfg.template_kwargs):
-        raise ValueError("data.system_prompt and data.template_kwargs have an effect only with data.chat_template=true")
+    require(
+        cfg.chat_template or (cfg.system_prompt is None and not cfg.template_kwargs),
+        "data.system_prompt and data.template_kwargs have an effect only with data.chat_template=true",
+        ValueError,
+    )
     if key == "eval":
         cfg = cfg.model_copy(update={"hint_key": None})  # an evaluation has no teacher
     value = getattr(cfg, key)
@@ -144,10 +148,11 @@ def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
 
 def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
     """Raise ValueError where a prompt begins twice: with the chat template's opening, or its first token."""
-    if prompt.ids[:2] == [tokenizer.bos_token_id] * 2:
-        raise ValueError(
-            f"a prompt begins with two {tokenizer.bos_token!r}: its text has one already (data.prompt_key)"
-        )
+    require(
+        prompt.ids[:2] != [tokenizer.bos_token_id] * 2,
+        f"a prompt begins with two {tokenizer.bos_token!r}: its text has one already (data.prompt_key)",
+        ValueError,
+    )
     if not cfg.chat_template:
         return
     import jinja2
@@ -163,11 +168,12 @@ def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
     except (jinja2.TemplateError, TypeError, ValueError):  # it takes other messages than this one
         return
     opening, _, _ = text.partition(mark)
-    if opening and tokenizer.decode(prompt.ids).startswith(opening + opening):
-        raise ValueError(
-            f"a prompt begins with {opening + opening!r}, the chat template's opening twice: the data have been "
-            "through a template already; use data.chat_template=false, or their plain messages"
-        )
+    require(
+        not opening or not tokenizer.decode(prompt.ids).startswith(opening + opening),
+        f"a prompt begins with {opening + opening!r}, the chat template's opening twice: the data have been "
+        "through a template already; use data.chat_template=false, or their plain messages",
+        ValueError,
+    )
 
 
 def fingerprint(prompts: PromptSet | Mixture) -> str:

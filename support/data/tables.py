@@ -13,6 +13,7 @@ from typing import Any
 
 from support.base import user_code
 from support.base.read_config import dotted_items
+from support.base.require import require
 
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 LEGAL = f"a file ending in {', '.join(KINDS)}, a glob, a folder, a hub name like owner/name:split, or a list of these"
@@ -29,15 +30,15 @@ def read_tables(cfg, value: str | list[str], key: str) -> tuple[list[tuple[str, 
 
     Rows that a function of the user's makes come from no files. Raises ValueError.
     """
-    if not value:
-        raise ValueError(f"{key}={value}: nothing to read; legal is {LEGAL}")
+    require(bool(value), f"{key}={value}: nothing to read; legal is {LEGAL}", ValueError)
     names = [value] if isinstance(value, str) else list(map(str, value))
     if cfg.custom is not None:
         return [(name, custom_rows(cfg.custom, name, key)) for name in names], []
     sources = [source for name in names for source in find_sources(name, cfg.split, key)]
     kinds = {arguments["path"]: file for file, arguments in sources if "data_files" in arguments}
-    if len(kinds) > 1:
-        raise ValueError(f"{key} mixes file types ({', '.join(kinds.values())}); give files of one type")
+    require(
+        len(kinds) <= 1, f"{key} mixes file types ({', '.join(kinds.values())}); give files of one type", ValueError
+    )
     tables = load_tables(sources, key)
     files = [name for name, _ in tables]
     if not all(map(os.path.isfile, files)):  # a hub data set or an address: the library's own copies
@@ -67,10 +68,12 @@ def custom_rows(place: str, name: str, key: str) -> list[dict]:
     except (Exception, SystemExit) as error:
         raise ValueError(f"data.custom={place}: for {key}={name} it failed: {user_code.last_line(error)}") from error
     for i, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise ValueError(f"data.custom={place}: row {i} of {key}={name} is a {type(row).__name__}, not a dict")
-    if not rows:
-        raise ValueError(f"data.custom={place}: it yields no rows for {key}={name}")
+        require(
+            isinstance(row, dict),
+            f"data.custom={place}: row {i} of {key}={name} is a {type(row).__name__}, not a dict",
+            ValueError,
+        )
+    require(len(rows) > 0, f"data.custom={place}: it yields no rows for {key}={name}", ValueError)
     return rows
 
 
@@ -118,11 +121,9 @@ def find_sources(name: str, split: str, key: str) -> list[Source]:
         return [(name, {"path": hub[1], "name": hub[2], "split": hub[3] or split})]
     else:
         files = sorted(file for file in glob.glob(name, recursive=True) if Path(file).is_file())
-    if not files:
-        raise ValueError(f"{key}={name}: no such file; legal is {LEGAL}")
+    require(bool(files), f"{key}={name}: no such file; legal is {LEGAL}", ValueError)
     for file in files:
-        if Path(file).suffix not in KINDS:
-            raise ValueError(f"{key}: {file} is of no known type; legal is {LEGAL}")
+        require(Path(file).suffix in KINDS, f"{key}: {file} is of no known type; legal is {LEGAL}", ValueError)
     return [(file, {"path": KINDS[Path(file).suffix], "data_files": file, "split": "train"}) for file in files]
 
 
@@ -139,11 +140,12 @@ def folder_files(folder: str, named_split: str, split: str, key: str) -> list[st
     beside = re.compile(r"state\.json|cache-.*\.arrow")
     files = [file for file in sorted(splits.get(wanted, [])) if Path(file).suffix in KINDS]
     files = [file for file in files if not beside.fullmatch(Path(file).name)]
-    if not files:
-        raise ValueError(
-            f"{key}: {folder} has no files of the split {wanted!r}; legal is {folder}:split with {', '.join(splits)}, "
-            f"of files that end in {', '.join(KINDS)}"
-        )
+    require(
+        bool(files),
+        f"{key}: {folder} has no files of the split {wanted!r}; legal is {folder}:split with "
+        f"{', '.join(map(str, splits))}, of files that end in {', '.join(KINDS)}",
+        ValueError,
+    )
     return files
 
 
@@ -155,8 +157,7 @@ def read_table(name: str, arguments: dict, key: str) -> Any:
     import datasets
 
     file = arguments.get("data_files", "")
-    if Path(file).is_file() and not Path(file).stat().st_size:
-        raise ValueError(f"{key}: {name} is empty")
+    require(not Path(file).is_file() or Path(file).stat().st_size > 0, f"{key}: {name} is empty", ValueError)
     try:
         if arguments["path"] == "json":  # mixed columns are refused: the library would read the text "007" as 7
             arguments = {**arguments, "on_mixed_types": None, "parse_agent_traces": False}
@@ -178,8 +179,11 @@ def csv_options(file: str) -> dict:
     import pandas
 
     start = pandas.read_csv(file, nrows=1, dtype=str)
-    if not isinstance(start.index, pandas.RangeIndex):  # pandas would silently take the first field as an index
-        raise ValueError("row 1 has more fields than the header; a text with commas must stand in quotes")
+    require(
+        isinstance(start.index, pandas.RangeIndex),
+        "row 1 has more fields than the header; a text with commas must stand in quotes",
+        ValueError,
+    )
     features = datasets.Features({str(column): datasets.Value("string") for column in start.columns})
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 

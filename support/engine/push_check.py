@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from config import TrainingError
 from support.base import ranks
+from support.base.require import require
 
 # Words of 8 bytes that are digested at once, which bounds the memory of a digest. On the CPU they fit a core's cache;
 # on a GPU there are enough to hide kernel launches.
@@ -218,14 +219,18 @@ def differing(shards: dict[str, torch.Tensor], tensors: dict[str, np.ndarray]) -
 def check_pushed(pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
     """Raises TrainingError where ranks pushed different weights, names differ, or a rank found one of FAULTS."""
     other = [rank for rank, held in enumerate(everywhere) if held.pushed != everywhere[0].pushed]
-    if other and not any(held.faults.get("wrong") for held in everywhere):
-        raise TrainingError(f"ranks {other} gave their vLLM other weights than rank 0: the ranks of the trainer differ")
+    require(
+        not other or any(held.faults.get("wrong") for held in everywhere),
+        f"ranks {other} gave their vLLM other weights than rank 0: the ranks of the trainer differ",
+        TrainingError,
+    )
     names = set(everywhere[0].names)
-    if set(pushed) != names:
-        raise TrainingError(
-            "a weight push and vLLM's model differ in names: nothing was pushed into "
-            f"{shorten(names - set(pushed))}, and vLLM has no {shorten(set(pushed) - names)}"
-        )
+    require(
+        set(pushed) == names,
+        "a weight push and vLLM's model differ in names: nothing was pushed into "
+        f"{shorten(names - set(pushed))}, and vLLM has no {shorten(set(pushed) - names)}",
+        TrainingError,
+    )
     for fault, message in FAULTS.items():
         found = {rank: held.faults[fault] for rank, held in enumerate(everywhere) if held.faults.get(fault)}
         if found:

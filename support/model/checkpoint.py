@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from config import UserError
 from support.base import versions
 from support.base.files import add_suffix, digest_file, make_temporary_folder, put_in_place, write_synced
 from support.base.ranks import gather
 from support.base.read_config import dotted_items
+from support.base.require import require
 from support.base.rollout_files import RolloutWriter
 from support.model.shards import CheckpointError, Shard, check_coverage, copy_shards, fail_together, write_shards
 
@@ -176,11 +176,12 @@ def find_valid_checkpoint(folder: Path) -> Path | None:
         damaged.append(path)
         if dist.get_rank() == 0:
             print(f"warning: {path} is damaged: {problem}", flush=True)
-    if damaged:
-        raise CheckpointError(
-            f"every checkpoint in {folder} is damaged, so resume=auto has nothing to go on from; resume=none starts "
-            "anew and moves the folder of this run aside"
-        )
+    require(
+        not damaged,
+        f"every checkpoint in {folder} is damaged, so resume=auto has nothing to go on from; resume=none starts "
+        "anew and moves the folder of this run aside",
+        CheckpointError,
+    )
     return None
 
 
@@ -206,8 +207,7 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
         return found
     chosen = Path(resume)
     problem = find_damage(chosen)
-    if problem:
-        raise UserError(f"resume={resume}: {problem}; give auto, none, or the folder of a checkpoint")
+    require(not problem, f"resume={resume}: {problem}; give auto, none, or the folder of a checkpoint")
     if chosen.resolve().parent == folder.resolve():
         later = [path for path in list_checkpoints(folder) if step_of(path) > step_of(chosen)]
         set_aside(later, "abandoned", chosen)
@@ -220,13 +220,12 @@ def check_resumed(path: Path, config: dict[str, Any], data: str) -> int:
     Returns the step that the checkpoint was saved after. Raises UserError.
     """
     state, steps = read_state(path), config["train"]["steps"]
-    if state["data"] != data:
-        raise UserError(
-            f"data.train={config['data']['train']}: not the prompts that {path} was trained on, so its position in "
-            "them means nothing; use the same data, or start a new run (resume=none) with model.path=an export in hf/"
-        )
-    if state["step"] > steps:
-        raise UserError(f"train.steps={steps}, but {path} is already after step {state['step']}")
+    require(
+        state["data"] == data,
+        f"data.train={config['data']['train']}: not the prompts that {path} was trained on, so its position in "
+        "them means nothing; use the same data, or start a new run (resume=none) with model.path=an export in hf/",
+    )
+    require(state["step"] <= steps, f"train.steps={steps}, but {path} is already after step {state['step']}")
     if dist.get_rank() == 0:
         print(f"resume:  after step {state['step']}, from {path}")
         was, now = (dict(dotted_items({**tree, "resume": None})) for tree in (state["config"], config))

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from config import TrainingError
 from support.base.files import digest_file, split_by_bytes, sync
 from support.base.ranks import gather
+from support.base.require import require
 
 FILE_BYTES = 1 << 30  # size of a file, about; so many bytes are in memory twice while it is written
 Shard = tuple[str, torch.Tensor, tuple[int, ...]]  # "key@offset", the values, shape of the whole tensor
@@ -91,8 +92,7 @@ def check_coverage(sizes_of_ranks: list[list[tuple[str, int, int]]]) -> None:
         saved[name.rpartition("@")[0]] += elements
     for name, _, whole in shards:
         key = name.rpartition("@")[0]
-        if saved[key] != whole:
-            raise CheckpointError(f"{key} has {saved[key]} of {whole} elements")
+        require(saved[key] == whole, f"{key} has {saved[key]} of {whole} elements", CheckpointError)
 
 
 # ---------------------------------------------------------------- reading
@@ -144,11 +144,12 @@ def read_shard(stored: dict[str, list[tuple]], part: ShardedTensor) -> torch.Ten
     """This rank's shard of a tensor, in host memory. Raises ValueError unless each element is stored once."""
     candidates = stored.get(part.key, [])
     shapes = {shape for *_, shape in candidates}
-    if shapes != {tuple(part.global_shape)}:
-        raise ValueError(
-            f"{part.key} is {min(shapes, default='missing')}, this model wants {tuple(part.global_shape)}; it was "
-            "saved from another model"
-        )
+    require(
+        shapes == {tuple(part.global_shape)},
+        f"{part.key} is {min(shapes, default='missing')}, this model wants {tuple(part.global_shape)}; it was "
+        "saved from another model",
+        ValueError,
+    )
     out = torch.empty(shard_shape(part), dtype=part.dtype)
     filled = 0
     for file, name, offset, _ in candidates:
@@ -157,8 +158,7 @@ def read_shard(stored: dict[str, list[tuple]], part: ShardedTensor) -> torch.Ten
         if here is not None:
             out[here] = shard[there]
             filled += out[here].numel()
-    if filled != out.numel():
-        raise ValueError(f"{part.key} has {filled} of {out.numel()} elements")
+    require(filled == out.numel(), f"{part.key} has {filled} of {out.numel()} elements", ValueError)
     return out.view(part.local_shape)
 
 

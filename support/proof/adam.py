@@ -73,8 +73,8 @@ def random_tile(on: torch.device) -> Tensor:
     return torch.randint(-(2**15), 2**15, (TILE,), dtype=torch.int16, generator=generator).to(on)
 
 
-def own_shards(model: list, optimizer, names: dict[torch.nn.Parameter, str]) -> list[Shard]:
-    """This rank's shards of all trained weights, with a copy of their values.
+def own_shards(model: list, optimizer, names: dict[torch.nn.Parameter, str], copied: bool = True) -> list[Shard]:
+    """This rank's shards of all trained weights, with their values, `copied` or as a view.
 
     `names`: {weight: name}, equal on ranks that hold copies of a weight.
     """
@@ -87,8 +87,19 @@ def own_shards(model: list, optimizer, names: dict[torch.nn.Parameter, str]) -> 
             size = norm.item() / math.sqrt(weight.numel())
             for first in range(own.start // BLOCK * BLOCK, own.stop, BLOCK):
                 place = slice(max(first, own.start), min(first + BLOCK, own.stop))
-                before = weight.data.view(-1)[place].clone()
-                shards.append(Shard(names[weight], part, weight, place, place.start - own.start, counted, before, size))
+                values = weight.data.view(-1)[place]
+                shards.append(
+                    Shard(
+                        names[weight],
+                        part,
+                        weight,
+                        place,
+                        place.start - own.start,
+                        counted,
+                        values.clone() if copied else values,
+                        size,
+                    )
+                )
     return shards
 
 

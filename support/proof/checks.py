@@ -13,7 +13,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import megatron_bridge as bridge
-from config import Config, TrainingError
+from config import Config, RankError, TrainingError
+from support.base.require import require
 from support.proof import graded, rows
 from support.proof.gap import GapCheck
 from support.proof.update import FirstUpdate, Passes
@@ -34,11 +35,27 @@ class Checks(graded.RewardChecks):
     def __post_init__(self):
         self.first_update = FirstUpdate(self.model, self.optimizer, self.checkpoint)
         self.gap = GapCheck(self.model, self.passes.score)
+        self.initial = some_entries(bridge.trainable_weights(self.model))  # before a checkpoint is restored
 
-    def start_updates(self, step: int, samples: list[Sample], batch: Batch, cfg: Config) -> "UpdateChecks":
-        """Whether the advantages are those of the rewards. Returns the checks of this step's updates."""
+    def start_updates(
+        self, step: int, samples: list[Sample], batch: Batch, cfg: Config, reference: list[torch.Tensor] | None
+    ) -> "UpdateChecks":
+        """Whether answers, rewards and advantages fit, and the reference is the initial model. Returns the checks of
+        this step's updates.
+        """
+        rows.check_samples(samples, cfg)
         rows.check_credit(samples, batch, cfg)
-        return UpdateChecks(self, step, samples, batch, cfg)
+        moved = 0.0
+        if reference is not None:
+            same = torch.equal(some_entries(reference), self.initial)
+            require(same, "the reference is not the initial model: it was moved, or copied after a resume", RankError)
+            moved = (some_entries(bridge.trainable_weights(self.model)) != self.initial).float().mean().item()
+        return UpdateChecks(self, step, samples, batch, cfg, moved=moved > 0.5)
+
+
+def some_entries(weights: list[torch.Tensor]) -> torch.Tensor:
+    """At most a hundred numbers of each weight, on the host."""
+    return torch.cat([weight.detach().flatten()[:: weight.numel() // 100 + 1] for weight in weights]).cpu()
 
 
 @dataclass
@@ -50,6 +67,7 @@ class UpdateChecks:
     samples: list[Sample]
     batch: Batch
     cfg: Config
+    moved: bool = False  # whether most of the weights are no longer the initial ones
     number: int = 0  # of the update within the step
     trained: Counter = field(default_factory=Counter)  # how often each sample was
 
@@ -63,13 +81,27 @@ class UpdateChecks:
         if not math.isfinite(report["loss"]):
             return False
         self.trained.update(chosen)
-        if max(self.trained.values()) > cfg.train.epochs_per_step:
-            raise TrainingError("an update trains answers again that this epoch has trained already")
-        if weighted.old_logp is not self.batch.old_logp:
-            raise TrainingError("the old log-probs of an update are not those from before the first update of its step")
         vocabulary, entropy = run.model[0].hf_config.vocab_size, report["entropy"] / max(report["tokens"], 1)
-        if entropy > math.log(vocabulary) * 1.0001:
-            raise TrainingError(f"the entropy of a token is {entropy:.6g}, above that of {vocabulary} equal ones")
+        require(
+            max(self.trained.values()) <= cfg.train.epochs_per_step,
+            "an update trains answers again that this epoch has trained already",
+            TrainingError,
+        )
+        require(
+            weighted.old_logp is self.batch.old_logp,
+            "the old log-probs of an update are not those from before the first update of its step",
+            TrainingError,
+        )
+        require(
+            not self.moved or report["k2"] > 0 or not report["tokens"],
+            "the reference has the log-probs of the policy: was it scored with the policy's weights?",
+            TrainingError,
+        )
+        require(
+            entropy <= math.log(vocabulary) * 1.0001,
+            f"the entropy of a token is {entropy:.6g}, above that of {vocabulary} equal ones",
+            TrainingError,
+        )
         rows.check_update(report, micro_batches, weighted, self.samples, chosen, cfg)
         if self.number < metrics.compared_updates(cfg):  # the weights are still those that vLLM sampled with
             run.gap.check(report, self.step, self.samples, self.batch, cfg)
@@ -77,9 +109,9 @@ class UpdateChecks:
         return True
 
     def after_step(self, report: dict, micro_batches: list[MicroBatch]) -> None:
-        """Whether the update was AdamW's, the first time; whether its gradient was a number."""
+        """Whether the update was AdamW's, at first and now and then; whether its gradient was a number."""
         run = self.run
-        run.first_update.after_step(self.cfg, self.step)
+        run.first_update.after_step(self.cfg, self.step, report["grad_norm"])
         run.skipped = check_finite(report, run.skipped, self.step, self.number, micro_batches, self.cfg)
         self.number += 1
 
@@ -97,23 +129,18 @@ def check_finite(
     if math.isfinite(report["grad_norm"]):
         return 0
     path = Path(cfg.output_dir, "skipped", f"step_{step:06d}_update_{number}")
-    report_skipped(report, in_a_row + 1, path, micro_batches, cfg.train.max_skipped)
-    return in_a_row + 1
-
-
-def report_skipped(
-    report: dict[str, float], in_a_row: int, path: Path, micro_batches: list[MicroBatch], limit: int
-) -> None:
-    """Write the micro-batches of a skipped update to `path`_rank_*, and warn. Raises TrainingError at the limit."""
     if bridge.reports_loss():
         write_micro_batches(path, micro_batches)
-    is_finite = math.isfinite(report["loss"])
-    what = "a gradient is NaN or infinite" if is_finite else f"the loss of an update is {report['loss']}"
-    message = f"{what}; it was skipped, its micro-batches are in {path}_rank_*.safetensors"
-    if in_a_row >= limit:
-        raise TrainingError(f"{message}; {in_a_row} in a row, train.max_skipped={limit}")
+    limit = cfg.train.max_skipped
+    what = "a gradient is NaN or infinite" if math.isfinite(report["loss"]) else f"the loss is {report['loss']}"
+    message = (
+        f"{what}; the update was skipped, its micro-batches are in {path}_rank_*.safetensors; {in_a_row + 1} in a row, "
+        f"the run stops at train.max_skipped={limit}"
+    )
+    require(in_a_row + 1 < limit, message, TrainingError)
     if dist.get_rank() == 0:
-        print(f"warning: {message}; {in_a_row} in a row, the run stops at train.max_skipped={limit}", flush=True)
+        print(f"warning: {message}", flush=True)
+    return in_a_row + 1
 
 
 def write_micro_batches(path: Path, micro_batches: list[MicroBatch]) -> None:

@@ -168,6 +168,12 @@ def compare(rewards: np.ndarray, kind: str) -> np.ndarray:
     return centred
 
 
+def length_penalty(length: int, limit: int, algo: AlgoConfig) -> dict[str, float]:
+    """The part of a reward that an answer of `length` tokens loses: in the last overlong_buffer of `limit` tokens."""
+    start = limit - algo.overlong_buffer
+    return {"overlong": -algo.overlong_coef * float(np.interp(length, [start, limit], [0, 1]))} if start < limit else {}
+
+
 def answer_weights(tokens_N: np.ndarray, kind: str, length: int) -> np.ndarray | None:
     """What a token of each answer weighs in an update, given the trained tokens of each; None for a rule of a fork.
 

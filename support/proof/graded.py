@@ -19,22 +19,18 @@ class RewardChecks:
     errors_shown: set[str] = field(default_factory=set, kw_only=True)  # kinds of errors; rewards known to apply
 
     def rewards(self, samples: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
-        """Whether the rewards could be computed. `prompts`: {group: prompt}."""
-        check_graded(samples, prompts, cfg.reward, self.errors_shown)
+        """Raise UserError, on every rank, if the reward failed for a larger share of the samples than it may.
 
-
-def check_graded(samples: list[Sample], prompts: dict[int, Prompt], reward: RewardConfig, shown: set[str]) -> None:
-    """Raise UserError, on every rank, if the reward failed for a larger share of the samples than it may.
-
-    Otherwise warn, once a run for each kind of error. `prompts`: {group: prompt}; `shown`: the kinds shown so far.
-    """
-    if any(s.reward for s in samples if s.graded != "ok"):
-        raise TrainingError("an answer that was not graded, by a timeout or an error, has a reward other than 0")
-    failed = [s for s in samples if s.graded == "error"]
-    if failed:
-        report_failed(failed, len(samples), prompts, reward.max_error_frac, shown)
-    if any(isinstance(spec, dict) for spec in (reward.default, *reward.by_source.values())):
-        check_applied([s for s in samples if s.graded == "ok"], reward, shown)
+        Otherwise warn, once a run for each kind of error. `prompts`: {group: prompt}.
+        """
+        reward, shown = cfg.reward, self.errors_shown
+        if any(s.reward for s in samples if s.graded != "ok"):
+            raise TrainingError("an answer that was not graded, by a timeout or an error, has a reward other than 0")
+        failed = [s for s in samples if s.graded == "error"]
+        if failed:
+            report_failed(failed, len(samples), prompts, reward.max_error_frac, shown)
+        if any(isinstance(spec, dict) for spec in (reward.default, *reward.by_source.values())):
+            check_applied([s for s in samples if s.graded == "ok"], reward, shown)
 
 
 def check_applied(samples: list[Sample], reward: RewardConfig, found: set[str]) -> None:
@@ -59,7 +55,7 @@ def check_applied(samples: list[Sample], reward: RewardConfig, found: set[str]) 
 
 
 def report_failed(failed: list[Sample], count: int, prompts: dict[int, Prompt], bound: float, shown: set[str]) -> None:
-    """Print the warning, or raise the UserError, of check_graded for the `failed` ones of `count` samples."""
+    """Print the warning, or raise the UserError, of RewardChecks for the `failed` ones of `count` samples."""
     messages = {}
     for s in failed:
         what = "" if s.error.startswith(turns.FAILED) else f"the reward of source {s.source!r} failed: "

@@ -11,8 +11,11 @@ import torch
 from numpy import ndarray
 
 from config import AlgoConfig, Config, RankError, TrainingError
+from support.base.require import require
+from support.data.prompts import Prompt
 from support.proof import formulas
 from support.step.grading import Outcome, checksum
+from support.step.named_rewards import OWN_PARTS
 from support.step.records import Batch, MicroBatch, Sample
 
 FIELDS = ("tokens", "targets", "mask", "position_ids", "rollout_logp", "advantages", "weights")  # of a packed row
@@ -20,23 +23,76 @@ PARTS = 1e-5  # of a token and of the parts of the loss, which fp32 rounds
 OWN_NAME = "; a formula of your own needs a name of its own in algo (docs/forking.md)"
 
 
-def match_outcomes(samples: list[Sample], outcomes: list[Outcome]) -> Iterator[tuple[Sample, Outcome]]:
-    """Yield each sample with its outcome. Raises RankError for an outcome that a worker computed for another text."""
+def match_outcomes(
+    samples: list[Sample], prompts: dict[int, Prompt], outcomes: list[Outcome]
+) -> Iterator[tuple[Sample, Outcome]]:
+    """Yield each sample with its outcome. Raises RankError for an outcome that a worker computed for another text, or
+    against another answer than that of its prompt's row.
+    """
     for sample, outcome in zip(samples, outcomes, strict=True):
-        if outcome.graded not in (None, checksum(sample.text)):
-            raise RankError(f"the reward of another answer was given to the answer {sample.text[:80]!r}")
+        if outcome.graded not in (None, checksum(sample.text, prompts[sample.group].answer)):
+            raise RankError(
+                f"the reward of another answer was given to the answer {sample.text[:80]!r}, or it was graded against "
+                f"another row's answer than {str(prompts[sample.group].answer)[:80]!r}"
+            )
         yield sample, outcome
 
 
-def check_credit(samples: list[Sample], batch: Batch, cfg: Config) -> None:
-    """Raise TrainingError unless groups are whole and the trained tokens of an answer have its advantage against its
-    group.
+def check_samples(samples: list[Sample], cfg: Config) -> None:
+    """Raise TrainingError unless groups are whole, answers ended as they say, their rewards are the sums of their
+    parts, and dynamic sampling left out the groups of equal rewards, if there are others.
     """
-    algo, size = cfg.algo, cfg.rollout.group_size
+    algo, r = cfg.algo, cfg.rollout
     sizes = set(Counter(s.group for s in samples).values())
-    if sizes != {size}:
-        raise TrainingError(f"groups have {sorted(sizes)} answers, rollout.group_size is {size}")
-    advantages_N = expected_advantages(samples, algo)
+    require(
+        sizes == {r.group_size},
+        f"groups have {sorted(sizes)} answers, rollout.group_size is {r.group_size}",
+        TrainingError,
+    )
+    for s in samples:
+        parts = s.reward_parts | formulas.length_penalty(len(s.response_ids), r.max_new_tokens, algo)
+        if s.reward_parts and abs(s.reward - sum(parts.values())) > 1e-6 * (1 + abs(s.reward)):
+            raise TrainingError(
+                f"an answer of {len(s.response_ids)} tokens has the reward {s.reward:g}, its parts are {parts}"
+            )
+    different = {(s.group, own_reward(s)) for s in samples}
+    rewards = Counter(group for group, _ in different).values()
+    require(
+        algo.max_rounds == 1 or min(rewards) > 1 or max(rewards) == 1,
+        "a group of equal rewards is trained on beside others, which algo.max_rounds leaves out",
+        TrainingError,
+    )
+    if r.turns is None:
+        check_ends(samples, r.max_new_tokens)
+
+
+def own_reward(sample: Sample) -> float:
+    """The reward without the penalty on the length, which makes no group a mixed one."""
+    return sum(value for name, value in sample.reward_parts.items() if name not in OWN_PARTS)
+
+
+def check_ends(samples: list[Sample], limit: int) -> None:
+    """Raise TrainingError unless truncated answers have `limit` tokens, and the last token of a finished one, where
+    vLLM always stops, is nowhere within an answer.
+    """
+    short = [len(s.response_ids) for s in samples if not s.finished and len(s.response_ids) != limit]
+    require(
+        not short,
+        f"truncated answers have {short[:3]} tokens, rollout.max_new_tokens is {limit}: is an end token not known?",
+        TrainingError,
+    )
+    ends = np.unique([s.response_ids[-1] for s in samples if s.finished])
+    within = ends[np.isin(ends, np.concatenate([s.response_ids[:-1] for s in samples]))]
+    if len(within):
+        raise TrainingError(
+            f"answers count as finished by the tokens {within[:3]}, but others go on after these: are truncated "
+            "answers finished? If your fork stops at strings, take check_ends out of it"
+        )
+
+
+def check_credit(samples: list[Sample], batch: Batch, cfg: Config) -> None:
+    """Raise TrainingError unless the trained tokens of an answer have its advantage against its group."""
+    advantages_N = expected_advantages(samples, batch, cfg.algo)
     if advantages_N is None:
         return
     given_F = batch.advantages.numpy()[batch.trained.numpy()]
@@ -45,8 +101,8 @@ def check_credit(samples: list[Sample], batch: Batch, cfg: Config) -> None:
     if wrong.any():
         first = np.flatnonzero(wrong)[0]
         raise TrainingError(
-            f"advantages are not those of the rewards by algo.advantage={algo.advantage}: {given_F[first]:g} in place "
-            f"of {expected_F[first]:g}{OWN_NAME}"
+            f"advantages are not those of the rewards by algo.advantage={cfg.algo.advantage}: {given_F[first]:g} in "
+            f"place of {expected_F[first]:g}{OWN_NAME}"
         )
 
 
@@ -65,12 +121,15 @@ def check_update(
     unless every trained token was counted once and the loss is made of the parts that are reported.
     """
     prompts = {s.group: s.prompt_ids for s in samples}
-    if not all(np.array_equal(s.prompt_ids, prompts[s.group]) for s in samples):
-        raise TrainingError("a group holds answers to different prompts, so its mean is no baseline")
+    same = all(np.array_equal(s.prompt_ids, prompts[s.group]) for s in samples)
+    require(same, "a group holds answers to different prompts, so its mean is no baseline", TrainingError)
     trained_N = np.array([count_trained(s, cfg) for s in samples])
     counted = trained_N[chosen].sum()
-    if report["trained"] != counted:
-        raise TrainingError(f"the loss counts {report['trained']:.0f} tokens, the answers have {counted} to train on")
+    require(
+        report["trained"] == counted,
+        f"the loss counts {report['trained']:.0f} tokens, the answers have {counted} to train on",
+        TrainingError,
+    )
     parts = parts_of_loss(report, cfg.algo)
     if parts and abs(report["loss"] - sum(parts)) > PARTS * (counted + sum(map(abs, parts))):
         raise TrainingError(
@@ -141,12 +200,16 @@ def count_trained(sample: Sample, cfg: Config) -> int:
     return 0 if left_out else sum(sample.turns[::2])
 
 
-def expected_advantages(samples: list[Sample], algo: AlgoConfig) -> ndarray | None:
-    """The advantage of each answer against its group, [N]; None where more than the answers' rewards decides."""
+def expected_advantages(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> ndarray | None:
+    """The advantage of each answer against its group, [N]; None where more decides, or a formula of a fork."""
     kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
-    if algo.advantage not in ("grpo", "dr_grpo", "rloo") or algo.teacher or kl_in_reward:
+    own_kl = kl_in_reward and algo.kl not in formulas.KLS
+    if algo.advantage not in ("grpo", "dr_grpo", "rloo", "grpo_loo", "max_rl", "none") or algo.teacher or own_kl:
         return None
     reward_N = np.array([s.reward for s in samples])
+    if kl_in_reward:
+        kl_F = formulas.kl(batch.old_logp, batch.ref_logp, algo.kl)
+        reward_N = reward_N - algo.kl_coef * batch.sums(kl_F * batch.mask)
     group_N = np.array([s.group for s in samples])
     advantages_N = np.zeros(len(samples))
     for group in np.unique(group_N):

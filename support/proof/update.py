@@ -58,6 +58,8 @@ CAUSES = (
 )
 SHARE = 16  # one of so many answers is what the gradient is compared on
 ANSWERS = 4  # of a replica, at least
+EVERY = 50  # updates, of which one has its step compared again
+ROUNDING = 4e-6  # log-probs of the same tokens in other rows differ by about as much in fp32
 LARGE = 0.5  # size of the move of weights without a gradient
 
 
@@ -89,23 +91,27 @@ def values(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor) -> tuple:
 def values_and_slopes(
     mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, loss_func: Callable, algo: AlgoConfig
 ) -> tuple:
-    """In place of the loss: these values and its derivatives by them, [2, 2, T]. They are those of the loss's formula,
-    or of the loss itself where it is a fork's own.
+    """In place of the loss: these values, its derivatives by them, and their change where each value is ROUNDING larger;
+    [3, 2, T]. They are those of the loss's formula, or of the loss itself where it is a fork's own.
 
     The derivatives are NaN where the loss depends on neither, or on anything else that has a gradient.
     """
     zero, count, numbers = values(mb, logp_T, entropy_T)
-    inputs = numbers.clone().requires_grad_()
-    slopes = torch.full_like(numbers, math.nan)
-    with torch.enable_grad():
-        of_others, _, _ = loss_func(mb, *numbers, algo=algo)
+
+    def slopes(at: Tensor) -> Tensor:
+        inputs = at.clone().requires_grad_()
         if formulas.has_formula(algo):
             loss = formulas.row_loss(mb, *inputs, algo)
         else:
             loss, _, _ = loss_func(mb, *inputs, algo=algo)
-        if loss.requires_grad and not of_others.requires_grad:
-            (slopes,) = torch.autograd.grad(loss, inputs)
-    return zero, count, torch.stack([numbers, slopes])
+        return torch.autograd.grad(loss, inputs)[0] if loss.requires_grad else torch.full_like(at, math.nan)
+
+    with torch.enable_grad():
+        of_others, _, _ = loss_func(mb, *numbers, algo=algo)
+        here, there = slopes(numbers), slopes(numbers + ROUNDING)
+    if of_others.requires_grad:
+        here = torch.full_like(here, math.nan)
+    return zero, count, torch.stack([numbers, here, there - here])
 
 
 @dataclass
@@ -144,12 +150,13 @@ class Probe:
         sums = predicted.new_zeros(5)
         if bridge.reports_loss():
             for row, up, down in zip(self.rows, higher, lower, strict=True):
-                base, slopes = row.double()
+                base, slopes, unsure = row.double()
                 change = up.double() - down.double()
                 d_T = (slopes * change).sum(0)
                 u_T = (slopes * (up.double() + down.double() - 2 * base)).sum(0)
                 resolved2 = (slopes * base * 2**-23).square().sum() / 2  # u² of values in fp32
-                sums += torch.stack([d_T.sum(), d_T @ d_T, u_T @ u_T, resolved2, change[0].square().sum()])
+                u2 = u_T @ u_T + 3 * (unsure * change).square().sum()  # the gradient is that of other rows
+                sums += torch.stack([d_T.sum(), d_T @ d_T, u2, resolved2, change[0].square().sum()])
         d, d2, u2, resolved2, moved2, predicted = sum_over_ranks(torch.cat([sums, predicted[None]])).tolist()
         signal, noise = math.sqrt(d2), math.sqrt(max(u2, resolved2))
         found = d / self.tokens
@@ -189,7 +196,7 @@ def linearise(
     rows = forward(loss_func=partial(values_and_slopes, loss_func=passes.loss, algo=cfg.algo))
     slope2 = torch.zeros((), dtype=torch.float64, device=bridge.device())
     if bridge.reports_loss():
-        slope2 = sum((slopes.double().square().sum() for _, slopes in rows), slope2)
+        slope2 = sum((slopes.double().square().sum() for _, slopes, _ in rows), slope2)
     tokens = int(np.sum(batch.sums(batch.weights > 0)[samples]))
     smooth = not model[0].config.num_moe_experts or batch.routes is not None
     nonlinear = NONLINEAR[cfg.model.dtype]
@@ -249,7 +256,7 @@ class FirstUpdate:
     done: bool = False  # the optimizer's step
 
     def __post_init__(self):
-        self.updates = read_state(self.checkpoint)["updates"] if self.checkpoint else 0  # before this start
+        self.updates = read_state(self.checkpoint)["updates"] if self.checkpoint else 0  # so far
         self.sampled: list[adam.Sampled] | None = None  # before the step that is checked
         self.norm = math.nan  # of its gradient
 
@@ -285,9 +292,9 @@ class FirstUpdate:
 
     def before_step(self, cfg: Config, step: int) -> None:
         """Note the optimizer's state. Raises TrainingError, on every rank, if it is not that of the updates so far."""
-        if not cfg.train.check_update or self.done:
+        if not cfg.train.check_update or (self.done and self.updates % EVERY):
             return
-        shards = adam.own_shards(self.model, self.optimizer, weight_names(self.model))
+        shards = adam.own_shards(self.model, self.optimizer, weight_names(self.model), copied=False)
         self.norm = adam.norm_of(shard.gradient for shard in shards if shard.counted)
         if not (math.isfinite(self.norm) and self.norm > 0):  # no gradient: the next update may have one
             return
@@ -297,15 +304,19 @@ class FirstUpdate:
         report_together(step, adam.check_state(shards, self.updates))
         self.sampled = adam.sample_state(shards)
 
-    def after_step(self, cfg: Config, step: int) -> None:
-        """Compare the step that before_step prepared with AdamW. Raises TrainingError, on every rank."""
-        if self.sampled is None:
-            return
-        if self.model[0].ddp_config.overlap_param_gather:  # otherwise the optimizer has gathered them
-            gather_weights(self.model)
-        found = adam.check_step(self.sampled, self.updates, self.norm, cfg.train)
-        self.sampled = None
-        report_together(step, found)
+    def after_step(self, cfg: Config, step: int, norm: float) -> None:
+        """Compare the step that before_step prepared with AdamW. Raises TrainingError, on every rank.
+
+        norm: of the gradient, by which the optimizer skips an update.
+        """
+        if self.sampled is not None:
+            if self.model[0].ddp_config.overlap_param_gather:  # otherwise the optimizer has gathered them
+                gather_weights(self.model)
+            found = adam.check_step(self.sampled, self.updates, self.norm, cfg.train)
+            self.sampled = None
+            report_together(step, found)
+        if math.isfinite(norm) and norm > 0:
+            self.updates += 1
 
 
 def weight_names(model: list) -> dict[torch.nn.Parameter, str]:
@@ -400,10 +411,7 @@ def report_together(step: int, found: list[str], is_error: bool = True) -> None:
     if not lines:
         return
     shown = "\n  ".join(lines[:8])
-    message = (
-        f"step {step}, the first update of this start: the update is not what its formulas say\n  {shown}\n"
-        f"  likely causes: {CAUSES}. "
-    )
+    message = f"step {step}: the update is not what its formulas say\n  {shown}\n  likely causes: {CAUSES}. "
     if is_error:
         raise TrainingError(f"{message}train.check_update=false turns the check off")
     if dist.get_rank() == 0:

@@ -150,17 +150,15 @@ def one_reward(step: dict, run: Advice) -> str | None:
 
 def collapsed_rewards(step: dict, run: Advice) -> str | None:
     """Answers of different rewards, in most steps, have become answers of one reward that is not the best."""
-    if step["reward/std"] > 1e-9 or run.has_converged() or run.cfg.algo.advantage == "none":
-        return None
-    if not run.has_signal or median(run.spreads[-100:-5] or [0.0]) <= 1e-9:
+    differed = run.has_signal and median(run.spreads[-100:-5] or [0.0]) > 1e-9
+    if not differed or step["reward/std"] > 1e-9 or run.has_converged() or run.cfg.algo.advantage == "none":
         return None
     return f"every reward is {step['reward/mean']:g} now, and was up to {max(run.best.values()):g} before"
 
 
 def no_mixed_group(step: dict, run: Advice) -> str | None:
-    if step["groups/zero_std_frac"] < 1 or step["reward/std"] < 1e-9 or step["advantage/nonzero_frac"] > 0:
-        return None
-    return "no group has answers of unequal rewards, so no reward has an effect"
+    alike = step["groups/zero_std_frac"] >= 1 and step["reward/std"] >= 1e-9 and step["advantage/nonzero_frac"] <= 0
+    return "no group has answers of unequal rewards, so no reward has an effect" if alike else None
 
 
 def no_end_token(step: dict, run: Advice) -> str | None:
@@ -168,28 +166,26 @@ def no_end_token(step: dict, run: Advice) -> str | None:
 
 
 def all_empty(step: dict, run: Advice) -> str | None:
-    if step["tokens/response_max"] > 1 or step["tokens/truncated_frac"] > 0:
-        return None
-    return "every answer is empty: its first token is the end token"
+    empty = step["tokens/response_max"] <= 1 and step["tokens/truncated_frac"] <= 0
+    return "every answer is empty: its first token is the end token" if empty else None
 
 
 def noise(step: dict, run: Advice) -> str | None:
-    if not number(step, "entropy_frac") > 0.98 or not run.stands_still():
-        return None
-    return f"the entropy is {step['entropy_frac']:.0%} of its maximum and rewards stand still: answers are noise"
+    share = number(step, "entropy_frac")
+    message = f"the entropy is {share:.0%} of its maximum and rewards stand still: answers are noise"
+    return message if share > 0.98 and run.stands_still() else None
 
 
 def unchanged_push(step: dict, run: Advice) -> str | None:
     """Updates too small for the weights' precision."""
-    if number(step, "sync/changed") != 0 or step["update/applied"] == 0 or step["lr"] == 0:
-        return None
-    return f"updates with the learning rate {step['lr']:g} have changed no weight that vLLM samples with"
+    vain = number(step, "sync/changed") == 0 and step["update/applied"] != 0 and step["lr"] != 0
+    return f"updates of learning rate {step['lr']:g} have changed no weight that vLLM samples with" if vain else None
 
 
 def all_masked(step: dict, run: Advice) -> str | None:
-    if number(step, "mismatch/cut_frac") != 1 or run.cfg.algo.correction not in ("icepop", "seq_mask"):
-        return None
-    return f"algo.correction={run.cfg.algo.correction} masks every token: all weights are outside its bounds"
+    kind = run.cfg.algo.correction
+    masked = number(step, "mismatch/cut_frac") == 1 and kind in ("icepop", "seq_mask")
+    return f"algo.correction={kind} masks every token: all weights are outside its bounds" if masked else None
 
 
 def clipped_ratios(step: dict, run: Advice) -> str | None:
@@ -200,9 +196,9 @@ def clipped_ratios(step: dict, run: Advice) -> str | None:
 def long_tail(step: dict, run: Advice) -> str | None:
     """A few long answers keep all others waiting."""
     ratio = step["tokens/response_max"] / max(step["tokens/response_mean"], 1.0)
-    if ratio < 6 or not number(step, "time/rollout") >= 0.5 * number(step, "time/step"):
-        return None
-    return f"the longest answer has {ratio:.0f} times the mean length, and sampling takes half of a step or more"
+    slow = number(step, "time/rollout") >= 0.5 * number(step, "time/step")
+    message = f"the longest answer has {ratio:.0f} times the mean length, and sampling takes half of a step or more"
+    return message if slow and ratio >= 6 else None
 
 
 def idle_gpu(step: dict, run: Advice) -> str | None:

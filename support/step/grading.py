@@ -38,7 +38,7 @@ class Outcome:
     parts: dict[str, float] = field(default_factory=dict)  # as named_rewards.parts_of; for a turn "reply" and "state"
     status: str = "ok"
     error: str = ""
-    graded: int | None = field(default=None, compare=False)  # checksum of the text that a worker graded
+    graded: int | None = field(default=None, compare=False)  # checksum of what a worker graded
 
 
 class RewardKind:
@@ -51,9 +51,9 @@ class RewardKind:
         self.takes_ids = any(map(named_rewards.takes_ids, functions))  # one of its functions asks for token ids
 
 
-def checksum(text: str) -> int:
-    """A number that changes with the text."""
-    return zlib.crc32(text.encode(errors="surrogatepass"))
+def checksum(text: str, answer: object) -> int:
+    """A number that changes with the text that is graded and the answer of its row, as JSON brings them to a worker."""
+    return zlib.crc32(json.dumps([text, answer], default=str).encode())
 
 
 Job = tuple[str, Future]  # a request as JSON, and what its Outcome is given to
@@ -286,7 +286,7 @@ def serve_requests() -> None:
             os.write(replies, b"\n")
             if not failure:
                 value, failure = attempt(function, *request["arguments"])
-            fields = (failure or {"parts": value}) | {"graded": checksum(request["arguments"][0])}
+            fields = (failure or {"parts": value}) | {"graded": checksum(*request["arguments"][:2])}
             os.write(replies, json.dumps(fields).encode() + b"\n")
 
 

@@ -18,7 +18,7 @@ from support.data import prompts
 from support.data.prompts import Prompt
 from support.proof import graded
 from support.proof.checks import UpdateChecks
-from support.proof.rows import check_credit, check_update, match_outcomes
+from support.proof.rows import check_credit, check_samples, check_update, match_outcomes
 from support.step import grading
 from support.step.grading import Outcome
 from support.step.packing import pack
@@ -143,10 +143,21 @@ def test_advantages_of_other_answers_are_found_but_not_what_a_fork_makes_of_them
     with pytest.raises(TrainingError, match=r"advantages are not those of the rewards by algo\.advantage=grpo"):
         check_credit(samples, moved, cfg)
     with pytest.raises(TrainingError, match=r"groups have \[2, 3\] answers, rollout.group_size is 3"):
-        check_credit(samples[:5], batch, cfg)
+        check_samples(samples[:5], cfg)
     other = dataclasses.replace(batch, advantages=batch.advantages * 2)  # after add_advantages
     rows = [pack(other, chosen, 40, "cpu")]
     check_update(report, rows, other, samples, chosen, cfg)
+
+
+@pytest.mark.parametrize("keys", ["advantage=max_rl", "advantage=grpo_loo", "kl_in=reward"])
+def test_further_advantages_are_compared_with_their_formulas(keys):
+    cfg, samples = config("algo.kl_coef=0.1", f"algo.{keys}"), make_samples()
+    batch = train_grpo.flatten(samples)
+    batch = dataclasses.replace(batch, old_logp=0.9 * batch.rollout_logp, ref_logp=0.8 * batch.rollout_logp)
+    batch = train_grpo.add_advantages(samples, batch, cfg.algo)
+    check_credit(samples, batch, cfg)
+    with pytest.raises(TrainingError, match="advantages are not those of the rewards"):
+        check_credit(samples, dataclasses.replace(batch, advantages=batch.advantages * 1.01), cfg)
 
 
 WRONG = {  # what the check says of it → numbers of the report, columns of the batch, samples that are trained
@@ -168,6 +179,47 @@ def test_identities_of_an_update(message):
         assert checks.before_step(report | wrong_report, dataclasses.replace(batch, **columns), chosen, rows)
 
 
+ANSWERS = {  # what the check says of it → index of the answer, attributes of it that are wrong
+    "": (0, {}),
+    r"truncated answers have \[3\] tokens, rollout.max_new_tokens is 4": (0, {"finished": False}),
+    r"answers count as finished by the tokens \[7\], but others go on": (3, {"finished": True}),
+    "an answer of 3 tokens has the reward 3, its parts are": (0, {"reward": 3.0}),
+    "an answer of 4 tokens has the reward 0.5, its parts are": (3, {"reward": 0.5, "reward_parts": {"r": 0.5}}),
+    "a group of equal rewards is trained on": (2, {"reward": 1.0, "reward_parts": {"r": 1.0}}),
+}
+
+
+@pytest.mark.parametrize("message", ANSWERS)
+def test_answers_end_and_are_rewarded_as_they_say(message):
+    cfg = config("rollout.group_size=2", "algo.max_rounds=2", "algo.overlong_buffer=1", "algo.overlong_coef=0.25")
+    samples = []
+    for number, (length, reward) in enumerate(((3, 1.0), (2, 0.0), (3, 0.0), (4, 1.0))):
+        ids = [6, 7, 8][: 3 if length == 4 else length - 1]
+        ids.append(7 if length == 4 else 0)
+        penalty = -0.25 if length == 4 else 0.0
+        parts = {"r": reward, "overlong": penalty}
+        sample = Sample(number // 2, [5], ids, [-1.0] * length, length < 4, "", "", reward=reward + penalty)
+        samples.append(dataclasses.replace(sample, reward_parts=parts))
+    wrong, attributes = ANSWERS[message]
+    samples[wrong] = dataclasses.replace(samples[wrong], **attributes)
+    with pytest.raises(TrainingError, match=message) if message else contextlib.nullcontext():
+        check_samples(samples, cfg)
+
+
+def test_a_reference_that_moves_or_is_not_used_is_found(build, monkeypatch):  # noqa: F811
+    run = build("train.lr=0.01", "algo.kl_coef=0.05")
+    for step in (1, 2):
+        train_grpo.train_step(run, step)
+    with monkeypatch.context() as planted:
+        score = train_grpo.score
+        planted.setattr(train_grpo, "score", lambda model, batch, cfg, weights=None: score(model, batch, cfg))
+        with pytest.raises(TrainingError, match="the reference has the log-probs of the policy"):
+            train_grpo.train_step(run, 3)
+    run.reference[0][0] += 0.1
+    with pytest.raises(TrainingError, match="the reference is not the initial model"):
+        train_grpo.train_step(run, 4)
+
+
 def test_counts_and_groups_are_checked():
     cfg, samples, chosen = config(), make_samples(), [0, 1, 2, 3, 4, 5]
     report, rows, batch = make_update(samples, chosen, cfg)
@@ -181,15 +233,18 @@ def test_counts_and_groups_are_checked():
 def test_a_reward_of_another_answer_is_found():
     samples = make_samples()[:2]
     samples[0].text, samples[1].text = "one", "two"
-    outcomes = [Outcome({"r": 1.0}, graded=grading.checksum(text)) for text in ("one", "two")]
-    assert [outcome for _, outcome in match_outcomes(samples, outcomes)] == outcomes
+    rows = {0: Prompt([5], "1", "", {})}
+    outcomes = [Outcome({"r": 1.0}, graded=grading.checksum(text, "1")) for text in ("one", "two")]
+    assert [outcome for _, outcome in match_outcomes(samples, rows, outcomes)] == outcomes
     late = Outcome(status="timeout")  # nobody graded it
-    assert len(list(match_outcomes(samples, [late, outcomes[1]]))) == 2
+    assert len(list(match_outcomes(samples, rows, [late, outcomes[1]]))) == 2
     with pytest.raises(TrainingError, match="the reward of another answer was given to the answer 'one'"):
-        list(match_outcomes(samples, outcomes[::-1]))
+        list(match_outcomes(samples, rows, outcomes[::-1]))
+    with pytest.raises(TrainingError, match="graded against another row's answer than '2'"):
+        list(match_outcomes(samples, {0: Prompt([5], "2", "", {})}, outcomes))
     samples[1].graded = "timeout"
     with pytest.raises(TrainingError, match="an answer that was not graded"):
-        graded.check_graded(samples, {}, config().reward, set())
+        graded.RewardChecks().rewards(samples, {}, config())
 
 
 # ---------------------------------------------------------------- the start, against the data

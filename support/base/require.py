@@ -1,0 +1,9 @@
+"""The one line in which a check says what must hold and what to tell the user otherwise."""
+
+from config import UserError
+
+
+def require(ok: bool, message: str, error: type[Exception] = UserError) -> None:
+    """Raises `error` with the message unless `ok`."""
+    if not ok:
+        raise error(message)
