@@ -91,8 +91,8 @@ def values(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor) -> tuple:
 def values_and_slopes(
     mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, loss_func: Callable, algo: AlgoConfig
 ) -> tuple:
-    """In place of the loss: these values, its derivatives by them, and how these change where values are ROUNDING larger;
-    [3, 2, T]. They are those of the loss's formula, or of the loss itself where it is a fork's own.
+    """In place of the loss: these values, its derivatives by them, and how these change where values are larger by
+    ROUNDING; [3, 2, T]. They are those of the loss's formula, or of the loss itself where it is a fork's own.
 
     The derivatives are NaN where the loss depends on neither, or on anything else that has a gradient.
     """
