@@ -182,7 +182,6 @@ def test_identities_of_an_update(message):
 ANSWERS = {  # what the check says of it → index of the answer, attributes of it that are wrong
     "": (0, {}),
     r"truncated answers have \[3\] tokens, rollout.max_new_tokens is 4": (0, {"finished": False}),
-    r"answers count as finished by the tokens \[7\], but others go on": (3, {"finished": True}),
     "an answer of 3 tokens has the reward 3, its parts are": (0, {"reward": 3.0}),
     "an answer of 4 tokens has the reward 0.5, its parts are": (3, {"reward": 0.5, "reward_parts": {"r": 0.5}}),
     "a group of equal rewards is trained on": (2, {"reward": 1.0, "reward_parts": {"r": 1.0}}),
