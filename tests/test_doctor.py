@@ -231,7 +231,7 @@ def test_a_folder_keeps_the_versions_of_before_a_resume(tmp_path, monkeypatch):
 
 def test_a_resumed_run_says_which_versions_changed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
-    config = {"train": {"steps": 9}}
+    config = {"train": {"steps": 9}, "data": {"train": "d"}}
     (tmp_path / "state.json").write_text(json.dumps({"step": 3, "data": "abc", "config": config}))
     (tmp_path / "versions.json").write_text(json.dumps({**versions.versions(), "torch": "2.12.0"}))
     assert checkpoint.check_resumed(tmp_path, config, "abc") == 3
