@@ -90,6 +90,8 @@ def warnings(cfg: Config, world_size: int) -> list[str]:
     if a.loss in ("ipo", "dppo_tv") and a.old_logp == "trainer" and t.updates_per_step * t.epochs_per_step == 1:
         text = f"algo.loss={a.loss} masks by how far probabilities are from the old ones, which are the same in a first"
         found["masks against the trainer"] = f"{text} update of algo.old_logp=trainer"
+    if t.share_prompts and not cfg.shares_prompts:
+        found["prompts not shared"] = "megatron.moe_aux_loss_coeff counts every token: each answer computes its prompt"
     if tokens < t.max_tokens_per_micro_batch / 2:
         text = f"an update has at most {tokens} tokens a replica, less than half of train.max_tokens_per_micro_batch"
         found["small rows"] = f"{text}: small rows use a GPU badly"

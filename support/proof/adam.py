@@ -88,18 +88,8 @@ def own_shards(model: list, optimizer, names: dict[torch.nn.Parameter, str], cop
             for first in range(own.start // BLOCK * BLOCK, own.stop, BLOCK):
                 place = slice(max(first, own.start), min(first + BLOCK, own.stop))
                 values = weight.data.view(-1)[place]
-                shards.append(
-                    Shard(
-                        names[weight],
-                        part,
-                        weight,
-                        place,
-                        place.start - own.start,
-                        counted,
-                        values.clone() if copied else values,
-                        size,
-                    )
-                )
+                before = values.clone() if copied else values
+                shards.append(Shard(names[weight], part, weight, place, place.start - own.start, counted, before, size))
     return shards
 
 

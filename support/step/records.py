@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from support.base import ranks
+from support.model.layers import to_device
 
 
 @dataclass
@@ -180,13 +181,13 @@ class MicroBatch(Rows):
         """The values of the computed positions; [..., T] → [..., C]."""
         if self.kept is None:
             return values_T
-        return values_T.index_select(-1, on_device(self.kept, values_T.device))
+        return values_T.index_select(-1, to_device(torch.from_numpy(self.kept), values_T.device))
 
     def at_any_copy(self, where_T: torch.Tensor) -> torch.Tensor:
         """Whether `where_T` holds at a computed position or at one of its copies; [1, T] → [1, C] bool."""
         if self.place is None:
             return where_T
-        place_T = on_device(self.place, where_T.device)
+        place_T = to_device(torch.from_numpy(self.place), where_T.device)
         return torch.zeros(1, self.width, device=where_T.device).index_add(1, place_T, where_T.float()) > 0
 
     @property
@@ -213,12 +214,6 @@ class MicroBatch(Rows):
         lengths_S = self.cu_seqlens.diff()
         numbers_S = torch.arange(len(lengths_S), device=lengths_S.device)
         return numbers_S.repeat_interleave(lengths_S, output_size=self.tokens.shape[1])
-
-
-def on_device(array: np.ndarray, to: torch.device) -> torch.Tensor:
-    """The array as a tensor on the device `to`; the host does not wait for the copy."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(to, non_blocking=True) if to.type == "cuda" else tensor
 
 
 def gather_samples(samples: list[Sample], own: Any) -> tuple[list[Sample], list]:
