@@ -25,6 +25,7 @@ from safetensors import safe_open
 
 from config import Config, LoraConfig, TrainingError
 from support.base import hf_folder
+from support.base.ranks import device, to_device
 from support.model import lora, routes
 from support.model.attention import (
     Copies,
@@ -37,15 +38,7 @@ from support.model.attention import (
     sum_over_context,
 )
 from support.model.experts import experts_for
-from support.model.layers import (  # before Megatron-core
-    Activation,
-    HiddenGPT,
-    RMSNorm,
-    Router,
-    device,
-    submodules,
-    to_device,
-)
+from support.model.layers import Activation, HiddenGPT, RMSNorm, Router, submodules  # before Megatron-core
 
 # isort: split
 from megatron.core import parallel_state as mpu

@@ -1,4 +1,4 @@
-"""The ranks of a run: joining the process group, collectives on Python objects, output. Knows no trainer."""
+"""The ranks of a run: joining the process group, devices, collectives on Python objects, output. Knows no trainer."""
 
 import datetime
 import os
@@ -112,8 +112,7 @@ def fresh_store() -> dist.Store:
 
 def on_any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank; the same on every rank."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    flags = torch.tensor(float(flag), device=device)
+    flags = torch.tensor(float(flag), device=device())
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return bool(flags)
 
@@ -158,3 +157,16 @@ def gather(value: Any) -> list:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def device() -> torch.device:
+    """The device of this rank's tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def to_device(x: torch.Tensor, to: torch.device | str) -> torch.Tensor:
+    """A tensor on the host, copied to the device `to`; the host does not wait for the copy."""
+    return x.pin_memory().to(to, non_blocking=True) if torch.device(to).type == "cuda" else x.to(to)

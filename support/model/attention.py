@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen as flash
 
-from support.model.layers import Rotation, device, to_device  # first: it prepares the process for Megatron-core
+from support.base.ranks import device, to_device
+from support.model.layers import Rotation  # first: it prepares the process for Megatron-core
 
 # isort: split
 from megatron.core import parallel_state as mpu

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from support.base.ranks import device
 from support.model import cpu_backend
 
 # Warnings of every run without Transformer Engine and Apex, which need no action.
@@ -34,19 +35,6 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
 from support.model.megatron_versions import HiddenGPT, submodules  # noqa: F401, for the bridge
-
-
-def device() -> torch.device:
-    """The device of this rank's tensors."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def to_device(x: torch.Tensor, to: torch.device | str) -> torch.Tensor:
-    """A tensor on the host, copied to the device `to`; the host does not wait for the copy."""
-    if torch.device(to).type == "cuda":
-        return x.pin_memory().to(to, non_blocking=True)
-    return x.to(to)
-
 
 # ---------------------------------------------------------------- autograd functions with fewer copies
 

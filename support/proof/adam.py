@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import TrainConfig
-from support.model.layers import device
+from support.base.ranks import device
 from support.model.optimizer_state import MOMENTS, optimizer_weights, own_slice
 
 BLOCK = 1 << 24  # elements

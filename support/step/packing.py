@@ -17,8 +17,8 @@ import torch
 
 import megatron_bridge as bridge
 from config import Config, ParallelConfig, TrainingError
+from support.base.ranks import to_device
 from support.model.attention import make_buckets, uses_varlen
-from support.model.layers import to_device
 from support.step.records import Batch, MicroBatch, Rows, Sample
 
 # The unit of cost is one attended position of one head. A token costs TOKEN, for all of a layer but attention, plus the

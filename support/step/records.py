@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from support.base import ranks
-from support.model.layers import to_device
+from support.base.ranks import to_device
 
 
 @dataclass
