@@ -48,7 +48,16 @@ def test_the_end_token_has_its_chance_everywhere(tmp_path, name):
 
 def test_results_are_read_as_they_were_written(tmp_path):
     rows = [
-        {"model": "tiny", "dtype": "bf16", "lengths": "tail", "max_tokens": 9, "system": "ours", "round": n, "ranks": 2}
+        {
+            "model": "tiny",
+            "dtype": "bf16",
+            "lengths": "tail",
+            "max_tokens": 9,
+            "prompt_chars": 99,
+            "system": "ours",
+            "round": n,
+            "ranks": 2,
+        }
         | {"date": "2026-01-02", "machine": "2 cores, old", "commit": "1e10", "step": 1, "tokens_per_s": 1234.56}
         for n in (1, 2)
     ]
@@ -56,7 +65,7 @@ def test_results_are_read_as_they_were_written(tmp_path):
     for row in rows:  # a second run is added below the first
         works.add_results(file, [row])
     assert works.read_results(file) == rows
-    assert works.work_of(rows[0]) == works.Work("tiny", "bf16", "tail", 9)
+    assert works.work_of(rows[0]) == works.Work("tiny", "bf16", "tail", 9, 99)
     assert works.read_results(tmp_path / "none.csv") == []
 
 
