@@ -51,7 +51,9 @@ class Machine:
         inside = ("nsenter", f"--target={self.holder.pid}", "--net", "--uts", "env")
         env = {
             "GLOO_SOCKET_IFNAME": link.DEVICE,
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # for an agent that joins later: tests/test_faults.py
+            # Without it an agent that joins later waits in vain for the address of the store, which the first told
+            # only once (torch 2.13, DynamicRendezvousHandler.next_rendezvous).
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         return Training(base, base / "out", *JOB, nproc=2, options=options, prefix=inside, **env)
 
