@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads, param_and_grad_buffer
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.optimizer import optimizer as megatron_optimizer
 
 import megatron_bridge as bridge
@@ -59,11 +59,6 @@ def not_reduced():
     return mock.patch.object(param_and_grad_buffer, "dist_reduce_scatter_func", lambda *args, **kwargs: None)
 
 
-def not_reduced_over_tp():
-    module = sys.modules[finalize_model_grads.__module__]
-    return mock.patch.object(module, "_allreduce_non_tensor_model_parallel_grads", lambda *args: None)
-
-
 def divided_by_positions():
     """The divisor counts the tokens of prompts too."""
     grpo_loss = train_grpo.grpo_loss
@@ -75,7 +70,7 @@ def divided_by_positions():
     return mock.patch.object(train_grpo, "grpo_loss", wrong)
 
 
-PASSES = (not_reduced, not_reduced_over_tp, divided_by_positions)
+PASSES = (not_reduced, divided_by_positions)
 
 
 def another_micro_batch(micro_batches):
