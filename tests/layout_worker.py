@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=4 tests/layout_worker.py PLANS.json
 
-A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "orders": {name: [sample numbers]}, "bins":
-[[sample numbers]]}; with bins the micro-batches of the update are these.
+A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "bins": [[sample numbers]]}; with bins the
+micro-batches of the update are these.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
 as "grad.<Hugging Face name>" (with adapters theirs, and "merged.<name>", the weights that were pushed), "load" per
 layer where there are experts, "shared" (positions that were not computed again), "held" [ranks, 4] (held_bytes of
@@ -83,8 +83,8 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         old_logp=batch.rollout_logp + 0.3 * torch.randn(len(logp_F), generator=noise),
         ref_logp=batch.rollout_logp + 0.3 * torch.randn(len(logp_F), generator=noise),
     )
-    order = plan.get("orders", {}).get(name, list(range(len(samples))))
-    weights_F = train_grpo.loss_weights(batch, order, cfg.algo.loss_norm, cfg.algo.loss_norm_length)
+    chosen = list(range(len(samples)))
+    weights_F = train_grpo.loss_weights(batch, chosen, cfg.algo.loss_norm, cfg.algo.loss_norm_length)
     budget = cfg.train.max_tokens_per_micro_batch
     batch = replace(batch, weights=weights_F)
     if "bins" in plan:
@@ -92,7 +92,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         replicas = bridge.mpu.get_data_parallel_world_size()
         micro_batches = [pack(batch, members, budget, bridge.device()) for members in plan["bins"][rank::replicas]]
     else:
-        micro_batches = to_micro_batches(batch, order, budget, cfg)
+        micro_batches = to_micro_batches(batch, chosen, budget, cfg)
     report = train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
     grad_norm = bridge.optimizer_step(optimizer, EPS * STEP, offloaded=False)
     after = on_host(bridge.hf_weights(model, factors=bool(cfg.lora.rank)))
