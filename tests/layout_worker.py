@@ -10,6 +10,8 @@ layer where there are experts, "shared" (positions that were not computed again)
 tests/memory_worker.py), and "same" 1 where the export of the model just loaded is the original bit by bit (with
 adapters: the push, and the factors are those of made_up_factor).
 
+The live check of a first update watches it, which must stop no update that is right.
+
 The gradients are read from the exported weights, so they have passed through the distributed optimizer and the weight
 mapping: Adam with a huge eps steps by lr · grad / eps.
 """
@@ -32,12 +34,15 @@ from support.base import hf_folder, ranks
 from support.base.read_config import load_config
 from support.check import checks
 from support.model import lora
+from support.proof.update import FirstUpdate, Passes
 from support.step import metrics
 from support.step.packing import pack, to_micro_batches
 from tests.memory_worker import held_bytes
 
-EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
-EXACT = ("train.lr=1", "train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "algo.loss_norm_length=32")
+EPS, STEP = 1e5, 1e4  # a step moves a weight by STEP · gradient
+EXACT = (
+    f"train.lr={EPS * STEP:.0f}", "train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "algo.loss_norm_length=32",
+)  # fmt: skip
 
 
 def made_up_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -93,8 +98,14 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         micro_batches = [pack(batch, members, budget, bridge.device()) for members in plan["bins"][rank::replicas]]
     else:
         micro_batches = to_micro_batches(batch, chosen, budget, cfg)
+    check = FirstUpdate(model, optimizer, None)
+    passes = Passes(train_grpo.score, train_grpo.run_schedule, train_grpo.forward_backward, train_grpo.grpo_loss)
+    check.compare_gradient(batch, cfg, 1, passes)
     report = train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
-    grad_norm = bridge.optimizer_step(optimizer, EPS * STEP, offloaded=False)
+    check.before_step(cfg, 1)
+    grad_norm = bridge.optimizer_step(optimizer, cfg.train.lr, offloaded=False)
+    check.after_step(cfg, 1, grad_norm)
+    assert check.compared and check.done
     after = on_host(bridge.hf_weights(model, factors=bool(cfg.lora.rank)))
     load = metrics.expert_load(model) if model[0].config.num_moe_experts else []
     bridge.mpu.destroy_model_parallel()
