@@ -6,11 +6,9 @@ A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "bins"
 micro-batches of the update are these.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
 as "grad.<Hugging Face name>" (with adapters theirs, and "merged.<name>", the weights that were pushed), "load" per
-layer where there are experts, "shared" (positions that were not computed again), "held" [ranks, 4] (held_bytes of
-tests/memory_worker.py), and "same" 1 where the export of the model just loaded is the original bit by bit (with
-adapters: the push, and the factors are those of made_up_factor).
-
-The live check of a first update watches it, which must stop no update that is right.
+layer where there are experts, "shared" (positions that were not computed again), "held" [ranks, 4] (held_bytes), and
+"same" 1 where the export of the model just loaded is the original bit by bit (with adapters: the push, and the factors
+are those of made_up_factor). The live check of a first update watches it, which must stop no update that is right.
 
 The gradients are read from the exported weights, so they have passed through the distributed optimizer and the weight
 mapping: Adam with a huge eps steps by lr · grad / eps.
@@ -26,6 +24,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
@@ -37,7 +36,6 @@ from support.model import lora
 from support.proof.update import FirstUpdate, Passes
 from support.step import metrics
 from support.step.packing import pack, to_micro_batches
-from tests.memory_worker import held_bytes
 
 EPS, STEP = 1e5, 1e4  # a step moves a weight by STEP · gradient
 EXACT = (
@@ -52,6 +50,32 @@ def made_up_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
 
 def on_host(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: weight.cpu() for name, weight in weights}
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """{address: bytes} of the memory that the tensors lie in."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def held_bytes(model: list, optimizer) -> list[int]:
+    """Bytes of weights, gradients, optimizer state and a reference on this rank, read off the tensors themselves.
+
+    Not the optimizer's scalars, its numbers of steps, nor what stands for the host's with optimizer_cpu_offload.
+    """
+    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    weights = storages(parameter.data for parameter in parameters)
+    state = {}
+    for part in optimizer.chained_optimizers:
+        inner = part.optimizer
+        adams = [inner.gpu_optimizer] if isinstance(inner, HybridDeviceOptimizer) else [inner]
+        mains = [shard for group in part.shard_fp32_from_float16_groups for shard in group if shard is not None]
+        stepped = [shard for adam in adams if adam for group in adam.param_groups for shard in group["params"]]
+        moments = [m for adam in adams if adam for s in adam.state.values() for n, m in s.items() if n != "step"]
+        state |= storages([*mains, *stepped, *moments])
+    own = {address: size for address, size in state.items() if address not in weights}
+    reference = storages(bridge.copy_weights(model))
+    gradients = storages(parameter.main_grad for parameter in parameters if parameter.requires_grad)
+    return [sum(table.values()) for table in (weights, gradients, own, reference)]
 
 
 def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:

@@ -11,29 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from config import UserError
 from support.base.files import digest_file, open_output_dir, write_synced
 from support.model import checkpoint, shards
 from support.model.checkpoint import CheckpointWriter
 from support.model.shards import CheckpointError, check_coverage, read_sharded
-from tests.compare_runs import EXCLUDED
+from tests.compare_runs import lasting
 
 SMALL = ("rollout.prompts_per_step=4", "rollout.group_size=8", "train.warmup_steps=0")
 
 
-def weights(run, step: int) -> dict[str, torch.Tensor]:
-    return load_file(run.out / f"hf/step_{step:06d}/model-00000.safetensors")
-
-
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def lasting(metrics: list[dict]) -> list[dict]:
-    """Metrics without times and memory."""
-    return [{key: value for key, value in line.items() if not key.startswith(EXCLUDED)} for line in metrics]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +66,7 @@ def test_resume_is_exact(shared, train_forked, tmp_path):
     resumed = train_forked(2, *shared.overrides, "resume=auto", "train.keep_last=2", out=out)
     assert resumed.code == 0 and "has changed since it was written" in resumed.text, resumed.text
     assert "after step 1" in resumed.text and "ends in half a line" in resumed.text
-    assert equal(weights(shared, 3), weights(resumed, 3))
+    assert equal(shared.weights(3), resumed.weights(3))
     assert lasting(resumed.metrics) == lasting(shared.metrics)
     for path in shared.out.glob("rollouts/*.jsonl"):
         assert (out / "rollouts" / path.name).read_bytes() == path.read_bytes()

@@ -15,8 +15,9 @@ import train_grpo
 from support.base.read_config import load_config
 from support.check import checks, run_plan
 from tests import hub_models
+from tests.compare_runs import lasting
 from tests.conftest import REPO
-from tests.test_checkpoint import equal, lasting
+from tests.test_checkpoint import equal
 from tests.test_routes import make_moe
 
 CONFIGS = sorted((REPO / "configs").rglob("*.yaml"))

@@ -20,7 +20,7 @@ from support.base.read_config import load_config
 from support.step.packing import to_micro_batches
 from tests import hub_models
 from tests.conftest import REPO
-from tests.memory_worker import held_bytes
+from tests.layout_worker import held_bytes
 from tools import plan
 
 TINY = str(REPO / "configs/tiny.yaml")

@@ -15,10 +15,11 @@ from support.engine.vllm_process import engine_options
 from support.model.optimizer_state import optimizer_weights, own_slice
 from support.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
+from tests.compare_runs import lasting
 from tests.conftest import REPO
 from tests.layout_worker import one_layout
 from tests.oracle.plain import relative
-from tests.test_checkpoint import check_state, equal, lasting
+from tests.test_checkpoint import check_state, equal
 from tests.test_layouts import make_plan, run_worker
 from train_grpo import Sample, flatten, main
 

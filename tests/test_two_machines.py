@@ -17,7 +17,6 @@ import pytest
 from tests import link
 from tests.conftest import ForkedTraining, Training
 from tests.faults.torture import find_incomplete
-from tests.test_checkpoint import lasting
 
 pytestmark = pytest.mark.slow
 
@@ -104,10 +103,8 @@ def start(base):
 
 def result(training) -> dict:
     """What neither a second machine nor a fault may change."""
-    out = training.out
-    assert not find_incomplete(out)
-    files = [out / f"hf/step_{STEPS:06d}/model-00000.safetensors", *sorted(out.glob("rollouts/*.jsonl"))]
-    return {path.name: path.read_bytes() for path in files} | {"metrics": lasting(training.metrics)}
+    assert not find_incomplete(training.out)
+    return training.result(STEPS)
 
 
 @pytest.fixture(scope="module")
