@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 from support.base import ranks, rollout_files
+from tests.compare_runs import lasting
 from tests.fork_server import ForkServer, free_port
 from tests.processes import Torchrun
 
@@ -92,6 +93,11 @@ class Outputs:
     def weights(self, step: int) -> dict[str, torch.Tensor]:
         """What was exported after the step."""
         return load_file(self.out / f"hf/step_{step:06d}/model-00000.safetensors")
+
+    def result(self, step: int) -> dict:
+        """What no fault may change of a run of so many steps: the last export, all samples, the metrics."""
+        files = [self.out / f"hf/step_{step:06d}/model-00000.safetensors", *sorted(self.out.glob("rollouts/*.jsonl"))]
+        return {path.name: path.read_bytes() for path in files} | {"metrics": lasting(self.metrics)}
 
 
 def command_line(tiny: Path, out: Path, overrides: tuple[str, ...], config: str) -> list[str]:

@@ -155,7 +155,6 @@ OWNERS = {"10.0.0.1": "north", "fe80::1": "north", "10.0.0.2": "south"}  # netwo
     ("failure", "message"),
     [
         (ValueError("No available memory for the cache blocks."), "out of memory for vLLM in the phase train, whose"),
-        (torch.OutOfMemoryError("Tried 2 GiB."), "out of GPU memory in the phase train, whose budget is"),
         (OSError(errno.ENOSPC, "No space left on device"), "could not be written in the phase train: .*No space left"),
         (
             RuntimeError("pair.cc:553] Connection closed by peer [10.0.0.2]:643. This\nmore"),

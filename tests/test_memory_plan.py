@@ -20,7 +20,7 @@ from support.base.read_config import load_config
 from support.step.packing import to_micro_batches
 from tests import hub_models
 from tests.conftest import REPO
-from tests.memory_worker import held_bytes
+from tests.layout_worker import held_bytes
 from tools import plan
 
 TINY = str(REPO / "configs/tiny.yaml")
@@ -64,13 +64,6 @@ def test_the_count_is_that_of_a_real_rank_in_bf16(world, tiny):
     assert gradients == 4 * padded and optimizer == 12 * real and padded - real < 128  # worked by hand
     assert found["host"][2] == 4 * real and found["precise"][2] == 0
     ranks.init_distributed(timeout_s=60)  # for the fixture, which ends it
-
-
-@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-30B-A3B"])
-def test_the_weights_are_those_of_the_models_card(tmp_path, name):
-    """A head that is tied to the embedding is counted once."""
-    wanted = works.count(works.MODELS[hub_models.SHAPES[name]])
-    assert plan.count_weights(hub_models.model_folder(name, tmp_path)) == wanted
 
 
 # ---------------------------------------------------------------- transient memory
@@ -237,10 +230,3 @@ def test_what_does_not_fit_is_told_with_what_to_turn(tmp_path, capfd):
     assert [line.split(":")[0] for line in turn] == ["  rollout", "  save"]
     assert all("turn one of " in line and "rollout.gpu_memory_utilization down" in line for line in turn)
     assert "no room for one sample of 2048 tokens" in plan.main([*tool, "rollout.gpu_memory_utilization=0.1"])
-
-
-def test_the_size_of_a_gpu(monkeypatch):
-    assert plan.gpu_bytes(None) == GPU and plan.gpu_bytes(24) == 24 * 10**9
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("GPU", (), {"total_memory": 150 * 2**30}))
-    assert plan.gpu_bytes(None) == 150 * 2**30 and plan.gpu_bytes(80) == GPU
