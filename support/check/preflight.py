@@ -4,7 +4,6 @@ Each raises a ValueError that says what is wrong, why, and what would be legal. 
 """
 
 import errno
-import re
 import shutil
 import socket
 import tempfile
@@ -122,16 +121,14 @@ def try_all_reduce(group: dist.ProcessGroup, timeout_s: float) -> str | None:
     return None if outcome[0] == expected else f"gave {outcome[0]}, not {expected}"
 
 
-def explain_lost_rank(phase: str, error: Exception, owners: dict[str, str]) -> str | None:
-    """What an error means if it comes from a lost connection; else None. `owners`: {network address: machine}."""
+def explain_lost_rank(phase: str, error: Exception) -> str | None:
+    """What an error means if it comes from a lost connection; else None."""
     if not isinstance(error, RuntimeError) or "onnection" not in str(error):  # gloo and NCCL have no class of their own
         return None
     text = str(error).splitlines()[0]
-    named = [machine for address, machine in owners.items() if re.search(rf"\b{re.escape(address)}\b", text)]
-    where = f", on {named[0]}" if named else ""
     return (
-        f"rank {dist.get_rank()}, in the phase {phase}: another rank is gone{where} ({text}). torchrun's report says "
-        "which one; go on with resume=auto"
+        f"rank {dist.get_rank()}, in the phase {phase}: another rank is gone ({text}). torchrun's report says which "
+        "one; go on with resume=auto"
     )
 
 
