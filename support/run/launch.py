@@ -28,7 +28,7 @@ from support.engine import vllm_process
 from support.model.attention import use_flash_attention_3
 from support.run import debug, evaluation
 from support.run.clock import Clock
-from support.run.inputs import Inputs, check_models, find_resume, prepare, with_steps
+from support.run.inputs import Inputs, check_models, find_resume, prepare, print_prompts, read, with_steps
 from support.run.timeline import Timeline
 
 
@@ -88,7 +88,9 @@ def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, en
     cfg = evaluation.read_config(args.config, args.overrides, args.world_size)
     prepare_process(cfg, args.debug)
     machines.check_start(cfg)
-    inputs = evaluation.prepare(cfg)
+    inputs, dropped = read(cfg, ["eval"], weights=True)
+    if ranks.is_first_rank():
+        print_prompts(cfg, inputs, dropped)
     join(cfg)
     with explained(cfg) as clock:
         machines.check_ranks(cfg, "data.eval", fingerprint(inputs.eval_prompts))
