@@ -5,14 +5,13 @@ and raises UserError; a failure between ranks is a RankError.
 """
 
 import os
-import socket
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import megatron_bridge as bridge
-from config import Config, RankError, UserError
+from config import Config, UserError
 from support.base import hf_folder, launchers, memory, ranks, versions
 from support.base.remedies import HOST_MEMORY
 from support.base.require import require
@@ -100,18 +99,12 @@ def check_ranks(cfg: Config, key: str, data: str) -> None:
     `data` is the fingerprint of the prompts of `key`, which files of another machine, or rows that a function makes,
     may change. Raises UserError.
     """
-    compared = {**cfg.model_dump(), f"prompts of {key}": data, "commit": versions.versions()["commit"]}
-    try:
-        preflight.check_same_config(compared)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    machines = ranks.gather(socket.gethostname())
-    if dist.get_rank() == 0 and len(set(machines)) > 1:
-        print(f"machines: {ranks.describe(machines)}", flush=True)
+    commit = versions.versions()["commit"]
+    preflight.check_same_config({**cfg.model_dump(), f"prompts of {key}": data, "commit": commit})
 
 
 def check_first_host(cfg: Config) -> None:
-    """Check versions (a warning), the output folder and its disk. Raises ValueError."""
+    """Check versions (a warning), the output folder and its disk. Raises UserError."""
     for warning in versions.check_versions():
         print(f"warning: {warning}", flush=True)
     preflight.check_writable(Path(cfg.output_dir))
@@ -140,7 +133,4 @@ def build_process_groups(cfg: Config) -> None:
     """Build Megatron's process groups and run one all-reduce in each. Raises RankError."""
     timeout_s = checks.group_timeout_s(cfg)
     bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
-    try:
-        preflight.check_groups(bridge.process_groups(), min(timeout_s, preflight.GROUP_CHECK_S))
-    except ValueError as error:
-        raise RankError(str(error)) from None
+    preflight.check_groups(bridge.process_groups(), min(timeout_s, preflight.GROUP_CHECK_S))
