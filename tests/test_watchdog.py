@@ -277,7 +277,7 @@ assert ranks.on_first_rank(lambda: "lock") == (None if rank else "lock")
 def say_error(action, *arguments):
     try:
         action(*arguments)
-    except (ranks.UserError, ValueError) as error:
+    except (ranks.UserError, ranks.RankError) as error:
         print(f"{error}\\n", end="", flush=True)
 
 say_error(ranks.on_first_rank, lambda: int("x"))
