@@ -114,9 +114,7 @@ def test_files_are_on_the_disk_before_their_folder_has_its_name(tmp_path, monkey
 
 @pytest.fixture
 def writer():
-    writer = RolloutWriter()
-    yield writer
-    writer.close()
+    return RolloutWriter()
 
 
 def made_up(text: str = "ab") -> SimpleNamespace:
@@ -161,7 +159,7 @@ def test_a_slow_disk_holds_the_loop_up_from_the_third_file_on(writer, slow_disk,
     writer.finish()
     assert [json.loads(file.read_text())["text"] for file in files[:3]] == ["as it was"] * 2 + ["changed later"]
     writer.write(files[3], [])
-    writer.close()  # writes what waits
+    writer.finish()
     assert files[3].read_text() == "" and sorted(tmp_path.iterdir()) == files
 
 

@@ -4,17 +4,14 @@ What slows a run down, and why no GPU is seen, python -m tools.doctor says. Each
 and raises UserError; a failure between ranks is a RankError.
 """
 
-import itertools
 import os
-import socket
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
 import megatron_bridge as bridge
-from config import Config, RankError, UserError
+from config import Config, UserError
 from support.base import hf_folder, launchers, memory, ranks, versions
 from support.base.remedies import HOST_MEMORY
 from support.base.require import require
@@ -86,53 +83,28 @@ def check_without_gpu(cfg: Config) -> None:
     require(not asked, f"{', '.join(asked)}: works on GPUs only, and there is no GPU here; leave it out")
 
 
-def check_machines(cfg: Config, data: str) -> dict[str, str]:
-    """Check what check_ranks does, the disk on rank 0 and the memory of each machine; returns what it does."""
-    owners = check_ranks(cfg, "data.train", data)
+def check_machines(cfg: Config, data: str) -> None:
+    """Check what check_ranks does, the disk on rank 0 and the memory of each machine. Raises UserError."""
+    check_ranks(cfg, "data.train", data)
     ranks.on_first_rank(lambda: check_first_host(cfg))
     if os.environ["LOCAL_RANK"] == "0":
         warning = check_host_memory(cfg)
         if warning is not None:
             ranks.say(f"warning: {warning}")
-    return owners
 
 
-def check_ranks(cfg: Config, key: str, data: str) -> dict[str, str]:
-    """Check configuration, data and code between ranks.
+def check_ranks(cfg: Config, key: str, data: str) -> None:
+    """Check configuration, data and code between ranks, and print which are on which of several machines.
 
     `data` is the fingerprint of the prompts of `key`, which files of another machine, or rows that a function makes,
-    may change. Returns what name_machines does. Raises UserError.
+    may change. Raises UserError.
     """
-    compared = {**cfg.model_dump(), f"prompts of {key}": data, "commit": versions.versions()["commit"]}
-    try:
-        preflight.check_same_config(compared)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    return name_machines()
-
-
-def name_machines() -> dict[str, str]:
-    """Print which ranks are on which machine where there are several.
-
-    Returns {network address: machine} of several machines, since errors of gloo and NCCL name addresses. An address
-    that is not of one machine alone, such as 127.0.0.1, is left out.
-    """
-    cards = itertools.chain(*psutil.net_if_addrs().values())
-    own = {card.address for card in cards if card.family in (socket.AF_INET, socket.AF_INET6)}
-    machines, addresses = zip(*ranks.gather((socket.gethostname(), own)), strict=True)
-    if len(set(machines)) == 1:
-        return {}
-    if dist.get_rank() == 0:
-        print(f"machines: {ranks.describe(machines)}", flush=True)
-    owners = {}
-    for machine, known in zip(machines, addresses, strict=True):
-        for address in known:
-            owners.setdefault(address, set()).add(machine)
-    return {address: names.pop() for address, names in owners.items() if len(names) == 1}
+    commit = versions.versions()["commit"]
+    preflight.check_same_config({**cfg.model_dump(), f"prompts of {key}": data, "commit": commit})
 
 
 def check_first_host(cfg: Config) -> None:
-    """Check versions (a warning), the output folder and its disk. Raises ValueError."""
+    """Check versions (a warning), the output folder and its disk. Raises UserError."""
     for warning in versions.check_versions():
         print(f"warning: {warning}", flush=True)
     preflight.check_writable(Path(cfg.output_dir))
@@ -161,7 +133,4 @@ def build_process_groups(cfg: Config) -> None:
     """Build Megatron's process groups and run one all-reduce in each. Raises RankError."""
     timeout_s = checks.group_timeout_s(cfg)
     bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
-    try:
-        preflight.check_groups(bridge.process_groups(), min(timeout_s, preflight.GROUP_CHECK_S))
-    except ValueError as error:
-        raise RankError(str(error)) from None
+    preflight.check_groups(bridge.process_groups(), min(timeout_s, preflight.GROUP_CHECK_S))

@@ -1,10 +1,9 @@
 """Checks before weights are loaded, and what running out of memory means for the configuration.
 
-Each raises a ValueError that says what is wrong, why, and what would be legal. Knows torch.distributed, no trainer.
+Knows torch.distributed, no trainer.
 """
 
 import errno
-import re
 import shutil
 import socket
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from config import RankError, UserError
 from support.base import ranks, remedies
 from support.base.memory import host_free_bytes
 from support.base.read_config import dotted_items
@@ -25,21 +25,20 @@ GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
 
 
 def check_disk(folder: Path, bytes_needed: int) -> None:
-    """Raises ValueError if the disk that the output folder is or will be on has less than that free."""
+    """Raises UserError if the disk that the output folder is or will be on has less than that free."""
     free = shutil.disk_usage(nearest_existing(folder)).free
     require(
         free >= bytes_needed,
         f"output_dir={folder}: its disk has {gib(free)} free, this run saves {gib(bytes_needed)}; make room, "
         "choose another output_dir, save less often (train.save_every) or keep less (train.keep_last)",
-        ValueError,
     )
 
 
 def check_writable(folder: Path) -> None:
-    """Raises ValueError if no file can be written in `folder`, or in the nearest folder above that exists."""
+    """Raises UserError if no file can be written in `folder`, or in the nearest folder above that exists."""
     error = try_to_write(folder)
     if error is not None:
-        raise ValueError(
+        raise UserError(
             f"output_dir={folder}: cannot write in {nearest_existing(folder)} ({error.strerror}); choose an output_dir "
             "that this user may write to, on a disk with room"
         )
@@ -61,9 +60,9 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def check_same_config(config: dict) -> None:
-    """Raises ValueError, on every rank, if the ranks do not hold the same configuration: which keys differ, and where.
+    """Raises UserError, on every rank, if the ranks do not hold the same configuration: which keys differ, and where.
 
-    `config` is {section: {key: value}}, as deep as it likes.
+    `config` is {section: {key: value}}, as deep as it likes. Prints which ranks are where, on several machines.
     """
     own = {key: str(value) for key, value in dotted_items(config)}
     machines, tables = zip(*ranks.gather((socket.gethostname(), own)), strict=True)
@@ -77,21 +76,22 @@ def check_same_config(config: dict) -> None:
         not lines,
         f"{len(others)} of {len(tables)} ranks have another configuration than rank 0; start every machine "
         "with the same files and overrides:\n" + "\n".join(lines),
-        ValueError,
     )
+    if dist.get_rank() == 0 and len(set(machines)) > 1:
+        print(f"machines: {ranks.describe(machines)}", flush=True)
 
 
 def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) -> None:
     """One all-reduce in each process group, on all ranks in the same order; None where this rank is in no such group.
 
-    Raises ValueError for one that fails, gives a wrong sum or takes more than `timeout_s`. Where it is one of
+    Raises RankError for one that fails, gives a wrong sum or takes more than `timeout_s`. Where it is one of
     GPUs, leave with os._exit then: a thread may still hang in it.
     """
     for name, group in groups.items():
         problem = group and try_all_reduce(group, timeout_s)
         if problem:
             members = ", ".join(map(str, dist.get_process_group_ranks(group)))
-            raise ValueError(
+            raise RankError(
                 f"the all-reduce of group {name} (ranks {members}) {problem}; likely a rank that died or never "
                 "started, a network interface that the nodes do not share (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or "
                 "a firewall between the nodes; NCCL_DEBUG=INFO says more"
@@ -122,16 +122,14 @@ def try_all_reduce(group: dist.ProcessGroup, timeout_s: float) -> str | None:
     return None if outcome[0] == expected else f"gave {outcome[0]}, not {expected}"
 
 
-def explain_lost_rank(phase: str, error: Exception, owners: dict[str, str]) -> str | None:
-    """What an error means if it comes from a lost connection; else None. `owners`: {network address: machine}."""
+def explain_lost_rank(phase: str, error: Exception) -> str | None:
+    """What an error means if it comes from a lost connection; else None."""
     if not isinstance(error, RuntimeError) or "onnection" not in str(error):  # gloo and NCCL have no class of their own
         return None
     text = str(error).splitlines()[0]
-    named = [machine for address, machine in owners.items() if re.search(rf"\b{re.escape(address)}\b", text)]
-    where = f", on {named[0]}" if named else ""
     return (
-        f"rank {dist.get_rank()}, in the phase {phase}: another rank is gone{where} ({text}). torchrun's report says "
-        "which one; go on with resume=auto"
+        f"rank {dist.get_rank()}, in the phase {phase}: another rank is gone ({text}). torchrun's report says which "
+        "one; go on with resume=auto"
     )
 
 

@@ -9,7 +9,6 @@ weight.
 import hashlib
 import json
 import operator
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -133,11 +132,11 @@ def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
     """The prompts of the files or data sets that `value`, given at `key`, names. Raises ValueError."""
     import pyarrow
 
-    tables, files = read_tables(cfg, value, key)
+    tables = read_tables(cfg, value, key)
     rows = concatenate(tables, key)
     check_columns(cfg, rows, tables[0][0])
-    if sum(map(os.path.getsize, files)) >= token_cache.LARGE_BYTES:
-        columns = token_cache.tokenise_once(cfg, tokenizer, tables, files, key)
+    if not isinstance(rows, list) and rows.data.nbytes >= token_cache.LARGE_BYTES:
+        columns = token_cache.tokenise_once(cfg, tokenizer, rows, tables, key)
     else:
         check_text(tables, key)
         rows = rows if isinstance(rows, list) else rows.to_list()

@@ -28,7 +28,7 @@ from support.engine import vllm_process
 from support.model.attention import use_flash_attention_3
 from support.run import debug, evaluation
 from support.run.clock import Clock
-from support.run.inputs import Inputs, check_models, find_resume, prepare, with_steps
+from support.run.inputs import Inputs, check_models, find_resume, prepare, print_prompts, read, with_steps
 from support.run.timeline import Timeline
 
 
@@ -88,10 +88,12 @@ def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, en
     cfg = evaluation.read_config(args.config, args.overrides, args.world_size)
     prepare_process(cfg, args.debug)
     machines.check_start(cfg)
-    inputs = evaluation.prepare(cfg)
+    inputs, dropped = read(cfg, ["eval"], weights=True)
+    if ranks.is_first_rank():
+        print_prompts(cfg, inputs, dropped)
     join(cfg)
-    with explained(cfg) as (clock, owners):
-        owners |= machines.check_ranks(cfg, "data.eval", fingerprint(inputs.eval_prompts))
+    with explained(cfg) as clock:
+        machines.check_ranks(cfg, "data.eval", fingerprint(inputs.eval_prompts))
         ranks.on_first_rank(partial(preflight.check_writable, Path(cfg.output_dir)))
         evaluation.run(cfg, inputs, clock, evaluate, engine)
 
@@ -158,8 +160,8 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
     """
     out = Path(cfg.output_dir)
     timeline = Timeline(out / "traces", cfg.profile, cfg.train.steps) if cfg.profile.start else None
-    with explained(cfg, timeline) as (clock, owners):
-        owners |= machines.check_machines(cfg, fingerprint(inputs.prompts))
+    with explained(cfg, timeline) as clock:
+        machines.check_machines(cfg, fingerprint(inputs.prompts))
         lock = ranks.on_first_rank(lambda: lock_output_dir(out))  # None on the other ranks
         with lock or contextlib.nullcontext():
             machines.build_process_groups(cfg)
@@ -170,19 +172,18 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
 
 
 @contextlib.contextmanager
-def explained(cfg: Config, timeline: Timeline | None = None) -> Iterator[tuple[Clock, dict[str, str]]]:
-    """Give a clock and an empty {network address: machine}, which the block fills.
+def explained(cfg: Config, timeline: Timeline | None = None) -> Iterator[Clock]:
+    """Give a clock, which the end of the block stops.
 
     Raises UserError and TrainingError, which say what a failure of a machine means; a mistake in the code as it is.
     """
     clock = Clock(cfg.train.stall_timeout_s, timeline)
-    owners = {}
     try:
-        yield clock, owners
+        yield clock
     except (RuntimeError, ValueError, AssertionError, MemoryError, OSError, SafetensorError) as error:
         message = (
             preflight.explain_out_of_memory(clock.phase, error)
-            or preflight.explain_lost_rank(clock.phase, error, owners)
+            or preflight.explain_lost_rank(clock.phase, error)
             or preflight.explain_disk_error(clock.phase, error, Path(cfg.output_dir))
         )
         if message is None:

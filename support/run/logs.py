@@ -105,7 +105,6 @@ class Log:
     def close(self) -> None:
         """The run is done, its files are on the disk. Raises TrainingError, on every rank, if it ends as a dead run."""
         self.rollouts.finish()
-        self.rollouts.close()
         self.bar.close()
         if self.speaks:
             self.summarize()
