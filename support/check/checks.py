@@ -82,7 +82,7 @@ def check_sampling(cfg: Config) -> None:
     if (r.top_p != 1 or r.top_k != -1) and not r.max_logp_gap:
         raise UserError(
             f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut "
-            "distribution, the trainer's of the full one. Use 1 and -1, or set rollout.max_logp_gap=inf to train all the same"
+            "distribution, the trainer's of the full one. Use 1 and -1, or set rollout.max_logp_gap=inf to train anyway"
         )
 
 
