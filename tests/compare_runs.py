@@ -93,12 +93,12 @@ def describe_tensors(a: torch.Tensor, b: torch.Tensor) -> str | None:
 def read_metrics(run: Path) -> Records:
     """The lines of metrics.jsonl, without the columns of EXCLUDED."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").open(encoding="utf-8")]
-    return {f"line {n}, step {row['step']}": without_times(row) for n, row in enumerate(rows, 1)}
+    return {f"line {n}, step {row['step']}": row for n, row in enumerate(lasting(rows), 1)}
 
 
-def without_times(row: dict) -> dict:
-    """The columns of a line of metrics.jsonl that two equal runs share."""
-    return {name: value for name, value in row.items() if not name.startswith(EXCLUDED)}
+def lasting(metrics: list[dict]) -> list[dict]:
+    """Metrics without times and memory: the columns that two equal runs share."""
+    return [{name: value for name, value in row.items() if not name.startswith(EXCLUDED)} for row in metrics]
 
 
 def read_rollouts(run: Path) -> Records:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 from support.base import ranks, rollout_files
+from tests.compare_runs import lasting
 from tests.fork_server import ForkServer, free_port
 from tests.processes import Torchrun
 
@@ -26,7 +27,14 @@ def pytest_addoption(parser) -> None:
     parser.addoption("--run", metavar="OUTPUT_DIR", help="a run that tests/oracle repeats (docs/forking.md)")
     parser.addoption("--museum-page", action="store_true", help="write docs/dev/museum.md after all of tests/museum")
     parser.addoption("--kills", type=int, default=10, help="runs that tests/faults/test_kills.py kills")
-    parser.addoption("--all-starts", action="store_true", help="all runs of tests/faults/test_clean_starts.py")
+    parser.addoption("--all-starts", action="store_true", help="all healthy runs of tests/faults, not some")
+
+
+def pytest_generate_tests(metafunc) -> None:
+    """The healthy runs of tests/faults: all with --all-starts, else one in EVERY of the module."""
+    if "start" in metafunc.fixturenames:
+        every = 1 if metafunc.config.getoption("--all-starts") else metafunc.module.EVERY
+        metafunc.parametrize("start", list(metafunc.module.STARTS)[::every])
 
 
 def pytest_runtest_setup(item) -> None:
@@ -85,6 +93,11 @@ class Outputs:
     def weights(self, step: int) -> dict[str, torch.Tensor]:
         """What was exported after the step."""
         return load_file(self.out / f"hf/step_{step:06d}/model-00000.safetensors")
+
+    def result(self, step: int) -> dict:
+        """What no fault may change of a run of so many steps: the last export, all samples, the metrics."""
+        files = [self.out / f"hf/step_{step:06d}/model-00000.safetensors", *sorted(self.out.glob("rollouts/*.jsonl"))]
+        return {path.name: path.read_bytes() for path in files} | {"metrics": lasting(self.metrics)}
 
 
 def command_line(tiny: Path, out: Path, overrides: tuple[str, ...], config: str) -> list[str]:

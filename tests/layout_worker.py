@@ -2,13 +2,13 @@
 
     torchrun --nproc_per_node=4 tests/layout_worker.py PLANS.json
 
-A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "orders": {name: [sample numbers]}, "bins":
-[[sample numbers]]}; with bins the micro-batches of the update are these.
+A plan is {"overrides", "samples", "out", "layouts": {name: [overrides]}, "bins": [[sample numbers]]}; with bins the
+micro-batches of the update are these.
 For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer scores it, "loss", "grad_norm", the gradients
 as "grad.<Hugging Face name>" (with adapters theirs, and "merged.<name>", the weights that were pushed), "load" per
-layer where there are experts, "shared" (positions that were not computed again), "held" [ranks, 4] (held_bytes of
-tests/memory_worker.py), and "same" 1 where the export of the model just loaded is the original bit by bit (with
-adapters: the push, and the factors are those of made_up_factor).
+layer where there are experts, "shared" (positions that were not computed again), "held" [ranks, 4] (held_bytes), and
+"same" 1 where the export of the model just loaded is the original bit by bit (with adapters: the push, and the factors
+are those of made_up_factor). The live check of a first update watches it, which must stop no update that is right.
 
 The gradients are read from the exported weights, so they have passed through the distributed optimizer and the weight
 mapping: Adam with a huge eps steps by lr · grad / eps.
@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
@@ -32,12 +33,14 @@ from support.base import hf_folder, ranks
 from support.base.read_config import load_config
 from support.check import checks
 from support.model import lora
+from support.proof.update import FirstUpdate, Passes
 from support.step import metrics
 from support.step.packing import pack, to_micro_batches
-from tests.memory_worker import held_bytes
 
-EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
-EXACT = ("train.lr=1", "train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "algo.loss_norm_length=32")
+EPS, STEP = 1e5, 1e4  # a step moves a weight by STEP · gradient
+EXACT = (
+    f"train.lr={EPS * STEP:.0f}", "train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "algo.loss_norm_length=32",
+)  # fmt: skip
 
 
 def made_up_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -47,6 +50,32 @@ def made_up_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
 
 def on_host(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: weight.cpu() for name, weight in weights}
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """{address: bytes} of the memory that the tensors lie in."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def held_bytes(model: list, optimizer) -> list[int]:
+    """Bytes of weights, gradients, optimizer state and a reference on this rank, read off the tensors themselves.
+
+    Not the optimizer's scalars, its numbers of steps, nor what stands for the host's with optimizer_cpu_offload.
+    """
+    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    weights = storages(parameter.data for parameter in parameters)
+    state = {}
+    for part in optimizer.chained_optimizers:
+        inner = part.optimizer
+        adams = [inner.gpu_optimizer] if isinstance(inner, HybridDeviceOptimizer) else [inner]
+        mains = [shard for group in part.shard_fp32_from_float16_groups for shard in group if shard is not None]
+        stepped = [shard for adam in adams if adam for group in adam.param_groups for shard in group["params"]]
+        moments = [m for adam in adams if adam for s in adam.state.values() for n, m in s.items() if n != "step"]
+        state |= storages([*mains, *stepped, *moments])
+    own = {address: size for address, size in state.items() if address not in weights}
+    reference = storages(bridge.copy_weights(model))
+    gradients = storages(parameter.main_grad for parameter in parameters if parameter.requires_grad)
+    return [sum(table.values()) for table in (weights, gradients, own, reference)]
 
 
 def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
@@ -83,8 +112,8 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         old_logp=batch.rollout_logp + 0.3 * torch.randn(len(logp_F), generator=noise),
         ref_logp=batch.rollout_logp + 0.3 * torch.randn(len(logp_F), generator=noise),
     )
-    order = plan.get("orders", {}).get(name, list(range(len(samples))))
-    weights_F = train_grpo.loss_weights(batch, order, cfg.algo.loss_norm, cfg.algo.loss_norm_length)
+    chosen = list(range(len(samples)))
+    weights_F = train_grpo.loss_weights(batch, chosen, cfg.algo.loss_norm, cfg.algo.loss_norm_length)
     budget = cfg.train.max_tokens_per_micro_batch
     batch = replace(batch, weights=weights_F)
     if "bins" in plan:
@@ -92,9 +121,15 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         replicas = bridge.mpu.get_data_parallel_world_size()
         micro_batches = [pack(batch, members, budget, bridge.device()) for members in plan["bins"][rank::replicas]]
     else:
-        micro_batches = to_micro_batches(batch, order, budget, cfg)
+        micro_batches = to_micro_batches(batch, chosen, budget, cfg)
+    check = FirstUpdate(model, optimizer, None)
+    passes = Passes(train_grpo.score, train_grpo.run_schedule, train_grpo.forward_backward, train_grpo.grpo_loss)
+    check.compare_gradient(batch, cfg, 1, passes)
     report = train_grpo.forward_backward(model, optimizer, micro_batches, cfg)
-    grad_norm = bridge.optimizer_step(optimizer, EPS * STEP, offloaded=False)
+    check.before_step(cfg, 1)
+    grad_norm = bridge.optimizer_step(optimizer, cfg.train.lr, offloaded=False)
+    check.after_step(cfg, 1, grad_norm)
+    assert check.compared and check.done
     after = on_host(bridge.hf_weights(model, factors=bool(cfg.lora.rank)))
     load = metrics.expert_load(model) if model[0].config.num_moe_experts else []
     bridge.mpu.destroy_model_parallel()

@@ -27,3 +27,8 @@ def grade_with(default, jobs: list[tuple], **keys) -> list[Outcome]:
     """The outcomes of jobs as in `grade`, of a pool as in `pool_of` that is closed then."""
     with contextlib.closing(pool_of(default, **keys)) as pool:
         return grade(pool, jobs)
+
+
+def fenced(program: str) -> str:
+    """An answer that is a program."""
+    return f"```python\n{program}\n```"

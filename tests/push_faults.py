@@ -1,12 +1,12 @@
 """train_grpo.py with one fault in its weight pushes, named by the environment variable FAULT; run by torchrun.
 
 Behind Engine.load_weights, in the push after step 1:
-skipped: the push is not made                           lost: vLLM never hears of it, on any rank
+skipped: the push is not made
 rank: vLLM of rank 1 never hears of it                  tensor: one tensor of it does not arrive
 Before Engine.load_weights, in the push after step 2:
 old, old rank, old tensor: tensors of the push before, all of them, all on rank 1, or one
-names: two tensors under each other's name              rows: two rows of a tensor exchanged
-bucket: a gathered bucket is overwritten                copy: bf16 weights are not copied from the main weights
+rows: two rows of a tensor exchanged                    bucket: a gathered bucket is overwritten
+copy: bf16 weights are not copied from the main weights
 From the first push on:
 swapped: the mapping exchanges two rows of a tensor
 """
@@ -22,9 +22,6 @@ import train_grpo
 
 FAULT, RANK = os.environ["FAULT"], os.environ["RANK"]
 LOST = "model.layers.1.mlp.down_proj.weight"
-EXCHANGED = {
-    f"model.layers.1.self_attn.{a}_proj.weight": f"model.layers.1.self_attn.{b}_proj.weight" for a, b in ("kv", "vk")
-}
 push_weights, rpc, split_parts = train_grpo.push_weights, vllm.LLM.collective_rpc, megatron_bridge.split_parts
 load_weights, gather_bucket = train_grpo.Engine.load_weights, megatron_bridge.gather_bucket
 copy_main = DistributedOptimizer._copy_main_params_to_model_params
@@ -40,7 +37,7 @@ def faulty_push(*args) -> None:
 
 def faulty_rpc(llm, method, *args, kwargs=None, **others):
     if method == "reload_weights" and len(pushes) == 2:
-        if FAULT == "lost" or (FAULT == "rank" and RANK == "1"):
+        if FAULT == "rank" and RANK == "1":
             return None
         if FAULT == "tensor":
             kwargs = {"weights_iterator": (pair for pair in kwargs["weights_iterator"] if pair[0] != LOST)}
@@ -63,8 +60,6 @@ def spoil(weights):
             tensor = old
         if now and FAULT == "rows" and name == LOST:
             tensor = exchange_rows(tensor)
-        if now and FAULT == "names":
-            name = EXCHANGED.get(name, name)
         yield name, tensor
 
 

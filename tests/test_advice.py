@@ -176,24 +176,6 @@ def test_a_dead_run_saves_ends_and_goes_on_when_mended(train_forked, tiny, tmp_p
 
 
 # Name → (overrides, the return value of a reward of one's own, what the run is told, whether it ends)
-DEAD_RUNS = {
-    "one reward for all": ([], "0.5", "every reward was the same so far: 0.5", True),
-    "a reward of the prompt": ([], "int(answer[0]) / 10", "no group has answers of unequal", True),
-    "a schedule that ends": (["schedule.lr={to: 0.0, steps: 3}"], "len(text)", "the learning rate is 0", True),
-    "all masked": (
-        ["algo.correction=icepop", "algo.correction_low=2", "algo.correction_high=3"], "len(text)",
-        "masks every token", True),
-    "noise": (["algo.entropy_coef=30", "train.lr=0.003"], "len(text) % 2", "answers are noise", False),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DEAD_RUNS)
-def test_a_dead_run_is_told_its_cause(train_forked, tmp_path, name):
-    overrides, body, told, ends = DEAD_RUNS[name]
-    run = train_forked(1, *DEAD, *overrides, reward_file(tmp_path, body))
-    assert told in run.text, run.text
-    assert (run.code, len(run.metrics) < 30) == ((1, True) if ends else (0, False)), run.text
 
 
 def healthy_runs() -> dict[str, list[str]]:

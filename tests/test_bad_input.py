@@ -27,9 +27,7 @@ def dry_run(tiny, capfd, offline):
     ("override", "needles"),
     [
         ("train.learning_rate=1", ["unknown key 'train.learning_rate'", "train."]),
-        ("rollout.group_sise=4", ["'rollout.group_sise'", "'rollout.group_size'"]),
         ("trian.lr=1", ["'trian", "nearest legal key"]),
-        ("train.lr=fast", ["train.lr", "fast"]),
         ("resume=no", ["resume=False: legal is none, auto, or the folder of a checkpoint"]),
         (
             "reward.functions.x.type=math",
@@ -42,29 +40,19 @@ def dry_run(tiny, capfd, offline):
         ("parallel.tp=4", ["parallel.tp=4", "attention heads 2", "[1, 2]"]),
         ("parallel.pp=4", ["parallel.pp=4", "layers 2", "[1, 2]"]),
         ("rollout.group_size=1", ["rollout.group_size=1", "greater than or equal to 2"]),
-        ("rollout.temperature=5", ["rollout.temperature=5", "less than or equal to 2"]),
         ("rollout.top_p=0.9", ["rollout.top_p=0.9", "rollout.max_logp_gap=inf"]),
         ("train.updates_per_step=3", ["train.updates_per_step=3", "prompts_per_step=16"]),
         ("train.max_tokens_per_micro_batch=8", ["max_tokens_per_micro_batch=8", "at least"]),
-        ("train.lr=-1", ["train.lr=-1", "greater than or equal to 0"]),
-        ("algo.advantage=gae", ["algo.advantage='gae'", "grpo"]),
-        ("algo.kl=k4", ["algo.kl='k4'", "k1 | k2 | k3"]),
-        ("parallel.cp=0", ["parallel.cp=0", "greater than or equal to 1"]),
         ("parallel.ep=2", ["parallel.ep=2", "without experts"]),
         ("megatron.moe_token_dispatcher_type=flex", ["moe_token_dispatcher_type=flex", "deep_ep"]),
-        ("megatron.recompute_granularity=most", ["megatron.recompute_granularity='most'", "'full' or 'selective'"]),
         ("megatron.recompute_granularity=full", ["Megatron-core refuses", "recompute_method"]),
         ("rollout.vllm.max_num_seq=8", ["rollout.vllm.max_num_seq", "max_num_seqs"]),
         ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),
         ("megatron.recompute_granularty=full", ["megatron.recompute_granularty", "recompute_granularity"]),
-        ("reward.default=gsmk8", ["unknown reward 'gsmk8'", "exact, gsm8k, math"]),
         ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
-        ("reward.custom=nowhere.py:f", ["reward.custom", "exists"]),
         ("model.path=nowhere", ["there is no folder /", "/nowhere, and the hub does not give", "model.path=FOLDER"]),
         ("model.path=build/no/model", ["/build/no/model, and the hub does not give a model", "model.path=FOLDER"]),
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
-        ("data.train=data.csvx", ["data.train=data.csvx", "legal is a file ending in"]),
-        ("data.prompt_key=question", ["data.prompt_key='question'", "prompt, answer, source"]),
         ("data.answer_key=solution", ["data.answer_key='solution'", "prompt, answer, source"]),
         ("profile.start=4", ["profile.start=4 is after profile.stop=0"]),
         ("profile.torch=true", ["profile.start=0: there is no timeline"]),
@@ -79,22 +67,6 @@ def test_bad_key(dry_run, override, needles):
     assert code == 2 and text.startswith("error: ")
     for needle in needles:
         assert needle in text
-
-
-def test_bad_data(dry_run, tmp_path):
-    cases = {
-        "empty.jsonl": ("", "is empty"),
-        "broken.jsonl": ('{"prompt": "1>", "answer": "1"}\n{"prompt": ', "broken.jsonl, line 2: Expecting value"),
-        "norows.json": ("[]", "norows.json has no rows"),
-        "null.jsonl": (
-            '{"prompt": "1>", "answer": "1"}\n{"prompt": "2>", "answer": null}\n',
-            "null.jsonl, row 2: 'answer' is null",
-        ),
-    }
-    for name, (content, needle) in cases.items():
-        (tmp_path / name).write_text(content)
-        code, text = dry_run(f"data.train={tmp_path / name}")
-        assert code == 2 and needle in text, text
 
 
 def test_missing_config_and_missing_key(capfd, tmp_path):
@@ -132,18 +104,6 @@ def test_model_options_without_a_counterpart_are_refused(dry_run, tiny, tmp_path
         (tmp_path / "model/config.json").write_text(json.dumps(changed))
         code, text = dry_run(f"model.path={tmp_path / 'model'}")
         assert code == 2 and message in text, text
-
-
-def test_long_prompts_are_dropped_and_counted(dry_run, tmp_path):
-    rows = [{"prompt": "1" * n + ">", "answer": "1"} for n in (2, 3, 30)]
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, text = dry_run(f"data.train={tmp_path / 'long.jsonl'}")
-    assert code == 0 and "2 prompts; 1 dropped, longer than 8 tokens" in text
-
-
-def test_chat_template_wraps_the_prompt(dry_run):
-    code, text = dry_run("data.chat_template=true", "data.max_prompt_tokens=4")
-    assert code == 0 and "200 prompts" in text  # the tiny template adds nothing
 
 
 def test_a_model_that_cannot_be_fetched_says_what_to_put_where(tmp_path, monkeypatch, capfd):

@@ -46,33 +46,6 @@ def test_the_end_token_has_its_chance_everywhere(tmp_path, name):
     assert chance.min() > 0.8 * wanted and chance.max() < 1.25 * wanted
 
 
-def test_results_are_read_as_they_were_written(tmp_path):
-    rows = [
-        {"model": "tiny", "dtype": "bf16", "lengths": "tail", "max_tokens": 9, "system": "ours", "round": n, "ranks": 2}
-        | {"date": "2026-01-02", "machine": "2 cores, old", "commit": "1e10", "step": 1, "tokens_per_s": 1234.56}
-        for n in (1, 2)
-    ]
-    file = tmp_path / "new/results.csv"
-    for row in rows:  # a second run is added below the first
-        works.add_results(file, [row])
-    assert works.read_results(file) == rows
-    assert works.work_of(rows[0]) == works.Work("tiny", "bf16", "tail", 9)
-    assert works.read_results(tmp_path / "none.csv") == []
-
-
-def test_trl_runs_in_the_setting_that_was_the_fastest_for_the_work(tmp_path, monkeypatch):
-    rates = {"micro_batch=32 generate=32": (10, 90, 20), "micro_batch=8 generate=8": (30, 40, 25)}
-    for setting, numbers in rates.items():
-        rows = [
-            vars(works.WORKS["tiny-tail"]) | {"system": "trl", "setting": setting, "tokens_per_s": n} for n in numbers
-        ]
-        works.add_results(tmp_path / "settings.csv", [row | {"round": 1, "ranks": 2, "step": 1} for row in rows])
-    monkeypatch.setattr(against_trl, "SETTINGS", tmp_path / "settings.csv")
-    assert against_trl.fastest_setting("tiny-tail", "trl") == works.TrlSetting(8, 8)  # by the median
-    with pytest.raises(SystemExit, match="tiny-64"):
-        against_trl.fastest_setting("tiny-64", "trl")
-
-
 def test_rates_and_shares_worked_by_hand():
     row = {"ranks": 2, "tokens_per_s": 100.0, "step_s": 2.0, "train_flops": 1e9, "bare_tokens_per_s": 250.0}
     row |= {"train_s": 0.5, "logprob_s": 0.25, "matmul_flops_per_s": 4e9}

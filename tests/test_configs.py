@@ -1,19 +1,24 @@
 """Every file in configs/ loads, passes the checks of keys, and dry-runs in its own layout, with the shape of its own
-model where it is on the hub; its plan of memory fits.
+model where it is on the hub; its plan of memory fits. Some train a small model.
 
 The data sets are on the hub, so one thing stays untested here: whether the real columns are named as the file says.
 """
 
 import math
+import re
 import shutil
 
+import make_tiny
 import pytest
 
 import train_grpo
 from support.base.read_config import load_config
 from support.check import checks, run_plan
 from tests import hub_models
+from tests.compare_runs import lasting
 from tests.conftest import REPO
+from tests.test_checkpoint import equal
+from tests.test_routes import make_moe
 
 CONFIGS = sorted((REPO / "configs").rglob("*.yaml"))
 
@@ -41,3 +46,67 @@ def test_a_config_dry_runs(path, tiny, tmp_path, monkeypatch, capsys):
     assert train_grpo.main([*command, *shapes, *data]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "200 prompts" in out and "does not fit" not in out and "no room" not in out
+
+
+def test_every_file_of_a_real_model_is_on_the_page():
+    page = (REPO / "docs/configs.md").read_text()
+    assert all(path.stem in page for path in hub_models.files())
+    commands = re.findall(r"^    torchrun --nproc_per_node=(\d+) .*--config (\S+)", page, re.MULTILINE)
+    assert len(commands) >= 8
+    for ranks, path in commands:
+        assert hub_models.world_size(REPO / path) == int(ranks)
+
+
+# ---------------------------------------------------------------- runs, on a CPU with small models
+
+CPU = (
+    "model.dtype=fp32", "model.fp32_head=false", "parallel.tp=1", "parallel.pp=1", "rollout.tp=1", "train.steps=2",
+    "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=8", "data.max_prompt_tokens=512",
+    "data.prompt_key=prompt", "data.answer_key=answer", "train.eval_every=2", "train.save_every=0",
+    "rollout.gpu_memory_utilization=0.6",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", ["qwen2.5_7b_tools", "qwen2.5_distill_1gpu", "qwen2.5_1.5b_1gpu"])
+def test_a_config_trains_a_small_model(stem, train_forked, tiny, tmp_path):
+    cfg = load_config(str(REPO / f"configs/{stem}.yaml"), [])
+    more = [f"data.eval={tiny / 'train.jsonl'}"]
+    if cfg.algo.teacher:
+        tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
+        make_tiny.save_model(tmp_path / "teacher", tokenizer, hidden=64, layers=2, seed=5)
+        more.append(f"algo.teacher={tmp_path / 'teacher'}")
+    run = train_forked(2, *CPU, *more, config=stem)
+    assert run.code == 0, run.text
+    last = run.metrics[-1]
+    assert last["grad_norm"] is not None and "eval/reverse/pass@1" in last
+    assert (last["turns/mean"] is not None) == bool(cfg.rollout.turns)
+    assert (last["kl/teacher"] is not None) == bool(cfg.algo.teacher)
+    assert ("eval/reverse/part/strict" in last) == isinstance(cfg.reward.default, dict)
+
+
+@pytest.mark.slow
+def test_the_options_of_the_largest_moe_resume_bit_for_bit(train_forked, tmp_path):
+    """Read from the file, so one that is added there is tested here: Adam on the host with precision-aware state, full
+    recompute, replayed routes, fp32 routers and head, IcePop; with experts on two ranks."""
+    recipe = load_config(str(REPO / "configs/qwen3_30b_a3b.yaml"), [])
+    names = {"moe_router_dtype", "optimizer_cpu_offload", "use_precision_aware_optimizer", "recompute_granularity"}
+    assert recipe.megatron.keys() >= names and recipe.algo.replay_routes
+    keys = {f"megatron.{name}": value for name, value in recipe.megatron.items()}
+    keys |= {f"algo.{name}": getattr(recipe.algo, name) for name in ("correction", "correction_level", "advantage")}
+    keys |= {f"train.{name}": getattr(recipe.train, name) for name in ("adam_beta2", "weight_decay")}
+    keys |= {"algo.replay_routes": True, "model.dtype": "bf16", "model.fp32_head": recipe.model.fp32_head}
+    chosen = (
+        *(f"{key}={str(value).lower()}" for key, value in keys.items()), make_moe(tmp_path / "model"),
+        "parallel.ep=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_logp_gap=inf",
+        "train.warmup_steps=0", "train.save_every=1", "algo.overlong_buffer=2",
+    )  # fmt: skip
+    straight = train_forked(2, *chosen, "train.steps=4", out=tmp_path / "straight")
+    half = train_forked(2, *chosen, "train.steps=2")
+    resumed = train_forked(2, *chosen, "train.steps=4", "resume=auto")
+    assert straight.code == half.code == resumed.code == 0, straight.text + half.text + resumed.text
+    assert "after step 2" in resumed.text
+    assert lasting(resumed.metrics) == lasting(straight.metrics)
+    assert equal(resumed.weights(4), straight.weights(4)) and not equal(straight.weights(4), half.weights(2))
+    for line in straight.metrics:
+        assert line["sync/checked"] == 1 and line["routes/missing_frac"] == 0 and line["update/skipped"] == 0

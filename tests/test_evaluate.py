@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from config import EvalConfig
 from support.run import evaluation, launch
+from support.step import metrics
 from tests.conftest import REPO, ForkedTraining
 from train_grpo import Sample
 
@@ -54,6 +56,20 @@ def test_the_error_is_of_prompts_not_of_answers():
     share, error = evaluation.accuracy(samples, pass_reward=1.0)
     assert (share, error) == (0.5, pytest.approx(math.sqrt((0.25 + 0.25) / 3 / 4)))
     assert math.isnan(evaluation.accuracy(samples[:2], pass_reward=1.0)[1])
+
+
+def test_both_parses_of_an_evaluation_by_hand():
+    """Three right answers of four, one of them after "####"; a reward of one part has no shares of parts."""
+    parts = [{"gsm8k": 0.9, "strict": 0.1}, {"gsm8k": 0.9, "strict": 0.0}, {"gsm8k": 0.9, "strict": 0.0}, {}]
+    samples = [
+        Sample(n, [1], [2], [0.0], True, "", "math", reward=sum(p.values()), reward_parts=p)
+        for n, p in enumerate(parts)
+    ]
+    samples.append(Sample(4, [1], [2], [0.0], True, "", "other", reward=1.0, reward_parts={"reward": 1.0}))
+    found = metrics.evaluation(samples, EvalConfig(pass_reward=0.9))
+    shares = {name: value for name, value in found.items() if "/part/" in name}
+    assert shares == {"eval/math/part/gsm8k": 0.75, "eval/math/part/strict": 0.25}
+    assert found["eval/math/pass@1"] == 0.75 and found["eval/math/avg@1"] == pytest.approx((0.9 * 3 + 0.1) / 4)
 
 
 def test_without_data_to_evaluate_it_names_the_key(capfd):

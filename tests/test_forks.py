@@ -141,32 +141,6 @@ def test_every_patch_is_on_a_page():
 # ---------------------------------------------------------------- forks
 
 
-@pytest.fixture
-def repository(tmp_path, monkeypatch):
-    """A repository with one committed file, a.py, in place of ours."""
-    monkeypatch.setattr("tests.conftest.REPO", tmp_path)
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # set where tests run in a hook
-        monkeypatch.delenv(name, raising=False)
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    (tmp_path / "a.py").write_text("a = 1\n")
-    for arguments in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "a"]):
-        subprocess.run([*git, *arguments], check=True)
-    return git
-
-
-def test_a_fork_is_told_from_upstream(repository, tmp_path):
-    assert not differs_from_upstream("a.py", "not_there.py")
-    (tmp_path / "a.py").write_text("a = 2\n")
-    assert differs_from_upstream("a.py") and not differs_from_upstream("b.py")
-    subprocess.run([*repository, "tag", "upstream"], check=True)
-    subprocess.run([*repository, "commit", "-qam", "the fork"], check=True)
-    assert differs_from_upstream("a.py")  # from the tag, though not from HEAD
-    subprocess.run([*repository, "tag", "-f", "upstream"], check=True, capture_output=True)
-    assert not differs_from_upstream("a.py")
-    shutil.rmtree(tmp_path / ".git")
-    assert differs_from_upstream("a.py")  # a copy without history: nothing says that it is upstream's
-
-
 # ---------------------------------------------------------------- worked by hand
 
 
@@ -223,21 +197,6 @@ def test_the_credit_of_a_critic_by_hand(fork):
     np.testing.assert_allclose(got.advantages, white[[0, 0, 0, 1, 2]], rtol=1e-6)
     np.testing.assert_allclose(talk.tokens["advantages"], white[[0, 0, 1]], rtol=1e-6)
     assert talk.advantage == pytest.approx(white[0], rel=1e-6)
-
-
-def test_the_value_loss_by_hand(fork):
-    value_loss = fork("critic").critic.value_loss
-    mb = types.SimpleNamespace(
-        values=torch.tensor([[0.0, 0.0, 0.0, 5.0]]), returns=torch.tensor([[2.0, 0.25, -1.0, 0.0]]),
-        weights=torch.tensor([[1.0, 1.0, 2.0, 0.0]]),
-    )  # fmt: skip
-    values_T = torch.tensor([1.0, 1.0, 0.25, 7.0], requires_grad=True)
-    # Held within 1/2 of the old value 0: 1/2, 1/2, 1/4. The larger of (1 - 2)^2 and (1/2 - 2)^2, of (3/4)^2 and
-    # (1/4)^2, of (5/4)^2 twice; the last is padding.
-    loss, count, _ = value_loss(mb, values_T, None, clip=0.5)
-    assert (loss.item(), count.item()) == (9 / 8 + 9 / 32 + 2 * 25 / 32, 3)
-    loss.backward()
-    assert values_T.grad.tolist() == [0, 3 / 4, 2 * 5 / 4, 0]  # beyond the bound and still too low: held
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from support.step import grading
 from support.step.grading import Outcome
 from tests.conftest import REPO
-from tests.pools import JUDGE, grade, grade_with, pool_of
+from tests.pools import JUDGE, fenced, grade, grade_with, pool_of
 
 EXPRESSIONS = {
     "tower": "\\boxed{9^{9^{9^{9}}}}",
@@ -80,10 +80,6 @@ def test_hostile_expressions(name, nothing_left):
 
 
 PATIENT = {"code": {"seconds": 20.0, "partial": True}}
-
-
-def fenced(program: str) -> str:
-    return f"```python\n{program}\n```"
 
 
 FORK = "import os\nwhile True:\n    os.fork()"

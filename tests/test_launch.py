@@ -152,7 +152,6 @@ def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
     ("failure", "message"),
     [
         (ValueError("No available memory for the cache blocks."), "out of memory for vLLM in the phase train, whose"),
-        (torch.OutOfMemoryError("Tried 2 GiB."), "out of GPU memory in the phase train, whose budget is"),
         (OSError(errno.ENOSPC, "No space left on device"), "could not be written in the phase train: .*No space left"),
         (
             RuntimeError("pair.cc:553] Connection closed by peer [10.0.0.2]:643. This\nmore"),

@@ -15,10 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
-from config import ParallelConfig
 from support.base.read_config import load_config
 from support.proof import formulas
-from support.step import packing
 from tests.conftest import REPO
 from tests.layout_worker import one_layout
 from tests.oracle.plain import ALGO, TEMPERATURE, float64_model, hf_gradients, reference, relative, worst_gradient
@@ -212,27 +210,6 @@ def test_one_rank_equals_plain_transformers(world, tmp_path, family, dtype, boun
     error = relative(*(torch.cat([side[name].flatten() for name in names]) for side in (found, wanted)))
     record_property("gradient, relative error", f"{error:.1e}")
     assert error < bound
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_one_gradient_whatever_the_micro_batches(world, tmp_path, family):
-    """The same samples in 1, 2 and 6 micro-batches, in different orders."""
-    samples, rng = make_samples(), np.random.default_rng(1)
-    lengths_N = np.array([len(s["prompt_ids"]) + len(s["response_ids"]) - 1 for s in samples])
-    layouts = {}
-    for budget in range(40, 999):
-        rows = len(packing.plan_bins(lengths_N, lengths_N**2, budget, 1, ParallelConfig())[0])
-        if rows in (1, 2, 6):
-            layouts.setdefault(str(rows), [f"train.max_tokens_per_micro_batch={budget}"])
-    orders = {name: rng.permutation(len(samples)).tolist() for name in layouts}
-    plan = make_plan(tmp_path, family, "train.share_prompts=false", layouts=layouts, orders=orders)
-    six, two, one = (one_layout(plan, name) for name in plan["layouts"])
-    names = [name for name in one if name.startswith("grad.")]
-    whole = torch.cat([one[name].flatten() for name in names])
-    for found in (six, two):
-        assert relative(torch.cat([found[name].flatten() for name in names]), whole) < 1e-6
-        assert max(relative(found[name], one[name]) for name in names) < 5e-6
 
 
 @pytest.mark.slow

@@ -149,12 +149,3 @@ def test_host_memory_is_looked_at_before_the_build(monkeypatch):
 def test_what_a_run_saves(more, a_weight):
     """A checkpoint and an export; the reference is read from its folder, adapters are few."""
     assert costs.disk_bytes(load_config(CONFIG, ["model.dtype=bf16", *more]), 10**9) == a_weight * 10**9
-
-
-@pytest.mark.slow
-def test_a_cache_of_vllm_that_does_not_fit(train):
-    """Its own error, in a real run: on the CPU the cache has a size of its own."""
-    run = train(1, "train.steps=1", VLLM_CPU_KVCACHE_SPACE="99999")
-    assert run.code == 1 and "Traceback" not in run.own_text, run.text
-    assert "error: out of memory for vLLM in the phase build, whose budget is rollout.gpu_memory_util" in run.text
-    assert "turn one of: VLLM_CPU_KVCACHE_SPACE down; " in run.text

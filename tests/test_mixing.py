@@ -1,6 +1,5 @@
 """Sets mixed by weight: the shares hold early and late, each set is passed evenly, and a resume changes nothing."""
 
-import json
 import re
 from collections import Counter
 
@@ -97,21 +96,3 @@ def test_an_override_may_give_weights_but_not_none(tokenizer):
     assert cfg.data.train == {"x/a.b.jsonl": 0.7, "hub/x:train": 2}
     with pytest.raises(ValueError, match=r"^data\.train={}: nothing to read"):
         load_prompts(DataConfig(train={}), tokenizer)
-
-
-@pytest.mark.slow
-def test_a_mixed_run_goes_on_where_it_stopped(train_forked, tokenizer, tmp_path):
-    """Two ranks, 24 prompts of a file and 8 rows of another; stopped after half an epoch of 8 a step."""
-    write_rows(tmp_path / "a.jsonl", [{"prompt": f"{100 + i}>", "answer": "1"} for i in range(24)])
-    write_rows(tmp_path / "b.jsonl", [{"prompt": f"{200 + i}>", "answer": "2", "source": "b"} for i in range(8)])
-    weights = {str(tmp_path / "a.jsonl"): 1, str(tmp_path / "b.jsonl"): 1}
-    options = [f"data.train={json.dumps(weights)}", "rollout.prompts_per_step=8", "rollout.group_size=2"]
-    options += ["train.steps=null", "train.save_every=2"]
-    assert train_forked(2, *options, "train.epochs=0.5").code == 0
-    run = train_forked(2, *options, "train.epochs=1", "resume=auto")
-    assert run.code == 0 and f"0.5 of {tmp_path / 'b.jsonl'}: 8 prompts, 2 passes" in run.text, run.text
-    mixed, _ = load_prompts(DataConfig(train=weights), tokenizer)
-    wanted = sorted(2 * [p.ids for p in prompt_batch(mixed, 0, 32, seed=0)])
-    assert sorted(sample["prompt_ids"] for step in range(1, 5) for sample in run.rollouts(step)) == wanted
-    other = train_forked(2, *options, "train.epochs=2", "resume=auto", options[0].replace(": 1}", ": 2}"))
-    assert other.code == 1 and "not the prompts that" in other.text, other.text

@@ -15,10 +15,11 @@ from support.engine.vllm_process import engine_options
 from support.model.optimizer_state import optimizer_weights, own_slice
 from support.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
+from tests.compare_runs import lasting
 from tests.conftest import REPO
 from tests.layout_worker import one_layout
 from tests.oracle.plain import relative
-from tests.test_checkpoint import check_state, equal, lasting
+from tests.test_checkpoint import check_state, equal
 from tests.test_layouts import make_plan, run_worker
 from train_grpo import Sample, flatten, main
 
@@ -194,29 +195,16 @@ def test_an_exact_run_is_repeated_and_says_what_gap_remains(train_forked, tmp_pa
     assert "a log-prob gap of at most" in first.text
 
 
-EVERY_STEP = ("model.dtype=bf16", "train.save_every=1", "rollout.prompts_per_step=4")
-ON_HOST = (
-    *EVERY_STEP, "megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_optimizer=true",
-    "train.warmup_steps=0", "megatron.grad_reduce_in_fp32=false",
-    "megatron.disable_bf16_reduced_precision_matmul=true",
-)  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "chosen", "moving"),
-    [
-        (1, ON_HOST, ()),
-        (2, (*EVERY_STEP, "algo.kl_coef=0.05"), ("train.offload=optimizer", "algo.reference_on=host")),
-    ],
-    ids=["Adam on the host", "state that leaves the GPU"],
-)
-def test_a_run_resumes_exactly(train_forked, tmp_path, ranks, chosen, moving):
-    """`moving` changes nothing of what is computed: the straight run goes without."""
-    straight = train_forked(ranks, "train.steps=4", *chosen, out=tmp_path / "straight")
-    first = train_forked(ranks, "train.steps=2", *chosen, *moving)
+def test_a_run_whose_state_leaves_the_gpu_resumes_exactly(train_forked, tmp_path):
+    """Which changes nothing of what is computed: the straight run goes without. Adam on the host is in
+    test_configs.py."""
+    chosen = ("model.dtype=bf16", "train.save_every=1", "rollout.prompts_per_step=4", "algo.kl_coef=0.05")
+    moving = ("train.offload=optimizer", "algo.reference_on=host")
+    straight = train_forked(2, "train.steps=4", *chosen, out=tmp_path / "straight")
+    first = train_forked(2, "train.steps=2", *chosen, *moving)
     assert straight.code == first.code == 0, first.text
-    resumed = train_forked(ranks, "train.steps=4", *chosen, *moving, "resume=auto")
+    resumed = train_forked(2, "train.steps=4", *chosen, *moving, "resume=auto")
     assert resumed.code == 0 and "after step 2" in resumed.text, resumed.text
     assert lasting(resumed.metrics) == lasting(straight.metrics) and resumed.metrics[-1]["grad_norm"] > 0
     assert equal(resumed.weights(4), straight.weights(4))

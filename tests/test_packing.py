@@ -202,20 +202,3 @@ def test_measures_of_rows_by_hand(monkeypatch):
     assert measure_rows(rows, cfg) == {**counts, "attention_waste": (work + 5) / work}
     monkeypatch.setattr(packing, "attention_pads", lambda dtype: False)
     assert measure_rows(rows, cfg) == {**counts, "attention_waste": 1}
-
-
-def test_packed_rows_of_any_plan_hold_the_same_tokens():
-    rng = np.random.default_rng(2)
-    samples = [
-        Sample(0, [1, 2], rng.integers(3, 9, n).tolist(), [-1.0] * n, True, "", "s") for n in rng.integers(1, 40, 30)
-    ]
-    batch = replace(flatten(samples), weights=torch.ones(1))
-    for tp, cap in ((1, 64), (4, 128)):
-        seen_F = torch.zeros(len(batch.tokens))
-        for members in plan_bins(batch.lengths_N, cap, 2, ParallelConfig(tp=tp)):
-            width = max(1, -(-int(batch.lengths_N[members].sum()) // tp)) * tp
-            mb = pack(replace(batch, weights=None), members, width, "cpu")
-            seen_F[mb.index_T] += 1
-            assert mb.tokens.shape[1] == width == mb.cu_seqlens[-1]
-            assert torch.equal(mb.tokens[0, : len(mb.index_T)], batch.tokens[mb.index_T])
-        assert (seen_F == 1).all()

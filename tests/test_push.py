@@ -20,11 +20,9 @@ from support.proof.push_source import part_sums, read_shards
 SMALL = ("train.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0")
 FP32, BF16 = ("model.dtype=fp32", "train.lr=1e-6"), ("model.dtype=bf16", "train.lr=1e-6")
 NOT_TAKEN = "vLLM did not take up the weight push: "
-ALL = r"on ranks \[0, 1\] 1[27] of 17 "
 NO_DOWN = r"on ranks \[0, 1\] 1 of 17 .*: model\.layers\.1\.mlp\.down_proj\.weight$"
 OTHERS = "a weight push did not bring the trainer's weights: on ranks "
 DOWN = r" .*shards: model\.layers\.1\.mlp\.down_proj\.weight\."
-EXCHANGED = r"\[0, 1\] .*shards: model\.layers\.1\.self_attn\.k_proj\.weight, .*v_proj\.weight\."
 TWO = pytest.mark.gpu(ranks=2)
 MOVED = r"the first push changed .* ranks \[0, 1\]: model\.layers\.0\.mlp\.down_proj\.weight"
 
@@ -37,33 +35,25 @@ MOVED = r"the first push changed .* ranks \[0, 1\]: model\.layers\.0\.mlp\.down_
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                ("tensor", FP32, NOT_TAKEN + NO_DOWN),
-                ("lost", FP32, NOT_TAKEN + ALL),
                 ("rank", (*BF16, "parallel.tp=2"), NOT_TAKEN + r"on ranks \[1\] 1[27] of 17 "),
-                ("rank", FP32, NOT_TAKEN + r"on ranks \[1\] 1[27] of 17 "),
-                ("skipped", BF16, NOT_TAKEN + "none came since it slept"),
                 ("skipped", FP32, NOT_TAKEN + "none came since it slept"),
-                ("old", BF16, OTHERS + r"\[0, 1\] .* more\."),
                 ("old", (*FP32, "parallel.pp=2"), OTHERS + r"\[0, 1\] .* more\."),
-                ("old rank", (*BF16, "parallel.tp=2"), OTHERS + r"\[1\] .* more\."),
                 ("old rank", FP32, OTHERS + r"\[1\] .* more\."),
-                ("old tensor", FP32, OTHERS + r"\[0, 1\]" + DOWN),
-                ("names", BF16, OTHERS + EXCHANGED),
                 ("rows", (*BF16, "parallel.tp=2", "rollout.tp=2"), OTHERS + r"\[0, 1\]" + DOWN),
                 ("bucket", FP32, OTHERS + r"\[0\] "),
                 ("copy", BF16, r"a weight push would bring old weights: on ranks \[0, 1\] "),
-                ("swapped", BF16, MOVED),
                 ("swapped", (*FP32, "rollout.tp=2"), MOVED),
             ]
         ),
     ],
 )
 def test_a_faulty_push_ends_the_run_at_once(train_forked, fault, options, message):
-    """The push after step 1 or 2 has the fault, so that this step is not even logged: "swapped" shows before it."""
+    """The push after step 1 or 2 has the fault, so that this step is not even logged: "swapped" shows before it. The
+    museum has more: a lost push, half a push, exchanged names."""
     run = train_forked(2, *SMALL, *options, script="tests/push_faults.py", FAULT=fault)
     assert run.code == 1 and re.search(f"error: {message}", run.text, re.MULTILINE), run.text
     assert "Traceback" not in run.text
-    at_once = fault in ("lost", "rank", "tensor", "swapped")  # "skipped" has no push to fail: the next sampling does
+    at_once = fault in ("rank", "tensor", "swapped")  # "skipped" has no push to fail: the next sampling does
     assert len(run.metrics) == (0 if at_once else 1)
 
 

@@ -12,9 +12,10 @@ import transformers
 
 from config import UserError
 from support.base.read_config import load_config
+from tests.compare_runs import lasting
 from tests.conftest import REPO, read_rows, write_rows
 from tests.oracle.plain import response_logps
-from tests.test_checkpoint import equal, lasting
+from tests.test_checkpoint import equal
 from tests.test_forks import fork, load  # noqa: F401, a fixture
 
 

@@ -19,7 +19,7 @@ from support.proof import graded
 from support.step import named_rewards
 from support.step.grading import Outcome
 from tests.conftest import REPO
-from tests.pools import FILES, JUDGE, grade, grade_with, pool_of
+from tests.pools import FILES, JUDGE, fenced, grade, grade_with, pool_of
 
 # ---------------------------------------------------------------- rewards that compare
 
@@ -126,10 +126,6 @@ def test_chosen_letter(text, letter):
 
 
 # ---------------------------------------------------------------- rewards/
-
-
-def fenced(program: str) -> str:
-    return f"```python\n{program}\n```"
 
 
 DOUBLE = "Here:\n" + fenced("def double(x):\n    return x * 2") + "\n"

@@ -7,8 +7,9 @@ import pytest
 from config import Config, UserError
 from support.base.read_config import load_config
 from support.step import schedule
+from tests.compare_runs import lasting
 from tests.conftest import REPO
-from tests.test_checkpoint import SMALL, equal, lasting, weights
+from tests.test_checkpoint import SMALL, equal
 from tests.test_forks import apply
 from tests.test_step import build  # noqa: F401, a fixture
 from train_grpo import config_at, rehearse, train_step
@@ -78,4 +79,4 @@ def test_what_a_fork_moves_goes_on_after_a_resume(train, tmp_path):
     moved = [row["schedule/entropy_coef"] for row in straight.metrics]
     assert len({*moved}) > 1
     assert lasting(resumed.metrics) == lasting(straight.metrics)
-    assert equal(weights(straight, 4), weights(resumed, 4))
+    assert equal(straight.weights(4), resumed.weights(4))

@@ -285,21 +285,6 @@ def test_a_step_of_conversations_equals_plain_transformers(build, tiny, echo):  
 
 
 @pytest.mark.slow
-def test_conversations_are_the_same_on_one_engine_and_on_two(train_forked, echo, tmp_path):
-    """And where one engine spans both ranks."""
-    small = ("train.steps=1", "rollout.prompts_per_step=4", "rollout.group_size=4")
-    two = train_forked(2, *small, *echo, out=tmp_path / "two")
-    spanning = train_forked(2, *small, *echo, "rollout.tp=2", out=tmp_path / "spanning")
-    one = train_forked(1, *small, *echo, out=tmp_path / "one")
-    assert two.code == spanning.code == one.code == 0, two.text + spanning.text + one.text
-    for other in (spanning, one):
-        for mine, theirs in zip(two.rollouts(1), other.rollouts(1), strict=True):
-            assert [mine[key] for key in ("response_ids", "turns", "text", "reward")] == [
-                theirs[key] for key in ("response_ids", "turns", "text", "reward")
-            ]
-
-
-@pytest.mark.slow
 def test_the_game_is_learned(tiny, tmp_path):
     """From nothing, by reward alone: who does not listen wins at most 2 games of 3."""
     make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>+-="))

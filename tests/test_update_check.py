@@ -1,11 +1,13 @@
-"""The check of the first update: no false alarm on any layout, no bit changed, and faults that it must find."""
+"""The check of the first update: faults that it must find, no bit changed, and no false alarm; on layouts
+test_layouts.py has it on."""
 
-import json
 import math
 import shutil
 
+import make_tiny
 import pytest
 import torch
+from megatron.core.optimizer import optimizer as megatron_optimizer
 from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
@@ -14,37 +16,15 @@ from config import TrainConfig, TrainingError
 from support.proof import update
 from support.proof.adam import adamw
 from support.proof.update import FirstUpdate, Probe
-from tests.test_layouts import DENSE_LAYOUTS, LAYOUTS, MOE_LAYOUTS, make_plan
-from tests.test_step import build  # noqa: F401, a fixture
-
-BASE = ("train.lr=1e-3", "train.weight_decay=0.1", "train.clip_grad=0.05")  # which clips
-FAULTS = {  # fault of tests/update_worker.py → what the message has to say
-    "summed_twice": "moved along the gradient",
-    "scaled_by_accumulation": "moved along the gradient",
-    "divided_by_positions": "moved along the gradient",
-    "not_reduced": "the gradient predicts",
-    "another_micro_batch": "the gradient predicts",
-    "norms_missing": "weights whose gradient is 0",
-    "one_norm_missing": "decoder.layers.2.input_layernorm.weight",
-    "layer_halved": "the gradient predicts",
-    "clipped_twice": "exp_avg of",
-    "stale_lr": "param of",
-}
-MISSED = {  # faults below the bound: bf16 rounds, and a move changes which experts are chosen
-    ("qwen3_moe", "fp32"): set(),
-    ("qwen2", "bf16"): {"layer_halved"},
-    ("qwen3_moe", "bf16"): {"layer_halved", "not_reduced", "divided_by_positions"},
-}
+from tests.test_step import build, weights  # noqa: F401, a fixture
 
 
-def run_cases(server, folder, nproc: int, family: str, cases: dict[str, dict], *common: str) -> dict[str, dict]:
-    """What tests/update_worker.py found in each case."""
-    plan = make_plan(folder, family, *BASE, *common)
-    file, out = folder / "cases.json", folder / "found.json"
-    file.write_text(json.dumps({**plan, "common": plan["overrides"], "cases": cases, "out": str(out)}))
-    code = server.run(folder / "printed.txt", "tests/update_worker.py", str(file), nproc=nproc, seconds=1800)
-    assert code == 0, (folder / "printed.txt").read_text()
-    return json.loads(out.read_text())
+@pytest.fixture
+def moe(tmp_path) -> str:
+    """The override of a model with experts."""
+    tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
+    make_tiny.save_model(tmp_path / "moe", tokenizer, "qwen3_moe", tied=False, hidden=64, layers=2)
+    return f"model.path={tmp_path / 'moe'}"
 
 
 def test_adamw_is_that_of_a_hand_computed_step_and_of_torch():
@@ -68,52 +48,89 @@ def test_adamw_is_that_of_a_hand_computed_step_and_of_torch():
         assert torch.allclose(state["param"], weight.detach(), rtol=1e-12, atol=0)
 
 
-def check_cases(server, folder, keys: dict[str, list[str]], faults: dict[str, tuple[list[str], str]]) -> None:
-    """No error with `keys` alone, the bits of a run without the check; the message of each {fault: (keys, message)}."""
-    cases = {name: {"keys": own, "old": name == "several updates"} for name, own in keys.items()}
-    cases |= {fault: {"keys": own, "fault": fault.partition(" ")[0]} for fault, (own, _) in faults.items()}
-    found = run_cases(server, folder, 2, "qwen2", cases)
-    for name in keys:
-        assert found[name]["error"] == "" and found[name]["same"], found[name]
-    for name, (_, message) in faults.items():
-        error = found[name]["error"]
-        assert "the update is not what its formulas say" in error and message in error, (name, found[name])
+# ---------------------------------------------------------------- planted faults; the museum has more
 
 
-def test_a_wrong_gradient_and_a_wrong_step_are_found(fork_server, tmp_path):
-    faults = {fault: ([], FAULTS[fault]) for fault in ("not_reduced", "clipped_twice")}
-    check_cases(fork_server, tmp_path, {"none": []}, faults)
+def scale_gradient(monkeypatch, factor: float, is_chosen=lambda name: True) -> None:
+    """The gradient of the weights of these names, times a factor."""
+    forward_backward = train_grpo.forward_backward
+
+    def scaled(model, *args) -> dict:
+        report = forward_backward(model, *args)
+        for name, weight in bridge.named_weights(model).items():
+            if is_chosen(name):
+                weight.main_grad.mul_(factor)
+        return report
+
+    monkeypatch.setattr(train_grpo, "forward_backward", scaled)
 
 
-@pytest.mark.slow
-def test_every_planted_fault_is_found_on_two_ranks(fork_server, tmp_path):
-    faults = {fault: ([], message) for fault, message in FAULTS.items()}
-    faults["not_reduced_over_tp"] = (["parallel.tp=2"], "")
-    faults["not_reduced over cp"] = (["parallel.cp=2"], "")
-    check_cases(fork_server, tmp_path, {"several updates": [], "tp2": ["parallel.tp=2"]}, faults)
+def double(monkeypatch) -> None:
+    scale_gradient(monkeypatch, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype"), MISSED)
-def test_what_is_found_in_bf16_and_with_experts(fork_server, tmp_path, family, dtype):
-    cases = {fault: {"keys": [], "fault": fault} for fault in FAULTS}
-    found = run_cases(fork_server, tmp_path, 2, family, cases, f"model.dtype={dtype}")
-    assert {fault for fault, case in found.items() if not case["error"]} == MISSED[family, dtype], found
+def halve_a_layer(monkeypatch) -> None:
+    scale_gradient(monkeypatch, 0.5, lambda name: ".layers.1." in name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_no_layout_gives_a_false_alarm_or_changes_a_bit(fork_server, tmp_path, family, dtype):
-    layouts = LAYOUTS | (MOE_LAYOUTS if family == "qwen3_moe" else DENSE_LAYOUTS)
-    cases = {layout: {"keys": keys} for layout, keys in layouts.items()}
-    cases["LoRA"] = {"keys": ["lora.rank=4"]}
-    cases["LoRA, trained"] = {"keys": ["lora.rank=4"], "trained_adapters": True}
-    found = {}
-    for name, case in cases.items():  # each in processes of its own: together they take twice as long
-        found |= run_cases(fork_server, tmp_path, 4, family, {name: case}, f"model.dtype={dtype}")
-    wrong = {name: case for name, case in found.items() if case["error"] or not case["same"]}
-    assert not wrong
+def leave_out_norms(monkeypatch) -> None:
+    scale_gradient(monkeypatch, 0, lambda name: "norm" in name)
+
+
+def leave_out_a_norm(monkeypatch) -> None:
+    scale_gradient(monkeypatch, 0, lambda name: name == "decoder.layers.1.input_layernorm.weight")
+
+
+def train_on_other_micro_batches(monkeypatch) -> None:
+    forward_backward = train_grpo.forward_backward
+
+    def exchanged(model, optimizer, micro_batches, cfg) -> dict:
+        return forward_backward(model, optimizer, [micro_batches[0], *micro_batches[:-1]], cfg)
+
+    monkeypatch.setattr(train_grpo, "forward_backward", exchanged)
+
+
+def clip_twice(monkeypatch) -> None:
+    clip = megatron_optimizer.clip_grad_by_total_norm_fp32
+
+    def twice(*args, **kwargs) -> None:
+        clip(*args, **kwargs)
+        clip(*args, **kwargs)
+
+    monkeypatch.setattr(megatron_optimizer, "clip_grad_by_total_norm_fp32", twice)
+
+
+@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (double, r"moved along the gradient, .* 2 times that"), (halve_a_layer, "the gradient predicts"),
+        (leave_out_norms, "weights whose gradient is 0"),
+        (leave_out_a_norm, r"weights whose gradient is 0, among them decoder\.layers\.1\.input_layernorm\.weight"),
+        (train_on_other_micro_batches, "the gradient predicts"), (clip_twice, "exp_avg of"),
+    ],
+)  # fmt: skip
+def test_a_planted_fault_stops_the_run(build, monkeypatch, moe, plant, message, experts):  # noqa: F811
+    plant(monkeypatch)
+    run = build("train.lr=0.001", "train.clip_grad=0.05", *([moe] if experts else []))
+    with pytest.raises(TrainingError, match=rf"(?s)step 1: the update is not what its formulas say\n.*{message}"):
+        train_grpo.train_step(run, 1)
+
+
+@pytest.mark.parametrize("keys", ["", "train.updates_per_step=2", "model.dtype=bf16", "lora.rank=4", "experts"])
+def test_the_check_changes_no_bit(build, moe, keys):  # noqa: F811
+    """Updates on every layout have it too (layout_worker.py), and equal those of plain transformers."""
+    keys = [moe if keys == "experts" else key for key in keys.split()]
+    found = []
+    for is_on in ("true", "false"):
+        run = build("train.lr=0.01", *keys, f"train.check_update={is_on}")
+        metrics, _ = train_grpo.train_step(run, 1)
+        assert run.checks.first_update.done == (is_on == "true")
+        found.append([metrics["grad_norm"], *weights(run).values()])
+        bridge.mpu.destroy_model_parallel()
+    bridge.init_model_parallel(run.cfg.parallel, 0)  # for the fixture, which ends it
+    with_it, without = found
+    assert with_it[0] == without[0] and all(map(torch.equal, with_it[1:], without[1:]))
 
 
 def test_a_step_is_watched_once_and_after_a_resume_its_state_is_compared(build):  # noqa: F811
@@ -146,22 +163,14 @@ def test_a_later_step_is_compared_with_adamw_again(build, monkeypatch):  # noqa:
         train_grpo.train_step(run, 5)
 
 
-@pytest.mark.slow
-def test_an_update_without_a_gradient_is_not_the_one_that_is_checked(build):  # noqa: F811
-    equal = ("reward.default=length", "reward.options={length: {limit: 1000}}", "algo.entropy_coef=0")
-    run = build("train.lr=0.01", *equal)
-    train_grpo.train_step(run, 1)
-    assert not run.checks.first_update.done
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("scaled", ["model.norm.weight", "model.embed_tokens.weight"])
 def test_a_gradient_of_almost_zero_is_no_wrong_gradient(build, tiny, tmp_path, scaled, dtype):  # noqa: F811
     """Equal rewards and logits that are nearly equal: the entropy, at its ceiling, changes by third order."""
     shutil.copytree(tiny / "model", tmp_path / "model")
     file = tmp_path / "model/model.safetensors"
-    weights = load_file(file)
-    save_file(weights | {scaled: weights[scaled] * 0.03}, file)
+    saved = load_file(file)
+    save_file(saved | {scaled: saved[scaled] * 0.03}, file)
     equal = ("reward.default=length", "reward.options={length: {limit: 1000}}", "algo.entropy_coef=0.01")
     run = build("train.lr=0.01", *equal, f"model.path={tmp_path / 'model'}", f"model.dtype={dtype}")
     train_grpo.train_step(run, 1)
@@ -184,37 +193,10 @@ def test_a_step_without_a_trained_token_leaves_the_check_to_the_next(build):  # 
     assert not run.checks.first_update.compared and not run.checks.first_update.done
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_wrong_gradient_stops_in_fp32_and_warns_in_bf16(build, monkeypatch, capsys, dtype):  # noqa: F811
-    forward_backward = train_grpo.forward_backward
-
-    def doubled(model, *args):
-        report = forward_backward(model, *args)
-        for weight in model[0].parameters():
-            weight.main_grad.mul_(2)
-        return report
-
-    monkeypatch.setattr(train_grpo, "forward_backward", doubled)
-    run = build("train.lr=0.01", f"model.dtype={dtype}")
-    if dtype == "fp32":
-        with pytest.raises(TrainingError, match=r"the gradient predicts .*, 2 times that"):
-            train_grpo.train_step(run, 1)
-    else:
-        train_grpo.train_step(run, 1)
-        assert "warning: step 1: the update is not what its formulas say" in capsys.readouterr().out
-
-
-def test_a_loss_that_is_wrong_where_the_rehearsal_does_not_reach_is_found(build, monkeypatch):  # noqa: F811
-    """It is doubled where there are no old log-probs."""
-    grpo_loss = train_grpo.grpo_loss
-
-    def doubled(mb, *args, **kwargs):
-        loss, denominator, report = grpo_loss(mb, *args, **kwargs)
-        return loss * (2 if mb.old_logp is None else 1), denominator, report
-
-    monkeypatch.setattr(train_grpo, "grpo_loss", doubled)
-    with pytest.raises(TrainingError, match=r"the gradient predicts .*, 2 times that"):
-        train_grpo.train_step(build("train.lr=0.01"), 1)
+def test_a_wrong_gradient_is_a_warning_in_bf16(build, monkeypatch, capsys):  # noqa: F811
+    double(monkeypatch)
+    train_grpo.train_step(build("train.lr=0.01", "model.dtype=bf16"), 1)
+    assert "warning: step 1: the update is not what its formulas say" in capsys.readouterr().out
 
 
 def test_a_loss_of_something_else_is_not_judged_and_said_so(build, monkeypatch, capsys):  # noqa: F811

@@ -161,19 +161,6 @@ note("done")
     wait_for_notes(run, "done", restart=1)
 
 
-@pytest.mark.slow  # for 15 s the ranks hope for the store
-def test_a_store_that_does_not_answer(start):
-    """Rank 0 holds the store."""
-    program = WATCHED + STUCK + "turn_in_circles() if rank == 0 else wait_for_the_other()"
-    run = start(program, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    wait_for_notes(run, "stuck")
-    pid = run.ranks()[0]
-    os.kill(pid, signal.SIGSTOP)
-    run.wait_for("rank 1 has been in the phase 'train'")
-    os.kill(pid, signal.SIGKILL)
-    assert run.end() == 1 and "in wait_for_the_other" in run.text
-
-
 # ---------------------------------------------------------------- stop requests
 
 STOP = """

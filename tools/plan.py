@@ -183,7 +183,8 @@ def activation_bytes(hf, cfg: Config, stage: int) -> tuple[int, int]:
     """(activations that a pipeline stage keeps for the backward pass, what is recomputed and its gradients within it).
 
     Each micro-batch in flight keeps its own: on stage i of p these are p - i; with v chunks a stage, each 1 / v of a
-    micro-batch, 2 (p - i - 1) + (v - 1) p + 1 (arXiv 2104.04473). An update with fewer keeps less.
+    micro-batch, 2 (p - i - 1) + (v - 1) p + 1 (arXiv 2104.04473). An update with fewer keeps less. Keys and values of
+    shared prompts, copied for each answer, are within: packing.COPY counts them as positions of the row.
     """
     p = cfg.parallel
     layers = hf.num_hidden_layers // (p.pp * p.vpp)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from tests.compare_runs import EXCLUDED
+from tests.compare_runs import read_metrics
 from tests.processes import Torchrun
 
 STEPS = 5
@@ -115,9 +115,7 @@ def read_result(out: Path) -> dict[str, str]:
     files = [*out.glob("hf/step_*/*.safetensors"), *out.glob("rollouts/*.jsonl")]
     files += out.glob(f"checkpoints/step_{STEPS:06d}/*.safetensors")
     hashes = {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-    compared = [{key: value for key, value in line.items() if not key.startswith(EXCLUDED)} for line in lines]
-    return {**hashes, "metrics": json.dumps(compared)}
+    return {**hashes, "metrics": json.dumps(read_metrics(out))}
 
 
 def find_incomplete(out: Path) -> list[str]:
