@@ -1,7 +1,6 @@
 """Trainer and vLLM hold the same weights, for every family, layout and precision; where they do not, the run stops."""
 
 import itertools
-import json
 import re
 import shutil
 
@@ -127,30 +126,6 @@ def test_evaluation_before_the_first_step_and_on_the_way(shared):
                 assert metrics[f"eval/{source}/pass@{k}"] == pytest.approx(sum(subsets) / len(subsets))
 
 
-@pytest.mark.slow
-def test_words_with_long_prompts_and_cut_off_answers(train_forked, tmp_path):
-    """The path of configs/tiny_gsm8k.yaml: BPE tokenizer, chat template, prompts of many lengths, the gsm8k reward."""
-    names = ["Ann", "Bo", "Cem", "Dora", "Eli"]
-    questions = [
-        " ".join(f"{name} buys {i + k} pears and gives {k} of them away." for k, name in enumerate(names[: 1 + i % 5]))
-        for i in range(200)
-    ]
-    tokenizer = make_tiny.bpe_tokenizer(questions, vocab_size=300)
-    make_tiny.save_model(tmp_path / "model", tokenizer, hidden=64)
-    rows = [{"question": question, "answer": f"#### {i}"} for i, question in enumerate(questions)]
-    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = train_forked(
-        2, "train.steps=2", f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'words.jsonl'}",
-        "rollout.prompts_per_step=64", "rollout.max_new_tokens=48", config="tiny_gsm8k",
-    )  # fmt: skip
-    assert run.code == 0, run.text
-    rollouts = run.rollouts(1)
-    assert len(rollouts) == 512 and len({len(row["prompt_ids"]) for row in rollouts}) > 10
-    assert 0 < run.metrics[0]["tokens/truncated_frac"] < 1
-    assert all(row["finished"] == (row["response_ids"][-1] == 0) for row in rollouts)
-    assert all(m["logp_gap/max"] < 1e-4 for m in run.metrics)
-
-
 @pytest.mark.parametrize("change", ["lacks", "has"])
 def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path, change):
     shutil.copytree(tiny / "model", tmp_path / "model")
@@ -180,5 +155,6 @@ def test_the_demo_learns(train, record_property):
     record_property("reward at its end", f"{sum(rewards[-10:]) / 10:.2f}")
     record_property("largest mean gap", f"{max(m['logp_gap/mean'] for m in run.metrics):.1e}")
     assert rewards[0] < 0.2 and sum(rewards[-10:]) / 10 >= bound
+    assert all(m["sync/checked"] == 1 for m in run.metrics)
     assert sum(m["time/step"] for m in run.metrics) < 240
     assert gpus or 2 * run.metrics[-1]["mem/peak_gb"] < 6
