@@ -15,7 +15,7 @@ from support.base import versions
 from support.base.files import write_versions
 from support.base.read_config import load_config
 from support.model import checkpoint, cpu_backend
-from support.run import debug, launch
+from support.run import debug
 from tests.conftest import REPO
 from tools import doctor, machine
 from tools.doctor import STOP, WARN
@@ -205,15 +205,6 @@ def test_untested_versions(monkeypatch):
         "megatron-core 0.17.0rc1 was not tested; tested: 0.16 and 0.19",
         "vllm is not installed; tested: 0.32",
     ]
-
-
-def test_the_option_version(capsys):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        launch.parse_args(["--version"], "")
-    said = capsys.readouterr().out
-    assert said == versions.format_versions(versions.versions()) + "\n"
-    assert re.search(r"^commit +(unknown|[0-9a-f]{40}(\+changes)?)$", said, flags=re.MULTILINE)
-    assert re.search(rf"^torch +{re.escape(torch.__version__)}$", said, flags=re.MULTILINE)
 
 
 def test_a_folder_keeps_the_versions_of_before_a_resume(tmp_path, monkeypatch):
