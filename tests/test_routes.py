@@ -111,8 +111,8 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
 
 
 def routed_samples() -> list[dict]:
-    """The samples of tests/test_layouts.py, each token sent to two experts at random in every layer, those of a prompt
-    alike in most answers to it; every third sample has no routes of its first two tokens."""
+    """The samples of test_layouts.py, each token sent to two experts at random in every layer, those of a prompt alike
+    in most answers to it; every third sample has no routes of its first two tokens."""
     rng, samples = np.random.default_rng(5), make_samples()
     of_prompt = rng.random((4, 8, LAYERS, EXPERTS)).argsort(-1)[..., :K]  # of each group
     for n, s in enumerate(samples):
