@@ -14,7 +14,7 @@ from tiny_reward import digits_in_place
 from support.base import memory
 from support.check.checks import check_weights
 from tests.conftest import EXACT, REPO
-from tests.test_exact import check_step, policies
+from tests.oracle.plain import check_step
 from tests.test_layouts import LLAMA3
 
 TABLE = (REPO / "docs/metrics.md").read_text().partition("With `data.eval`")[0]
@@ -53,7 +53,8 @@ def test_trainer_transformers_and_vllm_agree(train_forked, tmp_path, arch, tied,
     assert all(m["sync/checked"] == 1 for m in run.metrics)
     if "moe" in arch or arch == "mixtral":
         assert all(m["moe/load"] == max(m["moe/load/layer_00"], m["moe/load/layer_01"]) >= 1 for m in run.metrics)
-    for policy, metrics in zip(policies(run, tmp_path / "model"), run.metrics, strict=True):
+    exported = sorted(run.out.glob("hf/step_*"))
+    for policy, metrics in zip([tmp_path / "model", exported[0]], run.metrics, strict=True):
         check_step(metrics, run.rollouts(metrics["step"]), policy, tmp_path / "model", kl_coef=0)
 
 
@@ -68,6 +69,38 @@ def test_metrics(shared):
         assert found == always | outcomes
     text = (shared.out / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
+
+
+def test_several_updates_a_step_use_the_log_probs_from_before_the_first(shared):
+    for metrics in shared.metrics[1:]:
+        assert metrics["logp_gap/max"] < 1e-5  # measured against log-probs scored before the first update
+        assert metrics["ratio/clip_frac"] > 0  # the second has moved away from them
+
+
+def of_mixed_groups(rows: list[dict]) -> list[dict]:
+    """The samples that a step with algo.max_rounds above 1 trains on: of groups whose rewards differ."""
+    rewards: dict[int, set[float]] = {}
+    for row in rows:
+        rewards.setdefault(row["group"], set()).add(row["reward"])
+    return [row for row in rows if len(rewards[row["group"]]) > 1]
+
+
+def test_dynamic_sampling_replaces_groups_of_equal_rewards(shared):
+    prompts, replaced = [], 0
+    for metrics in shared.metrics[1:]:
+        rows = shared.rollouts(metrics["step"])
+        groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]
+        assert all(row["group"] == number for number, group in enumerate(groups) for row in group)
+        prompts += [tuple(group[0]["prompt_ids"]) for group in groups]
+        mixed = sorted({row["group"] for row in of_mixed_groups(rows)})
+        first_round = sum(number < 5 for number in mixed)
+        assert metrics["groups/sampled"] == len(groups) == 10 - first_round
+        assert metrics["groups/rounds"] == (1 if first_round == 5 else 2)
+        assert metrics["groups/trained"] == len(mixed) and len(mixed) < 5
+        assert f"step {metrics['step']}: after 2 rounds {len(mixed)} of 5 groups have mixed rewards" in shared.text
+        assert [number for number, group in enumerate(groups) if any(row["advantage"] for row in group)] == mixed
+        replaced += len(groups) - 5
+    assert replaced and len(set(prompts)) == len(prompts)  # the stream goes on, across rounds and steps
 
 
 def test_output_folder(shared):
