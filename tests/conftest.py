@@ -32,7 +32,7 @@ def pytest_addoption(parser) -> None:
 
 def pytest_generate_tests(metafunc) -> None:
     """The healthy runs of tests/faults: all with --all-starts, else one in EVERY of the module."""
-    if hasattr(metafunc.module, "STARTS") and "start" in metafunc.fixturenames:
+    if "start" in metafunc.fixturenames and hasattr(metafunc.module, "STARTS"):
         every = 1 if metafunc.config.getoption("--all-starts") else metafunc.module.EVERY
         metafunc.parametrize("start", list(metafunc.module.STARTS)[::every])
 

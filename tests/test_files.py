@@ -19,7 +19,7 @@ from config import TrainingError, UserError
 from support.base import processes, rollout_files
 from support.base.files import complete_folder, lock_output_dir, open_output_dir
 from support.base.rollout_files import RolloutWriter
-from support.check.preflight import explain_disk_error
+from support.check import explain
 from tests.conftest import REPO
 
 
@@ -182,7 +182,7 @@ def test_a_full_disk_is_told_by_the_next_call(writer, tmp_path):
         with pytest.raises(OSError, match="No space left on device") as raised:
             call()
     assert raised.value.errno == errno.ENOSPC and list(tmp_path.iterdir()) == []
-    said = explain_disk_error("save", raised.value, tmp_path)
+    said = explain.disk_error("save", raised.value, tmp_path)
     assert said.startswith("a file could not be written in the phase save: [Errno 28] No space left on device")
 
 

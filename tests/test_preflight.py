@@ -8,18 +8,18 @@ import torch.distributed as dist
 from config import UserError
 from support.base import ranks, versions
 from support.base.read_config import load_config
-from support.check import machines, preflight
+from support.check import machines
 from tests.conftest import REPO
 
 
 def test_machine(tmp_path):
-    preflight.check_disk(tmp_path / "not/yet", 1)
-    preflight.check_writable(tmp_path / "not/yet")
+    machines.check_disk(tmp_path / "not/yet", 1)
+    machines.check_writable(tmp_path / "not/yet")
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"output_dir=.*not/yet: .*train.save_every\) or .*train.keep_last"):
-        preflight.check_disk(tmp_path / "not/yet", 2**60)
+        machines.check_disk(tmp_path / "not/yet", 2**60)
     with pytest.raises(UserError, match=r"output_dir=/proc/out: cannot write in /proc "):
-        preflight.check_writable(Path("/proc/out"))
+        machines.check_writable(Path("/proc/out"))
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -27,10 +27,10 @@ def test_machines_are_named_once(number, monkeypatch, capfd):
     gathered = [("north", {}), ("north", {}), ("south", {})]
     monkeypatch.setattr(ranks, "gather", lambda own: gathered)
     monkeypatch.setattr(dist, "get_rank", lambda: number)
-    preflight.check_same_config({})
+    machines.check_same_config({})
     assert capfd.readouterr().out == ("machines: north on rank 0, 1; south on rank 2\n" if number == 0 else "")
     del gathered[2]
-    preflight.check_same_config({})
+    machines.check_same_config({})
     assert capfd.readouterr() == ("", "")
 
 

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import megatron_bridge as bridge
 from config import Config, LoraConfig, ParallelConfig, UserError
 from support.base.read_config import load_config
-from support.base.remedies import MEMORY, NO_CACHE, VLLM_MEMORY
 from support.check import checks
 from support.check.costs import PHASES, costs, host_bytes, host_stepped
+from support.check.explain import MEMORY, NO_CACHE, VLLM_MEMORY
 from support.run.inputs import check_models
 
 # isort: split

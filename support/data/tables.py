@@ -36,11 +36,6 @@ def read_tables(cfg, value: str | list[str], key: str) -> list[tuple[str, Table]
     require(
         len(kinds) <= 1, f"{key} mixes file types ({', '.join(kinds.values())}); give files of one type", ValueError
     )
-    return load_tables(sources, key)
-
-
-def load_tables(sources: list[Source], key: str) -> list[tuple[str, Table]]:
-    """(name, datasets.Dataset) of every source. Raises ValueError."""
     import datasets
     import pyarrow
 

@@ -9,7 +9,6 @@ from collections import Counter
 from statistics import fmean, median, variance
 
 from config import Config
-from support.base.remedies import try_one_of
 
 STILL = 10  # rewards stand still if the mean of so many steps is not above that of as many before, but for chance
 
@@ -117,6 +116,11 @@ def is_idle(step: dict, run: Advice) -> bool:
     entropy_coef = step.get("schedule/entropy_coef", run.cfg.algo.entropy_coef)
     only_kl = run.cfg.algo.kl_coef > 0 and entropy_coef == 0 and not run.has_signal
     return step["lr"] == 0 or step["update/applied"] == 0 or only_kl
+
+
+def try_one_of(turn: list[str]) -> str:
+    """The remedies as the end of a sentence: "try a, b or c"."""
+    return f"try {', '.join(turn[:-1])} or {turn[-1]}"
 
 
 # ---------------------------------------------------------------- the rules

@@ -17,7 +17,7 @@ from support.base.read_config import override, to_yaml
 from support.check import checks, run_plan
 from support.data.prompts import Mixture, Prompt, check_opening, fingerprint, load_prompts, load_tokenizer
 from support.model import checkpoint, lora
-from support.step import turns
+from support.step import teacher, turns
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,11 @@ def read(cfg: Config, parts: list[str], weights: bool) -> tuple[Inputs, dict[str
             prompts[part], dropped[part] = load_prompts(cfg.data, tokenizer, part)
             check_opening(prompts[part][0], cfg.data, tokenizer)
             turns.check(cfg, tokenizer, prompts[part][0].row)
-        checks.check_teacher_files(cfg, tokenizer, weights)
+        other = teacher.another(cfg)
+        if other and weights:
+            checks.check_weights(hf_folder.local_folder(other), key="algo.teacher")
+        if other:
+            teacher.check_tokens(cfg, tokenizer)
         if weights:
             folder = hf_folder.local_folder(folder)
             checks.check_weights(folder)
@@ -73,7 +77,10 @@ def check_models(cfg: Config) -> None:
     """Check, from config.json, that model and teacher can be built on this layout. Raises UserError."""
     try:
         checks.check_model(cfg, cfg.model.path, cfg.rollout.tp)
-        checks.check_teacher(cfg)
+        other = teacher.another(cfg)
+        if other:
+            checks.check_model(cfg, other, rollout_tp=1, key="algo.teacher")
+            teacher.check_vocabulary(cfg)
         checks.check_routes(cfg)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
