@@ -72,21 +72,16 @@ def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: t
 
 
 def describe(samples: list[Sample], found: dict[str, float], pass_reward: float) -> list[str]:
-    """A line for each source, with its metrics that `found` has, and one for all."""
+    """A line for each source, with its metrics that `found` has, and one for all: the accuracy and its error."""
     lines = []
-    for source, own in metrics.by_source(samples).items():
+    for source, own in [*metrics.by_source(samples).items(), ("all", samples)]:
+        share, error = accuracy(own, pass_reward)
+        prompts = len({s.group for s in own})
+        line = f"  {source}: accuracy {share:.4f} ± {error:.4f} (standard error over {prompts} prompts)"
         start = f"eval/{source}/"
         names = [key.removeprefix(start) for key in found if key.startswith(start) and "@" in key]
-        shown = [f"{name} {found[start + name]:.3f}" for name in names]
-        lines.append(f"  {source}: {describe_accuracy(own, pass_reward)}  {'  '.join(shown)}")
-    return [*lines, f"  all: {describe_accuracy(samples, pass_reward)}"]
-
-
-def describe_accuracy(samples: list[Sample], pass_reward: float) -> str:
-    """The accuracy and its standard error, in words."""
-    share, error = accuracy(samples, pass_reward)
-    prompts = len({s.group for s in samples})
-    return f"accuracy {share:.4f} ± {error:.4f} (standard error over {prompts} prompts)"
+        lines.append("  ".join([line, *(f"{name} {found[start + name]:.3f}" for name in names)]))
+    return lines
 
 
 def accuracy(samples: list[Sample], pass_reward: float) -> tuple[float, float]:
