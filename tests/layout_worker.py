@@ -37,10 +37,8 @@ from support.proof.update import FirstUpdate, Passes
 from support.step import metrics
 from support.step.packing import pack, to_micro_batches
 
-EPS, STEP = 1e5, 1e4  # a step moves a weight by STEP · gradient
-EXACT = (
-    f"train.lr={EPS * STEP:.0f}", "train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "algo.loss_norm_length=32",
-)  # fmt: skip
+EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
+EXACT = ("train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "algo.loss_norm_length=32")
 
 
 def made_up_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -81,6 +79,7 @@ def held_bytes(model: list, optimizer) -> list[int]:
 def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     """What the layout gives, on every rank."""
     cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][name], *EXACT])
+    cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"lr": EPS * STEP})})  # above what is legal
     checks.check_config(cfg, dist.get_world_size())
     checks.check_model(cfg, cfg.model.path, rollout_tp=1)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)

@@ -12,7 +12,7 @@ from support.base.read_config import override
 from support.check import explain
 from support.run.advice import RULES, Advice
 from tests.conftest import REPO, read_rows, write_rows
-from tests.test_tuning import legal_keys
+from tests.test_knobs import legal_keys
 from tools.report import Run
 
 CFG = Config(model={"path": "m"}, data={"train": "d"})
@@ -193,8 +193,6 @@ def test_no_healthy_run_ends(train_forked, tiny, tmp_path, name):
     config = name if (REPO / f"configs/{name}.yaml").exists() else "tiny"
     if name == "tiny_turns":
         overrides.append("data.train='123'")
-    if name == "ablations/gspo":  # its bounds are narrow: at the demo's rate the clip binds at a third of the tokens
-        overrides.append("train.lr=3e-4")
     if name == "self":
         overrides += ["data.hint_key=answer", "algo.advantage=none"]
     run = train_forked(1, *overrides, config=config)

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -48,20 +47,6 @@ def test_packing_aligns_every_field_on_the_position_that_predicts():
     assert mb.cu_seqlens.tolist() == [0, 2, 6, 8] and mb.sizes.tolist() == [2, 4, 2]
     assert batch.tokens[mb.index_T].tolist() == mb.tokens[0, :6].tolist()
     assert mb.old_logp is None and mb.ref_logp is None
-
-
-def test_a_position_takes_14_bytes_in_a_batch_and_13_in_a_row():
-    batch = flatten(SAMPLES)
-    held = {name: values.dtype for name, values in vars(batch).items() if torch.is_tensor(values)}
-    assert held == {"tokens": torch.int32, "targets": torch.int32, "rollout_logp": torch.float32,
-                    "mask": torch.bool, "trained": torch.bool}  # fmt: skip
-    assert batch.seq_id.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 0, 1, 2, 3]
-    assert SAMPLES[0].response_ids.dtype == np.int32 and SAMPLES[0].rollout_logp.dtype == np.float32
-    mb = pack(batch, [0, 3], 8, "cpu")
-    rows = [values for values in vars(mb).values() if torch.is_tensor(values) and values.shape == (1, 8)]
-    assert sum(values.element_size() for values in rows) == 3 * 4 + 1
-    assert mb.mask.dtype == torch.bool
 
 
 def test_an_empty_micro_batch_counts_nothing():

@@ -20,8 +20,6 @@ from support.model.checkpoint import CheckpointWriter
 from support.model.shards import CheckpointError, check_coverage, read_sharded
 from tests.compare_runs import lasting
 
-SMALL = ("rollout.prompts_per_step=4", "rollout.group_size=8", "train.warmup_steps=0")
-
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

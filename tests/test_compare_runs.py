@@ -65,15 +65,12 @@ SIGN[0, 0] = -0.0
             "  first difference: line 2, step 2, reward/mean: A 0.3, B 0.30000000000000004\n",
         ),
         ({"metrics": changed(METRICS, 0, grad_norm=0.0)}, "line 1, step 1, grad_norm: A NaN, B 0.0\n"),
-        ({"metrics": METRICS[:1]}, "only in A: whole records, first at line 2, step 2\n"),
         (
             {"samples": changed(SAMPLES, 0, response_ids=[3, 7, 0])},
             "rollouts/step_000001.jsonl line 1, response_ids: item 1: A 4, B 7\n",
         ),
-        ({"samples": changed(SAMPLES, 1, advantages=[0.5])}, "only in B: advantages, first at rollouts/"),
         ({"weights": WEIGHTS | {"norm": NORM}}, "hf/step_000002, norm: element 2 of 4: A 1.0, B 1.0078125\n"),
         ({"weights": WEIGHTS | {"embed": SIGN}}, "embed: element 0 of 6: A 0.0, B -0.0\n"),
-        ({"weights": WEIGHTS | {"norm": NORM.float()}}, "norm: A torch.bfloat16 [4], B torch.float32 [4]\n"),
         ({"weights": {"norm": WEIGHTS["norm"]}}, "weights: DIFFERENT, 1 records compared\n  only in A: embed, first"),
     ],
 )
@@ -81,10 +78,3 @@ def test_a_planted_difference_is_found_and_named(tmp_path, capsys, change, wante
     assert main([write_run(tmp_path / "a"), write_run(tmp_path / "b", **change)]) == 1
     printed = capsys.readouterr().out
     assert wanted in printed and printed.count("DIFFERENT") == 1
-
-
-def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
-    run = write_run(tmp_path / "a")
-    (tmp_path / "empty").mkdir()
-    assert main([run, str(tmp_path / "empty")]) == 2
-    assert "empty holds no metrics.jsonl; give the output_dir of a run" in capsys.readouterr().err

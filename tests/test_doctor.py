@@ -207,15 +207,6 @@ def test_untested_versions(monkeypatch):
     ]
 
 
-def test_the_option_version(capsys):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        launch.parse_args(["--version"], "")
-    said = capsys.readouterr().out
-    assert said == versions.format_versions(versions.versions()) + "\n"
-    assert re.search(r"^commit +(unknown|[0-9a-f]{40}(\+changes)?)$", said, flags=re.MULTILINE)
-    assert re.search(rf"^torch +{re.escape(torch.__version__)}$", said, flags=re.MULTILINE)
-
-
 def test_a_folder_keeps_the_versions_of_before_a_resume(tmp_path, monkeypatch):
     path, now = tmp_path / "versions.json", versions.versions()
     write_versions(path, 0)

@@ -1,7 +1,6 @@
 """Trainer and vLLM hold the same weights, for every family, layout and precision; where they do not, the run stops."""
 
 import itertools
-import json
 import re
 import shutil
 
@@ -15,7 +14,7 @@ from tiny_reward import digits_in_place
 from support.base import memory
 from support.check.checks import check_weights
 from tests.conftest import EXACT, REPO
-from tests.test_exact import check_step, policies
+from tests.oracle.plain import check_step
 from tests.test_layouts import LLAMA3
 
 TABLE = (REPO / "docs/metrics.md").read_text().partition("With `data.eval`")[0]
@@ -54,7 +53,8 @@ def test_trainer_transformers_and_vllm_agree(train_forked, tmp_path, arch, tied,
     assert all(m["sync/checked"] == 1 for m in run.metrics)
     if "moe" in arch or arch == "mixtral":
         assert all(m["moe/load"] == max(m["moe/load/layer_00"], m["moe/load/layer_01"]) >= 1 for m in run.metrics)
-    for policy, metrics in zip(policies(run, tmp_path / "model"), run.metrics, strict=True):
+    exported = sorted(run.out.glob("hf/step_*"))
+    for policy, metrics in zip([tmp_path / "model", exported[0]], run.metrics, strict=True):
         check_step(metrics, run.rollouts(metrics["step"]), policy, tmp_path / "model", kl_coef=0)
 
 
@@ -69,6 +69,38 @@ def test_metrics(shared):
         assert found == always | outcomes
     text = (shared.out / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
+
+
+def test_several_updates_a_step_use_the_log_probs_from_before_the_first(shared):
+    for metrics in shared.metrics[1:]:
+        assert metrics["logp_gap/max"] < 1e-5  # measured against log-probs scored before the first update
+        assert metrics["ratio/clip_frac"] > 0  # the second has moved away from them
+
+
+def of_mixed_groups(rows: list[dict]) -> list[dict]:
+    """The samples that a step with algo.max_rounds above 1 trains on: of groups whose rewards differ."""
+    rewards: dict[int, set[float]] = {}
+    for row in rows:
+        rewards.setdefault(row["group"], set()).add(row["reward"])
+    return [row for row in rows if len(rewards[row["group"]]) > 1]
+
+
+def test_dynamic_sampling_replaces_groups_of_equal_rewards(shared):
+    prompts, replaced = [], 0
+    for metrics in shared.metrics[1:]:
+        rows = shared.rollouts(metrics["step"])
+        groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]
+        assert all(row["group"] == number for number, group in enumerate(groups) for row in group)
+        prompts += [tuple(group[0]["prompt_ids"]) for group in groups]
+        mixed = sorted({row["group"] for row in of_mixed_groups(rows)})
+        first_round = sum(number < 5 for number in mixed)
+        assert metrics["groups/sampled"] == len(groups) == 10 - first_round
+        assert metrics["groups/rounds"] == (1 if first_round == 5 else 2)
+        assert metrics["groups/trained"] == len(mixed) and len(mixed) < 5
+        assert f"step {metrics['step']}: after 2 rounds {len(mixed)} of 5 groups have mixed rewards" in shared.text
+        assert [number for number, group in enumerate(groups) if any(row["advantage"] for row in group)] == mixed
+        replaced += len(groups) - 5
+    assert replaced and len(set(prompts)) == len(prompts)  # the stream goes on, across rounds and steps
 
 
 def test_output_folder(shared):
@@ -127,30 +159,6 @@ def test_evaluation_before_the_first_step_and_on_the_way(shared):
                 assert metrics[f"eval/{source}/pass@{k}"] == pytest.approx(sum(subsets) / len(subsets))
 
 
-@pytest.mark.slow
-def test_words_with_long_prompts_and_cut_off_answers(train_forked, tmp_path):
-    """The path of configs/tiny_gsm8k.yaml: BPE tokenizer, chat template, prompts of many lengths, the gsm8k reward."""
-    names = ["Ann", "Bo", "Cem", "Dora", "Eli"]
-    questions = [
-        " ".join(f"{name} buys {i + k} pears and gives {k} of them away." for k, name in enumerate(names[: 1 + i % 5]))
-        for i in range(200)
-    ]
-    tokenizer = make_tiny.bpe_tokenizer(questions, vocab_size=300)
-    make_tiny.save_model(tmp_path / "model", tokenizer, hidden=64)
-    rows = [{"question": question, "answer": f"#### {i}"} for i, question in enumerate(questions)]
-    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = train_forked(
-        2, "train.steps=2", f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'words.jsonl'}",
-        "rollout.prompts_per_step=64", "rollout.max_new_tokens=48", config="tiny_gsm8k",
-    )  # fmt: skip
-    assert run.code == 0, run.text
-    rollouts = run.rollouts(1)
-    assert len(rollouts) == 512 and len({len(row["prompt_ids"]) for row in rollouts}) > 10
-    assert 0 < run.metrics[0]["tokens/truncated_frac"] < 1
-    assert all(row["finished"] == (row["response_ids"][-1] == 0) for row in rollouts)
-    assert all(m["logp_gap/max"] < 1e-4 for m in run.metrics)
-
-
 @pytest.mark.parametrize("change", ["lacks", "has"])
 def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path, change):
     shutil.copytree(tiny / "model", tmp_path / "model")
@@ -180,5 +188,6 @@ def test_the_demo_learns(train, record_property):
     record_property("reward at its end", f"{sum(rewards[-10:]) / 10:.2f}")
     record_property("largest mean gap", f"{max(m['logp_gap/mean'] for m in run.metrics):.1e}")
     assert rewards[0] < 0.2 and sum(rewards[-10:]) / 10 >= bound
+    assert all(m["sync/checked"] == 1 for m in run.metrics)
     assert sum(m["time/step"] for m in run.metrics) < 240
     assert gpus or 2 * run.metrics[-1]["mem/peak_gb"] < 6

@@ -42,14 +42,6 @@ def test_it_equals_the_evaluation_before_the_first_step(shared, train_forked, tm
     check_equal(evaluate(train_forked, shared, tmp_path / "out", nproc=2), shared, step=0)
 
 
-@pytest.mark.slow
-def test_an_exported_folder_equals_the_evaluation_of_its_step(shared, train_forked, tmp_path):
-    """On one engine, with the layout of a training run that needs more ranks."""
-    exported = f"model.path={shared.out / 'hf/step_000003'}"
-    run = evaluate(train_forked, shared, tmp_path / "out", exported, "parallel.tp=2", nproc=1)
-    check_equal(run, shared, step=3)
-
-
 def test_the_error_is_of_prompts_not_of_answers():
     rewards = [[1, 1], [1, 0], [0, 0], [0.9, 1.1]]  # shares 1, 1/2, 0, 1/2 of answers with a reward of 1
     samples = [Sample(g, [1], [2], [0.0], True, "", "", reward=r) for g, pair in enumerate(rewards) for r in pair]

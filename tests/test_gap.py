@@ -135,15 +135,6 @@ def test_rounding_is_measured_and_leaves_the_model_as_it_was(build, dtype, low, 
     assert max(low, gap.SMALLEST[dtype]) <= rounding.mean < high
 
 
-def test_some_samples_of_a_batch(build):  # noqa: F811
-    run = build()
-    samples = train_grpo.collect(run, run.cfg, 1).samples
-    taken = train_grpo.flatten(samples).take([1, 5])
-    wanted = train_grpo.flatten([samples[1], samples[5]])
-    assert torch.equal(taken.tokens, wanted.tokens) and torch.equal(taken.seq_id, wanted.seq_id)
-    assert torch.equal(taken.rollout_logp, wanted.rollout_logp) and torch.equal(taken.mask, wanted.mask)
-
-
 def test_rotary_embeddings_off_by_a_hundredth_stop_in_fp32(build):  # noqa: F811
     run = build()
     bridge.unwrap_model(run.model[0]).inv_freq.mul_(1.01)

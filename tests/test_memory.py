@@ -98,11 +98,6 @@ def test_out_of_memory(phase, error, said):
     assert all(part in text for part in said), text
 
 
-@pytest.mark.parametrize("error", [ValueError("a mistake"), RuntimeError("Connection closed"), OSError("no such file")])
-def test_other_errors_are_none_of_memory(error):
-    assert explain.out_of_memory("train", error) is None
-
-
 # ---------------------------------------------------------------- the host
 
 

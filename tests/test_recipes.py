@@ -55,16 +55,6 @@ def test_the_sets_of_each_step_by_hand(stale):
     assert past_weights.build_past(model, with_keys({}, {"lag": 0})) == []
 
 
-def test_a_checkpoint_has_the_sets_of_its_configuration(stale):
-    saved = stale.past_weights.saved_sets
-    past, reference = [["a"], ["b"]], ["c"]
-    assert saved({"rollout": {"lag": 2}, "algo": {"reference_every": 3}}, past, reference) == {
-        "past_1": ["a"], "past_2": ["b"], "reference": ["c"],
-    }  # fmt: skip
-    assert saved({"rollout": {"lag": 1}, "algo": {"reference_every": 0}}, past, reference) == {"past_1": ["a"]}
-    assert saved({"rollout": {}, "algo": {}}, past, reference) == {}  # from before the fork
-
-
 def test_what_a_checkpoint_does_not_have_is_refused(stale, tmp_path):
     def check(was: dict, lag: int = 0, every: int = 0) -> None:
         (tmp_path / "state.json").write_text(json.dumps({"config": {"rollout": was, "algo": was}}))
@@ -77,12 +67,6 @@ def test_what_a_checkpoint_does_not_have_is_refused(stale, tmp_path):
         check({"lag": 1}, lag=2)
     with pytest.raises(UserError, match=r"algo\.reference_every=0, but the reference in .* is no longer"):
         check({"reference_every": 5})
-
-
-def test_a_reference_that_is_not_there_is_refused(stale, tmp_path, monkeypatch):
-    checks = load("forked_checks", tmp_path / "fork/support/check/checks.py", monkeypatch)
-    with pytest.raises(UserError, match=r"algo\.reference_every=5, but algo\.kl_coef=0 keeps no reference"):
-        checks.check_what_is_learned(with_keys({"reference_every": 5}, {"lag": 0}))
 
 
 @pytest.mark.slow

@@ -1,16 +1,11 @@
-"""What moves with the steps: courses by hand, in a run, and what a fork moves by what it saw, over a resume."""
-
-import shutil
+"""What moves with the steps: courses by hand and in a run."""
 
 import pytest
 
 from config import Config, UserError
 from support.base.read_config import load_config
 from support.step import schedule
-from tests.compare_runs import lasting
 from tests.conftest import REPO
-from tests.test_checkpoint import SMALL, equal
-from tests.test_forks import apply
 from tests.test_step import build  # noqa: F401, a fixture
 from train_grpo import config_at, rehearse, train_step
 
@@ -62,21 +57,3 @@ def test_the_kl_is_shown_where_its_coefficient_has_reached_zero(build):  # noqa:
     for name in ("kl/ref", "kl/k1", "kl/k2"):
         assert found[0][name] == 0
         assert found[1][name] is not None and found[1][name] != 0, name
-
-
-@pytest.mark.slow
-def test_what_a_fork_moves_goes_on_after_a_resume(train, tmp_path):
-    """The fork with the adaptive entropy coefficient: four steps at once, and two and two."""
-    apply("entropy_target", tmp_path / "fork")
-    forked = {"script": tmp_path / "fork/train_grpo.py"}
-    keys = (*SMALL, "train.save_every=1", "schedule.entropy_coef={to: 0}")  # has a course: so it is in the metrics
-    straight = train(2, *keys, "train.steps=4", out=tmp_path / "straight", **forked)
-    half = train(2, *keys, "train.steps=2", out=tmp_path / "half", **forked)
-    assert straight.code == half.code == 0, straight.text + half.text
-    shutil.copytree(half.out, tmp_path / "resumed")
-    resumed = train(2, *keys, "train.steps=4", "resume=auto", out=tmp_path / "resumed", **forked)
-    assert resumed.code == 0, resumed.text
-    moved = [row["schedule/entropy_coef"] for row in straight.metrics]
-    assert len({*moved}) > 1
-    assert lasting(resumed.metrics) == lasting(straight.metrics)
-    assert equal(straight.weights(4), resumed.weights(4))

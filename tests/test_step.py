@@ -1,8 +1,10 @@
 """Steps of a run in this process alone: real Megatron-core, real graders, and plain transformers in vLLM's place."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import make_tiny
@@ -278,3 +280,49 @@ def test_budgets_reach_their_own_phase(build, monkeypatch):
     train_grpo.train_step(build("algo.kl_coef=0.1", "train.updates_per_step=2", *budgets), 1)
     # Old and reference log-probs; then two updates, and at the first the rounding of eight answers.
     assert packed == [(16, 48), (16, 48), (8, 64), (8, 48), (8, 48), (8, 64)]
+
+
+# ---------------------------------------------------------------- a step enters no function of a capability that is off
+
+# The files of support/ that a default step on a CPU does not enter, whatever folder they are in.
+OFF = {"gdpo", "lora", "mixing", "offload", "routes", "schedule", "teacher", "turns"}
+
+# Keys that turn some of them on, and the files that a step then enters.
+ON = (
+    "lora.rank=4", "train.offload=grads", "schedule.entropy_coef.to=0.0", "algo.teacher=self", "data.hint_key=answer",
+    "algo.advantage=gdpo",
+)  # fmt: skip
+ENTERED = {"gdpo", "lora", "offload", "schedule", "teacher"}
+
+
+def functions_of_a_step(run: train_grpo.Run) -> set[tuple[str, str]]:
+    """(file, function) of all code in the script, beside it and in support/ that the main thread of a step runs."""
+    codes = set()
+
+    def note(frame, event, _):
+        if event == "call":
+            codes.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        train_grpo.train_step(run, 1)
+    finally:
+        sys.setprofile(None)
+    own = {path.resolve() for path in [*REPO.glob("*.py"), *REPO.glob("support/**/*.py")]}
+    # a comprehension counts as the function that it stands in
+    functions = {(Path(code.co_filename).resolve(), code.co_qualname.partition(".<locals>")[0]) for code in codes}
+    return {(str(path.relative_to(REPO)), function) for path, function in functions if path in own}
+
+
+def test_a_default_step_enters_no_capability_that_is_off(build):
+    functions = functions_of_a_step(build())
+    assert {path.stem for path in REPO.glob("support/**/*.py")} >= OFF, "a file that is renamed is renamed in OFF too"
+    assert {("train_grpo.py", name) for name in ("train_step", "add_advantages", "grpo_loss")} <= functions
+    entered = sorted(f"{file}:{function}" for file, function in functions if Path(file).stem in OFF)
+    assert not entered, "a default step runs functions of capabilities that are off:\n" + "\n".join(entered)
+
+
+def test_a_step_with_their_keys_enters_them(build):
+    """The profile sees these files where they are on, so the test above can fail."""
+    files = {Path(file).stem for file, _ in functions_of_a_step(build(*ON))}
+    assert files >= ENTERED

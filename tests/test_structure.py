@@ -38,13 +38,6 @@ def test_no_wing_is_above_its_budget():
     assert not structure.over_budget(structure.weights(REPO))
 
 
-def test_a_wing_above_its_budget_is_found():
-    sizes = {**structure.BUDGET, "tools": structure.BUDGET["tools"] + 3, "support/new": 2}
-    tools, new = structure.over_budget(sizes)
-    assert tools.startswith("tools: ") and ", 3 above its budget" in tools and "deletion of the same size" in tools
-    assert new.startswith("support/new: 2, 2 above")
-
-
 def test_every_wing_has_a_line_on_the_page_of_forks():
     wings = {path.parent.name for path in REPO.glob("support/*/__init__.py")}
     assert wings == {place for place in structure.FLOORS if not place.endswith(".py")} - {"rewards"}
@@ -57,9 +50,6 @@ def test_every_wing_has_a_line_on_the_page_of_forks():
         ("support/step/one.py", "import megatron_bridge as bridge", None),
         ("support/base/one.py", "def f():\n    from support.step import packing", "floor 2 imports step of floor 5"),
         ("support/model/one.py", "from support import base, data", "floor 3 imports data of floor 3"),
-        ("support/model/one.py", "from ..check import checks", "a relative import"),
-        ("support/one.py", "", "lies in no wing"),
-        ("support/run/one.py", "from support import clock", "imports support.clock, which is no wing"),
         ("train_grpo.py", "import tests.conftest", "imports tests, which is above the core"),
     ],
 )
@@ -93,23 +83,6 @@ def test_a_rule_finds_what_it_forbids_and_leaves_plain_code_alone(tmp_path, sour
     write_core(tmp_path, **{"support/step/one.py": source})
     found = structure.check_file(tmp_path, tmp_path / "support/step/one.py")
     assert len(found) == (message is not None) and all(message in text for text in found), found
-
-
-def test_the_legend_is_compared_with_the_suffixes(tmp_path):
-    script = '"""What.\n\nNames: _N per sample, _T of a\npacked row; _Q query, _N row.\n\nNot _X this."""\nx_N = y_T'
-    write_core(tmp_path, **{"train_grpo.py": script, "support/step/one.py": "a = logits.max_V"})
-    assert structure.check_legend(tmp_path) == [
-        *["train_grpo.py:1: the legend gives _N two meanings"] * 2,
-        "train_grpo.py:1: no name has the suffix _Q of the legend",
-        "support/step/one.py:1: max_V has a suffix that the legend of train_grpo.py lacks",
-    ]
-
-
-def test_functions_that_nobody_calls_and_a_long_script_are_found(tmp_path):
-    script = "x = 1\n" * (structure.SCRIPT_STATEMENTS + 1)
-    write_core(tmp_path, **{"train_grpo.py": script, "support/step/one.py": "def unused(): ..."})
-    assert f"more than {structure.SCRIPT_STATEMENTS}" in structure.check_file(tmp_path, tmp_path / "train_grpo.py")[0]
-    assert structure.uncalled(tmp_path) == ["support/step/one.py:1: unused has no caller in the core or tools/"]
 
 
 # ---------------------------------------------------------------- what lies where, and what documents say of it

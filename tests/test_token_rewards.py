@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from config import AlgoConfig, RewardConfig, UserError
+from config import AlgoConfig, RewardConfig
 from support.base.read_config import load_config, override
 from support.step.grading import Outcome
 from tests.conftest import REPO
@@ -149,14 +149,6 @@ def test_a_number_is_a_list_of_zeros_that_ends_with_it(script, kind):
     if kind in ("grpo_batch", "gdpo"):
         first = [made(script, g, n, [(0, r)]) for g, n, r in answers]
         assert advantages(script, first, advantage=kind) == number
-
-
-def test_process_supervision_of_whole_answers_is_refused(script, tmp_path, monkeypatch):
-    checks = load("forked_checks", tmp_path / "fork/support/check/checks.py", monkeypatch)
-    cfg = load_config(str(REPO / "configs/tiny.yaml"), ["algo.advantage=rloo"])
-    cfg = cfg.model_copy(update={"algo": cfg.algo.model_copy(update={"credit": "process"})})
-    with pytest.raises(UserError, match=r"algo\.credit=process compares steps; algo\.advantage=rloo"):
-        checks.check_what_is_learned(cfg)
 
 
 def test_the_numbers_of_tokens_by_hand(script):

@@ -21,9 +21,8 @@ from support.check import checks
 from support.step import turns
 from support.step.grading import GradingPool
 from tests.conftest import REPO, Training
-from tests.oracle.plain import sampled
+from tests.oracle.plain import check_step, sampled
 from tests.pools import pool_of
-from tests.test_exact import check_step
 from tests.test_step import build  # noqa: F401, a fixture
 
 # Replies with the reference's first digits, one more each time; says at the end what it has heard.

@@ -174,7 +174,8 @@ note("done")
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_to_torchrun_lets_the_ranks_finish(start, name):
     run = start(START + STOP)
     wait_for_notes(run, "ready")

@@ -122,6 +122,14 @@ def reference_step(policy_path, reference_path, rollouts: list[dict], kl_coef: f
     return loss, grad_norm(policy.parameters()), kl
 
 
+def check_step(metrics: dict, rows: list[dict], policy_path, reference_path, kl_coef: float) -> None:
+    """The step's loss and gradient norm on the samples `rows` are those of plain transformers; vLLM's log-probs too."""
+    loss, norm, _ = reference_step(policy_path, reference_path, rows, kl_coef)
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-7)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["logp_gap/max"] < 1e-5
+
+
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((found.double() - wanted).norm() / wanted.norm()).item()
 

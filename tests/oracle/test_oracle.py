@@ -13,7 +13,6 @@ import yaml
 from tests.conftest import REPO, read_rows, write_rows
 from tests.oracle.comparison import Comparison
 from tests.oracle.trainer import Refusal, read_run, repeat
-from tests.test_forks import copy_sources
 
 
 def test_the_first_value_that_parts_is_kept():
@@ -52,14 +51,17 @@ def test_a_real_run_is_repeated(shared):
     assert "export: weights" in comparison.quantities
 
 
-def test_a_changed_record_is_named(copied):
+@pytest.mark.parametrize("name", ["advantage", "loss/total", "grad_norm"])
+def test_a_changed_record_is_named(copied, name):
+    """A number of a sample, or of the step."""
     rows = read_rows(copied / "rollouts/step_000001.jsonl")
-    trained = next(row for row in rows if row["advantage"])
-    trained["advantage"] *= -1
+    (line,) = (line for line in read_rows(copied / "metrics.jsonl") if line["step"] == 1)
+    changed = line if name in line else next(row for row in rows if row["advantage"])
+    changed[name] *= -1
     write_rows(copied / "rollouts/step_000001.jsonl", rows)
-    lines = [line for line in read_rows(copied / "metrics.jsonl") if line["step"] < 2]
-    write_rows(copied / "metrics.jsonl", lines)
-    assert repeat(read_run(copied)).first.startswith("step 1, sample: advantage: the run has")
+    write_rows(copied / "metrics.jsonl", [line])
+    quantity = name if name in line else f"sample: {name}"
+    assert repeat(read_run(copied)).first.startswith(f"step 1, {quantity}: the run has")
 
 
 @pytest.mark.parametrize(
@@ -105,44 +107,5 @@ def test_it_imports_nothing_of_the_trainer():
 # ---------------------------------------------------------------- forks with a planted mistake
 
 # Mistake → (file, line, what stands there instead, how the first value that parts begins)
-MISTAKES = {
-    "the wrong sign of the KL": (
-        "loss_T = loss_T + algo.kl_coef * token_kl(",
-        "loss_T = loss_T - algo.kl_coef * token_kl(", "step 2, loss/total",
-    ),
-    "prompt tokens are trained": (
-        'parts["mask"] += [np.zeros(predicted, bool), s.sampled]',
-        'parts["mask"] += [np.ones(predicted, bool), s.sampled]', "step 1, logp_gap/mean",
-    ),
-    "advantages of another answer": (
-        "advantages_F = torch.from_numpy(advantages_N).float()",
-        "advantages_F = torch.from_numpy(np.roll(advantages_N, 1)).float()",
-        "step 1, grad_norm",  # the only mixed group has answers of one length: the ratio is 1, and the loss sum(A) / T
-    ),
-}  # fmt: skip
 
 # Module of support/proof → what a fork appends to it so that its runs are not checked
-UNCHECKED = {
-    "rows.py": "\n\ndef check_credit(*_): ...\n\n\ndef check_update(*_): ...\n",
-    "formulas.py": "\n\ndef check_loss(*_): ...\n",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_is_named(mistake, train, tmp_path):
-    line, instead, first = MISTAKES[mistake]
-    folder = tmp_path / "fork"
-    copy_sources(folder)
-    source = (folder / "train_grpo.py").read_text()
-    assert source.count(line) == 1
-    (folder / "train_grpo.py").write_text(source.replace(line, instead))
-    for module, without in UNCHECKED.items():  # else the run itself notices the mistake
-        with (folder / "support/proof" / module).open("a") as file:
-            file.write(without)
-    run = train(
-        2, "train.steps=3", "train.warmup_steps=0", "train.lr=0.003", "algo.kl_coef=0.5", "rollout.prompts_per_step=4",
-        "rollout.group_size=4", "rollout.max_logp_gap=inf", "train.save_every=0", script=folder / "train_grpo.py",
-    )  # fmt: skip
-    assert run.code == 0, run.text
-    assert repeat(read_run(run.out)).first.startswith(first)
