@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 
 from config import Config
-from support.base.read_config import load_config, override
+from support.base.read_config import load_config, validate
 from support.base.rollout_files import RolloutWriter
 from support.check import checks, options
 from support.proof.graded import RewardChecks
@@ -44,7 +44,7 @@ def read_config(path: str, overrides: list[str], world_size: int) -> Config:
     checks.require(
         cfg.data.eval is not None, "--evaluate: data.eval is not set; name the data to evaluate on: data.eval=FILE"
     )
-    cfg = override(cfg, {"resume": "none", **{section: {} for section in UNUSED}})
+    cfg = validate({**cfg.model_dump(exclude=set(UNUSED)), "resume": "none"}, path)
     options.check_vllm(cfg.rollout.vllm)
     checks.check_evaluation(cfg)
     checks.check_world_size(cfg, world_size)
