@@ -24,7 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import trl, works
 from benchmarks.works import REPO, WORKS, TrlSetting, values
 
-SYSTEMS = {"ours": "train_grpo", "trl": "TRL, transformers", "trl-vllm": "TRL, colocated vLLM"}
+SYSTEMS = {
+    "ours": "train_grpo",
+    "ours-unshared": "unshared",
+    "trl": "TRL, transformers",
+    "trl-vllm": "TRL, colocated vLLM",
+}
 RESULTS = REPO / "docs/bench/rounds.csv"
 SETTINGS = REPO / "docs/bench/trl-settings.csv"
 TRL = REPO / "build/trl-venv"
@@ -36,8 +41,9 @@ LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RAN
 def command_of(work: str, system: str, number: int) -> list[str]:
     """The command that times a system on a work and appends its results."""
     options = ["--work", work, "--round", str(number), "--csv", str(RESULTS.relative_to(REPO))]
-    if system == "ours":
-        return [sys.executable, *LAUNCH, "benchmarks/ours.py", *options]
+    if system.startswith("ours"):
+        shared = str(system == "ours").lower()
+        return [sys.executable, *LAUNCH, "benchmarks/ours.py", *options, f"train.share_prompts={shared}"]
     if system == "trl-vllm":
         options.append("--vllm")
     setting = str(fastest_setting(work, system))
@@ -108,18 +114,19 @@ def phase_rates(rows: list[dict], phase: str) -> list[float]:
 
 
 def ratio_lines(found: dict[str, list[dict]]) -> list[str]:
-    """A table of tokens/s of each system, and of the ratios."""
-    names = [*SYSTEMS.values(), "÷ TRL, transformers", "÷ TRL, vLLM", "training ÷ TRL's", "log-probs ÷ TRL's"]
+    """A table of tokens/s of each system, and of ours ÷ theirs: whole steps, training alone, log-probs alone."""
+    others = {"unshared": ("ours-unshared",), "TRL": ("trl",), "TRL, vLLM": ("trl-vllm",)}
+    names = [*SYSTEMS.values(), *(f"÷ {other}" for other in others), "training ÷ unshared", "training ÷ TRL's"]
     lines = [f"| work | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for work, rows in found.items():
         if not rows:
             continue
-        rates = {system: values(of_system(rows, system), "tokens_per_s") for system in SYSTEMS}
-        cells = [spread(rates[system], 0) for system in SYSTEMS]
-        cells += [ratio(rates["ours"], rates[system]) for system in ("trl", "trl-vllm")]
-        for phase in ("train", "logprob"):
-            trl = phase_rates(of_system(rows, "trl", "trl-vllm"), phase)
-            cells.append(ratio(phase_rates(of_system(rows, "ours"), phase), trl))
+        ours = of_system(rows, "ours")
+        cells = [spread(values(of_system(rows, system), "tokens_per_s"), 0) for system in SYSTEMS]
+        for systems in others.values():
+            cells.append(ratio(values(ours, "tokens_per_s"), values(of_system(rows, *systems), "tokens_per_s")))
+        for systems in (("ours-unshared",), ("trl", "trl-vllm")):
+            cells.append(ratio(phase_rates(ours, "train"), phase_rates(of_system(rows, *systems), "train")))
         lines.append(f"| {work} | {' | '.join(cells)} |")
     return lines
 
@@ -132,7 +139,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     failed = 0
-    if args.rounds and args.systems != ["ours"]:
+    if args.rounds and any(system.startswith("trl") for system in args.systems):
         trl.setup(TRL)
         for work in args.works:
             works.make_inputs(REPO / "build/bench", WORKS[work])

@@ -50,7 +50,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=bridge.DTYPES)
     parser.add_argument("--lengths", choices=works.END_CHANCE, help="of the answers")
     parser.add_argument("--tokens", type=int, dest="max_tokens", help="longest answer")
-    parser.add_argument("--no-ceilings", action="store_true", help="leave out matmul, copy, all-reduce and bare vLLM")
+    parser.add_argument("--no-ceilings", action="store_true", help="leave out matmuls and bare vLLM")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args()
 
@@ -105,12 +105,8 @@ def rate(amount: float, action, seconds: float = 0.5) -> float:
     return amount / slowest.item()
 
 
-def ceilings(work: Work, rows: int) -> dict[str, float]:
-    """What a rank reaches with all ranks busy.
-
-    Operations/s of matmuls of `rows` tokens with the model's matrices, each as often as a token meets it; bytes/s of a
-    copy, read and written; bytes/s of an all-reduce of the fp32 gradients.
-    """
+def matmul_rate(work: Work, rows: int) -> float:
+    """Operations/s of a rank, all busy: `rows` tokens with the matrices of the model, each as often as it is met."""
     shape = works.MODELS[work.model]
     dtype, device = bridge.DTYPES[work.dtype], bridge.device()
     flops = seconds = 0.0
@@ -120,13 +116,7 @@ def ceilings(work: Work, rows: int) -> dict[str, float]:
         one = 2.0 * rows * out * inp
         flops += one * times
         seconds += one * times / rate(one, lambda a=a, b=b: a @ b.T, 0.2)
-    source = torch.ones((64 << 20) // 4, device=device)
-    target = torch.empty_like(source)
-    copied = rate(2 * source.nbytes, lambda: target.copy_(source))
-    size = min(works.count(shape), 64 << 20)
-    gradients = torch.zeros(size, device=device)
-    reduced = rate(gradients.nbytes, lambda: dist.all_reduce(gradients))
-    return {"matmul_flops_per_s": flops / seconds, "copy_bytes_per_s": copied, "all_reduce_bytes_per_s": reduced}
+    return flops / seconds
 
 
 def bare_vllm(run: train_grpo.Run) -> float:
@@ -197,8 +187,8 @@ def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dic
     run.clock.stop()
     run.engine.sleep()
     if not args.no_ceilings:
-        found = ceilings(work, min(MICRO_BATCH, 2048))
-        rows = [row | found for row in rows]
+        peak = matmul_rate(work, min(MICRO_BATCH, 2048))
+        rows = [row | {"matmul_flops_per_s": peak} for row in rows]
     return rows, lengths
 
 
@@ -230,7 +220,8 @@ def main() -> int:
             ranks.say(f"error: {error}")
         return 2
     if rank == 0:
-        about = {**asdict(work), "system": "ours", "round": args.round, "ranks": world}
+        system = "ours" if cfg.train.share_prompts else "ours-unshared"
+        about = {**asdict(work), "system": system, "round": args.round, "ranks": world}
         about |= {**works.facts(), "commit": versions.commit()}
         rows = [about | row for row in rows]
         for name, value in works.summary(rows).items():

@@ -30,19 +30,23 @@ class Work:
     dtype: str = "fp32"
     lengths: str = "fixed"  # a key of END_CHANCE; those of smollm2 are the model's own
     max_tokens: int = 64
+    prompt_chars: int = 40  # 3.5 of them make a token
 
     @property
     def prompt_tokens(self) -> int:
-        """The most tokens of a prompt."""
-        return 64 if self.model == "smollm2" else 32
+        """No prompt has more tokens."""
+        return max(64, self.prompt_chars // 3)
 
 
 WORKS = {
     "tiny-64": Work(),
+    "tiny-128-64": Work(prompt_chars=448),  # prompts of 128 tokens, answers of 64
+    "tiny-512-256": Work(max_tokens=256, prompt_chars=1800),
     "tiny-natural": Work(lengths="natural", max_tokens=192),
     "tiny-tail": Work(lengths="tail", max_tokens=1000),
     "small-fp32-64": Work("small"),
     "small-bf16-64": Work("small", "bf16"),
+    "small-bf16-128-64": Work("small", "bf16", prompt_chars=448),
     "small-bf16-natural": Work("small", "bf16", "natural", 192),
     "smollm2-natural": Work("smollm2", "bf16", "addition", 40),  # the task of configs/smollm2.yaml
     "smollm2-natural-fp32": Work("smollm2", "fp32", "addition", 40),
@@ -216,8 +220,11 @@ def make_inputs(folder: Path, work: Work) -> tuple[Path, Path]:
 
     Raises SystemExit where SmolLM2 is missing.
     """
-    model, data = folder / f"{work.model}-{work.dtype}-{work.lengths}", folder / f"{work.lengths}.jsonl"
-    prompts = [text[:40] for text in TEXTS[:64]]
+    model, data = (
+        folder / f"{work.model}-{work.dtype}-{work.lengths}",
+        folder / f"{work.lengths}-{work.prompt_chars}.jsonl",
+    )
+    prompts = [" ".join(TEXTS[first:])[: work.prompt_chars] for first in range(64)]
     if work.model == "smollm2":
         from tools import make_smollm2
 
@@ -250,16 +257,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 # A results file is CSV, a row for each timed step; what is known of the whole run stands in each of its rows.
 PHASES = ("rollout", "reward", "logprob", "train", "sync")
 PUSH_PARTS = ("digests", "gather", "compare")
-CEILINGS = ("matmul_flops_per_s", "copy_bytes_per_s", "all_reduce_bytes_per_s")
-COLUMNS = ["model", "dtype", "lengths", "max_tokens", "system", "setting", "round", "ranks"]
+COLUMNS = ["model", "dtype", "lengths", "max_tokens", "prompt_chars", "system", "setting", "round", "ranks"]
 COLUMNS += ["date", "machine", "commit"]
 COLUMNS += ["step", "tokens_per_s", "step_s", "train_flops", "bare_tokens_per_s"]
 COLUMNS += [f"{phase}_s" for phase in PHASES]
 COLUMNS += [f"push_{part}_s" for part in PUSH_PARTS]
 COLUMNS += [f"{phase}_peak_gib" for phase in PHASES]
-COLUMNS += CEILINGS
+COLUMNS += ["matmul_flops_per_s"]
 TYPES = dict.fromkeys(("model", "dtype", "lengths", "system", "setting", "date", "machine", "commit"), str)
-TYPES |= dict.fromkeys(("max_tokens", "round", "ranks", "step"), int)  # of the other columns: float
+TYPES |= dict.fromkeys(("max_tokens", "prompt_chars", "round", "ranks", "step"), int)  # of the other columns: float
 
 
 def read_results(path: Path) -> list[dict]:
@@ -287,7 +293,7 @@ def add_results(path: Path, rows: list[dict]) -> None:
 
 def work_of(row: dict) -> Work:
     """The work that a row was measured on."""
-    return Work(row["model"], row["dtype"], row["lengths"], row["max_tokens"])
+    return Work(row["model"], row["dtype"], row["lengths"], row["max_tokens"], row["prompt_chars"])
 
 
 def values(rows: list[dict], name: str) -> list[float]:
@@ -303,10 +309,8 @@ def summary(rows: list[dict]) -> dict[str, float]:
             table[f"{phase} s"] = median(values(rows, f"{phase}_s"))
         if f"{phase}_peak_gib" in rows[0]:
             table[f"{phase} peak GiB"] = max(values(rows, f"{phase}_peak_gib"))
-    for name in CEILINGS:
-        if name in rows[0]:
-            table[name.replace("_per_s", "/s")] = rows[0][name]
     if "matmul_flops_per_s" in rows[0]:
+        table["matmul flops/s"] = rows[0]["matmul_flops_per_s"]
         table |= summary_of_ceilings(rows)
     if "push_digests_s" in rows[0]:
         taken = [sum(row[f"push_{part}_s"] for part in PUSH_PARTS) for row in rows]

@@ -4,8 +4,8 @@
         data.custom=recipes/reasoning_gym_tasks.py:rows data.train=chain_sum:500:0:max_terms=2,max_digits=1 \
         reward.default=custom reward.custom=recipes/reasoning_gym_tasks.py:score data.eval=gcd:64:1:max_value=20
 
-A name in data.train and data.eval is GENERATOR:ROWS:SEED, or GENERATOR:ROWS:SEED:OPTION=NUMBER,... What stands in
-<answer> tags is scored, else the last number of the text where the right answer is a number, else the whole text.
+A name in data.train and data.eval is GENERATOR:ROWS:SEED, or GENERATOR:ROWS:SEED:OPTION=NUMBER,... The score is that of
+the text in <answer> tags; without tags, of the last number if the right answer is a number, else of the whole text.
 """
 
 import json

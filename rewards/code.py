@@ -1,6 +1,6 @@
 """Run the program of an answer on the tests of its row, in a sandbox: reward.functions.code=rewards/code.py:code.
 
-Where a test compares a value with a literal, the program only returns the value and the comparison is made here: the
+If a test compares a value with a literal, the program only returns the value and the comparison is made here, so the
 process of the program never holds the expected value. docs/rewards.md says which tests are of that kind.
 """
 
@@ -19,7 +19,7 @@ MAX_VALUE = 1_000_000  # characters of a value's repr; parsing takes 300 times a
 
 
 class Step(NamedTuple):
-    """A part of a test: statements to run, or an expression whose value `accepts` must be true for."""
+    """A part of a test: statements to run, or an expression whose value must satisfy `accepts`."""
 
     source: str
     accepts: Callable[[Any], bool] | None = None
@@ -36,9 +36,9 @@ def code(
     allow_writes: bool = False,
     prelude: str = "",
 ) -> float:
-    """1 if the last fenced block, after `prelude`, passes all tests of the row (`partial`: the share); no block is 0.
+    """1 if the last fenced block, after `prelude`, passes all tests of the row, else 0. With `partial`: the share.
 
-    `find_tests` says where tests may be: assert statements, programs' input and output, or calls.
+    Tests are assert statements, a program's input and output, or calls; `find_tests` says where they may be.
     Raises sandbox.TooLong when one run takes longer than `seconds`, ValueError for a row without tests.
     """
     tests = find_tests(row, answer)
@@ -53,8 +53,8 @@ def code(
 
 
 def find_tests(row: dict, answer: str) -> dict:
-    """`tests`, or `inputs`, `outputs` and perhaps `fn_name`: columns of the row, else JSON in its reference answer, or
-    in verl's `reward_model.ground_truth`. Raises ValueError for a row without tests.
+    """`tests`, or `inputs`, `outputs` and perhaps `fn_name`. They are columns of the row, else JSON in its reference
+    answer, else JSON in verl's `reward_model.ground_truth`. Raises ValueError for a row without tests.
     """
     verl = row.get("reward_model")
     ground_truth = verl.get("ground_truth") if isinstance(verl, dict) else None
@@ -78,7 +78,7 @@ def find_tests(row: dict, answer: str) -> dict:
 
 
 def share_passed(program: str, found: dict, partial: bool, **limits) -> float:
-    """The share of the found tests that the program passes, with `partial`; else 1 or 0. Raises as sandbox.run."""
+    """1 if the program passes all tests, else 0; with `partial` the share that it passes. Raises as sandbox.run."""
     if found.get("tests"):
         tests = found["tests"] if isinstance(found["tests"], list) else [found["tests"]]
         if not all(isinstance(test, str) for test in tests):
@@ -143,7 +143,7 @@ def literal(node: ast.expr) -> Any:
 def call(program: str, name: str, arguments: str | list, wanted: Any) -> Step:
     """A call of a function, or of a method of the class Solution, as APPS, TACO and Eurus write it.
 
-    The arguments are a list, or JSON, one a line; the wanted value is given itself or as JSON.
+    The arguments are a list, or JSON with one argument per line; the wanted value is a value or JSON.
     """
     values = [json.loads(line) for line in arguments.split("\n")] if isinstance(arguments, str) else arguments
     if isinstance(wanted, str):

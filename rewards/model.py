@@ -1,6 +1,6 @@
 """A sequence-classification model as a reward: reward.functions.model=rewards/model.py:Model.
 
-One process of a rank loads all models. It gets several answers at once, since the class has a method `batch`.
+One process per rank loads all models. It gets several answers at once, since the class has a method `batch`.
 """
 
 import functools
@@ -17,8 +17,8 @@ CONVERT = (
 class Model:
     """The score, a model's first logit, of the response to row[prompt_key], a text or messages.
 
-    `device` cuda is the trainer's own GPU. Of longer conversations the model reads the last `max_tokens`. `pairs`: the
-    tokenizer gets question and answer as two texts, as BERT-like models need them.
+    With `device` cuda it shares the trainer's GPU. It reads the last `max_tokens` tokens of a longer conversation. With
+    `pairs` the tokenizer gets question and answer as two texts, as BERT-like models need them.
     """
 
     def __init__(

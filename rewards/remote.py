@@ -11,8 +11,9 @@ def remote(
 ) -> dict[str, float]:
     """What an HTTP endpoint replies to a POST of {"text", "answer", "row"}: {"reward": number}, or other parts.
 
-    Retries without a connection, without a reply in `timeout_s`, and on 408, 429 and 5xx: at once, after 2 `backoff_s`,
-    after 4, ... Raises ConnectionError after the last retry, and at once on any other 4xx.
+    It retries if there is no connection or no reply within `timeout_s`, and after status 408, 429 or 5xx. The first
+    retry is immediate, the next ones wait 2, 4, ... times `backoff_s`. Raises ConnectionError after the last retry,
+    and at once after any other 4xx.
     """
     plan = Retry(
         retries,

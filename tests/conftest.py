@@ -27,7 +27,14 @@ def pytest_addoption(parser) -> None:
     parser.addoption("--run", metavar="OUTPUT_DIR", help="a run that tests/oracle repeats (docs/forking.md)")
     parser.addoption("--museum-page", action="store_true", help="write docs/dev/museum.md after all of tests/museum")
     parser.addoption("--kills", type=int, default=10, help="runs that tests/faults/test_kills.py kills")
-    parser.addoption("--all-starts", action="store_true", help="all runs of tests/faults/test_clean_starts.py")
+    parser.addoption("--all-starts", action="store_true", help="all healthy runs of tests/faults, not some")
+
+
+def pytest_generate_tests(metafunc) -> None:
+    """The healthy runs of tests/faults: all with --all-starts, else one in EVERY of the module."""
+    if "start" in metafunc.fixturenames and hasattr(metafunc.module, "STARTS"):
+        every = 1 if metafunc.config.getoption("--all-starts") else metafunc.module.EVERY
+        metafunc.parametrize("start", list(metafunc.module.STARTS)[::every])
 
 
 def pytest_runtest_setup(item) -> None:

@@ -21,9 +21,9 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1176,
-    "support/base": 743, "support/check": 577, "support/data": 433, "support/engine": 256, "support/judge": 195,
-    "support/model": 1071, "support/proof": 973, "support/run": 1050, "support/step": 1032,
-    "rewards": 185, "tools": 1049, "benchmarks": 675, "tests": 9369, "docs": 2948,
+    "support/base": 750, "support/check": 540, "support/data": 423, "support/engine": 256, "support/judge": 195,
+    "support/model": 1071, "support/proof": 973, "support/run": 1035, "support/step": 1022,
+    "rewards": 185, "tools": 1049, "benchmarks": 670, "tests": 8696, "docs": 2934,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

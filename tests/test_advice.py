@@ -8,8 +8,8 @@ from statistics import fmean, pstdev
 import pytest
 
 from config import Config
-from support.base import remedies
 from support.base.read_config import override
+from support.check import explain
 from support.run.advice import RULES, Advice
 from tests.conftest import REPO, read_rows, write_rows
 from tests.test_knobs import legal_keys
@@ -67,10 +67,10 @@ def test_a_rule_speaks_as_soon_as_its_evidence_is_enough(rule, before, step, ste
 
 
 def test_every_rule_has_such_a_test_and_names_keys_that_exist():
-    """As do the remedies of memory and of the plan's warnings."""
+    """As do the remedies of memory."""
     assert {rule.__name__ for rule, *_ in RULES} == {case[0] for case in CASES}
-    lists = [turn for *_, turn in RULES] + [remedy.turn for remedy in remedies.MEMORY.values()]
-    text = json.dumps([lists, [*remedies.VLLM_MEMORY.values()], [*remedies.PLAN.values()]])
+    lists = [turn for *_, turn in RULES] + [remedy.turn for remedy in explain.MEMORY.values()]
+    text = json.dumps([lists, [*explain.VLLM_MEMORY.values()]])
     keys = set(re.findall(r"\b(?:algo|data|megatron|model|parallel|reward|rollout|train)\.\w+(?:\.\w+)*", text))
     assert len(keys) >= 30 and keys <= legal_keys()
 
@@ -193,8 +193,6 @@ def test_no_healthy_run_ends(train_forked, tiny, tmp_path, name):
     config = name if (REPO / f"configs/{name}.yaml").exists() else "tiny"
     if name == "tiny_turns":
         overrides.append("data.train='123'")
-    if name == "ablations/gspo":  # its bounds are narrow: at the demo's rate the clip binds at a third of the tokens
-        overrides.append("train.lr=3e-4")
     if name == "self":
         overrides += ["data.hint_key=answer", "algo.advantage=none"]
     run = train_forked(1, *overrides, config=config)

@@ -161,7 +161,6 @@ def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, slow_disk
     naming.join()
     assert file.exists() and named.exists()
     assert json.loads((named / "state.json").read_text()) == {"step": 2, "of a fork": [float(np.float32(0.1)), 2.0]}
-    writer.rollouts.close()
 
 
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from support.base import versions
 from support.base.files import write_versions
 from support.base.read_config import load_config
 from support.model import checkpoint, cpu_backend
-from support.run import debug
+from support.run import launch
 from tests.conftest import REPO
 from tools import doctor, machine
 from tools.doctor import STOP, WARN
@@ -239,18 +239,18 @@ def test_a_run_and_its_checkpoints_say_what_made_them(shared):
 
 
 def test_debug_sets_and_prints(monkeypatch, capsys):
-    for name in debug.VARIABLES:  # set first, so that what --debug sets is taken back too
+    for name in launch.DEBUG_VARIABLES:  # set first, so that what --debug sets is taken back too
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_DEBUG", "TRACE")
     level, cfg = dist.get_debug_level(), load_config(str(REPO / "configs/tiny.yaml"), ["seed=7"])
     try:
-        debug.turn_on(cfg)
+        launch.turn_debugging_on(cfg)
         said = capsys.readouterr().out
         assert "NCCL_DEBUG=TRACE" in said and "TORCH_DISTRIBUTED_DEBUG=DETAIL" in said and "seed=7;" in said
         assert dist.get_debug_level() == dist.DebugLevel.DETAIL and torch.is_anomaly_enabled()
         monkeypatch.setenv("RANK", "1")
-        debug.turn_on(cfg)
+        launch.turn_debugging_on(cfg)
         assert capsys.readouterr().out == ""
     finally:
         torch.autograd.set_detect_anomaly(False)

@@ -19,7 +19,7 @@ from config import TrainingError, UserError
 from support.base import processes, rollout_files
 from support.base.files import complete_folder, lock_output_dir, open_output_dir
 from support.base.rollout_files import RolloutWriter
-from support.check.preflight import explain_disk_error
+from support.check import explain
 from tests.conftest import REPO
 
 
@@ -114,9 +114,7 @@ def test_files_are_on_the_disk_before_their_folder_has_its_name(tmp_path, monkey
 
 @pytest.fixture
 def writer():
-    writer = RolloutWriter()
-    yield writer
-    writer.close()
+    return RolloutWriter()
 
 
 def made_up(text: str = "ab") -> SimpleNamespace:
@@ -161,7 +159,7 @@ def test_a_slow_disk_holds_the_loop_up_from_the_third_file_on(writer, slow_disk,
     writer.finish()
     assert [json.loads(file.read_text())["text"] for file in files[:3]] == ["as it was"] * 2 + ["changed later"]
     writer.write(files[3], [])
-    writer.close()  # writes what waits
+    writer.finish()
     assert files[3].read_text() == "" and sorted(tmp_path.iterdir()) == files
 
 
@@ -184,7 +182,7 @@ def test_a_full_disk_is_told_by_the_next_call(writer, tmp_path):
         with pytest.raises(OSError, match="No space left on device") as raised:
             call()
     assert raised.value.errno == errno.ENOSPC and list(tmp_path.iterdir()) == []
-    said = explain_disk_error("save", raised.value, tmp_path)
+    said = explain.disk_error("save", raised.value, tmp_path)
     assert said.startswith("a file could not be written in the phase save: [Errno 28] No space left on device")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from support.base import memory
 from support.base.read_config import load_config
-from support.check import costs, machines, preflight
+from support.check import costs, explain, machines
 from support.run import clock
 from tests.conftest import REPO
 
@@ -92,7 +92,7 @@ TORCH_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: 
     ],
 )
 def test_out_of_memory(phase, error, said):
-    text = preflight.explain_out_of_memory(phase, error)
+    text = explain.out_of_memory(phase, error)
     assert f"in the phase {phase}, whose budget is " in text and "second line" not in text
     assert 3 <= len(text.partition("turn one of: ")[2].split("; ")) <= 5
     assert all(part in text for part in said), text

@@ -86,19 +86,20 @@ class Live(TorchDispatchMode):
         return out
 
 
-def peaks(cfg) -> tuple[int, int]:
-    """Bytes of scoring and of an update beyond weights and gradients, of one row of 512 tokens."""
+def peaks(cfg, prompt: int, answer: int) -> tuple[int, int]:
+    """Bytes of scoring and of an update beyond weights and gradients, of one row: four answers to a prompt."""
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, cfg.megatron)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
     weights, gradients, *_ = held_bytes(model, optimizer)
-    ids = np.random.default_rng(0).integers(2, 4000, (4, 128)).tolist()
-    samples = [train_grpo.Sample(n, [1], ids[n], [-1.0] * 128, True, "", "") for n in range(4)]
+    ids = np.random.default_rng(0).integers(2, 4000, (4, answer)).tolist()
+    samples = [train_grpo.Sample(n, [1] * prompt, ids[n], [-1.0] * answer, True, "", "") for n in range(4)]
     batch = train_grpo.flatten(samples)
     with Live() as scoring:
         old_logp = train_grpo.score(model, batch, cfg)
-    weights_F = train_grpo.loss_weights(batch, [0, 1, 2, 3], "token_mean", 128)
-    batch = replace(batch, weights=weights_F, advantages=torch.ones(512), old_logp=old_logp)
+    batch = replace(
+        batch, weights=batch.mask / batch.mask.sum(), advantages=torch.ones_like(old_logp), old_logp=old_logp
+    )
     (row,) = to_micro_batches(batch, [0, 1, 2, 3], 512, cfg)
     with Live() as training:
         train_grpo.forward_backward(model, optimizer, [row], cfg)
@@ -123,10 +124,11 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, family, more):
     rows = [f"train.{kind}max_tokens_per_micro_batch=512" for kind in ("", "logprob_")]
     cfg = load_config(TINY, [f"model.path={tmp_path}", "data.train=unused", "algo.entropy_coef=0.1", *rows, *more])
     hf = transformers.AutoConfig.from_pretrained(tmp_path)
-    scoring, training = peaks(cfg)
-    kept, _ = plan.activation_bytes(hf, cfg, 0)
-    assert kept + plan.head_bytes(hf, cfg, 512, plan.LOGIT_TRAIN) == pytest.approx(training, rel=0.1)
+    scoring, training = peaks(cfg, prompt=1, answer=128)
+    planned = plan.activation_bytes(hf, cfg, 0)[0] + plan.head_bytes(hf, cfg, 512, plan.LOGIT_TRAIN)
+    assert planned == pytest.approx(training, rel=0.1)
     assert plan.head_bytes(hf, cfg, 512, plan.LOGIT_SCORE) == pytest.approx(scoring, rel=0.1)
+    assert np.less(peaks(cfg, prompt=160, answer=72), (scoring, training)).all()  # shared: copies are within the row
 
 
 def on_gpu(*keys: str) -> dict[str, dict[str, int]]:

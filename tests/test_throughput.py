@@ -11,7 +11,7 @@ import train_grpo
 from benchmarks import works
 from support.base.read_config import load_config
 from support.check import run_plan
-from support.run import progress
+from support.run import logs
 from support.step import metrics, throughput
 from tests.conftest import REPO
 
@@ -74,8 +74,8 @@ def test_rows_of_all_ranks(monkeypatch):
 
 def test_progress_by_hand(monkeypatch):
     now = iter([100.0, 110.0, 126.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
-    run = progress.Progress(steps=12, prompts=40, sampled=20)
+    monkeypatch.setattr(logs.time, "monotonic", lambda: next(now))
+    run = logs.Progress(steps=12, prompts=40, sampled=20)
     assert run.add({"step": 6, "groups/sampled": 10, "time/step": 8.0}) == {
         "epoch": 0.75, "time/between": 2.0, "time/left": 60.0, "time/eval_frac": 0.0, "gpu/busy": None,
     }  # fmt: skip
@@ -96,8 +96,8 @@ def test_the_readings_of_a_gpu(monkeypatch):
         except StopIteration:
             raise Lost from None
 
-    monkeypatch.setattr(progress.time, "sleep", lambda seconds: None)
-    gpu = progress.GpuUse()
+    monkeypatch.setattr(logs.time, "sleep", lambda seconds: None)
+    gpu = logs.GpuUse()
     assert gpu.read_mean() is None
     gpu.nvml, gpu.handle = SimpleNamespace(NVMLError=Lost, nvmlDeviceGetUtilizationRates=read), None
     gpu.read_always()  # until the driver does not answer any more

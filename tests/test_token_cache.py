@@ -54,7 +54,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 def is_cached(prompts) -> bool:
     """Whether the token ids are mapped from the cache."""
-    return isinstance(prompts.tokens.ids, pyarrow.ChunkedArray)
+    return isinstance(prompts.ids, pyarrow.ChunkedArray)
 
 
 def cached_files(cache: Path) -> set[tuple]:
@@ -119,7 +119,7 @@ from support.data.prompts import fingerprint, load_prompts, load_tokenizer
 token_cache.LARGE_BYTES = 100_000
 cfg = DataConfig(train=sys.argv[2] + "/[ab].jsonl", answer_key="reward_model.ground_truth", max_prompt_tokens=90)
 prompts, dropped = load_prompts(cfg, load_tokenizer(sys.argv[2] + "/tokenizer"))
-print(type(prompts.tokens.ids).__name__, len(prompts) + dropped, fingerprint(prompts))
+print(type(prompts.ids).__name__, len(prompts) + dropped, fingerprint(prompts))
 """
 
 

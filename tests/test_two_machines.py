@@ -139,7 +139,7 @@ def test_a_machine_that_dies(machines, start, on_one_machine):
     second.kill()
     again = start(south)
     assert first.end() == 0 and again.end() == 0, first.text + again.text
-    gone = r"\nerror: rank [01], in the phase \w+: another rank is gone, on south \(.*go on with resume=auto\n"
+    gone = r"\nerror: rank [01], in the phase \w+: another rank is gone \(.*go on with resume=auto\n"
     assert re.search(gone, first.text) and re.search(r"resume:  after step [24], from ", first.text), first.text
     assert result(first) == on_one_machine
 

@@ -15,7 +15,7 @@ import torch, torch.distributed as dist
 from support.base import ranks
 from support.step.records import gather_samples
 from support.run.clock import Clock, StopRequested
-from support.run.signals import StopSignals
+from support.run.clock import StopSignals
 from support.run.watchdog import Watchdog
 
 rank, restart = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -270,7 +270,7 @@ assert zero["cut"].tolist() == one["cut"].tolist() == [0, 2, 4]
 def test_ranks_agree_and_a_clock(forked):
     program = """
 import math
-from support.check import preflight
+from support.check import machines
 assert ranks.on_any_rank(rank == 1) and not ranks.on_any_rank(False)
 assert ranks.gather(rank) == [0, 1]
 assert ranks.on_first_rank(lambda: "lock") == (None if rank else "lock")
@@ -278,17 +278,17 @@ assert ranks.on_first_rank(lambda: "lock") == (None if rank else "lock")
 def say_error(action, *arguments):
     try:
         action(*arguments)
-    except (ranks.UserError, ValueError) as error:
+    except (ranks.UserError, ranks.RankError) as error:
         print(f"{error}\\n", end="", flush=True)
 
 say_error(ranks.on_first_rank, lambda: int("x"))
 config = {"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": 3}, "megatron": {"field": 1} if rank else {}}
-preflight.check_same_config({"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": math.nan}})
+machines.check_same_config({"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": math.nan}})
 pair, alone = dist.new_group([0, 1]), dist.new_group([1])
-preflight.check_groups({"tp": pair, "pp": alone if rank == 1 else None}, 30)
-say_error(preflight.check_same_config, config | {"train": {"lr": 1e-6 if rank == 0 else 1e-5}})
+machines.check_groups({"tp": pair, "pp": alone if rank == 1 else None}, 30)
+say_error(machines.check_same_config, config | {"train": {"lr": 1e-6 if rank == 0 else 1e-5}})
 if rank == 0:
-    say_error(preflight.check_groups, {"tp": pair}, 1)
+    say_error(machines.check_groups, {"tp": pair}, 1)
 dist.barrier()
 
 clock = Clock(stall_timeout_s=60)

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import megatron_bridge as bridge
 from config import Config, LoraConfig, ParallelConfig, UserError
 from support.base.read_config import load_config
-from support.base.remedies import MEMORY, VLLM_MEMORY
 from support.check import checks
 from support.check.costs import PHASES, costs, host_bytes, host_stepped
+from support.check.explain import MEMORY, NO_CACHE, VLLM_MEMORY
 from support.run.inputs import check_models
 
 # isort: split
@@ -183,7 +183,8 @@ def activation_bytes(hf, cfg: Config, stage: int) -> tuple[int, int]:
     """(activations that a pipeline stage keeps for the backward pass, what is recomputed and its gradients within it).
 
     Each micro-batch in flight keeps its own: on stage i of p these are p - i; with v chunks a stage, each 1 / v of a
-    micro-batch, 2 (p - i - 1) + (v - 1) p + 1 (arXiv 2104.04473). An update with fewer keeps less.
+    micro-batch, 2 (p - i - 1) + (v - 1) p + 1 (arXiv 2104.04473). An update with fewer keeps less. Keys and values of
+    shared prompts, copied for each answer, are within: packing.COPY counts them as positions of the row.
     """
     p = cfg.parallel
     layers = hf.num_hidden_layers // (p.pp * p.vpp)
@@ -369,7 +370,7 @@ def shortage(cfg: Config, found: Plan) -> str | None:
         lines += [f"  {phase}: turn one of {'; '.join(MEMORY[phase].turn)}" for phase in over]
     if found.sampling.sequences == 0:
         lines.append(f"vLLM's share of the GPU has no room for one sample of {checks.longest_sample(cfg)} tokens")
-        lines.append(f"  turn one of {'; '.join(VLLM_MEMORY['No available memory for the cache blocks'])}")
+        lines.append(f"  turn one of {'; '.join(VLLM_MEMORY[NO_CACHE])}")
     return "\n".join(lines) or None
 
 

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
@@ -123,6 +124,21 @@ def write_versions(path: Path, step: int) -> None:
 
 
 # ---------------------------------------------------------------- writing to the disk
+
+
+def try_to_write(folder: Path) -> OSError | None:
+    """What the system says where it refuses a small file in `folder` or the nearest above; None where it writes it."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=nearest_existing(folder), prefix=".writable-") as file:
+            file.write(bytes(1 << 20))
+    except OSError as error:
+        return error
+    return None
+
+
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
 
 
 def write_synced(path: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 import difflib
 import re
 import typing
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ import pydantic
 import yaml
 
 from config import Config, Section, UserError
+from support.base.processes import REPO
 from support.base.require import require
 
 SECTIONS = {key: kind for key, kind in Config.__annotations__.items() if isinstance(kind, type(Section))}
 KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields)]
 
-FOREIGN_KEYS = Path(__file__).with_name("foreign_keys.yaml")
-PAGE = "docs/from-other-trainers.md"
+PAGE = "docs/from-other-trainers.md"  # its tables have keys of other trainers
 
 
 def load_config(path: str, overrides: list[str]) -> Config:
@@ -167,7 +168,7 @@ def validate(tree: dict, path: str) -> Config:
     name, problem = wrong[0]
     if problem["type"] == "extra_forbidden":
         unknown = {name: problem["input"] for name, problem in wrong if problem["type"] == "extra_forbidden"}
-        raise UserError("\n       ".join(line for item in unknown.items() for line in explain_unknown(*item)))
+        raise UserError(explain_unknown(unknown))
     key = max((key for key in KEYS if f"{name}.".startswith(f"{key}.")), key=len)  # beyond it stand types of a union
     section, _, inside = key.rpartition(".")
     kind = (SECTIONS[section] if section else Config).model_fields[inside].annotation
@@ -181,19 +182,40 @@ def validate(tree: dict, path: str) -> Config:
     raise UserError(f"{key}={problem['input']!r}: {must}")
 
 
-def explain_unknown(name: str, value: Any) -> list[str]:
-    """A line for an unknown key; for a section one of each key, if another trainer has any of them."""
-    if name in GONE:
-        return [f"unknown key {name!r}; {GONE[name]}"]
-    foreign = yaml.load(FOREIGN_KEYS.read_text(), Loader)
-    ours = {key: of_other_trainers(key, foreign) for key, _ in dotted_items({name: value})}
-    if not any(ours.values()):
-        return [f"unknown key {name!r}; the nearest legal key is {nearest(name.lower(), KEYS)!r}"]
-    return [f"unknown key {key!r}; " + (f"here {here}" if here else f"see {PAGE}") for key, here in ours.items()]
+def explain_unknown(unknown: dict[str, Any]) -> str:
+    """What is right in place of unknown keys, a line each; of a section, a line for each key that it holds, where
+    another trainer has any of them.
+    """
+    foreign = foreign_keys()
+    lines = []
+    from_another = False
+    for name, value in unknown.items():
+        ours = {key: of_other_trainers(key, foreign) for key, _ in dotted_items({name: value})}
+        if name in GONE:
+            lines.append(f"unknown key {name!r}; {GONE[name]}")
+        elif any(ours.values()):
+            from_another = True
+            lines += [f"unknown key {key!r}; here {', '.join(here) or 'none'}" for key, here in ours.items()]
+        else:
+            lines.append(f"unknown key {name!r}; the nearest legal key is {nearest(name.lower(), KEYS)!r}")
+    if from_another:
+        lines.append(f"{PAGE} says what else differs")
+    return "\n       ".join(lines)
 
 
-def of_other_trainers(key: str, foreign: dict[str, str]) -> str | None:
-    """What stands here for a key of another trainer: the row of `foreign` that is its longest ending, else None.
+def foreign_keys() -> dict[str, list[str]]:
+    """{key of another trainer, or its end: our keys}, by the tables of PAGE, whose first column has ours."""
+    found = defaultdict(list)
+    for line in (REPO / PAGE).read_text().splitlines():
+        if line.startswith("| `"):
+            ours, *theirs = [re.findall(r"`([\w.]+)`", cell) for cell in line.split("|")[1:]]
+            for name in dict.fromkeys(name.lower() for cell in theirs for name in cell):
+                found[name] += ours
+    return found
+
+
+def of_other_trainers(key: str, foreign: dict[str, list[str]]) -> list[str]:
+    """Our keys for a key of another trainer: those of its longest ending in `foreign`; none where there is none.
 
     A last name that keys of ours have too does not count without its section, which may be one of ours, misspelt.
     """
@@ -201,7 +223,7 @@ def of_other_trainers(key: str, foreign: dict[str, str]) -> str | None:
     endings = [".".join(names[first:]) for first in range(len(names))]
     if len(names) > 1 and any(known.endswith(f".{names[-1]}") for known in KEYS):
         endings.pop()
-    return next((foreign[ending] for ending in endings if ending in foreign), None)
+    return next((foreign[ending] for ending in endings if ending in foreign), [])
 
 
 def nearest(name: str, legal: list[str]) -> str:

@@ -48,10 +48,6 @@ class RolloutWriter:
         """Wait until all files are on the disk."""
         self._wait(unfinished=0)
 
-    def close(self) -> None:
-        """Write the queued files, then end the thread."""
-        self.thread.shutdown()
-
     def _wait(self, unfinished: int) -> None:
         while self.jobs and (len(self.jobs) > unfinished or self.jobs[0].done()):
             self.jobs[0].result()  # a failure stays the first, and is raised each time
@@ -61,18 +57,16 @@ class RolloutWriter:
 def write_in_process(path: str, rows: list[dict]) -> None:
     """Have a process write a file. Raises the process's exception."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with processes.start_module("support.base.rollout_files", path, ignore_sigterm=True, **pipes) as process:
-        try:
-            with process.stdin as file:
-                pickle.dump(rows, file, protocol=5)
-            failure = pickle.load(process.stdout)
-        except (BrokenPipeError, EOFError):
-            from config import TrainingError  # here, since the process imports this file and needs no pydantic
+    process = processes.start_module("support.base.rollout_files", path, ignore_sigterm=True, **pipes)
+    reply, _ = process.communicate(pickle.dumps(rows, protocol=5))
+    if not reply:
+        from config import TrainingError  # here, since the process imports this file and needs no pydantic
 
-            raise TrainingError(
-                f"the process that writes {path} died (exit code {process.wait()}), maybe killed as host memory ran "
-                "out. Go on with resume=auto"
-            ) from None
+        raise TrainingError(
+            f"the process that writes {path} died (exit code {process.returncode}), maybe killed as host memory ran "
+            "out. Go on with resume=auto"
+        )
+    failure = pickle.loads(reply)
     if failure is not None:
         raise failure
 

@@ -13,11 +13,11 @@ import transformers
 import megatron_bridge as bridge
 from config import Config, LoraConfig, UserError
 from support.base import versions
-from support.base.hf_folder import check_found, local_folder, safetensor_files
+from support.base.hf_folder import check_found, safetensor_files
 from support.base.require import require
 from support.check import options
 from support.model.attention import rotary_embedding, sliding_window
-from support.step import named_rewards, teacher
+from support.step import named_rewards
 from support.step.packing import attention_pads
 
 # ---------------------------------------------------------------- the configuration
@@ -79,11 +79,11 @@ def check_sampling(cfg: Config) -> None:
         a.overlong_buffer <= r.max_new_tokens,
         f"algo.overlong_buffer={a.overlong_buffer} is beyond rollout.max_new_tokens={r.max_new_tokens}",
     )
-    require(
-        (r.top_p == 1 and r.top_k == -1) or bool(r.max_logp_gap),
-        f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut distribution, "
-        "the trainer's of the full one. Use 1 and -1, or set rollout.max_logp_gap=inf to train all the same",
-    )
+    if (r.top_p != 1 or r.top_k != -1) and not r.max_logp_gap:
+        raise UserError(
+            f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut "
+            "distribution, the trainer's of the full one. Use 1 and -1, or set rollout.max_logp_gap=inf to train anyway"
+        )
 
 
 def check_logs(cfg: Config, world_size: int) -> None:
@@ -202,11 +202,11 @@ def check_state_and_precision(cfg: Config) -> None:
         "model.fp32_head=true is for model.dtype=bf16, and reads the head's weight before "
         "megatron.overlap_param_gather has put it together; use fp32_head=false or overlap_param_gather=false",
     )
-    require(
-        not r.exact or (r.tp == p.tp and not r.vllm.get("quantization")),
-        f"rollout.exact=true: sums have the same order on both sides only where rollout.tp={r.tp} is "
-        f"parallel.tp={p.tp}, and in the same precision; set them alike, and leave out rollout.vllm.quantization",
-    )
+    if r.exact and (r.tp != p.tp or r.vllm.get("quantization")):
+        raise UserError(
+            f"rollout.exact=true: sums have the same order on both sides only where rollout.tp={r.tp} is "
+            f"parallel.tp={p.tp}, and in the same precision; set them alike, and leave out rollout.vllm.quantization"
+        )
 
 
 def group_timeout_s(cfg: Config) -> float:
@@ -286,23 +286,6 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
     except (AssertionError, TypeError, ValueError) as error:
         given = ", ".join(f"megatron.{name}" for name in cfg.megatron) or "empty"
         raise ValueError(f"{model}: Megatron-core refuses this layout or megatron section ({given}): {error}") from None
-
-
-def check_teacher(cfg: Config) -> None:
-    """See, as check_model does, that a teacher that is another model can be built and split. Raises ValueError."""
-    path = teacher.another(cfg)
-    if path:
-        check_model(cfg, path, rollout_tp=1, key="algo.teacher")
-        teacher.check_vocabulary(cfg)
-
-
-def check_teacher_files(cfg: Config, tokenizer, weights: bool) -> None:
-    """Check a teacher that is another model: its tokens and, with `weights`, its weights. Raises ValueError."""
-    path = teacher.another(cfg)
-    if path and weights:
-        check_weights(local_folder(path), key="algo.teacher")
-    if path:
-        teacher.check_tokens(cfg, tokenizer)
 
 
 def check_routes(cfg: Config) -> None:

@@ -4,24 +4,27 @@ What slows a run down, and why no GPU is seen, python -m tools.doctor says. Each
 and raises UserError; a failure between ranks is a RankError.
 """
 
-import itertools
 import os
+import shutil
 import socket
+import threading
+from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
 import megatron_bridge as bridge
 from config import Config, RankError, UserError
-from support.base import hf_folder, launchers, memory, ranks, versions
-from support.base.remedies import HOST_MEMORY
+from support.base import files, hf_folder, launchers, memory, ranks, versions
+from support.base.read_config import dotted_items
 from support.base.require import require
 from support.base.versions import gib
-from support.check import checks, costs, preflight
+from support.check import checks, costs
+from support.check.explain import HOST_MEMORY
 from support.step import teacher
 
+GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
 ON_GPUS_ONLY = ("quantization", "enable_expert_parallel", "enable_sleep_mode", "enable_chunked_prefill")
 
 
@@ -86,58 +89,75 @@ def check_without_gpu(cfg: Config) -> None:
     require(not asked, f"{', '.join(asked)}: works on GPUs only, and there is no GPU here; leave it out")
 
 
-def check_machines(cfg: Config, data: str) -> dict[str, str]:
-    """Check what check_ranks does, the disk on rank 0 and the memory of each machine; returns what it does."""
-    owners = check_ranks(cfg, "data.train", data)
+def check_machines(cfg: Config, data: str) -> None:
+    """Check what check_ranks does, the disk on rank 0 and the memory of each machine. Raises UserError."""
+    check_ranks(cfg, "data.train", data)
     ranks.on_first_rank(lambda: check_first_host(cfg))
     if os.environ["LOCAL_RANK"] == "0":
         warning = check_host_memory(cfg)
         if warning is not None:
             ranks.say(f"warning: {warning}")
-    return owners
 
 
-def check_ranks(cfg: Config, key: str, data: str) -> dict[str, str]:
-    """Check configuration, data and code between ranks.
+def check_ranks(cfg: Config, key: str, data: str) -> None:
+    """Check configuration, data and code between ranks, and print which are on which of several machines.
 
     `data` is the fingerprint of the prompts of `key`, which files of another machine, or rows that a function makes,
-    may change. Returns what name_machines does. Raises UserError.
+    may change. Raises UserError.
     """
-    compared = {**cfg.model_dump(), f"prompts of {key}": data, "commit": versions.versions()["commit"]}
-    try:
-        preflight.check_same_config(compared)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    return name_machines()
+    commit = versions.versions()["commit"]
+    check_same_config({**cfg.model_dump(), f"prompts of {key}": data, "commit": commit})
 
 
-def name_machines() -> dict[str, str]:
-    """Print which ranks are on which machine where there are several.
+def check_same_config(config: dict) -> None:
+    """Raises UserError, on every rank, if the ranks do not hold the same configuration: which keys differ, and where.
 
-    Returns {network address: machine} of several machines, since errors of gloo and NCCL name addresses. An address
-    that is not of one machine alone, such as 127.0.0.1, is left out.
+    `config` is {section: {key: value}}, as deep as it likes. Prints which ranks are where, on several machines.
     """
-    cards = itertools.chain(*psutil.net_if_addrs().values())
-    own = {card.address for card in cards if card.family in (socket.AF_INET, socket.AF_INET6)}
-    machines, addresses = zip(*ranks.gather((socket.gethostname(), own)), strict=True)
-    if len(set(machines)) == 1:
-        return {}
-    if dist.get_rank() == 0:
+    own = {key: str(value) for key, value in dotted_items(config)}
+    machines, tables = zip(*ranks.gather((socket.gethostname(), own)), strict=True)
+    others = [table for table in tables if table != tables[0]]
+    lines = []
+    for key in dict.fromkeys(key for table in tables for key in table):
+        values = [table.get(key, "not set") for table in tables]
+        if len(set(values)) > 1:
+            lines.append(f"  {key}: {ranks.describe(values, machines)}")
+    require(
+        not lines,
+        f"{len(others)} of {len(tables)} ranks have another configuration than rank 0; start every machine "
+        "with the same files and overrides:\n" + "\n".join(lines),
+    )
+    if dist.get_rank() == 0 and len(set(machines)) > 1:
         print(f"machines: {ranks.describe(machines)}", flush=True)
-    owners = {}
-    for machine, known in zip(machines, addresses, strict=True):
-        for address in known:
-            owners.setdefault(address, set()).add(machine)
-    return {address: names.pop() for address, names in owners.items() if len(names) == 1}
 
 
 def check_first_host(cfg: Config) -> None:
-    """Check versions (a warning), the output folder and its disk. Raises ValueError."""
+    """Check versions (a warning), the output folder and its disk. Raises UserError."""
     for warning in versions.check_versions():
         print(f"warning: {warning}", flush=True)
-    preflight.check_writable(Path(cfg.output_dir))
+    check_writable(Path(cfg.output_dir))
     weights = hf_folder.count_weights(cfg.model.path)
-    preflight.check_disk(Path(cfg.output_dir), costs.disk_bytes(cfg, weights))
+    check_disk(Path(cfg.output_dir), costs.disk_bytes(cfg, weights))
+
+
+def check_disk(folder: Path, bytes_needed: int) -> None:
+    """Raises UserError if the disk that the output folder is or will be on has less than that free."""
+    free = shutil.disk_usage(files.nearest_existing(folder)).free
+    require(
+        free >= bytes_needed,
+        f"output_dir={folder}: its disk has {gib(free)} free, this run saves {gib(bytes_needed)}; make room, "
+        "choose another output_dir, save less often (train.save_every) or keep less (train.keep_last)",
+    )
+
+
+def check_writable(folder: Path) -> None:
+    """Raises UserError if no file can be written in `folder`, or in the nearest folder above that exists."""
+    error = files.try_to_write(folder)
+    if error is not None:
+        raise UserError(
+            f"output_dir={folder}: cannot write in {files.nearest_existing(folder)} ({error.strerror}); choose an "
+            "output_dir that this user may write to, on a disk with room"
+        )
 
 
 def check_host_memory(cfg: Config) -> str | None:
@@ -161,7 +181,45 @@ def build_process_groups(cfg: Config) -> None:
     """Build Megatron's process groups and run one all-reduce in each. Raises RankError."""
     timeout_s = checks.group_timeout_s(cfg)
     bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
-    try:
-        preflight.check_groups(bridge.process_groups(), min(timeout_s, preflight.GROUP_CHECK_S))
-    except ValueError as error:
-        raise RankError(str(error)) from None
+    check_groups(bridge.process_groups(), min(timeout_s, GROUP_CHECK_S))
+
+
+def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) -> None:
+    """One all-reduce in each process group, on all ranks in the same order; None where this rank is in no such group.
+
+    Raises RankError for one that fails, gives a wrong sum or takes more than `timeout_s`. Where it is one of
+    GPUs, leave with os._exit then: a thread may still hang in it.
+    """
+    for name, group in groups.items():
+        problem = group and try_all_reduce(group, timeout_s)
+        if problem:
+            members = ", ".join(map(str, dist.get_process_group_ranks(group)))
+            raise RankError(
+                f"the all-reduce of group {name} (ranks {members}) {problem}; likely a rank that died or never "
+                "started, a network interface that the nodes do not share (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or "
+                "a firewall between the nodes; NCCL_DEBUG=INFO says more"
+            )
+
+
+def try_all_reduce(group: dist.ProcessGroup, timeout_s: float) -> str | None:
+    """What is wrong with an all-reduce in a group; None where it gives the sum."""
+    on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
+    value = torch.tensor([dist.get_rank() + 1], device="cuda" if on_gpu else "cpu")
+    outcome = []  # the sum, or an error
+
+    def reduce() -> None:
+        try:
+            dist.all_reduce(value, group=group, async_op=True).wait(timedelta(seconds=timeout_s))
+            outcome.append(value.item())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=reduce, daemon=True)  # NCCL connects inside the call, before its timeout counts
+    thread.start()
+    thread.join(timeout_s + 1)
+    expected = sum(rank + 1 for rank in dist.get_process_group_ranks(group))
+    if not outcome or "timed out" in str(outcome[0]):
+        return f"did not finish within {timeout_s:g} s"
+    if isinstance(outcome[0], Exception):
+        return f"failed: {str(outcome[0]).splitlines()[0]}"
+    return None if outcome[0] == expected else f"gave {outcome[0]}, not {expected}"

@@ -3,7 +3,6 @@
 import os
 
 from config import Config
-from support.base.remedies import PLAN, try_one_of
 from support.step.packing import bubble
 
 
@@ -72,27 +71,42 @@ def warnings(cfg: Config, world_size: int) -> list[str]:
     samples //= replica_count(cfg, world_size)
     tokens = samples * (cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, 8)))  # a dry run plans for machines of eight GPUs
-    found = {}  # name in PLAN → what will be
+    more_samples = "try a larger rollout.prompts_per_step, fewer train.updates_per_step"
+    found = []
     if samples < p.pp:
-        idle = f"{bubble(max(samples, 1), p):.0%}"
-        text = f"{samples} samples a replica for parallel.pp={p.pp} stages, which idle at least {idle} of it"
-        found["few samples for the pipeline"] = f"an update has {text}"
+        found.append(
+            f"an update has {samples} samples a replica for parallel.pp={p.pp} stages, which idle at least "
+            f"{bubble(max(samples, 1), p):.0%} of it: {more_samples} or parallel.tp instead of parallel.pp"
+        )
     if cfg.rollout.vllm.get("quantization") and a.correction == "none":
-        text = "rollout.vllm.quantization makes vLLM sample from other weights than are trained"
-        found["quantized sampling"] = text
+        found.append(
+            "rollout.vllm.quantization makes vLLM sample from other weights than are trained: try algo.correction=tis "
+            "with rollout.max_logp_gap above the gap that the first steps show"
+        )
     if a.loss == "gspo" and a.correction != "none" and a.correction_level == "token":
-        text = f"algo.loss=gspo uses the ratio of an answer, but algo.correction={a.correction} that of each token"
-        found["ratios of tokens and answers"] = text
+        found.append(
+            f"algo.loss=gspo uses the ratio of an answer, but algo.correction={a.correction} that of each token: "
+            "try algo.correction_level=sequence with algo.correction=icepop or tis"
+        )
     for key, size in (("parallel.tp", p.tp), ("rollout.tp", cfg.rollout.tp)):
         if local % size:
-            text = f"{key}={size} spans machines of {local} ranks: messages in every layer take the slower network"
-            found["tensor parallelism over machines"] = text
+            found.append(
+                f"{key}={size} spans machines of {local} ranks, and its messages in every layer take the slower "
+                "network: try one that divides the ranks of a machine, parallel.pp or parallel.cp in its place"
+            )
     if a.loss in ("ipo", "dppo_tv") and a.old_logp == "trainer" and t.updates_per_step * t.epochs_per_step == 1:
-        text = f"algo.loss={a.loss} masks by how far probabilities are from the old ones, which are the same in a first"
-        found["masks against the trainer"] = f"{text} update of algo.old_logp=trainer"
+        found.append(
+            f"algo.loss={a.loss} masks by how far probabilities are from the old ones, which are the same in a first "
+            "update of algo.old_logp=trainer: try algo.old_logp=rollout, which masks by the difference from vLLM"
+        )
     if t.share_prompts and not cfg.shares_prompts:
-        found["prompts not shared"] = "megatron.moe_aux_loss_coeff counts every token: each answer computes its prompt"
+        found.append(
+            "megatron.moe_aux_loss_coeff counts every token, so each answer computes its prompt: try "
+            "megatron.moe_aux_loss_coeff=0, or train.share_prompts=false, which says that it is meant"
+        )
     if tokens < t.max_tokens_per_micro_batch / 2:
-        text = f"an update has at most {tokens} tokens a replica, less than half of train.max_tokens_per_micro_batch"
-        found["small rows"] = f"{text}: small rows use a GPU badly"
-    return [f"{text}: {try_one_of(PLAN[name])}" for name, text in found.items()]
+        found.append(
+            f"an update has at most {tokens} tokens a replica, less than half of train.max_tokens_per_micro_batch: "
+            f"small rows use a GPU badly: {more_samples}"
+        )
+    return found

@@ -9,18 +9,18 @@ weight.
 import hashlib
 import json
 import operator
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
+from config import DataConfig
 from support.base.require import require
 from support.data import mixing, token_cache
 from support.data.tables import Table, check_text, concatenate, read_tables
 from support.data.tokens import (
-    Tokens,
     answer_text,
     check_columns,
     hinted_text,
@@ -43,22 +43,28 @@ class Prompt:
     asked: ndarray | None = None  # int32, the prompt with its hint, for the teacher; None without data.hint_key
 
 
+@dataclass
 class PromptSet(Sequence):
-    """The prompts of one set. Each is made when it is read, from `tokens` and its row of the `table`."""
+    """The prompts of one set. Each is made when it is read, from its row of the `table`."""
 
-    def __init__(self, cfg, tokens: Tokens, table: Table, tokenizer=None):
-        self.cfg = cfg
-        self.tokens = tokens
-        self.table = table
-        self.tokenizer = tokenizer
-        self.fingerprint = tokens.fingerprint
+    cfg: DataConfig
+    tokenizer: Any
+    table: Table
+    ids: Any  # pyarrow list array: of each row of the table the token ids of its prompt; empty where it is too long
+    rows: ndarray  # int64 [prompts]: the row of the table that each prompt comes from
+    fingerprint: str  # 16 hex digits that change with any token id, answer, source, or the order of the prompts
+
+    @property
+    def dropped(self) -> int:
+        """Rows whose prompt is too long."""
+        return len(self.table) - len(self.rows)
 
     def __len__(self) -> int:
-        return len(self.tokens.rows)
+        return len(self.rows)
 
     def __getitem__(self, i: int) -> Prompt:
-        number = int(self.tokens.rows[operator.index(i)])
-        ids = self.tokens.ids[number].as_py()
+        number = int(self.rows[operator.index(i)])
+        ids = self.ids[number].as_py()
         row = self.table[number]
         answer = answer_text(lookup(row, self.cfg.answer_key), self.cfg.answer_key)
         asked = None
@@ -124,26 +130,27 @@ def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[PromptSet | Mixtur
     value = getattr(cfg, key)
     if not isinstance(value, dict) or not value:
         prompts = load_set(cfg, tokenizer, value, f"data.{key}")
-        return prompts, prompts.tokens.dropped
+        return prompts, prompts.dropped
     sets = {name: (weight, load_set(cfg, tokenizer, name, f"data.{key}")) for name, weight in value.items()}
-    return Mixture(sets), sum(part.tokens.dropped for _, part in sets.values())
+    return Mixture(sets), sum(part.dropped for _, part in sets.values())
 
 
 def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
     """The prompts of the files or data sets that `value`, given at `key`, names. Raises ValueError."""
     import pyarrow
 
-    tables, files = read_tables(cfg, value, key)
+    tables = read_tables(cfg, value, key)
     rows = concatenate(tables, key)
     check_columns(cfg, rows, tables[0][0])
-    if sum(map(os.path.getsize, files)) >= token_cache.LARGE_BYTES:
-        columns = token_cache.tokenise_once(cfg, tokenizer, tables, files, key)
+    if not isinstance(rows, list) and rows.data.nbytes >= token_cache.LARGE_BYTES:
+        columns = token_cache.tokenise_once(cfg, tokenizer, rows, tables, key)
     else:
         check_text(tables, key)
         rows = rows if isinstance(rows, list) else rows.to_list()
         columns = tokenise(rows, cfg, tokenizer)
         columns["ids"] = pyarrow.array(columns["ids"], pyarrow.list_(pyarrow.int32()))
-    return PromptSet(cfg, select_prompts(columns, cfg, tables, value, key), rows, tokenizer)
+    chosen, digest = select_prompts(columns, cfg, tables, value, key)
+    return PromptSet(cfg, tokenizer, rows, columns["ids"], chosen, digest)
 
 
 def check_opening(prompt: Prompt, cfg, tokenizer) -> None:

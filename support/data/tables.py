@@ -25,29 +25,17 @@ Table = Any  # a datasets.Dataset, or a list of rows that a function of the user
 Source = tuple[str, dict]  # name of a file or hub data set, arguments of datasets.load_dataset
 
 
-def read_tables(cfg, value: str | list[str], key: str) -> tuple[list[tuple[str, Table]], list[str]]:
-    """(name, table) of all that `value`, given at `key`, stands for, and the files of this machine they come from.
-
-    Rows that a function of the user's makes come from no files. Raises ValueError.
-    """
+def read_tables(cfg, value: str | list[str], key: str) -> list[tuple[str, Table]]:
+    """(name, table) of all that `value`, given at `key`, stands for. Raises ValueError."""
     require(bool(value), f"{key}={value}: nothing to read; legal is {LEGAL}", ValueError)
     names = [value] if isinstance(value, str) else list(map(str, value))
     if cfg.custom is not None:
-        return [(name, custom_rows(cfg.custom, name, key)) for name in names], []
+        return [(name, custom_rows(cfg.custom, name, key)) for name in names]
     sources = [source for name in names for source in find_sources(name, cfg.split, key)]
     kinds = {arguments["path"]: file for file, arguments in sources if "data_files" in arguments}
     require(
         len(kinds) <= 1, f"{key} mixes file types ({', '.join(kinds.values())}); give files of one type", ValueError
     )
-    tables = load_tables(sources, key)
-    files = [name for name, _ in tables]
-    if not all(map(os.path.isfile, files)):  # a hub data set or an address: the library's own copies
-        files = [file["filename"] for _, table in tables for file in table.cache_files]
-    return tables, files
-
-
-def load_tables(sources: list[Source], key: str) -> list[tuple[str, Table]]:
-    """(name, datasets.Dataset) of every source. Raises ValueError."""
     import datasets
     import pyarrow
 

@@ -1,7 +1,7 @@
 """Large sets, tokenised once a machine by the `datasets` library: its cache files, which every rank memory-maps.
 
 One rank tokenises in several processes, while the others wait for its lock. The files are named by a digest of all
-inputs: the data files (path, size, time), the options, the tokenizer, versions.
+inputs: the tables, by their fingerprints, the options, the tokenizer, versions.
 
     <HF_DATASETS_CACHE>/train_grpo/<digest>*.arrow   the columns of tokens.tokenise; any of it may be deleted
                                    <digest>.lock     held while they are made
@@ -16,26 +16,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from support.base import processes
-from support.data.tables import Table, check_text, concatenate
+from support.data.tables import Table, check_text
 from support.data.tokens import columns_read, tokenise
 
-LARGE_BYTES = 16 * 2**20  # size of the files; every rank tokenises smaller sets, which is faster
+LARGE_BYTES = 16 * 2**20  # size of the tables; every rank tokenises smaller sets, which is faster
 FORMAT = 2  # version of the cache; increase it when tokens.tokenise gives other columns
 MAX_PROCESSES = 16  # each needs a few hundred MB
 
 
-def tokenise_once(cfg, tokenizer, tables: list[tuple[str, Table]], files: list[str], key: str) -> dict[str, Sequence]:
-    """The columns of `tokenise` for all rows, "ids" memory-mapped.
+def tokenise_once(cfg, tokenizer, rows: Table, tables: list[tuple[str, Table]], key: str) -> dict[str, Sequence]:
+    """The columns of `tokenise` for the rows of all `tables`, which `key` names, "ids" memory-mapped.
 
-    `files` are those of the tables, which `key` names. Raises ValueError for text that is no UTF-8, and where there can
-    be no cache.
+    Raises ValueError for text that is no UTF-8, and where there can be no cache.
     """
     import datasets
     import pyarrow
 
-    rows = concatenate(tables, key)
     root = Path(datasets.config.HF_DATASETS_CACHE, "train_grpo")
-    digest = cache_key(cfg, tokenizer, tables, files)
+    digest = cache_key(cfg, tokenizer, [table for _, table in tables])
     try:
         root.mkdir(parents=True, exist_ok=True)
         with open(root / f"{digest}.lock", "a") as lock:
@@ -83,16 +81,18 @@ def tokenise_batch(columns: dict[str, list], cfg, tokenizer) -> dict[str, list]:
     return tokenise(rows, cfg, tokenizer)
 
 
-def cache_key(cfg, tokenizer, tables: list[tuple[str, Table]], files: list[str]) -> str:
-    """A digest of all inputs that the tokens of a set depend on, 32 hex digits."""
+def cache_key(cfg, tokenizer, tables: list[Table]) -> str:
+    """A digest of all inputs that the tokens of a set depend on, 32 hex digits.
+
+    The library's fingerprint of a table changes with the paths, times and reader of its files.
+    """
     import tokenizers
     import transformers
 
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as saved:
         tokenizer.save_pretrained(saved)
         texts = [(path.name, path.read_bytes().hex()) for path in sorted(Path(saved).iterdir())]
-    states = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
-    names = [os.path.abspath(name) if os.path.isfile(name) else name for name, _ in tables]  # else a hub name, a slice
+    fingerprints = [table._fingerprint for table in tables]
     options = cfg.model_dump(exclude={"train", "eval", "custom"})
     versions = [FORMAT, tokenizers.__version__, transformers.__version__]
-    return hashlib.sha256(json.dumps([versions, names, states, options, texts]).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps([versions, fingerprints, options, texts]).encode()).hexdigest()[:32]

@@ -6,7 +6,6 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -99,16 +98,6 @@ def source_of(row: dict, key: str) -> str:
 # ---------------------------------------------------------------- many rows
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The prompts of a set."""
-
-    ids: Any  # pyarrow list array: of each row of the set the token ids of its prompt; empty where it is too long
-    rows: ndarray  # int64 [prompts]: the row of the set that each prompt comes from
-    dropped: int  # rows whose prompt is too long
-    fingerprint: str  # 16 hex digits that change with any token id, answer, source, or the order of the prompts
-
-
 def check_columns(cfg, table: Table, name: str) -> None:
     """Raises ValueError for a key that no row of the table `name` has, but for `source_key` at its default."""
     columns = columns_of(table)
@@ -179,8 +168,10 @@ def digest_of(ids: list[int], answer: str, source: str) -> bytes:
     return hashlib.blake2b(np.array(ids, np.int32).tobytes() + text, digest_size=16).digest()
 
 
-def select_prompts(columns: dict[str, Sequence], cfg, tables: list[tuple[str, Table]], value: Any, key: str) -> Tokens:
-    """The prompts in the columns of `tokenise` for all rows of the set `value`, given at `key`.
+def select_prompts(
+    columns: dict[str, Sequence], cfg, tables: list[tuple[str, Table]], value: Any, key: str
+) -> tuple[ndarray, str]:
+    """The rows with a prompt, int64, and their fingerprint, of the columns of `tokenise` for the set `value` of `key`.
 
     Raises ValueError for the first invalid row, or where all prompts are too long.
     """
@@ -199,4 +190,4 @@ def select_prompts(columns: dict[str, Sequence], cfg, tables: list[tuple[str, Ta
             f"shortest has {lengths.min()} tokens"
         )
     fingerprint = hashlib.sha256(b"".join(columns["digest"][row] for row in rows)).hexdigest()[:16]
-    return Tokens(columns["ids"], rows, len(lengths) - len(rows), fingerprint)
+    return rows, fingerprint

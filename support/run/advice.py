@@ -9,7 +9,6 @@ from collections import Counter
 from statistics import fmean, median, variance
 
 from config import Config
-from support.base.remedies import try_one_of
 
 STILL = 10  # rewards stand still if the mean of so many steps is not above that of as many before, but for chance
 
@@ -119,6 +118,11 @@ def is_idle(step: dict, run: Advice) -> bool:
     return step["lr"] == 0 or step["update/applied"] == 0 or only_kl
 
 
+def try_one_of(turn: list[str]) -> str:
+    """The remedies as the end of a sentence: "try a, b or c"."""
+    return f"try {', '.join(turn[:-1])} or {turn[-1]}"
+
+
 # ---------------------------------------------------------------- the rules
 
 
@@ -189,8 +193,10 @@ def all_masked(step: dict, run: Advice) -> str | None:
 
 
 def clipped_ratios(step: dict, run: Advice) -> str | None:
+    """GSPO's bounds are for the mean of an answer, so narrow that they bind at many tokens: arXiv 2507.18071, 5.2."""
     share = number(step, "ratio/clip_frac")
-    return f"the clip binds at {share:.0%} of the tokens" if share >= 0.2 else None
+    binds = share >= 0.2 and run.cfg.algo.loss != "gspo"
+    return f"the clip binds at {share:.0%} of the tokens" if binds else None
 
 
 def long_tail(step: dict, run: Advice) -> str | None:

@@ -8,15 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from config import Config, UserError
-from support.base import hf_folder, ranks
+from config import Config
 from support.base.read_config import load_config, override
-from support.base.rollout_files import RolloutWriter
+from support.base.rollout_files import as_row, write_rows
 from support.check import checks, options
-from support.data.prompts import load_tokenizer
 from support.proof.graded import RewardChecks
 from support.run.clock import Clock
-from support.run.inputs import Inputs, describe_prompts, read_prompts
+from support.run.inputs import Inputs
 from support.step import metrics
 from support.step.grading import GradingPool
 from support.step.records import Sample
@@ -54,21 +52,6 @@ def read_config(path: str, overrides: list[str], world_size: int) -> Config:
     return cfg
 
 
-def prepare(cfg: Config) -> Inputs:
-    """Check the model and read data.eval. Raises UserError."""
-    try:
-        checks.check_model(cfg, cfg.model.path, cfg.rollout.tp)
-        tokenizer = load_tokenizer(cfg.model.path)
-        prompts, dropped = read_prompts(cfg, tokenizer, ["eval"])
-        folder = hf_folder.local_folder(cfg.model.path)
-        checks.check_weights(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(str(error)) from None
-    if ranks.is_first_rank():
-        print(describe_prompts(cfg, "eval", len(prompts["eval"]), dropped["eval"]), flush=True)
-    return Inputs(tokenizer, [], prompts["eval"], model_path=folder)
-
-
 def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: type) -> None:
     """Start an `engine` on the model, evaluate, print the results and write the answers; every rank calls this."""
     for number in (signal.SIGINT, signal.SIGTERM):  # which the clock keeps for a run that saves first
@@ -82,10 +65,7 @@ def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: t
         return
     path = Path(cfg.output_dir, FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = RolloutWriter()
-    writer.write(path, samples)
-    writer.finish()
-    writer.close()
+    write_rows(str(path), list(map(as_row, samples)))
     print(f"evaluation of {cfg.model.path}, {found['time/eval']:.1f} s")
     print("\n".join(describe(samples, found, cfg.eval.pass_reward)))
     print(f"answers: {path}", flush=True)

@@ -17,7 +17,7 @@ from support.base.read_config import override, to_yaml
 from support.check import checks, run_plan
 from support.data.prompts import Mixture, Prompt, check_opening, fingerprint, load_prompts, load_tokenizer
 from support.model import checkpoint, lora
-from support.step import turns
+from support.step import teacher, turns
 
 
 @dataclass(frozen=True)
@@ -33,47 +33,57 @@ class Inputs:
 
 
 def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs]:
-    """Check the model, its files of `weights` if asked, and the data; print what the run will be. Raises UserError.
+    """Check and read what a run starts from, and print what the run will be. Raises UserError.
 
     Returns the configuration to train with, where `train.steps` alone says how long, and the inputs.
     """
+    parts = ["train"] if cfg.data.eval is None else ["train", "eval"]
+    inputs, dropped = read(cfg, parts, weights)
+    cfg = with_steps(cfg, len(inputs.prompts))
+    if ranks.is_first_rank():
+        print_plan(cfg, world_size)
+        print_prompts(cfg, inputs, dropped)
+    return override(cfg, {"train.epochs": None}), inputs
+
+
+def read(cfg: Config, parts: list[str], weights: bool) -> tuple[Inputs, dict[str, int]]:
+    """Check the models, their files of `weights` if asked, and read the data of `parts`, "train" and "eval".
+
+    Returns the inputs and, for each part, how many prompts were dropped as too long. Raises UserError.
+    """
     check_models(cfg)
+    folder = cfg.model.path
+    prompts, dropped = {}, {}
     try:
-        tokenizer = load_tokenizer(cfg.model.path)
-        parts = ["train"] if cfg.data.eval is None else ["train", "eval"]
-        prompts, dropped = read_prompts(cfg, tokenizer, parts)
-        folder = cfg.model.path
-        checks.check_teacher_files(cfg, tokenizer, weights)
+        tokenizer = load_tokenizer(folder)
+        for part in parts:
+            prompts[part], dropped[part] = load_prompts(cfg.data, tokenizer, part)
+            check_opening(prompts[part][0], cfg.data, tokenizer)
+            turns.check(cfg, tokenizer, prompts[part][0].row)
+        other = teacher.another(cfg)
+        if other and weights:
+            checks.check_weights(hf_folder.local_folder(other), key="algo.teacher")
+        if other:
+            teacher.check_tokens(cfg, tokenizer)
         if weights:
             folder = hf_folder.local_folder(folder)
             checks.check_weights(folder)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
-    cfg = with_steps(cfg, len(prompts["train"]))
-    if ranks.is_first_rank():
-        print_plan(cfg, world_size, prompts, dropped)
-    inputs = Inputs(tokenizer, prompts["train"], prompts.get("eval", []), model_path=folder)
-    return override(cfg, {"train.epochs": None}), inputs
+    return Inputs(tokenizer, prompts.get("train", []), prompts.get("eval", []), model_path=folder), dropped
 
 
 def check_models(cfg: Config) -> None:
     """Check, from config.json, that model and teacher can be built on this layout. Raises UserError."""
     try:
         checks.check_model(cfg, cfg.model.path, cfg.rollout.tp)
-        checks.check_teacher(cfg)
+        other = teacher.another(cfg)
+        if other:
+            checks.check_model(cfg, other, rollout_tp=1, key="algo.teacher")
+            teacher.check_vocabulary(cfg)
         checks.check_routes(cfg)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
-
-
-def read_prompts(cfg: Config, tokenizer, parts: list[str]) -> tuple[dict[str, Sequence[Prompt]], dict[str, int]]:
-    """({part: prompts}, {part: prompts dropped as too long}) of "train" and "eval". Raises ValueError, OSError."""
-    prompts, dropped = {}, {}
-    for part in parts:
-        prompts[part], dropped[part] = load_prompts(cfg.data, tokenizer, part)
-        check_opening(prompts[part][0], cfg.data, tokenizer)
-        turns.check(cfg, tokenizer, prompts[part][0].row)
-    return prompts, dropped
 
 
 def with_steps(cfg: Config, prompts: int) -> Config:
@@ -84,27 +94,27 @@ def with_steps(cfg: Config, prompts: int) -> Config:
     return override(cfg, {"train.steps": math.ceil(passes * prompts / cfg.rollout.prompts_per_step)})
 
 
-def print_plan(cfg: Config, world_size: int, prompts: dict[str, Sequence[Prompt]], dropped: dict[str, int]) -> None:
-    """Print layout, steps and data of the run, with warnings of what will be slow."""
+def print_plan(cfg: Config, world_size: int) -> None:
+    """Print layout and steps of the run, with warnings of what will be slow."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and cfg.resume != "auto":
         print(f"warning: --max-restarts={restarts}: each restart begins from resume={cfg.resume} again; use auto")
     print(run_plan.describe(cfg, world_size))
     for warning in run_plan.warnings(cfg, world_size):
         print(f"warning: {warning}")
-    for part, found in prompts.items():
-        print(describe_prompts(cfg, part, len(found), dropped[part]), flush=True)
-        if isinstance(found, Mixture):
-            print(found.describe(cfg.train.steps * cfg.rollout.prompts_per_step), flush=True)
 
 
-def describe_prompts(cfg: Config, part: str, count: int, dropped: int) -> str:
-    """How many prompts a part, "train" or "eval", has."""
-    name = "data:" if part == "train" else "eval:"
-    line = f"{name:8s} {count} prompts"
-    if dropped:
-        line += f"; {dropped} dropped, longer than {cfg.data.max_prompt_tokens} tokens"
-    return line
+def print_prompts(cfg: Config, inputs: Inputs, dropped: dict[str, int]) -> None:
+    """Print how many prompts each part has, and of a mixture the share of each set."""
+    names = {"train": ("data:", inputs.prompts), "eval": ("eval:", inputs.eval_prompts)}
+    for part, too_long in dropped.items():
+        name, prompts = names[part]
+        line = f"{name:8s} {len(prompts)} prompts"
+        if too_long:
+            line += f"; {too_long} dropped, longer than {cfg.data.max_prompt_tokens} tokens"
+        print(line, flush=True)
+        if isinstance(prompts, Mixture):
+            print(prompts.describe(cfg.train.steps * cfg.rollout.prompts_per_step), flush=True)
 
 
 def find_resume(cfg: Config, inputs: Inputs) -> Inputs:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 
 import megatron_bridge as bridge
@@ -22,14 +23,24 @@ from support.base import launchers, ranks, versions
 from support.base.files import lock_output_dir
 from support.base.processes import REPO
 from support.base.read_config import load_config
-from support.check import checks, machines, preflight
-from support.data.prompts import fingerprint
+from support.check import checks, explain, machines
+from support.data.prompts import fingerprint, sampling_seed
 from support.engine import vllm_process
 from support.model.attention import use_flash_attention_3
-from support.run import debug, evaluation
+from support.run import evaluation
 from support.run.clock import Clock
-from support.run.inputs import Inputs, check_models, find_resume, prepare, with_steps
+from support.run.inputs import Inputs, check_models, find_resume, prepare, print_prompts, read, with_steps
 from support.run.timeline import Timeline
+
+# A variable that the user has set stays. CUDA_LAUNCH_BLOCKING is not among them: it can hang where several process
+# groups of NCCL are in use.
+DEBUG_VARIABLES = {
+    "NCCL_DEBUG": "INFO",  # how ranks connect, and why they do not
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",  # ranks whose collectives differ raise an error instead of hanging
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # the last collectives of a rank, written to a file on a timeout
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_SHOW_CPP_STACKTRACES": "1",
+}
 
 
 def command(
@@ -88,11 +99,13 @@ def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, en
     cfg = evaluation.read_config(args.config, args.overrides, args.world_size)
     prepare_process(cfg, args.debug)
     machines.check_start(cfg)
-    inputs = evaluation.prepare(cfg)
+    inputs, dropped = read(cfg, ["eval"], weights=True)
+    if ranks.is_first_rank():
+        print_prompts(cfg, inputs, dropped)
     join(cfg)
-    with explained(cfg) as (clock, owners):
-        owners |= machines.check_ranks(cfg, "data.eval", fingerprint(inputs.eval_prompts))
-        ranks.on_first_rank(partial(preflight.check_writable, Path(cfg.output_dir)))
+    with explained(cfg) as clock:
+        machines.check_ranks(cfg, "data.eval", fingerprint(inputs.eval_prompts))
+        ranks.on_first_rank(partial(machines.check_writable, Path(cfg.output_dir)))
         evaluation.run(cfg, inputs, clock, evaluate, engine)
 
 
@@ -113,7 +126,22 @@ def prepare_process(cfg: Config, debugs: bool = False) -> None:
     if torch.cuda.is_available():
         torch.backends.cuda.enable_flash_sdp(cfg.model.flash_attention)
     if debugs:
-        debug.turn_on(cfg)
+        turn_debugging_on(cfg)
+
+
+def turn_debugging_on(cfg: Config) -> None:
+    """Set what lets torch and NCCL log more, before process groups are built, and enable anomaly detection."""
+    for name, value in DEBUG_VARIABLES.items():
+        os.environ.setdefault(name, value)
+    dist.set_debug_level_from_env()  # again: torch has read it when it was imported
+    torch.autograd.set_detect_anomaly(True)
+    if not ranks.is_first_rank():
+        return
+    for name in DEBUG_VARIABLES:
+        print(f"debug:   {name}={os.environ[name]}")
+    print("debug:   anomaly detection is on: a NaN in the backward pass ends the run and shows its forward operation")
+    seeds = ", ".join(str(sampling_seed(cfg.seed, 1, group)) for group in range(3))
+    print(f"debug:   seed={cfg.seed}; step 1 samples its first three groups with the seeds {seeds}", flush=True)
 
 
 def join(cfg: Config) -> None:
@@ -158,8 +186,8 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
     """
     out = Path(cfg.output_dir)
     timeline = Timeline(out / "traces", cfg.profile, cfg.train.steps) if cfg.profile.start else None
-    with explained(cfg, timeline) as (clock, owners):
-        owners |= machines.check_machines(cfg, fingerprint(inputs.prompts))
+    with explained(cfg, timeline) as clock:
+        machines.check_machines(cfg, fingerprint(inputs.prompts))
         lock = ranks.on_first_rank(lambda: lock_output_dir(out))  # None on the other ranks
         with lock or contextlib.nullcontext():
             machines.build_process_groups(cfg)
@@ -170,20 +198,19 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
 
 
 @contextlib.contextmanager
-def explained(cfg: Config, timeline: Timeline | None = None) -> Iterator[tuple[Clock, dict[str, str]]]:
-    """Give a clock and an empty {network address: machine}, which the block fills.
+def explained(cfg: Config, timeline: Timeline | None = None) -> Iterator[Clock]:
+    """Give a clock, which the end of the block stops.
 
     Raises UserError and TrainingError, which say what a failure of a machine means; a mistake in the code as it is.
     """
     clock = Clock(cfg.train.stall_timeout_s, timeline)
-    owners = {}
     try:
-        yield clock, owners
+        yield clock
     except (RuntimeError, ValueError, AssertionError, MemoryError, OSError, SafetensorError) as error:
         message = (
-            preflight.explain_out_of_memory(clock.phase, error)
-            or preflight.explain_lost_rank(clock.phase, error, owners)
-            or preflight.explain_disk_error(clock.phase, error, Path(cfg.output_dir))
+            explain.out_of_memory(clock.phase, error)
+            or explain.lost_rank(clock.phase, error)
+            or explain.disk_error(clock.phase, error, Path(cfg.output_dir))
         )
         if message is None:
             raise

@@ -1,21 +1,29 @@
 """What a run says of its steps: lines and bars on the screen, files, trackers."""
 
+import contextlib
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 from config import Config, TrainingError
 from support.base import files, ranks
 from support.base.rollout_files import RolloutWriter
-from support.run import progress, trackers
+from support.run import trackers
 from support.run.advice import Advice
 from support.run.clock import Clock
 from support.step.records import Sample
+
+RECENT = 20  # steps from which the time left is estimated
 
 
 class Log:
@@ -41,7 +49,7 @@ class Log:
                 self.advice.add(metrics)
             missing = inputs.done - len(past)  # all, where the checkpoint is of another folder
             sampled = missing * cfg.rollout.prompts_per_step + sum(metrics["groups/sampled"] for metrics in past)
-            self.progress = progress.Progress(cfg.train.steps, len(inputs.prompts), sampled)
+            self.progress = Progress(cfg.train.steps, len(inputs.prompts), sampled)
         steps = {"total": cfg.train.steps, "initial": inputs.done, "unit": "step"}
         on_terminal = self.speaks and sys.stderr.isatty()  # else plain lines go to a log
         self.bar = tqdm(**steps, disable=not on_terminal, dynamic_ncols=True)
@@ -105,7 +113,6 @@ class Log:
     def close(self) -> None:
         """The run is done, its files are on the disk. Raises TrainingError, on every rank, if it ends as a dead run."""
         self.rollouts.finish()
-        self.rollouts.close()
         self.bar.close()
         if self.speaks:
             self.summarize()
@@ -147,3 +154,64 @@ def step_line(m: dict, steps: int) -> str:
         f"  grad {m['grad_norm']:.3f}{kl}  entropy {m['entropy']:.2f}  length {m['tokens/response_mean']:.1f}"
         f"  gap {m['logp_gap/max']:.0e}  {m['time/step']:.2f} s"
     )
+
+
+# ---------------------------------------------------------------- how far the run is, how busy its GPU
+
+
+class Progress:
+    """Call `add` as each step is logged. `prompts`: of data.train; `sampled`: prompts that the steps before took."""
+
+    def __init__(self, steps: int, prompts: int, sampled: int):
+        self.steps = steps
+        self.prompts = prompts
+        self.sampled = sampled
+        self.walls = deque(maxlen=RECENT)  # seconds from one logged step to the next
+        self.gpu = GpuUse()
+        self.eval_seconds = 0.0
+        self.start = self.last = time.monotonic()
+
+    def add(self, metrics: dict) -> dict[str, float | None]:
+        """The metrics that the step gets from here."""
+        now = time.monotonic()
+        evaluation = metrics.get("time/eval", 0.0)
+        self.walls.append(now - self.last)
+        self.sampled += metrics["groups/sampled"]
+        self.eval_seconds += evaluation
+        numbers = {
+            "epoch": self.sampled / self.prompts,
+            "time/between": max(self.walls[-1] - metrics["time/step"] - evaluation, 0.0),
+            "time/left": (self.steps - metrics["step"]) * fmean(self.walls),
+            "time/eval_frac": self.eval_seconds / max(now - self.start, 1e-9),
+            "gpu/busy": self.gpu.read_mean(),
+        }
+        self.last = now
+        return numbers
+
+
+class GpuUse:
+    """The share of time in which this process's GPU runs a kernel, as NVML reports it, read once a second."""
+
+    def __init__(self):
+        self.readings: list[float] = []
+        self.nvml = None
+        if torch.cuda.is_available():
+            from vllm.third_party import pynvml
+
+            with contextlib.suppress(pynvml.NVMLError):  # no NVML, no right to it, or a part of a GPU: no metric
+                pynvml.nvmlInit()
+                self.handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+                self.nvml = pynvml
+                threading.Thread(target=self.read_always, daemon=True).start()
+
+    def read_always(self) -> None:
+        """Add a reading each second, as long as NVML answers."""
+        with contextlib.suppress(self.nvml.NVMLError):
+            while True:
+                self.readings.append(self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu / 100)
+                time.sleep(1.0)
+
+    def read_mean(self) -> float | None:
+        """The mean since the last call; None where there is no reading."""
+        readings, self.readings = self.readings, []
+        return fmean(readings) if readings else None

@@ -10,8 +10,10 @@ import contextlib
 import json
 import os
 import resource
-import select
+import socket
+import struct
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -20,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 from support.base import processes, user_code
@@ -59,6 +62,7 @@ def checksum(text: str, answer: object) -> int:
 Job = tuple[str, Future]  # a request as JSON, and what its Outcome is given to
 
 LOAD_S = 600.0  # wall clock to load a reward: the import of a custom module, a model's weights
+MESSAGE_S = 60  # to receive the rest of a message that has begun to come
 CHUNK = 32  # answers sent to a worker at once, where each takes less than QUICK_S
 QUICK_S = 0.01
 TURNS = "rollout.turns"  # the key of a request that calls a function of rollout.turns, in place of a reward
@@ -182,23 +186,22 @@ class GradingPool:
                     worker.process.kill()
         worker.send("[" + ",".join(request for request, _ in jobs) + "]")
         for number, (_, future) in enumerate(jobs):
-            started = worker.read_line(LOAD_S)
-            reply = worker.read_line(self.timeout_s) if started else started
-            if reply:
-                fields = json.loads(reply)
-                restart = fields.pop("restart", False)
-                future.set_result(Outcome(**fields))
-                if restart:
-                    worker.stop()
-                    return jobs[number + 1 :]
-                continue
-            code = worker.stop()
-            if started and reply is None:
-                outcome = Outcome(status="timeout")
-            elif reply is None:
-                outcome = Outcome(status="error", error=f"loading the reward took more than {LOAD_S:.0f} s")
-            else:
-                outcome = Outcome(status="error", error=f"the grading process died (exit code {code})")
+            try:
+                if worker.receive(LOAD_S) is None:
+                    outcome = Outcome(status="error", error=f"loading the reward took more than {LOAD_S:.0f} s")
+                elif (reply := worker.receive(self.timeout_s)) is None:
+                    outcome = Outcome(status="timeout")
+                else:
+                    fields = json.loads(reply)
+                    restart = fields.pop("restart", False)
+                    future.set_result(Outcome(**fields))
+                    if restart:
+                        worker.stop()
+                        return jobs[number + 1 :]
+                    continue
+                worker.stop()
+            except (EOFError, OSError, ValueError):  # a reward may write into its pipe
+                outcome = Outcome(status="error", error=f"the grading process died (exit code {worker.stop()})")
             after = len(jobs) if worker.batched else number + 1  # all of them were graded at once
             for _, failed in jobs[number:after]:
                 failed.set_result(outcome)
@@ -207,7 +210,7 @@ class GradingPool:
 
 
 class Worker:
-    """A grading process, seen from the trainer: a line in is a list of requests, a line out an outcome."""
+    """A grading process, seen from the trainer: a message in is a list of requests, as JSON; see serve_requests."""
 
     def __init__(self, settings: dict):
         self.settings = settings
@@ -215,34 +218,25 @@ class Worker:
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """Start the process."""
+        """Start the process. What its rewards print goes to standard error."""
         self.folder = tempfile.mkdtemp(prefix="grading-")
-        self.unread = b""
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        self.process = processes.start_module("support.step.grading", env={"TMPDIR": self.folder}, **pipes)
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_S, 0))
+        self.pipe = Connection(ours.detach())
+        files = {"stdin": subprocess.DEVNULL, "stdout": 2, "pass_fds": [theirs.fileno()]}
+        env = {"TMPDIR": self.folder}
+        self.process = processes.start_module("support.step.grading", str(theirs.fileno()), env=env, **files)
+        theirs.close()
         self.send(json.dumps(self.settings))
 
-    def send(self, line: str) -> None:
-        """Write a line, which the process is waiting for; to a dead one, nothing: reading its reply says so."""
-        unsent = memoryview(line.encode() + b"\n")
-        with contextlib.suppress(BrokenPipeError):
-            while unsent:
-                unsent = unsent[self.process.stdin.write(unsent) :]
+    def send(self, text: str) -> None:
+        """Send a message, which the process is waiting for; to a dead one, nothing: receiving its reply says so."""
+        with contextlib.suppress(OSError):
+            self.pipe.send_bytes(text.encode())
 
-    def read_line(self, seconds: float) -> bytes | None:
-        """The next line with its end; empty if the process is dead, None if none came within `seconds`."""
-        deadline = time.monotonic() + seconds
-        poll = select.poll()  # select.select cannot watch the high descriptors of a large trainer
-        poll.register(self.process.stdout, select.POLLIN)
-        while b"\n" not in self.unread:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                return None
-            data = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not data:
-                return b""
-            self.unread += data
-        line, end, self.unread = self.unread.partition(b"\n")
-        return line + end
+    def receive(self, seconds: float) -> bytes | None:
+        """The next message; None if none came within `seconds`. Raises EOFError or OSError if the process is dead."""
+        return self.pipe.recv_bytes() if self.pipe.poll(seconds) else None
 
     def stop(self) -> int | None:
         """Kill the process, if there is one, and all it started, and remove its files; returns its exit code."""
@@ -251,8 +245,7 @@ class Worker:
         process, self.process = self.process, None
         processes.kill_family(process.pid)
         code = process.wait()
-        process.stdin.close()
-        process.stdout.close()
+        self.pipe.close()
         sandbox.remove_tree(self.folder)
         return code
 
@@ -260,22 +253,21 @@ class Worker:
 # ---------------------------------------------------------------- the worker
 
 
-def serve_requests() -> None:
-    """Grade requests from standard input. Writes an empty line when an answer's time starts, then a line of JSON."""
-    requests = os.fdopen(os.dup(0))
-    replies = os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)  # a reward function must not read requests, nor print into replies
-    os.dup2(2, 1)
+def serve_requests(descriptor: int) -> None:
+    """Grade what comes over a pipe: settings, then lists of requests. An answer's start is an empty message, then its
+    outcome follows, as JSON.
+    """
     processes.die_with_parent(adopt=True)
-    settings = json.loads(requests.readline())
+    pipe = Connection(os.dup(descriptor))
+    os.set_inheritable(descriptor, False)  # open until the process has ended and has its exit code
+    settings = json.loads(pipe.recv_bytes())
     if settings["memory_gb"]:
         size = int(settings["memory_gb"] * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
     cfg = SimpleNamespace(**settings)
     loaded = {}
-    for line in requests:
-        chunk = json.loads(line)
+    while True:
+        chunk = json.loads(pipe.recv_bytes())
         if settings["batched"]:  # a function that is loaded takes one chunk
             loaded = {}
         for request in chunk:
@@ -283,11 +275,11 @@ def serve_requests() -> None:
             if key not in loaded:
                 loaded[key] = attempt(load, request["spec"], cfg, chunk)
             function, failure = loaded[key]
-            os.write(replies, b"\n")
+            pipe.send_bytes(b"")
             if not failure:
                 value, failure = attempt(function, *request["arguments"])
             fields = (failure or {"parts": value}) | {"graded": checksum(*request["arguments"][:2])}
-            os.write(replies, json.dumps(fields).encode() + b"\n")
+            pipe.send_bytes(json.dumps(fields).encode())
 
 
 def attempt(function: Callable, *args) -> tuple:
@@ -329,4 +321,5 @@ def load_turn_function(place: str) -> Callable:
 
 
 if __name__ == "__main__":
-    serve_requests()
+    with contextlib.suppress(EOFError):  # the trainer has ended
+        serve_requests(int(sys.argv[1]))

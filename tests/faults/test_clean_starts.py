@@ -89,14 +89,7 @@ def write_inputs(folder: Path) -> None:
     write_rows(folder / "train.jsonl", make_tiny.reversal_rows(3, 200, seed=0))
 
 
-STARTS = clean_starts()
-
-
-def pytest_generate_tests(metafunc) -> None:
-    """All the runs with --all-starts, else every twentieth."""
-    if "name" in metafunc.fixturenames:
-        some = 1 if metafunc.config.getoption("--all-starts") else 20
-        metafunc.parametrize("name", list(STARTS)[::some])
+STARTS, EVERY = clean_starts(), 20
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +112,12 @@ def test_there_are_a_hundred_and_each_is_legal():
 
 
 @pytest.mark.slow
-def test_a_healthy_run_trains_three_steps(inputs, fork_server: ForkServer, name):
-    nproc, keys = STARTS[name]
-    out = inputs / re.sub(r"\W", "_", name)
+def test_a_healthy_run_trains_three_steps(inputs, fork_server: ForkServer, start):
+    nproc, keys = STARTS[start]
+    out = inputs / re.sub(r"\W", "_", start)
     options = [option.replace("{folder}", str(inputs)) for option in keys]
     arguments = [f"output_dir={out}", f"data.train={inputs / 'train.jsonl'}", *COMMON, *options]
     printed = Path(f"{out}.txt")
-    code = fork_server.run(printed, "train_grpo.py", "--config", config_of(name), *arguments, nproc=nproc)
+    code = fork_server.run(printed, "train_grpo.py", "--config", config_of(start), *arguments, nproc=nproc)
     assert code == 0, printed.read_text(errors="replace")
     assert (out / "metrics.jsonl").read_text().count("\n") == 3

@@ -133,11 +133,10 @@ def judge(exhibit: Exhibit, outcome: Outcome) -> str:
 
 HEAD = """# The museum of silent bugs
 
-Mistakes that trainers make, each a mutant of this one by one line (`tests/museum/exhibits.py`): three steps of a tiny
-model on two ranks with real vLLM, with that line exchanged. `pytest tests/museum --museum-page` runs them and writes
-this page. An issue is named where a tracker has the failure; its cause there may have been another one with the same
-effect. Of 20 of these failures planted in the code of TRL 1.16, three steps of it on a CPU noticed none by an error or
-a Python warning.
+Trainers have had these bugs. Each is planted in this trainer by changing one line (`tests/museum/exhibits.py`), and
+then a tiny model makes three steps on two ranks with real vLLM. `pytest tests/museum --museum-page` runs all and writes
+this page. An issue is named if a tracker has the failure; the cause there may have been different. 20 of these bugs
+were also planted in TRL 1.16: in three steps on a CPU it noticed none by an error or a Python warning.
 
 """
 COLUMNS = "| failures (where they happened) | noticed by | message |\n|---|---|---|\n"

@@ -32,7 +32,7 @@ BOUNDS = {
         "sample: advantage": (0.2, 0.4),  # with algo.kl_in=reward; otherwise they go through no model
         "token: rollout_logp": (0.45, 0.0),
         "logp_gap/": (0.45, 0.0),
-        "grad_norm": (1e-2, 0.1),
+        "grad_norm": (1e-2, 0.5),
         "mismatch/cut_frac": (0.1, 0.0),
         "ratio/clip_frac": (0.1, 0.0),
         "export: weights": (0.5, 0.0),
