@@ -4,7 +4,6 @@ float64, and of PEFT where it is installed (pip install peft); what is pushed, e
 
 from pathlib import Path
 
-import make_tiny
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,9 +11,9 @@ from safetensors.torch import load_file, save_file
 import megatron_bridge as bridge
 import train_grpo
 from config import LoraConfig, UserError
-from support.base.read_config import load_config
 from support.model import lora, optimizer_state
 from support.model.checkpoint import CheckpointError
+from tests.conftest import tiny_config, tiny_model
 from tests.layout_worker import made_up_factor, one_layout
 from tests.oracle.plain import float64_model, reference, reference_step, relative
 from tests.test_checkpoint import check_state
@@ -128,7 +127,7 @@ def exported(world, tmp_path):
         factors = {}
         for name, pair in made_up_factors(load_file(tmp_path / "model/model.safetensors"), targets).items():
             factors |= {name.replace("weight", f"lora_{x}.weight"): f.float() for x, f in zip("AB", pair, strict=True)}
-        cfg = load_config("configs/tiny.yaml", [*plan["overrides"], f"output_dir={tmp_path}"])
+        cfg = tiny_config(*plan["overrides"], f"output_dir={tmp_path}")
         lora.export_adapter(factors.items(), cfg.model.path, cfg, step=1)
         return found, [*factors]
 
@@ -277,5 +276,5 @@ def test_factors_that_nobody_reads_are_an_error(build, tmp_path):  # noqa: F811
     ],
 )  # fmt: skip
 def test_the_state_of_adapters_is_the_same_on_every_layout(fork_server, tmp_path, arch, dtype, layouts):
-    make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>="), hidden=64, layers=4, arch=arch)
+    tiny_model(tmp_path / "model", arch, layers=4)
     check_state(fork_server, tmp_path, dtype, layouts, 4, str(RANK))
