@@ -223,7 +223,7 @@ PLANTED = {  # name → (function, body of what stands there instead, what shows
     "CPU tensor": (
         "bridge.token_logprobs",
         "mb = args[2]; return own(*args[:2], dataclasses.replace(mb, targets=mb.targets.cpu()), *args[3:], **kwargs)",
-        "found at least two devices, cuda:0 and cpu",
+        "found at least two devices",
     ),
     "dtype slip": (
         "torch.nn.functional.rms_norm", "return own(args[0].bfloat16().float(), *args[1:])", " on the GPU, ",
