@@ -15,7 +15,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import megatron_bridge as bridge
+from config import Config
 from support.base import ranks, rollout_files
+from support.base.read_config import load_config
 from tests.compare_runs import lasting
 from tests.fork_server import ForkServer, free_port
 from tests.processes import Torchrun
@@ -66,8 +68,19 @@ def differs_from_upstream(*files: str) -> bool:
 def tiny(tmp_path_factory) -> Path:
     """A folder with an untrained tied Qwen2 (2 layers) and the reversal task."""
     folder = tmp_path_factory.mktemp("tiny")
-    make_tiny.save_model(folder / "model", make_tiny.char_tokenizer("0123456789>+-="), hidden=64, layers=2)
+    tiny_model(folder / "model")
     write_rows(folder / "train.jsonl", make_tiny.reversal_rows(3, 200, seed=0))
+    return folder
+
+
+def tiny_config(*overrides: str) -> Config:
+    """configs/tiny.yaml with these overrides."""
+    return load_config(str(REPO / "configs/tiny.yaml"), list(overrides))
+
+
+def tiny_model(folder: Path, arch: str = "qwen2", **options) -> Path:
+    """A folder with an untrained model of a family, of 2 layers and a tokenizer of digits."""
+    make_tiny.save_model(folder, make_tiny.char_tokenizer("0123456789>+-="), arch, **{"hidden": 64, **options})
     return folder
 
 

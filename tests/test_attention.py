@@ -1,7 +1,7 @@
 """Attention over packed rows (support/model/attention.py): the padded path, the unpadded one.
 
-torch's kernel without padding needs a GPU. Here a function of its signature stands in for it, that of torch 2.10, 2.11
-or 2.13, which refuses what torch's refuses and computes by the formula.
+torch's kernel without padding needs a GPU. Here a function of its signature stands in for it, that of torch 2.11 or
+2.13, which refuses what torch's refuses and computes by the formula.
 """
 
 import inspect
@@ -46,7 +46,6 @@ def by_formula(query, key, value, cu_q, cu_k, left=-1):
 
 REAL = inspect.signature(flash.varlen_attn).parameters
 OPTIONS = {  # of varlen_attn, by version of torch
-    "2.10": ("is_causal", "return_aux"),
     "2.11": ("return_aux", "scale", "window_size"),
     "2.13": ("return_aux", "scale", "window_size", "enable_gqa", "num_splits"),
 }
@@ -65,8 +64,8 @@ def stand_in(version: str, dtypes=HALF):
                 raise RuntimeError("cu_seqlens must have dtype int32")
             assert type(longest) is int and longest == cu.diff().max() and len(x) == cu[-1]  # else wrong in silence
         assert options.keys() <= {*OPTIONS[version]} and options.get("scale") is None
-        left, right = options.get("window_size", (-1, 0))
-        assert right == 0 and (options["is_causal"] if version == "2.10" else "window_size" in options)
+        left, right = options["window_size"]
+        assert right == 0
         if version == "2.13":
             assert options["enable_gqa"] and options["num_splits"] == 1
         return by_formula(query, key, value, cu_q, cu_k, left)
@@ -118,7 +117,7 @@ def test_padded_attention_is_the_formula(where):
     assert worst(outcome(lambda *x: attend_padded(*x, where), inputs), wanted) < 1e-6
 
 
-@pytest.mark.parametrize("version", ["2.10", "2.11", "2.13"])
+@pytest.mark.parametrize("version", ["2.11", "2.13"])
 @pytest.mark.parametrize("where", CASES)
 def test_the_unpadded_path_gives_the_gradients_of_the_padded(monkeypatch, version, where):
     """In fp32, which the kernel itself refuses, to see more than rounding; then in bf16, as it asks."""
@@ -131,10 +130,6 @@ def test_the_unpadded_path_gives_the_gradients_of_the_padded(monkeypatch, versio
         ]
 
     monkeypatch.setattr(flash, "varlen_attn", stand_in(version, (torch.float32,)))
-    if version == "2.10" and where.window:
-        with pytest.raises(RuntimeError, match="no sliding window in varlen_attn"):
-            attend_varlen(*tensors(*size), where)
-        return
     assert worst(*both(torch.float32)) < 1e-5
     monkeypatch.setattr(flash, "varlen_attn", stand_in(version))
     assert worst(*both(torch.bfloat16)) < 0.02

@@ -5,7 +5,6 @@ import shutil
 import threading
 from pathlib import Path
 
-import make_tiny
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,7 @@ from support.model import checkpoint, shards
 from support.model.checkpoint import CheckpointWriter
 from support.model.shards import CheckpointError, check_coverage, read_sharded
 from tests.compare_runs import lasting
+from tests.conftest import tiny_model
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -36,7 +36,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     ],
 )  # fmt: skip
 def test_state_is_the_same_on_every_layout(fork_server, tmp_path, arch, dtype, layouts):
-    make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>="), hidden=64, layers=4, arch=arch)
+    tiny_model(tmp_path / "model", arch, layers=4)
     check_state(fork_server, tmp_path, dtype, layouts, 4)
 
 

@@ -8,7 +8,6 @@ import math
 import re
 import shutil
 
-import make_tiny
 import pytest
 
 import train_grpo
@@ -16,7 +15,7 @@ from support.base.read_config import load_config
 from support.check import checks, run_plan
 from tests import hub_models
 from tests.compare_runs import lasting
-from tests.conftest import REPO
+from tests.conftest import REPO, tiny_model
 from tests.test_checkpoint import equal
 from tests.test_routes import make_moe
 
@@ -73,9 +72,7 @@ def test_a_config_trains_a_small_model(stem, train_forked, tiny, tmp_path):
     cfg = load_config(str(REPO / f"configs/{stem}.yaml"), [])
     more = [f"data.eval={tiny / 'train.jsonl'}"]
     if cfg.algo.teacher:
-        tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
-        make_tiny.save_model(tmp_path / "teacher", tokenizer, hidden=64, layers=2, seed=5)
-        more.append(f"algo.teacher={tmp_path / 'teacher'}")
+        more.append(f"algo.teacher={tiny_model(tmp_path / 'teacher', seed=5)}")
     run = train_forked(2, *CPU, *more, config=stem)
     assert run.code == 0, run.text
     last = run.metrics[-1]

@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from support.base import versions
 from support.base.files import write_versions
-from support.base.read_config import load_config
 from support.model import checkpoint, cpu_backend
 from support.run import launch
-from tests.conftest import REPO
+from tests.conftest import REPO, tiny_config
 from tools import doctor, machine
 from tools.doctor import STOP, WARN
 
@@ -243,7 +242,7 @@ def test_debug_sets_and_prints(monkeypatch, capsys):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_DEBUG", "TRACE")
-    level, cfg = dist.get_debug_level(), load_config(str(REPO / "configs/tiny.yaml"), ["seed=7"])
+    level, cfg = dist.get_debug_level(), tiny_config("seed=7")
     try:
         launch.turn_debugging_on(cfg)
         said = capsys.readouterr().out

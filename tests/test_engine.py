@@ -4,7 +4,6 @@ import itertools
 import re
 import shutil
 
-import make_tiny
 import pytest
 import torch
 import transformers
@@ -14,7 +13,7 @@ from tiny_reward import digits_in_place
 from config import UserError
 from support.base import memory
 from support.check.checks import check_weights
-from tests.conftest import EXACT, REPO
+from tests.conftest import EXACT, REPO, tiny_model
 from tests.oracle.plain import check_step
 from tests.test_layouts import LLAMA3
 
@@ -47,8 +46,7 @@ SMALL = ["train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4"]
 )
 def test_trainer_transformers_and_vllm_agree(train_forked, tmp_path, arch, tied, layout):
     """Step 2 samples from pushed, changed weights; the export of step 1 holds the same."""
-    tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
-    make_tiny.save_model(tmp_path / "model", tokenizer, arch, tied, hidden=64, layers=2, **CONFIGS.get(arch, {}))
+    tiny_model(tmp_path / "model", arch, tied=tied, **CONFIGS.get(arch, {}))
     run = train_forked(2, *SMALL, *EXACT, f"model.path={tmp_path / 'model'}", *layout, "rollout.max_new_tokens=24")
     assert run.code == 0, run.text
     assert all(m["sync/checked"] == 1 for m in run.metrics)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import megatron_bridge as bridge
-from support.base.read_config import load_config
 from support.model.experts import GroupedExperts, GroupedLinear, SequentialMLP, linear, stack_weights
 from support.model.lora import Adapter
+from tests.conftest import tiny_config
 from tests.layout_worker import one_layout
 from tests.test_layouts import make_plan
 
@@ -60,7 +60,7 @@ def test_what_waits_for_weights_is_called_before_they_are_read(world, tmp_path):
     """Megatron's overlap_param_gather gathers what the replicas updated as late as a module with the weights is called,
     by a hook of the module; missed, a second update of a step computes with experts from before the first."""
     plan = make_plan(tmp_path, "qwen3_moe")
-    cfg = load_config("configs/tiny.yaml", plan["overrides"])
+    cfg = tiny_config(*plan["overrides"])
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, {"overlap_param_gather": True})
     experts, waited = bridge.unwrap_model(model[0]).decoder.layers[0].mlp.experts, []

@@ -22,8 +22,7 @@ import torch
 
 import rollout
 from config import RankError, UserError
-from support.base.read_config import load_config
-from tests.conftest import REPO, differs_from_upstream
+from tests.conftest import REPO, differs_from_upstream, tiny_config
 from tests.processes import Torchrun
 
 PATCHES = {path.stem: path for path in sorted((REPO / "recipes").glob("*.patch"))}
@@ -110,7 +109,7 @@ SCRIPT_ALONE = [name for name, path in PATCHES.items() if changed_files(path.rea
 
 @pytest.mark.parametrize("name", SCRIPT_ALONE)
 def test_a_patched_script_is_rehearsed(name, fork):
-    fork(name).rehearse(load_config(str(REPO / "configs/tiny.yaml"), keys_of(name)))
+    fork(name).rehearse(tiny_config(*keys_of(name)))
 
 
 @pytest.mark.slow
@@ -291,7 +290,7 @@ def test_the_sglang_engine_has_the_methods_of_ours(sglang_engine):
 
 
 def test_the_sglang_engine_on_a_made_up_sglang(sglang_engine, monkeypatch):
-    cfg = load_config(str(REPO / "configs/tiny.yaml"), [])
+    cfg = tiny_config()
     engine = sglang_engine("model", cfg.model, cfg.rollout, 16)
     with pytest.raises(RankError, match="none were pushed"):
         next(engine.generate([[1]], [3], 2, cfg.rollout, 4))
@@ -321,7 +320,7 @@ def test_the_sglang_engine_on_a_made_up_sglang(sglang_engine, monkeypatch):
     ],
 )
 def test_what_the_sglang_engine_refuses(sglang_engine, monkeypatch, keys, routes, allocator, message):
-    cfg = load_config(str(REPO / "configs/tiny.yaml"), [])
+    cfg = tiny_config()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     with pytest.raises(UserError, match=message):
         sglang_engine("model", cfg.model, cfg.rollout.model_copy(update=keys), 16, return_routes=routes)

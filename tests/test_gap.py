@@ -10,10 +10,9 @@ import torch
 import megatron_bridge as bridge
 import train_grpo
 from config import TrainingError
-from support.base.read_config import load_config
 from support.proof import gap
 from support.step import metrics
-from tests.conftest import REPO
+from tests.conftest import tiny_config
 from tests.test_step import build  # noqa: F401, a fixture
 
 ROUNDING = 0.04  # nats
@@ -37,7 +36,7 @@ def check(monkeypatch):
     monkeypatch.setattr(gap.dist, "get_rank", lambda: 0)
 
     def run(difference_T: torch.Tensor, *overrides: str, gaps: gap.GapCheck | None = None) -> None:
-        cfg = load_config(str(REPO / "configs/tiny.yaml"), [BF16, *overrides])
+        cfg = tiny_config(BF16, *overrides)
         rollout_logp = -torch.rand(len(difference_T), generator=torch.Generator().manual_seed(1)) * 4
         mask = torch.ones(len(difference_T), dtype=torch.bool)
         batch = SimpleNamespace(ref_logp=None, old_logp=None, rollout_logp=rollout_logp, mask=mask)

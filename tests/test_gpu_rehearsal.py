@@ -11,7 +11,7 @@ import make_tiny
 import pytest
 
 from tests.compare_runs import EXCLUDED
-from tests.conftest import Training, write_rows
+from tests.conftest import Training, tiny_model, write_rows
 
 pytestmark = [
     pytest.mark.slow,
@@ -138,7 +138,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     made = {}
     for arch in {run.arch for run in RUNS.values()}:
         made[arch] = tmp_path_factory.mktemp(arch)
-        make_tiny.save_model(made[arch] / "model", make_tiny.char_tokenizer("0123456789>+-="), arch, hidden=64)
+        tiny_model(made[arch] / "model", arch)
         write_rows(made[arch] / "train.jsonl", make_tiny.reversal_rows(3, 50, seed=0))
     return made
 

@@ -9,12 +9,11 @@ import torch
 
 import megatron_bridge as bridge
 from config import RankError, TrainConfig, TrainingError, UserError
-from support.base.read_config import load_config
 from support.check import run_plan
 from support.model import attention
 from support.run import launch
 from support.step import packing
-from tests.conftest import REPO
+from tests.conftest import REPO, tiny_config
 
 CONFIG = str(REPO / "configs/tiny.yaml")
 
@@ -89,7 +88,7 @@ def gpu(monkeypatch):
 def test_flash_attention_can_be_turned_off(gpu):
     asked = []
     for options in ([], ["model.flash_attention=false"], ["model.dtype=fp32"], []):
-        cfg = load_config(CONFIG, ["model.dtype=bf16", *options])
+        cfg = tiny_config("model.dtype=bf16", *options)
         launch.prepare_process(cfg)
         asked.append(attention.uses_varlen(bridge.device(), bridge.DTYPES[cfg.model.dtype]))
         assert packing.attention_pads(cfg.model.dtype) != asked[-1]
@@ -99,7 +98,7 @@ def test_flash_attention_can_be_turned_off(gpu):
 def test_the_plan_tells_what_will_be_slow(command):
     """16 × 16 samples of up to 12 tokens."""
     few = ("rollout.prompts_per_step=1", "rollout.group_size=3", "train.max_tokens_per_micro_batch=64")
-    (line,) = run_plan.warnings(load_config(CONFIG, ["parallel.pp=4", *few]), world_size=4)
+    (line,) = run_plan.warnings(tiny_config("parallel.pp=4", *few), world_size=4)
     assert "3 samples a replica for parallel.pp=4 stages, which idle at least 50% of it" in line
     code, text = command("--dry-run", "train.max_tokens_per_micro_batch=6145")
     assert code == 0 and re.search("warning: .* at most 3072 tokens a replica.* rollout.prompts_per_step", text), text
@@ -126,7 +125,7 @@ def test_epochs_stand_for_steps(command, options, plan):
 
 def test_what_is_trained_with_says_steps_alone(tiny):
     options = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "train.steps=null"]
-    cfg, _ = launch.prepare(load_config(CONFIG, [*options, "train.epochs=2"]), 1, weights=True)
+    cfg, _ = launch.prepare(tiny_config(*options, "train.epochs=2"), 1, weights=True)
     assert (cfg.train.steps, cfg.train.epochs) == (25, None) == (TrainConfig().steps // 4, TrainConfig().epochs)
 
 
@@ -172,7 +171,7 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, messa
 
     monkeypatch.setattr(launch, "Clock", Clock)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    cfg = load_config(CONFIG, [f"output_dir={tmp_path}"])
+    cfg = tiny_config(f"output_dir={tmp_path}")
     with pytest.raises(RankError, match=message), launch.explained(cfg):
         raise failure
     with pytest.raises(RuntimeError, match="a mistake in the code"), launch.explained(cfg):

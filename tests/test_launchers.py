@@ -10,9 +10,9 @@ import pytest
 from config import UserError
 from support.base import launchers, versions
 from support.base.launchers import environment
-from support.base.read_config import load_config, override
+from support.base.read_config import override
 from support.check import machines
-from tests.conftest import REPO, read_rows
+from tests.conftest import REPO, read_rows, tiny_config
 
 TORCHRUN = {
     "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "gpu01",
@@ -102,7 +102,7 @@ def test_first_host(hosts, first):
 def test_what_is_said_where_something_is_missing(monkeypatch):
     for name in (*launchers.RANK_NAMES, *launchers.MASTER_NAMES, "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
-    cfg = load_config(str(REPO / "configs/tiny.yaml"), [])
+    cfg = tiny_config()
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     with pytest.raises(UserError, match=r"start with torchrun .*; in this Slurm job: srun python train_grpo"):
         machines.check_start(cfg)

@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
-from support.base.read_config import load_config
 from support.proof import formulas
-from tests.conftest import REPO
+from tests.conftest import REPO, tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle.plain import ALGO, TEMPERATURE, float64_model, hf_gradients, reference, relative, worst_gradient
 from tools.plan import count as count_memory
@@ -146,7 +145,7 @@ def check_update(found: dict, wanted: dict) -> float:
 
 def check_held(held: torch.Tensor, plan: dict, layout: str) -> None:
     """--dry-run plans what each of the 4 ranks holds; [ranks, 4]."""
-    cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][layout]])
+    cfg = tiny_config(*plan["overrides"], *plan["layouts"][layout])
     planned = [count_memory(cfg, 4, rank).gpu for rank in range(4)]
     kinds = ("weights", "gradients", "optimizer", "reference")
     assert held.tolist() == [[gpu.get(kind, 0) for kind in kinds] for gpu in planned]

@@ -4,7 +4,6 @@ float64, and of PEFT where it is installed (pip install peft); what is pushed, e
 
 from pathlib import Path
 
-import make_tiny
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,9 +11,9 @@ from safetensors.torch import load_file, save_file
 import megatron_bridge as bridge
 import train_grpo
 from config import LoraConfig, UserError
-from support.base.read_config import load_config
 from support.model import lora, optimizer_state
 from support.model.checkpoint import CheckpointError
+from tests.conftest import tiny_config, tiny_model
 from tests.layout_worker import made_up_factor, one_layout
 from tests.oracle.plain import float64_model, reference, reference_step, relative
 from tests.test_checkpoint import check_state
@@ -117,28 +116,16 @@ def test_gradients_do_not_depend_on_the_layout(results, family, layout):
 # ---------------------------------------------------------------- PEFT
 
 
-@pytest.fixture
-def exported(world, tmp_path):
-    """exported(family, targets) → what one update with adapters gave, and the names of its factors, which are in
-    tmp_path/adapter/step_000001."""
-
-    def export(family: str, targets: tuple[str, ...]) -> tuple[dict, list[str]]:
-        plan = make_plan(tmp_path, family, *LORA, f"lora.targets=[{','.join(targets)}]", layouts={"one": []})
-        found = one_layout(plan, "one")
-        factors = {}
-        for name, pair in made_up_factors(load_file(tmp_path / "model/model.safetensors"), targets).items():
-            factors |= {name.replace("weight", f"lora_{x}.weight"): f.float() for x, f in zip("AB", pair, strict=True)}
-        cfg = load_config("configs/tiny.yaml", [*plan["overrides"], f"output_dir={tmp_path}"])
-        lora.export_adapter(factors.items(), cfg.model.path, cfg, step=1)
-        return found, [*factors]
-
-    return export
-
-
 @pytest.mark.parametrize(("family", "targets"), [("qwen2", tuple(PARTS)), ("qwen3_moe", ("qkv", "proj"))])
-def test_peft_loads_the_export_and_computes_the_same(exported, tmp_path, family, targets):
+def test_peft_loads_the_export_and_computes_the_same(world, tmp_path, family, targets):
     peft = pytest.importorskip("peft")
-    found, factors = exported(family, targets)
+    plan = make_plan(tmp_path, family, *LORA, f"lora.targets=[{','.join(targets)}]", layouts={"one": []})
+    found = one_layout(plan, "one")
+    factors = {}
+    for name, pair in made_up_factors(load_file(tmp_path / "model/model.safetensors"), targets).items():
+        factors |= {name.replace("weight", f"lora_{x}.weight"): f.float() for x, f in zip("AB", pair, strict=True)}
+    cfg = tiny_config(*plan["overrides"], f"output_dir={tmp_path}")
+    lora.export_adapter(factors.items(), cfg.model.path, cfg, step=1)
 
     def adapted(folder):
         saved = tmp_path / "adapter/step_000001"
@@ -151,8 +138,9 @@ def test_peft_loads_the_export_and_computes_the_same(exported, tmp_path, family,
         assert relative(found[f"grad.{name}"], theirs) < 1e-5, name
 
 
-def test_adapters_of_experts_are_not_written(exported, tmp_path, capsys):
-    exported("qwen3_moe", ("qkv", "fc1"))
+def test_adapters_of_experts_are_not_written(world, tmp_path, capsys):
+    factors = [("model.layers.0.mlp.experts.0.up_proj.lora_A.weight", torch.ones(2, 2))]
+    lora.export_adapter(factors, "base", tiny_config(f"output_dir={tmp_path}"), step=1)
     assert "adapter/step_000001 is not written: there is no export of experts' adapters" in capsys.readouterr().out
     assert not (tmp_path / "adapter").exists()
 
@@ -277,5 +265,5 @@ def test_factors_that_nobody_reads_are_an_error(build, tmp_path):  # noqa: F811
     ],
 )  # fmt: skip
 def test_the_state_of_adapters_is_the_same_on_every_layout(fork_server, tmp_path, arch, dtype, layouts):
-    make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>="), hidden=64, layers=4, arch=arch)
+    tiny_model(tmp_path / "model", arch, layers=4)
     check_state(fork_server, tmp_path, dtype, layouts, 4, str(RANK))

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from support.base import memory
-from support.base.read_config import load_config
 from support.check import costs, explain, machines
 from support.run import clock
-from tests.conftest import REPO
+from tests.conftest import REPO, tiny_config
 
 CONFIG = str(REPO / "configs/tiny.yaml")
 MB = 2**20
@@ -119,7 +118,7 @@ def test_host_memory_is_looked_at_before_the_build(monkeypatch, capfd):
     options = ["model.dtype=bf16", "parallel.tp=2", "parallel.pp=2", "rollout.tp=2", "rollout.sleep_level=1"]
 
     def host_bytes(*more: str, on_gpu: bool = True) -> int:
-        return costs.host_bytes(load_config(CONFIG, [*options, *more]), 7 * 10**9, 8, on_gpu)
+        return costs.host_bytes(tiny_config(*options, *more), 7 * 10**9, 8, on_gpu)
 
     needed = host_bytes()
     assert needed == 7e9 + 10.5e9
@@ -133,7 +132,7 @@ def test_host_memory_is_looked_at_before_the_build(monkeypatch, capfd):
     monkeypatch.setattr(machines.hf_folder, "count_weights", lambda path: 7 * 10**9)
     monkeypatch.setattr(costs, "host_bytes", lambda *_: int(needed))
     monkeypatch.setattr(memory, "host_free_bytes", lambda: 64e9)
-    cfg = load_config(CONFIG, options)
+    cfg = tiny_config(*options)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     machines.check_host_memory(cfg)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -144,4 +143,4 @@ def test_host_memory_is_looked_at_before_the_build(monkeypatch, capfd):
 @pytest.mark.parametrize(("more", "a_weight"), [([], 12 + 2), (["algo.kl_coef=0.1"], 12 + 2), (["lora.rank=8"], 2)])
 def test_what_a_run_saves(more, a_weight):
     """A checkpoint and an export; the reference is read from its folder, adapters are few."""
-    assert costs.disk_bytes(load_config(CONFIG, ["model.dtype=bf16", *more]), 10**9) == a_weight * 10**9
+    assert costs.disk_bytes(tiny_config("model.dtype=bf16", *more), 10**9) == a_weight * 10**9

@@ -19,7 +19,7 @@ from support.base import ranks
 from support.base.read_config import load_config
 from support.step.packing import to_micro_batches
 from tests import hub_models
-from tests.conftest import REPO
+from tests.conftest import REPO, tiny_config
 from tests.layout_worker import held_bytes
 from tools import plan
 
@@ -51,14 +51,14 @@ def test_the_count_is_that_of_a_real_rank_in_bf16(world, tiny):
     options = [f"model.path={tiny / 'model'}", "data.train=unused", "model.dtype=bf16", "algo.kl_coef=0.1"]
     found = {}
     for name, more in BF16.items():
-        cfg = load_config(TINY, [*options, *more])
+        cfg = tiny_config(*options, *more)
         bridge.init_model_parallel(cfg.parallel, cfg.seed)
         model = bridge.build_model(cfg.model.path, cfg.parallel, torch.bfloat16, cfg.megatron)
         found[name] = held_bytes(model, bridge.build_optimizer(model, cfg.train, cfg.megatron))
         bridge.mpu.destroy_model_parallel()
     train_grpo.dist.destroy_process_group()
     for name, more in BF16.items():
-        assert state_bytes(plan.count(load_config(TINY, [*options, *more]), 1, 0)) == found[name], name
+        assert state_bytes(plan.count(tiny_config(*options, *more), 1, 0)) == found[name], name
     weights, gradients, optimizer, reference = found["gpu"]
     padded, real = weights // 2, reference // 2
     assert gradients == 4 * padded and optimizer == 12 * real and padded - real < 128  # worked by hand
@@ -122,7 +122,7 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, family, more):
     alphabet = make_tiny.char_tokenizer("".join(chr(0x4E00 + n) for n in range(4094)))
     make_tiny.save_model(tmp_path, alphabet, family, tied=False, hidden=256, layers=6, ffn=3)
     rows = [f"train.{kind}max_tokens_per_micro_batch=512" for kind in ("", "logprob_")]
-    cfg = load_config(TINY, [f"model.path={tmp_path}", "data.train=unused", "algo.entropy_coef=0.1", *rows, *more])
+    cfg = tiny_config(f"model.path={tmp_path}", "data.train=unused", "algo.entropy_coef=0.1", *rows, *more)
     hf = transformers.AutoConfig.from_pretrained(tmp_path)
     scoring, training = peaks(cfg, prompt=1, answer=128)
     planned = plan.activation_bytes(hf, cfg, 0)[0] + plan.head_bytes(hf, cfg, 512, plan.LOGIT_TRAIN)

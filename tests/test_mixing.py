@@ -8,10 +8,9 @@ import pytest
 import transformers
 
 from config import DataConfig, UserError
-from support.base.read_config import load_config
 from support.data.mixing import block_counts, draw_sets
 from support.data.prompts import Mixture, fingerprint, load_prompts, prompt_batch, shuffle_epochs
-from tests.conftest import REPO, write_rows
+from tests.conftest import tiny_config, write_rows
 
 
 def draw_prompts(sizes: list[int], weights: list[float], taken: int, size: int, seed: int) -> list[tuple[int, int]]:
@@ -88,11 +87,11 @@ def test_sets_of_other_columns_and_types_mix(tokenizer, tmp_path):
 )  # fmt: skip
 def test_weights_that_are_none_are_refused(override):
     with pytest.raises(UserError, match=f"^{override[:9]}.* must be"):
-        load_config(str(REPO / "configs/tiny.yaml"), [override])
+        tiny_config(override)
 
 
 def test_an_override_may_give_weights_but_not_none(tokenizer):
-    cfg = load_config(str(REPO / "configs/tiny.yaml"), ["data.train={x/a.b.jsonl: 0.7, hub/x:train: 2}"])
+    cfg = tiny_config("data.train={x/a.b.jsonl: 0.7, hub/x:train: 2}")
     assert cfg.data.train == {"x/a.b.jsonl": 0.7, "hub/x:train": 2}
     with pytest.raises(ValueError, match=r"^data\.train={}: nothing to read"):
         load_prompts(DataConfig(train={}), tokenizer)

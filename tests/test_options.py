@@ -3,7 +3,6 @@
 import ast
 import fnmatch
 
-import make_tiny
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from support.model.optimizer_state import optimizer_weights, own_slice
 from support.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
 from tests.compare_runs import lasting
-from tests.conftest import REPO
+from tests.conftest import REPO, tiny_model
 from tests.layout_worker import one_layout
 from tests.oracle.plain import relative
 from tests.test_checkpoint import check_state, equal
@@ -151,8 +150,7 @@ OFFLOADS = {
 
 @pytest.fixture
 def small(tmp_path):
-    make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>="), hidden=64, layers=4)
-    return tmp_path / "model"
+    return tiny_model(tmp_path / "model", layers=4)
 
 
 def test_adam_on_the_host_makes_the_same_updates(world, small):

@@ -7,9 +7,8 @@ import torch.distributed as dist
 
 from config import UserError
 from support.base import ranks, versions
-from support.base.read_config import load_config
 from support.check import machines
-from tests.conftest import REPO
+from tests.conftest import tiny_config
 
 
 def test_machine(tmp_path):
@@ -42,7 +41,7 @@ def test_another_commit_and_other_data_of_a_machine_are_refused(monkeypatch):
     monkeypatch.setattr(ranks, "gather", gather)
     monkeypatch.setattr(versions, "versions", lambda: {"commit": "a"})
     with pytest.raises(UserError, match=r"^1 of 3 ranks have another configuration than rank 0; start ") as refusal:
-        machines.check_ranks(load_config(str(REPO / "configs/tiny.yaml"), []), "data.train", "1")
+        machines.check_ranks(tiny_config(), "data.train", "1")
     assert refusal.value.args[0].splitlines()[1:] == [
         "  prompts of data.train: 1 on rank 0, 1 (north); 2 on rank 2 (south)",
         "  commit: a on rank 0, 1 (north); b on rank 2 (south)",

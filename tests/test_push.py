@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import megatron_bridge as bridge
 from config import ParallelConfig, RankError, TrainingError
 from rollout import Engine
-from support.base.read_config import load_config
 from support.engine import push_check
 from support.engine.push_check import Held, PushCheck, differing, digest, engine_digests, pushed_sums, to_host
 from support.proof.push_source import part_sums, read_shards
+from tests.conftest import tiny_config, tiny_model
 
 SMALL = (
     "train.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0",
@@ -62,8 +62,8 @@ SOURCES = [(arch, dtype, 0) for arch in make_tiny.ARCHITECTURES for dtype in ("f
 @pytest.mark.parametrize(("arch", "dtype", "rank"), SOURCES)
 def test_the_digests_of_shards_are_those_of_the_tensors_they_give(world, tmp_path, arch, dtype, rank):
     """With adapters as well, and not when one element has changed since."""
-    make_tiny.save_model(tmp_path, make_tiny.char_tokenizer("0123456789"), arch, hidden=64, layers=2)
-    cfg = load_config("configs/tiny.yaml", [f"model.path={tmp_path}", "data.train=none", f"lora.rank={rank}"])
+    tiny_model(tmp_path, arch)
+    cfg = tiny_config(f"model.path={tmp_path}", "data.train=none", f"lora.rank={rank}")
     bridge.init_model_parallel(cfg.parallel, 0)
     model = bridge.build_model(str(tmp_path), cfg.parallel, bridge.DTYPES[dtype], {}, trained=cfg.lora)
     optimizer = bridge.build_optimizer(model, cfg.train, {})
@@ -200,7 +200,7 @@ def test_a_push_with_other_names_or_other_replicas_is_refused():
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3_moe"])
 def test_a_push_holds_one_bucket_at_a_time(world, tmp_path, monkeypatch, arch):
     """What a consumer still holds of a bucket, the last tensor, is no view of it."""
-    make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789"), arch, hidden=64, layers=2)
+    tiny_model(tmp_path / "model", arch)
     parallel = ParallelConfig()
     bridge.init_model_parallel(parallel, 0)
     model = bridge.build_model(str(tmp_path / "model"), parallel, torch.float32, {})

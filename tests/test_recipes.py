@@ -11,9 +11,8 @@ import torch
 import transformers
 
 from config import UserError
-from support.base.read_config import load_config
 from tests.compare_runs import lasting
-from tests.conftest import REPO, read_rows, write_rows
+from tests.conftest import read_rows, tiny_config, write_rows
 from tests.oracle.plain import response_logps
 from tests.test_checkpoint import equal
 from tests.test_forks import fork, load  # noqa: F401, a fixture
@@ -21,7 +20,7 @@ from tests.test_forks import fork, load  # noqa: F401, a fixture
 
 def with_keys(algo: dict, rollout: dict) -> SimpleNamespace:
     """The demo's configuration with keys that the recipes add, which are not validated."""
-    cfg = load_config(str(REPO / "configs/tiny.yaml"), [])
+    cfg = tiny_config()
     sections = {"algo": cfg.algo.model_copy(update=algo), "rollout": cfg.rollout.model_copy(update=rollout)}
     return cfg.model_copy(update=sections)
 

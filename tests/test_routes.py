@@ -5,18 +5,17 @@ import json
 from functools import partial
 from types import SimpleNamespace
 
-import make_tiny
 import numpy as np
 import pytest
 import torch
 
 from config import TrainingError, UserError
 from support.base import versions
-from support.base.read_config import load_config
 from support.check import checks
 from support.model import routes
 from support.step import packing
 from tests import test_layouts
+from tests.conftest import tiny_config, tiny_model
 from tests.layout_worker import one_layout
 from tests.oracle.plain import float64_model, reference
 from tests.test_layouts import check_update, make_plan, make_samples, run_worker
@@ -91,7 +90,7 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
 
     def cfg(model, *keys: str):
         inputs = [f"model.path={model}", "data.train=unused", "algo.replay_routes=true"]
-        return load_config("configs/tiny.yaml", [*inputs, *keys])
+        return tiny_config(*inputs, *keys)
 
     with pytest.raises(UserError, match=r"algo\.replay_routes=true: model\.path=\S+ has no experts"):
         checks.check_routes(cfg(tiny / "model"))
@@ -182,6 +181,4 @@ def test_forced_routes_on_every_layout(fork_server, tmp_path):
 
 
 def make_moe(folder) -> str:
-    tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
-    make_tiny.save_model(folder, tokenizer, "qwen3_moe", tied=False, hidden=64, layers=2, num_experts=8)
-    return f"model.path={folder}"
+    return f"model.path={tiny_model(folder, 'qwen3_moe', tied=False, num_experts=8)}"

@@ -2,20 +2,15 @@
 
 import pytest
 
-from config import Config, UserError
-from support.base.read_config import load_config
+from config import UserError
 from support.step import schedule
-from tests.conftest import REPO
+from tests.conftest import tiny_config
 from tests.test_step import build  # noqa: F401, a fixture
 from train_grpo import config_at, rehearse, train_step
 
 
-def tiny(*overrides: str) -> Config:
-    return load_config(str(REPO / "configs/tiny.yaml"), [*overrides])
-
-
 def test_courses_by_hand():
-    cfg = tiny(
+    cfg = tiny_config(
         "train.steps=5", "train.lr=0.008", "train.warmup_steps=2", "algo.kl_coef=0.08", "algo.entropy_coef=0.5",
         "schedule.lr={shape: cosine}", "schedule.kl_coef={to: 0.04, steps: 3}", "schedule.entropy_coef.shape=constant",
         "schedule.entropy_coef.steps=4", "schedule.temperature={to: 0.6}",
@@ -32,7 +27,7 @@ def test_courses_by_hand():
     assert schedule.schedule_metrics(steps[1]) == pytest.approx(
         {f"schedule/{name}": value for name, value in shown.items()}
     )
-    assert schedule.schedule_metrics(config_at(tiny(), 1)) == {}
+    assert schedule.schedule_metrics(config_at(tiny_config(), 1)) == {}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +41,7 @@ def test_courses_by_hand():
 )
 def test_a_course_that_cannot_be(overrides, message):
     with pytest.raises(UserError, match=message):
-        rehearse(tiny(*overrides))
+        rehearse(tiny_config(*overrides))
 
 
 def test_the_kl_is_shown_where_its_coefficient_has_reached_zero(build):  # noqa: F811

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import megatron_bridge as bridge
 import train_grpo
 from support.base.read_config import load_config
+from tests.conftest import tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle.plain import relative
 from tests.test_layouts import make_model, make_plan, make_samples
@@ -20,7 +21,7 @@ from tests.test_layouts import make_model, make_plan, make_samples
 def score(batch, folder, *overrides: str) -> torch.Tensor:
     """Log-probs of the batch under the model of `folder`, all of it in one row."""
     given = [f"model.path={folder}", "data.train=unused", "train.logprob_max_tokens_per_micro_batch=4096", *overrides]
-    cfg = load_config("configs/tiny.yaml", given)
+    cfg = tiny_config(*given)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     model = bridge.build_model(folder, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron, trained=cfg.lora)
     logp_F = train_grpo.score(model, batch, cfg)
@@ -58,7 +59,7 @@ def test_sharing_changes_no_update(world, tmp_path, dtype, logps, gradients):
 
 
 def test_the_balancing_loss_of_experts_turns_sharing_off():
-    cfg = load_config("configs/tiny.yaml", ["model.path=m", "data.train=d"])
+    cfg = tiny_config("model.path=m", "data.train=d")
     assert cfg.shares_prompts
     assert not load_config(
         "configs/tiny.yaml", ["model.path=m", "data.train=d", "train.share_prompts=false"]

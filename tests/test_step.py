@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import make_tiny
 import numpy as np
 import pytest
 import torch
@@ -18,12 +17,11 @@ import megatron_bridge as bridge
 import train_grpo
 from config import TrainingError, UserError
 from rollout import Completion
-from support.base.read_config import load_config
 from support.check import checks
 from support.model.offload import is_away, state_shards
 from support.model.optimizer_state import optimizer_steps, sharded_state
 from support.run import clock, launch
-from tests.conftest import REPO
+from tests.conftest import REPO, tiny_config, tiny_model
 
 IDS = ("prompt_ids", "response_ids")
 
@@ -72,11 +70,11 @@ def build(world, tiny, tmp_path, monkeypatch):
     built = []
 
     def one(*overrides: str, checkpoint: tuple = (None, 0)) -> train_grpo.Run:
-        cfg = load_config(str(REPO / "configs/tiny.yaml"), [
+        cfg = tiny_config(
             f"output_dir={tmp_path / 'out'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
             "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0", "train.save_every=0",
             *overrides,
-        ])  # fmt: skip
+        )  # fmt: skip
         checks.check_config(cfg, world_size=1)
         train_grpo.rehearse(cfg)
         cfg, inputs = launch.prepare(cfg, world_size=1, weights=True)
@@ -144,9 +142,7 @@ class FlippingEngine(PlainEngine):
 
 
 def test_replayed_routes_close_the_gap_of_an_engine_that_routes_otherwise(build, monkeypatch, tmp_path):
-    make_tiny.save_model(
-        tmp_path / "moe", make_tiny.char_tokenizer("0123456789>+-="), "qwen3_moe", tied=False, hidden=64, num_experts=8
-    )
+    tiny_model(tmp_path / "moe", "qwen3_moe", tied=False, num_experts=8)
     monkeypatch.setattr(train_grpo, "Engine", FlippingEngine)
     keys = (f"model.path={tmp_path / 'moe'}", "train.epochs_per_step=2", "algo.kl_coef=0.05", "train.lr=0.01")
     metrics, samples = train_grpo.train_step(build(*keys, "algo.replay_routes=true"), 1)

@@ -15,13 +15,12 @@ import transformers
 import megatron_bridge as bridge
 import train_grpo
 from config import AlgoConfig, DataConfig, UserError
-from support.base.read_config import load_config
 from support.check import checks
 from support.data.prompts import fingerprint, load_prompts
 from support.run import launch
 from support.step.metrics import teacher_kl
 from support.step.teacher import Teacher, align_logp, with_teacher_prompts
-from tests.conftest import REPO, read_rows, write_rows
+from tests.conftest import read_rows, tiny_config, tiny_model, write_rows
 from tests.oracle.plain import response_logps
 from tests.test_step import build  # noqa: F401, a fixture
 
@@ -110,10 +109,7 @@ def test_hints_count_for_length_and_fingerprint_and_must_be_there(tiny, tmp_path
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory):
     """A teacher of another shape and family for the tiny model."""
-    folder = tmp_path_factory.mktemp("larger")
-    tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
-    make_tiny.save_model(folder, tokenizer, "qwen3", tied=False, hidden=128, layers=3, seed=5)
-    return folder
+    return tiny_model(tmp_path_factory.mktemp("larger"), "qwen3", tied=False, hidden=128, layers=3, seed=5)
 
 
 @pytest.mark.parametrize(("who", "waits"), [("self", "gpu"), ("larger", "gpu"), ("larger", "host")])
@@ -179,7 +175,7 @@ def prepare(tiny, offline):
 
     def start(*overrides: str, world_size: int = 2) -> None:
         files = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
-        cfg = load_config(str(REPO / "configs/tiny.yaml"), [*files, *overrides])
+        cfg = tiny_config(*files, *overrides)
         checks.check_config(cfg, world_size)
         train_grpo.rehearse(cfg)
         launch.prepare(cfg, world_size, weights=True)
@@ -191,8 +187,8 @@ def test_who_may_teach(prepare, larger, tmp_path):
     prepare(f"algo.teacher={larger}")
     make_tiny.save_model(tmp_path / "shuffled", make_tiny.char_tokenizer("1023456789>+-="))
     make_tiny.save_model(tmp_path / "more", make_tiny.char_tokenizer("0123456789>+-=ab"))  # knows more: legal
-    make_tiny.save_model(tmp_path / "narrow", make_tiny.char_tokenizer("0123456789>+-="), hidden=96, kv_heads=1)
-    make_tiny.save_model(tmp_path / "few", make_tiny.char_tokenizer("0123456789>+-="))
+    tiny_model(tmp_path / "narrow", hidden=96, kv_heads=1)
+    tiny_model(tmp_path / "few")
     config = tmp_path / "few/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 15}))
     prepare(f"algo.teacher={tmp_path / 'more'}")

@@ -13,7 +13,7 @@ from support.base.read_config import load_config
 from support.check import run_plan
 from support.run import logs
 from support.step import metrics, throughput
-from tests.conftest import REPO
+from tests.conftest import REPO, tiny_config
 
 
 @pytest.mark.parametrize("name", ["tiny", "qwen2.5-7b", "qwen3-30b-a3b", "qwen3-235b-a22b"])
@@ -35,7 +35,7 @@ def test_rates_by_hand(monkeypatch):
     monkeypatch.setattr(throughput.bridge.mpu, "get_data_parallel_world_size", lambda: 2)
     monkeypatch.setattr(throughput, "gpu_rate", lambda dtype: 1e9)
     hf = SimpleNamespace(**works.MODELS["tiny"])
-    cfg = load_config(str(REPO / "configs/tiny.yaml"), ["train.epochs_per_step=2"])
+    cfg = tiny_config("train.epochs_per_step=2")
     samples = [SimpleNamespace(positions=30), SimpleNamespace(positions=50)]
     reports = [{"real": 20, "attended": 200}, {"real": 12, "attended": 100}]
     seconds = {"step": 4.0, "train": 2.0, "sync": 0.5}
@@ -68,7 +68,7 @@ def test_rows_of_all_ranks(monkeypatch):
     reports = [defaultdict(lambda: 1.0, row) for row in rows]
     batch = train_grpo.flatten([train_grpo.Sample(0, [1], [2], [0.0], True, "", "")])
     batch = replace(batch, advantages=batch.rollout_logp)
-    found = metrics.update_metrics(reports, batch, load_config(str(REPO / "configs/tiny.yaml"), []))
+    found = metrics.update_metrics(reports, batch, tiny_config())
     assert (found["pack/micro_batches"], found["pack/real_frac"], found["pack/prompt_tokens_saved"]) == (5, 0.5, 9)
 
 

@@ -1,6 +1,6 @@
 """The recipe for rewards of single tokens: where they fall, and what each token then answers for.
 
-test_pairs.py repeats real runs of it with a second trainer.
+The recipe applies and dry-runs in test_forks.py.
 """
 
 import itertools
@@ -15,9 +15,9 @@ import torch
 import transformers
 
 from config import AlgoConfig, RewardConfig
-from support.base.read_config import load_config, override
+from support.base.read_config import override
 from support.step.grading import Outcome
-from tests.conftest import REPO
+from tests.conftest import tiny_config
 from tests.test_forks import fork, load  # noqa: F401, a fixture
 
 E = 1e-6
@@ -158,7 +158,7 @@ def test_the_numbers_of_tokens_by_hand(script):
     script.credit.note_tokens(samples, batch, before_F, after_F)
     assert [s.tokens["trainer_logp"].tolist() for s in samples] == [[-0.5, -0.25], [-2.0]]
     assert samples[0].tokens["ratio"].tolist() == pytest.approx([1.0, math.exp(-1)])
-    cfg = load_config(str(REPO / "configs/tiny.yaml"), [])
+    cfg = tiny_config()
     held = replace(batch, old_logp=before_F)
     assert script.credit.trainer_logp(held, cfg, lambda: after_F) is before_F
     assert script.credit.trainer_logp(batch, cfg, lambda: after_F) is after_F

@@ -13,12 +13,11 @@ import pytest
 
 from config import Config, UserError
 from support.base import versions
-from support.base.read_config import load_config
 from support.check import checks
 from support.run import trackers
 from support.step.metrics import PHASES
 from support.step.records import Sample
-from tests.conftest import REPO
+from tests.conftest import tiny_config
 from tests.test_timeline import check_phases, tracks_of
 
 
@@ -29,7 +28,7 @@ def sample(reward: float, text: str, length: int = 1, **fields) -> Sample:
 
 def config(out: Path, name: str) -> Config:
     overrides = [f"output_dir={out}", f"log.{name}=true", "log.samples_every=2"]
-    return load_config(str(REPO / "configs/tiny.yaml"), overrides)
+    return tiny_config(*overrides)
 
 
 def feed(out: Path, name: str, done: int, steps: list[int]) -> list[dict]:

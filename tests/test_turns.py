@@ -16,11 +16,10 @@ import transformers
 import train_grpo
 from config import UserError
 from rollout import Completion
-from support.base.read_config import load_config
 from support.check import checks
 from support.step import turns
 from support.step.grading import GradingPool
-from tests.conftest import REPO, Training
+from tests.conftest import Training, tiny_config
 from tests.oracle.plain import check_step, sampled
 from tests.pools import pool_of
 from tests.test_step import build  # noqa: F401, a fixture
@@ -98,10 +97,10 @@ def converse(world, tokenizer, tmp_path):
 
     def run(body: str, budget: int, rows: list[dict], n=2, **rollout):
         (tmp_path / "play.py").write_text(f"import os, time, sys\ndef play(text, row, state):\n    {body}\n")
-        cfg = load_config(str(REPO / "configs/tiny.yaml"), [
+        cfg = tiny_config(
             f"rollout.turns={tmp_path / 'play.py'}:play", "reward.timeout_s=1", "reward.memory_gb=2",
             *(f"rollout.{key}={value}" for key, value in rollout.items()),
-        ])  # fmt: skip
+        )  # fmt: skip
         pools.append(GradingPool(cfg.reward))
         engine = Script(tokenizer)
         prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
@@ -248,9 +247,9 @@ def test_what_is_refused_before_the_start(tmp_path, tiny, source, template, mess
     shutil.copytree(tiny / "model", tmp_path / "model")
     if template not in (None, "column"):
         (tmp_path / "model/chat_template.jinja").write_text(template)
-    cfg = load_config(str(REPO / "configs/tiny.yaml"), [
+    cfg = tiny_config(
         f"rollout.turns={tmp_path / 'play.py'}:play", f"data.chat_template={str(template is not None).lower()}"
-    ])  # fmt: skip
+    )  # fmt: skip
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=message) as error:
         turns.check(cfg, tokenizer, {"state": 1} if template == "column" else {})
@@ -259,7 +258,7 @@ def test_what_is_refused_before_the_start(tmp_path, tiny, source, template, mess
 
 def test_max_turns_without_turns_is_refused():
     with pytest.raises(UserError, match="has no effect without"):
-        checks.check_config(load_config(str(REPO / "configs/tiny.yaml"), ["rollout.max_turns=3"]), 1)
+        checks.check_config(tiny_config("rollout.max_turns=3"), 1)
 
 
 # ---------------------------------------------------------------- against plain transformers

@@ -4,7 +4,6 @@ test_layouts.py has it on."""
 import math
 import shutil
 
-import make_tiny
 import pytest
 import torch
 from megatron.core.optimizer import optimizer as megatron_optimizer
@@ -16,15 +15,14 @@ from config import TrainConfig, TrainingError
 from support.proof import update
 from support.proof.adam import adamw
 from support.proof.update import FirstUpdate, Probe
+from tests.conftest import tiny_model
 from tests.test_step import build, weights  # noqa: F401, a fixture
 
 
 @pytest.fixture
 def moe(tmp_path) -> str:
     """The override of a model with experts."""
-    tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
-    make_tiny.save_model(tmp_path / "moe", tokenizer, "qwen3_moe", tied=False, hidden=64, layers=2)
-    return f"model.path={tmp_path / 'moe'}"
+    return f"model.path={tiny_model(tmp_path / 'moe', 'qwen3_moe', tied=False)}"
 
 
 def test_adamw_is_that_of_a_hand_computed_step_and_of_torch():

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from config import AlgoConfig, RewardConfig, UserError
-from support.base.read_config import load_config
 from support.check import run_plan
 from support.proof import formulas
 from support.step import gdpo
-from tests.conftest import REPO
+from tests.conftest import tiny_config
 from train_grpo import (
     Sample,
     add_advantages,
@@ -306,7 +305,7 @@ def test_every_epoch_deals_all_groups_anew():
 )
 def test_a_rehearsal_refuses_unknown_names(override, legal):
     for kl_in in ("loss", "reward"):
-        cfg = load_config(str(REPO / "configs/tiny.yaml"), [override, f"algo.kl_in={kl_in}"])
+        cfg = tiny_config(override, f"algo.kl_in={kl_in}")
         with pytest.raises(UserError, match=re.escape(legal)):
             rehearse(cfg)
 
@@ -325,6 +324,6 @@ def test_a_rehearsal_refuses_unknown_names(override, legal):
     ],
 )
 def test_what_does_not_fit_a_loss_is_pointed_out(overrides, hint):
-    cfg = load_config(str(REPO / "configs/tiny.yaml"), ["model.path=m", "data.train=d", *overrides])
+    cfg = tiny_config("model.path=m", "data.train=d", *overrides)
     found = [text for text in run_plan.warnings(cfg, 1) if "masks" in text or "gspo" in text]
     assert len(found) == (hint is not None) and all(hint in text for text in found)

@@ -221,35 +221,26 @@ def window_mask(longest: int, window: int | None, on: torch.device) -> torch.Ten
 def attend_varlen(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
     """`attend` by torch's varlen_attn, for bf16 and fp16 on a GPU.
 
-    Its causal mask is aligned to the last query and the last key, as Segments are. Raises RuntimeError where this torch
-    has no windows.
+    Its causal mask is aligned to the last query and the last key, as Segments are.
     """
     lengths = (segments.cu_q, segments.cu_k, int(segments.queries_S.max()), int(segments.keys_S.max()))
-    options = varlen_options(flash.varlen_attn, segments.window, scale)
-    return flash.varlen_attn(query, key, value, *lengths, **options)
+    left = -1 if segments.window is None else segments.window - 1  # without the query's own token
+    # num_splits=1 keeps results independent of the batch
+    options = {"window_size": (left, 0), "scale": scale, "enable_gqa": True, "num_splits": 1}
+    known = parameters_of(flash.varlen_attn)  # torch 2.11 groups heads without enable_gqa, and has no num_splits
+    return flash.varlen_attn(query, key, value, *lengths, **{name: options[name] for name in options if name in known})
 
 
 @functools.cache
-def varlen_options(varlen_attn, window: int | None, scale: float | None) -> dict:
-    """Options of `varlen_attn` besides tensors and lengths: those that the signature of this torch version has.
-
-    torch 2.10 has is_causal; 2.11 scale, and windows whose (left, right) exclude the query's own token; 2.12 needs
-    enable_gqa for grouped heads, and its num_splits=1 keeps results independent of the batch.
-    """
-    left = -1 if window is None else window - 1
-    options = {"is_causal": True, "window_size": (left, 0), "scale": scale, "enable_gqa": True, "num_splits": 1}
-    known = inspect.signature(varlen_attn).parameters
-    if "window_size" not in known and (window, scale) != (None, None):
-        raise RuntimeError(f"torch {torch.__version__} has no sliding window in varlen_attn; use 2.11 or newer")
-    return {name: value for name, value in options.items() if name in known}
+def parameters_of(function) -> frozenset[str]:
+    """Names of a function's parameters."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def has_flash_attention_3(dtype: torch.dtype) -> bool:
     """Whether attention can use FlashAttention 3: on GPUs of compute capability 9.0, with the module
     flash_attn_interface.
     """
-    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):  # before torch 2.11
-        return False
     if not uses_varlen(device(), dtype) or torch.cuda.get_device_capability() != (9, 0):
         return False
     return importlib.util.find_spec("flash_attn_interface") is not None

@@ -13,7 +13,6 @@ import torch
 import train_grpo
 from config import TrainingError, UserError
 from rollout import Engine
-from support.base.read_config import load_config
 from support.data import prompts
 from support.data.prompts import Prompt
 from support.proof import graded
@@ -24,16 +23,11 @@ from support.step.grading import Outcome
 from support.step.packing import pack
 from support.step.records import Batch, Sample
 from tests import test_forks
-from tests.conftest import REPO
+from tests.conftest import tiny_config
 from tests.fork_server import ForkServer
 from tests.museum import Exhibit, runs
 from tests.museum.exhibits import EXHIBITS, SETTINGS
 from tests.test_step import build  # noqa: F401, a fixture
-
-
-def config(*overrides: str):
-    return load_config(str(REPO / "configs/tiny.yaml"), list(overrides))
-
 
 # ---------------------------------------------------------------- the exhibits
 
@@ -67,11 +61,11 @@ def test_the_formula_of_every_loss(loss, correction):
         ("algo.loss_norm=seq_mean_token_sum", "algo.advantage=rloo", "algo.correction_low=0.5"),
         ("algo.correction_low=0.5", "algo.correction_high=2"), ("algo.clip_low=0.01", "algo.clip_high=0.01"),
     ):  # fmt: skip
-        train_grpo.rehearse(config(*names, *others))
+        train_grpo.rehearse(tiny_config(*names, *others))
     if correction in ("tis", "icepop"):
-        train_grpo.rehearse(config(*names, "algo.correction_level=sequence", "algo.correction_high=1.07"))
+        train_grpo.rehearse(tiny_config(*names, "algo.correction_level=sequence", "algo.correction_high=1.07"))
     if correction == "none":
-        train_grpo.rehearse(config(*names, "algo.old_logp=rollout"))
+        train_grpo.rehearse(tiny_config(*names, "algo.old_logp=rollout"))
 
 
 LOSSES = [exhibit for exhibit in EXHIBITS.values() if exhibit.message == "grpo_loss computes something else"]
@@ -82,7 +76,7 @@ def test_a_wrong_loss_is_refused_at_the_start(monkeypatch, exhibit):
     options = [option for option in SETTINGS[exhibit.setting] if option.startswith("algo.")]
     put_in(exhibit, monkeypatch)
     with pytest.raises(UserError, match=re.escape(exhibit.message)):
-        train_grpo.rehearse(config(*options))
+        train_grpo.rehearse(tiny_config(*options))
 
 
 # ---------------------------------------------------------------- the update against its samples
@@ -119,7 +113,7 @@ def make_update(samples: list[Sample], chosen: list[int], cfg) -> tuple[dict, li
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "grpo_loo", "reinforce_pp", "none"])
 def test_healthy_updates_pass(norm, advantage):
     for truncated in ("true", "false"):
-        cfg = config(f"algo.loss_norm={norm}", f"algo.advantage={advantage}", f"algo.mask_truncated={truncated}")
+        cfg = tiny_config(f"algo.loss_norm={norm}", f"algo.advantage={advantage}", f"algo.mask_truncated={truncated}")
         samples = make_samples()
         for chosen in ([0, 1, 2, 3, 4, 5], [3, 4, 5]):
             report, rows, batch = make_update(samples, chosen, cfg)
@@ -128,7 +122,7 @@ def test_healthy_updates_pass(norm, advantage):
 
 @pytest.mark.parametrize("name", ["tokens", "targets", "mask", "rollout_logp", "advantages", "weights"])
 def test_a_row_that_is_not_of_its_samples_is_found(name):
-    cfg, samples, chosen = config("algo.mask_truncated=true"), make_samples(), [0, 1, 2, 3, 4, 5]
+    cfg, samples, chosen = tiny_config("algo.mask_truncated=true"), make_samples(), [0, 1, 2, 3, 4, 5]
     report, rows, batch = make_update(samples, chosen, cfg)
     wrong = torch.roll(getattr(rows[1], name), 1, 1)
     rows[1] = dataclasses.replace(rows[1], **{name: wrong})
@@ -137,7 +131,7 @@ def test_a_row_that_is_not_of_its_samples_is_found(name):
 
 
 def test_advantages_of_other_answers_are_found_but_not_what_a_fork_makes_of_them():
-    cfg, samples, chosen = config("rollout.group_size=3"), make_samples(), [0, 1, 2, 3, 4, 5]
+    cfg, samples, chosen = tiny_config("rollout.group_size=3"), make_samples(), [0, 1, 2, 3, 4, 5]
     report, rows, batch = make_update(samples, chosen, cfg)
     moved = dataclasses.replace(batch, advantages=torch.roll(batch.advantages, 4))
     with pytest.raises(TrainingError, match=r"advantages are not those of the rewards by algo\.advantage=grpo"):
@@ -151,7 +145,7 @@ def test_advantages_of_other_answers_are_found_but_not_what_a_fork_makes_of_them
 
 @pytest.mark.parametrize("keys", ["advantage=max_rl", "advantage=grpo_loo", "kl_in=reward"])
 def test_further_advantages_are_compared_with_their_formulas(keys):
-    cfg, samples = config("algo.kl_coef=0.1", f"algo.{keys}"), make_samples()
+    cfg, samples = tiny_config("algo.kl_coef=0.1", f"algo.{keys}"), make_samples()
     batch = train_grpo.flatten(samples)
     batch = dataclasses.replace(batch, old_logp=0.9 * batch.rollout_logp, ref_logp=0.8 * batch.rollout_logp)
     batch = train_grpo.add_advantages(samples, batch, cfg.algo)
@@ -170,7 +164,7 @@ WRONG = {  # what the check says of it → numbers of the report, columns of the
 
 @pytest.mark.parametrize("message", ["", *WRONG])
 def test_identities_of_an_update(message):
-    cfg, samples = config("algo.kl_coef=0.1"), make_samples()
+    cfg, samples = tiny_config("algo.kl_coef=0.1"), make_samples()
     wrong_report, columns, chosen = WRONG.get(message, ({}, {}, [0, 1, 2, 3, 4, 5]))
     report, rows, batch = make_update(samples, [0, 1, 2, 3, 4, 5], cfg)
     model = [SimpleNamespace(hf_config=SimpleNamespace(vocab_size=16))]
@@ -190,7 +184,7 @@ ANSWERS = {  # what the check says of it → index of the answer, attributes of 
 
 @pytest.mark.parametrize("message", ANSWERS)
 def test_answers_end_and_are_rewarded_as_they_say(message):
-    cfg = config("rollout.group_size=2", "algo.max_rounds=2", "algo.overlong_buffer=1", "algo.overlong_coef=0.25")
+    cfg = tiny_config("rollout.group_size=2", "algo.max_rounds=2", "algo.overlong_buffer=1", "algo.overlong_coef=0.25")
     samples = []
     for number, (length, reward) in enumerate(((3, 1.0), (2, 0.0), (3, 0.0), (4, 1.0))):
         ids = [6, 7, 8][: 3 if length == 4 else length - 1]
@@ -220,7 +214,7 @@ def test_a_reference_that_moves_or_is_not_used_is_found(build, monkeypatch):  # 
 
 
 def test_counts_and_groups_are_checked():
-    cfg, samples, chosen = config(), make_samples(), [0, 1, 2, 3, 4, 5]
+    cfg, samples, chosen = tiny_config(), make_samples(), [0, 1, 2, 3, 4, 5]
     report, rows, batch = make_update(samples, chosen, cfg)
     with pytest.raises(TrainingError, match="the loss counts 17 tokens, the answers have 16 to train on"):
         check_update({"trained": report["trained"] + 1}, rows, batch, samples, chosen, cfg)
@@ -243,7 +237,7 @@ def test_a_reward_of_another_answer_is_found():
         list(match_outcomes(samples, {0: Prompt([5], "2", "", {})}, outcomes))
     samples[1].graded = "timeout"
     with pytest.raises(TrainingError, match="an answer that was not graded"):
-        graded.RewardChecks().rewards(samples, {}, config())
+        graded.RewardChecks().rewards(samples, {}, tiny_config())
 
 
 # ---------------------------------------------------------------- the start, against the data
@@ -253,7 +247,7 @@ def test_a_template_applied_twice_is_refused(tmp_path, offline):
     runs.write_models(tmp_path)
     (tmp_path / "twice.jsonl").write_text('{"prompt": "<12=", "answer": "1"}\n')
     tokenizer = prompts.load_tokenizer(str(tmp_path / "chat"))
-    data = config("data.chat_template=true").data
+    data = tiny_config("data.chat_template=true").data
     for file, error in (("train", None), ("twice", "a prompt begins with '<<', the chat template's opening twice")):
         found, _ = prompts.load_prompts(data.model_copy(update={"train": str(tmp_path / f"{file}.jsonl")}), tokenizer)
         with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
@@ -297,7 +291,7 @@ def test_every_prompt_has_its_own_seed_in_vllm():
         add_request=lambda number, prompt, params: asked.append(params), has_unfinished_requests=int
     )
     engine.llm = SimpleNamespace(llm_engine=added)
-    assert list(engine.generate([[1], [2], [3]], [7, 8, 9], 2, config().rollout, 4)) == []
+    assert list(engine.generate([[1], [2], [3]], [7, 8, 9], 2, tiny_config().rollout, 4)) == []
     assert [params.seed for params in asked] == [7, 8, 9]
 
 

@@ -57,7 +57,7 @@ def test_a_changed_record_is_named(copied, name):
     rows = read_rows(copied / "rollouts/step_000001.jsonl")
     (line,) = (line for line in read_rows(copied / "metrics.jsonl") if line["step"] == 1)
     changed = line if name in line else next(row for row in rows if row["advantage"])
-    changed[name] *= -1
+    changed[name] += 1
     write_rows(copied / "rollouts/step_000001.jsonl", rows)
     write_rows(copied / "metrics.jsonl", [line])
     quantity = name if name in line else f"sample: {name}"

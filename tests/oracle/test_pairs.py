@@ -6,7 +6,7 @@ import random
 import make_tiny
 import pytest
 
-from tests.conftest import write_rows
+from tests.conftest import tiny_model, write_rows
 from tests.oracle.trainer import read_run, repeat
 
 COMMON = (
@@ -154,11 +154,10 @@ def test_every_pair_is_in_some_run():
 def material(tmp_path_factory):
     """Models, data, rewards."""
     folder = tmp_path_factory.mktemp("pairs")
-    tokenizer = make_tiny.char_tokenizer("0123456789>+-=")
-    make_tiny.save_model(folder / "qwen2", tokenizer, hidden=64, layers=4, ffn=2)
-    make_tiny.save_model(folder / "qwen3_moe", tokenizer, "qwen3_moe", tied=False, hidden=64, layers=4)
-    make_tiny.save_model(folder / "teacher", tokenizer, "qwen3", tied=False, hidden=64, layers=4, seed=5)
-    make_tiny.save_model(folder / "teacher_moe", tokenizer, "mixtral", tied=False, hidden=64, layers=2, seed=5)
+    tiny_model(folder / "qwen2", layers=4, ffn=2)
+    tiny_model(folder / "qwen3_moe", "qwen3_moe", tied=False, layers=4)
+    tiny_model(folder / "teacher", "qwen3", tied=False, layers=4, seed=5)
+    tiny_model(folder / "teacher_moe", "mixtral", tied=False, seed=5)
     write_rows(folder / "train.jsonl", make_tiny.reversal_rows(3, 200, seed=0))
     return folder
 
