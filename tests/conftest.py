@@ -189,13 +189,13 @@ def train_forked(fork_server, tiny, tmp_path):
 def slow_disk(monkeypatch) -> threading.Event:
     """No file of samples is written before this event is set."""
     released = threading.Event()
-    write_file = rollout_files.write_file
+    write_at_once = rollout_files.write_rows
 
     def write_slowly(*job):
         released.wait()
-        write_file(*job)
+        write_at_once(*job)
 
-    monkeypatch.setattr(rollout_files, "write_file", write_slowly)
+    monkeypatch.setattr(rollout_files, "write_rows", write_slowly)
     return released
 
 

@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_reward import digits_in_place
 
+from config import UserError
 from support.base import memory
 from support.check.checks import check_weights
 from tests.conftest import EXACT, REPO, tiny_model
@@ -169,7 +170,7 @@ def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path, change):
         weights["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(64)
         message = "no place for: model.layers.0.self_attn.o_proj.bias"
     save_file(weights, tmp_path / "model/model.safetensors")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         check_weights(str(tmp_path / "model"))
 
 

@@ -135,10 +135,9 @@ def test_host_memory_is_looked_at_before_the_build(monkeypatch, capfd):
     cfg = tiny_config(*options)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     machines.check_host_memory(cfg)
-    assert capfd.readouterr().err == ""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     machines.check_host_memory(cfg)
-    assert "8 rank(s) on this machine will hold about 130.39 GiB of host memory" in capfd.readouterr().err
+    assert capfd.readouterr().err.startswith("warning: 8 rank(s) on this machine will hold about 130.39 GiB of host")
 
 
 @pytest.mark.parametrize(("more", "a_weight"), [([], 12 + 2), (["algo.kl_coef=0.1"], 12 + 2), (["lora.rank=8"], 2)])

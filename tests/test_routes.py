@@ -92,7 +92,7 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
         inputs = [f"model.path={model}", "data.train=unused", "algo.replay_routes=true"]
         return tiny_config(*inputs, *keys)
 
-    with pytest.raises(ValueError, match=r"algo\.replay_routes=true: model\.path=\S+ has no experts"):
+    with pytest.raises(UserError, match=r"algo\.replay_routes=true: model\.path=\S+ has no experts"):
         checks.check_routes(cfg(tiny / "model"))
     with pytest.raises(UserError, match=r"leave out rollout\.vllm\.enable_prefix_caching"):
         checks.check_config(cfg(tiny / "model", "rollout.vllm.enable_prefix_caching=false"), 1)
@@ -100,7 +100,7 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     checks.check_routes(cfg(tmp_path / "model"))
     monkeypatch.setattr(versions, "installed", lambda package: "0.26.0")
-    with pytest.raises(ValueError, match=r"algo\.replay_routes=true: vLLM 0\.26\.0 .* VLLM_USE_V2_MODEL_RUNNER=0"):
+    with pytest.raises(UserError, match=r"algo\.replay_routes=true: vLLM 0\.26\.0 .* VLLM_USE_V2_MODEL_RUNNER=0"):
         checks.check_routes(cfg(tmp_path / "model"))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     checks.check_routes(cfg(tmp_path / "model"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from support.base.files import write_synced
+from support.base.files import sync
 
 
 def as_row(sample) -> dict:
@@ -23,11 +23,14 @@ def as_row(sample) -> dict:
 ENCODER = msgspec.json.Encoder(enc_hook=lambda array: array.tolist())
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file. Raises OSError and then leaves none."""
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """Write a JSON object a line, numpy arrays as lists. Raises OSError and then leaves no file."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        write_synced(temporary, content)
+        with temporary.open("wb") as file:
+            for row in rows:  # one at a time: other threads run in between
+                file.write(ENCODER.encode(row) + b"\n")
+        sync(temporary)
         temporary.rename(path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -47,10 +50,9 @@ class RolloutWriter:
         self.jobs = deque()
 
     def write(self, path: Path, samples: Iterable) -> None:
-        """Queue all samples, as they are now, to be written to `path`, a JSON object a line, numpy arrays as lists."""
+        """Queue all samples, as they are now, to be written to `path`."""
         self._wait(unfinished=1)
-        content = ENCODER.encode_lines(map(as_row, samples))
-        self.jobs.append(self.thread.submit(write_file, path, content))
+        self.jobs.append(self.thread.submit(write_rows, path, [as_row(sample) for sample in samples]))
 
     def finish(self) -> None:
         """Wait until all files are on the disk."""

@@ -1,7 +1,7 @@
 """What can be known wrong before a process group, a model or an engine exists.
 
 Keys that do not go together, a layout that does not divide the model, a model or weights that cannot be built: each
-check raises UserError or ValueError with the key and what is legal.
+check raises UserError with the key and what is legal.
 """
 
 import importlib.util
@@ -232,22 +232,21 @@ SUPPORTED = {
 def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path") -> None:
     """See, without weights or process groups, that the model of `path`, the value of `key`, can be built and split.
 
-    Raises ValueError.
+    Raises UserError.
     """
     model = f"{key}={path}"
     check_found(path, key)
     try:
         hf = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:  # a damaged config.json fails as code does, with any exception
-        raise ValueError(f"{model}: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(f"{model}: {' '.join(str(error).split())[:300]}") from None
     family = (hf.architectures or ["?"])[0]
-    require(family in bridge.FAMILIES, f"{model} is a {family}; supported are {', '.join(bridge.FAMILIES)}", ValueError)
+    require(family in bridge.FAMILIES, f"{model} is a {family}; supported are {', '.join(bridge.FAMILIES)}")
     for attribute, value in SUPPORTED.items():
         found = getattr(hf, attribute, None)
         require(
             found in (None, value),
             f"{model}: {attribute}={found!r} in its config.json is not supported, only {value}",
-            ValueError,
         )
     dtype = cfg.model.dtype
     width = bridge.head_dim(hf)
@@ -255,57 +254,52 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
         attention_pads(dtype) or (width % 8 == 0 and width <= 256),
         f"{model}: attention on a GPU with model.dtype={dtype} takes heads of 8, 16, ... 256 numbers, "
         f"not {width}; use model.dtype=fp32",
-        ValueError,
     )
     try:
         rotary_embedding(hf)
         sliding_window(hf)
         check_layout(hf, cfg.parallel, rollout_tp)
-    except ValueError as error:
-        raise ValueError(f"{model}: {error}") from None
+    except (UserError, ValueError) as error:
+        raise UserError(f"{model}: {error}") from None
     longest = longest_sample(cfg)
     require(
         longest <= hf.max_position_embeddings,
         "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens = "
         f"{longest} is beyond max_position_embeddings={hf.max_position_embeddings} of {model}",
-        ValueError,
     )
     require(
         cfg.megatron.get("moe_token_dispatcher_type") != "flex" or importlib.util.find_spec("deep_ep") is not None,
         "megatron.moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed",
-        ValueError,
     )
     for name in cfg.megatron:
         require(
             bridge.is_moe(hf) or not name.startswith("moe_"),
             f"megatron.{name}: {model} is a {family}, which has no experts",
-            ValueError,
         )
     try:
         bridge.transformer_config(hf, cfg.parallel, bridge.DTYPES[dtype], cfg.megatron)
     except (AssertionError, TypeError, ValueError) as error:
         given = ", ".join(f"megatron.{name}" for name in cfg.megatron) or "empty"
-        raise ValueError(f"{model}: Megatron-core refuses this layout or megatron section ({given}): {error}") from None
+        raise UserError(f"{model}: Megatron-core refuses this layout or megatron section ({given}): {error}") from None
 
 
 def check_routes(cfg: Config) -> None:
-    """See that there are routes to replay where algo.replay_routes asks for it. Raises ValueError."""
+    """See that there are routes to replay where algo.replay_routes asks for it. Raises UserError."""
     found = versions.installed("vllm")
     second_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # our default on a GPU
     if cfg.algo.replay_routes and second_runner and found and versions.numbers(found) < (0, 32):
-        raise ValueError(
+        raise UserError(
             f"algo.replay_routes=true: vLLM {found} returns no routes with its second model runner; use vLLM 0.32, "
             "VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or algo.replay_routes=false"
         )
     require(
         not cfg.algo.replay_routes or bridge.is_moe(transformers.AutoConfig.from_pretrained(cfg.model.path)),
         f"algo.replay_routes=true: model.path={cfg.model.path} has no experts; use false",
-        ValueError,
     )
 
 
 def check_layout(hf, parallel, rollout_tp: int) -> None:
-    """See that every parallel size divides what it splits. Raises ValueError naming the key and the legal values."""
+    """See that every parallel size divides what it splits. Raises UserError naming the key and the legal values."""
     heads = {"attention heads": hf.num_attention_heads}
     if bridge.is_moe(hf):
         experts = {"experts": bridge.num_experts(hf)}
@@ -316,7 +310,6 @@ def check_layout(hf, parallel, rollout_tp: int) -> None:
         require(
             parallel.ep * parallel.etp == 1,
             f"parallel.ep={parallel.ep}, parallel.etp={parallel.etp}: a model without experts has 1, 1",
-            ValueError,
         )
     shared = getattr(hf, "shared_expert_intermediate_size", None)
     if shared:
@@ -332,26 +325,24 @@ def check_layout(hf, parallel, rollout_tp: int) -> None:
     require(
         parallel.vpp == 1 or parallel.pp > 1,
         f"parallel.vpp={parallel.vpp} needs parallel.pp above 1: it interleaves pipeline stages",
-        ValueError,
     )
     require(
         parallel.sp or parallel.tp == 1 or not bridge.is_moe(hf),
         "parallel.sp=false: experts with parallel.tp above 1 need sequence parallelism, use true",
-        ValueError,
     )
 
 
 def check_divides(key: str, by: int, sizes: dict[str, int]) -> None:
-    """See that `by`, the value of `key`, divides each of the model's sizes. Raises ValueError."""
+    """See that `by`, the value of `key`, divides each of the model's sizes. Raises UserError."""
     for what, size in sizes.items():
         if size % by:
             common = math.gcd(*sizes.values())
             legal = [n for n in range(1, common + 1) if common % n == 0]
-            raise ValueError(f"{key}={by} does not divide the model's {what} {size}; legal are {legal[:16]}")
+            raise UserError(f"{key}={by} does not divide the model's {what} {size}; legal are {legal[:16]}")
 
 
 def check_weights(path: str, key: str = "model.path") -> None:
-    """See that the safetensors of the folder `path` hold just the tensors the model is made of. Raises ValueError."""
+    """See that the safetensors of the folder `path` hold just the tensors the model is made of. Raises UserError."""
     hf = transformers.AutoConfig.from_pretrained(path)
     layer = []
     for rest in bridge.FAMILIES[hf.architectures[0]]:
@@ -363,10 +354,10 @@ def check_weights(path: str, key: str = "model.path") -> None:
     try:
         found = {name for name in safetensor_files(path) if not name.endswith("rotary_emb.inv_freq")}
     except FileNotFoundError as error:
-        raise ValueError(f"{key}={path}: {error}") from None
+        raise UserError(f"{key}={path}: {error}") from None
     if hf.tie_word_embeddings:
         found.discard("lm_head.weight")  # a copy that some exporters write
     for what, names in (("lacks", wanted - found), ("has tensors this model has no place for:", found - wanted)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"{key}={path} {what} {min(names)}{more}")
+            raise UserError(f"{key}={path} {what} {min(names)}{more}")
