@@ -74,7 +74,8 @@ def check(found: dict, wanted: dict) -> None:
     ],
 )  # fmt: skip
 def test_the_gradients_of_factors_are_those_of_plain_transformers(world, tmp_path, family, targets):
-    plan = make_plan(tmp_path, family, *LORA, f"lora.targets=[{','.join(targets)}]", layouts={"one": []})
+    layouts = {"one": ["train.check_update=true"]}
+    plan = make_plan(tmp_path, family, *LORA, f"lora.targets=[{','.join(targets)}]", layouts=layouts)
     found = one_layout(plan, "one")
     check(found, lora_reference(tmp_path / "model", found, targets))
 
