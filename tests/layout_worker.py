@@ -8,7 +8,8 @@ For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer score
 as "grad.<Hugging Face name>" (with adapters theirs, and "merged.<name>", the weights that were pushed), "load" per
 layer where there are experts, "shared" (positions that were not computed again), "held" [ranks, 4] (held_bytes), and
 "same" 1 where the export of the model just loaded is the original bit by bit (with adapters: the push, and the factors
-are those of made_up_factor). With train.check_update the live check watches the update; it must stop none that is right.
+are those of made_up_factor). With train.check_update the live check watches the update, and must
+stop none that is right.
 
 The gradients are read from the exported weights, so they have passed through the distributed optimizer and the weight
 mapping: Adam with a huge eps steps by lr · grad / eps.
