@@ -189,13 +189,13 @@ def train_forked(fork_server, tiny, tmp_path):
 def slow_disk(monkeypatch) -> threading.Event:
     """No file of samples is written before this event is set."""
     released = threading.Event()
-    write_in_process = rollout_files.write_in_process
+    write_file = rollout_files.write_file
 
     def write_slowly(*job):
         released.wait()
-        write_in_process(*job)
+        write_file(*job)
 
-    monkeypatch.setattr(rollout_files, "write_in_process", write_slowly)
+    monkeypatch.setattr(rollout_files, "write_file", write_slowly)
     return released
 
 

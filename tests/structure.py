@@ -21,9 +21,9 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1176,
-    "support/base": 750, "support/check": 540, "support/data": 423, "support/engine": 256, "support/judge": 195,
-    "support/model": 1062, "support/proof": 973, "support/run": 1035, "support/step": 1022,
-    "rewards": 185, "tools": 1049, "benchmarks": 670, "tests": 8657, "docs": 2934,
+    "support/base": 709, "support/check": 539, "support/data": 423, "support/engine": 256, "support/judge": 195,
+    "support/model": 1062, "support/proof": 973, "support/run": 1035, "support/step": 1021,
+    "rewards": 185, "tools": 1016, "benchmarks": 670, "tests": 8639, "docs": 2932,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

@@ -4,19 +4,15 @@ import errno
 import fcntl
 import json
 import os
-import pickle
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 
-from config import TrainingError, UserError
-from support.base import processes, rollout_files
+from config import UserError
 from support.base.files import complete_folder, lock_output_dir, open_output_dir
 from support.base.rollout_files import RolloutWriter
 from support.check import explain
@@ -127,21 +123,11 @@ def test_a_file_of_samples_is_what_json_makes_of_lists(writer, tmp_path):
     texts = ["ab", "été 😀 \u2028", 'a "quoted"\nline', ""]
     writer.write(tmp_path / "step_000001.jsonl", [made_up(text) for text in texts])
     writer.finish()
+    written = (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8")
+    assert "-1.0000000116860974e-7,-0.0,-12.5" in written and written.count("\n") == written.count("}\n") == 4
     plain = {"ids": [5, 150_000], "logp": made_up().logp.tolist()}
-    lines = [json.dumps({**plain, "text": text, "parts": {"x": 0.1}, "group": 3}, ensure_ascii=False) for text in texts]
-    assert (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8") == "".join(f"{line}\n" for line in lines)
-    assert "-1.0000000116860974e-07, -0.0, -12.5" in lines[0]
-
-
-def test_a_schedulers_sigterm_leaves_the_process_that_writes_alone(tmp_path):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    path = tmp_path / "step_000001.jsonl"
-    for ignored, code in ((False, -15), (True, 0)):
-        process = processes.start_module("support.base.rollout_files", str(path), ignore_sigterm=ignored, **pipes)
-        process.terminate()  # before Python has begun to run in it
-        process.communicate(pickle.dumps([{"text": "whole"}]))
-        assert process.returncode == code
-    assert path.read_text() == '{"text": "whole"}\n'
+    rows = [json.loads(line) for line in written.split("\n")[:-1]]
+    assert rows == [{**plain, "text": text, "parts": {"x": 0.1}, "group": 3} for text in texts]
 
 
 def test_a_slow_disk_holds_the_loop_up_from_the_third_file_on(writer, slow_disk, tmp_path):
@@ -171,7 +157,7 @@ def test_a_run_that_fails_writes_its_last_samples(tmp_path):
         raise ValueError("the end")
     """
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "a"], cwd=REPO, capture_output=True, text=True)
-    assert "ValueError: the end" in done.stderr and (tmp_path / "a").read_text() == '{"text": "last"}\n'
+    assert "ValueError: the end" in done.stderr and (tmp_path / "a").read_text() == '{"text":"last"}\n'
 
 
 def test_a_full_disk_is_told_by_the_next_call(writer, tmp_path):
@@ -186,19 +172,9 @@ def test_a_full_disk_is_told_by_the_next_call(writer, tmp_path):
     assert said.startswith("a file could not be written in the phase save: [Errno 28] No space left on device")
 
 
-def test_what_else_can_go_wrong_with_files_of_samples(writer, tmp_path):
-    def failure(samples: list, path=tmp_path / "step_000001.jsonl"):
-        with pytest.raises(Exception) as raised:
-            rollout_files.write_in_process(str(path), [vars(sample) for sample in samples])
-        return raised.value
-
-    assert isinstance(failure([SimpleNamespace(field={1, 2})]), AttributeError)  # a fork's field that is no JSON
-    missing = failure([], tmp_path / "none" / "step_000001.jsonl")
-    assert isinstance(missing, FileNotFoundError) and missing.errno == errno.ENOENT
-    os.mkfifo(tmp_path / "step_000001.jsonl.tmp")  # nobody reads it, so the process waits
-    writer.write(tmp_path / "step_000001.jsonl", [made_up()])
-    while not (writing := [p for p in psutil.Process().children() if "support.base.rollout_files" in p.cmdline()]):
-        time.sleep(0.01)
-    writing[0].kill()
-    with pytest.raises(TrainingError, match=r"step_000001.jsonl died \(exit code -9\)"):
+def test_a_field_that_is_no_json_is_told_at_once(writer, tmp_path):
+    with pytest.raises(AttributeError):  # of a fork
+        writer.write(tmp_path / "step_000001.jsonl", [SimpleNamespace(field=object())])
+    writer.write(tmp_path / "none" / "step_000001.jsonl", [])
+    with pytest.raises(FileNotFoundError):
         writer.finish()

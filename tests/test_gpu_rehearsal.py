@@ -92,13 +92,13 @@ REPLAY = ("algo.replay_routes=true", *(f"megatron.{option}" for option in RECOMP
 
 
 def of_experts(weights: int, forwards: int) -> dict:
-    """Waits of a rank with experts: `weights` of its own, `forwards` for each training micro-batch."""
+    """Waits of a rank with experts: `weights` of its own, `forwards` of a micro-batch, 2 where it is recomputed."""
     layers = LAYERS * forwards
     return {
         "train": {("utils.py local_multi_tensor_l2_norm", "_local_scalar_dense"): (weights, "update")},
         "train, passes": {
-            ("moe_utils.py permute", "masked_select"): (2 * layers, "training micro-batch"),
-            ("token_dispatcher.py _maybe_dtoh_and_synchronize", "synchronize"): (layers, "training micro-batch"),
+            ("moe_utils.py permute", "masked_select"): (2 * layers, "micro-batch"),
+            ("token_dispatcher.py _maybe_dtoh_and_synchronize", "synchronize"): (layers, "micro-batch"),
         },
     }
 
@@ -118,10 +118,10 @@ ON_HOST = {
 RUNS = {
     "dense, KL, two updates": Run(overrides=KL),
     "the same in bf16, offload": Run(overrides=("model.dtype=bf16", "train.offload=optimizer", *KL)),
-    "experts, replayed routes, recompute": Run(overrides=REPLAY, arch="qwen3_moe", waits=of_experts(32, forwards=3)),
+    "experts, replayed routes, recompute": Run(overrides=REPLAY, arch="qwen3_moe", waits=of_experts(32, forwards=2)),
     "optimizer on the host, precision-aware": Run(overrides=HOST, waits=ON_HOST),
     "two ranks, tp and experts": Run(
-        2, ("parallel.tp=2", "parallel.ep=2"), "qwen3_moe", waits=of_experts(24, forwards=2)
+        2, ("parallel.tp=2", "parallel.ep=2"), "qwen3_moe", waits=of_experts(24, forwards=1)
     ),
     "two ranks, pipeline": Run(2, ("parallel.pp=2",), waits=SHAPES),
     "two ranks, cp": Run(2, ("parallel.cp=2",)),
@@ -182,15 +182,15 @@ def differences(ours: list[dict], expected: list[dict], run: Run) -> list[str]:
 def unknown_waits(training: Training, run: Run) -> list[str]:
     """The waits beyond WAITS and those of the run, of each rank."""
     found = []
-    if run.waits is None:
-        return found
     for rank in range(run.ranks):
         noted = json.loads((training.out / f"waits_{rank}.json").read_text())
+        units = noted["units"]
+        units["micro-batch"] = units["training micro-batch"] + units.get("log-prob micro-batch", 0)
         for phase, place, kind, number in noted["counts"]:
             known = WAITS.get(phase, {}) | run.waits.get(phase, {})
             limit, unit = known.get((place, kind), (0, "step"))
-            if phase not in NOT_COUNTED and number > limit * noted["units"].get(unit, 0):
-                found.append(f"rank {rank}, {phase}: {place} waits {number} times ({kind}); {noted['units']}")
+            if phase not in NOT_COUNTED and number > limit * units.get(unit, 0):
+                found.append(f"rank {rank}, {phase}: {place} waits {number} times ({kind}); {units}")
     return found
 
 
@@ -201,7 +201,7 @@ def test_a_rehearsed_run(start, name):
     assert on_gpu.end() == 0, on_gpu.text
     assert on_cpu.end() == 0, on_cpu.text
     assert not differences(on_gpu.metrics, on_cpu.metrics, run)
-    assert not unknown_waits(on_gpu, run), "if the wait is meant, it belongs into WAITS"
+    assert run.waits is None or not unknown_waits(on_gpu, run), "if the wait is meant, it belongs into WAITS"
     assert "the update is not what its formulas say" not in on_gpu.text
 
 

@@ -113,7 +113,7 @@ def test_limits_of_a_container_or_job_count(tmp_path):
     assert memory.host_free_bytes(tmp_path, tmp_path / "none") > 5 * MB
 
 
-def test_host_memory_is_looked_at_before_the_build(monkeypatch):
+def test_host_memory_is_looked_at_before_the_build(monkeypatch, capfd):
     """7 B in bf16 on 8 ranks, vLLM with tp 2: 7 GB of weights asleep and 10.5 GB of a checkpoint a rank."""
     options = ["model.dtype=bf16", "parallel.tp=2", "parallel.pp=2", "rollout.tp=2", "rollout.sleep_level=1"]
 
@@ -134,9 +134,11 @@ def test_host_memory_is_looked_at_before_the_build(monkeypatch):
     monkeypatch.setattr(memory, "host_free_bytes", lambda: 64e9)
     cfg = tiny_config(*options)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert machines.check_host_memory(cfg) is None
+    machines.check_host_memory(cfg)
+    assert capfd.readouterr().err == ""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert "8 rank(s) on this machine will hold about 130.39 GiB of host memory" in machines.check_host_memory(cfg)
+    machines.check_host_memory(cfg)
+    assert "8 rank(s) on this machine will hold about 130.39 GiB of host memory" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("more", "a_weight"), [([], 12 + 2), (["algo.kl_coef=0.1"], 12 + 2), (["lora.rank=8"], 2)])

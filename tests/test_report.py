@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from config import UserError
-from support.base.rollout_files import write_rows
+from support.base.rollout_files import ENCODER
 from tools.report import Run, build_page, curve, main, read_group, smooth
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -88,7 +88,8 @@ def test_curves_and_values_of_tokens_by_hand(shared):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 def test_a_browser_shows_the_page_and_runs_no_text_of_a_model(shared, tmp_path):
     out, hostile = shutil.copytree(shared.out, tmp_path / "out"), "<img src=x onerror=alert(1)>"
-    write_rows(str(out / "rollouts/step_000003.jsonl"), [sample(error=hostile, graded="error")])
+    lines = ENCODER.encode_lines([sample(error=hostile, graded="error")])
+    (out / "rollouts/step_000003.jsonl").write_bytes(lines)
     (tmp_path / "page.html").write_text(build_page(hostile, [Run(out)]))
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom")
     flags += (f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000")

@@ -85,11 +85,10 @@ def satisfies(version: str, wanted: str) -> bool:
 
 
 def disk_facts(folder: Path) -> dict:
-    """{"path", "total", "free", "writable"} of a folder, or of the nearest one above it that exists; bytes."""
+    """{"path", "free", "writable"} of a folder, or of the nearest one above it that exists; bytes."""
     there = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
     usage = shutil.disk_usage(there)
-    exists = folder.is_dir()
-    return {"path": str(folder), "exists": exists, "free": usage.free, "writable": os.access(there, os.W_OK)}
+    return {"path": str(folder), "free": usage.free, "writable": os.access(there, os.W_OK)}
 
 
 def memory_facts() -> dict:

@@ -141,10 +141,10 @@ def nearest_existing(folder: Path) -> Path:
     return next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
 
 
-def write_synced(path: Path, text: str) -> None:
+def write_synced(path: Path, content: str | bytes) -> None:
     """Write a file and wait until it is on the disk."""
-    with path.open("w") as file:
-        file.write(text)
+    with path.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
 

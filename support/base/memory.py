@@ -25,14 +25,12 @@ class Meter:
 
     def start_step(self) -> None:
         """Forget the phases of the step before."""
-        self.held = dict.fromkeys(PHASES, 0.0)
-        self.peaks = dict.fromkeys(PHASES, 0.0)
+        self.held: dict[str, float] = {}
+        self.peaks: dict[str, float] = {}
         self.free_asleep = 0.0
 
     def enter(self, phase: str) -> None:
-        """Start the peak of a phase. Phases that are in no metric count as what is between the others."""
-        if phase not in PHASES:
-            return
+        """Start the peak of a phase."""
         self.largest = max(self.largest, used_gb()[1])
         if phase == AFTER_SLEEP and torch.cuda.is_available():
             self.free_asleep = torch.cuda.mem_get_info()[0] / GIB
@@ -40,16 +38,14 @@ class Meter:
 
     def leave(self, phase: str) -> None:
         """Note the memory of a phase at its end; of one that comes twice in a step the last, and the larger peak."""
-        if phase not in PHASES:
-            return
         self.held[phase], peak = used_gb()
-        self.peaks[phase] = max(self.peaks[phase], peak)
+        self.peaks[phase] = max(self.peaks.get(phase, 0.0), peak)
         self.largest = max(self.largest, peak)
 
     def numbers(self) -> dict[str, float | None]:
         """The metrics mem/* of the step: the maximum over ranks, of free memory the minimum. All ranks call this."""
-        mine = {f"mem/{phase}_gb": held for phase, held in self.held.items()}
-        mine |= {f"mem/{phase}_peak_gb": peak for phase, peak in self.peaks.items()}
+        mine = {f"mem/{phase}_gb": self.held.get(phase, 0.0) for phase in PHASES}
+        mine |= {f"mem/{phase}_peak_gb": self.peaks.get(phase, 0.0) for phase in PHASES}
         mine |= {"mem/peak_gb": self.largest, "mem/host_gb": resident_gb()[0]}
         mine |= {"mem/free_asleep_gb": -self.free_asleep, "mem/host_free_gb": -host_free_bytes() / GIB}
         values = torch.tensor([*mine.values()], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Processes of ours: how a module of this repository is started as one, and how processes are ended.
+"""Processes of ours, and how they are ended.
 
 Imports the standard library only, so that a process that needs no torch starts quickly.
 """
@@ -7,37 +7,10 @@ import contextlib
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-
-# ---------------------------------------------------------------- in the trainer
-
-
-def start_module(
-    module: str, *arguments: str, env: dict[str, str] | None = None, ignore_sigterm: bool = False, **options: Any
-) -> subprocess.Popen:
-    """Start a module of this repository as a process; `options` are those of Popen, `env` is added to the environment.
-
-    It has a session of its own, so Ctrl-C does not reach it. Modules of the working directory do not shadow ours.
-    `ignore_sigterm`: from its first instruction on, as a scheduler sends SIGTERM to every process of a job, and the
-    ranks still save through this one. It is blocked, which a process inherits from the thread that starts it.
-    """
-    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if ignore_sigterm else set())
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],
-            env={**os.environ, **(env or {}), "PYTHONPATH": path},
-            start_new_session=True,
-            **options,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def kill_family(pid: int) -> None:
@@ -66,9 +39,6 @@ def find_family(members: set[int]) -> set[int]:
             if not members.isdisjoint(ids) and process.status() != psutil.STATUS_ZOMBIE:
                 related.add(process.pid)
     return related
-
-
-# ---------------------------------------------------------------- in the process itself
 
 
 def die_with_parent(adopt: bool = False) -> None:

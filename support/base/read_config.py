@@ -147,11 +147,7 @@ def override(cfg: Config, values: dict[str, Any]) -> Config:
     """A copy of the configuration with other values at dotted keys: {"train.lr": 1e-5}. Raises UserError."""
     tree = cfg.model_dump()
     for key, value in values.items():
-        *sections, name = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = value
+        tree = merge(tree, nest(key, value))
     return validate(tree, "the file")
 
 

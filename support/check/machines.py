@@ -94,9 +94,7 @@ def check_machines(cfg: Config, data: str) -> None:
     check_ranks(cfg, "data.train", data)
     ranks.on_first_rank(lambda: check_first_host(cfg))
     if os.environ["LOCAL_RANK"] == "0":
-        warning = check_host_memory(cfg)
-        if warning is not None:
-            ranks.say(f"warning: {warning}")
+        check_host_memory(cfg)
 
 
 def check_ranks(cfg: Config, key: str, data: str) -> None:
@@ -160,8 +158,8 @@ def check_writable(folder: Path) -> None:
         )
 
 
-def check_host_memory(cfg: Config) -> str | None:
-    """A warning where this machine has too little memory for its ranks; else None."""
+def check_host_memory(cfg: Config) -> None:
+    """Warn where this machine has too little memory for its ranks."""
     weights = hf_folder.count_weights(cfg.model.path)
     other = teacher.another(cfg)
     of_teacher = hf_folder.count_weights(other) if other else 0
@@ -169,12 +167,10 @@ def check_host_memory(cfg: Config) -> str | None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     needed = each * local
     free = memory.host_free_bytes()
-    if needed <= free:
-        return None
-    return (
-        f"{local} rank(s) on this machine will hold about {gib(needed)} of host memory, {gib(free)} are free: the "
-        f"system may kill them without a word (torchrun's exitcode -9). {'; '.join(HOST_MEMORY)}"
-    )
+    if needed > free:
+        held = f"{local} rank(s) on this machine will hold about {gib(needed)} of host memory, {gib(free)} are free"
+        killed = "the system may kill them without a word (torchrun's exitcode -9)"
+        ranks.say(f"warning: {held}: {killed}. {'; '.join(HOST_MEMORY)}")
 
 
 def build_process_groups(cfg: Config) -> None:

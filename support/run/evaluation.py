@@ -9,8 +9,8 @@ import numpy as np
 import torch.distributed as dist
 
 from config import Config
-from support.base.read_config import load_config, override
-from support.base.rollout_files import as_row, write_rows
+from support.base.read_config import load_config, validate
+from support.base.rollout_files import RolloutWriter
 from support.check import checks, options
 from support.proof.graded import RewardChecks
 from support.run.clock import Clock
@@ -44,7 +44,7 @@ def read_config(path: str, overrides: list[str], world_size: int) -> Config:
     checks.require(
         cfg.data.eval is not None, "--evaluate: data.eval is not set; name the data to evaluate on: data.eval=FILE"
     )
-    cfg = override(cfg, {"resume": "none", **{section: {} for section in UNUSED}})
+    cfg = validate({**cfg.model_dump(exclude=set(UNUSED)), "resume": "none"}, path)
     options.check_vllm(cfg.rollout.vllm)
     checks.check_evaluation(cfg)
     checks.check_world_size(cfg, world_size)
@@ -65,28 +65,25 @@ def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: t
         return
     path = Path(cfg.output_dir, FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_rows(str(path), list(map(as_row, samples)))
+    writer = RolloutWriter()
+    writer.write(path, samples)
+    writer.finish()
     print(f"evaluation of {cfg.model.path}, {found['time/eval']:.1f} s")
     print("\n".join(describe(samples, found, cfg.eval.pass_reward)))
     print(f"answers: {path}", flush=True)
 
 
 def describe(samples: list[Sample], found: dict[str, float], pass_reward: float) -> list[str]:
-    """A line for each source, with its metrics that `found` has, and one for all."""
+    """A line for each source, with its metrics that `found` has, and one for all: the accuracy and its error."""
     lines = []
-    for source, own in metrics.by_source(samples).items():
+    for source, own in [*metrics.by_source(samples).items(), ("all", samples)]:
+        share, error = accuracy(own, pass_reward)
+        prompts = len({s.group for s in own})
+        line = f"  {source}: accuracy {share:.4f} ± {error:.4f} (standard error over {prompts} prompts)"
         start = f"eval/{source}/"
         names = [key.removeprefix(start) for key in found if key.startswith(start) and "@" in key]
-        shown = [f"{name} {found[start + name]:.3f}" for name in names]
-        lines.append(f"  {source}: {describe_accuracy(own, pass_reward)}  {'  '.join(shown)}")
-    return [*lines, f"  all: {describe_accuracy(samples, pass_reward)}"]
-
-
-def describe_accuracy(samples: list[Sample], pass_reward: float) -> str:
-    """The accuracy and its standard error, in words."""
-    share, error = accuracy(samples, pass_reward)
-    prompts = len({s.group for s in samples})
-    return f"accuracy {share:.4f} ± {error:.4f} (standard error over {prompts} prompts)"
+        lines.append("  ".join([line, *(f"{name} {found[start + name]:.3f}" for name in names)]))
+    return lines
 
 
 def accuracy(samples: list[Sample], pass_reward: float) -> tuple[float, float]:

@@ -223,9 +223,15 @@ class Worker:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_S, 0))
         self.pipe = Connection(ours.detach())
-        files = {"stdin": subprocess.DEVNULL, "stdout": 2, "pass_fds": [theirs.fileno()]}
-        env = {"TMPDIR": self.folder}
-        self.process = processes.start_module("support.step.grading", str(theirs.fileno()), env=env, **files)
+        path = os.pathsep.join(filter(None, [str(processes.REPO), os.environ.get("PYTHONPATH")]))
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "support.step.grading", str(theirs.fileno())],  # -P: only our modules
+            env={**os.environ, "TMPDIR": self.folder, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C does not reach it
+        )
         theirs.close()
         self.send(json.dumps(self.settings))
 
