@@ -1,7 +1,7 @@
 """Attention over packed rows (support/model/attention.py): the padded path, the unpadded one.
 
-torch's kernel without padding needs a GPU. Here a function stands in for it, which refuses what torch's refuses and
-computes by the formula.
+torch's kernel without padding needs a GPU. Here a function of its signature stands in for it, that of torch 2.11 or
+2.13, which refuses what torch's refuses and computes by the formula.
 """
 
 import inspect
@@ -45,11 +45,14 @@ def by_formula(query, key, value, cu_q, cu_k, left=-1):
 
 
 REAL = inspect.signature(flash.varlen_attn).parameters
-OPTIONS = {"scale", "window_size", "enable_gqa", "num_splits"}
+OPTIONS = {  # of varlen_attn, by version of torch
+    "2.11": ("return_aux", "scale", "window_size"),
+    "2.13": ("return_aux", "scale", "window_size", "enable_gqa", "num_splits"),
+}
 
 
-def stand_in(dtypes=HALF):
-    """torch's varlen_attn, but for the device."""
+def stand_in(version: str, dtypes=HALF):
+    """varlen_attn of that torch, but for the device."""
 
     def kernel(query, key, value, cu_q, cu_k, max_q, max_k, **options):
         for x, cu, longest in ((query, cu_q, max_q), (key, cu_k, max_k), (value, cu_k, max_k)):
@@ -60,12 +63,16 @@ def stand_in(dtypes=HALF):
             if cu.dtype != torch.int32 or not cu.is_contiguous() or len(cu) < 2:
                 raise RuntimeError("cu_seqlens must have dtype int32")
             assert type(longest) is int and longest == cu.diff().max() and len(x) == cu[-1]  # else wrong in silence
-        assert options.keys() == OPTIONS and options["scale"] is None
-        assert options["enable_gqa"] and options["num_splits"] == 1
+        assert options.keys() <= {*OPTIONS[version]} and options.get("scale") is None
         left, right = options["window_size"]
         assert right == 0
+        if version == "2.13":
+            assert options["enable_gqa"] and options["num_splits"] == 1
         return by_formula(query, key, value, cu_q, cu_k, left)
 
+    tensors = [*REAL.values()][:7]
+    options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in OPTIONS[version]]
+    kernel.__signature__ = inspect.Signature([*tensors, *options])
     return kernel
 
 
@@ -110,8 +117,9 @@ def test_padded_attention_is_the_formula(where):
     assert worst(outcome(lambda *x: attend_padded(*x, where), inputs), wanted) < 1e-6
 
 
+@pytest.mark.parametrize("version", ["2.11", "2.13"])
 @pytest.mark.parametrize("where", CASES)
-def test_the_unpadded_path_gives_the_gradients_of_the_padded(monkeypatch, where):
+def test_the_unpadded_path_gives_the_gradients_of_the_padded(monkeypatch, version, where):
     """In fp32, which the kernel itself refuses, to see more than rounding; then in bf16, as it asks."""
     size = int(where.cu_q[-1]), int(where.cu_k[-1])
 
@@ -121,9 +129,9 @@ def test_the_unpadded_path_gives_the_gradients_of_the_padded(monkeypatch, where)
             for path in (attend_varlen, attend_padded)
         ]
 
-    monkeypatch.setattr(flash, "varlen_attn", stand_in((torch.float32,)))
+    monkeypatch.setattr(flash, "varlen_attn", stand_in(version, (torch.float32,)))
     assert worst(*both(torch.float32)) < 1e-5
-    monkeypatch.setattr(flash, "varlen_attn", stand_in())
+    monkeypatch.setattr(flash, "varlen_attn", stand_in(version))
     assert worst(*both(torch.bfloat16)) < 0.02
     with pytest.raises(RuntimeError, match="only support fp16 and bf16"):
         attend_varlen(*tensors(*size), where)
@@ -168,7 +176,7 @@ def test_the_gradient_of_copies_is_their_sum():
 
 
 def test_torch_has_the_options_and_refuses_the_cpu():
-    assert REAL.keys() >= OPTIONS
+    assert REAL.keys() >= {*OPTIONS["2.13"]}
     where = segments([3, 2])
     with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
         attend_varlen(*tensors(5, 5, torch.bfloat16), where)
@@ -212,7 +220,8 @@ def test_an_update_without_padding_equals_plain_transformers(world, tmp_path, mo
         calls.append(len(args[3]) - 1)
         return exact(*args, **kwargs)
 
-    exact = stand_in((torch.float32,))
+    exact = stand_in("2.13", (torch.float32,))
+    kernel.__signature__ = inspect.signature(exact)
     monkeypatch.setattr(flash, "varlen_attn", kernel)
     for module in (attention, packing):
         monkeypatch.setattr(module, "uses_varlen", lambda on, dtype: True)

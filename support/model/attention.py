@@ -7,6 +7,7 @@ and fp16 on a GPU, the second by torch's scaled_dot_product_attention. PackedAtt
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import math
 
 import numpy as np
@@ -226,7 +227,14 @@ def attend_varlen(query, key, value, segments: Segments, scale: float | None = N
     left = -1 if segments.window is None else segments.window - 1  # without the query's own token
     # num_splits=1 keeps results independent of the batch
     options = {"window_size": (left, 0), "scale": scale, "enable_gqa": True, "num_splits": 1}
-    return flash.varlen_attn(query, key, value, *lengths, **options)
+    known = parameters_of(flash.varlen_attn)  # torch 2.11 groups heads without enable_gqa, and has no num_splits
+    return flash.varlen_attn(query, key, value, *lengths, **{name: options[name] for name in options if name in known})
+
+
+@functools.cache
+def parameters_of(function) -> frozenset[str]:
+    """Names of a function's parameters."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def has_flash_attention_3(dtype: torch.dtype) -> bool:

@@ -170,7 +170,7 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     add("overrides", nargs="*", metavar="section.key=value")
     args, unknown = parser.parse_known_intermixed_args(argv)
     if not all(re.match("--.+=", option) for option in unknown):
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; keys are written as in train.lr=3e-6")
     args.overrides += [option.removeprefix("--") for option in unknown]  # --train.lr=3e-6, as other trainers write it
     if args.world_size < 1:
         parser.error(f"--world-size {args.world_size}: there is at least one rank")
