@@ -16,7 +16,7 @@ from support.proof import update
 from support.proof.adam import adamw
 from support.proof.update import FirstUpdate, Probe
 from tests.conftest import tiny_model
-from tests.test_step import build, weights  # noqa: F401, a fixture
+from tests.step.test_step import build, weights  # noqa: F401, a fixture
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from support.model.checkpoint import CheckpointError
 from tests.conftest import tiny_config, tiny_model
 from tests.layout_worker import made_up_factor, one_layout
 from tests.oracle.plain import float64_model, reference, reference_step, relative
-from tests.test_checkpoint import check_state
-from tests.test_layouts import Results, check_held, check_update, layouts_of, make_plan, make_samples, run_asked
-from tests.test_step import IDS, build  # noqa: F401, a fixture
+from tests.oracle.test_layouts import Results, check_held, check_update, layouts_of, make_plan, make_samples, run_asked
+from tests.run.test_checkpoint import check_state
+from tests.step.test_step import IDS, build  # noqa: F401, a fixture
 
 RANK, ALPHA = 8, 12.0
 LORA = (f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
