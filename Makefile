@@ -41,7 +41,7 @@ test-all: $(VENV)/ready build/tiny/train.jsonl
 test-other: build/tiny/train.jsonl
 	rm -rf build/demo-$(OTHER)
 	$(MAKE) demo MEGATRON=$(OTHER) ARGS="train.steps=20 output_dir=build/demo-$(OTHER)"
-	$(MAKE) test MEGATRON=$(OTHER) TESTS="tests/test_layouts.py -k update_equals"
+	$(MAKE) test MEGATRON=$(OTHER) TESTS="tests/oracle/test_layouts.py -k update_equals"
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/against_trl.py $(ARGS)
 gpu-check: $(VENV)/ready build/tiny/train.jsonl

@@ -106,7 +106,7 @@ GRADIENTS = [
     Exhibit(
         "aux_loss_window", "gradients", "the balancing loss of experts counts the tokens of prompts and padding",
         "megatron_bridge:hidden_states", '{"padding_mask": untrained}', '{"padding_mask": torch.zeros_like(untrained)}',
-        "test", "tests/test_layouts.py::test_balancing_loss_does_not_depend_on_the_layout",
+        "test", "tests/oracle/test_layouts.py::test_balancing_loss_does_not_depend_on_the_layout",
         "molt#130", "balanced experts",
     ),
     Exhibit(
@@ -268,7 +268,7 @@ GROUPS = [
         "failed_graders", "groups", "a reward that fails counts as 0 and is trained on",
         "support.step.grading:GradingPool._ask", "future.set_result(Outcome(**fields))",
         'future.set_result(Outcome(parts=fields.get("parts", {"custom": 0.0})))',
-        "test", "tests/test_step.py::test_a_reward_that_raises_stops_the_run_with_its_row",
+        "test", "tests/step/test_step.py::test_a_reward_that_raises_stops_the_run_with_its_row",
         "verl#3407", "failing reward",
     ),
     Exhibit(

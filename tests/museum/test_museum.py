@@ -22,12 +22,12 @@ from support.step import grading
 from support.step.grading import Outcome
 from support.step.packing import pack
 from support.step.records import Batch, Sample
-from tests import test_forks
 from tests.conftest import tiny_config
 from tests.fork_server import ForkServer
 from tests.museum import Exhibit, runs
 from tests.museum.exhibits import EXHIBITS, SETTINGS
-from tests.test_step import build  # noqa: F401, a fixture
+from tests.run import test_forks
+from tests.step.test_step import build  # noqa: F401, a fixture
 
 # ---------------------------------------------------------------- the exhibits
 

@@ -101,7 +101,7 @@ def pairs_of(run: Run) -> set[Pair]:
 
 
 def is_asked(one: tuple[str, str], other: tuple[str, str]) -> bool:
-    """Whether a pair has to be in some run. Losses on layouts are left to tests/test_layouts.py."""
+    """Whether a pair has to be in some run. Losses on layouts are left to tests/oracle/test_layouts.py."""
     return is_legal(one, other) and {one[0], other[0]} != {"layout", "algorithm"}
 
 

@@ -1,5 +1,5 @@
-"""The check of the first update: faults that it must find, no bit changed, and no false alarm; on layouts
-test_layouts.py has it on."""
+"""The check of the first update: faults that it must find, no bit changed, and no false alarm; of every layout
+test_layouts.py shows the last."""
 
 import math
 import shutil
@@ -16,7 +16,7 @@ from support.proof import update
 from support.proof.adam import adamw
 from support.proof.update import FirstUpdate, Probe
 from tests.conftest import tiny_model
-from tests.test_step import build, weights  # noqa: F401, a fixture
+from tests.step.test_step import build, weights  # noqa: F401, a fixture
 
 
 @pytest.fixture
@@ -119,7 +119,6 @@ def test_a_planted_fault_stops_the_run(build, monkeypatch, moe, plant, message, 
     "keys", ["", "model.dtype=bf16", "lora.rank=4", pytest.param("experts", marks=pytest.mark.slow)]
 )
 def test_the_check_changes_no_bit(build, moe, keys):  # noqa: F811
-    """Updates on every layout have it too (layout_worker.py), and equal those of plain transformers."""
     keys = [moe if keys == "experts" else key for key in keys.split()]
     found = []
     for is_on in ("true", "false"):

@@ -12,7 +12,7 @@ from support.base.read_config import override
 from support.check import explain
 from support.run.advice import RULES, Advice
 from tests.conftest import REPO, read_rows, write_rows
-from tests.test_knobs import legal_keys
+from tests.unit.test_knobs import legal_keys
 from tools.report import Run
 
 CFG = Config(model={"path": "m"}, data={"train": "d"})

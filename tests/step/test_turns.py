@@ -22,7 +22,7 @@ from support.step.grading import GradingPool
 from tests.conftest import Training, tiny_config
 from tests.oracle.plain import check_step, sampled
 from tests.pools import pool_of
-from tests.test_step import build  # noqa: F401, a fixture
+from tests.step.test_step import build  # noqa: F401, a fixture
 
 # Replies with the reference's first digits, one more each time; says at the end what it has heard.
 ECHO = """

@@ -18,7 +18,7 @@ from config import AlgoConfig, RewardConfig
 from support.base.read_config import override
 from support.step.grading import Outcome
 from tests.conftest import tiny_config
-from tests.test_forks import fork, load  # noqa: F401, a fixture
+from tests.run.test_forks import fork, load  # noqa: F401, a fixture
 
 E = 1e-6
 S = math.sqrt(1 / 3) + E

@@ -15,7 +15,7 @@ from support.base import memory
 from support.check.checks import check_weights
 from tests.conftest import EXACT, REPO, tiny_model
 from tests.oracle.plain import check_step
-from tests.test_layouts import LLAMA3
+from tests.oracle.test_layouts import LLAMA3
 
 TABLE = (REPO / "docs/metrics.md").read_text().partition("With `data.eval`")[0]
 METRICS = {name for row in re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE) for name in re.findall(r"`(\S+)`", row)}

@@ -1,6 +1,6 @@
 """Configurations that a fuzzer spoilt: exit code 2 and a message naming what was spoilt, or a plan; never a traceback.
 
-Case n is always the same: `pytest tests/test_fuzz_config.py -k "case and 17"` runs it alone.
+Case n is always the same: `pytest tests/unit/test_fuzz_config.py -k "case and 17"` runs it alone.
 """
 
 import json

@@ -5,7 +5,7 @@ import pytest
 from config import UserError
 from support.step import schedule
 from tests.conftest import tiny_config
-from tests.test_step import build  # noqa: F401, a fixture
+from tests.step.test_step import build  # noqa: F401, a fixture
 from train_grpo import config_at, rehearse, train_step
 
 

@@ -18,7 +18,7 @@ from support.run import trackers
 from support.step.metrics import PHASES
 from support.step.records import Sample
 from tests.conftest import tiny_config
-from tests.test_timeline import check_phases, tracks_of
+from tests.unit.test_timeline import check_phases, tracks_of
 
 
 def sample(reward: float, text: str, length: int = 1, **fields) -> Sample:

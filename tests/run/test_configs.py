@@ -16,8 +16,8 @@ from support.check import checks, run_plan
 from tests import hub_models
 from tests.compare_runs import lasting
 from tests.conftest import REPO, tiny_model
-from tests.test_checkpoint import equal
-from tests.test_routes import make_moe
+from tests.oracle.test_routes import make_moe
+from tests.run.test_checkpoint import equal
 
 CONFIGS = sorted((REPO / "configs").rglob("*.yaml"))
 

@@ -14,8 +14,8 @@ from config import UserError
 from tests.compare_runs import lasting
 from tests.conftest import read_rows, tiny_config, write_rows
 from tests.oracle.plain import response_logps
-from tests.test_checkpoint import equal
-from tests.test_forks import fork, load  # noqa: F401, a fixture
+from tests.run.test_checkpoint import equal
+from tests.run.test_forks import fork, load  # noqa: F401, a fixture
 
 
 def with_keys(algo: dict, rollout: dict) -> SimpleNamespace:

@@ -27,7 +27,7 @@ from support.model.attention import (
 from support.step import packing
 from tests.layout_worker import one_layout
 from tests.oracle.plain import reference, worst_gradient
-from tests.test_layouts import make_plan, make_samples
+from tests.oracle.test_layouts import make_plan, make_samples
 
 HALF = (torch.bfloat16, torch.float16)
 

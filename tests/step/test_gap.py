@@ -13,7 +13,7 @@ from config import TrainingError
 from support.proof import gap
 from support.step import metrics
 from tests.conftest import tiny_config
-from tests.test_step import build  # noqa: F401, a fixture
+from tests.step.test_step import build  # noqa: F401, a fixture
 
 ROUNDING = 0.04  # nats
 BF16 = "model.dtype=bf16"

@@ -22,7 +22,7 @@ from support.step.metrics import teacher_kl
 from support.step.teacher import Teacher, align_logp, with_teacher_prompts
 from tests.conftest import read_rows, tiny_config, tiny_model, write_rows
 from tests.oracle.plain import response_logps
-from tests.test_step import build  # noqa: F401, a fixture
+from tests.step.test_step import build  # noqa: F401, a fixture
 
 Sample = train_grpo.Sample
 

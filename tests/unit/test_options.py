@@ -18,8 +18,8 @@ from tests.compare_runs import lasting
 from tests.conftest import REPO, tiny_model
 from tests.layout_worker import one_layout
 from tests.oracle.plain import relative
-from tests.test_checkpoint import check_state, equal
-from tests.test_layouts import make_plan, run_worker
+from tests.oracle.test_layouts import make_plan, run_worker
+from tests.run.test_checkpoint import check_state, equal
 from train_grpo import Sample, flatten, main
 
 # Options as a user would write them → what the refusal says.

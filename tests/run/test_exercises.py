@@ -12,7 +12,7 @@ import pytest
 import train_grpo
 from tests.conftest import REPO
 from tests.museum.exhibits import EXHIBITS
-from tests.test_forks import EXERCISES, apply, fork  # noqa: F401, a fixture
+from tests.run.test_forks import EXERCISES, apply, fork  # noqa: F401, a fixture
 
 PAGE = (REPO / "docs/exercises.md").read_text()
 COMMANDS = dict(re.findall(r"^git apply exercises/([\w-]+)\.patch\n(.+)$", PAGE, re.MULTILINE))  # patch → what grades

@@ -14,11 +14,11 @@ from support.base import versions
 from support.check import checks
 from support.model import routes
 from support.step import packing
-from tests import test_layouts
 from tests.conftest import tiny_config, tiny_model
 from tests.layout_worker import one_layout
+from tests.oracle import test_layouts
 from tests.oracle.plain import float64_model, reference
-from tests.test_layouts import check_update, make_plan, make_samples, run_worker
+from tests.oracle.test_layouts import check_update, make_plan, make_samples, run_worker
 
 LAYERS, EXPERTS, K = 4, 4, 2
 RECOMPUTE_MOE = ["megatron.recompute_granularity=selective", "megatron.recompute_modules=[moe]"]

@@ -16,9 +16,9 @@ from support.model.checkpoint import CheckpointError
 from tests.conftest import tiny_config, tiny_model
 from tests.layout_worker import made_up_factor, one_layout
 from tests.oracle.plain import float64_model, reference, reference_step, relative
-from tests.test_checkpoint import check_state
-from tests.test_layouts import Results, check_held, check_update, layouts_of, make_plan, make_samples, run_asked
-from tests.test_step import IDS, build  # noqa: F401, a fixture
+from tests.oracle.test_layouts import Results, check_held, check_update, layouts_of, make_plan, make_samples, run_asked
+from tests.run.test_checkpoint import check_state
+from tests.step.test_step import IDS, build  # noqa: F401, a fixture
 
 RANK, ALPHA = 8, 12.0
 LORA = (f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
@@ -74,7 +74,8 @@ def check(found: dict, wanted: dict) -> None:
     ],
 )  # fmt: skip
 def test_the_gradients_of_factors_are_those_of_plain_transformers(world, tmp_path, family, targets):
-    plan = make_plan(tmp_path, family, *LORA, f"lora.targets=[{','.join(targets)}]", layouts={"one": []})
+    layouts = {"one": ["train.check_update=true"]}
+    plan = make_plan(tmp_path, family, *LORA, f"lora.targets=[{','.join(targets)}]", layouts=layouts)
     found = one_layout(plan, "one")
     check(found, lora_reference(tmp_path / "model", found, targets))
 

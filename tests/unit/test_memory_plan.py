@@ -37,7 +37,7 @@ def state_bytes(held: plan.Held) -> list[int]:
 
 
 # ---------------------------------------------------------------- what is held
-# fp32, on 9 layouts in `make test` and on all of them in `make test-all`: tests/test_layouts.py
+# fp32, on 9 layouts in `make test` and on all of them in `make test-all`: tests/oracle/test_layouts.py
 
 BF16 = {
     "gpu": [], "host": [OFFLOAD], "precise": [OFFLOAD, PRECISE], "buckets": ["megatron.bucket_size=20000"],

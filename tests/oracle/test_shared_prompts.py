@@ -1,6 +1,6 @@
 """Answers that share their prompt's positions: no leak between them, and the same update as without sharing.
 
-The updates of tests/test_layouts.py, on every layout, share prompts too.
+The updates of tests/oracle/test_layouts.py, on every layout, share prompts too.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from support.base.read_config import load_config
 from tests.conftest import tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle.plain import relative
-from tests.test_layouts import make_model, make_plan, make_samples
+from tests.oracle.test_layouts import make_model, make_plan, make_samples
 
 
 def score(batch, folder, *overrides: str) -> torch.Tensor:
