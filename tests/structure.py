@@ -1,4 +1,4 @@
-"""The rules that keep the code plain, held by `ast`; tests/test_structure.py asks them of every file.
+"""The rules that keep the code plain, held by `ast`; tests/unit/test_structure.py asks them of every file.
 
     python -m tests.structure                     all findings of the five top files and support/, sizes of the wings
     python -m tests.structure rollout.py          those of some files
