@@ -40,13 +40,13 @@ from rollout import Engine
 from support.base.read_config import override
 from support.data.prompts import Prompt, fingerprint, prompt_batch, sampling_seed
 from support.model import checkpoint, optimizer_state
-from support.proof import formulas, push_source
+from support.proof import push_source, rehearsal
 from support.proof.checks import Checks, Passes
 from support.proof.rows import match_outcomes
 from support.run import launch, logs
 from support.run.clock import Clock, StopRequested
 from support.step import gdpo, grading, metrics, schedule, teacher, turns
-from support.step.packing import measure_rows, pack, route_rows, sequence_mean, sequence_sum, to_micro_batches
+from support.step.packing import measure_rows, route_rows, sequence_mean, sequence_sum, to_micro_batches
 from support.step.records import Batch, Collected, MicroBatch, Sample, gather_samples
 
 # ---------------------------------------------------------------- 1. the run, and one step of it
@@ -117,7 +117,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         teacher=teacher.build_teacher(model, cfg) if cfg.algo.teacher else None,
         grading=grading.GradingPool(cfg.reward),
         writer=checkpoint.CheckpointWriter(f"{cfg.output_dir}/checkpoints", t.keep_last, t.keep_every),
-        checks=Checks(model, optimizer, inputs.checkpoint, Passes(score, run_schedule, forward_backward, grpo_loss)),
+        checks=Checks(model, optimizer, inputs, Passes(score, run_schedule, forward_backward, grpo_loss)),
     )
     push_weights(run)  # vLLM has read the same weights from disk, so this checks the mapping of names
     if inputs.checkpoint:
@@ -214,7 +214,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
         length = options.max_new_tokens or run.cfg.rollout.max_new_tokens
         # Step 0: always the same seeds.
         samples, _ = sample_and_grade(run, prompts, 0, options.samples, options, length)
-    run.checks.rewards(samples, prompts, run.cfg)
+    run.checks.evaluated(samples, prompts, run.cfg)
     return metrics.evaluation(samples, options) | {"time/eval": run.clock.seconds["eval"]}, samples
 
 
@@ -241,7 +241,7 @@ def collect(run: Run, cfg: Config, step: int) -> Collected:
         prompts = dict(enumerate(prompt_batch(run.inputs.prompts, taken, missing, cfg.seed), taken - run.prompts_taken))
         answers, rank_seconds = sample_and_grade(run, prompts, step, r.group_size, r, r.max_new_tokens)
         run.clock.check_stop()  # before errors are judged: a scheduler's signal may have ended grading processes too
-        run.checks.rewards(answers, prompts, cfg)
+        run.checks.sampled(step, answers, prompts, cfg)
         samples += answers
         rewards = metrics.rewards_by_group(answers)
         mixed = {group for group, values in rewards.items() if min(values) < max(values)}
@@ -283,7 +283,7 @@ def sample_and_grade(
             group, prompt = share[number]
             texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for c, text in zip(completions, texts, strict=True):
-                samples.append(Sample.of(group, prompt, c, text))
+                samples.append(Sample.of(group, prompt, c, text, seeds[number]))
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.columns, c.ids, c.failure)
     with clock("reward"):
         for sample, outcome in match_outcomes(samples, prompts, run.grading.collect()):
@@ -714,22 +714,11 @@ def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
 
 
 def rehearse(cfg: Config) -> None:
-    """Run the algorithm on two synthetic answers before anything is built. Raises UserError.
+    """Run the algorithm on synthetic answers before anything is built (support/proof/rehearsal.py). Raises UserError.
 
     An unknown name in `algo`, or a mistake of a fork, shows at once.
     """
-    if cfg.algo.kl_coef == 0 and config_at(cfg, cfg.train.steps).algo.kl_coef > 0:
-        raise UserError("algo.kl_coef=0 keeps no reference model, but config_at raises it; start above 0")
-    algo = override(config_at(cfg, 1), {"algo.kl_coef": 1.0}).algo
-    samples = [Sample(0, [1, 2], [3, 4], [-0.5, -0.7], True, "", "", reward=r) for r in (0.0, 1.0)]
-    batch = flatten(samples, algo.mask_truncated)
-    batch = formulas.add_logprobs(batch)
-    weights_F = loss_weights(batch, [0, 1], algo.loss_norm, cfg.norm_length)
-    batch = replace(add_advantages(samples, batch, algo, cfg.reward), weights=weights_F)
-    mb = pack(batch, [0, 1], len(batch.tokens), "cpu")
-    logp_T = (1.5 * mb.rollout_logp[0]).requires_grad_()
-    computed = grpo_loss(mb, logp_T, -logp_T, algo)
-    formulas.check_loss(computed, mb, logp_T, algo)
+    rehearsal.run(cfg, config_at, penalize_length, flatten, add_advantages, loss_weights, grpo_loss)
 
 
 def main(argv: list[str]) -> int:

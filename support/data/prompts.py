@@ -154,7 +154,9 @@ def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
 
 
 def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
-    """Raise ValueError where a prompt begins twice: with the chat template's opening, or its first token."""
+    """Raise ValueError where a prompt begins twice, with the chat template's opening or its first token, or where a
+    text begins with less than half of that opening (a date in it may differ).
+    """
     require(
         prompt.ids[:2] != [tokenizer.bos_token_id] * 2,
         f"a prompt begins with two {tokenizer.bos_token!r}: its text has one already (data.prompt_key)",
@@ -179,6 +181,13 @@ def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
         not opening or not tokenizer.decode(prompt.ids).startswith(opening + opening),
         f"a prompt begins with {opening + opening!r}, the chat template's opening twice: the data have been "
         "through a template already; use data.chat_template=false, or their plain messages",
+        ValueError,
+    )
+    begins, opens = ("".join(text.split()) for text in (tokenizer.decode(prompt.ids), opening))
+    require(
+        begins.startswith(opens[: len(opens) // 2 + 1]) or not isinstance(prompt.row.get(cfg.prompt_key), str),
+        f"a prompt begins with {begins[: len(opens)]!r}, not with the chat template's opening {opening!r}: it was not "
+        "rendered by the template (data.chat_template)",
         ValueError,
     )
 

@@ -227,8 +227,10 @@ def check_pushed(pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
     names = set(everywhere[0].names)
     require(
         set(pushed) == names,
-        "a weight push and vLLM's model differ in names: nothing was pushed into "
-        f"{shorten(names - set(pushed))}, and vLLM has no {shorten(set(pushed) - names)}",
+        lambda: (
+            "a weight push and vLLM's model differ in names: nothing was pushed into "
+            f"{shorten(names - set(pushed))}, and vLLM has no {shorten(set(pushed) - names)}"
+        ),
         TrainingError,
     )
     for fault, message in FAULTS.items():

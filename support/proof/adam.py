@@ -219,6 +219,24 @@ def differences(sample: Sampled, gradient: Tensor, updates: int, train: TrainCon
             lines.append(
                 f"{moment} of {shard.name}[{int(sample.entries[worst]) + shard.place.start}] was "
                 f"{before[moment][worst]:.6e} and became {after[moment][worst]:.6e}; AdamW gives "
-                f"{wanted[moment][worst]:.6e} (clipped gradient {gradient[worst]:.3e})"
+                f"{wanted[moment][worst]:.6e} (clipped gradient {gradient[worst]:.3e}): "
+                f"{cause_of(moment, before[moment], after[moment], wanted[moment], gradient, train)}"
             )
     return lines
+
+
+def cause_of(moment: str, before: Tensor, after: Tensor, wanted: Tensor, gradient: Tensor, train: TrainConfig) -> str:
+    """What explains all entries of a part of the state by one factor: [n] before and after the step and by AdamW."""
+    parts = {
+        "exp_avg": {"clipped gradient": (1 - train.adam_beta1) * gradient},
+        "exp_avg_sq": {"squared gradient": (1 - train.adam_beta2) * gradient.square()},
+        "param": {"learning rate": wanted - before, "weight decay": -train.lr * train.weight_decay * before},
+    }
+    found = []
+    for name, part in parts[moment].items():
+        ratios = ((after - wanted) / part)[part != 0]
+        middle = ratios.median()
+        spread = ((ratios - middle).abs().median() / middle.abs()).item()
+        found.append((spread, f"the {name} in it is {round(1 + middle.item(), 2):g} times that of the formula"))
+    spread, text = min(found)
+    return text if spread < 0.1 else "no factor of one part explains it"

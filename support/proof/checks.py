@@ -4,7 +4,7 @@ A check ends the run on what rounding cannot be, and warns of what it may be. Wh
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 import megatron_bridge as bridge
 from config import Config, RankError, TrainingError
 from support.base.require import require
+from support.data.prompts import Prompt, prompt_batch
+from support.model.checkpoint import read_state
 from support.proof import graded, rows
 from support.proof.gap import GapCheck
 from support.proof.update import FirstUpdate, Passes
@@ -28,14 +30,43 @@ class Checks(graded.RewardChecks):
 
     model: list
     optimizer: object
-    checkpoint: Path | None  # what this start resumed from
+    inputs: object  # support.run.inputs.Inputs: tokenizer, prompts, and the checkpoint that this start resumed from
     passes: Passes
     skipped: int = 0  # updates in a row that were skipped because loss or gradient was NaN or infinite
+    untrained: int = 0  # answers of the last step that no update has had so far
 
     def __post_init__(self):
-        self.first_update = FirstUpdate(self.model, self.optimizer, self.checkpoint)
+        checkpoint = self.inputs.checkpoint
+        self.first_update = FirstUpdate(self.model, self.optimizer, checkpoint)
         self.gap = GapCheck(self.model, self.passes.score)
         self.initial = some_entries(bridge.trainable_weights(self.model))  # before a checkpoint is restored
+        self.taken = read_state(checkpoint)["prompts_taken"] if checkpoint else 0  # prompts so far
+        self.seeds: deque[set[int]] = deque(maxlen=8)  # of the last rounds
+        self.ends = rows.end_tokens(self.inputs.model_path, self.inputs.tokenizer)
+        warn_of_untrained(self.model)
+
+    def sampled(self, step: int, answers: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
+        """Whether a round of sampling has answers to the prompts that come next, by seeds of their own, that ended as
+        they say, and whether they could be graded. `prompts`: {group: prompt}.
+        """
+        self.rewards(answers, prompts, cfg)
+        drawn = prompt_batch(self.inputs.prompts, self.taken, len(prompts), cfg.seed)
+        self.taken += len(prompts)
+        require(
+            [p.ids for p in drawn] == [p.ids for p in prompts.values()],
+            f"step {step}: its prompts are not those that follow in the data: is run.prompts_taken lost between steps, "
+            "or at a resume? A draw of your own goes into prompt_batch",
+            TrainingError,
+        )
+        seeds = {answer.seed for answer in answers if answer.seed is not None}
+        rows.check_seeds(step, seeds, len(prompts), set().union(*self.seeds))
+        self.seeds.append(seeds)
+        if cfg.rollout.turns is None:
+            warning = rows.check_ends(answers, cfg.rollout.max_new_tokens, self.ends)
+            if warning and "ends" not in self.errors_shown and dist.get_rank() == 0:
+                print(f"warning: step {step}: {warning}", flush=True)
+                self.errors_shown.add("ends")
+        rows.check_texts(answers, self.inputs.tokenizer)
 
     def start_updates(
         self, step: int, samples: list[Sample], batch: Batch, cfg: Config, reference: list[torch.Tensor] | None
@@ -43,14 +74,27 @@ class Checks(graded.RewardChecks):
         """Whether answers, rewards and advantages fit, and the reference is the initial model. Returns the checks of
         this step's updates.
         """
+        require(self.untrained == 0, f"{self.untrained} answers of the step before were in no update", TrainingError)
         rows.check_samples(samples, cfg)
         rows.check_credit(samples, batch, cfg)
+        weights = bridge.named_weights(self.model) if cfg.lora.rank else {}
+        scales = {weight.adapter.scale for weight in weights.values() if hasattr(weight, "adapter")}
+        right = {cfg.lora.alpha / max(cfg.lora.rank, 1)}
+        require(scales <= right, f"adapters have the scales {scales}, lora.alpha / lora.rank is {right}", TrainingError)
         moved = 0.0
         if reference is not None:
             same = torch.equal(some_entries(reference), self.initial)
             require(same, "the reference is not the initial model: it was moved, or copied after a resume", RankError)
             moved = (some_entries(bridge.trainable_weights(self.model)) != self.initial).float().mean().item()
         return UpdateChecks(self, step, samples, batch, cfg, moved=moved > 0.5)
+
+
+def warn_of_untrained(model: list) -> None:
+    """Warn of weights that get no gradient, though others do: of all weights or, with adapters, of their factors."""
+    own = bridge.named_weights(model, factors=True) or bridge.named_weights(model)
+    still = [name for name, weight in own.items() if not weight.requires_grad]
+    if 0 < len(still) < len(own) and bridge.mpu.get_data_parallel_rank() == 0:  # a stage may have no adapter
+        print(f"warning: {len(still)} weights are not trained, though others are: {', '.join(still[:4])}", flush=True)
 
 
 def some_entries(weights: list[torch.Tensor]) -> torch.Tensor:
@@ -69,18 +113,21 @@ class UpdateChecks:
     cfg: Config
     moved: bool = False  # whether most of the weights are no longer the initial ones
     number: int = 0  # of the update within the step
+    chosen: list[int] = field(default_factory=list)  # numbers of its samples
     trained: Counter = field(default_factory=Counter)  # how often each sample was
 
     def gradient(self, weighted: Batch) -> None:
-        """In the first update of a start: whether the gradient of some of its answers is that of their loss."""
+        """In two updates of a run, the first and a later one: whether the gradient of some answers is their loss's."""
         self.run.first_update.compare_gradient(weighted, self.cfg, self.step, self.run.passes)
 
     def before_step(self, report: dict, weighted: Batch, chosen: list[int], micro_batches: list[MicroBatch]) -> bool:
         """Whether the optimizer may step: False where the loss is NaN or infinite. The gradient is computed."""
         run, cfg = self.run, self.cfg
+        self.chosen = chosen
+        self.trained.update(chosen)
+        run.untrained = len(self.samples) - len(self.trained)
         if not math.isfinite(report["loss"]):
             return False
-        self.trained.update(chosen)
         vocabulary, entropy = run.model[0].hf_config.vocab_size, report["entropy"] / max(report["tokens"], 1)
         require(
             max(self.trained.values()) <= cfg.train.epochs_per_step,
@@ -104,7 +151,7 @@ class UpdateChecks:
         )
         rows.check_update(report, micro_batches, weighted, self.samples, chosen, cfg)
         if self.number < metrics.compared_updates(cfg):  # the weights are still those that vLLM sampled with
-            run.gap.check(report, self.step, self.samples, self.batch, cfg)
+            run.gap.check(report, self.step, self.samples, self.batch, cfg, begins=self.number == 0)
         run.first_update.before_step(cfg, self.step)
         return True
 
@@ -112,6 +159,11 @@ class UpdateChecks:
         """Whether the update was AdamW's, at first and now and then; whether its gradient was a number."""
         run = self.run
         run.first_update.after_step(self.cfg, self.step, report["grad_norm"])
+        if report["grad_norm"] == 0 and dist.get_rank() == 0:
+            why = "equal rewards in every group, no KL or entropy"
+            if self.batch.sums((self.batch.advantages != 0) & self.batch.trained)[self.chosen].any():
+                why = "though rewards differ: all of its tokens are clipped or masked, or the loss reaches no weight"
+            print(f"warning: no gradient ({why}): update skipped", flush=True)
         run.skipped = check_finite(report, run.skipped, self.step, self.number, micro_batches, self.cfg)
         self.number += 1
 
@@ -124,8 +176,6 @@ def check_finite(
     Warns of a skipped update and writes its micro-batches. A gradient of exactly 0 is skipped too, but sets the number
     to 0. Raises TrainingError at train.max_skipped.
     """
-    if report["grad_norm"] == 0 and dist.get_rank() == 0:
-        print("warning: no gradient (equal rewards in every group, no KL or entropy): update skipped", flush=True)
     if math.isfinite(report["grad_norm"]):
         return 0
     path = Path(cfg.output_dir, "skipped", f"step_{step:06d}_update_{number}")

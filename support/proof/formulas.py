@@ -4,16 +4,14 @@ Written from the papers that docs/algorithms.md names, apart from the script. Te
 sampled] of one answer; `algo` has the keys of that section.
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from config import AlgoConfig, UserError
-from support.base import ranks
-from support.step.records import Batch, MicroBatch
+from config import AlgoConfig
+from support.step.records import MicroBatch
 
 LOSSES = ("ppo_clip", "gspo", "cispo", "ipo", "dppo_tv", "reinforce")
 KLS = ("k1", "k2", "k3", "k3+")
@@ -32,48 +30,22 @@ class Answer:
     weights: Tensor
 
 
-def add_logprobs(batch: Batch) -> Batch:
-    """The batch with log-probs of an old policy and a reference unlike vLLM's; a teacher has those of the old one."""
-    logp_F = batch.rollout_logp
-    return replace(batch, old_logp=0.9 * logp_F, ref_logp=0.8 * logp_F, teacher_logp=0.9 * logp_F)
-
-
-def check_loss(computed: tuple, mb: MicroBatch, logp_T: Tensor, algo: AlgoConfig) -> None:
-    """Compare what grpo_loss has `computed` for `mb` and entropies of -logp_T with its formula; run the backward pass.
-
-    Raises UserError where they differ. Says so where a name in `algo` is a fork's own, which has no formula here.
-    """
-    loss, _, _ = computed
-    loss.backward()
-    if not has_formula(algo):
-        if ranks.is_first_rank():
-            print(f"algo.loss={algo.loss}, algo.kl={algo.kl}: the loss is a fork's own and not judged by a formula")
-        return
-    expected = row_loss(mb, logp_T.detach(), -logp_T.detach(), algo).item()
-    if not math.isclose(loss.item(), expected, rel_tol=1e-4, abs_tol=1e-5):
-        raise UserError(
-            f"the loss of algo.loss={algo.loss}, algo.correction={algo.correction}, algo.kl={algo.kl} on two synthetic "
-            f"answers is {loss.item():.6f}, by its formula {expected:.6f}: grpo_loss computes something else. A "
-            "formula of your own needs a name of its own (docs/forking.md)"
-        )
-
-
 def has_formula(algo: AlgoConfig) -> bool:
     """Whether the loss has its formula here; False: a name in it is a fork's own."""
     return algo.loss in LOSSES and algo.kl in KLS and algo.correction in BOUNDS
 
 
 def row_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfig) -> Tensor:
-    """The loss sum of a row, in float64: train_grpo.grpo_loss."""
+    """[3] float64 of a row: its loss sum, how many tokens are clipped, how many out of the correction's bounds."""
     present_T = logp_T.detach()
     old_T = present_T if mb.old_logp is None else mb.old_logp[0]
     ref_T = present_T if mb.ref_logp is None else mb.ref_logp[0]
     columns = (logp_T, old_T, ref_T, mb.rollout_logp[0], mb.advantages[0], mb.weights[0], entropy_T)
-    total = torch.zeros((), dtype=torch.float64, device=logp_T.device)
+    total = torch.zeros(3, dtype=torch.float64, device=logp_T.device)
     for number in mb.sequence_T.unique():
         sampled_T = mb.mask[0] & (mb.sequence_T == number)
         *answer, entropy = (column[sampled_T].double() for column in columns)
-        total = total + answer_loss(Answer(*answer), entropy, algo).sum()
+        total = total + answer_loss(Answer(*answer), entropy, algo).sum(1)
     return total
 
 
@@ -81,13 +53,13 @@ def row_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfig
 
 
 def answer_loss(a: Answer, entropy: Tensor, algo: AlgoConfig) -> Tensor:
-    """The weighted loss of each token."""
-    policy, _ = policy_loss(a.logp, a.old, a.advantages, algo)
-    factor, _ = correction(a.logp.detach() if algo.old_logp == "rollout" else a.old, a.rollout, algo)
+    """Of each token: its weighted loss, whether it is clipped, whether out of the correction's bounds; [3, tokens]."""
+    policy, held = policy_loss(a.logp, a.old, a.advantages, algo)
+    factor, outside = correction(a.logp.detach() if algo.old_logp == "rollout" else a.old, a.rollout, algo)
     loss = policy * factor - algo.entropy_coef * entropy
     if algo.kl_in == "loss":
         loss = loss + algo.kl_coef * kl(a.logp, a.ref, algo.kl)
-    return a.weights * loss
+    return torch.stack([a.weights * loss, held, outside])
 
 
 def policy_loss(logp: Tensor, old: Tensor, advantages: Tensor, algo: AlgoConfig) -> tuple[Tensor, Tensor]:

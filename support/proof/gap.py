@@ -21,6 +21,7 @@ from torch import Tensor
 
 import megatron_bridge as bridge
 from config import Config, TrainingError
+from support.base.require import require
 from support.proof.rows import check_reference
 from support.step.records import Batch, Sample
 
@@ -72,10 +73,12 @@ class GapCheck:
     recent: deque[tuple[float, float]] = field(default_factory=partial(deque, maxlen=20))  # (sum of k3, tokens) each
     told: bool = False  # whether the user was warned
 
-    def check(self, report: dict[str, float], step: int, samples: list[Sample], batch: Batch, cfg: Config) -> None:
+    def check(
+        self, report: dict[str, float], step: int, samples: list[Sample], batch: Batch, cfg: Config, begins=False
+    ) -> None:
         """Raise TrainingError where the log-probs of sampled tokens differ by more than rounding, before the step.
 
-        Warns once of what may be rounding.
+        Warns once of what may be rounding. `begins`: it is the step's first update, so weights are still vLLM's.
         """
         tokens = report["tokens"]
         if not tokens:
@@ -95,6 +98,14 @@ class GapCheck:
         if not is_first and (gap.over(self.rounding) <= limit or (self.told and meant_by(cfg))):
             return
         some, logp_F, self.rounding = measure_rounding(self.model, batch, cfg, self.score)
+        if begins and batch.old_logp is not None and cfg.algo.old_logp == "trainer":
+            times = gap_of((logp_F - some.old_logp)[some.mask]).over(self.rounding)
+            require(
+                times <= STOP[cfg.model.dtype],
+                f"step {step}: the old log-probs are not the policy's: before the step's first update they differ by "
+                f"{times:.1f} times its rounding. Were they scored with other weights, temperature or rows?",
+                TrainingError,
+            )
         if is_first and step == 1 and batch.ref_logp is not None and not cfg.algo.replay_routes:
             check_reference(report, STOP[cfg.model.dtype] ** 2 * self.rounding.k3)
         slope = slope_of(logp_F[some.mask], some.rollout_logp[some.mask]) if is_first else 0.0
@@ -203,7 +214,11 @@ def explain_gap(
         (slope, "the gap follows the log-prob: another temperature, top_p or top_k in one of the two"),
         (later > 10 * first3, "the gap grows along the response: rotary embedding or context length differ"),
         (share < 0.05, "few tokens differ: numerical noise; compare with model.dtype=fp32, or raise the bound"),
-        (True, "most tokens differ: other weights (mapping) or another distribution (temperature, rollout.vllm)"),
+        (
+            True,
+            "most tokens differ, with equal weights (each push is verified): RoPE, attention, norms or the precision "
+            "of logits are computed otherwise in one of the two, or rollout.vllm samples from another distribution",
+        ),
     ]
     cause = next(cause for holds, cause in causes if holds)
     return "\n".join([*lines, f"  likely cause: {cause}"])

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from config import Config, RewardConfig, TrainingError, UserError
 from support.data.prompts import Prompt
+from support.proof import rows
 from support.step import turns
 from support.step.named_rewards import is_part
 from support.step.records import Sample
@@ -17,6 +18,12 @@ class RewardChecks:
     """The checks of a run's rewards, which an evaluation without a trainer has too."""
 
     errors_shown: set[str] = field(default_factory=set, kw_only=True)  # kinds of errors; rewards known to apply
+
+    def evaluated(self, samples: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
+        """The checks of an evaluation, which has its own number of answers and their own length, and of its rewards."""
+        self.rewards(samples, prompts, cfg)
+        rows.check_sizes(samples, cfg.eval.samples, "eval.samples")
+        rows.check_longest(samples, cfg.eval.max_new_tokens or cfg.rollout.max_new_tokens, "eval.max_new_tokens")
 
     def rewards(self, samples: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
         """Raise UserError, on every rank, if the reward failed for a larger share of the samples than it may.

@@ -3,8 +3,10 @@
 A mistake between the samples and the rows that Megatron gets trains in silence: losses stay finite, log-probs agree.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -43,12 +45,7 @@ def check_samples(samples: list[Sample], cfg: Config) -> None:
     parts, and dynamic sampling left out the groups of equal rewards, if there are others.
     """
     algo, r = cfg.algo, cfg.rollout
-    sizes = set(Counter(s.group for s in samples).values())
-    require(
-        sizes == {r.group_size},
-        f"groups have {sorted(sizes)} answers, rollout.group_size is {r.group_size}",
-        TrainingError,
-    )
+    check_sizes(samples, r.group_size, "rollout.group_size")
     for s in samples:
         parts = s.reward_parts | formulas.length_penalty(len(s.response_ids), r.max_new_tokens, algo)
         if s.reward_parts and abs(s.reward - sum(parts.values())) > 1e-6 * (1 + abs(s.reward)):
@@ -62,8 +59,12 @@ def check_samples(samples: list[Sample], cfg: Config) -> None:
         "a group of equal rewards is trained on beside others, which algo.max_rounds leaves out",
         TrainingError,
     )
-    if r.turns is None:
-        check_ends(samples, r.max_new_tokens)
+
+
+def check_sizes(samples: list[Sample], size: int, key: str) -> None:
+    """Raise TrainingError unless every group has the number of answers that `key` says."""
+    sizes = set(Counter(s.group for s in samples).values())
+    require(sizes == {size}, f"groups have {sorted(sizes)} answers, {key} is {size}", TrainingError)
 
 
 def own_reward(sample: Sample) -> float:
@@ -71,14 +72,74 @@ def own_reward(sample: Sample) -> float:
     return sum(value for name, value in sample.reward_parts.items() if name not in OWN_PARTS)
 
 
-def check_ends(samples: list[Sample], limit: int) -> None:
-    """Raise TrainingError unless truncated answers have `limit` tokens."""
-    short = [len(s.response_ids) for s in samples if not s.finished and len(s.response_ids) != limit]
+def check_seeds(step: int, seeds: set[int], groups: int, before: set[int]) -> None:
+    """Raise TrainingError where groups share a seed, or a seed of an earlier round `before`, beyond chance.
+
+    Seeds have 32 bits: of 100 groups two are equal by chance once in a million steps, never several pairs.
+    """
+    again = len(seeds & before) + (groups - len(seeds) if seeds else 0)
     require(
-        not short,
-        f"truncated answers have {short[:3]} tokens, rollout.max_new_tokens is {limit}: is an end token not known?",
+        again <= min(1, groups - 1) + groups // 100,
+        f"step {step}: {again} of {groups} seeds are those of another group or of an earlier step, so vLLM samples the "
+        "same random numbers again",
         TrainingError,
     )
+
+
+def end_tokens(folder: str, tokenizer) -> set[int]:
+    """The tokens that end an answer, by the tokenizer, config.json and generation_config.json of the model's folder."""
+    found = [tokenizer.eos_token_id]
+    for name in ("config.json", "generation_config.json"):
+        path = Path(folder, name)
+        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        found += value if isinstance(value, list) else [value]
+    return set(found) - {None}
+
+
+def check_ends(samples: list[Sample], limit: int, ends: set[int]) -> str | None:
+    """Raise TrainingError where an answer is longer than `limit`, or a shorter one counts as truncated though its last
+    token is one of `ends`; one that vLLM aborted ends in another. Returns what to warn of, if anything.
+    """
+    check_longest(samples, limit, "rollout.max_new_tokens")
+    short = [s for s in samples if not s.finished and len(s.response_ids) < limit and has_end(s, ends)]
+    require(
+        not short,
+        f"{len(short)} answers shorter than rollout.max_new_tokens={limit} count as truncated, though their last token "
+        f"ends an answer ({sorted(ends)}): is `finished` not what vLLM says?",
+        TrainingError,
+    )
+    unlike = [s for s in samples if s.finished and not has_end(s, ends)]
+    if not unlike:
+        return None
+    is_cut = all(len(s.response_ids) == limit for s in unlike)
+    cause = "truncated answers count as finished" if is_cut else "their end token is dropped"
+    return (
+        f"{len(unlike)} of {len(samples)} answers count as finished, but no end token ({sorted(ends)}) is their last: "
+        f"{cause}, or the engine stops at strings"
+    )
+
+
+def has_end(sample: Sample, ends: set[int]) -> bool:
+    """Whether the last token is one of `ends`; an answer may be empty."""
+    return bool(ends.intersection(sample.response_ids[-1:].tolist()))
+
+
+def check_longest(samples: list[Sample], limit: int, key: str) -> None:
+    """Raise TrainingError where an answer is longer than `key` says."""
+    longest = max(len(s.response_ids) for s in samples)
+    require(longest <= limit, f"an answer has {longest} tokens, {key} is {limit}", TrainingError)
+
+
+def check_texts(samples: list[Sample], tokenizer) -> None:
+    """Raise RankError where the text that was graded has special tokens, which decoding should leave out.
+
+    Of the first answers alone: such a mistake is in all. Texts are on rank 0.
+    """
+    for s in samples[:8]:
+        if s.text:
+            plain = tokenizer.decode(s.response_ids, skip_special_tokens=True)
+            special = [token for token in tokenizer.all_special_tokens if token in s.text and token not in plain]
+            require(not special, f"the text that was graded has special tokens in it: {special[:3]}", RankError)
 
 
 def check_credit(samples: list[Sample], batch: Batch, cfg: Config) -> None:

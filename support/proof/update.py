@@ -1,6 +1,7 @@
 """A live check of the first update of a start: its gradient is that of the loss, and its optimizer step is AdamW's.
 
-The gradient is compared on a sixteenth of the answers, before the update computes its own by the same function.
+The gradient is compared on a sixteenth of the answers, before the update computes its own by the same function; once
+more in a step that the seed draws. AdamW's step is compared again each 50 updates.
 
 The loss holds stop-gradients, so its value is not what the gradient integrates. The check makes it linear: with
 c = ∂loss/∂logp and e = ∂loss/∂entropy of each of the N trained tokens at the present weights w, the gradient of
@@ -20,6 +21,7 @@ alarms of the bound are not counted or are known, it is a warning.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -51,16 +53,13 @@ REROUTED = 0.3  # at most, with experts: a move also changes which of them are c
 JUMPS = 10.0  # times noise / signal: how much of REROUTED is allowed, since a token that changes experts jumps
 DIRECTIONS = 2  # random ones
 SMALLEST = 0.01  # size of a weight of zeros, such as B of an adapter
-CAUSES = (
-    "gradients not reduced over replicas, context or expert ranks, or reduced twice; a divisor that is not the number "
-    "of trained tokens; other micro-batches; dropout or packing that differs between training and scoring; clipping, "
-    "learning rate or moments of another update"
-)
 SHARE = 16  # one of so many answers is what the gradient is compared on
 ANSWERS = 4  # of a replica, at least
 EVERY = 50  # updates, of which one has its step compared again
 ROUNDING = 4e-6  # log-probs of the same tokens in other rows differ by about as much in fp32
 LARGE = 0.5  # size of the move of weights without a gradient
+LATEST = 100  # step in which the gradient is compared again, at most
+ALIKE = 0.05  # by which the ratios of gradient and loss may differ where the gradient is off by a factor
 
 
 class Change(NamedTuple):
@@ -101,7 +100,7 @@ def values_and_slopes(
     def slopes(at: Tensor) -> Tensor:
         inputs = at.clone().requires_grad_()
         if formulas.has_formula(algo):
-            loss = formulas.row_loss(mb, *inputs, algo)
+            loss = formulas.row_loss(mb, *inputs, algo)[0]
         else:
             loss, _, _ = loss_func(mb, *inputs, algo=algo)
         return torch.autograd.grad(loss, inputs)[0] if loss.requires_grad else torch.full_like(at, math.nan)
@@ -219,17 +218,22 @@ def random_signs(shard: Shard, number: int) -> Tensor:
     return ((shard.random(salt=2 + number) & 1) * 2 - 1) * max(shard.size, SMALLEST)
 
 
-def signs_without_gradient(shard: Shard) -> Tensor:
-    """Random signs of a shard whose gradient is exactly 0; 0 for the others."""
-    return random_signs(shard, number=0) if lacks_gradient(shard) else torch.zeros_like(shard.before.float())
+def signs_where(is_moved: Callable[[Shard], bool], shard: Shard) -> Tensor:
+    """Random signs of a shard that is moved; 0 for the others."""
+    return random_signs(shard, number=0) if is_moved(shard) else torch.zeros_like(shard.before.float())
 
 
-def lacks_gradient(shard: Shard) -> bool:
-    """Whether the gradient is exactly 0; routers are left out.
+def lacks_gradient(shard: Shard, experts: int) -> bool:
+    """Whether the gradient is exactly 0; with one of the `experts` a token, routers are left out.
 
-    A router of one expert a token may have no gradient, but a large move of it chooses other experts.
+    The one probability may be 1, without a gradient, but a large move of the router chooses another expert.
     """
-    return not shard.name.endswith("router.weight") and not shard.gradient.any()
+    return not (experts == 1 and shard.name.endswith("router.weight")) and not shard.gradient.any()
+
+
+def kind_of(shard: Shard) -> str:
+    """The name of the weight without the numbers of its layer and expert."""
+    return re.sub(r"(^|\.)\d+(?=\.)", "", shard.name.removeprefix("decoder.layers.")).strip(".")
 
 
 # ---------------------------------------------------------------- the check
@@ -252,7 +256,7 @@ class FirstUpdate:
     model: list
     optimizer: object
     checkpoint: Path | None
-    compared: bool = False  # the gradient
+    compared: int = 0  # the last step in which the gradient was
     done: bool = False  # the optimizer's step
 
     def __post_init__(self):
@@ -263,14 +267,14 @@ class FirstUpdate:
     def compare_gradient(self, batch: Batch, cfg: Config, step: int, passes: Passes) -> None:
         """Compare the gradient of some answers of `batch`, whose weights are above 0 at trained tokens, with the loss.
 
-        Called before the update computes its own gradient. Weights and state keep their bits. Raises TrainingError on
+        Called before each update computes its own gradient. Weights and state keep their bits. Raises TrainingError on
         every rank, or warns.
         """
-        if not cfg.train.check_update or self.compared:
+        if not cfg.train.check_update or (self.compared and not self.compared < step == second_step(cfg)):
             return
         reason = why_not_compared(self.model, cfg)
         if reason:
-            self.compared = True
+            self.compared = cfg.train.steps
             note(f"was not checked: {reason}")
             return
         some = some_answers(batch)
@@ -280,12 +284,12 @@ class FirstUpdate:
         shards = adam.own_shards(self.model, self.optimizer, weight_names(self.model))
         norm = adam.norm_of(shard.gradient for shard in shards if shard.counted)
         if math.isfinite(norm) and norm > 0:  # else the next update may have a gradient
-            self.compared = True
+            self.compared = step
             probe = linearise(self.model, shards, batch, some, cfg, passes)
-            found = check_gradient(probe, norm, cfg.model.dtype)
+            found, causes = check_gradient(probe, norm, cfg.model.dtype)
             probe.restore()
             is_counted = cfg.model.dtype == "fp32" and bridge.device().type == "cpu"
-            report_together(step, found, is_error=is_counted)
+            report_together(step, found, causes, is_error=is_counted)
         if self.model[0].config.num_moe_experts:
             expert_load(self.model)  # the metric counts the update's own passes
         bridge.seed_step(cfg.seed, step)
@@ -301,7 +305,7 @@ class FirstUpdate:
         self.done = True
         if cfg.train.offload == "optimizer":
             take_back_state(self.optimizer)
-        report_together(step, adam.check_state(shards, self.updates))
+        report_together(step, adam.check_state(shards, self.updates), "a resume that left out a part of the state")
         self.sampled = adam.sample_state(shards)
 
     def after_step(self, cfg: Config, step: int, norm: float) -> None:
@@ -317,6 +321,12 @@ class FirstUpdate:
             report_together(step, found)
         if math.isfinite(norm) and norm > 0:
             self.updates += 1
+
+
+def second_step(cfg: Config) -> int:
+    """The step, drawn by the seed, in which the gradient is compared again; a run of one step has none."""
+    last = min(cfg.train.steps, LATEST)
+    return int(np.random.default_rng(cfg.seed).integers(2, max(last, 2) + 1))
 
 
 def weight_names(model: list) -> dict[torch.nn.Parameter, str]:
@@ -367,14 +377,14 @@ def why_not_compared(model: list, cfg: Config) -> str | None:
 def note(text: str) -> None:
     """Print on rank 0 what is said of the gradient."""
     if dist.get_rank() == 0:
-        print(f"note: the gradient of the first update {text}", flush=True)
+        print(f"note: the gradient of this update {text}", flush=True)
 
 
-def check_gradient(probe: Probe, norm: float, dtype: str) -> list[str]:
-    """What shows that the gradient is not that of the loss; [] if nothing does. `norm`: of the gradient."""
+def check_gradient(probe: Probe, norm: float, dtype: str) -> tuple[list[str], str]:
+    """What shows that the gradient is not that of the loss, and why; nothing if it is. `norm`: of the gradient."""
     if math.isnan(probe.slope2):
         note("was not checked: the loss is not a function of the trained tokens' log-probs and entropies alone")
-        return []
+        return [], ""
     shift, trial = SHIFT[dtype], TRIAL[dtype]
     scale = adam.norm_of(shard.before for shard in probe.shards if shard.counted) / norm  # to the weights' size
     least = shift * math.sqrt(probe.slope2 / probe.tokens) / norm**2 / scale  # log-probs move by more (Cauchy-Schwarz)
@@ -389,7 +399,7 @@ def check_gradient(probe: Probe, norm: float, dtype: str) -> list[str]:
     if hidden:
         note(f"was not checked {', '.join(hidden)}: small moves of the weights change log-probs by less than rounding")
     judged = {where: change for where, change in changes.items() if where not in hidden}
-    found = []
+    found, causes = [], ""
     if not math.hypot(*[change.over for change in judged.values()]) <= 1:
         found = [
             f"moved {where}, the loss changes by {change.found:.4e}; the gradient predicts {change.predicted:.4e}, "
@@ -397,21 +407,50 @@ def check_gradient(probe: Probe, norm: float, dtype: str) -> list[str]:
             f"{change.bound:.1e}, {probe.tokens} trained tokens)"
             for where, change in judged.items()
         ]
-    still = sorted({shard.name for shard in probe.shards if lacks_gradient(shard)})
+        causes = explain_gradient(probe, [*judged.values()], trial, shift)
+    is_still = partial(lacks_gradient, experts=probe.model[0].config.moe_router_topk)
+    still = sorted({shard.name for shard in probe.shards if is_still(shard)})
     if ranks.on_any_rank(bool(still)):
-        signal = probe.compare_with_present(signs_without_gradient, LARGE).signal
+        signal = probe.compare_with_present(partial(signs_where, is_still), LARGE).signal
         if still and signal > max(change.noise for change in changes.values()):
             found.append(f"log-probs depend on weights whose gradient is 0, among them {', '.join(still[:3])}")
-    return found
+            causes = "these weights are left out of the backward pass, or their gradient is not kept"
+    return found, causes
 
 
-def report_together(step: int, found: list[str], is_error: bool = True) -> None:
+def explain_gradient(probe: Probe, judged: list[Change], trial: float, shift: float) -> str:
+    """What the figures of a wrong gradient say of its cause: for which kinds of weights, and whether by one factor."""
+    kinds = sorted({kind for part in ranks.gather([kind_of(shard) for shard in probe.shards]) for kind in part})
+    wrong, right = [], []
+    for kind in kinds:
+        change = probe.change_along(partial(signs_where, lambda shard, kind=kind: kind_of(shard) == kind), trial, shift)
+        if probe.resolves(change):
+            (wrong if change.over > 1 else right).append(kind)
+    if wrong and right:
+        return (
+            f"it is wrong for {', '.join(wrong[:4])} and right for {', '.join(right[:4])}: the backward pass of these "
+            "weights, or a sum over ranks that hold copies of them (stages: the embedding; parallel.tp: norms)"
+        )
+    ratios = [change.predicted / change.found for change in judged if change.over > 1]
+    if ratios and max(ratios) - min(ratios) <= ALIKE * abs(ratios[0]):
+        return (
+            f"the whole gradient is {ratios[0]:.3g} times what it should be: summed over replicas twice or not at all, "
+            "or divided by another number than that of the trained tokens"
+        )
+    return (
+        "all weights have a gradient of other tokens or of another loss: not summed over replicas, context or expert "
+        "ranks; a loss that is not its formula; other rows, packing or dropout than in scoring"
+    )
+
+
+def report_together(step: int, found: list[str], causes: str = "", is_error: bool = True) -> None:
     """Raise TrainingError on every rank if any rank found something, or warn. Every rank calls this."""
     lines = list(dict.fromkeys(line for part in ranks.gather(found) for line in part))
     if not lines:
         return
     shown = "\n  ".join(lines[:8])
-    message = f"step {step}: the update is not what its formulas say\n  {shown}\n  likely causes: {CAUSES}. "
+    likely = f"  likely cause: {causes}. " if causes else "  "
+    message = f"step {step}: the update is not what its formulas say\n  {shown}\n{likely}"
     if is_error:
         raise TrainingError(f"{message}train.check_update=false turns the check off")
     if dist.get_rank() == 0:

@@ -33,6 +33,7 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)
     advantage: float = 0.0
     tokens: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each response token, for rollouts/
+    seed: int | None = None  # of its group, as vLLM got it; of a conversation that of the first turn
 
     @property
     def positions(self) -> int:
@@ -46,7 +47,7 @@ class Sample:
         return np.repeat(by_model, self.turns)
 
     @classmethod
-    def of(cls, group: int, prompt, completion, text: str) -> "Sample":
+    def of(cls, group: int, prompt, completion, text: str, seed: int) -> "Sample":
         """The completion of a prompt (rollout.Completion, support.data.prompts.Prompt), decoded as `text`."""
         return cls(
             group=group,
@@ -56,6 +57,7 @@ class Sample:
             finished=completion.finished,
             text=text,
             source=prompt.source,
+            seed=seed,
             turns=completion.turns,
             asked=prompt.asked,
             routes=completion.routes,

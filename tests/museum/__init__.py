@@ -10,6 +10,7 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from types import CodeType, FunctionType
 
 VARIABLE = "MUTANT"  # environment variable with the name of the exhibit that a run or a test has
@@ -49,6 +50,15 @@ class Exhibit:
         for name in path.split("."):
             found = inspect.getattr_static(found, name)
         return unwrapped(found)
+
+
+def planted(script: str, env: Mapping[str, str]) -> str:
+    """The script to start: in place of train_grpo.py, which a program compiles anew, one that imports it and gives it
+    the exhibit that `env` names.
+    """
+    if env.get(VARIABLE) and Path(script).name == "train_grpo.py":
+        return str(Path(__file__).with_name("announced.py"))
+    return script
 
 
 def put_in(env: Mapping[str, str]) -> None:

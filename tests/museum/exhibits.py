@@ -141,9 +141,9 @@ TOKENS = [
     ),
     Exhibit(
         "tokenised_again", "tokens", "answers are decoded and tokenised again before training",
-        "train_grpo:sample_and_grade", "samples.append(Sample.of(group, prompt, c, text))",
+        "train_grpo:sample_and_grade", "samples.append(Sample.of(group, prompt, c, text, seeds[number]))",
         'samples.append(Sample.of(group, prompt, replace(c, ids=(run.inputs.tokenizer(text)["input_ids"] '
-        "+ [0] * len(c.ids))[: len(c.ids)]), text))",
+        "+ [0] * len(c.ids))[: len(c.ids)]), text, seeds[number]))",
         "run", "", "verl#3960, verl#6719, prime-rl#1334",
     ),
     Exhibit(
@@ -223,7 +223,7 @@ TOKENS = [
     Exhibit(
         "prompt_of_another_group", "tokens", "all answers of a row share the first group's prompt",
         "support.step.packing:share_positions", "source_T[starts_S[s - 1] :][: shared_S[s]]", "source_T[: shared_S[s]]",
-        "run", "of the update",
+        "run", "",
     ),
     Exhibit(
         "one_seed", "tokens", "the seed does not reach vLLM",
@@ -274,7 +274,7 @@ GROUPS = [
     Exhibit(
         "data_replayed", "groups", "every step takes the same prompts",
         "train_grpo:collect", "run.prompts_taken = taken", "run.prompts_taken = 0",
-        "test", "tests/museum/test_museum.py::test_steps_take_the_prompts_that_follow", "open-instruct#1523",
+        "run", "its prompts are not those that follow", "open-instruct#1523",
     ),
     Exhibit(
         "weights_of_all", "groups", "an update is divided by the answers of the whole step",

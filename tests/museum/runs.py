@@ -134,9 +134,9 @@ def judge(exhibit: Exhibit, outcome: Outcome) -> str:
 HEAD = """# The museum of silent bugs
 
 Trainers have had these bugs. Each is planted in this trainer by changing one line (`tests/museum/exhibits.py`), and
-then a tiny model makes three steps on two ranks with real vLLM. `pytest tests/museum --museum-page` runs all and writes
-this page. An issue is named if a tracker has the failure; the cause there may have been different. 20 of these bugs
-were also planted in TRL 1.16: in three steps on a CPU it noticed none by an error or a Python warning.
+then a tiny model makes three steps on two ranks with real vLLM (`pytest tests/museum --museum-page`). The checks were
+built against them; README.md has a score of others. An issue is named if a tracker has the failure; its cause
+there may differ. 20 were planted in TRL 1.16: in three steps on a CPU it noticed none by an error or a Python warning.
 
 """
 COLUMNS = "| failures (where they happened) | noticed by | message |\n|---|---|---|\n"

@@ -17,7 +17,7 @@ from support.data import prompts
 from support.data.prompts import Prompt
 from support.proof import graded
 from support.proof.checks import UpdateChecks
-from support.proof.rows import check_credit, check_samples, check_update, match_outcomes
+from support.proof.rows import check_credit, check_ends, check_samples, check_update, match_outcomes
 from support.step import grading
 from support.step.grading import Outcome
 from support.step.packing import pack
@@ -57,7 +57,8 @@ def put_in(exhibit: Exhibit, monkeypatch) -> None:
 def test_the_formula_of_every_loss(loss, correction):
     names = (f"algo.loss={loss}", f"algo.correction={correction}")
     for others in (
-        (), ("algo.kl=k1",), ("algo.kl=k2", "algo.dual_clip=1.1"), ("algo.kl=k3+", "algo.kl_in=reward"),
+        (), ("algo.kl=k1", "algo.advantage=max_rl"), ("algo.kl=k2", "algo.dual_clip=1.1", "algo.advantage=grpo_loo"),
+        ("algo.kl=k3+", "algo.kl_in=reward", "algo.advantage=dr_grpo", "algo.overlong_buffer=2"),
         ("algo.loss_norm=seq_mean_token_sum", "algo.advantage=rloo", "algo.correction_low=0.5"),
         ("algo.correction_low=0.5", "algo.correction_high=2"), ("algo.clip_low=0.01", "algo.clip_high=0.01"),
     ):  # fmt: skip
@@ -68,15 +69,68 @@ def test_the_formula_of_every_loss(loss, correction):
         train_grpo.rehearse(tiny_config(*names, "algo.old_logp=rollout"))
 
 
-LOSSES = [exhibit for exhibit in EXHIBITS.values() if exhibit.message == "grpo_loss computes something else"]
+BRANCHES = {  # what the rehearsal says → function, piece of its source, what a bug has there, keys
+    "which it does not without the KL": (
+        "train_grpo:grpo_loss", "algo.kl_coef * token_kl(logp_T,", "algo.kl_coef * token_kl(logp_T.detach(),", ""),
+    "the gradient is 0, by its formula": ("train_grpo:grpo_loss", "loss = (loss_T *", "loss = (loss_T.detach() *", ""),
+    "which it does not without the entropy": ("train_grpo:grpo_loss", "algo.entropy_coef * entropy_T",
+                                              "algo.entropy_coef * -logp_T", ""),
+    "which it does not without ratio and clip": (
+        "train_grpo:policy_loss", "1 + algo.clip_high", "1 + algo.clip_low", "algo.clip_high=0.4"),
+    "which it does not without the correction": (
+        "train_grpo:mismatch_weight", "w_T.clamp(low, high)", "w_T.clamp(max=high)",
+        "algo.correction=tis algo.correction_low=0.3"),
+    "config_at gives lr=0 in place of 0.004 at step 1": (
+        "train_grpo:config_at", "(step / cfg.train", "((step - 1) / cfg.train", ""),
+    "config_at gives lr=.* at step 1": ("support.step.schedule:scheduled_values", "(step - 1) / max", "step / max", ""),
+    "an answer of 6 tokens has the reward": (
+        "train_grpo:penalize_length", "(limit - algo.overlong_buffer)", "limit", "algo.overlong_buffer=2"),
+    "advantages are not those of the rewards": (
+        "train_grpo:group_advantages", "r.std(ddof=1)", "r.std()", ""),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("exhibit", LOSSES, ids=lambda exhibit: exhibit.name)
-def test_a_wrong_loss_is_refused_at_the_start(monkeypatch, exhibit):
-    options = [option for option in SETTINGS[exhibit.setting] if option.startswith("algo.")]
-    put_in(exhibit, monkeypatch)
-    with pytest.raises(UserError, match=re.escape(exhibit.message)):
-        train_grpo.rehearse(tiny_config(*options))
+@pytest.mark.parametrize("message", BRANCHES)
+def test_a_mistake_in_any_branch_is_refused_at_the_start(monkeypatch, message):
+    *place, keys = BRANCHES[message]
+    put_in(Exhibit("", "", "", *place, "start", message), monkeypatch)
+    with pytest.raises((UserError, TrainingError), match=message):
+        train_grpo.rehearse(tiny_config(*keys.split()))
+
+
+STEPS = {  # what a run says in its first or second step → the same, and how it is stopped
+    "step 2: 4 of 4 seeds are": ("support.data.prompts:sampling_seed", "[seed, step, group]", "[seed, group]", ""),
+    "step 1: 2 of 4 seeds are": ("support.data.prompts:sampling_seed", "step, group]", "step, group // 2]", ""),
+    "step 2: its prompts are not those that follow": (
+        "train_grpo:collect", "run.prompts_taken = taken", "run.prompts_taken = 0", ""),
+    "4 answers of the step before were in no update": (
+        "train_grpo:update_order", "np.array_split(order, updates)", "np.array_split(order[1:], updates)", ""),
+    "the text that was graded has special tokens in it": (
+        "train_grpo:sample_and_grade", "skip_special_tokens=True", "skip_special_tokens=False", ""),
+    "the old log-probs are not the policy's": (
+        "train_grpo:with_logprobs", "old_logp=score(run.model, batch, cfg)", "old_logp=batch.rollout_logp * 1.01",
+        "train.updates_per_step=2"),
+    "adapters have the scales": (
+        "support.model.lora:adapt", "cfg.alpha / cfg.rank", "cfg.alpha / math.sqrt(cfg.rank)", "lora.rank=4"),
+    "weights are not trained, though others are": (
+        "support.model.lora:adapt", "(zeros(out, cfg.rank))", "(zeros(out, cfg.rank), target != 'fc2')", "lora.rank=4"),
+    "no end token .* is their last: truncated answers count as finished": (
+        "tests.step.test_step:PlainEngine.answer", "ids[-1] == self.model.config.eos_token_id)", "True)", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", STEPS)
+def test_a_mistake_between_steps_is_told(build, monkeypatch, capsys, message):  # noqa: F811
+    *place, keys = STEPS[message]
+    put_in(Exhibit("", "", "", *place, "run", message), monkeypatch)
+    run = build("train.lr=0.01", *keys.split())
+    try:
+        for step in (1, 2):
+            train_grpo.train_step(run, step)
+        told = capsys.readouterr().out
+    except TrainingError as error:
+        told = str(error)
+    assert re.search(message, told), told
 
 
 # ---------------------------------------------------------------- the update against its samples
@@ -143,17 +197,6 @@ def test_advantages_of_other_answers_are_found_but_not_what_a_fork_makes_of_them
     check_update(report, rows, other, samples, chosen, cfg)
 
 
-@pytest.mark.parametrize("keys", ["advantage=max_rl", "advantage=grpo_loo", "kl_in=reward"])
-def test_further_advantages_are_compared_with_their_formulas(keys):
-    cfg, samples = tiny_config("algo.kl_coef=0.1", f"algo.{keys}"), make_samples()
-    batch = train_grpo.flatten(samples)
-    batch = dataclasses.replace(batch, old_logp=0.9 * batch.rollout_logp, ref_logp=0.8 * batch.rollout_logp)
-    batch = train_grpo.add_advantages(samples, batch, cfg.algo)
-    check_credit(samples, batch, cfg)
-    with pytest.raises(TrainingError, match="advantages are not those of the rewards"):
-        check_credit(samples, dataclasses.replace(batch, advantages=batch.advantages * 1.01), cfg)
-
-
 WRONG = {  # what the check says of it → numbers of the report, columns of the batch, samples that are trained
     "an update trains answers again": ({}, {}, [0, 1, 2, 3, 4, 5, 0]),
     "the old log-probs of an update are not those": ({}, {"old_logp": torch.zeros(27)}, [0, 1, 2, 3, 4, 5]),
@@ -175,7 +218,7 @@ def test_identities_of_an_update(message):
 
 ANSWERS = {  # what the check says of it → index of the answer, attributes of it that are wrong
     "": (0, {}),
-    r"truncated answers have \[3\] tokens, rollout.max_new_tokens is 4": (0, {"finished": False}),
+    r"1 answers shorter than rollout.max_new_tokens=4 count as truncated": (0, {"finished": False}),
     "an answer of 3 tokens has the reward 3, its parts are": (0, {"reward": 3.0}),
     "an answer of 4 tokens has the reward 0.5, its parts are": (3, {"reward": 0.5, "reward_parts": {"r": 0.5}}),
     "a group of equal rewards is trained on": (2, {"reward": 1.0, "reward_parts": {"r": 1.0}}),
@@ -197,6 +240,20 @@ def test_answers_end_and_are_rewarded_as_they_say(message):
     samples[wrong] = dataclasses.replace(samples[wrong], **attributes)
     with pytest.raises(TrainingError, match=message) if message else contextlib.nullcontext():
         check_samples(samples, cfg)
+        assert check_ends(samples, 4, {0}) is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "finished", "warning"),
+    [
+        ([6, 7], False, None),  # vLLM aborted it
+        ([6, 7], True, "their end token is dropped"),
+        ([6, 7, 8, 7], True, "truncated answers count as finished"),
+    ],
+)
+def test_what_is_said_of_an_end(ids, finished, warning):
+    found = check_ends([Sample(0, [5], ids, [-1.0] * len(ids), finished, "", "")], 4, {0})
+    assert (found or "") == "" if warning is None else warning in found
 
 
 def test_a_reference_that_moves_or_is_not_used_is_found(build, monkeypatch):  # noqa: F811
@@ -252,18 +309,14 @@ def test_a_template_applied_twice_is_refused(tmp_path, offline):
         found, _ = prompts.load_prompts(data.model_copy(update={"train": str(tmp_path / f"{file}.jsonl")}), tokenizer)
         with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
             prompts.check_opening(found[0], data, tokenizer)
+    with pytest.raises(ValueError, match="begins with '1', not with the chat template's opening '<'"):
+        prompts.check_opening(Prompt(tokenizer("12")["input_ids"], "", "", {"prompt": "12"}), data, tokenizer)
     tokenizer.bos_token = "<eos>"
     with pytest.raises(ValueError, match="begins with two '<eos>'"):
         prompts.check_opening(Prompt([0, 0, 5], "", "", {}), data, tokenizer)
 
 
 # ---------------------------------------------------------------- tests that exhibits name as what notices them
-
-
-def test_steps_take_the_prompts_that_follow(build):  # noqa: F811
-    run = build("rollout.prompts_per_step=2", "rollout.group_size=2")
-    asked = [tuple(s.prompt_ids) for step in (1, 2, 3) for s in train_grpo.train_step(run, step)[1]]
-    assert len(set(asked)) == 6
 
 
 def test_updates_begin_without_a_gradient(build, monkeypatch):  # noqa: F811
@@ -283,6 +336,19 @@ def test_updates_begin_without_a_gradient(build, monkeypatch):  # noqa: F811
     assert norms[::2] == norms[1::2]
 
 
+def test_what_training_and_evaluation_ask_the_engine_for(build, tiny):  # noqa: F811
+    keys = ("eval.samples=2", "eval.max_new_tokens=3", "eval.temperature=0.5", "rollout.temperature=0.8")
+    run = build(f"data.eval={tiny / 'train.jsonl'}", *keys)
+    asked, generate = [], run.engine.generate
+    run.engine.generate = lambda *what: asked.append(what) or generate(*what)
+    train_grpo.train_step(run, 1)
+    train_grpo.evaluate(run)
+    drawn = prompts.prompt_batch(run.inputs.prompts, 0, 4, run.cfg.seed)
+    for (texts, seeds, *others), own in zip(asked, (drawn, run.inputs.eval_prompts), strict=True):
+        assert texts == [prompt.ids for prompt in own] and len(set(seeds)) == len(seeds)
+        assert others == ([4, run.cfg.rollout, 4] if own is drawn else [2, run.cfg.eval, 3])
+
+
 def test_every_prompt_has_its_own_seed_in_vllm():
     asked = []
     engine = object.__new__(Engine)
@@ -291,8 +357,10 @@ def test_every_prompt_has_its_own_seed_in_vllm():
         add_request=lambda number, prompt, params: asked.append(params), has_unfinished_requests=int
     )
     engine.llm = SimpleNamespace(llm_engine=added)
-    assert list(engine.generate([[1], [2], [3]], [7, 8, 9], 2, tiny_config().rollout, 4)) == []
-    assert [params.seed for params in asked] == [7, 8, 9]
+    sampling = tiny_config("eval.temperature=0.5", "eval.top_p=0.9", "eval.top_k=3").eval
+    assert list(engine.generate([[1], [2], [3]], [7, 8, 9], 2, sampling, [4, 5, 6])) == []
+    told = [(p.seed, p.n, p.temperature, p.top_p, p.top_k, p.max_tokens) for p in asked]
+    assert told == [(seed, 2, 0.5, 0.9, 3, limit) for seed, limit in ((7, 4), (8, 5), (9, 6))]
 
 
 # ---------------------------------------------------------------- runs

@@ -35,6 +35,11 @@ def scheduled(config: dict, step: int) -> dict[str, float]:
     return values
 
 
+def group_seed(config: dict, step: int, group: int) -> int:
+    """The seed of a group's answers; step 0: of an evaluation's."""
+    return int(np.random.SeedSequence([config["seed"], step, group]).generate_state(1)[0])
+
+
 def trained_groups(answers: list[dict], config: dict, rounds: int) -> set[int]:
     """The groups that a step trains on: all or, under dynamic sampling, those of unequal rewards before the penalty on
     length; where there are none, the groups of the last round.
@@ -61,14 +66,6 @@ def updates_of(answers: list[dict], config: dict, step: int) -> list[list[int]]:
             if chosen:
                 updates.append(chosen)
     return updates
-
-
-def overlong_penalty(answer: dict, config: dict) -> float:
-    """The penalty on the length of an answer: DAPO, arXiv 2503.14476, eq. 13."""
-    buffer = config["algo"]["overlong_buffer"]
-    free = config["rollout"]["max_new_tokens"] - buffer
-    share = (len(answer["response_ids"]) - free) / buffer
-    return -config["algo"]["overlong_coef"] * min(max(share, 0.0), 1.0)
 
 
 # ---------------------------------------------------------------- advantages

@@ -22,6 +22,13 @@ def rounded(weight: Tensor, dtype: str) -> Tensor:
     return weight + (weight.detach().bfloat16().float() - weight.detach())
 
 
+def end_tokens(folder: str, tokenizer) -> set[int]:
+    """The tokens that end an answer."""
+    read = transformers.GenerationConfig if Path(folder, "generation_config.json").exists() else transformers.AutoConfig
+    ends = read.from_pretrained(folder).eos_token_id
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+
+
 class Model:
     """Log-probs and entropies of answers. It has no weights of its own; `weights` are {name in the files: tensor}."""
 

@@ -60,7 +60,7 @@ def reference(folder, samples: list[dict], given: dict, load: Callable = float64
         advantages, rollout = torch.full_like(old, s["advantage"]), torch.tensor(s["rollout_logp"]).double()[mine]
         answer = formulas.Answer(logp[mine], old, ref, rollout, advantages, torch.full_like(old, weight))
         entropy = -(all_logp.exp() * all_logp).sum(-1)[mine]
-        part = formulas.answer_loss(answer, entropy, algo).sum() / sum(counts)
+        part = formulas.answer_loss(answer, entropy, algo)[0].sum() / sum(counts)
         part.backward()
         total, position = total + part.item(), position + len(logp)
         logps += [logp.new_zeros(len(s["prompt_ids"]) - 1), logp.detach() * mine]

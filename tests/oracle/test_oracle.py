@@ -48,7 +48,7 @@ def test_a_given_run_is_repeated(request):
 def test_a_real_run_is_repeated(shared):
     comparison = repeat(read_run(shared.out))
     assert comparison.first is None, comparison.table()
-    assert "export: weights" in comparison.quantities
+    assert {"export: weights", "answer: number of a prompt's in an evaluation"} <= comparison.quantities.keys()
 
 
 @pytest.mark.parametrize("name", ["advantage", "loss/total", "grad_norm"])
@@ -62,6 +62,24 @@ def test_a_changed_record_is_named(copied, name):
     write_rows(copied / "metrics.jsonl", [line])
     quantity = name if name in line else f"sample: {name}"
     assert repeat(read_run(copied)).first.startswith(f"step 1, {quantity}: the run has")
+
+
+CHANGES = {  # quantity that parts → how the row of an answer is changed
+    "answer: seed": lambda row: {"seed": row["seed"] + 1},
+    "answer: finished": lambda row: {"finished": not row["finished"]},
+    "answer: graded text": lambda row: {"text": f"{row['text']}<eos>"},
+}
+
+
+@pytest.mark.parametrize("quantity", CHANGES)
+def test_a_changed_answer_is_named(copied, quantity):
+    rows = read_rows(copied / "rollouts/step_000001.jsonl")
+    trained = next(row for row in rows if row["advantage"])
+    trained |= CHANGES[quantity](trained)
+    write_rows(copied / "rollouts/step_000001.jsonl", rows)
+    lines = [line for line in read_rows(copied / "metrics.jsonl") if line["step"] < 2]
+    write_rows(copied / "metrics.jsonl", lines)
+    assert repeat(read_run(copied)).first.startswith(f"step 1, {quantity}")
 
 
 @pytest.mark.parametrize(
@@ -102,10 +120,3 @@ def test_it_imports_nothing_of_the_trainer():
     assert not top & {"train_grpo", "megatron_bridge", "rollout", "reward", "megatron", "vllm"}
     own = {name for name in modules if name.startswith(("support.step.", "support.proof."))}
     assert own == {"support.proof.formulas", "support.step.records"}
-
-
-# ---------------------------------------------------------------- forks with a planted mistake
-
-# Mistake → (file, line, what stands there instead, how the first value that parts begins)
-
-# Module of support/proof → what a fork appends to it so that its runs are not checked

@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import transformers
 import yaml
 from torch import Tensor
 
 from support.proof import formulas
 from tests.oracle import algorithm
 from tests.oracle.comparison import Comparison
-from tests.oracle.models import Model, initial_factors, merge_factors, read_weights, rounded
+from tests.oracle.models import Model, end_tokens, initial_factors, merge_factors, read_weights, rounded
 
 Weights = dict[str, Tensor]
 
@@ -121,6 +122,8 @@ class Trainer:
         self.dtype = config["model"]["dtype"]
         folder = config["model"]["path"]
         self.model = Model(folder)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.ends = end_tokens(folder, self.tokenizer)
         initial = read_weights(folder, self.dtype, self.model.config.tie_word_embeddings)
         self.frozen: Weights = {}
         self.main = initial  # what is trained, in fp32
@@ -265,6 +268,7 @@ def repeat(run: Recorded) -> Comparison:
         rows = run.rollouts(step)
         comparison.step = step
         values = algorithm.scheduled(run.config, step)
+        compare_answers(rows, step, run.config, trainer, comparison)
         compare_rewards(rows, metrics, run.config, comparison)
         groups = algorithm.trained_groups(rows, run.config, metrics["groups/rounds"])
         comparison.check("groups/trained", metrics["groups/trained"], len(groups))
@@ -279,7 +283,40 @@ def repeat(run: Recorded) -> Comparison:
             reports.append(trainer.update([answers[i] for i in chosen], values))
         compare_updates(reports, answers, metrics, values, run.config, comparison)
         compare_export(run.folder / f"hf/step_{step:06d}", trainer, initial, comparison)
+        compare_evaluation(run.folder / f"rollouts/eval_{step:06d}.jsonl", run.config, trainer, comparison)
     return comparison
+
+
+def compare_answers(rows: list[dict], step: int, config: dict, trainer: Trainer, comparison: Comparison) -> None:
+    """Of each answer: the seed of its group, how it ended, what was graded, and that a failed one has no reward.
+
+    The text is that of the very tokens, so a token that was dropped or put in shows too.
+    """
+    for row in rows:
+        comparison.check("answer: seed", row["seed"], algorithm.group_seed(config, step, row["group"]))
+        text = trainer.tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+        comparison.check("answer: graded text is not that of the tokens", row["text"] != text, False)
+        if row["graded"] != "ok":
+            comparison.check("answer: reward of one that was not graded", row["reward"], 0)
+        if config["rollout"]["turns"] is None:
+            comparison.check("answer: finished", row["finished"], row["response_ids"][-1] in trainer.ends)
+
+
+def compare_evaluation(path: Path, config: dict, trainer: Trainer, comparison: Comparison) -> None:
+    """The answers of the evaluation after a step, if there was one: how many, how long, by which temperature."""
+    if not path.exists():
+        return
+    rows, options = read_rows(path), config["eval"]
+    compare_answers(rows, 0, config, trainer, comparison)
+    limit = options["max_new_tokens"] or config["rollout"]["max_new_tokens"]
+    for row in rows:
+        comparison.check("answer: tokens beyond eval.max_new_tokens", max(len(row["response_ids"]) - limit, 0), 0)
+        if options["temperature"] and (options["top_p"], options["top_k"]) == (1, -1):
+            logp, _ = trainer.model.answer_logp(trainer.current(), row["prompt_ids"], row, options["temperature"])
+            places = sampled_places(row)
+            comparison.check("token: rollout_logp", torch.tensor(row["rollout_logp"])[places], logp[places].detach())
+    for count in Counter(row["group"] for row in rows).values():
+        comparison.check("answer: number of a prompt's in an evaluation", count, options["samples"])
 
 
 def compare_rewards(rows: list[dict], metrics: dict, config: dict, comparison: Comparison) -> None:
@@ -288,8 +325,9 @@ def compare_rewards(rows: list[dict], metrics: dict, config: dict, comparison: C
     for row in rows:
         comparison.check("sample: reward", row["reward"], sum(row["reward_parts"].values()))
         if config["algo"]["overlong_buffer"]:
-            penalty = algorithm.overlong_penalty(row, config)
-            comparison.check("sample: overlong", row["reward_parts"]["overlong"], penalty)
+            limit = config["rollout"]["max_new_tokens"]
+            penalty = formulas.length_penalty(len(row["response_ids"]), limit, SimpleNamespace(**config["algo"]))
+            comparison.check("sample: overlong", row["reward_parts"]["overlong"], penalty["overlong"])
         groups.setdefault(row["group"], set()).add(row["reward"])
     rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
     found = {

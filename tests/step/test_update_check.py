@@ -146,7 +146,7 @@ def test_a_step_is_watched_once_and_after_a_resume_its_state_is_compared(build):
         for state in part.optimizer.state.values():
             state["exp_avg_sq"].zero_()
     with pytest.raises(TrainingError, match="moments are all 0 after 1 updates"):
-        train_grpo.train_step(run, 2)
+        train_grpo.train_step(run, 3)
 
 
 def test_a_later_step_is_compared_with_adamw_again(build, monkeypatch):  # noqa: F811
@@ -196,6 +196,22 @@ def test_a_wrong_gradient_is_a_warning_in_bf16(build, monkeypatch, capsys):  # n
     assert "warning: step 1: the update is not what its formulas say" in capsys.readouterr().out
 
 
+def test_a_loss_that_goes_wrong_later_is_found_in_the_step_that_the_seed_draws(build, monkeypatch):  # noqa: F811
+    run = build("train.lr=0.01", "train.steps=2")
+    train_grpo.train_step(run, 1)
+    assert update.second_step(run.cfg) == 2
+    grpo_loss = train_grpo.grpo_loss
+
+    def doubled(*args, **kwargs):
+        loss, denominator, report = grpo_loss(*args, **kwargs)
+        return loss * 2, denominator, report
+
+    monkeypatch.setattr(train_grpo, "grpo_loss", doubled)
+    cause = "(?s)the gradient predicts .*, 2 times that.*the whole gradient is 2 times what it should be"
+    with pytest.raises(TrainingError, match=cause):
+        train_grpo.train_step(run, 2)
+
+
 def test_a_loss_of_something_else_is_not_judged_and_said_so(build, monkeypatch, capsys):  # noqa: F811
     grpo_loss = train_grpo.grpo_loss
     scale = torch.ones((), requires_grad=True)
@@ -215,5 +231,5 @@ def test_moves_that_rounding_hides_are_said(build, monkeypatch, capsys):  # noqa
     compare = Probe.compare
     monkeypatch.setattr(Probe, "compare", lambda *args: compare(*args)._replace(noise=math.inf, bound=math.inf))
     train_grpo.train_step(build("train.lr=0.01"), 1)
-    said = "the gradient of the first update was not checked along the gradient, in random direction 1, in random"
+    said = "the gradient of this update was not checked along the gradient, in random direction 1, in random"
     assert said in capsys.readouterr().out

@@ -24,7 +24,6 @@ from train_grpo import (
     penalize_length,
     policy_loss,
     rehearse,
-    token_kl,
     update_order,
 )
 
@@ -63,23 +62,6 @@ def test_advantages_by_hand(kind, want):
 
 
 KINDS = ("grpo", "dr_grpo", "rloo", "grpo_loo", "grpo_batch", "max_rl", "gdpo", "reinforce_pp")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_advantages_are_those_of_the_formulas(kind):
-    """The last groups are of two answers; the mean of the last one is below 0."""
-    rng = np.random.default_rng(1)
-    groups, tokens = np.append(rng.integers(0, 9, 60), [9, 9, 10, 10]), rng.integers(0, 30, 64)
-    rewards = np.append(rng.choice([0.0, 0.1, 0.5, 1.0], 60), [1, 0, -3, 1])
-    want = np.zeros(64)
-    for group in range(11):
-        want[groups == group] = formulas.compare(rewards[groups == group], kind)
-    if kind in ("grpo_batch", "gdpo"):
-        want /= stdev(rewards.tolist()) + 1e-4
-    if kind == "reinforce_pp":
-        of_tokens = want.repeat(tokens)
-        want = (want - of_tokens.mean()) / math.sqrt(of_tokens.var(ddof=1) + 1e-8)
-    np.testing.assert_allclose(group_advantages(rewards, groups, kind, tokens), want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,21 +115,8 @@ def test_overlong_penalty_by_hand():
     assert [s.reward for s in samples] == [1, 1, 0.5, 0, -1]
 
 
-# ---------------------------------------------------------------- KL and policy losses
-
-
-def value_and_gradient(loss: torch.Tensor, logp: torch.Tensor) -> list[torch.Tensor]:
-    return [loss, *torch.autograd.grad(loss.sum(), logp)]
-
-
-@pytest.mark.parametrize("kind", formulas.KLS)
-def test_kl_is_that_of_the_formulas(kind):
-    g = torch.Generator().manual_seed(4)
-    logp, ref = (-12 * torch.rand(200, generator=g, dtype=torch.float64) for _ in range(2))
-    logp = torch.cat([logp, f64(-30.0, -0.1)]).requires_grad_()  # d = 29.9 and -29.9, beyond the clamp
-    ref = torch.cat([ref, f64(-0.1, -30.0)])
-    found, want = (value_and_gradient(of(logp, ref, kind), logp) for of in (token_kl, formulas.kl))
-    torch.testing.assert_close(found, want, **F64)
+# ---------------------------------------------------------------- policy losses
+# The rehearsal compares values, gradients and clips of each loss, correction and KL with the formulas.
 
 
 LN = [math.log(p) for p in (0.8, 0.6, 0.35, 0.2)]
@@ -176,44 +145,6 @@ def test_policy_losses_by_hand(options, rises, falls):
     torch.testing.assert_close(loss, f64(*rises, *falls), **F64)
 
 
-def answers() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """(mask, sequence, positions that the model sampled by answer) of a row of five answers."""
-    mask = torch.rand(60, generator=torch.Generator().manual_seed(2)) > 0.3
-    sequence = torch.arange(5).repeat_interleave(torch.tensor([7, 3, 20, 10, 20]))
-    return mask.double(), sequence, [(mask & (sequence == n)).nonzero()[:, 0] for n in range(5)]
-
-
-@pytest.mark.parametrize("loss", formulas.LOSSES)
-@pytest.mark.parametrize("dual_clip", [None, 2.0])
-def test_policy_losses_are_those_of_the_formulas(loss, dual_clip):
-    g = torch.Generator().manual_seed(2)
-    mask, sequence, places = answers()
-    logp, old = (torch.rand(60, generator=g, dtype=torch.float64).log() for _ in range(2))
-    advantages = torch.randn(60, generator=g, dtype=torch.float64)
-    advantages[::7] = 0.0
-    algo = AlgoConfig(loss=loss, clip_low=0.3, clip_high=0.5, dual_clip=dual_clip)
-    logp.requires_grad_()
-    row, held = policy_loss(logp, old, advantages, mask, sequence, algo)
-    for place in places:
-        want, bound = formulas.policy_loss(logp[place], old[place], advantages[place], algo)
-        torch.testing.assert_close(row[place], want, **F64)
-        torch.testing.assert_close(held[place].double(), bound, **F64)
-        (found,) = torch.autograd.grad(row[place].sum(), logp, retain_graph=True)
-        torch.testing.assert_close(found, torch.autograd.grad(want.sum(), logp, retain_graph=True)[0], **F64)
-
-
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "ipo", "dppo_tv"])
-def test_ratios_that_would_overflow_stay_finite(loss):
-    logp = torch.tensor([0.0, -2000.0], requires_grad=True)
-    place = (torch.tensor([-2000.0, 0.0]), torch.tensor([-1.0, 1.0]), torch.ones(2), torch.tensor([0, 1]))
-    value, _ = policy_loss(logp, *place, AlgoConfig(loss=loss))
-    value.sum().backward()
-    assert value.isfinite().all() and logp.grad.isfinite().all()
-    largest = math.exp(10) if loss == "gspo" else math.exp(20)
-    # The first token's probability rises from 0 to 1: ipo masks that, dppo_tv does not where A < 0.
-    assert value[0].item() == pytest.approx(0.0 if loss in ("cispo", "ipo") else largest, rel=1e-6)
-
-
 # ---------------------------------------------------------------- mismatch
 
 
@@ -232,25 +163,12 @@ def test_ratios_that_would_overflow_stay_finite(loss):
         ({"correction": "seq_mask"}, [0, 0, 0], [1, 1, 1]),
     ],
 )
-def test_mismatch_weights_by_hand_and_by_the_formulas(options, weights, outside):
+def test_mismatch_weights_by_hand(options, weights, outside):
     mask, sequence = f64(0, 1, 1, 1), torch.tensor([0, 0, 0, 1])
     trainer, algo = torch.log(f64(100, 4, 0.5, 0.25)), AlgoConfig(**options)
     got, cut = mismatch_weight(trainer, torch.zeros(4), mask, sequence, algo)
     torch.testing.assert_close(got[1:], f64(*weights), **F64)
     assert cut[1:].tolist() == outside
-    g = torch.Generator().manual_seed(5)
-    rollout = 0.4 * torch.randn(60, generator=g, dtype=torch.float64)
-    mask, sequence, places = answers()
-    found = mismatch_weight(torch.zeros(60), rollout, mask, sequence, algo)
-    for place in places:
-        want = formulas.correction(torch.zeros(len(place)), rollout[place], algo)
-        torch.testing.assert_close([x[place].double() for x in found], [x.double() for x in want], **F64)
-
-
-def test_mismatch_weights_do_not_overflow():
-    for options in ({"correction": "icepop"}, {"correction": "tis", "correction_level": "sequence"}):
-        got, _ = mismatch_weight(f64(0, 0), f64(-900, -900), f64(1, 1), torch.tensor([0, 0]), AlgoConfig(**options))
-        assert got.isfinite().all()
 
 
 # ---------------------------------------------------------------- normalisation and updates
