@@ -49,8 +49,9 @@ def run(
     """Run the functions of the script that have these names. Raises UserError, TrainingError."""
     if cfg.algo.kl_coef == 0 and config_at(cfg, cfg.train.steps).algo.kl_coef > 0:
         raise UserError("algo.kl_coef=0 keeps no reference model, but config_at raises it; start above 0")
+    courses = override(cfg.model_copy(update={"schedule": type(cfg.schedule)()}), COURSES)
     for step, (lr, kl_coef) in BY_HAND.items():
-        used = config_at(override(cfg, COURSES), step)
+        used = config_at(courses, step)
         check_course("lr", used.train.lr, lr, step)
         check_course("kl_coef", used.algo.kl_coef, kl_coef, step)
     cfg = override(config_at(cfg, 1), SMALL | {"algo.overlong_buffer": min(cfg.algo.overlong_buffer, 4)})

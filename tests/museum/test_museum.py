@@ -61,6 +61,7 @@ def test_the_formula_of_every_loss(loss, correction):
         ("algo.kl=k3+", "algo.kl_in=reward", "algo.advantage=dr_grpo", "algo.overlong_buffer=2"),
         ("algo.loss_norm=seq_mean_token_sum", "algo.advantage=rloo", "algo.correction_low=0.5"),
         ("algo.correction_low=0.5", "algo.correction_high=2"), ("algo.clip_low=0.01", "algo.clip_high=0.01"),
+        ("schedule.lr.to=1e-7", "schedule.lr.steps=3"),
     ):  # fmt: skip
         train_grpo.rehearse(tiny_config(*names, *others))
     if correction in ("tis", "icepop"):
