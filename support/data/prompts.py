@@ -183,7 +183,11 @@ def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
         "through a template already; use data.chat_template=false, or their plain messages",
         ValueError,
     )
-    begins, opens = ("".join(text.split()) for text in (tokenizer.decode(prompt.ids), opening))
+    # Both as tokens say them: a tokenizer may change or drop characters.
+    begins, opens = (
+        "".join(tokenizer.decode(ids).split())
+        for ids in (prompt.ids, tokenizer.encode(opening, add_special_tokens=False))
+    )
     require(
         begins.startswith(opens[: len(opens) // 2 + 1]) or not isinstance(prompt.row.get(cfg.prompt_key), str),
         f"a prompt begins with {begins[: len(opens)]!r}, not with the chat template's opening {opening!r}: it was not "
