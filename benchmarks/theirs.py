@@ -1,7 +1,7 @@
 """Time TRL's GRPO on the works of benchmarks/ours.py: the same model folders, prompts, samples, lengths and KL.
 
-    python benchmarks/trl.py --setup build/trl-venv                  # TRL in an environment of its own
-    OMP_NUM_THREADS=1 build/trl-venv/bin/torchrun --nproc_per_node=2 benchmarks/trl.py --work tiny-64 --vllm \\
+    python benchmarks/theirs.py --setup build/trl-venv                  # TRL in an environment of its own
+    OMP_NUM_THREADS=1 build/trl-venv/bin/torchrun --nproc_per_node=2 benchmarks/theirs.py --work tiny-64 --vllm \\
         --setting 'micro_batch=8 generate=8'
 
 `make bench` runs this beside benchmarks/ours.py. A step is what lies between the trainer's callbacks on_step_begin and
