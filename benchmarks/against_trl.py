@@ -7,7 +7,7 @@
 Every run is a process group of its own, 3 steps to warm up and 6 that are timed; round by round the systems take
 turns, so that what else the machine does falls on all. Results are appended to docs/bench/rounds.csv; a run that is
 there is not run again, so an interrupted set goes on where it was. Ratios are of medians over the steps of all rounds.
-TRL runs in the fastest setting that docs/bench/trl-settings.csv has for the work; benchmarks/theirs.py --csv adds others.
+TRL runs in the fastest setting that docs/bench/trl-settings.csv has for the work; theirs.py --csv adds others.
 The works of smollm2 need `make build/smollm2/model` and such settings first; without --works they are left out.
 """
 
