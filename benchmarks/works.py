@@ -30,23 +30,23 @@ class Work:
     dtype: str = "fp32"
     lengths: str = "fixed"  # a key of END_CHANCE; those of smollm2 are the model's own
     max_tokens: int = 64
-    prompt_chars: int = 40  # 3.5 of them make a token
+    prompt_chars: int = 40  # 2.8 of them make a token
 
     @property
     def prompt_tokens(self) -> int:
         """No prompt has more tokens."""
-        return max(64, self.prompt_chars // 3)
+        return max(64, self.prompt_chars // 2)
 
 
 WORKS = {
     "tiny-64": Work(),
-    "tiny-128-64": Work(prompt_chars=448),  # prompts of 128 tokens, answers of 64
-    "tiny-512-256": Work(max_tokens=256, prompt_chars=1800),
+    "tiny-128-64": Work(prompt_chars=352),  # prompts of 128 tokens, answers of 64
+    "tiny-512-256": Work(max_tokens=256, prompt_chars=1420),
     "tiny-natural": Work(lengths="natural", max_tokens=192),
     "tiny-tail": Work(lengths="tail", max_tokens=1000),
     "small-fp32-64": Work("small"),
     "small-bf16-64": Work("small", "bf16"),
-    "small-bf16-128-64": Work("small", "bf16", prompt_chars=448),
+    "small-bf16-128-64": Work("small", "bf16", prompt_chars=352),
     "small-bf16-natural": Work("small", "bf16", "natural", 192),
     "smollm2-natural": Work("smollm2", "bf16", "addition", 40),  # the task of configs/smollm2.yaml
     "smollm2-natural-fp32": Work("smollm2", "fp32", "addition", 40),

@@ -431,7 +431,7 @@ def explain_gradient(probe: Probe, judged: list[Change], trial: float, shift: fl
             f"it is wrong for {', '.join(wrong[:4])} and right for {', '.join(right[:4])}: the backward pass of these "
             "weights, or a sum over ranks that hold copies of them (stages: the embedding; parallel.tp: norms)"
         )
-    ratios = [change.predicted / change.found for change in judged if change.over > 1]
+    ratios = [change.predicted / change.found for change in judged if change.over > 1 and change.found]
     if ratios and max(ratios) - min(ratios) <= ALIKE * abs(ratios[0]):
         return (
             f"the whole gradient is {ratios[0]:.3g} times what it should be: summed over replicas twice or not at all, "
