@@ -53,5 +53,5 @@ def test_the_demo_stops_at_the_bug(name, train, tmp_path):
     apply(name, tmp_path / "fork")
     keys = re.search(r'ARGS="(.*)"', COMMANDS[name])[1].split()
     stopped = train(2, *keys, script=tmp_path / "fork/train_grpo.py")
-    assert "\nerror: " in stopped.text and exhibit_of(name).message in stopped.text, stopped.text
+    assert "error: " in stopped.text and exhibit_of(name).message in stopped.text, stopped.text
     assert "exitcode  : 1" in stopped.text, "2 would be a mistake in the configuration"
