@@ -189,9 +189,9 @@ def explain_unknown(unknown: dict[str, Any]) -> str:
         ours = {key: of_other_trainers(key, foreign) for key, _ in dotted_items({name: value})}
         if name in GONE:
             lines.append(f"unknown key {name!r}; {GONE[name]}")
-        elif any(ours.values()):
+        elif any(here is not None for here in ours.values()):
             from_another = True
-            lines += [f"unknown key {key!r}; here {', '.join(here) or 'none'}" for key, here in ours.items()]
+            lines += [f"unknown key {key!r}; here {', '.join(here or ['none'])}" for key, here in ours.items()]
         else:
             lines.append(f"unknown key {name!r}; the nearest legal key is {nearest(name.lower(), KEYS)!r}")
     if from_another:
@@ -203,15 +203,15 @@ def foreign_keys() -> dict[str, list[str]]:
     """{key of another trainer, or its end: our keys}, by the tables of PAGE, whose first column has ours."""
     found = defaultdict(list)
     for line in (REPO / PAGE).read_text().splitlines():
-        if line.startswith("| `"):
+        if line.startswith(("| `", "| none |")):
             ours, *theirs = [re.findall(r"`([\w.]+)`", cell) for cell in line.split("|")[1:]]
             for name in dict.fromkeys(name.lower() for cell in theirs for name in cell):
                 found[name] += ours
     return found
 
 
-def of_other_trainers(key: str, foreign: dict[str, list[str]]) -> list[str]:
-    """Our keys for a key of another trainer: those of its longest ending in `foreign`; none where there is none.
+def of_other_trainers(key: str, foreign: dict[str, list[str]]) -> list[str] | None:
+    """Our keys for a key of another trainer: those of its longest ending in `foreign`, [] if we have none; else None.
 
     A last name that keys of ours have too does not count without its section, which may be one of ours, misspelt.
     """
@@ -219,7 +219,7 @@ def of_other_trainers(key: str, foreign: dict[str, list[str]]) -> list[str]:
     endings = [".".join(names[first:]) for first in range(len(names))]
     if len(names) > 1 and any(known.endswith(f".{names[-1]}") for known in KEYS):
         endings.pop()
-    return next((foreign[ending] for ending in endings if ending in foreign), [])
+    return next((foreign[ending] for ending in endings if ending in foreign), None)
 
 
 def nearest(name: str, legal: list[str]) -> str:

@@ -1,11 +1,9 @@
 """The one line in which a check says what must hold and what to tell the user otherwise."""
 
-from collections.abc import Callable
-
 from config import UserError
 
 
-def require(ok: bool, message: str | Callable[[], str], error: type[Exception] = UserError) -> None:
-    """Raises `error` with the message unless `ok`. A message that is costly to make is given as a function of it."""
+def require(ok: bool, message: str, error: type[Exception] = UserError) -> None:
+    """Raises `error` with the message unless `ok`. The message is made in any case: in a loop, use `if`."""
     if not ok:
-        raise error(message() if callable(message) else message)
+        raise error(message)

@@ -56,11 +56,8 @@ def custom_rows(place: str, name: str, key: str) -> list[dict]:
     except (Exception, SystemExit) as error:
         raise ValueError(f"data.custom={place}: for {key}={name} it failed: {user_code.last_line(error)}") from error
     for i, row in enumerate(rows, 1):
-        require(
-            isinstance(row, dict),
-            f"data.custom={place}: row {i} of {key}={name} is a {type(row).__name__}, not a dict",
-            ValueError,
-        )
+        if not isinstance(row, dict):
+            raise ValueError(f"data.custom={place}: row {i} of {key}={name} is a {type(row).__name__}, not a dict")
     require(len(rows) > 0, f"data.custom={place}: it yields no rows for {key}={name}", ValueError)
     return rows
 

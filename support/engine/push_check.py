@@ -225,14 +225,11 @@ def check_pushed(pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
         TrainingError,
     )
     names = set(everywhere[0].names)
-    require(
-        set(pushed) == names,
-        lambda: (
+    if set(pushed) != names:
+        raise TrainingError(
             "a weight push and vLLM's model differ in names: nothing was pushed into "
             f"{shorten(names - set(pushed))}, and vLLM has no {shorten(set(pushed) - names)}"
-        ),
-        TrainingError,
-    )
+        )
     for fault, message in FAULTS.items():
         found = {rank: held.faults[fault] for rank, held in enumerate(everywhere) if held.faults.get(fault)}
         if found:

@@ -99,11 +99,13 @@ class GapCheck:
             return
         some, logp_F, self.rounding = measure_rounding(self.model, batch, cfg, self.score)
         if begins and batch.old_logp is not None and cfg.algo.old_logp == "trainer":
-            times = gap_of((logp_F - some.old_logp)[some.mask]).over(self.rounding)
+            # The median: in a mixture a token near a tie may go to another expert, which is no rounding.
+            times = ((logp_F - some.old_logp)[some.mask].abs().median() / self.rounding.mean).item()
             require(
                 times <= STOP[cfg.model.dtype],
-                f"step {step}: the old log-probs are not the policy's: before the step's first update they differ by "
-                f"{times:.1f} times its rounding. Were they scored with other weights, temperature or rows?",
+                f"step {step}: the old log-probs are not the policy's: before the step's first update half of them "
+                f"differ by {times:.1f} times its rounding or more. Were they scored with other weights, temperature "
+                "or rows?",
                 TrainingError,
             )
         if is_first and step == 1 and batch.ref_logp is not None and not cfg.algo.replay_routes:

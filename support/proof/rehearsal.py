@@ -80,7 +80,8 @@ def check_course(name: str, found: float, wanted: float, step: int) -> None:
         raise UserError(
             f"config_at gives {name}={found:g} in place of {wanted:g} at step {step} of 5, where it has the course "
             f"{COURSES[f'schedule.{name}']}, and lr a warm-up of 2 steps: does a schedule or the warm-up begin or end "
-            "elsewhere?"
+            "elsewhere? A course of your own needs a shape of its own; another warm-up goes into BY_HAND of "
+            "support/proof/rehearsal.py as well"
         )
 
 

@@ -79,7 +79,7 @@ def test_the_tables_of_the_page_name_keys_of_ours():
         ("algo.credit", "it is in recipes/token_rewards.patch"),
         ("algorithm.kl_ctrl.kl_coef", "here algo.kl_coef"),
         ("lr", "here train.lr"), ("tp", "here rollout.tp, parallel.tp"), ("ETP_SIZE", "here parallel.ep, parallel.etp"),
-        ("parallel.dp", "here parallel"),
+        ("parallel.dp", "here none"),
         ("evall.temperature", "the nearest legal key is 'eval'"),
         ("schedule.lr.sahpe", "the nearest legal key is 'schedule.lr'"),
     ],
