@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import subprocess
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ import megatron_bridge as bridge
 from config import Config
 from support.base import ranks, rollout_files
 from support.base.read_config import load_config
+from tests import museum
 from tests.compare_runs import lasting
 from tests.fork_server import ForkServer, free_port
 from tests.processes import Torchrun
@@ -37,6 +39,11 @@ def pytest_generate_tests(metafunc) -> None:
     if "start" in metafunc.fixturenames and hasattr(metafunc.module, "STARTS"):
         every = 1 if metafunc.config.getoption("--all-starts") else metafunc.module.EVERY
         metafunc.parametrize("start", list(metafunc.module.STARTS)[::every])
+
+
+def pytest_collection_finish() -> None:
+    """Put the bug that MUTANT names in after the tests have imported what they test."""
+    museum.put_in(os.environ)
 
 
 def pytest_runtest_setup(item) -> None:

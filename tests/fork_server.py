@@ -146,10 +146,8 @@ def start_rank(command: list[str], env: dict[str, str], output: int) -> int:
     sys.argv = command
     code = 0
     try:
-        script = museum.planted(command[0], env)
-        if Path(script).name != "announced.py":  # which puts it in itself
-            museum.put_in(env)
-        runpy.run_path(script, run_name="__main__")
+        museum.put_in(env)
+        runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException:

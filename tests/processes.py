@@ -12,8 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from tests import museum
-
 REPO = Path(__file__).resolve().parent.parent
 TAG = "TORCHRUN_TAG"  # environment variable of all processes that a torchrun starts
 
@@ -38,10 +36,9 @@ class Torchrun:
         self.tag = uuid.uuid4().hex
         command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={nproc}"]
         settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-        script = museum.planted(str(script), os.environ)
         with printed.open("w") as file:
             self.process = subprocess.Popen(
-                [*command, script, *arguments],
+                [*command, str(script), *arguments],
                 cwd=REPO,
                 env={**os.environ, **settings, "PYTHONPATH": str(REPO), TAG: self.tag, **env},
                 stdout=file,

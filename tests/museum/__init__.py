@@ -10,7 +10,6 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from types import CodeType, FunctionType
 
 VARIABLE = "MUTANT"  # environment variable with the name of the exhibit that a run or a test has
@@ -21,13 +20,12 @@ class Exhibit:
     """One failure and what is expected to notice it."""
 
     name: str
-    group: str  # gradients | tokens | groups | weights
     what: str  # the failure, in a sentence without its full stop
     function: str  # "module:function" or "module:Class.method" that has the bug
     before: str  # a piece of its source, once in it
     after: str  # what the bug has there
-    seen: str  # what notices it: "run", which ends with an error, "start", before any step, "test" or "nothing"
-    message: str  # a piece of the error; of a test its id, file::name
+    seen: str = "run"  # what notices it: "run", which ends with an error, "start", before any step, "test", "nothing"
+    message: str = ""  # a piece of the error; of a test its id, file::name
     where: str = ""  # trackers' issues, "owner/name#number" or "name#number"; empty: a class of failures without one
     setting: str = "plain"  # key of SETTINGS: the options of the run
 
@@ -52,17 +50,8 @@ class Exhibit:
         return unwrapped(found)
 
 
-def planted(script: str, env: Mapping[str, str]) -> str:
-    """The script to start: in place of train_grpo.py, which a program compiles anew, one that imports it and gives it
-    the exhibit that `env` names.
-    """
-    if env.get(VARIABLE) and Path(script).name == "train_grpo.py":
-        return str(Path(__file__).with_name("announced.py"))
-    return script
-
-
 def put_in(env: Mapping[str, str]) -> None:
-    """Apply the exhibit that the environment variable MUTANT names, if any, to this process."""
+    """Apply the exhibit that the environment variable MUTANT names, if any, to what this process has imported."""
     if env.get(VARIABLE):
         from tests.museum.exhibits import EXHIBITS  # which imports this file
 

@@ -44,8 +44,9 @@ def test_an_exhibit_without_its_line_says_so():
         gone.compile()
 
 
-def put_in(exhibit: Exhibit, monkeypatch) -> None:
-    """Apply an exhibit until the test ends."""
+def put_in(monkeypatch, function: str, before: str, after: str) -> None:
+    """Change a function, "module:function", until the test ends."""
+    exhibit = Exhibit("", "", function, before, after)
     monkeypatch.setattr(exhibit.find(), "__code__", exhibit.compile())
 
 
@@ -94,7 +95,7 @@ BRANCHES = {  # what the rehearsal says → function, piece of its source, what 
 @pytest.mark.parametrize("message", BRANCHES)
 def test_a_mistake_in_any_branch_is_refused_at_the_start(monkeypatch, message):
     *place, keys = BRANCHES[message]
-    put_in(Exhibit("", "", "", *place, "start", message), monkeypatch)
+    put_in(monkeypatch, *place)
     with pytest.raises((UserError, TrainingError), match=message):
         train_grpo.rehearse(tiny_config(*keys.split()))
 
@@ -123,7 +124,7 @@ STEPS = {  # what a run says in its first or second step → the same, and how i
 @pytest.mark.parametrize("message", STEPS)
 def test_a_mistake_between_steps_is_told(build, monkeypatch, capsys, message):  # noqa: F811
     *place, keys = STEPS[message]
-    put_in(Exhibit("", "", "", *place, "run", message), monkeypatch)
+    put_in(monkeypatch, *place)
     run = build("train.lr=0.01", *keys.split())
     try:
         for step in (1, 2):
