@@ -1,14 +1,87 @@
-"""Kills at random moments change nothing; docs/dev/faults.md has the figures of a longer series (--kills 100)."""
+"""Kills at random moments change nothing; docs/dev/faults.md has the figures of a longer series (--kills 100).
+
+One run of the tiny job is left alone. Others are killed with SIGKILL, in a random phase of a random step, at a random
+moment after the phase began: either torchrun with all ranks at once, or one rank. After each kill no process may be
+left, and every checkpoint and export must be complete. After the last resume the exported weights, the rollouts, the
+metrics (except times and memory) and the last checkpoint must equal those of the undisturbed run bit for bit.
+"""
+
+import collections
+import hashlib
+import json
+import random
+import re
+import shutil
+from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
-from tests.faults.torture import torture
+from tests.conftest import REPO, Training
+
+STEPS = 5
+JOB = (
+    "train.save_every=1", "train.export_every=2", "train.keep_last=2", f"train.steps={STEPS}", "resume=auto",
+    "algo.kl_coef=0.01", "train.updates_per_step=2",
+)  # fmt: skip
+TIMES = {"rollout": STEPS, "update": 2 * STEPS, "push": STEPS + 1, "save": 2 * STEPS, "export": 3}  # in one run
+
+
+def check_complete(out: Path) -> None:
+    """Checkpoints and exports under their final names have what their manifest or index says."""
+    for folder in out.glob("checkpoints/step_??????"):
+        for name, (size, sha) in json.loads((folder / "manifest.json").read_text()).items():
+            data = (folder / name).read_bytes()
+            assert (len(data), hashlib.sha256(data).hexdigest()) == (size, sha), folder / name
+    for folder in out.glob("hf/step_??????"):
+        assert json.loads((folder / "config.json").read_text())
+        files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        for name in set(files.values()):
+            with safe_open(folder / name, framework="numpy") as file:  # checks the length of the file
+                assert set(file.keys()) == {key for key, holder in files.items() if holder == name}, folder / name
+
+
+def result_of(job: Training) -> dict:
+    """All that must not depend on kills."""
+    files = [*job.out.glob("hf/step_*/*.safetensors"), *job.out.glob(f"checkpoints/step_{STEPS:06d}/*.safetensors")]
+    return job.result(STEPS) | {str(path.relative_to(job.out)): path.read_bytes() for path in files}
 
 
 @pytest.mark.slow
 def test_kills_change_nothing(tiny, tmp_path, request):
+    def start(out: str, plan: list) -> Training:
+        script = REPO / "tests/faults/killed.py"
+        return Training(tiny, tmp_path / out, *JOB, script=script, KILL=json.dumps(plan))
+
+    rng = random.Random(2)
+    undisturbed = start("undisturbed", [])
+    assert undisturbed.end() == 0, undisturbed.text
+    expected = result_of(undisturbed)
+    took = collections.defaultdict(list)
+    for phase, seconds in re.findall(r"^took (\w+) (\S+)$", undisturbed.text, re.MULTILINE):
+        took[phase].append(float(seconds))
+    kills, resumed = collections.Counter(), collections.Counter()
     runs = request.config.getoption("--kills")
-    inputs = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
-    counts = torture(tmp_path / "torture", runs, 2, inputs)
-    print(counts)
-    assert sum(counts["kills"].values()) >= runs, counts
+    for run in range(runs):
+        planned = 2 if rng.random() < 0.1 else 1
+        code = 1
+        while code:
+            plan = []
+            if planned:
+                phase = rng.choice([*TIMES])
+                seconds = rng.uniform(0, 1.2) * sum(took[phase]) / len(took[phase])
+                plan = [phase, rng.randint(1, TIMES[phase]), seconds, "all" if rng.random() < 0.7 else "one"]
+            job = start(f"run_{run:03d}", plan)
+            code = job.end()
+            if "the kill is done\n" in job.text:
+                kills[phase] += 1
+                planned -= 1
+            else:
+                assert code == 0, job.text
+            resumed.update(re.findall(r"resume:  (after step \d+|no checkpoint)", job.text))
+            check_complete(job.out)
+        found = result_of(job)
+        assert not [name for name in expected | found if found.get(name) != expected.get(name)], job.out
+        shutil.rmtree(job.out)
+    print(f"kills {dict(kills)}, resumed {dict(resumed)}")
+    assert sum(kills.values()) >= runs
