@@ -16,7 +16,7 @@ import pytest
 
 from tests import link
 from tests.conftest import ForkedTraining, Training
-from tests.faults.torture import find_incomplete
+from tests.faults.test_kills import check_complete
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ def start(base):
 
 def result(training) -> dict:
     """What neither a second machine nor a fault may change."""
-    assert not find_incomplete(training.out)
+    check_complete(training.out)
     return training.result(STEPS)
 
 

@@ -164,7 +164,7 @@ def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, slow_disk
 
 
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp_path, monkeypatch):
-    """Found by tests/faults/torture.py: a checkpoint under its own name without its manifest."""
+    """Found by tests/faults/test_kills.py: a checkpoint under its own name without its manifest."""
 
     def killed_midway(path, **_):
         for file in path.glob("manifest.json"):
