@@ -70,22 +70,26 @@ def density(tree: ast.AST) -> float:
     return sum(sizes) / max(1, len(sizes))
 
 
-def imported(node: ast.AST) -> set[str]:
-    """Top-level names of the modules that a node imports."""
+def modules(node: ast.AST) -> list[str]:
+    """The modules that a node imports, "support.step" and "support.step.packing" alike."""
     if isinstance(node, ast.Import):
-        return {alias.name.partition(".")[0] for alias in node.names}
-    return {node.module.partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    return [f"support.{alias.name}" for alias in node.names] if node.module == "support" else [node.module or ""]
+
+
+def imported(tree: ast.AST) -> dict[str, int]:
+    """Top-level names of all modules that a tree imports → line."""
+    return {name.split(".")[0]: node.lineno for node in ast.walk(tree) for name in modules(node)}
 
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, name) of every variable, parameter and attribute."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            yield node.lineno, node.id
-        elif isinstance(node, ast.arg):
-            yield node.lineno, node.arg
-        elif isinstance(node, ast.Attribute):
-            yield node.lineno, node.attr
+        for field in ("id", "arg", "attr"):
+            if isinstance(getattr(node, field, None), str):
+                yield node.lineno, getattr(node, field)
 
 
 # ---------------------------------------------------------------- rules of a file
@@ -152,28 +156,15 @@ RULES = (long_functions, values_times_conditions, unlike_assignments, conditions
 SUFFIXED = re.compile(r"[a-z]\w*_([A-Z])$")
 
 
-def legend(docstring: str) -> list[tuple[str, str]]:
-    """(letter, meaning) of every suffix in the paragraph "Names:" of the script's docstring."""
-    paragraph = docstring.partition("Names:")[2].partition("\n\n")[0]
-    return re.findall(r"_([A-Z])\s+([^,.;]+)", paragraph + ".")
-
-
-def suffixes(tree: ast.Module) -> dict[str, tuple[int, str]]:
-    """Letter of each shape suffix in a file → (line, name) that has it first."""
-    found = {}
-    for line, name in sorted(names(tree)):
-        if SUFFIXED.match(name):
-            found.setdefault(name[-1], (line, name))
-    return found
-
-
 def check_legend(root: Path) -> list[str]:
-    """What is wrong between the script's legend of shape suffixes and the suffixes of the core."""
+    """What is wrong between the shape suffixes of the core and the paragraph "Names:" of the script's docstring."""
+    paragraph = ast.get_docstring(parse(root / SCRIPT)).partition("Names:")[2].partition("\n\n")[0]
+    letters = re.findall(r"_([A-Z])\s+[^,.;]+", paragraph)
     used = {}  # letter → where
     for path in core(root):
-        for letter, (line, name) in suffixes(parse(path)).items():
-            used.setdefault(letter, f"{path.relative_to(root)}:{line}: {name}")
-    letters = [letter for letter, _ in legend(ast.get_docstring(parse(root / SCRIPT)) or "")]
+        for line, name in names(parse(path)):
+            if SUFFIXED.match(name):
+                used.setdefault(name[-1], f"{path.relative_to(root)}:{line}: {name}")
     wrong = [f"{SCRIPT}:1: the legend gives _{letter} two meanings" for letter in letters if letters.count(letter) > 1]
     wrong += [f"{SCRIPT}:1: no name has the suffix _{letter} of the legend" for letter in letters if letter not in used]
     lacking = [where for letter, where in used.items() if letter not in letters]
@@ -215,24 +206,12 @@ FLOORS = {
 ABOVE = {"benchmarks", "tools", "tests", "rewards"}  # they use the core, and the core imports none
 
 
-def imported_places(node: ast.AST) -> set[str]:
-    """Places in FLOORS or ABOVE that a node imports from; of support/ its wing: "support.step.packing" → "step"."""
-    modules = []
-    if isinstance(node, ast.Import):
-        modules = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and node.module == "support":
-        modules = [f"support.{alias.name}" for alias in node.names]
-    elif isinstance(node, ast.ImportFrom):
-        modules = [node.module or ""]
-    places = set()
-    for first, *rest in (module.split(".") for module in modules):
-        if first == "support":
-            places |= set(rest[:1])
-        elif f"{first}.py" in TOP:
-            places.add(f"{first}.py")
-        elif first in ABOVE:
-            places.add(first)
-    return places
+def place_of(module: str) -> str:
+    """The place in FLOORS or ABOVE that a module is in; of support/ its wing: "support.step.packing" → "step"."""
+    first, _, rest = module.partition(".")
+    if first == "support":
+        return rest.partition(".")[0]
+    return f"{first}.py" if f"{first}.py" in TOP else first
 
 
 def check_floors(root: Path) -> list[str]:
@@ -252,12 +231,10 @@ def check_floors(root: Path) -> list[str]:
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.ImportFrom) and node.level:
                 found.append(f"{relative}:{node.lineno}: a relative import; name the wing")
-            for target in sorted(imported_places(node) - {place}):
+            for target in sorted({place_of(module) for module in modules(node)} - {place}):
                 if target in ABOVE:
                     found.append(f"{relative}:{node.lineno}: imports {target}, which is above the core")
-                elif target not in FLOORS:
-                    found.append(f"{relative}:{node.lineno}: imports support.{target}, which is no wing")
-                elif FLOORS[target] >= FLOORS[place]:
+                elif FLOORS.get(target, 0) >= FLOORS[place]:
                     floors = f"floor {FLOORS[place]} imports {target} of floor {FLOORS[target]}"
                     found.append(f"{relative}:{node.lineno}: {floors}; imports lead to lower floors")
     return found
@@ -277,8 +254,7 @@ def check_file(root: Path, path: Path) -> list[str]:
     forbidden = {"train_grpo"}
     if relative == "config.py":  # knows no other file
         forbidden |= {"support", *(Path(name).stem for name in TOP)}
-    for node in ast.walk(tree):
-        found += [(node.lineno, f"imports {name}") for name in imported(node) & forbidden]
+    found += [(line, f"imports {name}") for name, line in imported(tree).items() if name in forbidden]
     if relative == SCRIPT and len(statements(tree)) > SCRIPT_STATEMENTS:
         found.append((1, f"{len(statements(tree))} statements, more than {SCRIPT_STATEMENTS}"))
     return [f"{relative}:{line}: {message}" for line, message in sorted(found)]

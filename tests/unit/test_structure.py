@@ -1,6 +1,5 @@
 """The shape of the code: the rules of tests/structure.py, what may import what, and what documents say of it."""
 
-import ast
 import re
 import sys
 from pathlib import Path
@@ -121,6 +120,6 @@ def test_every_import_is_pinned(file):
     own = {path.stem for path in SOURCES} | {"support", "rewards", *BESIDE}
     own |= {"trl"}  # benchmarks/theirs.py makes an environment for it
     own |= {"tensorboard", "wandb"}  # optional: log.tensorboard and log.wandb say how to install them
-    names = {name for path in SOURCES for node in ast.walk(structure.parse(path)) for name in structure.imported(node)}
+    names = {name for path in SOURCES for name in structure.imported(structure.parse(path))}
     missing = {DISTRIBUTIONS.get(name, name) for name in names - set(sys.stdlib_module_names) - own} - pinned
     assert not missing, f"imported, and not pinned in {file}"
