@@ -153,18 +153,16 @@ class ForkedTraining(Outputs):
 
 
 @pytest.fixture
-def train(tiny, tmp_path):
+def train(tiny, tmp_path, request):
     """train(nproc, "section.key=value", ..., script=..., out=...) → the Training, ended, with its exit code."""
-    started = []
 
     def run(nproc: int, *overrides: str, out: Path = tmp_path / "out", **settings) -> Training:
-        started.append(Training(tiny, out, *overrides, nproc=nproc, **settings))
-        started[-1].code = started[-1].end()
-        return started[-1]
+        training = Training(tiny, out, *overrides, nproc=nproc, **settings)
+        request.addfinalizer(training.kill)
+        training.code = training.end()
+        return training
 
-    yield run
-    for training in started:
-        training.kill()
+    return run
 
 
 @pytest.fixture(scope="session")

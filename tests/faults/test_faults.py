@@ -44,9 +44,9 @@ def reward(text, answer, row):
 class Job(Training):
     """The job that all of these tests disturb, in a folder `base`."""
 
-    def __init__(self, base: Path, *overrides: str, **settings):
+    def __init__(self, base: Path, *overrides: str):
         reward = f"reward.custom={base / 'reward.py'}:reward"
-        super().__init__(base, base / "out", *JOB, reward, *overrides, **settings)
+        super().__init__(base, base / "out", *JOB, reward, *overrides)
 
     def wait_for_step(self, step: int) -> None:
         self.wait_for(rf"\] +{step}/{STEPS} ")
@@ -70,26 +70,27 @@ def undisturbed(base) -> dict:
 
 
 @pytest.fixture
-def start(base):
-    """start("section.key=value", ..., options=..., NAME=...) → Job; whatever is left is killed afterwards."""
-    jobs = []
+def start(base, request):
+    """start("section.key=value", ...) → Job; whatever is left is killed afterwards."""
 
-    def one(*overrides: str, **settings) -> Job:
-        jobs.append(Job(base, *overrides, **settings))
-        return jobs[-1]
+    def one(*overrides: str) -> Job:
+        job = Job(base, *overrides)
+        request.addfinalizer(job.kill)
+        return job
 
-    yield one
-    for job in jobs:
-        job.kill()
-    shutil.rmtree(base / "out", ignore_errors=True)
-    for name in ("pause", "paused"):
-        (base / name).unlink(missing_ok=True)
+    def remove_files() -> None:
+        shutil.rmtree(base / "out", ignore_errors=True)
+        for name in ("pause", "paused"):
+            (base / name).unlink(missing_ok=True)
+
+    request.addfinalizer(remove_files)  # after the kills
+    return one
 
 
 @pytest.fixture
-def disk(base):
+def disk(base, request):
     """disk(options of a tmpfs) mounts one on the output folder."""
-    out, mounted = base / "out", []
+    out = base / "out"
 
     def mount(options: str) -> Path:
         out.mkdir()
@@ -97,12 +98,10 @@ def disk(base):
         if done.returncode:
             out.rmdir()
             pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-        mounted.append(out)
+        request.addfinalizer(lambda: subprocess.run(["umount", "-l", out], check=True))
         return out
 
-    yield mount
-    for path in mounted:
-        subprocess.run(["umount", "-l", path], check=True)
+    return mount
 
 
 @pytest.mark.slow

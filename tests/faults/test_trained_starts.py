@@ -6,14 +6,12 @@ Mixtral model, which keep the outlier channels and the growing residual norms of
 """
 
 import itertools
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from tests.conftest import REPO
 from tests.fork_server import ForkServer
@@ -57,65 +55,49 @@ def trained_starts() -> dict[str, list[str]]:
 
 # ---------------------------------------------------------------- SmolLM2's weights in other families
 
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "max_position_embeddings", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
 
-def layer_weights(family: str, layer: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """The weights of a Llama layer, with what another family has in addition."""
+
+@torch.no_grad()
+def write_family(family: str, folder: Path) -> None:
+    """Write LAYERS of SmolLM2 as a model of the family, with what that has in addition."""
+    smollm2 = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2)
+    options = {name: getattr(smollm2.config, name) for name in SIZES}
+    if family == "mixtral":
+        options |= {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}
+    options |= {"num_hidden_layers": len(LAYERS), "tie_word_embeddings": family != "mixtral"}
+    config = transformers.AutoConfig.for_model(family, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=smollm2.dtype)
+    for name in ("model.embed_tokens", "model.norm", "lm_head"):
+        model.get_submodule(name).load_state_dict(smollm2.get_submodule(name).state_dict())
+    generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    found = dict(layer)
-    if family == "qwen2":  # trained biases of keys have a few large channels
-        for x in "qkv":
-            bias = noise(len(layer[f"self_attn.{x}_proj.weight"])) * 0.1
-            bias[::37] *= 30 if x == "k" else 1
-            found[f"self_attn.{x}_proj.bias"] = bias
-    if family == "qwen3":
-        for x in "qk":
-            found[f"self_attn.{x}_norm.weight"] = 2.0 + noise(64) * 0.5
-    if family == "mixtral":
-        names = {"w1": "mlp.gate_proj.weight", "w2": "mlp.down_proj.weight", "w3": "mlp.up_proj.weight"}
-        block = {short: found.pop(name) for short, name in names.items()}
-        for e, (short, weight) in itertools.product(range(EXPERTS), block.items()):
-            found[f"block_sparse_moe.experts.{e}.{short}.weight"] = weight * (1 + 0.2 * noise(*weight.shape))
-        found["block_sparse_moe.gate.weight"] = 0.05 * noise(EXPERTS, block["w1"].shape[1])
-    return found
-
-
-FAMILIES = {  # name → (configuration in transformers, architecture)
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
-}
-
-
-def write_family(family: str, folder: Path) -> None:
-    """Write LAYERS of SmolLM2 as a model of the family."""
-    weights = load_file(SMOLLM2 / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    found = {name: weight for name, weight in weights.items() if ".layers." not in name}
-    for number, source in enumerate(LAYERS):
-        prefix = f"model.layers.{source}."
-        layer = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
-        for name, weight in layer_weights(family, layer, generator).items():
-            found[f"model.layers.{number}.{name}"] = weight
-    if family == "mixtral":
-        found["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    own = json.loads((SMOLLM2 / "config.json").read_text())
-    keys = (
-        "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps "
-        "max_position_embeddings rope_parameters bos_token_id eos_token_id pad_token_id"
-    )
-    settings = {key: own[key] for key in keys.split()}
-    more = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2} if family == "mixtral" else {}
-    kind, architecture = FAMILIES[family]
-    config = getattr(transformers, kind)(
-        **settings, **more, num_hidden_layers=len(LAYERS), tie_word_embeddings=family != "mixtral"
-    )
-    config.architectures = [architecture]
-    config.save_pretrained(folder)
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    for layer, number in zip(model.model.layers, LAYERS, strict=True):
+        source = smollm2.model.layers[number]
+        layer.load_state_dict(source.state_dict(), strict=False)
+        attention = layer.self_attn
+        if family == "qwen2":  # trained biases of keys have a few large channels
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+                projection.bias.copy_(noise(len(projection.bias)) * 0.1)
+            attention.k_proj.bias[::37] *= 30
+        if family == "qwen3":
+            attention.q_norm.weight.copy_(2.0 + noise(64) * 0.5)
+            attention.k_norm.weight.copy_(2.0 + noise(64) * 0.5)
+        if family == "mixtral":
+            weights = (source.mlp.gate_proj.weight, source.mlp.down_proj.weight, source.mlp.up_proj.weight)
+            for e in range(EXPERTS):
+                gate, down, up = (weight * (1 + 0.2 * noise(*weight.shape)) for weight in weights)
+                layer.mlp.experts.gate_up_proj[e].copy_(torch.cat([gate, up]))
+                layer.mlp.experts.down_proj[e].copy_(down)
+            layer.mlp.gate.weight.copy_(0.05 * noise(EXPERTS, config.hidden_size))
+    model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(SMOLLM2).save_pretrained(folder)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 from config import AlgoConfig
 from support.proof import formulas
@@ -68,25 +69,11 @@ def reference(folder, samples: list[dict], given: dict, load: Callable = float64
 
 
 def hf_gradients(model) -> dict[str, torch.Tensor]:
-    """Gradients under the names of the safetensors, where transformers keeps fused experts apart."""
+    """Gradients under the names of the safetensors, which hold fused experts apart."""
     gradients = {}
-    mixtral = model.config.model_type == "mixtral"
     for name, parameter in model.named_parameters():
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            gradients[f"grad.{name.replace('mlp.gate.', 'block_sparse_moe.gate.') if mixtral else name}"] = grad
-            continue
-        block = name.rsplit(".", 1)[0]
-        names = ("gate_proj", "up_proj", "down_proj")
-        if mixtral:
-            block, names = block.replace(".mlp.", ".block_sparse_moe."), ("w1", "w3", "w2")
-        for e, expert in enumerate(grad):
-            if name.endswith("gate_up_proj"):
-                parts = dict(zip(names[:2], expert.chunk(2), strict=True))
-            else:
-                parts = {names[2]: expert}
-            gradients |= {f"grad.{block}.{e}.{part}.weight": g for part, g in parts.items()}
-    return gradients
+        gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return {f"grad.{name}": grad for name, grad in revert_weight_conversion(model, gradients).items()}
 
 
 def grad_norm(parameters: Iterable[torch.nn.Parameter]) -> float:

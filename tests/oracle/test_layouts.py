@@ -65,13 +65,14 @@ def layouts_of(family: str) -> dict[str, list[str]]:
     return LAYOUTS | (MOE_LAYOUTS if family in MOE else DENSE_LAYOUTS)
 
 
-def make_model(folder, family: str, **options):
-    """A 4-layer model in which every parameter, norms and biases too, has a value of its own."""
+def make_model(folder, family: str, dtype: str = "fp32", **options):
+    """A 4-layer model in which every parameter, norms and biases too, has a value of its own, rounded to the dtype."""
     options = {"tied": False, "hidden": 128, **CONFIGS.get(family, {}), **options}
     make_tiny.save_model(folder, make_tiny.char_tokenizer("0123456789>+-="), family, layers=4, ffn=2, **options)
     weights = load_file(folder / "model.safetensors")
     noise = torch.Generator().manual_seed(7)
     weights = {name: w + 0.05 * torch.randn(w.shape, generator=noise) for name, w in sorted(weights.items())}
+    weights = {name: w.to(bridge.DTYPES[dtype]).float() for name, w in weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -88,15 +89,15 @@ def make_samples() -> list[dict]:
     return samples
 
 
-def make_plan(folder, family: str, *overrides: str, **plan) -> dict:
+def make_plan(folder, family: str, *overrides: str, dtype: str = "fp32", **plan) -> dict:
     """A plan for tests/layout_worker.py, with a model of the family and samples in the folder."""
-    make_model(folder / "model", family)
+    make_model(folder / "model", family, dtype)
     (folder / "samples.json").write_text(json.dumps(make_samples()))
     common = [
         f"model.path={folder / 'model'}", "data.train=unused", "data.max_prompt_tokens=8", "rollout.max_new_tokens=32",
         f"rollout.temperature={TEMPERATURE}", *(f"algo.{key}={value}" for key, value in ALGO.items()),
         "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=40",
-        "train.check_update=false",
+        "train.check_update=false", f"model.dtype={dtype}",
     ]  # fmt: skip
     return {"samples": str(folder / "samples.json"), "out": str(folder), "overrides": [*common, *overrides], **plan}
 
@@ -211,11 +212,7 @@ BF16 = pytest.mark.gpu(only=True)  # FlashAttention and grouped_mm; a token near
 )
 def test_one_rank_equals_plain_transformers(world, tmp_path, family, dtype, bound, record_property):
     """The whole gradient, from weights that are rounded to the dtype."""
-    plan = make_plan(tmp_path, family, f"model.dtype={dtype}", layouts={"one": []})
-    file = tmp_path / "model/model.safetensors"
-    rounded = {name: weight.to(bridge.DTYPES[dtype]).float() for name, weight in load_file(file).items()}
-    save_file(rounded, file, metadata={"format": "pt"})
-    found = one_layout(plan, "one")
+    found = one_layout(make_plan(tmp_path, family, dtype=dtype, layouts={"one": []}), "one")
     wanted = reference(tmp_path / "model", make_samples(), found)
     names = [name for name in wanted if name.startswith("grad.")]
     error = relative(*(torch.cat([side[name].flatten() for name in names]) for side in (found, wanted)))

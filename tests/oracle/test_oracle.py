@@ -51,34 +51,24 @@ def test_a_real_run_is_repeated(shared):
     assert {"export: weights", "answer: number of a prompt's in an evaluation"} <= comparison.quantities.keys()
 
 
-@pytest.mark.parametrize("name", ["advantage", "loss/total", "grad_norm"])
-def test_a_changed_record_is_named(copied, name):
-    """A number of a sample, or of the step."""
-    rows = read_rows(copied / "rollouts/step_000001.jsonl")
-    (line,) = (line for line in read_rows(copied / "metrics.jsonl") if line["step"] == 1)
-    changed = line if name in line else next(row for row in rows if row["advantage"])
-    changed[name] += 1
-    write_rows(copied / "rollouts/step_000001.jsonl", rows)
-    write_rows(copied / "metrics.jsonl", [line])
-    quantity = name if name in line else f"sample: {name}"
-    assert repeat(read_run(copied)).first.startswith(f"step 1, {quantity}: the run has")
-
-
-CHANGES = {  # quantity that parts → how the row of an answer is changed
+CHANGES = {  # quantity that parts → how the row of an answer, or the metrics of step 1, is changed
     "answer: seed": lambda row: {"seed": row["seed"] + 1},
     "answer: finished": lambda row: {"finished": not row["finished"]},
     "answer: graded text": lambda row: {"text": f"{row['text']}<eos>"},
+    "sample: advantage": lambda row: {"advantage": row["advantage"] + 1},
+    "loss/total": lambda line: {"loss/total": line["loss/total"] + 1},
+    "grad_norm": lambda line: {"grad_norm": line["grad_norm"] + 1},
 }
 
 
 @pytest.mark.parametrize("quantity", CHANGES)
-def test_a_changed_answer_is_named(copied, quantity):
+def test_a_changed_record_is_named(copied, quantity):
     rows = read_rows(copied / "rollouts/step_000001.jsonl")
-    trained = next(row for row in rows if row["advantage"])
-    trained |= CHANGES[quantity](trained)
+    (line,) = (line for line in read_rows(copied / "metrics.jsonl") if line["step"] == 1)
+    changed = line if quantity in line else next(row for row in rows if row["advantage"])
+    changed |= CHANGES[quantity](changed)
     write_rows(copied / "rollouts/step_000001.jsonl", rows)
-    lines = [line for line in read_rows(copied / "metrics.jsonl") if line["step"] < 2]
-    write_rows(copied / "metrics.jsonl", lines)
+    write_rows(copied / "metrics.jsonl", [line])
     assert repeat(read_run(copied)).first.startswith(f"step 1, {quantity}")
 
 

@@ -7,11 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import megatron_bridge as bridge
 import train_grpo
-from support.base.read_config import load_config
 from tests.conftest import tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle.plain import relative
@@ -47,10 +45,7 @@ def test_an_answer_does_not_see_the_others(world, tmp_path, family):
 @pytest.mark.parametrize(("dtype", "logps", "gradients"), [("fp32", 1e-5, 5e-6), ("bf16", 0.05, 0.02)])
 def test_sharing_changes_no_update(world, tmp_path, dtype, logps, gradients):
     layouts = {"on": [], "off": ["train.share_prompts=false"]}
-    plan = make_plan(tmp_path, "llama", f"model.dtype={dtype}", layouts=layouts)
-    file = tmp_path / "model/model.safetensors"
-    rounded = {name: weight.to(bridge.DTYPES[dtype]).float() for name, weight in load_file(file).items()}
-    save_file(rounded, file, metadata={"format": "pt"})
+    plan = make_plan(tmp_path, "llama", dtype=dtype, layouts=layouts)
     on, off = (one_layout(plan, name) for name in layouts)
     assert on["shared"] > 0 and off["shared"] == 0
     assert (on["logp"] - off["logp"]).abs().max() < logps
@@ -61,7 +56,5 @@ def test_sharing_changes_no_update(world, tmp_path, dtype, logps, gradients):
 def test_the_balancing_loss_of_experts_turns_sharing_off():
     cfg = tiny_config("model.path=m", "data.train=d")
     assert cfg.shares_prompts
-    assert not load_config(
-        "configs/tiny.yaml", ["model.path=m", "data.train=d", "train.share_prompts=false"]
-    ).shares_prompts
+    assert not tiny_config("model.path=m", "data.train=d", "train.share_prompts=false").shares_prompts
     assert not cfg.model_copy(update={"megatron": {"moe_aux_loss_coeff": 0.1}}).shares_prompts

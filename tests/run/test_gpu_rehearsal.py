@@ -144,19 +144,16 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def start(models, tmp_path):
+def start(models, tmp_path, request):
     """start(run, "gpu" or "cpu", argument, ...) → a Training under way."""
-    started = []
 
     def begin(run: Run, on: str, *arguments: str) -> Training:
-        out = tmp_path / f"{on}_{len(started)}"
         overrides = ("--on", on, *arguments, *ALL, *run.overrides)
-        started.append(Training(models[run.arch], out, *overrides, script=SCRIPT, nproc=run.ranks))
-        return started[-1]
+        training = Training(models[run.arch], tmp_path / on, *overrides, script=SCRIPT, nproc=run.ranks)
+        request.addfinalizer(training.kill)
+        return training
 
-    yield begin
-    for training in started:
-        training.kill()
+    return begin
 
 
 def differences(ours: list[dict], expected: list[dict], run: Run) -> list[str]:
