@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 EXPERT = re.compile(r"(.*\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
@@ -80,9 +80,7 @@ def read_weights(folder: str | Path, dtype: str, tied: bool) -> dict[str, Tensor
     """The tensors of all safetensors files of a folder, in fp32 but with the values that a model of `dtype` has."""
     weights = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, it is no dict
-                weights[name] = rounded(tensors.get_tensor(name).float(), dtype)
+        weights |= {name: rounded(weight.float(), dtype) for name, weight in load_file(file).items()}
     if tied:
         weights.pop("lm_head.weight", None)
     return weights

@@ -12,7 +12,7 @@ import yaml
 
 from tests.conftest import REPO, read_rows, write_rows
 from tests.oracle.comparison import Comparison
-from tests.oracle.trainer import Refusal, read_run, repeat
+from tests.oracle.trainer import read_run, repeat
 
 
 def test_the_first_value_that_parts_is_kept():
@@ -88,16 +88,16 @@ def test_a_configuration_that_cannot_be_repeated_is_refused(copied, key, value, 
     section, name = key.split(".")
     config[section][name] = value
     (copied / "config.yaml").write_text(yaml.safe_dump(config))
-    with pytest.raises(Refusal, match=re.escape(reason)):
+    with pytest.raises(ValueError, match=re.escape(reason)):
         read_run(copied)
 
 
 def test_what_is_missing_is_refused(copied, tmp_path):
     lines = [line for line in read_rows(copied / "metrics.jsonl") if line["step"] != 1]
     write_rows(copied / "metrics.jsonl", lines)
-    with pytest.raises(Refusal, match="every step from 1 is needed"):
+    with pytest.raises(ValueError, match="every step from 1 is needed"):
         read_run(copied)
-    with pytest.raises(Refusal, match=r"has no config\.yaml"):
+    with pytest.raises(ValueError, match=r"has no config\.yaml"):
         read_run(tmp_path)
 
 

@@ -74,7 +74,7 @@ FACTORS = {
 }  # fmt: skip
 MACHINE = {"layout", "dtype", "rollout.tp"}  # factors that are no capabilities
 EXPERTS = ("EP2", "TP2·ETP2")  # layouts of models with experts
-ILLEGAL = (
+ILLEGAL = (  # pairs of values that may not stand in one run
     # It holds two kernels against each other: of equal weights the KL is rounding noise, which a group of equal rewards
     # divides by its own standard deviation.
     {("algorithm", "old by vLLM"), ("kl", "reward")},
@@ -87,11 +87,6 @@ Run = dict[str, str]  # factor → value
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
-def is_legal(one: tuple[str, str], other: tuple[str, str]) -> bool:
-    """Whether two values may stand in one run; see ILLEGAL."""
-    return {one, other} not in ILLEGAL
-
-
 def pairs_of(run: Run) -> set[Pair]:
     """The pairs that a run shows. In bf16, where the bounds are wide, those of two capabilities do not count."""
     pairs = {pair for pair in itertools.combinations(run.items(), 2) if is_asked(*pair)}
@@ -102,7 +97,7 @@ def pairs_of(run: Run) -> set[Pair]:
 
 def is_asked(one: tuple[str, str], other: tuple[str, str]) -> bool:
     """Whether a pair has to be in some run. Losses on layouts are left to tests/oracle/test_layouts.py."""
-    return is_legal(one, other) and {one[0], other[0]} != {"layout", "algorithm"}
+    return {one, other} not in ILLEGAL and {one[0], other[0]} != {"layout", "algorithm"}
 
 
 def all_pairs() -> set[Pair]:
@@ -134,7 +129,7 @@ def grow(draw: random.Random, left: set[Pair]) -> Run:
         scores = []
         for value in FACTORS[factor]:
             tried = {name: value if name == factor else run.get(name) for name in FACTORS if name in {*run, factor}}
-            if all(is_legal((factor, value), other) for other in run.items()):
+            if all({(factor, value), other} not in ILLEGAL for other in run.items()):
                 scores.append((len(pairs_of(tried) & left), draw.random(), value))
         run[factor] = max(scores)[2]
     return {factor: run[factor] for factor in FACTORS}

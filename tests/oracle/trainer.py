@@ -39,10 +39,6 @@ HARMLESS = (  # options of vLLM and fields of Megatron-core that change memory a
 )
 
 
-class Refusal(Exception):
-    """Why a run cannot be repeated."""
-
-
 @dataclass
 class Recorded:
     """The output folder of a run that can be repeated."""
@@ -62,19 +58,19 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def read_run(folder: Path) -> Recorded:
-    """What the run in this output folder recorded. Raises Refusal."""
+    """What the run in this output folder recorded. Raises ValueError: why it cannot be repeated."""
     if not (folder / "config.yaml").exists():
-        raise Refusal(f"{folder} has no config.yaml; give the output_dir of a run")
+        raise ValueError(f"{folder} has no config.yaml; give the output_dir of a run")
     config = yaml.safe_load((folder / "config.yaml").read_text())
     check_options(config)
     if not any(Path(config["model"]["path"]).glob("*.safetensors")):
-        raise Refusal(f"{config['model']['path']}: no folder with safetensors; run with the folder of the model")
+        raise ValueError(f"{config['model']['path']}: no folder with safetensors; run with the folder of the model")
     metrics = [line for line in read_rows(folder / "metrics.jsonl") if line["step"] > 0]
     steps = [line["step"] for line in metrics]
     if steps != list(range(1, len(steps) + 1)):
-        raise Refusal(f"metrics.jsonl has steps {steps[:3]} ... {steps[-3:]}: every step from 1 is needed, once each")
+        raise ValueError(f"metrics.jsonl has steps {steps[:3]} ... {steps[-3:]}: every step from 1 is needed once")
     if any(line["loss/total"] is None or line["grad_norm"] is None for line in metrics):
-        raise Refusal("an update with a NaN or infinite loss or gradient cannot be repeated")
+        raise ValueError("an update with a NaN or infinite loss or gradient cannot be repeated")
     return Recorded(folder, config, metrics)
 
 
@@ -83,15 +79,15 @@ def check_options(config: dict) -> None:
     for key, legal in LEGAL.items():
         section, name = key.split(".")
         if config[section][name] not in legal:
-            raise Refusal(f"{key}={config[section][name]}: the second trainer knows {', '.join(map(str, legal))}")
+            raise ValueError(f"{key}={config[section][name]}: the second trainer knows {', '.join(map(str, legal))}")
     options = {f"rollout.vllm.{name}" for name in config["rollout"]["vllm"].keys() - HARMLESS.split()}
     options |= {f"megatron.{name}" for name in config["megatron"].keys() - HARMLESS.split()}
     if options:
-        raise Refusal(f"{', '.join(sorted(options))}: an option that may change log-probs, which cannot be repeated")
+        raise ValueError(f"{', '.join(sorted(options))}: an option that may change log-probs, which cannot be repeated")
     t = config["train"]
     several = t["updates_per_step"] * t["epochs_per_step"] > 1
     if config["algo"]["replay_routes"] and (several or config["model"]["dtype"] != "fp32"):
-        raise Refusal("algo.replay_routes=true: only with one update a step in fp32 are vLLM's routes our routers' own")
+        raise ValueError("algo.replay_routes=true: our routers route as vLLM only with one update a step in fp32")
 
 
 # ---------------------------------------------------------------- the trainer
