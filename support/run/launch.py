@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 
 import megatron_bridge as bridge
@@ -24,23 +23,13 @@ from support.base.files import lock_output_dir
 from support.base.processes import REPO
 from support.base.read_config import load_config
 from support.check import checks, explain, machines
-from support.data.prompts import fingerprint, sampling_seed
+from support.data.prompts import fingerprint
 from support.engine import vllm_process
 from support.model.attention import use_flash_attention_3
 from support.run import evaluation
 from support.run.clock import Clock
 from support.run.inputs import Inputs, check_models, find_resume, prepare, print_prompts, read, with_steps
 from support.run.timeline import Timeline
-
-# A variable that the user has set stays. CUDA_LAUNCH_BLOCKING is not among them: it can hang where several process
-# groups of NCCL are in use.
-DEBUG_VARIABLES = {
-    "NCCL_DEBUG": "INFO",  # how ranks connect, and why they do not
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",  # ranks whose collectives differ raise an error instead of hanging
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # the last collectives of a rank, written to a file on a timeout
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    "TORCH_SHOW_CPP_STACKTRACES": "1",
-}
 
 
 def command(
@@ -79,7 +68,7 @@ def start_training(
 ) -> None:
     """Check and read what a run needs, and train; or a dry run. Raises UserError, TrainingError."""
     cfg = load_config(args.config, args.overrides)
-    prepare_process(cfg, args.debug)
+    prepare_process(cfg)
     checks.check_config(cfg, args.world_size)
     rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))  # the data are not read yet: any number will do
     if args.dry_run:
@@ -97,7 +86,7 @@ def start_training(
 def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, engine: type) -> None:
     """Check and read what an evaluation needs, and evaluate. Raises UserError, TrainingError."""
     cfg = evaluation.read_config(args.config, args.overrides, args.world_size)
-    prepare_process(cfg, args.debug)
+    prepare_process(cfg)
     machines.check_start(cfg)
     inputs, dropped = read(cfg, ["eval"], weights=True)
     if ranks.is_first_rank():
@@ -117,7 +106,7 @@ def plan_memory(cfg: Config, args: argparse.Namespace) -> str | None:
     return runpy.run_path(str(REPO / "tools/plan.py"))["report"](cfg, args.world_size, args.gpu_memory_gb)
 
 
-def prepare_process(cfg: Config, debugs: bool = False) -> None:
+def prepare_process(cfg: Config) -> None:
     """Set what CUDA, torch and vLLM read as they start; a variable that the user has set stays."""
     if cfg.parallel.tp * cfg.parallel.cp > 1:
         # Megatron-core starts communication before the kernels that hide it: one queue keeps that order on the GPU.
@@ -125,23 +114,6 @@ def prepare_process(cfg: Config, debugs: bool = False) -> None:
     vllm_process.set_environment(cfg.rollout.exact)  # before vLLM is imported, or a GPU allocates
     if torch.cuda.is_available():
         torch.backends.cuda.enable_flash_sdp(cfg.model.flash_attention)
-    if debugs:
-        turn_debugging_on(cfg)
-
-
-def turn_debugging_on(cfg: Config) -> None:
-    """Set what lets torch and NCCL log more, before process groups are built, and enable anomaly detection."""
-    for name, value in DEBUG_VARIABLES.items():
-        os.environ.setdefault(name, value)
-    dist.set_debug_level_from_env()  # again: torch has read it when it was imported
-    torch.autograd.set_detect_anomaly(True)
-    if not ranks.is_first_rank():
-        return
-    for name in DEBUG_VARIABLES:
-        print(f"debug:   {name}={os.environ[name]}")
-    print("debug:   anomaly detection is on: a NaN in the backward pass ends the run and shows its forward operation")
-    seeds = ", ".join(str(sampling_seed(cfg.seed, 1, group)) for group in range(3))
-    print(f"debug:   seed={cfg.seed}; step 1 samples its first three groups with the seeds {seeds}", flush=True)
 
 
 def join(cfg: Config) -> None:
@@ -165,7 +137,6 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     add("--evaluate", action="store_true", help="data.eval once on model.path: accuracy and answers")
     add("--world-size", type=int, default=ranks_here, help="ranks that a dry run plans for")
     add("--gpu-memory-gb", type=float, help="GPU that a dry run plans for, in 10⁹ bytes; else this machine's, or 80")
-    add("--debug", action="store_true", help="let torch and NCCL say more, find what makes a NaN")
     add("--version", action="version", version=shown, help="print the commit and all versions")
     add("overrides", nargs="*", metavar="section.key=value")
     args, unknown = parser.parse_known_intermixed_args(argv)

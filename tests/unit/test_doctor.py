@@ -1,4 +1,4 @@
-"""tools/doctor.py on made-up machines, the versions that a run leaves behind, and --debug."""
+"""tools/doctor.py on made-up machines and the versions that a run leaves behind."""
 
 import copy
 import json
@@ -9,13 +9,11 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from support.base import versions
 from support.base.files import write_versions
 from support.model import checkpoint, cpu_backend
-from support.run import launch
-from tests.conftest import REPO, tiny_config
+from tests.conftest import REPO
 from tools import doctor, machine
 from tools.doctor import STOP, WARN
 
@@ -163,7 +161,7 @@ def test_it_answers_where_nothing_is_installed():
     assert done.returncode == 1 and "not imported: No module named 'torch'" in done.stdout, done.stderr
 
 
-# ---------------------------------------------------------------- versions, --debug
+# ---------------------------------------------------------------- versions
 
 
 def test_the_commit_of_a_checkout(tmp_path, monkeypatch):
@@ -235,22 +233,3 @@ def test_a_run_and_its_checkpoints_say_what_made_them(shared):
         folder = shared.out / f"checkpoints/step_{step:06d}"
         assert json.loads((folder / "versions.json").read_text()) == now
         assert "versions.json" in json.loads((folder / "manifest.json").read_text())
-
-
-def test_debug_sets_and_prints(monkeypatch, capsys):
-    for name in launch.DEBUG_VARIABLES:  # set first, so that what --debug sets is taken back too
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NCCL_DEBUG", "TRACE")
-    level, cfg = dist.get_debug_level(), tiny_config("seed=7")
-    try:
-        launch.turn_debugging_on(cfg)
-        said = capsys.readouterr().out
-        assert "NCCL_DEBUG=TRACE" in said and "TORCH_DISTRIBUTED_DEBUG=DETAIL" in said and "seed=7;" in said
-        assert dist.get_debug_level() == dist.DebugLevel.DETAIL and torch.is_anomaly_enabled()
-        monkeypatch.setenv("RANK", "1")
-        launch.turn_debugging_on(cfg)
-        assert capsys.readouterr().out == ""
-    finally:
-        torch.autograd.set_detect_anomaly(False)
-        dist.set_debug_level(level)
