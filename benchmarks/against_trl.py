@@ -38,9 +38,10 @@ TIMEOUT_S = 900  # of a run
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
 
 
-def command_of(work: str, system: str, number: int) -> list[str]:
+def command_of(work: str, system: str, number: int, warmup: int, steps: int) -> list[str]:
     """The command that times a system on a work and appends its results."""
     options = ["--work", work, "--round", str(number), "--csv", str(RESULTS.relative_to(REPO))]
+    options += ["--warmup", str(warmup), "--steps", str(steps)]
     if system.startswith("ours"):
         shared = str(system == "ours").lower()
         return [sys.executable, *LAUNCH, "benchmarks/ours.py", *options, f"train.share_prompts={shared}"]
@@ -137,6 +138,8 @@ def main() -> int:
     parser.add_argument("--works", nargs="+", choices=WORKS, default=made)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=works.WARMUP, help="steps before those that are timed")
+    parser.add_argument("--steps", type=int, default=works.STEPS, help="that are timed")
     args = parser.parse_args()
     failed = 0
     if args.rounds and any(system.startswith("trl") for system in args.systems):
@@ -147,7 +150,9 @@ def main() -> int:
         for work in args.works:
             for system in args.systems:
                 if not has_result(work, system, number):
-                    failed += not run(command_of(work, system, number), f"{work}.{system}.{number}")
+                    failed += not run(
+                        command_of(work, system, number, args.warmup, args.steps), f"{work}.{system}.{number}"
+                    )
     print("\n".join(ratio_lines({work: rows_on(RESULTS, work) for work in WORKS})))
     return 1 if failed else 0
 

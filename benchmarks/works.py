@@ -50,6 +50,7 @@ WORKS = {
     "small-bf16-natural": Work("small", "bf16", "natural", 192),
     "smollm2-natural": Work("smollm2", "bf16", "addition", 40),  # the task of configs/smollm2.yaml
     "smollm2-natural-fp32": Work("smollm2", "fp32", "addition", 40),
+    "smollm2-long": Work("smollm2", "bf16", "questions", 256, prompt_chars=352),  # prompts of about 128 tokens
 }
 SMOLLM2 = REPO / "build/smollm2/model"
 
@@ -229,7 +230,9 @@ def make_inputs(folder: Path, work: Work) -> tuple[Path, Path]:
         from tools import make_smollm2
 
         model = SMOLLM2
-        prompts = [[{"role": "user", "content": row["prompt"]}] for row in make_smollm2.addition_rows()[0]]
+        if work.lengths == "addition":
+            prompts = [row["prompt"] for row in make_smollm2.addition_rows()[0]]
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
         if not model.exists():
             raise SystemExit(f"{model} is missing: make {model.relative_to(REPO)}")
     elif not (model / "tokenizer.json").exists():  # it is written last

@@ -46,6 +46,8 @@ from support.step.records import Batch, MicroBatch
 
 SHIFT = {"fp32": 1e-3, "bf16": 0.2}  # wanted change of a token's log-prob, root mean square
 TRIAL = {"fp32": 1e-4, "bf16": 0.01}  # size of the move that shows which size changes log-probs by SHIFT
+FAR = 10.0  # times SHIFT: log-probs that change by more are far from linear
+ATTEMPTS = 3  # at a size that moves log-probs less far
 LARGEST = 0.05  # size of a move; sizes are in units of the weights' own: a larger one is far from linear
 SIGMAS = 6.0
 NONLINEAR = {"fp32": 0.02, "bf16": 0.05}
@@ -173,13 +175,18 @@ class Probe:
     def change_along(self, direction: Callable[[Shard], Tensor], trial: float, shift: float) -> Change:
         """The change by a move along `direction` and its opposite, which move log-probs by about `shift`.
 
-        The size of both follows from what a move of the size `trial` does.
+        The size of both follows from what a move of the size `trial` does, and from theirs where they go too far.
         """
         moved = 2 * self.compare_with_present(direction, trial).moved
         size = min(trial * shift / max(moved, 1e-30), LARGEST)
-        higher, predicted_up = self.move(direction, size)
-        lower, predicted_down = self.move(direction, -size)
-        return self.compare(higher, lower, predicted_up - predicted_down)
+        for _ in range(ATTEMPTS):
+            higher, predicted_up = self.move(direction, size)
+            lower, predicted_down = self.move(direction, -size)
+            change = self.compare(higher, lower, predicted_up - predicted_down)
+            if change.moved <= FAR * shift or not self.smooth:
+                break
+            size *= shift / change.moved
+        return change
 
     def resolves(self, change: Change) -> bool:
         """Whether log-probs move by more than rounding and curvature; where they jump, there is nothing to compare."""
@@ -394,7 +401,8 @@ def check_gradient(probe: Probe, norm: float, dtype: str) -> tuple[list[str], st
         direction = partial(random_signs, number=number)
         changes[f"in random direction {number}"] = probe.change_along(direction, trial, shift)
     hidden = [where for where, change in changes.items() if not probe.resolves(change)]
-    if not probe.resolves(along) and along.bound < max(abs(along.found), abs(along.predicted)):
+    changes_more = along.bound < max(abs(along.found), abs(along.predicted))
+    if not probe.resolves(along) and changes_more and along.moved <= FAR * shift:
         hidden.remove("along the gradient")  # the loss changes by more than its rounding, if no token does
     if hidden:
         note(f"was not checked {', '.join(hidden)}: small moves of the weights change log-probs by less than rounding")

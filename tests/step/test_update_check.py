@@ -14,7 +14,7 @@ import train_grpo
 from config import TrainConfig, TrainingError
 from support.proof import update
 from support.proof.adam import adamw
-from support.proof.update import FirstUpdate, Probe
+from support.proof.update import Change, FirstUpdate, Probe
 from tests.conftest import tiny_model
 from tests.step.test_step import build, weights  # noqa: F401, a fixture
 
@@ -44,6 +44,17 @@ def test_adamw_is_that_of_a_hand_computed_step_and_of_torch():
         optimizer.step()
         state = adamw(state, weight.grad, steps, eps=1e-8, train=train)
         assert torch.allclose(state["param"], weight.detach(), rtol=1e-12, atol=0)
+
+
+def test_a_move_that_takes_log_probs_too_far_is_made_smaller(monkeypatch):
+    # The trial, 1e-9, is lost in rounding, so the largest size is tried: log-probs change by 5 where 0.001 is wanted.
+    def compare(probe, higher, lower, predicted):
+        return Change(0.0, 0.0, 0.0, 1.0, 0.0, moved=100 * higher if higher > 1e-6 else 0.0)
+
+    monkeypatch.setattr(Probe, "move", lambda probe, direction, size: (size, torch.zeros(())))
+    monkeypatch.setattr(Probe, "compare", compare)
+    probe = Probe([], [], None, [], tokens=1, slope2=1.0, nonlinear=0.02, smooth=True)
+    assert probe.change_along(None, trial=1e-9, shift=1e-3).moved == pytest.approx(1e-3)
 
 
 # ---------------------------------------------------------------- planted faults; the museum has more
