@@ -40,8 +40,8 @@ LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RAN
 
 def command_of(work: str, system: str, number: int, warmup: int, steps: int) -> list[str]:
     """The command that times a system on a work and appends its results."""
-    options = ["--work", work, "--round", str(number), "--csv", str(RESULTS.relative_to(REPO))]
-    options += ["--warmup", str(warmup), "--steps", str(steps)]
+    options = ["--work", work, "--round", str(number), "--csv", str(RESULTS.relative_to(REPO)),
+               "--warmup", str(warmup), "--steps", str(steps)]  # fmt: skip
     if system.startswith("ours"):
         shared = str(system == "ours").lower()
         return [sys.executable, *LAUNCH, "benchmarks/ours.py", *options, f"train.share_prompts={shared}"]
@@ -150,9 +150,8 @@ def main() -> int:
         for work in args.works:
             for system in args.systems:
                 if not has_result(work, system, number):
-                    failed += not run(
-                        command_of(work, system, number, args.warmup, args.steps), f"{work}.{system}.{number}"
-                    )
+                    command = command_of(work, system, number, args.warmup, args.steps)
+                    failed += not run(command, f"{work}.{system}.{number}")
     print("\n".join(ratio_lines({work: rows_on(RESULTS, work) for work in WORKS})))
     return 1 if failed else 0
 

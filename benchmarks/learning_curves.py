@@ -113,8 +113,6 @@ SYSTEMS = {"ours": train_ours, "trl": train_trl}
 def read_curves(path: Path) -> dict[tuple[str, int], Curve]:
     """{(system, seed): curve} of a CSV, whose columns are system, seed, step, reward."""
     curves = {}
-    if not path.exists():
-        path.write_text("system,seed,step,reward\n")
     for line in path.read_text().splitlines()[1:]:
         system, seed, _, reward = line.split(",")
         curves.setdefault((system, int(seed)), []).append(float(reward))
@@ -146,6 +144,8 @@ def main() -> None:
     if args.trl:
         trl_rank(args.trl)
         return
+    if not args.csv.exists():
+        args.csv.write_text("system,seed,step,reward\n")
     with tempfile.TemporaryDirectory() as folder:
         for seed, (system, train) in itertools.product(range(args.seeds), SYSTEMS.items()):
             if (system, seed) in read_curves(args.csv):
