@@ -13,8 +13,7 @@ import pytest
 
 from support.base.read_config import load_config
 from support.check import checks
-from tests.conftest import REPO, write_rows
-from tests.fork_server import ForkServer
+from tests.conftest import REPO, ForkedTraining, write_rows
 
 COMMON = [
     "train.steps=3", "train.warmup_steps=0", "train.save_every=0", "rollout.prompts_per_step=8", "rollout.group_size=8",
@@ -43,11 +42,8 @@ WAYS = {  # of training: name → overrides; {folder} has models and data
     "plain": [],
     "lora": ["lora.rank=4", "train.lr=0.005"],
     "teacher": ["algo.teacher={folder}/qwen3", "algo.teacher_coef=0.3"],
-    "turns": [
-        "data.train='123'", "data.custom=tools/tiny_turns.py:rows", "rollout.turns=tools/tiny_turns.py:higher_or_lower",
-        "rollout.max_turns=2", "rollout.max_new_tokens=5", "reward.custom=tools/tiny_turns.py:won",
-    ],
-}  # fmt: skip
+    "turns": ["data.train='123'"],  # of configs/tiny_turns.yaml
+}
 MORE = {  # of a dense model on two replicas
     "two-updates": ["train.updates_per_step=2", "train.epochs_per_step=2"],
     "no-kl": ["algo.kl_coef=0"],
@@ -81,43 +77,36 @@ def clean_starts() -> dict[str, tuple[int, list[str]]]:
     }
 
 
-def write_inputs(folder: Path) -> None:
-    """Write a tiny model of each family, and the data, into `folder`."""
-    tokenizer = make_tiny.char_tokenizer("0123456789>+-=<.")  # with <eos> and <pad> an even number, for tp
-    for family in FAMILIES:
-        make_tiny.save_model(folder / family, tokenizer, family, hidden=64, layers=4)
-    write_rows(folder / "train.jsonl", make_tiny.reversal_rows(3, 200, seed=0))
-
-
 STARTS, EVERY = clean_starts(), 20
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    """A folder with the models and data of the runs."""
+    """A folder with a tiny model of each family, and the data."""
     folder = tmp_path_factory.mktemp("starts")
-    write_inputs(folder)
+    tokenizer = make_tiny.char_tokenizer("0123456789>+-=<.")  # with <eos> and <pad> an even number, for tp
+    for family in FAMILIES:
+        make_tiny.save_model(folder / family, tokenizer, family, hidden=64, layers=4)
+    write_rows(folder / "train.jsonl", make_tiny.reversal_rows(3, 200, seed=0))
     return folder
 
 
 def config_of(name: str) -> str:
-    return f"configs/{'tiny_turns' if name.endswith('turns') else 'tiny'}.yaml"
+    return "tiny_turns" if name.endswith("turns") else "tiny"
 
 
 def test_there_are_a_hundred_and_each_is_legal():
     assert len(STARTS) >= 100
     for name, (nproc, keys) in STARTS.items():
         options = [key.replace("{folder}", "build") for key in (*COMMON, *keys)]
-        checks.check_config(load_config(str(REPO / config_of(name)), options), nproc)
+        checks.check_config(load_config(str(REPO / f"configs/{config_of(name)}.yaml"), options), nproc)
 
 
 @pytest.mark.slow
-def test_a_healthy_run_trains_three_steps(inputs, fork_server: ForkServer, start):
+def test_a_healthy_run_trains_three_steps(inputs, fork_server, start):
     nproc, keys = STARTS[start]
     out = inputs / re.sub(r"\W", "_", start)
-    options = [option.replace("{folder}", str(inputs)) for option in keys]
-    arguments = [f"output_dir={out}", f"data.train={inputs / 'train.jsonl'}", *COMMON, *options]
-    printed = Path(f"{out}.txt")
-    code = fork_server.run(printed, "train_grpo.py", "--config", config_of(start), *arguments, nproc=nproc)
-    assert code == 0, printed.read_text(errors="replace")
-    assert (out / "metrics.jsonl").read_text().count("\n") == 3
+    options = [option.replace("{folder}", str(inputs)) for option in (*COMMON, *keys)]
+    run = ForkedTraining(fork_server, inputs, out, *options, config=config_of(start), nproc=nproc)
+    assert run.code == 0, run.text
+    assert len(run.metrics) == 3

@@ -13,8 +13,7 @@ import pytest
 import torch
 import transformers
 
-from tests.conftest import REPO
-from tests.fork_server import ForkServer
+from tests.conftest import REPO, ForkedTraining
 
 SMOLLM2 = REPO / "build/smollm2/model"
 LAYERS = [0, 1, 2, 3, 4, 5, 24, 25, 26, 27, 28, 29]
@@ -118,13 +117,10 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="needs build/smollm2/model, by `make llm`")
-def test_a_run_of_trained_weights_trains_two_steps(models, fork_server: ForkServer, start):
-    keys = STARTS[start]
+def test_a_run_of_trained_weights_trains_two_steps(models, fork_server, start):
+    inputs = [f"model.path={models / start.split()[0]}", "data.train=build/smollm2/train.jsonl"]
+    options = [*inputs, *COMMON, *STARTS[start]]
     out = models / re.sub(r"\W+", "_", start)
-    inputs = [f"output_dir={out}", f"model.path={models / start.split()[0]}"]
-    printed = Path(f"{out}.txt")
-    code = fork_server.run(
-        printed, "train_grpo.py", "--config", "configs/smollm2.yaml", *inputs, *COMMON, *keys, nproc=2, seconds=900
-    )
-    assert code == 0 and "warning: step" not in printed.read_text(errors="replace"), printed.read_text(errors="replace")
-    assert (out / "metrics.jsonl").read_text().count("\n") == 2
+    run = ForkedTraining(fork_server, models, out, *options, config="smollm2", nproc=2, seconds=900)
+    assert run.code == 0 and "warning: step" not in run.text, run.text
+    assert len(run.metrics) == 2

@@ -1,7 +1,7 @@
 """train_grpo.py with a stand-in for vLLM, on a GPU that is not there (device.py), or on the CPU with the same answers.
 
-    python tests/gpu_rehearsal/rehearse.py [--on cpu] [--before FILE.py] --config configs/tiny.yaml model.path=... ...
-    torchrun --standalone --nproc_per_node=2 tests/gpu_rehearsal/rehearse.py --config ... parallel.ep=2
+    torchrun --standalone --nproc_per_node=2 tests/gpu_rehearsal/rehearse.py [--on cpu] [--before FILE.py] \\
+        --config configs/tiny.yaml parallel.ep=2 ...
 
 The arguments are those of train_grpo.py. `--before` is a file that is run before the script is. On the GPU, each rank
 of a run that succeeds writes output_dir/waits_<rank>.json: {"counts": [[phase, place, kind, number], ...], "units":
@@ -15,32 +15,18 @@ import argparse
 import collections
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 
 from tests.gpu_rehearsal import shim
 
 
-def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--before", type=Path)
-    return parser.parse_known_args(argv)
-
-
-def set_environment() -> None:
-    """A world of one rank, where no launcher has made one; no compiler of torch's."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (alone | {"MASTER_PORT": port, "TORCHDYNAMO_DISABLE": 1}).items():
-        os.environ.setdefault(name, str(value))
-
-
-def main(argv: list[str]) -> int:
-    args, argv = parse_args(argv)
-    set_environment()
+    args, argv = parser.parse_known_args(argv)
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no compiler of torch's
     if args.on == "gpu":
         shim.load()
         from tests.gpu_rehearsal import device
@@ -49,7 +35,7 @@ def main(argv: list[str]) -> int:
     import train_grpo
     from tests.gpu_rehearsal import stand_ins
 
-    stand_ins.replace_vllm()
+    train_grpo.Engine = stand_ins.Engine
     units: collections.Counter = collections.Counter()
     if args.on == "gpu":
         stand_ins.replace_nccl()

@@ -52,10 +52,6 @@ class Engine:
     def wake(self, part: str) -> None: ...
 
 
-def replace_vllm() -> None:
-    train_grpo.Engine = Engine
-
-
 def replace_nccl() -> None:
     init = dist.init_process_group
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import make_tiny
 
-from tests.conftest import REPO, write_rows
+from tests.conftest import REPO, ForkedTraining, write_rows
 from tests.fork_server import ForkServer
 from tests.museum import VARIABLE, Exhibit
 from tests.museum.exhibits import COMMON, EXHIBITS, SETTINGS
@@ -83,11 +83,9 @@ class Museum:
     def train(self, name: str, options: list[str], mutant: str) -> Outcome:
         """Train into the folder `name` on two ranks."""
         out = self.folder / re.sub(r"\W", "_", name)
-        printed = Path(f"{out}.txt")
-        inputs = [f"output_dir={out}", f"model.path={self.folder}/model", f"data.train={self.folder}/train.jsonl"]
-        arguments = ("--config", "configs/tiny.yaml", *inputs, *COMMON, *options)
-        code = self.server.run(printed, REPO / "tests/museum/announced.py", *arguments, nproc=2, **{VARIABLE: mutant})
-        return read_outcome(code, printed.read_text(errors="replace"))
+        settings = {"script": REPO / "tests/museum/announced.py", "nproc": 2, VARIABLE: mutant}
+        run = ForkedTraining(self.server, self.folder, out, *COMMON, *options, **settings)
+        return read_outcome(run.code, run.text)
 
 
 def read_outcome(code: int, text: str) -> Outcome:
