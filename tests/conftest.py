@@ -13,6 +13,7 @@ import make_tiny
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
 
 import megatron_bridge as bridge
@@ -78,6 +79,12 @@ def tiny(tmp_path_factory) -> Path:
     tiny_model(folder / "model")
     write_rows(folder / "train.jsonl", make_tiny.reversal_rows(3, 200, seed=0))
     return folder
+
+
+@pytest.fixture
+def tokenizer(tiny):
+    """That of the tiny model, for a test that may change it."""
+    return transformers.AutoTokenizer.from_pretrained(tiny / "model")
 
 
 def tiny_config(*overrides: str) -> Config:

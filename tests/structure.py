@@ -21,9 +21,9 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1165,
-    "support/base": 711, "support/check": 539, "support/data": 426, "support/engine": 257, "support/judge": 195,
-    "support/model": 1066, "support/proof": 1175, "support/run": 1018, "support/step": 1022,
-    "rewards": 185, "tools": 1016, "benchmarks": 686, "tests": 8456, "docs": 2941,
+    "support/base": 711, "support/check": 539, "support/data": 424, "support/engine": 257, "support/judge": 195,
+    "support/model": 1066, "support/proof": 1175, "support/run": 1018, "support/step": 1003,
+    "rewards": 185, "tools": 1016, "benchmarks": 686, "tests": 8315, "docs": 2941,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

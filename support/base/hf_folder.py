@@ -21,11 +21,11 @@ def check_found(path: str, key: str) -> None:
 
     Asks the hub once, as its client tries for half a minute where there is no network. Raises ValueError.
     """
-    if Path(path).is_dir():
-        return
-    import huggingface_hub as hub
-
     try:
+        if Path(path).is_dir():  # an OSError where a name is too long
+            return
+        import huggingface_hub as hub
+
         if not isinstance(hub.try_to_load_from_cache(path, "config.json"), str):
             hub.get_hf_file_metadata(hub.hf_hub_url(path, "config.json"))
     except Exception as error:  # of the hub, or of the network, whose classes depend on the client

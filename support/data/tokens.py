@@ -134,7 +134,10 @@ def tokenise(rows: list[dict], cfg, tokenizer) -> dict[str, list]:
     errors = []
     for row in rows:
         try:
-            texts.append(texts_of(row, cfg, tokenizer))
+            prompt = prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer)
+            answer = answer_text(lookup(row, cfg.answer_key), cfg.answer_key)
+            with_hint = hinted_text(row, cfg, tokenizer) if cfg.hint_key is not None else ""
+            texts.append((prompt, with_hint, answer))
             errors.append(None)
         except ValueError as problem:
             texts.append(("", "", ""))
@@ -148,24 +151,13 @@ def tokenise(rows: list[dict], cfg, tokenizer) -> dict[str, list]:
         length = max(len(ids), len(with_hint))
         if errors[i] is None and not ids:
             errors[i] = f"{cfg.prompt_key!r} is empty: no tokens (data.prompt_key, or the tokenizer of model.path)"
-        digest = digest_of([*ids, *with_hint], texts[i][2], source_of(rows[i], cfg.source_key))
+        answer, source = texts[i][2], source_of(rows[i], cfg.source_key)
+        read = f"{len(answer)},{len(source)}:{answer}{source}".encode(errors="surrogatepass")
+        inputs = np.array([*ids, *with_hint], np.int32).tobytes() + read
         columns["ids"].append(np.array(ids if length <= cfg.max_prompt_tokens else [], np.int32))
         columns["length"].append(length)
-        columns["digest"].append(digest)
+        columns["digest"].append(hashlib.blake2b(inputs, digest_size=16).digest())
     return columns
-
-
-def texts_of(row: dict, cfg, tokenizer) -> tuple[str, str, str]:
-    """A row's prompt, its prompt with the hint ("" without data.hint_key), its answer. Raises ValueError."""
-    prompt = prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer)
-    answer = answer_text(lookup(row, cfg.answer_key), cfg.answer_key)
-    return prompt, hinted_text(row, cfg, tokenizer) if cfg.hint_key is not None else "", answer
-
-
-def digest_of(ids: list[int], answer: str, source: str) -> bytes:
-    """16 bytes that change with each of these."""
-    text = f"{len(answer)},{len(source)}:{answer}{source}".encode(errors="surrogatepass")
-    return hashlib.blake2b(np.array(ids, np.int32).tobytes() + text, digest_size=16).digest()
 
 
 def select_prompts(

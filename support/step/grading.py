@@ -7,8 +7,10 @@ program, this file is the worker.
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
+import queue
 import resource
 import socket
 import struct
@@ -16,9 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import zlib
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -59,12 +59,11 @@ def checksum(text: str, answer: object) -> int:
     return zlib.crc32(json.dumps([text, answer], default=str).encode())
 
 
-Job = tuple[str, Future]  # a request as JSON, and what its Outcome is given to
+# Whether others come first, its number, its request as JSON, what its Outcome is given to
+Job = tuple[bool, int, str, Future]
 
 LOAD_S = 600.0  # wall clock to load a reward: the import of a custom module, a model's weights
 MESSAGE_S = 60  # to receive the rest of a message that has begun to come
-CHUNK = 32  # answers sent to a worker at once, where each takes less than QUICK_S
-QUICK_S = 0.01
 TURNS = "rollout.turns"  # the key of a request that calls a function of rollout.turns, in place of a reward
 MAX_TURN_BYTES = 100_000  # of the text that a function of rollout.turns returns, and of its state as JSON
 
@@ -85,13 +84,13 @@ class GradingPool:
         settings |= {"batched": False, "memory_gb": cfg.memory_gb}
         self.workers = [Worker(settings) for _ in range(cfg.workers)]
         specs = [kind.spec for kind in (self.default, *self.by_source.values()) if kind.batched]
-        names = {name for spec in specs for name in named_rewards.weights_of(spec)}
-        self.batch_size = max((cfg.options.get(name, {}).get("batch_size", 8) for name in names), default=0)
         if specs:
-            self.workers.append(Worker({**settings, "batched": True, "memory_gb": 0}))
+            names = {name for spec in specs for name in named_rewards.weights_of(spec)}
+            size = max(cfg.options.get(name, {}).get("batch_size", 8) for name in names)
+            self.workers.append(Worker({**settings, "batched": True, "memory_gb": 0}, size))
         self.submitted: list[Future] = []  # since the last `collect`
-        self.lock = threading.Condition()  # guards the attributes below
-        self.waiting = {False: deque(), True: deque()}  # jobs, keyed by whether they are batched
+        self.numbers = itertools.count()  # of the jobs, whose order this is
+        self.waiting = {batched: queue.PriorityQueue() for batched in (False, True)}
         self.closed = False
         self.threads = [threading.Thread(target=self._serve, args=[worker], daemon=True) for worker in self.workers]
         for thread in self.threads:
@@ -123,10 +122,8 @@ class GradingPool:
 
     def _queue(self, spec: Spec, arguments: list, batched: bool = False, first: bool = False) -> Future:
         future = Future()
-        with self.lock:
-            add = self.waiting[batched].appendleft if first else self.waiting[batched].append
-            add((json.dumps({"spec": spec, "arguments": arguments}, default=str), future))
-            self.lock.notify_all()
+        request = json.dumps({"spec": spec, "arguments": arguments}, default=str)
+        self.waiting[batched].put((not first, next(self.numbers), request, future))
         return future
 
     def collect(self) -> list[Outcome]:
@@ -137,84 +134,61 @@ class GradingPool:
     def close(self) -> None:
         """End the workers and all they started."""
         atexit.unregister(self.close)
-        with self.lock:
-            self.closed = True
-            self.lock.notify_all()
-            for worker in self.workers:
-                process = worker.process  # its thread may take it away meanwhile
-                if process:
-                    process.kill()
+        self.closed = True
+        for worker in self.workers:
+            self._queue("", [], worker.batched)  # for its thread to wake
+            process = worker.process  # its thread may take it away meanwhile
+            if process:
+                process.kill()
         for thread in self.threads:
             thread.join()
 
     def _serve(self, worker: "Worker") -> None:
         """The thread of one worker. It starts the process too, which dies with the thread that started it."""
-        size = 1
-        while jobs := self._take(worker, size):
-            start = time.monotonic()
+        waiting = self.waiting[worker.batched]
+        while True:
+            jobs = [waiting.get()]
+            while len(jobs) < worker.size and not waiting.empty():
+                jobs.append(waiting.get())
+            if self.closed:
+                break
             try:
-                ungraded = self._ask(worker, jobs)
+                self._ask(worker, jobs)
             except BaseException as error:  # for the caller, who waits for the outcomes
-                for _, future in jobs:
+                for *_, future in jobs:
                     if not future.done():
                         future.set_exception(error)
                 worker.stop()
-                continue
-            quick = time.monotonic() - start < QUICK_S * (len(jobs) - len(ungraded))
-            size = CHUNK if quick else 1
-            with self.lock:
-                self.waiting[worker.batched].extendleft(reversed(ungraded))
-                self.lock.notify_all()
         worker.stop()
 
-    def _take(self, worker: "Worker", size: int) -> list[Job]:
-        """Up to `size` jobs, fewer when few are left so that all workers have some; none when the pool is closed."""
-        waiting = self.waiting[worker.batched]
-        with self.lock:
-            self.lock.wait_for(lambda: waiting or self.closed)
-            if self.closed:
-                return []
-            size = self.batch_size if worker.batched else min(size, 1 + len(waiting) // (2 * len(self.workers)))
-            return [waiting.popleft() for _ in range(min(size, len(waiting)))]
-
-    def _ask(self, worker: "Worker", jobs: list[Job]) -> list[Job]:
-        """Have the worker grade the jobs; returns the jobs it had not started when it was stopped."""
+    def _ask(self, worker: "Worker", jobs: list[Job]) -> None:
+        """Have the worker grade the jobs. Those that it has not graded when it is stopped share that outcome."""
         if not worker.process:
             worker.start()
-            with self.lock:
-                if self.closed:
-                    worker.process.kill()
-        worker.send("[" + ",".join(request for request, _ in jobs) + "]")
-        for number, (_, future) in enumerate(jobs):
-            try:
-                if worker.receive(LOAD_S) is None:
-                    outcome = Outcome(status="error", error=f"loading the reward took more than {LOAD_S:.0f} s")
-                elif (reply := worker.receive(self.timeout_s)) is None:
-                    outcome = Outcome(status="timeout")
-                else:
-                    fields = json.loads(reply)
-                    restart = fields.pop("restart", False)
-                    future.set_result(Outcome(**fields))
-                    if restart:
-                        worker.stop()
-                        return jobs[number + 1 :]
-                    continue
-                worker.stop()
-            except (EOFError, OSError, ValueError):  # a reward may write into its pipe
-                outcome = Outcome(status="error", error=f"the grading process died (exit code {worker.stop()})")
-            after = len(jobs) if worker.batched else number + 1  # all of them were graded at once
-            for _, failed in jobs[number:after]:
-                failed.set_result(outcome)
-            return jobs[after:]
-        return []
+            if self.closed:  # `close` may not have seen it
+                worker.process.kill()
+        worker.send("[" + ",".join(request for *_, request, _ in jobs) + "]")
+        fields = {}
+        restart = False
+        for *_, future in jobs:
+            if worker.process:
+                fields = worker.receive_outcome(self.timeout_s)
+                restart |= fields.pop("restart", False)
+            future.set_result(Outcome(**fields))
+        if restart:
+            worker.stop()
 
 
 class Worker:
-    """A grading process, seen from the trainer: a message in is a list of requests, as JSON; see serve_requests."""
+    """A grading process, seen from the trainer: a message in is a list of requests, as JSON; see serve_requests.
 
-    def __init__(self, settings: dict):
+    `size`: the most answers that it takes at once.
+    """
+
+    def __init__(self, settings: dict, size: int = 1):
         self.settings = settings
         self.batched = settings["batched"]
+        self.size = size
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -240,9 +214,19 @@ class Worker:
         with contextlib.suppress(OSError):
             self.pipe.send_bytes(text.encode())
 
-    def receive(self, seconds: float) -> bytes | None:
-        """The next message; None if none came within `seconds`. Raises EOFError or OSError if the process is dead."""
-        return self.pipe.recv_bytes() if self.pipe.poll(seconds) else None
+    def receive_outcome(self, seconds: float) -> dict:
+        """The fields of the next Outcome, and perhaps "restart". A process that is late or dead is stopped."""
+        failure = {"status": "error", "error": f"loading the reward took more than {LOAD_S:.0f} s"}
+        try:
+            if self.pipe.poll(LOAD_S):
+                self.pipe.recv_bytes()  # it starts on the answer
+                failure = {"status": "timeout"}
+                if self.pipe.poll(seconds):
+                    return json.loads(self.pipe.recv_bytes())
+            self.stop()
+        except (EOFError, OSError, ValueError):  # a reward may write into its pipe
+            failure = {"status": "error", "error": f"the grading process died (exit code {self.stop()})"}
+        return failure
 
     def stop(self) -> int | None:
         """Kill the process, if there is one, and all it started, and remove its files; returns its exit code."""

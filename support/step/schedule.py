@@ -1,21 +1,10 @@
 """Schedules of the keys in section `schedule`: values that are a function of the step."""
 
-import functools
 import math
 
-from config import Config, Course
+from config import Config
 
-
-def courses(cfg: Config) -> dict[str, Course]:
-    """{dotted key: its schedule} of the keys that have one."""
-    s = cfg.schedule
-    found = {
-        "train.lr": s.lr,
-        "algo.kl_coef": s.kl_coef,
-        "algo.entropy_coef": s.entropy_coef,
-        "rollout.temperature": s.temperature,
-    }
-    return {key: course for key, course in found.items() if course is not None}
+SECTIONS = {"lr": "train", "kl_coef": "algo", "entropy_coef": "algo", "temperature": "rollout"}  # of the keys
 
 
 def scheduled_values(cfg: Config, step: int) -> dict[str, float]:
@@ -27,18 +16,20 @@ def scheduled_values(cfg: Config, step: int) -> dict[str, float]:
       constant   0 until x is 1        linear   x        cosine   (1 - cos(pi x)) / 2
     """
     values = {}
-    for key, course in courses(cfg).items():
-        x = min((step - 1) / max((course.steps or cfg.train.steps) - 1, 1), 1.0)
-        share = {"constant": float(x == 1), "linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2}
-        values[key] = value_of(cfg, key) + (course.to - value_of(cfg, key)) * share[course.shape]
+    for name, course in cfg.schedule:
+        if course is not None:
+            x = min((step - 1) / max((course.steps or cfg.train.steps) - 1, 1), 1.0)
+            share = {"constant": float(x == 1), "linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2}
+            start = value_of(cfg, name)
+            values[f"{SECTIONS[name]}.{name}"] = start + (course.to - start) * share[course.shape]
     return values
 
 
 def schedule_metrics(cfg: Config) -> dict[str, float]:
     """{"schedule/name": value} of the keys that have a schedule, in a step that uses `cfg`."""
-    return {f"schedule/{key.split('.')[1]}": value_of(cfg, key) for key in courses(cfg)}
+    return {f"schedule/{name}": value_of(cfg, name) for name, course in cfg.schedule if course is not None}
 
 
-def value_of(cfg: Config, key: str) -> float:
-    """The value of a dotted key, such as algo.kl_coef."""
-    return functools.reduce(getattr, key.split("."), cfg)
+def value_of(cfg: Config, name: str) -> float:
+    """The value of the key that the schedule `name` is of."""
+    return getattr(getattr(cfg, SECTIONS[name]), name)

@@ -18,7 +18,7 @@ from tests.layout_worker import made_up_factor, one_layout
 from tests.oracle.plain import float64_model, reference, reference_step, relative
 from tests.oracle.test_layouts import Results, check_held, check_update, layouts_of, make_plan, make_samples, run_asked
 from tests.run.test_checkpoint import check_state
-from tests.step.test_step import IDS, build  # noqa: F401, a fixture
+from tests.step.test_step import as_rows, build  # noqa: F401, a fixture
 
 RANK, ALPHA = 8, 12.0
 LORA = (f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
@@ -183,7 +183,7 @@ def test_the_reference_is_the_model_without_adapters(build, tiny, tmp_path):  # 
     )  # fmt: skip
     train_grpo.train_step(run, 1)
     metrics, samples = train_grpo.train_step(run, 2)
-    rows = [vars(s) | {name: vars(s)[name].tolist() for name in IDS} for s in samples]
+    rows = as_rows(samples)
     policy = tmp_path / "out/hf/step_000001"
     loss, _, kl = reference_step(policy, tiny / "model", rows, kl_coef=0.05)
     assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-7)

@@ -23,7 +23,10 @@ from support.model.optimizer_state import optimizer_steps, sharded_state
 from support.run import clock, launch
 from tests.conftest import REPO, tiny_config, tiny_model
 
-IDS = ("prompt_ids", "response_ids")
+
+def as_rows(samples: list[train_grpo.Sample]) -> list[dict]:
+    """What the files of samples have of them."""
+    return [vars(s) | {name: vars(s)[name].tolist() for name in ("prompt_ids", "response_ids")} for s in samples]
 
 
 class PlainEngine:
@@ -64,12 +67,12 @@ class PlainEngine:
 
 @pytest.fixture
 def build(world, tiny, tmp_path, monkeypatch):
-    """build("section.key=value", ..., checkpoint=(folder, step)) → a run for `train_step(run, step)`."""
+    """build("section.key=value", ...) → a run for `train_step(run, step)`."""
     monkeypatch.setattr(train_grpo, "Engine", PlainEngine)
     monkeypatch.setattr(clock, "StopSignals", lambda: SimpleNamespace(requested=None, ended=False))
     built = []
 
-    def one(*overrides: str, checkpoint: tuple = (None, 0)) -> train_grpo.Run:
+    def one(*overrides: str) -> train_grpo.Run:
         cfg = tiny_config(
             f"output_dir={tmp_path / 'out'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
             "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0", "train.save_every=0",
@@ -78,7 +81,6 @@ def build(world, tiny, tmp_path, monkeypatch):
         checks.check_config(cfg, world_size=1)
         train_grpo.rehearse(cfg)
         cfg, inputs = launch.prepare(cfg, world_size=1, weights=True)
-        inputs = replace(inputs, checkpoint=checkpoint[0], done=checkpoint[1])
         bridge.init_model_parallel(cfg.parallel, cfg.seed)
         built.append(train_grpo.build(cfg, inputs, clock.Clock(0)))
         return built[-1]

@@ -62,8 +62,7 @@ def test_credit_by_hand():
 # ---------------------------------------------------------------- hints
 
 
-def test_a_hint_stands_before_what_the_user_asks(tiny, tmp_path):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny / "model")
+def test_a_hint_stands_before_what_the_user_asks(tokenizer, tmp_path):
     message = "{{ {'system': '+', 'user': '-'}[m.role] }}{{ m.content }}"
     tokenizer.chat_template = f"{{% for m in messages %}}{message}{{% endfor %}}"
     chat = [{"role": "user", "content": "1"}, {"role": "system", "content": "2"}, {"role": "user", "content": "3"}]
@@ -82,8 +81,7 @@ def test_a_hint_stands_before_what_the_user_asks(tiny, tmp_path):
     assert prompt("chat.jsonl", hint_key="hint", system_prompt="9") == ("+9-1+2-3", "+9-1+2-7=3")
 
 
-def test_hints_count_for_length_and_fingerprint_and_must_be_there(tiny, tmp_path):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny / "model")
+def test_hints_count_for_length_and_fingerprint_and_must_be_there(tokenizer, tmp_path):
     rows = [{"prompt": "123>", "answer": "1", "hint": hint} for hint in ("", "9", "99999")]
 
     def load(rows: list[dict], key: str = "train", **options):
@@ -169,21 +167,12 @@ def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach
 # ---------------------------------------------------------------- who may be one
 
 
-@pytest.fixture
-def prepare(tiny, offline):
-    """prepare("section.key=value", ...) as the start of a run; raises UserError."""
+def test_who_may_teach(larger, tiny, tmp_path, offline):
+    def prepare(*overrides: str) -> None:
+        cfg = tiny_config(f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", *overrides)
+        checks.check_config(cfg, world_size=2)
+        launch.prepare(cfg, world_size=2, weights=True)
 
-    def start(*overrides: str, world_size: int = 2) -> None:
-        files = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
-        cfg = tiny_config(*files, *overrides)
-        checks.check_config(cfg, world_size)
-        train_grpo.rehearse(cfg)
-        launch.prepare(cfg, world_size, weights=True)
-
-    return start
-
-
-def test_who_may_teach(prepare, larger, tmp_path):
     prepare(f"algo.teacher={larger}")
     make_tiny.save_model(tmp_path / "shuffled", make_tiny.char_tokenizer("1023456789>+-="))
     make_tiny.save_model(tmp_path / "more", make_tiny.char_tokenizer("0123456789>+-=ab"))  # knows more: legal
@@ -201,21 +190,3 @@ def test_who_may_teach(prepare, larger, tmp_path):
             prepare(f"algo.teacher={tmp_path / folder}")
     with pytest.raises(UserError, match=r"algo\.teacher=.*narrow: parallel\.tp=2 does not divide .* attention heads 3"):
         prepare(f"algo.teacher={tmp_path / 'narrow'}", "parallel.tp=2")
-
-
-HINTED = "algo.teacher=self data.hint_key=answer"
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ("algo.teacher=self", r"algo\.teacher=self without hints .* data\.hint_key"),
-        ("data.hint_key=answer", r"data\.hint_key=answer has no effect without algo\.teacher"),
-        ("algo.advantage=none", r"algo\.advantage=none .* without algo\.teacher"),
-        (f"{HINTED} algo.advantage=none algo.kl_coef=5 algo.kl_in=reward", "use algo.kl_in=loss or algo.kl_coef=0"),
-        (f"{HINTED} algo.reference_on=host", r"algo\.reference_on=host has no"),
-    ],
-)
-def test_keys_that_do_not_go_together(prepare, keys, message):
-    with pytest.raises(UserError, match=message):
-        prepare(*keys.split())

@@ -14,15 +14,13 @@ import tiny_turns
 import transformers
 
 import train_grpo
-from config import UserError
 from rollout import Completion
-from support.check import checks
 from support.step import turns
 from support.step.grading import GradingPool
 from tests.conftest import Training, tiny_config
 from tests.oracle.plain import check_step, sampled
 from tests.pools import pool_of
-from tests.step.test_step import build  # noqa: F401, a fixture
+from tests.step.test_step import as_rows, build  # noqa: F401, a fixture
 
 # Replies with the reference's first digits, one more each time; says at the end what it has heard.
 ECHO = """
@@ -83,11 +81,6 @@ class Script:
                 ids = [*self.tokenizer(str(seed + i)[-2:])["input_ids"], EOS][:limit]
                 answers.append(Completion(ids, [-1.0] * len(ids), ids[-1] == EOS))
             yield number, answers
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return transformers.AutoTokenizer.from_pretrained(tiny / "model")
 
 
 @pytest.fixture
@@ -256,18 +249,13 @@ def test_what_is_refused_before_the_start(tmp_path, tiny, source, template, mess
     assert "rollout.turns" in str(error.value)
 
 
-def test_max_turns_without_turns_is_refused():
-    with pytest.raises(UserError, match="has no effect without"):
-        checks.check_config(tiny_config("rollout.max_turns=3"), 1)
-
-
 # ---------------------------------------------------------------- against plain transformers
 
 
 def test_a_step_of_conversations_equals_plain_transformers(build, tiny, echo):  # noqa: F811
     run = build(*echo, "algo.entropy_coef=0", "rollout.temperature=0.8", "train.max_tokens_per_micro_batch=64")
     metrics, samples = train_grpo.train_step(run, 1)
-    rows = [vars(s) | {name: vars(s)[name].tolist() for name in ("prompt_ids", "response_ids")} for s in samples]
+    rows = as_rows(samples)
     assert {len(row["turns"]) for row in rows} >= {1, 3}
     check_step(metrics, rows, tiny / "model", tiny / "model", kl_coef=0)
     assert metrics["tokens/response_mean"] == np.mean([sampled(row).sum().item() for row in rows])

@@ -23,16 +23,41 @@ def dry_run(tiny, capfd, offline):
     return run
 
 
+WEIGHTS = ("{a.jsonl: 0}", "{a.jsonl: much}", "{a.jsonl: .nan}", "{a.jsonl: true}", "[{a.jsonl: 1}]")  # and none is
+TAUGHT = "algo.teacher=self; data.hint_key=answer"
+# Options as a user would write them → what the refusal says.
+MEGATRON = {
+    "lr=1": "use train.lr",
+    "use_megatron_fsdp=true": "see docs/options.md; the fields of Megatron-core that may: adam_eps, ",
+    "use_distributed_optimizer=false": "see docs/options.md",
+    "moe_token_dispatcher_type=allgather": "must be 'alltoall' or 'flex'",
+    "optimizer_offload_fraction=0.5": "no effect without megatron.optimizer_cpu_offload=True",
+    "optimizer_cpu_offload=true": "use model.dtype=bf16",
+    "recompute_modules=[layernorm]; megatron.recompute_granularity=selective": "must be 'core_attn', 'mlp', 'moe' or",
+    "optimizer_offload_fraction=0; megatron.optimizer_cpu_offload=true": "must be greater than 0",
+    "adam_eps=-1": "must be greater than or equal to 0",
+    "recompute_method=uniform": "no effect without megatron.recompute_granularity='full'",
+    "bucket_size='4'": "must be a valid integer",
+    "overlap_grad_reduce=1": "must be a valid boolean",
+    "moe_aux_loss_coeff=0.01": "is a Qwen2ForCausalLM, which has no experts",
+}
+VLLM = {
+    "max_num_seqs='8'": "max_num_seqs='8': must be a valid integer",
+    "cpu_offload_gb=.nan": "must be a finite number",
+    "attention_backend=flash_atn": "attention_backend='flash_atn': no such value; the nearest is FLASH_ATTN",
+    "compilation_config=fast": "compilation_config='fast': must be an object",
+    "scheduling_policy=lifo": "must be 'fcfs' or 'priority'",
+    "data_parallel_size=2": "may not be set: it is settled by the trainer, in whose ranks vLLM runs",
+}
+
+
 @pytest.mark.parametrize(
-    ("override", "needles"),
+    ("overrides", "needles"),
     [
         ("train.learning_rate=1", ["unknown key 'train.learning_rate'", "train."]),
         ("trian.lr=1", ["'trian", "nearest legal key"]),
         ("resume=no", ["resume=False: legal is none, auto, or the folder of a checkpoint"]),
-        (
-            "reward.functions.x.type=math",
-            ["reward.functions.x={'type': 'math'}: legal is file.py:function, or the name"],
-        ),
+        ("reward.functions.x.type=math", ["functions.x={'type': 'math'}: legal is file.py:function, or the name"]),
         ("parallel.tp=two", ["parallel.tp", "two"]),
         ("train", ["section.key=value"]),
         ("parallel.tp=3", ["parallel.tp=3", "world size 4", "--world-size"]),
@@ -41,6 +66,7 @@ def dry_run(tiny, capfd, offline):
         ("parallel.pp=4", ["parallel.pp=4", "layers 2", "[1, 2]"]),
         ("rollout.group_size=1", ["rollout.group_size=1", "greater than or equal to 2"]),
         ("rollout.top_p=0.9", ["rollout.top_p=0.9", "rollout.max_logp_gap=inf"]),
+        ("rollout.max_turns=3", ["rollout.max_turns=3", "has no effect without"]),
         ("train.updates_per_step=3", ["train.updates_per_step=3", "prompts_per_step=16"]),
         ("train.max_tokens_per_micro_batch=8", ["max_tokens_per_micro_batch=8", "at least"]),
         ("parallel.ep=2", ["parallel.ep=2", "without experts"]),
@@ -59,11 +85,37 @@ def dry_run(tiny, capfd, offline):
         ("profile.ranks=[0,4]", ["there are only ranks 0 to 3"]),
         ("data.max_prompt_tokens=3", ["data.max_prompt_tokens=3", "the shortest has 4"]),
         ("data.max_prompt_tokens=4000", ["beyond max_position_embeddings=2048"]),
+        # schedules
+        ("schedule.lr={shape: cubic}", ["schedule.lr", "'constant', 'linear' or 'cosine'"]),
+        ("schedule.kl_coef={to: 0.1}", ["algo.kl_coef=0 keeps no reference model"]),
+        ("schedule.temperature={to: 0}; train.steps=3", ["rollout.temperature=0", "greater than 0"]),
+        ("schedule.entropy={to: 0}", ["unknown key 'schedule.entropy'", "'schedule.entropy_coef'"]),
+        # weights of sets of data
+        *((f"data.train={value}", ["data.train", "must be"]) for value in WEIGHTS),
+        ("data.eval={a.jsonl: 1}", ["data.eval", "must be"]),
+        # a teacher
+        ("algo.teacher=self", ["algo.teacher=self without hints", "data.hint_key"]),
+        ("data.hint_key=answer", ["data.hint_key=answer has no effect without algo.teacher"]),
+        ("algo.advantage=none", ["algo.advantage=none", "without algo.teacher"]),
+        (f"{TAUGHT}; algo.advantage=none; algo.kl_coef=5; algo.kl_in=reward", ["use algo.kl_in=loss or algo."]),
+        (f"{TAUGHT}; algo.reference_on=host", ["algo.reference_on=host has no"]),
+        # names of the algorithm's branches
+        ("algo.advantage=gae", ["dr_grpo | rloo | grpo_loo | grpo_batch | max_rl | gdpo | reinforce_pp | none"]),
+        ("algo.loss=sapo", ["ppo_clip | gspo | cispo | ipo | dppo_tv | reinforce"]),
+        ("algo.loss_norm=mean", ["token_mean | seq_mean_token_mean | seq_mean_token_sum | seq_mean_token_sum_norm"]),
+        ("algo.kl=k4", ["k1 | k2 | k3 | k3+"]),
+        ("algo.kl=k4; algo.kl_in=reward", ["k1 | k2 | k3 | k3+"]),
+        ("algo.correction=mis", ["none | tis | icepop | seq_mask"]),
+        ("algo.correction_low=3", ["above algo.correction_high=2"]),
+        # options of Megatron-core and vLLM
+        *((f"megatron.{option}", [option.partition("=")[0], said]) for option, said in MEGATRON.items()),
+        *((f"rollout.vllm.{option}", [option.partition("=")[0], said]) for option, said in VLLM.items()),
     ],
 )
-def test_bad_key(dry_run, override, needles):
+def test_a_mistake_is_told(dry_run, overrides, needles):
+    """Several overrides have "; " between them."""
     room = [f"train.{phase}max_tokens_per_micro_batch=8192" for phase in ("", "logprob_")]
-    code, text = dry_run(*(room if "max_prompt" in override else []), override)
+    code, text = dry_run(*(room if "max_prompt" in overrides else []), *overrides.split("; "))
     assert code == 2 and text.startswith("error: ")
     for needle in needles:
         assert needle in text

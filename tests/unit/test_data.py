@@ -1,6 +1,5 @@
 """Data as people have it: every format gives the same prompts, and bad data is refused by file, row or column."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -8,10 +7,10 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import transformers
 
 from config import DataConfig
 from support.data.prompts import fingerprint, load_prompts
+from tests.conftest import write_rows
 
 # What a careless reader would change: leading zeros, the text "None", a number that is text, commas, line breaks.
 ROWS = [
@@ -31,31 +30,19 @@ VERL_KEYS = {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", 
 ROLES = "{% for m in messages %}{{ {'system': '+', 'user': '-'}[m.role] }}{{ m.content }}{% endfor %}"
 
 
-@pytest.fixture
-def tokenizer(tiny):
-    return transformers.AutoTokenizer.from_pretrained(tiny / "model")
-
-
 def write(path: Path, rows: list[dict]) -> None:
     """`rows` as a file (or saved folder) of the type that the name says."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.Table.from_pylist(rows)
+    table = datasets.Dataset.from_list(rows)
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=1))
-    elif path.suffix == ".parquet":
-        pq.write_table(table, path)
     elif path.suffix == ".arrow":
-        with (pa.ipc.new_stream if "stream" in path.name else pa.ipc.new_file)(path, table.schema) as writer:
-            writer.write_table(table)
-    elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        with (pa.ipc.new_stream if "stream" in path.name else pa.ipc.new_file)(path, table.data.schema) as writer:
+            writer.write_table(table.data.table)
     else:
-        datasets.Dataset.from_list(rows).save_to_disk(path)
+        {".parquet": table.to_parquet, ".csv": table.to_csv, "": table.save_to_disk}[path.suffix](path)
 
 
 def load(tokenizer, train, **options):

@@ -229,6 +229,9 @@ REWARDS = {  # expression → the status and a part of the error
     f"(subprocess.Popen(['sleep', '1000'], start_new_session=True), subprocess.run({ORPHANS}))": ("timeout", ""),
     "(subprocess.Popen(['sleep', '1000']), os._exit(3))": ("error", "exit code 3"),
     "sys.exit(5)": ("error", "exit code 5"),
+    "fail()": ("error", "KeyError: 'no such unit' (judge.py, line 17)"),
+    "float('nan')": ("error", "ValueError: a reward must be a finite number"),
+    "{'overlong': -1.0}": ("error", "ValueError: a reward has a part 'overlong', which is the trainer's own"),
     KEEPS_FILES: ("timeout", ""),
 }
 

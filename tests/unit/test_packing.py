@@ -8,12 +8,12 @@ import pytest
 import torch
 import yaml
 
-from config import Config, ParallelConfig
+from config import AlgoConfig, Config, ParallelConfig
 from support.base.read_config import override
 from support.model.attention import make_buckets
 from support.step import packing
 from support.step.packing import ROW_TOKENS, TOKEN, bubble, measure_rows, pack, shared_positions
-from train_grpo import Sample, flatten
+from train_grpo import Sample, flatten, grpo_loss
 
 
 def plan_bins(lengths_N, max_tokens, replicas, parallel=None):
@@ -96,6 +96,35 @@ def answers(prompts: list[list[int]], *lengths: int, **given) -> list[Sample]:
         for group, prompt in enumerate(prompts)
         for i, n in enumerate(lengths)
     ]
+
+
+def test_every_field_stands_on_the_position_that_predicts():
+    batch = flatten(
+        [
+            Sample(0, [11, 12], [1, 2, 3], [-0.1, -0.2, -0.3], True, "", "s"),
+            Sample(1, [13], [5, 6], [-0.5, -0.6], True, "", "s"),
+        ]
+    )
+    assert batch.lengths_N.tolist() == [4, 2]
+    batch = replace(batch, advantages=torch.tensor([1.5, 0.5])[batch.seq_id])
+    mb = pack(batch, [1, 0], 8, "cpu")
+    assert mb.tokens.tolist() == [[13, 5, 11, 12, 1, 2, 0, 0]]
+    assert mb.targets.tolist() == [[5, 6, 12, 1, 2, 3, 0, 0]]
+    assert mb.mask.tolist() == [[1, 1, 0, 1, 1, 1, 0, 0]]
+    assert mb.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1]]
+    assert mb.advantages.tolist() == [[0.5, 0.5, 1.5, 1.5, 1.5, 1.5, 0, 0]]
+    assert mb.rollout_logp.tolist() == [pytest.approx([-0.5, -0.6, 0, -0.1, -0.2, -0.3, 0, 0])]
+    assert mb.seq_id.tolist() == [[1, 1, 0, 0, 0, 0, -1, -1]]
+    assert mb.cu_seqlens.tolist() == [0, 2, 6, 8] and mb.sizes.tolist() == [2, 4, 2]
+    assert mb.old_logp is None and mb.ref_logp is None
+
+
+def test_an_empty_micro_batch_counts_nothing():
+    batch = flatten(answers([[1, 2, 3]], 2))
+    mb = pack(replace(batch, advantages=torch.ones(4), weights=torch.ones(4)), [], 2, "cpu")
+    assert mb.tokens.shape == (1, 2) and mb.mask.sum() == 0
+    loss, denominator, _ = grpo_loss(mb, torch.zeros(2, requires_grad=True), torch.zeros(2), AlgoConfig())
+    assert loss.item() == 0 and denominator.item() == 0
 
 
 def test_a_row_that_shares_its_prompts_by_hand():
