@@ -45,9 +45,10 @@ from support.step.packing import to_micro_batches
 from support.step.records import Batch, MicroBatch
 
 SHIFT = {"fp32": 1e-3, "bf16": 0.2}  # wanted change of a token's log-prob, root mean square
-TRIAL = {"fp32": 1e-4, "bf16": 0.01}  # size of the move that shows which size changes log-probs by SHIFT
+TRIAL = {"fp32": 1e-4, "bf16": 0.0125}  # size of the first move, which may show that another changes them by SHIFT
+NEAR = 0.8, 1.5  # times SHIFT: log-probs that change by as much are near enough
 FAR = 10.0  # times SHIFT: log-probs that change by more are far from linear
-ATTEMPTS = 3  # at a size that moves log-probs less far
+ATTEMPTS = 4  # at a size that moves log-probs by SHIFT
 LARGEST = 0.05  # size of a move; sizes are in units of the weights' own: a larger one is far from linear
 SIGMAS = 6.0
 NONLINEAR = {"fp32": 0.02, "bf16": 0.05}
@@ -167,26 +168,23 @@ class Probe:
         bound = SIGMAS * noise / math.sqrt(3) / self.tokens + share * max(abs(found), abs(predicted))
         return Change(found, predicted, bound, signal, noise, moved=math.sqrt(moved2 / self.tokens) / 2)
 
-    def compare_with_present(self, direction: Callable[[Shard], Tensor], size: float) -> Change:
-        """The change by a move of `size` · direction alone."""
-        moved, predicted = self.move(direction, size)
+    def compare_with_present(self, moved: list[Tensor], predicted: Tensor) -> Change:
+        """The change by one move alone."""
         return self.compare(moved, [row[0] for row in self.rows], predicted)
 
-    def change_along(self, direction: Callable[[Shard], Tensor], trial: float, shift: float) -> Change:
-        """The change by a move along `direction` and its opposite, which move log-probs by about `shift`.
+    def change_along(self, direction: Callable[[Shard], Tensor], size: float, shift: float) -> tuple[Change, float]:
+        """The change by a move along `direction` and its opposite, which move log-probs by about `shift`, and its size.
 
-        The size of both follows from what a move of the size `trial` does, and from theirs where they go too far.
+        `size` is tried first, and made to fit by what it does to log-probs.
         """
-        moved = 2 * self.compare_with_present(direction, trial).moved
-        size = min(trial * shift / max(moved, 1e-30), LARGEST)
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             higher, predicted_up = self.move(direction, size)
-            lower, predicted_down = self.move(direction, -size)
-            change = self.compare(higher, lower, predicted_up - predicted_down)
-            if change.moved <= FAR * shift or not self.smooth:
+            share = 2 * self.compare_with_present(higher, predicted_up).moved / shift
+            if NEAR[0] <= share <= NEAR[1] or attempt == ATTEMPTS - 1 or (attempt and not self.smooth):
                 break
-            size *= shift / change.moved
-        return change
+            size = min(size / max(share, 1e-30), LARGEST)
+        lower, predicted_down = self.move(direction, -size)
+        return self.compare(higher, lower, predicted_up - predicted_down), size
 
     def resolves(self, change: Change) -> bool:
         """Whether log-probs move by more than rounding and curvature; where they jump, there is nothing to compare."""
@@ -395,11 +393,11 @@ def check_gradient(probe: Probe, norm: float, dtype: str) -> tuple[list[str], st
     shift, trial = SHIFT[dtype], TRIAL[dtype]
     scale = adam.norm_of(shard.before for shard in probe.shards if shard.counted) / norm  # to the weights' size
     least = shift * math.sqrt(probe.slope2 / probe.tokens) / norm**2 / scale  # log-probs move by more (Cauchy-Schwarz)
-    along = probe.change_along(lambda shard: shard.gradient * scale, min(trial, least / 3), shift)
-    changes = {"along the gradient": along}
+    along, _ = probe.change_along(lambda shard: shard.gradient * scale, min(trial, least / 3), shift)
+    changes, size = {"along the gradient": along}, trial
     for number in range(1, DIRECTIONS + 1):
         direction = partial(random_signs, number=number)
-        changes[f"in random direction {number}"] = probe.change_along(direction, trial, shift)
+        changes[f"in random direction {number}"], size = probe.change_along(direction, size, shift)
     hidden = [where for where, change in changes.items() if not probe.resolves(change)]
     changes_more = along.bound < max(abs(along.found), abs(along.predicted))
     if not probe.resolves(along) and changes_more and along.moved <= FAR * shift:
@@ -420,7 +418,7 @@ def check_gradient(probe: Probe, norm: float, dtype: str) -> tuple[list[str], st
     is_still = partial(lacks_gradient, experts=probe.model[0].config.moe_router_topk)
     still = sorted({shard.name for shard in probe.shards if is_still(shard)})
     if ranks.on_any_rank(bool(still)):
-        signal = probe.compare_with_present(partial(signs_where, is_still), LARGE).signal
+        signal = probe.compare_with_present(*probe.move(partial(signs_where, is_still), LARGE)).signal
         if still and signal > max(change.noise for change in changes.values()):
             found.append(f"log-probs depend on weights whose gradient is 0, among them {', '.join(still[:3])}")
             causes = "these weights are left out of the backward pass, or their gradient is not kept"
@@ -432,7 +430,8 @@ def explain_gradient(probe: Probe, judged: list[Change], trial: float, shift: fl
     kinds = sorted({kind for part in ranks.gather([kind_of(shard) for shard in probe.shards]) for kind in part})
     wrong, right = [], []
     for kind in kinds:
-        change = probe.change_along(partial(signs_where, lambda shard, kind=kind: kind_of(shard) == kind), trial, shift)
+        direction = partial(signs_where, lambda shard, kind=kind: kind_of(shard) == kind)
+        change, _ = probe.change_along(direction, trial, shift)
         if probe.resolves(change):
             (wrong if change.over > 1 else right).append(kind)
     if wrong and right:

@@ -46,15 +46,14 @@ def test_adamw_is_that_of_a_hand_computed_step_and_of_torch():
         assert torch.allclose(state["param"], weight.detach(), rtol=1e-12, atol=0)
 
 
-def test_a_move_that_takes_log_probs_too_far_is_made_smaller(monkeypatch):
-    # The trial, 1e-9, is lost in rounding, so the largest size is tried: log-probs change by 5 where 0.001 is wanted.
-    def compare(probe, higher, lower, predicted):
-        return Change(0.0, 0.0, 0.0, 1.0, 0.0, moved=100 * higher if higher > 1e-6 else 0.0)
-
-    monkeypatch.setattr(Probe, "move", lambda probe, direction, size: (size, torch.zeros(())))
-    monkeypatch.setattr(Probe, "compare", compare)
-    probe = Probe([], [], None, [], tokens=1, slope2=1.0, nonlinear=0.02, smooth=True)
-    assert probe.change_along(None, trial=1e-9, shift=1e-3).moved == pytest.approx(1e-3)
+@pytest.mark.parametrize("sizes", [[1e-9, 0.05, 1e-5, -1e-5], [3e-5, 1e-5, -1e-5], [1e-5, -1e-5]])
+def test_a_move_is_made_to_fit(monkeypatch, sizes):
+    # A move changes log-probs by 100 times its size; 1e-9 is lost in rounding, so the largest is tried after it.
+    monkeypatch.setattr(Probe, "move", lambda _, direction, size: (direction(size), torch.zeros(())))
+    monkeypatch.setattr(Probe, "compare", lambda _, up, down, __: Change(0, 0, 0, 1, 0, moved=50 * (up[0] - down[0])))
+    probe, tried = Probe([], [], None, [[0.0]], tokens=1, slope2=1.0, nonlinear=0.02, smooth=True), []
+    probe.change_along(lambda size: tried.append(size) or [size if abs(size) > 1e-6 else 0.0], sizes[0], shift=1e-3)
+    assert tried == pytest.approx(sizes)
 
 
 # ---------------------------------------------------------------- planted faults; the museum has more
