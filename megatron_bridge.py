@@ -50,7 +50,6 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
-    reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -422,25 +421,49 @@ def first_of_context() -> bool:
     return mpu.get_context_parallel_rank() == 0
 
 
-def vocab_parallel_logp(logits_M, targets_M, with_entropy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+class VocabParallelLogp(torch.autograd.Function):
     """Log-prob of each target and entropy at each position, over a vocabulary split across the tensor-parallel ranks.
 
-    logits_M [M, V / tp] fp32, targets_M [M] ids in the full vocabulary → logp_M, entropy_M [M]; both differentiable.
-    All ranks compute one loss from the sums, so they need an all-reduce in the forward pass and none in the backward.
+    logits_M [M, V / tp] fp32, targets_M [M] ids in the full vocabulary → logp_M, entropy_M [M]; both differentiable:
+
+      d logp / d logit_v = [v = target] - p_v          d entropy / d logit_v = -p_v (log p_v + entropy)
+
+    All ranks compute one loss from them, so they need an all-reduce in the forward pass and none in the backward.
     """
-    vocab = logits_M.shape[-1]
-    local_M = targets_M - mpu.get_tensor_model_parallel_rank() * vocab
-    here_M = (local_M >= 0) & (local_M < vocab)
-    max_M = logits_M.detach().amax(-1)
-    dist.all_reduce(max_M, dist.ReduceOp.MAX, group=mpu.get_tensor_model_parallel_group())
-    shifted = logits_M - max_M[:, None]  # [M, V / tp]
-    exp = shifted.exp()
-    target_M = shifted.gather(-1, local_M.clamp(0, vocab - 1)[:, None])[:, 0] * here_M
-    weighted_M = (exp * shifted).sum(-1) if with_entropy else torch.full_like(target_M, math.nan)
-    sums = torch.stack([exp.sum(-1), weighted_M, target_M])  # [3, M]
-    exp_sum_M, weighted_sum_M, target_M = reduce_from_tensor_model_parallel_region(sums)
-    log_z_M = exp_sum_M.log()
-    return target_M - log_z_M, log_z_M - weighted_sum_M / exp_sum_M
+
+    @staticmethod
+    def forward(ctx, logits_M, targets_M, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)  # that of an entropy that is only reported is None: no pass is spent on it
+        group, vocab = mpu.get_tensor_model_parallel_group(), logits_M.shape[-1]
+        local_M = targets_M - group.rank() * vocab
+        here_M = (local_M >= 0) & (local_M < vocab)
+        local_M = local_M.clamp(0, vocab - 1)[:, None]  # [M, 1]
+        max_M = logits_M.amax(-1)
+        dist.all_reduce(max_M, dist.ReduceOp.MAX, group=group)
+        shifted = logits_M - max_M[:, None]  # [M, V / tp]
+        exp = shifted.exp()
+        target_M = shifted.gather(-1, local_M)[:, 0] * here_M
+        exp_sum_M = exp.sum(-1)
+        weighted_M = exp.mul_(shifted).sum(-1) if with_entropy else torch.full_like(target_M, math.nan)
+        sums = torch.stack([exp_sum_M, weighted_M, target_M])  # [3, M]
+        dist.all_reduce(sums, group=group)
+        exp_sum_M, weighted_sum_M, target_M = sums
+        log_z_M = exp_sum_M.log()
+        entropy_M = log_z_M - weighted_sum_M / exp_sum_M
+        ctx.save_for_backward(shifted, log_z_M, entropy_M, local_M, here_M)
+        return target_M - log_z_M, entropy_M
+
+    @staticmethod
+    def backward(ctx, grad_logp_M, grad_entropy_M):
+        shifted, log_z_M, entropy_M, local_M, here_M = ctx.saved_tensors
+        if grad_logp_M is None:
+            grad_logp_M = torch.zeros_like(log_z_M)
+        logp = shifted - log_z_M[:, None]  # of each token of the vocabulary
+        factor = -grad_logp_M[:, None]
+        if grad_entropy_M is not None:
+            factor = factor - (logp + entropy_M[:, None]).mul_(grad_entropy_M[:, None])
+        grad = logp.exp_().mul_(factor)  # of p; the target's own follows
+        return grad.scatter_add_(-1, local_M, (grad_logp_M * here_M)[:, None]), None, None
 
 
 def token_logprobs(
@@ -467,15 +490,15 @@ def token_logprobs(
 
     def chunk_logprobs(hidden_M, targets_M):
         logits, _ = model.output_layer(hidden_M, weight=weight)  # [M, V / tp]
-        return torch.stack(vocab_parallel_logp(logits.float() / temperature, targets_M, with_entropy), dim=-1)  # [M, 2]
+        return VocabParallelLogp.apply(logits.float() / temperature, targets_M, with_entropy)
 
     if len(rows_M) > LOGITS_CHUNK:
         chunks = zip(hidden_M.split(LOGITS_CHUNK), targets_M.split(LOGITS_CHUNK), strict=True)
         values = [torch.utils.checkpoint.checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
-        values_M = torch.cat(values)
+        logp_M, entropy_M = map(torch.cat, zip(*values, strict=True))
     else:
-        values_M = chunk_logprobs(hidden_M, targets_M)
-    return to_row(values_M, rows_M, mb).unbind(-1)
+        logp_M, entropy_M = chunk_logprobs(hidden_M, targets_M)
+    return to_row(logp_M, rows_M, mb), to_row(entropy_M, rows_M, mb)
 
 
 def own_rows(mb) -> tuple[torch.Tensor, Copies]:
@@ -488,8 +511,8 @@ def own_rows(mb) -> tuple[torch.Tensor, Copies]:
 
 
 def to_row(values_M, rows_M, mb) -> torch.Tensor:
-    """The values in the row, 0 at other positions, on every context-parallel rank; [M, n] → [T, n]."""
-    return sum_over_context(values_M.new_zeros(mb.tokens.shape[1], values_M.shape[1]).index_copy(0, rows_M, values_M))
+    """The values in the row, 0 at other positions, on every context-parallel rank; [M] → [T]."""
+    return sum_over_context(values_M.new_zeros(mb.tokens.shape[1]).index_copy(0, rows_M, values_M))
 
 
 # ---------------------------------------------------------------- weights in and out

@@ -237,7 +237,7 @@ def collect(run: Run, cfg: Config, step: int) -> Collected:
     while len(groups) < r.prompts_per_step and rounds < max_rounds:
         run.clock.check_stop()
         missing = r.prompts_per_step - len(groups)
-        # {group: prompt}
+        # {group: prompt}; groups are numbered from 0 over all rounds of a step.
         prompts = dict(enumerate(prompt_batch(run.inputs.prompts, taken, missing, cfg.seed), taken - run.prompts_taken))
         answers, rank_seconds = sample_and_grade(run, prompts, step, r.group_size, r, r.max_new_tokens)
         run.clock.check_stop()  # before errors are judged: a scheduler's signal may have ended grading processes too
@@ -397,7 +397,7 @@ def group_advantages(
       grpo_loo      (r - m') / (s' + 1e-6)         NeMo-RL; not divided where the others are equal
       max_rl        (r - m) / m, and 0 where m is not above 0      MaxRL, arXiv 2602.02710; for rewards of 0 and 1
       none          0                              for a teacher alone
-    grpo_batch, gdpo and reinforce_pp take r - m, then scale_by_batch; tokens_N, trained tokens, is for the last alone.
+    grpo_batch, gdpo and reinforce_pp take r - m, then scale_by_batch. Only reinforce_pp needs tokens_N, trained tokens.
     """
     advantages_N = np.zeros_like(rewards_N)
     order = np.argsort(groups_N, kind="stable")
@@ -493,7 +493,7 @@ def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None =
 
 
 def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
-    """Accumulate an update's gradient in Megatron's buffers; returns its report, of all ranks but for measure_rows."""
+    """Accumulate an update's gradient in Megatron's buffers. Returns sums over all ranks, and this replica's rows."""
     bridge.zero_gradients(model, optimizer)
     reports = run_schedule(model, micro_batches, cfg.rollout.temperature, partial(grpo_loss, algo=cfg.algo))
     report = metrics.add_up(reports) | {"grad_norm": math.nan} | measure_rows(micro_batches, cfg)

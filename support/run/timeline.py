@@ -10,7 +10,6 @@ output_dir/traces/memory_3_5_rank0.pickle   for https://pytorch.org/memory_viz
 import itertools
 import json
 import time
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -36,8 +35,6 @@ class Timeline:
         self.drawn = profile.ranks is None or self.rank in profile.ranks
         self.window = range(profile.start, min(profile.stop, last_step) + 1)
         self.step: int | None = None  # the step that is recorded
-        self.spans: list[tuple[float, float]] = []  # (start, end) of its phases, which are disjoint
-        self.numbers = Counter()  # of its phases of each name
         self.events: list[dict] = []  # of the window
         self.zero = 0.0  # this rank's clock as the window begins
         self.torch_profiler = None
@@ -48,31 +45,20 @@ class Timeline:
             if self.step is None:
                 self._open()
             self.step = step
-            self.spans.clear()
-            self.numbers.clear()
 
     def add(self, name: str, start: float, end: float) -> None:
-        """Record a phase of this rank, between two readings of time.perf_counter(); "step" and "eval" contain others.
-
-        Its number is that of the phase within its step: for "train" it is the update.
-        """
+        """Record a phase of this rank between two readings of time.perf_counter(). "step" and "eval" contain others."""
         if self.step is None:
             return
-        self.spans.append((start, end))
-        self.numbers[name] += 1
         first, last = (round((moment - self.zero) * 1e9) for moment in (start, end))  # ns: whole numbers
         self.events.append({
             "ph": "X", **self.track, "name": f"step {self.step}" if name == "step" else name,
             "ts": first / 1000, "dur": (last - first) / 1000,  # µs
-            "args": {"step": self.step, "number": self.numbers[name]},
+            "args": {"step": self.step},
         })  # fmt: skip
 
     def end_step(self, start: float, end: float) -> None:
-        """Record a step, and as "other" the time between its phases; the last step of the window writes the files."""
-        last_end = start
-        for span_start, span_end in [*self.spans, (end, end)]:
-            self.add("other", last_end, span_start)
-            last_end = span_end
+        """Record a step; the last one of the window writes the files."""
         self.add("step", start, end)
         if self.step == self.window[-1]:
             self.close()

@@ -1,10 +1,11 @@
-"""Gradients that are written by hand (support/model/layers.py): against autograd, and without the copies they avoid."""
+"""Gradients written by hand, in support/model/layers.py and the bridge: against autograd, and what they save."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
+import megatron_bridge as bridge
 from support.model.layers import Normalization, Rotation, Split, SwiGLU
 
 
@@ -40,3 +41,13 @@ def test_the_norm_is_that_of_torch_in_fp64(dtype, close):
     gradients = (torch.autograd.grad(out, [x, weight], grad.to(out.dtype)) for out in (found, exact))
     for value, expected in [(found, exact), *zip(*gradients, strict=True)]:
         assert value.dtype == dtype and (value - expected).abs().max() < close * expected.abs().max()
+
+
+def test_log_probs_and_entropies_of_a_vocabulary_have_their_gradients(world):
+    bridge.mpu.initialize_model_parallel()
+    logits = torch.randn(5, 11, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 10, 3, 3, 7])
+    found = bridge.VocabParallelLogp.apply(logits, targets, True)
+    logp = logits.log_softmax(-1)
+    assert torch.allclose(torch.stack(found), torch.stack([logp[range(5), targets], -(logp.exp() * logp).sum(-1)]))
+    assert gradcheck(lambda at: bridge.VocabParallelLogp.apply(at, targets, True), logits)

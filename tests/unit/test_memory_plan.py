@@ -125,9 +125,9 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, family, more):
     cfg = tiny_config(f"model.path={tmp_path}", "data.train=unused", "algo.entropy_coef=0.1", *rows, *more)
     hf = transformers.AutoConfig.from_pretrained(tmp_path)
     scoring, training = peaks(cfg, prompt=1, answer=128)
-    planned = plan.activation_bytes(hf, cfg, 0)[0] + plan.head_bytes(hf, cfg, 512, plan.LOGIT_TRAIN)
+    planned = plan.activation_bytes(hf, cfg, 0)[0] + plan.head_bytes(hf, cfg, 512, trains=True)
     assert planned == pytest.approx(training, rel=0.1)
-    assert plan.head_bytes(hf, cfg, 512, plan.LOGIT_SCORE) == pytest.approx(scoring, rel=0.1)
+    assert plan.head_bytes(hf, cfg, 512, trains=False) == pytest.approx(scoring, rel=0.1)
     assert np.less(peaks(cfg, prompt=160, answer=72), (scoring, training)).all()  # shared: copies are within the row
 
 
