@@ -18,8 +18,6 @@ SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 TORCHRUN := $(BIN)/python -m torch.distributed.run
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
-# torch on a CPU then asks for pages of 2 MiB: a new large tensor costs a 500th of the page faults
-export THP_MEM_ALLOC_ENABLE ?= 1
 
 # GPU requirements where an NVIDIA driver answers, else the CPU recipe
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)

@@ -54,7 +54,7 @@ def command_of(work: str, system: str, number: int, warmup: int, steps: int) -> 
 def run(command: list[str], name: str, timeout_s: int = TIMEOUT_S) -> bool:
     """Run a command, its output in build/bench/NAME.log; whether it ended well."""
     start = time.perf_counter()
-    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "THP_MEM_ALLOC_ENABLE": "1", **os.environ}
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
     log = REPO / "build/bench" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
