@@ -433,7 +433,7 @@ class VocabParallelLogp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_M, targets_M, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.set_materialize_grads(False)  # that of an entropy that is only reported is None: no pass is spent on it
+        ctx.set_materialize_grads(False)  # None for an entropy that is only reported: no pass is spent on its gradient
         group, vocab = mpu.get_tensor_model_parallel_group(), logits_M.shape[-1]
         local_M = targets_M - group.rank() * vocab
         here_M = (local_M >= 0) & (local_M < vocab)
@@ -462,7 +462,7 @@ class VocabParallelLogp(torch.autograd.Function):
         factor = -grad_logp_M[:, None]
         if grad_entropy_M is not None:
             factor = factor - (logp + entropy_M[:, None]).mul_(grad_entropy_M[:, None])
-        grad = logp.exp_().mul_(factor)  # of p; the target's own follows
+        grad = logp.exp_().mul_(factor)  # p_v times its factor; the target's 1 is added to it
         return grad.scatter_add_(-1, local_M, (grad_logp_M * here_M)[:, None]), None, None
 
 

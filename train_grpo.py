@@ -493,7 +493,7 @@ def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None =
 
 
 def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cfg: Config) -> dict[str, float]:
-    """Accumulate an update's gradient in Megatron's buffers. Returns sums over all ranks, and this replica's rows."""
+    """Accumulate an update's gradient in Megatron's buffers. Returns its report, of all ranks except measure_rows."""
     bridge.zero_gradients(model, optimizer)
     reports = run_schedule(model, micro_batches, cfg.rollout.temperature, partial(grpo_loss, algo=cfg.algo))
     report = metrics.add_up(reports) | {"grad_norm": math.nan} | measure_rows(micro_batches, cfg)

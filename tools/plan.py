@@ -40,7 +40,7 @@ GB = 10**9
 GPU_BYTES = 80 * GB  # where there is no GPU to ask
 RESERVE = 0.1  # of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs and fragments: assumed, not measured
 META = torch.device("meta")
-LOGIT = 16  # bytes for each logit of a chunk, in a forward pass and in a backward pass
+LOGIT = 16  # bytes for each logit of a chunk at the peak, which is the same in both passes
 BLOCK = 16  # tokens of a block of vLLM's KV cache
 
 # ---------------------------------------------------------------- what a rank holds, to the byte

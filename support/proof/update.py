@@ -46,9 +46,9 @@ from support.step.records import Batch, MicroBatch
 
 SHIFT = {"fp32": 1e-3, "bf16": 0.2}  # wanted change of a token's log-prob, root mean square
 TRIAL = {"fp32": 1e-4, "bf16": 0.0125}  # size of the first move, which may show that another changes them by SHIFT
-NEAR = 0.8, 1.5  # times SHIFT: log-probs that change by as much are near enough
+NEAR = 0.8, 1.5  # times SHIFT: a change between these is near enough
 FAR = 10.0  # times SHIFT: log-probs that change by more are far from linear
-ATTEMPTS = 4  # at a size that moves log-probs by SHIFT
+ATTEMPTS = 4  # to find a size that changes log-probs by SHIFT
 LARGEST = 0.05  # size of a move; sizes are in units of the weights' own: a larger one is far from linear
 SIGMAS = 6.0
 NONLINEAR = {"fp32": 0.02, "bf16": 0.05}
@@ -175,14 +175,16 @@ class Probe:
     def change_along(self, direction: Callable[[Shard], Tensor], size: float, shift: float) -> tuple[Change, float]:
         """The change by a move along `direction` and its opposite, which move log-probs by about `shift`, and its size.
 
-        `size` is tried first, and made to fit by what it does to log-probs.
+        `size` is tried first. One that moves log-probs too little or too far is made to fit.
         """
-        for attempt in range(ATTEMPTS):
+        attempts = ATTEMPTS if self.smooth else 2
+        for attempt in range(1, attempts + 1):
             higher, predicted_up = self.move(direction, size)
             share = 2 * self.compare_with_present(higher, predicted_up).moved / shift
-            if NEAR[0] <= share <= NEAR[1] or attempt == ATTEMPTS - 1 or (attempt and not self.smooth):
+            fitting = min(size / max(share, 1e-30), LARGEST)
+            if NEAR[0] <= share <= NEAR[1] or fitting == size or attempt == attempts:
                 break
-            size = min(size / max(share, 1e-30), LARGEST)
+            size = fitting
         lower, predicted_down = self.move(direction, -size)
         return self.compare(higher, lower, predicted_up - predicted_down), size
 
@@ -403,7 +405,7 @@ def check_gradient(probe: Probe, norm: float, dtype: str) -> tuple[list[str], st
     if not probe.resolves(along) and changes_more and along.moved <= FAR * shift:
         hidden.remove("along the gradient")  # the loss changes by more than its rounding, if no token does
     if hidden:
-        note(f"was not checked {', '.join(hidden)}: small moves of the weights change log-probs by less than rounding")
+        note(f"was not checked {', '.join(hidden)}: moves change log-probs by less than rounding, or too far")
     judged = {where: change for where, change in changes.items() if where not in hidden}
     found, causes = [], ""
     if not math.hypot(*[change.over for change in judged.values()]) <= 1:

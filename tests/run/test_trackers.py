@@ -153,13 +153,12 @@ def test_a_run_with_everything_on(train, tiny):
 
     tracks = tracks_of(run.out / "traces/steps_3_4.json")
     assert list(tracks) == ["rank 0", "rank 1"]
-    for name, events in tracks.items():
+    for events in tracks.values():
         names = [event["name"] for event in events if event["args"]["step"] == 3]
         assert {"step 3", "eval", "rollout", "reward", "gather", "logprob", "train", "sync", "save", "wait"} <= {*names}
         assert names.count("train") == 2
-        seconds = [event["dur"] / 1e6 for event in events if event["name"].startswith("step")]
-        if name == "rank 0":  # whose seconds the metrics have
-            assert seconds == pytest.approx([m["time/step"] for m in run.metrics[3:5]], rel=1e-6)
+    seconds = [event["dur"] / 1e6 for event in tracks["rank 0"] if event["name"].startswith("step")]
+    assert seconds == pytest.approx([m["time/step"] for m in run.metrics[3:5]], rel=1e-6)  # those of rank 0
     meetings = [[e["ts"] + e["dur"] for e in events if e["name"] == "gather"] for events in tracks.values()]
     assert all(abs(a - b) < 5000 for a, b in zip(*meetings, strict=True))  # µs: they meet, on one clock
     for rank in (0, 1):
