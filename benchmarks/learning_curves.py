@@ -9,7 +9,8 @@ rate and clipping are those of the configuration. TRL samples with transformers,
 weights in fp32. What differs beside: the order of the prompts and the seeds of sampling; 1e-4 beside the standard
 deviation where ours has 1e-6; TRL's warm-up begins with a learning rate of 0 where ours begins with a tenth of it.
 
-A curve that is in the CSV is not trained again. TRL runs in build/trl-venv (benchmarks/theirs.py --setup makes it).
+A curve that is in the CSV is not trained again. TRL runs in an environment of its own: benchmarks/theirs.py
+--setup build/trl-venv makes it.
 """
 
 import argparse

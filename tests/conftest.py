@@ -31,7 +31,7 @@ REPO = Path(__file__).resolve().parent.parent
 def pytest_addoption(parser) -> None:
     parser.addoption("--run", metavar="OUTPUT_DIR", help="a run that tests/oracle repeats (docs/forking.md)")
     parser.addoption("--museum-page", action="store_true", help="write docs/dev/museum.md after all of tests/museum")
-    parser.addoption("--kills", type=int, default=10, help="runs that tests/faults/test_kills.py kills")
+    parser.addoption("--kills", type=int, default=5, help="runs that tests/faults/test_kills.py kills")
     parser.addoption("--all-starts", action="store_true", help="all healthy runs of tests/faults, not some")
 
 

@@ -18,8 +18,7 @@ from config import TrainConfig
 from support.base.ranks import device
 from support.model.optimizer_state import MOMENTS, optimizer_weights, own_slice
 
-BLOCK = 1 << 24  # elements
-TILE = 1 << 20  # random numbers
+BLOCK = 1 << 20  # elements: on a CPU larger temporaries cost page faults
 ENTRIES = 1000  # sampled from each shard
 RELATIVE = 1e-3  # bound of moments and of the weight's step; the norm that clips is a sum in fp32
 CLIPPED_BF16 = 2.0**-6  # more, where the gradient is in bf16: norm and product round it by up to 2^-8 each; its square
@@ -58,19 +57,17 @@ class Shard:
         return {moment: own[moment].detach()[self.start : end] for moment in MOMENTS} | {"step": own["step"]}
 
     def random(self, salt: int) -> Tensor:
-        """Random int16, flat: a part of random_tile, repeated. Ranks that hold a copy of the elements get the same."""
+        """Random int16, flat: from random_block, rolled. Ranks that hold a copy of the elements get the same."""
         first = self.place.start // BLOCK * BLOCK
         offset = zlib.crc32(f"{self.name} {first} {salt}".encode()) + self.place.start - first
-        tile = random_tile(device()).roll(-(offset % TILE))
-        count = len(self.before)
-        return tile.repeat(-(-count // TILE))[:count]
+        return random_block(device()).roll(-(offset % BLOCK))[: len(self.before)]
 
 
 @functools.cache
-def random_tile(on: torch.device) -> Tensor:
-    """TILE random int16, the same on every device and in every run."""
+def random_block(on: torch.device) -> Tensor:
+    """BLOCK random int16, the same on every device and in every run."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**15), 2**15, (TILE,), dtype=torch.int16, generator=generator).to(on)
+    return torch.randint(-(2**15), 2**15, (BLOCK,), dtype=torch.int16, generator=generator).to(on)
 
 
 def own_shards(model: list, optimizer, names: dict[torch.nn.Parameter, str], copied: bool = True) -> list[Shard]:

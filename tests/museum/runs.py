@@ -136,6 +136,10 @@ then a tiny model makes three steps on two ranks with real vLLM (`pytest tests/m
 built against them; README.md has a score of others. An issue is named if a tracker has the failure; its cause
 there may differ. 20 were planted in TRL 1.16: in three steps on a CPU it noticed none by an error or a Python warning.
 
+Seven of these runs are in bf16, the others in fp32. With the others in bf16 as well, seven failures only make a run
+warn: a shared prompt's mean, gradients not summed over replicas (warned in step 3) or summed twice, tokens counted on
+every context rank, both wrong divisors, and dropout. All other failures that stop a run in fp32 stop it in bf16 too.
+
 """
 COLUMNS = "| failures (where they happened) | noticed by | message |\n|---|---|---|\n"
 
