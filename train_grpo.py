@@ -674,14 +674,14 @@ def mismatch_weight(
     if low > high:
         raise UserError(f"algo.correction_low={low:g} is above algo.correction_high={high:g}: no weight fits")
     log_w_T = trainer_logp_T - rollout_logp_T
-    judged_T = log_w_T  # what is compared with the bounds
+    compared_T = log_w_T  # what is compared with the bounds
     if algo.correction == "seq_mask":
-        judged_T = sequence_mean(log_w_T, mask_T, sequence_T)
+        compared_T = sequence_mean(log_w_T, mask_T, sequence_T)
     elif algo.correction_level == "sequence":
-        judged_T = log_w_T = sequence_sum(log_w_T * mask_T, sequence_T)
+        compared_T = log_w_T = sequence_sum(log_w_T * mask_T, sequence_T)
     w_T = log_w_T.clamp(-20, 20).exp()
-    judged_T = judged_T.clamp(-20, 20).exp()
-    outside_T = ((judged_T < low) | (judged_T > high)).float()
+    compared_T = compared_T.clamp(-20, 20).exp()
+    outside_T = ((compared_T < low) | (compared_T > high)).float()
     if algo.correction == "none":
         return torch.ones_like(w_T), outside_T
     if algo.correction == "tis":
