@@ -1,7 +1,7 @@
 """Mistakes a user can make before training: exit code 2, one message with the key and what is legal, no traceback."""
 
 import json
-import shutil
+import re
 
 import make_smollm2
 import pytest
@@ -24,12 +24,12 @@ def dry_run(tiny, capfd, offline):
 
 
 WEIGHTS = ("{a.jsonl: 0}", "{a.jsonl: much}", "{a.jsonl: .nan}", "{a.jsonl: true}", "[{a.jsonl: 1}]")  # and none is
+ROOM = "train.max_tokens_per_micro_batch=8192; train.logprob_max_tokens_per_micro_batch=8192"
 TAUGHT = "algo.teacher=self; data.hint_key=answer"
 # Options as a user would write them → what the refusal says.
 MEGATRON = {
     "lr=1": "use train.lr",
     "use_megatron_fsdp=true": "see docs/options.md; the fields of Megatron-core that may: adam_eps, ",
-    "use_distributed_optimizer=false": "see docs/options.md",
     "moe_token_dispatcher_type=allgather": "must be 'alltoall' or 'flex'",
     "optimizer_offload_fraction=0.5": "no effect without megatron.optimizer_cpu_offload=True",
     "optimizer_cpu_offload=true": "use model.dtype=bf16",
@@ -54,8 +54,6 @@ VLLM = {
 @pytest.mark.parametrize(
     ("overrides", "needles"),
     [
-        ("train.learning_rate=1", ["unknown key 'train.learning_rate'", "train."]),
-        ("trian.lr=1", ["'trian", "nearest legal key"]),
         ("resume=no", ["resume=False: legal is none, auto, or the folder of a checkpoint"]),
         ("reward.functions.x.type=math", ["functions.x={'type': 'math'}: legal is file.py:function, or the name"]),
         ("parallel.tp=two", ["parallel.tp", "two"]),
@@ -79,17 +77,14 @@ VLLM = {
         ("model.path=nowhere", ["there is no folder /", "/nowhere, and the hub does not give", "model.path=FOLDER"]),
         ("model.path=build/no/model", ["/build/no/model, and the hub does not give a model", "model.path=FOLDER"]),
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
-        ("data.answer_key=solution", ["data.answer_key='solution'", "prompt, answer, source"]),
         ("profile.start=4", ["profile.start=4 is after profile.stop=0"]),
         ("profile.torch=true", ["profile.start=0: there is no timeline"]),
         ("profile.ranks=[0,4]", ["there are only ranks 0 to 3"]),
-        ("data.max_prompt_tokens=3", ["data.max_prompt_tokens=3", "the shortest has 4"]),
-        ("data.max_prompt_tokens=4000", ["beyond max_position_embeddings=2048"]),
+        (f"data.max_prompt_tokens=4000; {ROOM}", ["beyond max_position_embeddings=2048"]),
         # schedules
         ("schedule.lr={shape: cubic}", ["schedule.lr", "'constant', 'linear' or 'cosine'"]),
         ("schedule.kl_coef={to: 0.1}", ["algo.kl_coef=0 keeps no reference model"]),
         ("schedule.temperature={to: 0}; train.steps=3", ["rollout.temperature=0", "greater than 0"]),
-        ("schedule.entropy={to: 0}", ["unknown key 'schedule.entropy'", "'schedule.entropy_coef'"]),
         # weights of sets of data
         *((f"data.train={value}", ["data.train", "must be"]) for value in WEIGHTS),
         ("data.eval={a.jsonl: 1}", ["data.eval", "must be"]),
@@ -114,8 +109,7 @@ VLLM = {
 )
 def test_a_mistake_is_told(dry_run, overrides, needles):
     """Several overrides have "; " between them."""
-    room = [f"train.{phase}max_tokens_per_micro_batch=8192" for phase in ("", "logprob_")]
-    code, text = dry_run(*(room if "max_prompt" in overrides else []), *overrides.split("; "))
+    code, text = dry_run(*overrides.split("; "))
     assert code == 2 and text.startswith("error: ")
     for needle in needles:
         assert needle in text
@@ -127,35 +121,22 @@ def test_missing_config_and_missing_key(capfd, tmp_path):
     (tmp_path / "c.yaml").write_text("seed: 1\n")
     assert main(["--config", str(tmp_path / "c.yaml"), "--dry-run"]) == 2
     assert "data.train, model.path: not set" in capfd.readouterr().err
-    (tmp_path / "c.yaml").write_text("seed: [1\n")
-    assert main(["--config", str(tmp_path / "c.yaml"), "--dry-run"]) == 2
-    assert "cannot read the configuration" in capfd.readouterr().err
 
 
-def test_unsupported_architecture_names_the_supported(dry_run, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+MODELS = [  # what differs in config.json, what the refusal says
+    ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "is a GPT2LMHeadModel; supported are .*Qwen3For"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"rope_parameters": YARN}, "rope type 'yarn' is not supported"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), MODELS)
+def test_a_model_without_a_counterpart_is_refused(dry_run, tiny, tmp_path, changed, message):
+    config = json.loads((tiny / "model/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
     code, text = dry_run(f"model.path={tmp_path}")
-    assert code == 2 and "GPT2LMHeadModel" in text and "Qwen3ForCausalLM" in text
-
-
-def test_model_options_without_a_counterpart_are_refused(dry_run, tiny, tmp_path):
-    shutil.copytree(tiny / "model", tmp_path / "model")
-    config = json.loads((tmp_path / "model/config.json").read_text())
-    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
-    cases = {
-        "hidden_act": ("gelu", "hidden_act='gelu'"),
-        "attention_bias": (True, "attention_bias=True"),
-        "rope_parameters": (rope, "rope type 'yarn' is not supported"),
-        "layer_types": (
-            ["full_attention", "sliding_attention"],
-            "sliding_window=8 in its config.json is supported for",
-        ),
-    }
-    for key, (value, message) in cases.items():
-        changed = {**config, "sliding_window": 8, "use_sliding_window": True, key: value}
-        (tmp_path / "model/config.json").write_text(json.dumps(changed))
-        code, text = dry_run(f"model.path={tmp_path / 'model'}")
-        assert code == 2 and message in text, text
+    assert code == 2 and re.search(message, text), text
 
 
 def test_a_model_that_cannot_be_fetched_says_what_to_put_where(tmp_path, monkeypatch, capfd):
