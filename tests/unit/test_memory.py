@@ -11,9 +11,8 @@ import torch
 from support.base import memory
 from support.check import costs, explain, machines
 from support.run import clock
-from tests.conftest import REPO, tiny_config
+from tests.conftest import tiny_config
 
-CONFIG = str(REPO / "configs/tiny.yaml")
 MB = 2**20
 
 

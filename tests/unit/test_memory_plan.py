@@ -23,7 +23,6 @@ from tests.conftest import REPO, tiny_config
 from tests.layout_worker import held_bytes
 from tools import plan
 
-TINY = str(REPO / "configs/tiny.yaml")
 QWEN = str(REPO / "configs/qwen7b.yaml")
 GPU = 80 * plan.GB
 FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
@@ -169,57 +168,53 @@ def test_a_reference_and_a_teacher(tmp_path):
     assert further("algo.reference_on=host", "algo.kl_coef=0")[2] == {"teacher": size[small]}
 
 
-def test_rows_under_way(tmp_path):
+@pytest.fixture
+def kept(tmp_path):
+    """kept("section.key=value", ..., stage=...) → elements that a stage of the 0.5B keeps of each token of a row."""
+    folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
+    hf = transformers.AutoConfig.from_pretrained(folder)
+
+    def of(*keys: str, stage: int = 0) -> float:
+        cfg = load_config(str(REPO / "configs/qwen2.5_0.5b_1gpu.yaml"), [f"model.path={folder}", *keys])
+        return plan.activation_bytes(hf, cfg, stage)[0] / (2 * cfg.train.max_tokens_per_micro_batch)
+
+    return of
+
+
+def test_rows_under_way(kept):
     """Of 4 stages with 2 chunks each: 4, 3, 2, 1 rows without chunks; 11, 9, 7, 5 halves of one with them."""
-    folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
-    hf = transformers.AutoConfig.from_pretrained(folder)
-
-    def kept(vpp: int) -> list[float]:
-        cfg = load_config(QWEN, [f"model.path={folder}", "parallel.tp=1", "parallel.pp=4", f"parallel.vpp={vpp}"])
-        return [plan.activation_bytes(hf, cfg, stage)[0] for stage in range(4)]
-
-    one = kept(1)[3]
-    assert [bytes_ / one for bytes_ in kept(1)] == [4, 3, 2, 1]
-    assert [bytes_ / one for bytes_ in kept(2)] == [5.5, 4.5, 3.5, 2.5]
+    one = kept("parallel.pp=4", stage=3)
+    for vpp, rows in ((1, [4, 3, 2, 1]), (2, [5.5, 4.5, 3.5, 2.5])):
+        chunks = ("parallel.pp=4", f"parallel.vpp={vpp}")
+        assert [kept(*chunks, stage=stage) / one for stage in range(4)] == rows
 
 
-def test_recomputed_layers_keep_their_input(tmp_path):
+def test_recomputed_layers_keep_their_input(kept):
     """Of 24 layers: all in groups of one, eight of them, or the feed-forward of each, worked by hand."""
-    folder = hub_models.model_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
-    hf = transformers.AutoConfig.from_pretrained(folder)
-
-    def kept(*more: str) -> float:
-        keys = [f"model.path={folder}", "train.max_tokens_per_micro_batch=4096"]
-        config = str(REPO / "configs/qwen2.5_0.5b_1gpu.yaml")
-        cfg = load_config(config, [*keys, *(f"megatron.recompute_{key}" for key in more)])
-        return plan.activation_bytes(hf, cfg, 0)[0] / (2 * 4096)
-
     layer, mlp = 4 * 896 + 3 * 896 + 3 * 128 + 3 * 4864, 3 * 4864
-    assert kept() == 24 * layer and kept("granularity=selective", "modules=[mlp]") == 24 * (layer - mlp)
-    full = ["granularity=full", "num_layers=8"]
-    assert kept(*full, "method=uniform") == 3 * 896 and kept(*full, "method=block") == 8 * 896 + 16 * layer
+    selective = ["megatron.recompute_granularity=selective", "megatron.recompute_modules=[mlp]"]
+    assert kept() == 24 * layer and kept(*selective) == 24 * (layer - mlp)
+    full = [*FULL, "megatron.recompute_num_layers=8"]
+    assert kept(*full) == 3 * 896 and kept(*full, "megatron.recompute_method=block") == 8 * 896 + 16 * layer
 
 
 # ---------------------------------------------------------------- what it says
 
 
-def dry_run(capfd, folder, *options: str) -> tuple[int, str, str]:
-    arguments = ["--config", QWEN, "--dry-run", "--world-size", "8", f"model.path={folder}"]
-    return train_grpo.main([*arguments, *options]), *capfd.readouterr()
-
-
 def test_config_json_alone_is_enough_for_a_plan(tmp_path, capfd, offline):
     """What else is missing is told after it. The tool says the same without a dry run."""
     folder = hub_models.model_folder("Qwen/Qwen2.5-7B-Instruct", tmp_path)
-    code, out, err = dry_run(capfd, folder, "--gpu-memory-gb", "80")
-    assert code == 2 and "error: data.train: hf://" in err
+    given = ["--config", QWEN, "--world-size", "8", f"model.path={folder}"]
+    assert train_grpo.main([*given, "--dry-run", "--gpu-memory-gb", "80"]) == 2
+    out, err = capfd.readouterr()
+    assert "error: data.train: hf://" in err
     assert out.startswith("memory:  of a GPU of 80.0 GB (10⁹ bytes)")
     assert "optimizer 11.4 + reference 3.8 + vLLM 48.0" in out and "warning" not in out
-    tool = ["--config", QWEN, "--world-size", "8", "--gpu-memory-gb", "80", f"model.path={folder}"]
-    assert plan.main(tool) == 0 and capfd.readouterr().out == out
-    for wrong in ("0", "-1", "nan", "inf"):
-        code, out, err = dry_run(capfd, folder, f"--gpu-memory-gb={wrong}")
-        assert code == 2 and not out and f"--gpu-memory-gb={float(wrong)}: must be above 0" in err
+    assert plan.main([*given, "--gpu-memory-gb", "80"]) == 0 and capfd.readouterr().out == out
+    for wrong in ("0", "nan", "inf"):
+        assert train_grpo.main([*given, "--dry-run", f"--gpu-memory-gb={wrong}"]) == 2
+        out, err = capfd.readouterr()
+        assert not out and f"--gpu-memory-gb={float(wrong)}: must be above 0" in err
 
 
 def test_what_does_not_fit_is_told_with_what_to_turn(tmp_path, capfd):
