@@ -48,21 +48,17 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def resident_mb() -> float:
-    return psutil.Process().memory_info().rss / 2**20
-
-
 @pytest.fixture
 def nothing_left(monkeypatch, tmp_path):
     """No process or file of the grading outlives the test, and with no process no memory but this one's."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process
-    before, memory = processes_below(os.getpid()), resident_mb()
+    before, memory = processes_below(os.getpid()), psutil.Process().memory_info().rss
     yield
     ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # other tests want to see what becomes of orphans
     assert processes_below(os.getpid()) <= before
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(("grading-", "answer-"))]
-    assert resident_mb() < memory + 100
+    assert psutil.Process().memory_info().rss < memory + 100 * 2**20
 
 
 @pytest.mark.parametrize("name", [pytest.param("math", marks=pytest.mark.slow), "gsm8k", "multiple_choice", "format"])
@@ -82,30 +78,26 @@ def test_hostile_expressions(name, nothing_left):
 PATIENT = {"code": {"seconds": 20.0, "partial": True}}
 
 
-FORK = "import os\nwhile True:\n    os.fork()"
-THREADS = "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(60,)).start()"
-RECURSION = "import sys\nsys.setrecursionlimit(10**9)\ndef f(x):\n    return f(x + 1)\nf(0)"
-REGEX = "import re\nre.match('(a+)+b', 'a' * 60)"
-DEEP = "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\n1 / 0"
 PROGRAMS = {
-    "sleep": ("import time\ntime.sleep(1000)", "timeout"),
-    "ignored signals": ("import signal as s\nfor i in (1, 2, 15): s.signal(i, print)\nwhile True: 0", "timeout"),
-    "catastrophic regular expression": (REGEX, "timeout"),
-    "fork bomb": (FORK, "ok"),
-    "shell": ("import subprocess\nsubprocess.run(['sh', '-c', ':(){ :|:& };:'], check=True)", "ok"),
-    "10 GB in pieces": ("x = []\nwhile True:\n    x.append(b'x' * 2**20)", "ok"),
-    "deep recursion": (RECURSION, "ok"),
-    "threads": (THREADS, "ok"),
-    "many folders in each other": (DEEP, "ok"),
-    "large file": ("open('large', 'w').write('x' * 2**28)", "ok"),
-    "flood": ("while True:\n    print('x' * 2**20)", "ok"),
-    "exit": ("import os\nos._exit(0)", "ok"),
-    "segmentation fault": ("import ctypes\nctypes.string_at(0)", "ok"),
-    "kill the parent": ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "ok"),
-    "kill everything": ("import os, signal\nos.kill(-1, signal.SIGTERM)", "ok"),
-    "own session": ("import os\nos.setsid()", "ok"),
-    "more memory": ("import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**50, 2**50))", "ok"),
+    "sleep": "import time\ntime.sleep(1000)",
+    "ignored signals": "import signal as s\nfor i in (1, 2, 15): s.signal(i, print)\nwhile True: 0",
+    "catastrophic regular expression": "import re\nre.match('(a+)+b', 'a' * 60)",
+    "fork bomb": "import os\nwhile True:\n    os.fork()",
+    "shell": "import subprocess\nsubprocess.run(['sh', '-c', ':(){ :|:& };:'], check=True)",
+    "10 GB in pieces": "x = []\nwhile True:\n    x.append(b'x' * 2**20)",
+    "deep recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(x):\n    return f(x + 1)\nf(0)",
+    "threads": "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(60,)).start()",
+    "many folders in each other": "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\n1 / 0",
+    "large file": "open('large', 'w').write('x' * 2**28)",
+    "flood": "while True:\n    print('x' * 2**20)",
+    "exit": "import os\nos._exit(0)",
+    "segmentation fault": "import ctypes\nctypes.string_at(0)",
+    "kill the parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+    "kill everything": "import os, signal\nos.kill(-1, signal.SIGTERM)",
+    "own session": "import os\nos.setsid()",
+    "more memory": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**50, 2**50))",
 }
+ENDLESS = ("sleep", "ignored signals", "catastrophic regular expression")  # the others may be late on a busy machine
 REACH = """
 import os, socket
 def refused(call, *args):
@@ -138,15 +130,15 @@ HELD = [*re.findall(r"^(\w+) = refused", REACH, re.MULTILINE), "inside", "harmle
 
 
 def test_hostile_programs(nothing_left):
-    """Among good ones. What fails by itself is wrong, or late on a busy machine; it is never an error of the run."""
+    """Among good ones. What fails by itself is wrong; it is never an error of the run."""
     options = {"code": {"seconds": 1.5, "memory_mb": 512}}
     row = {"tests": ["assert 1 + 1 == 2"]}
-    jobs = [("s", text, "", row) for hostile, _ in PROGRAMS.values() for text in (fenced("x = 1"), fenced(hostile))]
+    jobs = [("s", text, "", row) for hostile in PROGRAMS.values() for text in (fenced("x = 1"), fenced(hostile))]
     outcomes = grade_with("code", jobs, workers=2, options=options)
     assert [outcome for outcome in outcomes[::2] if outcome != Outcome({"reward": 1.0})] == []
-    for (what, (_, status)), outcome in zip(PROGRAMS.items(), outcomes[1::2], strict=True):
+    for what, outcome in zip(PROGRAMS, outcomes[1::2], strict=True):
         assert outcome.parts.get("reward", 0.0) == 0.0, (what, outcome)
-        assert outcome.status in (("timeout",) if status == "timeout" else ("ok", "timeout")), (what, outcome)
+        assert outcome.status == "timeout" or (outcome.status == "ok" and what not in ENDLESS), (what, outcome)
 
 
 def test_program_reaches_nothing_outside_its_folder(nothing_left, tmp_path):
