@@ -1,14 +1,12 @@
 """The rules that keep the code plain, held by `ast`; tests/unit/test_structure.py asks them of every file.
 
-    python -m tests.structure                     all findings of the five top files and support/, sizes of the wings
-    python -m tests.structure rollout.py          those of some files
+    python -m tests.structure         all findings of the core, sizes of the wings
 
 A rule of one file takes its tree and yields (line, what is wrong).
 """
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -59,10 +57,6 @@ def pages(root: Path) -> list[Path]:
     return [*root.glob("SECURITY.md"), *sorted(root.glob("docs/*.md")), *sorted(root.glob("docs/dev/*.md"))]
 
 
-def functions(tree: ast.AST) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-
-
 def density(tree: ast.AST) -> float:
     """Mean ast nodes of a simple statement: an assignment, a return or an expression, docstrings too."""
     kinds = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
@@ -91,10 +85,11 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def long_functions(tree: ast.Module) -> Findings:
-    for node in functions(tree):
-        length = node.end_lineno - node.lineno + 1
-        if length > FUNCTION_LINES:
-            yield node.lineno, f"{node.name} has {length} lines, more than {FUNCTION_LINES}; divide it"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = node.end_lineno - node.lineno + 1
+            if length > FUNCTION_LINES:
+                yield node.lineno, f"{node.name} has {length} lines, more than {FUNCTION_LINES}; divide it"
 
 
 def is_condition(node: ast.AST) -> bool:
@@ -268,15 +263,13 @@ def uncalled(root: Path) -> list[str]:
     return found
 
 
-def main(root: Path, given: list[str]) -> None:
-    files = [root / name for name in given] or core(root)
-    for path in files:
-        found = check_file(root, path)
-        print(f"{path.relative_to(root)}: density {density(parse(path)):.1f}, {len(found)} findings")
-        print("".join(f"  {line}\n" for line in found), end="")
+def main(root: Path) -> None:
+    for path in core(root):
+        print(f"{path.relative_to(root)}: density {density(parse(path)):.1f}")
+        print("".join(f"  {line}\n" for line in check_file(root, path)), end="")
     print("\n".join(check_legend(root) + uncalled(root) + check_floors(root) + over_budget(weights(root))))
     print("  ".join(f"{name} {size}/{BUDGET.get(name, 0)}" for name, size in weights(root).items()))
 
 
 if __name__ == "__main__":
-    main(Path.cwd(), sys.argv[1:])
+    main(Path.cwd())
