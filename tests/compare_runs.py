@@ -23,8 +23,9 @@ Values = dict[tuple[str, str], object]  # (place, name) → a value of JSON, or 
 def main(a: str, b: str) -> int:
     print(f"A = {a}, B = {b}")
     code = 0
-    for kind, read in {"metrics": read_metrics, "rollouts": read_rollouts, "weights": read_weights}.items():
-        in_a, in_b = read(Path(a)), read(Path(b))
+    others = read(Path(b))
+    for kind, in_a in read(Path(a)).items():
+        in_b = others[kind]
         found = differences(in_a, in_b)
         print(f"{kind}: {'DIFFERENT' if found else 'equal'}, {len(in_a.keys() | in_b.keys())} values compared")
         for line in found:
@@ -64,30 +65,27 @@ def describe(a, b) -> str:
 # ---------------------------------------------------------------- what a run wrote
 
 
-def read_metrics(run: Path) -> Values:
-    rows = lasting([json.loads(line) for line in (run / "metrics.jsonl").open(encoding="utf-8")])
-    return values_of((f"line {n}, step {row['step']}", row) for n, row in enumerate(rows, 1))
-
-
-def lasting(metrics: list[dict]) -> list[dict]:
-    """Metrics without times and memory: the columns that two equal runs share."""
-    return [{name: value for name, value in row.items() if not name.startswith(EXCLUDED)} for row in metrics]
-
-
-def read_rollouts(run: Path) -> Values:
+def read(run: Path) -> dict[str, Values]:
+    """The values of each kind."""
+    metrics = lasting([json.loads(line) for line in (run / "metrics.jsonl").open(encoding="utf-8")])
     files = sorted(run.glob("rollouts/*.jsonl"))
     lines = [(path.name, n, line) for path in files for n, line in enumerate(path.open(encoding="utf-8"), 1)]
-    return values_of((f"rollouts/{name} line {n}", json.loads(line)) for name, n, line in lines)
-
-
-def read_weights(run: Path) -> Values:
-    files = sorted([*run.glob("hf/step_*/*.safetensors"), *run.glob("adapter/step_*/*.safetensors")])
-    return values_of((str(path.parent.relative_to(run)), load_file(path)) for path in files)
+    weights = sorted([*run.glob("hf/step_*/*.safetensors"), *run.glob("adapter/step_*/*.safetensors")])
+    return {
+        "metrics": values_of((f"line {n}, step {row['step']}", row) for n, row in enumerate(metrics, 1)),
+        "rollouts": values_of((f"rollouts/{name} line {n}", json.loads(line)) for name, n, line in lines),
+        "weights": values_of((str(path.parent.relative_to(run)), load_file(path)) for path in weights),
+    }
 
 
 def values_of(rows) -> Values:
     """The values of (place, {name: value})."""
     return {(place, name): value for place, row in rows for name, value in row.items()}
+
+
+def lasting(metrics: list[dict]) -> list[dict]:
+    """Metrics without times and memory: the columns that two equal runs share."""
+    return [{name: value for name, value in row.items() if not name.startswith(EXCLUDED)} for row in metrics]
 
 
 if __name__ == "__main__":
