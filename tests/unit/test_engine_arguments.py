@@ -54,6 +54,9 @@ def test_settings_on_a_gpu(told):
     args, slept = told({"rollout.prompts_per_step": 6, "rollout.group_size": 4, "rollout.tp": 2})
     assert args.enable_sleep_mode and args.enable_chunked_prefill and not args.enforce_eager
     assert args.compilation_config.max_cudagraph_capture_size == 12  # 3 of 6 prompts for each of two engines, 4 answers
+    # Its graphs' buffers are shared between the ranks of an engine, which expandable segments do not allow.
+    assert told.order == ["start", "expandable_segments:True"] and not args.disable_custom_all_reduce
+    assert not any(name in os.environ for name in ALLOCATOR)
     assert slept == [2] and args.hf_overrides == {} and not args.enable_return_routed_experts
     assert told({"algo.replay_routes": True})[0].enable_return_routed_experts
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
@@ -62,12 +65,10 @@ def test_settings_on_a_gpu(told):
 
 def test_keys_reach_vllm_and_what_the_user_set_stays(told, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    args, slept = told(
-        {
-            "rollout.sleep_level": 1, "rollout.exact": True, "model.fp32_head": True, "rollout.prompts_per_step": 4096,
-            "rollout.vllm": {"quantization": "fp8", "enable_chunked_prefill": False},
-        }
-    )  # fmt: skip
+    args, slept = told({
+        "rollout.sleep_level": 1, "rollout.exact": True, "model.fp32_head": True, "rollout.prompts_per_step": 4096,
+        "rollout.vllm": {"quantization": "fp8", "enable_chunked_prefill": False},
+    })  # fmt: skip
     assert slept == [1] and args.quantization == "fp8" and not args.enable_chunked_prefill
     assert args.hf_overrides == {"head_dtype": "float32"} and args.compilation_config.max_cudagraph_capture_size == 512
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0" and os.environ["VLLM_BATCH_INVARIANT"] == "1"
@@ -76,15 +77,6 @@ def test_keys_reach_vllm_and_what_the_user_set_stays(told, monkeypatch):
 def test_without_sleep_mode_nothing_sleeps(told):
     _, slept = told({"rollout.vllm": {"enable_sleep_mode": False}})
     assert slept == []
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_segments_grow_once_vllm_has_started(told, tp):
-    """Its graphs' buffers are shared between the ranks of an engine, which expandable segments do not allow."""
-    args, _ = told({"rollout.tp": tp})
-    assert not args.enforce_eager and not args.disable_custom_all_reduce
-    assert told.order == ["start", "expandable_segments:True"]
-    assert not any(name in os.environ for name in ALLOCATOR)
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)

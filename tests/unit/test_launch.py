@@ -50,30 +50,26 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
         command("--dry-run", "--world-size", "0")
 
 
-def test_exact_runs_write_no_nan_into_fresh_memory(command, monkeypatch):
+def test_exact_runs_write_no_nan_into_fresh_memory(monkeypatch):
     """torch's deterministic mode fills every new tensor, vLLM's KV cache too, which costs time and tells nothing."""
-    for module, name in ((launch.machines, "check_start"), (launch, "run"), (launch.ranks, "join_ranks")):
-        monkeypatch.setattr(module, name, lambda *_: None)
+    monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        code, text = command("rollout.exact=true")
-        assert code == 0 and torch.are_deterministic_algorithms_enabled(), text
+        launch.join(tiny_config("rollout.exact=true"))
+        assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_one_queue_where_communication_overlaps(command, monkeypatch):
+@pytest.mark.parametrize(("option", "connections"), [("tp", "1"), ("cp", "1"), ("pp", None)])
+def test_one_queue_where_communication_overlaps(monkeypatch, option, connections):
     """Megatron-core asks for it with tensor or context parallelism; CUDA reads it as it starts."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.setenv(name, "8")
-    for options, wanted in (["parallel.tp=2"], "1"), (["parallel.cp=2"], "1"), (["parallel.pp=2"], None):
-        monkeypatch.delenv(name)
-        assert command("--dry-run", "--world-size", "4", *options)[0] == 0
+    for users, wanted in (("8", "8"), (None, connections)):
+        monkeypatch.setattr(os, "environ", {name: users} if users else {})
+        launch.prepare_process(tiny_config(f"parallel.{option}=2"))
         assert os.environ.get(name) == wanted
-        monkeypatch.setenv(name, "8")
-        command("--dry-run", "--world-size", "4", *options)
-        assert os.environ[name] == "8"
 
 
 def test_flash_attention_can_be_turned_off(monkeypatch):
