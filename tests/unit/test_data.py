@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import pyarrow as pa
@@ -78,16 +79,12 @@ def test_shards_as_list_glob_folder_and_split(tokenizer, tmp_path):
 
 
 def test_hub_names(tokenizer, monkeypatch):
-    calls = []
-
-    def load_dataset(path, name, split):
-        calls.append((path, name, split))
-        return datasets.Dataset.from_list(ROWS)
-
+    load_dataset = mock.Mock(return_value=datasets.Dataset.from_list(ROWS))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for name in ("a/b", "a/b:test", "a/b:main:test[:10]"):
-        assert len(load(tokenizer, name)[0]) == len(ROWS)
-    assert calls == [("a/b", None, "train"), ("a/b", None, "test"), ("a/b", "main", "test[:10]")]
+    wanted = {"a/b": (None, "train"), "a/b:test": (None, "test"), "a/b:main:test[:10]": ("main", "test[:10]")}
+    for given, (name, split) in wanted.items():
+        assert len(load(tokenizer, given)[0]) == len(ROWS)
+        load_dataset.assert_called_with(path="a/b", name=name, split=split)
 
 
 def test_nested_columns_and_a_column_with_a_dot_in_its_name(tokenizer, tmp_path):

@@ -12,7 +12,7 @@ from support.base import launchers, versions
 from support.base.launchers import environment
 from support.base.read_config import override
 from support.check import machines
-from tests.conftest import REPO, read_rows, tiny_config
+from tests.conftest import REPO, command_line, read_rows, tiny_config
 
 TORCHRUN = {
     "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "gpu01",
@@ -127,7 +127,7 @@ def test_what_is_said_where_something_is_missing(monkeypatch):
 # ---------------------------------------------------------------- real runs
 
 OURS = (*launchers.RANK_NAMES, *launchers.MASTER_NAMES, "TORCHELASTIC_RUN_ID")
-TINY = ["--config", "configs/tiny.yaml", "train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4"]
+SMALL = ("train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4")
 
 
 def clean() -> dict[str, str]:
@@ -140,11 +140,11 @@ def clean() -> dict[str, str]:
 @pytest.mark.slow
 def test_two_ranks_with_the_variables_of_srun_train(fork_server, tiny, tmp_path):
     out, printed = tmp_path / "out", tmp_path / "printed.txt"
-    data = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", f"output_dir={out}"]
     job = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
     job |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0"}
     ranks = [clean() | job | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
-    code = fork_server.run_ranks(printed, ["train_grpo.py", *TINY, *data], ranks, port=None)
+    command = ["train_grpo.py", *command_line(tiny, out, SMALL, "tiny")]
+    code = fork_server.run_ranks(printed, command, ranks, port=None)
     text = printed.read_text()
     assert code == 0 and text.count("layout:  2 ranks") == 1, text  # the first rank speaks for both
     assert [row["step"] for row in read_rows(out / "metrics.jsonl")] == [1, 2]
