@@ -15,22 +15,12 @@ import transformers
 from torch.nn.attention import varlen as flash
 
 from support.model import attention
-from support.model.attention import (
-    Copies,
-    Segments,
-    attend_padded,
-    attend_varlen,
-    make_buckets,
-    sliding_window,
-    uses_varlen,
-)
+from support.model.attention import Segments, attend_padded, attend_varlen
 from support.step import packing
 from tests.gpu_rehearsal.flash import attended
 from tests.layout_worker import one_layout
 from tests.oracle.plain import reference, relative, worst_gradient
 from tests.oracle.test_layouts import make_plan, make_samples
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 def by_formula(query, key, value, cu_q, cu_k, left=None):
@@ -142,26 +132,26 @@ def test_flash_attention_is_the_formula(where, head_dim, record_property):
 
 
 def test_segments_of_similar_length_are_padded_together():
-    assert make_buckets(np.array([50, 100, 3, 91, 79])) == [(2, 100), (1, 79), (1, 50), (1, 3)]
-    assert make_buckets(np.array([9, 1, 16])) == [(3, 16)]  # a call costs more than so few positions
+    assert attention.make_buckets(np.array([50, 100, 3, 91, 79])) == [(2, 100), (1, 79), (1, 50), (1, 3)]
+    assert attention.make_buckets(np.array([9, 1, 16])) == [(3, 16)]  # a call costs more than so few positions
     assert segments([7, 7]).slots == (None, None)  # the row as it is
 
 
 def test_the_gradients_of_copies_are_added_up_in_fp32():
     """257 copies of 1 in bf16: added up in bf16, the sum would stop at 256."""
     ones = torch.ones(1, 8, dtype=torch.bfloat16, requires_grad=True)
-    taken = Copies.of(np.zeros(257, dtype=np.int64), 1, ones.device).take(ones)
+    taken = attention.Copies.of(np.zeros(257, dtype=np.int64), 1, ones.device).take(ones)
     (found,) = torch.autograd.grad(taken.float().sum(), ones)
     assert found.tolist() == [[torch.tensor(257.0).bfloat16().item()] * 8]
 
 
 def test_torch_has_the_options_and_refuses_the_cpu():
     assert REAL.keys() >= {*OPTIONS["2.13"]}
-    where = segments([3, 2])
     with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
-        attend_varlen(*tensors(5, 5, torch.bfloat16), where)
-    asked = itertools.product(("cpu", "cuda"), (*HALF, torch.float32))
-    assert [case for case in asked if uses_varlen(torch.device(case[0]), case[1])] == [("cuda", x) for x in HALF]
+        attend_varlen(*tensors(5, 5, torch.bfloat16), segments([3, 2]))
+    half = (torch.bfloat16, torch.float16)
+    for on, dtype in itertools.product(("cpu", "cuda"), (*half, torch.float32)):
+        assert attention.uses_varlen(torch.device(on), dtype) == (on == "cuda" and dtype in half)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +173,9 @@ def test_the_window_of_a_model(arch, settings, window):
     hf = getattr(transformers, f"{name}Config")(num_hidden_layers=2, **{**options, **settings})
     if isinstance(window, str):
         with pytest.raises(ValueError, match=window):
-            sliding_window(hf)
+            attention.sliding_window(hf)
     else:
-        assert sliding_window(hf) == window
+        assert attention.sliding_window(hf) == window
 
 
 def test_an_update_without_padding_equals_plain_transformers(world, tmp_path, monkeypatch):
