@@ -20,7 +20,7 @@ from config import TrainingError, UserError
 from rollout import Completion
 from support.check import checks
 from support.model.offload import is_away, state_shards
-from support.model.optimizer_state import optimizer_steps, sharded_state
+from support.model.optimizer_state import optimizer_steps, restore, sharded_state
 from support.run import clock, launch
 from tests.conftest import REPO, tiny_config, tiny_model
 
@@ -203,11 +203,12 @@ def repeatable(monkeypatch):
 
 @pytest.mark.gpu
 def test_what_leaves_while_vllm_samples_comes_back_the_same(repeatable, build):
-    """Three steps with two updates each; what a checkpoint holds after them; and that it was away at all."""
+    """Three steps with two updates each; what a checkpoint holds after them, and a resume reads; that it was away."""
     bf16 = ("model.dtype=bf16", "train.updates_per_step=2", "algo.kl_coef=0.05", "rollout.max_logp_gap=inf")
     found = {}
     for offload, reference in (("none", "gpu"), ("grads", "gpu"), ("optimizer", "host")):
-        run = build(*bf16, f"train.offload={offload}", f"algo.reference_on={reference}")
+        where = (f"train.offload={offload}", f"algo.reference_on={reference}")
+        run = build(*bf16, *where)
         metrics = [train_grpo.train_step(run, step)[0] for step in (1, 2, 3)]
         buffers = [buffer for chunk in run.model for buffer in chunk.buffers]
         assert all((buffer.grad_data.untyped_storage().size() == 0) == (offload != "none") for buffer in buffers)
@@ -221,6 +222,15 @@ def test_what_leaves_while_vllm_samples_comes_back_the_same(repeatable, build):
         assert found[other][0] == losses
         assert all(torch.equal(found[other][1][name], weight) for name, weight in trained.items())
         assert all(torch.equal(found[other][2][key], values) for key, values in saved.items())
+    train_grpo.save(run, 3)
+    checkpoint = run.writer.finish()
+    run = build(*bf16, *where)
+    assert all(map(is_away, state_shards(run.optimizer)))
+    restore(checkpoint, run.model, run.optimizer)
+    train_grpo.push_weights(run)
+    read = sharded_state(run.model, run.optimizer, loading=False)
+    assert all(torch.equal(read[key].data, values) for key, values in saved.items())
+    assert all(torch.equal(trained[name], weight) for name, weight in weights(run).items())
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
