@@ -18,6 +18,7 @@ from support.base import user_code
 from support.proof import graded
 from support.step import named_rewards
 from support.step.grading import Outcome
+from support.step.records import Sample
 from tests.conftest import REPO
 from tests.pools import FILES, JUDGE, fenced, grade, grade_with, pool_of
 
@@ -373,11 +374,9 @@ def never(text, answer, row):
 
 def check_outcomes(outcomes: list[Outcome], config: RewardConfig, found: set[str], source: str = "s") -> None:
     samples = [
-        SimpleNamespace(group=0, source=source, graded=o.status, error=o.error, text="a", reward_parts=o.parts)
+        Sample(0, [1], [2], [0.0], True, "a", source, graded=o.status, error=o.error, reward_parts=o.parts)
         for o in outcomes
     ]
-    for sample in samples:
-        sample.reward = 0.0
     checks = graded.RewardChecks(errors_shown=found)
     checks.rewards(samples, {0: SimpleNamespace(row={"id": 7})}, SimpleNamespace(reward=config))
 
@@ -386,7 +385,7 @@ def test_a_reward_that_is_none_is_left_out(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(OWN)
     keys = {
-        "by_source": {"p": "parts", "n": "never", "some": "odd", "both": {"exact": 1.0, "never": 0.5}},
+        "by_source": {"p": "parts", "n": "never", "both": {"exact": 1.0, "never": 0.5}},
         "functions": {name: f"{path}:{name}" for name in ("odd", "parts", "never")},
     }
     config = RewardConfig(default={"odd": 2.0, "exact": 1.0}, **keys)
@@ -409,8 +408,8 @@ def test_a_reward_that_is_none_is_left_out(tmp_path):
 def test_functions_and_classes_by_names(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(OWN)
-    functions = {"novel": f"{path}:Novelty", "long": f"{path}:longer", "brief": "length"}
-    functions["counts"] = f"{path}:Counts"
+    names = {"novel": "Novelty", "long": "longer", "counts": "Counts"}
+    functions = {name: f"{path}:{function}" for name, function in names.items()} | {"brief": "length"}
     options = {"novel": {"bonus": 4, "seen": ["c"]}, "long": {"than": 2}, "brief": {"limit": 2}, "counts": {"most": 2}}
     spec = {"novel": 0.5, "long": 1.0, "custom": 1.0}
     sources = {"n": "novel", "b": "brief", "c": {"counts": 1.0, "exact": 1.0}}

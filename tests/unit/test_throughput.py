@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -85,21 +86,11 @@ def test_progress_by_hand(monkeypatch):
 
 
 def test_the_readings_of_a_gpu(monkeypatch):
-    class Lost(Exception):
-        pass
-
-    readings = iter([20, 60])
-
-    def read(handle):
-        try:
-            return SimpleNamespace(gpu=next(readings))
-        except StopIteration:
-            raise Lost from None
-
     monkeypatch.setattr(logs.time, "sleep", lambda seconds: None)
     gpu = logs.GpuUse()
     assert gpu.read_mean() is None
-    gpu.nvml, gpu.handle = SimpleNamespace(NVMLError=Lost, nvmlDeviceGetUtilizationRates=read), None
+    read = mock.Mock(side_effect=[SimpleNamespace(gpu=20), SimpleNamespace(gpu=60), OSError])
+    gpu.nvml, gpu.handle = SimpleNamespace(NVMLError=OSError, nvmlDeviceGetUtilizationRates=read), None
     gpu.read_always()  # until the driver does not answer any more
     assert gpu.read_mean() == pytest.approx(0.4) and gpu.read_mean() is None
 

@@ -80,16 +80,9 @@ def scored(rows: list[tuple[int, str, dict]]) -> list[Sample]:
 def test_parts_are_normalized_before_their_sum_by_hand():
     # Part a (weight 2), without it: 1, 0, 1: mean 2/3, variance 1/3. Part b: 0, 8, 4: mean 4, variance 16. The second
     # group has source t, whose reward is one function with the parts c and d; c is absent in one answer, d is constant.
-    samples = scored(
-        [
-            (0, "s", {"a": 2.0, "b/x": 0.0}),
-            (0, "s", {"a": 0.0, "b/x": 8.0}),
-            (0, "s", {"a": 2.0, "b/x": 4.0}),
-            (1, "t", {"c": 1.0, "d": 7.0}),
-            (1, "t", {"d": 7.0}),
-            (1, "t", {"c": 3.0, "d": 7.0}),
-        ]
-    )
+    first = [{"a": 2.0, "b/x": 0.0}, {"a": 0.0, "b/x": 8.0}, {"a": 2.0, "b/x": 4.0}]
+    second = [{"c": 1.0, "d": 7.0}, {"d": 7.0}, {"c": 3.0, "d": 7.0}]
+    samples = scored([(0, "s", parts) for parts in first] + [(1, "t", parts) for parts in second])
     rewards = RewardConfig(default={"a": 2.0, "b": 1.0}, by_source={"t": "custom"})
     std_a = math.sqrt(1 / 3) + 1e-4
     c = 1 / (math.sqrt(2) + 1e-4)
