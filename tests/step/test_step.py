@@ -1,6 +1,6 @@
 """Steps of a run in this process alone: real Megatron-core, real graders, and plain transformers in vLLM's place."""
 
-import sys
+import cProfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -308,17 +308,9 @@ ENTERED = {"gdpo", "lora", "offload", "schedule", "teacher"}
 
 def functions_of_a_step(run: train_grpo.Run) -> set[tuple[str, str]]:
     """(file, function) of all code in the script, beside it and in support/ that the main thread of a step runs."""
-    codes = set()
-
-    def note(frame, event, _):
-        if event == "call":
-            codes.add(frame.f_code)
-
-    sys.setprofile(note)
-    try:
-        train_grpo.train_step(run, 1)
-    finally:
-        sys.setprofile(None)
+    profile = cProfile.Profile()
+    profile.runcall(train_grpo.train_step, run, 1)
+    codes = [entry.code for entry in profile.getstats() if not isinstance(entry.code, str)]  # a text is a built-in's
     own = {path.resolve() for path in [*REPO.glob("*.py"), *REPO.glob("support/**/*.py")]}
     # a comprehension counts as the function that it stands in
     functions = {(Path(code.co_filename).resolve(), code.co_qualname.partition(".<locals>")[0]) for code in codes}

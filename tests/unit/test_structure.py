@@ -5,9 +5,10 @@ import re
 import sys
 
 import pytest
+from walkthrough import QUOTED, QUOTES, quote
 
 from tests import structure
-from tests.conftest import REPO
+from tests.conftest import REPO, differs_from_upstream
 
 FORK = "in a fork, change the number in tests/structure.py, or move what is no algorithm into a file of your own"
 BESIDE = ("benchmarks", "docs/make", "tests", "tools")
@@ -70,6 +71,26 @@ def test_the_index_has_every_page_and_users_have_twenty():
 def slug(heading: str) -> str:
     """The anchor of a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize(("file", "function", "count", "start"), QUOTES)
+def test_what_the_walkthrough_quotes_is_there(file, function, count, start):
+    try:
+        assert start in quote(file, function, count, start)
+    except LookupError as error:
+        if not differs_from_upstream(file):
+            raise
+        pytest.skip(f"{file} differs from upstream's: {error}")
+
+
+def test_the_walkthrough_has_each_quote_in_its_place():
+    """What is quoted may lag behind the code by an edit; which functions are quoted may not."""
+    page = (REPO / "docs/walkthrough.md").read_text()
+    names = [(file, function) for file, function, _, _ in QUOTES]
+    assert QUOTED.findall(page) == names, (
+        "docs/make/walkthrough.py --quotes renews them, make walkthrough the numbers too"
+    )
+    assert not re.findall(r"\.py:\d|#L\d", page)
 
 
 @pytest.mark.parametrize("file", ["requirements.txt", "requirements-cpu.txt"])
