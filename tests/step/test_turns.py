@@ -104,9 +104,8 @@ def test_conversations_do_not_depend_on_each_other(converse):
     body = 'return "+" * int(text[-1])'
     together, _ = converse(body, 24, rows, n=3)
     for p in (0, 3):
-        seeds = [100 + 10 * p]
-        alone, asked = converse(body, 24, rows[: p + 1], n=3)
-        assert alone[p] == together[p] and seeds[0] in [seed for _, seed, _, _ in asked]
+        alone, _ = converse(body, 24, rows[: p + 1], n=3)
+        assert alone[p] == together[p]
 
 
 HOSTILE = {

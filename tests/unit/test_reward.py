@@ -68,19 +68,6 @@ def test_rewards_by_example(name, text, answer, options, value):
     assert reward.REWARDS[name](text, answer, {"shape": "(yes|no)!"}, **options) == value
 
 
-@pytest.mark.parametrize(
-    ("name", "answer", "options", "said"),
-    [
-        ("gsm8k", "none", {}, "holds no number"), ("multiple_choice", "42", {}, "no letter"),
-        ("length", "", {"limit": 2, "unit": "tokens"}, "legal are characters, words"),
-        *(("math", answer, {}, "no mathematical expression") for answer in ("", "???", "\\frac{1}{", "\\boxed{}")),
-    ],
-)  # fmt: skip
-def test_what_a_reward_refuses(name, answer, options, said):
-    with pytest.raises(ValueError, match=said):
-        reward.REWARDS[name]("3", answer, {}, **options)
-
-
 MATH = [
     (boxed("18.0"), "18", 1), (boxed("\\$1,800"), "1800", 1), (boxed("$18$"), "18", 1), (boxed("1{,}234"), "1234", 1),
     (boxed("1\\,234"), "1234", 1), (boxed("18\\text{ cm}^2"), "18", 1), (boxed("18 \\, \\mathrm{km/h}"), "18", 1),
@@ -165,15 +152,21 @@ def test_code(text, tests, options, value):
 
 
 @pytest.mark.parametrize(
-    ("answer", "row", "said"),
+    ("function", "answer", "row", "options", "said"),
     [
-        ("", {}, "no tests"), ("42", {}, "no tests"), ("{}", {"reward_model": {"ground_truth": "no JSON"}}, "no tests"),
-        ('[{"input": "1"}]', {}, "a text of Python"),
+        (reward.gsm8k, "none", {}, {}, "holds no number"), (reward.multiple_choice, "42", {}, {}, "no letter"),
+        (reward.length_penalty, "", {}, {"limit": 2, "unit": "tokens"}, "legal are characters, words"),
+        (reward.math_answer, "", {}, {}, "no mathematical expression"),
+        (reward.math_answer, "???", {}, {}, "no mathematical expression"),
+        (reward.math_answer, "\\frac{1}{", {}, {}, "no mathematical expression"),
+        (code.code, "", {}, {}, "no tests"), (code.code, "42", {}, {}, "no tests"),
+        (code.code, "{}", {"reward_model": {"ground_truth": "no JSON"}}, {}, "no tests"),
+        (code.code, '[{"input": "1"}]', {}, {}, "a text of Python"),
     ],
 )  # fmt: skip
-def test_code_needs_tests(answer, row, said):
+def test_rows_that_a_reward_refuses(function, answer, row, options, said):
     with pytest.raises(ValueError, match=said):
-        code.code(DOUBLE, answer, row)
+        function(DOUBLE, answer, row, **options)
 
 
 VALUES = """
@@ -381,12 +374,17 @@ def check_outcomes(outcomes: list[Outcome], config: RewardConfig, found: set[str
     checks.rewards(samples, {0: SimpleNamespace(row={"id": 7})}, SimpleNamespace(reward=config))
 
 
-def test_a_reward_that_is_none_is_left_out(tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(OWN)
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """own.py, with OWN, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+
+
+def test_a_reward_that_is_none_is_left_out(own):
     keys = {
         "by_source": {"p": "parts", "n": "never", "both": {"exact": 1.0, "never": 0.5}},
-        "functions": {name: f"{path}:{name}" for name in ("odd", "parts", "never")},
+        "functions": {"odd": "own.py:odd", "parts": "own.py:parts", "never": "own.py:never"},
     }
     config = RewardConfig(default={"odd": 2.0, "exact": 1.0}, **keys)
     jobs = [("s", "abc", "abc", {}), ("s", "ab", "ab", {}), *((source, "x", "", {}) for source in ("p", "n", "both"))]
@@ -405,11 +403,8 @@ def test_a_reward_that_is_none_is_left_out(tmp_path):
         check_outcomes(outcomes[3:4], config, set(), "n")
 
 
-def test_functions_and_classes_by_names(tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(OWN)
-    names = {"novel": "Novelty", "long": "longer", "counts": "Counts"}
-    functions = {name: f"{path}:{function}" for name, function in names.items()} | {"brief": "length"}
+def test_functions_and_classes_by_names(own):
+    functions = {"novel": "own.py:Novelty", "long": "own.py:longer", "counts": "own.py:Counts", "brief": "length"}
     options = {"novel": {"bonus": 4, "seen": ["c"]}, "long": {"than": 2}, "brief": {"limit": 2}, "counts": {"most": 2}}
     spec = {"novel": 0.5, "long": 1.0, "custom": 1.0}
     sources = {"n": "novel", "b": "brief", "c": {"counts": 1.0, "exact": 1.0}}
@@ -422,7 +417,7 @@ def test_functions_and_classes_by_names(tmp_path):
     assert outcomes[4].status == "error" and outcomes[5].parts == {"new": 4.0, "objects": 1.0}  # a new worker
     assert outcomes[6].parts == {"counts": 2.0, "exact": 0.0}  # it gets the token ids
     named_rewards.check({"novel": 1.0, "long": 1.0}, RewardConfig(functions=functions, options=options))
-    assert user_code.load_module(str(path)).made == []  # checked, not made
+    assert user_code.load_module("own.py").made == []  # checked, not made
 
 
 @pytest.mark.parametrize(
@@ -442,10 +437,8 @@ def test_functions_and_classes_by_names(tmp_path):
         ("exact", {"functions": {"overlong": JUDGE}}, "reward.functions.overlong: a reward has this name already"),
     ],
 )  # fmt: skip
-def test_what_is_legal_is_said(spec, keys, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_legal_is_said(spec, keys, said, own, tmp_path):
     (tmp_path / "broken.py").write_text("import nosuchmodule")
-    (tmp_path / "own.py").write_text(OWN)
     assert said in refusal(spec, **keys)
 
 
