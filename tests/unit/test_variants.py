@@ -196,7 +196,6 @@ def test_every_epoch_deals_all_groups_anew():
     ("overrides", "hint"),
     [
         (["algo.loss=ipo"], "algo.old_logp=rollout"),  # a mask against the trainer's own first update holds nothing
-        (["algo.loss=dppo_tv"], "algo.old_logp=rollout"),
         (["algo.loss=ipo", "algo.old_logp=rollout"], None),
         (["algo.loss=ipo", "train.updates_per_step=2"], None),
         (["algo.loss=gspo", "algo.correction=tis"], "algo.correction_level=sequence"),  # one weight an answer
