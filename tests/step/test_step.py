@@ -1,11 +1,12 @@
 """Steps of a run in this process alone: real Megatron-core, real graders, and plain transformers in vLLM's place."""
 
-import sys
+import cProfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from config import TrainingError, UserError
 from rollout import Completion
 from support.check import checks
 from support.model.offload import is_away, state_shards
-from support.model.optimizer_state import optimizer_steps, sharded_state
+from support.model.optimizer_state import optimizer_steps, restore, sharded_state
 from support.run import clock, launch
 from tests.conftest import REPO, tiny_config, tiny_model
 
@@ -81,6 +82,8 @@ def build(world, tiny, tmp_path, monkeypatch):
         checks.check_config(cfg, world_size=1)
         train_grpo.rehearse(cfg)
         cfg, inputs = launch.prepare(cfg, world_size=1, weights=True)
+        if built:  # a test may build one run after the other
+            bridge.mpu.destroy_model_parallel()
         bridge.init_model_parallel(cfg.parallel, cfg.seed)
         built.append(train_grpo.build(cfg, inputs, clock.Clock(0)))
         return built[-1]
@@ -88,6 +91,9 @@ def build(world, tiny, tmp_path, monkeypatch):
     yield one
     for run in built:
         run.grading.close()
+
+
+EQUAL = ("reward.default=length", "reward.options={length: {limit: 1000}}")  # one reward for all answers
 
 
 def weights(run) -> dict[str, torch.Tensor]:
@@ -104,19 +110,13 @@ def test_a_step_agrees_with_the_engine_and_moves_the_weights(build):
         assert all(not torch.equal(before[name], weight) for name, weight in weights(run).items() if "mlp" in name)
 
 
-@pytest.mark.parametrize(("longer", "room"), [(0, 12), (2, 12), (60, 68)])
+@pytest.mark.parametrize(("longer", "room"), [(2, 12), (60, 68)])
 def test_the_engine_has_room_for_the_answers_of_an_evaluation(build, monkeypatch, longer, room):
     """Beside prompts of 8 tokens; else it would cut them off without a word."""
-    asked = []
-
-    class Sized(PlainEngine):
-        def __init__(self, model, *rest):
-            super().__init__(model)
-            asked.append(rest[2])
-
-    monkeypatch.setattr(train_grpo, "Engine", Sized)
+    engine = mock.Mock(side_effect=PlainEngine)
+    monkeypatch.setattr(train_grpo, "Engine", engine)
     build(f"eval.max_new_tokens={longer}")
-    assert asked == [room]
+    assert engine.call_args.args[3] == room
 
 
 class FlippingEngine(PlainEngine):
@@ -155,7 +155,6 @@ def test_replayed_routes_close_the_gap_of_an_engine_that_routes_otherwise(build,
     assert metrics["logp_gap/max"] < 1e-5 and metrics["routes/missing_frac"] == 0
     assert metrics["routes/differ_frac"] == pytest.approx(flipped, abs=1e-9)
     assert metrics["kl/ref"] > 1e-4  # the reference goes its own way, where no route was flipped
-    bridge.mpu.destroy_model_parallel()
     with pytest.raises(TrainingError, match="trainer and vLLM disagree"):
         train_grpo.train_step(build(*keys), 1)
 
@@ -170,24 +169,24 @@ def test_a_push_that_is_lost_is_caught(build, monkeypatch):
 
 
 def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, tmp_path, capsys):
-    run, group_advantages, broken = build("train.max_skipped=2"), train_grpo.group_advantages, []
+    run, group_advantages = build("train.max_skipped=2"), train_grpo.group_advantages
 
-    def advantages(*args):
+    def with_nan(*args):
         found = group_advantages(*args)
-        return np.where(np.arange(len(found)) == 3, np.nan, found) if broken else found
+        found[3] = np.nan
+        return found
 
-    monkeypatch.setattr(train_grpo, "group_advantages", advantages)
-    broken.append(True)
     before = weights(run)
-    metrics, _ = train_grpo.train_step(run, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(train_grpo, "group_advantages", with_nan)
+        metrics, _ = train_grpo.train_step(run, 1)
     assert metrics["update/skipped"] == 1 and all(torch.equal(before[n], w) for n, w in weights(run).items())
     assert "1 in a row, the run stops at train.max_skipped=2" in capsys.readouterr().out
     dumped = load_file(tmp_path / "out/skipped/step_000001_update_0_rank_00000.safetensors")
     assert any(name.endswith(".advantages") and values.isnan().any() for name, values in dumped.items())
-    broken.clear()
     metrics, _ = train_grpo.train_step(run, 2)
     assert metrics["update/skipped"] == 0 and any(not torch.equal(before[n], w) for n, w in weights(run).items())
-    broken.append(True)
+    monkeypatch.setattr(train_grpo, "group_advantages", with_nan)
     train_grpo.train_step(run, 3)
     with pytest.raises(TrainingError, match=r"2 in a row, the run stops at train\.max_skipped=2"):
         train_grpo.train_step(run, 4)
@@ -204,11 +203,12 @@ def repeatable(monkeypatch):
 
 @pytest.mark.gpu
 def test_what_leaves_while_vllm_samples_comes_back_the_same(repeatable, build):
-    """Three steps with two updates each; what a checkpoint holds after them; and that it was away at all."""
+    """Three steps with two updates each; what a checkpoint holds after them, and a resume reads; that it was away."""
     bf16 = ("model.dtype=bf16", "train.updates_per_step=2", "algo.kl_coef=0.05", "rollout.max_logp_gap=inf")
     found = {}
     for offload, reference in (("none", "gpu"), ("grads", "gpu"), ("optimizer", "host")):
-        run = build(*bf16, f"train.offload={offload}", f"algo.reference_on={reference}")
+        where = (f"train.offload={offload}", f"algo.reference_on={reference}")
+        run = build(*bf16, *where)
         metrics = [train_grpo.train_step(run, step)[0] for step in (1, 2, 3)]
         buffers = [buffer for chunk in run.model for buffer in chunk.buffers]
         assert all((buffer.grad_data.untyped_storage().size() == 0) == (offload != "none") for buffer in buffers)
@@ -216,20 +216,27 @@ def test_what_leaves_while_vllm_samples_comes_back_the_same(repeatable, build):
         saved = sharded_state(run.model, run.optimizer, loading=False)
         losses = [[m[name] for name in ("loss/total", "kl/ref", "grad_norm", "reward/mean")] for m in metrics]
         found[offload] = (losses, weights(run), {key: part.data for key, part in saved.items()})
-        bridge.mpu.destroy_model_parallel()
     losses, trained, saved = found["none"]
     assert all(loss[2] > 0 for loss in losses) and len(saved) > 20
     for other in ("grads", "optimizer"):
         assert found[other][0] == losses
         assert all(torch.equal(found[other][1][name], weight) for name, weight in trained.items())
         assert all(torch.equal(found[other][2][key], values) for key, values in saved.items())
+    train_grpo.save(run, 3)
+    checkpoint = run.writer.finish()
+    run = build(*bf16, *where)
+    assert all(map(is_away, state_shards(run.optimizer)))
+    restore(checkpoint, run.model, run.optimizer)
+    train_grpo.push_weights(run)
+    read = sharded_state(run.model, run.optimizer, loading=False)
+    assert all(torch.equal(read[key].data, values) for key, values in saved.items())
+    assert all(torch.equal(trained[name], weight) for name, weight in weights(run).items())
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
 def test_a_step_without_a_gradient_changes_nothing_and_says_so(build, capsys, entropy_coef):
     """Every group's rewards are equal. Without KL or entropy in the loss Adam would move by momentum alone."""
-    equal = ("reward.default=length", "reward.options={length: {limit: 1000}}", "algo.max_rounds=2")
-    run = build("train.lr=0.01", f"algo.entropy_coef={entropy_coef}", *equal)
+    run = build("train.lr=0.01", f"algo.entropy_coef={entropy_coef}", "algo.max_rounds=2", *EQUAL)
     before = weights(run)
     metrics, samples = train_grpo.train_step(run, 1)
     assert metrics["groups/zero_std_frac"] == 1 and metrics["groups/rounds"] == 2 and len(samples) == 32
@@ -267,60 +274,37 @@ def test_a_stop_comes_before_the_errors_of_grading_processes_that_it_ended(build
 
 
 def test_budgets_reach_their_own_phase(build, monkeypatch):
-    cut, packed = train_grpo.to_micro_batches, []
-
-    def counted(batch, samples, max_tokens, cfg):
-        packed.append((len(samples), max_tokens))
-        return cut(batch, samples, max_tokens, cfg)
-
-    monkeypatch.setattr(train_grpo, "to_micro_batches", counted)
+    cut = mock.Mock(side_effect=train_grpo.to_micro_batches)
+    monkeypatch.setattr(train_grpo, "to_micro_batches", cut)
     budgets = ("train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=48")
     train_grpo.train_step(build("algo.kl_coef=0.1", "train.updates_per_step=2", *budgets), 1)
     # Old and reference log-probs; then two updates, and at the first the rounding of eight answers.
+    packed = [(len(samples), max_tokens) for _, samples, max_tokens, _ in (call.args for call in cut.mock_calls)]
     assert packed == [(16, 48), (16, 48), (8, 64), (8, 48), (8, 48), (8, 64)]
 
 
-# ---------------------------------------------------------------- a step enters no function of a capability that is off
+def test_the_kl_is_shown_where_its_coefficient_has_reached_zero(build):
+    """The reference is there and its pass is made, so what it tells is not left out."""
+    run = build("train.lr=0.01", "algo.kl_coef=0.1", "schedule.kl_coef={to: 0, steps: 2}")
+    found = [train_grpo.train_step(run, step)[0] for step in (1, 2)]
+    assert [numbers["schedule/kl_coef"] for numbers in found] == [0.1, 0.0]
+    for name in ("kl/ref", "kl/k1", "kl/k2"):
+        assert found[0][name] == 0
+        assert found[1][name] is not None and found[1][name] != 0, name
+
 
 # The files of support/ that a default step on a CPU does not enter, whatever folder they are in.
 OFF = {"gdpo", "lora", "mixing", "offload", "routes", "schedule", "teacher", "turns"}
 
-# Keys that turn some of them on, and the files that a step then enters.
-ON = (
-    "lora.rank=4", "train.offload=grads", "schedule.entropy_coef.to=0.0", "algo.teacher=self", "data.hint_key=answer",
-    "algo.advantage=gdpo",
-)  # fmt: skip
-ENTERED = {"gdpo", "lora", "offload", "schedule", "teacher"}
-
-
-def functions_of_a_step(run: train_grpo.Run) -> set[tuple[str, str]]:
-    """(file, function) of all code in the script, beside it and in support/ that the main thread of a step runs."""
-    codes = set()
-
-    def note(frame, event, _):
-        if event == "call":
-            codes.add(frame.f_code)
-
-    sys.setprofile(note)
-    try:
-        train_grpo.train_step(run, 1)
-    finally:
-        sys.setprofile(None)
-    own = {path.resolve() for path in [*REPO.glob("*.py"), *REPO.glob("support/**/*.py")]}
-    # a comprehension counts as the function that it stands in
-    functions = {(Path(code.co_filename).resolve(), code.co_qualname.partition(".<locals>")[0]) for code in codes}
-    return {(str(path.relative_to(REPO)), function) for path, function in functions if path in own}
-
 
 def test_a_default_step_enters_no_capability_that_is_off(build):
-    functions = functions_of_a_step(build())
-    assert {path.stem for path in REPO.glob("support/**/*.py")} >= OFF, "a file that is renamed is renamed in OFF too"
-    assert {("train_grpo.py", name) for name in ("train_step", "add_advantages", "grpo_loss")} <= functions
-    entered = sorted(f"{file}:{function}" for file, function in functions if Path(file).stem in OFF)
-    assert not entered, "a default step runs functions of capabilities that are off:\n" + "\n".join(entered)
-
-
-def test_a_step_with_their_keys_enters_them(build):
-    """The profile sees these files where they are on, so the test above can fail."""
-    files = {Path(file).stem for file, _ in functions_of_a_step(build(*ON))}
-    assert files >= ENTERED
+    """In its main thread, of the code in the script, beside it and in support/."""
+    files = {*REPO.glob("*.py"), *REPO.glob("support/**/*.py")}
+    assert {path.stem for path in files} >= OFF, "a file that is renamed is renamed in OFF too"
+    profile = cProfile.Profile()
+    profile.runcall(train_grpo.train_step, build(), 1)
+    codes = [entry.code for entry in profile.getstats() if not isinstance(entry.code, str)]  # a text is a built-in's
+    entered = {(Path(code.co_filename).resolve(), code.co_qualname) for code in codes}
+    assert {"train_grpo", "packing"} <= {path.stem for path, _ in entered if path in files}  # the profile sees both
+    off = sorted(f"{path}: {function}" for path, function in entered if path in files and path.stem in OFF)
+    assert not off, "a default step runs functions of capabilities that are off:\n" + "\n".join(off)

@@ -157,21 +157,6 @@ def test_an_exact_run_is_repeated_and_says_what_gap_remains(train_forked, tmp_pa
     assert "a log-prob gap of at most" in first.text
 
 
-@pytest.mark.slow
-def test_a_run_whose_state_leaves_the_gpu_resumes_exactly(train_forked, tmp_path):
-    """Which changes nothing of what is computed: the straight run goes without. Adam on the host is in
-    test_configs.py."""
-    chosen = ("model.dtype=bf16", "train.save_every=1", "rollout.prompts_per_step=4", "algo.kl_coef=0.05")
-    moving = ("train.offload=optimizer", "algo.reference_on=host")
-    straight = train_forked(2, "train.steps=4", *chosen, out=tmp_path / "straight")
-    first = train_forked(2, "train.steps=2", *chosen, *moving)
-    assert straight.code == first.code == 0, first.text
-    resumed = train_forked(2, "train.steps=4", *chosen, *moving, "resume=auto")
-    assert resumed.code == 0 and "after step 2" in resumed.text, resumed.text
-    assert lasting(resumed.metrics) == lasting(straight.metrics) and resumed.metrics[-1]["grad_norm"] > 0
-    assert equal(resumed.weights(4), straight.weights(4))
-
-
 def test_an_fp32_head_rounds_no_logits(world, small):
     """Log-probs of a bf16 model against those of its last hidden states and its head in float64."""
     samples = [Sample(0, [1, 2, 3], [4, 5, 6, 7], [-1.0] * 4, True, "", "s")]

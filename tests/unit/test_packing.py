@@ -6,23 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import yaml
 
-from config import AlgoConfig, Config, ParallelConfig
-from support.base.read_config import override
+from config import AlgoConfig, ParallelConfig
 from support.model.attention import make_buckets
 from support.step import packing
 from support.step.packing import ROW_TOKENS, TOKEN, bubble, measure_rows, pack, shared_positions
+from tests.conftest import tiny_config
 from train_grpo import Sample, flatten, grpo_loss
 
 
 def plan_bins(lengths_N, max_tokens, replicas, parallel=None):
     return packing.plan_bins(lengths_N, lengths_N**2, max_tokens, replicas, parallel or ParallelConfig())[0]
-
-
-def config(*overrides: str) -> Config:
-    given = Config(model={"path": "m"}, data={"train": "d"})
-    return override(given, {key: yaml.safe_load(value) for key, value in (item.split("=") for item in overrides)})
 
 
 STEP, UPDATE, CAPS = 5120, 1280, (24576, 49152)  # samples; positions of a training and of a log-prob row
@@ -48,8 +42,6 @@ def test_bins_by_hand():
     # Two replicas, four bins: the costliest meets the cheapest.
     assert plan_bins(np.array([9, 8, 7, 1]), 9, 2) == [[0], [1], [3], [2]]
     assert plan_bins(np.array([3]), 64, 2) == [[0], []] and plan_bins(np.array([], dtype=int), 64, 2) == [[], []]
-    with pytest.raises(ValueError, match="a sample of 65 tokens does not fit a micro-batch of 64"):
-        plan_bins(np.array([65]), 64, 1)
 
 
 def test_what_every_plan_keeps_to():
@@ -99,29 +91,28 @@ def answers(prompts: list[list[int]], *lengths: int, **given) -> list[Sample]:
 
 
 def test_every_field_stands_on_the_position_that_predicts():
-    batch = flatten(
-        [
-            Sample(0, [11, 12], [1, 2, 3], [-0.1, -0.2, -0.3], True, "", "s"),
-            Sample(1, [13], [5, 6], [-0.5, -0.6], True, "", "s"),
-        ]
-    )
-    assert batch.lengths_N.tolist() == [4, 2]
+    """Of a conversation, in which an environment has said 13 14, and of an answer; padding makes no longer sequence."""
+    talk = Sample(0, [11, 12], [1, 2, 13, 14, 3], [-0.1, -0.2, 0, 0, -0.3], True, "", "s", [2, 2, 1])
+    batch = flatten([talk, Sample(1, [15], [5, 6], [-0.5, -0.6], True, "", "s")])
+    assert batch.lengths_N.tolist() == [6, 2]
     batch = replace(batch, advantages=torch.tensor([1.5, 0.5])[batch.seq_id])
-    mb = pack(batch, [1, 0], 8, "cpu")
-    assert mb.tokens.tolist() == [[13, 5, 11, 12, 1, 2, 0, 0]]
-    assert mb.targets.tolist() == [[5, 6, 12, 1, 2, 3, 0, 0]]
-    assert mb.mask.tolist() == [[1, 1, 0, 1, 1, 1, 0, 0]]
-    assert mb.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1]]
-    assert mb.advantages.tolist() == [[0.5, 0.5, 1.5, 1.5, 1.5, 1.5, 0, 0]]
-    assert mb.rollout_logp.tolist() == [pytest.approx([-0.5, -0.6, 0, -0.1, -0.2, -0.3, 0, 0])]
-    assert mb.seq_id.tolist() == [[1, 1, 0, 0, 0, 0, -1, -1]]
-    assert mb.cu_seqlens.tolist() == [0, 2, 6, 8] and mb.sizes.tolist() == [2, 4, 2]
+    mb = pack(batch, [1, 0], 15, "cpu")
+    assert mb.tokens.tolist() == [[15, 5, 11, 12, 1, 2, 13, 14] + [0] * 7]
+    assert mb.targets.tolist() == [[5, 6, 12, 1, 2, 13, 14, 3] + [0] * 7]
+    assert mb.mask.tolist() == [[1, 1, 0, 1, 1, 0, 0, 1] + [0] * 7]
+    assert mb.position_ids.tolist() == [[*range(2), *range(6), *range(6), 0]]
+    assert mb.advantages.tolist() == [[0.5] * 2 + [1.5] * 6 + [0] * 7]
+    assert mb.rollout_logp.tolist() == [pytest.approx([-0.5, -0.6, 0, -0.1, -0.2, 0, 0, -0.3] + [0] * 7)]
+    assert mb.seq_id.tolist() == [[1] * 2 + [0] * 6 + [-1] * 7]
+    assert mb.cu_seqlens.tolist() == [0, 2, 8, 14, 15] and mb.sizes.tolist() == [2, 6, 6, 1]
     assert mb.old_logp is None and mb.ref_logp is None
 
 
 def test_an_empty_micro_batch_counts_nothing():
     batch = flatten(answers([[1, 2, 3]], 2))
-    mb = pack(replace(batch, advantages=torch.ones(4), weights=torch.ones(4)), [], 2, "cpu")
+    batch = replace(batch, advantages=torch.ones(4), weights=torch.ones(4))
+    assert pack(batch, [], 300, "cpu").sizes.tolist() == [128, 128, 44]
+    mb = pack(batch, [], 2, "cpu")
     assert mb.tokens.shape == (1, 2) and mb.mask.sum() == 0
     loss, denominator, _ = grpo_loss(mb, torch.zeros(2, requires_grad=True), torch.zeros(2), AlgoConfig())
     assert loss.item() == 0 and denominator.item() == 0
@@ -157,7 +148,7 @@ def test_tokens_and_routes_decide_what_is_shared():
 
 
 def plan_rows(batch, cap, replicas=1, *overrides: str):
-    return packing.plan_rows(batch, [*range(len(batch.lengths_N))], cap, replicas, config(*overrides))
+    return packing.plan_rows(batch, [*range(len(batch.lengths_N))], cap, replicas, tiny_config(*overrides))
 
 
 def test_plans_of_shared_prompts_by_hand():
@@ -208,22 +199,13 @@ def test_more_bins_where_stages_would_idle_but_no_small_ones_for_it():
     assert bubble(3, ParallelConfig(pp=4, vpp=2)) == 3 / 9 and bubble(5, ParallelConfig()) == 0
 
 
-def test_padding_makes_no_longer_sequence():
-    samples = [Sample(0, [1], [2] * n, [-1.0] * n, True, "", "s") for n in (4, 4)]
-    mb = pack(flatten(samples), [0, 1], 17, "cpu")
-    assert mb.sizes.tolist() == [4, 4, 4, 4, 1] and mb.cu_seqlens.tolist() == [0, 4, 8, 12, 16, 17]
-    assert mb.position_ids.tolist() == [[0, 1, 2, 3] * 4 + [0]]
-    assert mb.seq_id.tolist() == [[0] * 4 + [1] * 4 + [-1] * 9] and mb.mask[0, 8:].sum() == 0
-    assert pack(flatten(samples), [], 300, "cpu").sizes.tolist() == [128, 128, 44]
-
-
 def test_measures_of_rows_by_hand(monkeypatch):
     """Rows of 30 + 2 positions with 1 shared, and of 20 + 20 with 9 shared; each has 1 of padding.
 
     Attention pads the second sequence and the padding of the first row to 2: 30² + 2 · 2² and 2 · 20² + 1.
     """
     samples = answers([[1]], 30, 2) + answers([[*range(9)]], 12, 12)
-    batch, cfg = flatten(samples), config("train.max_tokens_per_micro_batch=64")
+    batch, cfg = flatten(samples), tiny_config("train.max_tokens_per_micro_batch=64")
     rows = [pack(batch, [0, 1], 32, "cpu", True), pack(batch, [2, 3], 32, "cpu", True)]
     counts = {"real": 62, "positions": 64, "shared": 10, "micro_batches": 2, "fill": 64 / 128, "bubble": 0}
     work = 30**2 + 2**2 + 2 * 20**2

@@ -56,17 +56,13 @@ def test_a_timeline_that_cannot_be_written_is_a_warning(timed, tmp_path, capfd):
     assert capfd.readouterr().err == ("warning: profile: no timeline was written: [Errno 28] No space left on device\n")
 
 
-@pytest.mark.parametrize(
-    ("notes", "found"),
-    [
-        # The slowest samples until 10, grades until 12; the other is done at 6, waits 4 for the one, 2 for the other.
-        ([(10, 2, 0), (5, 1, 1)], {"generation": 2.0, "grading": 1.0, "save": 0.5}),
-        # It is done while the slowest grades.
-        ([(10, 2, 0), (11, 0.5, 0)], {"generation": 0.0, "grading": 0.25, "save": 0.0}),
-        ([(3, 1, 2)], {"generation": 0.0, "grading": 0.0, "save": 2.0}),
-    ],
-    ids=["both", "grading only", "one rank"],
-)
-def test_whom_the_others_wait_for(notes, found):
-    rows = [{"rollout": rollout, "reward": reward, "wait": wait} for rollout, reward, wait in notes]
-    assert metrics.idle_seconds(rows, bubble=0.125) == found | {"bubble": 0.125}
+def test_whom_the_others_wait_for():
+    def idle(*notes: tuple[float, float, float]) -> list[float]:
+        rows = [{"rollout": rollout, "reward": reward, "wait": wait} for rollout, reward, wait in notes]
+        found = metrics.idle_seconds(rows, bubble=0.125)
+        return [found[cause] for cause in ("generation", "grading", "save", "bubble")]
+
+    # The slowest samples until 10, grades until 12; the other is done at 6, waits 4 for the one, 2 for the other.
+    assert idle((10, 2, 0), (5, 1, 1)) == [2.0, 1.0, 0.5, 0.125]
+    assert idle((10, 2, 0), (11, 0.5, 0)) == [0.0, 0.25, 0.0, 0.125]  # it is done while the slowest grades
+    assert idle((3, 1, 2)) == [0.0, 0.0, 2.0, 0.125]  # one rank

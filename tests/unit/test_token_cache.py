@@ -1,11 +1,11 @@
 """Large sets are tokenised once a machine: the same prompts as without the cache, mapped by every rank."""
 
 import gc
+import multiprocessing
 import os
 import random
-import subprocess
-import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -16,7 +16,7 @@ import transformers
 from config import DataConfig
 from support.data import token_cache
 from support.data.prompts import fingerprint, load_prompts
-from tests.conftest import REPO, read_rows, write_rows
+from tests.conftest import read_rows, write_rows
 
 ROWS = 4_500  # 5 blocks, the last one half full
 
@@ -110,28 +110,20 @@ def test_what_changes_tokens_has_a_cache_of_its_own_and_a_cut_file_is_told(large
     assert {path.suffix for path in cache.iterdir()} == {".arrow", ".lock"}  # nothing half made is left
 
 
-RANK = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from config import DataConfig
-from support.data import token_cache
-from support.data.prompts import fingerprint, load_prompts, load_tokenizer
-token_cache.LARGE_BYTES = 100_000
-cfg = DataConfig(train=sys.argv[2] + "/[ab].jsonl", answer_key="reward_model.ground_truth", max_prompt_tokens=90)
-prompts, dropped = load_prompts(cfg, load_tokenizer(sys.argv[2] + "/tokenizer"))
-print(type(prompts.ids).__name__, len(prompts) + dropped, fingerprint(prompts))
-"""
+def load_as_a_rank(folder: Path) -> tuple[str, int, str]:
+    """In a process of its own: the type of the token ids, the rows, the fingerprint."""
+    token_cache.LARGE_BYTES = 100_000
+    prompts, dropped = load(folder)
+    return type(prompts.ids).__name__, len(prompts) + dropped, fingerprint(prompts)
 
 
 @pytest.mark.slow
-def test_two_ranks_at_once_build_once(large, tmp_path):
-    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "hf")}
-    command = [sys.executable, "-c", RANK, str(REPO), str(large)]
-    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
-    texts = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    assert sum("tokenised once" in text for text in texts) == 1
-    assert len({text.splitlines()[-1] for text in texts}) == 1 and f"ChunkedArray {ROWS} " in texts[0]
+def test_two_ranks_at_once_build_once(large, cache, monkeypatch, capfd):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(cache.parent))
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as ranks:
+        first, second = ranks.map(load_as_a_rank, [large, large])
+    assert first == second and first[:2] == ("ChunkedArray", ROWS)
+    assert capfd.readouterr().out.count("tokenised once") == 1
 
 
 def test_a_run_without_a_place_for_the_cache_is_refused(large, cache):

@@ -8,22 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+import train_grpo
 from config import AlgoConfig, RewardConfig
 from support.check import run_plan
 from support.proof import formulas
 from support.step import gdpo
+from support.step.records import Sample
 from tests.conftest import tiny_config
-from train_grpo import (
-    Sample,
-    add_advantages,
-    flatten,
-    group_advantages,
-    loss_weights,
-    mismatch_weight,
-    penalize_length,
-    policy_loss,
-    update_order,
-)
 
 F64 = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -55,7 +46,7 @@ def f64(*values: float) -> torch.Tensor:
     ],
 )
 def test_advantages_by_hand(kind, want):
-    got = group_advantages(np.array([1.0, 0, 0, 3]), np.full(4, 5), kind, np.array([1, 2, 1, 4]))
+    got = train_grpo.group_advantages(np.array([1.0, 0, 0, 3]), np.full(4, 5), kind, np.array([1, 2, 1, 4]))
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-15)
 
 
@@ -65,7 +56,7 @@ KINDS = ("grpo", "dr_grpo", "rloo", "grpo_loo", "grpo_batch", "max_rl", "gdpo", 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rewards", [[0.7], [0.1] * 3, [1 / 3] * 7, [1e9] * 5])
 def test_one_answer_or_equal_rewards_give_exactly_zero(kind, rewards):
-    got = group_advantages(np.array(rewards, float), np.zeros(len(rewards)), kind, np.full(len(rewards), 3))
+    got = train_grpo.group_advantages(np.array(rewards, float), np.zeros(len(rewards)), kind, np.full(len(rewards), 3))
     assert got.tolist() == [0.0] * len(rewards)
 
 
@@ -80,23 +71,16 @@ def scored(rows: list[tuple[int, str, dict]]) -> list[Sample]:
 def test_parts_are_normalized_before_their_sum_by_hand():
     # Part a (weight 2), without it: 1, 0, 1: mean 2/3, variance 1/3. Part b: 0, 8, 4: mean 4, variance 16. The second
     # group has source t, whose reward is one function with the parts c and d; c is absent in one answer, d is constant.
-    samples = scored(
-        [
-            (0, "s", {"a": 2.0, "b/x": 0.0}),
-            (0, "s", {"a": 0.0, "b/x": 8.0}),
-            (0, "s", {"a": 2.0, "b/x": 4.0}),
-            (1, "t", {"c": 1.0, "d": 7.0}),
-            (1, "t", {"d": 7.0}),
-            (1, "t", {"c": 3.0, "d": 7.0}),
-        ]
-    )
+    first = [{"a": 2.0, "b/x": 0.0}, {"a": 0.0, "b/x": 8.0}, {"a": 2.0, "b/x": 4.0}]
+    second = [{"c": 1.0, "d": 7.0}, {"d": 7.0}, {"c": 3.0, "d": 7.0}]
+    samples = scored([(0, "s", parts) for parts in first] + [(1, "t", parts) for parts in second])
     rewards = RewardConfig(default={"a": 2.0, "b": 1.0}, by_source={"t": "custom"})
     std_a = math.sqrt(1 / 3) + 1e-4
     c = 1 / (math.sqrt(2) + 1e-4)
     third = 2 / 3 / std_a
     want = [third - 4 / (4 + 1e-4), -2 * third + 4 / (4 + 1e-4), third, -c, 0, c]
     np.testing.assert_allclose(gdpo.normalize_parts(samples, rewards, 1.0), want, rtol=1e-12)
-    batch = add_advantages(samples, flatten(samples), AlgoConfig(advantage="gdpo"), rewards)
+    batch = train_grpo.add_advantages(samples, train_grpo.flatten(samples), AlgoConfig(advantage="gdpo"), rewards)
     np.testing.assert_allclose(batch.advantages.tolist(), np.array(want) / (stdev(want) + 1e-4), rtol=1e-6)
 
 
@@ -108,7 +92,7 @@ def test_the_length_penalty_is_a_part_with_its_coefficient():
 
 def test_overlong_penalty_by_hand():
     samples = [Sample(0, [1], [2] * n, [], True, "", "", reward=1.0) for n in (10, 80, 85, 90, 100)]
-    penalize_length(samples, AlgoConfig(overlong_buffer=20, overlong_coef=2.0), 100)
+    train_grpo.penalize_length(samples, AlgoConfig(overlong_buffer=20, overlong_coef=2.0), 100)
     assert [s.reward_parts["overlong"] for s in samples] == [0, 0, -0.5, -1, -2]
     assert [s.reward for s in samples] == [1, 1, 0.5, 0, -1]
 
@@ -139,7 +123,7 @@ def test_policy_losses_by_hand(options, rises, falls):
     advantages = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat_interleave(4)
     old = torch.full((8,), math.log(0.5), dtype=torch.float64)
     algo = AlgoConfig(**{"clip_low": 0.25, "clip_high": 0.5, **options})
-    loss, _ = policy_loss(f64(*LN, *LN), old, advantages, torch.ones(8), torch.arange(8), algo)
+    loss, _ = train_grpo.policy_loss(f64(*LN, *LN), old, advantages, torch.ones(8), torch.arange(8), algo)
     torch.testing.assert_close(loss, f64(*rises, *falls), **F64)
 
 
@@ -164,7 +148,7 @@ def test_policy_losses_by_hand(options, rises, falls):
 def test_mismatch_weights_by_hand(options, weights, outside):
     mask, sequence = f64(0, 1, 1, 1), torch.tensor([0, 0, 0, 1])
     trainer, algo = torch.log(f64(100, 4, 0.5, 0.25)), AlgoConfig(**options)
-    got, cut = mismatch_weight(trainer, torch.zeros(4), mask, sequence, algo)
+    got, cut = train_grpo.mismatch_weight(trainer, torch.zeros(4), mask, sequence, algo)
     torch.testing.assert_close(got[1:], f64(*weights), **F64)
     assert cut[1:].tolist() == outside
 
@@ -186,23 +170,23 @@ def test_loss_weights_by_hand_and_by_the_formulas(kind, want):
     lengths, trained = [4, 2, 1, 6, 2, 3], [3, 1, 0, 0, 2, 3]
     sample = torch.arange(6).repeat_interleave(torch.tensor(lengths))
     mask = torch.cat([(torch.arange(n) >= n - k).float() for n, k in zip(lengths, trained, strict=True)])
-    weights = loss_weights(SimpleNamespace(trained=mask, seq_id=sample), [4, 0, 1, 2, 3], kind, 10)
+    weights = train_grpo.loss_weights(SimpleNamespace(trained=mask, seq_id=sample), [4, 0, 1, 2, 3], kind, 10)
     torch.testing.assert_close(weights, torch.tensor(want)[sample] * mask, rtol=1e-6, atol=0)
     np.testing.assert_allclose(formulas.answer_weights([3, 1, 0, 0, 2, 0], kind, 10), want, rtol=1e-12)
 
 
 def test_every_epoch_deals_all_groups_anew():
     groups = [group for group in range(10) for _ in range(3)]  # of each sample
-    parts = update_order(groups, updates=3, epochs=2, seed=5, step=7)
+    parts = train_grpo.update_order(groups, updates=3, epochs=2, seed=5, step=7)
     assert [len(part) for part in parts] == [12, 9, 9] * 2
     for epoch in (parts[:3], parts[3:]):
         assert sorted(n for part in epoch for n in part) == list(range(30))
     for part in parts:
         dealt = {groups[n] for n in part}
         assert part == [n for n in range(30) if groups[n] in dealt]  # whole groups
-    assert parts[:3] != parts[3:] and parts == update_order(groups, 3, 2, 5, 7)
-    assert parts != update_order(groups, 3, 2, 5, 8)
-    assert update_order([4], updates=3, epochs=1, seed=0, step=1) == [[0]]
+    assert parts[:3] != parts[3:] and parts == train_grpo.update_order(groups, 3, 2, 5, 7)
+    assert parts != train_grpo.update_order(groups, 3, 2, 5, 8)
+    assert train_grpo.update_order([4], updates=3, epochs=1, seed=0, step=1) == [[0]]
 
 
 # ---------------------------------------------------------------- names and forks
@@ -212,7 +196,6 @@ def test_every_epoch_deals_all_groups_anew():
     ("overrides", "hint"),
     [
         (["algo.loss=ipo"], "algo.old_logp=rollout"),  # a mask against the trainer's own first update holds nothing
-        (["algo.loss=dppo_tv"], "algo.old_logp=rollout"),
         (["algo.loss=ipo", "algo.old_logp=rollout"], None),
         (["algo.loss=ipo", "train.updates_per_step=2"], None),
         (["algo.loss=gspo", "algo.correction=tis"], "algo.correction_level=sequence"),  # one weight an answer
