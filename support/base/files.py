@@ -31,8 +31,7 @@ def log_metrics(out: Path, metrics: dict) -> None:
     numbers = {key: value if value is None or math.isfinite(value) else None for key, value in metrics.items()}
     with (out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(numbers, default=float) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    sync(out / "metrics.jsonl")
 
 
 def read_metrics(out: Path) -> list[dict]:
@@ -143,10 +142,8 @@ def nearest_existing(folder: Path) -> Path:
 
 def write_synced(path: Path, text: str) -> None:
     """Write a file and wait until it is on the disk."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(text)
+    sync(path)
 
 
 def sync(path: Path) -> None:
