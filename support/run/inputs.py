@@ -38,26 +38,26 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs
     Returns the configuration to train with, where `train.steps` alone says how long, and the inputs.
     """
     parts = ["train"] if cfg.data.eval is None else ["train", "eval"]
-    inputs, dropped = read(cfg, parts, weights)
+    inputs = read(cfg, parts, weights)
     cfg = with_steps(cfg, len(inputs.prompts))
     if ranks.is_first_rank():
         print_plan(cfg, world_size)
-        print_prompts(cfg, inputs, dropped)
+        print_prompts(cfg, inputs)
     return override(cfg, {"train.epochs": None}), inputs
 
 
-def read(cfg: Config, parts: list[str], weights: bool) -> tuple[Inputs, dict[str, int]]:
+def read(cfg: Config, parts: list[str], weights: bool) -> Inputs:
     """Check the models, their files of `weights` if asked, and read the data of `parts`, "train" and "eval".
 
-    Returns the inputs and, for each part, how many prompts were dropped as too long. Raises UserError.
+    Raises UserError.
     """
     check_models(cfg)
     folder = cfg.model.path
-    prompts, dropped = {}, {}
+    prompts = {}
     try:
         tokenizer = load_tokenizer(folder)
         for part in parts:
-            prompts[part], dropped[part] = load_prompts(cfg.data, tokenizer, part)
+            prompts[part] = load_prompts(cfg.data, tokenizer, part)
             check_opening(prompts[part][0], cfg.data, tokenizer)
             turns.check(cfg, tokenizer, prompts[part][0].row)
         other = teacher.another(cfg)
@@ -70,7 +70,7 @@ def read(cfg: Config, parts: list[str], weights: bool) -> tuple[Inputs, dict[str
             checks.check_weights(folder)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
-    return Inputs(tokenizer, prompts.get("train", []), prompts.get("eval", []), model_path=folder), dropped
+    return Inputs(tokenizer, prompts.get("train", []), prompts.get("eval", []), model_path=folder)
 
 
 def check_models(cfg: Config) -> None:
@@ -104,14 +104,14 @@ def print_plan(cfg: Config, world_size: int) -> None:
         print(f"warning: {warning}")
 
 
-def print_prompts(cfg: Config, inputs: Inputs, dropped: dict[str, int]) -> None:
-    """Print how many prompts each part has, and of a mixture the share of each set."""
-    names = {"train": ("data:", inputs.prompts), "eval": ("eval:", inputs.eval_prompts)}
-    for part, too_long in dropped.items():
-        name, prompts = names[part]
+def print_prompts(cfg: Config, inputs: Inputs) -> None:
+    """Print how many prompts there are to train and to evaluate, and of a mixture the share of each set."""
+    for name, prompts in (("data:", inputs.prompts), ("eval:", inputs.eval_prompts)):
+        if not prompts:  # not read
+            continue
         line = f"{name:8s} {len(prompts)} prompts"
-        if too_long:
-            line += f"; {too_long} dropped, longer than {cfg.data.max_prompt_tokens} tokens"
+        if prompts.dropped:
+            line += f"; {prompts.dropped} dropped, longer than {cfg.data.max_prompt_tokens} tokens"
         print(line, flush=True)
         if isinstance(prompts, Mixture):
             print(prompts.describe(cfg.train.steps * cfg.rollout.prompts_per_step), flush=True)

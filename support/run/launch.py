@@ -88,9 +88,9 @@ def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, en
     cfg = evaluation.read_config(args.config, args.overrides, args.world_size)
     prepare_process(cfg)
     machines.check_start(cfg)
-    inputs, dropped = read(cfg, ["eval"], weights=True)
+    inputs = read(cfg, ["eval"], weights=True)
     if ranks.is_first_rank():
-        print_prompts(cfg, inputs, dropped)
+        print_prompts(cfg, inputs)
     join(cfg)
     with explained(cfg) as clock:
         machines.check_ranks(cfg, "data.eval", fingerprint(inputs.eval_prompts))
