@@ -61,11 +61,7 @@ def values_of(program: str, tests: list[list[tuple[str, bool]]], **limits) -> li
         results = []
     if not isinstance(results, list) or len(results) != len(tests):
         return [None for _ in tests]
-    return [texts if is_texts(texts) else None for texts in results]
-
-
-def is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+    return [list(map(str, texts)) if isinstance(texts, list) else None for texts in results]
 
 
 def output_of(program: str, stdin: str, **limits) -> str | None:
