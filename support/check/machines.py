@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import megatron_bridge as bridge
 from config import Config, RankError, UserError
 from support.base import files, hf_folder, launchers, memory, ranks, versions
 from support.base.read_config import dotted_items
 from support.base.require import require
 from support.base.versions import gib
-from support.check import checks, costs
+from support.check import costs
 from support.check.explain import HOST_MEMORY
 from support.step import teacher
 
@@ -34,7 +33,6 @@ def check_start(cfg: Config) -> None:
     if torch.cuda.is_available():
         check_gpus()
     else:
-        check_unused_gpus()
         check_without_gpu(cfg)
 
 
@@ -70,19 +68,14 @@ def check_gpus() -> None:
     require(not missing, f"no {', no '.join(missing)}, which vLLM's kernels need. {versions.BUILD_TOOLS_REMEDY}")
 
 
-def check_unused_gpus() -> None:
-    """Check that no GPU is left unused by mistake, where torch sees none. Raises UserError.
-
-    vLLM for CPUs is no mistake.
+def check_without_gpu(cfg: Config) -> None:
+    """Check that no GPU is left unused by mistake (vLLM for CPUs is none), and that nothing is asked for that only GPUs
+    have. Raises UserError.
     """
     require(
         versions.driver() is None or versions.version_of("vllm") is None,
         "torch sees no GPU, though NVIDIA's driver and vLLM for GPUs are here: python -m tools.doctor says why",
     )
-
-
-def check_without_gpu(cfg: Config) -> None:
-    """Check that nothing is asked for that only GPUs have. Raises UserError."""
     asked = [f"rollout.vllm.{name}={cfg.rollout.vllm[name]}" for name in ON_GPUS_ONLY if cfg.rollout.vllm.get(name)]
     if cfg.profile.memory:
         asked.append("profile.memory=true")
@@ -171,13 +164,6 @@ def check_host_memory(cfg: Config) -> None:
         held = f"{local} rank(s) on this machine will hold about {gib(needed)} of host memory, {gib(free)} are free"
         killed = "the system may kill them without a word (torchrun's exitcode -9)"
         ranks.say(f"warning: {held}: {killed}. {'; '.join(HOST_MEMORY)}")
-
-
-def build_process_groups(cfg: Config) -> None:
-    """Build Megatron's process groups and run one all-reduce in each. Raises RankError."""
-    timeout_s = checks.group_timeout_s(cfg)
-    bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
-    check_groups(bridge.process_groups(), min(timeout_s, GROUP_CHECK_S))
 
 
 def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) -> None:

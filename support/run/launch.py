@@ -72,7 +72,11 @@ def start_training(
     checks.check_config(cfg, args.world_size)
     rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))  # the data are not read yet: any number will do
     if args.dry_run:
-        short = plan_memory(cfg, args)
+        check_models(cfg)
+        short = None
+        if ranks.is_first_rank():
+            report = runpy.run_path(str(REPO / "tools/plan.py"))["report"]
+            short = report(cfg, args.world_size, args.gpu_memory_gb)
         prepare(cfg, args.world_size, weights=False)
         if short:
             raise UserError(f"{short}\n  --gpu-memory-gb plans for another GPU")
@@ -96,14 +100,6 @@ def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, en
         machines.check_ranks(cfg, "data.eval", fingerprint(inputs.eval_prompts))
         ranks.on_first_rank(partial(machines.check_writable, Path(cfg.output_dir)))
         evaluation.run(cfg, inputs, clock, evaluate, engine)
-
-
-def plan_memory(cfg: Config, args: argparse.Namespace) -> str | None:
-    """Print the plan of memory, by tools/plan.py; config.json of the model is enough. Returns what does not fit."""
-    check_models(cfg)
-    if not ranks.is_first_rank():
-        return None
-    return runpy.run_path(str(REPO / "tools/plan.py"))["report"](cfg, args.world_size, args.gpu_memory_gb)
 
 
 def prepare_process(cfg: Config) -> None:
@@ -161,7 +157,9 @@ def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], No
         machines.check_machines(cfg, fingerprint(inputs.prompts))
         lock = ranks.on_first_rank(lambda: lock_output_dir(out))  # None on the other ranks
         with lock or contextlib.nullcontext():
-            machines.build_process_groups(cfg)
+            timeout_s = checks.group_timeout_s(cfg)
+            bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
+            machines.check_groups(bridge.process_groups(), min(timeout_s, machines.GROUP_CHECK_S))
             inputs = find_resume(cfg, inputs)
             if inputs.done < cfg.train.steps:
                 use_flash_attention_3(bridge.DTYPES[cfg.model.dtype])

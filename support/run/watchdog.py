@@ -63,11 +63,6 @@ class Watchdog:
         """Note that the main thread has finished a phase and begins another one. Takes a microsecond."""
         self.at = (self.at[0] + 1, phase, time.monotonic())
 
-    @property
-    def phase(self) -> str:
-        """The phase of the main thread."""
-        return self.at[1]
-
     def stop(self) -> None:
         """Stop watching: the rest of the run may take any time."""
         if not self.ended.is_set():

@@ -71,7 +71,7 @@ def test_a_gpu_is_not_left_unused_by_mistake(driver, vllm, refused, monkeypatch)
     monkeypatch.setattr(versions, "driver", lambda: driver)
     monkeypatch.setattr(versions, "version_of", {"vllm": vllm}.get)
     if not refused:
-        machines.check_unused_gpus()
+        machines.check_without_gpu(tiny_config())
         return
     with pytest.raises(UserError, match=r"^torch sees no GPU, .*: python -m tools\.doctor says why"):
-        machines.check_unused_gpus()
+        machines.check_without_gpu(tiny_config())
