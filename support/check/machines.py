@@ -29,15 +29,6 @@ ON_GPUS_ONLY = ("quantization", "enable_expert_parallel", "enable_sleep_mode", "
 
 def check_start(cfg: Config) -> None:
     """Check what a dry run need not have: a launcher, and a GPU for each of its processes. Raises UserError."""
-    check_launcher()
-    if torch.cuda.is_available():
-        check_gpus()
-    else:
-        check_without_gpu(cfg)
-
-
-def check_launcher() -> None:
-    """Check that a launcher has given this process its rank and the address of rank 0. Raises UserError."""
     if "RANK" not in os.environ:
         message = "start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only"
         if "SLURM_JOB_ID" in os.environ:
@@ -49,6 +40,10 @@ def check_launcher() -> None:
         f"rank {os.environ['RANK']} was started without {', '.join(missing)}: torchrun and srun set them all; with "
         "mpirun on several machines add -x MASTER_ADDR=HOST, the host of rank 0",
     )
+    if torch.cuda.is_available():
+        check_gpus()
+    else:
+        check_without_gpu(cfg)
 
 
 def check_gpus() -> None:

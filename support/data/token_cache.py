@@ -36,7 +36,9 @@ def tokenise_once(cfg, tokenizer, rows: Table, tables: list[tuple[str, Table]], 
     digest = cache_key(cfg, tokenizer, [table for _, table in tables])
     types = {"length": "int32", "digest": "binary", "error": "string"}
     features = {"ids": datasets.List(datasets.Value("int32"))} | {k: datasets.Value(v) for k, v in types.items()}
-    rows = rows.select_columns(columns_read(cfg, rows))
+    keys = keys_read(cfg).values()
+    looked_up = {*keys, *(key.partition(".")[0] for key in keys)}
+    rows = rows.select_columns([column for column in rows.column_names if column in looked_up])
     try:
         root.mkdir(parents=True, exist_ok=True)
         with open(root / f"{digest}.lock", "a") as lock:
@@ -61,13 +63,6 @@ def tokenise_once(cfg, tokenizer, rows: Table, tables: list[tuple[str, Table]], 
             "HF_DATASETS_CACHE to another folder"
         ) from None
     return {"ids": tokens.data["ids"]} | {name: tokens.data[name].to_pylist() for name in types}
-
-
-def columns_read(cfg, rows: Table) -> list[str]:
-    """The columns that `tokenise` looks up."""
-    keys = keys_read(cfg).values()
-    wanted = {*keys, *(key.partition(".")[0] for key in keys)}
-    return [column for column in rows.column_names if column in wanted]
 
 
 def tokenise_batch(columns: dict[str, list], cfg, tokenizer) -> dict[str, list]:

@@ -41,7 +41,11 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs
     inputs = read(cfg, parts, weights)
     cfg = with_steps(cfg, len(inputs.prompts))
     if ranks.is_first_rank():
-        print_plan(cfg, world_size)
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        if restarts != "0" and cfg.resume != "auto":
+            print(f"warning: --max-restarts={restarts}: each restart begins from resume={cfg.resume} again; use auto")
+        print(run_plan.describe(cfg, world_size))
+        print("".join(f"warning: {warning}\n" for warning in run_plan.warnings(cfg, world_size)), end="")
         print_prompts(cfg, inputs)
     return override(cfg, {"train.epochs": None}), inputs
 
@@ -92,16 +96,6 @@ def with_steps(cfg: Config, prompts: int) -> Config:
         return cfg
     passes = Fraction(str(cfg.train.epochs))  # 1.1 epochs of 100 prompts are 110, not 110.00000000000001
     return override(cfg, {"train.steps": math.ceil(passes * prompts / cfg.rollout.prompts_per_step)})
-
-
-def print_plan(cfg: Config, world_size: int) -> None:
-    """Print layout and steps of the run, with warnings of what will be slow."""
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts != "0" and cfg.resume != "auto":
-        print(f"warning: --max-restarts={restarts}: each restart begins from resume={cfg.resume} again; use auto")
-    print(run_plan.describe(cfg, world_size))
-    for warning in run_plan.warnings(cfg, world_size):
-        print(f"warning: {warning}")
 
 
 def print_prompts(cfg: Config, inputs: Inputs) -> None:

@@ -126,7 +126,8 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
         prog="train_grpo.py", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     ranks_here = int(os.environ.get("WORLD_SIZE", 1))
-    shown = versions.format_versions(versions.versions()) if "--version" in argv else ""
+    found = versions.versions() if "--version" in argv else {}
+    shown = "\n".join(f"{name:20}  {version or '-'}" for name, version in found.items())
     add = parser.add_argument
     add("--config", required=True, help="YAML file, see configs/")
     add("--dry-run", action="store_true", help="check configuration, model and data, print the plan; needs no GPU")

@@ -140,7 +140,11 @@ class Watchdog:
         wait_s = 2 * self.interval + 3  # for the other ranks
         if first:
             time.sleep(wait_s)
-            reports = {rank: read(store, f"at/{rank}") for rank in range(dist.get_world_size())}
+            reports = {}
+            for rank in range(dist.get_world_size()):
+                reports[rank] = {"sequence": math.inf, "phase": "start"}  # of one that has not come so far
+                if store.check([f"at/{rank}"]):
+                    reports[rank] = json.loads(store.get(f"at/{rank}"))
             say(f"watchdog: no rank has finished a phase for {self.timeout_s:g} s\n{table(reports)}")
             silent = [r for r in reports.values() if "pid" in r and "stack" not in r and r["phase"] != "ended"]
             store.set("silent", json.dumps(silent))
@@ -153,11 +157,6 @@ class Watchdog:
                     os.kill(report["pid"], signal.SIGUSR2)
         time.sleep(0.5)  # rank 0 may host the store: all ranks read it, then end
         os._exit(1)
-
-
-def read(store: dist.Store, key: str) -> dict:
-    """The JSON that a rank has written into the store at `key`; where it has not come so far, what that means."""
-    return json.loads(store.get(key)) if store.check([key]) else {"sequence": math.inf, "phase": "start"}
 
 
 def table(reports: dict[int, dict]) -> str:
