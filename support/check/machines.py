@@ -79,35 +79,28 @@ def check_without_gpu(cfg: Config) -> None:
 
 def check_machines(cfg: Config, data: str) -> None:
     """Check what check_ranks does, the disk on rank 0 and the memory of each machine. Raises UserError."""
-    check_ranks(cfg, "data.train", data)
+    check_ranks(cfg.model_dump(), "data.train", data)
     ranks.on_first_rank(lambda: check_first_host(cfg))
     if os.environ["LOCAL_RANK"] == "0":
         check_host_memory(cfg)
 
 
-def check_ranks(cfg: Config, key: str, data: str) -> None:
-    """Check configuration, data and code between ranks, and print which are on which of several machines.
+def check_ranks(config: dict, key: str, data: str) -> None:
+    """Raises UserError, on every rank, if configuration, data or code differ between ranks: what differs, and where.
 
-    `data` is the fingerprint of the prompts of `key`, which files of another machine, or rows that a function makes,
-    may change. Raises UserError.
+    `config` is {section: {key: value}}, as deep as it likes; `data` is the fingerprint of the prompts of `key`, which
+    files of another machine, or rows that a function makes, may change. Prints which ranks are on which of several
+    machines.
     """
-    commit = versions.versions()["commit"]
-    check_same_config({**cfg.model_dump(), f"prompts of {key}": data, "commit": commit})
-
-
-def check_same_config(config: dict) -> None:
-    """Raises UserError, on every rank, if the ranks do not hold the same configuration: which keys differ, and where.
-
-    `config` is {section: {key: value}}, as deep as it likes. Prints which ranks are where, on several machines.
-    """
-    own = {key: str(value) for key, value in dotted_items(config)}
+    further = {f"prompts of {key}": data, "commit": versions.versions()["commit"]}
+    own = {name: str(value) for name, value in dotted_items(config | further)}
     machines, tables = zip(*ranks.gather((socket.gethostname(), own)), strict=True)
     others = [table for table in tables if table != tables[0]]
     lines = []
-    for key in dict.fromkeys(key for table in tables for key in table):
-        values = [table.get(key, "not set") for table in tables]
+    for name in dict.fromkeys(name for table in tables for name in table):
+        values = [table.get(name, "not set") for table in tables]
         if len(set(values)) > 1:
-            lines.append(f"  {key}: {ranks.describe(values, machines)}")
+            lines.append(f"  {name}: {ranks.describe(values, machines)}")
     require(
         not lines,
         f"{len(others)} of {len(tables)} ranks have another configuration than rank 0; start every machine "

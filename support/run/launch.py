@@ -97,7 +97,7 @@ def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, en
         print_prompts(cfg, inputs)
     join(cfg)
     with explained(cfg) as clock:
-        machines.check_ranks(cfg, "data.eval", fingerprint(inputs.eval_prompts))
+        machines.check_ranks(cfg.model_dump(), "data.eval", fingerprint(inputs.eval_prompts))
         ranks.on_first_rank(partial(machines.check_writable, Path(cfg.output_dir)))
         evaluation.run(cfg, inputs, clock, evaluate, engine)
 

@@ -26,10 +26,10 @@ def test_machines_are_named_once(number, monkeypatch, capfd):
     gathered = [("north", {}), ("north", {}), ("south", {})]
     monkeypatch.setattr(ranks, "gather", lambda own: gathered)
     monkeypatch.setattr(dist, "get_rank", lambda: number)
-    machines.check_same_config({})
+    machines.check_ranks({}, "data.train", "1")
     assert capfd.readouterr().out == ("machines: north on rank 0, 1; south on rank 2\n" if number == 0 else "")
     del gathered[2]
-    machines.check_same_config({})
+    machines.check_ranks({}, "data.train", "1")
     assert capfd.readouterr() == ("", "")
 
 
@@ -41,7 +41,7 @@ def test_another_commit_and_other_data_of_a_machine_are_refused(monkeypatch):
     monkeypatch.setattr(ranks, "gather", gather)
     monkeypatch.setattr(versions, "versions", lambda: {"commit": "a"})
     with pytest.raises(UserError, match=r"^1 of 3 ranks have another configuration than rank 0; start ") as refusal:
-        machines.check_ranks(tiny_config(), "data.train", "1")
+        machines.check_ranks({}, "data.train", "1")
     assert refusal.value.args[0].splitlines()[1:] == [
         "  prompts of data.train: 1 on rank 0, 1 (north); 2 on rank 2 (south)",
         "  commit: a on rank 0, 1 (north); b on rank 2 (south)",
