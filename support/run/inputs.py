@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import yaml
 
 from config import Config, UserError
 from support.base import hf_folder, ranks
 from support.base.files import open_output_dir
-from support.base.read_config import override, to_yaml
+from support.base.read_config import override
 from support.check import checks, run_plan
 from support.data.prompts import Mixture, Prompt, check_opening, fingerprint, load_prompts, load_tokenizer
 from support.model import checkpoint, lora
@@ -127,5 +128,6 @@ def find_resume(cfg: Config, inputs: Inputs) -> Inputs:
         if dist.get_rank() == 0:
             print(f"nothing to do: {found} is after the last step, train.steps={done}", flush=True)
     else:
-        ranks.on_first_rank(lambda: open_output_dir(out, to_yaml(cfg), cfg.resume, done))
+        text = yaml.safe_dump(cfg.model_dump(), sort_keys=False, allow_unicode=True)
+        ranks.on_first_rank(lambda: open_output_dir(out, text, cfg.resume, done))
     return replace(inputs, checkpoint=found, done=done)
