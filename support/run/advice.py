@@ -36,18 +36,6 @@ class Advice:
         """
         if "advantage/nonzero_frac" not in step:
             return {}
-        self.note(step)
-        holding = dict(problems(step, self))
-        self.streaks = {rule: self.streaks.get(rule, 0) + 1 for rule in holding}
-        found = {}
-        for rule, text in holding.items():
-            steps, turn = RULES[rule]
-            if self.streaks[rule] >= steps or self.has_to_end():
-                found[rule] = f"{text}: try {', '.join(turn[:-1])} or {turn[-1]}"
-        return found
-
-    def note(self, step: dict) -> None:
-        """Take up the metrics of the next step."""
         self.rewards.append(step["reward/mean"])
         self.spreads.append(step["reward/std"])
         for source in sources(step):
@@ -56,9 +44,15 @@ class Advice:
             self.worst[source] = min(self.worst.get(source, math.inf), step[f"reward/{source}/mean"])
         self.has_signal |= step["advantage/nonzero_frac"] > 0
         self.has_ended |= step["tokens/truncated_frac"] < 1
-        self.idle_steps += 1
-        if not is_idle(step, self):
-            self.idle_steps = 0
+        self.idle_steps = self.idle_steps + 1 if is_idle(step, self) else 0
+        holding = dict(problems(step, self))
+        self.streaks = {rule: self.streaks.get(rule, 0) + 1 for rule in holding}
+        found = {}
+        for rule, text in holding.items():
+            steps, turn = RULES[rule]
+            if self.streaks[rule] >= steps or self.has_to_end():
+                found[rule] = f"{text}: try {', '.join(turn[:-1])} or {turn[-1]}"
+        return found
 
     def has_to_end(self) -> bool:
         """Whether the run has learnt nothing for train.patience steps in a row."""

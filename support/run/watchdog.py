@@ -18,7 +18,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from support.base.ranks import say
+from support.base.ranks import gather, say
 
 STATES = {
     psutil.STATUS_STOPPED: "stopped (SIGSTOP)",
@@ -51,9 +51,7 @@ class Watchdog:
         self.ended = threading.Event()
         self.talk = threading.Thread(target=self._talk, daemon=True)
         if timeout_s:
-            name = [f"watchdog/{uuid.uuid4().hex}"]  # unique, unlike the restart count: see fresh_store
-            dist.broadcast_object_list(name)
-            self.name = name[0]
+            self.name = f"watchdog/{gather(uuid.uuid4().hex)[0]}"  # unique, unlike the restart count: see fresh_store
             faulthandler.register(signal.SIGUSR2)  # writes the stacks of all threads, without Python's lock
             atexit.register(self.stop)  # Python aborts if it ends while a thread is inside the store
             self.talk.start()
@@ -65,9 +63,8 @@ class Watchdog:
 
     def stop(self) -> None:
         """Stop watching: the rest of the run may take any time."""
-        if not self.ended.is_set():
-            self.enter("ended")
-            self.ended.set()
+        self.enter("ended")
+        self.ended.set()
         if self.talk.is_alive():
             self.talk.join(STORE_TIMEOUT_S)  # its call returns when the store answers or ends
 
