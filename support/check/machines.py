@@ -77,14 +77,6 @@ def check_without_gpu(cfg: Config) -> None:
     require(not asked, f"{', '.join(asked)}: works on GPUs only, and there is no GPU here; leave it out")
 
 
-def check_machines(cfg: Config, data: str) -> None:
-    """Check what check_ranks does, the disk on rank 0 and the memory of each machine. Raises UserError."""
-    check_ranks(cfg.model_dump(), "data.train", data)
-    ranks.on_first_rank(lambda: check_first_host(cfg))
-    if os.environ["LOCAL_RANK"] == "0":
-        check_host_memory(cfg)
-
-
 def check_ranks(config: dict, key: str, data: str) -> None:
     """Raises UserError, on every rank, if configuration, data or code differ between ranks: what differs, and where.
 
@@ -111,20 +103,16 @@ def check_ranks(config: dict, key: str, data: str) -> None:
 
 
 def check_first_host(cfg: Config) -> None:
-    """Check versions (a warning), the output folder and its disk. Raises UserError."""
+    """Check versions (a warning), the output folder, and the room on its disk. Raises UserError."""
     for warning in versions.check_versions():
         print(f"warning: {warning}", flush=True)
-    check_writable(Path(cfg.output_dir))
-    weights = hf_folder.count_weights(cfg.model.path)
-    check_disk(Path(cfg.output_dir), costs.disk_bytes(cfg, weights))
-
-
-def check_disk(folder: Path, bytes_needed: int) -> None:
-    """Raises UserError if the disk that the output folder is or will be on has less than that free."""
+    folder = Path(cfg.output_dir)
+    check_writable(folder)
     free = shutil.disk_usage(files.nearest_existing(folder)).free
+    needed = costs.disk_bytes(cfg, hf_folder.count_weights(cfg.model.path))
     require(
-        free >= bytes_needed,
-        f"output_dir={folder}: its disk has {gib(free)} free, this run saves {gib(bytes_needed)}; make room, "
+        free >= needed,
+        f"output_dir={folder}: its disk has {gib(free)} free, this run saves {gib(needed)}; make room, "
         "choose another output_dir, save less often (train.save_every) or keep less (train.keep_last)",
     )
 

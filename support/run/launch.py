@@ -66,7 +66,10 @@ def command(
 def start_training(
     args: argparse.Namespace, rehearse: Callable[[Config], None], train: Callable[[Config, Inputs, Clock], None]
 ) -> None:
-    """Check and read what a run needs, and train; or a dry run. Raises UserError, TrainingError."""
+    """Check and read what a run needs, and train, holding the lock of the output folder; or a dry run.
+
+    Raises UserError, TrainingError.
+    """
     cfg = load_config(args.config, args.overrides)
     prepare_process(cfg)
     checks.check_config(cfg, args.world_size)
@@ -83,8 +86,20 @@ def start_training(
         return
     machines.check_start(cfg)  # before anything is read
     cfg, inputs = prepare(cfg, args.world_size, weights=True)
-    join(cfg)
-    run(cfg, inputs, train)
+    with joined(cfg) as clock:
+        machines.check_ranks(cfg.model_dump(), "data.train", fingerprint(inputs.prompts))
+        ranks.on_first_rank(partial(machines.check_first_host, cfg))
+        if os.environ["LOCAL_RANK"] == "0":
+            machines.check_host_memory(cfg)
+        lock = ranks.on_first_rank(lambda: lock_output_dir(Path(cfg.output_dir)))  # None on the other ranks
+        with lock or contextlib.nullcontext():
+            timeout_s = checks.group_timeout_s(cfg)
+            bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
+            machines.check_groups(bridge.process_groups(), min(timeout_s, machines.GROUP_CHECK_S))
+            inputs = find_resume(cfg, inputs)
+            if inputs.done < cfg.train.steps:
+                use_flash_attention_3(bridge.DTYPES[cfg.model.dtype])
+                train(cfg, inputs, clock)
 
 
 def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, engine: type) -> None:
@@ -95,8 +110,7 @@ def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, en
     inputs = read(cfg, ["eval"], weights=True)
     if ranks.is_first_rank():
         print_prompts(cfg, inputs)
-    join(cfg)
-    with explained(cfg) as clock:
+    with joined(cfg) as clock:
         machines.check_ranks(cfg.model_dump(), "data.eval", fingerprint(inputs.eval_prompts))
         ranks.on_first_rank(partial(machines.check_writable, Path(cfg.output_dir)))
         evaluation.run(cfg, inputs, clock, evaluate, engine)
@@ -110,14 +124,6 @@ def prepare_process(cfg: Config) -> None:
     vllm_process.set_environment(cfg.rollout.exact)  # before vLLM is imported, or a GPU allocates
     if torch.cuda.is_available():
         torch.backends.cuda.enable_flash_sdp(cfg.model.flash_attention)
-
-
-def join(cfg: Config) -> None:
-    """Meet the other ranks."""
-    if cfg.rollout.exact:
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill vLLM's KV cache with NaN
-    ranks.join_ranks(checks.group_timeout_s(cfg))
 
 
 def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
@@ -147,32 +153,18 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     return args
 
 
-def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], None]) -> None:
-    """Check the machines, then `train` under the watchdog; holds the lock of the output folder as long.
-
-    Raises what `explained` does.
-    """
-    out = Path(cfg.output_dir)
-    timeline = Timeline(out / "traces", cfg.profile, cfg.train.steps) if cfg.profile.start else None
-    with explained(cfg, timeline) as clock:
-        machines.check_machines(cfg, fingerprint(inputs.prompts))
-        lock = ranks.on_first_rank(lambda: lock_output_dir(out))  # None on the other ranks
-        with lock or contextlib.nullcontext():
-            timeout_s = checks.group_timeout_s(cfg)
-            bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
-            machines.check_groups(bridge.process_groups(), min(timeout_s, machines.GROUP_CHECK_S))
-            inputs = find_resume(cfg, inputs)
-            if inputs.done < cfg.train.steps:
-                use_flash_attention_3(bridge.DTYPES[cfg.model.dtype])
-                train(cfg, inputs, clock)
-
-
 @contextlib.contextmanager
-def explained(cfg: Config, timeline: Timeline | None = None) -> Iterator[Clock]:
-    """Give a clock, which the end of the block stops.
+def joined(cfg: Config) -> Iterator[Clock]:
+    """Meet the other ranks and give a clock, which the end of the block stops.
 
     Raises UserError and TrainingError, which say what a failure of a machine means; a mistake in the code as it is.
     """
+    if cfg.rollout.exact:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill vLLM's KV cache with NaN
+    ranks.join_ranks(checks.group_timeout_s(cfg))
+    traces = Path(cfg.output_dir, "traces")
+    timeline = Timeline(traces, cfg.profile, cfg.train.steps) if cfg.profile.start else None
     clock = Clock(cfg.train.stall_timeout_s, timeline)
     try:
         yield clock

@@ -51,12 +51,16 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
 
 def test_exact_runs_write_no_nan_into_fresh_memory(command, monkeypatch):
     """torch's deterministic mode fills every new tensor, vLLM's KV cache too, which costs time and tells nothing."""
-    for module, name in ((launch.machines, "check_start"), (launch, "run"), (launch.ranks, "join_ranks")):
-        monkeypatch.setattr(module, name, lambda *_: None)
+
+    def refuse(timeout_s: float) -> None:
+        raise UserError("the ranks do not meet")
+
+    monkeypatch.setattr(launch.machines, "check_start", lambda cfg: None)
+    monkeypatch.setattr(launch.ranks, "join_ranks", refuse)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        code, text = command("rollout.exact=true")
-        assert code == 0 and torch.are_deterministic_algorithms_enabled(), text
+        _, text = command("rollout.exact=true")
+        assert "the ranks do not meet" in text and torch.are_deterministic_algorithms_enabled(), text
         assert not torch.utils.deterministic.fill_uninitialized_memory
     finally:
         torch.use_deterministic_algorithms(False)
@@ -170,10 +174,11 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, messa
             self.stopped.append(True)
 
     monkeypatch.setattr(launch, "Clock", Clock)
+    monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     cfg = tiny_config(f"output_dir={tmp_path}")
-    with pytest.raises(RankError, match=message), launch.explained(cfg):
+    with pytest.raises(RankError, match=message), launch.joined(cfg):
         raise failure
-    with pytest.raises(RuntimeError, match="a mistake in the code"), launch.explained(cfg):
+    with pytest.raises(RuntimeError, match="a mistake in the code"), launch.joined(cfg):
         raise RuntimeError("a mistake in the code")
     assert Clock.stopped == [True, True]

@@ -11,12 +11,13 @@ from support.check import machines
 from tests.conftest import tiny_config
 
 
-def test_machine(tmp_path):
-    machines.check_disk(tmp_path / "not/yet", 1)
-    machines.check_writable(tmp_path / "not/yet")
+def test_the_output_folder_and_its_disk(tiny, tmp_path, monkeypatch):
+    cfg = tiny_config(f"model.path={tiny / 'model'}", f"output_dir={tmp_path / 'not/yet'}")
+    machines.check_first_host(cfg)
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(machines.costs, "disk_bytes", lambda cfg, weights: 2**60)
     with pytest.raises(UserError, match=r"output_dir=.*not/yet: .*train.save_every\) or .*train.keep_last"):
-        machines.check_disk(tmp_path / "not/yet", 2**60)
+        machines.check_first_host(cfg)
     with pytest.raises(UserError, match=r"output_dir=/proc/out: cannot write in /proc "):
         machines.check_writable(Path("/proc/out"))
 
