@@ -51,7 +51,7 @@ def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 def main() -> None:
     path, dtype, out, layouts = sys.argv[1], bridge.DTYPES[sys.argv[2]], Path(sys.argv[3]), json.loads(sys.argv[4])
     adapters = LoraConfig(rank=int(sys.argv[5]) if len(sys.argv) > 5 else 0)
-    ranks.init_distributed(timeout_s=600)
+    ranks.join_ranks(timeout_s=600)
     first = None
     for name, sizes in layouts.items():
         extra = sizes.pop("megatron", {})

@@ -224,7 +224,7 @@ def world(monkeypatch):
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    ranks.init_distributed(timeout_s=60)
+    ranks.join_ranks(timeout_s=60)
     yield
     bridge.mpu.destroy_model_parallel()
     dist.destroy_process_group()

@@ -37,7 +37,7 @@ def reference_loss(model: str, head: torch.Tensor, batch, samples: list) -> tupl
 def main(model: str, found: str) -> None:
     keys = ["algo.advantage=gae", "algo.critic_lr=1e-3", f"algo.value_clip={CLIP}", f"model.path={model}"]
     cfg = load_config("configs/tiny.yaml", keys)
-    ranks.init_distributed(60)
+    ranks.join_ranks(60)
     bridge.init_model_parallel(cfg.parallel, seed=0)
     chunks, optimizer = critic.build(model, cfg)
 

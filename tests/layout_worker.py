@@ -146,7 +146,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
 def main() -> None:
     for plan in json.loads(Path(sys.argv[1]).read_text()):
         for name in plan["layouts"]:
-            ranks.init_distributed(timeout_s=600)
+            ranks.join_ranks(timeout_s=600)
             found = one_layout(plan, name)
             if dist.get_rank() == 0:
                 save_file(found, Path(plan["out"], f"{name}.safetensors"))

@@ -31,8 +31,7 @@ def log_metrics(out: Path, metrics: dict) -> None:
     numbers = {key: value if value is None or math.isfinite(value) else None for key, value in metrics.items()}
     with (out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(numbers, default=float) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    sync(out / "metrics.jsonl")
 
 
 def read_metrics(out: Path) -> list[dict]:
@@ -74,26 +73,18 @@ def lock_output_dir(path: Path) -> IO | None:
 def open_output_dir(path: Path, config_yaml: str, resume: str, step: int) -> None:
     """Prepare the output folder, which is locked, for the steps after `step`, as `resume` says. Raises UserError."""
     try:
-        if resume == "none":
-            rename_earlier_run(path)
+        if resume == "none" and (path / "metrics.jsonl").exists():  # never mixed with an earlier run
+            number = 1
+            while path.with_name(f"{path.name}.{number}").exists():
+                number += 1
+            aside = path.rename(path.with_name(f"{path.name}.{number}"))
+            print(f"moved the earlier run in {path} to {aside}")
         (path / "rollouts").mkdir(parents=True, exist_ok=True)
         (path / "config.yaml").write_text(config_yaml)
         drop_later_steps(path, step)
         write_versions(path / "versions.json", step)
     except (OSError, ValueError) as error:
         raise UserError(f"output_dir={path}: {error}") from None
-
-
-def rename_earlier_run(path: Path) -> None:
-    """Rename the output folder of an earlier run, which is never mixed with this one or overwritten."""
-    if not (path / "metrics.jsonl").exists():
-        return
-    number = 1
-    while path.with_name(f"{path.name}.{number}").exists():
-        number += 1
-    aside = path.with_name(f"{path.name}.{number}")
-    path.rename(aside)
-    print(f"moved the earlier run in {path} to {aside}")
 
 
 def drop_later_steps(path: Path, step: int) -> None:
@@ -143,10 +134,8 @@ def nearest_existing(folder: Path) -> Path:
 
 def write_synced(path: Path, text: str) -> None:
     """Write a file and wait until it is on the disk."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(text)
+    sync(path)
 
 
 def sync(path: Path) -> None:

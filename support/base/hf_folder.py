@@ -71,28 +71,24 @@ def safetensor_files(path: str) -> dict[str, str]:
 def export_hf(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: Path) -> None:
     """Write (Hugging Face name, full tensor) pairs to the folder `target` so that transformers and vLLM load it.
 
-    Config and tokenizer come from `source`. Called on every rank, written by rank 0; `target` is complete or absent.
+    Config and tokenizer come from `source`. Called on every rank, written by rank 0, which holds one file of
+    EXPORT_SHARD_BYTES at most in memory; `target` is complete or absent.
     """
     if dist.get_rank() == 0:
         with complete_folder(target) as folder:
             for file in Path(source).iterdir():
                 if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
                     shutil.copy(file, folder)
-            write_weights(weights, folder)
+            weight_map = {}
+            on_host = ((name, tensor.cpu()) for name, tensor in weights)
+            for shard in split_by_bytes(on_host, EXPORT_SHARD_BYTES):
+                file = f"model-{len(set(weight_map.values())):05d}.safetensors"
+                save_file(dict(shard), folder / file, metadata={"format": "pt"})
+                weight_map |= dict.fromkeys(dict(shard), file)
+                del shard  # before the next is gathered
+            index = {"metadata": {}, "weight_map": weight_map}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     else:
         for _ in weights:  # gathering a tensor needs every rank
             pass
     dist.barrier()
-
-
-def write_weights(weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Write tensors to safetensors files of EXPORT_SHARD_BYTES at most, and their index. Holds one file in memory."""
-    weight_map = {}
-    files = []
-    for shard in split_by_bytes(((name, tensor.cpu()) for name, tensor in weights), EXPORT_SHARD_BYTES):
-        files.append(f"model-{len(files):05d}.safetensors")
-        save_file(dict(shard), folder / files[-1], metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(dict(shard), files[-1])
-        del shard  # before the next is gathered
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

@@ -3,7 +3,7 @@
 On GPUs it is what torch has allocated there; on the CPU the resident memory of the process.
 """
 
-import math
+import re
 from pathlib import Path
 
 import psutil
@@ -90,19 +90,12 @@ def host_free_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
     The limits are those of cgroups (version 2), as containers and Slurm jobs have them; cached files count as free.
     """
     free = [psutil.virtual_memory().available]
-    lines = own.read_text().splitlines() if own.exists() else []
-    for line in lines:
-        if line.startswith("0::/"):
-            own_folder = cgroups / line.removeprefix("0::/")
-            free += [free_in_cgroup(folder) for folder in (own_folder, *own_folder.parents)]
-    return max(int(min(free)), 0)
-
-
-def free_in_cgroup(folder: Path) -> float:
-    """Bytes that a cgroup may still take; infinite where it has no limit."""
-    limit = folder / "memory.max"
-    if not limit.exists() or limit.read_text().strip() == "max":
-        return math.inf
-    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-    return int(limit.read_text()) - used
+    found = re.search("^0::/(.*)$", own.read_text(), re.MULTILINE) if own.exists() else None
+    folders = [cgroups / found[1], *(cgroups / found[1]).parents] if found else []
+    for folder in folders:
+        limit = folder / "memory.max"
+        if limit.exists() and limit.read_text().strip() != "max":
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            free.append(int(limit.read_text()) - used)
+    return max(min(free), 0)

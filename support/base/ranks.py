@@ -54,43 +54,35 @@ def die_with_torchrun() -> None:
 
 
 def join_ranks(timeout_s: float) -> None:
-    """Join the process group at MASTER_ADDR:MASTER_PORT; see init_distributed. Raises RankError."""
+    """Create the default process group: gloo on the CPU, NCCL (and gloo for Python objects) on GPUs.
+
+    A collective that takes longer than `timeout_s` fails. Raises RankError where the ranks do not meet.
+    """
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        init_distributed(timeout_s)
+        store = fresh_store(rank, world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except dist.DistError as error:
         raise RankError(
-            f"rank {os.environ['RANK']} cannot meet the others at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({str(error).splitlines()[0]}). If the address "
-            "is in use, another job has this MASTER_PORT: choose another; else rank 0 has ended or is unreachable"
+            f"rank {rank} cannot meet the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
+            f"({str(error).splitlines()[0]}). If the address is in use, another job has this MASTER_PORT: choose "
+            "another; else rank 0 has ended or is unreachable"
         ) from error
 
 
-def init_distributed(timeout_s: float) -> None:
-    """Create the default process group: gloo on the CPU, NCCL (and gloo for Python objects) on GPUs.
-
-    A collective that takes longer than `timeout_s` fails. Raises torch's DistError.
-    """
-    gpu = torch.cuda.is_available()
-    if gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if gpu else "gloo",
-        store=fresh_store(),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
-
-
-def fresh_store() -> dist.Store:
+def fresh_store(rank: int, world_size: int) -> dist.Store:
     """A store for init_process_group without entries of an earlier start of these ranks. Every rank calls this.
 
     Under --max-restarts torchrun keeps its store (pytorch issue 135712), where a rank could read the address of a dead
     one; its restart count is of one node. So rank 0 gives this start a name, and sends it to each rank in reply to a
     random key that only a living rank waits on.
     """
-    rank = int(os.environ["RANK"])
-    world_size = int(os.environ["WORLD_SIZE"])
     store, _, _ = next(dist.rendezvous("env://", rank, world_size))
     name = uuid.uuid4().hex
     if rank:

@@ -23,9 +23,13 @@ PAGE = "docs/from-other-trainers.md"  # its tables have keys of other trainers
 
 def load_config(path: str, overrides: list[str]) -> Config:
     """The defaults, under the YAML file `path`, under `section.key=value` overrides. Raises UserError."""
-    tree = read_file(Path(path))
-    for override in overrides:
-        tree = merge(tree, read_override(override))
+    tree = {}
+    for layer in [*read_files(Path(path)), *map(read_override, overrides)]:
+        for name in SECTIONS.keys() & layer.keys():
+            if not isinstance(layer[name], dict):
+                inside = next(iter(SECTIONS[name].model_fields))
+                raise UserError(f"{name}={layer[name]!r}: this is a section; give its keys, such as {name}.{inside}")
+        tree = merge(tree, layer)
     return validate(tree, path)
 
 
@@ -71,8 +75,8 @@ EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, "-+.0123456789")
 
 
-def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict:
-    """The settings of a YAML file, merged over those of the file that its `base` names, relative to its folder.
+def read_files(path: Path, above: tuple[Path, ...] = ()) -> list[dict]:
+    """The settings of a YAML file, after those of the file that its `base` names, relative to its folder, and so on.
 
     `above`: the files whose `base` led here. Raises UserError.
     """
@@ -92,10 +96,7 @@ def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict:
     base = layer.pop("base", None)
     # A section whose keys are all commented out is null in YAML.
     layer = {key: value for key, value in layer.items() if value is not None or key not in SECTIONS}
-    check_sections(layer)
-    if not base:
-        return layer
-    return merge(read_file(path.parent / base, (*above, path)), layer)
+    return [*read_files(path.parent / base, (*above, path)), layer] if base else [layer]
 
 
 def read_override(override: str) -> dict:
@@ -106,12 +107,9 @@ def read_override(override: str) -> dict:
     )
     key, _, text = override.partition("=")
     try:
-        layer = yaml.load(text, Loader)
+        return nest(key, yaml.load(text, Loader))
     except Exception as error:  # as above
         raise UserError(f"override {override!r}: its value is not YAML: {' '.join(str(error).split())}") from None
-    layer = nest(key, layer)
-    check_sections(layer)
-    return layer
 
 
 def nest(key: str, value: Any) -> dict:
@@ -119,19 +117,6 @@ def nest(key: str, value: Any) -> dict:
     for name in reversed(key.split(".")):
         value = {name: value}
     return value
-
-
-def check_sections(layer: dict) -> None:
-    """Raises UserError for a section that holds something else than keys."""
-    for name in SECTIONS.keys() & layer.keys():
-        if not isinstance(layer[name], dict):
-            inside = next(iter(SECTIONS[name].model_fields))
-            raise UserError(f"{name}={layer[name]!r}: this is a section; give its keys, such as {name}.{inside}")
-
-
-def to_yaml(cfg: Config) -> str:
-    """The configuration as YAML, every key in it."""
-    return yaml.safe_dump(cfg.model_dump(), sort_keys=False, allow_unicode=True)
 
 
 # ---------------------------------------------------------------- values for the keys

@@ -1,9 +1,8 @@
 """Files of samples: each is complete or absent, as it has a temporary name until it is on the disk."""
 
 import contextlib
-from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -39,7 +38,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 
 class RolloutWriter:
-    """Writes files of samples in order, in a thread. One is being written and one may be queued; then `write` blocks.
+    """Writes files of samples in a thread, one at a time: `write` waits for the file before.
 
     The next `write` or `finish` raises a failure. Python waits for the thread at its end, so a run that fails writes
     its last samples too.
@@ -47,18 +46,14 @@ class RolloutWriter:
 
     def __init__(self):
         self.thread = ThreadPoolExecutor(max_workers=1)
-        self.jobs = deque()
+        self.last: Future | None = None
 
     def write(self, path: Path, samples: Iterable) -> None:
-        """Queue all samples, as they are now, to be written to `path`."""
-        self._wait(unfinished=1)
-        self.jobs.append(self.thread.submit(write_rows, path, [as_row(sample) for sample in samples]))
+        """Begin to write all samples, as they are now, to `path`."""
+        self.finish()
+        self.last = self.thread.submit(write_rows, path, [as_row(sample) for sample in samples])
 
     def finish(self) -> None:
-        """Wait until all files are on the disk."""
-        self._wait(unfinished=0)
-
-    def _wait(self, unfinished: int) -> None:
-        while self.jobs and (len(self.jobs) > unfinished or self.jobs[0].done()):
-            self.jobs[0].result()  # a failure stays the first, and is raised each time
-            self.jobs.popleft()
+        """Wait until the last file is on the disk."""
+        if self.last:
+            self.last.result()  # raises a failure each time

@@ -130,12 +130,6 @@ def build_tools() -> dict[str, str | None]:
     return {"C compiler": compiler, "Python.h": str(header) if header.exists() else None}
 
 
-def format_versions(found: dict[str, str | None]) -> str:
-    """A line for each version, "-" for what is missing."""
-    width = max(map(len, found))
-    return "\n".join(f"{name:{width}}  {version or '-'}" for name, version in found.items())
-
-
 def differences(was: dict[str, str | None], now: dict[str, str | None]) -> list[str]:
     """A line for each version that differs: "torch: 2.13.0 → 2.14.0"."""
     return [f"{name}: {was.get(name)} → {now.get(name)}" for name in {**was, **now} if was.get(name) != now.get(name)]

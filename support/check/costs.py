@@ -28,7 +28,8 @@ class Cost:
 
 def costs(cfg: Config, world_size: int, on_gpu: bool = True) -> dict[str, Cost]:
     """{kind of weights or state: its cost} of a run; without a GPU all of it lies in host memory."""
-    size, share = bridge.DTYPES[cfg.model.dtype].itemsize, replica_ranks(cfg)
+    size = bridge.DTYPES[cfg.model.dtype].itemsize
+    share = cfg.parallel.tp * cfg.parallel.pp * cfg.parallel.ep  # the ranks that share one copy of the weights
     gradient_phases = PHASES if cfg.train.offload == "none" else ("build", "train", "update")
     keeps_asleep = cfg.rollout.sleep_level == 1 or not on_gpu
     table = {
@@ -51,11 +52,6 @@ def costs(cfg: Config, world_size: int, on_gpu: bool = True) -> dict[str, Cost]:
             moved = 0 if cost.waits else cost.gpu
             table[kind] = replace(cost, gpu=0, host=cost.host + moved)
     return table
-
-
-def replica_ranks(cfg: Config) -> int:
-    """The ranks that share one copy of the weights."""
-    return cfg.parallel.tp * cfg.parallel.pp * cfg.parallel.ep
 
 
 def optimizer_cost(cfg: Config, world_size: int) -> Cost:

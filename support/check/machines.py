@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import megatron_bridge as bridge
 from config import Config, RankError, UserError
 from support.base import files, hf_folder, launchers, memory, ranks, versions
 from support.base.read_config import dotted_items
 from support.base.require import require
 from support.base.versions import gib
-from support.check import checks, costs
+from support.check import costs
 from support.check.explain import HOST_MEMORY
 from support.step import teacher
 
@@ -30,16 +29,6 @@ ON_GPUS_ONLY = ("quantization", "enable_expert_parallel", "enable_sleep_mode", "
 
 def check_start(cfg: Config) -> None:
     """Check what a dry run need not have: a launcher, and a GPU for each of its processes. Raises UserError."""
-    check_launcher()
-    if torch.cuda.is_available():
-        check_gpus()
-    else:
-        check_unused_gpus()
-        check_without_gpu(cfg)
-
-
-def check_launcher() -> None:
-    """Check that a launcher has given this process its rank and the address of rank 0. Raises UserError."""
     if "RANK" not in os.environ:
         message = "start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only"
         if "SLURM_JOB_ID" in os.environ:
@@ -51,6 +40,10 @@ def check_launcher() -> None:
         f"rank {os.environ['RANK']} was started without {', '.join(missing)}: torchrun and srun set them all; with "
         "mpirun on several machines add -x MASTER_ADDR=HOST, the host of rank 0",
     )
+    if torch.cuda.is_available():
+        check_gpus()
+    else:
+        check_without_gpu(cfg)
 
 
 def check_gpus() -> None:
@@ -70,56 +63,36 @@ def check_gpus() -> None:
     require(not missing, f"no {', no '.join(missing)}, which vLLM's kernels need. {versions.BUILD_TOOLS_REMEDY}")
 
 
-def check_unused_gpus() -> None:
-    """Check that no GPU is left unused by mistake, where torch sees none. Raises UserError.
-
-    vLLM for CPUs is no mistake.
+def check_without_gpu(cfg: Config) -> None:
+    """Check that no GPU is left unused by mistake (vLLM for CPUs is none), and that nothing is asked for that only GPUs
+    have. Raises UserError.
     """
     require(
         versions.driver() is None or versions.version_of("vllm") is None,
         "torch sees no GPU, though NVIDIA's driver and vLLM for GPUs are here: python -m tools.doctor says why",
     )
-
-
-def check_without_gpu(cfg: Config) -> None:
-    """Check that nothing is asked for that only GPUs have. Raises UserError."""
     asked = [f"rollout.vllm.{name}={cfg.rollout.vllm[name]}" for name in ON_GPUS_ONLY if cfg.rollout.vllm.get(name)]
     if cfg.profile.memory:
         asked.append("profile.memory=true")
     require(not asked, f"{', '.join(asked)}: works on GPUs only, and there is no GPU here; leave it out")
 
 
-def check_machines(cfg: Config, data: str) -> None:
-    """Check what check_ranks does, the disk on rank 0 and the memory of each machine. Raises UserError."""
-    check_ranks(cfg, "data.train", data)
-    ranks.on_first_rank(lambda: check_first_host(cfg))
-    if os.environ["LOCAL_RANK"] == "0":
-        check_host_memory(cfg)
+def check_ranks(config: dict, key: str, data: str) -> None:
+    """Raises UserError, on every rank, if configuration, data or code differ between ranks: what differs, and where.
 
-
-def check_ranks(cfg: Config, key: str, data: str) -> None:
-    """Check configuration, data and code between ranks, and print which are on which of several machines.
-
-    `data` is the fingerprint of the prompts of `key`, which files of another machine, or rows that a function makes,
-    may change. Raises UserError.
+    `config` is {section: {key: value}}, as deep as it likes; `data` is the fingerprint of the prompts of `key`, which
+    files of another machine, or rows that a function makes, may change. Prints which ranks are on which of several
+    machines.
     """
-    commit = versions.versions()["commit"]
-    check_same_config({**cfg.model_dump(), f"prompts of {key}": data, "commit": commit})
-
-
-def check_same_config(config: dict) -> None:
-    """Raises UserError, on every rank, if the ranks do not hold the same configuration: which keys differ, and where.
-
-    `config` is {section: {key: value}}, as deep as it likes. Prints which ranks are where, on several machines.
-    """
-    own = {key: str(value) for key, value in dotted_items(config)}
+    further = {f"prompts of {key}": data, "commit": versions.versions()["commit"]}
+    own = {name: str(value) for name, value in dotted_items(config | further)}
     machines, tables = zip(*ranks.gather((socket.gethostname(), own)), strict=True)
     others = [table for table in tables if table != tables[0]]
     lines = []
-    for key in dict.fromkeys(key for table in tables for key in table):
-        values = [table.get(key, "not set") for table in tables]
+    for name in dict.fromkeys(name for table in tables for name in table):
+        values = [table.get(name, "not set") for table in tables]
         if len(set(values)) > 1:
-            lines.append(f"  {key}: {ranks.describe(values, machines)}")
+            lines.append(f"  {name}: {ranks.describe(values, machines)}")
     require(
         not lines,
         f"{len(others)} of {len(tables)} ranks have another configuration than rank 0; start every machine "
@@ -130,20 +103,16 @@ def check_same_config(config: dict) -> None:
 
 
 def check_first_host(cfg: Config) -> None:
-    """Check versions (a warning), the output folder and its disk. Raises UserError."""
+    """Check versions (a warning), the output folder, and the room on its disk. Raises UserError."""
     for warning in versions.check_versions():
         print(f"warning: {warning}", flush=True)
-    check_writable(Path(cfg.output_dir))
-    weights = hf_folder.count_weights(cfg.model.path)
-    check_disk(Path(cfg.output_dir), costs.disk_bytes(cfg, weights))
-
-
-def check_disk(folder: Path, bytes_needed: int) -> None:
-    """Raises UserError if the disk that the output folder is or will be on has less than that free."""
+    folder = Path(cfg.output_dir)
+    check_writable(folder)
     free = shutil.disk_usage(files.nearest_existing(folder)).free
+    needed = costs.disk_bytes(cfg, hf_folder.count_weights(cfg.model.path))
     require(
-        free >= bytes_needed,
-        f"output_dir={folder}: its disk has {gib(free)} free, this run saves {gib(bytes_needed)}; make room, "
+        free >= needed,
+        f"output_dir={folder}: its disk has {gib(free)} free, this run saves {gib(needed)}; make room, "
         "choose another output_dir, save less often (train.save_every) or keep less (train.keep_last)",
     )
 
@@ -171,13 +140,6 @@ def check_host_memory(cfg: Config) -> None:
         held = f"{local} rank(s) on this machine will hold about {gib(needed)} of host memory, {gib(free)} are free"
         killed = "the system may kill them without a word (torchrun's exitcode -9)"
         ranks.say(f"warning: {held}: {killed}. {'; '.join(HOST_MEMORY)}")
-
-
-def build_process_groups(cfg: Config) -> None:
-    """Build Megatron's process groups and run one all-reduce in each. Raises RankError."""
-    timeout_s = checks.group_timeout_s(cfg)
-    bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
-    check_groups(bridge.process_groups(), min(timeout_s, GROUP_CHECK_S))
 
 
 def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) -> None:

@@ -7,6 +7,7 @@ weight.
 """
 
 import hashlib
+import itertools
 import json
 import operator
 from collections.abc import Sequence
@@ -20,16 +21,7 @@ from config import DataConfig
 from support.base.require import require
 from support.data import mixing, token_cache
 from support.data.tables import Table, check_text, concatenate, read_tables
-from support.data.tokens import (
-    answer_text,
-    check_columns,
-    hinted_text,
-    lookup,
-    select_prompts,
-    source_of,
-    to_ids,
-    tokenise,
-)
+from support.data.tokens import answer_text, check_columns, hinted_text, lookup, source_of, to_ids, tokenise
 
 
 @dataclass
@@ -82,6 +74,7 @@ class Mixture(Sequence):
         self.weights, self.sets = zip(*sets.values(), strict=True)
         parts = [[weight, part.fingerprint] for weight, part in sets.values()]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        self.dropped = sum(part.dropped for part in self.sets)
 
     def __len__(self) -> int:
         return sum(map(len, self.sets))
@@ -115,10 +108,10 @@ def load_tokenizer(path: str):
         ) from None
 
 
-def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[PromptSet | Mixture, int]:
-    """Read and tokenise the data named by `data.train` or, with key="eval", by `data.eval`.
+def load_prompts(cfg, tokenizer, key: str = "train") -> PromptSet | Mixture:
+    """Read and tokenise the data named by `data.train` or, with key="eval", by `data.eval`, in the order of the files.
 
-    Returns the prompts in the order of the files and how many were dropped as too long. Raises ValueError.
+    Raises ValueError.
     """
     require(
         cfg.chat_template or (cfg.system_prompt is None and not cfg.template_kwargs),
@@ -129,28 +122,41 @@ def load_prompts(cfg, tokenizer, key: str = "train") -> tuple[PromptSet | Mixtur
         cfg = cfg.model_copy(update={"hint_key": None})  # an evaluation has no teacher
     value = getattr(cfg, key)
     if not isinstance(value, dict) or not value:
-        prompts = load_set(cfg, tokenizer, value, f"data.{key}")
-        return prompts, prompts.dropped
-    sets = {name: (weight, load_set(cfg, tokenizer, name, f"data.{key}")) for name, weight in value.items()}
-    return Mixture(sets), sum(part.dropped for _, part in sets.values())
+        return load_set(cfg, tokenizer, value, f"data.{key}")
+    return Mixture({name: (share, load_set(cfg, tokenizer, name, f"data.{key}")) for name, share in value.items()})
 
 
 def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
-    """The prompts of the files or data sets that `value`, given at `key`, names. Raises ValueError."""
+    """The prompts of the files or data sets that `value`, given at `key`, names.
+
+    Raises ValueError, for the first invalid row too, and where all prompts are too long.
+    """
     import pyarrow
 
     tables = read_tables(cfg, value, key)
-    rows = concatenate(tables, key)
-    check_columns(cfg, rows, tables[0][0])
-    if not isinstance(rows, list) and rows.data.nbytes >= token_cache.LARGE_BYTES:
-        columns = token_cache.tokenise_once(cfg, tokenizer, rows, tables, key)
+    table = concatenate(tables, key)
+    check_columns(cfg, table, tables[0][0])
+    if not isinstance(table, list) and table.data.nbytes >= token_cache.LARGE_BYTES:
+        columns = token_cache.tokenise_once(cfg, tokenizer, table, tables, key)
     else:
         check_text(tables, key)
-        rows = rows if isinstance(rows, list) else rows.to_list()
-        columns = tokenise(rows, cfg, tokenizer)
+        table = table if isinstance(table, list) else table.to_list()
+        columns = tokenise(table, cfg, tokenizer)
         columns["ids"] = pyarrow.array(columns["ids"], pyarrow.list_(pyarrow.int32()))
-    chosen, digest = select_prompts(columns, cfg, tables, value, key)
-    return PromptSet(cfg, tokenizer, rows, columns["ids"], chosen, digest)
+    errors = iter(columns["error"])
+    for name, part in tables:
+        for number, error in enumerate(itertools.islice(errors, len(part)), 1):
+            if error is not None:
+                raise ValueError(f"{key}: {name}, row {number}: {error}")
+    lengths = np.array(columns["length"])
+    rows = np.flatnonzero(lengths <= cfg.max_prompt_tokens)
+    if not len(rows):
+        raise ValueError(
+            f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all {len(lengths)} prompts of {value} are longer; the "
+            f"shortest has {lengths.min()} tokens"
+        )
+    digest = hashlib.sha256(b"".join(columns["digest"][row] for row in rows)).hexdigest()[:16]
+    return PromptSet(cfg, tokenizer, table, columns["ids"], rows, digest)
 
 
 def check_opening(prompt: Prompt, cfg, tokenizer) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from support.base import processes
 from support.data.tables import Table, check_text
-from support.data.tokens import columns_read, tokenise
+from support.data.tokens import keys_read, tokenise
 
 LARGE_BYTES = 16 * 2**20  # size of the tables; every rank tokenises smaller sets, which is faster
 FORMAT = 2  # version of the cache; increase it when tokens.tokenise gives other columns
@@ -34,6 +34,11 @@ def tokenise_once(cfg, tokenizer, rows: Table, tables: list[tuple[str, Table]], 
 
     root = Path(datasets.config.HF_DATASETS_CACHE, "train_grpo")
     digest = cache_key(cfg, tokenizer, [table for _, table in tables])
+    types = {"length": "int32", "digest": "binary", "error": "string"}
+    features = {"ids": datasets.List(datasets.Value("int32"))} | {k: datasets.Value(v) for k, v in types.items()}
+    keys = keys_read(cfg).values()
+    looked_up = {*keys, *(key.partition(".")[0] for key in keys)}
+    rows = rows.select_columns([column for column in rows.column_names if column in looked_up])
     try:
         root.mkdir(parents=True, exist_ok=True)
         with open(root / f"{digest}.lock", "a") as lock:
@@ -41,37 +46,23 @@ def tokenise_once(cfg, tokenizer, rows: Table, tables: list[tuple[str, Table]], 
             if not list(root.glob(f"{digest}*.arrow")):
                 check_text(tables, key)
                 print(f"{key}: {len(rows)} rows are tokenised once for this machine, into {root}", flush=True)
-            tokens = map_rows(cfg, tokenizer, rows, root / f"{digest}.arrow")
-    except (OSError, RuntimeError, pyarrow.ArrowInvalid) as error:  # it cannot be written, or a file was cut off
+            tokens = rows.map(
+                tokenise_batch,
+                batched=True,
+                batch_size=1000,
+                fn_kwargs={"cfg": cfg, "tokenizer": tokenizer},
+                remove_columns=rows.column_names,
+                features=datasets.Features(features),
+                num_proc=min(len(os.sched_getaffinity(0)), MAX_PROCESSES),
+                new_fingerprint=digest,
+                cache_file_name=str(root / f"{digest}.arrow"),
+            )
+    except (OSError, RuntimeError, pyarrow.ArrowInvalid) as error:  # a full disk, a dead process, a file cut off
         raise ValueError(
             f"{key}: its tokens cannot be cached in {root} ({error}); make room there, delete {digest}*, or set "
             "HF_DATASETS_CACHE to another folder"
         ) from None
-    columns = {name: tokens.data[name].to_pylist() for name in ("length", "digest", "error")}
-    return {"ids": tokens.data["ids"], **columns}
-
-
-def map_rows(cfg, tokenizer, rows: Table, file: Path) -> Table:
-    """A datasets.Dataset with the columns of `tokenise`, from the cache files if they exist, else made by processes.
-
-    Raises OSError where it cannot write, RuntimeError where a process died.
-    """
-    import datasets
-
-    types = {"length": "int32", "digest": "binary", "error": "string"}
-    features = {"ids": datasets.List(datasets.Value("int32"))} | {k: datasets.Value(v) for k, v in types.items()}
-    rows = rows.select_columns(columns_read(cfg, rows))
-    return rows.map(
-        tokenise_batch,
-        batched=True,
-        batch_size=1000,
-        fn_kwargs={"cfg": cfg, "tokenizer": tokenizer},
-        remove_columns=rows.column_names,
-        features=datasets.Features(features),
-        num_proc=min(len(os.sched_getaffinity(0)), MAX_PROCESSES),
-        new_fingerprint=file.stem,
-        cache_file_name=str(file),
-    )
+    return {"ids": tokens.data["ids"]} | {name: tokens.data[name].to_pylist() for name in types}
 
 
 def tokenise_batch(columns: dict[str, list], cfg, tokenizer) -> dict[str, list]:

@@ -5,11 +5,9 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy import ndarray
 
 from support.base.read_config import nearest
 from support.data.tables import Table, columns_of
@@ -117,13 +115,6 @@ def keys_read(cfg) -> dict[str, str]:
     return {option: getattr(cfg, option) for option in options}
 
 
-def columns_read(cfg, table: Table) -> list[str]:
-    """The columns of a table of the `datasets` library that `tokenise` reads."""
-    keys = keys_read(cfg).values()
-    wanted = [*keys, *(key.partition(".")[0] for key in keys)]
-    return [column for column in table.column_names if column in wanted]
-
-
 def tokenise(rows: list[dict], cfg, tokenizer) -> dict[str, list]:
     """Columns with a value for each row.
 
@@ -158,28 +149,3 @@ def tokenise(rows: list[dict], cfg, tokenizer) -> dict[str, list]:
         columns["length"].append(length)
         columns["digest"].append(hashlib.blake2b(inputs, digest_size=16).digest())
     return columns
-
-
-def select_prompts(
-    columns: dict[str, Sequence], cfg, tables: list[tuple[str, Table]], value: Any, key: str
-) -> tuple[ndarray, str]:
-    """The rows with a prompt, int64, and their fingerprint, of the columns of `tokenise` for the set `value` of `key`.
-
-    Raises ValueError for the first invalid row, or where all prompts are too long.
-    """
-    invalid = next((i for i, error in enumerate(columns["error"]) if error is not None), None)
-    if invalid is not None:
-        number = invalid
-        for name, table in tables:
-            if number < len(table):
-                raise ValueError(f"{key}: {name}, row {number + 1}: {columns['error'][invalid]}")
-            number -= len(table)
-    lengths = np.array(columns["length"])
-    rows = np.flatnonzero(lengths <= cfg.max_prompt_tokens)
-    if not len(rows):
-        raise ValueError(
-            f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all {len(lengths)} prompts of {value} are longer; the "
-            f"shortest has {lengths.min()} tokens"
-        )
-    fingerprint = hashlib.sha256(b"".join(columns["digest"][row] for row in rows)).hexdigest()[:16]
-    return rows, fingerprint

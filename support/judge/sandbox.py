@@ -61,11 +61,7 @@ def values_of(program: str, tests: list[list[tuple[str, bool]]], **limits) -> li
         results = []
     if not isinstance(results, list) or len(results) != len(tests):
         return [None for _ in tests]
-    return [texts if is_texts(texts) else None for texts in results]
-
-
-def is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+    return [list(map(str, texts)) if isinstance(texts, list) else None for texts in results]
 
 
 def output_of(program: str, stdin: str, **limits) -> str | None:
@@ -85,15 +81,12 @@ def run(job: dict, *, seconds: float, memory_mb: int, file_mb: int, allow_writes
     # One thread for a numeric library: more only multiply the memory it reserves.
     env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TMPDIR": folder, "HOME": folder}
     try:
-        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-            stdin.write(json.dumps({**job, **limits, "folder": folder}).encode())
-            stdin.seek(0)
-            files = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
-            ended = subprocess.run(command, **files, cwd=folder, env=env, timeout=seconds, check=False)
-            stderr.seek(0)
-            report = stderr.read()
-            if not report.endswith(READY):
-                raise RuntimeError(f"no sandbox: {report.decode(errors='replace').strip().splitlines()[-1:]}")
+        with tempfile.TemporaryFile() as stdout:  # RLIMIT_FSIZE bounds a file, and not what a pipe brings
+            message = json.dumps({**job, **limits, "folder": folder}).encode()
+            streams = {"input": message, "stdout": stdout, "stderr": subprocess.PIPE}
+            ended = subprocess.run(command, **streams, cwd=folder, env=env, timeout=seconds, check=False)
+            if not ended.stderr.endswith(READY):
+                raise RuntimeError(f"no sandbox: {ended.stderr.decode(errors='replace').strip().splitlines()[-1:]}")
             stdout.seek(0)
             return ended.returncode, stdout.read().decode(errors="replace")
     except subprocess.TimeoutExpired:  # it is killed

@@ -1,11 +1,12 @@
 """What the metrics of a run ask for: runs that cannot learn, and what makes one slow. No rule changes a key.
 
-A rule says what is wrong with a step, or None. RULES states in how many steps in a row it has to be wrong, and what to
-turn then. One of them ends a run: nothing_learnt, after train.patience steps.
+`problems` says which rules hold for a step. RULES states for how many steps in a row one has to hold, and what to turn
+then. One of them ends a run: nothing_learnt, after train.patience steps.
 """
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from statistics import fmean, median, variance
 
 from config import Config
@@ -25,7 +26,7 @@ class Advice:
         self.worst: dict[str, float] = {}  # {source: its lowest mean reward of a step}
         self.has_signal = False  # whether a step had an advantage other than 0
         self.has_ended = False  # whether an answer ended by itself
-        self.streaks: Counter = Counter()  # {rule: steps in a row for which it holds}
+        self.streaks: dict[str, int] = {}  # {rule that holds: for how many steps in a row}
         self.idle_steps = 0  # in a row, in which nothing could be learnt although the run is not at its best
 
     def add(self, step: dict) -> dict[str, str]:
@@ -35,21 +36,6 @@ class Advice:
         """
         if "advantage/nonzero_frac" not in step:
             return {}
-        self.note(step)
-        found = {}
-        for rule, steps, turn in RULES:
-            name = rule.__name__
-            text = rule(step, self)
-            if text is None:
-                self.streaks[name] = 0
-                continue
-            self.streaks[name] += 1
-            if self.streaks[name] >= steps or self.has_to_end():
-                found[name] = f"{text}: {try_one_of(turn)}"
-        return found
-
-    def note(self, step: dict) -> None:
-        """Take up the metrics of the next step."""
         self.rewards.append(step["reward/mean"])
         self.spreads.append(step["reward/std"])
         for source in sources(step):
@@ -58,9 +44,15 @@ class Advice:
             self.worst[source] = min(self.worst.get(source, math.inf), step[f"reward/{source}/mean"])
         self.has_signal |= step["advantage/nonzero_frac"] > 0
         self.has_ended |= step["tokens/truncated_frac"] < 1
-        self.idle_steps += 1
-        if not is_idle(step, self):
-            self.idle_steps = 0
+        self.idle_steps = self.idle_steps + 1 if is_idle(step, self) else 0
+        holding = dict(problems(step, self))
+        self.streaks = {rule: self.streaks.get(rule, 0) + 1 for rule in holding}
+        found = {}
+        for rule, text in holding.items():
+            steps, turn = RULES[rule]
+            if self.streaks[rule] >= steps or self.has_to_end():
+                found[rule] = f"{text}: try {', '.join(turn[:-1])} or {turn[-1]}"
+        return found
 
     def has_to_end(self) -> bool:
         """Whether the run has learnt nothing for train.patience steps in a row."""
@@ -118,18 +110,60 @@ def is_idle(step: dict, run: Advice) -> bool:
     return step["lr"] == 0 or step["update/applied"] == 0 or only_kl
 
 
-def try_one_of(turn: list[str]) -> str:
-    """The remedies as the end of a sentence: "try a, b or c"."""
-    return f"try {', '.join(turn[:-1])} or {turn[-1]}"
-
-
 # ---------------------------------------------------------------- the rules
 
 
-def nothing_learnt(step: dict, run: Advice) -> str | None:
-    if run.idle_steps == 0:
-        return None
-    patience = run.cfg.train.patience
+def problems(step: dict, run: Advice) -> Iterator[tuple[str, str]]:
+    """(rule, what is wrong) of each rule that holds for a step."""
+    algo = run.cfg.algo
+    # Of all answers of a source: the wrong column, the wrong reward, or far too hard.
+    seen = [source for source, count in run.steps.items() if count >= 5]
+    same = {source: run.best[source] for source in seen if is_same(run.best[source], run.worst[source])}
+    if same and algo.advantage != "none":
+        values = " and ".join(f"{reward:g} in the source {source}" for source, reward in same.items())
+        guess = ", as if no answer ever matched" if 0 in same.values() else ""
+        yield "one_reward", f"every reward was the same so far: {values}{guess}"
+    # Answers of different rewards, in most steps, have become answers of one reward that is not the best.
+    differed = run.has_signal and median(run.spreads[-100:-5] or [0.0]) > 1e-9
+    if differed and step["reward/std"] <= 1e-9 and not run.has_converged() and algo.advantage != "none":
+        before = max(run.best.values())
+        yield "collapsed_rewards", f"every reward is {step['reward/mean']:g} now, and was up to {before:g} before"
+    if step["groups/zero_std_frac"] >= 1 and step["reward/std"] >= 1e-9 and step["advantage/nonzero_frac"] <= 0:
+        yield "no_mixed_group", "no group has answers of unequal rewards, so no reward has an effect"
+    if not run.has_ended:
+        yield "no_end_token", "no answer ended by itself so far: the end token was never sampled"
+    if step["tokens/response_max"] <= 1 and step["tokens/truncated_frac"] <= 0:
+        yield "all_empty", "every answer is empty: its first token is the end token"
+    share = number(step, "entropy_frac")
+    if share > 0.98 and run.stands_still():
+        yield "noise", f"the entropy is {share:.0%} of its maximum and rewards stand still: answers are noise"
+    # Updates too small for the weights' precision.
+    if number(step, "sync/changed") == 0 and step["update/applied"] != 0 and step["lr"] != 0:
+        vain = f"updates of learning rate {step['lr']:g} have changed no weight that vLLM samples with"
+        yield "unchanged_push", vain
+    if number(step, "mismatch/cut_frac") == 1 and algo.correction in ("icepop", "seq_mask"):
+        masked = f"algo.correction={algo.correction} masks every token: all weights are outside its bounds"
+        yield "all_masked", masked
+    if run.idle_steps > 0:
+        yield "nothing_learnt", why_idle(step, run.cfg.train.patience)
+    # GSPO's bounds are for the mean of an answer, so narrow that they bind at many tokens: arXiv 2507.18071, 5.2.
+    share = number(step, "ratio/clip_frac")
+    if share >= 0.2 and algo.loss != "gspo":
+        yield "clipped_ratios", f"the clip binds at {share:.0%} of the tokens"
+    # A few long answers keep all others waiting.
+    ratio = step["tokens/response_max"] / max(step["tokens/response_mean"], 1.0)
+    if ratio >= 6 and number(step, "time/rollout") >= 0.5 * number(step, "time/step"):
+        longest = f"the longest answer has {ratio:.0f} times the mean length"
+        yield "long_tail", f"{longest}, and sampling takes half of a step or more"
+    # The GPU waits for the host, for other pipeline stages, for messages or for few long answers.
+    if number(step, "pipeline/bubble") >= 0.2:
+        yield "idle_gpu", f"pipeline stages idle {step['pipeline/bubble']:.0%} of an update"
+    elif number(step, "gpu/busy") <= 0.4:
+        yield "idle_gpu", f"rank 0's GPU runs a kernel in {step['gpu/busy']:.0%} of the time"
+
+
+def why_idle(step: dict, patience: int) -> str:
+    """Why a step has learnt nothing, and what follows."""
     end = f"after {patience} such steps in a row (train.patience) the run saves and ends"
     if patience == 0:
         end = "the run goes on, since train.patience=0"
@@ -141,95 +175,21 @@ def nothing_learnt(step: dict, run: Advice) -> str | None:
     return f"no update learns: {why}; {end}"
 
 
-def one_reward(step: dict, run: Advice) -> str | None:
-    """Of all answers of a source, in five steps or more: the wrong column, the wrong reward, or far too hard."""
-    seen = [source for source, count in run.steps.items() if count >= 5]
-    same = {source: run.best[source] for source in seen if is_same(run.best[source], run.worst[source])}
-    if not same or run.cfg.algo.advantage == "none":
-        return None
-    values = " and ".join(f"{reward:g} in the source {source}" for source, reward in same.items())
-    guess = ", as if no answer ever matched" if 0 in same.values() else ""
-    return f"every reward was the same so far: {values}{guess}"
-
-
-def collapsed_rewards(step: dict, run: Advice) -> str | None:
-    """Answers of different rewards, in most steps, have become answers of one reward that is not the best."""
-    differed = run.has_signal and median(run.spreads[-100:-5] or [0.0]) > 1e-9
-    if not differed or step["reward/std"] > 1e-9 or run.has_converged() or run.cfg.algo.advantage == "none":
-        return None
-    return f"every reward is {step['reward/mean']:g} now, and was up to {max(run.best.values()):g} before"
-
-
-def no_mixed_group(step: dict, run: Advice) -> str | None:
-    alike = step["groups/zero_std_frac"] >= 1 and step["reward/std"] >= 1e-9 and step["advantage/nonzero_frac"] <= 0
-    return "no group has answers of unequal rewards, so no reward has an effect" if alike else None
-
-
-def no_end_token(step: dict, run: Advice) -> str | None:
-    return None if run.has_ended else "no answer ended by itself so far: the end token was never sampled"
-
-
-def all_empty(step: dict, run: Advice) -> str | None:
-    empty = step["tokens/response_max"] <= 1 and step["tokens/truncated_frac"] <= 0
-    return "every answer is empty: its first token is the end token" if empty else None
-
-
-def noise(step: dict, run: Advice) -> str | None:
-    share = number(step, "entropy_frac")
-    message = f"the entropy is {share:.0%} of its maximum and rewards stand still: answers are noise"
-    return message if share > 0.98 and run.stands_still() else None
-
-
-def unchanged_push(step: dict, run: Advice) -> str | None:
-    """Updates too small for the weights' precision."""
-    vain = number(step, "sync/changed") == 0 and step["update/applied"] != 0 and step["lr"] != 0
-    return f"updates of learning rate {step['lr']:g} have changed no weight that vLLM samples with" if vain else None
-
-
-def all_masked(step: dict, run: Advice) -> str | None:
-    kind = run.cfg.algo.correction
-    masked = number(step, "mismatch/cut_frac") == 1 and kind in ("icepop", "seq_mask")
-    return f"algo.correction={kind} masks every token: all weights are outside its bounds" if masked else None
-
-
-def clipped_ratios(step: dict, run: Advice) -> str | None:
-    """GSPO's bounds are for the mean of an answer, so narrow that they bind at many tokens: arXiv 2507.18071, 5.2."""
-    share = number(step, "ratio/clip_frac")
-    binds = share >= 0.2 and run.cfg.algo.loss != "gspo"
-    return f"the clip binds at {share:.0%} of the tokens" if binds else None
-
-
-def long_tail(step: dict, run: Advice) -> str | None:
-    """A few long answers keep all others waiting."""
-    ratio = step["tokens/response_max"] / max(step["tokens/response_mean"], 1.0)
-    slow = number(step, "time/rollout") >= 0.5 * number(step, "time/step")
-    message = f"the longest answer has {ratio:.0f} times the mean length, and sampling takes half of a step or more"
-    return message if slow and ratio >= 6 else None
-
-
-def idle_gpu(step: dict, run: Advice) -> str | None:
-    """The GPU waits for the host, for other pipeline stages, for messages or for few long answers."""
-    if number(step, "pipeline/bubble") >= 0.2:
-        return f"pipeline stages idle {step['pipeline/bubble']:.0%} of an update"
-    busy = number(step, "gpu/busy")
-    return f"rank 0's GPU runs a kernel in {busy:.0%} of the time" if busy <= 0.4 else None
-
-
 LOWER = "a lower train.lr, from an earlier checkpoint"
 ROUNDS = "algo.max_rounds=4 (dynamic sampling)"
 EASIER = "data that the model sometimes gets right"
 LONGER = "a larger rollout.max_new_tokens"
-RULES = (  # rule, for how many steps in a row it has to hold, what to turn; one_reward counts five steps itself
-    (one_reward, 1, ["data.answer_key", "reward.default or reward.by_source", LONGER, EASIER]),
-    (collapsed_rewards, 5, [LOWER, "algo.kl_coef=0.001", "a small algo.entropy_coef"]),
-    (no_mixed_group, 5, ["a larger rollout.group_size", "a higher rollout.temperature", ROUNDS]),
-    (no_end_token, 5, [LONGER, "data.chat_template", "eos_token_id in generation_config.json of model.path"]),
-    (all_empty, 3, ["data.chat_template", "reward.default, if it prefers an empty answer", LOWER]),
-    (noise, 10, ["a smaller algo.entropy_coef", "a lower rollout.temperature", "a trained model in model.path"]),
-    (unchanged_push, 3, ["a higher train.lr", "model.dtype=fp32"]),
-    (all_masked, 3, ["algo.correction_low and algo.correction_high further apart", "algo.correction=tis"]),
-    (nothing_learnt, 5, [EASIER, ROUNDS, "a larger rollout.group_size", "train.patience=0, which never ends it"]),
-    (clipped_ratios, 20, ["a lower train.lr", "fewer train.updates_per_step", "fewer train.epochs_per_step"]),
-    (long_tail, 20, ["a smaller rollout.max_new_tokens", "more rollout.prompts_per_step", "algo.overlong_buffer"]),
-    (idle_gpu, 20, ["more rollout.prompts_per_step", "parallel.vpp=2", "a higher rollout.gpu_memory_utilization"]),
-)
+RULES = {  # rule → for how many steps in a row it has to hold, what to turn; one_reward counts five steps itself
+    "one_reward": (1, ["data.answer_key", "reward.default or reward.by_source", LONGER, EASIER]),
+    "collapsed_rewards": (5, [LOWER, "algo.kl_coef=0.001", "a small algo.entropy_coef"]),
+    "no_mixed_group": (5, ["a larger rollout.group_size", "a higher rollout.temperature", ROUNDS]),
+    "no_end_token": (5, [LONGER, "data.chat_template", "eos_token_id in generation_config.json of model.path"]),
+    "all_empty": (3, ["data.chat_template", "reward.default, if it prefers an empty answer", LOWER]),
+    "noise": (10, ["a smaller algo.entropy_coef", "a lower rollout.temperature", "a trained model in model.path"]),
+    "unchanged_push": (3, ["a higher train.lr", "model.dtype=fp32"]),
+    "all_masked": (3, ["algo.correction_low and algo.correction_high further apart", "algo.correction=tis"]),
+    "nothing_learnt": (5, [EASIER, ROUNDS, "a larger rollout.group_size", "train.patience=0, which never ends it"]),
+    "clipped_ratios": (20, ["a lower train.lr", "fewer train.updates_per_step", "fewer train.epochs_per_step"]),
+    "long_tail": (20, ["a smaller rollout.max_new_tokens", "more rollout.prompts_per_step", "algo.overlong_buffer"]),
+    "idle_gpu": (20, ["more rollout.prompts_per_step", "parallel.vpp=2", "a higher rollout.gpu_memory_utilization"]),
+}

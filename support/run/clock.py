@@ -78,7 +78,7 @@ class Clock:
     @property
     def phase(self) -> str:
         """The phase of the main thread; after an exception in a timed block, still that block's phase."""
-        return self.watchdog.phase
+        return self.watchdog.at[1]
 
     def check_stop(self) -> None:
         """Raises StopRequested on every rank if any was asked to stop, by SIGTERM, Ctrl-C or `stop_requested`.

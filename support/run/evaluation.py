@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from config import Config
 from support.base.read_config import load_config, validate
-from support.base.rollout_files import RolloutWriter
+from support.base.rollout_files import as_row, write_rows
 from support.check import checks, options
 from support.proof.graded import RewardChecks
 from support.run.clock import Clock
@@ -65,9 +65,7 @@ def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: t
         return
     path = Path(cfg.output_dir, FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = RolloutWriter()
-    writer.write(path, samples)
-    writer.finish()
+    write_rows(path, [as_row(sample) for sample in samples])
     print(f"evaluation of {cfg.model.path}, {found['time/eval']:.1f} s")
     print("\n".join(describe(samples, found, cfg.eval.pass_reward)))
     print(f"answers: {path}", flush=True)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import yaml
 
 from config import Config, UserError
 from support.base import hf_folder, ranks
 from support.base.files import open_output_dir
-from support.base.read_config import override, to_yaml
+from support.base.read_config import override
 from support.check import checks, run_plan
 from support.data.prompts import Mixture, Prompt, check_opening, fingerprint, load_prompts, load_tokenizer
 from support.model import checkpoint, lora
@@ -38,26 +39,30 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs
     Returns the configuration to train with, where `train.steps` alone says how long, and the inputs.
     """
     parts = ["train"] if cfg.data.eval is None else ["train", "eval"]
-    inputs, dropped = read(cfg, parts, weights)
+    inputs = read(cfg, parts, weights)
     cfg = with_steps(cfg, len(inputs.prompts))
     if ranks.is_first_rank():
-        print_plan(cfg, world_size)
-        print_prompts(cfg, inputs, dropped)
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        if restarts != "0" and cfg.resume != "auto":
+            print(f"warning: --max-restarts={restarts}: each restart begins from resume={cfg.resume} again; use auto")
+        print(run_plan.describe(cfg, world_size))
+        print("".join(f"warning: {warning}\n" for warning in run_plan.warnings(cfg, world_size)), end="")
+        print_prompts(cfg, inputs)
     return override(cfg, {"train.epochs": None}), inputs
 
 
-def read(cfg: Config, parts: list[str], weights: bool) -> tuple[Inputs, dict[str, int]]:
+def read(cfg: Config, parts: list[str], weights: bool) -> Inputs:
     """Check the models, their files of `weights` if asked, and read the data of `parts`, "train" and "eval".
 
-    Returns the inputs and, for each part, how many prompts were dropped as too long. Raises UserError.
+    Raises UserError.
     """
     check_models(cfg)
     folder = cfg.model.path
-    prompts, dropped = {}, {}
+    prompts = {}
     try:
         tokenizer = load_tokenizer(folder)
         for part in parts:
-            prompts[part], dropped[part] = load_prompts(cfg.data, tokenizer, part)
+            prompts[part] = load_prompts(cfg.data, tokenizer, part)
             check_opening(prompts[part][0], cfg.data, tokenizer)
             turns.check(cfg, tokenizer, prompts[part][0].row)
         other = teacher.another(cfg)
@@ -70,7 +75,7 @@ def read(cfg: Config, parts: list[str], weights: bool) -> tuple[Inputs, dict[str
             checks.check_weights(folder)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
-    return Inputs(tokenizer, prompts.get("train", []), prompts.get("eval", []), model_path=folder), dropped
+    return Inputs(tokenizer, prompts.get("train", []), prompts.get("eval", []), model_path=folder)
 
 
 def check_models(cfg: Config) -> None:
@@ -94,24 +99,14 @@ def with_steps(cfg: Config, prompts: int) -> Config:
     return override(cfg, {"train.steps": math.ceil(passes * prompts / cfg.rollout.prompts_per_step)})
 
 
-def print_plan(cfg: Config, world_size: int) -> None:
-    """Print layout and steps of the run, with warnings of what will be slow."""
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts != "0" and cfg.resume != "auto":
-        print(f"warning: --max-restarts={restarts}: each restart begins from resume={cfg.resume} again; use auto")
-    print(run_plan.describe(cfg, world_size))
-    for warning in run_plan.warnings(cfg, world_size):
-        print(f"warning: {warning}")
-
-
-def print_prompts(cfg: Config, inputs: Inputs, dropped: dict[str, int]) -> None:
-    """Print how many prompts each part has, and of a mixture the share of each set."""
-    names = {"train": ("data:", inputs.prompts), "eval": ("eval:", inputs.eval_prompts)}
-    for part, too_long in dropped.items():
-        name, prompts = names[part]
+def print_prompts(cfg: Config, inputs: Inputs) -> None:
+    """Print how many prompts there are to train and to evaluate, and of a mixture the share of each set."""
+    for name, prompts in (("data:", inputs.prompts), ("eval:", inputs.eval_prompts)):
+        if not prompts:  # not read
+            continue
         line = f"{name:8s} {len(prompts)} prompts"
-        if too_long:
-            line += f"; {too_long} dropped, longer than {cfg.data.max_prompt_tokens} tokens"
+        if prompts.dropped:
+            line += f"; {prompts.dropped} dropped, longer than {cfg.data.max_prompt_tokens} tokens"
         print(line, flush=True)
         if isinstance(prompts, Mixture):
             print(prompts.describe(cfg.train.steps * cfg.rollout.prompts_per_step), flush=True)
@@ -133,5 +128,6 @@ def find_resume(cfg: Config, inputs: Inputs) -> Inputs:
         if dist.get_rank() == 0:
             print(f"nothing to do: {found} is after the last step, train.steps={done}", flush=True)
     else:
-        ranks.on_first_rank(lambda: open_output_dir(out, to_yaml(cfg), cfg.resume, done))
+        text = yaml.safe_dump(cfg.model_dump(), sort_keys=False, allow_unicode=True)
+        ranks.on_first_rank(lambda: open_output_dir(out, text, cfg.resume, done))
     return replace(inputs, checkpoint=found, done=done)

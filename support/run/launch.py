@@ -66,21 +66,40 @@ def command(
 def start_training(
     args: argparse.Namespace, rehearse: Callable[[Config], None], train: Callable[[Config, Inputs, Clock], None]
 ) -> None:
-    """Check and read what a run needs, and train; or a dry run. Raises UserError, TrainingError."""
+    """Check and read what a run needs, and train, holding the lock of the output folder; or a dry run.
+
+    Raises UserError, TrainingError.
+    """
     cfg = load_config(args.config, args.overrides)
     prepare_process(cfg)
     checks.check_config(cfg, args.world_size)
     rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))  # the data are not read yet: any number will do
     if args.dry_run:
-        short = plan_memory(cfg, args)
+        check_models(cfg)
+        short = None
+        if ranks.is_first_rank():
+            report = runpy.run_path(str(REPO / "tools/plan.py"))["report"]
+            short = report(cfg, args.world_size, args.gpu_memory_gb)
         prepare(cfg, args.world_size, weights=False)
         if short:
             raise UserError(f"{short}\n  --gpu-memory-gb plans for another GPU")
         return
     machines.check_start(cfg)  # before anything is read
     cfg, inputs = prepare(cfg, args.world_size, weights=True)
-    join(cfg)
-    run(cfg, inputs, train)
+    with joined(cfg) as clock:
+        machines.check_ranks(cfg.model_dump(), "data.train", fingerprint(inputs.prompts))
+        ranks.on_first_rank(partial(machines.check_first_host, cfg))
+        if os.environ["LOCAL_RANK"] == "0":
+            machines.check_host_memory(cfg)
+        lock = ranks.on_first_rank(lambda: lock_output_dir(Path(cfg.output_dir)))  # None on the other ranks
+        with lock or contextlib.nullcontext():
+            timeout_s = checks.group_timeout_s(cfg)
+            bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
+            machines.check_groups(bridge.process_groups(), min(timeout_s, machines.GROUP_CHECK_S))
+            inputs = find_resume(cfg, inputs)
+            if inputs.done < cfg.train.steps:
+                use_flash_attention_3(bridge.DTYPES[cfg.model.dtype])
+                train(cfg, inputs, clock)
 
 
 def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, engine: type) -> None:
@@ -88,22 +107,13 @@ def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, en
     cfg = evaluation.read_config(args.config, args.overrides, args.world_size)
     prepare_process(cfg)
     machines.check_start(cfg)
-    inputs, dropped = read(cfg, ["eval"], weights=True)
+    inputs = read(cfg, ["eval"], weights=True)
     if ranks.is_first_rank():
-        print_prompts(cfg, inputs, dropped)
-    join(cfg)
-    with explained(cfg) as clock:
-        machines.check_ranks(cfg, "data.eval", fingerprint(inputs.eval_prompts))
+        print_prompts(cfg, inputs)
+    with joined(cfg) as clock:
+        machines.check_ranks(cfg.model_dump(), "data.eval", fingerprint(inputs.eval_prompts))
         ranks.on_first_rank(partial(machines.check_writable, Path(cfg.output_dir)))
         evaluation.run(cfg, inputs, clock, evaluate, engine)
-
-
-def plan_memory(cfg: Config, args: argparse.Namespace) -> str | None:
-    """Print the plan of memory, by tools/plan.py; config.json of the model is enough. Returns what does not fit."""
-    check_models(cfg)
-    if not ranks.is_first_rank():
-        return None
-    return runpy.run_path(str(REPO / "tools/plan.py"))["report"](cfg, args.world_size, args.gpu_memory_gb)
 
 
 def prepare_process(cfg: Config) -> None:
@@ -116,21 +126,14 @@ def prepare_process(cfg: Config) -> None:
         torch.backends.cuda.enable_flash_sdp(cfg.model.flash_attention)
 
 
-def join(cfg: Config) -> None:
-    """Meet the other ranks."""
-    if cfg.rollout.exact:
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill vLLM's KV cache with NaN
-    ranks.join_ranks(checks.group_timeout_s(cfg))
-
-
 def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     """The options and the overrides. argparse itself exits, with 2 on an unknown option, with 0 after --version."""
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     ranks_here = int(os.environ.get("WORLD_SIZE", 1))
-    shown = versions.format_versions(versions.versions()) if "--version" in argv else ""
+    found = versions.versions() if "--version" in argv else {}
+    shown = "\n".join(f"{name:20}  {version or '-'}" for name, version in found.items())
     add = parser.add_argument
     add("--config", required=True, help="YAML file, see configs/")
     add("--dry-run", action="store_true", help="check configuration, model and data, print the plan; needs no GPU")
@@ -150,30 +153,18 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     return args
 
 
-def run(cfg: Config, inputs: Inputs, train: Callable[[Config, Inputs, Clock], None]) -> None:
-    """Check the machines, then `train` under the watchdog; holds the lock of the output folder as long.
-
-    Raises what `explained` does.
-    """
-    out = Path(cfg.output_dir)
-    timeline = Timeline(out / "traces", cfg.profile, cfg.train.steps) if cfg.profile.start else None
-    with explained(cfg, timeline) as clock:
-        machines.check_machines(cfg, fingerprint(inputs.prompts))
-        lock = ranks.on_first_rank(lambda: lock_output_dir(out))  # None on the other ranks
-        with lock or contextlib.nullcontext():
-            machines.build_process_groups(cfg)
-            inputs = find_resume(cfg, inputs)
-            if inputs.done < cfg.train.steps:
-                use_flash_attention_3(bridge.DTYPES[cfg.model.dtype])
-                train(cfg, inputs, clock)
-
-
 @contextlib.contextmanager
-def explained(cfg: Config, timeline: Timeline | None = None) -> Iterator[Clock]:
-    """Give a clock, which the end of the block stops.
+def joined(cfg: Config) -> Iterator[Clock]:
+    """Meet the other ranks and give a clock, which the end of the block stops.
 
     Raises UserError and TrainingError, which say what a failure of a machine means; a mistake in the code as it is.
     """
+    if cfg.rollout.exact:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill vLLM's KV cache with NaN
+    ranks.join_ranks(checks.group_timeout_s(cfg))
+    traces = Path(cfg.output_dir, "traces")
+    timeline = Timeline(traces, cfg.profile, cfg.train.steps) if cfg.profile.start else None
     clock = Clock(cfg.train.stall_timeout_s, timeline)
     try:
         yield clock

@@ -1,7 +1,6 @@
-"""What a run says of its steps: lines and bars on the screen, files, trackers."""
+"""What a run says of its steps: lines on the screen, files, trackers."""
 
 import contextlib
-import sys
 import threading
 import time
 from collections import deque
@@ -27,8 +26,9 @@ RECENT = 20  # steps from which the time left is estimated
 
 
 class Log:
-    """What a run says of its steps, on rank 0: metrics.jsonl, rollouts/, a bar on a terminal or a line a step, some
-    answers, trackers. `inputs`: what the run goes on from; `clock`: asked to stop where the run is dead.
+    """What a run says of its steps, on rank 0: metrics.jsonl, rollouts/, a line a step, some answers, trackers.
+
+    `inputs`: what the run goes on from; `clock`: asked to stop where the run is dead.
     """
 
     def __init__(self, cfg: Config, inputs: Any, rollouts: RolloutWriter, clock: Clock):
@@ -50,16 +50,13 @@ class Log:
             missing = inputs.done - len(past)  # all, where the checkpoint is of another folder
             sampled = missing * cfg.rollout.prompts_per_step + sum(metrics["groups/sampled"] for metrics in past)
             self.progress = Progress(cfg.train.steps, len(inputs.prompts), sampled)
-        steps = {"total": cfg.train.steps, "initial": inputs.done, "unit": "step"}
-        on_terminal = self.speaks and sys.stderr.isatty()  # else plain lines go to a log
-        self.bar = tqdm(**steps, disable=not on_terminal, dynamic_ncols=True)
 
     def evaluated(self, step: int, found: dict[str, float], samples: list[Sample]) -> dict[str, float]:
         """Keep and show an evaluation after `step`; returns its metrics."""
         if self.speaks:
             self.rollouts.write(self.out / "rollouts" / f"eval_{step:06d}.jsonl", samples)
             shown = (f"{key.removeprefix('eval/')} {value:.3f}" for key, value in found.items() if "@" in key)
-            self.bar.write(f"eval after step {step}: {'  '.join(shown)}")
+            print(f"eval after step {step}: {'  '.join(shown)}", flush=True)
         return {"step": step} | found
 
     def write(self, metrics: dict, samples: list[Sample] | None = None) -> None:
@@ -76,18 +73,11 @@ class Log:
             return
         self.history.append(metrics)
         self.advise(metrics)
-        self.bar.set_postfix_str(
-            f"reward {metrics['reward/mean']:.3f}  gap {metrics['logp_gap/max']:.0e}  "
-            f"length {metrics['tokens/response_mean']:.1f}  {metrics['speed/response_tokens_per_s']:.0f} tokens/s",
-            refresh=False,
-        )
-        self.bar.update()
-        if self.bar.disable:
-            print(step_line(metrics, self.cfg.train.steps), flush=True)
+        print(step_line(metrics, self.cfg.train.steps), flush=True)
         samples_every = self.cfg.log.samples_every
         if samples_every and step % samples_every == 0:
             some = trackers.format_answers(samples, self.tokenizer.decode)
-            self.bar.write(f"answers of step {step}, from the lowest reward to the highest:\n{some}")
+            print(f"answers of step {step}, from the lowest reward to the highest:\n{some}", flush=True)
 
     def advise(self, metrics: dict) -> None:
         """Show what is newly wrong with the run; ask it to stop after train.patience steps that learnt nothing."""
@@ -95,7 +85,7 @@ class Log:
         found = self.advice.add(metrics)
         for rule, text in found.items():
             if rule not in self.told:
-                self.bar.write(f"warning: step {step}: {text}")
+                print(f"warning: step {step}: {text}", flush=True)
                 self.told.add(rule)
         if self.advice.has_to_end():
             self.dead = f"step {step}: the run has learnt nothing for {self.advice.idle_steps} steps in a row"
@@ -104,7 +94,6 @@ class Log:
 
     def stopped(self, step: int) -> None:
         """The run ends after `step`, since it was asked to."""
-        self.bar.close()
         if self.speaks:
             saved = f"step {step}, saved in {self.out / 'checkpoints'}; go on with resume=auto"
             print(f"stopped after {saved if step else 'no step: there is nothing to save'}", flush=True)
@@ -113,7 +102,6 @@ class Log:
     def close(self) -> None:
         """The run is done, its files are on the disk. Raises TrainingError, on every rank, if it ends as a dead run."""
         self.rollouts.finish()
-        self.bar.close()
         if self.speaks:
             self.summarize()
         dead, *_ = ranks.gather(self.dead)

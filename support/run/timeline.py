@@ -41,10 +41,17 @@ class Timeline:
 
     def start_step(self, step: int) -> None:
         """A step begins; if it is in the window, its phases are recorded."""
-        if step in self.window:
-            if self.step is None:
-                self._open()
-            self.step = step
+        if step not in self.window:
+            return
+        if self.step is None:
+            ranks.on_any_rank(False)  # aligns the clocks: ranks leave a collective at about the same time
+            self.zero = time.perf_counter()
+            if self.drawn and self.profile.torch:
+                self.torch_profiler = torch.profiler.profile()
+                self.torch_profiler.start()
+            if self.drawn and self.profile.memory:
+                torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+        self.step = step
 
     def add(self, name: str, start: float, end: float) -> None:
         """Record a phase of this rank between two readings of time.perf_counter(). "step" and "eval" contain others."""
@@ -70,7 +77,12 @@ class Timeline:
         name = f"{self.window[0]}_{self.step}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._close_torch(f"{name}_rank{self.rank}")
+            if self.torch_profiler is not None:
+                self.torch_profiler.stop()
+                self.torch_profiler.export_chrome_trace(str(self.folder / f"torch_{name}_rank{self.rank}.json.gz"))
+            if self.drawn and self.profile.memory:
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_{name}_rank{self.rank}.pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
         except (OSError, RuntimeError) as error:
             ranks.say(f"warning: profile: no file for torch.profiler or memory was written: {error}")
         self.events.sort(key=lambda event: (event["ts"], -event["dur"]))
@@ -85,22 +97,3 @@ class Timeline:
             print(f"timeline: {path}, for https://ui.perfetto.dev", flush=True)
         except OSError as error:
             ranks.say(f"warning: profile: no timeline was written: {error}")
-
-    def _open(self) -> None:
-        """Align the clocks: ranks leave a collective at about the same time. Start what else is asked for."""
-        ranks.on_any_rank(False)
-        self.zero = time.perf_counter()
-        if self.drawn and self.profile.torch:
-            self.torch_profiler = torch.profiler.profile()
-            self.torch_profiler.start()
-        if self.drawn and self.profile.memory:
-            torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
-
-    def _close_torch(self, name: str) -> None:
-        """Stop what _open has started, and write its files."""
-        if self.torch_profiler is not None:
-            self.torch_profiler.stop()
-            self.torch_profiler.export_chrome_trace(str(self.folder / f"torch_{name}.json.gz"))
-        if self.drawn and self.profile.memory:
-            torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_{name}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)

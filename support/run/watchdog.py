@@ -18,7 +18,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from support.base.ranks import say
+from support.base.ranks import gather, say
 
 STATES = {
     psutil.STATUS_STOPPED: "stopped (SIGSTOP)",
@@ -51,9 +51,7 @@ class Watchdog:
         self.ended = threading.Event()
         self.talk = threading.Thread(target=self._talk, daemon=True)
         if timeout_s:
-            name = [f"watchdog/{uuid.uuid4().hex}"]  # unique, unlike the restart count: see fresh_store
-            dist.broadcast_object_list(name)
-            self.name = name[0]
+            self.name = f"watchdog/{gather(uuid.uuid4().hex)[0]}"  # unique, unlike the restart count: see fresh_store
             faulthandler.register(signal.SIGUSR2)  # writes the stacks of all threads, without Python's lock
             atexit.register(self.stop)  # Python aborts if it ends while a thread is inside the store
             self.talk.start()
@@ -63,16 +61,10 @@ class Watchdog:
         """Note that the main thread has finished a phase and begins another one. Takes a microsecond."""
         self.at = (self.at[0] + 1, phase, time.monotonic())
 
-    @property
-    def phase(self) -> str:
-        """The phase of the main thread."""
-        return self.at[1]
-
     def stop(self) -> None:
         """Stop watching: the rest of the run may take any time."""
-        if not self.ended.is_set():
-            self.enter("ended")
-            self.ended.set()
+        self.enter("ended")
+        self.ended.set()
         if self.talk.is_alive():
             self.talk.join(STORE_TIMEOUT_S)  # its call returns when the store answers or ends
 
@@ -145,7 +137,11 @@ class Watchdog:
         wait_s = 2 * self.interval + 3  # for the other ranks
         if first:
             time.sleep(wait_s)
-            reports = {rank: read(store, f"at/{rank}") for rank in range(dist.get_world_size())}
+            reports = {}
+            for rank in range(dist.get_world_size()):
+                reports[rank] = {"sequence": math.inf, "phase": "start"}  # of one that has not come so far
+                if store.check([f"at/{rank}"]):
+                    reports[rank] = json.loads(store.get(f"at/{rank}"))
             say(f"watchdog: no rank has finished a phase for {self.timeout_s:g} s\n{table(reports)}")
             silent = [r for r in reports.values() if "pid" in r and "stack" not in r and r["phase"] != "ended"]
             store.set("silent", json.dumps(silent))
@@ -158,11 +154,6 @@ class Watchdog:
                     os.kill(report["pid"], signal.SIGUSR2)
         time.sleep(0.5)  # rank 0 may host the store: all ranks read it, then end
         os._exit(1)
-
-
-def read(store: dist.Store, key: str) -> dict:
-    """The JSON that a rank has written into the store at `key`; where it has not come so far, what that means."""
-    return json.loads(store.get(key)) if store.check([key]) else {"sequence": math.inf, "phase": "start"}
 
 
 def table(reports: dict[int, dict]) -> str:

@@ -283,10 +283,10 @@ def say_error(action, *arguments):
 
 say_error(ranks.on_first_rank, lambda: int("x"))
 config = {"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": 3}, "megatron": {"field": 1} if rank else {}}
-machines.check_same_config({"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": math.nan}})
+machines.check_ranks({"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": math.nan}}, "data.train", "1")
 pair, alone = dist.new_group([0, 1]), dist.new_group([1])
 machines.check_groups({"tp": pair, "pp": alone if rank == 1 else None}, 30)
-say_error(machines.check_same_config, config | {"train": {"lr": 1e-6 if rank == 0 else 1e-5}})
+say_error(machines.check_ranks, config | {"train": {"lr": 1e-6 if rank == 0 else 1e-5}}, "data.train", "1")
 if rank == 0:
     say_error(machines.check_groups, {"tp": pair}, 1)
 dist.barrier()

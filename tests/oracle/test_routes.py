@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from config import TrainingError, UserError
-from support.base import versions
 from support.check import checks
 from support.model import routes
 from support.step import packing
@@ -85,9 +84,7 @@ def test_routes_end_to_end():
         packing.route_rows(samples, np.array([2, 2]))
 
 
-def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
-    """vLLM 0.26 refuses routes with its second model runner, which is ours on a GPU, and has them with the first."""
-
+def test_what_cannot_be_replayed_is_refused(tiny, tmp_path):
     def cfg(model, *keys: str):
         inputs = [f"model.path={model}", "data.train=unused", "algo.replay_routes=true"]
         return tiny_config(*inputs, *keys)
@@ -97,12 +94,6 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"leave out rollout\.vllm\.enable_prefix_caching"):
         checks.check_config(cfg(tiny / "model", "rollout.vllm.enable_prefix_caching=false"), 1)
     test_layouts.make_model(tmp_path / "model", "qwen3_moe")
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    checks.check_routes(cfg(tmp_path / "model"))
-    monkeypatch.setattr(versions, "installed", lambda package: "0.26.0")
-    with pytest.raises(UserError, match=r"algo\.replay_routes=true: vLLM 0\.26\.0 .* VLLM_USE_V2_MODEL_RUNNER=0"):
-        checks.check_routes(cfg(tmp_path / "model"))
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     checks.check_routes(cfg(tmp_path / "model"))
 
 

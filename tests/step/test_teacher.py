@@ -69,7 +69,7 @@ def test_a_hint_stands_before_what_the_user_asks(tokenizer, tmp_path):
 
     def prompt(file: str, **options):
         cfg = DataConfig(train=str(tmp_path / file), **options)
-        found = load_prompts(cfg, tokenizer)[0][0]
+        found = load_prompts(cfg, tokenizer)[0]
         asked = None if found.asked is None else tokenizer.decode(found.asked)
         return tokenizer.decode(found.ids), asked
 
@@ -86,17 +86,17 @@ def test_hints_count_for_length_and_fingerprint_and_must_be_there(tokenizer, tmp
         write_rows(tmp_path / "a.jsonl", rows)
         return load_prompts(DataConfig(**{"train": "no", key: str(tmp_path / "a.jsonl")}, **options), tokenizer, key)
 
-    prompts, dropped = load(rows, hint_key="hint", max_prompt_tokens=5)
-    assert [len(prompt.asked) for prompt in prompts] == [4, 5] and dropped == 1
-    assert load(rows, max_prompt_tokens=5)[1] == 0
+    prompts = load(rows, hint_key="hint", max_prompt_tokens=5)
+    assert [len(prompt.asked) for prompt in prompts] == [4, 5] and prompts.dropped == 1
+    assert load(rows, max_prompt_tokens=5).dropped == 0
     other = [rows[0], {**rows[1], "hint": "8"}]
-    assert fingerprint(load(other)[0]) == fingerprint(load(rows[:2])[0])
-    assert fingerprint(load(other, hint_key="hint")[0]) != fingerprint(load(rows[:2], hint_key="hint")[0])
+    assert fingerprint(load(other)) == fingerprint(load(rows[:2]))
+    assert fingerprint(load(other, hint_key="hint")) != fingerprint(load(rows[:2], hint_key="hint"))
     with pytest.raises(ValueError, match=r"a\.jsonl, row 2: 'hint' is null"):
         load([rows[0], {**rows[1], "hint": None}], hint_key="hint")
     with pytest.raises(ValueError, match=r"data\.hint_key='hnt': no such column"):
         load(rows, hint_key="hnt")
-    assert load(rows, "eval", hint_key="hnt")[0][0].asked is None  # nobody is taught there
+    assert load(rows, "eval", hint_key="hnt")[0].asked is None  # nobody is taught there
 
 
 # ---------------------------------------------------------------- a step

@@ -54,11 +54,11 @@ def load(tokenizer, train, **options):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "stream.arrow", "file.arrow", "a.csv", "saved"])
 def test_every_format_gives_the_same_prompts(tokenizer, tmp_path, name):
     write(tmp_path / name, ROWS)
-    prompts, dropped = load(tokenizer, str(tmp_path / name))
+    prompts = load(tokenizer, str(tmp_path / name))
     assert [(p.ids, p.answer, p.source) for p in prompts] == [
         (tokenizer(row["prompt"])["input_ids"], row["answer"], "sums") for row in ROWS
     ]
-    assert dropped == 0 and prompts[3].row == ROWS[3]
+    assert prompts.dropped == 0 and prompts[3].row == ROWS[3]
 
 
 def test_shards_as_list_glob_folder_and_split(tokenizer, tmp_path):
@@ -68,12 +68,12 @@ def test_shards_as_list_glob_folder_and_split(tokenizer, tmp_path):
         write(tmp_path / f"hub/data/train-0000{i}-of-00003.parquet", ROWS[2 * i : 2 * i + 2])
     write(tmp_path / "hub/data/test-00000-of-00001.parquet", ROWS[:1])
     (tmp_path / "hub/README.md").write_text("A folder as the hub has it.")
-    wanted = fingerprint(load(tokenizer, tmp_path / "all.parquet")[0])
+    wanted = fingerprint(load(tokenizer, tmp_path / "all.parquet"))
     shards = [tmp_path / f"shards/s-{i}.parquet" for i in range(3)]
     for train in (shards, tmp_path / "shards/*.parquet", tmp_path / "shards", tmp_path / "hub"):
-        assert fingerprint(load(tokenizer, train)[0]) == wanted
-    assert fingerprint(load(tokenizer, shards[::-1])[0]) != wanted
-    assert len(load(tokenizer, f"{tmp_path / 'hub'}:test")[0]) == 1
+        assert fingerprint(load(tokenizer, train)) == wanted
+    assert fingerprint(load(tokenizer, shards[::-1])) != wanted
+    assert len(load(tokenizer, f"{tmp_path / 'hub'}:test")) == 1
     with pytest.raises(ValueError, match=r"no files of the split 'dev'; .*:split with train, test"):
         load(tokenizer, f"{tmp_path / 'hub'}:dev")
 
@@ -83,7 +83,7 @@ def test_hub_names(tokenizer, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     wanted = {"a/b": (None, "train"), "a/b:test": (None, "test"), "a/b:main:test[:10]": ("main", "test[:10]")}
     for given, (name, split) in wanted.items():
-        assert len(load(tokenizer, given)[0]) == len(ROWS)
+        assert len(load(tokenizer, given)) == len(ROWS)
         load_dataset.assert_called_with(path="a/b", name=name, split=split)
 
 
@@ -92,11 +92,11 @@ def test_nested_columns_and_a_column_with_a_dot_in_its_name(tokenizer, tmp_path)
     write(tmp_path / "plain.parquet", ROWS)
     for name in ("verl.parquet", "verl.jsonl"):
         write(tmp_path / name, VERL)
-        prompts, _ = load(tokenizer, tmp_path / name, **VERL_KEYS)
-        assert fingerprint(prompts) == fingerprint(load(tokenizer, tmp_path / "plain.parquet")[0])
+        prompts = load(tokenizer, tmp_path / name, **VERL_KEYS)
+        assert fingerprint(prompts) == fingerprint(load(tokenizer, tmp_path / "plain.parquet"))
         assert prompts[1].row == VERL[1]
     write(tmp_path / "a.jsonl", [{"prompt": "1>", "x": {"y": "inner"}, "x.y": "outer"}])
-    assert load(tokenizer, tmp_path / "a.jsonl", answer_key="x.y")[0][0].answer == "outer"
+    assert load(tokenizer, tmp_path / "a.jsonl", answer_key="x.y")[0].answer == "outer"
 
 
 def test_chat_template_system_prompt_and_kwargs(tokenizer, tmp_path):
@@ -106,10 +106,10 @@ def test_chat_template_system_prompt_and_kwargs(tokenizer, tmp_path):
     write(tmp_path / "a.parquet", [{"prompt": prompt, "answer": "1"} for prompt in (plain, own)])
     write(tmp_path / "b.jsonl", [{"prompt": "2", "answer": "1"}])
     options = {"system_prompt": "9", "template_kwargs": {"enable_thinking": True}}
-    texts = [tokenizer.decode(p.ids) for p in load(tokenizer, tmp_path / "a.parquet", **options)[0]]
+    texts = [tokenizer.decode(p.ids) for p in load(tokenizer, tmp_path / "a.parquet", **options)]
     assert texts == ["+9-2=", "+7-3="]
-    assert tokenizer.decode(load(tokenizer, tmp_path / "b.jsonl")[0][0].ids) == "-2"
-    assert tokenizer.decode(load(tokenizer, tmp_path / "b.jsonl", chat_template=False)[0][0].ids) == "2"
+    assert tokenizer.decode(load(tokenizer, tmp_path / "b.jsonl")[0].ids) == "-2"
+    assert tokenizer.decode(load(tokenizer, tmp_path / "b.jsonl", chat_template=False)[0].ids) == "2"
     with pytest.raises(ValueError, match=r"data\.system_prompt .* only with data\.chat_template=true"):
         load(tokenizer, tmp_path / "b.jsonl", chat_template=False, **options)
     with pytest.raises(ValueError, match=r"a\.parquet, row 1: 'prompt' .* needs data\.chat_template=true"):
@@ -121,8 +121,8 @@ def test_chat_template_system_prompt_and_kwargs(tokenizer, tmp_path):
 
 def test_long_prompts_are_counted_and_empty_ones_refused(tokenizer, tmp_path):
     write(tmp_path / "a.jsonl", [{"prompt": "1" * n, "answer": "1"} for n in (1, 5, 9)])
-    prompts, dropped = load(tokenizer, tmp_path / "a.jsonl", max_prompt_tokens=5)
-    assert [len(p.ids) for p in prompts] == [1, 5] and dropped == 1
+    prompts = load(tokenizer, tmp_path / "a.jsonl", max_prompt_tokens=5)
+    assert [len(p.ids) for p in prompts] == [1, 5] and prompts.dropped == 1
     tokenizer.chat_template = "{{ messages[0].content | trim }}"
     for empty in ("", " "):
         write(tmp_path / "b.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": empty, "answer": "1"}])
@@ -135,7 +135,7 @@ def test_evaluation_data_follow_the_same_rules(tokenizer, tmp_path):
     write(tmp_path / "a.jsonl", ROWS)
     write(tmp_path / "b.jsonl", [{"prompt": "1>", "answer": "1"}])
     cfg = DataConfig(train="unused.jsonl", eval=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
-    prompts, _ = load_prompts(cfg, tokenizer, key="eval")
+    prompts = load_prompts(cfg, tokenizer, key="eval")
     assert [p.source for p in prompts] == ["sums"] * len(ROWS) + ["default"]
     with pytest.raises(ValueError, match=r"data\.eval=nowhere\.jsonl: no such file"):
         load_prompts(cfg.model_copy(update={"eval": "nowhere.jsonl"}), tokenizer, key="eval")
@@ -164,13 +164,13 @@ def test_rows_of_a_function(tokenizer, tmp_path):
     (tmp_path / "own.py").write_text(CUSTOM)
 
     def own(function, train="3"):
-        return load(tokenizer, train, custom=f"{tmp_path / 'own.py'}:{function}")[0]
+        return load(tokenizer, train, custom=f"{tmp_path / 'own.py'}:{function}")
 
     prompts = own("rows")
     assert [(p.answer, p.source, p.row["seen"]) for p in prompts] == [(str(i), "3", {i}) for i in range(3)]
     assert tokenizer.decode(prompts[2].ids) == "2>"
     cfg = DataConfig(train={"3": 1, "5": 2}, eval=["1", "2"], custom=f"{tmp_path / 'own.py'}:rows")
-    assert len(load_prompts(cfg, tokenizer)[0]) == 8 and len(load_prompts(cfg, tokenizer, "eval")[0]) == 3
+    assert len(load_prompts(cfg, tokenizer)) == 8 and len(load_prompts(cfg, tokenizer, "eval")) == 3
     for function, message in {
         "no_dict": "row 2 of data.train=3 is a list, not a dict",
         "fails": r"for data.train=3 it failed: KeyError: '3' \(own.py, line 13\)",

@@ -53,10 +53,11 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
 def test_exact_runs_write_no_nan_into_fresh_memory(monkeypatch):
     """torch's deterministic mode fills every new tensor, vLLM's KV cache too, which costs time and tells nothing."""
     monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
+    monkeypatch.setattr(launch, "Clock", mock.Mock())
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        launch.join(tiny_config("rollout.exact=true"))
-        assert torch.are_deterministic_algorithms_enabled()
+        with launch.joined(tiny_config("rollout.exact=true")):
+            assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
     finally:
         torch.use_deterministic_algorithms(False)
@@ -148,10 +149,11 @@ def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
 def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, message):
     clock = mock.Mock(phase="train")
     monkeypatch.setattr(launch, "Clock", lambda stall_timeout_s, timeline: clock)
+    monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     cfg = tiny_config(f"output_dir={tmp_path}")
-    with pytest.raises(RankError, match=message), launch.explained(cfg):
+    with pytest.raises(RankError, match=message), launch.joined(cfg):
         raise failure
-    with pytest.raises(RuntimeError, match="a mistake in the code"), launch.explained(cfg):
+    with pytest.raises(RuntimeError, match="a mistake in the code"), launch.joined(cfg):
         raise RuntimeError("a mistake in the code")
     assert clock.stop.call_count == 2

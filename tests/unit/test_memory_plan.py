@@ -62,7 +62,7 @@ def test_the_count_is_that_of_a_real_rank_in_bf16(world, tiny):
     padded, real = weights // 2, reference // 2
     assert gradients == 4 * padded and optimizer == 12 * real and padded - real < 128  # worked by hand
     assert found["host"][2] == 4 * real and found["precise"][2] == 0
-    ranks.init_distributed(timeout_s=60)  # for the fixture, which ends it
+    ranks.join_ranks(timeout_s=60)  # for the fixture, which ends it
 
 
 # ---------------------------------------------------------------- transient memory

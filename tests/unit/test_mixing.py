@@ -59,8 +59,8 @@ def test_sets_of_other_columns_and_types_mix(tokenizer, tmp_path):
     def load(train):
         return load_prompts(DataConfig(train=train, max_prompt_tokens=3), tokenizer)
 
-    mixed, dropped = load({a: 0.75, b: 0.25})
-    assert isinstance(mixed, Mixture) and (len(mixed), dropped) == (10, 0)
+    mixed = load({a: 0.75, b: 0.25})
+    assert isinstance(mixed, Mixture) and (len(mixed), mixed.dropped) == (10, 0)
     assert [p.answer for p in mixed] == ["1"] * 6 + ["2"] * 4 and mixed[9].row["source"] == "other"
     batch = prompt_batch(mixed, 0, 400, seed=0)
     assert Counter(p.source for p in batch) == {"default": 300, "other": 100}
@@ -68,7 +68,7 @@ def test_sets_of_other_columns_and_types_mix(tokenizer, tmp_path):
     assert re.findall(r"\S+ of \S+: .*", mixed.describe(400)) == [
         f"0.75 of {a}: 6 prompts, 50 passes", f"0.25 of {b}: 4 prompts, 25 passes",
     ]  # fmt: skip
-    assert len({fingerprint(load(train)[0]) for train in ({a: 3, b: 1}, {b: 1, a: 3}, {a: 1, b: 1}, [a], a)}) == 4
+    assert len({fingerprint(load(train)) for train in ({a: 3, b: 1}, {b: 1, a: 3}, {a: 1, b: 1}, [a], a)}) == 4
     with pytest.raises(ValueError, match=r"data\.prompt_key='prompt': no such column in .*c\.jsonl"):
         load({a: 1, str(tmp_path / "c.jsonl"): 1})
 

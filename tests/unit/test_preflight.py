@@ -12,12 +12,13 @@ from support.check import machines
 from tests.conftest import tiny_config
 
 
-def test_machine(tmp_path):
-    machines.check_disk(tmp_path / "not/yet", 1)
-    machines.check_writable(tmp_path / "not/yet")
+def test_the_output_folder_and_its_disk(tiny, tmp_path, monkeypatch):
+    cfg = tiny_config(f"model.path={tiny / 'model'}", f"output_dir={tmp_path / 'not/yet'}")
+    machines.check_first_host(cfg)
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(machines.costs, "disk_bytes", lambda cfg, weights: 2**60)
     with pytest.raises(UserError, match=r"output_dir=.*not/yet: .*train.save_every\) or .*train.keep_last"):
-        machines.check_disk(tmp_path / "not/yet", 2**60)
+        machines.check_first_host(cfg)
     with pytest.raises(UserError, match=r"output_dir=/proc/out: cannot write in /proc "):
         machines.check_writable(Path("/proc/out"))
 
@@ -27,10 +28,10 @@ def test_machines_are_named_once(number, monkeypatch, capfd):
     gathered = [("north", {}), ("north", {}), ("south", {})]
     monkeypatch.setattr(ranks, "gather", lambda own: gathered)
     monkeypatch.setattr(dist, "get_rank", lambda: number)
-    machines.check_same_config({})
+    machines.check_ranks({}, "data.train", "1")
     assert capfd.readouterr().out == ("machines: north on rank 0, 1; south on rank 2\n" if number == 0 else "")
     del gathered[2]
-    machines.check_same_config({})
+    machines.check_ranks({}, "data.train", "1")
     assert capfd.readouterr() == ("", "")
 
 
@@ -42,7 +43,7 @@ def test_another_commit_and_other_data_of_a_machine_are_refused(monkeypatch):
     monkeypatch.setattr(ranks, "gather", gather)
     monkeypatch.setattr(versions, "versions", lambda: {"commit": "a"})
     with pytest.raises(UserError, match=r"^1 of 3 ranks have another configuration than rank 0; start ") as refusal:
-        machines.check_ranks(tiny_config(), "data.train", "1")
+        machines.check_ranks({}, "data.train", "1")
     assert refusal.value.args[0].splitlines()[1:] == [
         "  prompts of data.train: 1 on rank 0, 1 (north); 2 on rank 2 (south)",
         "  commit: a on rank 0, 1 (north); b on rank 2 (south)",
@@ -71,4 +72,4 @@ def test_a_gpu_is_not_left_unused_by_mistake(monkeypatch):
         monkeypatch.setattr(versions, "version_of", {"vllm": vllm}.get)
         refused = pytest.raises(UserError, match=r"^torch sees no GPU, .*: python -m tools\.doctor says why")
         with refused if driver and vllm else contextlib.nullcontext():
-            machines.check_unused_gpus()
+            machines.check_without_gpu(tiny_config())

@@ -70,12 +70,12 @@ def load(folder: Path, *names: str, **options):
 
 
 def test_prompts_are_the_same_with_and_without_the_cache(large, cache, monkeypatch, capsys):
-    cached, dropped = load(large, "b.jsonl", "few.jsonl")
+    cached = load(large, "b.jsonl", "few.jsonl")
     assert is_cached(cached) and "tokenised once for this machine" in capsys.readouterr().out
     monkeypatch.setattr(token_cache, "LARGE_BYTES", 10**9)
-    plain, dropped_too = load(large, "b.jsonl", "few.jsonl")
+    plain = load(large, "b.jsonl", "few.jsonl")
     assert not is_cached(plain) and isinstance(plain.table, list)
-    assert len(cached) == len(plain) == ROWS - 2_345 + 1500 - dropped and dropped == dropped_too > 100
+    assert len(cached) == len(plain) == ROWS - 2_345 + 1500 - plain.dropped and cached.dropped == plain.dropped > 100
     assert fingerprint(cached) == fingerprint(plain)
     for i in [0, 1, len(plain) // 2, len(plain) - 1, -1, *random.Random(1).sample(range(len(plain)), 200)]:
         assert cached[i] == plain[i]
@@ -84,14 +84,14 @@ def test_prompts_are_the_same_with_and_without_the_cache(large, cache, monkeypat
 
     monkeypatch.setattr(token_cache, "LARGE_BYTES", 100_000)
     files = cached_files(cache)
-    again, _ = load(large, "b.jsonl", "few.jsonl")  # the second start only maps
+    again = load(large, "b.jsonl", "few.jsonl")  # the second start only maps
     assert fingerprint(again) == fingerprint(plain) and is_cached(again) and cached_files(cache) == files
 
 
 def test_what_changes_tokens_has_a_cache_of_its_own_and_a_cut_file_is_told(large, cache):
     def built(**options) -> bool:
         before = cached_files(cache)
-        prompts, _ = load(large, "few.jsonl", **options)
+        prompts = load(large, "few.jsonl", **options)
         assert len(prompts) > 500 and is_cached(prompts) and len(prompts[len(prompts) - 1].ids) > 1
         return cached_files(cache) != before
 
@@ -113,8 +113,8 @@ def test_what_changes_tokens_has_a_cache_of_its_own_and_a_cut_file_is_told(large
 def load_as_a_rank(folder: Path) -> tuple[str, int, str]:
     """In a process of its own: the type of the token ids, the rows, the fingerprint."""
     token_cache.LARGE_BYTES = 100_000
-    prompts, dropped = load(folder)
-    return type(prompts.ids).__name__, len(prompts) + dropped, fingerprint(prompts)
+    prompts = load(folder)
+    return type(prompts.ids).__name__, len(prompts) + prompts.dropped, fingerprint(prompts)
 
 
 @pytest.mark.slow
