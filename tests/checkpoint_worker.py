@@ -1,6 +1,6 @@
 """Runs under torchrun: saves the training state of a model on one layout and reads it on the others.
 
-    torchrun --nproc_per_node=4 tests/checkpoint_worker.py MODEL DTYPE OUT '{"tp2": {"tp": 2}, ...}' [RANK OF ADAPTERS]
+    torchrun --nproc_per_node=4 tests/checkpoint_worker.py MODEL DTYPE OUT '{"tp2": {"tp": 2}, ...}' RANK_OF_ADAPTERS
 
 A layout's "megatron" holds options of Megatron-core. The first layout makes three updates and saves. Every other one
 loads that and saves what it has; rank 0 compares main weights and moments bit by bit, and the weights after one more
@@ -50,7 +50,7 @@ def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     path, dtype, out, layouts = sys.argv[1], bridge.DTYPES[sys.argv[2]], Path(sys.argv[3]), json.loads(sys.argv[4])
-    adapters = LoraConfig(rank=int(sys.argv[5]) if len(sys.argv) > 5 else 0)
+    adapters = LoraConfig(rank=int(sys.argv[5]))
     ranks.join_ranks(timeout_s=600)
     first = None
     for name, sizes in layouts.items():

@@ -160,12 +160,23 @@ class ForkedTraining(Outputs):
 
 
 @pytest.fixture
-def train(tiny, tmp_path, request):
-    """train(nproc, "section.key=value", ..., script=..., out=...) → the Training, ended, with its exit code."""
+def start(tiny, tmp_path, request):
+    """start(nproc, "section.key=value", ..., script=..., out=...) → the Training; what is left is killed afterwards."""
 
     def run(nproc: int, *overrides: str, out: Path = tmp_path / "out", **settings) -> Training:
         training = Training(tiny, out, *overrides, nproc=nproc, **settings)
         request.addfinalizer(training.kill)
+        return training
+
+    return run
+
+
+@pytest.fixture
+def train(start):
+    """train(...) → the Training of start(...), ended, with its exit code."""
+
+    def run(*arguments, **settings) -> Training:
+        training = start(*arguments, **settings)
         training.code = training.end()
         return training
 

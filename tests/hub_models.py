@@ -5,9 +5,6 @@ import re
 from pathlib import Path
 
 from benchmarks import works
-from config import Config
-from support.base.read_config import load_config
-from tests.conftest import REPO
 
 SHAPES = {  # name on the hub → in benchmarks/works.py
     **{f"Qwen/Qwen2.5-{n}B-Instruct": f"qwen2.5-{n}b" for n in ("0.5", "1.5", "7", "14", "32", "72")},
@@ -23,18 +20,7 @@ def model_folder(name: str, parent: Path) -> Path:
     return folder
 
 
-def shape_overrides(cfg: Config, parent: Path) -> list[str]:
-    """Overrides that put folders of `model_folder` in place of a configuration's model and teacher."""
-    models = {"model.path": cfg.model.path, "algo.teacher": cfg.algo.teacher}
-    return [f"{key}={model_folder(name, parent)}" for key, name in models.items() if name in SHAPES]
-
-
 def world_size(path: Path) -> int:
     """Ranks that the command in a configuration's first lines starts."""
     nodes, local = (re.search(rf"--{name}[=](\d+)", path.read_text()) for name in ("nnodes", "nproc_per_node"))
     return (int(nodes[1]) if nodes else 1) * int(local[1])
-
-
-def files() -> list[Path]:
-    """The files of configs/ that train a model of the hub."""
-    return [path for path in sorted(REPO.glob("configs/*.yaml")) if load_config(str(path), []).model.path in SHAPES]

@@ -51,6 +51,10 @@ def on_host(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tens
     return {name: weight.cpu() for name, weight in weights}
 
 
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """{address: bytes} of the memory that the tensors lie in."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -94,13 +98,11 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     folder = Path(plan["out"], "hf")
     hf_folder.export_hf(bridge.hf_weights(model), cfg.model.path, folder)
     exported, original = load_file(folder / "model-00000.safetensors"), load_file(f"{cfg.model.path}/model.safetensors")
-    same = exported.keys() == original.keys() and all(torch.equal(exported[name], original[name]) for name in original)
-    same &= before.keys() == original.keys() and all(torch.equal(before[name], original[name]) for name in before)
-
+    same = equal(exported, original) and equal(before, original)
     if cfg.lora.rank:
         before = on_host(bridge.hf_weights(model, bucket_bytes=1 << 16, factors=True))
-        same = all(torch.equal(before[name], made_up_factor(name, before[name].shape)) for name in before)
-        same &= merged.keys() == original.keys() and all(torch.equal(exported[name], merged[name]) for name in merged)
+        same = equal(before, {name: made_up_factor(name, before[name].shape) for name in before})
+        same &= merged.keys() == original.keys() and equal(exported, merged)
 
     samples = [train_grpo.Sample(**sample) for sample in json.loads(Path(plan["samples"]).read_text())]
     batch = train_grpo.flatten(samples)

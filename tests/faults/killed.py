@@ -15,7 +15,6 @@ from support.base import hf_folder
 from support.model import checkpoint
 
 PLAN = "KILL"  # environment variable: [phase, number of its begin, seconds after that, "all" or "one"] in JSON; or []
-SAID = "the kill is done"
 BEGUN: collections.Counter = collections.Counter()  # phase → how often
 
 
@@ -41,7 +40,7 @@ def start_kill(seconds: float, whom: str) -> None:
     torchrun = psutil.Process(os.getppid())
     ranks = [child.pid for child in torchrun.children() if "RANK" in child.environ()]
     pids = [torchrun.pid, *ranks] if whom == "all" else [random.choice(ranks)]
-    command = f"sleep {seconds}; kill -KILL {' '.join(map(str, pids))} && echo {SAID}"
+    command = f"sleep {seconds}; kill -KILL {' '.join(map(str, pids))} && echo the kill is done"
     subprocess.Popen(["sh", "-c", command], start_new_session=True)
 
 

@@ -5,7 +5,6 @@ CPU. `pytest tests/faults/test_clean_starts.py --all-starts` runs all; else some
 """
 
 import itertools
-import re
 from pathlib import Path
 
 import make_tiny
@@ -13,7 +12,7 @@ import pytest
 
 from support.base.read_config import load_config
 from support.check import checks
-from tests.conftest import REPO, ForkedTraining, write_rows
+from tests.conftest import REPO
 
 COMMON = [
     "train.steps=3", "train.warmup_steps=0", "train.save_every=0", "rollout.prompts_per_step=8", "rollout.group_size=8",
@@ -38,7 +37,7 @@ EXPERT_LAYOUTS = {
     "ep2-tp2": (4, [EP2, TP2]),
     "pp2-ep2": (4, [PP2, EP2]),
 }
-WAYS = {  # of training: name → overrides; {folder} has models and data
+WAYS = {  # of training: name → overrides; {folder} has models
     "plain": [],
     "lora": ["lora.rank=4", "train.lr=0.005"],
     "teacher": ["algo.teacher={folder}/qwen3", "algo.teacher_coef=0.3"],
@@ -81,13 +80,12 @@ STARTS, EVERY = clean_starts(), 20
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    """A folder with a tiny model of each family, and the data."""
+def models(tmp_path_factory) -> Path:
+    """A folder with a tiny model of each family."""
     folder = tmp_path_factory.mktemp("starts")
     tokenizer = make_tiny.char_tokenizer("0123456789>+-=<.")  # with <eos> and <pad> an even number, for tp
     for family in FAMILIES:
         make_tiny.save_model(folder / family, tokenizer, family, hidden=64, layers=4)
-    write_rows(folder / "train.jsonl", make_tiny.reversal_rows(3, 200, seed=0))
     return folder
 
 
@@ -103,10 +101,9 @@ def test_there_are_a_hundred_and_each_is_legal():
 
 
 @pytest.mark.slow
-def test_a_healthy_run_trains_three_steps(inputs, fork_server, start):
+def test_a_healthy_run_trains_three_steps(models, train_forked, start):
     nproc, keys = STARTS[start]
-    out = inputs / re.sub(r"\W", "_", start)
-    options = [option.replace("{folder}", str(inputs)) for option in (*COMMON, *keys)]
-    run = ForkedTraining(fork_server, inputs, out, *options, config=config_of(start), nproc=nproc)
+    options = [option.replace("{folder}", str(models)) for option in (*COMMON, *keys)]
+    run = train_forked(nproc, *options, config=config_of(start))
     assert run.code == 0, run.text
     assert len(run.metrics) == 3

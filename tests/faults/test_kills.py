@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.conftest import REPO, Training
+from tests.conftest import REPO, Outputs
 
 STEPS = 5
 JOB = (
@@ -41,28 +41,29 @@ def check_complete(out: Path) -> None:
                 assert set(file.keys()) == {key for key, holder in files.items() if holder == name}, folder / name
 
 
-def result_of(job: Training) -> dict:
+def result_of(job: Outputs) -> dict:
     """All that must not depend on kills."""
     files = [*job.out.glob("hf/step_*/*.safetensors"), *job.out.glob(f"checkpoints/step_{STEPS:06d}/*.safetensors")]
     return job.result(STEPS) | {str(path.relative_to(job.out)): path.read_bytes() for path in files}
 
 
 @pytest.mark.slow
-def test_kills_change_nothing(tiny, tmp_path, request):
-    def start(out: str, plan: list) -> Training:
+def test_kills_change_nothing(train, train_forked, tmp_path, request):
+    def run(out: str, plan: list) -> Outputs:
+        start = train if plan else train_forked  # a kill is of torchrun and its ranks
         script = REPO / "tests/faults/killed.py"
-        return Training(tiny, tmp_path / out, *JOB, script=script, KILL=json.dumps(plan))
+        return start(2, *JOB, script=script, out=tmp_path / out, KILL=json.dumps(plan))
 
     rng = random.Random(2)
-    undisturbed = start("undisturbed", [])
-    assert undisturbed.end() == 0, undisturbed.text
+    undisturbed = run("undisturbed", [])
+    assert undisturbed.code == 0, undisturbed.text
     expected = result_of(undisturbed)
     took = collections.defaultdict(list)
     for phase, seconds in re.findall(r"^took (\w+) (\S+)$", undisturbed.text, re.MULTILINE):
         took[phase].append(float(seconds))
     kills, resumed = collections.Counter(), collections.Counter()
     runs = request.config.getoption("--kills")
-    for run in range(runs):
+    for number in range(runs):
         planned = 2 if rng.random() < 0.1 else 1
         code = 1
         while code:
@@ -71,8 +72,8 @@ def test_kills_change_nothing(tiny, tmp_path, request):
                 phase = rng.choice([*TIMES])
                 seconds = rng.uniform(0, 1.2) * sum(took[phase]) / len(took[phase])
                 plan = [phase, rng.randint(1, TIMES[phase]), seconds, "all" if rng.random() < 0.7 else "one"]
-            job = start(f"run_{run:03d}", plan)
-            code = job.end()
+            job = run(f"run_{number:03d}", plan)
+            code = job.code
             if "the kill is done\n" in job.text:
                 kills[phase] += 1
                 planned -= 1

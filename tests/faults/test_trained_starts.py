@@ -6,14 +6,13 @@ Mixtral model, which keep the outlier channels and the growing residual norms of
 """
 
 import itertools
-import re
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from tests.conftest import REPO, ForkedTraining
+from tests.conftest import REPO
 
 SMOLLM2 = REPO / "build/smollm2/model"
 LAYERS = [0, 1, 2, 3, 4, 5, 24, 25, 26, 27, 28, 29]
@@ -117,10 +116,8 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="needs build/smollm2/model, by `make llm`")
-def test_a_run_of_trained_weights_trains_two_steps(models, fork_server, start):
+def test_a_run_of_trained_weights_trains_two_steps(models, train_forked, start):
     inputs = [f"model.path={models / start.split()[0]}", "data.train=build/smollm2/train.jsonl"]
-    options = [*inputs, *COMMON, *STARTS[start]]
-    out = models / re.sub(r"\W+", "_", start)
-    run = ForkedTraining(fork_server, models, out, *options, config="smollm2", nproc=2, seconds=900)
+    run = train_forked(2, *inputs, *COMMON, *STARTS[start], config="smollm2", seconds=900)
     assert run.code == 0 and "warning: step" not in run.text, run.text
     assert len(run.metrics) == 2

@@ -115,7 +115,7 @@ def test_a_rank_that_holds_the_lock_of_python_shows_its_stack(start):
 def test_no_false_alarm(start):
     """Each phase is shorter than the timeout, all together are longer; then the job is suspended; then it has ended."""
     program = """
-for step in range(12):
+for step in range(8):
     watchdog.enter(f"phase {step}")
     time.sleep(0.5)
     dist.all_reduce(torch.ones(1))
@@ -128,7 +128,7 @@ note("done")
     run = start(WATCHED + program)
     wait_for_notes(run, "here")
     pids = run.ranks().values()
-    for number, seconds in ((signal.SIGSTOP, 5), (signal.SIGCONT, 0)):
+    for number, seconds in ((signal.SIGSTOP, 4), (signal.SIGCONT, 0)):
         for pid in pids:
             os.kill(pid, number)
         time.sleep(seconds)
@@ -136,16 +136,9 @@ note("done")
     wait_for_notes(run, "done")
 
 
-RENDEZVOUS = {
-    "c10d": ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nnodes=1"],
-    "static": ["--master-addr=127.0.0.1", "--master-port=29611"],
-    "standalone": ["--standalone"],
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", RENDEZVOUS)
-def test_torchrun_restarts_the_ranks(start, kind):
+@pytest.mark.parametrize("rendezvous", [["--standalone"], ["--master-addr=127.0.0.1", "--master-port=29611"]])
+def test_torchrun_restarts_the_ranks(start, rendezvous):
     early = START + "if restart == '1' and rank == 0: time.sleep(2)  # rank 1 finds only what the first rank 0 left\n"
     program = """
 if restart == "0":
@@ -156,14 +149,17 @@ time.sleep(4 * watchdog.interval)  # what the first ranks left in the store is n
 watchdog.stop()
 note("done")
 """
-    run = start(early + WATCHED.removeprefix(START) + STUCK + program, *RENDEZVOUS[kind], "--max-restarts=1")
+    run = start(early + WATCHED.removeprefix(START) + STUCK + program, *rendezvous, "--max-restarts=1")
     assert run.end() == 0, run.text
     wait_for_notes(run, "done", restart=1)
 
 
 # ---------------------------------------------------------------- stop requests
 
-STOP = """
+
+@pytest.mark.slow
+def test_a_signal_to_torchrun_lets_the_ranks_finish(start):
+    program = """
 stop = StopSignals()
 note("ready")
 while not stop.requested:
@@ -172,17 +168,11 @@ note(stop.requested)
 time.sleep(1)
 note("done")
 """
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_to_torchrun_lets_the_ranks_finish(start, name):
-    run = start(START + STOP)
+    run = start(START + program)
     wait_for_notes(run, "ready")
-    run.process.send_signal(getattr(signal, name))
+    run.process.terminate()
     assert run.end() == 1  # torchrun's own, whatever the ranks exit with
-    assert all(f"{what}.{rank}.0\n" in run.text for what in (name, "done") for rank in (0, 1))
-    assert run.text.count(f"{name}: finishing this phase, then saving; a second Ctrl-C stops at once") == 1
+    assert all(f"{what}.{rank}.0\n" in run.text for what in ("SIGTERM", "done") for rank in (0, 1))
 
 
 @pytest.mark.slow
@@ -227,42 +217,24 @@ time.sleep(100)
 # ---------------------------------------------------------------- the clock, and ranks together
 
 
-def test_gather_keeps_everything(forked):
+def test_samples_are_gathered_by_group_with_texts_on_rank_0_alone(forked):
     program = """
-import numpy as np
 from dataclasses import dataclass
 
 @dataclass
 class Answer:
     group: int
-    ids: np.ndarray
     text: str | None
-    parts: dict
 
-def ids(*values):
-    return np.array(values, np.int32)
+def gather(samples):
+    found, notes = gather_samples(samples, {"rank": rank})
+    assert notes == [{"rank": 0}, {"rank": 1}]
+    return [(sample.group, sample.text) for sample in found]
 
-def shares():  # of each rank: odd sizes, nothing in an array, text of many alphabets, two samples that share an array
-    shared = ids(7, 8, 9)
-    return [
-        [Answer(2, ids(1), "ab", {"x": 0.5}), Answer(2, ids(), "", {}), Answer(0, shared, "été 😀", {"y": -1.0})],
-        [Answer(1, ids(*range(1000)), "数学\\n", {"x": np.float64(0.1)}), Answer(1, shared, "z", {})],
-    ]
-
-samples, notes = gather_samples(shares()[rank], {"rank": rank})
-assert notes == [{"rank": 0}, {"rank": 1}]
-a, b = shares()
-for sample, was in zip(samples, [a[2], b[0], b[1], a[0], a[1]], strict=True):
-    assert (sample.group, sample.ids.tolist(), sample.parts) == (was.group, was.ids.tolist(), was.parts)
-    assert sample.ids.dtype == np.int32 and sample.text == (was.text if rank == 0 else None)
-samples, _ = gather_samples(shares()[0] if rank else [], None)  # a rank without any
-assert [s.text for s in samples] == (["été 😀", "ab", ""] if rank == 0 else [None] * 3)
-
-value = {"rank": rank, "odd": np.arange(rank * 3, dtype=np.int8), "cut": np.arange(6.0)[::2], "words": ["é" * rank]}
-zero, one = ranks.gather(value)
-assert (zero["rank"], zero["odd"].tolist(), zero["words"]) == (0, [], [""])
-assert (one["rank"], one["odd"].tolist(), one["words"]) == (1, [0, 1, 2], ["é"])
-assert zero["cut"].tolist() == one["cut"].tolist() == [0, 2, 4]
+shares = [[Answer(2, "a"), Answer(2, ""), Answer(0, "b")], [Answer(1, "c"), Answer(1, "数学")]]
+together = [(0, "b"), (1, "c"), (1, "数学"), (2, "a"), (2, "")]
+assert gather(shares[rank]) == [(group, text if rank == 0 else None) for group, text in together]
+assert gather([Answer(0, "d")] if rank else []) == [(0, "d" if rank == 0 else None)]  # a rank without any
 """
     forked(GROUP + program)
 
@@ -292,16 +264,10 @@ if rank == 0:
 dist.barrier()
 
 clock = Clock(stall_timeout_s=60)
-assert clock.phase == "start" and clock.seconds == {} and clock.signals.requested is None
-clock.start_step(1)
-for _ in range(2):
-    with clock("train"):
-        assert clock.phase == "train"
-        time.sleep(0.1)
-assert clock.phase == "step" and list(clock.seconds) == ["train"]
-seconds = clock.end_step()
-assert 0.2 <= seconds["train"] <= seconds["step"] < 0.4
-assert math.isclose(seconds["train"] + seconds["other"], seconds["step"], abs_tol=1e-6)
+assert clock.phase == "start" and clock.signals.requested is None
+with clock("train"):
+    assert clock.phase == "train"
+assert clock.phase == "step"
 try:
     with clock("rollout"):
         raise MemoryError

@@ -8,19 +8,47 @@ Modelled besides: which operations make the host wait (`WAITS`), which host tens
 for a copy from the GPU. Not modelled: kernels, streams, the allocator, the speed of anything.
 """
 
+import collections
 import contextlib
 import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.gpu_rehearsal import flash
-from tests.gpu_rehearsal.waits import Waits
+
+REPO = Path(__file__).resolve().parents[2]
+BETWEEN = ("/torch/", "/gpu_rehearsal/", "/contextlib.py", "/functools.py", "/_contextlib.py")  # no place of ours
+
+
+class Waits:
+    """`counts` is {(phase, place, kind): number}; a place is "file function", such as "train_grpo.py score"."""
+
+    def __init__(self):
+        self.counts: collections.Counter = collections.Counter()
+        self.phase: Callable[[], str] = lambda: "start"
+
+    def note(self, kind: str) -> None:
+        """The host waits now."""
+        self.counts[self.phase(), self.place(), kind] += 1
+
+    def place(self) -> str:
+        """The innermost frame that is neither torch's nor the rehearsal's."""
+        frame = sys._getframe(1)
+        while frame.f_back and any(part in frame.f_code.co_filename for part in BETWEEN):
+            frame = frame.f_back
+        file = Path(frame.f_code.co_filename)
+        name = file.relative_to(REPO) if file.is_relative_to(REPO) and "/.venv" not in str(file) else file.name
+        return f"{name} {frame.f_code.co_name}"
+
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
@@ -36,24 +64,9 @@ def on_gpu(x) -> bool:
 # ---------------------------------------------------------------- values of storages
 
 
-class Storages(dict):
-    """What is known of storages, by their address, for as long as they live."""
-
-    def note(self, storage: torch.UntypedStorage, what) -> None:
-        self[storage._cdata] = StorageWeakRef(storage), what
-        if len(self) % 1000 == 0:
-            for address in [address for address, (ref, _) in self.items() if ref.expired()]:
-                del self[address]
-
-    def find(self, storage: torch.UntypedStorage):
-        """None where nothing is known."""
-        ref, what = self.get(storage._cdata, (None, None))
-        return None if ref is None or ref.expired() else what
-
-
-VALUES = Storages()  # of a GPU's storage: the storage on the host with its values
-PINNED = Storages()  # host storages in pinned memory
-IN_FLIGHT = Storages()  # host storages that a copy from the GPU may not have reached yet
+VALUES = WeakIdKeyDictionary()  # of a GPU's storage: the storage on the host with its values
+PINNED = WeakIdKeyDictionary()  # host storages in pinned memory
+IN_FLIGHT = WeakIdKeyDictionary()  # host storages that a copy from the GPU may not have reached yet
 
 
 def value_of(x):
@@ -61,12 +74,12 @@ def value_of(x):
     if not on_gpu(x):
         return x
     storage = x.untyped_storage()
-    values = VALUES.find(storage)
+    values = VALUES.get(storage)
     if values is None:
         if storage.nbytes():
             raise RuntimeError(f"rehearsal: {x} has no values")
         values = torch.UntypedStorage(0)
-        VALUES.note(storage, values)
+        VALUES[storage] = values
     if values.nbytes() != storage.nbytes():  # after storage.resize_
         values.resize_(storage.nbytes())
     return torch.empty(0, dtype=x.dtype).set_(values, x.storage_offset(), x.size(), x.stride())
@@ -79,7 +92,7 @@ def values_of(tree):
 def give_values(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Give the new tensor `x` on the GPU its values; a tensor of a known storage has them already."""
     storage = x.untyped_storage()
-    if VALUES.find(storage) is not None:
+    if VALUES.get(storage) is not None:
         return x
     if (x.shape, x.dtype) != (values.shape, values.dtype):
         raise RuntimeError(f"rehearsal: {x} on CUDA, {values.shape} {values.dtype} on the CPU")
@@ -87,7 +100,7 @@ def give_values(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     if not same_layout or values.untyped_storage().nbytes() != storage.nbytes():
         whole = torch.empty(storage.nbytes() // x.itemsize, dtype=x.dtype)
         values = whole.as_strided(x.size(), x.stride(), x.storage_offset()).copy_(values)
-    VALUES.note(storage, values.untyped_storage())
+    VALUES[storage] = values.untyped_storage()
     return x
 
 
@@ -119,14 +132,14 @@ def compute_on_host(op, args, kwargs):
     """An operation without a tensor on the GPU."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
     is_view = any(result.alias_info and not result.alias_info.is_write for result in op._schema.returns)
-    if IN_FLIGHT and not is_view and any(IN_FLIGHT.find(x.untyped_storage()) for x in tensors):
+    if IN_FLIGHT and not is_view and any(IN_FLIGHT.get(x.untyped_storage()) for x in tensors):
         raise RuntimeError(f"rehearsal: {op} on the host uses a copy from the GPU that may not have arrived")
     if op is aten.is_pinned.default:
-        return bool(PINNED.find(args[0].untyped_storage()))
+        return args[0].untyped_storage() in PINNED
     pinned = op is aten._pin_memory.default or kwargs.pop("pin_memory", False)
     result = args[0].clone() if op is aten._pin_memory.default else op(*args, **kwargs)
     if pinned:
-        PINNED.note(result.untyped_storage(), True)
+        PINNED[result.untyped_storage()] = True
     return result
 
 
@@ -134,13 +147,13 @@ def note_copy(target_on_gpu: bool, host: torch.Tensor, other: torch.Tensor, non_
     """A copy between GPU and `host` waits unless it is non-blocking and of pinned memory. Where types or layouts differ
     torch copies by way of other memory, which is not pinned."""
     storage = host.untyped_storage()
-    direct = host.dtype == other.dtype and host.is_contiguous() and PINNED.find(storage)
+    direct = host.dtype == other.dtype and host.is_contiguous() and PINNED.get(storage)
     if not (non_blocking and direct):
         WAITS.note("copy to the GPU" if target_on_gpu else "copy from the GPU")
         if not target_on_gpu:
             arrive()
     elif not target_on_gpu:
-        IN_FLIGHT.note(storage, True)
+        IN_FLIGHT[storage] = True
 
 
 def arrive() -> None:
@@ -170,7 +183,7 @@ def copy_to(op, args, kwargs):
         note_copy(True, x, values, non_blocking)
         return to_gpu(values)
     if non_blocking:  # torch makes the result in pinned memory
-        PINNED.note(values.untyped_storage(), True)
+        PINNED[values.untyped_storage()] = True
     note_copy(False, values, x, non_blocking)
     return values
 

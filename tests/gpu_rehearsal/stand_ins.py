@@ -11,7 +11,6 @@ import transformers
 import megatron_bridge as bridge
 import train_grpo
 from rollout import Completion
-from tests.gpu_rehearsal.waits import Waits
 
 TOKENS = range(2, 12)  # the digits of the tiny model's tokenizer
 
@@ -61,9 +60,9 @@ def replace_nccl() -> None:
     dist.init_process_group = init_process_group
 
 
-def follow_phases(waits: Waits, units: collections.Counter) -> None:
-    """Give `waits` the phase of the run's clock, with "passes" added inside the pipeline schedule, where the
-    micro-batches are; count steps, updates and micro-batches into `units`."""
+def follow_phases(waits, units: collections.Counter) -> None:
+    """Give `waits`, device.WAITS, the phase of the run's clock, with "passes" added inside the pipeline schedule, where
+    the micro-batches are; count steps, updates and micro-batches into `units`."""
     train, schedule_of = train_grpo.train, bridge.get_forward_backward_func
     inside = []
 

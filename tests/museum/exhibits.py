@@ -37,7 +37,7 @@ SETTINGS = {
 
 # What errors say of an update, of the loss at the start, of the gap between trainer and vLLM.
 UPDATE = "the update is not what its formulas say"
-LOSS = "grpo_loss computes something else"
+LOSS = "grpo_loss computes something else, which it does not without"
 GAP = "trainer and vLLM disagree"
 FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
 
@@ -68,16 +68,16 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
     Exhibit("sequence_ratio_summed", "the ratio of a sequence is the sum of its log-ratios, not their mean",
         "train_grpo:policy_loss", "mean_T = sequence_mean(log_ratio_T.detach(), mask_T, sequence_T)",
         "mean_T = sequence_sum(log_ratio_T.detach() * mask_T, sequence_T)", seen="start",
-        message=LOSS, where="trl#5814", setting="gspo"),
+        message=f"{LOSS} ratio and clip", where="trl#5814", setting="gspo"),
     Exhibit("importance_weights_ignored", "the loss ignores the importance weights",
         "train_grpo:grpo_loss", "policy_T = policy_T * correction_T", "policy_T = policy_T * 1", seen="start",
-        message=LOSS, where="Liger-Kernel#1082", setting="tis"),
+        message=f"{LOSS} the correction", where="Liger-Kernel#1082", setting="tis"),
     Exhibit("kl_reaches_no_loss", "the KL is reported and not in the loss",
         "train_grpo:grpo_loss", 'if algo.kl_in == "loss":', "if False:", seen="start",
-        message=LOSS, where="molt#130", setting="kl"),
+        message=f"{LOSS} the KL", where="molt#130", setting="kl"),
     Exhibit("entropy_sign", "the entropy bonus has the wrong sign",
         "train_grpo:grpo_loss", "loss_T - algo.entropy_coef * entropy_T", "loss_T + algo.entropy_coef * entropy_T",
-        seen="start", message=LOSS),
+        seen="start", message=f"{LOSS} the entropy"),
     Exhibit("aux_loss_window", "the balancing loss of experts counts the tokens of prompts and padding",
         "megatron_bridge:hidden_states", '{"padding_mask": untrained}', '{"padding_mask": torch.zeros_like(untrained)}',
         seen="test", message="tests/oracle/test_layouts.py::test_balancing_loss_does_not_depend_on_the_layout",

@@ -3,11 +3,10 @@
 import dataclasses
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import make_tiny
+import pytest
 
 from tests.conftest import REPO, ForkedTraining, write_rows
 from tests.fork_server import ForkServer
@@ -32,7 +31,7 @@ class Outcome:
 
     seen: str  # one of RANKING
     step: int  # of this start, in which the run ended; 0: before any
-    message: str  # of its error, else its last warning; of a test its id
+    message: str  # of its error; of a test its id
     text: str = dataclasses.field(default="", repr=False)  # all that the run printed
 
 
@@ -93,24 +92,26 @@ def read_outcome(code: int, text: str) -> Outcome:
     begun = [int(number) for number in re.findall(r"begins step (\d+)", text)]
     step = begun[-1] - begun[0] + 1 if begun else 0
     if code == 0:
-        return Outcome("nothing", step, complaint(text, "warning"), text)
-    return Outcome("run" if begun else "start", step, complaint(text, "error"), text)
+        return Outcome("nothing", step, "", text)
+    return Outcome("run" if begun else "start", step, error_of(text), text)
 
 
-def complaint(text: str, kind: str) -> str:
-    """The first line of a run's error or, with kind="warning", its last warning; empty: there is none."""
-    lines = re.findall(rf"^{kind}: (.*)", text, re.MULTILINE)
-    if kind == "error" and not lines:  # a mistake in the code: the end of a traceback
-        lines = re.findall(r"^(\w+(?:Error|Exception)\b.*)", text, re.MULTILINE)
-    lines = [line for line in lines if "another rank is gone" not in line]
-    return lines[0 if kind == "error" else -1] if lines else ""
+def error_of(text: str) -> str:
+    """The first line of a run's error; of a mistake in the code the end of a traceback."""
+    lines = re.findall(r"^error: (.*)", text, re.MULTILINE)
+    lines = lines or re.findall(r"^(\w+(?:Error|Exception)\b.*)", text, re.MULTILINE)
+    return next((line for line in lines if "another rank is gone" not in line), "")
 
 
 def fails(exhibit: Exhibit) -> bool:
     """Whether the test that an exhibit names fails with it."""
-    command = [sys.executable, "-m", "pytest", "-q", exhibit.message]
-    env = {**os.environ, VARIABLE: exhibit.name}
-    return subprocess.run(command, cwd=REPO, env=env, capture_output=True).returncode == 1
+    function, code = exhibit.find(), exhibit.find().__code__
+    os.environ[VARIABLE] = exhibit.name  # tests/conftest.py puts it in
+    try:
+        return pytest.main(["-q", "--tb=no", "-p", "no:faulthandler", exhibit.message]) == 1
+    finally:
+        function.__code__ = code
+        del os.environ[VARIABLE]
 
 
 def healthy(setting: str) -> str:
@@ -129,29 +130,18 @@ def judge(exhibit: Exhibit, outcome: Outcome) -> str:
 
 # ---------------------------------------------------------------- the page
 
-HEAD = """# The museum of silent bugs
-
-Trainers have had these bugs. Each is planted in this trainer by changing one line (`tests/museum/exhibits.py`), and
-then a tiny model makes three steps on two ranks with real vLLM (`pytest tests/museum --museum-page`). The checks were
-built against them; README.md has a score of others. An issue is named if a tracker has the failure; its cause
-there may differ. 20 were planted in TRL 1.16: in three steps on a CPU it noticed none by an error or a Python warning.
-
-Seven of these runs are in bf16, the others in fp32. With the others in bf16 as well, seven failures only make a run
-warn: a shared prompt's mean, gradients not summed over replicas (warned in step 3) or summed twice, tokens counted on
-every context rank, both wrong divisors, and dropout. All other failures that stop a run in fp32 stop it in bf16 too.
-
-"""
 COLUMNS = "| failures (where they happened) | noticed by | message |\n|---|---|---|\n"
 
 
 def write_page(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
-    """docs/dev/museum.md from {exhibit: outcome} and {setting: outcome of the run without an exhibit}."""
+    """docs/dev/museum.md, whose head stays, from {exhibit: outcome} and {setting: outcome without an exhibit}."""
     alike = {}  # exhibits whose messages begin alike are one row
     for name, exhibit in EXHIBITS.items():
         outcome = outcomes[name]
         begin = outcome.message if outcome.seen == "test" else re.sub(r"\d+", "n", outcome.message)[:25]
         alike.setdefault((outcome.seen, outcome.step, begin), []).append((exhibit, outcome))
-    return f"{HEAD}{score(outcomes, controls)}\n\n{COLUMNS}" + "".join(table_row(row) for row in alike.values())
+    head = PAGE.read_text().partition("**")[0]
+    return f"{head}{score(outcomes, controls)}\n\n{COLUMNS}" + "".join(table_row(row) for row in alike.values())
 
 
 def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
@@ -175,6 +165,6 @@ def table_row(alike: list[tuple[Exhibit, Outcome]]) -> str:
     message = outcome.message.replace("|", "\\|")
     if len(message) > 160:
         message = message[:157] + "..."
-    shown = f"`{message}`" if message and outcome.seen != "nothing" else ""
+    shown = f"`{message}`" if message else ""
     names = [f"{exhibit.what} ({exhibit.where})" if exhibit.where else exhibit.what for exhibit, _ in alike]
     return f"| {'; '.join(names)} | {by[outcome.seen]} | {shown} |\n"

@@ -71,22 +71,18 @@ def updates_of(answers: list[dict], config: dict, step: int) -> list[list[int]]:
 # ---------------------------------------------------------------- advantages
 
 
-def advantages_of(answers: list[dict], rewards: list[float], tokens: list[int], kind: str) -> list[float]:
+def advantages_of(answers: list[dict], rewards: list[float], tokens: list[int], kind: str) -> np.ndarray:
     """The advantage of each answer, given its reward and its trained tokens."""
-    found = [0.0] * len(answers)
-    for group in {a["group"] for a in answers}:
-        members = [i for i, a in enumerate(answers) if a["group"] == group]
-        compared = formulas.compare([rewards[i] for i in members], kind).tolist()
-        for i, advantage in zip(members, compared, strict=True):
-            found[i] = advantage
+    groups = np.array([a["group"] for a in answers])
+    found = np.zeros(len(answers))
+    for group in set(groups):
+        found[groups == group] = formulas.compare(np.array(rewards)[groups == group], kind)
     return whiten(found, tokens) if kind == "reinforce_pp" else found
 
 
-def whiten(advantages: list[float], tokens: list[int]) -> list[float]:
+def whiten(advantages: np.ndarray, tokens: list[int]) -> np.ndarray:
     """REINFORCE++: all advantages less their mean, over their standard deviation, both over the trained tokens."""
-    values = [a for a, n in zip(advantages, tokens, strict=True) for _ in range(n)]
+    values = np.repeat(advantages, tokens)
     if len(values) < 2:
         return advantages
-    center = math.fsum(values) / len(values)
-    variance = math.fsum((a - center) ** 2 for a in values) / (len(values) - 1)
-    return [(a - center) / math.sqrt(variance + 1e-8) for a in advantages]
+    return (advantages - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)

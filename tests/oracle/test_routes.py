@@ -13,7 +13,7 @@ from config import TrainingError, UserError
 from support.check import checks
 from support.model import routes
 from support.step import packing
-from tests.conftest import tiny_config, tiny_model
+from tests.conftest import tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle import test_layouts
 from tests.oracle.plain import float64_model, reference
@@ -28,7 +28,7 @@ LAYOUTS = {  # on 4 ranks
 }
 
 
-def replayed(given: list[list[int]], scores: torch.Tensor, training: bool = False) -> routes.Replay:
+def replayed(given: list[list[int]], training: bool = False) -> routes.Replay:
     replay = routes.Replay()
     replay.routes, replay.training = torch.tensor(given, dtype=torch.uint8), training
     return replay
@@ -41,7 +41,7 @@ def choose(scores: torch.Tensor, k: int, num_groups=None, group_topk=None):
 def test_a_route_by_hand():
     """Experts 0 and 3 instead of 1 and 2; the second token has no route, the third the router's, in another order."""
     scores = torch.tensor([[0.1, 0.9, 0.8, 0.2]] * 3, requires_grad=True)
-    replay = replayed([[4, 1], [0, 0], [3, 2]], scores)
+    replay = replayed([[4, 1], [0, 0], [3, 2]])
     values, experts = replay.get_replay_topk(scores, 2, None, None, choose)
     assert experts.tolist() == [[3, 0], [1, 2], [1, 2]]
     assert torch.equal(values, scores.gather(1, experts))
@@ -55,7 +55,7 @@ def test_a_route_by_hand():
 def test_recompute_finds_the_routes_of_its_own_micro_batch():
     """As a pipeline has it: two forward passes, then the first one again, then the third, then the second one again."""
     scores = torch.zeros(1, 4, requires_grad=True)
-    replay = replayed([[1, 2]], scores, training=True)
+    replay = replayed([[1, 2]], training=True)
 
     def run(grad: bool, given: list[int] | None = None) -> list[int]:
         if given:
@@ -166,10 +166,3 @@ def test_forced_routes_on_every_layout(fork_server, tmp_path):
     wanted = forced_reference(tmp_path / "model", routed_samples(), next(iter(found.values())))
     for each in found.values():
         check_update(each, wanted)
-
-
-# ---------------------------------------------------------------- from vLLM, from the command line
-
-
-def make_moe(folder) -> str:
-    return f"model.path={tiny_model(folder, 'qwen3_moe', tied=False, num_experts=8)}"

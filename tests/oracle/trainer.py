@@ -126,10 +126,10 @@ class Trainer:
         if config["lora"]["rank"]:
             self.frozen = initial
             self.main = initial_factors(initial, config["lora"], self.dtype)
-        self.mean = {name: torch.zeros_like(weight) for name, weight in self.main.items()}  # Adam's moments
-        self.square = {name: torch.zeros_like(weight) for name, weight in self.main.items()}
-        self.updates = 0
-        self.reference = self.current()
+        t = config["train"]
+        betas = (t["adam_beta1"], t["adam_beta2"])
+        self.optimizer = torch.optim.AdamW(self.main.values(), betas=betas, weight_decay=t["weight_decay"])
+        self.reference = {name: weight.clone() for name, weight in self.current().items()}
         self.teacher, self.teacher_weights = None, None
         if self.algo.teacher not in (None, "self"):
             self.teacher = Model(self.algo.teacher)
@@ -177,7 +177,7 @@ class Trainer:
                 rewards[i] -= values["kl_coef"] * formulas.kl(a.old, a.ref, self.algo.kl).double().sum().item()
         tokens = [len(a.sampled) if a.is_trained else 0 for a in answers]
         found = algorithm.advantages_of([a.row for a in answers], rewards, tokens, self.algo.advantage)
-        for a, advantage in zip(answers, found, strict=True):
+        for a, advantage in zip(answers, found.tolist(), strict=True):
             a.advantage = advantage
             a.advantages = torch.full_like(a.old, advantage)
             if a.teacher is not None:
@@ -194,12 +194,13 @@ class Trainer:
             loss = self.answer_loss(a, weight, self.current(leaves), values, sums)
             if loss.requires_grad:
                 (loss / max(sum(counts), 1)).backward()
-        gradients = {}
-        for name, leaf in leaves.items():
-            gradients[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        sums["grad_norm"] = math.sqrt(sum(g.double().pow(2).sum().item() for g in gradients.values()))
+        for name, weight in self.main.items():
+            weight.grad = torch.zeros_like(weight) if leaves[name].grad is None else leaves[name].grad
+        clip = self.config["train"]["clip_grad"] or math.inf
+        sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(self.main.values(), clip).item()
         if sums["grad_norm"] > 0:
-            self.adam(gradients, sums["grad_norm"], values["lr"])
+            self.optimizer.param_groups[0]["lr"] = values["lr"]
+            self.optimizer.step()
         return sums
 
     def answer_loss(self, a: Scored, weight: float, weights: Weights, values: dict[str, float], sums: Counter):
@@ -226,21 +227,6 @@ class Trainer:
         sums["gap_max"] = max(sums["gap_max"], gap.max().item())
         return weight * loss.sum()
 
-    @torch.no_grad()
-    def adam(self, gradients: Weights, norm: float, lr: float) -> None:
-        """AdamW with decoupled weight decay (arXiv 1711.05101) on clipped gradients."""
-        t = self.config["train"]
-        self.updates += 1
-        scale = min(1.0, t["clip_grad"] / (norm + 1e-6)) if t["clip_grad"] else 1.0
-        beta1, beta2 = t["adam_beta1"], t["adam_beta2"]
-        for name, gradient in gradients.items():
-            g = gradient * scale
-            self.mean[name] = beta1 * self.mean[name] + (1 - beta1) * g
-            self.square[name] = beta2 * self.square[name] + (1 - beta2) * g * g
-            mean = self.mean[name] / (1 - beta1**self.updates)
-            root = (self.square[name] / (1 - beta2**self.updates)).sqrt()
-            self.main[name] = self.main[name] * (1 - lr * t["weight_decay"]) - lr * mean / (root + 1e-8)
-
 
 def sampled_places(row: dict) -> list[int]:
     """Places in the response of the model's own tokens; turns of model and environment alternate."""
@@ -259,7 +245,6 @@ def repeat(run: Recorded) -> Comparison:
     """Repeat every step of a run and compare all that it recorded, in the order in which a step computes it."""
     comparison = Comparison(run.config["model"]["dtype"])
     trainer = Trainer(run.config)
-    initial = trainer.current()
     for step, metrics in enumerate(run.metrics, start=1):
         rows = run.rollouts(step)
         comparison.step = step
@@ -278,7 +263,7 @@ def repeat(run: Recorded) -> Comparison:
         for chosen in algorithm.updates_of(trained, run.config, step):
             reports.append(trainer.update([answers[i] for i in chosen], values))
         compare_updates(reports, answers, metrics, values, run.config, comparison)
-        compare_export(run.folder / f"hf/step_{step:06d}", trainer, initial, comparison)
+        compare_export(run.folder / f"hf/step_{step:06d}", trainer, comparison)
         compare_evaluation(run.folder / f"rollouts/eval_{step:06d}.jsonl", run.config, trainer, comparison)
     return comparison
 
@@ -375,7 +360,7 @@ def compare_updates(
         comparison.check(name, metrics[name], value)
 
 
-def compare_export(folder: Path, trainer: Trainer, initial: Weights, comparison: Comparison) -> None:
+def compare_export(folder: Path, trainer: Trainer, comparison: Comparison) -> None:
     """The weights that the run exported after this step, if it did: their distance from ours, by how far ours moved."""
     if not folder.exists():
         return
@@ -385,5 +370,5 @@ def compare_export(folder: Path, trainer: Trainer, initial: Weights, comparison:
         comparison.check("export: tensors that only one side has", len(theirs.keys() ^ own.keys()), 0)
         return
     apart = math.sqrt(sum((theirs[name] - own[name]).double().pow(2).sum().item() for name in own))
-    moved = math.sqrt(sum((initial[name] - own[name]).double().pow(2).sum().item() for name in own))
+    moved = math.sqrt(sum((trainer.reference[name] - own[name]).double().pow(2).sum().item() for name in own))
     comparison.check("export: weights", apart / moved if moved else apart, 0.0)

@@ -138,44 +138,31 @@ def test_no_made_up_healthy_run_ends(prompts, group, start, end, ability):
 
 # ---------------------------------------------------------------- real runs
 
-TINY = ("rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0", "train.save_every=0")
-DEAD = (*TINY, "train.steps=30", "train.patience=6", "algo.entropy_coef=0")
-
-
-def rows_without_answers(tiny, tmp_path) -> str:
-    """Data with a further column, whose text no answer has."""
-    rows = [{**row, "number": "x"} for row in read_rows(tiny / "train.jsonl")]
-    write_rows(tmp_path / "train.jsonl", rows)
-    return f"data.train={tmp_path / 'train.jsonl'}"
-
-
-def reward_file(tmp_path, body: str) -> str:
-    (tmp_path / "reward.py").write_text(f"def reward(text, answer, row):\n    return {body}\n")
-    return f"reward.custom={tmp_path / 'reward.py'}:reward"
-
 
 @pytest.mark.slow
 def test_a_dead_run_saves_ends_and_goes_on_when_mended(train_forked, tiny, tmp_path):
     """On two ranks; the steps before a resume count, and the report has what the screen had."""
-    wrong = rows_without_answers(tiny, tmp_path)
-    keys = (*DEAD, "train.patience=4", "train.steps=8", "rollout.max_new_tokens=5")
-    run = train_forked(2, *keys, wrong, "data.answer_key=number", "train.save_every=2", "train.keep_last=1")
+    rows = [{**row, "number": "x"} for row in read_rows(tiny / "train.jsonl")]  # which no answer has
+    write_rows(tmp_path / "train.jsonl", rows)
+    keys = (
+        "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=5", "train.warmup_steps=0",
+        "train.save_every=0", "train.steps=8", "train.patience=4", "algo.entropy_coef=0", "data.answer_key=number",
+        f"data.train={tmp_path / 'train.jsonl'}",
+    )  # fmt: skip
+    run = train_forked(2, *keys, "train.save_every=2", "train.keep_last=1")
     assert run.code == 1 and len(run.metrics) == 4, run.text
     assert "error: step 4: the run has learnt nothing for 4 steps in a row" in run.text
     assert "no update learns: no answer is better than others to its prompt" in run.text
     assert "train.patience=0 goes on regardless" in run.text and "stopped after step 4, saved in" in run.text
     assert [path.name for path in (run.out / "checkpoints").iterdir()] == ["step_000004"]
-    again = train_forked(2, *keys, wrong, "data.answer_key=number", "resume=auto")
+    again = train_forked(2, *keys, "resume=auto")
     assert again.code == 1 and len(again.metrics) == 5, again.text
     assert "warning: step 5: every reward was the same so far: 0 in the source reverse, as if" in again.text
     assert len(Run(again.out).find_hints()) == 2  # one_reward and nothing_learnt
     # The same prompts with another answer column are other data; another reward mends it too.
-    mended = reward_file(tmp_path, "float(len(text))")
-    on = train_forked(2, *keys, wrong, "data.answer_key=number", mended, "resume=auto")
+    (tmp_path / "reward.py").write_text("def reward(text, answer, row):\n    return float(len(text))\n")
+    on = train_forked(2, *keys, f"reward.custom={tmp_path / 'reward.py'}:reward", "resume=auto")
     assert on.code == 0 and len(on.metrics) == 8, on.text
-
-
-# Name → (overrides, the return value of a reward of one's own, what the run is told, whether it ends)
 
 
 def healthy_runs() -> dict[str, list[str]]:

@@ -1,5 +1,6 @@
 """Checkpoints: the same state on every layout, an exact resume, damage that is found, updates that are skipped."""
 
+import contextlib
 import json
 import shutil
 import threading
@@ -8,43 +9,45 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from safetensors.torch import save_file
 
 from config import UserError
-from support.base.files import digest_file, open_output_dir, write_synced
+from support.base.files import open_output_dir
 from support.model import checkpoint, shards
 from support.model.checkpoint import CheckpointWriter
 from support.model.shards import CheckpointError, check_coverage, read_sharded
 from tests.compare_runs import lasting
 from tests.conftest import tiny_model
+from tests.layout_worker import equal
 
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+DENSE = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "vpp": {"tp": 2, "pp": 2, "vpp": 2}, "cp2": {"cp": 2}}
+EXPERTS = {
+    "ep2tp2": {"tp": 2, "ep": 2}, "dp4": {}, "pp2ep2": {"pp": 2, "ep": 2}, "etp2": {"tp": 2, "ep": 2, "etp": 2},
+    "ep4": {"ep": 4}, "tp2pp2": {"tp": 2, "pp": 2},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "arch, dtype, layouts",
+    ("arch", "dtype", "layouts", "adapters"),
     [
-        ("qwen2", "fp32", {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "vpp": {"tp": 2, "pp": 2, "vpp": 2}, "cp2": {"cp": 2}}),
-        pytest.param("qwen2_moe", "bf16", {
-            "ep2tp2": {"tp": 2, "ep": 2}, "dp4": {}, "pp2ep2": {"pp": 2, "ep": 2},
-            "etp2": {"tp": 2, "ep": 2, "etp": 2}, "ep4": {"ep": 4}, "tp2pp2": {"tp": 2, "pp": 2},
-        }, marks=pytest.mark.slow),
+        ("qwen2", "fp32", DENSE, 0),
+        pytest.param("qwen2_moe", "bf16", EXPERTS, 0, marks=pytest.mark.slow),
+        pytest.param("qwen2", "fp32", DENSE, 8, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", "bf16", EXPERTS, 8, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
-def test_state_is_the_same_on_every_layout(fork_server, tmp_path, arch, dtype, layouts):
+)
+def test_state_is_the_same_on_every_layout(fork_server, tmp_path, arch, dtype, layouts, adapters):
+    """Of the whole model, and of adapters of a rank."""
     tiny_model(tmp_path / "model", arch, layers=4)
-    check_state(fork_server, tmp_path, dtype, layouts, 4)
+    check_state(fork_server, tmp_path, dtype, layouts, 4, adapters)
 
 
-def check_state(server, folder: Path, dtype: str, layouts: dict[str, dict], nproc: int, *arguments: str) -> None:
+def check_state(server, folder: Path, dtype: str, layouts: dict[str, dict], nproc: int, adapters: int = 0) -> None:
     """tests/checkpoint_worker.py with the model in the folder finds the same state on all layouts."""
     printed = folder / "printed.txt"
-    paths = (str(folder / "model"), dtype, str(folder / "out"))
-    code = server.run(printed, "tests/checkpoint_worker.py", *paths, json.dumps(layouts), *arguments, nproc=nproc)
+    arguments = (str(folder / "model"), dtype, str(folder / "out"), json.dumps(layouts), str(adapters))
+    code = server.run(printed, "tests/checkpoint_worker.py", *arguments, nproc=nproc)
     text = printed.read_text()
     found = [line for line in text.splitlines() if line.split(":")[0] in layouts]
     assert code == 0 and found == [f"{x}: same" for x in layouts], text
@@ -72,25 +75,16 @@ def test_resume_is_exact(shared, train_forked, tmp_path):
     assert kept == {"step_000002", "step_000003", "step_000003.damaged"}
 
 
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def sharded(*tensors: str) -> dict[str, ShardedTensor]:
+    """Tensors of a model on one rank, all 0."""
+    return {name: ShardedTensor.from_rank_offsets(name, torch.zeros(4, 4)) for name in tensors}
 
 
-def saved_by_hand(folder: Path, step: int) -> Path:
-    """A checkpoint as CheckpointWriter leaves it, with one tensor."""
-    path = folder / f"step_{step:06d}"
-    path.mkdir(parents=True)
-    save_file(
-        {"weight@0,0": torch.ones(4, 4)}, path / "rank_00000_000.safetensors", {"shapes": '{"weight@0,0": [4, 4]}'}
-    )
-    write_synced(path / "state.json", json.dumps({"step": step}))
-    files = {name: digest_file(path / name) for name in ("rank_00000_000.safetensors", "state.json")}
-    write_synced(path / "manifest.json", json.dumps(files))
-    return path
+def saved(folder: Path, step: int, **state) -> Path:
+    """A checkpoint with one tensor."""
+    writer = CheckpointWriter(folder, keep_last=0, keep_every=0)
+    writer.start(step, {"step": step, **state}, sharded("weight"))
+    return writer.finish()
 
 
 @pytest.mark.parametrize(
@@ -98,17 +92,14 @@ def saved_by_hand(folder: Path, step: int) -> Path:
     [
         (lambda p: None, None),
         (lambda p: (p / "state.json").write_text('{"step": 3}'), "state.json has changed"),
-        (lambda p: (p / "rank_00000_000.safetensors").write_bytes(b"short"), "safetensors has changed"),
         (lambda p: (p / "rank_00000_000.safetensors").unlink(), "No such file"),
         (lambda p: (p / "manifest.json").unlink(), "manifest.json"),
-        (lambda p: (p / "manifest.json").write_text("{"), "manifest.json: Expecting property name"),
         (lambda p: (p / "manifest.json").write_text("{}"), "names no files"),
-        (lambda p: (p / "manifest.json").write_text('{"state.json": 3}'), "state.json has changed"),
     ],
 )
-def test_damage_is_found_and_the_one_before_is_taken(alone, tmp_path, harm, message):
-    saved_by_hand(tmp_path, 1)
-    newest = saved_by_hand(tmp_path, 2)
+def test_damage_is_found_and_the_one_before_is_taken(world, tmp_path, harm, message):
+    saved(tmp_path, 1)
+    newest = saved(tmp_path, 2)
     (tmp_path / "step_000003.tmp").mkdir()  # the rest of a save that was killed
     harm(newest)
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step_000002", "step_000001"]
@@ -123,10 +114,9 @@ def test_damage_is_found_and_the_one_before_is_taken(alone, tmp_path, harm, mess
         assert (tmp_path / "step_000001").exists()
 
 
-def test_what_a_resumed_run_must_share(alone, tmp_path, capsys):
-    path, now = saved_by_hand(tmp_path, 3), {"data": {"train": "a.jsonl"}, "train": {"steps": 9, "lr": 2.0}}
-    state = {"step": 3, "data": "abc", "config": {**now, "train": {"steps": 9, "lr": 1.0}}}
-    (path / "state.json").write_text(json.dumps(state))
+def test_what_a_resumed_run_must_share(world, tmp_path, capsys):
+    now = {"data": {"train": "a.jsonl"}, "train": {"steps": 9, "lr": 2.0}}
+    path = saved(tmp_path, 3, data="abc", config={**now, "train": {"steps": 9, "lr": 1.0}})
     assert checkpoint.check_resumed(path, now, "abc") == 3
     assert "changed: train.lr: 1.0 → 2.0" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"data.train=a.jsonl: not the prompts that"):
@@ -147,10 +137,10 @@ def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp
     assert left == ["eval_000002.jsonl", "my_notes.txt", "step_000002.jsonl"]
 
 
-def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, slow_disk, tmp_path):
+def test_a_checkpoint_gets_its_name_after_the_samples_before_it(world, slow_disk, tmp_path):
     writer, file = CheckpointWriter(tmp_path / "checkpoints", keep_last=0, keep_every=0), tmp_path / "step_000002.jsonl"
     state = {"step": 2, "of a fork": np.array([0.1, 2.0], np.float32)}
-    writer.start(2, state, {"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(4, 4))})
+    writer.start(2, state, sharded("weight"))
     writer.rollouts.write(file, [])
     naming = threading.Thread(target=writer.finish)
     naming.start()
@@ -163,7 +153,7 @@ def test_a_checkpoint_gets_its_name_after_the_samples_before_it(alone, slow_disk
     assert json.loads((named / "state.json").read_text()) == {"step": 2, "of a fork": [float(np.float32(0.1)), 2.0]}
 
 
-def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp_path, monkeypatch):
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(world, tmp_path, monkeypatch):
     """Found by tests/faults/test_kills.py: a checkpoint under its own name without its manifest."""
 
     def killed_midway(path, **_):
@@ -172,16 +162,15 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp
             raise KeyboardInterrupt
 
     writer = CheckpointWriter(tmp_path, keep_last=1, keep_every=0)
-    sharded = {"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(4, 4))}
-    saved_by_hand(tmp_path, 1)
-    writer.start(2, {"step": 2}, sharded)
+    saved(tmp_path, 1)
+    writer.start(2, {"step": 2}, sharded("weight"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(checkpoint.shutil, "rmtree", killed_midway)
         writer.finish()
     assert [(path.name, checkpoint.find_damage(path)) for path in checkpoint.list_checkpoints(tmp_path)] == [
         ("step_000002", None)
     ]
-    writer.start(3, {"step": 3}, sharded)
+    writer.start(3, {"step": 3}, sharded("weight"))
     writer.finish()
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_000003"]
 
@@ -196,35 +185,28 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(alone, tmp
         ({"weight@0,0": [4, 5]}, r"weight is \(4, 5\), this model wants \(4, 4\)"),
     ],
 )
-def test_a_checkpoint_without_each_number_once_is_refused(alone, tmp_path, shards, message):
+def test_a_checkpoint_without_each_number_once_is_refused(world, tmp_path, shards, message):
     whole = {name: shape if shape == [4, 5] else [4, 4] for name, shape in shards.items()}
     values = {name: torch.ones(shape) for name, shape in shards.items()}
     save_file(values, tmp_path / "rank_00000_000.safetensors", {"shapes": json.dumps(whole)})
-    sharded = {"w": ShardedTensor.from_rank_offsets("weight", torch.zeros(4, 4))}
-    if message is None:
-        assert torch.equal(read_sharded(tmp_path, sharded)["w"], torch.ones(4, 4))
-    else:
-        with pytest.raises(CheckpointError, match=message):
-            read_sharded(tmp_path, sharded)
+    with pytest.raises(CheckpointError, match=message) if message else contextlib.nullcontext():
+        assert torch.equal(read_sharded(tmp_path, sharded("weight"))["weight"], torch.ones(4, 4))
 
 
-def test_what_nobody_reads_is_an_error(alone, tmp_path):
-    names = ["param.a@0", "param.b@0", "past_1.a@0", "critic.param.a@0"]
-    values = {name: torch.ones(4) for name in names}
-    save_file(values, tmp_path / "rank_00000_000.safetensors", {"shapes": json.dumps({name: [4] for name in names})})
-
-    def read(*keys: str, **others) -> None:
-        read_sharded(tmp_path, {k: ShardedTensor.from_rank_offsets(k, torch.zeros(4)) for k in keys}, **others)
-
-    read("param.a", "param.b"), read("critic.param.a")
-    read("param.a", "param.b", "past_1.a", others=["critic"])
+def test_what_nobody_reads_is_an_error(world, tmp_path):
+    writer = CheckpointWriter(tmp_path, keep_last=0, keep_every=0)
+    writer.start(1, {}, sharded("param.a", "param.b", "past_1.a", "critic.param.a"))
+    path = writer.finish()
+    read_sharded(path, sharded("param.a", "param.b"))
+    read_sharded(path, sharded("critic.param.a"))
+    read_sharded(path, sharded("param.a", "param.b", "past_1.a"), others=["critic"])
     with pytest.raises(CheckpointError, match=r"nobody reads param\.b; it was saved from another model"):
-        read("param.a")
+        read_sharded(path, sharded("param.a"))
     with pytest.raises(CheckpointError, match=r"nobody reads critic\.param\.a and 1 more"):
-        read("param.a", "param.b", others=[])
+        read_sharded(path, sharded("param.a", "param.b"), others=[])
 
 
-def test_a_save_without_each_number_once_is_no_checkpoint(alone, tmp_path):
+def test_a_save_without_each_number_once_is_no_checkpoint(world, tmp_path):
     check_coverage([[("w@0,0", 8, 16)], [("w@2,0", 8, 16), ("b@0", 4, 4)], []])
     with pytest.raises(CheckpointError, match="w@0,0 is saved twice"):
         check_coverage([[("w@0,0", 8, 16)], [("w@0,0", 8, 16)]])
@@ -235,19 +217,18 @@ def test_a_save_without_each_number_once_is_no_checkpoint(alone, tmp_path):
     assert not list(tmp_path.glob("step_*"))
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told(alone, tmp_path, monkeypatch):
-    sharded = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4, 4))}
+def test_a_checkpoint_that_cannot_be_written_is_told(world, tmp_path, monkeypatch):
     writer = CheckpointWriter(tmp_path / "file/checkpoints", keep_last=1, keep_every=0)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"step 1 could not be written to .*Not a directory.* \(rank 0\)"):
-        writer.start(1, {}, sharded)
+        writer.start(1, {}, sharded("w"))
 
     def full(path):
         raise OSError(28, "No space left on device")
 
     writer = CheckpointWriter(tmp_path / "checkpoints", keep_last=1, keep_every=0)
     monkeypatch.setattr(shards, "sync", full)  # on the thread
-    writer.start(1, {}, sharded)
+    writer.start(1, {}, sharded("w"))
     with pytest.raises(CheckpointError, match=r"OSError: .*No space left on device \(rank 0\); .* Make room"):
         writer.finish()
     assert not list((tmp_path / "checkpoints").iterdir()) and writer.finish() is None

@@ -14,39 +14,33 @@ from config import UserError
 from support.base import memory
 from support.check.checks import check_weights
 from tests.conftest import EXACT, REPO, tiny_model
+from tests.oracle import test_layouts
 from tests.oracle.plain import check_step
-from tests.oracle.test_layouts import LLAMA3
 
 TABLE = (REPO / "docs/metrics.md").read_text().partition("With `data.eval`")[0]
 METRICS = {name for row in re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE) for name in re.findall(r"`(\S+)`", row)}
 # Names that stand for several, or are of experts or of a schedule, which this run has not.
 OTHERS = re.compile(r"reward/.+/|mem/.+_peak_gb|schedule/|moe/load/")
 OUTCOMES = ("mean", "max", "timeout_frac", "error_frac")  # of each source
-WINDOW = {"sliding_window": 8}  # answers are longer
-CONFIGS = {
-    "llama": {"rope_parameters": LLAMA3},
-    "mistral": WINDOW,
-    "mixtral": WINDOW,
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 0, **WINDOW},
-}
+CONFIGS = test_layouts.CONFIGS | {"qwen2": {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}}
 SMALL = ["train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4"]
 
 
 @pytest.mark.parametrize(
-    ("arch", "tied", "layout"),
+    ("arch", "layout"),
     [
-        ("qwen3_moe", False, ["parallel.ep=2", "rollout.tp=2"]),
-        pytest.param("qwen3", True, ["parallel.tp=2", "rollout.tp=1"], marks=pytest.mark.slow),
-        pytest.param("llama", False, ["parallel.pp=2", "rollout.tp=2"], marks=pytest.mark.slow),
-        pytest.param("mistral", False, ["parallel.cp=2", "rollout.tp=1"], marks=pytest.mark.slow),
-        pytest.param("qwen2", False, ["parallel.tp=2", "parallel.sp=false", "rollout.tp=2"], marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", False, ["parallel.tp=2", "parallel.ep=2", "rollout.tp=1"], marks=pytest.mark.slow),
-        pytest.param("mixtral", False, ["parallel.pp=2", "rollout.tp=2"], marks=pytest.mark.slow),
+        ("qwen3_moe", ["parallel.ep=2", "rollout.tp=2"]),
+        pytest.param("qwen3", ["parallel.tp=2", "rollout.tp=1"], marks=pytest.mark.slow),
+        pytest.param("llama", ["parallel.pp=2", "rollout.tp=2"], marks=pytest.mark.slow),
+        pytest.param("mistral", ["parallel.cp=2", "rollout.tp=1"], marks=pytest.mark.slow),
+        pytest.param("qwen2", ["parallel.tp=2", "parallel.sp=false", "rollout.tp=2"], marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", ["parallel.tp=2", "parallel.ep=2", "rollout.tp=1"], marks=pytest.mark.slow),
+        pytest.param("mixtral", ["parallel.pp=2", "rollout.tp=2"], marks=pytest.mark.slow),
     ],
 )
-def test_trainer_transformers_and_vllm_agree(train_forked, tmp_path, arch, tied, layout):
+def test_trainer_transformers_and_vllm_agree(train_forked, tmp_path, arch, layout):
     """Step 2 samples from pushed, changed weights; the export of step 1 holds the same."""
-    tiny_model(tmp_path / "model", arch, tied=tied, **CONFIGS.get(arch, {}))
+    tiny_model(tmp_path / "model", arch, **{"tied": False, **CONFIGS.get(arch, {})})
     run = train_forked(2, *SMALL, *EXACT, f"model.path={tmp_path / 'model'}", *layout, "rollout.max_new_tokens=24")
     assert run.code == 0, run.text
     assert all(m["sync/checked"] == 1 for m in run.metrics)
@@ -54,7 +48,7 @@ def test_trainer_transformers_and_vllm_agree(train_forked, tmp_path, arch, tied,
         assert all(m["moe/load"] == max(m["moe/load/layer_00"], m["moe/load/layer_01"]) >= 1 for m in run.metrics)
     exported = sorted(run.out.glob("hf/step_*"))
     for policy, metrics in zip([tmp_path / "model", exported[0]], run.metrics, strict=True):
-        check_step(metrics, run.rollouts(metrics["step"]), policy, tmp_path / "model", kl_coef=0)
+        check_step(metrics, run.rollouts(metrics["step"]), policy)
 
 
 def test_metrics(shared):
@@ -70,20 +64,6 @@ def test_metrics(shared):
     assert "NaN" not in text and "Infinity" not in text
 
 
-def test_several_updates_a_step_use_the_log_probs_from_before_the_first(shared):
-    for metrics in shared.metrics[1:]:
-        assert metrics["logp_gap/max"] < 1e-5  # measured against log-probs scored before the first update
-        assert metrics["ratio/clip_frac"] > 0  # the second has moved away from them
-
-
-def of_mixed_groups(rows: list[dict]) -> list[dict]:
-    """The samples that a step with algo.max_rounds above 1 trains on: of groups whose rewards differ."""
-    rewards: dict[int, set[float]] = {}
-    for row in rows:
-        rewards.setdefault(row["group"], set()).add(row["reward"])
-    return [row for row in rows if len(rewards[row["group"]]) > 1]
-
-
 def test_dynamic_sampling_replaces_groups_of_equal_rewards(shared):
     prompts, replaced = [], 0
     for metrics in shared.metrics[1:]:
@@ -91,7 +71,7 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards(shared):
         groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]
         assert all(row["group"] == number for number, group in enumerate(groups) for row in group)
         prompts += [tuple(group[0]["prompt_ids"]) for group in groups]
-        mixed = sorted({row["group"] for row in of_mixed_groups(rows)})
+        mixed = [number for number, group in enumerate(groups) if len({row["reward"] for row in group}) > 1]
         first_round = sum(number < 5 for number in mixed)
         assert metrics["groups/sampled"] == len(groups) == 10 - first_round
         assert metrics["groups/rounds"] == (1 if first_round == 5 else 2)
@@ -112,8 +92,6 @@ def test_output_folder(shared):
                 "advantage", "finished",
             }  # fmt: skip
             assert len(row["response_ids"]) == len(row["rollout_logp"]) <= 4
-            assert sum(row["reward_parts"].values()) == pytest.approx(row["reward"])
-            assert row["finished"] == (row["response_ids"][-1] == 0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(shared.out / "hf/step_000003")
     assert tokenizer.decode(tokenizer("12>").input_ids) == "12>"
 
@@ -132,15 +110,9 @@ def test_rewards_by_source_and_those_that_fail(shared):
             assert metrics[f"reward/{source}/mean"] == pytest.approx(sum(row["reward"] for row in mine) / len(mine))
             for row in mine:
                 if row not in failed:
-                    answer = tokens_text(row["prompt_ids"])[-2::-1]
+                    answer = "".join("0123456789"[token - 2] for token in row["prompt_ids"][-2::-1])
                     assert row["reward"] == weight * digits_in_place(row["text"], answer, {})
-        assert metrics["reward/mean"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows))
     assert shared.text.count("warning: the reward of source ") == 1
-
-
-def tokens_text(ids: list[int]) -> str:
-    """What the tiny model's tokens stand for; 0 and 1 are end and padding."""
-    return "".join("0123456789>+-="[i - 2] for i in ids)
 
 
 def test_evaluation_before_the_first_step_and_on_the_way(shared):
@@ -158,20 +130,18 @@ def test_evaluation_before_the_first_step_and_on_the_way(shared):
                 assert metrics[f"eval/{source}/pass@{k}"] == pytest.approx(sum(subsets) / len(subsets))
 
 
-@pytest.mark.parametrize("change", ["lacks", "has"])
-def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path, change):
-    shutil.copytree(tiny / "model", tmp_path / "model")
-    check_weights(str(tmp_path / "model"))
-    weights = load_file(tmp_path / "model/model.safetensors")
-    if change == "lacks":
-        del weights["model.layers.1.mlp.up_proj.weight"]
-        message = "lacks model.layers.1.mlp.up_proj.weight"
-    else:
-        weights["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(64)
-        message = "no place for: model.layers.0.self_attn.o_proj.bias"
-    save_file(weights, tmp_path / "model/model.safetensors")
-    with pytest.raises(UserError, match=message):
-        check_weights(str(tmp_path / "model"))
+def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path):
+    check_weights(str(tiny / "model"))
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    bias, up = "model.layers.0.self_attn.o_proj.bias", "model.layers.1.mlp.up_proj.weight"
+    for wrong, message in (
+        (weights | {bias: torch.zeros(64)}, f"no place for: {bias}"),
+        ({name: weight for name, weight in weights.items() if name != up}, f"lacks {up}"),
+    ):
+        save_file(wrong, folder / "model.safetensors")
+        with pytest.raises(UserError, match=message):
+            check_weights(str(folder))
 
 
 @pytest.mark.slow

@@ -1,9 +1,7 @@
 """--evaluate: the answers and the accuracy that a training run's own evaluation of the same weights has."""
 
-import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,23 +9,19 @@ import pytest
 from config import EvalConfig
 from support.run import evaluation, launch
 from support.step import metrics
-from tests.conftest import REPO, ForkedTraining
+from tests.conftest import REPO, read_rows
 from train_grpo import Sample
 
 
-def evaluate(train_forked, shared: ForkedTraining, out: Path, *overrides: str, nproc: int) -> ForkedTraining:
-    """--evaluate with what the shared run had, but no data.train."""
+def test_it_equals_the_evaluation_before_the_first_step(shared, train_forked):
+    """On two engines, as there; it needs no data.train."""
     own = [override for override in shared.overrides if not override.startswith("data.train=")]
-    return train_forked(nproc, "--evaluate", *own, "data.train=nowhere.jsonl", *overrides, out=out)
-
-
-def check_equal(run: ForkedTraining, shared: ForkedTraining, step: int) -> None:
-    """The answers are those of the shared run's evaluation after the step, and so is the accuracy that was printed."""
+    run = train_forked(2, "--evaluate", *own, "data.train=nowhere.jsonl")
     assert run.code == 0, run.text
-    assert sorted(path.name for path in run.out.iterdir()) == ["evaluation.jsonl"]
-    rows = [json.loads(line) for line in (run.out / "evaluation.jsonl").open()]
-    assert rows == shared.rollouts(step, kind="eval")
-    wanted = next(row for row in shared.metrics if row["step"] == step and "time/eval" in row)
+    assert [path.name for path in run.out.iterdir()] == ["evaluation.jsonl"]
+    rows = read_rows(run.out / "evaluation.jsonl")
+    assert rows == shared.rollouts(0, kind="eval")
+    wanted = next(row for row in shared.metrics if row["step"] == 0 and "time/eval" in row)
     found = re.findall(r"^  (\w+): accuracy ([\d.]+) ± ([\d.]+).*?(?:pass@4 ([\d.]+))?$", run.text, re.MULTILINE)
     assert [source for source, *_ in found] == ["even", "reverse", "all"]
     for source, share, _, best in found[:2]:
@@ -35,11 +29,6 @@ def check_equal(run: ForkedTraining, shared: ForkedTraining, step: int) -> None:
         assert float(best) == pytest.approx(wanted[f"eval/{source}/pass@4"], abs=1e-3)
     assert float(found[2][1]) == pytest.approx(np.mean([row["reward"] >= 0.3 for row in rows]), abs=1e-4)
     assert f"answers: {run.out / 'evaluation.jsonl'}" in run.text
-
-
-def test_it_equals_the_evaluation_before_the_first_step(shared, train_forked, tmp_path):
-    """On two engines, as there."""
-    check_equal(evaluate(train_forked, shared, tmp_path / "out", nproc=2), shared, step=0)
 
 
 def test_the_error_is_of_prompts_not_of_answers():

@@ -12,7 +12,7 @@ import pytest
 import train_grpo
 from tests.conftest import REPO
 from tests.museum.exhibits import EXHIBITS
-from tests.run.test_forks import EXERCISES, apply, fork  # noqa: F401, a fixture
+from tests.run.test_forks import EXERCISES, fork  # noqa: F401, a fixture
 
 PAGE = (REPO / "docs/exercises.md").read_text()
 COMMANDS = dict(re.findall(r"^git apply exercises/([\w-]+)\.patch\n(.+)$", PAGE, re.MULTILINE))  # patch → what grades
@@ -49,9 +49,9 @@ def test_a_command_of_pytest_fails_with_the_patch_and_passes_without(name, fork,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
-def test_the_demo_stops_at_the_bug(name, train, tmp_path):
-    apply(name, tmp_path / "fork")
-    keys = re.search(r'ARGS="(.*)"', COMMANDS[name])[1].split()
-    stopped = train(2, *keys, script=tmp_path / "fork/train_grpo.py")
-    assert "error: " in stopped.text and exhibit_of(name).message in stopped.text, stopped.text
-    assert "exitcode  : 1" in stopped.text, "2 would be a mistake in the configuration"
+def test_the_demo_stops_at_the_bug(name, train_forked):
+    keys = re.search(r'ARGS="(.*) output_dir=.*"', COMMANDS[name])[1].split()
+    exhibit = exhibit_of(name)
+    stopped = train_forked(2, *keys, MUTANT=exhibit.name)
+    assert "error: " in stopped.text and exhibit.message in stopped.text, stopped.text
+    assert (stopped.out / "config.yaml").exists(), "it did not begin, as with a mistake in the configuration"

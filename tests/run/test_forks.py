@@ -5,15 +5,16 @@ from upstream's, a patch that does not apply is skipped (docs/forking.md says ho
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
-import json
 import re
 import shutil
 import subprocess
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -23,8 +24,8 @@ import torch
 
 import rollout
 from config import RankError, UserError
-from tests.conftest import REPO, differs_from_upstream, tiny_config
-from tests.processes import Torchrun
+from tests.conftest import REPO, ForkedTraining, differs_from_upstream, tiny_config
+from tests.fork_server import ForkServer
 
 PATCHES = {path.stem: path for path in sorted((REPO / "recipes").glob("*.patch"))}
 EXERCISES = {path.stem: path for path in sorted((REPO / "exercises").glob("*.patch"))}
@@ -56,6 +57,19 @@ def apply(name: str, folder: Path) -> None:
         f"{complaint}git apply --3way {patch.relative_to(REPO)} shows where; if this is a fork, tag the upstream "
         "commit that it began from: git tag upstream COMMIT"
     )
+
+
+def server_of(name: str, folder: Path) -> contextlib.closing[ForkServer]:
+    """The fork server of a copy of the sources with that patch, in the new `folder`."""
+    apply(name, folder)
+    return contextlib.closing(ForkServer(folder))
+
+
+def train_fork(server: ForkServer, sources: Path, tiny: Path, out: Path, *overrides: str, nproc=2) -> ForkedTraining:
+    """A run of the script in the server's sources, which ends well."""
+    run = ForkedTraining(server, tiny, out, *overrides, nproc=nproc, script=sources / "train_grpo.py")
+    assert run.code == 0, run.text
+    return run
 
 
 def load(name: str, file: Path, monkeypatch) -> types.ModuleType:
@@ -103,9 +117,9 @@ def test_a_patched_script_is_rehearsed(name, fork):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PATCHES.keys() - SCRIPT_ALONE))
+@pytest.mark.parametrize("name", sorted(PATCHES.keys() - {*SCRIPT_ALONE, "critic", "stale_samples"}))
 def test_patched_sources_dry_run(name, tiny, tmp_path):
-    """In a process of their own, since the patch changes more than the script."""
+    """In a process of their own, since the patch changes more than the script; two more are trained with."""
     apply(name, tmp_path / "fork")
     run = [tmp_path / "fork/train_grpo.py", "--config", "configs/tiny.yaml", "--dry-run", *keys_of(name)]
     inputs = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
@@ -176,41 +190,35 @@ def test_the_credit_of_a_critic_by_hand(fork):
     assert talk.advantage == pytest.approx(white[0], rel=1e-6)
 
 
-@pytest.mark.slow
-def test_a_critic_is_that_of_transformers(tiny, tmp_path):
-    folder, found = tmp_path / "fork", tmp_path / "found.json"
-    apply("critic", folder)
-    arguments = (str(tiny / "model"), str(found))
-    worker = Torchrun(tmp_path / "printed.txt", "tests/critic_worker.py", *arguments, nproc=1, PYTHONPATH=str(folder))
-    try:
-        assert worker.end() == 0, worker.text
-    finally:
-        worker.kill()
-    report = json.loads(found.read_text())
-    assert report["micro_batches"] > 1
-    assert report["value"] < 1e-5 and max(report["gradient"].values()) < 1e-5, report
+@pytest.fixture(scope="module")
+def critic_server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("critic") / "fork"
+    with server_of("critic", folder) as server:
+        yield server, folder
 
 
 @pytest.mark.slow
-def test_a_critic_goes_on_as_if_it_had_not_been_stopped(fork, train, tmp_path):
+def test_a_critic_is_that_of_transformers(critic_server, tiny, tmp_path):
+    printed = tmp_path / "printed.txt"
+    code = critic_server[0].run(printed, "tests/critic_worker.py", str(tiny / "model"), nproc=1)
+    assert code == 0, printed.read_text()
+
+
+@pytest.mark.slow
+def test_a_critic_goes_on_as_if_it_had_not_been_stopped(critic_server, tiny, tmp_path):
     """And learns the same on one rank, and on two that share a layer or the layers, as on two replicas."""
-    fork("critic")
-    script = tmp_path / "fork/train_grpo.py"
     keys = ("algo.advantage=gae", "algo.critic_lr=1e-3", "train.steps=4", "train.save_every=2", "train.keep_last=0")
     keys += ("rollout.prompts_per_step=4", "rollout.group_size=4", "train.updates_per_step=2")
-    whole = train(2, *keys, script=script)
-    assert whole.code == 0, whole.text
-    resumed = train(2, *keys, f"resume={whole.out}/checkpoints/step_000002", script=script, out=tmp_path / "resumed")
-    assert resumed.code == 0, resumed.text
+    train = partial(train_fork, *critic_server, tiny)
+    whole = train(tmp_path / "whole", *keys)
+    resumed = train(tmp_path / "resumed", *keys, f"resume={whole.out}/checkpoints/step_000002")
     for was, now in zip(whole.metrics[2:], resumed.metrics, strict=True):
         for name in ("reward/mean", "loss/total", "grad_norm", *(name for name in was if name.startswith("critic/"))):
             assert was[name] == now[name], name
     for name, weight in whole.weights(4).items():
         assert torch.equal(weight, resumed.weights(4)[name]), name
     for number, layout in enumerate(([], ["parallel.tp=2"], ["parallel.tp=2", "parallel.sp=false"], ["parallel.pp=2"])):
-        out = tmp_path / f"layout{number}"
-        other = train(2 if layout else 1, *keys, "train.steps=2", *layout, script=script, out=out)
-        assert other.code == 0, other.text
+        other = train(tmp_path / f"layout{number}", *keys, "train.steps=2", *layout, nproc=2 if layout else 1)
         for was, now in zip(whole.metrics, other.metrics, strict=False):
             for name in ("critic/value_mean", "critic/squared_error", "grad_norm"):
                 assert was[name] == pytest.approx(now[name], rel=1e-4, abs=1e-7), (layout, name)

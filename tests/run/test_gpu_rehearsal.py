@@ -5,13 +5,11 @@ where WAITS says. Kernels, NCCL and vLLM are not run."""
 import json
 import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import make_tiny
 import pytest
 
 from tests.compare_runs import EXCLUDED
-from tests.conftest import Training, tiny_model, write_rows
+from tests.conftest import Training, tiny_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,10 +46,7 @@ WAITS = {
         ("support/base/ranks.py on_any_rank", "copy to the GPU"): (2, "step"),
         ("support/base/ranks.py on_any_rank", "_local_scalar_dense"): (2, "step"),
     },
-    "logprob": CLOCK
-    | {
-        ("train_grpo.py score", "copy from the GPU"): (1, "log-prob pass"),
-    },
+    "logprob": CLOCK | {("train_grpo.py score", "copy from the GPU"): (1, "log-prob pass")},
     "train": {
         ("support/run/clock.py __call__", "synchronize"): (1, "update"),
         ("support/step/metrics.py add_up", "copy from the GPU"): (1, "update"),
@@ -65,9 +60,7 @@ WAITS = {
         ("optimizer.py has_grad_norm_group", "copy to the GPU"): (1, "update"),
         ("distributed_data_parallel.py restore_grad_buffers", "synchronize"): (1, "update"),
     },
-    "train, passes": {
-        ("finalize_model_grads.py finalize_model_grads", "_local_scalar_dense"): (1, "update"),
-    },
+    "train, passes": {("finalize_model_grads.py finalize_model_grads", "_local_scalar_dense"): (1, "update")},
     "sync": CLOCK
     | {
         ("distributed_data_parallel.py offload_grad_buffers", "synchronize"): (1, "step"),
@@ -133,27 +126,10 @@ DENSE = RUNS["dense, KL, two updates"]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
-    """{arch: a folder like that of the fixture `tiny`}."""
-    made = {}
-    for arch in {run.arch for run in RUNS.values()}:
-        made[arch] = tmp_path_factory.mktemp(arch)
-        tiny_model(made[arch] / "model", arch)
-        write_rows(made[arch] / "train.jsonl", make_tiny.reversal_rows(3, 50, seed=0))
-    return made
-
-
-@pytest.fixture
-def start(models, tmp_path, request):
-    """start(run, "gpu" or "cpu", argument, ...) → a Training under way."""
-
-    def begin(run: Run, on: str, *arguments: str) -> Training:
-        overrides = ("--on", on, *arguments, *ALL, *run.overrides)
-        training = Training(models[run.arch], tmp_path / on, *overrides, script=SCRIPT, nproc=run.ranks)
-        request.addfinalizer(training.kill)
-        return training
-
-    return begin
+def options(tmp_path_factory):
+    """options(run) → its overrides, with a model of its architecture."""
+    folders = {arch: tiny_model(tmp_path_factory.mktemp(arch), arch) for arch in ("qwen2", "qwen3_moe")}
+    return lambda run: (f"model.path={folders[run.arch]}", *ALL, *run.overrides)
 
 
 def differences(ours: list[dict], expected: list[dict], run: Run) -> list[str]:
@@ -192,11 +168,11 @@ def unknown_waits(training: Training, run: Run) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_rehearsed_run(start, name):
+def test_a_rehearsed_run(start, options, train_forked, tmp_path, name):
     run = RUNS[name]
-    on_gpu, on_cpu = start(run, "gpu"), start(run, "cpu")
-    assert on_gpu.end() == 0, on_gpu.text
-    assert on_cpu.end() == 0, on_cpu.text
+    on_gpu = start(run.ranks, *options(run), script=SCRIPT, out=tmp_path / "gpu")
+    on_cpu = train_forked(run.ranks, "--on", "cpu", *options(run), script=SCRIPT)
+    assert on_gpu.end() == on_cpu.code == 0, on_gpu.text + on_cpu.text
     assert not differences(on_gpu.metrics, on_cpu.metrics, run)
     assert run.waits is None or not unknown_waits(on_gpu, run), "if the wait is meant, it belongs into WAITS"
     assert "the update is not what its formulas say" not in on_gpu.text
@@ -234,14 +210,14 @@ PLANTED = {  # name → (function, body of what stands there instead, what shows
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_is_found(start, tmp_path, name):
+def test_a_planted_fault_is_found(start, options, train_forked, tmp_path, name):
     function, body, message = PLANTED[name]
     (tmp_path / "planted.py").write_text(PLANT.format(function=function, body=body))
-    training = start(DENSE, "gpu", "--before", str(tmp_path / "planted.py"))
-    if training.end() != 0:
-        found = [training.text]
+    before = ("--before", str(tmp_path / "planted.py"))
+    on_gpu = start(1, *before, *options(DENSE), script=SCRIPT, out=tmp_path / "gpu")
+    if on_gpu.end() == 0:
+        on_cpu = train_forked(1, "--on", "cpu", *options(DENSE), script=SCRIPT)
+        found = unknown_waits(on_gpu, DENSE) + differences(on_gpu.metrics, on_cpu.metrics, DENSE)
     else:
-        on_cpu = start(DENSE, "cpu")
-        assert on_cpu.end() == 0, on_cpu.text
-        found = unknown_waits(training, DENSE) + differences(training.metrics, on_cpu.metrics, DENSE)
-    assert any(message in text for text in found), training.text
+        found = [on_gpu.text]
+    assert any(message in text for text in found), on_gpu.text

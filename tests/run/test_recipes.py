@@ -2,8 +2,8 @@
 
 import json
 import sys
+from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,53 +12,21 @@ import transformers
 
 from config import UserError
 from tests.compare_runs import lasting
-from tests.conftest import read_rows, tiny_config, write_rows
+from tests.conftest import read_rows, write_rows
+from tests.layout_worker import equal
 from tests.oracle.plain import response_logps
-from tests.run.test_checkpoint import equal
-from tests.run.test_forks import fork, load  # noqa: F401, a fixture
-
-
-def with_keys(algo: dict, rollout: dict) -> SimpleNamespace:
-    """The demo's configuration with keys that the recipes add, which are not validated."""
-    cfg = tiny_config()
-    sections = {"algo": cfg.algo.model_copy(update=algo), "rollout": cfg.rollout.model_copy(update=rollout)}
-    return cfg.model_copy(update=sections)
-
+from tests.run.test_forks import fork, server_of, train_fork  # noqa: F401, a fixture
 
 # ---------------------------------------------------------------- past weights and a reference that follows
 
 
-@pytest.fixture
-def stale(fork):  # noqa: F811
-    """The script with past weights, as a module."""
-    return fork("stale_samples")
+def test_what_a_checkpoint_does_not_have_is_refused(fork, tmp_path):  # noqa: F811
+    past_weights = fork("stale_samples").past_weights
 
-
-def test_the_sets_of_each_step_by_hand(stale):
-    """A model of one weight, which is s after step s."""
-    past_weights = stale.past_weights
-    model = [torch.nn.Linear(1, 1, bias=False)]
-    model[0].weight.data.fill_(0.0)
-    cfg = with_keys({"reference_every": 2, "reference_on": "gpu"}, {"lag": 3})
-    past = past_weights.build_past(model, cfg)
-    reference = stale.bridge.copy_weights(model)
-    sampled, references = [], []
-    for step in range(1, 8):
-        sampled.append(past[-1][0].item())
-        past_weights.update_sets(past, reference, model, step, cfg)
-        references.append(reference[0].item())
-        model[0].weight.data.fill_(float(step))
-    assert sampled == [0, 0, 0, 0, 1, 2, 3]  # step s: after step s - 1 - 3
-    assert references == [0, 0, 2, 2, 4, 4, 6]
-    assert [weights[0].item() for weights in past] == [6, 5, 4]
-    assert past_weights.build_past(model, with_keys({}, {"lag": 0})) == []
-
-
-def test_what_a_checkpoint_does_not_have_is_refused(stale, tmp_path):
     def check(was: dict, lag: int = 0, every: int = 0) -> None:
         (tmp_path / "state.json").write_text(json.dumps({"config": {"rollout": was, "algo": was}}))
-        cfg = with_keys({"kl_coef": 0.1, "reference_every": every}, {"lag": lag})
-        stale.past_weights.check_resumed(Path(tmp_path), cfg)
+        algo = SimpleNamespace(kl_coef=0.1, reference_every=every)
+        past_weights.check_resumed(tmp_path, SimpleNamespace(rollout=SimpleNamespace(lag=lag), algo=algo))
 
     check({}, every=3)
     check({"lag": 4, "reference_every": 3}, lag=2, every=9)
@@ -69,10 +37,9 @@ def test_what_a_checkpoint_does_not_have_is_refused(stale, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layout(stale, train, tiny, tmp_path):
+def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layout(tiny, tmp_path):
     """vLLM sampled with the export of so many steps before and evaluates the present one, where weights are sharded."""
     write_rows(tmp_path / "eval.jsonl", read_rows(tiny / "train.jsonl")[:2])
-    script = tmp_path / "fork/train_grpo.py"
     keys = (
         "rollout.prompts_per_step=4", "rollout.group_size=8", "train.warmup_steps=0", "train.save_every=2",
         "megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true", "train.export_every=1",
@@ -80,8 +47,13 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
         "algo.teacher=self", "data.hint_key=answer", f"data.eval={tmp_path / 'eval.jsonl'}", "train.eval_every=3",
         "algo.correction=tis", "train.steps=4",
     )  # fmt: skip
-    straight = train(2, *keys, script=script, out=tmp_path / "straight")
-    assert straight.code == 0, straight.text
+    sources = tmp_path / "fork"
+    with server_of("stale_samples", sources) as server:
+        train = partial(train_fork, server, sources, tiny)
+        straight = train(tmp_path / "straight", *keys)
+        resume = f"resume={straight.out}/checkpoints/step_000002"
+        resumed = train(tmp_path / "resumed", *keys, resume)
+        on_stages = train(tmp_path / "stages", *keys, resume, "parallel.pp=2")
     sampled_with = {
         ("step", 3): tiny / "model", ("step", 4): straight.out / "hf/step_000001",
         ("eval", 3): straight.out / "hf/step_000003",
@@ -95,16 +67,11 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
     assert all(line["logp_gap/max"] < 1e-5 for line in steps)
     assert [line["mismatch/k3"] > 1e-6 for line in steps] == [False, True, True, True]
     assert [line["kl/k2"] > 1e-9 for line in steps] == [False, True, True, False]  # taken anew at step 4
-    for layout in ([], ["parallel.pp=2"]):
-        out = tmp_path / f"resumed{len(layout)}"
-        resumed = train(2, *keys, *layout, f"resume={straight.out}/checkpoints/step_000002", script=script, out=out)
-        assert resumed.code == 0, resumed.text
-        if not layout:
-            assert lasting(resumed.metrics) == lasting(steps)[2:]
-            assert equal(resumed.weights(4), straight.weights(4))
-        for was, now in zip(steps[2:], resumed.metrics, strict=True):
-            for key in ("loss/total", "grad_norm", "kl/ref", "kl/teacher", "mismatch/k3", "reward/mean"):
-                assert now[key] == pytest.approx(was[key], rel=1e-4, abs=1e-6), (key, was[key], now[key])
+    assert lasting(resumed.metrics) == lasting(steps)[2:]
+    assert equal(resumed.weights(4), straight.weights(4))
+    for was, now in zip(steps[2:], on_stages.metrics, strict=True):
+        for key in ("loss/total", "grad_norm", "kl/ref", "kl/teacher", "mismatch/k3", "reward/mean"):
+            assert now[key] == pytest.approx(was[key], rel=1e-4, abs=1e-6), (key, was[key], now[key])
 
 
 # ---------------------------------------------------------------- fewer waits

@@ -218,7 +218,7 @@ def test_a_step_of_conversations_equals_plain_transformers(build, tiny):  # noqa
     metrics, samples = train_grpo.train_step(run, 1)
     rows = as_rows(samples)
     assert {len(row["turns"]) for row in rows} >= {1, 3}
-    check_step(metrics, rows, tiny / "model", tiny / "model", kl_coef=0)
+    check_step(metrics, rows, tiny / "model")
     assert metrics["tokens/response_mean"] == np.mean([sampled(row).sum().item() for row in rows])
     assert metrics["tokens/environment_mean"] == np.mean([(~sampled(row)).sum().item() for row in rows])
     assert metrics["turns/mean"] == np.mean([(len(row["turns"]) + 1) / 2 for row in rows])
