@@ -11,7 +11,3 @@ def judge(text, answer, row):
     print("noise on standard output")
     os.write(1, b"more noise")
     return eval(text)
-
-
-def fail():
-    raise KeyError("no such unit")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,13 +46,9 @@ time.sleep(100)
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
-    def refuse(file, how):
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(37, "No locks available")))
     assert lock_output_dir(tmp_path / "out") is None
-    said = capsys.readouterr().out
-    assert "out cannot be locked (No locks available); start no second run in it" in said
+    assert "out cannot be locked (No locks available); start no second run in it" in capsys.readouterr().out
 
 
 def test_an_earlier_run_is_moved_aside(tmp_path, capsys):

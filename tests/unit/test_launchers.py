@@ -126,14 +126,13 @@ def test_what_is_said_where_something_is_missing(monkeypatch):
 
 # ---------------------------------------------------------------- real runs
 
-OURS = (*launchers.RANK_NAMES, *launchers.MASTER_NAMES, "TORCHELASTIC_RUN_ID")
 SMALL = ("train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4")
 
 
 def clean() -> dict[str, str]:
     """The environment without any launcher's variables."""
-    launcher = ("SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
-    ours = {k: v for k, v in os.environ.items() if k not in OURS and not k.startswith(launcher)}
+    launcher = (*launchers.RANK_NAMES, *launchers.MASTER_NAMES, "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(launcher)}
     return ours | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

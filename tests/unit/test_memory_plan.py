@@ -24,15 +24,10 @@ from tests.layout_worker import held_bytes
 from tools import plan
 
 QWEN = str(REPO / "configs/qwen7b.yaml")
-GPU = 80 * plan.GB
 FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
 OFFLOAD = "megatron.optimizer_cpu_offload=true"
 PRECISE = "megatron.use_precision_aware_optimizer=true"
 KINDS = ("weights", "gradients", "optimizer", "reference")
-
-
-def state_bytes(held: plan.Held) -> list[int]:
-    return [held.gpu.get(kind, 0) for kind in KINDS]
 
 
 # ---------------------------------------------------------------- what is held
@@ -57,7 +52,8 @@ def test_the_count_is_that_of_a_real_rank_in_bf16(world, tiny):
         bridge.mpu.destroy_model_parallel()
     train_grpo.dist.destroy_process_group()
     for name, more in BF16.items():
-        assert state_bytes(plan.count(tiny_config(*options, *more), 1, 0)) == found[name], name
+        gpu = plan.count(tiny_config(*options, *more), 1, 0).gpu
+        assert [gpu.get(kind, 0) for kind in KINDS] == found[name], name
     weights, gradients, optimizer, reference = found["gpu"]
     padded, real = weights // 2, reference // 2
     assert gradients == 4 * padded and optimizer == 12 * real and padded - real < 128  # worked by hand
@@ -106,16 +102,11 @@ def peaks(cfg, prompt: int, answer: int) -> tuple[int, int]:
     return scoring.peak - weights, training.peak - weights - gradients
 
 
-@pytest.mark.parametrize(
-    ("family", "more"),
-    [
-        ("qwen2", []),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("qwen2", FULL), ("qwen3", []), ("qwen3_moe", []), ("qwen2_moe", FULL))
-        ),
-    ],
-)
+SLOW = [("qwen2", FULL), ("qwen3", []), ("qwen3_moe", []), ("qwen2_moe", FULL)]
+CASES = [("qwen2", []), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+
+
+@pytest.mark.parametrize(("family", "more"), CASES)
 def test_the_formulas_are_near_a_real_update(world, tmp_path, family, more):
     """One stage on a CPU, a vocabulary of 4,096: the peak is while the last logits and all activations are there."""
     alphabet = make_tiny.char_tokenizer("".join(chr(0x4E00 + n) for n in range(4094)))
@@ -132,7 +123,7 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, family, more):
 
 def on_gpu(*keys: str) -> dict[str, dict[str, int]]:
     """{phase: {kind of weights or state: bytes}} of a plan."""
-    phases = plan.plan(load_config(QWEN, [*keys]), 8, GPU).phases
+    phases = plan.plan(load_config(QWEN, [*keys]), 8, 80 * plan.GB).phases
     return {phase: {k: parts[k] for k in (*KINDS, "teacher") if k in parts} for phase, parts in phases.items()}
 
 
