@@ -13,6 +13,7 @@ import pytest
 from support.base.read_config import load_config
 from support.check import checks
 from tests.conftest import REPO
+from tests.oracle.test_layouts import FULL, OVERLAP
 
 COMMON = [
     "train.steps=3", "train.warmup_steps=0", "train.save_every=0", "rollout.prompts_per_step=8", "rollout.group_size=8",
@@ -29,10 +30,7 @@ LAYOUTS = {  # name → (ranks, overrides)
     "pp2-vpp2": (2, [PP2, "parallel.vpp=2"]),
     "tp2-cp2": (4, [TP2, CP2]),
 }
-EXPERT_LAYOUTS = {
-    "dp2": (2, []),
-    "tp2": (2, [TP2]),
-    "cp2": (2, [CP2]),
+EXPERT_LAYOUTS = {name: LAYOUTS[name] for name in ("dp2", "tp2", "cp2")} | {
     "ep2": (2, [EP2]),
     "ep2-tp2": (4, [EP2, TP2]),
     "pp2-ep2": (4, [PP2, EP2]),
@@ -49,9 +47,9 @@ MORE = {  # of a dense model on two replicas
     "kl-in-reward": ["algo.kl_in=reward", "algo.kl=k1"],
     "gspo": ["algo.loss=gspo", "algo.loss_norm=seq_mean_token_mean"],
     "filtered": ["algo.max_rounds=2"],
-    "overlap": ["megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true"],
+    "overlap": OVERLAP,
     "offload": ["train.offload=optimizer", "algo.reference_on=host"],
-    "recompute": [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")],
+    "recompute": FULL,
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")
 DTYPES = ("fp32", "bf16")

@@ -123,9 +123,9 @@ def test_a_taken_port_without_torchrun(tiny, tmp_path):
     """As srun starts ranks."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         command = [sys.executable, "train_grpo.py", *command_line(tiny, tmp_path / "out", (), "tiny")]
-        env = {**os.environ, **world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = {**os.environ, **world, "MASTER_PORT": port}
         done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert f"error: rank 0 cannot meet the others at 127.0.0.1:{port} (" in done.stderr

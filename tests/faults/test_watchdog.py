@@ -14,8 +14,7 @@ import os, signal, time
 import torch, torch.distributed as dist
 from support.base import ranks
 from support.step.records import gather_samples
-from support.run.clock import Clock, StopRequested
-from support.run.clock import StopSignals
+from support.run.clock import Clock, StopRequested, StopSignals
 from support.run.watchdog import Watchdog
 
 rank, restart = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]

@@ -35,9 +35,10 @@ SETTINGS = {
     "resumed": ("train.warmup_steps=10",),
 }  # fmt: skip
 
-# What errors say of an update, of the loss at the start, of the gap between trainer and vLLM.
+# What errors say of an update, of loss and advantages at the start, of the gap between trainer and vLLM.
 UPDATE = "the update is not what its formulas say"
 LOSS = "grpo_loss computes something else, which it does not without"
+CREDIT = "advantages are not those of the rewards by algo.advantage=grpo"
 GAP = "trainer and vLLM disagree"
 FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
 
@@ -149,10 +150,10 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         "order = np.random.default_rng(0).permutation(len(groups_N))"),
     Exhibit("advantages_of_another", "each answer has the advantage of the one before it",
         "train_grpo:add_advantages", "torch.from_numpy(advantages_N).float()",
-        "torch.from_numpy(np.roll(advantages_N, 1)).float()"),
+        "torch.from_numpy(np.roll(advantages_N, 1)).float()", seen="start", message=CREDIT),
     Exhibit("std_of_the_batch", "advantages are divided by the standard deviation of the batch",
         "train_grpo:group_advantages", "(r - r.mean()) / (r.std(ddof=1) + 1e-6)",
-        "(r - r.mean()) / (rewards_N.std(ddof=1) + 1e-6)"),
+        "(r - r.mean()) / (rewards_N.std(ddof=1) + 1e-6)", message=CREDIT),
     Exhibit("stale_rewards", "answers get the rewards of the step before",
         "support.step.grading:GradingPool.collect", "return [future.result() for future in futures]",
         "kept = self.__dict__.get('kept', futures); self.kept = futures; "
@@ -180,11 +181,12 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         '{"weights_iterator": (pair for pair in stream if "layers.1" not in pair[0])}', setting="bf16"),
     Exhibit("tensor_dropped", "the mapping to Hugging Face leaves a tensor out",
         "megatron_bridge:read_bucket", "yield from zip(names,",
-        'yield from () if "self_attn.o_proj" in names[0] else zip(names,', where="prime-rl#2714", setting="bf16"),
+        'yield from () if "self_attn.o_proj" in names[0] else zip(names,', seen="start",
+        message="nothing was pushed into", where="prime-rl#2714", setting="bf16"),
     Exhibit("stale_buffer", "a push gathers what the first one gathered",
         "megatron_bridge:gather_bucket", "flat[0].copy_(local)",
         "flat[0].copy_(gather_bucket.__dict__.setdefault(tuple(shapes), local.clone()))", where="verl#7904",
-        setting="bf16"),
+        message="did not bring the trainer's weights: on ranks [0, 1]", setting="bf16"),
     Exhibit("adapters_not_pushed", "LoRA's adapters never reach vLLM",
         "megatron_bridge:gather_bucket", 'if hasattr(weight, "adapter")', "if False", where="verl#5211",
         setting="lora"),
@@ -203,7 +205,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         setting="bf16"),
     Exhibit("replicas_not_gathered", "replicas do not get each other's part of the updated weights",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
-        "not self.ddp_config.overlap_param_gather", "False"),
+        "not self.ddp_config.overlap_param_gather", "False", message="ranks [1] gave their vLLM other weights"),
     Exhibit("reference_follows", "the reference model is the policy itself",
         "megatron_bridge:copy_weights", "return [weight.clone() for weight in weights]", "return weights",
         setting="kl"),
@@ -214,8 +216,8 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         "support.model.optimizer_state:load_state", "set_adam_steps(part, steps)", "set_adam_steps(part, 0)",
         where="molt#130", setting="resumed"),
     Exhibit("lr_ignored", "the optimizer keeps the learning rate that it was built with",
-        "megatron_bridge:optimizer_step", 'group["lr"] = lr', 'group.setdefault("lr", lr)', where="molt#130",
-        setting="warm-up"),
+        "megatron_bridge:optimizer_step", 'group["lr"] = lr', 'group.setdefault("lr", lr)', message=UPDATE,
+        where="molt#130", setting="warm-up"),
     Exhibit("lr_ignored_at_resume", "a resumed run ignores the learning rate of its step",
         "megatron_bridge:optimizer_step", 'group["lr"] = lr', 'group.setdefault("lr", lr)', where="molt#130",
         setting="resumed"),

@@ -1,5 +1,7 @@
 """One update of plain transformers in float64, one unpadded sequence at a time, and the log-probs of answers."""
 
+import itertools
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -82,11 +84,9 @@ def check_step(metrics: dict, rows: list[dict], folder) -> None:
     """
     policy = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = sum(sampled(row).sum().item() for row in rows)
-    groups: dict[int, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(row["group"], []).append(row)
     loss = 0.0
-    for members in groups.values():
+    for _, group in itertools.groupby(rows, operator.itemgetter("group")):
+        members = [*group]
         advantages = formulas.compare([row["reward"] for row in members], "grpo")
         assert [row["advantage"] for row in members] == pytest.approx(advantages.tolist(), rel=1e-9, abs=1e-12)
         for row in members:

@@ -23,16 +23,15 @@ from tools.plan import count as count_memory
 
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MOE)
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}  # fmt: skip
 CONFIGS = {
-    "llama": {"rope_parameters": LLAMA3},
+    "llama": {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }},
     "mistral": {"sliding_window": 8, "kv_heads": 4},  # answers are longer; the others have 2 key-value heads
     "mixtral": {"sliding_window": 8},
     "qwen3": {"tied": True},
-}
+}  # fmt: skip
 OVERLAP = ["megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true"]
 FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
 SELECTIVE = ["megatron.recompute_granularity=selective"]

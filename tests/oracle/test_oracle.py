@@ -64,7 +64,6 @@ def test_a_changed_record_is_named(copied, quantity):
     [
         ("algo.advantage", "rank", "algo.advantage=rank: the second trainer knows grpo,"),
         ("rollout.vllm", {"quantization": "fp8"}, "rollout.vllm.quantization: an option that may change log-probs"),
-        ("megatron.moe_aux_loss_coeff", 0.1, "megatron.moe_aux_loss_coeff: an option that may change"),
         ("algo.replay_routes", True, "only with one update a step"),
         ("model.path", "Qwen/Qwen2.5-0.5B", "no folder with safetensors"),
     ],

@@ -136,11 +136,6 @@ def forced_model(folder, samples: list[dict]):
     return model
 
 
-def forced_reference(folder, samples: list[dict], given: dict, **algo) -> dict:
-    """`reference`, with the samples' routes."""
-    return reference(folder, samples, given, partial(forced_model, samples=samples), **algo)
-
-
 def routed_plan(folder, **plan) -> dict:
     plan = make_plan(folder, "qwen3_moe", **plan)
     (folder / "samples.json").write_text(json.dumps(routed_samples()))
@@ -151,7 +146,8 @@ def test_forced_routes_equal_plain_transformers(world, tmp_path):
     """Log-probs, loss and every gradient; without the routes log-probs are far off."""
     plan = routed_plan(tmp_path, layouts={"plain": [], "full recompute": test_layouts.FULL})
     found = {name: one_layout(plan, name) for name in plan["layouts"]}
-    wanted = forced_reference(tmp_path / "model", routed_samples(), found["plain"])
+    samples = routed_samples()
+    wanted = reference(tmp_path / "model", samples, found["plain"], partial(forced_model, samples=samples))
     for each in found.values():
         assert each["shared"] > 0
         check_update(each, wanted)
@@ -163,6 +159,7 @@ def test_forced_routes_equal_plain_transformers(world, tmp_path):
 def test_forced_routes_on_every_layout(fork_server, tmp_path):
     plan = routed_plan(tmp_path, layouts=LAYOUTS)
     (found,) = run_worker(fork_server, tmp_path, 4, plan)
-    wanted = forced_reference(tmp_path / "model", routed_samples(), next(iter(found.values())))
+    samples, given = routed_samples(), next(iter(found.values()))
+    wanted = reference(tmp_path / "model", samples, given, partial(forced_model, samples=samples))
     for each in found.values():
         check_update(each, wanted)

@@ -166,22 +166,22 @@ def test_a_dead_run_saves_ends_and_goes_on_when_mended(train_forked, tiny, tmp_p
 
 
 def healthy_runs() -> dict[str, list[str]]:
-    """{name: overrides and the configuration} of short runs that learn."""
+    """{name: overrides} of short runs that learn; the name may be that of a configuration."""
     found = {f"ablations/{path.stem}": [] for path in sorted((REPO / "configs/ablations").glob("*.yaml"))}
-    lora = ["lora.rank=8", "train.lr=3e-3"]
-    return {"tiny": [], "tiny_turns": [], "lora": lora, "lr 0": ["train.lr=0"], "self": ["algo.teacher=self"], **found}
+    return found | {
+        "tiny": [],
+        "tiny_turns": ["data.train='123'"],
+        "lora": ["lora.rank=8", "train.lr=3e-3"],
+        "lr 0": ["train.lr=0"],
+        "self": ["algo.teacher=self", "data.hint_key=answer", "algo.advantage=none"],
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", healthy_runs())
-def test_no_healthy_run_ends(train_forked, tiny, tmp_path, name):
+@pytest.mark.parametrize(("name", "overrides"), healthy_runs().items(), ids=healthy_runs())
+def test_no_healthy_run_ends(train_forked, name, overrides):
     """Even if it may learn nothing for three steps alone."""
-    overrides = ["train.steps=25", "train.patience=3", "train.save_every=0", *healthy_runs()[name]]
     config = name if (REPO / f"configs/{name}.yaml").exists() else "tiny"
-    if name == "tiny_turns":
-        overrides.append("data.train='123'")
-    if name == "self":
-        overrides += ["data.hint_key=answer", "algo.advantage=none"]
-    run = train_forked(1, *overrides, config=config)
+    run = train_forked(1, "train.steps=25", "train.patience=3", "train.save_every=0", *overrides, config=config)
     assert run.code == 0 and len(run.metrics) == 25, run.text
     assert "learnt nothing" not in run.text and "warning: step" not in run.text, json.dumps(run.metrics[-1])

@@ -28,14 +28,10 @@ EXPERTS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("adapters", [0, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("arch", "dtype", "layouts", "adapters"),
-    [
-        ("qwen2", "fp32", DENSE, 0),
-        pytest.param("qwen2_moe", "bf16", EXPERTS, 0, marks=pytest.mark.slow),
-        pytest.param("qwen2", "fp32", DENSE, 8, marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", "bf16", EXPERTS, 8, marks=pytest.mark.slow),
-    ],
+    ("arch", "dtype", "layouts"),
+    [("qwen2", "fp32", DENSE), pytest.param("qwen2_moe", "bf16", EXPERTS, marks=pytest.mark.slow)],
 )
 def test_state_is_the_same_on_every_layout(fork_server, tmp_path, arch, dtype, layouts, adapters):
     """Of the whole model, and of adapters of a rank."""
@@ -80,10 +76,10 @@ def sharded(*tensors: str) -> dict[str, ShardedTensor]:
     return {name: ShardedTensor.from_rank_offsets(name, torch.zeros(4, 4)) for name in tensors}
 
 
-def saved(folder: Path, step: int, **state) -> Path:
-    """A checkpoint with one tensor."""
+def saved(folder: Path, step: int, *tensors: str, **state) -> Path:
+    """A checkpoint with these tensors."""
     writer = CheckpointWriter(folder, keep_last=0, keep_every=0)
-    writer.start(step, {"step": step, **state}, sharded("weight"))
+    writer.start(step, {"step": step, **state}, sharded(*tensors))
     return writer.finish()
 
 
@@ -98,8 +94,8 @@ def saved(folder: Path, step: int, **state) -> Path:
     ],
 )
 def test_damage_is_found_and_the_one_before_is_taken(world, tmp_path, harm, message):
-    saved(tmp_path, 1)
-    newest = saved(tmp_path, 2)
+    saved(tmp_path, 1, "weight")
+    newest = saved(tmp_path, 2, "weight")
     (tmp_path / "step_000003.tmp").mkdir()  # the rest of a save that was killed
     harm(newest)
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step_000002", "step_000001"]
@@ -116,7 +112,7 @@ def test_damage_is_found_and_the_one_before_is_taken(world, tmp_path, harm, mess
 
 def test_what_a_resumed_run_must_share(world, tmp_path, capsys):
     now = {"data": {"train": "a.jsonl"}, "train": {"steps": 9, "lr": 2.0}}
-    path = saved(tmp_path, 3, data="abc", config={**now, "train": {"steps": 9, "lr": 1.0}})
+    path = saved(tmp_path, 3, "weight", data="abc", config={**now, "train": {"steps": 9, "lr": 1.0}})
     assert checkpoint.check_resumed(path, now, "abc") == 3
     assert "changed: train.lr: 1.0 → 2.0" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"data.train=a.jsonl: not the prompts that"):
@@ -162,7 +158,7 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(world, tmp
             raise KeyboardInterrupt
 
     writer = CheckpointWriter(tmp_path, keep_last=1, keep_every=0)
-    saved(tmp_path, 1)
+    saved(tmp_path, 1, "weight")
     writer.start(2, {"step": 2}, sharded("weight"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(checkpoint.shutil, "rmtree", killed_midway)
@@ -194,9 +190,7 @@ def test_a_checkpoint_without_each_number_once_is_refused(world, tmp_path, shard
 
 
 def test_what_nobody_reads_is_an_error(world, tmp_path):
-    writer = CheckpointWriter(tmp_path, keep_last=0, keep_every=0)
-    writer.start(1, {}, sharded("param.a", "param.b", "past_1.a", "critic.param.a"))
-    path = writer.finish()
+    path = saved(tmp_path, 1, "param.a", "param.b", "past_1.a", "critic.param.a")
     read_sharded(path, sharded("param.a", "param.b"))
     read_sharded(path, sharded("critic.param.a"))
     read_sharded(path, sharded("param.a", "param.b", "past_1.a"), others=["critic"])

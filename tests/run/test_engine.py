@@ -21,9 +21,7 @@ TABLE = (REPO / "docs/metrics.md").read_text().partition("With `data.eval`")[0]
 METRICS = {name for row in re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE) for name in re.findall(r"`(\S+)`", row)}
 # Names that stand for several, or are of experts or of a schedule, which this run has not.
 OTHERS = re.compile(r"reward/.+/|mem/.+_peak_gb|schedule/|moe/load/")
-OUTCOMES = ("mean", "max", "timeout_frac", "error_frac")  # of each source
 CONFIGS = test_layouts.CONFIGS | {"qwen2": {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}}
-SMALL = ["train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4"]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +39,8 @@ SMALL = ["train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4"]
 def test_trainer_transformers_and_vllm_agree(train_forked, tmp_path, arch, layout):
     """Step 2 samples from pushed, changed weights; the export of step 1 holds the same."""
     tiny_model(tmp_path / "model", arch, **{"tied": False, **CONFIGS.get(arch, {})})
-    run = train_forked(2, *SMALL, *EXACT, f"model.path={tmp_path / 'model'}", *layout, "rollout.max_new_tokens=24")
+    small = ("train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=24")
+    run = train_forked(2, *small, *EXACT, f"model.path={tmp_path / 'model'}", *layout)
     assert run.code == 0, run.text
     assert all(m["sync/checked"] == 1 for m in run.metrics)
     if "moe" in arch or arch == "mixtral":
@@ -57,7 +56,8 @@ def test_metrics(shared):
     always |= {f"mem/{phase}_peak_gb" for phase in memory.PHASES}
     for metrics in shared.metrics[1:]:
         sources = {row["source"] for row in shared.rollouts(metrics["step"])}
-        outcomes = {f"reward/{source}/{what}" for source in sources for what in OUTCOMES}
+        kinds = ("mean", "max", "timeout_frac", "error_frac")
+        outcomes = {f"reward/{source}/{kind}" for source in sources for kind in kinds}
         found = {name for name in metrics if not name.startswith("eval/") and name != "time/eval"}
         assert found == always | outcomes
     text = (shared.out / "metrics.jsonl").read_text()

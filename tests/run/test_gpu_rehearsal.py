@@ -10,6 +10,7 @@ import pytest
 
 from tests.compare_runs import EXCLUDED
 from tests.conftest import Training, tiny_model
+from tests.oracle.test_layouts import FULL
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,7 +23,6 @@ ALL = (
     "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=64", "train.warmup_steps=0",
 )  # fmt: skip
 KL = ("algo.kl_coef=0.05", "algo.reference_on=host", "train.updates_per_step=2")
-RECOMPUTE = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ NOT_COUNTED = ("start", "build", "save")  # the start, and files
 LAYERS = 2
 HOST = ("megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_optimizer=true", "model.dtype=bf16")
 CHECKED = (*KL, "train.check_update=true")
-REPLAY = ("algo.replay_routes=true", *(f"megatron.{option}" for option in RECOMPUTE))
+REPLAY = ("algo.replay_routes=true", *FULL)
 
 
 def of_experts(weights: int, forwards: int) -> dict:

@@ -5,7 +5,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import make_tiny
-import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -165,18 +164,13 @@ def test_a_warning_names_weights_that_vllm_keeps_in_a_layout_of_its_own(monkeypa
     compared(check, weights(1), [weights(1), weights(1)])
 
 
-def test_a_push_with_other_names_or_other_replicas_is_refused():
+def test_a_push_with_other_names_or_a_fault_on_one_rank_is_refused():
     hf = weights(0)
-    with pytest.raises(TrainingError, match=r"nothing was pushed into layer\.norm\.weight"):
-        compared(PushCheck(tp=2), {n: t for n, t in hf.items() if "norm" not in n}, [hf, hf])
     with pytest.raises(TrainingError, match=r"vLLM has no layer\.o_proj\.weight"):
         compared(PushCheck(tp=2), weights(0, o_proj=torch.ones(8, 8)), [hf, hf])
     for fault in push_check.FAULTS:
         with pytest.raises(TrainingError, match=r"on ranks \[1\]:? .*layer\.norm\.weight"):
             compared(PushCheck(tp=2), hf, [hf, hf], fault)
-    everywhere = [Held(["a"], np.zeros((1, 2), np.int64), pushed) for pushed in (1, 1, 2, 1)]
-    with pytest.raises(TrainingError, match=r"ranks \[2\] "):
-        PushCheck(tp=1).compare({}, everywhere)
 
 
 # ---------------------------------------------------------------- memory
