@@ -46,7 +46,8 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs
         if restarts != "0" and cfg.resume != "auto":
             print(f"warning: --max-restarts={restarts}: each restart begins from resume={cfg.resume} again; use auto")
         print(run_plan.describe(cfg, world_size))
-        print("".join(f"warning: {warning}\n" for warning in run_plan.warnings(cfg, world_size)), end="")
+        for warning in run_plan.warnings(cfg, world_size):
+            print(f"warning: {warning}")
         print_prompts(cfg, inputs)
     return override(cfg, {"train.epochs": None}), inputs
 
