@@ -102,11 +102,10 @@ def test_a_late_rendezvous_and_a_machine_that_is_slow_and_then_dies(machines, st
     first.wait_for(rf"\] +2/{STEPS} ")
     assert "\nmachines: north on rank 0, 1; south on rank 2, 3\n" in first.text, first.text
     stopped = list(second.ranks().values())
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(STALL_S / 3)
-    for pid in stopped:
-        os.kill(pid, signal.SIGCONT)
+    for number, seconds in ((signal.SIGSTOP, STALL_S / 3), (signal.SIGCONT, 0)):
+        for pid in stopped:
+            os.kill(pid, number)
+        time.sleep(seconds)
     first.wait_for(rf"\] +3/{STEPS} ")
     assert "watchdog" not in first.text and "resume:  after" not in first.text, first.text
     second.kill()

@@ -66,7 +66,7 @@ def on_gpu(x) -> bool:
 
 VALUES = WeakIdKeyDictionary()  # of a GPU's storage: the storage on the host with its values
 PINNED = WeakIdKeyDictionary()  # host storages in pinned memory
-IN_FLIGHT = WeakIdKeyDictionary()  # host storages that a copy from the GPU may not have reached yet
+IN_FLIGHT = WeakIdKeyDictionary()  # host storages that a copy from the GPU may not have reached; empty after a wait
 
 
 def value_of(x):
@@ -151,14 +151,9 @@ def note_copy(target_on_gpu: bool, host: torch.Tensor, other: torch.Tensor, non_
     if not (non_blocking and direct):
         WAITS.note("copy to the GPU" if target_on_gpu else "copy from the GPU")
         if not target_on_gpu:
-            arrive()
+            IN_FLIGHT.clear()
     elif not target_on_gpu:
         IN_FLIGHT[storage] = True
-
-
-def arrive() -> None:
-    """All copies have arrived."""
-    IN_FLIGHT.clear()
 
 
 def copy_into(op, args, kwargs):
@@ -191,7 +186,7 @@ def copy_to(op, args, kwargs):
 def compute_unknown_size(op, args, kwargs):
     """The host has to know the result, or its size, before it can go on."""
     WAITS.note(op._opname)
-    arrive()
+    IN_FLIGHT.clear()
     return tree_map(to_gpu, op(*values_of(args), **values_of(kwargs)))
 
 
@@ -298,7 +293,7 @@ class Stream:
 
 def synchronize(*args) -> None:
     WAITS.note("synchronize")
-    arrive()
+    IN_FLIGHT.clear()
 
 
 def apply_to_module(module: torch.nn.Module, change, recurse: bool = True) -> torch.nn.Module:

@@ -168,8 +168,6 @@ QUICK = {
     "qwen2": ("TP2·DP2, without SP", "TP2·CP2", "PP2·CP2", "TP2·PP2·VPP2, overlap, full recompute"),
     "qwen3_moe": ("EP4·DP4, overlap", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "PP2·EP2·DP2", "CP2·EP2·DP2"),
 }
-
-
 WATCHED = ("mistral", "qwen2", "qwen3_moe")  # a window, biases, experts; in test_engine.py a run of every family is
 
 

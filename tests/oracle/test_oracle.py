@@ -78,8 +78,7 @@ def test_a_configuration_that_cannot_be_repeated_is_refused(copied, key, value, 
 
 
 def test_what_is_missing_is_refused(copied, tmp_path):
-    lines = [line for line in read_rows(copied / "metrics.jsonl") if line["step"] != 1]
-    write_rows(copied / "metrics.jsonl", lines)
+    write_rows(copied / "metrics.jsonl", [line for line in read_rows(copied / "metrics.jsonl") if line["step"] != 1])
     with pytest.raises(ValueError, match="every step from 1 is needed"):
         read_run(copied)
     with pytest.raises(ValueError, match=r"has no config\.yaml"):
