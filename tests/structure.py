@@ -19,9 +19,9 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1182,
-    "support/base": 682, "support/check": 517, "support/data": 411, "support/engine": 257, "support/judge": 190,
+    "support/base": 682, "support/check": 520, "support/data": 411, "support/engine": 257, "support/judge": 190,
     "support/model": 1066, "support/proof": 1173, "support/run": 972, "support/step": 1003,
-    "rewards": 185, "tools": 1016, "benchmarks": 686, "tests": 7826, "docs": 2939,
+    "rewards": 185, "tools": 1016, "benchmarks": 686, "tests": 7822, "docs": 2939,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

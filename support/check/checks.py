@@ -285,6 +285,13 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
 
 def check_routes(cfg: Config) -> None:
     """See that there are routes to replay where algo.replay_routes asks for it. Raises UserError."""
+    found = versions.installed("vllm") or "1"  # where there is none, the start says so
+    second_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # our default on a GPU
+    require(
+        not (cfg.algo.replay_routes and second_runner) or versions.numbers(found) >= (0, 32),
+        f"algo.replay_routes=true: vLLM {found} returns no routes with its second model runner; use vLLM 0.32, "
+        "VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or algo.replay_routes=false",
+    )
     require(
         not cfg.algo.replay_routes or bridge.is_moe(transformers.AutoConfig.from_pretrained(cfg.model.path)),
         f"algo.replay_routes=true: model.path={cfg.model.path} has no experts; use false",

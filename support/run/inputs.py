@@ -45,9 +45,8 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
         if restarts != "0" and cfg.resume != "auto":
             print(f"warning: --max-restarts={restarts}: each restart begins from resume={cfg.resume} again; use auto")
-        print(run_plan.describe(cfg, world_size))
-        for warning in run_plan.warnings(cfg, world_size):
-            print(f"warning: {warning}")
+        warnings = (f"warning: {warning}" for warning in run_plan.warnings(cfg, world_size))
+        print(run_plan.describe(cfg, world_size), *warnings, sep="\n")
         print_prompts(cfg, inputs)
     return override(cfg, {"train.epochs": None}), inputs
 

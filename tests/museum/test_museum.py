@@ -139,8 +139,7 @@ def make_update(samples: list[Sample], chosen: list[int], cfg) -> tuple[dict, li
     """The report, three micro-batches and the batch of an update."""
     algo = cfg.algo
     batch = train_grpo.add_advantages(samples, train_grpo.flatten(samples, algo.mask_truncated), algo)
-    length = cfg.rollout.max_new_tokens
-    weights_F = train_grpo.loss_weights(batch, chosen, algo.loss_norm, length)
+    weights_F = train_grpo.loss_weights(batch, chosen, algo.loss_norm, cfg.rollout.max_new_tokens)
     batch = dataclasses.replace(batch, weights=weights_F)
     half = len(chosen) // 2
     rows = [pack(batch, chosen[:half], 40, "cpu"), pack(batch, chosen[half:], 40, "cpu"), pack(batch, [], 8, "cpu")]

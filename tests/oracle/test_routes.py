@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from config import TrainingError, UserError
+from support.base import versions
 from support.check import checks
 from support.model import routes
 from support.step import packing
@@ -84,7 +85,9 @@ def test_routes_end_to_end():
         packing.route_rows(samples, np.array([2, 2]))
 
 
-def test_what_cannot_be_replayed_is_refused(tiny, tmp_path):
+def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
+    """vLLM 0.26 refuses routes with its second model runner, which is ours on a GPU, and has them with the first."""
+
     def cfg(model, *keys: str):
         inputs = [f"model.path={model}", "data.train=unused", "algo.replay_routes=true"]
         return tiny_config(*inputs, *keys)
@@ -94,6 +97,11 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path):
     with pytest.raises(UserError, match=r"leave out rollout\.vllm\.enable_prefix_caching"):
         checks.check_config(cfg(tiny / "model", "rollout.vllm.enable_prefix_caching=false"), 1)
     test_layouts.make_model(tmp_path / "model", "qwen3_moe")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr(versions, "installed", lambda package: "0.26.0")
+    with pytest.raises(UserError, match=r"algo\.replay_routes=true: vLLM 0\.26\.0 .* VLLM_USE_V2_MODEL_RUNNER=0"):
+        checks.check_routes(cfg(tmp_path / "model"))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     checks.check_routes(cfg(tmp_path / "model"))
 
 
@@ -157,8 +165,7 @@ def test_forced_routes_equal_plain_transformers(world, tmp_path):
 
 @pytest.mark.slow
 def test_forced_routes_on_every_layout(fork_server, tmp_path):
-    plan = routed_plan(tmp_path, layouts=LAYOUTS)
-    (found,) = run_worker(fork_server, tmp_path, 4, plan)
+    (found,) = run_worker(fork_server, tmp_path, 4, routed_plan(tmp_path, layouts=LAYOUTS))
     samples, given = routed_samples(), next(iter(found.values()))
     wanted = reference(tmp_path / "model", samples, given, partial(forced_model, samples=samples))
     for each in found.values():

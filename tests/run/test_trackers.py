@@ -27,8 +27,7 @@ def sample(reward: float, text: str, length: int = 1, **fields) -> Sample:
 
 
 def config(out: Path, name: str) -> Config:
-    overrides = [f"output_dir={out}", f"log.{name}=true", "log.samples_every=2"]
-    return tiny_config(*overrides)
+    return tiny_config(f"output_dir={out}", f"log.{name}=true", "log.samples_every=2")
 
 
 def feed(out: Path, name: str, done: int, steps: list[int]) -> list[dict]:

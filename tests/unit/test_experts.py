@@ -59,8 +59,7 @@ def test_experts_without_a_token_ask_for_no_product(monkeypatch, adapters):
 def test_what_waits_for_weights_is_called_before_they_are_read(world, tmp_path):
     """Megatron's overlap_param_gather gathers what the replicas updated as late as a module with the weights is called,
     by a hook of the module; missed, a second update of a step computes with experts from before the first."""
-    plan = make_plan(tmp_path, "qwen3_moe")
-    cfg = tiny_config(*plan["overrides"])
+    cfg = tiny_config(*make_plan(tmp_path, "qwen3_moe")["overrides"])
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, {"overlap_param_gather": True})
     experts, waited = bridge.unwrap_model(model[0]).decoder.layers[0].mlp.experts, []

@@ -37,8 +37,7 @@ def world(rank: int, size: int, local: int, local_size: int, address: str, port:
 
 def test_torchrun_is_left_alone():
     assert environment(TORCHRUN) == {}
-    one_a_machine = SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-    assert environment(TORCHRUN | one_a_machine) == {}
+    assert environment(TORCHRUN | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}) == {}
     without = {name: value for name, value in TORCHRUN.items() if name not in ("LOCAL_WORLD_SIZE", "MASTER_PORT")}
     assert environment(without | SRUN) == {"LOCAL_WORLD_SIZE": "8", "MASTER_PORT": launchers.port(SRUN)}
 

@@ -39,8 +39,7 @@ def test_rates_by_hand(monkeypatch):
     cfg = tiny_config("train.epochs_per_step=2")
     samples = [SimpleNamespace(positions=30), SimpleNamespace(positions=50)]
     reports = [{"real": 20, "attended": 200}, {"real": 12, "attended": 100}]
-    seconds = {"step": 4.0, "train": 2.0, "sync": 0.5}
-    found = throughput.speed_metrics(samples, reports, hf, cfg, seconds)
+    found = throughput.speed_metrics(samples, reports, hf, cfg, {"step": 4.0, "train": 2.0, "sync": 0.5})
     flops = throughput.train_flops(hf, 32, 300) / 2  # of one of the replica's two ranks
     assert found == {
         "speed/tokens_per_s_per_rank": 82 / 4 / 4,
