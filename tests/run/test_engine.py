@@ -21,7 +21,11 @@ TABLE = (REPO / "docs/metrics.md").read_text().partition("With `data.eval`")[0]
 METRICS = {name for row in re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE) for name in re.findall(r"`(\S+)`", row)}
 # Names that stand for several, or are of experts or of a schedule, which this run has not.
 OTHERS = re.compile(r"reward/.+/|mem/.+_peak_gb|schedule/|moe/load/")
-CONFIGS = test_layouts.CONFIGS | {"qwen2": {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}}
+WINDOW = {"sliding_window": 8}  # answers are longer
+CONFIGS = test_layouts.CONFIGS | {
+    "mistral": WINDOW,
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 0, **WINDOW},
+}
 
 
 @pytest.mark.parametrize(

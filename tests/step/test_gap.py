@@ -120,8 +120,7 @@ def test_bounds_of_ones_own_stop(check):
 @pytest.mark.parametrize("dtype, low, high", [("fp32", 1e-7, 2e-6), ("bf16", 1e-3, 3e-2)])
 def test_rounding_is_measured_and_leaves_the_model_as_it_was(build, dtype, low, high):  # noqa: F811
     run = build(f"model.dtype={dtype}")
-    samples = train_grpo.collect(run, run.cfg, 1).samples
-    batch = train_grpo.flatten(samples)
+    batch = train_grpo.flatten(train_grpo.collect(run, run.cfg, 1).samples)
     before_F = train_grpo.score(run.model, batch, run.cfg)
     with bridge.nudged_embeddings(run.model):
         nudged_F = train_grpo.score(run.model, batch, run.cfg)
