@@ -61,7 +61,9 @@ def values_of(program: str, tests: list[list[tuple[str, bool]]], **limits) -> li
         results = []
     if not isinstance(results, list) or len(results) != len(tests):
         return [None for _ in tests]
-    return [list(map(str, texts)) if isinstance(texts, list) else None for texts in results]
+    return [  # what a program wrote itself may be anything
+        texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else None for texts in results
+    ]
 
 
 def output_of(program: str, stdin: str, **limits) -> str | None:

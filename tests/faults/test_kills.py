@@ -51,8 +51,7 @@ def result_of(job: Outputs) -> dict:
 def test_kills_change_nothing(train, train_forked, tmp_path, request):
     def run(out: str, plan: list) -> Outputs:
         start = train if plan else train_forked  # a kill is of torchrun and its ranks
-        script = REPO / "tests/faults/killed.py"
-        return start(2, *JOB, script=script, out=tmp_path / out, KILL=json.dumps(plan))
+        return start(2, *JOB, script=REPO / "tests/faults/killed.py", out=tmp_path / out, KILL=json.dumps(plan))
 
     rng = random.Random(2)
     undisturbed = run("undisturbed", [])

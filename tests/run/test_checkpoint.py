@@ -135,8 +135,7 @@ def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp
 
 def test_a_checkpoint_gets_its_name_after_the_samples_before_it(world, slow_disk, tmp_path):
     writer, file = CheckpointWriter(tmp_path / "checkpoints", keep_last=0, keep_every=0), tmp_path / "step_000002.jsonl"
-    state = {"step": 2, "of a fork": np.array([0.1, 2.0], np.float32)}
-    writer.start(2, state, sharded("weight"))
+    writer.start(2, {"step": 2, "of a fork": np.array([0.1, 2.0], np.float32)}, sharded("weight"))
     writer.rollouts.write(file, [])
     naming = threading.Thread(target=writer.finish)
     naming.start()

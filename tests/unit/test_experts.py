@@ -24,8 +24,7 @@ def test_a_grouped_product_is_that_of_each_expert(dtype, tokens_E):
     on = {"dtype": dtype, "device": bridge.device()}
     x_D, grad_D = torch.randn(sum(tokens_E), 16, **on).requires_grad_(), torch.randn(sum(tokens_E), 24, **on)
     weights = [torch.randn(24, 16, **on).requires_grad_() for _ in tokens_E]
-    ends_E = torch.tensor(tokens_E).cumsum(0).int().to(bridge.device())
-    out_D = GroupedLinear.apply(x_D, ends_E, *weights)
+    out_D = GroupedLinear.apply(x_D, torch.tensor(tokens_E).cumsum(0).int().to(bridge.device()), *weights)
     expected_D = torch.cat([x @ weight.t() for x, weight in zip(x_D.split(tokens_E), weights, strict=True)])
     bounds = {torch.float32: 1e-4, torch.bfloat16: 0.05}
     close = {"rtol": 0, "atol": bounds[dtype]} if torch.cuda.is_available() else {"rtol": 0, "atol": 0}

@@ -159,8 +159,7 @@ def test_an_exact_run_is_repeated_and_says_what_gap_remains(train_forked, tmp_pa
 
 def test_an_fp32_head_rounds_no_logits(world, small):
     """Log-probs of a bf16 model against those of its last hidden states and its head in float64."""
-    samples = [Sample(0, [1, 2, 3], [4, 5, 6, 7], [-1.0] * 4, True, "", "s")]
-    batch = flatten(samples)
+    batch = flatten([Sample(0, [1, 2, 3], [4, 5, 6, 7], [-1.0] * 4, True, "", "s")])
     off = {}
     for fp32_head in (False, True):
         bridge.init_model_parallel(ParallelConfig(), seed=0)

@@ -262,8 +262,7 @@ def test_models_in_batches_beside_other_rewards(reward_model):
     }  # fmt: skip
     functions = {"first": FILES["model"], "second": FILES["model"]}
     spec = {"first": 2.0, "second": 3.0, "length": 1.0}
-    sources = {"plain": "exact", "one": "first"}
-    pool = pool_of(spec, by_source=sources, options=options, functions=functions)
+    pool = pool_of(spec, by_source={"plain": "exact", "one": "first"}, options=options, functions=functions)
     texts = ["123", "8", "12345678", "312", "5", "77"]
     row = {"prompt": "12", "question": "81"}
     jobs = [("scored", text, "", row) for text in texts] + [("plain", "x", "x", {}), ("scored", "123", "", {})]
