@@ -62,6 +62,7 @@ from support.model.routes import reduce_counts  # noqa: F401, for the script
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BUCKET_BYTES = 512 << 20  # default size of a bucket of weights
 ALL_WEIGHTS = LoraConfig()  # rank 0: all weights are trained, none has adapters
+BLOCK = 1 << 20  # logits that are computed with at a time on a CPU
 LOGITS_CHUNK = 2048  # response tokens whose logits over the full vocabulary exist at a time
 
 
@@ -424,46 +425,69 @@ def first_of_context() -> bool:
 class VocabParallelLogp(torch.autograd.Function):
     """Log-prob of each target and entropy at each position, over a vocabulary split across the tensor-parallel ranks.
 
-    logits_M [M, V / tp] fp32, targets_M [M] ids in the full vocabulary → logp_M, entropy_M [M]; both differentiable:
+    logits_M [M, V / tp], divided by the temperature, targets_M [M] ids in the full vocabulary → logp_M, entropy_M [M]
+    fp32; both differentiable. Where l = logit / temperature:
 
-      d logp / d logit_v = [v = target] - p_v          d entropy / d logit_v = -p_v (log p_v + entropy)
+      d logp / d l_v = [v = target] - p_v          d entropy / d l_v = -p_v (log p_v + entropy)
 
     All ranks compute one loss from them, so they need an all-reduce in the forward pass and none in the backward.
     """
 
     @staticmethod
-    def forward(ctx, logits_M, targets_M, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx, logits_M, targets_M, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)  # None for an entropy that is only reported: no pass is spent on its gradient
         group, vocab = mpu.get_tensor_model_parallel_group(), logits_M.shape[-1]
         local_M = targets_M - group.rank() * vocab
         here_M = (local_M >= 0) & (local_M < vocab)
         local_M = local_M.clamp(0, vocab - 1)[:, None]  # [M, 1]
-        max_M = logits_M.amax(-1)
+        max_M = widened(logits_M.amax(-1)) / temperature
         dist.all_reduce(max_M, dist.ReduceOp.MAX, group=group)
-        shifted = logits_M - max_M[:, None]  # [M, V / tp]
-        exp = shifted.exp()
-        target_M = shifted.gather(-1, local_M)[:, 0] * here_M
-        exp_sum_M = exp.sum(-1)
-        weighted_M = exp.mul_(shifted).sum(-1) if with_entropy else torch.full_like(target_M, math.nan)
-        sums = torch.stack([exp_sum_M, weighted_M, target_M])  # [3, M]
+        sums = []  # of some rows each
+        for shifted, local, here in shifted_rows(logits_M, temperature, max_M, local_M, here_M):
+            target, exp = shifted.gather(-1, local)[:, 0] * here, shifted.exp()
+            exp_sum = exp.sum(-1)
+            weighted = exp.mul_(shifted).sum(-1) if with_entropy else torch.full_like(target, math.nan)
+            sums.append(torch.stack([exp_sum, weighted, target]))
+        sums = torch.cat(sums, dim=1)  # [3, M]
         dist.all_reduce(sums, group=group)
         exp_sum_M, weighted_sum_M, target_M = sums
         log_z_M = exp_sum_M.log()
         entropy_M = log_z_M - weighted_sum_M / exp_sum_M
-        ctx.save_for_backward(shifted, log_z_M, entropy_M, local_M, here_M)
+        ctx.temperature = temperature
+        ctx.save_for_backward(logits_M, max_M, log_z_M, entropy_M, local_M, here_M)
         return target_M - log_z_M, entropy_M
 
     @staticmethod
     def backward(ctx, grad_logp_M, grad_entropy_M):
-        shifted, log_z_M, entropy_M, local_M, here_M = ctx.saved_tensors
-        if grad_logp_M is None:
-            grad_logp_M = torch.zeros_like(log_z_M)
-        logp = shifted - log_z_M[:, None]  # of each token of the vocabulary
-        factor = -grad_logp_M[:, None]
-        if grad_entropy_M is not None:
-            factor = factor - (logp + entropy_M[:, None]).mul_(grad_entropy_M[:, None])
-        grad = logp.exp_().mul_(factor)  # p_v times its factor; the target's 1 is added to it
-        return grad.scatter_add_(-1, local_M, (grad_logp_M * here_M)[:, None]), None, None
+        logits_M, max_M, *saved = ctx.saved_tensors
+        grad_M = torch.empty_like(logits_M)
+        grads = [torch.zeros_like(max_M) if grad_logp_M is None else grad_logp_M]
+        grads += [] if grad_entropy_M is None else [grad_entropy_M]
+        rows = shifted_rows(logits_M, ctx.temperature, max_M, *saved, grad_M, *grads)
+        for shifted, log_z, entropy, local, here, grad, grad_logp, *grad_entropy in rows:
+            logp = shifted.sub_(log_z[:, None])  # of each token of the vocabulary
+            factor = -grad_logp[:, None]
+            if grad_entropy:
+                factor = (logp + entropy[:, None]).mul_(-grad_entropy[0][:, None]).add_(factor)
+            of_l = logp.exp_().mul_(factor)  # p_v times its factor; the target's 1 is added to it
+            grad.copy_(of_l.scatter_add_(-1, local, (grad_logp * here)[:, None]).div_(ctx.temperature))
+        return grad_M, None, None, None
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """The values in fp32, or in fp64 where they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def shifted_rows(logits_M, temperature: float, max_M, *others_M) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Of some rows at a time: logits / temperature - max, [rows, V / tp] fp32, and these rows of the others.
+
+    On a CPU they are so few that they stay in its cache: large temporaries cost page faults. On a GPU they are all.
+    """
+    rows = len(logits_M) if logits_M.is_cuda else BLOCK // logits_M.shape[-1]
+    parts = (values.split(max(rows, 1)) for values in (logits_M, max_M, *others_M))
+    for logits, shift, *others in zip(*parts, strict=True):
+        yield (widened(logits) / temperature).sub_(shift[:, None]), *others
 
 
 def token_logprobs(
@@ -490,7 +514,7 @@ def token_logprobs(
 
     def chunk_logprobs(hidden_M, targets_M):
         logits, _ = model.output_layer(hidden_M, weight=weight)  # [M, V / tp]
-        return VocabParallelLogp.apply(logits.float() / temperature, targets_M, with_entropy)
+        return VocabParallelLogp.apply(logits, targets_M, temperature, with_entropy)
 
     if len(rows_M) > LOGITS_CHUNK:
         chunks = zip(hidden_M.split(LOGITS_CHUNK), targets_M.split(LOGITS_CHUNK), strict=True)

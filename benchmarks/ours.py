@@ -14,7 +14,6 @@ for as many prompts and samples, right after each step, without log-probs, gradi
 import argparse
 import sys
 import time
-from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -34,8 +33,6 @@ from support.base import ranks, versions
 from support.base.read_config import load_config
 from support.check import checks
 from support.data.prompts import prompt_batch
-from support.engine import cpu_engine, push_check
-from support.proof import push_source
 from support.run import launch
 from support.run.clock import Clock
 from support.step import throughput
@@ -137,47 +134,18 @@ def bare_vllm(run: train_grpo.Run) -> float:
     return sum(ranks.gather(own)) / seconds
 
 
-def timed(owner, name: str, seconds: Counter, key: str) -> None:
-    """Put a function in place of owner.name that adds its seconds to seconds[key]."""
-    inner = getattr(owner, name)
-
-    def outer(*args, **kwargs):
-        start = time.perf_counter()
-        result = inner(*args, **kwargs)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds[key] += time.perf_counter() - start
-        return result
-
-    setattr(owner, name, outer)
-
-
-def time_push_checks() -> Counter:
-    """Seconds of the checks of a push from now on: its digests, until all ranks have told theirs, their comparison."""
-    seconds = Counter()
-    push_check.ranks = SimpleNamespace(gather=ranks.gather)
-    timed(push_check, "digest", seconds, "digests")
-    cpu_engine.digest = push_check.digest
-    timed(push_source, "read_shards", seconds, "digests")
-    timed(push_check.ranks, "gather", seconds, "gather")
-    timed(push_check.PushCheck, "compare", seconds, "compare")
-    return seconds
-
-
 # ---------------------------------------------------------------- a run, and what it says
 
 
 def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dict], list[int]]:
     """(a row of results for each timed step, lengths of all their answers)."""
-    seconds = time_push_checks()  # before vLLM takes the functions
     cfg, inputs = launch.prepare(cfg, dist.get_world_size(), weights=True)  # prints the plan
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     run = train_grpo.build(cfg, inputs, Clock(stall_timeout_s=0))
     rows, lengths = [], []
     for step in range(1, args.warmup + args.steps + 1):
-        seconds.clear()
         metrics, samples = train_grpo.train_step(run, step)
-        row = {"step": step - args.warmup, **step_results(metrics, samples, seconds, work)}
+        row = {"step": step - args.warmup, **step_results(metrics, samples, work)}
         if not args.no_ceilings:
             row["bare_tokens_per_s"] = bare_vllm(run)
         if step > args.warmup:
@@ -192,14 +160,12 @@ def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dic
     return rows, lengths
 
 
-def step_results(metrics: dict, samples: list, check_seconds: Counter, work: Work) -> dict:
+def step_results(metrics: dict, samples: list, work: Work) -> dict:
     """What a row of results has of one step of ours."""
     row = {"tokens_per_s": metrics["speed/response_tokens_per_s"], "step_s": metrics["time/step"]}
     for phase in PHASES:
         row[f"{phase}_s"] = metrics[f"time/{phase}"]
         row[f"{phase}_peak_gib"] = metrics[f"mem/{phase}_peak_gb"] or 0.0
-    for part in works.PUSH_PARTS:
-        row[f"push_{part}_s"] = float(check_seconds[part])
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
     attended = sum(length**2 for length in lengths)
     row["train_flops"] = throughput.train_flops(SimpleNamespace(**works.MODELS[work.model]), sum(lengths), attended)

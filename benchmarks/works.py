@@ -259,12 +259,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 # A results file is CSV, a row for each timed step; what is known of the whole run stands in each of its rows.
 PHASES = ("rollout", "reward", "logprob", "train", "sync")
-PUSH_PARTS = ("digests", "gather", "compare")
 COLUMNS = ["model", "dtype", "lengths", "max_tokens", "prompt_chars", "system", "setting", "round", "ranks"]
 COLUMNS += ["date", "machine", "commit"]
 COLUMNS += ["step", "tokens_per_s", "step_s", "train_flops", "bare_tokens_per_s"]
 COLUMNS += [f"{phase}_s" for phase in PHASES]
-COLUMNS += [f"push_{part}_s" for part in PUSH_PARTS]
 COLUMNS += [f"{phase}_peak_gib" for phase in PHASES]
 COLUMNS += ["matmul_flops_per_s"]
 TYPES = dict.fromkeys(("model", "dtype", "lengths", "system", "setting", "date", "machine", "commit"), str)
@@ -315,10 +313,6 @@ def summary(rows: list[dict]) -> dict[str, float]:
     if "matmul_flops_per_s" in rows[0]:
         table["matmul flops/s"] = rows[0]["matmul_flops_per_s"]
         table |= summary_of_ceilings(rows)
-    if "push_digests_s" in rows[0]:
-        taken = [sum(row[f"push_{part}_s"] for part in PUSH_PARTS) for row in rows]
-        shares = [seconds / row["step_s"] for seconds, row in zip(taken, rows, strict=True)]
-        table["push check % of step"] = 100 * median(shares)
     return table
 
 

@@ -27,7 +27,7 @@ from tools import machine  # noqa: E402
 
 TIMES_S = {"doctor": 120, "tests": 1200, "bench": 300}  # limit of each part
 BENCHES = {"qwen2.5-0.5b": (16384, 44), "qwen2.5-1.5b": (8192, 70)}  # model → tokens of a row, GiB that it needs
-SHOWN = ("tokens/s", "step s", "train s", "sync s", "MFU of train %", "bare vLLM tokens/s", "push check % of step")
+SHOWN = ("tokens/s", "step s", "train s", "sync s", "MFU of train %", "bare vLLM tokens/s")
 
 
 class Row(NamedTuple):

@@ -40,7 +40,7 @@ GB = 10**9
 GPU_BYTES = 80 * GB  # where there is no GPU to ask
 RESERVE = 0.1  # of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs and fragments: assumed, not measured
 META = torch.device("meta")
-LOGIT = 16  # bytes for each logit of a chunk at the peak, which is the same in both passes
+LOGIT = 12  # bytes for each logit of a chunk at the peak of scoring; training has its gradient too
 BLOCK = 16  # tokens of a block of vLLM's KV cache
 
 # ---------------------------------------------------------------- what a rank holds, to the byte
@@ -214,7 +214,7 @@ def head_bytes(hf, cfg: Config, tokens: int, trains: bool) -> int:
     tokens = tokens // cfg.parallel.cp
     vocabulary = hf.vocab_size // cfg.parallel.tp
     hidden = 4 * hf.hidden_size * bridge.DTYPES[cfg.model.dtype].itemsize
-    logits = min(tokens, bridge.LOGITS_CHUNK) * vocabulary * LOGIT
+    logits = min(tokens, bridge.LOGITS_CHUNK) * vocabulary * (LOGIT + 4 * trains)
     head = 0
     if cfg.model.fp32_head:  # its weight in fp32 and, in training, the gradient
         head = vocabulary * hf.hidden_size * (8 if trains else 4)

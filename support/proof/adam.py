@@ -57,17 +57,17 @@ class Shard:
         return {moment: own[moment].detach()[self.start : end] for moment in MOMENTS} | {"step": own["step"]}
 
     def random(self, salt: int) -> Tensor:
-        """Random int16, flat: from random_block, rolled. Ranks that hold a copy of the elements get the same."""
+        """Random int16, flat: a part of random_blocks. Ranks that hold a copy of the elements get the same."""
         first = self.place.start // BLOCK * BLOCK
-        offset = zlib.crc32(f"{self.name} {first} {salt}".encode()) + self.place.start - first
-        return random_block(device()).roll(-(offset % BLOCK))[: len(self.before)]
+        offset = (zlib.crc32(f"{self.name} {first} {salt}".encode()) + self.place.start - first) % BLOCK
+        return random_blocks(device())[offset : offset + len(self.before)]
 
 
 @functools.cache
-def random_block(on: torch.device) -> Tensor:
-    """BLOCK random int16, the same on every device and in every run."""
+def random_blocks(on: torch.device) -> Tensor:
+    """BLOCK random int16, twice in a row, the same on every device and in every run."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**15), 2**15, (BLOCK,), dtype=torch.int16, generator=generator).to(on)
+    return torch.randint(-(2**15), 2**15, (BLOCK,), dtype=torch.int16, generator=generator).repeat(2).to(on)
 
 
 def own_shards(model: list, optimizer, names: dict[torch.nn.Parameter, str], copied: bool = True) -> list[Shard]:

@@ -133,11 +133,10 @@ class Probe:
         """The values of each micro-batch at w + size · direction, and this rank's part of gradient · (moved - w)."""
         predicted = torch.zeros((), dtype=torch.float64, device=bridge.device())
         for shard in self.shards:
-            moved = torch.add(shard.before, direction(shard), alpha=size)
-            shard.values.copy_(round_at_random(moved, shard))
+            moved = round_at_random_(torch.add(shard.before, direction(shard), alpha=size), shard)
+            shard.values.copy_(moved)
             if shard.counted:
-                moved = (shard.values.float() - shard.before.float()).mul_(shard.gradient)
-                predicted += moved.sum(dtype=torch.float64)
+                predicted += moved.sub_(shard.before).mul_(shard.gradient).sum(dtype=torch.float64)
         gather_weights(self.model)
         return self.forward(loss_func=values), predicted
 
@@ -212,12 +211,11 @@ def linearise(
 # ---------------------------------------------------------------- moves of a shard
 
 
-def round_at_random(moved: Tensor, shard: Shard) -> Tensor:
-    """fp32 values in the model's dtype; in bf16 up or down at random, so that moves below its resolution count too."""
-    if shard.before.dtype is torch.float32:
-        return moved
-    bits = moved.view(torch.int32) + (shard.random(salt=1).int() + 2**15)
-    return (bits & -(2**16)).view(torch.float32).bfloat16()
+def round_at_random_(moved: Tensor, shard: Shard) -> Tensor:
+    """Round fp32 values to bf16, where the model is, up or down at random: moves below its resolution count too."""
+    if shard.before.dtype is torch.bfloat16:
+        moved.view(torch.int32).add_(shard.random(salt=1)).add_(2**15).bitwise_and_(-(2**16))
+    return moved
 
 
 def random_signs(shard: Shard, number: int) -> Tensor:

@@ -116,7 +116,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
     Exhibit("top_k_mass", "vLLM samples from the top k, the trainer's log-probs are of all tokens",
         "rollout:Engine.generate", "top_k=sampling.top_k", "top_k=5", message=GAP, where="trl#6789"),
     Exhibit("temperature_missing", "the trainer's log-probs lack the temperature",
-        "megatron_bridge:token_logprobs", "logits.float() / temperature", "logits.float()",
+        "megatron_bridge:token_logprobs", "targets_M, temperature, with", "targets_M, 1.0, with",
         message=GAP, where="trl#4159", setting="temperature"),
     Exhibit("raw_log_probs", "vLLM returns log-probs from before the temperature",
         "rollout:Engine.__init__", 'logprobs_mode="processed_logprobs"', 'logprobs_mode="raw_logprobs"',
