@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -56,7 +56,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.utils import unwrap_model
 
 from support.model.offload import offload_state, take_back_state  # noqa: F401, the first for the script
-from support.model.optimizer_state import set_adam_steps, trainable_weights
+from support.model.optimizer_state import main_weights, set_adam_steps, trainable_weights
 from support.model.routes import reduce_counts  # noqa: F401, for the script
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -322,10 +322,12 @@ def layer_spec(hf, config: TransformerConfig, trained: LoraConfig | None) -> Mod
     return spec
 
 
-def build_optimizer(model: list, train, extra: dict):
+def build_optimizer(model: list, train, extra: dict, path: str | None = None):
     """AdamW with fp32 main weights, its state sharded over the replicas (Megatron's distributed optimizer).
 
-    `train`: lr, weight_decay, adam_beta1, adam_beta2, clip_grad; `extra` overrides any field.
+    `train`: lr, weight_decay, adam_beta1, adam_beta2, clip_grad; `extra` overrides any field. `path`: the weights'
+    folder. If they are fp32 there and the model is bf16, main weights begin with the fp32 values. If they began with
+    the rounded ones, no bf16 weight would change before its updates add up to half a unit in the last place.
     """
     dtype = model[0].config.params_dtype
     settings = dict(
@@ -346,6 +348,11 @@ def build_optimizer(model: list, train, extra: dict):
     optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if part.optimizer]  # with weights
     for part in optimizer.chained_optimizers:
         set_adam_steps(part, 0)  # torch makes the state at the first update; a checkpoint needs it before
+    if path and (model[0].hf_config.dtype is not dtype or named_weights(model, factors=True)):
+        mains = main_weights(model, optimizer)
+        for weight, shard in read_weights(model, path, chosen=mains):
+            place, main = mains[weight]
+            main.copy_(shard.flatten()[place])
     return optimizer
 
 
@@ -669,7 +676,13 @@ def named_weights(model: list, factors: bool = False) -> dict[str, torch.nn.Para
 
 
 def load_weights(model: list, path: str) -> None:
-    """Fill this rank's shard from the safetensors of `path`, one tensor at a time.
+    """Fill this rank's shard from the safetensors of `path`, rounded to the model's dtype."""
+    for weight, shard in read_weights(model, path):
+        weight.data.copy_(shard)
+
+
+def read_weights(model: list, path: str, chosen: Container | None = None) -> Iterator[tuple]:
+    """Yield (weight, this rank's shard of it as the safetensors of `path` have it), of all or the chosen weights.
 
     `check_weights` has compared the names; raises ValueError for a shape that does not fit.
     """
@@ -678,13 +691,15 @@ def load_weights(model: list, path: str) -> None:
     handles = {file: safe_open(file, framework="pt") for file in set(files.values())}
     handle_of = {part: handles[file] for part, file in files.items()}
     for name, parameter in (named_weights(model) | named_weights(model, factors=True)).items():
+        if chosen is not None and parameter not in chosen:
+            continue
         join, parts = rule_of(expert_of(name, hf, mpu.get_expert_model_parallel_rank()), hf)
         group, size = shard_group(name)
         whole = merge_parts(join, [lora.read_part(part, handle_of, parameter.shape) for part in parts], hf)
         shard = whole if SPLIT_DIM[join] is None else whole.chunk(size, SPLIT_DIM[join])[group.rank() % size]
         if shard.numel() != parameter.numel():
             raise ValueError(f"{parts[0]} of {path} gives {tuple(shard.shape)}, {name} has {tuple(parameter.shape)}")
-        parameter.data.copy_(shard.reshape(parameter.shape))
+        yield parameter, shard.reshape(parameter.shape)
 
 
 def hf_weights(model: list, bucket_bytes=BUCKET_BYTES, factors=False) -> Iterator[tuple[str, torch.Tensor]]:

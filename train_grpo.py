@@ -104,7 +104,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     model = bridge.build_model(
         inputs.model_path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head, trained=cfg.lora
     )
-    optimizer = bridge.build_optimizer(model, t, cfg.megatron)
+    optimizer = bridge.build_optimizer(model, t, cfg.megatron, inputs.model_path)
     reference = bridge.copy_weights(model, cfg.algo.reference_on) if cfg.algo.kl_coef > 0 else None
     run = Run(
         cfg=cfg,

@@ -67,11 +67,6 @@ def run(command: list[str], name: str, timeout_s: int = TIMEOUT_S) -> bool:
     return code == 0
 
 
-def has_result(work: str, system: str, number: int) -> bool:
-    """Whether a system was timed on a work in a round."""
-    return any((row["system"], row["round"]) == (system, number) for row in rows_on(RESULTS, work))
-
-
 def rows_on(results: Path, work: str) -> list[dict]:
     """The rows of a results file that were measured on a work."""
     return [row for row in works.read_results(results) if works.work_of(row) == WORKS[work]]
@@ -149,7 +144,7 @@ def main() -> int:
     for number in range(1, args.rounds + 1):
         for work in args.works:
             for system in args.systems:
-                if not has_result(work, system, number):
+                if (system, number) not in {(row["system"], row["round"]) for row in rows_on(RESULTS, work)}:
                     command = command_of(work, system, number, args.warmup, args.steps)
                     failed += not run(command, f"{work}.{system}.{number}")
     print("\n".join(ratio_lines({work: rows_on(RESULTS, work) for work in WORKS})))

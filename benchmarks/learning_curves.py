@@ -39,8 +39,7 @@ def train_ours(config: str, keys: list[str], folder: Path) -> Curve:
     """Train the configuration with these keys."""
     command = [sys.executable, *LAUNCH, "train_grpo.py", "--config", config, *keys]
     start([*command, f"output_dir={folder}", "train.save_every=0", "train.eval_every=0"], folder.name)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["reward/mean"] for line in lines]
+    return [json.loads(line)["reward/mean"] for line in (folder / "metrics.jsonl").open()]
 
 
 def train_trl(config: str, keys: list[str], folder: Path) -> Curve:

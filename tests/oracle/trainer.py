@@ -120,12 +120,12 @@ class Trainer:
         self.model = Model(folder)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.ends = end_tokens(folder, self.tokenizer)
-        initial = read_weights(folder, self.dtype, self.model.config.tie_word_embeddings)
+        tied = self.model.config.tie_word_embeddings
         self.frozen: Weights = {}
-        self.main = initial  # what is trained, in fp32
+        self.main = read_weights(folder, "fp32", tied)  # what is trained
         if config["lora"]["rank"]:
-            self.frozen = initial
-            self.main = initial_factors(initial, config["lora"], self.dtype)
+            self.frozen = read_weights(folder, self.dtype, tied)
+            self.main = initial_factors(self.frozen, config["lora"])
         t = config["train"]
         betas = (t["adam_beta1"], t["adam_beta2"])
         self.optimizer = torch.optim.AdamW(self.main.values(), betas=betas, weight_decay=t["weight_decay"])

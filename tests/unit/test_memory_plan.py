@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 import megatron_bridge as bridge
 import train_grpo
-from benchmarks import works
 from support.base import ranks
 from support.base.read_config import load_config
 from support.step.packing import to_micro_batches
@@ -148,7 +147,7 @@ def test_a_reference_and_a_teacher(tmp_path):
     """Where they wait, and that of those on the host the largest alone comes for the log-probs."""
     small, large = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
     folders = {name: hub_models.model_folder(name, tmp_path) for name in (small, large)}
-    size = {name: 2 * works.count(works.MODELS[hub_models.SHAPES[name]]) for name in folders}
+    size = {name: 2 * plan.count_weights(str(folder)) for name, folder in folders.items()}
     keys = [f"model.path={folders[large]}", f"algo.teacher={folders[small]}", "parallel.tp=1", "parallel.pp=1"]
 
     def further(*more: str) -> list[dict[str, int]]:

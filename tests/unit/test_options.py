@@ -5,13 +5,14 @@ import fnmatch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 from config import ParallelConfig, UserError
 from support.check import options
 from support.check.options import TABLES
 from support.engine.vllm_process import engine_options
-from support.model.optimizer_state import optimizer_weights, own_slice
+from support.model.optimizer_state import main_weights
 from support.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
 from tests.compare_runs import lasting
@@ -118,15 +119,16 @@ def small(tmp_path):
 
 
 def test_adam_on_the_host_makes_the_same_updates(world, small):
-    def main_weights(extra: dict) -> dict[str, torch.Tensor]:
+    def trained(extra: dict) -> dict[str, torch.Tensor]:
         bridge.init_model_parallel(ParallelConfig(), seed=0)
         model = bridge.build_model(small, ParallelConfig(), torch.bfloat16, extra)
-        optimizer = bridge.build_optimizer(model, TRAIN, extra)
+        optimizer = bridge.build_optimizer(model, TRAIN, extra, small)
+        _, embedding = main_weights(model, optimizer)[bridge.named_weights(model)["embedding.word_embeddings.weight"]]
+        assert embedding.equal(load_file(f"{small}/model.safetensors")["model.embed_tokens.weight"].flatten())
         for number in range(3):
             made_up_update(model, optimizer, number)
         names = {weight: name for name, weight in bridge.named_weights(model).items()}
-        found = optimizer_weights(model, optimizer)
-        found = {names[weight]: own_slice(part, weight)[1]["param"].clone() for part, _, weight, _ in found}
+        found = {names[weight]: main.clone() for weight, (_, main) in main_weights(model, optimizer).items()}
         for name, weight in bridge.named_weights(model).items():  # what samples and trains is what Adam steps
             assert weight.detach().flatten().equal(found[name].bfloat16()), name
         hosts = [part.optimizer for part in optimizer.chained_optimizers if extra]
@@ -134,9 +136,9 @@ def test_adam_on_the_host_makes_the_same_updates(world, small):
         bridge.mpu.destroy_model_parallel()
         return found
 
-    plain = main_weights({})
+    plain = trained({})
     for name, extra in OFFLOADS.items():
-        found = main_weights(extra)
+        found = trained(extra)
         assert found.keys() == plain.keys()
         assert max(relative(found[weight], plain[weight].double()) for weight in plain) < 1e-5, name
 
