@@ -62,7 +62,7 @@ from support.model.routes import reduce_counts  # noqa: F401, for the script
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BUCKET_BYTES = 512 << 20  # default size of a bucket of weights
 ALL_WEIGHTS = LoraConfig()  # rank 0: all weights are trained, none has adapters
-BLOCK = 1 << 20  # logits that are computed with at a time on a CPU
+BLOCK = 1 << 20  # logits that exist in fp32 at a time on a CPU
 LOGITS_CHUNK = 2048  # response tokens whose logits over the full vocabulary exist at a time
 
 
@@ -348,6 +348,7 @@ def build_optimizer(model: list, train, extra: dict, path: str | None = None):
     optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if part.optimizer]  # with weights
     for part in optimizer.chained_optimizers:
         set_adam_steps(part, 0)  # torch makes the state at the first update; a checkpoint needs it before
+    # Where the folder has the model's dtype, nothing was rounded but adapters, which are drawn in fp32.
     if path and (model[0].hf_config.dtype is not dtype or named_weights(model, factors=True)):
         mains = main_weights(model, optimizer)
         for weight, shard in read_weights(model, path, chosen=mains):
@@ -432,8 +433,8 @@ def first_of_context() -> bool:
 class VocabParallelLogp(torch.autograd.Function):
     """Log-prob of each target and entropy at each position, over a vocabulary split across the tensor-parallel ranks.
 
-    logits_M [M, V / tp], divided by the temperature, targets_M [M] ids in the full vocabulary → logp_M, entropy_M [M]
-    fp32; both differentiable. Where l = logit / temperature:
+    logits_M [M, V / tp] as the head gives them, targets_M [M] ids in the full vocabulary → logp_M, entropy_M [M] fp32,
+    both differentiable. With l = logit / temperature:
 
       d logp / d l_v = [v = target] - p_v          d entropy / d l_v = -p_v (log p_v + entropy)
 
@@ -682,7 +683,8 @@ def load_weights(model: list, path: str) -> None:
 
 
 def read_weights(model: list, path: str, chosen: Container | None = None) -> Iterator[tuple]:
-    """Yield (weight, this rank's shard of it as the safetensors of `path` have it), of all or the chosen weights.
+    """Yield (weight, this rank's shard of it as the safetensors of `path` have it), of all or the `chosen` weights, one
+    tensor at a time.
 
     `check_weights` has compared the names; raises ValueError for a shape that does not fit.
     """

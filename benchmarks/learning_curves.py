@@ -39,7 +39,7 @@ def train_ours(config: str, keys: list[str], folder: Path) -> Curve:
     """Train the configuration with these keys."""
     command = [sys.executable, *LAUNCH, "train_grpo.py", "--config", config, *keys]
     start([*command, f"output_dir={folder}", "train.save_every=0", "train.eval_every=0"], folder.name)
-    return [json.loads(line)["reward/mean"] for line in (folder / "metrics.jsonl").open()]
+    return [json.loads(line)["reward/mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def train_trl(config: str, keys: list[str], folder: Path) -> Curve:
