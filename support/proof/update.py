@@ -10,7 +10,8 @@ up and down and rounded to the model's dtype. S(w+) - S(w-) must equal the sum o
 each counted once. There are three kinds of moves:
 
   along the gradient          shows a wrong scale: summed twice, a wrong divisor, scaled by accumulation
-  in a random direction       shows a part that is missing or wrong, unless the direction is nearly orthogonal to it
+  in a random direction       shows a part that is missing or wrong, unless the direction is nearly orthogonal to it;
+                              a second one is tried where rounding does not hide the first
   of weights with gradient 0  must not change the log-prob of a trained token: shows a weight that gets no gradient
 
 The bound comes from the passes: u = S(w+) + S(w-) - 2 S(w) at a token holds the rounding of three passes, of variance 6
@@ -54,7 +55,7 @@ SIGMAS = 6.0
 NONLINEAR = {"fp32": 0.02, "bf16": 0.05}
 REROUTED = 0.3  # at most, with experts: a move also changes which of them are chosen, which no gradient counts
 JUMPS = 10.0  # times noise / signal: how much of REROUTED is allowed, since a token that changes experts jumps
-DIRECTIONS = 2  # random ones
+RANDOM = "in random direction 1", "in random direction 2"
 SMALLEST = 0.01  # size of a weight of zeros, such as B of an adapter
 SHARE = 16  # one of so many answers is what the gradient is compared on
 ANSWERS = 4  # of a replica, at least
@@ -330,8 +331,7 @@ class FirstUpdate:
 
 def second_step(cfg: Config) -> int:
     """The step, drawn by the seed, in which the gradient is compared again; a run of one step has none."""
-    last = min(cfg.train.steps, LATEST)
-    return int(np.random.default_rng(cfg.seed).integers(2, max(last, 2) + 1))
+    return int(np.random.default_rng(cfg.seed).integers(2, max(min(cfg.train.steps, LATEST), 2) + 1))
 
 
 def weight_names(model: list) -> dict[torch.nn.Parameter, str]:
@@ -393,11 +393,12 @@ def check_gradient(probe: Probe, norm: float, dtype: str) -> tuple[list[str], st
     shift, trial = SHIFT[dtype], TRIAL[dtype]
     scale = adam.norm_of(shard.before for shard in probe.shards if shard.counted) / norm  # to the weights' size
     least = shift * math.sqrt(probe.slope2 / probe.tokens) / norm**2 / scale  # log-probs move by more (Cauchy-Schwarz)
-    along, _ = probe.change_along(lambda shard: shard.gradient * scale, min(trial, least / 3), shift)
+    along, _ = probe.change_along(lambda shard: shard.gradient * scale, min(trial, least / 2), shift)
     changes, size = {"along the gradient": along}, trial
-    for number in range(1, DIRECTIONS + 1):
-        direction = partial(random_signs, number=number)
-        changes[f"in random direction {number}"], size = probe.change_along(direction, size, shift)
+    for number, where in enumerate(RANDOM, start=1):
+        changes[where], size = probe.change_along(partial(random_signs, number=number), size, shift)
+        if not probe.resolves(changes[where]):  # another would be hidden too
+            break
     hidden = [where for where, change in changes.items() if not probe.resolves(change)]
     changes_more = along.bound < max(abs(along.found), abs(along.predicted))
     if not probe.resolves(along) and changes_more and along.moved <= FAR * shift:

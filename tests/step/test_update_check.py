@@ -211,5 +211,5 @@ def test_moves_that_rounding_hides_are_said(build, monkeypatch, capsys):  # noqa
     compare = Probe.compare
     monkeypatch.setattr(Probe, "compare", lambda *args: compare(*args)._replace(noise=math.inf, bound=math.inf))
     train_grpo.train_step(build("train.lr=0.01"), 1)
-    said = "the gradient of this update was not checked along the gradient, in random direction 1, in random"
+    said = "the gradient of this update was not checked along the gradient, in random direction 1: moves"
     assert said in capsys.readouterr().out
