@@ -397,7 +397,7 @@ def check_gradient(probe: Probe, norm: float, dtype: str) -> tuple[list[str], st
     changes, size = {"along the gradient": along}, trial
     for number, where in enumerate(RANDOM, start=1):
         changes[where], size = probe.change_along(partial(random_signs, number=number), size, shift)
-        if not probe.resolves(changes[where]):  # another would be hidden too
+        if not probe.resolves(changes[where]):  # the other has the same shift and as much rounding
             break
     hidden = [where for where, change in changes.items() if not probe.resolves(change)]
     changes_more = along.bound < max(abs(along.found), abs(along.predicted))
