@@ -17,7 +17,7 @@ from numpy import ndarray
 from config import ModelConfig, RankError, RolloutConfig
 from support.engine import cpu_engine
 from support.engine.push_check import PushCheck, Shards
-from support.engine.vllm_process import let_segments_grow, set_environment
+from support.engine.vllm_process import capture_size, let_segments_grow, set_environment
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ class Engine:
         The options in rollout.vllm override those below.
         """
         on_gpu = torch.cuda.device_count() > 0
-        set_environment(rollout.exact)
+        set_environment(rollout.exact, model.dtype)
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
@@ -61,7 +61,7 @@ class Engine:
         tp = rollout.tp
         settings = dict(
             model=path,
-            dtype={"fp32": "float32", "bf16": "bfloat16"}[model.dtype],
+            dtype={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[model.dtype],
             tensor_parallel_size=tp,
             distributed_executor_backend="external_launcher",
             seed=int(os.environ["RANK"]) // tp,  # one per engine; sampling itself is seeded per prompt
@@ -81,7 +81,7 @@ class Engine:
         if on_gpu:  # CUDA graphs up to the largest batch of a step
             engines = int(os.environ["WORLD_SIZE"]) // tp
             batch = math.ceil(rollout.prompts_per_step / engines) * rollout.group_size
-            settings["compilation_config"] = {"max_cudagraph_capture_size": min(batch, 512)}
+            settings["compilation_config"] = {"max_cudagraph_capture_size": capture_size(batch)}
         if model.fp32_head:
             settings["hf_overrides"] = {"head_dtype": "float32"}
         self.llm = vllm.LLM(**settings | rollout.vllm)

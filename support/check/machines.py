@@ -41,13 +41,16 @@ def check_start(cfg: Config) -> None:
         "mpirun on several machines add -x MASTER_ADDR=HOST, the host of rank 0",
     )
     if torch.cuda.is_available():
-        check_gpus()
+        check_gpus(cfg)
     else:
         check_without_gpu(cfg)
 
 
-def check_gpus() -> None:
-    """Check that each process of this machine has a GPU, and Triton what it compiles with. Raises UserError."""
+def check_gpus(cfg: Config) -> None:
+    """Check that each process of this machine has a GPU that can do what is asked, and Triton what it compiles with.
+
+    Raises UserError.
+    """
     least = int(os.environ["LOCAL_RANK"]) + 1
     local = int(os.environ.get("LOCAL_WORLD_SIZE", least))
     gpus = torch.cuda.device_count()
@@ -59,6 +62,11 @@ def check_gpus() -> None:
         if "MIG" in torch.cuda.get_device_name(0):
             message += f"; with MIG {versions.MIG_REMEDY}"
         raise UserError(message)
+    if cfg.rollout.exact and torch.cuda.get_device_capability() < (9, 0):
+        raise UserError(
+            "rollout.exact=true needs GPUs of compute capability 9.0: below, vLLM puts matrix products without a "
+            f"gradient under all of this process; this is {torch.cuda.get_device_name(0)}: use rollout.exact=false"
+        )
     missing = [name for name, path in versions.build_tools().items() if path is None]
     require(not missing, f"no {', no '.join(missing)}, which vLLM's kernels need. {versions.BUILD_TOOLS_REMEDY}")
 

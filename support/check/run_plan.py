@@ -5,6 +5,8 @@ import os
 from config import Config
 from support.step.packing import bubble
 
+TRITON = "TRITON_F32_DEFAULT"  # the precision of fp32 products in Triton's kernels
+
 
 def describe(cfg: Config, world_size: int) -> str:
     """The layout and the arithmetic of a step and of the run, in words."""
@@ -21,6 +23,8 @@ def describe(cfg: Config, world_size: int) -> str:
     if p.ep * p.etp > 1:
         layout += f"; experts: ep {p.ep} × etp {p.etp} × pp {p.pp} × dp {world_size // (p.etp * p.ep * p.pp)}"
     layout += f"; rollout: {plural(world_size // r.tp, 'vLLM engine')} of tp {r.tp}"
+    if cfg.model.dtype == "fp32" and TRITON in os.environ:  # on GPUs
+        layout += f", its attention in fp32 by {os.environ[TRITON]} products"
     step = f"a step:  {plural(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples"
     if r.turns:
         step += f", each a conversation of up to {plural(r.max_turns, 'answer')}"
@@ -73,6 +77,11 @@ def warnings(cfg: Config, world_size: int) -> list[str]:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, 8)))  # a dry run plans for machines of eight GPUs
     more_samples = "try a larger rollout.prompts_per_step, fewer train.updates_per_step"
     found = []
+    if cfg.model.dtype == "fp32" and os.environ.get(TRITON, "ieee") != "ieee":
+        found.append(
+            f"{TRITON}={os.environ[TRITON]} lets vLLM's attention multiply fp32 tensors in less: its log-probs differ "
+            "from the trainer's by hundreds of times their rounding, and the run stops: unset it"
+        )
     if samples < p.pp:
         found.append(
             f"an update has {samples} samples a replica for parallel.pp={p.pp} stages, which idle at least "

@@ -1,16 +1,17 @@
 """Environment variables that vLLM reads, set before it is imported, and the options of its engine."""
 
 import dataclasses
+import math
 import os
 from typing import Any
 
 import torch
 
 
-def set_environment(exact: bool = False) -> None:
+def set_environment(exact: bool = False, dtype: str = "bf16") -> None:
     """Set variables that vLLM, or torch for it, reads at import or at its first allocation.
 
-    A variable that the user has set stays. `exact`: rollout.exact.
+    A variable that the user has set stays. `exact`: rollout.exact; `dtype`: model.dtype.
     """
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs inside this process
@@ -23,10 +24,22 @@ def set_environment(exact: bool = False) -> None:
     else:
         # With a seed per prompt the old runner samples one request after the other, the new one all at once.
         defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-        if exact:
-            defaults |= {"VLLM_BATCH_INVARIANT": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # never used with processed log-probs, but imported
+        if exact:  # the workspace is the one that vLLM 0.26 and 0.32 set themselves from compute capability 9.0 on
+            defaults |= {"VLLM_BATCH_INVARIANT": "1", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+        if dtype == "fp32":  # vLLM's attention is then Triton's, which would multiply in TF32
+            defaults["TRITON_F32_DEFAULT"] = "ieee"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def capture_size(batch: int) -> int:
+    """The largest batch to capture a CUDA graph of, so that `batch` requests have one; at most 512.
+
+    vLLM captures multiples of 8, and above 256 of 16, up to the number that it is given; it cuts others off.
+    """
+    step = 8 if batch <= 256 else 16
+    return min(math.ceil(batch / step) * step, 512)
 
 
 def let_segments_grow() -> None:

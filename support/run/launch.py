@@ -121,7 +121,7 @@ def prepare_process(cfg: Config) -> None:
     if cfg.parallel.tp * cfg.parallel.cp > 1:
         # Megatron-core starts communication before the kernels that hide it: one queue keeps that order on the GPU.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    vllm_process.set_environment(cfg.rollout.exact)  # before vLLM is imported, or a GPU allocates
+    vllm_process.set_environment(cfg.rollout.exact, cfg.model.dtype)  # before vLLM is imported, or a GPU allocates
     if torch.cuda.is_available():
         torch.backends.cuda.enable_flash_sdp(cfg.model.flash_attention)
 

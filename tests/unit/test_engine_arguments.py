@@ -8,10 +8,15 @@ import torch
 from config import Config
 from rollout import Engine
 from support.base.read_config import override
+from support.check import run_plan
 from support.engine import vllm_process
+from tests.conftest import tiny_config
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-NAMES = ("VLLM_USE_V2_MODEL_RUNNER", *ALLOCATOR, "VLLM_BATCH_INVARIANT", "CUBLAS_WORKSPACE_CONFIG")
+NAMES = (
+    "VLLM_USE_V2_MODEL_RUNNER", *ALLOCATOR, "VLLM_BATCH_INVARIANT", "CUBLAS_WORKSPACE_CONFIG", "TRITON_F32_DEFAULT",
+    "VLLM_USE_FLASHINFER_SAMPLER",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -53,14 +58,25 @@ def told(monkeypatch, tiny):
 def test_settings_on_a_gpu(told):
     args, slept = told({"rollout.prompts_per_step": 6, "rollout.group_size": 4, "rollout.tp": 2})
     assert args.enable_sleep_mode and args.enable_chunked_prefill and not args.enforce_eager
-    assert args.compilation_config.max_cudagraph_capture_size == 12  # 3 of 6 prompts for each of two engines, 4 answers
+    assert args.compilation_config.max_cudagraph_capture_size == 16  # 3 of 6 prompts for each of two engines, 4 answers
     # Its graphs' buffers are shared between the ranks of an engine, which expandable segments do not allow.
     assert told.order == ["start", "expandable_segments:True"] and not args.disable_custom_all_reduce
     assert not any(name in os.environ for name in ALLOCATOR)
     assert slept == [2] and args.hf_overrides == {} and not args.enable_return_routed_experts
     assert told({"algo.replay_routes": True})[0].enable_return_routed_experts
-    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1" and os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert "VLLM_BATCH_INVARIANT" not in os.environ
+
+
+def test_an_fp32_model_has_fp32_products_in_vllms_attention(told, monkeypatch):
+    told({"model.dtype": "fp16"})
+    assert "TRITON_F32_DEFAULT" not in os.environ
+    args, _ = told({"model.dtype": "fp32"})
+    cfg = tiny_config()
+    assert os.environ["TRITON_F32_DEFAULT"] == "ieee" and args.dtype == "float32"
+    assert "its attention in fp32 by ieee products" in run_plan.describe(cfg, 1)
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
+    assert any("TRITON_F32_DEFAULT=tf32 lets" in warning for warning in run_plan.warnings(cfg, 1))
 
 
 def test_keys_reach_vllm_and_what_the_user_set_stays(told, monkeypatch):
@@ -72,6 +88,12 @@ def test_keys_reach_vllm_and_what_the_user_set_stays(told, monkeypatch):
     assert slept == [1] and args.quantization == "fp8" and not args.enable_chunked_prefill
     assert args.hf_overrides == {"head_dtype": "float32"} and args.compilation_config.max_cudagraph_capture_size == 512
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0" and os.environ["VLLM_BATCH_INVARIANT"] == "1"
+
+
+@pytest.mark.parametrize(("batch", "size"), [(1, 8), (12, 16), (256, 256), (300, 304), (500, 512), (9999, 512)])
+def test_the_fullest_batch_of_a_step_has_a_cuda_graph(batch, size):
+    """vLLM captures multiples of 8, and above 256 of 16, and cuts off what is above the last of them."""
+    assert vllm_process.capture_size(batch) == size
 
 
 def test_without_sleep_mode_nothing_sleeps(told):

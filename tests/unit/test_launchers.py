@@ -118,6 +118,12 @@ def test_what_is_said_where_something_is_missing(monkeypatch):
     tools = {"C compiler": "/usr/bin/gcc", "Python.h": "/usr/include/Python.h"}
     monkeypatch.setattr(versions, "build_tools", lambda: tools)
     machines.check_start(cfg)
+    exact = override(cfg, {"rollout.exact": True})
+    monkeypatch.setattr(machines.torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(UserError, match=r"rollout.exact=true needs GPUs of compute capability 9.0: .* this is NVIDIA"):
+        machines.check_start(exact)
+    monkeypatch.setattr(machines.torch.cuda, "get_device_capability", lambda: (9, 0))
+    machines.check_start(exact)
     tools["Python.h"] = None
     with pytest.raises(UserError, match=r"^no Python\.h, which vLLM's kernels need\. .*apt-get install gcc"):
         machines.check_start(cfg)
