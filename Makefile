@@ -22,15 +22,13 @@ export TOKENIZERS_PARALLELISM ?= false
 # GPU requirements where an NVIDIA driver answers, else the CPU recipe
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
-# of `make llm`: bf16 where a GPU or the CPU has units for it, else fp32
-DTYPE := $(if $(GPU)$(shell grep -m1 -oE 'avx512_bf16|amx_bf16' /proc/cpuinfo),,model.dtype=fp32)
 
 .PHONY: setup demo llm test test-all test-other bench gpu-check walkthrough lint
 setup: $(VENV)/ready
 demo: $(VENV)/ready build/tiny/train.jsonl
 	$(TORCHRUN) --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
 llm: $(VENV)/ready build/smollm2/train.jsonl $(if $(findstring model.path=,$(ARGS)),,build/smollm2/model)
-	$(TORCHRUN) --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/smollm2.yaml $(DTYPE) $(ARGS)
+	$(TORCHRUN) --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/smollm2.yaml model.dtype=$$($(BIN)/python -m tools.machine) $(ARGS)
 	$(BIN)/python tools/make_smollm2.py outputs/smollm2 --show
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -q --durations=10 -m "not slow" $(TESTS)

@@ -52,9 +52,11 @@ class Section(pydantic.BaseModel):
 
 class ModelConfig(Section):
     path: str  # Hugging Face folder or hub name
-    dtype: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; optimizer state and gradients are fp32
-    flash_attention: bool = True  # for bf16 on a GPU; false: torch's other kernels, sequences padded, slower
-    fp32_head: bool = False  # logits of a bf16 model in fp32, in the trainer and in vLLM
+    dtype: Literal["bf16", "fp16", "fp32"] = (
+        "bf16"  # of weights and activations; optimizer state and gradients are fp32
+    )
+    flash_attention: bool = True  # for bf16 and fp16 on a GPU; false: torch's other kernels, sequences padded, slower
+    fp32_head: bool = False  # logits of a bf16 or fp16 model in fp32, in the trainer and in vLLM
 
 
 class DataConfig(Section):
@@ -84,7 +86,7 @@ class RolloutConfig(Section):
     top_k: AllOrCount = -1  # sample from the k likeliest tokens; -1: all
     tp: Count = 1  # tensor parallel size of each vLLM engine; there are world size / tp engines
     gpu_memory_utilization: ShareAboveZero = 0.6  # share of a GPU's memory for vLLM while it samples
-    # bounds of |trainer - vLLM| log-prob (fp32: largest, bf16: mean of an update) and of the mean k3 of vLLM against
+    # bounds of |trainer - vLLM| log-prob (fp32: largest, else mean of an update) and of the mean k3 of vLLM against
     # the trainer over 20 updates; null: 10 (fp32: 50) times what rounding does in this model: docs/dev/checks.md
     max_logp_gap: PositiveOrInf | None = None
     max_mismatch_kl: PositiveOrInf | None = None

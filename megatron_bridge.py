@@ -26,7 +26,7 @@ from safetensors import safe_open
 from config import Config, LoraConfig, TrainingError
 from support.base import hf_folder
 from support.base.ranks import device, to_device
-from support.model import lora, routes
+from support.model import fp16, lora, routes
 from support.model.attention import (
     Copies,
     PackedAttention,
@@ -59,7 +59,7 @@ from support.model.offload import offload_state, take_back_state  # noqa: F401, 
 from support.model.optimizer_state import main_weights, set_adam_steps, trainable_weights
 from support.model.routes import reduce_counts  # noqa: F401, for the script
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET_BYTES = 512 << 20  # default size of a bucket of weights
 ALL_WEIGHTS = LoraConfig()  # rank 0: all weights are trained, none has adapters
 BLOCK = 1 << 20  # logits that exist in fp32 at a time on a CPU
@@ -130,6 +130,7 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         calculate_per_token_loss=True,  # gradients are sums, divided once by the global denominator
         use_cpu_initialization=not torch.cuda.is_available(),
         gradient_accumulation_fusion=False,  # needs Apex or Transformer Engine
@@ -339,6 +340,9 @@ def build_optimizer(model: list, train, extra: dict, path: str | None = None):
         clip_grad=train.clip_grad,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        initial_loss_scale=fp16.initial_scale(train.max_tokens_per_micro_batch, extra.get("min_loss_scale", 1.0)),
+        hysteresis=1,  # overflows before it is halved
         use_distributed_optimizer=True,
         optimizer_offload_fraction=1.0,  # of the state, with megatron.optimizer_cpu_offload
         pin_cpu_grads=torch.cuda.is_available(),
@@ -346,6 +350,8 @@ def build_optimizer(model: list, train, extra: dict, path: str | None = None):
     config = OptimizerConfig(**settings | options_for(OptimizerConfig, extra))
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
     optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if part.optimizer]  # with weights
+    if config.fp16:
+        model[0].config.grad_scale_func = optimizer.scale_loss
     for part in optimizer.chained_optimizers:
         set_adam_steps(part, 0)  # torch makes the state at the first update; a checkpoint needs it before
     # Where the folder has the model's dtype, nothing was rounded but adapters, which are drawn in fp32.
@@ -369,18 +375,25 @@ def optimizer_step(optimizer, lr: float, offloaded: bool) -> float:
     """Update the weights with learning rate `lr`; returns the norm of the gradient before clipping, on every rank.
 
     The update is skipped where the norm is NaN, infinite or exactly 0 (Adam would then move the weights by momentum and
-    weight decay alone). `offloaded`: the optimizer's state may be on the host and is copied back first.
+    weight decay alone). In fp16 the gradient is divided by the loss scale here, which Megatron halves where the norm is
+    not finite. `offloaded`: the optimizer's state may be on the host and is copied back first.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
+    scalers = fp16.loss_scalers(optimizer)
+    states = [scaler.state_dict() for scaler in scalers]
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
+    for scaler, state in zip(scalers, states, strict=True):  # of experts and of the rest, which may overflow alone
+        scaler.load_state_dict(state)
+        scaler.update(not math.isfinite(norm))
     if math.isfinite(norm) and norm > 0:
         if offloaded:
             take_back_state(optimizer)
-        optimizer.get_grad_norm = lambda: norm  # for step, which would compute it again
+        # For step, which would compute the norm again, and divide by the loss scale twice.
+        optimizer.prepare_grads, optimizer.get_grad_norm = lambda: False, lambda: norm
         optimizer.step()
-        del optimizer.get_grad_norm
+        del optimizer.prepare_grads, optimizer.get_grad_norm
     return norm
 
 
@@ -677,9 +690,17 @@ def named_weights(model: list, factors: bool = False) -> dict[str, torch.nn.Para
 
 
 def load_weights(model: list, path: str) -> None:
-    """Fill this rank's shard from the safetensors of `path`, rounded to the model's dtype."""
+    """Fill this rank's shard from the safetensors of `path`, rounded to the model's dtype.
+
+    Raises UserError, on every rank, where fp16 cannot hold a weight.
+    """
+    names = {weight: name for name, weight in (named_weights(model) | named_weights(model, factors=True)).items()}
+    defects = []
     for weight, shard in read_weights(model, path):
         weight.data.copy_(shard)
+        if weight.dtype is torch.float16:
+            defects.append(fp16.rounding_defect(names[weight], shard))
+    fp16.report_rounding([defect for defect in defects if defect], path)
 
 
 def read_weights(model: list, path: str, chosen: Container | None = None) -> Iterator[tuple]:
@@ -796,8 +817,8 @@ def copy_weights(model: list, on: str = "gpu") -> list[torch.Tensor]:
     weights = [weight.detach() for weight in trainable_weights(model)]
     if on == "gpu":
         return [weight.clone() for weight in weights]
-    copies = [weight.to("cpu", copy=True) for weight in weights]
-    return [copy.pin_memory() for copy in copies] if torch.cuda.is_available() else copies
+    pinned = torch.cuda.is_available()
+    return [torch.empty_like(weight, device="cpu", pin_memory=pinned).copy_(weight) for weight in weights]
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ from config import AlgoConfig, Config, EvalConfig, RewardConfig, RolloutConfig, 
 from rollout import Engine
 from support.base.read_config import override
 from support.data.prompts import Prompt, fingerprint, prompt_batch, sampling_seed
-from support.model import checkpoint, optimizer_state
+from support.model import checkpoint, fp16, optimizer_state
 from support.proof import push_source, rehearsal
 from support.proof.checks import Checks, Passes
 from support.proof.rows import match_outcomes
@@ -140,6 +140,7 @@ def save(run: Run, step: int) -> None:
         "updates": optimizer_state.optimizer_steps(run.optimizer),
         "prompts_taken": run.prompts_taken,
         "skipped": run.checks.skipped,
+        "loss_scale": fp16.scaler_state(run.optimizer),
         "data": fingerprint(run.inputs.prompts),
         "ranks": dist.get_world_size(),
         "config": run.cfg.model_dump(),
@@ -496,7 +497,11 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
     """Accumulate an update's gradient in Megatron's buffers. Returns its report, of all ranks except measure_rows."""
     bridge.zero_gradients(model, optimizer)
     reports = run_schedule(model, micro_batches, cfg.rollout.temperature, partial(grpo_loss, algo=cfg.algo))
-    report = metrics.add_up(reports) | {"grad_norm": math.nan} | measure_rows(micro_batches, cfg)
+    report = (
+        metrics.add_up(reports)
+        | measure_rows(micro_batches, cfg)
+        | {"grad_norm": math.nan, "loss_scale": fp16.loss_scale(optimizer)}
+    )
     if cfg.algo.replay_routes:
         report |= bridge.reduce_counts(model)
     return report

@@ -180,7 +180,7 @@ def main() -> None:
 
     work = WORKS[args.work]
     setting = TrlSetting.parse(args.setting)
-    dtype = {"fp32": "float32", "bf16": "bfloat16"}[work.dtype]
+    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[work.dtype]
     if args.vllm:
         from support.engine.vllm_process import set_environment
 

@@ -196,7 +196,7 @@ def make_model(folder: Path, work: Work) -> None:
         save_file({n: tensor(n, s) for n, s in shapes.items()}, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(shapes, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    dtype = {"fp32": "float32", "bf16": "bfloat16"}[work.dtype]
+    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[work.dtype]
     (folder / "config.json").write_text(json.dumps({**c, "dtype": dtype}, indent=1))
     tokenizer = make_tiny.bpe_tokenizer(TEXTS, vocab_size=min(c["vocab_size"], 1024))
     special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<pad>"}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from support.base import versions
 from support.base.versions import gib, numbers
-from tools.machine import BESIDE_TORCH, RANK_NAMES, facts, satisfies
+from tools.machine import BESIDE_TORCH, RANK_NAMES, facts, fastest_dtype, satisfies
 
 OK, WARN, STOP = "ok", "warn", "STOP"
 
@@ -207,9 +207,11 @@ def machine(found: dict) -> Iterator[Row]:
     yield row_if(few, "ulimit, open files", "unlimited" if files is None else str(files), "ulimit -n 65536")
     if found["infiniband"] and locked is not None:
         yield Row("InfiniBand", f"locked memory is limited to {gib(locked)}", WARN, "ulimit -l unlimited")
-    if not seen and found["torch"]["bf16_units"] is False:
-        text = "none: it computes bf16 products in fp32 and rounds, which is no faster than fp32"
-        yield Row("bf16 units of the CPU", text, WARN, "try model.dtype=fp32")
+    if products := found["torch"]["products"]:
+        fastest = fastest_dtype(products)
+        text = ", ".join(f"{name} {rate:.0f}" for name, rate in products.items()) + " GFLOP/s of one core"
+        slow = products["bf16"] < 0.7 * products[fastest]
+        yield row_if(slow, "matrix products", text, f"bf16 is the default: try model.dtype={fastest}")
     few = found["cores"] < 2 * len(seen)
     yield row_if(few, "cores", str(found["cores"]), "two a GPU: a rank runs Python, vLLM's scheduler and graders")
 

@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import subprocess
+import timeit
 import warnings
 from pathlib import Path
 
@@ -120,21 +121,22 @@ def vllm_share() -> float:
 
 
 def torch_facts() -> dict:
-    """How torch was built, whether the CPU has bf16 units, the GPUs that torch sees, and what it says where it cannot.
+    """How torch was built, how fast the CPU multiplies, the GPUs that torch sees, and what it says where it cannot.
 
     None of the CPU where torch does not load.
     """
     found = {"import_error": None, "cuda_error": None, "gpus": [], "kernels": [], **versions.cuda_versions()}
-    found["bf16_units"] = None
+    found["products"] = {}
     try:
         import torch
 
         from support.model import cpu_backend
     except (ImportError, OSError) as error:
         return {**found, "import_error": str(error)}
-    found["bf16_units"] = cpu_backend.has_bf16_units()
     if torch.version.cuda is None:
-        return found
+        cpu_backend.replace_slow_products()  # as in a run
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        return found | {"products": {name: product_rate(dtype) for name, dtype in dtypes.items()}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the same text comes as an error
         try:
@@ -145,6 +147,23 @@ def torch_facts() -> dict:
     found["kernels"] = torch.cuda.get_arch_list()
     found["gpus"] = [{"name": p.name, "bytes": p.total_memory, "capability": f"{p.major}.{p.minor}"} for p in seen]
     return found
+
+
+def product_rate(dtype) -> float:
+    """Operations a second, in 10⁹, of one thread with matrices of SmolLM2 in a dtype of torch; the best of ten."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    a, b = torch.rand(512, 576).to(dtype), torch.rand(1536, 576).to(dtype)
+    seconds = min(timeit.repeat(lambda: a @ b.T, number=3, repeat=10)) / 3
+    torch.set_num_threads(threads)
+    return 2e-9 * a.numel() * len(b) / seconds
+
+
+def fastest_dtype(products: dict[str, float]) -> str:
+    """The model.dtype whose matrix products are the fastest, or bf16 where none was measured: on a GPU."""
+    return max(products, key=products.get, default="bf16")
 
 
 def smi_facts() -> dict:
@@ -174,3 +193,7 @@ def links(matrix: str) -> list[str]:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()
     cells = [line.split()[1:] for line in lines if re.match(r"GPU\d+\s", line)]
     return [cells[i][j] for i in range(len(cells)) for j in range(i + 1, len(cells))]
+
+
+if __name__ == "__main__":  # for `make llm`
+    print(fastest_dtype(torch_facts()["products"]))

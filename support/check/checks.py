@@ -188,9 +188,9 @@ def check_state_and_precision(cfg: Config) -> None:
     r, t = cfg.rollout, cfg.train
     p, a = cfg.parallel, cfg.algo
     require(
-        t.offload != "optimizer" or (cfg.model.dtype == "bf16" and not cfg.megatron.get("optimizer_cpu_offload")),
-        "train.offload=optimizer needs model.dtype=bf16 (the main weights of an fp32 model are the model's own) and no "
-        "megatron.optimizer_cpu_offload, which keeps them on the host all the time; use train.offload=grads",
+        t.offload != "optimizer" or (cfg.model.dtype != "fp32" and not cfg.megatron.get("optimizer_cpu_offload")),
+        "train.offload=optimizer needs model.dtype=bf16 or fp16 (in fp32 the main weights are the model's own) "
+        "and no megatron.optimizer_cpu_offload, which keeps them on the host all the time; use train.offload=grads",
     )
     require(
         a.reference_on == "gpu" or a.kl_coef > 0 or a.teacher not in (None, "self"),
@@ -198,8 +198,8 @@ def check_state_and_precision(cfg: Config) -> None:
         "model as algo.teacher; leave it out",
     )
     require(
-        not cfg.model.fp32_head or (cfg.model.dtype == "bf16" and not cfg.megatron.get("overlap_param_gather")),
-        "model.fp32_head=true is for model.dtype=bf16, and reads the head's weight before "
+        not cfg.model.fp32_head or (cfg.model.dtype != "fp32" and not cfg.megatron.get("overlap_param_gather")),
+        "model.fp32_head=true is for model.dtype=bf16 and fp16, and reads the head's weight before "
         "megatron.overlap_param_gather has put it together; use fp32_head=false or overlap_param_gather=false",
     )
     if r.exact and (r.tp != p.tp or r.vllm.get("quantization")):

@@ -57,8 +57,8 @@ def costs(cfg: Config, world_size: int, on_gpu: bool = True) -> dict[str, Cost]:
 def optimizer_cost(cfg: Config, world_size: int) -> Cost:
     """AdamW's state for each weight, spread over all ranks.
 
-    Two moments are 8 bytes and, of bf16 weights, an fp32 copy 4. With megatron.optimizer_cpu_offload these and a
-    gradient, 16, are in host memory, and Megatron's own fp32 copy, 4, stays on the GPU; not with
+    Two moments are 8 bytes and, unless the model is fp32, an fp32 copy 4. With megatron.optimizer_cpu_offload these and
+    a gradient, 16, are in host memory, and Megatron's own fp32 copy, 4, stays on the GPU; not with
     megatron.use_precision_aware_optimizer. With train.offload=optimizer the state is on the GPU from the build to the
     first push and in each update; where a step has several updates, in the passes of the later ones too.
     """

@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import fnmatch
 import json
+import math
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,13 +22,20 @@ from support.base.read_config import nearest
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 MEGATRON_NEEDS = {name: (other, value) for other, value, names in TABLES["megatron_needs"] for name in names}
+COUNT = Annotated[int, Field(ge=1)]
+SCALE = Annotated[float, Field(gt=0, le=2**32)]
 # Narrower than what Megatron declares.
 MEGATRON_TYPES = {
     "adam_eps": Annotated[float, Field(ge=0)],
-    "bucket_size": Annotated[int, Field(ge=1)] | None,
+    "bucket_size": COUNT | None,
+    "hysteresis": COUNT,
+    "initial_loss_scale": SCALE,
+    "loss_scale": SCALE,
+    "loss_scale_window": COUNT,
+    "min_loss_scale": SCALE,
     "moe_aux_loss_coeff": Annotated[float, Field(ge=0)],
     "optimizer_offload_fraction": Annotated[float, Field(gt=0, le=1)],
-    "recompute_num_layers": Annotated[int, Field(ge=1)] | None,
+    "recompute_num_layers": COUNT | None,
     "moe_token_dispatcher_type": Literal["alltoall", "flex"],
     "recompute_modules": list[Literal["core_attn", "mlp", "moe", "shared_experts"]],  # without Transformer Engine
 }
@@ -74,8 +82,23 @@ def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: st
         other, needed = MEGATRON_NEEDS.get(name, (name, value))
         if options.get(other) != needed:
             raise UserError(f"{key}={value!r} has no effect without megatron.{other}={needed!r}")
+    check_loss_scale(options, dtype)
     if options.get("optimizer_cpu_offload") and dtype == "fp32":
-        raise UserError("megatron.optimizer_cpu_offload=True: Megatron-core offloads bf16 alone; use model.dtype=bf16")
+        raise UserError("megatron.optimizer_cpu_offload=True: not for an fp32 model; use model.dtype=bf16")
+
+
+def check_loss_scale(options: dict[str, Any], dtype: str) -> None:
+    """Raises UserError where fields of the loss scale have no effect, or where its minimum is above its beginning."""
+    given = [
+        name for name in options if MEGATRON_TYPES.get(name) is SCALE or name in ("hysteresis", "loss_scale_window")
+    ]
+    keys = ", ".join(f"megatron.{name}" for name in given)
+    if given and dtype != "fp16":
+        raise UserError(f"{keys}: only fp16 needs a loss scale; leave it out, or use model.dtype=fp16")
+    if "loss_scale" in given and len(given) > 1:
+        raise UserError(f"{keys}: megatron.loss_scale is a constant one, so the others have no effect; leave them out")
+    if options.get("min_loss_scale", 0.0) > options.get("initial_loss_scale", math.inf):
+        raise UserError("megatron.min_loss_scale is above megatron.initial_loss_scale, where the scale begins")
 
 
 def check_vllm(options: dict[str, Any]) -> None:

@@ -1,15 +1,16 @@
 """Makes Megatron-core run on a machine without a GPU, over gloo.
 
 Megatron-core asks torch.cuda for the current device, for streams and for the random state, and writes device="cuda"
-when it allocates small tensors. `install()` answers those questions for the CPU. Where the CPU has no bf16 units, it
-also computes matrix products of bf16 tensors in fp32 (`compute_bf16_products_in_fp32`). Nothing is touched where a GPU
-is present. Call it once, before `megatron` is imported.
+when it allocates small tensors. `install()` answers those questions for the CPU. Where the CPU has no units for bf16 or
+fp16, it also computes matrix products of such tensors in fp32 (`compute_products_in_fp32`). Nothing is touched where a
+GPU is present. Call it once, before `megatron` is imported.
 """
 
 import contextlib
 import importlib
 import types
 import warnings
+from collections.abc import Collection
 
 import torch
 
@@ -60,6 +61,7 @@ MODULES = (
     "pipeline_parallel.schedules",
     "optimizer.optimizer",
     "optimizer.clip_grads",
+    "optimizer.grad_scaler",
     "optimizer.cpu_offloading.hybrid_optimizer",
     "distributed.param_and_grad_buffer",
     "transformer.moe.moe_utils",
@@ -127,37 +129,41 @@ def _offloaded_groups(self, fraction: float) -> tuple:
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 
-def has_bf16_units() -> bool:
-    """Whether torch has a fast kernel for matrix products of bf16 tensors on this CPU (AVX-512, AMX or Arm's bf16).
+def has_units(dtype: torch.dtype) -> bool:
+    """Whether torch has a fast kernel for matrix products in bf16 or fp16 on this CPU (AVX-512, AMX, Arm's units).
 
     False where torch is built without oneDNN, whose operators are missing then.
     """
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    mkldnn = torch.ops.mkldnn
+    asks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return torch.backends.mkldnn.is_available() and getattr(mkldnn, asks[dtype])()
 
 
-def compute_bf16_products_in_fp32() -> torch.library.Library:
-    """Replace torch's CPU kernels of matrix products: bf16 tensors are widened, multiplied in fp32 and rounded once.
-    The kernels stay as long as the returned object does.
+def compute_products_in_fp32(dtypes: Collection[torch.dtype]) -> torch.library.Library:
+    """Replace torch's CPU kernels of matrix products: tensors in `dtypes` are widened, multiplied in fp32 and rounded
+    once. The kernels stay as long as the returned object does.
 
-    Without bf16 units torch 2.13 multiplies bf16 tensors element by element, about 100 times slower than fp32. The
-    products are exact in fp32 and summed there, so the result is at least as exact as that of a bf16 kernel. Bits
-    differ between machines with and without such units. Tensors of other types go to torch's own kernels.
+    Without units for bf16 torch 2.13 multiplies such tensors element by element, about 100 times slower than fp32;
+    likewise fp16. The products are exact in fp32 and summed there, so the result is at least as exact as that of a
+    kernel for the type. Bits differ between machines with and without such units. Tensors of other types go to torch's
+    own kernels.
     """
     kernels = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # torch warns that a kernel is replaced
         for name in MATRIX_PRODUCTS:
-            kernels.impl(name, _widened(torch.library.get_kernel(f"aten::{name}", "CPU")), "CPU", with_keyset=True)
+            kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+            kernels.impl(name, _widened(kernel, dtypes), "CPU", with_keyset=True)
     return kernels
 
 
-def _widened(kernel):
-    """`kernel` of an operator, with bf16 tensors among its arguments as fp32 and its result as bf16."""
+def _widened(kernel, dtypes: Collection[torch.dtype]):
+    """`kernel` of an operator, with tensors in `dtypes` among its arguments as fp32 and its result in their type."""
 
     def compute(keyset, first, *others, **options):
-        if first.dtype is not torch.bfloat16:
+        if first.dtype not in dtypes:
             return kernel.call_boxed(keyset, first, *others, **options)
-        wide = [x.float() if torch.is_tensor(x) and x.dtype is torch.bfloat16 else x for x in (first, *others)]
-        return kernel.call_boxed(keyset, *wide, **options).bfloat16()
+        wide = [x.float() if torch.is_tensor(x) and x.dtype in dtypes else x for x in (first, *others)]
+        return kernel.call_boxed(keyset, *wide, **options).to(first.dtype)
 
     return compute
 
@@ -165,12 +171,18 @@ def _widened(kernel):
 _kept: list[torch.library.Library] = []  # the replaced kernels, for as long as the process lives
 
 
+def replace_slow_products() -> None:
+    """Compute products of bf16 and fp16 tensors in fp32 where this CPU has no units for the type; once a process."""
+    slow = [dtype for dtype in (torch.bfloat16, torch.float16) if not has_units(dtype)]
+    if slow and not _kept:
+        _kept.append(compute_products_in_fp32(slow))
+
+
 def install() -> None:
     """Patch torch.cuda and a few spots of Megatron-core. Raises RuntimeError where a GPU is present."""
     if torch.cuda.is_available():
         raise RuntimeError("cpu_backend.install() is for machines without a GPU")
-    if not has_bf16_units():
-        _kept.append(compute_bf16_products_in_fp32())
+    replace_slow_products()
     cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.Stream = cuda.Event = cuda.current_stream = _NoStream

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.utils import unwrap_model
 
+from support.model import fp16
 from support.model.checkpoint import read_state
 from support.model.offload import take_back_state
 from support.model.shards import read_sharded
@@ -126,6 +127,7 @@ def restore(path: Path, model: list, optimizer, others: Sequence[str] = ()) -> d
     take_back_state(optimizer)
     loaded = read_sharded(path, sharded_state(model, optimizer, loading=True), others=others)
     load_state(model, optimizer, loaded, state["updates"])
+    fp16.set_scaler_state(optimizer, state.get("loss_scale") or {})  # older checkpoints have none
     return state
 
 

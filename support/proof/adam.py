@@ -46,8 +46,9 @@ class Shard:
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient that the optimizer reads: reduced, divided, not clipped; flat fp32."""
-        return self.weight.main_grad.view(-1)[self.place].float()
+        """The gradient that the optimizer uses: reduced, divided, also by the loss scale, not clipped; flat fp32."""
+        gradient = self.weight.main_grad.view(-1)[self.place].float()
+        return gradient / self.part.get_loss_scale() if self.part.config.fp16 else gradient
 
     @property
     def state(self) -> dict[str, Tensor]:

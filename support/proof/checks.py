@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 import megatron_bridge as bridge
 from config import Config, RankError, TrainingError
@@ -19,6 +18,7 @@ from support.data.prompts import Prompt, prompt_batch
 from support.model.checkpoint import read_state
 from support.proof import graded, rows
 from support.proof.gap import GapCheck
+from support.proof.overflow import check_finite
 from support.proof.update import FirstUpdate, Passes
 from support.step import metrics
 from support.step.records import Batch, MicroBatch, Sample
@@ -164,39 +164,6 @@ class UpdateChecks:
             if self.batch.sums((self.batch.advantages != 0) & self.batch.trained)[self.chosen].any():
                 why = "though rewards differ: all of its tokens are clipped or masked, or the loss reaches no weight"
             print(f"warning: no gradient ({why}): update skipped", flush=True)
-        run.skipped = check_finite(report, run.skipped, self.step, self.number, micro_batches, self.cfg)
+        path = Path(self.cfg.output_dir, "skipped", f"step_{self.step:06d}_update_{self.number}")
+        run.skipped = check_finite(report, run.skipped, path, micro_batches, run, self.cfg)
         self.number += 1
-
-
-def check_finite(
-    report: dict[str, float], in_a_row: int, step: int, number: int, micro_batches: list[MicroBatch], cfg: Config
-) -> int:
-    """The number of updates in a row, with this one, that were skipped because loss or gradient is NaN or infinite.
-
-    Warns of a skipped update and writes its micro-batches. A gradient of exactly 0 is skipped too, but sets the number
-    to 0. Raises TrainingError at train.max_skipped.
-    """
-    if math.isfinite(report["grad_norm"]):
-        return 0
-    path = Path(cfg.output_dir, "skipped", f"step_{step:06d}_update_{number}")
-    if bridge.reports_loss():
-        write_micro_batches(path, micro_batches)
-    limit = cfg.train.max_skipped
-    what = "a gradient is NaN or infinite" if math.isfinite(report["loss"]) else f"the loss is {report['loss']}"
-    message = (
-        f"{what}; the update was skipped, its micro-batches are in {path}_rank_*.safetensors; {in_a_row + 1} in a row, "
-        f"the run stops at train.max_skipped={limit}"
-    )
-    require(in_a_row + 1 < limit, message, TrainingError)
-    if dist.get_rank() == 0:
-        print(f"warning: {message}", flush=True)
-    return in_a_row + 1
-
-
-def write_micro_batches(path: Path, micro_batches: list[MicroBatch]) -> None:
-    """Write this rank's micro-batches to `path`_rank_R.safetensors, each tensor as "number of the micro-batch.name"."""
-    tensors = {f"{i}.seq_id": mb.seq_id for i, mb in enumerate(micro_batches)}
-    for i, mb in enumerate(micro_batches):
-        tensors |= {f"{i}.{name}": value for name, value in vars(mb).items() if torch.is_tensor(value)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, f"{path}_rank_{dist.get_rank():05d}.safetensors")

@@ -26,9 +26,9 @@ from support.proof.rows import check_reference
 from support.step.records import Batch, Sample
 
 # Times the model's own rounding. In fp32 more: kernels differ by approximations too, such as that of exp.
-WARN = {"bf16": 3.0, "fp32": 10.0}
-STOP = {"bf16": 10.0, "fp32": 50.0}
-SMALLEST = {"fp32": 1e-6, "bf16": 1e-4}  # mean |Δ| that rounding is taken to be at least
+WARN = {"bf16": 3.0, "fp16": 3.0, "fp32": 10.0}
+STOP = {"bf16": 10.0, "fp16": 10.0, "fp32": 50.0}
+SMALLEST = {"fp32": 1e-6, "fp16": 1e-5, "bf16": 1e-4}  # mean |Δ| that rounding is taken to be at least
 SLOPE = 0.02  # of the difference over the log-prob: a temperature that is off by about 2 %
 SIGMAS = 6.0  # standard errors that the slope is beyond SLOPE
 MEASURED = 8  # answers that rounding is measured on; at least one for each replica
@@ -125,7 +125,7 @@ class GapCheck:
         A single token can dominate k3 of an update: in bf16 the demo had 4.7e-4 in one of 300, at most 6.1e-5 in 20.
         So it is the mean of the tokens of the last 20 updates; missing ones of 4 count as 0.
         """
-        kind, size = ("mean", gap.mean) if cfg.model.dtype == "bf16" else ("largest", largest)
+        kind, size = ("largest", largest) if cfg.model.dtype == "fp32" else ("mean", gap.mean)
         k3, tokens = np.sum(self.recent, axis=0)
         kl = k3 / (tokens * max(1.0, 4 / len(self.recent)))
         return [(f"{kind} |Δ log-prob|", size, "max_logp_gap"), ("mismatch KL (mean k3)", kl, "max_mismatch_kl")]

@@ -46,7 +46,7 @@ def read_shards(model: list, optimizer=None) -> Shards:
             total = torch.stack([*sums.values()])
             dist.all_reduce(total, group=groups[kind])
             sums |= zip(sums, total, strict=True)
-    has_copies = optimizer and model[0].config.bf16  # in fp32 the shards are the main weights
+    has_copies = optimizer and model[0].config.params_dtype is not torch.float32  # not in fp32
     stale = stale_weights(model, optimizer) if has_copies else []
     return Shards(whole | split["parallel.tp"] | split["parallel.etp"], unseen, stale)
 

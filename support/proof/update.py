@@ -45,14 +45,19 @@ from support.step.metrics import expert_load
 from support.step.packing import to_micro_batches
 from support.step.records import Batch, MicroBatch
 
-SHIFT = {"fp32": 1e-3, "bf16": 0.2}  # wanted change of a token's log-prob, root mean square
-TRIAL = {"fp32": 1e-4, "bf16": 0.0125}  # size of the first move, which may show that another changes them by SHIFT
+SHIFT = {"fp32": 1e-3, "fp16": 0.025, "bf16": 0.2}  # wanted change of a token's log-prob, root mean square
+TRIAL = {
+    "fp32": 1e-4,
+    "fp16": 1.6e-3,
+    "bf16": 0.0125,
+}  # size of the first move, which may show that another changes them by SHIFT
 NEAR = 0.8, 1.5  # times SHIFT: a change between these is near enough
 FAR = 10.0  # times SHIFT: log-probs that change by more are far from linear
 ATTEMPTS = 4  # to find a size that changes log-probs by SHIFT
 LARGEST = 0.05  # size of a move; sizes are in units of the weights' own: a larger one is far from linear
 SIGMAS = 6.0
-NONLINEAR = {"fp32": 0.02, "bf16": 0.05}
+NONLINEAR = {"fp32": 0.02, "fp16": 0.05, "bf16": 0.05}
+ROUNDED_OFF = {torch.bfloat16: 16, torch.float16: 13}  # bits of fp32 that the type lacks
 REROUTED = 0.3  # at most, with experts: a move also changes which of them are chosen, which no gradient counts
 JUMPS = 10.0  # times noise / signal: how much of REROUTED is allowed, since a token that changes experts jumps
 RANDOM = "in random direction 1", "in random direction 2"
@@ -213,10 +218,13 @@ def linearise(
 
 
 def round_at_random_(moved: Tensor, shard: Shard) -> Tensor:
-    """Round fp32 values to bf16, where the model is, up or down at random: moves below its resolution count too."""
-    if shard.before.dtype is torch.bfloat16:
-        moved.view(torch.int32).add_(shard.random(salt=1)).add_(2**15).bitwise_and_(-(2**16))
-    return moved
+    """Round fp32 values to the model's bf16 or fp16, up or down at random: moves below its resolution count too."""
+    bits = ROUNDED_OFF.get(shard.before.dtype)
+    if bits is None:
+        return moved
+    random = shard.random(salt=1).int().add_(2**15) >> (16 - bits)
+    moved.view(torch.int32).add_(random).bitwise_and_(-(2**bits))
+    return moved.copy_(moved.to(shard.before.dtype))  # fp16 has fewer bits below 2^-14
 
 
 def random_signs(shard: Shard, number: int) -> Tensor:
@@ -374,8 +382,8 @@ def why_not_compared(model: list, cfg: Config) -> str | None:
     """Why the gradient cannot be compared with the loss; None: it can. The same on every rank."""
     if model[0].config.num_moe_experts and model[0].config.moe_aux_loss_coeff:
         return "megatron.moe_aux_loss_coeff adds a gradient that is not of the loss"
-    if cfg.lora.rank and cfg.model.dtype == "bf16":
-        return "adapters are merged and rounded to bf16, which hides small moves of them"
+    if cfg.lora.rank and cfg.model.dtype != "fp32":
+        return f"adapters are merged and rounded to {cfg.model.dtype}, which hides small moves of them"
     return None
 
 
@@ -414,7 +422,7 @@ def check_gradient(probe: Probe, norm: float, dtype: str) -> tuple[list[str], st
             f"{change.bound:.1e}, {probe.tokens} trained tokens)"
             for where, change in judged.items()
         ]
-        # In bf16 it may be rounding, which has no cause and is not worth more passes.
+        # In bf16 and fp16 it may be rounding, which has no cause and is not worth more passes.
         causes = explain_gradient(probe, [*judged.values()], trial, shift) if dtype == "fp32" else ""
     is_still = partial(lacks_gradient, experts=probe.model[0].config.moe_router_topk)
     still = sorted({shard.name for shard in probe.shards if is_still(shard)})
@@ -463,5 +471,5 @@ def report_together(step: int, found: list[str], causes: str = "", is_error: boo
     if is_error:
         raise TrainingError(f"{message}train.check_update=false turns the check off")
     if dist.get_rank() == 0:
-        why = "rounding in bf16, or a device that the bound was not tried on, may do this as well: the run goes on"
+        why = "rounding, or a device that the bound was not tried on, may do this as well: the run goes on"
         print(f"warning: {message}{why}; model.dtype=fp32 on a CPU decides", flush=True)

@@ -107,7 +107,8 @@ def is_idle(step: dict, run: Advice) -> bool:
         return False
     entropy_coef = step.get("schedule/entropy_coef", run.cfg.algo.entropy_coef)
     only_kl = run.cfg.algo.kl_coef > 0 and entropy_coef == 0 and not run.has_signal
-    return step["lr"] == 0 or step["update/applied"] == 0 or only_kl
+    no_update = step["update/applied"] == 0 and not step.get("update/overflow")  # fp16: a lower loss scale comes next
+    return step["lr"] == 0 or no_update or only_kl
 
 
 # ---------------------------------------------------------------- the rules

@@ -167,7 +167,17 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
         "pack/prompt_tokens_saved": shared,
         "update/applied": applied,
         "update/skipped": len(reports) - applied,
+        "update/overflow": overflows(reports),
+        "loss_scale": reports[-1]["loss_scale"],
     }
+
+
+def overflows(reports: list[dict[str, float]]) -> int | None:
+    """How many gradients overflowed in fp16; None in another dtype, which has no loss scale."""
+    if reports[0]["loss_scale"] is None:
+        return None
+    finite = [r for r in reports if math.isfinite(r["loss"])]
+    return sum(not math.isfinite(r["grad_norm"]) for r in finite)
 
 
 def report_mean(name: str, reports: list[dict[str, float]], over: str = "tokens") -> float:

@@ -7,19 +7,20 @@ import megatron_bridge as bridge
 from config import Config
 from support.step.records import Sample
 
-# Part of a GPU's name → its dense bf16 rate in 10¹² operations a second, by NVIDIA's data sheets; the first that fits.
-BF16_RATES = {
+# Part of a GPU's name → its dense rate in bf16 and in fp16, 10¹² operations a second by NVIDIA's data sheets; the first
+# that fits.
+HALF_RATES = {
     "GB200": 2500, "B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "GH200": 989, "H200": 989, "H100": 989, "H800": 989,
     "H20": 148, "A100": 312, "A800": 312, "A40": 150, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71,
 }  # fmt: skip
 
 
 def gpu_rate(dtype: str) -> float | None:
-    """Operations a second of this rank's GPU in bf16, at most; None on a CPU, in fp32 and for an unknown GPU."""
-    if dtype != "bf16" or not torch.cuda.is_available():
+    """Operations a second of this rank's GPU in bf16 or fp16; None on a CPU, in fp32 and for an unknown GPU."""
+    if dtype == "fp32" or not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
-    return next((rate * 1e12 for part, rate in BF16_RATES.items() if part in name), None)
+    return next((rate * 1e12 for part, rate in HALF_RATES.items() if part in name), None)
 
 
 def matrix_weights(hf, active: bool) -> int:

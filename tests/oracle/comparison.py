@@ -27,6 +27,17 @@ BOUNDS = {
         "grad_norm": (1e-6, 3e-4),
         "export: weights": (4e-3, 0.0),
     },
+    "fp16": EXACT
+    | {
+        "": (4e-3, 0.03),
+        "sample: advantage": (0.05, 0.1),
+        "token: rollout_logp": (0.1, 0.0),
+        "logp_gap/": (0.1, 0.0),
+        "grad_norm": (2e-3, 0.1),
+        "mismatch/cut_frac": (0.1, 0.0),
+        "ratio/clip_frac": (0.1, 0.0),
+        "export: weights": (0.2, 0.0),
+    },
     "bf16": EXACT
     | {
         "": (2e-2, 0.1),

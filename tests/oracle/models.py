@@ -19,7 +19,8 @@ def rounded(weight: Tensor, dtype: str) -> Tensor:
     """The weight as a model of this dtype has it; the gradient passes as if it were not rounded."""
     if dtype == "fp32":
         return weight
-    return weight + (weight.detach().bfloat16().float() - weight.detach())
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    return weight + (weight.detach().to(half).float() - weight.detach())
 
 
 def end_tokens(folder: str, tokenizer) -> set[int]:

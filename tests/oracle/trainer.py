@@ -22,7 +22,7 @@ Weights = dict[str, Tensor]
 # ---------------------------------------------------------------- what a run recorded
 
 LEGAL = {  # values that the second trainer knows, of keys that name a branch or change log-probs
-    "model.dtype": ("fp32", "bf16"),
+    "model.dtype": ("fp32", "bf16", "fp16"),
     "algo.advantage": ("grpo", "dr_grpo", "rloo", "grpo_loo", "max_rl", "reinforce_pp", "none"),
     "algo.loss": formulas.LOSSES,
     "algo.kl": formulas.KLS,

@@ -71,6 +71,26 @@ def test_resume_is_exact(shared, train_forked, tmp_path):
     assert kept == {"step_000002", "step_000003", "step_000003.damaged"}
 
 
+@pytest.mark.slow
+def test_a_resume_while_the_loss_scale_is_searched_is_exact(train_forked, tmp_path):
+    """fp16 on experts, two ranks: five updates overflow; the run goes on from the checkpoint after the second."""
+    tiny_model(tmp_path / "model", "qwen3_moe", tied=False)
+    keys = (
+        f"model.path={tmp_path / 'model'}", "model.dtype=fp16", "parallel.ep=2", "megatron.initial_loss_scale=16384",
+        "train.steps=9", "train.save_every=1", "train.keep_last=0", "rollout.prompts_per_step=4", "train.max_skipped=1",
+    )  # fmt: skip
+    whole = train_forked(2, *keys, out=tmp_path / "whole")
+    assert whole.code == 0, whole.text
+    scales = [m["loss_scale"] for m in whole.metrics]
+    overflows = sum(m["update/overflow"] for m in whole.metrics)
+    assert 3 <= overflows < 9 and scales[: overflows + 1] == [2.0 ** (14 - n) for n in range(overflows + 1)]
+    shutil.copytree(whole.out, tmp_path / "resumed")
+    for step in range(3, 10):
+        shutil.rmtree(tmp_path / f"resumed/checkpoints/step_{step:06d}")
+    resumed = train_forked(2, *keys, "resume=auto", out=tmp_path / "resumed")
+    assert resumed.code == 0 and resumed.result(9) == whole.result(9), resumed.text
+
+
 def sharded(*tensors: str) -> dict[str, ShardedTensor]:
     """Tensors of a model on one rank, all 0."""
     return {name: ShardedTensor.from_rank_offsets(name, torch.zeros(4, 4)) for name in tensors}

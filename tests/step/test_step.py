@@ -19,6 +19,7 @@ import train_grpo
 from config import TrainingError, UserError
 from rollout import Completion
 from support.check import checks
+from support.model import fp16
 from support.model.offload import is_away, state_shards
 from support.model.optimizer_state import optimizer_steps, restore, sharded_state
 from support.run import clock, launch
@@ -190,6 +191,49 @@ def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, tmp_path, c
     train_grpo.train_step(run, 3)
     with pytest.raises(TrainingError, match=r"2 in a row, the run stops at train\.max_skipped=2"):
         train_grpo.train_step(run, 4)
+
+
+FP16 = ("model.dtype=fp16", "rollout.max_logp_gap=inf", "train.max_skipped=1", "train.lr=0.01")
+
+
+def test_an_overflow_skips_the_update_and_halves_the_loss_scale(build, capsys):
+    """As often as it takes, which is no error; then the run trains."""
+    run, before, scales = build(*FP16, f"megatron.initial_loss_scale={2**15}"), None, []
+    for step in range(1, 12):
+        before = weights(run)
+        metrics, _ = train_grpo.train_step(run, step)
+        scales.append(metrics["loss_scale"])
+        moved = any(not torch.equal(before[name], weight) for name, weight in weights(run).items())
+        assert moved == (metrics["update/overflow"] == 0) == (metrics["update/skipped"] == 0)
+        if moved:
+            break
+    assert moved and len(scales) > 1 and scales == [2.0 ** (15 - n) for n in range(len(scales))]
+    assert f"overflowed: update skipped, loss scale 32768 → {scales[1]:g}" in capsys.readouterr().out
+    state = fp16.scaler_state(run.optimizer)
+    assert (state["scale"], state["growth_tracker"]) == (scales[-1], 1)
+    fp16.set_scaler_state(run.optimizer, {**state, "scale": 4.0})
+    assert fp16.scaler_state(run.optimizer) == {**state, "scale": 4.0} and fp16.loss_scale(run.optimizer) == 4
+
+
+@pytest.mark.parametrize("keys", [("loss_scale",), ("initial_loss_scale", "min_loss_scale")])
+def test_an_overflow_that_no_lower_scale_can_end_stops_the_run(build, keys):
+    run = build(*FP16, *(f"megatron.{key}={2**20}" for key in keys))
+    with pytest.raises(TrainingError, match=r"first that of \S+; fp16 .*loss scale 1.04858e\+06.*try model.dtype=bf16"):
+        train_grpo.train_step(run, 1)
+
+
+def test_activations_that_overflow_stop_the_run_with_the_layer(build):
+    run = build(*FP16)
+    for name in ("linear_fc1", "linear_fc2"):
+        bridge.named_weights(run.model)[f"decoder.layers.1.mlp.{name}.weight"].data.mul_(10000)
+    with pytest.raises(TrainingError, match=r"the loss is nan, first in the output of layer 2; fp16 holds"):
+        train_grpo.train_step(run, 1)
+
+
+def test_what_fp16_cannot_hold_is_said_by_name():
+    large, small, right = (torch.tensor([1.0, value]) for value in (70000.0, 1e-8, 0.25))
+    found = [fp16.rounding_defect("w", shard) for shard in (large, small, right)]
+    assert found == [("large", "w (up to 7e+04)"), ("small", "w (50%)"), None]
 
 
 @pytest.fixture

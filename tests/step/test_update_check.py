@@ -113,7 +113,7 @@ def test_a_planted_fault_stops_the_run(build, monkeypatch, moe, plant, arguments
 
 
 @pytest.mark.parametrize(
-    "keys", ["", "model.dtype=bf16", "lora.rank=4", pytest.param("experts", marks=pytest.mark.slow)]
+    "keys", ["", "model.dtype=bf16", "model.dtype=fp16", "lora.rank=4", pytest.param("experts", marks=pytest.mark.slow)]
 )
 def test_the_check_changes_no_bit(build, moe, keys):  # noqa: F811
     keys = [moe if keys == "experts" else key for key in keys.split()]

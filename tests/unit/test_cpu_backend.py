@@ -1,4 +1,4 @@
-"""Matrix products of bf16 tensors on a CPU without bf16 units: through fp32, forward and both gradients."""
+"""Matrix products of bf16 and fp16 tensors on a CPU without units for them: through fp32, forward and gradients."""
 
 import pytest
 import torch
@@ -6,15 +6,15 @@ import torch.nn.functional as F
 
 from support.model import cpu_backend
 
+HALF = (torch.bfloat16, torch.float16)
 ENDS = torch.tensor([3, 3, 8], dtype=torch.int32)  # rows of three experts, one of which has none
 
 
 @pytest.fixture(autouse=True)
 def widened():
-    """The replaced kernels, on a machine whose CPU has bf16 units too."""
-    kernels = None
-    if cpu_backend.has_bf16_units():
-        kernels = cpu_backend.compute_bf16_products_in_fp32()
+    """The replaced kernels, on a machine whose CPU has units for a type too."""
+    fast = [dtype for dtype in HALF if cpu_backend.has_units(dtype)]
+    kernels = cpu_backend.compute_products_in_fp32(fast) if fast else None
     yield
     if kernels is not None:
         kernels._destroy()
@@ -30,20 +30,21 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_is_that_of_fp32_rounded_once(name):
+def test_a_product_is_that_of_fp32_rounded_once(name, dtype):
     """Forward and both gradients, bit for bit: the same function of fp32 copies, its results rounded."""
     product, *shapes = PRODUCTS[name]
     generator = torch.Generator().manual_seed(0)
-    narrow = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+    narrow = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
     wide = [x.detach().float().requires_grad_() for x in narrow]
     y, y_fp32 = product(*narrow), product(*wide)
-    assert y.dtype is torch.bfloat16 and torch.equal(y, y_fp32.bfloat16())
-    grad = torch.randn(y.shape, generator=generator).bfloat16()
+    assert y.dtype is dtype and torch.equal(y, y_fp32.to(dtype))
+    grad = torch.randn(y.shape, generator=generator).to(dtype)
     y.backward(grad)
     y_fp32.backward(grad.float())
     for x, x_fp32 in zip(narrow, wide, strict=True):
-        assert x.grad.dtype is torch.bfloat16 and torch.equal(x.grad, x_fp32.grad.bfloat16())
+        assert x.grad.dtype is dtype and torch.equal(x.grad, x_fp32.grad.to(dtype))
 
 
 def test_other_types_go_to_torchs_own_kernels():

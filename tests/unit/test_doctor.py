@@ -12,7 +12,7 @@ import torch
 
 from support.base import versions
 from support.base.files import write_versions
-from support.model import checkpoint, cpu_backend
+from support.model import checkpoint
 from tests.conftest import REPO
 from tools import doctor, machine
 from tools.doctor import STOP, WARN
@@ -33,7 +33,7 @@ SOUND = {
     },
     "requires": {"vllm": {"torch": "==2.13.0", "transformers": "<5.20,>=5.16.1", "numpy": ""}},
     "torch": {
-        "import_error": None, "cuda_error": None, "cuda": "13.0", "kernels": ["sm_75", "sm_90a"], "bf16_units": True,
+        "import_error": None, "cuda_error": None, "cuda": "13.0", "kernels": ["sm_75", "sm_90a"], "products": {},
         "gpus": [{"name": "NVIDIA H100 80GB HBM3", "bytes": 85 << 30, "capability": "9.0"} for _ in range(2)],
     },
     "smi": {
@@ -46,9 +46,9 @@ SOUND = {
     "infiniband": ["mlx5_0"], "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "vllm_share": 0.6,
 }  # fmt: skip
 UNSEEN = {"torch.gpus": []}
+SLOW_BF16 = {"bf16": 3.0, "fp16": 40.0, "fp32": 50.0}
 FAULTS = {  # name → (what differs from SOUND, (item, verdict, what is found and the remedy), ...)
     "nothing": ({},),
-    "a CPU beside GPUs": ({"torch.bf16_units": False},),
     "old driver": (
         {"driver": "535.129.03", **UNSEEN, "torch.cuda_error": "The NVIDIA driver on your system is too old"},
         ("driver", STOP, "535.129.03, too old for CUDA 13.0 → update the driver to 580 or later"),
@@ -64,10 +64,10 @@ FAULTS = {  # name → (what differs from SOUND, (item, verdict, what is found a
         {"smi.gpus.1.used_mib": "60000"}, ("GPU 1", STOP, "58.59 GiB of 79.65 .*60% .*gpu_memory_utilization"),
     ),
     "a build of torch for the CPU": (
-        {"torch.cuda": None, "torch.bf16_units": False, **UNSEEN, "packages.torch": "2.13.0+cpu"},
+        {"torch.cuda": None, "torch.products": SLOW_BF16, **UNSEEN, "packages.torch": "2.13.0+cpu"},
         ("vllm, torch", STOP, "0.32.0 for GPUs beside torch 2.13.0"), ("torchvision, torch", STOP, "uninstall"),
         ("CUDA", STOP, "a build for the CPU: 2 GPUs stay idle"),
-        ("bf16 units of the CPU", WARN, "rounds.* → try model.dtype=fp32"),
+        ("matrix products", WARN, "bf16 3, fp16 40, fp32 50 GFLOP/s.* → .*try model.dtype=fp32"),
     ),
     "a driver under its module": (
         {"smi.gpus": [], "smi.links": [], "smi.error": "exit code 18: Driver/library version mismatch"},
@@ -149,7 +149,7 @@ def test_this_machine(monkeypatch, tmp_path, capsys):
     found = machine.facts(tmp_path / "not/yet")
     assert found["environment"]["NCCL_DEBUG"] == "WARN" and "a secret" not in json.dumps(found)
     assert found["requires"]["megatron-core"]["torch"]
-    assert found["torch"]["bf16_units"] == cpu_backend.has_bf16_units()
+    assert machine.fastest_dtype(found["torch"]["products"]) in ("bf16", "fp16", "fp32")
     assert found["folders"]["output_dir"]["writable"] and found["memory"]["total"] > found["memory"]["free"] > 0
     assert doctor.main(["--output-dir", str(tmp_path)]) == int(STOP in capsys.readouterr().out)
 
