@@ -18,10 +18,10 @@ FUNCTION_LINES = 60
 # Statements of a wing, docstrings not counted; "docs" is lines of `pages`. These numbers only fall: a commit that
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
-    "top": 1206,
+    "top": 1205,
     "support/base": 682, "support/check": 520, "support/data": 411, "support/engine": 257, "support/judge": 190,
-    "support/model": 1073, "support/proof": 1171, "support/run": 972, "support/step": 1003,
-    "rewards": 185, "tools": 1016, "benchmarks": 637, "tests": 7825, "docs": 2939,
+    "support/model": 1073, "support/proof": 1171, "support/run": 943, "support/step": 1003,
+    "rewards": 185, "tools": 1016, "benchmarks": 637, "tests": 7808, "docs": 2935,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

@@ -121,7 +121,10 @@ def nest(key: str, value: Any) -> dict:
 
 # ---------------------------------------------------------------- values for the keys
 
-GONE = dict.fromkeys(("algo.credit", "log.tokens"), "it is in recipes/token_rewards.patch: docs/recipes.md")
+GONE = {
+    **dict.fromkeys(("algo.credit", "log.tokens"), "it is in recipes/token_rewards.patch: docs/recipes.md"),
+    "profile.torch": "leave it out: profile.start and profile.stop alone turn torch.profiler on",
+}
 LEGAL = {  # of keys whose type does not say it
     "resume": "none, auto, or the folder of a checkpoint; YAML reads no and off as false",
     "reward.functions": "file.py:function, or the name of a reward, whose options go into reward.options",

@@ -87,17 +87,19 @@ def check_sampling(cfg: Config) -> None:
 
 
 def check_logs(cfg: Config, world_size: int) -> None:
-    """Keys of trackers and of the timeline."""
+    """Keys of trackers and of the profiler."""
     for name, version in versions.TRACKERS.items():
         require(
             not getattr(cfg.log, name) or versions.installed(name) is not None,
             f"log.{name}=true needs a package: pip install {name}=={version}, or use log.{name}=false",
         )
     p = cfg.profile
-    require(p.start <= p.stop, f"profile.start={p.start} is after profile.stop={p.stop}, the last step of the timeline")
     require(
-        bool(p.start) or not (p.stop or p.torch or p.memory),
-        "profile.start=0: there is no timeline, so profile.stop, torch and memory do nothing; set it",
+        p.start <= p.stop, f"profile.start={p.start} is after profile.stop={p.stop}, the last step that is profiled"
+    )
+    require(
+        bool(p.start) or not (p.stop or p.memory),
+        "profile.start=0: no step is profiled, so profile.stop and memory do nothing; set it",
     )
     require(
         max(p.ranks or [0]) < world_size,

@@ -1,4 +1,4 @@
-"""The clock of a rank: its phase, the seconds and memory of each phase, timeline, watchdog, requests to stop."""
+"""The clock of a rank: its phase, the seconds and memory of each phase, profiler, watchdog, requests to stop."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import torch
 
 from support.base import ranks
 from support.base.memory import Meter
-from support.run.timeline import Timeline
+from support.run.profiler import Profiler
 from support.run.watchdog import Watchdog
 
 SAME_REQUEST_S = 2.0  # a scheduler may signal every process while torchrun passes the same signal on
@@ -62,15 +62,15 @@ class StopRequested(Exception):
 class Clock:
     """Every rank makes one after init_process_group, on its main thread: `with clock("train"): ...`.
 
-    `seconds` is {phase: wall seconds} of the step so far, `memory` the memory of its phases. A `timeline` records them.
+    `seconds` is {phase: wall seconds} of the step so far, `memory` the memory of its phases; a `profiler` shows them.
     The watchdog ends a run in which no rank finishes a phase for `stall_timeout_s` (0: never).
     """
 
-    def __init__(self, stall_timeout_s: float, timeline: Timeline | None = None):
+    def __init__(self, stall_timeout_s: float, profiler: Profiler | None = None):
         self.watchdog = Watchdog(stall_timeout_s)
         self.signals = StopSignals()
         self.memory = Meter()
-        self.timeline = timeline
+        self.profiler = profiler
         self.seconds: dict[str, float] = {}
         self.step_start = 0.0
         self.stop_requested = False  # by this rank, for a reason other than a signal
@@ -88,8 +88,6 @@ class Clock:
         with self("wait"):
             stop = ranks.on_any_rank(self.stop_requested or self.signals.requested is not None)
         if stop:
-            if self.timeline:
-                self.timeline.close()
             raise StopRequested
 
     def enter(self, phase: str) -> None:
@@ -102,13 +100,12 @@ class Clock:
         self.watchdog.enter(phase)
         self.memory.enter(phase)
         start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        end = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + end - start
-        if self.timeline:
-            self.timeline.add(phase, start, end)
+        recorded = self.profiler and self.profiler.torch
+        with torch.profiler.record_function(phase) if recorded else contextlib.nullcontext():
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
         self.memory.leave(phase)
         self.watchdog.enter("step")
 
@@ -116,16 +113,13 @@ class Clock:
         """Begin a step with no seconds and no memory counted."""
         self.seconds = {}
         self.memory.start_step()
-        if self.timeline:
-            self.timeline.start_step(step)
+        if self.profiler:
+            self.profiler.start_step(step)
         self.step_start = time.perf_counter()
 
     def end_step(self) -> dict[str, float]:
         """{phase: seconds} of the step that ends here, of "other" (between phases), and of "step", their sum."""
-        end = time.perf_counter()
-        if self.timeline:
-            self.timeline.end_step(self.step_start, end)
-        step = end - self.step_start
+        step = time.perf_counter() - self.step_start
         return self.seconds | {"other": step - sum(self.seconds.values()), "step": step}
 
     def stop(self) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 
 import megatron_bridge as bridge
@@ -29,7 +30,7 @@ from support.model.attention import use_flash_attention_3
 from support.run import evaluation
 from support.run.clock import Clock
 from support.run.inputs import Inputs, check_models, find_resume, prepare, print_prompts, read, with_steps
-from support.run.timeline import Timeline
+from support.run.profiler import Profiler
 
 
 def command(
@@ -163,11 +164,14 @@ def joined(cfg: Config) -> Iterator[Clock]:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill vLLM's KV cache with NaN
     ranks.join_ranks(checks.group_timeout_s(cfg))
-    traces = Path(cfg.output_dir, "traces")
-    timeline = Timeline(traces, cfg.profile, cfg.train.steps) if cfg.profile.start else None
-    clock = Clock(cfg.train.stall_timeout_s, timeline)
+    profiler = None
+    if cfg.profile.start and (cfg.profile.ranks is None or dist.get_rank() in cfg.profile.ranks):
+        profiler = Profiler(Path(cfg.output_dir, "traces"), cfg.profile)
+    clock = Clock(cfg.train.stall_timeout_s, profiler)
     try:
         yield clock
+        if profiler:
+            profiler.close()
     except (RuntimeError, ValueError, AssertionError, MemoryError, OSError, SafetensorError) as error:
         message = (
             explain.out_of_memory(clock.phase, error)

@@ -148,7 +148,7 @@ def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
 )
 def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, message):
     clock = mock.Mock(phase="train")
-    monkeypatch.setattr(launch, "Clock", lambda stall_timeout_s, timeline: clock)
+    monkeypatch.setattr(launch, "Clock", lambda stall_timeout_s, profiler: clock)
     monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     cfg = tiny_config(f"output_dir={tmp_path}")

@@ -1,4 +1,4 @@
-"""What a step cost, by hand and against benchmarks/works.py; how far a run is; how busy a GPU is, on a stand-in."""
+"""What a step cost, by hand and against benchmarks/works.py; waiting; progress; how busy a GPU is, on a stand-in."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -70,6 +70,18 @@ def test_rows_of_all_ranks(monkeypatch):
     batch = replace(batch, advantages=batch.rollout_logp)
     found = metrics.update_metrics(reports, batch, tiny_config())
     assert (found["pack/micro_batches"], found["pack/real_frac"], found["pack/prompt_tokens_saved"]) == (5, 0.5, 9)
+
+
+def test_whom_the_others_wait_for():
+    def idle(*notes: tuple[float, float, float]) -> list[float]:
+        rows = [{"rollout": rollout, "reward": reward, "wait": wait} for rollout, reward, wait in notes]
+        found = metrics.idle_seconds(rows, bubble=0.125)
+        return [found[cause] for cause in ("generation", "grading", "save", "bubble")]
+
+    # The slowest samples until 10, grades until 12; the other is done at 6, waits 4 for the one, 2 for the other.
+    assert idle((10, 2, 0), (5, 1, 1)) == [2.0, 1.0, 0.5, 0.125]
+    assert idle((10, 2, 0), (11, 0.5, 0)) == [0.0, 0.25, 0.0, 0.125]  # it is done while the slowest grades
+    assert idle((3, 1, 2)) == [0.0, 0.0, 2.0, 0.125]  # one rank
 
 
 def test_progress_by_hand(monkeypatch):

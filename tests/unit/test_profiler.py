@@ -1,0 +1,43 @@
+"""The profiler: which ranges the trace of a clock has."""
+
+import gzip
+import json
+from pathlib import Path
+
+from config import ProfileConfig
+from support.run.clock import Clock
+from support.run.profiler import Profiler
+
+
+def ranges(path: Path) -> list[str]:
+    """The names of the ranges of steps and phases in a trace, in order; one comes before those that it contains."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    found = [
+        e for e in events if e.get("cat") == "user_annotation" and not e["name"].startswith(("gloo:", "Optimizer"))
+    ]
+    return [e["name"] for e in sorted(found, key=lambda e: (e["ts"], -e["dur"]))]
+
+
+def test_a_window_of_a_clock(world, tmp_path, capfd):
+    profiler = Profiler(tmp_path / "traces", ProfileConfig(start=2, stop=3))
+    clock = Clock(0, profiler)
+    for step in range(1, 6):
+        clock.start_step(step)
+        for phase in ("rollout", "train", "train"):
+            with clock(phase):
+                pass
+        clock.end_step()
+        with clock("eval"), clock("rollout"):
+            pass
+    (path,) = (tmp_path / "traces").iterdir()
+    assert path.name == "steps_2_3_rank0.json.gz"
+    phases = ["rollout", "train", "train", "eval", "rollout"]
+    assert ranges(path) == ["ProfilerStep#2", *phases, "ProfilerStep#3", *phases]
+
+    path.unlink()
+    path.symlink_to("/dev/full")
+    clock.start_step(2)
+    clock.start_step(3)
+    profiler.close()  # the run has ended
+    assert "warning: profile: [Errno 28] No space left on device\n" in capfd.readouterr().err
+    clock.stop()
