@@ -1,9 +1,7 @@
 """The larger recipes, worked by hand and in a real run."""
 
 import json
-import sys
 from functools import partial
-from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -72,38 +70,3 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
     for was, now in zip(steps[2:], on_stages.metrics, strict=True):
         for key in ("loss/total", "grad_norm", "kl/ref", "kl/teacher", "mismatch/k3", "reward/mean"):
             assert now[key] == pytest.approx(was[key], rel=1e-4, abs=1e-6), (key, was[key], now[key])
-
-
-# ---------------------------------------------------------------- fewer waits
-
-
-@pytest.fixture
-def fewer_waits(fork):  # noqa: F811
-    """support/model/fewer_waits.py of the recipe."""
-    fork("fewer_waits")
-    return sys.modules["support.model.fewer_waits"]
-
-
-def test_the_norm_has_the_same_bits(fewer_waits):
-    random = torch.Generator().manual_seed(0)
-    for sizes in ([1], [7, 0, 1000], [3, 5000, 64, 64, 100000]):
-        given = (0, None, [[torch.randn(size, generator=random) for size in sizes]], False)
-        assert torch.equal(fewer_waits.l2_norm(*given)[0], fewer_waits.local_multi_tensor_l2_norm(*given)[0])
-
-
-@pytest.mark.skipif(not version("megatron-core").startswith("0.16"), reason="the recipe replaces parts of 0.16")
-@pytest.mark.parametrize("unused", [0, 5])
-def test_permuted_tokens_have_the_same_bits(fewer_waits, unused):
-    """50 tokens, each to 3 of 8 experts; the last `unused` experts get none."""
-    random = torch.Generator().manual_seed(1)
-    scores = torch.rand(50, 8, generator=random)
-    scores[:, 8 - unused :] = -1
-    routing_map = torch.zeros(50, 8, dtype=torch.bool).scatter(1, scores.topk(3).indices, True)
-    hidden = torch.randn(50, 16, generator=random)
-    results = []
-    for permute in (fewer_waits.moe_utils.permute, fewer_waits.permute):
-        tokens, probs = hidden.clone().requires_grad_(), (scores.softmax(-1) * routing_map).requires_grad_()
-        rows, weights, order = permute(tokens, routing_map, probs=probs, num_out_tokens=150)
-        (rows.square().sum(-1) * weights).sum().backward()
-        results.append((rows, weights, order, tokens.grad, probs.grad))
-    assert all(torch.equal(ours, theirs) for theirs, ours in zip(*results, strict=True))
