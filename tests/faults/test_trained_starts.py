@@ -45,6 +45,14 @@ def trained_starts() -> dict[str, list[str]]:
     for dtype in ("bf16", "fp32"):
         found[f"mixtral {dtype} T1.0 ep2 plain"] = [EP2]
         found[f"mixtral {dtype} T1.0 ep2 routes"] = [EP2, "algo.replay_routes=true"]
+    for T, (layout, keys) in itertools.product(TEMPERATURES, layouts.items()):
+        found[f"smollm2 fp16 T{T} {layout} plain"] = keys
+    for model, T in itertools.product(FAMILIES, TEMPERATURES):
+        found[f"{model} fp16 T{T} dp2 plain"] = []
+    for model in FAMILIES:
+        found[f"{model} fp16 T1.0 pp2 kl, two updates"] = [PP2, *KL]
+    found["smollm2 fp16 T1.0 dp2 lora"] = LORA
+    found["mixtral fp16 T1.0 ep2 routes"] = [EP2, "algo.replay_routes=true"]
     return {
         name: [f"model.dtype={name.split()[1]}", f"rollout.temperature={name.split()[2][1:]}", *keys]
         for name, keys in found.items()
