@@ -2,8 +2,7 @@
 
 `cfg` is the `data` section of the configuration. Invalid data raises a ValueError that names the key, the file and the
 row or column; docs/data.md says what is legal. support/data/tables.py reads files, support/data/tokens.py tokenises
-them, support/data/token_cache.py does so once a machine for large ones, and support/data/mixing.py mixes sets by
-weight.
+them, and support/data/mixing.py mixes sets by weight.
 """
 
 import hashlib
@@ -19,9 +18,12 @@ from numpy import ndarray
 
 from config import DataConfig
 from support.base.require import require
-from support.data import mixing, token_cache
-from support.data.tables import Table, check_text, concatenate, read_tables
+from support.data import mixing
+from support.data.tables import Table, check_text, concatenate, read_tables, rows_between
 from support.data.tokens import answer_text, check_columns, hinted_text, lookup, source_of, to_ids, tokenise
+
+LARGE_BYTES = 16 * 2**20  # a rank reads rows of such tables where they are mapped, and holds the rows of smaller ones
+BLOCK = 2000  # rows tokenised at once
 
 
 @dataclass
@@ -42,7 +44,7 @@ class PromptSet(Sequence):
     cfg: DataConfig
     tokenizer: Any
     table: Table
-    ids: Any  # pyarrow list array: of each row of the table the token ids of its prompt; empty where it is too long
+    ids: Any  # pyarrow lists: of each row of the table the token ids of its prompt; empty where it is too long
     rows: ndarray  # int64 [prompts]: the row of the table that each prompt comes from
     fingerprint: str  # 16 hex digits that change with any token id, answer, source, or the order of the prompts
 
@@ -136,13 +138,15 @@ def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
     tables = read_tables(cfg, value, key)
     table = concatenate(tables, key)
     check_columns(cfg, table, tables[0][0])
-    if not isinstance(table, list) and table.data.nbytes >= token_cache.LARGE_BYTES:
-        columns = token_cache.tokenise_once(cfg, tokenizer, table, tables, key)
-    else:
-        check_text(tables, key)
-        table = table if isinstance(table, list) else table.to_list()
-        columns = tokenise(table, cfg, tokenizer)
-        columns["ids"] = pyarrow.array(columns["ids"], pyarrow.list_(pyarrow.int32()))
+    check_text(tables, key)
+    if not isinstance(table, list) and table.data.nbytes < LARGE_BYTES:
+        table = table.to_list()
+    ids, columns = [], {"length": [], "digest": [], "error": []}
+    for start in range(0, len(table), BLOCK):
+        block = tokenise(rows_between(table, start, start + BLOCK), cfg, tokenizer)
+        ids.append(pyarrow.array(block["ids"], pyarrow.list_(pyarrow.int32())))
+        for name, column in columns.items():
+            column += block[name]
     errors = iter(columns["error"])
     for name, part in tables:
         for number, error in enumerate(itertools.islice(errors, len(part)), 1):
@@ -156,7 +160,7 @@ def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
             f"shortest has {lengths.min()} tokens"
         )
     digest = hashlib.sha256(b"".join(columns["digest"][row] for row in rows)).hexdigest()[:16]
-    return PromptSet(cfg, tokenizer, table, columns["ids"], rows, digest)
+    return PromptSet(cfg, tokenizer, table, pyarrow.chunked_array(ids), rows, digest)
 
 
 def check_opening(prompt: Prompt, cfg, tokenizer) -> None:

@@ -84,6 +84,13 @@ def concatenate(tables: list[tuple[str, Table]], key: str) -> Table:
         raise ValueError(f"{key}: a column must have one type in all files: {error}") from None
 
 
+def rows_between(table: Table, start: int, stop: int) -> list[dict]:
+    """The rows of a table from `start` up to `stop`, or to its end."""
+    if isinstance(table, list):
+        return table[start:stop]
+    return table.select(range(start, min(stop, len(table)))).to_list()
+
+
 def check_text(tables: list[tuple[str, Table]], key: str) -> None:
     """Raises ValueError for text that is no UTF-8, which not all readers check."""
     for name, table in tables:

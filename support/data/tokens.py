@@ -99,20 +99,16 @@ def source_of(row: dict, key: str) -> str:
 def check_columns(cfg, table: Table, name: str) -> None:
     """Raises ValueError for a key that no row of the table `name` has, but for `source_key` at its default."""
     columns = columns_of(table)
-    for option, key in keys_read(cfg).items():
+    options = ["prompt_key", "answer_key", "source_key"]
+    if cfg.hint_key is not None:
+        options.append("hint_key")
+    for option in options:
+        key = getattr(cfg, option)
         if key not in columns and (option, key) != ("source_key", "source"):
             raise ValueError(
                 f"data.{option}={key!r}: no such column in {name}; the nearest is {nearest(key, columns)!r}, "
                 f"all are {', '.join(columns)}"
             )
-
-
-def keys_read(cfg) -> dict[str, str]:
-    """{option: the key that it names} of those that `tokenise` looks up in a row."""
-    options = ["prompt_key", "answer_key", "source_key"]
-    if cfg.hint_key is not None:
-        options.append("hint_key")
-    return {option: getattr(cfg, option) for option in options}
 
 
 def tokenise(rows: list[dict], cfg, tokenizer) -> dict[str, list]:

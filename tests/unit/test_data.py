@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from config import DataConfig
+from support.data import prompts as data
 from support.data.prompts import fingerprint, load_prompts
 from tests.conftest import write_rows
 
@@ -222,6 +223,24 @@ def test_damaged_parquet_and_arrow(tokenizer, tmp_path):
         (tmp_path / name).write_bytes(content[: len(content) // 2])
         with pytest.raises(ValueError, match=rf"^data\.train: .*{name}: "):
             load(tokenizer, tmp_path / name)
+    pq.write_table(pa.table({"prompt": ["1", "2"], "answer": BAD_UTF8}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"^data\.train: .*b\.parquet: .*UTF8"):
+        load(tokenizer, tmp_path / "b.parquet")
+
+
+def test_large_sets_stay_mapped_and_give_the_same(tokenizer, tmp_path, monkeypatch):
+    """Rows, ids, and what is said of a mistake, where a block ends inside the second file."""
+    for name, rows in {"a.jsonl": VERL, "b.jsonl": [*VERL, {**VERL[0], "reward_model": None}]}.items():
+        write_rows(tmp_path / name, rows)
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    held = load(tokenizer, [files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
+    monkeypatch.setattr(data, "LARGE_BYTES", 0)
+    monkeypatch.setattr(data, "BLOCK", 4)
+    mapped = load(tokenizer, [files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
+    assert isinstance(held.table, list) and isinstance(mapped.table, datasets.Dataset)
+    assert list(mapped) == list(held) and len(held) == 12 and fingerprint(mapped) == fingerprint(held)
+    with pytest.raises(ValueError, match=r"^data\.train: .*b\.jsonl, row 7: 'reward_model\.ground_truth' is null"):
+        load(tokenizer, files, **VERL_KEYS)
     pq.write_table(pa.table({"prompt": ["1", "2"], "answer": BAD_UTF8}), tmp_path / "b.parquet")
     with pytest.raises(ValueError, match=r"^data\.train: .*b\.parquet: .*UTF8"):
         load(tokenizer, tmp_path / "b.parquet")
