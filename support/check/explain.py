@@ -75,9 +75,12 @@ VLLM_MEMORY = {  # what vLLM says where memory is short → what to turn; it has
 # ---------------------------------------------------------------- what an error means, else None
 
 
+LOST_WORDS = ("onnection", "remote process exited", "network error")  # of gloo and NCCL, which have no class for it
+
+
 def lost_rank(phase: str, error: Exception) -> str | None:
     """What an error means if it comes from a lost connection; else None."""
-    if not isinstance(error, RuntimeError) or "onnection" not in str(error):  # gloo and NCCL have no class of their own
+    if not isinstance(error, RuntimeError) or not any(word in str(error) for word in LOST_WORDS):
         return None
     text = str(error).splitlines()[0]
     return (

@@ -27,7 +27,7 @@ for message in (
 ):
     warnings.filterwarnings("ignore", message)
 
-if not torch.cuda.is_available():
+if torch.cuda.device_count() == 0:  # by NVML: is_available starts CUDA, which then reads no variable any more
     cpu_backend.install()  # before Megatron-core is imported
 
 from megatron.core.transformer import MegatronModule, TransformerConfig, attention

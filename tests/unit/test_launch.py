@@ -10,7 +10,7 @@ import torch
 
 import megatron_bridge as bridge
 from config import RankError, TrainConfig, TrainingError, UserError
-from support.check import run_plan
+from support.check import explain, run_plan
 from support.model import attention
 from support.run import launch
 from support.step import packing
@@ -71,6 +71,13 @@ def test_one_queue_where_communication_overlaps(monkeypatch, option, connections
         monkeypatch.setattr(os, "environ", {name: users} if users else {})
         launch.prepare_process(tiny_config(f"parallel.{option}=2"))
         assert os.environ.get(name) == wanted
+
+
+@pytest.mark.parametrize("text", ["Connection closed by peer", "NCCL error: remote process exited or a network error"])
+def test_a_lost_rank_is_told_from_other_errors(monkeypatch, text):
+    monkeypatch.setattr(explain.dist, "get_rank", lambda: 3)
+    assert "rank 3, in the phase train: another rank is gone" in explain.lost_rank("train", RuntimeError(text))
+    assert explain.lost_rank("train", RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
 
 
 def test_flash_attention_can_be_turned_off(monkeypatch):
