@@ -113,7 +113,7 @@ class RewardConfig(Section):
     options: dict[str, dict[str, Any]] = {}  # name of a reward -> its options, docs/rewards.md
     timeout_s: Seconds = 10.0  # limit of grading one sample; beyond it reward 0, counted in reward/timeout_frac
     workers: Count = 1  # grading processes per rank
-    memory_gb: NotNegative = 4.0  # address space of a grading process, except that of rewards with `batch`; 0: none
+    memory_gb: NotNegative = 4.0  # address space of a grading process; 0: no limit
     max_error_frac: Share = 0.0  # the run stops if the reward raises for a larger share of a step's samples
 
 

@@ -1,6 +1,6 @@
 """A sequence-classification model as a reward: reward.functions.model=rewards/model.py:Model.
 
-One process per rank loads all models. It gets several answers at once, since the class has a method `batch`.
+Each grading process loads it; set reward.memory_gb=0, since a model needs more address space than a function.
 """
 
 import functools
@@ -26,13 +26,11 @@ class Model:
         path: str,
         device: str = "cpu",
         dtype: str = "float32",
-        batch_size: int = 8,
         max_tokens: int = 4096,
         prompt_key: str = "prompt",
         pairs: bool = False,
     ):
         self.scorer, self.tokenizer = load(path, device, dtype)
-        self.batch_size = batch_size
         self.max_tokens = max_tokens
         self.prompt_key = prompt_key
         self.pairs = pairs
@@ -61,33 +59,22 @@ class Model:
             )
 
     def __call__(self, text: str, answer: str, row: dict) -> float:
-        return self.batch([(text, answer, row)])[0]
-
-    def batch(self, answers: list[tuple[str, str, dict]]) -> list[float]:
-        """The scores of many (text, answer, row), `batch_size` at a time."""
         import torch
 
+        prompt = row[self.prompt_key]
         templated = self.tokenizer.chat_template and not self.pairs
-        scores = []
-        for start in range(0, len(answers), self.batch_size):
-            some = [(text, row[self.prompt_key]) for text, _, row in answers[start : start + self.batch_size]]
-            if templated:
-                columns = [[self.tokenizer.apply_chat_template(chat(*each), tokenize=False) for each in some]]
-            elif self.pairs:
-                columns = [[plain(prompt) for _, prompt in some], [text for text, _ in some]]
-            else:
-                columns = [[plain(prompt) + text for text, prompt in some]]
-            batch = self.tokenizer(
-                *columns,
-                padding=True,
-                truncation=True,
-                max_length=self.max_tokens,
-                add_special_tokens=not templated,  # a template contains its own
-                return_tensors="pt",
-            ).to(self.scorer.device)
-            with torch.inference_mode():
-                scores += self.scorer(**batch).logits[:, 0].float().tolist()
-        return scores
+        texts = [plain(prompt), text] if self.pairs else [plain(prompt) + text]
+        if templated:
+            texts = [self.tokenizer.apply_chat_template(chat(text, prompt), tokenize=False)]
+        tokens = self.tokenizer(
+            *texts,
+            truncation=True,
+            max_length=self.max_tokens,
+            add_special_tokens=not templated,  # a template contains its own
+            return_tensors="pt",
+        ).to(self.scorer.device)
+        with torch.inference_mode():
+            return self.scorer(**tokens).logits[0, 0].item()
 
 
 def plain(prompt: str | list[dict]) -> str:

@@ -209,7 +209,7 @@ def machine(found: dict) -> Iterator[Row]:
         yield Row("InfiniBand", f"locked memory is limited to {gib(locked)}", WARN, "ulimit -l unlimited")
     if products := found["torch"]["products"]:
         fastest = fastest_dtype(products)
-        text = ", ".join(f"{name} {rate:.0f}" for name, rate in products.items()) + " GFLOP/s of one core"
+        text = ", ".join(f"{name} {rate:.0f}" for name, rate in products.items()) + " GFLOP/s"
         slow = products["bf16"] < 0.7 * products[fastest]
         yield row_if(slow, "matrix products", text, f"bf16 is the default: try model.dtype={fastest}")
     few = found["cores"] < 2 * len(seen)

@@ -27,14 +27,12 @@ def loss_scalers(optimizer) -> list:
 
 def loss_scale(optimizer) -> float | None:
     """What the loss is multiplied by before the backward pass; None unless the model is fp16."""
-    scalers = loss_scalers(optimizer)
-    return scalers[0].scale.item() if scalers else None
+    return next((scaler.scale.item() for scaler in loss_scalers(optimizer)), None)
 
 
 def scaler_state(optimizer) -> dict[str, float]:
     """The state of a dynamic loss scale, as JSON takes it; {} where there is none, or a constant one."""
-    states = [scaler.state_dict() for scaler in loss_scalers(optimizer)]
-    return {name: float(value) for state in states[:1] for name, value in state.items()}
+    return {name: float(value) for s in loss_scalers(optimizer)[:1] for name, value in s.state_dict().items()}
 
 
 def set_scaler_state(optimizer, state: dict[str, float]) -> None:

@@ -1,8 +1,7 @@
 """Updates that are skipped for a loss or gradient that is NaN or infinite: how many in a row, and where it began."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -63,34 +62,25 @@ def weight_of_overflow(model: list) -> str:
 
 def layer_of_overflow(model: list, forward: Callable[[], list]) -> str:
     """Where activations are NaN or infinite first in a forward pass over the micro-batches."""
-    with watched_layers(model) as found:
+    chunks = [bridge.unwrap_model(chunk) for chunk in model]
+    numbers = {layer: layer.layer_number for chunk in chunks for layer in chunk.decoder.layers}  # from 1
+    numbers |= {chunk.embedding: 0 for chunk in chunks if chunk.pre_process}
+    found = []
+
+    def note(module, args, output) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        if module in numbers and not output.isfinite().all():
+            found.append(numbers[module])
+
+    hook = torch.nn.modules.module.register_module_forward_hook(note)
+    try:
         forward()
+    finally:
+        hook.remove()
     first = min(layer for part in ranks.gather(found) for layer in [*part, math.inf])
     if first == math.inf:
         return "though the outputs of all layers are finite: it began in the head or in the loss"
     return f"first in the output of layer {first}" if first else "first in the embeddings"
-
-
-@contextlib.contextmanager
-def watched_layers(model: list) -> Iterator[list[int]]:
-    """The numbers of this rank's layers, from 1, whose output is NaN or infinite in the context; 0: the embeddings."""
-    found = []
-
-    def note(number: int, module, args, output) -> None:
-        output = output[0] if isinstance(output, tuple) else output
-        if number not in found and not output.isfinite().all():
-            found.append(number)
-
-    hooks = []
-    for chunk in map(bridge.unwrap_model, model):
-        watched = {layer: layer.layer_number for layer in chunk.decoder.layers}
-        watched |= {chunk.embedding: 0} if chunk.pre_process else {}
-        hooks += [module.register_forward_hook(partial(note, number)) for module, number in watched.items()]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def write_micro_batches(path: Path, micro_batches: list[MicroBatch]) -> None:

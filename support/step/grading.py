@@ -50,7 +50,6 @@ class RewardKind:
     def __init__(self, spec: Spec, cfg):
         functions = [named_rewards.find(name, cfg) for name in named_rewards.weights_of(spec)]
         self.spec = spec
-        self.batched = any(hasattr(function, "batch") for function in functions)  # takes many answers at once
         self.takes_ids = any(map(named_rewards.takes_ids, functions))  # one of its functions asks for token ids
 
 
@@ -73,7 +72,7 @@ class GradingPool:
 
     `cfg`: the section `reward` of the configuration. A source has the reward in `by_source`, else `default`.
     `timeout_s`: wall clock per answer, from when a worker starts on it. `memory_gb`: address space of a worker, 0 for
-    no limit. Where rewards take many answers at once, one more worker loads all of them, without that limit.
+    no limit.
     """
 
     def __init__(self, cfg):
@@ -81,16 +80,11 @@ class GradingPool:
         self.default = RewardKind(cfg.default, cfg)
         self.by_source = {source: RewardKind(spec, cfg) for source, spec in cfg.by_source.items()}
         settings = {"custom": cfg.custom, "options": cfg.options, "functions": cfg.functions}
-        settings |= {"batched": False, "memory_gb": cfg.memory_gb}
+        settings["memory_gb"] = cfg.memory_gb
         self.workers = [Worker(settings) for _ in range(cfg.workers)]
-        specs = [kind.spec for kind in (self.default, *self.by_source.values()) if kind.batched]
-        if specs:
-            names = {name for spec in specs for name in named_rewards.weights_of(spec)}
-            size = max(cfg.options.get(name, {}).get("batch_size", 8) for name in names)
-            self.workers.append(Worker({**settings, "batched": True, "memory_gb": 0}, size))
         self.submitted: list[Future] = []  # since the last `collect`
         self.numbers = itertools.count()  # of the jobs, whose order this is
-        self.waiting = {batched: queue.PriorityQueue() for batched in (False, True)}
+        self.waiting: queue.PriorityQueue[Job] = queue.PriorityQueue()
         self.closed = False
         self.threads = [threading.Thread(target=self._serve, args=[worker], daemon=True) for worker in self.workers]
         for thread in self.threads:
@@ -113,17 +107,17 @@ class GradingPool:
             future.set_result(failure)
         else:
             arguments = [text, answer, row, ids if kind.takes_ids else None]
-            future = self._queue(kind.spec, arguments, kind.batched)
+            future = self._queue(kind.spec, arguments)
         self.submitted.append(future)
 
     def submit_turn(self, place: str, text: str, row: dict, state: dict) -> Future:
         """Queue a call of the function of rollout.turns at `place`, ahead of all other jobs: vLLM waits for it."""
         return self._queue({TURNS: place}, [text, row, state], first=True)
 
-    def _queue(self, spec: Spec, arguments: list, batched: bool = False, first: bool = False) -> Future:
+    def _queue(self, spec: Spec, arguments: list, first: bool = False) -> Future:
         future = Future()
         request = json.dumps({"spec": spec, "arguments": arguments}, default=str)
-        self.waiting[batched].put((not first, next(self.numbers), request, future))
+        self.waiting.put((not first, next(self.numbers), request, future))
         return future
 
     def collect(self) -> list[Outcome]:
@@ -136,7 +130,7 @@ class GradingPool:
         atexit.unregister(self.close)
         self.closed = True
         for worker in self.workers:
-            self._queue("", [], worker.batched)  # for its thread to wake
+            self._queue("", [])  # for its thread to wake
             process = worker.process  # its thread may take it away meanwhile
             if process:
                 process.kill()
@@ -145,50 +139,35 @@ class GradingPool:
 
     def _serve(self, worker: "Worker") -> None:
         """The thread of one worker. It starts the process too, which dies with the thread that started it."""
-        waiting = self.waiting[worker.batched]
         while True:
-            jobs = [waiting.get()]
-            while len(jobs) < worker.size and not waiting.empty():
-                jobs.append(waiting.get())
+            *_, request, future = self.waiting.get()
             if self.closed:
                 break
             try:
-                self._ask(worker, jobs)
+                future.set_result(self._ask(worker, request))
             except BaseException as error:  # for the caller, who waits for the outcomes
-                for *_, future in jobs:
-                    if not future.done():
-                        future.set_exception(error)
+                future.set_exception(error)
                 worker.stop()
         worker.stop()
 
-    def _ask(self, worker: "Worker", jobs: list[Job]) -> None:
-        """Have the worker grade the jobs. Those that it has not graded when it is stopped share that outcome."""
+    def _ask(self, worker: "Worker", request: str) -> Outcome:
+        """Have the worker grade an answer."""
         if not worker.process:
             worker.start()
             if self.closed:  # `close` may not have seen it
                 worker.process.kill()
-        worker.send("[" + ",".join(request for *_, request, _ in jobs) + "]")
-        fields = {}
-        restart = False
-        for *_, future in jobs:
-            if worker.process:
-                fields = worker.receive_outcome(self.timeout_s)
-                restart |= fields.pop("restart", False)
-            future.set_result(Outcome(**fields))
-        if restart:
+        worker.send(request)
+        fields = worker.receive_outcome(self.timeout_s)
+        if fields.pop("restart", False):
             worker.stop()
+        return Outcome(**fields)
 
 
 class Worker:
-    """A grading process, seen from the trainer: a message in is a list of requests, as JSON; see serve_requests.
+    """A grading process, seen from the trainer: a message in is a request, as JSON; see serve_requests."""
 
-    `size`: the most answers that it takes at once.
-    """
-
-    def __init__(self, settings: dict, size: int = 1):
+    def __init__(self, settings: dict):
         self.settings = settings
-        self.batched = settings["batched"]
-        self.size = size
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -244,8 +223,8 @@ class Worker:
 
 
 def serve_requests(descriptor: int) -> None:
-    """Grade what comes over a pipe: settings, then lists of requests. An answer's start is an empty message, then its
-    outcome follows, as JSON.
+    """Grade what comes over a pipe: settings, then requests. An answer's start is an empty message, then its outcome
+    follows, as JSON.
     """
     processes.die_with_parent(adopt=True)
     pipe = Connection(os.dup(descriptor))
@@ -257,19 +236,16 @@ def serve_requests(descriptor: int) -> None:
     cfg = SimpleNamespace(**settings)
     loaded = {}
     while True:
-        chunk = json.loads(pipe.recv_bytes())
-        if settings["batched"]:  # a function that is loaded takes one chunk
-            loaded = {}
-        for request in chunk:
-            key = json.dumps(request["spec"])
-            if key not in loaded:
-                loaded[key] = attempt(load, request["spec"], cfg, chunk)
-            function, failure = loaded[key]
-            pipe.send_bytes(b"")
-            if not failure:
-                value, failure = attempt(function, *request["arguments"])
-            fields = (failure or {"parts": value}) | {"graded": checksum(*request["arguments"][:2])}
-            pipe.send_bytes(json.dumps(fields).encode())
+        request = json.loads(pipe.recv_bytes())
+        key = json.dumps(request["spec"])
+        if key not in loaded:
+            loaded[key] = attempt(load, request["spec"], cfg)
+        function, failure = loaded[key]
+        pipe.send_bytes(b"")
+        if not failure:
+            value, failure = attempt(function, *request["arguments"])
+        fields = (failure or {"parts": value}) | {"graded": checksum(*request["arguments"][:2])}
+        pipe.send_bytes(json.dumps(fields).encode())
 
 
 def attempt(function: Callable, *args) -> tuple:
@@ -284,11 +260,11 @@ def attempt(function: Callable, *args) -> tuple:
         return None, {"status": "error", "error": last_line(error)}
 
 
-def load(spec: Spec, cfg: SimpleNamespace, chunk: list[dict]) -> Callable:
+def load(spec: Spec, cfg: SimpleNamespace) -> Callable:
     """The function of a request: of a reward, or of rollout.turns."""
     if isinstance(spec, dict) and TURNS in spec:
         return load_turn_function(spec[TURNS])
-    return named_rewards.load(spec, cfg, chunk)
+    return named_rewards.load(spec, cfg)
 
 
 def load_turn_function(place: str) -> Callable:

@@ -85,14 +85,14 @@ def check_options(function: Callable, given: dict) -> None:
 # ---------------------------------------------------------------- in a grading process
 
 
-def load(spec: Spec, cfg, chunk: list[dict]) -> Callable:
+def load(spec: Spec, cfg) -> Callable:
     """The reward as a function of (text, answer, row, response_ids) that returns its parts, weighed.
 
-    `chunk`: requests that are graded together, for rewards with `batch`. All that the reward needs is loaded here,
-    before an answer's time starts. Parts of a weighted sum are named after its rewards.
+    All that the reward needs is loaded here, before an answer's time starts. Parts of a weighted sum are named after
+    its rewards.
     """
     weights = weights_of(spec)
-    rewards = {name: make(name, cfg, chunk) for name in weights}
+    rewards = {name: make(name, cfg) for name in weights}
 
     def grade(text: str, answer: str, row: dict, response_ids: list[int] | None = None) -> dict[str, float]:
         parts = {}
@@ -110,7 +110,7 @@ def load(spec: Spec, cfg, chunk: list[dict]) -> Callable:
     return grade
 
 
-def make(name: str, cfg, chunk: list[dict]) -> Callable:
+def make(name: str, cfg) -> Callable:
     """One reward with its options, as a function of (text, answer, row, response_ids)."""
     function = find(name, cfg)
     options = cfg.options.get(name, {})
@@ -120,32 +120,9 @@ def make(name: str, cfg, chunk: list[dict]) -> Callable:
         made = user_code.instance(function, json.dumps(options))
     else:
         made = functools.partial(function, **options)
-    if hasattr(function, "batch"):
-        made = batched(made, name, chunk)
     if takes_ids(function):
         return lambda text, answer, row, ids: made(text, answer, row, response_ids=ids)
     return lambda text, answer, row, ids: made(text, answer, row)
-
-
-def batched(scorer, name: str, chunk: list[dict]) -> Callable:
-    """A reward that takes the value of each answer from one call of `scorer.batch` with the chunk's answers.
-
-    Where that fails, it says so and each is called alone, so that an answer costs its own reward only.
-    """
-    answers = [request["arguments"][:3] for request in chunk if name in weights_of(request["spec"])]
-    value_of_row = {}  # by the identity of the row
-
-    def value(text: str, answer: str, row: dict) -> float | dict | None:
-        if answers:
-            try:
-                values = scorer.batch(answers)
-                value_of_row.update({id(row): value for (_, _, row), value in zip(answers, values, strict=True)})
-            except Exception as error:  # the user's own, of any class
-                print(f"note: the reward {name!r} failed in a batch: {user_code.last_line(error)}", flush=True)
-            answers.clear()
-        return value_of_row[id(row)] if id(row) in value_of_row else scorer(text, answer, row)
-
-    return value
 
 
 def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:
