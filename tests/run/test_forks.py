@@ -4,11 +4,9 @@ They apply with one line of context, so that edits nearby and line numbers do no
 from upstream's, a patch that does not apply is skipped (docs/forking.md says how a fork is told from upstream).
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import importlib.util
-import inspect
 import re
 import shutil
 import subprocess
@@ -16,14 +14,11 @@ import sys
 import types
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-import rollout
-from config import RankError, UserError
 from tests.conftest import REPO, ForkedTraining, differs_from_upstream, tiny_config
 from tests.fork_server import ForkServer
 
@@ -88,7 +83,6 @@ def fork(tmp_path, monkeypatch):
     def forked(name: str) -> types.ModuleType:
         folder = tmp_path / "fork"
         apply(name, folder)
-        monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))  # no requirement of ours
         for file in new_files((PATCHES | EXERCISES)[name].read_text()):
             if file.endswith(".py"):
                 load(file.removesuffix(".py").replace("/", "."), folder / file, monkeypatch)
@@ -222,77 +216,3 @@ def test_a_critic_goes_on_as_if_it_had_not_been_stopped(critic_server, tiny, tmp
         for was, now in zip(whole.metrics, other.metrics, strict=False):
             for name in ("critic/value_mean", "critic/squared_error", "grad_norm"):
                 assert was[name] == pytest.approx(now[name], rel=1e-4, abs=1e-7), (layout, name)
-
-
-# ---------------------------------------------------------------- another engine
-
-
-def fake_sglang(**settings) -> mock.Mock:
-    """An sglang.Engine as rollout_sglang.py calls it, which answers [7, 8] to all."""
-
-    async def answer(input_ids, sampling_params, return_logprob):
-        logprobs = [(-0.5, 7, None), (-1.0, 8, None)]
-        return [{"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": logprobs}}] * len(input_ids)
-
-    engine = mock.Mock(loop=asyncio.new_event_loop())
-    engine.async_generate.side_effect = answer
-    engine.update_weights_from_tensor.return_value = (True, "")
-    return engine
-
-
-@pytest.fixture
-def sglang_engine(fork, monkeypatch):
-    """The Engine of rollout_sglang.py, whose SGLang is the one above, and whose rank is alone in the world."""
-    engine = fork("sglang").Engine
-    module = sys.modules["rollout_sglang"]
-    monkeypatch.setitem(sys.modules, "sglang", types.SimpleNamespace(Engine=fake_sglang))
-    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(module.dist, "barrier", lambda: None)
-    monkeypatch.setattr(module, "BUCKET_BYTES", 8)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    return engine
-
-
-def test_the_sglang_engine_has_the_methods_of_ours(sglang_engine):
-    for name, method in inspect.getmembers(rollout.Engine, inspect.isfunction):
-        if name == "__init__" or not name.startswith("_"):
-            assert inspect.signature(getattr(sglang_engine, name)) == inspect.signature(method), name
-
-
-def test_the_sglang_engine_on_a_made_up_sglang(sglang_engine, monkeypatch):
-    cfg = tiny_config()
-    engine = sglang_engine("model", cfg.model, cfg.rollout, 16)
-    with pytest.raises(RankError, match="none were pushed"):
-        next(engine.generate([[1]], [3], 2, cfg.rollout, 4))
-    engine.wake("weights")
-    engine.load_weights((name, torch.zeros(1)) for name in "abc")
-    engine.wake("kv_cache")
-    answers = dict(engine.generate([[1, 2], [3]], [5, 6], 2, cfg.rollout, [4, 3]))
-    assert answers == {number: [rollout.Completion([7, 8], [-0.5, -1.0], True)] * 2 for number in (0, 1)}
-    engine.sleep()
-    kinds = ["release", "resume", "update", "update", "flush", "resume", "async", "async", "release"]
-    assert [name.partition("_")[0] for name, *_ in engine.llm.method_calls] == kinds
-    pushed = [call.args[0] for call in engine.llm.update_weights_from_tensor.mock_calls]
-    assert [[name for name, _ in bucket] for bucket in pushed] == [["a", "b"], ["c"]]
-    calls = [call.kwargs for call in engine.llm.async_generate.mock_calls]
-    asked = [pair for call in calls for pair in zip(call["input_ids"], call["sampling_params"], strict=True)]
-    assert [ids for ids, _ in asked] == [[1, 2], [1, 2], [3], [3]]
-    assert [params["max_new_tokens"] for _, params in asked] == [4, 4, 3, 3]
-    assert len({params["sampling_seed"] for _, params in asked}) == 4, "answers with one seed would be equal"
-
-
-@pytest.mark.parametrize(
-    ("keys", "routes", "allocator", "message"),
-    [
-        ({}, True, "", "replay_routes"),
-        ({"turns": "a.py:b", "tp": 2}, False, "", r"rollout\.tp=1"),
-        ({"top_p": 0.9}, False, "", "top_p"),
-        ({}, False, "expandable_segments:True", "expandable_segments:False"),
-    ],
-)
-def test_what_the_sglang_engine_refuses(sglang_engine, monkeypatch, keys, routes, allocator, message):
-    cfg = tiny_config()
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
-    with pytest.raises(UserError, match=message):
-        sglang_engine("model", cfg.model, cfg.rollout.model_copy(update=keys), 16, return_routes=routes)
