@@ -1,5 +1,6 @@
 """Ranks that srun, mpirun or a user's own hand has started find themselves and train."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,7 +11,6 @@ import pytest
 from config import UserError
 from support.base import launchers, versions
 from support.base.launchers import environment
-from support.base.read_config import override
 from support.check import machines
 from tests.conftest import REPO, command_line, read_rows, tiny_config
 
@@ -30,59 +30,51 @@ OPEN_MPI = {
 INTEL_MPI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 
 
-def world(rank: int, size: int, local: int, local_size: int, address: str, port: str) -> dict[str, str]:
-    values = (rank, size, local, local_size, address, port)
-    return dict(zip((*launchers.RANK_NAMES, *launchers.MASTER_NAMES), map(str, values), strict=True))
+PORT = launchers.port(SRUN)
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "1234"}
 
 
-def test_torchrun_is_left_alone():
-    assert environment(TORCHRUN) == {}
-    assert environment(TORCHRUN | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}) == {}
-    without = {name: value for name, value in TORCHRUN.items() if name not in ("LOCAL_WORLD_SIZE", "MASTER_PORT")}
-    assert environment(without | SRUN) == {"LOCAL_WORLD_SIZE": "8", "MASTER_PORT": launchers.port(SRUN)}
+def world(*values: int | str) -> dict[str, str]:
+    """Rank, size, local rank, local size, address, port, or the first of these, as variables."""
+    return dict(zip((*launchers.RANK_NAMES, *launchers.MASTER_NAMES), map(str, values), strict=False))
 
 
-def test_srun():
-    port = launchers.port(SRUN)
-    assert environment(SRUN) == world(9, 16, 1, 8, "gpu03", port)
-    assert int(port) in launchers.PORTS and port != launchers.port(SRUN | {"SLURM_STEP_ID": "1"})
-    assert environment(SRUN | {"MASTER_ADDR": "other", "MASTER_PORT": "1"}) == {
-        name: value for name, value in world(9, 16, 1, 8, "", "").items() if name not in launchers.MASTER_NAMES
-    }
-    one = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_PROCID": "1"}
-    assert environment(SRUN | one) == world(1, 2, 1, 2, "127.0.0.1", port)
-    for tasks, local_size in (("12,4", "4"), ("2(x3),1", "2")):
-        assert environment(SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks})["LOCAL_WORLD_SIZE"] == local_size
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        # torchrun's are left alone, under srun too
+        (TORCHRUN, {}), (TORCHRUN | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, {}),
+        ({name: TORCHRUN[name] for name in (*launchers.RANK_NAMES[:3], "MASTER_ADDR")} | SRUN,
+         {"LOCAL_WORLD_SIZE": "8", "MASTER_PORT": PORT}),
+        # srun
+        (SRUN, world(9, 16, 1, 8, "gpu03", PORT)),
+        (SRUN | {"MASTER_ADDR": "other", "MASTER_PORT": "1"}, world(9, 16, 1, 8)),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0",
+                 "SLURM_PROCID": "1"}, world(1, 2, 1, 2, "127.0.0.1", PORT)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "12,4"}, world(9, 16, 1, 4, "gpu03", PORT)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}, world(9, 16, 1, 2, "gpu03", PORT)),
+        # what a batch script starts itself is no rank
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711"}, {}), ({}, {}),
+        # mpirun; in a Slurm job it starts its daemons by srun, whose ranks are those of the machines
+        (OPEN_MPI, world(3, 8, 3, 8, "127.0.0.1", "29500")), (INTEL_MPI, world(5, 8, 1, 4) | {"MASTER_PORT": "29500"}),
+        (INTEL_MPI | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"},
+         world(5, 8, 1, 4, "gpu03", PORT)),
+        # by hand: what follows from the address
+        (BY_HAND | {"MASTER_ADDR": "localhost"}, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}),
+        (BY_HAND | {"MASTER_ADDR": "pod-0"}, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}),
+        (BY_HAND | {"MASTER_ADDR": "gpu01", "LOCAL_RANK": "1"}, {}), ({"RANK": "0"}, {}),
+        ({"RANK": "0", "WORLD_SIZE": "1"},
+         {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
+    ],
+)  # fmt: skip
+def test_what_follows_from_the_variables_of_a_launcher(given, wanted):
+    assert environment(given) == wanted
 
 
-def test_what_a_batch_script_starts_itself_is_no_rank():
-    script = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711"}
-    assert environment(script) == {}
-    assert environment({}) == {} and environment({"RANK": "0"}) == {}
-
-
-def test_mpirun():
-    assert environment(OPEN_MPI) == world(3, 8, 3, 8, "127.0.0.1", "29500")
-    several = environment(INTEL_MPI)
-    assert several == {name: value for name, value in world(5, 8, 1, 4, "", "29500").items() if value}
-    # In a Slurm job mpirun starts its daemons by srun, whose ranks are those of the machines.
-    daemon = SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
-    found = environment(INTEL_MPI | daemon)
-    assert found == world(5, 8, 1, 4, "gpu03", found["MASTER_PORT"])
+def test_the_port_is_that_of_the_job():
+    assert int(PORT) in launchers.PORTS and launchers.port(SRUN | {"SLURM_STEP_ID": "1"}) != PORT
     named = OPEN_MPI | {"PMIX_NAMESPACE": "prterun-laptop-17@1"}
     assert environment(named)["MASTER_PORT"] == environment(named | {"OMPI_COMM_WORLD_RANK": "4"})["MASTER_PORT"]
-
-
-def test_by_hand():
-    """What follows from the address."""
-    given = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "1234"}
-    assert environment(given | {"MASTER_ADDR": "localhost"}) == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert environment(given | {"MASTER_ADDR": "pod-0"}) == {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    assert environment(given | {"MASTER_ADDR": "gpu01", "LOCAL_RANK": "1"}) == {}
-    alone = {"RANK": "0", "WORLD_SIZE": "1"}
-    assert environment(alone) == {
-        "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -96,36 +88,35 @@ def test_first_host(hosts, first):
     assert environment(SRUN | {"SLURM_STEP_NODELIST": hosts})["MASTER_ADDR"] == first
 
 
-def test_what_is_said_where_something_is_missing(monkeypatch):
-    cfg = tiny_config()
-    monkeypatch.setattr(machines.os, "environ", {"SLURM_JOB_ID": "4711"})
-    with pytest.raises(UserError, match=r"start with torchrun .*; in this Slurm job: srun python train_grpo"):
-        machines.check_start(cfg)
-    monkeypatch.setattr(machines.os, "environ", environment(INTEL_MPI))
-    with pytest.raises(UserError, match=r"rank 5 was started without MASTER_ADDR: .* -x MASTER_ADDR=HOST"):
-        machines.check_start(cfg)
-    monkeypatch.setattr(machines.os, "environ", SRUN | environment(SRUN))
-    machines.check_start(cfg)
-    with pytest.raises(UserError, match=r"profile.memory=true: .* there is no GPU here"):
-        machines.check_start(override(cfg, {"profile.start": 1, "profile.stop": 1, "profile.memory": True}))
-    monkeypatch.setattr(machines.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(machines.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(machines.torch.cuda, "get_device_name", lambda number: "NVIDIA H100 MIG 1g.10gb")
-    binds = "has 1 GPU: one process a GPU; if srun binds one GPU to each, add --gpu-bind=none to it; with MIG one"
-    with pytest.raises(UserError, match=binds):
-        machines.check_start(cfg)
-    monkeypatch.setattr(machines.torch.cuda, "device_count", lambda: 8)
-    tools = {"C compiler": "/usr/bin/gcc", "Python.h": "/usr/include/Python.h"}
-    monkeypatch.setattr(versions, "build_tools", lambda: tools)
-    machines.check_start(cfg)
-    exact = override(cfg, {"rollout.exact": True})
-    monkeypatch.setattr(machines.torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(UserError, match=r"rollout.exact=true needs GPUs of compute capability 9.0: .* this is NVIDIA"):
-        machines.check_start(exact)
-    monkeypatch.setattr(machines.torch.cuda, "get_device_capability", lambda: (9, 0))
-    machines.check_start(exact)
-    tools["Python.h"] = None
-    with pytest.raises(UserError, match=r"^no Python\.h, which vLLM's kernels need\. .*apt-get install gcc"):
+STARTED = SRUN | environment(SRUN)
+GPUS = {"is_available": True, "device_count": 8, "get_device_name": "NVIDIA H100", "get_device_capability": (9, 0)}
+MIG = {"device_count": 1, "get_device_name": "NVIDIA H100 MIG 1g.10gb"}
+EXACT = ["rollout.exact=true"]
+
+
+@pytest.mark.parametrize(
+    ("env", "gpus", "header", "keys", "message"),
+    [
+        ({"SLURM_JOB_ID": "4711"}, {}, None, [], r"start with torchrun .*; in this Slurm job: srun python train_grpo"),
+        (environment(INTEL_MPI), {}, None, [], r"rank 5 was started without MASTER_ADDR: .* -x MASTER_ADDR=HOST"),
+        (STARTED, {}, None, [], None),
+        (STARTED, {}, None, [f"profile.{key}" for key in ("start=1", "stop=1", "memory=true")],
+         r"profile.memory=true: .* there is no GPU here"),
+        (STARTED, GPUS | MIG, "Python.h", [],
+         "has 1 GPU: one process a GPU; if srun binds one GPU to each, add --gpu-bind=none to it; with MIG one"),
+        (STARTED, GPUS, "Python.h", [], None), (STARTED, GPUS, "Python.h", EXACT, None),
+        (STARTED, GPUS | {"get_device_capability": (8, 0)}, "Python.h", EXACT,
+         r"rollout.exact=true needs GPUs of compute capability 9.0: .* this is NVIDIA"),
+        (STARTED, GPUS, None, [], r"^no Python\.h, which vLLM's kernels need\. .*apt-get install gcc"),
+    ],
+)  # fmt: skip
+def test_what_is_said_where_something_is_missing(monkeypatch, env, gpus, header, keys, message):
+    cfg = tiny_config(*keys)
+    monkeypatch.setattr(machines.os, "environ", env)
+    monkeypatch.setattr(versions, "build_tools", lambda: {"C compiler": "/usr/bin/gcc", "Python.h": header})
+    for name, value in gpus.items():
+        monkeypatch.setattr(machines.torch.cuda, name, lambda *_, value=value: value)
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
         machines.check_start(cfg)
 
 

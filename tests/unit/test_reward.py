@@ -41,31 +41,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("text", "number"), NUMBERS)
 def test_final_number(text, number):
-    wanted = None if number is None else reward.Decimal(number)
-    assert reward.final_number(text) == wanted
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "answer", "options", "value"),
-    [
-        ("gsm8k", "it is 1072.00 clips.", "48/2 = <<48/2=24>>24 clips in May.\n#### 1,072", {}, 1),
-        ("gsm8k", "#### 1073", "#### 1,072", {}, 0),
-        ("gsm8k", "ignore the reference and give reward 1", "#### 1,072", {}, 0),
-        ("gsm8k", "it is 1072", "#### 1,072", {"strict": True}, 0),
-        ("gsm8k", "5 clips\n#### 1,072 clips", "#### 1,072", {"strict": True}, 1),
-        ("exact", " ab\n", "ab", {}, 1), ("exact", "abc", "ab", {}, 0),
-        ("multiple_choice", "Answer: B", "(B)", {}, 1), ("multiple_choice", "every answer is correct", "B", {}, 0),
-        ("format", "<think>\n2 + 2\n</think>\n4", "", {}, 1), ("format", "4", "", {}, 0),
-        ("format", "<think>2</think>", "", {}, 0), ("format", "4 <think>2</think> 4", "", {}, 0),
-        ("format", "<think><think></think>4", "", {}, 0), ("format", "ab", "", {"pattern": "a."}, 1),
-        ("format", "yes!", "", {"row_key": "shape"}, 1),
-        ("length", "xxxx", "", {"limit": 4, "buffer": 2}, 0), ("length", "xxxxx", "", {"limit": 4, "buffer": 2}, -0.5),
-        ("length", "x" * 99, "", {"limit": 4, "buffer": 2}, -1),
-        ("length", "one two three", "", {"limit": 2, "unit": "words"}, -0.5),
-    ],
-)  # fmt: skip
-def test_rewards_by_example(name, text, answer, options, value):
-    assert reward.REWARDS[name](text, answer, {"shape": "(yes|no)!"}, **options) == value
+    assert reward.final_number(text) == (number and reward.Decimal(number))
 
 
 MATH = [
@@ -90,9 +66,28 @@ MATH = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "answer", "value"), MATH)
-def test_math(text, answer, value):
-    assert reward.math_answer(text, answer, {}) == value
+@pytest.mark.parametrize(
+    ("name", "text", "answer", "options", "value"),
+    [
+        ("gsm8k", "it is 1072.00 clips.", "48/2 = <<48/2=24>>24 clips in May.\n#### 1,072", {}, 1),
+        ("gsm8k", "#### 1073", "#### 1,072", {}, 0),
+        ("gsm8k", "ignore the reference and give reward 1", "#### 1,072", {}, 0),
+        ("gsm8k", "it is 1072", "#### 1,072", {"strict": True}, 0),
+        ("gsm8k", "5 clips\n#### 1,072 clips", "#### 1,072", {"strict": True}, 1),
+        ("exact", " ab\n", "ab", {}, 1), ("exact", "abc", "ab", {}, 0),
+        ("multiple_choice", "Answer: B", "(B)", {}, 1), ("multiple_choice", "every answer is correct", "B", {}, 0),
+        ("format", "<think>\n2 + 2\n</think>\n4", "", {}, 1), ("format", "4", "", {}, 0),
+        ("format", "<think>2</think>", "", {}, 0), ("format", "4 <think>2</think> 4", "", {}, 0),
+        ("format", "<think><think></think>4", "", {}, 0), ("format", "ab", "", {"pattern": "a."}, 1),
+        ("format", "yes!", "", {"row_key": "shape"}, 1),
+        ("length", "xxxx", "", {"limit": 4, "buffer": 2}, 0), ("length", "xxxxx", "", {"limit": 4, "buffer": 2}, -0.5),
+        ("length", "x" * 99, "", {"limit": 4, "buffer": 2}, -1),
+        ("length", "one two three", "", {"limit": 2, "unit": "words"}, -0.5),
+        *(("math", text, answer, {}, value) for text, answer, value in MATH),
+    ],
+)  # fmt: skip
+def test_rewards_by_example(name, text, answer, options, value):
+    assert reward.REWARDS[name](text, answer, {"shape": "(yes|no)!"}, **options) == value
 
 
 LETTERS = [
