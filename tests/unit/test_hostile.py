@@ -212,7 +212,7 @@ def test_forged_values_earn_nothing(nothing_left, tests, right, forgeries):
 KEEPS_FILES = "(tempfile.mkdtemp(), time.sleep(1000))"
 ORPHANS = "['sh', '-c', 'setsid sleep 1000 & setsid setsid sleep 1000 & sleep 1000']"  # in their own sessions
 REWARDS = {  # expression → the status and a part of the error
-    "len(bytearray(10 * 2**30))": ("error", "MemoryError"),
+    "len(bytearray(3 * 2**30))": ("error", "MemoryError"),  # of reward.memory_gb, 4 unless set
     "judge(text, answer, row)": ("error", "RecursionError"),
     f"(subprocess.Popen(['sleep', '1000'], start_new_session=True), subprocess.run({ORPHANS}))": ("timeout", ""),
     "(subprocess.Popen(['sleep', '1000']), os._exit(3))": ("error", "exit code 3"),
@@ -224,12 +224,12 @@ REWARDS = {  # expression → the status and a part of the error
 
 
 def test_hostile_rewards(nothing_left):
-    pool = pool_of("custom", custom=JUDGE, timeout_s=2.0, workers=2)
+    pool = pool_of("custom", custom=JUDGE, timeout_s=2.0, workers=2, memory_gb=2.0)
     outcomes = grade(pool, [("s", text, "", {}) for hostile in REWARDS for text in ("1.0", hostile)])
     assert [outcome.parts for outcome in outcomes[::2]] == [{"reward": 1.0}] * len(REWARDS)
     for (status, error), outcome in zip(REWARDS.values(), outcomes[1::2], strict=True):
         assert outcome.status == status and error in outcome.error, outcome
-    assert len(processes_below(os.getpid())) <= 2  # the workers: what the rewards started is gone already
+    assert len(processes_below(os.getpid())) <= len(pool.workers) == 2  # what the rewards started is gone already
     pool.close()
 
 
