@@ -23,9 +23,7 @@ from support.base.read_config import load_config
 from tests import museum
 from tests.compare_runs import lasting
 from tests.fork_server import ForkServer, free_port
-from tests.processes import Torchrun
-
-REPO = Path(__file__).resolve().parent.parent
+from tests.processes import REPO, Torchrun
 
 
 def pytest_addoption(parser) -> None:
@@ -171,18 +169,6 @@ def start(tiny, tmp_path, request):
     return run
 
 
-@pytest.fixture
-def train(start):
-    """train(...) → the Training of start(...), ended, with its exit code."""
-
-    def run(*arguments, **settings) -> Training:
-        training = start(*arguments, **settings)
-        training.code = training.end()
-        return training
-
-    return run
-
-
 @pytest.fixture(scope="session")
 def fork_server():
     """ForkServer for all tests."""
@@ -200,7 +186,7 @@ def start_fork_server_early(request):
 
 @pytest.fixture
 def train_forked(fork_server, tiny, tmp_path):
-    """train_forked(nproc, ...) → ForkedTraining, as `train`: in seconds, for what does not depend on torchrun."""
+    """train_forked(nproc, ...) → ForkedTraining: in seconds, for what does not depend on torchrun."""
 
     def run(nproc: int, *overrides: str, out: Path = tmp_path / "out", **settings) -> ForkedTraining:
         return ForkedTraining(fork_server, tiny, out, *overrides, nproc=nproc, **settings)

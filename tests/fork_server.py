@@ -27,7 +27,6 @@ from support.base import processes
 from support.engine import vllm_process
 from tests import museum
 
-REPO = Path(__file__).resolve().parent.parent
 SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 # ---------------------------------------------------------------- in the tests
@@ -41,15 +40,15 @@ def free_port() -> int:
 class ForkServer:
     """The process that forks, for the script in `sources`: this folder, or a copy of it with changes."""
 
-    def __init__(self, sources: Path = REPO):
+    def __init__(self, sources: Path = processes.REPO):
         self.process: subprocess.Popen | None = None
-        self.settings = {**SETTINGS, "PYTHONPATH": f"{sources}{os.pathsep}{REPO}"}
+        self.settings = {**SETTINGS, "PYTHONPATH": f"{sources}{os.pathsep}{processes.REPO}"}
 
     def start(self) -> None:
         """Start the process, which imports meanwhile; a run does so where it is not running."""
         env = {**os.environ, **self.settings, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # CUDA, once asked, bears no fork
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, "-u", __file__], cwd=REPO, env=env, **pipes)
+        self.process = subprocess.Popen([sys.executable, "-u", __file__], cwd=processes.REPO, env=env, **pipes)
 
     def run(
         self, printed: Path, script: str | Path, *arguments: str, nproc: int, seconds: float = 600, **env: str

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-REPO = Path(__file__).resolve().parent.parent
+from support.base.processes import REPO
+
 TAG = "TORCHRUN_TAG"  # environment variable of all processes that a torchrun starts
 
 

@@ -48,10 +48,10 @@ def result_of(job: Outputs) -> dict:
 
 
 @pytest.mark.slow
-def test_kills_change_nothing(train, train_forked, tmp_path, request):
+def test_kills_change_nothing(start, train_forked, tmp_path, request):
     def run(out: str, plan: list) -> Outputs:
-        start = train if plan else train_forked  # a kill is of torchrun and its ranks
-        return start(2, *JOB, script=REPO / "tests/faults/killed.py", out=tmp_path / out, KILL=json.dumps(plan))
+        train = start if plan else train_forked  # a kill is of torchrun and its ranks
+        return train(2, *JOB, script=REPO / "tests/faults/killed.py", out=tmp_path / out, KILL=json.dumps(plan))
 
     rng = random.Random(2)
     undisturbed = run("undisturbed", [])
@@ -72,7 +72,7 @@ def test_kills_change_nothing(train, train_forked, tmp_path, request):
                 seconds = rng.uniform(0, 1.2) * sum(took[phase]) / len(took[phase])
                 plan = [phase, rng.randint(1, TIMES[phase]), seconds, "all" if rng.random() < 0.7 else "one"]
             job = run(f"run_{number:03d}", plan)
-            code = job.code
+            code = job.end() if plan else job.code
             if "the kill is done\n" in job.text:
                 kills[phase] += 1
                 planned -= 1

@@ -150,13 +150,13 @@ def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.gpu
-def test_the_demo_learns(train, record_property):
+def test_the_demo_learns(start, record_property):
     """On a GPU in bf16, where the reward at its end varies."""
     gpus = torch.cuda.device_count()
     ranks, bound = (min(gpus, 2), 0.5) if gpus else (2, 0.9)
     dtype = "model.dtype=bf16" if gpus else "model.dtype=fp32"
-    run = train(ranks, "model.path=build/tiny/model", "data.train=build/tiny/train.jsonl", dtype)
-    assert run.code == 0, run.text
+    run = start(ranks, "model.path=build/tiny/model", "data.train=build/tiny/train.jsonl", dtype)
+    assert run.end() == 0, run.text
     rewards = [m["reward/mean"] for m in run.metrics]
     record_property("reward at its end", f"{sum(rewards[-10:]) / 10:.2f}")
     record_property("largest mean gap", f"{max(m['logp_gap/mean'] for m in run.metrics):.1e}")
