@@ -149,10 +149,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def complete_folder(target: Path) -> Iterator[Path]:
-    """A new folder to write files into, which becomes `target` where the block ends without an exception.
-
-    `target` is complete or absent, however the process ends: the files are on the disk before the folder has its name.
-    """
+    """A new folder to fill, which becomes `target`, complete and on the disk, where the block ends without an error."""
     temporary = make_temporary_folder(target)
     try:
         yield temporary

@@ -1,7 +1,4 @@
-"""Memory: what each phase of a step takes, and what is free. Knows no trainer.
-
-On GPUs it is what torch has allocated there; on the CPU the resident memory of the process.
-"""
+"""Memory of a step's phases, and what is free: torch's on GPUs, on the CPU the process's resident memory."""
 
 import re
 from pathlib import Path
@@ -85,10 +82,7 @@ def resident_gb() -> tuple[float, float]:
 
 
 def host_free_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """What processes may still take of the host's memory: of the machine, or of the limits above this process.
-
-    The limits are those of cgroups (version 2), as containers and Slurm jobs have them; cached files count as free.
-    """
+    """What processes may still take of the host's memory and their cgroups' (version 2); cached files count as free."""
     free = [psutil.virtual_memory().available]
     found = re.search("^0::/(.*)$", own.read_text(), re.MULTILINE) if own.exists() else None
     folders = [cgroups / found[1], *(cgroups / found[1]).parents] if found else []

@@ -1,7 +1,4 @@
-"""Processes of ours, and how they are ended.
-
-Imports the standard library only, so that a process that needs no torch starts quickly.
-"""
+"""Processes of ours, and how they are ended. Imports the standard library only, so that they start quickly."""
 
 import contextlib
 import ctypes

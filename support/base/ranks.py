@@ -110,10 +110,7 @@ def on_any_rank(flag: bool) -> bool:
 
 
 def on_first_rank(action: Callable[[], Any]) -> Any:
-    """Run `action` on rank 0 and return its result there, None elsewhere.
-
-    A UserError or ValueError of it raises UserError on every rank.
-    """
+    """Run `action` on rank 0; returns its result there, else None. A UserError or ValueError is a UserError on all."""
     result = None
     message = [None]
     if dist.get_rank() == 0:

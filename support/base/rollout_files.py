@@ -11,9 +11,7 @@ from support.base.files import sync
 
 
 def as_row(sample) -> dict:
-    """The row of a Sample: its fields that are not None, with those in `tokens` beside them, and without `routes`,
-    which is larger than all others together.
-    """
+    """The row of a Sample: its fields that are not None, those in `tokens` beside them, without the large `routes`."""
     row = {name: value for name, value in vars(sample).items() if value is not None and name != "routes"}
     return row | row.pop("tokens", {})
 

@@ -91,10 +91,7 @@ def commit() -> str:
 
 @functools.cache
 def versions() -> dict[str, str | None]:
-    """{"commit": …, "python": …, package: version, …, "cuda": …, "nccl": …, "driver": …}; None for what is missing.
-
-    They are read once: a run keeps those that it started with.
-    """
+    """{"commit": …, "python": …, package: version, …, "driver": …}, as a run starts; None for what is missing."""
     packages = {name: installed(name) for name in (*TESTED, *OPTIONAL, *OTHERS)}
     python = platform.python_version()
     return {"commit": commit(), **packages, "python": python, **cuda_versions(), "driver": driver()}
@@ -120,10 +117,7 @@ def driver() -> str | None:
 
 
 def build_tools() -> dict[str, str | None]:
-    """{"C compiler": path, "Python.h": path} as Triton looks for them, None for what is missing.
-
-    vLLM's kernels need both on a GPU: Triton compiles their launchers as they first run (3.7, runtime/build.py).
-    """
+    """{"C compiler": path, "Python.h": path}, None if missing: Triton compiles vLLM's launchers with them on a GPU."""
     compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     compiler = next(filter(None, map(shutil.which, compilers)), None)
     header = Path(sysconfig.get_paths("posix_prefix")["include"], "Python.h")  # Debian's own scheme has no headers

@@ -232,10 +232,7 @@ SUPPORTED = {
 
 
 def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path") -> None:
-    """See, without weights or process groups, that the model of `path`, the value of `key`, can be built and split.
-
-    Raises UserError.
-    """
+    """UserError unless, by its config, the model of `path`, the value of `key`, can be built and split."""
     model = f"{key}={path}"
     check_found(path, key)
     try:

@@ -1,7 +1,6 @@
 """What weights and state cost a run: one table for GPU, host and disk.
 
-The check of the disk, the warning of host memory and tools/plan.py read it: a feature that keeps further weights adds a
-row.
+The check of the disk, the warning of host memory and tools/plan.py read it: what keeps further weights adds a row.
 """
 
 from dataclasses import dataclass, replace

@@ -93,10 +93,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 def disk_error(phase: str, error: Exception, folder: Path) -> str | None:
-    """What an error means if it comes from a disk that cannot be written, most likely that of output_dir; else None.
-
-    torch and safetensors do not say so with an OSError, so a small file is tried.
-    """
+    """What an error means if a small file cannot be written to output_dir (torch raises no OSError then); else None."""
     known = getattr(error, "errno", None) in DISK_ERRORS or "I/O error" in str(error)
     reason = error if known else files.try_to_write(folder)
     return reason and (

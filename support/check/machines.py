@@ -47,10 +47,7 @@ def check_start(cfg: Config) -> None:
 
 
 def check_gpus(cfg: Config) -> None:
-    """Check that each process of this machine has a GPU that can do what is asked, and Triton what it compiles with.
-
-    Raises UserError.
-    """
+    """UserError unless each process here has a GPU that can do what is asked, and Triton what it compiles with."""
     least = int(os.environ["LOCAL_RANK"]) + 1
     local = int(os.environ.get("LOCAL_WORLD_SIZE", least))
     gpus = torch.cuda.device_count()
@@ -72,9 +69,7 @@ def check_gpus(cfg: Config) -> None:
 
 
 def check_without_gpu(cfg: Config) -> None:
-    """Check that no GPU is left unused by mistake (vLLM for CPUs is none), and that nothing is asked for that only GPUs
-    have. Raises UserError.
-    """
+    """UserError if a GPU is left unused by mistake (vLLM for CPUs is none), or if what only GPUs have is asked for."""
     require(
         versions.driver() is None or versions.version_of("vllm") is None,
         "torch sees no GPU, though NVIDIA's driver and vLLM for GPUs are here: python -m tools.doctor says why",

@@ -11,10 +11,7 @@ GOLDEN = (5**0.5 - 1) / 2  # its multiples, mod 1, cover [0, 1) evenly however f
 
 
 def draw_sets(weights: list[float], taken: int, size: int, seed: int) -> list[tuple[int, int]]:
-    """(set, number in the set's own stream) of the `size` prompts after the first `taken`.
-
-    `weights` are the sets' shares, up to a factor.
-    """
+    """(set, number in its own stream) of the `size` prompts after the first `taken`; `weights` need not sum to 1."""
     first = taken // BLOCK
     last = (taken + size - 1) // BLOCK
     counts = block_counts(weights, last + 1)

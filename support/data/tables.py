@@ -142,10 +142,7 @@ def folder_files(folder: str, named_split: str, split: str, key: str) -> list[st
 
 
 def read_table(name: str, arguments: dict, key: str) -> Any:
-    """One file or hub data set as a datasets.Dataset.
-
-    Raises ValueError that names it, and the line or column where that is known.
-    """
+    """One file or hub data set as a datasets.Dataset; ValueError that names it, and line or column where known."""
     import datasets
 
     file = arguments.get("data_files", "")

@@ -1,7 +1,7 @@
 """Attention inside the sequences of a packed row, on the CPU and on GPUs, and how context-parallel ranks split a row.
 
-`attend_varlen` and `attend_padded` compute the same from plain tensors: the first by torch's FlashAttention, for bf16
-and fp16 on a GPU, the second by torch's scaled_dot_product_attention. PackedAttention goes into Megatron's layer spec.
+`attend_varlen` and `attend_padded` compute the same from plain tensors: by torch's FlashAttention, for bf16 and fp16 on
+a GPU, and by its scaled_dot_product_attention. PackedAttention goes into Megatron's layer spec.
 """
 
 import dataclasses
@@ -125,10 +125,7 @@ class Segments:
 
     @functools.cached_property
     def slots(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Index of each query and of each key in the padded layout of `attend_padded`; None: the layout is the row.
-
-        The layout is the buckets one after another, each [segments, longest]; a query has the index of its token's key.
-        """
+        """Index of each query and of each key in the buckets of `attend_padded`, end to end; None: they are the row."""
         starts = np.cumsum([0, *(count * longest for count, longest in self.buckets)])
         buckets = zip(starts[:-1], self.buckets, strict=True)
         sorted_S = np.concatenate([start + longest * np.arange(count) for start, (count, longest) in buckets])
@@ -167,10 +164,7 @@ def make_buckets(lengths_S: np.ndarray) -> list[tuple[int, int]]:
 
 
 def uses_varlen(on: torch.device, dtype: torch.dtype) -> bool:
-    """Whether attention is `attend_varlen`, without padding: torch has the kernel on GPUs, for these types.
-
-    model.flash_attention=false turns FlashAttention off in torch itself, for the whole process.
-    """
+    """Whether attention is `attend_varlen`: on a GPU in bf16 or fp16, unless model.flash_attention=false ends that."""
     return on.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and torch.backends.cuda.flash_sdp_enabled()
 
 
@@ -219,10 +213,7 @@ def window_mask(longest: int, window: int | None, on: torch.device) -> torch.Ten
 
 
 def attend_varlen(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
-    """`attend` by torch's varlen_attn, for bf16 and fp16 on a GPU.
-
-    Its causal mask is aligned to the last query and the last key, as Segments are.
-    """
+    """`attend` by torch's varlen_attn; its causal mask is aligned to the last query and last key, as Segments are."""
     lengths = (segments.cu_q, segments.cu_k, int(segments.queries_S.max()), int(segments.keys_S.max()))
     left = -1 if segments.window is None else segments.window - 1  # without the query's own token
     # num_splits=1 keeps results independent of the batch
@@ -318,10 +309,7 @@ class Packing(PackedSeqParams):
 
 
 def rotary_embedding(hf_config) -> torch.nn.Module:
-    """transformers' own rotary embedding, for its frequencies (Llama 3 scaling included).
-
-    Raises ValueError for a type that scales attention or changes with the length.
-    """
+    """transformers' rotary embedding, for its frequencies; ValueError if it scales attention or varies by length."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rope = LlamaRotaryEmbedding(hf_config)
@@ -333,9 +321,7 @@ def rotary_embedding(hf_config) -> torch.nn.Module:
 def sliding_window(hf_config) -> int | None:
     """Window of attention in all layers, in tokens, the query's own included; None: no window.
 
-    Raises ValueError where transformers and vLLM read config.json differently: vLLM 0.32 gives one window to all layers
-    or to none (to none of Qwen3's if some have no window, and Qwen2 does not start then), also where transformers has
-    no window (Llama).
+    Raises ValueError where transformers and vLLM read config.json differently; docs/dev/field-notes.md says how.
     """
     window = getattr(hf_config, "sliding_window", None)
     if not window:

@@ -36,10 +36,7 @@ COMPLETE = re.compile(r"step_(\d{6,})$")
 
 
 class CheckpointWriter:
-    """Writes checkpoints to `folder`, one at a time, in the background.
-
-    Keeps the newest `keep_last` (0: all) and those of every `keep_every`-th step (0: none).
-    """
+    """Writes checkpoints in a thread; keeps the newest `keep_last` (0: all) and each `keep_every`-th step's (0: no)."""
 
     def __init__(self, folder: Path | str, keep_last: int, keep_every: int):
         self.folder = Path(folder)
@@ -80,8 +77,7 @@ class CheckpointWriter:
     def finish(self) -> Path | None:
         """Wait for the checkpoint that is being written and for the files of samples, then give it its final name.
 
-        Returns its folder, None if none is being written. Called on every rank. Raises CheckpointError on every rank if
-        one of them failed, and leaves no incomplete checkpoint.
+        Returns its folder, None if none is written. CheckpointError on every rank, and no checkpoint, if one fails.
         """
         if self.thread is None:
             return None
@@ -215,10 +211,7 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
 
 
 def check_resumed(path: Path, config: dict[str, Any], data: str) -> int:
-    """Check that a run with this configuration and data fingerprint can go on from a checkpoint, and print the changes.
-
-    Returns the step that the checkpoint was saved after. Raises UserError.
-    """
+    """Print what changed since a checkpoint; returns its step. Raises UserError where the run cannot go on from it."""
     state, steps = read_state(path), config["train"]["steps"]
     require(
         state["data"] == data,

@@ -130,23 +130,17 @@ MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 
 def has_units(dtype: torch.dtype) -> bool:
-    """Whether torch has a fast kernel for matrix products in bf16 or fp16 on this CPU (AVX-512, AMX, Arm's units).
-
-    False where torch is built without oneDNN, whose operators are missing then.
-    """
+    """Whether torch has a fast kernel for bf16 or fp16 products on this CPU (AVX-512, AMX, Arm); no without oneDNN."""
     mkldnn = torch.ops.mkldnn
     asks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     return torch.backends.mkldnn.is_available() and getattr(mkldnn, asks[dtype])()
 
 
 def compute_products_in_fp32(dtypes: Collection[torch.dtype]) -> torch.library.Library:
-    """Replace torch's CPU kernels of matrix products: tensors in `dtypes` are widened, multiplied in fp32 and rounded
-    once. The kernels stay as long as the returned object does.
+    """Replace torch's CPU kernels of matrix products: tensors in `dtypes` are multiplied in fp32 and rounded once.
 
-    Without units for bf16 torch 2.13 multiplies such tensors element by element, about 100 times slower than fp32;
-    likewise fp16. The products are exact in fp32 and summed there, so the result is at least as exact as that of a
-    kernel for the type. Bits differ between machines with and without such units. Tensors of other types go to torch's
-    own kernels.
+    The kernels stay as long as the returned object does. Without units for a type torch 2.13 is 100 times slower; the
+    result is at least as exact as that of a kernel for the type, but its bits differ. Other types go to torch's own.
     """
     kernels = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # torch warns that a kernel is replaced

@@ -99,10 +99,7 @@ def sharded_state_dict(linear, target: str, prefix="", sharded_offsets=(), metad
 
 
 def stack_factors(weights: Sequence[torch.nn.Parameter]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [E, parts · rank, in] and B [E, out, parts · rank] of E weights, whose product B A is added to the weights.
-
-    B is block-sparse: a row has zeros in the columns of the other parts.
-    """
+    """A [E, parts · rank, in] and B [E, out, parts · rank] of E weights; B has zeros in the columns of other parts."""
     adapters = [weight.adapter for weight in weights]
     a = torch.stack([adapter.a.flatten(0, -2) for adapter in adapters])
     b = torch.stack([adapter.b for adapter in adapters])
@@ -221,10 +218,7 @@ def read_part(name: str, opened: dict, shape: torch.Size) -> torch.Tensor:
 
 
 def initial_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
-    """A factor before training: B [out, rank] is 0, A [rank, in] uniform within ±1 / sqrt(in), as in PEFT.
-
-    It is a function of the Hugging Face name alone, so it is the same on every layout.
-    """
+    """A factor before training: B is 0, A [rank, in] uniform within ±1 / sqrt(in), as in PEFT; it follows from name."""
     if name.endswith("lora_B.weight"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

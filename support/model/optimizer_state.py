@@ -75,8 +75,7 @@ def sharded_state(model: list, optimizer, loading: bool) -> dict[str, ShardedTen
     """Main weights and Adam's moments as Megatron's sharded tensors, 12 bytes a weight: all there is to save.
 
     With `loading` a description only, without values, for `load_state`. For saving, each weight's state is reduced to
-    one replica, another for each weight. Megatron's own way, "fully_reshardable", gathers all on one replica, and cuts
-    tensors at wrong offsets where a bucket is padded (0.16: its length is no multiple of 128).
+    one replica, another for each weight; why not by Megatron's own way: docs/dev/field-notes.md.
     """
     state = {}
     for part, number, weight, tensor in optimizer_weights(model, optimizer):
@@ -120,8 +119,7 @@ def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps: i
 def restore(path: Path, model: list, optimizer, others: Sequence[str] = ()) -> dict[str, Any]:
     """Load weights and moments from a checkpoint of any layout; returns its state.
 
-    `others`: the first words of keys that somebody else reads. Raises CheckpointError before anything is changed; also
-    where the checkpoint holds what nobody reads.
+    `others`: first words of keys that somebody else reads. CheckpointError, before any change, also for unread keys.
     """
     state = read_state(path)
     take_back_state(optimizer)

@@ -79,10 +79,7 @@ def write_shards(folder: Path, shards: list[Shard]) -> dict[str, list]:
 
 
 def check_coverage(sizes_of_ranks: list[list[tuple[str, int, int]]]) -> None:
-    """Raises CheckpointError unless the shards of all ranks hold every element exactly once.
-
-    A shard is given as its name, its number of elements and that of the whole tensor.
-    """
+    """CheckpointError unless all ranks' shards (name, elements, those of the whole tensor) hold each element once."""
     shards = list(itertools.chain(*sizes_of_ranks))
     twice = [name for name, times in Counter(name for name, _, _ in shards).items() if times > 1]
     if twice:

@@ -72,10 +72,7 @@ def random_blocks(on: torch.device) -> Tensor:
 
 
 def own_shards(model: list, optimizer, names: dict[torch.nn.Parameter, str], copied: bool = True) -> list[Shard]:
-    """This rank's shards of all trained weights, with their values, `copied` or as a view.
-
-    `names`: {weight: name}, equal on ranks that hold copies of a weight.
-    """
+    """This rank's shards of all trained weights, values `copied` or a view. `names`: {weight: name}, as its copies."""
     shards = []
     for part, _, weight, tensor in optimizer_weights(model, optimizer):
         if weight in part.model_param_gbuf_map:
@@ -116,10 +113,7 @@ def norm_of(parts: Iterable[Tensor]) -> float:
 
 
 def adamw(state: dict[str, Tensor], gradient: Tensor, steps: int, eps: float, train: TrainConfig) -> dict[str, Tensor]:
-    """State {param, exp_avg, exp_avg_sq} after one step of AdamW on a clipped gradient; [n] float64 each.
-
-    steps: updates before this one. Source: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2.
-    """
+    """The state, [n] float64 each, after a step on a clipped gradient and `steps` before: arXiv 1711.05101, alg. 2."""
     beta1, beta2 = train.adam_beta1, train.adam_beta2
     mean = beta1 * state["exp_avg"] + (1 - beta1) * gradient
     square = beta2 * state["exp_avg_sq"] + (1 - beta2) * gradient.square()
@@ -174,10 +168,7 @@ def read_entries(values: Tensor, entries: Tensor) -> Tensor:
 
 
 def check_step(sampled: list[Sampled], updates: int, norm: float, train: TrainConfig) -> list[str]:
-    """What differs from AdamW after the update, a line for the state and one for the copies; [] if nothing does.
-
-    norm: of the whole gradient before clipping; train: that of this step, with its learning rate.
-    """
+    """What differs from AdamW after the update, [] if nothing. norm: before clipping; train: that of this step."""
     scale = 1.0
     if train.clip_grad and norm > train.clip_grad:
         scale = train.clip_grad / (norm + 1e-6)  # as in torch's clip_grad_norm_

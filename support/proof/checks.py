@@ -46,9 +46,7 @@ class Checks(graded.RewardChecks):
         warn_of_untrained(self.model)
 
     def sampled(self, step: int, answers: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
-        """Whether a round of sampling has answers to the prompts that come next, by seeds of their own, that ended as
-        they say, and whether they could be graded. `prompts`: {group: prompt}.
-        """
+        """Check a round of sampling: prompts, seeds, ends of answers, grades. `prompts`: {group: prompt}."""
         self.rewards(answers, prompts, cfg)
         drawn = prompt_batch(self.inputs.prompts, self.taken, len(prompts), cfg.seed)
         self.taken += len(prompts)
@@ -71,9 +69,7 @@ class Checks(graded.RewardChecks):
     def start_updates(
         self, step: int, samples: list[Sample], batch: Batch, cfg: Config, reference: list[torch.Tensor] | None
     ) -> "UpdateChecks":
-        """Whether answers, rewards and advantages fit, and the reference is the initial model. Returns the checks of
-        this step's updates.
-        """
+        """Check answers, rewards, advantages and the reference. Returns the checks of this step's updates."""
         require(self.untrained == 0, f"{self.untrained} answers of the step before were in no update", TrainingError)
         rows.check_samples(samples, cfg)
         rows.check_credit(samples, batch, cfg)

@@ -91,9 +91,7 @@ def policy_loss(logp: Tensor, old: Tensor, advantages: Tensor, algo: AlgoConfig)
 
 
 def correction(trainer: Tensor, sampler: Tensor, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
-    """The weight of each token for trainer against sampler, and whether it is out of bounds:
-    train_grpo.mismatch_weight.
-    """
+    """The weight of each token, as train_grpo.mismatch_weight gives it, and whether it is out of bounds."""
     low, high = BOUNDS[algo.correction]
     low = low if algo.correction_low is None else algo.correction_low
     high = high if algo.correction_high is None else algo.correction_high

@@ -76,10 +76,7 @@ class GapCheck:
     def check(
         self, report: dict[str, float], step: int, samples: list[Sample], batch: Batch, cfg: Config, begins=False
     ) -> None:
-        """Raise TrainingError where the log-probs of sampled tokens differ by more than rounding, before the step.
-
-        Warns once of what may be rounding. `begins`: it is the step's first update, so weights are still vLLM's.
-        """
+        """TrainingError where log-probs differ by more than rounding, or a warning. `begins`: weights are vLLM's."""
         tokens = report["tokens"]
         if not tokens:
             return

@@ -26,10 +26,7 @@ class RewardChecks:
         rows.check_longest(samples, cfg.eval.max_new_tokens or cfg.rollout.max_new_tokens, "eval.max_new_tokens")
 
     def rewards(self, samples: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
-        """Raise UserError, on every rank, if the reward failed for a larger share of the samples than it may.
-
-        Otherwise warn, once a run for each kind of error. `prompts`: {group: prompt}.
-        """
+        """Raise UserError, on every rank, if the reward failed for too many samples; else warn once a kind of error."""
         reward, shown = cfg.reward, self.errors_shown
         if any(s.reward for s in samples if s.graded != "ok"):
             raise TrainingError("an answer that was not graded, by a timeout or an error, has a reward other than 0")
@@ -41,10 +38,7 @@ class RewardChecks:
 
 
 def check_applied(samples: list[Sample], reward: RewardConfig, found: set[str]) -> None:
-    """Raise UserError for a name in a weighted sum that is None for every sample, the first time its source is graded.
-
-    `found` gets the sources: later steps may lack rows that a reward is for.
-    """
+    """UserError for a name of a weighted sum that is None for every sample of a source that is not in `found` yet."""
     for source in sorted({s.source for s in samples}):
         spec = reward.by_source.get(source, reward.default)
         if isinstance(spec, str) or f"rewards of {source!r}" in found:  # a single one that is None is an error already

@@ -84,10 +84,7 @@ def sum_rows(words: torch.Tensor) -> torch.Tensor:
 
 
 def stale_weights(model: list, optimizer) -> list[str]:
-    """Hugging Face names of bf16 weights and adapters that are not this rank's fp32 main weights, rounded.
-
-    Main weights that are offloaded are not compared.
-    """
+    """Names of bf16 weights and adapters that differ from this rank's main weights, rounded, if none is offloaded."""
     differ = {}
     for part in optimizer.chained_optimizers:
         groups = (part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups)

@@ -126,9 +126,7 @@ def check_loss(compare: Callable[[AlgoConfig], str], algo: AlgoConfig) -> None:
 
 
 def difference(grpo_loss: Callable, mb: MicroBatch, logp_T: Tensor, algo: AlgoConfig, has_value: bool) -> str:
-    """What grpo_loss or its gradients have otherwise than its formula; empty: nothing. Where `has_value` is False,
-    terms of the loss cancel, and the sum says nothing.
-    """
+    """What grpo_loss, if it `has_value`, or its gradients have otherwise than their formula; "" if nothing."""
     inputs = [logp_T.clone().requires_grad_(), (0.3 - 0.1 * logp_T).requires_grad_()]  # log-probs and entropies
     loss, tokens, report = grpo_loss(mb, *inputs, algo)
     loss = loss + 0 * inputs[0].sum()  # one that is detached has a gradient of 0

@@ -28,9 +28,7 @@ OWN_NAME = "; a formula of your own needs a name of its own in algo (docs/forkin
 def match_outcomes(
     samples: list[Sample], prompts: dict[int, Prompt], outcomes: list[Outcome]
 ) -> Iterator[tuple[Sample, Outcome]]:
-    """Yield each sample with its outcome. Raises RankError for an outcome that a worker computed for another text, or
-    against another answer than that of its prompt's row.
-    """
+    """Yield samples with their outcomes; RankError for one computed for another text or against another answer."""
     for sample, outcome in zip(samples, outcomes, strict=True):
         if outcome.graded not in (None, checksum(sample.text, prompts[sample.group].answer)):
             raise RankError(
@@ -131,10 +129,7 @@ def check_longest(samples: list[Sample], limit: int, key: str) -> None:
 
 
 def check_texts(samples: list[Sample], tokenizer) -> None:
-    """Raise RankError where the text that was graded has special tokens, which decoding should leave out.
-
-    Of the first answers alone: such a mistake is in all. Texts are on rank 0.
-    """
+    """RankError where graded text, of the first answers, has special tokens, which decoding leaves out; on rank 0."""
     for s in samples[:8]:
         if s.text:
             plain = tokenizer.decode(s.response_ids, skip_special_tokens=True)

@@ -54,9 +54,7 @@ class StopSignals:
 
 
 class StopRequested(Exception):
-    """A signal or train.patience asks the run to save and stop; raised on every rank, so that all give up the step
-    together.
-    """
+    """A signal or train.patience asks the run to save and stop; raised on every rank, so that all give up the step."""
 
 
 class Clock:
@@ -81,10 +79,7 @@ class Clock:
         return self.watchdog.at[1]
 
     def check_stop(self) -> None:
-        """Raises StopRequested on every rank if any was asked to stop, by SIGTERM, Ctrl-C or `stop_requested`.
-
-        Early ranks wait here, in "wait".
-        """
+        """Raises StopRequested on every rank if one was asked to stop. Early ranks wait here, in "wait"."""
         with self("wait"):
             stop = ranks.on_any_rank(self.stop_requested or self.signals.requested is not None)
         if stop:

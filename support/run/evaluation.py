@@ -85,10 +85,7 @@ def describe(samples: list[Sample], found: dict[str, float], pass_reward: float)
 
 
 def accuracy(samples: list[Sample], pass_reward: float) -> tuple[float, float]:
-    """The share of answers that pass and its standard error, NaN for one prompt.
-
-    The answers to a prompt are not independent, so the error is that of the mean of the prompts' own shares.
-    """
+    """The share of answers that pass, and the standard error of the mean of the prompts' shares, NaN for one prompt."""
     groups = metrics.rewards_by_group(samples).values()
     shares = np.array([np.mean(np.array(rewards) >= pass_reward) for rewards in groups])
     error = shares.std(ddof=1) / np.sqrt(len(shares)) if len(shares) > 1 else np.nan

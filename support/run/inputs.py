@@ -34,10 +34,7 @@ class Inputs:
 
 
 def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs]:
-    """Check and read what a run starts from, and print what the run will be. Raises UserError.
-
-    Returns the configuration to train with, where `train.steps` alone says how long, and the inputs.
-    """
+    """Check, read and print what a run starts from; returns the configuration, with `train.steps`, and the inputs."""
     parts = ["train"] if cfg.data.eval is None else ["train", "eval"]
     inputs = read(cfg, parts, weights)
     cfg = with_steps(cfg, len(inputs.prompts))
@@ -52,10 +49,7 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs
 
 
 def read(cfg: Config, parts: list[str], weights: bool) -> Inputs:
-    """Check the models, their files of `weights` if asked, and read the data of `parts`, "train" and "eval".
-
-    Raises UserError.
-    """
+    """Check the models, their files of `weights` if asked, and read the data of `parts` (train, eval). UserError."""
     check_models(cfg)
     folder = cfg.model.path
     prompts = {}

@@ -67,10 +67,7 @@ def command(
 def start_training(
     args: argparse.Namespace, rehearse: Callable[[Config], None], train: Callable[[Config, Inputs, Clock], None]
 ) -> None:
-    """Check and read what a run needs, and train, holding the lock of the output folder; or a dry run.
-
-    Raises UserError, TrainingError.
-    """
+    """Check and read what a run needs, and train, with output_dir locked; or a dry run. UserError, TrainingError."""
     cfg = load_config(args.config, args.overrides)
     prepare_process(cfg)
     checks.check_config(cfg, args.world_size)

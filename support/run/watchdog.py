@@ -101,10 +101,7 @@ class Watchdog:
         store.set(f"at/{self.rank}", json.dumps(here | self.process | report))
 
     def _judge(self) -> None:
-        """Raise the alarm when no rank has finished a phase for too long; never blocks.
-
-        Time counts only while this thread runs, so a job that its scheduler or a laptop suspended is not stuck.
-        """
+        """Raise the alarm when no phase ends for too long, while this thread runs: a suspended job is not stuck."""
         idle = 0.0
         last = time.monotonic()
         seen = None

@@ -223,9 +223,7 @@ class Worker:
 
 
 def serve_requests(descriptor: int) -> None:
-    """Grade what comes over a pipe: settings, then requests. An answer's start is an empty message, then its outcome
-    follows, as JSON.
-    """
+    """Grade what comes over a pipe: settings, then requests. An answer is an empty message at its start, then JSON."""
     processes.die_with_parent(adopt=True)
     pipe = Connection(os.dup(descriptor))
     os.set_inheritable(descriptor, False)  # open until the process has ended and has its exit code
@@ -268,10 +266,7 @@ def load(spec: Spec, cfg: SimpleNamespace) -> Callable:
 
 
 def load_turn_function(place: str) -> Callable:
-    """The function of rollout.turns, returning {"reply": text or None, "state": dict}.
-
-    It raises TypeError or ValueError for a reply that is no text, a state that is no JSON, or one that is too long.
-    """
+    """The function of rollout.turns, returning {"reply", "state"}; TypeError or ValueError for an illegal one."""
     function = user_code.load_function(TURNS, place)
 
     def take_turn(text: str, row: dict, state: dict) -> dict:

@@ -17,8 +17,7 @@ from support.step.records import Batch, Collected, Sample
 
 
 def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over the response tokens, and the largest gap, for logp_gap/*, mismatch/ess and GapCheck; part of
-    grpo_loss's report.
+    """Sums over the response tokens, and the largest gap, for logp_gap/*, mismatch/ess and GapCheck.
 
     `difference_T`: the trainer's log-probs minus vLLM's [T]; mask [T]. The gap is |difference|, w = exp(difference),
     and the k3 of vLLM against the trainer w - difference - 1, at most 10.
@@ -232,10 +231,7 @@ def time_metrics(record: StepRecord) -> dict[str, float]:
 
 
 def expert_load(model: list) -> list[float]:
-    """Load of each layer's busiest expert, in tokens, divided by the mean over its experts; the same on every rank.
-
-    Counts the response tokens of the training passes since the last call, then starts at 0.
-    """
+    """Tokens of each layer's busiest expert ÷ mean, in training passes since the last call; the same on every rank."""
     hf = model[0].hf_config
     load = torch.zeros(hf.num_hidden_layers, bridge.num_experts(hf), device=bridge.device())  # [layers, E]
     for chunk in map(bridge.unwrap_model, model):
@@ -323,7 +319,6 @@ def evaluation(samples: list[Sample], options: EvalConfig) -> dict[str, float]:
 def pass_at_k(n: int, passed: int, k: int) -> float:
     """Probability that at least one of k answers drawn from n passes, of which `passed` do.
 
-    It is 1 - C(n - passed, k) / C(n, k), an unbiased estimate for k fresh answers. Source: Chen et al.,
-    arXiv 2107.03374, eq. 1.
+    It is 1 - C(n - passed, k) / C(n, k), an unbiased estimate for k fresh answers: Chen et al., arXiv 2107.03374.
     """
     return 1 - math.comb(n - passed, k) / math.comb(n, k)

@@ -88,8 +88,7 @@ def check_options(function: Callable, given: dict) -> None:
 def load(spec: Spec, cfg) -> Callable:
     """The reward as a function of (text, answer, row, response_ids) that returns its parts, weighed.
 
-    All that the reward needs is loaded here, before an answer's time starts. Parts of a weighted sum are named after
-    its rewards.
+    All that it needs is loaded here, before an answer's time starts. Parts of a weighted sum are named after rewards.
     """
     weights = weights_of(spec)
     rewards = {name: make(name, cfg) for name in weights}

@@ -114,9 +114,7 @@ def plan_rows(batch: Batch, samples: list[int], max_tokens: int, replicas: int, 
 
 
 def shared_positions(batch: Batch, samples: list[int], shares: bool) -> np.ndarray:
-    """How many positions each sample of a row shares with the one before it, [S]: those of its prompt, if it has the
-    same. A sample keeps one position of its own, so that it has a query.
-    """
+    """How many positions each sample shares with the one before it, [S]: the same prompt's, leaving one as a query."""
     shared_S = np.zeros(len(samples), dtype=np.int64)
     if shares and len(samples) > 1:
         prompt_S = batch.same_prompt_N[samples]
@@ -171,10 +169,7 @@ def plan_bins(
 
 
 def assign_to_cheapest(costs: list[float], lengths: list[int], max_tokens: int, count: int) -> np.ndarray | None:
-    """Bin of each unit: the costliest first, each into the cheapest of `count` bins (LPT).
-
-    Returns None where the cheapest bin has no room for a unit's tokens.
-    """
+    """Bin of each unit, the costliest first, each into the cheapest of `count` bins (LPT); None if there is no room."""
     bins = []
     heap = [(0, 0, number) for number in range(count)]  # (cost, tokens, number)
     for unit_cost, length in zip(costs, lengths, strict=True):

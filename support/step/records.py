@@ -219,10 +219,7 @@ class MicroBatch(Rows):
 
 
 def gather_samples(samples: list[Sample], own: Any) -> tuple[list[Sample], list]:
-    """Gather all ranks' samples, sorted by group, and what each rank gives as `own`, to every rank.
-
-    Samples have texts on rank 0 only.
-    """
+    """Gather all ranks' samples, sorted by group, texts on rank 0 only, and what each rank gives as `own`."""
     texts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object([sample.text for sample in samples], texts)
     for sample in samples:

@@ -58,10 +58,7 @@ def with_teacher_prompts(samples: list[Sample], is_policy: bool) -> list[Sample]
 
 
 def align_logp(batch: Batch, seen: Batch, logp_F: torch.Tensor) -> torch.Tensor:
-    """The teacher's log-probs at the positions of `batch`, [F], given those at the positions of `seen`.
-
-    Both have the same answers, perhaps after different prompts.
-    """
+    """The teacher's log-probs at the positions of `batch`, [F], given those of `seen`, which has the same answers."""
     return torch.zeros(len(batch.mask)).masked_scatter(batch.mask, logp_F[seen.mask])
 
 

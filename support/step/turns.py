@@ -39,10 +39,7 @@ class Talk(NamedTuple):
 
 @dataclass
 class Conversations:
-    """Whole conversations of an engine; `generate` takes the place of the engine's.
-
-    A conversation is a function of prompt, seed, its number among the prompt's, and the environment's replies.
-    """
+    """Whole conversations, each a function of prompt, seed, number and replies; `generate` replaces the engine's."""
 
     engine: Engine
     pool: GradingPool  # calls the function of rollout.turns
@@ -53,10 +50,7 @@ class Conversations:
     def generate(
         self, prompts: list[list[int]], seeds: list[int], n: int, sampling: RolloutConfig | EvalConfig, max_tokens: int
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yield (number of the prompt, its `n` conversations) once all `n` have ended.
-
-        `max_tokens` bounds a response with the environment's tokens.
-        """
+        """Yield (number of the prompt, its `n` conversations of at most `max_tokens`) once all of them have ended."""
         talks = [
             [Talk(p, i, Completion([], [], False, columns={"turns": [], "state": {}})) for i in range(n)]
             for p in range(len(prompts))
@@ -160,9 +154,7 @@ def broadcast_in_engine(value: Any, tp: int) -> Any:
 
 
 def check(cfg: Config, tokenizer, row: dict) -> None:
-    """Check that the function of rollout.turns exists, that the chat template can hold its replies, and that the data
-    have no columns of the names that it adds. Raises ValueError.
-    """
+    """ValueError unless rollout.turns exists, the template holds its replies, and the data has none of its columns."""
     if cfg.rollout.turns is None:
         return
     place = f"{TURNS}={cfg.rollout.turns}"
