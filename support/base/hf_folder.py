@@ -17,10 +17,7 @@ EXPORT_SHARD_BYTES = 4 << 30
 
 
 def check_found(path: str, key: str) -> None:
-    """See that the model `path`, the value of `key`, is a folder, or a name that the hub or its local cache has.
-
-    Asks the hub once, as its client tries for half a minute where there is no network. Raises ValueError.
-    """
+    """ValueError unless the model `path`, the value of `key`, is a folder, or in the hub, asked once, or its cache."""
     try:
         if Path(path).is_dir():  # an OSError where a name is too long
             return

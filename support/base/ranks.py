@@ -54,10 +54,7 @@ def die_with_torchrun() -> None:
 
 
 def join_ranks(timeout_s: float) -> None:
-    """Create the default process group: gloo on the CPU, NCCL (and gloo for Python objects) on GPUs.
-
-    A collective that takes longer than `timeout_s` fails. Raises RankError where the ranks do not meet.
-    """
+    """Create the process group: gloo, on GPUs NCCL (gloo for objects). RankError where ranks do not meet in time."""
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
@@ -125,10 +122,7 @@ def on_first_rank(action: Callable[[], Any]) -> Any:
 
 
 def describe(values: Sequence[str], machines: Sequence[str] = ()) -> str:
-    """Which ranks have which of `values`, one a rank: "a on rank 0, 1; b on rank 2".
-
-    With `machines`, one a rank, also where those ranks are, if not all are on one: "b on rank 2 (south)".
-    """
+    """Which ranks have which of `values`: "a on rank 0, 1; b on rank 2 (south)", the last where `machines` differ."""
     holders = defaultdict(list)
     for rank, value in enumerate(values):
         holders[value].append(rank)

@@ -1,7 +1,4 @@
-"""The commit and the package versions of a run, and what it needs of a machine.
-
-Imports the standard library only (torch in one function), so that it works where nothing else can be imported.
-"""
+"""The commit and package versions of a run, and what it needs of a machine. Importing it takes no package."""
 
 import functools
 import importlib.metadata

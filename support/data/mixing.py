@@ -1,7 +1,4 @@
-"""The order of prompts: endless streams of shuffled data sets, mixed by weight. Pure functions of their arguments.
-
-The n-th prompt of a run follows from n and the seed alone, so ranks agree and a resumed run continues the order.
-"""
+"""The order of prompts: endless shuffled data sets, mixed by weight. The n-th follows from n and the seed alone."""
 
 import numpy as np
 from numpy import ndarray

@@ -1,7 +1,4 @@
-"""Rows of data as token ids: the prompt and the answer of a row, and the prompts of a set in one array.
-
-`cfg` is the `data` section of the configuration. An invalid row raises a ValueError that names it.
-"""
+"""Rows of data as token ids; `cfg` is the section `data`. An invalid row raises a ValueError that names it."""
 
 import hashlib
 import json

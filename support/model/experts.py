@@ -85,10 +85,7 @@ class GroupedLinear(torch.autograd.Function):
 
 
 def stack_weights(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """E weights [n, k] as one tensor [E, n, k]: a view where they are evenly spaced in one storage, else a copy.
-
-    They are in Megatron's buffer, but not in a reference model, nor where a bucket ends between them.
-    """
+    """E weights [n, k] as [E, n, k]: a view where they are evenly spaced in one storage, as mostly, else a copy."""
     first = weights[0]
     offsets = [weight.storage_offset() for weight in weights]
     stride = offsets[1] - offsets[0] if len(offsets) > 1 else first.numel()

@@ -145,10 +145,7 @@ def length_penalty(length: int, limit: int, algo: AlgoConfig) -> dict[str, float
 
 
 def answer_weights(tokens_N: np.ndarray, kind: str, length: int) -> np.ndarray | None:
-    """What a token of each answer weighs in an update, given the trained tokens of each; None for a rule of a fork.
-
-    The sum of the losses is divided by the sum of the trained tokens.
-    """
+    """What a token of each answer weighs, by each one's trained tokens (their sum divides); None: a fork's rule."""
     tokens_N = np.asarray(tokens_N)
     each = tokens_N.sum() / max(np.count_nonzero(tokens_N), 1)
     weights = {

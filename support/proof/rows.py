@@ -39,9 +39,7 @@ def match_outcomes(
 
 
 def check_samples(samples: list[Sample], cfg: Config) -> None:
-    """Raise TrainingError unless groups are whole, answers ended as they say, their rewards are the sums of their
-    parts, and dynamic sampling left out the groups of equal rewards, if there are others.
-    """
+    """TrainingError unless groups are whole, ends and rewards fit, and groups of equal rewards were sampled again."""
     algo, r = cfg.algo, cfg.rollout
     check_sizes(samples, r.group_size, "rollout.group_size")
     for s in samples:
@@ -95,9 +93,7 @@ def end_tokens(folder: str, tokenizer) -> set[int]:
 
 
 def check_ends(samples: list[Sample], limit: int, ends: set[int]) -> str | None:
-    """Raise TrainingError where an answer is longer than `limit`, or a shorter one counts as truncated though its last
-    token is one of `ends`; one that vLLM aborted ends in another. Returns what to warn of, if anything.
-    """
+    """TrainingError for an answer beyond `limit` or truncated at one of `ends`; returns what to warn of, or None."""
     check_longest(samples, limit, "rollout.max_new_tokens")
     short = [s for s in samples if not s.finished and len(s.response_ids) < limit and has_end(s, ends)]
     require(

@@ -18,10 +18,7 @@ SAME_REQUEST_S = 2.0  # a scheduler may signal every process while torchrun pass
 
 
 class StopSignals:
-    """Turns SIGTERM and SIGINT into `requested`, the first one's name; make it on the main thread.
-
-    `requested` is this rank's alone and changes at any moment: the ranks have to agree on it before they act.
-    """
+    """Turns SIGTERM and SIGINT into `requested`, the first one's name, on this rank; make it on the main thread."""
 
     # torchrun starts each rank in a session of its own, so a Ctrl-C reaches the ranks through torchrun only (torch
     # 2.13). It passes the signal on once, waits --shutdown-timeout (TORCH_ELASTIC_SHUTDOWN_TIMEOUT; 30 s, before torch

@@ -107,10 +107,7 @@ def print_prompts(cfg: Config, inputs: Inputs) -> None:
 
 
 def find_resume(cfg: Config, inputs: Inputs) -> Inputs:
-    """The inputs with the checkpoint that `resume` asks for; makes the output folder ready. Raises UserError.
-
-    CheckpointError where all are corrupt. The folder of a run that has done all its steps is left as it is.
-    """
+    """The inputs with the checkpoint of `resume`; readies output_dir unless all is done. UserError, CheckpointError."""
     out = Path(cfg.output_dir)
     done = 0
     found = checkpoint.find_checkpoint(cfg.resume, out / "checkpoints")

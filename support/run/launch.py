@@ -1,7 +1,4 @@
-"""The command, without the algorithm: arguments, checks before the start, how ranks meet, what a failure means.
-
-Knows no step of training: the script hands in what it rehearses and how it trains.
-"""
+"""The command, without the algorithm: arguments, checks before the start, how ranks meet, what a failure means."""
 
 import argparse
 import contextlib
@@ -153,10 +150,7 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def joined(cfg: Config) -> Iterator[Clock]:
-    """Meet the other ranks and give a clock, which the end of the block stops.
-
-    Raises UserError and TrainingError, which say what a failure of a machine means; a mistake in the code as it is.
-    """
+    """Meet the other ranks and give a clock. A machine's failure becomes a UserError or TrainingError that says it."""
     if cfg.rollout.exact:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill vLLM's KV cache with NaN

@@ -115,10 +115,7 @@ def brief(error: Exception) -> str:
 
 
 class Trackers:
-    """The trackers that `log` enables, on rank 0; one that fails costs a warning and is not used again.
-
-    `done`: the step that the run goes on from; decode(token ids) gives a prompt.
-    """
+    """The trackers that `log` enables, on rank 0, after step `done`; one that fails costs a warning and is dropped."""
 
     def __init__(self, cfg: Config, done: int, decode: Callable):
         self.table_every = cfg.log.samples_every or TABLE_EVERY

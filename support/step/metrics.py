@@ -33,10 +33,7 @@ def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, to
 
 
 def add_up(reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """The reports of grpo_loss, one a micro-batch, reduced over the micro-batches of all ranks; same on every rank.
-
-    Ranks that report nothing, such as those of earlier pipeline stages, learn the names from the ranks that do.
-    """
+    """The reports of grpo_loss, one a micro-batch, reduced over all ranks; ranks without any, as early stages, too."""
     own = {}
     if bridge.reports_loss():
         names = list(reports[0])

@@ -1,7 +1,4 @@
-"""The rewards that a configuration names: found, checked, made, weighed and summed.
-
-`cfg` is the section `reward` of the configuration or, in a grading process, a namespace of its keys.
-"""
+"""The rewards that `cfg`, the section `reward` or a namespace of its keys, names: found, checked, made, weighed."""
 
 import functools
 import inspect
@@ -125,11 +122,7 @@ def make(name: str, cfg) -> Callable:
 
 
 def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:
-    """What a reward function returned, times a weight, by the name of each part.
-
-    A part is a finite number; one that is None is left out. Raises TypeError or ValueError for anything else, and for a
-    name of OWN_PARTS.
-    """
+    """The parts of what a reward returned, times a weight; None is left out. TypeError or ValueError for no number."""
     parts = {}
     named = value if isinstance(value, dict) else {"reward": value}
     for name, part in named.items():

@@ -231,9 +231,7 @@ def pack(batch: Batch, samples: list[int], width: int, device, shares: bool = Fa
 
 
 def share_positions(shared_S: np.ndarray, sizes_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The positions of a row that are computed, [C], and which of these each position is, [T], if so many of a
-    sequence's first positions are those of the sequence before it.
-    """
+    """The computed positions of a row, [C], and which of them each is, [T]: sequence s has `shared_S[s]` of s - 1."""
     starts_S = np.cumsum(sizes_S) - sizes_S
     source_T = np.arange(sizes_S.sum())
     for s in np.flatnonzero(shared_S):  # in order: the sequence before has been given its sources

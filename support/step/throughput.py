@@ -49,10 +49,7 @@ def train_flops(hf, tokens: int, attended: int) -> float:
 def speed_metrics(
     samples: list[Sample], reports: list[dict[str, float]], hf, cfg: Config, seconds: dict[str, float]
 ) -> dict[str, float | None]:
-    """Rates of a step of these `seconds`, for each rank, and its model FLOPs utilisation, None without a known GPU.
-
-    `reports`: of the step's updates; computed tokens and utilisation are of this rank's replica.
-    """
+    """Rates of a step a rank, and its FLOPs utilisation, None without a known GPU; computed tokens of this replica."""
     pushed = matrix_weights(hf, active=False)
     if not hf.tie_word_embeddings:
         pushed += hf.vocab_size * hf.hidden_size
