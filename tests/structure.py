@@ -19,8 +19,8 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1217,
-    "support/base": 682, "support/check": 541, "support/data": 372, "support/engine": 264, "support/judge": 190,
-    "support/model": 1113, "support/proof": 1221, "support/run": 944, "support/step": 973,
+    "support/base": 681, "support/check": 538, "support/data": 372, "support/engine": 264, "support/judge": 190,
+    "support/model": 1103, "support/proof": 1212, "support/run": 940, "support/step": 963,
     "rewards": 177, "tools": 1029, "benchmarks": 637, "tests": 7669, "docs": 2844,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement

@@ -38,8 +38,7 @@ def read_metrics(out: Path) -> list[dict]:
     """The lines of metrics.jsonl that are of training steps; none where there is no such file."""
     log = out / "metrics.jsonl"
     lines = log.read_text().splitlines() if log.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return [row for row in rows if "reward/mean" in row]
+    return [row for row in map(json.loads, lines) if "reward/mean" in row]
 
 
 # ---------------------------------------------------------------- the output folder

@@ -48,8 +48,7 @@ def costs(cfg: Config, world_size: int, on_gpu: bool = True) -> dict[str, Cost]:
         table["teacher"] = replace(further, of="teacher")
     if not on_gpu:  # all of it lies in host memory; what waits there is counted there already
         for kind, cost in table.items():
-            moved = 0 if cost.waits else cost.gpu
-            table[kind] = replace(cost, gpu=0, host=cost.host + moved)
+            table[kind] = replace(cost, gpu=0, host=cost.host + (0 if cost.waits else cost.gpu))
     return table
 
 

@@ -123,11 +123,11 @@ def check_first_host(cfg: Config) -> None:
 def check_writable(folder: Path) -> None:
     """Raises UserError if no file can be written in `folder`, or in the nearest folder above that exists."""
     error = files.try_to_write(folder)
-    if error is not None:
-        raise UserError(
-            f"output_dir={folder}: cannot write in {files.nearest_existing(folder)} ({error.strerror}); choose an "
-            "output_dir that this user may write to, on a disk with room"
-        )
+    require(
+        error is None,
+        f"output_dir={folder}: cannot write in {files.nearest_existing(folder)} ({error and error.strerror}); choose "
+        "an output_dir that this user may write to, on a disk with room",
+    )
 
 
 def check_host_memory(cfg: Config) -> None:

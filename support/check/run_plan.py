@@ -44,8 +44,7 @@ def describe(cfg: Config, world_size: int) -> str:
 
 def plural(number: float, what: str) -> str:
     """A number with its noun: 1 step, 2 steps."""
-    ending = "" if number == 1 else "s"
-    return f"{number:.12g} {what}{ending}"
+    return f"{number:.12g} {what}{'' if number == 1 else 's'}"
 
 
 def replica_count(cfg: Config, world_size: int) -> int:

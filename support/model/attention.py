@@ -47,11 +47,6 @@ def sum_over_context(x: torch.Tensor) -> torch.Tensor:
     return reduce_from_tensor_model_parallel_region(x, group=mpu.get_context_parallel_group())
 
 
-def interleave(x: torch.Tensor) -> torch.Tensor:
-    """The row of stripes that are concatenated rank by rank; [T, ...] → [T, ...]."""
-    return x.unflatten(0, (mpu.get_context_parallel_world_size(), -1)).transpose(0, 1).flatten(0, 1)
-
-
 # ---------------------------------------------------------------- positions that several samples share
 
 
@@ -193,7 +188,11 @@ def attend_padded(query, key, value, segments: Segments, scale: float | None = N
     outs = []
     padded = zip(pad(query, query_slots), pad(key, key_slots), pad(value, key_slots), strict=True)
     for part_query, part_key, part_value in padded:
-        mask = window_mask(part_key.shape[2], segments.window, query.device)
+        mask = None  # all tokens before it
+        longest = part_key.shape[2]
+        if segments.window is not None and segments.window < longest:
+            whole = torch.ones(longest, longest, dtype=torch.bool, device=query.device)
+            mask = whole.tril().triu(1 - segments.window)
         out = F.scaled_dot_product_attention(
             part_query, part_key, part_value, attn_mask=mask, is_causal=mask is None, scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
@@ -203,13 +202,6 @@ def attend_padded(query, key, value, segments: Segments, scale: float | None = N
     if query_slots is not None:
         out = out.index_select(0, query_slots)
     return out.to(query.dtype)
-
-
-def window_mask(longest: int, window: int | None, on: torch.device) -> torch.Tensor | None:
-    """True where a query attends to a key, [longest, longest]; None: to all before it, which needs no mask."""
-    if window is None or window >= longest:
-        return None
-    return torch.ones(longest, longest, dtype=torch.bool, device=on).tril().triu(1 - window)
 
 
 def attend_varlen(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
@@ -228,21 +220,10 @@ def parameters_of(function) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def has_flash_attention_3(dtype: torch.dtype) -> bool:
-    """Whether attention can use FlashAttention 3: on GPUs of compute capability 9.0, with the module
-    flash_attn_interface.
-    """
-    if not uses_varlen(device(), dtype) or torch.cuda.get_device_capability() != (9, 0):
-        return False
-    return importlib.util.find_spec("flash_attn_interface") is not None
-
-
 def use_flash_attention_3(dtype: torch.dtype) -> None:
-    """Make torch's attention use FlashAttention 3 where it can; else torch keeps its own FlashAttention 2.
-
-    Not run on a GPU yet.
-    """
-    if has_flash_attention_3(dtype):
+    """Use FlashAttention 3 on GPUs of compute capability 9.0 with the module flash_attn_interface; not run on one."""
+    is_hopper = uses_varlen(device(), dtype) and torch.cuda.get_device_capability() == (9, 0)
+    if is_hopper and importlib.util.find_spec("flash_attn_interface") is not None:
         torch.nn.attention.activate_flash_attention_impl("FA3")
 
 
@@ -268,7 +249,8 @@ def to_heads(query, key, value) -> tuple[torch.Tensor, ...]:
         query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
     xs = (query, key, value)
     parts = torch.cat([x.unflatten(1, (cp, -1)).transpose(0, 1) for x in xs], dim=2)  # [cp, T / cp, sum of n / cp, d]
-    row = interleave(all_to_all(mpu.get_context_parallel_group(), parts.flatten(0, 1)))
+    stripes = all_to_all(mpu.get_context_parallel_group(), parts.flatten(0, 1))  # concatenated rank by rank
+    row = stripes.unflatten(0, (cp, -1)).transpose(0, 1).flatten(0, 1)
     return row.split([x.shape[1] // cp for x in xs], dim=1)
 
 

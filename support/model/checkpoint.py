@@ -205,8 +205,7 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
     problem = find_damage(chosen)
     require(not problem, f"resume={resume}: {problem}; give auto, none, or the folder of a checkpoint")
     if chosen.resolve().parent == folder.resolve():
-        later = [path for path in list_checkpoints(folder) if step_of(path) > step_of(chosen)]
-        set_aside(later, "abandoned", chosen)
+        set_aside([path for path in list_checkpoints(folder) if step_of(path) > step_of(chosen)], "abandoned", chosen)
     return chosen
 
 

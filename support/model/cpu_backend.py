@@ -93,11 +93,6 @@ def _even_splits(mappings) -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_any, reduce_scatter_any
 
 
-def _reduce_scatter(part, gradients, **options):
-    """Sum the gradients over the ranks in place; `part`, this rank's, is a view of them. gloo's own copies them all."""
-    return torch.distributed.all_reduce(gradients, **options)
-
-
 def _offloaded_groups(self, fraction: float) -> tuple:
     """HybridDeviceOptimizer's split of its weights, where the "GPU" is the CPU too: a copy stands for the host's.
 
@@ -204,7 +199,10 @@ def install() -> None:
         importlib.import_module(f"megatron.core.{name}").torch = _TorchWithoutCuda("torch")
     mcore_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     _even_splits(mappings)
-    param_and_grad_buffer.dist_reduce_scatter_func = _reduce_scatter
+    # In place: this rank's part is a view of the gradients. gloo's own copies them all.
+    param_and_grad_buffer.dist_reduce_scatter_func = lambda part, whole, **options: torch.distributed.all_reduce(
+        whole, **options
+    )
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = _offloaded_groups
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

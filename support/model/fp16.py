@@ -5,8 +5,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from config import UserError
 from support.base import ranks
+from support.base.require import require
 
 LOST = 0.01  # share of a weight's numbers that may become 0
 
@@ -55,11 +55,11 @@ def report_rounding(found: list[tuple[str, str]], path: str) -> None:
     """Raise UserError, on every rank, if rounding made a weight of the folder `path` infinite; warn of many zeros."""
     everywhere = dict.fromkeys(defect for part in ranks.gather(found) for defect in part)
     texts = {kind: [text for which, text in everywhere if which == kind] for kind in ("large", "small")}
-    if texts["large"]:
-        raise UserError(
-            f"model.dtype=fp16: it holds numbers up to 65504, and {path} has larger ones in "
-            f"{', '.join(texts['large'][:4])}; use model.dtype=bf16"
-        )
+    require(
+        not texts["large"],
+        f"model.dtype=fp16: it holds numbers up to 65504, and {path} has larger ones in "
+        f"{', '.join(texts['large'][:4])}; use model.dtype=bf16",
+    )
     if texts["small"] and dist.get_rank() == 0:
         print(
             f"warning: fp16 rounds numbers below 2^-25 to 0; these weights of {path} lose a share of theirs: "

@@ -34,8 +34,7 @@ def sharded_weights(model: list) -> dict[torch.nn.Parameter, ShardedTensor | Sha
     """Megatron's sharded tensor of each of this rank's weights."""
     tensors = {}
     for chunk in model:
-        state = unwrap_model(chunk).sharded_state_dict(metadata={})
-        sharded, _ = extract_sharded_tensors_and_factories(state)
+        sharded, _ = extract_sharded_tensors_and_factories(unwrap_model(chunk).sharded_state_dict(metadata={}))
         tensors |= {tensor.data: tensor for tensor in sharded.values()}
     return tensors
 

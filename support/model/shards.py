@@ -110,8 +110,7 @@ def read_sharded(
         for name, tensor in sharded.items():
             parts = [read_shard(stored, part) for part in expand_factory(tensor)]
             loaded[name] = tensor.merge_fn(parts) if isinstance(tensor, ShardedTensorFactory) else parts[0]
-    own = [part.key for tensor in sharded.values() for part in expand_factory(tensor)]
-    read = set(itertools.chain(*gather(own)))
+    read = set(itertools.chain(*gather([part.key for tensor in sharded.values() for part in expand_factory(tensor)])))
     kinds = {kind_of(key) for key in read}
     unread = [key for key in stored if key not in read]
     unread = [key for key in unread if kind_of(key) in kinds or (others is not None and kind_of(key) not in others)]

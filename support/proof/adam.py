@@ -158,8 +158,7 @@ def sample_state(shards: list[Shard]) -> list[Sampled]:
 
 def read_state(shard: Shard, entries: Tensor) -> dict[str, Tensor]:
     """{moment: its values at the entries, [n] float64 on the host}."""
-    state = shard.state
-    return {moment: read_entries(state[moment], entries) for moment in MOMENTS}
+    return {moment: read_entries(shard.state[moment], entries) for moment in MOMENTS}
 
 
 def read_entries(values: Tensor, entries: Tensor) -> Tensor:

@@ -43,7 +43,10 @@ class Checks(graded.RewardChecks):
         self.taken = read_state(checkpoint)["prompts_taken"] if checkpoint else 0  # prompts so far
         self.seeds: deque[set[int]] = deque(maxlen=8)  # of the last rounds
         self.ends = rows.end_tokens(self.inputs.model_path, self.inputs.tokenizer)
-        warn_of_untrained(self.model)
+        own = bridge.named_weights(self.model, factors=True) or bridge.named_weights(self.model)
+        still = [name for name, weight in own.items() if not weight.requires_grad]
+        if 0 < len(still) < len(own) and bridge.mpu.get_data_parallel_rank() == 0:  # a stage may have no adapter
+            print(f"warning: {len(still)} weights are not trained, though others are: {', '.join(still[:4])}")
 
     def sampled(self, step: int, answers: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
         """Check a round of sampling: prompts, seeds, ends of answers, grades. `prompts`: {group: prompt}."""
@@ -83,14 +86,6 @@ class Checks(graded.RewardChecks):
             require(same, "the reference is not the initial model: it was moved, or copied after a resume", RankError)
             moved = (some_entries(bridge.trainable_weights(self.model)) != self.initial).float().mean().item()
         return UpdateChecks(self, step, samples, batch, cfg, moved=moved > 0.5)
-
-
-def warn_of_untrained(model: list) -> None:
-    """Warn of weights that get no gradient, though others do: of all weights or, with adapters, of their factors."""
-    own = bridge.named_weights(model, factors=True) or bridge.named_weights(model)
-    still = [name for name, weight in own.items() if not weight.requires_grad]
-    if 0 < len(still) < len(own) and bridge.mpu.get_data_parallel_rank() == 0:  # a stage may have no adapter
-        print(f"warning: {len(still)} weights are not trained, though others are: {', '.join(still[:4])}", flush=True)
 
 
 def some_entries(weights: list[torch.Tensor]) -> torch.Tensor:

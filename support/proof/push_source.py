@@ -79,8 +79,7 @@ def sum_rows(words: torch.Tensor) -> torch.Tensor:
     width = words.shape[1]
     odd = torch.arange(1, 1 + 2 * width, 2, device=words.device)
     at_once = max(1, CHUNK[words.device.type] // width)
-    sums = [torch.stack([some.sum(1), (some * odd).sum(1)], dim=1) for some in words.split(at_once)]
-    return torch.cat(sums)
+    return torch.cat([torch.stack([some.sum(1), (some * odd).sum(1)], dim=1) for some in words.split(at_once)])
 
 
 def stale_weights(model: list, optimizer) -> list[str]:
@@ -90,8 +89,7 @@ def stale_weights(model: list, optimizer) -> list[str]:
         groups = (part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups)
         for weight, shard, main in zip(*map(chain.from_iterable, groups), strict=True):
             if main is not None and main.device == shard.device and not hasattr(main, "host"):
-                rounded = main.to(shard.dtype)
-                differ[weight] = (rounded.view(torch.int16) != shard.view(torch.int16)).any()
+                differ[weight] = (main.to(shard.dtype).view(torch.int16) != shard.view(torch.int16)).any()
     flags = torch.stack([*differ.values()]).tolist() if differ else []  # one copy from the GPU
     stale = {weight for weight, flag in zip(differ, flags, strict=True) if flag}
     named = bridge.named_weights(model) | bridge.named_weights(model, factors=True)

@@ -48,7 +48,9 @@ def check_samples(samples: list[Sample], cfg: Config) -> None:
             raise TrainingError(
                 f"an answer of {len(s.response_ids)} tokens has the reward {s.reward:g}, its parts are {parts}"
             )
-    different = {(s.group, own_reward(s)) for s in samples}
+    different = set()  # without the penalty on length, which makes no group a mixed one
+    for s in samples:
+        different.add((s.group, sum(value for name, value in s.reward_parts.items() if name not in OWN_PARTS)))
     rewards = Counter(group for group, _ in different).values()
     require(
         algo.max_rounds == 1 or min(rewards) > 1 or max(rewards) == 1,
@@ -61,11 +63,6 @@ def check_sizes(samples: list[Sample], size: int, key: str) -> None:
     """Raise TrainingError unless every group has the number of answers that `key` says."""
     sizes = set(Counter(s.group for s in samples).values())
     require(sizes == {size}, f"groups have {sorted(sizes)} answers, {key} is {size}", TrainingError)
-
-
-def own_reward(sample: Sample) -> float:
-    """The reward without the penalty on the length, which makes no group a mixed one."""
-    return sum(value for name, value in sample.reward_parts.items() if name not in OWN_PARTS)
 
 
 def check_seeds(step: int, seeds: set[int], groups: int, before: set[int]) -> None:
@@ -166,7 +163,8 @@ def check_update(
     prompts = {s.group: s.prompt_ids for s in samples}
     same = all(np.array_equal(s.prompt_ids, prompts[s.group]) for s in samples)
     require(same, "a group holds answers to different prompts, so its mean is no baseline", TrainingError)
-    trained_N = np.array([count_trained(s, cfg) for s in samples])
+    masks = cfg.algo.mask_truncated
+    trained_N = np.array([0 if masks and not s.finished else sum(s.turns[::2]) for s in samples])  # the model's own
     counted = trained_N[chosen].sum()
     require(
         report["trained"] == counted,
@@ -178,7 +176,9 @@ def check_update(
         raise TrainingError(
             f"the loss is {report['loss']:.6g}, its policy, KL and entropy make {sum(parts):.6g}{OWN_NAME}"
         )
-    weights_N = expected_weights(trained_N, chosen, cfg)
+    tokens_N = np.zeros(len(samples))
+    tokens_N[chosen] = trained_N[chosen]
+    weights_N = formulas.answer_weights(tokens_N, cfg.algo.loss_norm, cfg.norm_length)  # None: a rule of a fork
     advantages_F = batch.advantages.numpy()
     rows = [torch.stack([getattr(mb, name)[0].double() for name in FIELDS]) for mb in micro_batches]
     held = torch.cat(rows, dim=1).cpu().numpy()  # one copy from the GPU
@@ -237,12 +237,6 @@ def check_row(held: dict[str, ndarray], expected: dict[str, ndarray]) -> None:
             )
 
 
-def count_trained(sample: Sample, cfg: Config) -> int:
-    """Tokens of an answer that the loss is of: those that the model sampled, without an environment's."""
-    left_out = cfg.algo.mask_truncated and not sample.finished
-    return 0 if left_out else sum(sample.turns[::2])
-
-
 def expected_advantages(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> ndarray | None:
     """The advantage of each answer against its group, [N]; None where more decides, or a formula of a fork."""
     kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
@@ -259,13 +253,6 @@ def expected_advantages(samples: list[Sample], batch: Batch, algo: AlgoConfig) -
         members = group_N == group
         advantages_N[members] = formulas.compare(reward_N[members], algo.advantage)
     return advantages_N
-
-
-def expected_weights(trained_N: ndarray, chosen: list[int], cfg: Config) -> ndarray | None:
-    """The weight of each answer's tokens in the update on the `chosen` answers, [N]; None for a rule of a fork."""
-    tokens_N = np.zeros(len(trained_N))
-    tokens_N[chosen] = trained_N[chosen]
-    return formulas.answer_weights(tokens_N, cfg.algo.loss_norm, cfg.norm_length)
 
 
 def parts_of_loss(report: dict[str, float], algo: AlgoConfig) -> list[float]:

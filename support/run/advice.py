@@ -140,11 +140,9 @@ def problems(step: dict, run: Advice) -> Iterator[tuple[str, str]]:
         yield "noise", f"the entropy is {share:.0%} of its maximum and rewards stand still: answers are noise"
     # Updates too small for the weights' precision.
     if number(step, "sync/changed") == 0 and step["update/applied"] != 0 and step["lr"] != 0:
-        vain = f"updates of learning rate {step['lr']:g} have changed no weight that vLLM samples with"
-        yield "unchanged_push", vain
+        yield "unchanged_push", f"updates of learning rate {step['lr']:g} have changed no weight that vLLM samples with"
     if number(step, "mismatch/cut_frac") == 1 and algo.correction in ("icepop", "seq_mask"):
-        masked = f"algo.correction={algo.correction} masks every token: all weights are outside its bounds"
-        yield "all_masked", masked
+        yield "all_masked", f"algo.correction={algo.correction} masks every token: all weights are outside its bounds"
     if run.idle_steps > 0:
         yield "nothing_learnt", why_idle(step, run.cfg.train.patience)
     # GSPO's bounds are for the mean of an answer, so narrow that they bind at many tokens: arXiv 2507.18071, 5.2.

@@ -35,8 +35,7 @@ class Inputs:
 
 def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs]:
     """Check, read and print what a run starts from; returns the configuration, with `train.steps`, and the inputs."""
-    parts = ["train"] if cfg.data.eval is None else ["train", "eval"]
-    inputs = read(cfg, parts, weights)
+    inputs = read(cfg, ["train"] if cfg.data.eval is None else ["train", "eval"], weights)
     cfg = with_steps(cfg, len(inputs.prompts))
     if ranks.is_first_rank():
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")

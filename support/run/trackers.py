@@ -31,8 +31,7 @@ FINISH_S = 60.0  # to send the rest once the run has ended
 def choose_samples(samples: list[Sample], count: int) -> list[Sample]:
     """Up to `count` samples at evenly spaced ranks of the reward, the lowest and the highest among them."""
     ordered = sorted(samples, key=lambda sample: sample.reward)
-    indices = np.linspace(0, len(ordered) - 1, min(count, len(ordered))).round().astype(int)
-    return [ordered[i] for i in indices]
+    return [ordered[i] for i in np.linspace(0, len(ordered) - 1, min(count, len(ordered))).round().astype(int)]
 
 
 def shorten(text: str) -> str:

@@ -105,8 +105,7 @@ class GradingPool:
             future = Future()
             future.set_result(failure)
         else:
-            arguments = [text, answer, row, ids if kind.takes_ids else None]
-            future = self._queue(kind.spec, arguments)
+            future = self._queue(kind.spec, [text, answer, row, ids if kind.takes_ids else None])
         self.submitted.append(future)
 
     def submit_turn(self, place: str, text: str, row: dict, state: dict) -> Future:

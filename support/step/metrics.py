@@ -138,8 +138,7 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
     first = reports[:1]
     compared = reports[: compared_updates(cfg)]
     w = sum(r["w"] for r in compared)
-    w2 = sum(r["w2"] for r in compared)
-    effective = w**2 / (w2 or 1)  # sample size
+    effective = w**2 / (sum(r["w2"] for r in compared) or 1)  # sample size
     own = [sum(r[name] for r in reports) for name in ("real", "positions", "shared")]
     replicas = bridge.mpu.get_data_parallel_world_size()
     real, positions, shared = np.mean(ranks.gather(own), 0) * replicas  # in the rows of all replicas
@@ -172,8 +171,7 @@ def overflows(reports: list[dict[str, float]]) -> int | None:
     """How many gradients overflowed in fp16; None in another dtype, which has no loss scale."""
     if reports[0]["loss_scale"] is None:
         return None
-    finite = [r for r in reports if math.isfinite(r["loss"])]
-    return sum(not math.isfinite(r["grad_norm"]) for r in finite)
+    return sum(not math.isfinite(r["grad_norm"]) for r in reports if math.isfinite(r["loss"]))
 
 
 def report_mean(name: str, reports: list[dict[str, float]], over: str = "tokens") -> float:
@@ -236,8 +234,7 @@ def expert_load(model: list) -> list[float]:
             load[layer.layer_number - 1] += layer.mlp.router.load
             layer.mlp.router.load = torch.zeros_like(layer.mlp.router.load)
     dist.all_reduce(load)  # tp and cp split the tokens, dp the samples, pp the layers
-    busiest = load.amax(1) / load.mean(1)
-    return busiest.tolist()
+    return (load.amax(1) / load.mean(1)).tolist()
 
 
 def idle_seconds(rank_seconds: list[dict[str, float]], bubble: float) -> dict[str, float]:

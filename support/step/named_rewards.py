@@ -66,8 +66,7 @@ def check(spec: Spec, cfg) -> None:
 
 def check_options(function: Callable, given: dict) -> None:
     """Raises ValueError for an option that the reward does not have, and for a missing one that it needs."""
-    parameters = inspect.signature(function).parameters.values()
-    options = [p for p in parameters if p.name != "response_ids"]
+    options = [p for p in inspect.signature(function).parameters.values() if p.name != "response_ids"]
     if not inspect.isclass(function):
         options = options[3:]  # without text, answer, row
     legal = [p.name for p in options]

@@ -43,8 +43,7 @@ class Sample:
     @property
     def sampled(self) -> np.ndarray:
         """True where the model sampled the token of the response, not an environment; [tokens] bool."""
-        by_model = np.arange(len(self.turns)) % 2 == 0  # turns of model and environment alternate
-        return np.repeat(by_model, self.turns)
+        return np.repeat(np.arange(len(self.turns)) % 2 == 0, self.turns)  # turns of model and environment alternate
 
     @classmethod
     def of(cls, group: int, prompt, completion, text: str, seed: int) -> "Sample":

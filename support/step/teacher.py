@@ -49,12 +49,8 @@ def with_teacher_prompts(samples: list[Sample], is_policy: bool) -> list[Sample]
     The teacher's routers choose for themselves. If the teacher `is_policy`, the same model, its routers replay where
     there are routes, so the samples get empty ones. Another model may differ in layers and experts, and gets none.
     """
-    seen = []
-    for sample in samples:
-        ids = sample.prompt_ids if sample.asked is None else sample.asked
-        routes = sample.routes[:0] if is_policy and sample.routes is not None else None
-        seen.append(replace(sample, prompt_ids=ids, routes=routes))
-    return seen
+    seen = [sample if sample.asked is None else replace(sample, prompt_ids=sample.asked) for sample in samples]
+    return [replace(s, routes=s.routes[:0] if is_policy and s.routes is not None else None) for s in seen]
 
 
 def align_logp(batch: Batch, seen: Batch, logp_F: torch.Tensor) -> torch.Tensor:
