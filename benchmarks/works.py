@@ -253,12 +253,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 # A results file is CSV, a row for each timed step; what is known of the whole run stands in each of its rows.
 PHASES = ("rollout", "reward", "logprob", "train", "sync")
-COLUMNS = ["model", "dtype", "lengths", "max_tokens", "prompt_chars", "system", "setting", "round", "ranks"]
-COLUMNS += ["date", "machine", "commit"]
-COLUMNS += ["step", "tokens_per_s", "step_s", "train_flops", "bare_tokens_per_s"]
-COLUMNS += [f"{phase}_s" for phase in PHASES]
-COLUMNS += [f"{phase}_peak_gib" for phase in PHASES]
-COLUMNS += ["matmul_flops_per_s"]
+COLUMNS = [
+    "model", "dtype", "lengths", "max_tokens", "prompt_chars", "system", "setting", "round", "ranks", "date", "machine",
+    "commit", "step", "tokens_per_s", "step_s", "train_flops", "bare_tokens_per_s", *(f"{phase}_s" for phase in PHASES),
+    *(f"{phase}_peak_gib" for phase in PHASES), "matmul_flops_per_s",
+]  # fmt: skip
 TYPES = dict.fromkeys(("model", "dtype", "lengths", "system", "setting", "date", "machine", "commit"), str)
 TYPES |= dict.fromkeys(("max_tokens", "prompt_chars", "round", "ranks", "step"), int)  # of the other columns: float
 

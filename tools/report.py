@@ -149,9 +149,7 @@ def read_group(number: int, samples: list[dict]) -> dict:
 
 def curve(name: str, runs: list[Run]) -> str:
     """A small picture of a metric over the steps, a line a run; "" where no run has a number of it."""
-    lines = []
-    for run in runs:
-        lines.append([(row["step"], row[name]) for row in run.rows if is_number(row.get(name))])
+    lines = [[(row["step"], row[name]) for row in run.rows if is_number(row.get(name))] for run in runs]
     points = [point for line in lines for point in line]
     if not points:
         return ""

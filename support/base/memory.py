@@ -41,10 +41,12 @@ class Meter:
 
     def numbers(self) -> dict[str, float | None]:
         """The metrics mem/* of the step: the maximum over ranks, of free memory the minimum. All ranks call this."""
-        mine = {f"mem/{phase}_gb": self.held.get(phase, 0.0) for phase in PHASES}
-        mine |= {f"mem/{phase}_peak_gb": self.peaks.get(phase, 0.0) for phase in PHASES}
-        mine |= {"mem/peak_gb": self.largest, "mem/host_gb": resident_gb()[0]}
-        mine |= {"mem/free_asleep_gb": -self.free_asleep, "mem/host_free_gb": -host_free_bytes() / GIB}
+        mine = {
+            **{f"mem/{phase}_gb": self.held.get(phase, 0.0) for phase in PHASES},
+            **{f"mem/{phase}_peak_gb": self.peaks.get(phase, 0.0) for phase in PHASES},
+            "mem/peak_gb": self.largest, "mem/free_asleep_gb": -self.free_asleep,
+            "mem/host_gb": resident_gb()[0], "mem/host_free_gb": -host_free_bytes() / GIB,
+        }  # fmt: skip
         values = torch.tensor([*mine.values()], dtype=torch.float64)
         dist.all_reduce(values, dist.ReduceOp.MAX)
         found = dict(zip(mine, values.abs().tolist(), strict=True))

@@ -12,10 +12,10 @@ def draw_sets(weights: list[float], taken: int, size: int, seed: int) -> list[tu
     first = taken // BLOCK
     last = (taken + size - 1) // BLOCK
     counts = block_counts(weights, last + 1)
-    blocks = []
-    for block in range(first, last + 1):
-        in_order = np.repeat(np.arange(len(weights)), counts[block])
-        blocks.append(np.random.default_rng([seed, block, 0, 1]).permutation(in_order))
+    blocks = [
+        np.random.default_rng([seed, block, 0, 1]).permutation(np.repeat(np.arange(len(weights)), counts[block]))
+        for block in range(first, last + 1)
+    ]
     sets = np.concatenate(blocks)
     numbers = np.zeros(len(sets), np.int64)
     drawn_before = counts[:first].sum(0)  # [sets]

@@ -210,17 +210,20 @@ def syscall_filter(machine: str) -> bytes:
         return struct.pack("HBBI", code, jump_true, jump_false, k)
 
     column = list(ARCHITECTURES).index(machine)
-    steps = [step(LD_ABS, ARCH_OFFSET), step(JEQ, ARCHITECTURES[machine], 1, 0), step(RET, RET_KILL)]
-    steps += [step(LD_ABS, NUMBER_OFFSET)]
-    steps += [step(JGE, X32_BIT, 0, 1), step(RET, RET_KILL)]
-    steps += [step(JEQ, CLONE3, 0, 1), step(RET, RET_ERRNO | errno.ENOSYS)]
+    steps = [
+        step(LD_ABS, ARCH_OFFSET), step(JEQ, ARCHITECTURES[machine], 1, 0), step(RET, RET_KILL),
+        step(LD_ABS, NUMBER_OFFSET), step(JGE, X32_BIT, 0, 1), step(RET, RET_KILL),
+        step(JEQ, CLONE3, 0, 1), step(RET, RET_ERRNO | errno.ENOSYS),
+    ]  # fmt: skip
     for numbers in REFUSED.values():
         if numbers[column] is not None:
             steps += [step(JEQ, numbers[column], 0, 1), step(RET, RET_ERRNO | errno.EPERM)]
     for *numbers, argument, mask, value in CONDITIONS.values():
-        steps += [step(JEQ, numbers[column], 0, 5)]  # another call: skip the next five
-        steps += [step(LD_ABS, ARGUMENTS_OFFSET + 8 * argument), step(AND, mask), step(JEQ, value, 0, 1)]
-        steps += [step(RET, RET_ALLOW), step(RET, RET_ERRNO | errno.EPERM)]
+        steps += [
+            step(JEQ, numbers[column], 0, 5),  # another call: skip the next five
+            step(LD_ABS, ARGUMENTS_OFFSET + 8 * argument), step(AND, mask), step(JEQ, value, 0, 1),
+            step(RET, RET_ALLOW), step(RET, RET_ERRNO | errno.EPERM),
+        ]  # fmt: skip
     return b"".join([*steps, step(RET, RET_ALLOW)])
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import transformers
 import yaml
@@ -259,9 +260,8 @@ def repeat(run: Recorded) -> Comparison:
         for a in answers:
             comparison.check("token: rollout_logp", a.rollout, a.before)
             comparison.check("sample: advantage", a.row["advantage"], a.advantage)
-        reports = []
-        for chosen in algorithm.updates_of(trained, run.config, step):
-            reports.append(trainer.update([answers[i] for i in chosen], values))
+        updates = algorithm.updates_of(trained, run.config, step)
+        reports = [trainer.update([answers[i] for i in chosen], values) for chosen in updates]
         compare_updates(reports, answers, metrics, values, run.config, comparison)
         compare_export(run.folder / f"hf/step_{step:06d}", trainer, comparison)
         compare_evaluation(run.folder / f"rollouts/eval_{step:06d}.jsonl", run.config, trainer, comparison)
@@ -274,7 +274,8 @@ def compare_answers(rows: list[dict], step: int, config: dict, trainer: Trainer,
     The text is that of the very tokens, so a token that was dropped or put in shows too.
     """
     for row in rows:
-        comparison.check("answer: seed", row["seed"], algorithm.group_seed(config, step, row["group"]))
+        seed = np.random.SeedSequence([config["seed"], step, row["group"]]).generate_state(1)[0]
+        comparison.check("answer: seed", row["seed"], int(seed))
         text = trainer.tokenizer.decode(row["response_ids"], skip_special_tokens=True)
         comparison.check("answer: graded text is not that of the tokens", row["text"] != text, False)
         if row["graded"] != "ok":
@@ -334,28 +335,32 @@ def compare_updates(
     def mean(name: str, sums: list[Counter]) -> float:
         return sum(s[name] for s in sums) / max(sum(s["tokens"] for s in sums), 1)
 
-    found = {"lr": values["lr"]}
-    found |= {f"schedule/{name}": values[name] for name, course in config["schedule"].items() if course is not None}
-    found["logp_gap/mean"] = mean("gap", compared)
-    found["logp_gap/max"] = max(s["gap_max"] for s in compared)
-    found["mismatch/k3"] = mean("mismatch_k3", compared)
     w, w2, tokens = (sum(s[name] for s in compared) for name in ("w", "w2", "tokens"))
-    found["mismatch/ess"] = w**2 / (w2 or 1) / max(tokens, 1)
-    found["mismatch/cut_frac"] = mean("outside", compared)
+    found = {
+        "lr": values["lr"],
+        **{f"schedule/{name}": values[name] for name, course in config["schedule"].items() if course is not None},
+        "logp_gap/mean": mean("gap", compared),
+        "logp_gap/max": max(s["gap_max"] for s in compared),
+        "mismatch/k3": mean("mismatch_k3", compared),
+        "mismatch/ess": w**2 / (w2 or 1) / max(tokens, 1),
+        "mismatch/cut_frac": mean("outside", compared),
+    }
     if answers[0].ref is not None:
         found |= {"kl/ref": mean("kl_k3", [first]), "kl/k1": mean("kl_k1", [first]), "kl/k2": mean("kl_k2", [first])}
     if answers[0].teacher is not None:
         trained = [a for a in answers if a.is_trained]
         total = sum((a.old - a.teacher).double().sum().item() for a in trained)
         found["kl/teacher"] = total / max(sum(len(a.sampled) for a in trained), 1)
-    found["loss/policy"] = first["policy"] / max(first["trained"], 1)
-    found["loss/total"] = first["loss"] / max(first["trained"], 1)
-    found["entropy"] = mean("entropy", [first])
-    found["grad_norm"] = first["grad_norm"]
-    found["ratio/clip_frac"] = mean("clipped", reports)
+    found |= {
+        "loss/policy": first["policy"] / max(first["trained"], 1),
+        "loss/total": first["loss"] / max(first["trained"], 1),
+        "entropy": mean("entropy", [first]),
+        "grad_norm": first["grad_norm"],
+        "ratio/clip_frac": mean("clipped", reports),
+        "update/skipped": sum(not s["grad_norm"] > 0 for s in reports),
+    }
     if config["algo"]["replay_routes"]:
         found["routes/differ_frac"] = 0.0
-    found["update/skipped"] = sum(not s["grad_norm"] > 0 for s in reports)
     for name, value in found.items():
         comparison.check(name, metrics[name], value)
 

@@ -88,10 +88,12 @@ def test_the_options_of_the_largest_moe_resume_bit_for_bit(train_forked, tmp_pat
     recipe = load_config(str(REPO / "configs/qwen3_30b_a3b.yaml"), [])
     names = {"moe_router_dtype", "optimizer_cpu_offload", "use_precision_aware_optimizer", "recompute_granularity"}
     assert recipe.megatron.keys() >= names and recipe.algo.replay_routes
-    keys = {f"megatron.{name}": value for name, value in recipe.megatron.items()}
-    keys |= {f"algo.{name}": getattr(recipe.algo, name) for name in ("correction", "correction_level", "advantage")}
-    keys |= {f"train.{name}": getattr(recipe.train, name) for name in ("adam_beta2", "weight_decay")}
-    keys |= {"algo.replay_routes": True, "model.dtype": "bf16", "model.fp32_head": recipe.model.fp32_head}
+    keys = {
+        **{f"megatron.{name}": value for name, value in recipe.megatron.items()},
+        **{f"algo.{name}": getattr(recipe.algo, name) for name in ("correction", "correction_level", "advantage")},
+        **{f"train.{name}": getattr(recipe.train, name) for name in ("adam_beta2", "weight_decay")},
+        "algo.replay_routes": True, "model.dtype": "bf16", "model.fp32_head": recipe.model.fp32_head,
+    }  # fmt: skip
     model = tiny_model(tmp_path / "model", "qwen3_moe", tied=False, num_experts=8)
     chosen = (
         *(f"{key}={str(value).lower()}" for key, value in keys.items()), f"model.path={model}", "parallel.ep=2",
