@@ -66,8 +66,7 @@ def main() -> None:
             assert find_damage(first) is None
             restore(first, model, optimizer)
         writer = CheckpointWriter(out / name, keep_last=1, keep_every=0)
-        state = {"updates": optimizer_steps(optimizer)}
-        writer.start(3, state, sharded_state(model, optimizer, loading=False))
+        writer.start(3, {"updates": optimizer_steps(optimizer)}, sharded_state(model, optimizer, loading=False))
         made_up_update(model, optimizer, 3)  # while it is written: what was copied must not change
         saved = writer.finish()
         weights = dict(bridge.hf_weights(model))

@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -94,6 +96,11 @@ def tiny_model(folder: Path, arch: str = "qwen2", **options) -> Path:
     """A folder with an untrained model of a family, of 2 layers and a tokenizer of digits."""
     make_tiny.save_model(folder, make_tiny.char_tokenizer("0123456789>+-="), arch, **{"hidden": 64, **options})
     return folder
+
+
+def wrap(monkeypatch, module, name: str, around: Callable) -> None:
+    """Until the test ends, calls of a function are around(the function, *arguments)."""
+    monkeypatch.setattr(module, name, partial(around, getattr(module, name)))
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
@@ -198,13 +205,12 @@ def train_forked(fork_server, tiny, tmp_path):
 def slow_disk(monkeypatch) -> threading.Event:
     """No file of samples is written before this event is set."""
     released = threading.Event()
-    write_at_once = rollout_files.write_rows
 
-    def write_slowly(*job):
+    def write_slowly(write_at_once, *job):
         released.wait()
         write_at_once(*job)
 
-    monkeypatch.setattr(rollout_files, "write_rows", write_slowly)
+    wrap(monkeypatch, rollout_files, "write_rows", write_slowly)
     return released
 
 

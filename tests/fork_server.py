@@ -78,8 +78,7 @@ class ForkServer:
         self.process.stdin.flush()
         output = select.poll()  # select.select takes no descriptor above 1,023, and a long session of tests has more
         output.register(self.process.stdout, select.POLLIN)
-        answered = output.poll(1000 * seconds)
-        answer = self.process.stdout.readline() if answered else ""
+        answer = self.process.stdout.readline() if output.poll(1000 * seconds) else ""
         if not answer:
             self.close()
         assert answer, f"the ranks, or the process that forks them, did not end well:\n{printed.read_text()}"

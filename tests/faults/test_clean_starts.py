@@ -57,9 +57,10 @@ DTYPES = ("fp32", "bf16")
 
 def clean_starts() -> dict[str, tuple[int, list[str]]]:
     """{name: (ranks, overrides)} of the runs."""
-    found = {}
-    for (layout, (nproc, keys)), dtype, (way, options) in itertools.product(LAYOUTS.items(), DTYPES, WAYS.items()):
-        found[f"qwen2 {dtype} {layout} {way}"] = nproc, [*keys, *options]
+    found = {
+        f"qwen2 {dtype} {layout} {way}": (nproc, [*keys, *options])
+        for (layout, (nproc, keys)), dtype, (way, options) in itertools.product(LAYOUTS.items(), DTYPES, WAYS.items())
+    }
     for (layout, (nproc, keys)), dtype, replay in itertools.product(EXPERT_LAYOUTS.items(), DTYPES, (False, True)):
         name = f"qwen3_moe {dtype} {layout} {'routes' if replay else 'plain'}"
         found[name] = nproc, [*keys, f"algo.replay_routes={str(replay).lower()}"]

@@ -55,8 +55,7 @@ def forked(fork_server, tmp_path):
     def run(program: str) -> str:
         (tmp_path / "program.py").write_text(program)
         printed = tmp_path / "output.txt"
-        code = fork_server.run(printed, tmp_path / "program.py", nproc=2)
-        assert code == 0, printed.read_text()
+        assert fork_server.run(printed, tmp_path / "program.py", nproc=2) == 0, printed.read_text()
         return printed.read_text()
 
     return run

@@ -206,8 +206,7 @@ def compute_indexed(op, args, kwargs):
         WAITS.note(f"{op._opname} by a mask")
     if not all(map(on_gpu, indices)):
         WAITS.note(f"{op._opname} by an index of the host")
-    values = op(*values_of(args), **kwargs)
-    return args[0] if op._schema.is_mutable else to_gpu(values)
+    return args[0] if op._schema.is_mutable else to_gpu(op(*values_of(args), **kwargs))
 
 
 def communicate(op, args, kwargs):
@@ -239,11 +238,11 @@ CASES = {
     aten._flash_attention_forward.default: with_kernel(flash.forward),
     aten._flash_attention_backward.default: with_kernel(flash.backward),
 }
-for waiting in (
+WAITING = (
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
     aten.unique_consecutive, aten.equal, aten.bincount,
-):  # fmt: skip
-    CASES[waiting.default] = compute_unknown_size
+)  # fmt: skip
+CASES |= {operation.default: compute_unknown_size for operation in WAITING}
 for indexing in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default):
     CASES[indexing] = compute_indexed
 

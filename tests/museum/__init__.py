@@ -66,8 +66,7 @@ def recompile(function: FunctionType, source: str) -> CodeType:
         source = f"def enclosing({names}):\n{textwrap.indent(source, '    ')}\n    return {function.__name__}\n"
     made = {}
     exec(compile(source, inspect.getfile(function), "exec"), function.__globals__, made)
-    inner = made["enclosing"](*enclosed) if enclosed else made[function.__name__]
-    return unwrapped(inner).__code__
+    return unwrapped(made["enclosing"](*enclosed) if enclosed else made[function.__name__]).__code__
 
 
 def unwrapped(found) -> FunctionType:

@@ -22,7 +22,7 @@ from support.step import grading
 from support.step.grading import Outcome
 from support.step.packing import pack
 from support.step.records import Batch, Sample
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, wrap
 from tests.museum import Exhibit, runs
 from tests.museum.exhibits import EXHIBITS, SETTINGS
 from tests.run.test_forks import server_of
@@ -126,8 +126,7 @@ def make_samples() -> list[Sample]:
     samples = []
     for number, length in enumerate((3, 1, 4, 2, 5, 3)):
         turns = [2, 2, 1] if length == 5 else [length]
-        by_model = np.repeat(np.arange(len(turns)) % 2 == 0, turns)
-        logp = -np.arange(1.0, length + 1) * by_model
+        logp = -np.arange(1.0, length + 1) * np.repeat(np.arange(len(turns)) % 2 == 0, turns)
         prompt = [5, 6, 7 + number // 3]
         ids = [10 + number] * length
         finished = number not in (2, 4)
@@ -162,8 +161,7 @@ def test_healthy_updates_pass(norm, advantage):
 def test_a_row_that_is_not_of_its_samples_is_found(name):
     cfg, samples, chosen = tiny_config("algo.mask_truncated=true"), make_samples(), [0, 1, 2, 3, 4, 5]
     report, rows, batch = make_update(samples, chosen, cfg)
-    wrong = torch.roll(getattr(rows[1], name), 1, 1)
-    rows[1] = dataclasses.replace(rows[1], **{name: wrong})
+    rows[1] = dataclasses.replace(rows[1], **{name: torch.roll(getattr(rows[1], name), 1, 1)})
     with pytest.raises(TrainingError, match=f"^{name} of the update are not those of the samples"):
         check_update(report, rows, batch, samples, chosen, cfg)
 
@@ -215,11 +213,9 @@ def test_answers_end_and_are_rewarded_as_they_say(message):
 
 
 def test_what_is_said_of_an_end():
-    def said(ids: list[int], finished: bool) -> str | None:
-        return check_ends([Sample(0, [5], ids, [-1.0] * len(ids), finished, "", "")], 4, {0})
-
-    assert said([6, 7], finished=False) is None  # vLLM aborted it
-    assert "their end token is dropped" in said([6, 7], finished=True)
+    samples = [Sample(0, [5], [6, 7], [-1.0, -1.0], finished, "", "") for finished in (False, True)]
+    assert check_ends(samples[:1], 4, {0}) is None  # vLLM aborted it
+    assert "their end token is dropped" in check_ends(samples[1:], 4, {0})
 
 
 def test_a_reference_that_moves_or_is_not_used_is_found(build, monkeypatch):  # noqa: F811
@@ -227,8 +223,7 @@ def test_a_reference_that_moves_or_is_not_used_is_found(build, monkeypatch):  # 
     for step in (1, 2):
         train_grpo.train_step(run, step)
     with monkeypatch.context() as planted:
-        score = train_grpo.score
-        planted.setattr(train_grpo, "score", lambda model, batch, cfg, weights=None: score(model, batch, cfg))
+        wrap(planted, train_grpo, "score", lambda score, model, batch, cfg, weights=None: score(model, batch, cfg))
         with pytest.raises(TrainingError, match="the reference has the log-probs of the policy"):
             train_grpo.train_step(run, 3)
     run.reference[0][0] += 0.1
@@ -290,15 +285,14 @@ def test_a_template_applied_twice_is_refused(tmp_path, offline):
 def test_updates_begin_without_a_gradient(build, monkeypatch):  # noqa: F811
     """The gradient of the second update of a step is that of its own micro-batches."""
     norms = []
-    forward_backward = train_grpo.forward_backward
 
-    def repeated(model, optimizer, *args) -> dict:
+    def repeated(forward_backward, model, optimizer, *args) -> dict:
         for _ in range(2):
             report = forward_backward(model, optimizer, *args)
             norms.append(sum(parameter.main_grad.norm().item() for chunk in model for parameter in chunk.parameters()))
         return report
 
-    monkeypatch.setattr(train_grpo, "forward_backward", repeated)
+    wrap(monkeypatch, train_grpo, "forward_backward", repeated)
     train_grpo.train_step(build("train.updates_per_step=2"), 1)
     assert len(norms) == 6 and min(norms) > 0  # of some answers, which the first update's check compares; two updates
     assert norms[::2] == norms[1::2]

@@ -35,11 +35,6 @@ def scheduled(config: dict, step: int) -> dict[str, float]:
     return values
 
 
-def group_seed(config: dict, step: int, group: int) -> int:
-    """The seed of a group's answers; step 0: of an evaluation's."""
-    return int(np.random.SeedSequence([config["seed"], step, group]).generate_state(1)[0])
-
-
 def trained_groups(answers: list[dict], config: dict, rounds: int) -> set[int]:
     """The groups that a step trains on: all or, under dynamic sampling, those of unequal rewards before the penalty on
     length; where there are none, the groups of the last round.
@@ -77,12 +72,7 @@ def advantages_of(answers: list[dict], rewards: list[float], tokens: list[int], 
     found = np.zeros(len(answers))
     for group in set(groups):
         found[groups == group] = formulas.compare(np.array(rewards)[groups == group], kind)
-    return whiten(found, tokens) if kind == "reinforce_pp" else found
-
-
-def whiten(advantages: np.ndarray, tokens: list[int]) -> np.ndarray:
-    """REINFORCE++: all advantages less their mean, over their standard deviation, both over the trained tokens."""
-    values = np.repeat(advantages, tokens)
-    if len(values) < 2:
-        return advantages
-    return (advantages - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)
+    values = np.repeat(found, tokens)
+    if kind != "reinforce_pp" or len(values) < 2:
+        return found
+    return (found - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)  # over the trained tokens

@@ -99,6 +99,5 @@ class Comparison:
         """A line for each quantity."""
         lines = [f"{'quantity':26}{'values':>8}{'largest difference':>20}{'bound':>10}  ok"]
         for name, q in self.quantities.items():
-            ok = "yes" if q.share <= 1 else "NO"
-            lines.append(f"{name:26}{q.count:8}{q.largest:20.2e}{q.bound:10.1e}  {ok}")
+            lines.append(f"{name:26}{q.count:8}{q.largest:20.2e}{q.bound:10.1e}  {'yes' if q.share <= 1 else 'NO'}")
         return "\n".join(lines)

@@ -79,9 +79,8 @@ def module_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def read_weights(folder: str | Path, dtype: str, tied: bool) -> dict[str, Tensor]:
     """The tensors of all safetensors files of a folder, in fp32 but with the values that a model of `dtype` has."""
-    weights = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        weights |= {name: rounded(weight.float(), dtype) for name, weight in load_file(file).items()}
+    held = [item for file in sorted(Path(folder).glob("*.safetensors")) for item in load_file(file).items()]
+    weights = {name: rounded(weight.float(), dtype) for name, weight in held}
     if tied:
         weights.pop("lm_head.weight", None)
     return weights

@@ -72,9 +72,8 @@ def reference(folder, samples: list[dict], given: dict, load: Callable = float64
 
 def hf_gradients(model) -> dict[str, torch.Tensor]:
     """Gradients under the names of the safetensors, which hold fused experts apart."""
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    own = model.named_parameters()
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in own}
     return {f"grad.{name}": grad for name, grad in revert_weight_conversion(model, gradients).items()}
 
 

@@ -105,8 +105,7 @@ def run_worker(server, folder, nproc: int, *plans: dict) -> list[dict[str, dict[
     """Of each plan, layout → what tests/layout_worker.py found on it; `server` is the fork_server."""
     file, printed = folder / "plans.json", folder / "printed.txt"
     file.write_text(json.dumps(plans))
-    code = server.run(printed, "tests/layout_worker.py", str(file), nproc=nproc, seconds=1800)
-    assert code == 0, printed.read_text()
+    assert server.run(printed, "tests/layout_worker.py", str(file), nproc=nproc, seconds=1800) == 0, printed.read_text()
     return [{name: load_file(f"{plan['out']}/{name}.safetensors") for name in plan["layouts"]} for plan in plans]
 
 
@@ -218,8 +217,7 @@ HALF_ON_GPU = pytest.mark.gpu(
 def test_one_rank_equals_plain_transformers(world, tmp_path, family, dtype, bound, record_property):
     """The whole gradient, from weights that are rounded to the dtype."""
     found = one_layout(make_plan(tmp_path, family, dtype=dtype, layouts={"one": []}), "one")
-    wanted = reference(tmp_path / "model", make_samples(), found)
-    error = whole_error(found, wanted)
+    error = whole_error(found, reference(tmp_path / "model", make_samples(), found))
     record_property("gradient, relative error", f"{error:.1e}")
     assert error < bound
 
@@ -337,5 +335,4 @@ def write_table(known: Results) -> None:
             if layout in found:
                 cells[number] = f"{worst_gradient(found[layout], wanted)[0]:.0e}"
         lines.append(f"| {layout} | {' | '.join(cells)} |")
-    text = page.read_text().partition("| |")[0]
-    page.write_text(text + "\n".join(lines) + "\n")
+    page.write_text(page.read_text().partition("| |")[0] + "\n".join(lines) + "\n")

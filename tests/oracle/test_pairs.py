@@ -95,8 +95,7 @@ def is_asked(one: tuple[str, str], other: tuple[str, str]) -> bool:
 
 def all_pairs() -> set[Pair]:
     """Every pair that has to be in some run."""
-    values = [[(factor, value) for value in found] for factor, found in FACTORS.items()]
-    chosen = itertools.combinations(values, 2)
+    chosen = itertools.combinations([[(factor, value) for value in found] for factor, found in FACTORS.items()], 2)
     return {pair for one, other in chosen for pair in itertools.product(one, other) if is_asked(*pair)}
 
 
@@ -106,8 +105,7 @@ def cover(seed: int = 5, trials: int = 10) -> list[Run]:
     left = all_pairs()
     runs = []
     while left:
-        candidates = [grow(draw, left) for _ in range(trials)]
-        best = max(candidates, key=lambda run: len(pairs_of(run) & left))
+        best = max([grow(draw, left) for _ in range(trials)], key=lambda run: len(pairs_of(run) & left))
         runs.append(best)
         left -= pairs_of(best)
     return runs
@@ -151,8 +149,7 @@ def models(tmp_path_factory):
 
 def overrides_of(run: Run, models) -> list[str]:
     """The overrides of a run."""
-    has_experts = run["layout"] in EXPERTS or run["routes"] == "on"
-    family = "qwen3_moe" if has_experts else "qwen2"
+    family = "qwen3_moe" if (run["layout"] in EXPERTS or run["routes"] == "on") else "qwen2"
     teacher = "teacher_moe" if run["layout"] in EXPERTS else "teacher"  # a dense one is refused there
     chosen = [f"model.path={models}/{family}"]
     for factor, value in run.items():

@@ -89,8 +89,7 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
     """vLLM 0.26 refuses routes with its second model runner, which is ours on a GPU, and has them with the first."""
 
     def cfg(model, *keys: str):
-        inputs = [f"model.path={model}", "data.train=unused", "algo.replay_routes=true"]
-        return tiny_config(*inputs, *keys)
+        return tiny_config(f"model.path={model}", "data.train=unused", "algo.replay_routes=true", *keys)
 
     with pytest.raises(UserError, match=r"algo\.replay_routes=true: model\.path=\S+ has no experts"):
         checks.check_routes(cfg(tiny / "model"))

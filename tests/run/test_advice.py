@@ -83,8 +83,7 @@ def test_calm_runs_and_metrics_of_an_older_version_are_left_alone():
 
 def test_a_source_is_told_alone_and_the_cause_names_the_key():
     """One of two data sources has a wrong answer column; the other trains."""
-    silent = {"reward/b/mean": 0.0, "reward/b/max": 0.0}
-    told, advice = advise([{}, silent] * 5)
+    told, advice = advise([{}, {"reward/b/mean": 0.0, "reward/b/max": 0.0}] * 5)
     assert told == {"one_reward": 10} and advice.idle_steps == 0
     text = advice.add({"step": 11} | HEALTHY)["one_reward"]
     assert "0 in the source b, as if no answer ever matched: try data.answer_key" in text and "source a" not in text

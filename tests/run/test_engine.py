@@ -62,8 +62,7 @@ def test_metrics(shared):
         sources = {row["source"] for row in shared.rollouts(metrics["step"])}
         kinds = ("mean", "max", "timeout_frac", "error_frac")
         outcomes = {f"reward/{source}/{kind}" for source in sources for kind in kinds}
-        found = {name for name in metrics if not name.startswith("eval/") and name != "time/eval"}
-        assert found == always | outcomes
+        assert {name for name in metrics if not name.startswith("eval/") and name != "time/eval"} == always | outcomes
     text = (shared.out / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
 

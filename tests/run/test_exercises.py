@@ -32,8 +32,7 @@ def test_every_patch_is_an_exercise_and_its_bug_has_no_name():
         if name.startswith("bug"):
             exhibit = exhibit_of(name)
             assert exhibit.name not in PAGE + EXERCISES[name].read_text()
-            grades = {"start": "--dry-run", "run": "make demo", "test": "-m pytest"}
-            assert grades[exhibit.seen] in COMMANDS[name]
+            assert {"start": "--dry-run", "run": "make demo", "test": "-m pytest"}[exhibit.seen] in COMMANDS[name]
 
 
 @pytest.mark.parametrize("name", GRADED)

@@ -214,8 +214,7 @@ PLANTED = {  # name → (function, body of what stands there instead, what shows
 def test_a_planted_fault_is_found(start, options, train_forked, tmp_path, name):
     function, body, message = PLANTED[name]
     (tmp_path / "planted.py").write_text(PLANT.format(function=function, body=body))
-    before = ("--before", str(tmp_path / "planted.py"))
-    on_gpu = start(1, *before, *options(DENSE), script=SCRIPT, out=tmp_path / "gpu")
+    on_gpu = start(1, "--before", str(tmp_path / "planted.py"), *options(DENSE), script=SCRIPT, out=tmp_path / "gpu")
     if on_gpu.end() == 0:
         on_cpu = train_forked(1, "--on", "cpu", *options(DENSE), script=SCRIPT)
         found = unknown_waits(on_gpu, DENSE) + differences(on_gpu.metrics, on_cpu.metrics, DENSE)

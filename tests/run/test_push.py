@@ -119,8 +119,7 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.qkv_proj, self.norm = torch.nn.Module(), torch.nn.Module()
         q = hf["layer.q_proj.weight"].chunk(2)[rank]
-        stacked = torch.cat([q, hf["layer.k_proj.weight"], hf["layer.v_proj.weight"]])
-        self.qkv_proj.weight = torch.nn.Parameter(stacked)
+        self.qkv_proj.weight = torch.nn.Parameter(torch.cat([q, hf["layer.k_proj.weight"], hf["layer.v_proj.weight"]]))
         self.norm.weight = torch.nn.Parameter(hf["layer.norm.weight"].clone())
 
 

@@ -23,7 +23,7 @@ from support.model import fp16
 from support.model.offload import is_away, state_shards
 from support.model.optimizer_state import optimizer_steps, restore, sharded_state
 from support.run import clock, launch
-from tests.conftest import REPO, tiny_config, tiny_model
+from tests.conftest import REPO, tiny_config, tiny_model, wrap
 
 
 def as_rows(samples: list[train_grpo.Sample]) -> list[dict]:
@@ -60,11 +60,10 @@ class PlainEngine:
     def metrics(self) -> dict:
         return {"sync/checked": None}  # what test_push.py is about
 
-    def sleep(self) -> None:
-        pass
+    def sleep(self, *_) -> None:
+        """There is no memory to free, and none to take back."""
 
-    def wake(self, part: str) -> None:
-        pass
+    wake = sleep
 
 
 @pytest.fixture
@@ -170,16 +169,16 @@ def test_a_push_that_is_lost_is_caught(build, monkeypatch):
 
 
 def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, tmp_path, capsys):
-    run, group_advantages = build("train.max_skipped=2"), train_grpo.group_advantages
+    run = build("train.max_skipped=2")
 
-    def with_nan(*args):
+    def with_nan(group_advantages, *args):
         found = group_advantages(*args)
         found[3] = np.nan
         return found
 
     before = weights(run)
     with monkeypatch.context() as broken:
-        broken.setattr(train_grpo, "group_advantages", with_nan)
+        wrap(broken, train_grpo, "group_advantages", with_nan)
         metrics, _ = train_grpo.train_step(run, 1)
     assert metrics["update/skipped"] == 1 and all(torch.equal(before[n], w) for n, w in weights(run).items())
     assert "1 in a row, the run stops at train.max_skipped=2" in capsys.readouterr().out
@@ -187,7 +186,7 @@ def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, tmp_path, c
     assert any(name.endswith(".advantages") and values.isnan().any() for name, values in dumped.items())
     metrics, _ = train_grpo.train_step(run, 2)
     assert metrics["update/skipped"] == 0 and any(not torch.equal(before[n], w) for n, w in weights(run).items())
-    monkeypatch.setattr(train_grpo, "group_advantages", with_nan)
+    wrap(monkeypatch, train_grpo, "group_advantages", with_nan)
     train_grpo.train_step(run, 3)
     with pytest.raises(TrainingError, match=r"2 in a row, the run stops at train\.max_skipped=2"):
         train_grpo.train_step(run, 4)
@@ -305,13 +304,12 @@ def test_a_stop_comes_before_the_errors_of_grading_processes_that_it_ended(build
     """As where a scheduler signals every process."""
     (tmp_path / "ended.py").write_text("import os\ndef f(text, answer, row):\n    os.kill(os.getpid(), 15)\n")
     run = build(f"reward.custom={tmp_path / 'ended.py'}:f")
-    generate = run.engine.generate
 
-    def signalled(*args):
+    def signalled(generate, *args):
         run.clock.signals.requested = "SIGTERM"
         yield from generate(*args)
 
-    monkeypatch.setattr(run.engine, "generate", signalled)
+    wrap(monkeypatch, run.engine, "generate", signalled)
     with pytest.raises(clock.StopRequested):
         train_grpo.train_step(run, 1)
     assert run.prompts_taken == 0

@@ -68,10 +68,8 @@ def test_a_hint_stands_before_what_the_user_asks(tokenizer, tmp_path):
     write_rows(tmp_path / "chat.jsonl", [{"prompt": chat, "answer": 12, "hint": "7="}])
 
     def prompt(file: str, **options):
-        cfg = DataConfig(train=str(tmp_path / file), **options)
-        found = load_prompts(cfg, tokenizer)[0]
-        asked = None if found.asked is None else tokenizer.decode(found.asked)
-        return tokenizer.decode(found.ids), asked
+        found = load_prompts(DataConfig(train=str(tmp_path / file), **options), tokenizer)[0]
+        return tokenizer.decode(found.ids), None if found.asked is None else tokenizer.decode(found.asked)
 
     assert prompt("text.jsonl") == ("-5", None)
     assert prompt("text.jsonl", hint_key="hint") == ("-5", "-7=5")

@@ -15,7 +15,7 @@ from config import TrainConfig, TrainingError
 from support.proof import update
 from support.proof.adam import adamw
 from support.proof.update import Change, FirstUpdate, Probe
-from tests.conftest import tiny_model
+from tests.conftest import tiny_model, wrap
 from tests.step.test_step import EQUAL, build, weights  # noqa: F401, a fixture
 
 
@@ -53,46 +53,40 @@ def test_a_move_is_made_to_fit(monkeypatch, sizes):
 
 def scale_gradient(monkeypatch, factor: float, piece: str = "") -> None:
     """The gradient of the weights with this piece in their names, times a factor."""
-    forward_backward = train_grpo.forward_backward
 
-    def scaled(model, *args) -> dict:
+    def scaled(forward_backward, model, *args) -> dict:
         report = forward_backward(model, *args)
         for name, weight in bridge.named_weights(model).items():
             if piece in name:
                 weight.main_grad.mul_(factor)
         return report
 
-    monkeypatch.setattr(train_grpo, "forward_backward", scaled)
+    wrap(monkeypatch, train_grpo, "forward_backward", scaled)
 
 
 def train_on_other_micro_batches(monkeypatch) -> None:
-    forward_backward = train_grpo.forward_backward
-
-    def exchanged(model, optimizer, micro_batches, cfg) -> dict:
+    def exchanged(forward_backward, model, optimizer, micro_batches, cfg) -> dict:
         return forward_backward(model, optimizer, [micro_batches[0], *micro_batches[:-1]], cfg)
 
-    monkeypatch.setattr(train_grpo, "forward_backward", exchanged)
+    wrap(monkeypatch, train_grpo, "forward_backward", exchanged)
 
 
 def scale_loss(monkeypatch, factor) -> None:
     """The loss of each micro-batch, times a factor."""
-    grpo_loss = train_grpo.grpo_loss
 
-    def scaled(*args, **kwargs):
+    def scaled(grpo_loss, *args, **kwargs):
         loss, denominator, report = grpo_loss(*args, **kwargs)
         return loss * factor, denominator, report
 
-    monkeypatch.setattr(train_grpo, "grpo_loss", scaled)
+    wrap(monkeypatch, train_grpo, "grpo_loss", scaled)
 
 
 def clip_twice(monkeypatch) -> None:
-    clip = megatron_optimizer.clip_grad_by_total_norm_fp32
-
-    def twice(*args, **kwargs) -> None:
+    def twice(clip, *args, **kwargs) -> None:
         clip(*args, **kwargs)
         clip(*args, **kwargs)
 
-    monkeypatch.setattr(megatron_optimizer, "clip_grad_by_total_norm_fp32", twice)
+    wrap(monkeypatch, megatron_optimizer, "clip_grad_by_total_norm_fp32", twice)
 
 
 @pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -151,8 +145,7 @@ def test_a_later_step_is_compared_with_adamw_again(build, monkeypatch):  # noqa:
         train_grpo.train_step(run, step)
     assert run.checks.first_update.updates == 3
     train_grpo.train_step(run, 4)
-    step = bridge.optimizer_step
-    monkeypatch.setattr(bridge, "optimizer_step", lambda optimizer, lr, offloaded: step(optimizer, lr * 0.9, offloaded))
+    wrap(monkeypatch, bridge, "optimizer_step", lambda step, optimizer, lr, *more: step(optimizer, lr * 0.9, *more))
     with pytest.raises(TrainingError, match=r"step 5: the update is not .*\n  param of"):
         train_grpo.train_step(run, 5)
 
@@ -171,8 +164,7 @@ def test_a_gradient_of_almost_zero_is_no_wrong_gradient(build, tiny, tmp_path, s
 
 def test_a_gradient_of_rounding_alone_is_no_wrong_gradient(build):  # noqa: F811
     """Equal rewards and a KL of a reference that is still the policy: the gradient is the rounding of two passes."""
-    run = build("algo.kl_coef=0.05", "train.updates_per_step=2", "algo.entropy_coef=0", *EQUAL)
-    train_grpo.train_step(run, 1)
+    train_grpo.train_step(build("algo.kl_coef=0.05", "train.updates_per_step=2", "algo.entropy_coef=0", *EQUAL), 1)
 
 
 def test_a_step_without_a_trained_token_leaves_the_check_to_the_next(build):  # noqa: F811
@@ -208,8 +200,8 @@ def test_a_loss_of_something_else_is_not_judged_and_said_so(build, monkeypatch, 
 
 def test_moves_that_rounding_hides_are_said(build, monkeypatch, capsys):  # noqa: F811
     """Neither a token's move nor the loss's change is resolved."""
-    compare = Probe.compare
-    monkeypatch.setattr(Probe, "compare", lambda *args: compare(*args)._replace(noise=math.inf, bound=math.inf))
+    hidden = {"noise": math.inf, "bound": math.inf}
+    monkeypatch.setattr(Probe, "compare", lambda *args, compare=Probe.compare: compare(*args)._replace(**hidden))
     train_grpo.train_step(build("train.lr=0.01"), 1)
     said = "the gradient of this update was not checked along the gradient, in random direction 1: moves"
     assert said in capsys.readouterr().out

@@ -66,8 +66,7 @@ def tensors(tokens_q: int, tokens_k: int, dtype=torch.float32, head_dim: int = 8
     """query of 4 heads, key and value of 2; value as a view, as Megatron makes it."""
     torch.manual_seed(0)
     query, key = torch.randn(tokens_q, 4, head_dim), torch.randn(tokens_k, 2, head_dim)
-    value = torch.randn(tokens_k, 2, 3, head_dim)[:, :, 1]
-    return [x.to(dtype).requires_grad_() for x in (query, key, value)]
+    return [x.to(dtype).requires_grad_() for x in (query, key, torch.randn(tokens_k, 2, 3, head_dim)[:, :, 1])]
 
 
 def segments(lengths_q: list[int], lengths_k: list[int] | None = None, window: int | None = None, on="cpu") -> Segments:
@@ -103,8 +102,7 @@ CASES = [
 @pytest.mark.parametrize("where", CASES)
 def test_padded_attention_is_the_formula(where):
     inputs = tensors(int(where.cu_q[-1]), int(where.cu_k[-1]))
-    found = outcome(lambda *x: attend_padded(*x, where), inputs)
-    assert worst(found, expected(where, inputs, torch.float64)) < 1e-6
+    assert worst(outcome(lambda *x: attend_padded(*x, where), inputs), expected(where, inputs, torch.float64)) < 1e-6
 
 
 @pytest.mark.parametrize("version", OPTIONS)
@@ -184,8 +182,7 @@ def test_an_update_without_padding_equals_plain_transformers(world, tmp_path, mo
     monkeypatch.setattr(flash, "varlen_attn", kernel)
     for module in (attention, packing):
         monkeypatch.setattr(module, "uses_varlen", lambda on, dtype: True)
-    plan = make_plan(tmp_path, "mistral", layouts={"one": []})
-    found = one_layout(plan, "one")
+    found = one_layout(make_plan(tmp_path, "mistral", layouts={"one": []}), "one")
     wanted = reference(tmp_path / "model", make_samples(), found)
     assert len(set(kernel.sequences)) > 1  # rows of several sequences, none laid out with another's length
     assert (found["logp"] - wanted["logp"]).abs().max() < 1e-4

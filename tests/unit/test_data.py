@@ -107,8 +107,7 @@ def test_chat_template_system_prompt_and_kwargs(tokenizer, tmp_path):
     write(tmp_path / "a.parquet", [{"prompt": prompt, "answer": "1"} for prompt in (plain, own)])
     write(tmp_path / "b.jsonl", [{"prompt": "2", "answer": "1"}])
     options = {"system_prompt": "9", "template_kwargs": {"enable_thinking": True}}
-    texts = [tokenizer.decode(p.ids) for p in load(tokenizer, tmp_path / "a.parquet", **options)]
-    assert texts == ["+9-2=", "+7-3="]
+    assert [tokenizer.decode(p.ids) for p in load(tokenizer, tmp_path / "a.parquet", **options)] == ["+9-2=", "+7-3="]
     assert tokenizer.decode(load(tokenizer, tmp_path / "b.jsonl")[0].ids) == "-2"
     assert tokenizer.decode(load(tokenizer, tmp_path / "b.jsonl", chat_template=False)[0].ids) == "2"
     with pytest.raises(ValueError, match=r"data\.system_prompt .* only with data\.chat_template=true"):
@@ -136,8 +135,7 @@ def test_evaluation_data_follow_the_same_rules(tokenizer, tmp_path):
     write(tmp_path / "a.jsonl", ROWS)
     write(tmp_path / "b.jsonl", [{"prompt": "1>", "answer": "1"}])
     cfg = DataConfig(train="unused.jsonl", eval=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
-    prompts = load_prompts(cfg, tokenizer, key="eval")
-    assert [p.source for p in prompts] == ["sums"] * len(ROWS) + ["default"]
+    assert [p.source for p in load_prompts(cfg, tokenizer, key="eval")] == ["sums"] * len(ROWS) + ["default"]
     with pytest.raises(ValueError, match=r"data\.eval=nowhere\.jsonl: no such file"):
         load_prompts(cfg.model_copy(update={"eval": "nowhere.jsonl"}), tokenizer, key="eval")
 

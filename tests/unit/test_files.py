@@ -17,7 +17,7 @@ from config import UserError
 from support.base.files import complete_folder, lock_output_dir, open_output_dir
 from support.base.rollout_files import RolloutWriter
 from support.check import explain
-from tests.conftest import REPO
+from tests.conftest import REPO, wrap
 
 
 def test_one_run_in_an_output_folder(tmp_path):
@@ -85,18 +85,9 @@ def test_a_folder_is_complete_or_absent(tmp_path):
 
 
 def test_files_are_on_the_disk_before_their_folder_has_its_name(tmp_path, monkeypatch):
-    order, fsync, rename = [], os.fsync, os.rename
-
-    def note_fsync(descriptor):
-        order.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
-
-    def note_rename(source, target, **options):
-        order.append("rename")
-        rename(source, target, **options)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "rename", note_rename)
+    order = []
+    monkeypatch.setattr(os, "fsync", lambda file: order.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}"))))
+    wrap(monkeypatch, os, "rename", lambda rename, *paths: order.append("rename") or rename(*paths))
     with complete_folder(tmp_path / "export") as folder:
         (folder / "a").touch()
     assert order == ["a", "export.tmp", "rename", tmp_path.name]

@@ -26,8 +26,7 @@ def command(monkeypatch, tmp_path, capsys):
     def run(doctor="echo 9 rows", tests=f"echo '{REPORT}' > {tmp_path}/tests.xml; exit 1", bench=f"echo '{BENCH}'"):
         own = {"doctor": doctor, "tests": tests, "bench qwen2.5-0.5b": bench}
         monkeypatch.setattr(gpu_check, "run", lambda part, _, *rest: real(part, ["sh", "-c", own[part]], *rest))
-        code = gpu_check.main(["--folder", str(tmp_path)], gpus=1)
-        return code, (tmp_path / "table.txt").read_text().splitlines()
+        return gpu_check.main(["--folder", str(tmp_path)], gpus=1), (tmp_path / "table.txt").read_text().splitlines()
 
     return run
 

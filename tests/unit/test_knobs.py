@@ -12,8 +12,7 @@ LOOKS = REPO / "support/check/checks.py"  # only looks at the configuration: a k
 
 def test_every_key_is_read():
     """As an attribute, or by a name that is handed to getattr."""
-    program = {*REPO.glob("*.py"), *REPO.glob("support/**/*.py")} - {LOOKS}
-    text = "\n".join(path.read_text() for path in program)
+    text = "\n".join(path.read_text() for path in {*REPO.glob("*.py"), *REPO.glob("support/**/*.py")} - {LOOKS})
     read = {*re.findall(r"\.(\w+)", text), *re.findall(r'"(\w+)"', text)}
     assert not [key for key in KEYS if key.rpartition(".")[2] not in read]
 

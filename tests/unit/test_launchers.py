@@ -138,8 +138,7 @@ def test_two_ranks_with_the_variables_of_srun_train(fork_server, tiny, tmp_path)
     job = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
     job |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0"}
     ranks = [clean() | job | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
-    command = ["train_grpo.py", *command_line(tiny, out, SMALL, "tiny")]
-    code = fork_server.run_ranks(printed, command, ranks, port=None)
+    code = fork_server.run_ranks(printed, ["train_grpo.py", *command_line(tiny, out, SMALL, "tiny")], ranks, port=None)
     text = printed.read_text()
     assert code == 0 and text.count("layout:  2 ranks") == 1, text  # the first rank speaks for both
     assert [row["step"] for row in read_rows(out / "metrics.jsonl")] == [1, 2]

@@ -176,8 +176,7 @@ def test_rows_under_way(kept):
     """Of 4 stages with 2 chunks each: 4, 3, 2, 1 rows without chunks; 11, 9, 7, 5 halves of one with them."""
     one = kept("parallel.pp=4", stage=3)
     for vpp, rows in ((1, [4, 3, 2, 1]), (2, [5.5, 4.5, 3.5, 2.5])):
-        chunks = ("parallel.pp=4", f"parallel.vpp={vpp}")
-        assert [kept(*chunks, stage=stage) / one for stage in range(4)] == rows
+        assert [kept("parallel.pp=4", f"parallel.vpp={vpp}", stage=stage) / one for stage in range(4)] == rows
 
 
 def test_recomputed_layers_keep_their_input(kept):

@@ -37,8 +37,7 @@ def test_machines_are_named_once(number, monkeypatch, capfd):
 
 def test_another_commit_and_other_data_of_a_machine_are_refused(monkeypatch):
     def gather(own: tuple[str, dict]) -> list[tuple[str, dict]]:
-        other = own[1] | {"prompts of data.train": "2", "commit": "b"}
-        return [("north", own[1]), ("north", own[1]), ("south", other)]
+        return [("north", own[1]), ("north", own[1]), ("south", own[1] | {"prompts of data.train": "2", "commit": "b"})]
 
     monkeypatch.setattr(ranks, "gather", gather)
     monkeypatch.setattr(versions, "versions", lambda: {"commit": "a"})

@@ -22,13 +22,9 @@ def test_the_weights_that_a_token_meets_are_those_of_the_bench(name):
     c = works.MODELS[name]
     hf = SimpleNamespace(**c)
     assert throughput.matrix_weights(hf, active=True) == sum(out * inp * times for out, inp, times in works.matmuls(c))
-    assert throughput.matrix_weights(hf, active=False) == sum(out * inp for out, inp in shapes(c))
-
-
-def shapes(c: dict) -> list[tuple]:
-    """The shapes of all matrices but the embedding's lookup."""
     layer = [shape for shape in works.layer_shapes(c, 0).values() if len(shape) == 2]
-    return layer * c["num_hidden_layers"] + [(c["vocab_size"], c["hidden_size"])]
+    shapes = [*layer * c["num_hidden_layers"], (c["vocab_size"], c["hidden_size"])]  # without the embedding's lookup
+    assert throughput.matrix_weights(hf, active=False) == sum(out * inp for out, inp in shapes)
 
 
 def test_rates_by_hand(monkeypatch):

@@ -53,8 +53,7 @@ def test_a_span_counts_at_the_token_with_which_it_is_complete(script):
         ids += [bpe.pad_token_id] * (number == 4)
     ids.append(bpe.eos_token_id)
     ends[-1] = len(ids) - 1  # what ends with the text counts where the answer ends
-    at = np.cumsum([0, *map(len, words)]).tolist()
-    assert places(ids, [[a, b, 1.0] for a, b in itertools.pairwise(at)]) == ends
+    assert places(ids, [[a, b, 1.0] for a, b in itertools.pairwise(np.cumsum([0, *map(len, words)]).tolist())]) == ends
     cut = [*bpe.encode("ab"), *bpe.encode("日")[:-1]]  # within a letter
     assert places(cut, [[0, 2, 1.0], [2, 3, -1.0]]) == [len(bpe.encode("ab")) - 1, len(cut) - 1]
     assert places([bpe.eos_token_id], [[0, 0, 1.0]]) == [0]  # an answer without a text
@@ -147,8 +146,7 @@ def test_a_number_is_a_list_of_zeros_that_ends_with_it(script, kind):
     zeros = [made(script, g, n, [(i, r * (i == n - 1)) for i in range(n)]) for g, n, r in answers]
     assert advantages(script, zeros, advantage=kind) == number
     if kind in ("grpo_batch", "gdpo"):
-        first = [made(script, g, n, [(0, r)]) for g, n, r in answers]
-        assert advantages(script, first, advantage=kind) == number
+        assert advantages(script, [made(script, g, n, [(0, r)]) for g, n, r in answers], advantage=kind) == number
 
 
 def test_the_numbers_of_tokens_by_hand(script):

@@ -62,10 +62,10 @@ def test_one_answer_or_equal_rewards_give_exactly_zero(kind, rewards):
 
 def scored(rows: list[tuple[int, str, dict]]) -> list[Sample]:
     """Samples of (group, source, reward parts)."""
-    made = [Sample(group, [1], [2], [0.0], True, "", source, reward_parts=parts) for group, source, parts in rows]
-    for sample in made:
-        sample.reward = sum(sample.reward_parts.values())
-    return made
+    return [
+        Sample(group, [1], [2], [0.0], True, "", source, reward=sum(parts.values()), reward_parts=parts)
+        for group, source, parts in rows
+    ]
 
 
 def test_parts_are_normalized_before_their_sum_by_hand():
