@@ -45,9 +45,7 @@ def carry(devices: list[int], delay_s: float) -> None:
     other = dict(zip(devices, reversed(devices), strict=True))
     under_way = collections.deque()  # (when it arrives, device, packet)
     while True:
-        wait_s = None
-        if under_way:
-            wait_s = max(under_way[0][0] - time.monotonic(), 0)
+        wait_s = max(under_way[0][0] - time.monotonic(), 0) if under_way else None
         for device in select.select(devices, [], [], wait_s)[0]:
             packet = os.read(device, MTU)
             under_way.append((time.monotonic() + delay_s, other[device], packet))

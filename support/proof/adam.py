@@ -78,8 +78,7 @@ def own_shards(model: list, optimizer, names: dict[torch.nn.Parameter, str], cop
         if weight in part.model_param_gbuf_map:
             own, _ = own_slice(part, weight)
             counted = tuple(tensor.replica_id[:2]) == (0, 0)  # as a checkpoint counts it
-            norm = torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)
-            size = norm.item() / math.sqrt(weight.numel())
+            size = torch.linalg.vector_norm(weight.detach(), dtype=torch.float32).item() / math.sqrt(weight.numel())
             for first in range(own.start // BLOCK * BLOCK, own.stop, BLOCK):
                 place = slice(max(first, own.start), min(first + BLOCK, own.stop))
                 values = weight.data.view(-1)[place]

@@ -205,8 +205,7 @@ def expected_row(
     logp = np.concatenate([part for s in packed for part in (np.zeros(len(s.prompt_ids)), s.rollout_logp)])
     sampled = np.delete(np.repeat(by_model, counts), starts)
     positions_S = ends - starts - 1
-    kept_S = [s.finished or not cfg.algo.mask_truncated for s in packed]
-    trained = sampled & np.repeat(kept_S, positions_S)
+    trained = sampled & np.repeat([s.finished or not cfg.algo.mask_truncated for s in packed], positions_S)
     ends_N = np.cumsum([s.positions for s in samples])
     sized = list(zip(mb.samples, positions_S, strict=True))
     expected = {
