@@ -22,7 +22,8 @@ def check_finite(report: dict, in_a_row: int, path: Path, micro_batches: list[Mi
 
     Warns of a skipped update and writes its micro-batches to `path`. Two kinds do not count: a gradient of exactly 0
     sets the number to 0, and an overflow of the gradient in fp16 that a lower loss scale can end leaves it as it was.
-    Raises TrainingError at train.max_skipped. `run`: the run's Checks. Every rank calls this.
+    Raises TrainingError at train.max_skipped, or if a dynamic loss scale can fall no lower. `run`: the run's Checks.
+    Every rank calls this.
     """
     if math.isfinite(report["grad_norm"]):
         return 0
@@ -35,18 +36,18 @@ def check_finite(report: dict, in_a_row: int, path: Path, micro_batches: list[Mi
         return in_a_row
     if bridge.reports_loss():
         write_micro_batches(path, micro_batches)
-    limit = cfg.train.max_skipped
+    is_last = in_a_row + 1 >= cfg.train.max_skipped
+    count = f"{in_a_row + 1} in a row, the run stops at train.max_skipped={cfg.train.max_skipped}"
     what, where = "a gradient is NaN or infinite", f"first that of {weight_of_overflow(run.model)}"
     if not math.isfinite(report["loss"]):
         passes = partial(run.passes.run_schedule, run.model, micro_batches, cfg.rollout.temperature)
         what, where = f"the loss is {report['loss']}", layer_of_overflow(run.model, passes)
+    elif fp16.scaler_state(run.optimizer):
+        is_last, count = True, f"the loss scale is at megatron.min_loss_scale={lower:g} and can fall no lower"
     if cfg.model.dtype == "fp16":
         where += f"; fp16 holds numbers up to 65504 (loss scale {report['loss_scale']:g}): try model.dtype=bf16"
-    message = (
-        f"{what}, {where}; the update was skipped, its micro-batches are in {path}_rank_*.safetensors; {in_a_row + 1} "
-        f"in a row, the run stops at train.max_skipped={limit}"
-    )
-    require(in_a_row + 1 < limit, message, TrainingError)
+    message = f"{what}, {where}; the update was skipped, its micro-batches are in {path}_rank_*.safetensors; {count}"
+    require(not is_last, message, TrainingError)
     if dist.get_rank() == 0:
         print(f"warning: {message}", flush=True)
     return in_a_row + 1

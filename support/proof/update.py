@@ -65,7 +65,7 @@ SMALLEST = 0.01  # size of a weight of zeros, such as B of an adapter
 SHARE = 16  # one of so many answers is what the gradient is compared on
 ANSWERS = 4  # of a replica, at least
 EVERY = 50  # updates, of which one has its step compared again
-ROUNDING = 4e-6  # log-probs of the same tokens in other rows differ by about as much in fp32
+ROUNDING = {"fp32": 4e-6, "fp16": 5e-3, "bf16": 0.035}  # log-probs of the same tokens in other rows differ by so much
 LARGE = 0.5  # size of the move of weights without a gradient
 LATEST = 100  # step in which the gradient is compared again, at most
 ALIKE = 0.05  # by which the ratios of gradient and loss may differ where the gradient is off by a factor
@@ -97,10 +97,10 @@ def values(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor) -> tuple:
 
 
 def values_and_slopes(
-    mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, loss_func: Callable, algo: AlgoConfig
+    mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, loss_func: Callable, algo: AlgoConfig, rounding: float
 ) -> tuple:
     """In place of the loss: these values, its derivatives by them, and how these change where values are larger by
-    ROUNDING; [3, 2, T]. They are those of the loss's formula, or of the loss itself where it is a fork's own.
+    `rounding`; [3, 2, T]. They are those of the loss's formula, or of the loss itself where it is a fork's own.
 
     The derivatives are NaN where the loss depends on neither, or on anything else that has a gradient.
     """
@@ -116,7 +116,7 @@ def values_and_slopes(
 
     with torch.enable_grad():
         of_others, _, _ = loss_func(mb, *numbers, algo=algo)
-        here, there = slopes(numbers), slopes(numbers + ROUNDING)
+        here, there = slopes(numbers), slopes(numbers + rounding)
     if of_others.requires_grad:
         here = torch.full_like(here, math.nan)
     return zero, count, torch.stack([numbers, here, there - here])
@@ -204,14 +204,16 @@ def linearise(
     """The loss of some samples of the batch around the present weights."""
     micro_batches = to_micro_batches(batch, samples, cfg.train.logprob_max_tokens_per_micro_batch, cfg)
     forward = partial(passes.run_schedule, model, micro_batches, cfg.rollout.temperature, backward=False)
-    rows = forward(loss_func=partial(values_and_slopes, loss_func=passes.loss, algo=cfg.algo))
+    of_loss = {"loss_func": passes.loss, "algo": cfg.algo, "rounding": ROUNDING[cfg.model.dtype]}
+    rows = forward(loss_func=partial(values_and_slopes, **of_loss))
     slope2 = torch.zeros((), dtype=torch.float64, device=bridge.device())
     if bridge.reports_loss():
         slope2 = sum((slopes.double().square().sum() for _, slopes, _ in rows), slope2)
     tokens = int(np.sum(batch.sums(batch.weights > 0)[samples]))
     smooth = not model[0].config.num_moe_experts or batch.routes is not None
-    nonlinear = NONLINEAR[cfg.model.dtype]
-    return Probe(model, shards, forward, rows, tokens, sum_over_ranks(slope2).item(), nonlinear, smooth)
+    return Probe(
+        model, shards, forward, rows, tokens, sum_over_ranks(slope2).item(), NONLINEAR[cfg.model.dtype], smooth
+    )
 
 
 # ---------------------------------------------------------------- moves of a shard

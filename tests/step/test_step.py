@@ -214,10 +214,16 @@ def test_an_overflow_skips_the_update_and_halves_the_loss_scale(build, capsys):
     assert fp16.scaler_state(run.optimizer) == {**state, "scale": 4.0} and fp16.loss_scale(run.optimizer) == 4
 
 
-@pytest.mark.parametrize("keys", [("loss_scale",), ("initial_loss_scale", "min_loss_scale")])
-def test_an_overflow_that_no_lower_scale_can_end_stops_the_run(build, keys):
-    run = build(*FP16, *(f"megatron.{key}={2**20}" for key in keys))
-    with pytest.raises(TrainingError, match=r"first that of \S+; fp16 .*loss scale 1.04858e\+06.*try model.dtype=bf16"):
+@pytest.mark.parametrize(
+    "keys, end",
+    [
+        (["megatron.loss_scale=1048576"], "1 in a row"),
+        (["megatron.initial_loss_scale=1048576", "megatron.min_loss_scale=1048576", "train.max_skipped=9"], "no lower"),
+    ],
+)
+def test_an_overflow_that_no_lower_scale_can_end_stops_the_run(build, keys, end):
+    run, found = build(*FP16, *keys), r"first that of \S+; fp16 .*loss scale 1.04858e\+06.*try model.dtype=bf16"
+    with pytest.raises(TrainingError, match=f"{found}.*{end}"):
         train_grpo.train_step(run, 1)
 
 
