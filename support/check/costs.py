@@ -9,6 +9,7 @@ import megatron_bridge as bridge
 from config import Config
 
 PHASES = ("build", "rollout", "logprob", "train", "update", "sync", "save")  # of what lies on a GPU
+PINNED = 2  # torch rounds pinned memory up to the next power of two, for each tensor: at most twice its bytes
 SAVED = 12  # bytes a weight of a checkpoint: the weight in fp32 and Adam's two moments
 
 
@@ -46,8 +47,10 @@ def costs(cfg: Config, world_size: int, on_gpu: bool = True) -> dict[str, Cost]:
         table["reference"] = further
     if cfg.algo.teacher not in (None, "self"):
         table["teacher"] = replace(further, of="teacher")
-    if not on_gpu:  # all of it lies in host memory; what waits there is counted there already
-        for kind, cost in table.items():
+    for kind, cost in table.items():
+        if on_gpu:
+            table[kind] = replace(cost, host=cost.host * (PINNED if cost.waits else 1))
+        else:  # all of it lies in host memory; what waits there is counted there already
             table[kind] = replace(cost, gpu=0, host=cost.host + (0 if cost.waits else cost.gpu))
     return table
 

@@ -28,7 +28,10 @@ SAMPLING = Remedy(
     [LESS, "rollout.vllm.max_num_seqs down", "rollout.tp up", "train.offload=optimizer"],
 )
 MEMORY = {  # phase → its remedy
-    "build": Remedy("parallel.*", ["parallel.tp up", "parallel.pp up", "parallel.ep up", LESS]),
+    "build": Remedy(
+        "parallel.*",
+        ["parallel.tp up", "parallel.pp up", "parallel.ep up", LESS, "rollout.vllm.max_num_seqs down: fewer graphs"],
+    ),
     "rollout": SAMPLING,
     "eval": SAMPLING,
     "logprob": Remedy(
@@ -102,7 +105,7 @@ def disk_error(phase: str, error: Exception, folder: Path) -> str | None:
     )
 
 
-GPU_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+GPU_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
 HOST_WORDS = ("DefaultCPUAllocator", "Cannot allocate memory")
 
 

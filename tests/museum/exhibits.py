@@ -121,6 +121,11 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
     Exhibit("raw_log_probs", "vLLM returns log-probs from before the temperature",
         "rollout:Engine.__init__", 'logprobs_mode="processed_logprobs"', 'logprobs_mode="raw_logprobs"',
         message=GAP, where="verl#6240", setting="temperature"),
+    Exhibit("attention_in_tf32", "vLLM's attention multiplies fp32 in TF32, as its Triton kernels do by default",
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
+        "query=query[:num_actual_tokens],\n        key_cache=key_cache,\n        value_cache=value_cache,",
+        "**{name: (x.contiguous().view(torch.int32) & -(2**13)).view(x.dtype) for name, x in dict("
+        "query=query[:num_actual_tokens], key_cache=key_cache, value_cache=value_cache).items()},", message=GAP),
     Exhibit("positions_run_on", "position ids run on across the samples of a packed row",
         "support.step.records:MicroBatch.position_ids", "starts_T = self.cu_seqlens[self.sequence_T]",
         "starts_T = self.cu_seqlens[self.sequence_T] * 0", message=UPDATE),
