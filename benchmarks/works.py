@@ -49,8 +49,9 @@ WORKS = {
     "small-bf16-128-64": Work("small", "bf16", prompt_chars=352),
     "small-bf16-natural": Work("small", "bf16", "natural", 192),
     "smollm2-natural": Work("smollm2", "bf16", "addition", 40),  # the task of configs/smollm2.yaml
-    "smollm2-natural-fp32": Work("smollm2", "fp32", "addition", 40),
+    "smollm2-natural-fp16": Work("smollm2", "fp16", "addition", 40),
     "smollm2-long": Work("smollm2", "bf16", "questions", 256, prompt_chars=352),  # prompts of about 128 tokens
+    "smollm2-long-fp16": Work("smollm2", "fp16", "questions", 256, prompt_chars=352),
 }
 SMOLLM2 = REPO / "build/smollm2/model"
 
