@@ -51,7 +51,6 @@ WORKS = {
     "smollm2-natural": Work("smollm2", "bf16", "addition", 40),  # the task of configs/smollm2.yaml
     "smollm2-natural-fp16": Work("smollm2", "fp16", "addition", 40),
     "smollm2-long": Work("smollm2", "bf16", "questions", 256, prompt_chars=352),  # prompts of about 128 tokens
-    "smollm2-long-fp16": Work("smollm2", "fp16", "questions", 256, prompt_chars=352),
 }
 SMOLLM2 = REPO / "build/smollm2/model"
 
