@@ -90,8 +90,8 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         "megatron_bridge:transformer_config", "hidden_dropout=0.0", "hidden_dropout=0.1", message=UPDATE),
     # tokens, masks and log-probs
     Exhibit("end_token_masked", "the end token is masked, since it equals the padding",
-        "support.step.records:Sample.sampled", "return np.repeat(by_model, self.turns)",
-        "return np.repeat(by_model, self.turns) & (self.response_ids != 0)", where="pytorch/rl#3580"),
+        "support.step.records:Sample.sampled", "% 2 == 0, self.turns)",
+        "% 2 == 0, self.turns) & (self.response_ids != 0)", where="pytorch/rl#3580"),
     Exhibit("log_probs_off_by_one", "vLLM's log-probs are one position away from their tokens",
         "train_grpo:flatten", "s.rollout_logp]", "np.roll(s.rollout_logp, 1)]"),
     Exhibit("mask_off_by_one", "the mask is one position away from the targets",
