@@ -156,6 +156,9 @@ def chosen_letter(text: str) -> str | None:
     return None
 
 
+COMPARING = (exact, gsm8k, math_answer, multiple_choice)  # where a row's answer is a list, each of them with any entry
+
+
 # ---------------------------------------------------------------- rewards of form
 
 THINK = r"\s*<think>(?:(?!</?think>).)*</think>(?:(?!</?think>).)*\S\s*"

@@ -276,7 +276,7 @@ def sample_and_grade(
         generate = run.engine.generate
         if cfg.rollout.turns:
             rows = [prompt.row for _, prompt in share]
-            generate = turns.Conversations(run.engine, run.grading, run.inputs.tokenizer, cfg, rows).generate
+            generate = turns.Conversations(run.engine, run.grading, run.inputs, cfg, rows).generate
         generated = generate([prompt.ids for _, prompt in share], seeds, n, sampling, max_tokens)
         for number, completions in logs.answers_bar(generated, n * len(share)):
             if rank % tp:

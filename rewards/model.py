@@ -7,6 +7,8 @@ import functools
 import os
 from pathlib import Path
 
+from support.data.tokens import check_ids
+
 CONVERT = (
     "convert it once, from weights you trust: python -c \"import transformers as t; p = '{path}'; "
     "t.AutoModelForSequenceClassification.from_pretrained(p, use_safetensors=False).save_pretrained(p + '-safe'); "
@@ -72,9 +74,16 @@ class Model:
             max_length=self.max_tokens,
             add_special_tokens=not templated,  # a template contains its own
             return_tensors="pt",
-        ).to(self.scorer.device)
+        )
+        check_ids(
+            "the text to score",
+            tokens["input_ids"][0].tolist(),
+            self.tokenizer,
+            self.scorer.get_input_embeddings().num_embeddings,
+            "the reward model",
+        )
         with torch.inference_mode():
-            return self.scorer(**tokens).logits[0, 0].item()
+            return self.scorer(**tokens.to(self.scorer.device)).logits[0, 0].item()
 
 
 def plain(prompt: str | list[dict]) -> str:

@@ -4,20 +4,21 @@ import difflib
 import re
 import typing
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pydantic
 import yaml
 
-from config import Config, Section, UserError
+from config import Config, Course, Section, UserError
 from support.base.processes import REPO
 from support.base.require import require
 
 SECTIONS = {key: kind for key, kind in Config.__annotations__.items() if isinstance(kind, type(Section))}
 KEYS = [*Config.model_fields, *(f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields)]
 
+LIKE = 0.75  # of difflib's ratio, 1 for equal names: "sahpe" and "shape" have 0.8, "stop" and "top_p" 0.67
 PAGE = "docs/from-other-trainers.md"  # its tables have keys of other trainers
 
 
@@ -181,7 +182,7 @@ def explain_unknown(unknown: dict[str, Any]) -> str:
             from_another = True
             lines += [f"unknown key {key!r}; here {', '.join(here or ['none'])}" for key, here in ours.items()]
         else:
-            lines.append(f"unknown key {name!r}; the nearest legal key is {nearest(name.lower(), KEYS)!r}")
+            lines.append(f"unknown key {name!r}; {suggest(name.lower())}")
     if from_another:
         lines.append(f"{PAGE} says what else differs")
     return "\n       ".join(lines)
@@ -210,6 +211,17 @@ def of_other_trainers(key: str, foreign: dict[str, list[str]]) -> list[str] | No
     return next((foreign[ending] for ending in endings if ending in foreign), None)
 
 
-def nearest(name: str, legal: list[str]) -> str:
-    """The legal name most like `name`."""
-    return difflib.get_close_matches(name, legal, n=1, cutoff=0.0)[0]
+def suggest(name: str) -> str:
+    """What to say to an unknown key: the nearest of its section; else all of these, and those of its name elsewhere."""
+    section, _, own = name.rpartition(".")
+    kind = Course if section.startswith("schedule.") else SECTIONS.get(section, Config)
+    near = nearest(own, kind.model_fields)
+    if near:
+        return f"the nearest legal key is {f'{section}.{near}'.lstrip('.')!r}"
+    elsewhere = "".join(f"there is {key}; " for key in KEYS if key.endswith(f".{own}"))
+    return f"{elsewhere}legal {f'in {section} ' if section else ''}are {', '.join(kind.model_fields)}"
+
+
+def nearest(name: str, legal: Iterable[str]) -> str | None:
+    """The legal name that is most like `name`; None where none differs as little as a slip of the keys does."""
+    return next(iter(difflib.get_close_matches(name, legal, n=1, cutoff=LIKE)), None)

@@ -52,7 +52,8 @@ def check_type(key: str, value: Any, hint: Any) -> None:
     if members and isinstance(value, str):
         if value.upper() not in members:
             near = nearest(value.upper(), members)
-            raise UserError(f"{key}={value!r}: no such value; the nearest is {near}")
+            legal = f"the nearest is {near}" if near else f"legal are {', '.join(members)}"
+            raise UserError(f"{key}={value!r}: no such value; {legal}")
         return
     settings = {"arbitrary_types_allowed": True, "allow_inf_nan": False, "strict": True}
     try:
@@ -68,16 +69,17 @@ def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: st
     `dtype`: model.dtype. Raises UserError.
     """
     types = {field.name: field.type for cls in classes for field in dataclasses.fields(cls)}
+    works = f"the fields that may be set are {', '.join(TABLES['megatron_works'])}"
     for name, value in options.items():
         key = f"megatron.{name}"
         if name not in types:
-            near = nearest(name, [*types])
-            raise UserError(f"unknown key '{key}'; the nearest field of Megatron-core is 'megatron.{near}'")
+            near = nearest(name, types)
+            legal = f"the nearest field of Megatron-core is 'megatron.{near}'" if near else works
+            raise UserError(f"unknown key '{key}'; {legal}")
         if name in TABLES["megatron_owned"]:
             raise UserError(f"{key} may not be set: use {TABLES['megatron_owned'][name]}")
         if name not in TABLES["megatron_works"]:
-            works = ", ".join(TABLES["megatron_works"])
-            raise UserError(f"{key} may not be set, see docs/options.md; the fields of Megatron-core that may: {works}")
+            raise UserError(f"{key} may not be set, see docs/options.md; {works}")
         check_type(key, value, MEGATRON_TYPES.get(name, types[name]))
         other, needed = MEGATRON_NEEDS.get(name, (name, value))
         if options.get(other) != needed:
@@ -117,6 +119,7 @@ def check_vllm(options: dict[str, Any]) -> None:
     types = engine_options()
     for name, value in options.items():
         if name not in types:
-            near = nearest(name, [*types])
-            raise UserError(f"unknown key 'rollout.vllm.{name}'; the nearest option of vLLM is 'rollout.vllm.{near}'")
+            near = nearest(name, types)
+            legal = f"the nearest option of vLLM is 'rollout.vllm.{near}'" if near else "legal are vLLM's EngineArgs"
+            raise UserError(f"unknown key 'rollout.vllm.{name}'; {legal}")
         check_type(f"rollout.vllm.{name}", value, types[name])

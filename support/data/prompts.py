@@ -20,7 +20,16 @@ from config import DataConfig
 from support.base.require import require
 from support.data import mixing
 from support.data.tables import Table, check_text, concatenate, read_tables, rows_between
-from support.data.tokens import answer_text, check_columns, hinted_text, lookup, source_of, to_ids, tokenise
+from support.data.tokens import (
+    answer_text,
+    check_columns,
+    check_ids,
+    hinted_text,
+    lookup,
+    source_of,
+    to_ids,
+    tokenise,
+)
 
 LARGE_BYTES = 16 * 2**20  # a rank reads rows of such tables where they are mapped, and holds the rows of smaller ones
 BLOCK = 2000  # rows tokenised at once
@@ -31,7 +40,7 @@ class Prompt:
     """One row of the data: its token ids, its source, and the row itself for the reward."""
 
     ids: list[int]
-    answer: str
+    answer: str | list | dict
     source: str
     row: dict
     asked: ndarray | None = None  # int32, the prompt with its hint, for the teacher; None without data.hint_key
@@ -60,7 +69,9 @@ class PromptSet(Sequence):
         number = int(self.rows[operator.index(i)])
         ids = self.ids[number].as_py()
         row = self.table[number]
-        answer = answer_text(lookup(row, self.cfg.answer_key), self.cfg.answer_key)
+        answer = lookup(row, self.cfg.answer_key)
+        if not isinstance(answer, (list, dict)):  # a reward gets those by its kind: support/step/named_rewards.py
+            answer = answer_text(answer, self.cfg.answer_key)
         asked = None
         if self.cfg.hint_key is not None:
             (hinted_ids,) = to_ids([hinted_text(row, self.cfg, self.tokenizer)], self.cfg, self.tokenizer)
@@ -110,10 +121,10 @@ def load_tokenizer(path: str):
         ) from None
 
 
-def load_prompts(cfg, tokenizer, key: str = "train") -> PromptSet | Mixture:
+def load_prompts(cfg, tokenizer, vocab_size: int, key: str = "train") -> PromptSet | Mixture:
     """Read and tokenise the data named by `data.train` or, with key="eval", by `data.eval`, in the order of the files.
 
-    Raises ValueError.
+    Raises ValueError, for a token beyond the `vocab_size` rows of the model's embedding too.
     """
     require(
         cfg.chat_template or (cfg.system_prompt is None and not cfg.template_kwargs),
@@ -122,13 +133,16 @@ def load_prompts(cfg, tokenizer, key: str = "train") -> PromptSet | Mixture:
     )
     if key == "eval":
         cfg = cfg.model_copy(update={"hint_key": None})  # an evaluation has no teacher
+    if cfg.system_prompt is not None:
+        check_ids("data.system_prompt", *to_ids([cfg.system_prompt], cfg, tokenizer), tokenizer, vocab_size)
     value = getattr(cfg, key)
+    given = (cfg, tokenizer, vocab_size, f"data.{key}")
     if not isinstance(value, dict) or not value:
-        return load_set(cfg, tokenizer, value, f"data.{key}")
-    return Mixture({name: (share, load_set(cfg, tokenizer, name, f"data.{key}")) for name, share in value.items()})
+        return load_set(value, *given)
+    return Mixture({name: (share, load_set(name, *given)) for name, share in value.items()})
 
 
-def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
+def load_set(value: str | list[str], cfg, tokenizer, vocab_size: int, key: str) -> PromptSet:
     """The prompts of the files or data sets that `value`, given at `key`, names.
 
     Raises ValueError, for the first invalid row too, and where all prompts are too long.
@@ -143,7 +157,7 @@ def load_set(cfg, tokenizer, value: str | list[str], key: str) -> PromptSet:
         table = table.to_list()
     ids, columns = [], {"length": [], "digest": [], "error": []}
     for start in range(0, len(table), BLOCK):
-        block = tokenise(rows_between(table, start, start + BLOCK), cfg, tokenizer)
+        block = tokenise(rows_between(table, start, start + BLOCK), cfg, tokenizer, vocab_size)
         ids.append(pyarrow.array(block["ids"], pyarrow.list_(pyarrow.int32())))
         for name, column in columns.items():
             column += block[name]

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from support.base.read_config import nearest
+from support.base.require import require
 from support.data.tables import Table, columns_of
 
 
@@ -53,6 +55,27 @@ def hinted_text(row: dict, cfg, tokenizer) -> str:
 def to_ids(texts: list[str], cfg, tokenizer) -> list[list[int]]:
     """Token ids of texts of `prompt_text`."""
     return tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]  # a template brings its own
+
+
+def missing_row(source: str, ids: Iterable[int], tokenizer, vocab_size: int, model: str = "model.path") -> str | None:
+    """What is wrong with ids from `source` that are beyond the `vocab_size` rows of the model's embedding, else None.
+
+    Such an id ends in an IndexError of the first layer, on a GPU in a device assert; neither names it.
+    """
+    largest = max(ids, default=0)
+    if largest < vocab_size:
+        return None
+    return (
+        f"{source}: the token {tokenizer.convert_ids_to_tokens(largest)!r} has the id {largest}, but the embedding of "
+        f"{model} has {vocab_size} rows (vocab_size in config.json). Leave the token out, or add rows to the model: "
+        "model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64) in transformers"
+    )
+
+
+def check_ids(source: str, *arguments) -> None:
+    """Raise ValueError for an id that the model has no row for; with the arguments of `missing_row`."""
+    problem = missing_row(source, *arguments)
+    require(problem is None, str(problem), ValueError)
 
 
 def is_chat(value: Any) -> bool:
@@ -102,13 +125,34 @@ def check_columns(cfg, table: Table, name: str) -> None:
     for option in options:
         key = getattr(cfg, option)
         if key not in columns and (option, key) != ("source_key", "source"):
+            meant = meant_column(option, key, columns)
             raise ValueError(
-                f"data.{option}={key!r}: no such column in {name}; the nearest is {nearest(key, columns)!r}, "
-                f"all are {', '.join(columns)}"
+                f"data.{option}={key!r}: no such column in {name}; "
+                f"{f'the nearest is {meant!r}, ' if meant else ''}all are {', '.join(columns)}"
             )
 
 
-def tokenise(rows: list[dict], cfg, tokenizer) -> dict[str, list]:
+# What data sets call the column of an option, the likeliest first: verl's extra_info.answer is a whole solution.
+MEANT = {
+    "prompt_key": "prompt question problem query instruction messages conversations input",
+    "answer_key": "ground_truth answer final_answer expected_answer solution answers target label",
+    "source_key": "data_source source dataset task ability",
+    "hint_key": "hint hints solution rationale",
+}
+
+
+def meant_column(option: str, key: str, columns: list[str]) -> str | None:
+    """The column that a wrong `key` of an option may mean: the nearest by letters, else one of its meaning."""
+    above, _, own = key.rpartition(".")
+    beside = {column.rpartition(".")[2]: column for column in columns if column.rpartition(".")[0] == above}
+    near = nearest(own, beside)
+    if near:
+        return beside[near]
+    words = [*MEANT[option].split(), own]
+    return next((column for word in words for column in columns if column.rpartition(".")[2] == word), None)
+
+
+def tokenise(rows: list[dict], cfg, tokenizer, vocab_size: int) -> dict[str, list]:
     """Columns with a value for each row.
 
     "ids": int32 array, the prompt; empty where it is too long. "length": tokens of the prompt, with its hint. "digest":
@@ -135,6 +179,10 @@ def tokenise(rows: list[dict], cfg, tokenizer) -> dict[str, list]:
         length = max(len(ids), len(with_hint))
         if errors[i] is None and not ids:
             errors[i] = f"{cfg.prompt_key!r} is empty: no tokens (data.prompt_key, or the tokenizer of model.path)"
+        if errors[i] is None and length <= cfg.max_prompt_tokens:
+            name = f"{cfg.prompt_key!r}, as the chat template writes it" if cfg.chat_template else repr(cfg.prompt_key)
+            problem = missing_row(name, ids, tokenizer, vocab_size)
+            errors[i] = problem or missing_row(f"the hint {cfg.hint_key!r}", with_hint, tokenizer, vocab_size)
         answer, source = texts[i][2], source_of(rows[i], cfg.source_key)
         read = f"{len(answer)},{len(source)}:{answer}{source}".encode(errors="surrogatepass")
         inputs = np.array([*ids, *with_hint], np.int32).tobytes() + read

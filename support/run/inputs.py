@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import transformers
 import yaml
 
 from config import Config, UserError
@@ -17,7 +18,9 @@ from support.base.files import open_output_dir
 from support.base.read_config import override
 from support.check import checks, run_plan
 from support.data.prompts import Mixture, Prompt, check_opening, fingerprint, load_prompts, load_tokenizer
+from support.data.tokens import check_ids
 from support.model import checkpoint, lora
+from support.proof.rows import end_tokens
 from support.step import teacher, turns
 
 
@@ -28,6 +31,7 @@ class Inputs:
     tokenizer: Any
     prompts: Sequence[Prompt]  # each is made when it is asked for
     eval_prompts: Sequence[Prompt]
+    vocab_size: int  # rows of the initial model's embedding
     checkpoint: Path | None = None  # to go on from
     done: int = 0  # steps of that checkpoint
     model_path: str = ""  # local folder of the initial model
@@ -54,10 +58,11 @@ def read(cfg: Config, parts: list[str], weights: bool) -> Inputs:
     prompts = {}
     try:
         tokenizer = load_tokenizer(folder)
+        vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
         for part in parts:
-            prompts[part] = load_prompts(cfg.data, tokenizer, part)
+            prompts[part] = load_prompts(cfg.data, tokenizer, vocab_size, part)
             check_opening(prompts[part][0], cfg.data, tokenizer)
-            turns.check(cfg, tokenizer, prompts[part][0].row)
+            turns.check(cfg, tokenizer, vocab_size, prompts[part][0].row)
         other = teacher.another(cfg)
         if other and weights:
             checks.check_weights(hf_folder.local_folder(other), key="algo.teacher")
@@ -66,9 +71,11 @@ def read(cfg: Config, parts: list[str], weights: bool) -> Inputs:
         if weights:
             folder = hf_folder.local_folder(folder)
             checks.check_weights(folder)
+        files = f"eos_token_id of tokenizer, config.json or generation_config.json in {folder}"
+        check_ids(files, end_tokens(folder, tokenizer), tokenizer, vocab_size)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
-    return Inputs(tokenizer, prompts.get("train", []), prompts.get("eval", []), model_path=folder)
+    return Inputs(tokenizer, prompts.get("train", []), prompts.get("eval", []), vocab_size, model_path=folder)
 
 
 def check_models(cfg: Config) -> None:

@@ -28,7 +28,7 @@ from support.base import processes, user_code
 from support.base.user_code import last_line
 from support.judge import sandbox
 from support.step import named_rewards
-from support.step.named_rewards import Spec
+from support.step.named_rewards import Answer, Spec
 
 # ---------------------------------------------------------------- the pool, in the trainer
 
@@ -94,7 +94,7 @@ class GradingPool:
         self,
         source: str,
         text: str,
-        answer: str,
+        answer: Answer,
         row: dict,
         ids: list[int] | None = None,
         failure: Outcome | None = None,

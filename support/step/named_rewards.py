@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Callable
 
-from reward import REWARDS, parse_math
+from reward import COMPARING, REWARDS, parse_math
 from support.base import user_code
 
 Spec = str | dict[str, float]  # of a reward: a name, or {name: weight}
+Answer = str | list | dict  # a row's reference, as support.data.prompts.Prompt has it
 
 OWN_PARTS = ("overlong",)  # names in reward_parts that the trainer gives: algo.overlong_buffer
 
@@ -89,7 +90,7 @@ def load(spec: Spec, cfg) -> Callable:
     weights = weights_of(spec)
     rewards = {name: make(name, cfg) for name in weights}
 
-    def grade(text: str, answer: str, row: dict, response_ids: list[int] | None = None) -> dict[str, float]:
+    def grade(text: str, answer: Answer, row: dict, response_ids: list[int] | None = None) -> dict[str, float]:
         parts = {}
         for name, weight in weights.items():
             for part, number in parts_of(rewards[name](text, answer, row, response_ids), weight).items():
@@ -115,9 +116,28 @@ def make(name: str, cfg) -> Callable:
         made = user_code.instance(function, json.dumps(options))
     else:
         made = functools.partial(function, **options)
-    if takes_ids(function):
-        return lambda text, answer, row, ids: made(text, answer, row, response_ids=ids)
-    return lambda text, answer, row, ids: made(text, answer, row)
+    with_ids = takes_ids(function)
+
+    def reward(text: str, answer: Answer, row: dict, ids: list[int] | None) -> float | dict:
+        given = {"response_ids": ids} if with_ids else {}
+        return max(made(text, one, row, **given) for one in answers_for(function, answer))
+
+    return reward
+
+
+def answers_for(function: Callable, answer: Answer) -> list[str]:
+    """The reference answers that a reward is computed with, of which the best counts.
+
+    One for each entry of a list where the reward compares, else one, with lists and objects as JSON. Raises ValueError
+    for what no text can be compared with.
+    """
+    if isinstance(answer, str) or function not in COMPARING:
+        return [answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)]
+    if not isinstance(answer, list) or not answer or not all(isinstance(one, (str, int, float)) for one in answer):
+        raise ValueError(
+            f"the reference answer {answer!r} is no text, number or list of them: is it data.answer_key's?"
+        )
+    return [str(one) for one in answer]
 
 
 def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:

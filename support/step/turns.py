@@ -17,6 +17,7 @@ import torch.distributed as dist
 from config import Config, EvalConfig, RolloutConfig
 from rollout import Completion, Engine
 from support.base import user_code
+from support.data.tokens import check_ids, missing_row
 from support.step.grading import TURNS, GradingPool, Outcome
 
 FAILED = f"{TURNS} failed: "  # how the error of a sample begins whose environment failed
@@ -43,7 +44,7 @@ class Conversations:
 
     engine: Engine
     pool: GradingPool  # calls the function of rollout.turns
-    tokenizer: Any
+    inputs: Any  # support.run.inputs.Inputs: tokenizer, vocab_size
     cfg: Config
     rows: list[dict]  # the data row of each prompt
 
@@ -84,7 +85,7 @@ class Conversations:
         answered = []
         calls = []
         for number, completions in answers:
-            texts = self.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
+            texts = self.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
             for talk, answer, text in zip(asked[number], completions, texts, strict=True):
                 talk.add(answer.ids, answer.logps, text)
                 talk.said.routes = answer.routes  # of all tokens up to here
@@ -112,7 +113,11 @@ class Conversations:
         said.columns["state"] = outcome.parts["state"]
         if text is None or not budget:
             return False
-        ids = reply_ids(text, said.ids[-1], self.tokenizer, self.cfg.data)
+        ids = reply_ids(text, said.ids[-1], self.inputs.tokenizer, self.cfg.data)
+        problem = missing_row("its reply", ids, self.inputs.tokenizer, self.inputs.vocab_size)
+        if problem:
+            said.failure = Outcome(status="error", error=FAILED + problem)
+            return False
         said.finished = len(said.ids) + len(ids) < budget
         if said.finished:
             talk.add(ids, [0.0] * len(ids), text)
@@ -153,8 +158,8 @@ def broadcast_in_engine(value: Any, tp: int) -> Any:
     return values[0]
 
 
-def check(cfg: Config, tokenizer, row: dict) -> None:
-    """ValueError unless rollout.turns exists, the template holds its replies, and the data has none of its columns."""
+def check(cfg: Config, tokenizer, vocab_size: int, row: dict) -> None:
+    """ValueError unless rollout.turns exists, model and template hold its replies, and the data lacks its columns."""
     if cfg.rollout.turns is None:
         return
     place = f"{TURNS}={cfg.rollout.turns}"
@@ -167,6 +172,6 @@ def check(cfg: Config, tokenizer, row: dict) -> None:
     if taken:
         raise ValueError(f"{place}: the data have a column {min(taken)!r}, a name of the conversation; rename it")
     try:
-        reply_ids("1", 0, tokenizer, cfg.data)
+        check_ids(f"{place}: a reply", reply_ids("1", 0, tokenizer, cfg.data), tokenizer, vocab_size)
     except (jinja2.TemplateError, TypeError) as error:
         raise ValueError(f"{place}: the chat template refuses a user's second message: {error}") from None

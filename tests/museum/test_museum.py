@@ -269,7 +269,7 @@ def test_a_template_applied_twice_is_refused(tmp_path, offline):
     tokenizer = prompts.load_tokenizer(str(tmp_path / "chat"))
     data = tiny_config("data.chat_template=true").data
     for file, error in (("train", None), ("twice", "a prompt begins with '<<', the chat template's opening twice")):
-        found = prompts.load_prompts(data.model_copy(update={"train": str(tmp_path / f"{file}.jsonl")}), tokenizer)
+        found = prompts.load_prompts(data.model_copy(update={"train": str(tmp_path / f"{file}.jsonl")}), tokenizer, 99)
         with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
             prompts.check_opening(found[0], data, tokenizer)
     with pytest.raises(ValueError, match="begins with '1', not with the chat template's opening '<'"):

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from safetensors.torch import save_file
 
 from config import UserError
+from support.base import versions
 from support.base.files import open_output_dir
 from support.model import checkpoint, shards
 from support.model.checkpoint import CheckpointWriter
@@ -133,8 +134,11 @@ def test_damage_is_found_and_the_one_before_is_taken(world, tmp_path, harm, mess
 def test_what_a_resumed_run_must_share(world, tmp_path, capsys):
     now = {"data": {"train": "a.jsonl"}, "train": {"steps": 9, "lr": 2.0}}
     path = saved(tmp_path, 3, "weight", data="abc", config={**now, "train": {"steps": 9, "lr": 1.0}})
+    (path / "versions.json").write_text(json.dumps({**versions.versions(), "torch": "2.12.0"}))
     assert checkpoint.check_resumed(path, now, "abc") == 3
-    assert "changed: train.lr: 1.0 → 2.0" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "         changed: train.lr: 1.0 → 2.0", f"         changed: torch: 2.12.0 → {torch.__version__}",
+    ]  # fmt: skip
     with pytest.raises(UserError, match=r"data.train=a.jsonl: not the prompts that"):
         checkpoint.check_resumed(path, now, "another")
     with pytest.raises(UserError, match=r"train.steps=2, but .* is already after step 3"):

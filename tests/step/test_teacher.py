@@ -68,7 +68,7 @@ def test_a_hint_stands_before_what_the_user_asks(tokenizer, tmp_path):
     write_rows(tmp_path / "chat.jsonl", [{"prompt": chat, "answer": 12, "hint": "7="}])
 
     def prompt(file: str, **options):
-        found = load_prompts(DataConfig(train=str(tmp_path / file), **options), tokenizer)[0]
+        found = load_prompts(DataConfig(train=str(tmp_path / file), **options), tokenizer, 16)[0]
         return tokenizer.decode(found.ids), None if found.asked is None else tokenizer.decode(found.asked)
 
     assert prompt("text.jsonl") == ("-5", None)
@@ -82,7 +82,8 @@ def test_hints_count_for_length_and_fingerprint_and_must_be_there(tokenizer, tmp
 
     def load(rows: list[dict], key: str = "train", **options):
         write_rows(tmp_path / "a.jsonl", rows)
-        return load_prompts(DataConfig(**{"train": "no", key: str(tmp_path / "a.jsonl")}, **options), tokenizer, key)
+        cfg = DataConfig(**{"train": "no", key: str(tmp_path / "a.jsonl")}, **options)
+        return load_prompts(cfg, tokenizer, 16, key)
 
     prompts = load(rows, hint_key="hint", max_prompt_tokens=5)
     assert [len(prompt.asked) for prompt in prompts] == [4, 5] and prompts.dropped == 1

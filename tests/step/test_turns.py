@@ -61,7 +61,8 @@ def converse(world, tokenizer, tmp_path):
         engine = Script(tokenizer)
         prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
         seeds = [100 + 10 * p for p in range(len(rows))]
-        conversations = turns.Conversations(engine, pools[-1], tokenizer, cfg, rows)
+        inputs = SimpleNamespace(tokenizer=tokenizer, vocab_size=15)  # a row for every token but "="
+        conversations = turns.Conversations(engine, pools[-1], inputs, cfg, rows)
         found = dict(conversations.generate(prompts, seeds, n, None, budget))
         return [found[p] for p in range(len(rows))], engine.asked
 
@@ -114,6 +115,7 @@ HOSTILE = {
     "a megabyte": ('return "+" * 2**20', "error", "the text that it returned has 1048576 bytes; at most 100000"),
     "a megabyte of state": ('state["x"] = "+" * 2**20; return "+"', "error", "the state that it returned has 1048"),
     "a number": ("return 3", "error", "TypeError: it returned a int; legal are a text and None"),
+    "a token without a row": ('return "="', "error", "reply: the token '=' has the id 15, but .* has 15 rows"),
     "no JSON": ("state['x'] = {1, 2}; return '+'", "error", "Object of type set is not JSON serializable"),
 }
 
@@ -192,6 +194,7 @@ PLAY = "def play(text, row, state): ..."
         ("def play(text): ...", None, r"too many positional arguments; it is called with \(text, row, state\)"),
         (PLAY, "{% for m in messages %}{{ m.x.y }}{% endfor %}", "a user's second message"),
         (PLAY, "{{ messages[0]['content'] }}", "leaves an assistant's message out"),
+        (PLAY, "{% for m in messages %}={{ m.content }}{% endfor %}", "a reply: the token '=' has the id 15"),
         (PLAY, "column", "the data have a column 'state'"),
     ],
 )
@@ -205,7 +208,7 @@ def test_what_is_refused_before_the_start(tmp_path, tiny, source, template, mess
     )  # fmt: skip
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=message) as error:
-        turns.check(cfg, tokenizer, {"state": 1} if template == "column" else {})
+        turns.check(cfg, tokenizer, 15, {"state": 1} if template == "column" else {})
     assert "rollout.turns" in str(error.value)
 
 

@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 
 import make_smollm2
 import pytest
+import transformers
 
-from tests.conftest import REPO
+from tests.conftest import REPO, write_rows
 from train_grpo import main
 
 
@@ -34,7 +36,7 @@ MEGATRON = {
     "loss_scale=8": "only fp16 needs a loss scale; leave it out, or use model.dtype=fp16",
     "hysteresis=2; megatron.loss_scale=8; model.dtype=fp16": "loss_scale is a constant one",
     "min_loss_scale=8; megatron.initial_loss_scale=4; model.dtype=fp16": "is above megatron.initial_loss_scale",
-    "use_megatron_fsdp=true": "see docs/options.md; the fields of Megatron-core that may: adam_eps, ",
+    "use_megatron_fsdp=true": "see docs/options.md; the fields that may be set are adam_eps, ",
     "moe_token_dispatcher_type=allgather": "must be 'alltoall' or 'flex'",
     "optimizer_offload_fraction=0.5": "no effect without megatron.optimizer_cpu_offload=True",
     "optimizer_cpu_offload=true": "use model.dtype=bf16",
@@ -50,6 +52,7 @@ VLLM = {
     "max_num_seqs='8'": "max_num_seqs='8': must be a valid integer",
     "cpu_offload_gb=.nan": "must be a finite number",
     "attention_backend=flash_atn": "attention_backend='flash_atn': no such value; the nearest is FLASH_ATTN",
+    "attention_backend=x": "attention_backend='x': no such value; legal are FLASH_ATTN, ",
     "compilation_config=fast": "compilation_config='fast': must be an object",
     "scheduling_policy=lifo": "must be 'fcfs' or 'priority'",
     "data_parallel_size=2": "may not be set: it is settled by the trainer, in whose ranks vLLM runs",
@@ -82,7 +85,9 @@ VLLM = {
         ("parallel.ep=2", ["parallel.ep=2", "without experts"]),
         ("megatron.moe_token_dispatcher_type=flex", ["moe_token_dispatcher_type=flex", "deep_ep"]),
         ("megatron.recompute_granularity=full", ["Megatron-core refuses", "recompute_method"]),
-        ("rollout.vllm.max_num_seq=8", ["rollout.vllm.max_num_seq", "max_num_seqs"]),
+        ("rollout.vllm.max_num_seq=8", ["the nearest option of vLLM is 'rollout.vllm.max_num_seqs'"]),
+        ("rollout.vllm.halt=8", ["unknown key 'rollout.vllm.halt'; legal are vLLM's EngineArgs"]),
+        ("megatron.halt=8", ["unknown key 'megatron.halt'; the fields that may be set are adam_eps, "]),
         ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),
         ("megatron.recompute_granularty=full", ["megatron.recompute_granularty", "recompute_granularity"]),
         ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
@@ -149,6 +154,22 @@ def test_a_model_without_a_counterpart_is_refused(dry_run, tiny, tmp_path, chang
     (tmp_path / "config.json").write_text(json.dumps(config | changed))
     code, text = dry_run(f"model.path={tmp_path}")
     assert code == 2 and re.search(message, text), text
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, train_forked, tiny, tmp_path):
+    """In a prompt of a real start, and as an end of answers; a model that never meets the token is none the worse."""
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(folder)
+    assert dry_run(f"model.path={folder}")[0] == 0
+    said = "the token '<tool>' has the id 16, but the embedding of model.path has 16 rows"
+    write_rows(tmp_path / "tool.jsonl", [{"prompt": f"{token}12>", "answer": "21"} for token in ("", "<tool>")])
+    run = train_forked(2, f"model.path={folder}", f"data.train={tmp_path / 'tool.jsonl'}")
+    assert run.text.startswith(f"error: data.train: {tmp_path}/tool.jsonl, row 2: 'prompt': {said}"), run.text
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 16]}')
+    code, text = dry_run(f"model.path={folder}")
+    assert code == 2 and re.search(f"eos_token_id of .*generation_config.*: {said}", text), text
 
 
 def test_a_model_that_cannot_be_fetched_says_what_to_put_where(tmp_path, monkeypatch, capfd):

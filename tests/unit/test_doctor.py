@@ -8,11 +8,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from support.base import versions
 from support.base.files import write_versions
-from support.model import checkpoint
 from tests.conftest import REPO
 from tools import doctor, machine
 from tools.doctor import STOP, WARN
@@ -209,15 +207,6 @@ def test_a_folder_keeps_the_versions_of_before_a_resume(tmp_path):
     assert json.loads(path.read_text()) == {**now, "earlier": [{"until_step": 4, **now, "torch": "2.12.0"}]}
     write_versions(path, 0)
     assert json.loads(path.read_text())["earlier"] == []
-
-
-def test_a_resumed_run_says_which_versions_changed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
-    config = {"train": {"steps": 9}, "data": {"train": "d"}}
-    (tmp_path / "state.json").write_text(json.dumps({"step": 3, "data": "abc", "config": config}))
-    (tmp_path / "versions.json").write_text(json.dumps({**versions.versions(), "torch": "2.12.0"}))
-    assert checkpoint.check_resumed(tmp_path, config, "abc") == 3
-    assert capsys.readouterr().out.splitlines()[1:] == [f"         changed: torch: 2.12.0 → {torch.__version__}"]
 
 
 def test_a_run_and_its_checkpoints_say_what_made_them(shared):

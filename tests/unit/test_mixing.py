@@ -57,7 +57,7 @@ def test_sets_of_other_columns_and_types_mix(tokenizer, tmp_path):
     a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.csv")
 
     def load(train):
-        return load_prompts(DataConfig(train=train, max_prompt_tokens=3), tokenizer)
+        return load_prompts(DataConfig(train=train, max_prompt_tokens=3), tokenizer, 16)
 
     mixed = load({a: 0.75, b: 0.25})
     assert isinstance(mixed, Mixture) and (len(mixed), mixed.dropped) == (10, 0)
@@ -77,4 +77,4 @@ def test_an_override_may_give_weights_but_not_none(tokenizer):
     cfg = tiny_config("data.train={x/a.b.jsonl: 0.7, hub/x:train: 2}")
     assert cfg.data.train == {"x/a.b.jsonl": 0.7, "hub/x:train": 2}
     with pytest.raises(ValueError, match=r"^data\.train={}: nothing to read"):
-        load_prompts(DataConfig(train={}), tokenizer)
+        load_prompts(DataConfig(train={}), tokenizer, 16)

@@ -13,7 +13,7 @@ import pytest
 
 import reward
 from config import RewardConfig, UserError
-from rewards import code, remote
+from rewards import code, model, remote
 from support.base import user_code
 from support.proof import graded
 from support.step import named_rewards
@@ -102,6 +102,32 @@ LETTERS = [
 @pytest.mark.parametrize(("text", "letter"), LETTERS)
 def test_chosen_letter(text, letter):
     assert reward.chosen_letter(text) == letter
+
+
+NO_ANSWER = "is no text, number or list of them: is it data.answer_key's?"
+
+
+def test_a_list_holds_several_right_answers():
+    """For rewards that compare; one of another kind gets the list as JSON, and a text is never taken for a list."""
+    jobs = [  # source, text, answer, reward or what is said
+        ("s", "seven", ["7", "seven"], 1), ("s", "8", ["7", "seven"], 0), ("s", "8", [7, 8], 1), ("s", "7", '["7"]', 0),
+        ("s", '["7"]', '["7"]', 1), ("gsm8k", "#### 7", ["7", "8.5"], 1), ("gsm8k", "#### 9", ["7", "8.5"], 0),
+        ("math", boxed("\\frac12"), ["0.5", "2"], 1), ("math", boxed("3"), [1, 2], 0),
+        ("mc", "Answer: B", ["B", "(C)"], 1), ("mc", "Answer: A", ["B", "(C)"], 0), ("both", "7", ["8", "7"], 1),
+        ("x", "answer == '[\"é\", 1]'", ["é", 1], 1), ("x", "answer == '{\"a\": 1}'", {"a": 1}, 1),
+        ("s", "7", [], NO_ANSWER), ("s", "7", [["7"]], NO_ANSWER), ("s", "7", {"ground_truth": "7"}, NO_ANSWER),
+        ("gsm8k", "7", ["7", "none"], "the reference answer 'none' holds no number"),
+    ]  # fmt: skip
+    sources = {
+        "gsm8k": "gsm8k",
+        "math": "math",
+        "mc": "multiple_choice",
+        "x": "custom",
+        "both": {"exact": 1, "gsm8k": 0},
+    }
+    outcomes = grade_with("exact", [(*job[:3], {}) for job in jobs], by_source=sources, custom=JUDGE)
+    for (*job, wanted), outcome in zip(jobs, outcomes, strict=True):
+        assert sum(outcome.parts.values()) == wanted if outcome.status == "ok" else wanted in outcome.error, job
 
 
 # ---------------------------------------------------------------- rewards/
@@ -290,6 +316,10 @@ def test_only_a_model_that_scores_is_a_reward_model(reward_model, tmp_path):
         return {"functions": {"m": FILES["model"]}, "options": {"m": {"path": str(path)}}}
 
     named_rewards.check("m", RewardConfig(**model_at(reward_model)))
+    scorer = model.Model(reward_model)
+    scorer.tokenizer.add_tokens(["<tool>"])
+    with pytest.raises(ValueError, match=r"the token '<tool>' has the id 16, .* of the reward model has 16 rows"):
+        scorer("<tool>", "", {"prompt": "1"})
     assert refusal("m", **model_at(tmp_path / "nowhere")).startswith(f"reward.options.m: path={tmp_path}/nowhere: ")
     other = tmp_path / "other"
     shutil.copytree(reward_model, other)
