@@ -42,6 +42,10 @@ NotNegativeOrInf = Annotated[float, Field(ge=0), *INF]
 PositiveOrInf = Annotated[float, Field(gt=0), *INF]
 AboveOneOrInf = Annotated[float, Field(gt=1), *INF]
 RewardSpec = str | dict[str, Number]  # a name of docs/rewards.md, or {name: weight}
+Texts = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
 
 
 class Section(pydantic.BaseModel):
@@ -79,6 +83,8 @@ class RolloutConfig(Section):
     prompts_per_step: Count = 64  # groups of a step
     group_size: Annotated[Count, Field(ge=2)] = 8  # answers per prompt
     max_new_tokens: Count = 1024  # longer answers are truncated
+    stop: Texts = []  # texts, or one, that end an answer as the end tokens do, and belong to it: docs/data.md
+    stop_token_ids: list[Whole] = []  # tokens that end an answer, and belong to it
     turns: str | None = None  # path/to/file.py:function that replies to an answer: docs/turns.md
     max_turns: Count = 4  # answers of a conversation; with rollout.turns
     temperature: Annotated[Temperature, Field(gt=0)] = 1.0  # of sampling; the trainer divides its logits by it too
@@ -102,6 +108,8 @@ class EvalConfig(Section):
     top_p: ShareAboveZero = 1.0  # as in rollout
     top_k: AllOrCount = -1  # as in rollout
     max_new_tokens: Whole = 0  # 0: rollout.max_new_tokens
+    stop: Texts | None = None  # null: rollout.stop
+    stop_token_ids: list[Whole] | None = None  # null: rollout.stop_token_ids
     pass_reward: Number = 1.0  # an answer with at least this reward passes, for pass@k
 
 
@@ -222,7 +230,7 @@ class Config(Section):
     model: ModelConfig = Field(default_factory=dict, validate_default=True)
     data: DataConfig = Field(default_factory=dict, validate_default=True)
     rollout: RolloutConfig = RolloutConfig()
-    eval: EvalConfig = EvalConfig()
+    eval: EvalConfig = Field(default_factory=dict, validate_default=True)
     reward: RewardConfig = RewardConfig()
     algo: AlgoConfig = AlgoConfig()
     train: TrainConfig = TrainConfig()
@@ -232,6 +240,13 @@ class Config(Section):
     log: LogConfig = LogConfig()
     profile: ProfileConfig = ProfileConfig()
     megatron: dict[str, Any] = {}  # fields of Megatron-core's config classes that no other key sets
+
+    @pydantic.field_validator("eval")
+    @classmethod
+    def stop_as_rollout(cls, value: EvalConfig, before: pydantic.ValidationInfo) -> EvalConfig:
+        """Where the section eval does not say what ends an answer, it is what rollout says."""
+        unsaid = {"stop", "stop_token_ids"} - value.model_dump(exclude_none=True).keys()
+        return value.model_copy(update=before.data.get("rollout", value).model_dump(include=unsaid))
 
     @property
     def shares_prompts(self) -> bool:

@@ -105,8 +105,9 @@ class Engine:
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yield (index of a prompt, its `n` answers) as they finish; `prompts` are token ids, with one seed each.
 
-        The same prompt and seed give the same answers on any engine. `sampling`: a section with temperature, top_p and
-        top_k; `max_tokens`: of an answer, or a list. Raises RankError if no weights were pushed since `sleep`.
+        The same prompt and seed give the same answers on any engine. `sampling`: a section with temperature, top_p,
+        top_k, stop and stop_token_ids; `max_tokens`: of an answer, or a list. An answer has all tokens up to the one in
+        which a text of `stop` ends. Raises RankError if no weights were pushed since `sleep`.
         """
         if not self.has_weights:
             raise RankError("vLLM did not take up the weight push: none came since it slept, so its weights are stale")
@@ -115,9 +116,15 @@ class Engine:
         for number, (ids, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True)):
             params = self.sampling_params(
                 n=n, seed=seed, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
-                max_tokens=limit, logprobs=0, detokenize=False, output_kind=self.final_only,
+                max_tokens=limit, logprobs=0, output_kind=self.final_only, stop_token_ids=sampling.stop_token_ids,
+                # A text is looked for in all that was sampled, special tokens too. Without one nothing is decoded.
+                stop=sampling.stop, detokenize=bool(sampling.stop), skip_special_tokens=False,
+                include_stop_str_in_output=True,
             )  # fmt: skip
             engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+        if sampling.stop:  # else vLLM decodes each token once more, alone, to show it beside its log-prob
+            for state in engine.output_processor.request_states.values():
+                state.logprobs_processor.tokenizer = None
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if not output.finished:

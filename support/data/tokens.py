@@ -17,8 +17,6 @@ def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
 
     A `hint` is inserted before the text, in a list of chat messages before the user's last one. Raises ValueError.
     """
-    import jinja2
-
     key = cfg.prompt_key
     if value in (None, "", []):
         raise ValueError(f"{key!r} is {'null' if value is None else 'empty'}")
@@ -42,7 +40,7 @@ def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs
         )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise the first, or fail as code does
+    except Exception as error:  # a template fails as code does, with any exception
         raise ValueError(f"the tokenizer's chat template refuses {key!r} (data.chat_template): {error}") from None
 
 

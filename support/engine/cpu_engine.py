@@ -22,8 +22,7 @@ def prepare() -> str:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shm
 
     note_packed_weights()
-    run_id = ranks.gather(uuid.uuid4().hex)[0]  # rank 0's
-    prefix = f"train-grpo-{run_id}"
+    prefix = f"train-grpo-{ranks.gather(uuid.uuid4().hex)[0]}"  # rank 0's
     group_name = shm.make_group_name
     shm.make_group_name = staticmethod(lambda communicator: prefix + group_name(communicator).replace("/", ""))
     return prefix
@@ -120,11 +119,13 @@ class Routes:
             self.experts.flatten(0, 1)[slots, layer] = experts[: len(slots)].to(self.experts.dtype)
 
     def take_output(self, request, unused) -> numpy.ndarray | None:
-        """The experts of a finished request's tokens but the last, [tokens, layers, k]; None before it has finished."""
-        if not request.is_finished():
-            return None
+        """The experts of the tokens that were computed for a request's last one, [tokens, layers, k].
+
+        vLLM joins them. A text of rollout.stop ends an answer outside of the scheduler, where no request finishes.
+        """
         (blocks,) = self.manager.get_block_ids(request.request_id)
-        return self.experts[blocks].flatten(0, 1)[: request.num_tokens - 1].numpy()
+        first = 0 if request.num_output_tokens == 1 else request.num_tokens - 2
+        return self.experts[blocks].flatten(0, 1)[first : request.num_tokens - 1].numpy()
 
     def _ignore(self, *unused) -> None:
         """vLLM calls these; nothing is to be done, as new tokens overwrite the experts in their slots."""

@@ -42,7 +42,6 @@ class Checks(graded.RewardChecks):
         self.initial = some_entries(bridge.trainable_weights(self.model))  # before a checkpoint is restored
         self.taken = read_state(checkpoint)["prompts_taken"] if checkpoint else 0  # prompts so far
         self.seeds: deque[set[int]] = deque(maxlen=8)  # of the last rounds
-        self.ends = rows.end_tokens(self.inputs.model_path, self.inputs.tokenizer)
         own = bridge.named_weights(self.model, factors=True) or bridge.named_weights(self.model)
         still = [name for name, weight in own.items() if not weight.requires_grad]
         if 0 < len(still) < len(own) and bridge.mpu.get_data_parallel_rank() == 0:  # a stage may have no adapter
@@ -63,7 +62,7 @@ class Checks(graded.RewardChecks):
         rows.check_seeds(step, seeds, len(prompts), set().union(*self.seeds))
         self.seeds.append(seeds)
         if cfg.rollout.turns is None:
-            warning = rows.check_ends(answers, cfg.rollout.max_new_tokens, self.ends)
+            warning = rows.check_ends(answers, cfg.rollout.max_new_tokens, self.inputs.ends)
             if warning and "ends" not in self.errors_shown and dist.get_rank() == 0:
                 print(f"warning: step {step}: {warning}", flush=True)
                 self.errors_shown.add("ends")

@@ -3,10 +3,8 @@
 A mistake between the samples and the rows that Megatron gets trains in silence: losses stay finite, log-probs agree.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,6 +12,7 @@ from numpy import ndarray
 
 from config import AlgoConfig, Config, RankError, TrainingError
 from support.base.require import require
+from support.data.ends import Ends
 from support.data.prompts import Prompt
 from support.proof import formulas
 from support.step.grading import Outcome, checksum
@@ -70,7 +69,8 @@ def check_seeds(step: int, seeds: set[int], groups: int, before: set[int]) -> No
 
     Seeds have 32 bits: of 100 groups two are equal by chance once in a million steps, never several pairs.
     """
-    again = len(seeds & before) + (groups - len(seeds) if seeds else 0)
+    again = len(seeds & before)
+    again += groups - len(seeds) if seeds else 0
     require(
         again <= min(1, groups - 1) + groups // 100,
         f"step {step}: {again} of {groups} seeds are those of another group or of an earlier step, so vLLM samples the "
@@ -79,40 +79,31 @@ def check_seeds(step: int, seeds: set[int], groups: int, before: set[int]) -> No
     )
 
 
-def end_tokens(folder: str, tokenizer) -> set[int]:
-    """The tokens that end an answer, by the tokenizer, config.json and generation_config.json of the model's folder."""
-    found = [tokenizer.eos_token_id]
-    for name in ("config.json", "generation_config.json"):
-        path = Path(folder, name)
-        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        found += value if isinstance(value, list) else [value]
-    return set(found) - {None}
-
-
-def check_ends(samples: list[Sample], limit: int, ends: set[int]) -> str | None:
+def check_ends(samples: list[Sample], limit: int, ends: Ends) -> str | None:
     """TrainingError for an answer beyond `limit` or truncated at one of `ends`; returns what to warn of, or None."""
     check_longest(samples, limit, "rollout.max_new_tokens")
-    short = [s for s in samples if not s.finished and len(s.response_ids) < limit and has_end(s, ends)]
+    what = str(sorted(ends.tokens))
+    if ends.texts:
+        what += f" or text {ends.texts}"
+        samples = samples[:64]  # to decode all would take seconds, and such a mistake is in all
+    late = sum(ends.are_in(s.response_ids[:-1]) for s in samples)
+    if late:
+        return f"{late} of {len(samples)} answers go on after an end token ({what}): does the engine know it?"
+    ended = [s for s in samples if ends.are_in(s.response_ids)]
+    short = sum(not s.finished and len(s.response_ids) < limit for s in ended)
     require(
         not short,
-        f"{len(short)} answers shorter than rollout.max_new_tokens={limit} count as truncated, though their last token "
-        f"ends an answer ({sorted(ends)}): is `finished` not what vLLM says?",
+        f"{short} answers shorter than rollout.max_new_tokens={limit} count as truncated, though their last token ends "
+        f"an answer ({what}): is `finished` not what vLLM says?",
         TrainingError,
     )
-    unlike = [s for s in samples if s.finished and not has_end(s, ends)]
+    unlike = [s for s in samples if s.finished and not ends.are_in(s.response_ids)]
     if not unlike:
         return None
     is_cut = all(len(s.response_ids) == limit for s in unlike)
     cause = "truncated answers count as finished" if is_cut else "their end token is dropped"
-    return (
-        f"{len(unlike)} of {len(samples)} answers count as finished, but no end token ({sorted(ends)}) is their last: "
-        f"{cause}, or the engine stops at strings"
-    )
-
-
-def has_end(sample: Sample, ends: set[int]) -> bool:
-    """Whether the last token is one of `ends`; an answer may be empty."""
-    return bool(ends.intersection(sample.response_ids[-1:].tolist()))
+    many = f"{len(unlike)} of {len(samples)} answers"
+    return f"{many} count as finished, but no end token ({what}) is their last: {cause}"
 
 
 def check_longest(samples: list[Sample], limit: int, key: str) -> None:

@@ -132,9 +132,10 @@ def problems(step: dict, run: Advice) -> Iterator[tuple[str, str]]:
     if step["groups/zero_std_frac"] >= 1 and step["reward/std"] >= 1e-9 and step["advantage/nonzero_frac"] <= 0:
         yield "no_mixed_group", "no group has answers of unequal rewards, so no reward has an effect"
     if not run.has_ended:
-        yield "no_end_token", "no answer ended by itself so far: the end token was never sampled"
+        yield "no_end_token", "no answer ended by itself so far: no end token was sampled, nor a rollout.stop"
     if step["tokens/response_max"] <= 1 and step["tokens/truncated_frac"] <= 0:
-        yield "all_empty", "every answer is empty: its first token is the end token"
+        stops = run.cfg.rollout.model_dump(include={"stop", "stop_token_ids"})
+        yield "all_empty", f"every answer is empty: its first token ends it, an end token or one of rollout's {stops}"
     share = number(step, "entropy_frac")
     if share > 0.98 and run.stands_still():
         yield "noise", f"the entropy is {share:.0%} of its maximum and rewards stand still: answers are noise"
@@ -182,8 +183,8 @@ RULES = {  # rule → for how many steps in a row it has to hold, what to turn; 
     "one_reward": (1, ["data.answer_key", "reward.default or reward.by_source", LONGER, EASIER]),
     "collapsed_rewards": (5, [LOWER, "algo.kl_coef=0.001", "a small algo.entropy_coef"]),
     "no_mixed_group": (5, ["a larger rollout.group_size", "a higher rollout.temperature", ROUNDS]),
-    "no_end_token": (5, [LONGER, "data.chat_template", "eos_token_id in generation_config.json of model.path"]),
-    "all_empty": (3, ["data.chat_template", "reward.default, if it prefers an empty answer", LOWER]),
+    "no_end_token": (5, [LONGER, "data.chat_template", "rollout.stop_token_ids", "rollout.stop"]),
+    "all_empty": (3, ["data.chat_template", "reward.default, if it prefers an empty answer", "rollout.stop", LOWER]),
     "noise": (10, ["a smaller algo.entropy_coef", "a lower rollout.temperature", "a trained model in model.path"]),
     "unchanged_push": (3, ["a higher train.lr", "model.dtype=fp32"]),
     "all_masked": (3, ["algo.correction_low and algo.correction_high further apart", "algo.correction=tis"]),

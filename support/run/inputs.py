@@ -17,10 +17,10 @@ from support.base import hf_folder, ranks
 from support.base.files import open_output_dir
 from support.base.read_config import override
 from support.check import checks, run_plan
+from support.data.ends import Ends, endless, read_ends
 from support.data.prompts import Mixture, Prompt, check_opening, fingerprint, load_prompts, load_tokenizer
 from support.data.tokens import check_ids
 from support.model import checkpoint, lora
-from support.proof.rows import end_tokens
 from support.step import teacher, turns
 
 
@@ -35,6 +35,7 @@ class Inputs:
     checkpoint: Path | None = None  # to go on from
     done: int = 0  # steps of that checkpoint
     model_path: str = ""  # local folder of the initial model
+    ends: Ends | None = None  # what ends an answer
 
 
 def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs]:
@@ -55,12 +56,19 @@ def read(cfg: Config, parts: list[str], weights: bool) -> Inputs:
     """Check the models, their files of `weights` if asked, and read the data of `parts` (train, eval). UserError."""
     check_models(cfg)
     folder = cfg.model.path
-    prompts = {}
+    prompts, ends = {}, {}
     try:
         tokenizer = load_tokenizer(folder)
         vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
         for part in parts:
             prompts[part] = load_prompts(cfg.data, tokenizer, vocab_size, part)
+            ends[part] = read_ends(folder, tokenizer, cfg.rollout if part == "train" else cfg.eval)
+            check_ids(
+                f"eos_token_id of tokenizer, config.json or generation_config.json in {folder}",
+                ends[part].tokens,
+                tokenizer,
+                vocab_size,
+            )
             check_opening(prompts[part][0], cfg.data, tokenizer)
             turns.check(cfg, tokenizer, vocab_size, prompts[part][0].row)
         other = teacher.another(cfg)
@@ -71,11 +79,10 @@ def read(cfg: Config, parts: list[str], weights: bool) -> Inputs:
         if weights:
             folder = hf_folder.local_folder(folder)
             checks.check_weights(folder)
-        files = f"eos_token_id of tokenizer, config.json or generation_config.json in {folder}"
-        check_ids(files, end_tokens(folder, tokenizer), tokenizer, vocab_size)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
-    return Inputs(tokenizer, prompts.get("train", []), prompts.get("eval", []), vocab_size, model_path=folder)
+    read = prompts.get("train", []), prompts.get("eval", [])
+    return Inputs(tokenizer, *read, vocab_size, model_path=folder, ends=ends[parts[0]])
 
 
 def check_models(cfg: Config) -> None:
@@ -100,7 +107,7 @@ def with_steps(cfg: Config, prompts: int) -> Config:
 
 
 def print_prompts(cfg: Config, inputs: Inputs) -> None:
-    """Print how many prompts there are to train and to evaluate, and of a mixture the share of each set."""
+    """Print how many prompts there are to train and to evaluate, of a mixture the share of each set, and warnings."""
     for name, prompts in (("data:", inputs.prompts), ("eval:", inputs.eval_prompts)):
         if not prompts:  # not read
             continue
@@ -110,6 +117,8 @@ def print_prompts(cfg: Config, inputs: Inputs) -> None:
         print(line, flush=True)
         if isinstance(prompts, Mixture):
             print(prompts.describe(cfg.train.steps * cfg.rollout.prompts_per_step), flush=True)
+    for warning in endless(inputs.ends, cfg.data):
+        print(f"warning: {warning}", flush=True)
 
 
 def find_resume(cfg: Config, inputs: Inputs) -> Inputs:

@@ -10,18 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 import torch.distributed as dist
 
 from config import Config, EvalConfig, RolloutConfig
 from rollout import Completion, Engine
 from support.base import user_code
+from support.data.ends import after_answer
 from support.data.tokens import check_ids, missing_row
 from support.step.grading import TURNS, GradingPool, Outcome
 
 FAILED = f"{TURNS} failed: "  # how the error of a sample begins whose environment failed
-MARK = "⟦answer⟧"  # stands for the model's answer, to find what the chat template writes after it
 
 
 class Talk(NamedTuple):
@@ -131,13 +130,7 @@ def reply_ids(text: str, last: int, tokenizer, data) -> list[int]:
     model's end token and its next answer. Where `last` is not the template's end token, the template's follows it.
     """
     if data.chat_template:
-        messages = [("user", "?"), ("assistant", MARK), ("user", text)]
-        chat = [{"role": role, "content": content} for role, content in messages]
-        whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **data.template_kwargs)
-        _, found, text = whole.partition(MARK)
-        if not found:
-            raise ValueError(f"{TURNS}: the chat template leaves an assistant's message out, so no reply can follow it")
-        text = text.removeprefix(tokenizer.decode([last]))
+        text = after_answer(tokenizer, data, text).removeprefix(tokenizer.decode([last]))
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -172,6 +165,7 @@ def check(cfg: Config, tokenizer, vocab_size: int, row: dict) -> None:
     if taken:
         raise ValueError(f"{place}: the data have a column {min(taken)!r}, a name of the conversation; rename it")
     try:
-        check_ids(f"{place}: a reply", reply_ids("1", 0, tokenizer, cfg.data), tokenizer, vocab_size)
-    except (jinja2.TemplateError, TypeError) as error:
+        ids = reply_ids("1", 0, tokenizer, cfg.data)
+    except Exception as error:  # a template fails as code does, with any exception
         raise ValueError(f"{place}: the chat template refuses a user's second message: {error}") from None
+    check_ids(f"{place}: a reply", ids, tokenizer, vocab_size)

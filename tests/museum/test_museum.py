@@ -14,6 +14,7 @@ import train_grpo
 from config import TrainingError, UserError
 from rollout import Engine
 from support.data import prompts
+from support.data.ends import Ends
 from support.data.prompts import Prompt
 from support.proof import graded
 from support.proof.checks import UpdateChecks
@@ -209,13 +210,29 @@ def test_answers_end_and_are_rewarded_as_they_say(message):
     samples[wrong] = dataclasses.replace(samples[wrong], **attributes)
     with pytest.raises(TrainingError, match=message) if message else contextlib.nullcontext():
         check_samples(samples, cfg)
-        assert check_ends(samples, 4, {0}) is None
+        assert check_ends(samples, 4, Ends({0}, [], None)) is None
 
 
-def test_what_is_said_of_an_end():
-    samples = [Sample(0, [5], [6, 7], [-1.0, -1.0], finished, "", "") for finished in (False, True)]
-    assert check_ends(samples[:1], 4, {0}) is None  # vLLM aborted it
-    assert "their end token is dropped" in check_ends(samples[1:], 4, {0})
+@pytest.mark.parametrize(
+    ("text", "finished", "stops", "message"),
+    [
+        ("67", False, [], None),  # vLLM aborted it
+        ("67", True, [], "their end token is dropped"),
+        ("6<eos>7", True, [], r"1 of 1 answers go on after an end token \(\[0\]\)"),
+        ("6789", True, ["98", "89"], None),
+        ("689", False, ["89"], r"count as truncated, though their last token ends an answer \(\[0\] or text \['89'\]"),
+        ("6789", True, ["78"], "go on after an end token"),
+        ("67", True, ["78"], r"no end token \(\[0\] or text \['78'\]\) is their last"),
+    ],
+)
+def test_what_is_said_of_an_end(tokenizer, text, finished, stops, message):
+    ids = tokenizer(text)["input_ids"]
+    sample = Sample(0, [5], ids, [-1.0] * len(ids), finished, "", "")
+    try:
+        said = check_ends([sample], 4, Ends({0}, stops, tokenizer))
+    except TrainingError as error:
+        said = str(error)
+    assert said is None if message is None else re.search(message, said)
 
 
 def test_a_reference_that_moves_or_is_not_used_is_found(build, monkeypatch):  # noqa: F811

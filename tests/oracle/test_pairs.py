@@ -55,6 +55,7 @@ FACTORS = {
     },
     "routes": {"off": [], "on": ["algo.replay_routes=true"]},
     "mask_truncated": {"off": [], "on": ["algo.mask_truncated=true", "algo.overlong_buffer=2"]},
+    "stop": {"off": [], "on": [f"rollout.stop={[f'{digit}1' for digit in range(10)]}", "rollout.stop_token_ids=[12]"]},
     "dynamic sampling": {"off": [], "on": ["algo.max_rounds=2"]},
     "schedules": {
         "off": [],

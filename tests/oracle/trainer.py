@@ -1,5 +1,6 @@
 """The steps of a run, once more: from the answers that it sampled, with weights, moments and gradients of our own."""
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -144,6 +145,13 @@ class Trainer:
             return values
         return merge_factors(self.frozen, values, self.config["lora"], self.dtype)
 
+    def has_ended(self, ids: list[int], options: dict) -> bool:
+        """Whether the last token is an end token or a stop token, or completes a stop text, by options of sampling."""
+        if ids[-1] in {*self.ends, *options["stop_token_ids"]}:
+            return True
+        before, whole = self.tokenizer.decode(ids[:-1]), self.tokenizer.decode(ids)
+        return any(text in whole and text not in before for text in options["stop"])
+
     @torch.no_grad()
     def score(self, answers: list[dict], values: dict[str, float]) -> list[Scored]:
         """The answers that the step trains on, with log-probs by each set of weights that it uses."""
@@ -250,7 +258,7 @@ def repeat(run: Recorded) -> Comparison:
         rows = run.rollouts(step)
         comparison.step = step
         values = algorithm.scheduled(run.config, step)
-        compare_answers(rows, step, run.config, trainer, comparison)
+        compare_answers(rows, step, run.config, "rollout", trainer, comparison)
         compare_rewards(rows, metrics, run.config, comparison)
         groups = algorithm.trained_groups(rows, run.config, metrics["groups/rounds"])
         comparison.check("groups/trained", metrics["groups/trained"], len(groups))
@@ -268,7 +276,9 @@ def repeat(run: Recorded) -> Comparison:
     return comparison
 
 
-def compare_answers(rows: list[dict], step: int, config: dict, trainer: Trainer, comparison: Comparison) -> None:
+def compare_answers(
+    rows: list[dict], step: int, config: dict, section: str, trainer: Trainer, comparison: Comparison
+) -> None:
     """Of each answer: the seed of its group, how it ended, what was graded, and that a failed one has no reward.
 
     The text is that of the very tokens, so a token that was dropped or put in shows too.
@@ -280,8 +290,12 @@ def compare_answers(rows: list[dict], step: int, config: dict, trainer: Trainer,
         comparison.check("answer: graded text is not that of the tokens", row["text"] != text, False)
         if row["graded"] != "ok":
             comparison.check("answer: reward of one that was not graded", row["reward"], 0)
-        if config["rollout"]["turns"] is None:
-            comparison.check("answer: finished", row["finished"], row["response_ids"][-1] in trainer.ends)
+        parts = zip(itertools.accumulate(row["turns"]), row["turns"], strict=True)
+        answers = [row["response_ids"][end - length : end] for end, length in parts][::2]
+        *before, last = (trainer.has_ended(ids, config[section]) for ids in answers)
+        comparison.check("answer: turns before the last that did not end", before.count(False), 0)
+        if row["finished"] or config["rollout"]["turns"] is None:  # the budget may also cut what replies to an answer
+            comparison.check("answer: finished", row["finished"], last)
 
 
 def compare_evaluation(path: Path, config: dict, trainer: Trainer, comparison: Comparison) -> None:
@@ -289,7 +303,7 @@ def compare_evaluation(path: Path, config: dict, trainer: Trainer, comparison: C
     if not path.exists():
         return
     rows, options = read_rows(path), config["eval"]
-    compare_answers(rows, 0, config, trainer, comparison)
+    compare_answers(rows, 0, config, "eval", trainer, comparison)
     limit = options["max_new_tokens"] or config["rollout"]["max_new_tokens"]
     for row in rows:
         comparison.check("answer: tokens beyond eval.max_new_tokens", max(len(row["response_ids"]) - limit, 0), 0)

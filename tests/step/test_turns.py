@@ -15,6 +15,7 @@ import transformers
 
 import train_grpo
 from rollout import Completion
+from support.data.ends import Ends, endless
 from support.step import turns
 from support.step.grading import GradingPool
 from tests.conftest import Training, tiny_config
@@ -182,6 +183,10 @@ def test_the_chat_template_writes_what_stands_between_two_answers():
     )
     answer = tokenizer(prompt + "ho<|im_end|>")["input_ids"]
     assert answer + turns.reply_ids(" 12\n", end, tokenizer, data) == whole  # as if all had been written at once
+    for tokens, texts in (({end}, []), ({other}, ["</answer>", "im_end|>"])):
+        assert not list(endless(Ends(tokens, texts, tokenizer), data))
+    (said,) = endless(Ends({other}, ["</answer>"], tokenizer), data)
+    assert f"ends an answer with '<|im_end|>', token {end}, " in said and f"rollout.stop_token_ids=[{end}]" in said
 
 
 PLAY = "def play(text, row, state): ..."

@@ -1,0 +1,80 @@
+"""What ends an answer: the model's end tokens, and what rollout.stop and rollout.stop_token_ids add. vLLM applies them;
+here is what the start and the checks know of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import transformers
+from numpy import ndarray
+
+from config import DataConfig, EvalConfig, RolloutConfig
+from support.base.require import require
+
+MARK = "⟦answer⟧"  # stands for the model's answer, to find what the chat template writes after it
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Tokens and texts, each of which ends an answer."""
+
+    tokens: set[int]
+    texts: list[str]
+    tokenizer: object  # of transformers
+
+    def are_in(self, ids: ndarray) -> bool:
+        """Whether one of the tokens is among the ids, or one of the texts in what they say, special tokens included."""
+        if self.tokens.intersection(ids.tolist()):
+            return True
+        said = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) if self.texts else ""
+        return any(text in said for text in self.texts)
+
+
+def read_ends(path: str, tokenizer, sampling: RolloutConfig | EvalConfig) -> Ends:
+    """The end tokens of the tokenizer and of the model, a folder or hub name, as vLLM reads them, and the stops.
+
+    Raises ValueError for a stop token that the model does not have.
+    """
+    config = transformers.AutoConfig.from_pretrained(path)
+    ids = sampling.stop_token_ids
+    require(
+        max(ids, default=0) < config.vocab_size,
+        f"rollout or eval.stop_token_ids={ids}: legal are the tokens 0 to {config.vocab_size - 1} of model.path={path}",
+        ValueError,
+    )
+    try:
+        found = transformers.GenerationConfig.from_pretrained(path)
+    except OSError:  # there is no generation_config.json
+        found = config
+    own = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
+    return Ends({tokenizer.eos_token_id, *own, *ids} - {None}, sampling.stop, tokenizer)
+
+
+def after_answer(tokenizer, data: DataConfig, reply: str | None = None) -> str:
+    """What the chat template writes after an answer: up to its end or, with a user's `reply`, up to the next answer.
+
+    Raises ValueError where the template leaves the answer out, and what templates raise.
+    """
+    said = (("user", "?"), ("assistant", MARK), ("user", reply))
+    chat = [{"role": role, "content": content} for role, content in said if content is not None]
+    whole = tokenizer.apply_chat_template(
+        chat, tokenize=False, add_generation_prompt=reply is not None, **data.template_kwargs
+    )
+    _, found, text = whole.partition(MARK)
+    require(bool(found), "it leaves an assistant's message out", ValueError)
+    return text
+
+
+def endless(ends: Ends, data: DataConfig) -> Iterator[str]:
+    """A warning where the chat template ends an answer with a token that ends none in vLLM."""
+    try:
+        text = after_answer(ends.tokenizer, data).lstrip() if data.chat_template else ""
+    except Exception:  # a template that takes other messages than these fails as code does, with any exception
+        return
+    first = ends.tokenizer(text, add_special_tokens=False)["input_ids"][:1]
+    if first and not ends.tokens.intersection(first) and not any(stop in text for stop in ends.texts):
+        yield (
+            f"the chat template ends an answer with {ends.tokenizer.decode(first)!r}, token {first[0]}, which is "
+            f"neither an end token ({sorted(ends.tokens)}) nor in a stop: an answer that the model ends so goes on to "
+            f"rollout.max_new_tokens; try rollout.stop_token_ids={first}"
+        )
