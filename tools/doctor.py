@@ -77,15 +77,14 @@ SETTINGS = {  # variable → (which values are worth a word, what they do, verdi
 
 def rows(found: dict) -> list[Row]:
     """Every row of the table, from what `facts` told."""
-    judges = (software, pairs, cuda, gpus, condition, machine, environment)
-    return [row for judge in judges for row in judge(found)]
+    return [row for judge in (software, pairs, cuda, gpus, condition, machine, environment) for row in judge(found)]
 
 
 def software(found: dict) -> Iterator[Row]:
     """Python and the packages: there, importable, tested."""
     have, broken = found["packages"], found["torch"]["import_error"]
     old = numbers(found["python"]) < (3, 11)
-    yield row_if(old, "python", found["python"], "make setup PYTHON=python3.12; 3.11 is the oldest", STOP)
+    yield row_if(old, "python", found["python"], "make setup PYTHON=python3.13; 3.11 is the oldest", STOP)
     for name in ("torch", "megatron-core", "vllm", "transformers"):
         version = have[name] or have.get(f"{name}-cpu")
         if name == "torch" and broken:
@@ -95,6 +94,8 @@ def software(found: dict) -> Iterator[Row]:
         else:
             warning = versions.untested(name, version)
             yield row_if(bool(warning), name, warning or version, "make test here first, or requirements.txt")
+    missing = found["missing_libraries"]
+    yield row_if(bool(missing), "system libraries", missing or "all there", "on Debian and Ubuntu, as root", STOP)
 
 
 def pairs(found: dict) -> Iterator[Row]:

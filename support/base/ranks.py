@@ -61,10 +61,11 @@ def join_ranks(timeout_s: float) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    timeout = datetime.timedelta(seconds=timeout_s)
     try:
         store = fresh_store(rank, world_size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(
+            backend, timeout=datetime.timedelta(seconds=timeout_s), store=store, rank=rank, world_size=world_size
+        )
     except dist.DistError as error:
         raise RankError(
             f"rank {rank} cannot meet the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "

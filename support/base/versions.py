@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -14,7 +15,7 @@ from support.base.processes import REPO
 
 # The versions of each package that the tests of this repository ran with, without their patch level.
 TESTED = {
-    "python": ("3.11",), "torch": ("2.13",), "megatron-core": ("0.16", "0.19"), "vllm": ("0.32",),
+    "python": ("3.11", "3.13"), "torch": ("2.13",), "megatron-core": ("0.16", "0.19"), "vllm": ("0.32",),
     "transformers": ("5.19",),
 }  # fmt: skip
 OPTIONAL = ("transformer-engine", "flash-attn", "deep-ep")  # no run needs them
@@ -90,8 +91,7 @@ def commit() -> str:
 def versions() -> dict[str, str | None]:
     """{"commit": …, "python": …, package: version, …, "driver": …}, as a run starts; None for what is missing."""
     packages = {name: installed(name) for name in (*TESTED, *OPTIONAL, *OTHERS)}
-    python = platform.python_version()
-    return {"commit": commit(), **packages, "python": python, **cuda_versions(), "driver": driver()}
+    return {"commit": commit(), **packages, "python": platform.python_version(), **cuda_versions(), "driver": driver()}
 
 
 def cuda_versions() -> dict[str, str | None]:
@@ -119,6 +119,27 @@ def build_tools() -> dict[str, str | None]:
     compiler = next(filter(None, map(shutil.which, compilers)), None)
     header = Path(sysconfig.get_paths("posix_prefix")["include"], "Python.h")  # Debian's own scheme has no headers
     return {"C compiler": compiler, "Python.h": str(header) if header.exists() else None}
+
+
+def missing_libraries() -> str | None:
+    """The system libraries that torch or vLLM need and this machine lacks, and what to install; None if all are here.
+
+    vLLM 0.32 only logs that its kernels do not load, and the loader names one library at a time; ldd names all. Those
+    of NVIDIA's driver do not count. Imports neither package.
+    """
+    torch, vllm = (importlib.util.find_spec(name) for name in ("torch", "vllm"))
+    if not (torch and vllm and shutil.which("ldd")):
+        return None
+    files = [file for package in (torch, vllm) for file in Path(package.origin).parent.glob("*.so")]
+    site = Path(torch.origin).parents[1]
+    # torch loads its own before vLLM's need them.
+    folders = [site / "torch/lib", *site.glob("nvidia/*/lib"), os.environ.get("LD_LIBRARY_PATH", "")]
+    command = ["env", f"LD_LIBRARY_PATH={':'.join(map(str, folders))}", "ldd", *files]
+    listed = subprocess.run(command, capture_output=True, text=True).stdout
+    names = sorted(set(re.findall(r"\t(?!libcuda\.|libnvidia-)(\S+) => not found", listed)))
+    # Debian's rule for names: libnuma.so.1 is in libnuma1, libX11.so.6 in libx11-6.
+    packages = [re.sub(r"(?<=\d)\.so\.", "-", name).replace(".so.", "").replace("_", "-").lower() for name in names]
+    return f"no {', '.join(names)}, which torch or vLLM needs: apt-get install {' '.join(packages)}" if names else None
 
 
 def differences(was: dict[str, str | None], now: dict[str, str | None]) -> list[str]:

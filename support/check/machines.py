@@ -69,11 +69,15 @@ def check_gpus(cfg: Config) -> None:
 
 
 def check_without_gpu(cfg: Config) -> None:
-    """UserError if a GPU is left unused by mistake (vLLM for CPUs is none), or if what only GPUs have is asked for."""
+    """UserError if a GPU is left unused by mistake (vLLM for CPUs is none), a system library of vLLM's is missing, or
+    what only GPUs have is asked for.
+    """
     require(
         versions.driver() is None or versions.version_of("vllm") is None,
         "torch sees no GPU, though NVIDIA's driver and vLLM for GPUs are here: python -m tools.doctor says why",
     )
+    missing = versions.missing_libraries()
+    require(missing is None, missing)
     asked = [f"rollout.vllm.{name}={cfg.rollout.vllm[name]}" for name in ON_GPUS_ONLY if cfg.rollout.vllm.get(name)]
     if cfg.profile.memory:
         asked.append("profile.memory=true")

@@ -130,3 +130,10 @@ def test_a_taken_port_without_torchrun(tiny, tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert f"error: rank 0 cannot meet the others at 127.0.0.1:{port} (" in done.stderr
     assert "address already in use" in done.stderr and "choose another" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("debootstrap"), reason="needs root and debootstrap")
+def test_the_demo_trains_on_a_bare_debian():
+    """A quarter of an hour, mostly of download."""
+    subprocess.run(["bash", REPO / "tests/bare_machine.sh"], check=True)

@@ -39,6 +39,7 @@ SOUND = {
         "gpus": [dict(zip(machine.ASKED, line.split(", "), strict=True)) for line in SMI.splitlines()],
     },
     "build_tools": {"C compiler": "/usr/bin/gcc", "Python.h": "/usr/include/python3.11/Python.h"},
+    "missing_libraries": None,
     "shared_memory": {"path": "/dev/shm", **DISK}, "folders": {"output_dir": {"path": "outputs", **DISK}},
     "memory": {"total": 2 << 40, "free": 1 << 40}, "cores": 104, "open_files": 1 << 20, "locked_memory": None,
     "infiniband": ["mlx5_0"], "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "vllm_share": 0.6,
@@ -75,6 +76,7 @@ FAULTS = {  # name → (what differs from SOUND, (item, verdict, what is found a
     "GPUs that differ": ({"torch.gpus.1.name": "NVIDIA A100"}, ("GPUs", WARN, "1 × NVIDIA A100.*the smallest")),
     "a lost GPU": ({"torch.gpus": SOUND["torch"]["gpus"][:1]}, ("GPUs", WARN, "2 are in this machine → .*dmesg")),
     "no compiler": ({"build_tools.C compiler": None}, ("C compiler, Python.h", STOP, "no C compiler → .*apt-get")),
+    "a missing library": ({"missing_libraries": "no libnuma.so.1"}, ("system libraries", STOP, "no libnuma.so.1 → ")),
     "no vLLM": ({"packages.vllm": None, "requires": {}}, ("vllm", STOP, "not installed → make setup")),
     "another torch": (
         {"packages.torch": "2.11.0"},
@@ -154,8 +156,7 @@ def test_this_machine(monkeypatch, tmp_path, capsys):
 
 def test_it_answers_where_nothing_is_installed():
     """A Python without site-packages: torch, vLLM and pydantic are missing."""
-    command = [sys.executable, "-S", "-m", "tools.doctor"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-S", "-m", "tools.doctor"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 1 and "not imported: No module named 'torch'" in done.stdout, done.stderr
 
 

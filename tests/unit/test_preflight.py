@@ -2,8 +2,10 @@
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from config import UserError
@@ -62,6 +64,15 @@ def test_what_triton_compiles_with_is_found_as_triton_looks_for_it(monkeypatch, 
     assert versions.build_tools()["Python.h"] is None
     (tmp_path / "Python.h").touch()
     assert versions.build_tools()["Python.h"] == str(tmp_path / "Python.h")
+
+
+def test_a_missing_library_is_named_with_its_package(monkeypatch, tmp_path):
+    """A library of torch, which asks for one by a name of the same length."""
+    library = Path(torch._C.__file__).read_bytes().replace(b"libtorch_python.so", b"libnot_here3.so.12")
+    (tmp_path / "_C.so").write_bytes(library)
+    monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=tmp_path / name))
+    with pytest.raises(UserError, match=r"^no libnot_here3\.so\.12, which .*: apt-get install libnot-here3-12$"):
+        machines.check_without_gpu(tiny_config())
 
 
 def test_a_gpu_is_not_left_unused_by_mistake(monkeypatch):
