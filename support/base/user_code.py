@@ -10,23 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from support.base.require import require
-
 
 def load_function(key: str, place: str | None) -> Callable:
     """The function or class of "path/to/file.py:function", given at `key` of the configuration. Raises ValueError."""
     path, _, name = (place or "").rpartition(":")
-    require(os.path.isfile(path), f"{key}={place!r}: give path/to/file.py:function, a file that exists", ValueError)
+    if not path or not os.path.isfile(path):
+        raise ValueError(f"{key}={place!r}: give path/to/file.py:function, a file that exists")
     try:
         function = getattr(load_module(path), name, None)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{key}={place}: importing it failed: {last_line(error)}") from error
-    require(callable(function), f"{key}={place}: {path} has no function {name!r}", ValueError)
-    require(
-        not inspect.isclass(function) or any("__call__" in vars(base) for base in function.__mro__),
-        f"{key}={place}: the class has no __call__, to be used as a function",
-        ValueError,
-    )
+    if not callable(function):
+        raise ValueError(f"{key}={place}: {path} has no function {name!r}")
+    if inspect.isclass(function) and not any("__call__" in vars(base) for base in function.__mro__):
+        raise ValueError(f"{key}={place}: the class has no __call__, to be used as a function")
     return function
 
 

@@ -23,15 +23,13 @@ class Remedy(NamedTuple):
 
 
 LESS, MORE = "rollout.gpu_memory_utilization down", "rollout.gpu_memory_utilization up"
+FEWER = "rollout.vllm.max_num_seqs down"
 SAMPLING = Remedy(
     "rollout.gpu_memory_utilization",
-    [LESS, "rollout.vllm.max_num_seqs down", "rollout.tp up", "train.offload=optimizer"],
+    [LESS, FEWER, "rollout.tp up", "train.offload=optimizer"],
 )
 MEMORY = {  # phase → its remedy
-    "build": Remedy(
-        "parallel.*",
-        ["parallel.tp up", "parallel.pp up", "parallel.ep up", LESS, "rollout.vllm.max_num_seqs down: fewer graphs"],
-    ),
+    "build": Remedy("parallel.*", ["parallel.tp up", "parallel.pp up", "parallel.ep up", LESS, FEWER]),
     "rollout": SAMPLING,
     "eval": SAMPLING,
     "logprob": Remedy(
@@ -67,7 +65,7 @@ VLLM_MEMORY = {  # what vLLM says where memory is short → what to turn; it has
     ],
     "on startup is less than": [LESS, "rollout.tp up", OTHERS],
     "Error in memory profiling": [OTHERS, "start again", LESS],
-    "when warming up": ["rollout.vllm.max_num_seqs down", LESS, "rollout.tp up"],
+    "when warming up": [FEWER, LESS, "rollout.tp up"],
     "out of memory at": [LESS, "parallel.tp up", "parallel.pp up"],  # its allocator, at wake
     "on kv cache allocation is less than": [  # on a CPU
         "VLLM_CPU_KVCACHE_SPACE down", "rollout.tp up", "fewer ranks on a machine",

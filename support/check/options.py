@@ -19,7 +19,6 @@ from pydantic import Field
 
 from config import UserError
 from support.base.read_config import nearest
-from support.base.require import require
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 MEGATRON_NEEDS = {name: (other, value) for other, value, names in TABLES["megatron_needs"] for name in names}
@@ -86,10 +85,8 @@ def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: st
         if options.get(other) != needed:
             raise UserError(f"{key}={value!r} has no effect without megatron.{other}={needed!r}")
     check_loss_scale(options, dtype)
-    require(
-        dtype != "fp32" or not options.get("optimizer_cpu_offload"),
-        "megatron.optimizer_cpu_offload=True: not for an fp32 model; use model.dtype=bf16",
-    )
+    if options.get("optimizer_cpu_offload") and dtype == "fp32":
+        raise UserError("megatron.optimizer_cpu_offload=True: not for an fp32 model; use model.dtype=bf16")
 
 
 def check_loss_scale(options: dict[str, Any], dtype: str) -> None:
@@ -98,17 +95,12 @@ def check_loss_scale(options: dict[str, Any], dtype: str) -> None:
         name for name in options if MEGATRON_TYPES.get(name) is SCALE or name in ("hysteresis", "loss_scale_window")
     ]
     keys = ", ".join(f"megatron.{name}" for name in given)
-    require(
-        not given or dtype == "fp16", f"{keys}: only fp16 needs a loss scale; leave it out, or use model.dtype=fp16"
-    )
-    require(
-        "loss_scale" not in given or len(given) == 1,
-        f"{keys}: megatron.loss_scale is a constant one, so the others have no effect; leave them out",
-    )
-    require(
-        options.get("min_loss_scale", 0.0) <= options.get("initial_loss_scale", math.inf),
-        "megatron.min_loss_scale is above megatron.initial_loss_scale, where the scale begins",
-    )
+    if given and dtype != "fp16":
+        raise UserError(f"{keys}: only fp16 needs a loss scale; leave it out, or use model.dtype=fp16")
+    if "loss_scale" in given and len(given) > 1:
+        raise UserError(f"{keys}: megatron.loss_scale is a constant one, so the others have no effect; leave them out")
+    if options.get("min_loss_scale", 0.0) > options.get("initial_loss_scale", math.inf):
+        raise UserError("megatron.min_loss_scale is above megatron.initial_loss_scale, where the scale begins")
 
 
 def check_vllm(options: dict[str, Any]) -> None:

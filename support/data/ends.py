@@ -1,6 +1,4 @@
-"""What ends an answer: the model's end tokens, and what rollout.stop and rollout.stop_token_ids add. vLLM applies them;
-here is what the start and the checks know of them.
-"""
+"""What ends an answer, for the start and the checks: the model's end tokens, and what rollout.stop* add in vLLM."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,10 +29,7 @@ class Ends:
 
 
 def read_ends(path: str, tokenizer, sampling: RolloutConfig | EvalConfig) -> Ends:
-    """The end tokens of the tokenizer and of the model, a folder or hub name, as vLLM reads them, and the stops.
-
-    Raises ValueError for a stop token that the model does not have.
-    """
+    """End tokens of tokenizer and model, as vLLM reads them, and the stops; ValueError for one without a row."""
     config = transformers.AutoConfig.from_pretrained(path)
     ids = sampling.stop_token_ids
     require(
@@ -57,9 +52,8 @@ def after_answer(tokenizer, data: DataConfig, reply: str | None = None) -> str:
     """
     said = (("user", "?"), ("assistant", MARK), ("user", reply))
     chat = [{"role": role, "content": content} for role, content in said if content is not None]
-    whole = tokenizer.apply_chat_template(
-        chat, tokenize=False, add_generation_prompt=reply is not None, **data.template_kwargs
-    )
+    options = {"tokenize": False, "add_generation_prompt": reply is not None, **data.template_kwargs}
+    whole = tokenizer.apply_chat_template(chat, **options)
     _, found, text = whole.partition(MARK)
     require(bool(found), "it leaves an assistant's message out", ValueError)
     return text

@@ -168,12 +168,11 @@ def load_set(value: str | list[str], cfg, tokenizer, vocab_size: int, key: str) 
                 raise ValueError(f"{key}: {name}, row {number}: {error}")
     lengths = np.array(columns["length"])
     rows = np.flatnonzero(lengths <= cfg.max_prompt_tokens)
-    require(
-        len(rows) > 0,
-        f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all {len(lengths)} prompts of {value} are longer; the "
-        f"shortest has {lengths.min()} tokens",
-        ValueError,
-    )
+    if not len(rows):
+        raise ValueError(
+            f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all {len(lengths)} prompts of {value} are longer; the "
+            f"shortest has {lengths.min()} tokens"
+        )
     digest = hashlib.sha256(b"".join(columns["digest"][row] for row in rows)).hexdigest()[:16]
     return PromptSet(cfg, tokenizer, table, pyarrow.chunked_array(ids), rows, digest)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from config import AlgoConfig, Config, UserError
 from support.base import ranks
 from support.base.read_config import override
-from support.base.require import require
 from support.proof import formulas, rows
 from support.step.packing import pack
 from support.step.records import Batch, MicroBatch, Sample
@@ -48,10 +47,8 @@ def run(
     loss_weights: Callable, grpo_loss: Callable,
 ) -> None:  # fmt: skip
     """Run the functions of the script that have these names. Raises UserError, TrainingError."""
-    require(
-        cfg.algo.kl_coef > 0 or config_at(cfg, cfg.train.steps).algo.kl_coef == 0,
-        "algo.kl_coef=0 keeps no reference model, but config_at raises it; start above 0",
-    )
+    if cfg.algo.kl_coef == 0 and config_at(cfg, cfg.train.steps).algo.kl_coef > 0:
+        raise UserError("algo.kl_coef=0 keeps no reference model, but config_at raises it; start above 0")
     courses = override(cfg.model_copy(update={"schedule": type(cfg.schedule)()}), COURSES)
     for step, (lr, kl_coef) in BY_HAND.items():
         used = config_at(courses, step)

@@ -46,11 +46,7 @@ from support.step.packing import to_micro_batches
 from support.step.records import Batch, MicroBatch
 
 SHIFT = {"fp32": 1e-3, "fp16": 0.025, "bf16": 0.2}  # wanted change of a token's log-prob, root mean square
-TRIAL = {
-    "fp32": 1e-4,
-    "fp16": 1.6e-3,
-    "bf16": 0.0125,
-}  # size of the first move, which may show that another changes them by SHIFT
+TRIAL = {"fp32": 1e-4, "fp16": 1.6e-3, "bf16": 0.0125}  # size of the first move, which may show another to fit SHIFT
 NEAR = 0.8, 1.5  # times SHIFT: a change between these is near enough
 FAR = 10.0  # times SHIFT: log-probs that change by more are far from linear
 ATTEMPTS = 4  # to find a size that changes log-probs by SHIFT

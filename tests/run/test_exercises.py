@@ -51,6 +51,6 @@ def test_a_command_of_pytest_fails_with_the_patch_and_passes_without(name, fork,
 def test_the_demo_stops_at_the_bug(name, train_forked):
     keys = re.search(r'ARGS="(.*) output_dir=.*"', COMMANDS[name])[1].split()
     exhibit = exhibit_of(name)
-    script = REPO / "tests/museum/announced.py"  # which calls the script that the exhibit changes
-    stopped = train_forked(2, *keys, script=script, MUTANT=exhibit.name)
+    # The script calls the one that the exhibit changes.
+    stopped = train_forked(2, *keys, script=REPO / "tests/museum/announced.py", MUTANT=exhibit.name)
     assert exhibit.message and re.search(f"error: .*{exhibit.message}", stopped.text), stopped.text

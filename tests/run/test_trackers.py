@@ -155,8 +155,7 @@ def test_a_run_with_everything_on(train_forked, tiny):
         assert {"eval", "rollout", "reward", "gather", "logprob", "train", "sync", "save", "wait"} <= {*step}
         assert step.count("train") == 2 and "ProfilerStep#3" in step
     for m in run.metrics[1:]:
-        phases = [m[f"time/{phase}"] for phase in PHASES if phase != "step"]
-        assert sum(phases) == pytest.approx(m["time/step"], rel=1e-6)
+        assert sum(m[f"time/{phase}"] for phase in PHASES if phase != "step") == pytest.approx(m["time/step"], rel=1e-6)
         assert m["idle_frac"] == pytest.approx(sum(m[key] for key in m if key.startswith("idle/")))
 
     assert re.findall(r"answers of step (\d+), .*\n(?:  reward .*\n){3}", run.text) == ["2", "4", "6"]

@@ -33,8 +33,8 @@ def test_operations_of_a_model_worked_by_hand():
 def test_experts_count_as_many_as_a_token_meets():
     c = works.MODELS["qwen3-30b-a3b"]
     active = sum(out * inp * times for out, inp, times in works.matmuls(c))
-    embedding = c["vocab_size"] * c["hidden_size"]  # a lookup is no product
-    assert active + embedding == pytest.approx(3.3e9, rel=0.02)  # A3B
+    # The embedding is a lookup, no product; A3B.
+    assert active + c["vocab_size"] * c["hidden_size"] == pytest.approx(3.3e9, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["tiny-natural", "small-bf16-natural"])

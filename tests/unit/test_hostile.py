@@ -250,8 +250,7 @@ def test_workers_end_with_the_program_that_started_them(tmp_path):
         f"pool.submit('s', {KEEPS_FILES!r}, '', {{}})\nprint('ready', flush=True)\npool.collect()"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # after SIGKILL the workers' temporary folders stay
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, cwd=REPO, env=env, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", program], cwd=REPO, env=env, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         wait_until(lambda: list(tmp_path.glob("grading-*/*")))  # the reward has begun
         workers = processes_below(process.pid)
