@@ -349,5 +349,4 @@ def write_table(known: Results) -> None:
             if layout in found:
                 cells[number] = f"{worst_gradient(found[layout], wanted)[0]:.0e}"
         lines.append(f"| {layout} | {' | '.join(cells)} |")
-    text = page.read_text().rpartition("| | ")[0]
-    page.write_text(text + "\n".join(lines) + "\n")
+    page.write_text(page.read_text().rpartition("| | ")[0] + "\n".join(lines) + "\n")

@@ -88,7 +88,7 @@ def test_the_tables_of_the_page_name_keys_of_ours():
         ("train.Epoch", "the nearest legal key is 'train.epochs'"),
         ("lora.start", "there is profile.start; legal in lora are rank, alpha, targets"),
         ("algo.group_size", "there is rollout.group_size; legal in algo are advantage, loss, clip_low, "),
-        ("eval.halt", "legal in eval are samples, temperature, top_p, top_k, max_new_tokens, pass_reward"),
+        ("eval.halt", "legal in eval are samples, temperature, top_p, top_k, max_new_tokens, stop, "),
         ("halt", "legal are output_dir, seed, resume, model, data, rollout, eval, reward, algo, "),
     ],
 )  # fmt: skip
