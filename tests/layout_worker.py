@@ -8,8 +8,8 @@ For each layout, rank 0 writes NAME.safetensors: "logp" [F] as the trainer score
 as "grad.<Hugging Face name>" (with adapters theirs, and "merged.<name>", the weights that were pushed), "load" per
 layer where there are experts, "shared" (positions that were not computed again), "held" [ranks, 4] (held_bytes), and
 "same" 1 where the export of the model just loaded is the original bit by bit (with adapters: the push, and the factors
-are those of made_up_factor). With train.check_update the live check watches the update, and must
-stop none that is right.
+are those of made_up_factor), and the digests of its shards are those of its tensors. With train.check_update the live
+check watches the update, and must stop none that is right.
 
 The gradients are read from the exported weights, so they have passed through the distributed optimizer and the weight
 mapping: Adam with a huge eps steps by lr · grad / eps.
@@ -33,7 +33,9 @@ import train_grpo
 from support.base import hf_folder, ranks
 from support.base.read_config import load_config
 from support.check import checks
+from support.engine.push_check import differing, digest
 from support.model import lora
+from support.proof.push_source import read_shards
 from support.proof.update import FirstUpdate, Passes
 from support.step import metrics
 from support.step.packing import pack, to_micro_batches
@@ -98,7 +100,9 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     folder = Path(plan["out"], "hf")
     hf_folder.export_hf(bridge.hf_weights(model), cfg.model.path, folder)
     exported, original = load_file(folder / "model-00000.safetensors"), load_file(f"{cfg.model.path}/model.safetensors")
+    pushed = {name: digest(tensor, ordered=True).cpu().numpy() for name, tensor in bridge.hf_weights(model)}
     same = equal(exported, original) and equal(before, original)
+    same &= not differing(read_shards(model, optimizer).digests, pushed)
     if cfg.lora.rank:
         before = on_host(bridge.hf_weights(model, bucket_bytes=1 << 16, factors=True))
         same = equal(before, {name: made_up_factor(name, before[name].shape) for name in before})
