@@ -218,11 +218,6 @@ def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
     )
 
 
-def fingerprint(prompts: PromptSet | Mixture) -> str:
-    """16 hex digits that change with any token id, answer, source, the order of the prompts, or a weight."""
-    return prompts.fingerprint
-
-
 def prompt_batch(prompts: Sequence[Prompt], taken: int, size: int, seed: int) -> list[Prompt]:
     """The `size` prompts after the first `taken` of an endless stream, reshuffled each epoch; a Mixture: one a set."""
     if isinstance(prompts, Mixture):

@@ -2,8 +2,8 @@
 
 Megatron-core asks torch.cuda for the current device, for streams and for the random state, and writes device="cuda"
 when it allocates small tensors. `install()` answers those questions for the CPU. Where the CPU has no units for bf16 or
-fp16, it also computes matrix products of such tensors in fp32 (`compute_products_in_fp32`). Nothing is touched where a
-GPU is present. Call it once, before `megatron` is imported.
+fp16, it also computes matrix products of such tensors in fp32 (`compute_products_in_fp32`). Call it once, where there
+is no GPU, before `megatron` is imported.
 """
 
 import contextlib
@@ -168,9 +168,7 @@ def replace_slow_products() -> None:
 
 
 def install() -> None:
-    """Patch torch.cuda and a few spots of Megatron-core. Raises RuntimeError where a GPU is present."""
-    if torch.cuda.is_available():
-        raise RuntimeError("cpu_backend.install() is for machines without a GPU")
+    """Patch torch.cuda and a few spots of Megatron-core, on a machine without a GPU."""
     replace_slow_products()
     cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")

@@ -119,7 +119,7 @@ def sample_metrics(collected: Collected, has_turns: bool) -> dict[str, float | N
         "tokens/prompt_mean": np.mean([len(s.prompt_ids) for s in samples]),
         "tokens/response_mean": length_N.mean(),
         "tokens/response_max": length_N.max(),
-        "tokens/truncated_frac": truncated_share(samples),
+        "tokens/truncated_frac": np.mean([not s.finished for s in samples]),
         "tokens/environment_mean": None,
         "turns/mean": None,
     }
@@ -142,6 +142,7 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
     own = [sum(r[name] for r in reports) for name in ("real", "positions", "shared")]
     replicas = bridge.mpu.get_data_parallel_world_size()
     real, positions, shared = np.mean(ranks.gather(own), 0) * replicas  # in the rows of all replicas
+    credited_F = (batch.advantages != 0) & batch.trained
     applied = sum(math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in reports)
     numbers = {metric: report_mean(entry, first) for metric, entry in FIRST.items()}
     if batch.ref_logp is None:
@@ -155,7 +156,7 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
         "ratio/clip_frac": report_mean("clipped", reports),
         "logp_gap/max": max(r["gap_max"] for r in compared),
         "mismatch/ess": effective / max(sum(r["tokens"] for r in compared), 1),
-        "advantage/nonzero_frac": credited_share(batch),
+        "advantage/nonzero_frac": (credited_F.sum() / batch.trained.sum().clamp(min=1)).item(),
         "grad_norm": reports[0]["grad_norm"],
         "pack/micro_batches": sum(r["micro_batches"] for r in reports),
         "pack/real_frac": real / max(positions, 1),
@@ -178,12 +179,6 @@ def report_mean(name: str, reports: list[dict[str, float]], over: str = "tokens"
     """The sum of the entry `name` over the reports of updates, divided by that of the entry `over`, a count."""
     count = sum(r[over] for r in reports)
     return sum(r[name] for r in reports) / max(count, 1)
-
-
-def credited_share(batch: Batch) -> float:
-    """The share of the trained tokens whose advantage is not 0; 0 where no token is trained."""
-    credited_F = (batch.advantages != 0) & batch.trained
-    return (credited_F.sum() / batch.trained.sum().clamp(min=1)).item()
 
 
 def teacher_kl(batch: Batch) -> float:
@@ -276,10 +271,6 @@ def model_lengths(samples: list[Sample]) -> np.ndarray:
     return np.array([sum(s.turns[::2]) for s in samples])
 
 
-def truncated_share(samples: list[Sample]) -> float:
-    return np.mean([not s.finished for s in samples])
-
-
 def failures(samples: list[Sample], prefix: str) -> dict[str, float]:
     """The shares of samples whose grading took too long or failed."""
     return {f"{prefix}/{kind}_frac": np.mean([s.graded == kind for s in samples]) for kind in ("timeout", "error")}
@@ -301,7 +292,7 @@ def evaluation(samples: list[Sample], options: EvalConfig) -> dict[str, float]:
         for k in sorted({2**i for i in range(n.bit_length())} | {n}):
             numbers[f"{start}/pass@{k}"] = np.mean([pass_at_k(n, count, k) for count in passed])
         numbers[f"{start}/response_mean"] = model_lengths(own).mean()
-        numbers[f"{start}/truncated_frac"] = truncated_share(own)
+        numbers[f"{start}/truncated_frac"] = np.mean([not s.finished for s in own])
         numbers |= failures(own, start)
         parts = sorted({name for s in own for name in s.reward_parts})
         if len(parts) > 1:
