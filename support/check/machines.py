@@ -1,7 +1,6 @@
 """What only the machines of a run can tell: launcher, GPUs, disk, host memory, and whether ranks reach each other.
 
-What slows a run down, and why no GPU is seen, python -m tools.doctor says. Each check comes before weights are loaded
-and raises UserError; a failure between ranks is a RankError.
+Each check comes before weights are loaded and raises UserError; a failure between ranks is a RankError.
 """
 
 import os

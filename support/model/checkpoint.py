@@ -1,10 +1,6 @@
 """Checkpoints that are complete or absent, checked before use, and readable on any layout.
 
-A checkpoint is a folder: `state.json` (the caller's own state), `versions.json` (versions of packages and the commit),
-`rank_*.safetensors` (the shards of each rank, support/model/shards.py) and `manifest.json` (size and SHA-256 of every
-other file), written last. All files are written to a temporary folder and flushed to the disk, then the folder is
-renamed. Tensors are stored as safetensors, the rest as JSON, so that reading runs no code. A thread writes the shards
-while training continues. Every rank must see the same file system.
+docs/resume.md names their files. Tensors are stored as safetensors, the rest as JSON, so that reading runs no code.
 """
 
 import contextlib

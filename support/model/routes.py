@@ -1,9 +1,8 @@
 """Rollout routing replay (R3): the trainer's routers choose the experts that vLLM chose when it sampled.
 
-Wherever the trainer computes the policy's log-probs, each token goes to the experts that it went to in vLLM, so both
-sides run the same weights. Source: Ma et al. (2025), arXiv 2510.11370. Only the choice is replayed: the weight of each
-expert comes from the trainer's own logits of all experts, so the router has a gradient. A row of tokens holds a route
-as k numbers, each an expert's number plus 1; 0 means no route, and the router chooses by itself, as in padding.
+Source: Ma et al. (2025), arXiv 2510.11370. Only the choice is replayed: the weight of each expert comes from the
+trainer's own logits of all experts, so the router has a gradient. A row of tokens holds a route as k numbers, each an
+expert's number plus 1; 0 means no route, and the router chooses by itself, as in padding.
 """
 
 from collections import deque
@@ -24,9 +23,9 @@ from megatron.core.utils import unwrap_model
 class Replay:
     """The routes that one router replays. Megatron's top-k calls `get_replay_topk` of a router's `router_replay`.
 
-    Megatron's own RouterReplay needs a call before each backward pass, but a pipeline schedule interleaves backward and
-    forward passes. Here a forward pass in training that has no gradients is one that activation recompute will repeat,
-    so its routes are queued for the repetition. All schedules run backward passes in the order of the forward passes.
+    A forward pass in training that has no gradients is one that activation recompute will repeat, so its routes are
+    queued for the repetition. All schedules run backward passes in the order of the forward passes. Why not Megatron's
+    own RouterReplay: docs/dev/field-notes.md.
     """
 
     def __init__(self):

@@ -120,12 +120,9 @@ def sample_metrics(collected: Collected, has_turns: bool) -> dict[str, float | N
         "tokens/response_mean": length_N.mean(),
         "tokens/response_max": length_N.max(),
         "tokens/truncated_frac": np.mean([not s.finished for s in samples]),
-        "tokens/environment_mean": None,
-        "turns/mean": None,
+        "tokens/environment_mean": np.mean([sum(s.turns[1::2]) for s in samples]) if has_turns else None,
+        "turns/mean": np.mean([len(s.turns[::2]) for s in samples]) if has_turns else None,
     }
-    if has_turns:
-        numbers["tokens/environment_mean"] = np.mean([sum(s.turns[1::2]) for s in samples])
-        numbers["turns/mean"] = np.mean([len(s.turns[::2]) for s in samples])
     for source, own in by_source(samples).items():
         numbers[f"reward/{source}/mean"] = np.mean([s.reward for s in own])
         numbers[f"reward/{source}/max"] = max(s.reward for s in own)
@@ -194,16 +191,12 @@ def route_metrics(samples: list[Sample], report: dict, has_routes: bool) -> dict
         return {"routes/differ_frac": None, "routes/missing_frac": None, "routes/prompt_differ_frac": None}
     differ = report_mean("routes_differ", [report], over="routes")
     missing = 1 - sum(len(s.routes) for s in samples) / sum(s.positions for s in samples)
-    first = {}  # routes of the prompt in the first answer of each group
-    unlike = 0
-    for s in samples:
-        own = s.routes[: len(s.prompt_ids)]
-        if not np.array_equal(own, first.setdefault(s.group, own)):
-            unlike += 1
+    prompts = [(s.group, s.routes[: len(s.prompt_ids)]) for s in samples]
+    first = dict(reversed(prompts))  # those of the first answer of each group
     return {
         "routes/differ_frac": differ,
         "routes/missing_frac": missing,
-        "routes/prompt_differ_frac": unlike / len(samples),
+        "routes/prompt_differ_frac": np.mean([not np.array_equal(own, first[group]) for group, own in prompts]),
     }
 
 

@@ -2,10 +2,7 @@
 
 A micro-batch is one row; the plan calls the samples that share it a bin. Each position of a row holds a token and its
 target, the next token, so a sample of n tokens has n - 1 positions. The plan is a pure function of the samples of the
-whole step, so every rank computes the same plan and packs its own part of it.
-
-Answers to one prompt share it: neighbours in a row with the same prompt compute its positions once. So the plan deals
-in units: all answers to a prompt, a part of them, or one sample.
+whole step, so every rank computes the same plan and packs its own part of it. docs/shared-prompts.md explains it.
 """
 
 import heapq

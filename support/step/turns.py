@@ -1,8 +1,7 @@
 """Multi-turn rollouts: an environment, such as a tool or a game, replies to the model's answers.
 
-A conversation ends when the environment ends it, or the token budget. Each turn is sampled from the ids of prompt and
-response so far, so what vLLM sampled is never decoded and tokenised again. All active conversations of an engine take
-their turns in one batch. docs/turns.md is for users.
+Each turn is sampled from the ids of prompt and response so far, so what vLLM sampled is never decoded and tokenised
+again. All active conversations of an engine take their turns in one batch. docs/turns.md is for users.
 """
 
 import inspect
