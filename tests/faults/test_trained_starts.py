@@ -103,6 +103,7 @@ def write_family(family: str, folder: Path) -> None:
 
 # ---------------------------------------------------------------- the runs
 
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     """A folder with the models."""
