@@ -149,7 +149,7 @@ def read_group(number: int, samples: list[dict]) -> dict:
 
 def curve(name: str, runs: list[Run]) -> str:
     """A small picture of a metric over the steps, a line a run; "" where no run has a number of it."""
-    lines = [[(row["step"], row[name]) for row in run.rows if is_number(row.get(name))] for run in runs]
+    lines = [[(row["step"], row[name]) for row in run.rows if row.get(name) is not None] for run in runs]
     points = [point for line in lines for point in line]
     if not points:
         return ""
@@ -172,10 +172,6 @@ def curve(name: str, runs: list[Run]) -> str:
     ends = f"{low:.4g} to {high:.4g}; last {', '.join(f'{line[-1][1]:.4g}' for line in lines if line)}"
     picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(paths)}</svg>'
     return f"<figure><figcaption><b>{html.escape(name)}</b> {ends}</figcaption>{picture}</figure>\n"
-
-
-def is_number(value) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def smooth(values: list[float], keep: float = 0.9) -> list[float]:

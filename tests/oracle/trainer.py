@@ -334,6 +334,10 @@ def compare_rewards(rows: list[dict], metrics: dict, config: dict, comparison: C
         "tokens/response_mean": sum(len(sampled_places(row)) for row in rows) / len(rows),
         "tokens/truncated_frac": sum(not row["finished"] for row in rows) / len(rows),
     }
+    if config["rollout"]["turns"]:
+        others = sum(len(row["response_ids"]) - len(sampled_places(row)) for row in rows)
+        found["tokens/environment_mean"] = others / len(rows)
+        found["turns/mean"] = sum(len(row["turns"][::2]) for row in rows) / len(rows)
     for name, value in found.items():
         comparison.check(name, metrics[name], value)
 
