@@ -123,8 +123,7 @@ def build_tools() -> dict[str, str | None]:
 def missing_libraries() -> str | None:
     """The system libraries that torch or vLLM need and this machine lacks, and what to install; None if all are here.
 
-    vLLM 0.32 only logs that its kernels do not load, and the loader names one library at a time; ldd names all. Those
-    of NVIDIA's driver do not count. Imports neither package.
+    Those of NVIDIA's driver do not count. Imports neither package, whose loader would name one library at a time.
     """
     torch, vllm = (importlib.util.find_spec(name) for name in ("torch", "vllm"))
     if not (torch and vllm and shutil.which("ldd")):

@@ -1,8 +1,7 @@
 """The prompts of a run, and the order in which steps take them. Knows no tensors, no rewards.
 
 `cfg` is the `data` section of the configuration. Invalid data raises a ValueError that names the key, the file and the
-row or column; docs/data.md says what is legal. support/data/tables.py reads files, support/data/tokens.py tokenises
-them, and support/data/mixing.py mixes sets by weight.
+row or column; docs/data.md says what is legal.
 """
 
 import hashlib

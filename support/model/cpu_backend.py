@@ -134,8 +134,8 @@ def has_units(dtype: torch.dtype) -> bool:
 def compute_products_in_fp32(dtypes: Collection[torch.dtype]) -> torch.library.Library:
     """Replace torch's CPU kernels of matrix products: tensors in `dtypes` are multiplied in fp32 and rounded once.
 
-    The kernels stay as long as the returned object does. Without units for a type torch 2.13 is 100 times slower; the
-    result is at least as exact as that of a kernel for the type, but its bits differ. Other types go to torch's own.
+    The kernels stay as long as the returned object does. The result is at least as exact as that of a kernel for the
+    type, but its bits differ. Other types go to torch's own.
     """
     kernels = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # torch warns that a kernel is replaced

@@ -37,11 +37,10 @@ def command(
     evaluate: evaluation.Evaluate,
     engine: type,
 ) -> int:
-    """Run the command line `argv`, whose help is `doc`; returns the exit code.
+    """Run the command line `argv`, whose help is `doc`; returns the exit code, as docs/resume.md has it.
 
-    0: done; 2: a mistake the user can mend, found before training; 1: a failure during training. `rehearse(cfg)` runs
-    at every start and raises UserError; `train(cfg, inputs, clock)` runs on every rank unless this is a dry run or,
-    with --evaluate, an evaluation by `evaluate` and an `engine`, the class that samples.
+    `rehearse(cfg)` runs at every start and raises UserError; `train(cfg, inputs, clock)` runs on every rank unless this
+    is a dry run or, with --evaluate, an evaluation by `evaluate` and an `engine`, the class that samples.
     """
     os.environ.update(launchers.environment(os.environ))
     ranks.die_with_torchrun()

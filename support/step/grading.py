@@ -1,7 +1,6 @@
 """Rewards computed in worker processes, because only a process can be killed.
 
-An answer that takes longer than `timeout_s` loses its own reward and never stops the run. The functions of
-rollout.turns are called in the workers as well. Knows no trainer. Started as a program, this file is the worker.
+The functions of rollout.turns are called there too. Knows no trainer. Started as a program, this file is the worker.
 """
 
 import atexit

@@ -126,10 +126,8 @@ def plan_bins(
     """Assign units to bins of at most `max_tokens` positions, so that the slowest replica finishes soonest.
 
     Returns bins of unit numbers, some perhaps empty, and the planned duration; replica r takes bins[r::replicas]. Up to
-    twice as many bins as the best so far are tried, in steps of a quarter, for the least cost of the slowest replica,
-    pipeline bubble included; a replica has at least as many as there are stages, if units suffice. A bin costs TOKEN
-    for each token plus `attended_N`, twice the number of positions that its tokens attend to. Raises ValueError for a
-    unit beyond `max_tokens`.
+    twice as many bins as the best so far are tried, in steps of a quarter. A bin costs TOKEN for each token plus
+    `attended_N`, twice the number of positions that its tokens attend to. ValueError: a unit beyond `max_tokens`.
     """
     if tokens_N.max(initial=0) > max_tokens:
         raise ValueError(f"a sample of {tokens_N.max()} tokens does not fit a micro-batch of {max_tokens}")
