@@ -217,11 +217,8 @@ def check_resumed(path: Path, config: dict[str, Any], data: str) -> int:
     if dist.get_rank() == 0:
         print(f"resume:  after step {state['step']}, from {path}")
         was, now = (dict(dotted_items({**tree, "resume": None})) for tree in (state["config"], config))
-        changes = versions.differences(was, now)
-        saved_with = path / "versions.json"  # older checkpoints have none
-        if saved_with.exists():
-            changes += versions.differences(json.loads(saved_with.read_text()), versions.versions())
-        for line in changes:
+        saved_with = json.loads((path / "versions.json").read_text())
+        for line in versions.differences(was, now) + versions.differences(saved_with, versions.versions()):
             print(f"         changed: {line}")
     return state["step"]
 

@@ -17,8 +17,6 @@ from support.model.attention import own_stripe  # before Megatron-core
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 
-# ---------------------------------------------------------------- in Megatron's routers
-
 
 class Replay:
     """The routes that one router replays. Megatron's top-k calls `get_replay_topk` of a router's `router_replay`.
@@ -76,9 +74,6 @@ def set_routes(chunk, mb) -> None:
         replay = router.router_replay = router.router_replay or Replay()
         replay.routes = None if routes is None else routes[router.layer_number - 1]
         replay.training = chunk.training
-
-
-# ---------------------------------------------------------------- metrics
 
 
 def reduce_counts(model: list) -> dict[str, int]:
