@@ -86,6 +86,11 @@ def warnings(cfg: Config, world_size: int) -> list[str]:
             f"an update has {samples} samples a replica for parallel.pp={p.pp} stages, which idle at least "
             f"{bubble(max(samples, 1), p):.0%} of it: {more_samples} or parallel.tp instead of parallel.pp"
         )
+    if cfg.rollout.vllm.get("quantization") and a.correction == "none":
+        found.append(
+            "rollout.vllm.quantization makes vLLM sample from other weights than are trained: try algo.correction=tis "
+            "with rollout.max_logp_gap above the gap that the first steps show"
+        )
     if a.loss == "gspo" and a.correction != "none" and a.correction_level == "token":
         found.append(
             f"algo.loss=gspo uses the ratio of an answer, but algo.correction={a.correction} that of each token: "

@@ -119,10 +119,13 @@ def sample_metrics(collected: Collected, has_turns: bool) -> dict[str, float | N
         "tokens/prompt_mean": np.mean([len(s.prompt_ids) for s in samples]),
         "tokens/response_mean": length_N.mean(),
         "tokens/response_max": length_N.max(),
-        "tokens/truncated_frac": np.mean([not s.finished for s in samples]),
-        "tokens/environment_mean": np.mean([sum(s.turns[1::2]) for s in samples]) if has_turns else None,
-        "turns/mean": np.mean([len(s.turns[::2]) for s in samples]) if has_turns else None,
+        "tokens/truncated_frac": truncated_share(samples),
+        "tokens/environment_mean": None,
+        "turns/mean": None,
     }
+    if has_turns:
+        numbers["tokens/environment_mean"] = np.mean([sum(s.turns[1::2]) for s in samples])
+        numbers["turns/mean"] = np.mean([len(s.turns[::2]) for s in samples])
     for source, own in by_source(samples).items():
         numbers[f"reward/{source}/mean"] = np.mean([s.reward for s in own])
         numbers[f"reward/{source}/max"] = max(s.reward for s in own)
@@ -139,7 +142,6 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
     own = [sum(r[name] for r in reports) for name in ("real", "positions", "shared")]
     replicas = bridge.mpu.get_data_parallel_world_size()
     real, positions, shared = np.mean(ranks.gather(own), 0) * replicas  # in the rows of all replicas
-    credited_F = (batch.advantages != 0) & batch.trained
     applied = sum(math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in reports)
     numbers = {metric: report_mean(entry, first) for metric, entry in FIRST.items()}
     if batch.ref_logp is None:
@@ -153,7 +155,7 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
         "ratio/clip_frac": report_mean("clipped", reports),
         "logp_gap/max": max(r["gap_max"] for r in compared),
         "mismatch/ess": effective / max(sum(r["tokens"] for r in compared), 1),
-        "advantage/nonzero_frac": (credited_F.sum() / batch.trained.sum().clamp(min=1)).item(),
+        "advantage/nonzero_frac": credited_share(batch),
         "grad_norm": reports[0]["grad_norm"],
         "pack/micro_batches": sum(r["micro_batches"] for r in reports),
         "pack/real_frac": real / max(positions, 1),
@@ -178,6 +180,12 @@ def report_mean(name: str, reports: list[dict[str, float]], over: str = "tokens"
     return sum(r[name] for r in reports) / max(count, 1)
 
 
+def credited_share(batch: Batch) -> float:
+    """The share of the trained tokens whose advantage is not 0; 0 where no token is trained."""
+    credited_F = (batch.advantages != 0) & batch.trained
+    return (credited_F.sum() / batch.trained.sum().clamp(min=1)).item()
+
+
 def teacher_kl(batch: Batch) -> float:
     """The k1 estimate of KL(policy ‖ teacher) before the updates, mean over the trained tokens."""
     difference_F = (batch.old_logp - batch.teacher_logp) * batch.trained
@@ -191,12 +199,16 @@ def route_metrics(samples: list[Sample], report: dict, has_routes: bool) -> dict
         return {"routes/differ_frac": None, "routes/missing_frac": None, "routes/prompt_differ_frac": None}
     differ = report_mean("routes_differ", [report], over="routes")
     missing = 1 - sum(len(s.routes) for s in samples) / sum(s.positions for s in samples)
-    prompts = [(s.group, s.routes[: len(s.prompt_ids)]) for s in samples]
-    first = dict(reversed(prompts))  # those of the first answer of each group
+    first = {}  # routes of the prompt in the first answer of each group
+    unlike = 0
+    for s in samples:
+        own = s.routes[: len(s.prompt_ids)]
+        if not np.array_equal(own, first.setdefault(s.group, own)):
+            unlike += 1
     return {
         "routes/differ_frac": differ,
         "routes/missing_frac": missing,
-        "routes/prompt_differ_frac": np.mean([not np.array_equal(own, first[group]) for group, own in prompts]),
+        "routes/prompt_differ_frac": unlike / len(samples),
     }
 
 
@@ -264,6 +276,10 @@ def model_lengths(samples: list[Sample]) -> np.ndarray:
     return np.array([sum(s.turns[::2]) for s in samples])
 
 
+def truncated_share(samples: list[Sample]) -> float:
+    return np.mean([not s.finished for s in samples])
+
+
 def failures(samples: list[Sample], prefix: str) -> dict[str, float]:
     """The shares of samples whose grading took too long or failed."""
     return {f"{prefix}/{kind}_frac": np.mean([s.graded == kind for s in samples]) for kind in ("timeout", "error")}
@@ -285,7 +301,7 @@ def evaluation(samples: list[Sample], options: EvalConfig) -> dict[str, float]:
         for k in sorted({2**i for i in range(n.bit_length())} | {n}):
             numbers[f"{start}/pass@{k}"] = np.mean([pass_at_k(n, count, k) for count in passed])
         numbers[f"{start}/response_mean"] = model_lengths(own).mean()
-        numbers[f"{start}/truncated_frac"] = np.mean([not s.finished for s in own])
+        numbers[f"{start}/truncated_frac"] = truncated_share(own)
         numbers |= failures(own, start)
         parts = sorted({name for s in own for name in s.reward_parts})
         if len(parts) > 1:

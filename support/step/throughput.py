@@ -55,12 +55,16 @@ def speed_metrics(
         pushed += hf.vocab_size * hf.hidden_size
     ranks = dist.get_world_size() // bridge.mpu.get_data_parallel_world_size()  # of a replica
     tokens, attended = (sum(report[name] for report in reports) / ranks for name in ("real", "attended"))
-    flops = train_flops(hf, tokens, attended)
-    rate = gpu_rate(cfg.model.dtype)
-    return {
+    numbers = {
         "speed/tokens_per_s_per_rank": sum(s.positions + 1 for s in samples) / dist.get_world_size() / seconds["step"],
         "speed/computed_tokens_per_s_per_rank": tokens / seconds["train"],
         "speed/sync_gb_per_s": pushed * bridge.DTYPES[cfg.model.dtype].itemsize / 1e9 / seconds["sync"],
-        "speed/mfu_train": rate and flops / seconds["train"] / rate,
-        "speed/mfu_step": rate and flops / seconds["step"] / rate,
+        "speed/mfu_train": None,
+        "speed/mfu_step": None,
     }
+    rate = gpu_rate(cfg.model.dtype)
+    if rate is not None:
+        flops = train_flops(hf, tokens, attended)
+        numbers["speed/mfu_train"] = flops / seconds["train"] / rate
+        numbers["speed/mfu_step"] = flops / seconds["step"] / rate
+    return numbers
