@@ -108,7 +108,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.open()]
+    return [json.loads(line) for line in path.open(encoding="utf-8")]
 
 
 class Outputs:

@@ -1,4 +1,4 @@
-"""Kills at random moments change nothing; docs/dev/faults.md has the figures of a longer series (--kills 100).
+"""Kills at random moments change nothing; --kills 100 makes a longer series.
 
 One run of the tiny job is left alone. Others are killed with SIGKILL, in a random phase of a random step, at a random
 moment after the phase began: either torchrun with all ranks at once, or one rank. After each kill no process may be
