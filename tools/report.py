@@ -271,7 +271,6 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="output_dir of a run")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="file to write (report.html)")
-    parser.add_argument("--title", help="heading of the page")
     parser.add_argument("--megabytes", type=float, default=60.0, help="approximate limit for samples in the page (60)")
     parser.add_argument("--tokenizer", help="folder or hub name (the run's export, else its model.path)")
     args = parser.parse_args(argv)
@@ -280,7 +279,7 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    title = args.title or ", ".join(folder.name for folder in args.runs)
+    title = ", ".join(folder.name for folder in args.runs)
     args.out.write_text(build_page(title, runs, args.megabytes), encoding="utf-8")
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
     return 0
