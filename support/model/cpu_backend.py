@@ -1,9 +1,7 @@
 """Makes Megatron-core run on a machine without a GPU, over gloo.
 
 Megatron-core asks torch.cuda for the current device, for streams and for the random state, and writes device="cuda"
-when it allocates small tensors. `install()` answers those questions for the CPU. Where the CPU has no units for bf16 or
-fp16, it also computes matrix products of such tensors in fp32 (`compute_products_in_fp32`). Call it once, where there
-is no GPU, before `megatron` is imported.
+when it allocates small tensors. `install()` answers for the CPU; call it once, before `megatron` is imported.
 """
 
 import contextlib

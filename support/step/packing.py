@@ -2,7 +2,7 @@
 
 A micro-batch is one row; the plan calls the samples that share it a bin. Each position of a row holds a token and its
 target, the next token, so a sample of n tokens has n - 1 positions. The plan is a pure function of the samples of the
-whole step, so every rank computes the same plan and packs its own part of it. docs/shared-prompts.md explains it.
+whole step, so every rank computes the same plan and packs its own part of it.
 """
 
 import heapq
@@ -81,10 +81,7 @@ def bubble(micro_batches: int, parallel: ParallelConfig) -> float:
 
 def plan_rows(batch: Batch, samples: list[int], max_tokens: int, replicas: int, cfg: Config) -> list[list[int]]:
     """The numbered samples in bins of at most `max_tokens` positions, copies counted as COPY of one; replica r takes
-    bins[r::replicas].
-
-    Where prompts are shared, units of all answers to a prompt, of halves, of quarters, ... and of single samples are
-    planned, and the soonest finished plan is taken. In a bin, the answers to a prompt are side by side.
+    bins[r::replicas]. In a bin, the answers to a prompt are side by side. docs/shared-prompts.md explains the plan.
     """
     samples = np.asarray(samples, dtype=np.int64)
     prompt_N = batch.same_prompt_N[samples] if cfg.shares_prompts else np.arange(len(samples))
