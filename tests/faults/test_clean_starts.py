@@ -1,7 +1,6 @@
 """A hundred healthy runs, three steps each: none may be stopped by a check.
 
-Tiny models of several families over layouts, dtypes, adapters, teacher, turns and routes, every rank on this machine's
-CPU. `pytest tests/faults/test_clean_starts.py --all-starts` runs all; else some stand for them.
+`pytest tests/faults/test_clean_starts.py --all-starts` runs all; else some stand for them.
 """
 
 import itertools

@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from support.proof import formulas
-from tests.conftest import read_rows
+from tests.compare_runs import read_rows
 from tests.oracle import algorithm
 from tests.oracle.comparison import Comparison
 from tests.oracle.models import Model, end_tokens, initial_factors, merge_factors, read_weights, rounded
