@@ -52,12 +52,13 @@ from megatron.core.tensor_parallel import (
     model_parallel_cuda_manual_seed,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import unwrap_model
 
 from support.model.offload import offload_state, take_back_state  # noqa: F401, the first for the script
 from support.model.optimizer_state import main_weights, set_adam_steps, trainable_weights
 from support.model.routes import reduce_counts  # noqa: F401, for the script
+from support.model.stages import stage_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET_BYTES = 512 << 20  # default size of a bucket of weights
@@ -272,11 +273,11 @@ def build_model(
 
 def build_chunk(hf, config: TransformerConfig, vp_stage: int | None, trained: LoraConfig | None) -> HiddenGPT:
     """One model chunk of this rank, its weights not loaded; `vp_stage`: which of the `vpp`, None where there is one."""
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = stage_layers(config)[mpu.get_pipeline_model_parallel_rank()][vp_stage or 0]
     spec = layer_spec(hf, config, trained)
     model = HiddenGPT(
         config,
-        TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm),
+        TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -285,6 +286,8 @@ def build_chunk(hf, config: TransformerConfig, vp_stage: int | None, trained: Lo
         position_embedding_type="none",  # PackedAttention applies RoPE
         vp_stage=vp_stage,
     )
+    if [layer.layer_number - 1 for layer in model.decoder.layers] != [*layers]:
+        raise TrainingError(f"Megatron-core built other layers than {layers} of the model for a pipeline stage")
     model.inv_freq = rotary_embedding(hf).inv_freq.to(device())  # no buffer: safe from dtype casts
     if model.post_process:  # token_logprobs gathers and reduces once for all its chunks
         head = model.output_layer
@@ -565,7 +568,7 @@ def to_row(values_M, rows_M, mb) -> torch.Tensor:
 # The weights of one layer: Megatron name → (join: how to merge, the Hugging Face weights that it merges).
 #   copy     one tensor, the same on every tensor-parallel rank
 #   rows     one tensor, split by output rows        cols  one tensor, split by input columns
-#   qkv      query, key, value interleaved by key-value group, split by groups
+#   qkv      query, key, value interleaved by key-value group, split by rows, also within a group
 #   gate_up  gate above up, each split by rows
 #   stack    several, the same on every rank: LoRA's A
 # "{e}" stands for the number of an expert.
@@ -654,8 +657,8 @@ def expert_of(name: str, hf, ep_rank: int) -> str:
 
 def merge_parts(join: str, parts: list[torch.Tensor], hf) -> torch.Tensor:
     """The full merged tensor of the Hugging Face `parts`; tensor-parallel ranks split it along SPLIT_DIM[join]."""
-    if join == "qkv":  # [groups, (heads per group + 2) * head_dim, ...]
-        return torch.cat([part.view(hf.num_key_value_heads, -1, *part.shape[1:]) for part in parts], dim=1)
+    if join == "qkv":  # [groups * (heads per group + 2) * head_dim, ...]
+        return torch.cat([part.unflatten(0, (hf.num_key_value_heads, -1)) for part in parts], dim=1).flatten(0, 1)
     return torch.stack(parts) if join in ("gate_up", "stack") else parts[0]  # gate_up: [2, ffn, hidden]
 
 
@@ -664,16 +667,9 @@ def split_parts(join: str, whole: torch.Tensor, hf) -> list[torch.Tensor]:
     if join == "qkv":
         width = head_dim(hf)
         heads = hf.num_attention_heads // hf.num_key_value_heads
-        return [part.flatten(0, 1) for part in whole.split([heads * width, width, width], dim=1)]
+        parts = whole.unflatten(0, (hf.num_key_value_heads, -1)).split([heads * width, width, width], dim=1)
+        return [part.flatten(0, 1) for part in parts]
     return list(whole) if join in ("gate_up", "stack") else [whole]
-
-
-def local_view(join: str, flat: torch.Tensor, shape: torch.Size, hf) -> torch.Tensor:
-    """A rank's shard, the `flat` values of a parameter with `shape`, in the layout of `merge_parts`."""
-    if join == "qkv":
-        heads = hf.num_attention_heads // hf.num_key_value_heads
-        return flat.view(-1, (heads + 2) * head_dim(hf), *shape[1:])
-    return flat.view(2, shape[0] // 2, shape[1]) if join == "gate_up" else flat.view(shape)
 
 
 def named_weights(model: list, factors: bool = False) -> dict[str, torch.nn.Parameter]:
@@ -772,7 +768,8 @@ def read_bucket(flat: torch.Tensor, shapes: dict[str, torch.Size], hf) -> Iterat
         _, split_ranks = shard_group(name)
         for ep_rank, split in enumerate(shards.split(split_ranks)):  # several only for experts
             join, names = rule_of(expert_of(name, hf, ep_rank), hf)
-            views = [local_view(join, shard, shapes[name], hf) for shard in split]
+            shape = shapes[name] if join != "gate_up" else (2, shapes[name][0] // 2, shapes[name][1])
+            views = [shard.view(shape) for shard in split]  # as merge_parts has them
             whole = views[0].clone() if SPLIT_DIM[join] is None else torch.cat(views, dim=SPLIT_DIM[join])
             yield from zip(names, (part.contiguous() for part in split_parts(join, whole, hf)), strict=True)
             del whole  # before the next one is made

@@ -159,11 +159,13 @@ def layer_elements(hf, cfg: Config) -> dict[str, float]:
     p = cfg.parallel
     width = bridge.head_dim(hf) / p.tp
     q = hf.num_attention_heads * width
-    k = hf.num_key_value_heads * width
+    k = max(hf.num_key_value_heads, p.tp) * width
     norms = 4 * hf.hidden_size  # input and output of two
     if p.sp:
         norms /= p.tp
-    attention = 3 * q + 3 * k  # output of the projection, queries and keys after RoPE, output of attention
+    gathered = p.tp if p.tp > hf.num_key_value_heads else 1  # outputs of the projection that Megatron puts together
+    # These, queries and keys after RoPE, output of attention.
+    attention = gathered * (q + 2 * hf.num_key_value_heads * width) + 2 * q + k
     if "self_attention.q_layernorm.weight" in bridge.FAMILIES[hf.architectures[0]]:
         attention += q
     if cfg.model.dtype == "fp32" or not cfg.model.flash_attention:
@@ -179,6 +181,13 @@ def layer_elements(hf, cfg: Config) -> dict[str, float]:
     return elements | {"shared_experts": 3 * shared / p.tp}
 
 
+def split_layers(hf, cfg: Config) -> list[list[range]]:
+    """The layers of each chunk of each pipeline stage."""
+    return bridge.stage_layers(
+        bridge.transformer_config(hf, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
+    )
+
+
 def activation_bytes(hf, cfg: Config, stage: int) -> tuple[int, int]:
     """(activations that a pipeline stage keeps for the backward pass, what is recomputed and its gradients within it).
 
@@ -187,7 +196,7 @@ def activation_bytes(hf, cfg: Config, stage: int) -> tuple[int, int]:
     shared prompts, copied for each answer, are within: packing.COPY counts them as positions of the row.
     """
     p = cfg.parallel
-    layers = hf.num_hidden_layers // (p.pp * p.vpp)
+    layers = max(map(len, split_layers(hf, cfg)[stage]))  # of its largest chunk
     in_flight = p.pp - stage
     if p.vpp > 1:
         in_flight = 2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1
@@ -201,7 +210,7 @@ def activation_bytes(hf, cfg: Config, stage: int) -> tuple[int, int]:
     elif recompute == "full":  # of a group of layers, or of some layers, the input is kept
         group = min(cfg.megatron.get("recompute_num_layers") or 1, layers)
         by_block = cfg.megatron.get("recompute_method") == "block"
-        inputs = group if by_block else math.ceil(layers / group)
+        inputs = group if by_block else math.ceil(layers / max(group, 1))
         kept = inputs * elements["norms"] / 4 + (layers - group if by_block else 0) * layer
         within = layer if by_block else group * layer
     within += max(elements.get("mlp", 0.0), elements.get("moe", 0.0))
@@ -282,7 +291,8 @@ def plan(cfg: Config, world_size: int, gpu: int) -> Plan:
     """The plan of a run on so many ranks with a GPU of `gpu` bytes each."""
     hf = transformers.AutoConfig.from_pretrained(cfg.model.path)
     pp = cfg.parallel.pp
-    stages = sorted({0, min(1, pp - 1), pp - 1})  # all inner stages are alike
+    inner = {str([*map(len, chunks)]): stage for stage, chunks in reversed([*enumerate(split_layers(hf, cfg))][1:-1])}
+    stages = sorted({0, *inner.values(), pp - 1})  # inner stages of as many layers are alike
     held = {stage: count(cfg, world_size, stage * world_size // pp) for stage in stages}
     weights = count_weights(cfg.model.path)
     vllm = plan_sampling(hf, cfg, weights, gpu)

@@ -16,6 +16,7 @@ from support.base import versions
 from support.base.hf_folder import check_found, safetensor_files
 from support.base.require import require
 from support.check import options
+from support.model import stages
 from support.model.attention import rotary_embedding, sliding_window
 from support.step import named_rewards
 from support.step.packing import attention_pads
@@ -258,6 +259,7 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
         rotary_embedding(hf)
         sliding_window(hf)
         check_layout(hf, cfg.parallel, rollout_tp)
+        check_stages(hf.num_hidden_layers, cfg)
     except (UserError, ValueError) as error:
         raise UserError(f"{model}: {error}") from None
     longest = longest_sample(cfg)
@@ -301,11 +303,10 @@ def check_layout(hf, parallel, rollout_tp: int) -> None:
     """See that every parallel size divides what it splits. Raises UserError naming the key and the legal values."""
     heads = {"attention heads": hf.num_attention_heads}
     if bridge.is_moe(hf):
-        experts = {"experts": bridge.num_experts(hf)}
-        expert_width = {"expert feed-forward size": bridge.expert_width(hf)}
+        check_divides("parallel.ep", parallel.ep, {"experts": bridge.num_experts(hf)})
+        check_divides("parallel.etp", parallel.etp, {"expert feed-forward size": bridge.expert_width(hf)})
     else:
         heads["feed-forward size"] = hf.intermediate_size
-        experts = expert_width = {}
         require(
             parallel.ep * parallel.etp == 1,
             f"parallel.ep={parallel.ep}, parallel.etp={parallel.etp}: a model without experts has 1, 1",
@@ -313,31 +314,60 @@ def check_layout(hf, parallel, rollout_tp: int) -> None:
     shared = getattr(hf, "shared_expert_intermediate_size", None)
     if shared:
         heads["shared expert's feed-forward size"] = shared
-    vocabulary = {"key-value heads": hf.num_key_value_heads, "vocabulary size": hf.vocab_size}
-    check_divides("parallel.tp", parallel.tp, heads | vocabulary)
-    check_divides("rollout.tp", rollout_tp, heads)  # vLLM pads or repeats the others
-    check_divides("parallel.ep", parallel.ep, experts)
-    check_divides("parallel.etp", parallel.etp, expert_width)
-    check_divides("parallel.pp", parallel.pp, {"layers": hf.num_hidden_layers})
-    layers = hf.num_hidden_layers // parallel.pp
-    check_divides("parallel.vpp", parallel.vpp, {"layers of a pipeline stage": layers})
-    require(
-        parallel.vpp == 1 or parallel.pp > 1,
-        f"parallel.vpp={parallel.vpp} needs parallel.pp above 1: it interleaves pipeline stages",
-    )
+    kv_heads = hf.num_key_value_heads
+    rows = (hf.num_attention_heads + 2 * kv_heads) * bridge.head_dim(hf)
+    others = {"rows of queries, keys and values": rows, "vocabulary size": hf.vocab_size}
+    check_divides("parallel.tp", parallel.tp, heads | others, kv_heads)
+    check_divides("rollout.tp", rollout_tp, heads, kv_heads)  # vLLM pads the vocabulary
     require(
         parallel.sp or parallel.tp == 1 or not bridge.is_moe(hf),
         "parallel.sp=false: experts with parallel.tp above 1 need sequence parallelism, use true",
     )
 
 
-def check_divides(key: str, by: int, sizes: dict[str, int]) -> None:
-    """See that `by`, the value of `key`, divides each of the model's sizes. Raises UserError."""
-    for what, size in sizes.items():
-        if size % by:
-            common = math.gcd(*sizes.values())
-            legal = [n for n in range(1, common + 1) if common % n == 0]
-            raise UserError(f"{key}={by} does not divide the model's {what} {size}; legal are {legal[:16]}")
+def check_divides(key: str, by: int, sizes: dict[str, int], kv_heads: int = 1) -> None:
+    """See that `by`, the value of `key`, divides each of the model's sizes, and `kv_heads` unless these divide it.
+
+    Raises UserError.
+    """
+    common = math.gcd(*sizes.values())
+    legal = [n for n in range(1, common + 1) if common % n == 0 and 0 in (kv_heads % n, n % kv_heads)]
+    if by not in legal:
+        wrong = [f"does not divide the model's {what} {size}" for what, size in sizes.items() if size % by]
+        wrong.append(f"neither divides the model's key-value heads {kv_heads} nor is a multiple of them")
+        raise UserError(f"{key}={by} {wrong[0]}; legal are {legal[:16]}")
+
+
+def check_stages(layers: int, cfg: Config) -> None:
+    """See that each layer is on just one pipeline stage. Raises UserError naming the keys and the legal values."""
+    sizes = {"parallel.pp": cfg.parallel.pp, "parallel.vpp": cfg.parallel.vpp}
+    for name in stages.UNEVEN:
+        value = cfg.megatron.get(name)
+        if value is not None and value is not False:
+            sizes[f"megatron.{name}"] = value
+    wrong = split_defect(layers, sizes)
+    if wrong is None:
+        return
+    legal = []
+    for key, value in sizes.items():
+        if type(value) is int:
+            fits = [n for n in range(1, layers + 1) if split_defect(layers, sizes | {key: n}) is None]
+            legal += [f"{key} {fits[:16]}"] if fits else []
+    if cfg.parallel.pp > 1:
+        even = stages.even_layout(layers, cfg.parallel.pp * cfg.parallel.vpp)
+        legal.append(f"megatron.pipeline_model_parallel_layout={even} alone")
+    given = ", ".join(f"{key}={value}" for key, value in sizes.items())
+    raise UserError(f"{given} for {layers} layers: {wrong}; legal is one of these: {'; '.join(legal)}")
+
+
+def split_defect(layers: int, sizes: dict) -> str | None:
+    """Why `sizes`, keys with their values, do not put each of so many layers on just one pipeline stage, or None."""
+    split = {key.partition(".")[2]: value for key, value in sizes.items()}
+    try:
+        stages.split_layers(layers, **split)
+    except (ArithmeticError, AssertionError, LookupError, NotImplementedError, ValueError) as error:
+        return " ".join(str(error).split())
+    return None
 
 
 def check_weights(path: str, key: str = "model.path") -> None:

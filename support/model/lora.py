@@ -9,6 +9,7 @@ rank, in], and one B, [out, rank], whose rows are in the order of the weight's o
 rows of qkv and fc1, and A by the columns of proj and fc2. The other factor is replicated, its gradient all-reduced.
 """
 
+import itertools
 import json
 import math
 import zlib
@@ -42,7 +43,7 @@ class Adapter:
     a: torch.nn.Parameter  # [parts, rank, in], of proj and fc2 [rank, in]
     b: torch.nn.Parameter  # [out, rank]
     scale: float  # alpha / rank
-    rows: list[int]  # rows of each part in a block; the weight repeats such blocks
+    has_row: torch.Tensor  # [out, parts] bool: whether a row of the shard is one of the part
     split_rows: bool  # the group splits the rows of W, so A is replicated; else B is
     group: dist.ProcessGroup  # tensor parallelism, for an expert its own group
 
@@ -70,6 +71,9 @@ def adapt(linear: torch.nn.Module, target: str, cfg: LoraConfig) -> None:
     config = linear.config
     heads = config.num_attention_heads // config.num_query_groups * config.kv_channels
     rows = {"qkv": [heads, config.kv_channels, config.kv_channels], "fc1": [out // 2, out // 2]}.get(target, [out])
+    number = (torch.arange(out, device=linear.weight.device) + linear.tp_group.rank() * out) % sum(rows)
+    ends = itertools.accumulate(rows)  # the whole weight repeats such blocks
+    has_row = torch.stack([(end - size <= number) & (number < end) for size, end in zip(rows, ends, strict=True)], 1)
     split_rows = target in COLUMN
     zeros = partial(torch.zeros, dtype=linear.weight.dtype, device=linear.weight.device)
     linear.lora_a = torch.nn.Parameter(zeros(len(rows), cfg.rank, width) if split_rows else zeros(cfg.rank, width))
@@ -78,7 +82,7 @@ def adapt(linear: torch.nn.Module, target: str, cfg: LoraConfig) -> None:
         factor.tensor_model_parallel = True  # every rank adds it to the gradient norm,
         factor.shared = whole and linear.tp_group.rank() > 0  # except replicas
     scale = cfg.alpha / cfg.rank
-    linear.weight.adapter = Adapter(linear.lora_a, linear.lora_b, scale, rows, split_rows, linear.tp_group)
+    linear.weight.adapter = Adapter(linear.lora_a, linear.lora_b, scale, has_row, split_rows, linear.tp_group)
     linear._forward_impl = adapted_linear
     linear.sharded_state_dict = partial(sharded_state_dict, linear, target)
 
@@ -103,10 +107,7 @@ def stack_factors(weights: Sequence[torch.nn.Parameter]) -> tuple[torch.Tensor, 
     adapters = [weight.adapter for weight in weights]
     a = torch.stack([adapter.a.flatten(0, -2) for adapter in adapters])
     b = torch.stack([adapter.b for adapter in adapters])
-    rows, rank = adapters[0].rows, b.shape[-1]
-    parts = b.unflatten(1, (-1, sum(rows))).split(rows, dim=2)  # each [E, blocks, rows of the part, rank]
-    padded = [F.pad(part, (rank * i, rank * (len(rows) - 1 - i))) for i, part in enumerate(parts)]
-    return a, torch.cat(padded, dim=2).flatten(1, 2)
+    return a, (b[:, :, None] * adapters[0].has_row[..., None]).flatten(2)
 
 
 def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

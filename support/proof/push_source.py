@@ -5,7 +5,8 @@ order of elements counts. Of hf_weights nothing is used, neither its buckets nor
 FAMILIES, the layout of the shards, and the merge of adapters, which is made again.
 """
 
-from itertools import chain
+import math
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
@@ -33,12 +34,13 @@ def read_shards(model: list, optimizer=None) -> Shards:
         if bridge.SPLIT_DIM[join] is None:
             whole[parts[0]] = digest(held, ordered=True)[::2]
             continue
-        rows = held.view(-1, bridge.head_dim(hf)) if held.dim() == 1 else held  # of a bias those of each head
+        width = math.gcd(bridge.head_dim(hf), len(held))  # of a bias a row is a head, or the part of one that is here
+        rows = held.view(-1, width) if held.dim() == 1 else held
         if rows.shape[1] * rows.element_size() % WORD:
             unseen += parts
             continue
         kind = "parallel.etp" if bridge.is_expert(name) else "parallel.tp"
-        height = bridge.head_dim(hf) if held.dim() > 1 else 1  # rows of a head
+        height = bridge.head_dim(hf) // (1 if held.dim() > 1 else width)  # rows of a head
         sums = part_sums(join, rows.view(torch.int64), height, groups[kind], hf)
         split[kind] |= zip(parts, sums, strict=True)
     for kind, sums in split.items():
@@ -57,19 +59,18 @@ def part_sums(join: str, words: torch.Tensor, height: int, group: dist.ProcessGr
     words [rows, words of a row] of a shard on a rank of the `group` that splits the weight; `height`: rows of a head.
     """
     sums = sum_rows(words)
-    parts = [sums]
-    if join == "qkv":
-        heads = hf.num_attention_heads // hf.num_key_value_heads
-        parts = sums.view(-1, (heads + 2) * height, 2).split([heads * height, height, height], dim=1)
-    elif join == "gate_up":
-        parts = sums.chunk(2)
-    width = words.shape[1]
+    heads = hf.num_attention_heads // hf.num_key_value_heads * height
+    blocks = {"qkv": [heads, height, height], "gate_up": [len(sums) // 2] * 2}
+    heights = blocks.get(join, [len(sums)])  # rows of each tensor in a block; the whole weight repeats such blocks
+    number = torch.arange(len(sums), device=sums.device) + group.rank() * len(sums)
+    block, within = number // sum(heights), number % sum(heights)
     found = []
-    for part in parts:
-        rows = part.reshape(-1, 2)
-        number = torch.arange(len(rows), device=rows.device)
-        before = number * group.size() + group.rank() if join == "cols" else number + group.rank() * len(rows)
-        in_order = rows[:, 1] + 2 * width * before * rows[:, 0]  # `width` · `before` words of the whole tensor
+    for size, first in zip(heights, accumulate(heights, initial=0), strict=False):
+        rows = sums * ((first <= within) & (within < first + size))[:, None]  # of the tensor, others are 0
+        before = block * size + within - first
+        if join == "cols":
+            before = within * group.size() + group.rank()
+        in_order = rows[:, 1] + 2 * words.shape[1] * before * rows[:, 0]  # so many rows of the tensor come before
         found.append(torch.stack([rows[:, 0].sum(), in_order.sum()]))
     return found
 

@@ -35,16 +35,21 @@ CONFIGS = {
 OVERLAP = ["megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true"]
 FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
 SELECTIVE = ["megatron.recompute_granularity=selective"]
+STAGES = "megatron.pipeline_model_parallel_layout"
 LAYOUTS = {  # on 4 ranks
     "DP4": [],
     "TP2·DP2": ["parallel.tp=2"],
+    "TP4": ["parallel.tp=4"],
     "PP2·DP2": ["parallel.pp=2"],
     "TP2·PP2": ["parallel.tp=2", "parallel.pp=2"],
     "CP2·DP2": ["parallel.cp=2"],
     "TP2·CP2": ["parallel.tp=2", "parallel.cp=2"],
     "PP2·CP2": ["parallel.pp=2", "parallel.cp=2"],
     "CP4": ["parallel.cp=4"],
+    "PP2·DP2, 1 and 3 layers": ["parallel.pp=2", "megatron.num_layers_in_first_pipeline_stage=1"],
+    "PP4, 0, 2, 1 and 1 layers": ["parallel.pp=4", f"{STAGES}=E|tt|t|tL"],
     "PP2·VPP2·DP2": ["parallel.pp=2", "parallel.vpp=2"],
+    "PP2·VPP2·DP2, 2 + 1 and 0 + 1 layers": ["parallel.pp=2", "parallel.vpp=2", f"{STAGES}=Ett||t|tL"],
     "TP2·PP2·VPP2, overlap, full recompute": ["parallel.tp=2", "parallel.pp=2", "parallel.vpp=2", *OVERLAP, *FULL],
     "CP2·DP2, overlap, selective recompute": ["parallel.cp=2", *OVERLAP, *SELECTIVE],
 }
@@ -66,8 +71,8 @@ def layouts_of(family: str) -> dict[str, list[str]]:
 
 def make_model(folder, family: str, dtype: str = "fp32", **options):
     """A 4-layer model in which every parameter, norms and biases too, has a value of its own, rounded to the dtype."""
-    options = {"tied": False, "hidden": 128, **CONFIGS.get(family, {}), **options}
-    make_tiny.save_model(folder, make_tiny.char_tokenizer("0123456789>+-="), family, layers=4, ffn=2, **options)
+    options = {"tied": False, "hidden": 128, "layers": 4, **CONFIGS.get(family, {}), **options}
+    make_tiny.save_model(folder, make_tiny.char_tokenizer("0123456789>+-="), family, ffn=2, **options)
     weights = load_file(folder / "model.safetensors")
     noise = torch.Generator().manual_seed(7)
     weights = {name: w + 0.05 * torch.randn(w.shape, generator=noise) for name, w in sorted(weights.items())}
@@ -164,7 +169,7 @@ def results(request, fork_server, tmp_path_factory) -> Results:
 
 # In `make test`: each axis, and each pair of axes that meets in one tensor or one schedule.
 QUICK = {
-    "qwen2": ("TP2·DP2, without SP", "TP2·CP2", "PP2·CP2", "TP2·PP2·VPP2, overlap, full recompute"),
+    "qwen2": ("TP2·DP2, without SP", "TP2·CP2", "TP4", "PP2·CP2", "TP2·PP2·VPP2, overlap, full recompute"),
     "qwen3_moe": ("EP4·DP4, overlap", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "PP2·EP2·DP2", "CP2·EP2·DP2"),
 }
 WATCHED = ("mistral", "qwen2", "qwen3_moe")  # a window, biases, experts; in test_engine.py a run of every family is
@@ -248,13 +253,22 @@ def whole_error(found: dict, wanted: dict) -> float:
 
 
 @pytest.mark.slow
-def test_context_parallelism_of_heads_that_it_does_not_divide(fork_server, tmp_path):
-    """3 heads that share one of keys and values, over 2 ranks; samples of one position too."""
-    plan = make_plan(tmp_path, "qwen2", layouts={"CP2": ["parallel.cp=2"]})
-    make_model(tmp_path / "model", "qwen2", hidden=96, kv_heads=1)
-    ((found,),) = (each.values() for each in run_worker(fork_server, tmp_path, 2, plan))
-    error, name = worst_gradient(found, reference(tmp_path / "model", make_samples(), found))
-    assert error < 1e-5, name
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ({"hidden": 96, "kv_heads": 1}, ["parallel.cp=2"]),  # 3 heads
+        ({"kv_heads": 1}, ["parallel.tp=4"]),  # a rank holds rows of one head and a half
+        ({"layers": 3, "tied": True}, ["parallel.pp=2", "megatron.account_for_embedding_in_pipeline_split=true"]),
+        ({"layers": 3}, ["parallel.pp=2", "megatron.account_for_loss_in_pipeline_split=true"]),
+    ],
+)
+def test_sizes_that_a_layout_does_not_divide(fork_server, tmp_path, options, keys):
+    """Samples of one position too."""
+    plan = make_plan(tmp_path, "qwen2", layouts={"odd": keys})
+    make_model(tmp_path / "model", "qwen2", **options)
+    ((found,),) = (each.values() for each in run_worker(fork_server, tmp_path, 4, plan))
+    check_update(found, reference(tmp_path / "model", make_samples(), found))
+    check_held(found["held"], plan, "odd")
 
 
 @pytest.mark.slow

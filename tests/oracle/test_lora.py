@@ -75,7 +75,7 @@ QUICK = {
 }
 SLOW = {
     "qwen2": (
-        "DP4", "TP2·CP2", "CP4", "PP2·VPP2·DP2", "TP2·PP2·VPP2, overlap, full recompute",
+        "DP4", "TP4", "TP2·CP2", "CP4", "PP2·VPP2·DP2", "TP2·PP2·VPP2, overlap, full recompute",
         "CP2·DP2, overlap, selective recompute",
     ),
     "qwen2_moe": ("EP2·DP4", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "ETP2·DP4"),

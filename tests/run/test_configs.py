@@ -7,6 +7,7 @@ The data sets are on the hub, so one thing stays untested here: whether the real
 import math
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -18,10 +19,14 @@ from tests.conftest import REPO, tiny_model
 from tests.layout_worker import equal
 
 CONFIGS = sorted((REPO / "configs").rglob("*.yaml"))
+EVEN = "megatron.account_for_embedding_in_pipeline_split=true megatron.account_for_loss_in_pipeline_split=true"
+CASES = [(path, "") for path in CONFIGS] + [
+    (REPO / "configs/qwen3_235b_a22b.yaml", f"parallel.pp={pp} parallel.ep={64 // pp} {EVEN}") for pp in (4, 8)
+]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(REPO / "configs")))
-def test_a_config_dry_runs(path, tiny, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("path", "more"), CASES, ids=lambda value: Path(value).stem)
+def test_a_config_dry_runs(path, more, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPO)
     cfg = load_config(str(path), [])
     p = cfg.parallel
@@ -40,7 +45,7 @@ def test_a_config_dry_runs(path, tiny, tmp_path, monkeypatch, capsys):
     if cfg.data.eval is not None:
         data.append(f"data.eval={rows}")
     command = ["--config", str(path), "--dry-run", "--world-size", str(ranks), "--gpu-memory-gb", "80"]
-    assert train_grpo.main([*command, *shapes, *data]) == 0, capsys.readouterr().err
+    assert train_grpo.main([*command, *shapes, *data, *more.split()]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "200 prompts" in out and "does not fit" not in out and "no room" not in out
 

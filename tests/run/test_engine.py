@@ -21,10 +21,12 @@ TABLE = (REPO / "docs/metrics.md").read_text().partition("With `data.eval`")[0]
 METRICS = {name for row in re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE) for name in re.findall(r"`(\S+)`", row)}
 # Names that stand for several, or are of experts or of a schedule, which this run has not.
 OTHERS = re.compile(r"reward/.+/|mem/.+_peak_gb|schedule/|moe/load/")
+UNEVEN = "megatron.num_layers_in_first_pipeline_stage=1"  # of 3
 WINDOW = {"sliding_window": 8}  # answers are longer
 CONFIGS = test_layouts.CONFIGS | {
     "mistral": WINDOW,
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 0, **WINDOW},
+    "llama": {"layers": 3, **test_layouts.CONFIGS["llama"]},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 0, "kv_heads": 1, **WINDOW},
 }
 
 
@@ -33,7 +35,7 @@ CONFIGS = test_layouts.CONFIGS | {
     [
         ("qwen3_moe", ["parallel.ep=2", "rollout.tp=2"]),
         pytest.param("qwen3", ["parallel.tp=2", "rollout.tp=1"], marks=pytest.mark.slow),
-        pytest.param("llama", ["parallel.pp=2", "rollout.tp=2"], marks=pytest.mark.slow),
+        pytest.param("llama", ["parallel.pp=2", UNEVEN, "rollout.tp=2"], marks=pytest.mark.slow),
         pytest.param("mistral", ["parallel.cp=2", "rollout.tp=1"], marks=pytest.mark.slow),
         pytest.param("qwen2", ["parallel.tp=2", "parallel.sp=false", "rollout.tp=2"], marks=pytest.mark.slow),
         pytest.param("qwen2_moe", ["parallel.tp=2", "parallel.ep=2", "rollout.tp=1"], marks=pytest.mark.slow),

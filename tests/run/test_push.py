@@ -64,22 +64,24 @@ def test_the_digests_of_shards_are_those_of_the_tensors_they_give(world, tmp_pat
     assert sorted(wrong) == ["model.embed_tokens.weight", "model.norm.weight"]
 
 
-JOINS = [(join, False) for join, dim in bridge.SPLIT_DIM.items() if dim is not None]
+JOINS = [(join, False, 2) for join, dim in bridge.SPLIT_DIM.items() if dim is not None]
 
 
-@pytest.mark.parametrize(("join", "bias"), [*JOINS, ("qkv", True)])
-def test_sums_of_shards_add_up_to_those_of_the_whole(join, bias):
+@pytest.mark.parametrize(("join", "bias", "tp"), [*JOINS, ("qkv", True, 2), ("qkv", False, 32), ("qkv", True, 32)])
+def test_sums_of_shards_add_up_to_those_of_the_whole(join, bias, tp):
+    """Where 32 ranks split query, key and value, each holds half a head."""
     hf = SimpleNamespace(num_attention_heads=8, num_key_value_heads=4, head_dim=8)
     heights = {"qkv": [64, 32, 32], "gate_up": [96, 96]}.get(join, [96])
     parts = [torch.randn(height, 1 if bias else 24).to(torch.bfloat16) for height in heights]
     parts = [part.flatten() for part in parts] if bias else parts
     whole = bridge.merge_parts(join, parts, hf)
     total = 0
-    for rank in range(2):
-        shard = whole.chunk(2, bridge.SPLIT_DIM[join])[rank].contiguous()
-        words = shard.view(-1, 8 if bias else shard.shape[-1]).view(torch.int64)
-        group = SimpleNamespace(rank=partial(int, rank), size=partial(int, 2))
-        total += torch.stack(part_sums(join, words, 1 if bias else 8, group, hf))
+    for rank in range(tp):
+        shard = whole.chunk(tp, bridge.SPLIT_DIM[join])[rank].contiguous()
+        width = min(8, len(shard)) if bias else shard.shape[-1]
+        words = shard.view(-1, width).view(torch.int64)
+        group = SimpleNamespace(rank=partial(int, rank), size=partial(int, tp))
+        total += torch.stack(part_sums(join, words, 8 // width if bias else 8, group, hf))
     assert torch.equal(total, torch.stack([digest(part, ordered=True)[::2] for part in parts]))
 
 

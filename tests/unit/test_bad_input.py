@@ -76,7 +76,7 @@ VLLM = {
         ("parallel.tp=3", ["parallel.tp=3", "world size 4", "--world-size"]),
         ("rollout.tp=3", ["rollout.tp=3", "world size 4"]),
         ("parallel.tp=4", ["parallel.tp=4", "attention heads 2", "[1, 2]"]),
-        ("parallel.pp=4", ["parallel.pp=4", "layers 2", "[1, 2]"]),
+        ("parallel.pp=4", ["parallel.pp=4", "for 2 layers", "parallel.pp [1, 2]; megatron.pipeline_model_par"]),
         ("rollout.group_size=1", ["rollout.group_size=1", "greater than or equal to 2"]),
         ("rollout.top_p=0.9", ["rollout.top_p=0.9", "rollout.max_logp_gap=inf"]),
         ("rollout.stop=['</answer>', '']", ["rollout.stop='': String should have at least 1 character"]),
@@ -93,7 +93,7 @@ VLLM = {
         ("rollout.vllm.max_num_seq=8", ["the nearest option of vLLM is 'rollout.vllm.max_num_seqs'"]),
         ("rollout.vllm.halt=8", ["unknown key 'rollout.vllm.halt'; legal are vLLM's EngineArgs"]),
         ("megatron.halt=8", ["unknown key 'megatron.halt'; the fields that may be set are adam_eps, "]),
-        ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),
+        ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1", "parallel.vpp [1]"]),
         ("megatron.recompute_granularty=full", ["megatron.recompute_granularty", "recompute_granularity"]),
         ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
         ("model.path=nowhere", ["there is no folder /", "/nowhere, and the hub does not give", "model.path=FOLDER"]),
@@ -146,19 +146,34 @@ def test_missing_config_and_missing_key(capfd, tmp_path):
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
-MODELS = [  # what differs in config.json, what the refusal says
-    ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "is a GPT2LMHeadModel; supported are .*Qwen3For"),
-    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ({"rope_parameters": YARN}, "rope type 'yarn' is not supported"),
-]
+DEEP = {"num_hidden_layers": 94, "layer_types": None}  # as many as those of Qwen3-235B-A22B
+FIRST, LAST = (f"megatron.num_layers_in_{stage}_pipeline_stage" for stage in ("first", "last"))
+STAGES = "megatron.pipeline_model_parallel_layout"
+MODELS = [  # what differs in config.json, overrides, what the refusal says
+    ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "", "is a GPT2LMHeadModel; supported are LlamaFor"),
+    ({"hidden_act": "gelu"}, "", "hidden_act='gelu'"),
+    ({"rope_parameters": YARN}, "", "rope type 'yarn' is not supported"),
+    *(
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, f"{key}=4", f"{key}=4 neither divides the model's "
+        "key-value heads 3 nor is a multiple of them; legal are [1]") for key in ("parallel.tp", "rollout.tp")
+    ),
+    (DEEP, "parallel.pp=4", f"one of these: parallel.pp [1, 2, 47, 94]; {STAGES}=Et*23|t*23|t*24|t*24L alone"),
+    (DEEP, f"parallel.pp=4 {FIRST}=80", f"one of these: parallel.pp [2, 3, 8, 15]; {FIRST} [1, 4, 7, 10, 13, 16, 19,"),
+    # Megatron-core builds layers 34 to 59 twice
+    (DEEP, f"parallel.pp=4 {FIRST}=60 {LAST}=60", "[range(34, 94)]], which are not each of the 94 once"),
+    (DEEP, f"parallel.pp=2 parallel.vpp=2 {FIRST}=46 {LAST}=48", "by zero; legal is one of these: parallel.vpp [1]; "),
+    (DEEP, f"parallel.pp=2 {STAGES}=Et*24|t*24|t*23|t*23L", "the layout is one of parallel.vpp=2; legal is one of"),
+    (DEEP, f"parallel.pp=2 {STAGES}='|Et*94L'", "the embedding E is in the first stage and the loss L in the last"),
+    (DEEP, f"{FIRST}=47", "needs parallel.pp above 1; legal is one of these: parallel.pp [2, 48]"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changed", "message"), MODELS)
-def test_a_model_without_a_counterpart_is_refused(dry_run, tiny, tmp_path, changed, message):
+@pytest.mark.parametrize(("changed", "overrides", "message"), MODELS)
+def test_a_model_without_a_counterpart_is_refused(dry_run, tiny, tmp_path, changed, overrides, message):
     config = json.loads((tiny / "model/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changed))
-    code, text = dry_run(f"model.path={tmp_path}")
-    assert code == 2 and re.search(message, text), text
+    code, text = dry_run(f"model.path={tmp_path}", *overrides.split())
+    assert code == 2 and message in text, text
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, train_forked, tiny, tmp_path):

@@ -1,4 +1,4 @@
-"""Gradients written by hand, in support/model/layers.py and the bridge: against autograd, and what they save."""
+"""Gradients written by hand, against autograd, and what they save; which layers a pipeline stage has."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch.autograd import gradcheck
 
 import megatron_bridge as bridge
 from support.model.layers import Normalization, Rotation, Split, SwiGLU
+from support.model.stages import split_layers
 
 
 def test_the_gradients_are_those_of_the_formulas():
@@ -52,3 +53,24 @@ def test_log_probs_and_entropies_of_a_vocabulary_have_their_gradients(world):
         bridge.VocabParallelLogp.apply(logits, targets, 0.7, True), (wanted.log_prob(targets), wanted.entropy())
     )
     assert gradcheck(lambda at: bridge.VocabParallelLogp.apply(at, targets, 0.7, True), logits)
+
+
+BOTH = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "options", "expected"),
+    [
+        (94, 8, 1, BOTH, [[11], *[[12]] * 6, [11]]),
+        (94, 4, 2, BOTH, [[11, 12], [12, 12], [12, 12], [12, 11]]),
+        (30, 2, 1, {"num_layers_in_first_pipeline_stage": 14}, [[14], [16]]),
+        (16, 3, 2, {"num_layers_in_last_pipeline_stage": 4}, [[3, 3], [3, 3], [2, 2]]),
+        (9, 3, 1, {f"num_layers_in_{x}_pipeline_stage": n for x, n in (("first", 1), ("last", 2))}, [[1], [6], [2]]),
+        (4, 2, 2, {"pipeline_model_parallel_layout": "Ett||t|tL"}, [[2, 1], [0, 1]]),
+    ],
+)
+def test_layers_of_uneven_stages(layers, pp, vpp, options, expected):
+    """Their numbers go on from chunk to chunk over all stages."""
+    stages = split_layers(layers, pp, vpp, **options)
+    assert [[len(chunk) for chunk in stage] for stage in stages] == expected
+    assert [n for chunks in zip(*stages, strict=True) for chunk in chunks for n in chunk] == [*range(layers)]

@@ -177,6 +177,8 @@ def test_rows_under_way(kept):
     one = kept("parallel.pp=4", stage=3)
     for vpp, rows in ((1, [4, 3, 2, 1]), (2, [5.5, 4.5, 3.5, 2.5])):
         assert [kept("parallel.pp=4", f"parallel.vpp={vpp}", stage=stage) / one for stage in range(4)] == rows
+    uneven = ("parallel.pp=4", "megatron.num_layers_in_first_pipeline_stage=3")  # 3, 7, 7 and 7 layers
+    assert [kept(*uneven, stage=stage) * 6 / one for stage in range(4)] == [4 * 3, 3 * 7, 2 * 7, 7]
 
 
 def test_recomputed_layers_keep_their_input(kept):
