@@ -38,7 +38,7 @@ import megatron_bridge as bridge
 from config import AlgoConfig, Config, EvalConfig, RewardConfig, RolloutConfig, UserError
 from rollout import Engine
 from support.base.read_config import override
-from support.data.prompts import Prompt, fingerprint, prompt_batch, sampling_seed
+from support.data.prompts import Prompt, prompt_batch, sampling_seed
 from support.model import checkpoint, fp16, optimizer_state
 from support.proof import push_source, rehearsal
 from support.proof.checks import Checks, Passes
@@ -141,7 +141,7 @@ def save(run: Run, step: int) -> None:
         "prompts_taken": run.prompts_taken,
         "skipped": run.checks.skipped,
         "loss_scale": fp16.scaler_state(run.optimizer),
-        "data": fingerprint(run.inputs.prompts),
+        "data": run.inputs.prompts.fingerprint,
         "ranks": dist.get_world_size(),
         "config": run.cfg.model_dump(),
     }

@@ -11,9 +11,7 @@ def remote(
 ) -> dict[str, float]:
     """What an HTTP endpoint replies to a POST of {"text", "answer", "row"}: {"reward": number}, or other parts.
 
-    It retries if there is no connection or no reply within `timeout_s`, and after status 408, 429 or 5xx. The first
-    retry is immediate, the next ones wait 2, 4, ... times `backoff_s`. Raises ConnectionError after the last retry,
-    and at once after any other 4xx.
+    docs/rewards.md says when it retries. Raises ConnectionError after the last retry, and at once after another 4xx.
     """
     plan = Retry(
         retries,

@@ -3,8 +3,7 @@
     python -m tests.compare_runs outputs/a outputs/b
 
 Compares the lines of metrics.jsonl without the columns of EXCLUDED, all fields of all samples in rollouts/, and the
-exported weights in hf/ and adapter/. Prints a line for each of the three kinds; below it how many values only one run
-has, and the first value that differs. Exit code 0: equal, 1: not equal; it fails where a folder has no metrics.jsonl.
+exported weights in hf/ and adapter/. Exit code 0: equal, 1: not equal; it fails where a folder has no metrics.jsonl.
 """
 
 import json
@@ -67,15 +66,19 @@ def describe(a, b) -> str:
 
 def read(run: Path) -> dict[str, Values]:
     """The values of each kind."""
-    metrics = lasting([json.loads(line) for line in (run / "metrics.jsonl").open(encoding="utf-8")])
+    metrics = lasting(read_rows(run / "metrics.jsonl"))
     files = sorted(run.glob("rollouts/*.jsonl"))
-    lines = [(path.name, n, line) for path in files for n, line in enumerate(path.open(encoding="utf-8"), 1)]
+    samples = [(f"rollouts/{path.name} line {n}", row) for path in files for n, row in enumerate(read_rows(path), 1)]
     weights = sorted([*run.glob("hf/step_*/*.safetensors"), *run.glob("adapter/step_*/*.safetensors")])
     return {
         "metrics": values_of((f"line {n}, step {row['step']}", row) for n, row in enumerate(metrics, 1)),
-        "rollouts": values_of((f"rollouts/{name} line {n}", json.loads(line)) for name, n, line in lines),
+        "rollouts": values_of(samples),
         "weights": values_of((str(path.parent.relative_to(run)), load_file(path)) for path in weights),
     }
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.open(encoding="utf-8")]
 
 
 def values_of(rows) -> Values:

@@ -23,7 +23,7 @@ from config import Config
 from support.base import ranks, rollout_files
 from support.base.read_config import load_config
 from tests import museum
-from tests.compare_runs import lasting
+from tests.compare_runs import lasting, read_rows
 from tests.fork_server import ForkServer, free_port
 from tests.processes import REPO, Torchrun
 
@@ -105,10 +105,6 @@ def wrap(monkeypatch, module, name: str, around: Callable) -> None:
 
 def write_rows(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.open()]
 
 
 class Outputs:

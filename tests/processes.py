@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -57,13 +56,12 @@ class Torchrun:
         """The output so far, without torchrun's error report at the end."""
         return re.split(r"\n[WE]\d{4} .*\btorch/distributed/", self.text)[0]
 
-    def wait_for(self, what: str | Path, seconds: float = 240) -> None:
-        """Wait until the pattern `what` is in the output, or the file `what` exists. Raises AssertionError."""
+    def wait_for(self, what: str, seconds: float = 240) -> None:
+        """Wait until the pattern `what` is in the output. Raises AssertionError."""
         deadline = time.monotonic() + seconds
         while True:
             running = self.process.poll() is None  # before reading the output, which may still end with `what`
-            found = what.exists() if isinstance(what, Path) else re.search(what, self.text)
-            if found:
+            if re.search(what, self.text):
                 return
             assert running and time.monotonic() < deadline, f"no {what} in\n{self.text}"
             time.sleep(0.01)
@@ -86,10 +84,6 @@ class Torchrun:
                 if process.ppid() == self.process.pid:
                     found[int(process.environ()["RANK"])] = process.pid
         return found
-
-    def ctrl_c(self) -> None:
-        """Send SIGINT to the process group, as a terminal does."""
-        os.killpg(self.process.pid, signal.SIGINT)
 
     def end(self, seconds: float = 600) -> int:
         """Wait for the exit and return its code. Raises AssertionError if a process is left 10 s later."""

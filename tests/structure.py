@@ -19,9 +19,9 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1229,
-    "support/base": 698, "support/check": 546, "support/data": 436, "support/engine": 262, "support/judge": 185,
-    "support/model": 1103, "support/proof": 1212, "support/run": 952, "support/step": 971,
-    "rewards": 179, "tools": 1027, "benchmarks": 632, "tests": 7648, "docs": 2886,
+    "support/base": 697, "support/check": 569, "support/data": 433, "support/engine": 262, "support/judge": 185,
+    "support/model": 1133, "support/proof": 1215, "support/run": 951, "support/step": 969,
+    "rewards": 179, "tools": 1015, "benchmarks": 632, "tests": 7576, "docs": 2865,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

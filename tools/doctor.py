@@ -2,9 +2,8 @@
 
     python -m tools.doctor [--output-dir outputs]
 
-A line for each thing looked at: a verdict (ok, warn, STOP), what was found, and a remedy. Exit code 1 if something
-would stop a run. Start it on every node, inside the container, with the environment of the run. tools/machine.py asks
-the machine; `rows` judges its answers and asks nothing, so that a test can make up any machine.
+docs/machines.md lists what it looks at. Exit code 1 if something would stop a run. tools/machine.py asks the machine;
+`rows` judges its answers and asks nothing, so that a test can make up any machine.
 """
 
 import argparse

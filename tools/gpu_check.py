@@ -4,9 +4,8 @@
     python tools/gpu_check.py --nproc 8    # eight: also sharded and over NCCL; make gpu-check NPROC=8
     python tools/gpu_check.py -k attention --no-bench
 
-Three parts, each in processes of its own: tools/doctor.py, `pytest -m gpu` and benchmarks/ours.py on two models. The
-table at the end says what was tested (ok, failed, or skipped with the reason) and what was measured. It stays in
---folder, as does what each part printed. Exit code: 0 nothing failed, 1 something failed, 2 no GPU.
+Three parts, each in processes of its own: tools/doctor.py, `pytest -m gpu` and benchmarks/ours.py on two models;
+docs/machines.md says what the table at the end shows. Exit code: 0 nothing failed, 1 something failed, 2 no GPU.
 """
 
 import argparse

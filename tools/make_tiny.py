@@ -95,25 +95,16 @@ def main() -> None:
     parser.add_argument("--arch", choices=ARCHITECTURES, default="qwen2")
     parser.add_argument("--untied", action="store_true", help="separate input embedding and output layer")
     parser.add_argument("--text", type=Path, help="jsonl whose `question` column trains a BPE tokenizer")
-    parser.add_argument("--vocab", type=int, default=1024, help="BPE vocabulary size")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--digits", type=int, default=3, help="length of the strings of the reversal task")
-    parser.add_argument("--rows", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.text:
-        tokenizer = bpe_tokenizer([json.loads(line)["question"] for line in args.text.open()], args.vocab)
+        tokenizer = bpe_tokenizer([json.loads(line)["question"] for line in args.text.open()], vocab_size=1024)
     else:
         tokenizer = char_tokenizer("0123456789>+-=")
     args.out.mkdir(parents=True, exist_ok=True)
-    size = save_model(
-        args.out / "model", tokenizer, args.arch, not args.untied, args.hidden, args.layers, args.kv_heads, args.seed
-    )
+    size = save_model(args.out / "model", tokenizer, args.arch, not args.untied)
     print(f"{args.out}/model: untrained {ARCHITECTURES[args.arch][0]}, {size / 1e6:.2f} M parameters")
     if not args.text:
-        rows = reversal_rows(args.digits, args.rows, args.seed)
+        rows = reversal_rows(digits=3, rows=1000, seed=0)
         (args.out / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{args.out}/train.jsonl: {len(rows)} rows like {json.dumps(rows[0])}")
 

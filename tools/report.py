@@ -149,7 +149,7 @@ def read_group(number: int, samples: list[dict]) -> dict:
 
 def curve(name: str, runs: list[Run]) -> str:
     """A small picture of a metric over the steps, a line a run; "" where no run has a number of it."""
-    lines = [[(row["step"], row[name]) for row in run.rows if is_number(row.get(name))] for run in runs]
+    lines = [[(row["step"], row[name]) for row in run.rows if row.get(name) is not None] for run in runs]
     points = [point for line in lines for point in line]
     if not points:
         return ""
@@ -172,10 +172,6 @@ def curve(name: str, runs: list[Run]) -> str:
     ends = f"{low:.4g} to {high:.4g}; last {', '.join(f'{line[-1][1]:.4g}' for line in lines if line)}"
     picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(paths)}</svg>'
     return f"<figure><figcaption><b>{html.escape(name)}</b> {ends}</figcaption>{picture}</figure>\n"
-
-
-def is_number(value) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def smooth(values: list[float], keep: float = 0.9) -> list[float]:
@@ -275,7 +271,6 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="output_dir of a run")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="file to write (report.html)")
-    parser.add_argument("--title", help="heading of the page")
     parser.add_argument("--megabytes", type=float, default=60.0, help="approximate limit for samples in the page (60)")
     parser.add_argument("--tokenizer", help="folder or hub name (the run's export, else its model.path)")
     args = parser.parse_args(argv)
@@ -284,7 +279,7 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    title = args.title or ", ".join(folder.name for folder in args.runs)
+    title = ", ".join(folder.name for folder in args.runs)
     args.out.write_text(build_page(title, runs, args.megabytes), encoding="utf-8")
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
     return 0

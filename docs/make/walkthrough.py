@@ -5,7 +5,7 @@
 
 Trains the demo on one rank. Step N takes few prompts and answers, so that all of it can be printed; one more shows that
 its weights have reached vLLM. The functions of train_grpo.py run as they are; their arguments and results are recorded.
-Quotes are looked up by function and first words, and have no line numbers, so that an edit elsewhere changes none.
+Quotes are looked up by function and first words, so that an edit elsewhere changes none.
 """
 
 import argparse

@@ -1,12 +1,4 @@
-"""The files of a run, its lock, and how files and folders are written safely to the disk.
-
-output_dir/config.yaml             the whole configuration
-output_dir/versions.json           the commit and the versions of packages; under "earlier" those before a resume
-output_dir/metrics.jsonl           a JSON object a step; docs/metrics.md
-output_dir/rollouts/step_N.jsonl   every sample of the step; support/base/rollout_files.py
-output_dir/rollouts/eval_N.jsonl   every sample of the evaluation after step N
-output_dir.lock                    the process that writes there; beside the folder, which may be renamed
-"""
+"""The files of a run, its lock, and how files and folders are written safely to the disk."""
 
 import contextlib
 import fcntl

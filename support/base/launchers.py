@@ -20,8 +20,7 @@ PORTS = range(10000, 30000)  # above those of services, below those that Linux g
 def environment(env: Mapping[str, str]) -> dict[str, str]:
     """The variables of RANK_NAMES and MASTER_NAMES that `env` lacks and that follow from it; {} where it has no rank.
 
-    Variables that are set stay. Unknown remain MASTER_ADDR for ranks on several machines outside Slurm, and
-    LOCAL_WORLD_SIZE for such ranks that were started by hand.
+    Variables that are set stay. docs/machines.md says which the user has to set.
     """
     launched = by_launcher(env)
     if any(name in launched and env.get(name, launched[name]) != launched[name] for name in ("RANK", "WORLD_SIZE")):

@@ -77,9 +77,8 @@ def join_ranks(timeout_s: float) -> None:
 def fresh_store(rank: int, world_size: int) -> dist.Store:
     """A store for init_process_group without entries of an earlier start of these ranks. Every rank calls this.
 
-    Under --max-restarts torchrun keeps its store (pytorch issue 135712), where a rank could read the address of a dead
-    one; its restart count is of one node. So rank 0 gives this start a name, and sends it to each rank in reply to a
-    random key that only a living rank waits on.
+    Under --max-restarts torchrun keeps its store (docs/dev/field-notes.md), and its restart count is of one node. So
+    rank 0 gives this start a name, and sends it to each rank in reply to a random key that only a living rank waits on.
     """
     store, _, _ = next(dist.rendezvous("env://", rank, world_size))
     name = uuid.uuid4().hex

@@ -122,10 +122,7 @@ def nest(key: str, value: Any) -> dict:
 
 # ---------------------------------------------------------------- values for the keys
 
-GONE = {
-    **dict.fromkeys(("algo.credit", "log.tokens"), "it is in recipes/token_rewards.patch: docs/recipes.md"),
-    "profile.torch": "leave it out: profile.start and profile.stop alone turn torch.profiler on",
-}
+IN_A_RECIPE = ("algo.credit", "log.tokens")
 LEGAL = {  # of keys whose type does not say it
     "resume": "none, auto, or the folder of a checkpoint; YAML reads no and off as false",
     "reward.functions": "file.py:function, or the name of a reward, whose options go into reward.options",
@@ -176,8 +173,8 @@ def explain_unknown(unknown: dict[str, Any]) -> str:
     from_another = False
     for name, value in unknown.items():
         ours = {key: of_other_trainers(key, foreign) for key, _ in dotted_items({name: value})}
-        if name in GONE:
-            lines.append(f"unknown key {name!r}; {GONE[name]}")
+        if name in IN_A_RECIPE:
+            lines.append(f"unknown key {name!r}; it is in recipes/token_rewards.patch: docs/recipes.md")
         elif any(here is not None for here in ours.values()):
             from_another = True
             lines += [f"unknown key {key!r}; here {', '.join(here or ['none'])}" for key, here in ours.items()]

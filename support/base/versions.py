@@ -66,8 +66,7 @@ def untested(package: str, version: str | None) -> str | None:
 def check_versions() -> list[str]:
     """A warning for each package whose version was never tested, or that is missing. Imports none of them."""
     versions_here = {name: installed(name) for name in TESTED} | {"python": platform.python_version()}
-    warnings = [untested(name, version) for name, version in versions_here.items()]
-    return [warning for warning in warnings if warning is not None]
+    return [*filter(None, (untested(name, version) for name, version in versions_here.items()))]
 
 
 # ---------------------------------------------------------------- the versions of a run
@@ -124,8 +123,7 @@ def build_tools() -> dict[str, str | None]:
 def missing_libraries() -> str | None:
     """The system libraries that torch or vLLM need and this machine lacks, and what to install; None if all are here.
 
-    vLLM 0.32 only logs that its kernels do not load, and the loader names one library at a time; ldd names all. Those
-    of NVIDIA's driver do not count. Imports neither package.
+    Those of NVIDIA's driver do not count. Imports neither package, whose loader would name one library at a time.
     """
     torch, vllm = (importlib.util.find_spec(name) for name in ("torch", "vllm"))
     if not (torch and vllm and shutil.which("ldd")):

@@ -60,8 +60,7 @@ def optimizer_cost(cfg: Config, world_size: int) -> Cost:
 
     Two moments are 8 bytes and, unless the model is fp32, an fp32 copy 4. With megatron.optimizer_cpu_offload these and
     a gradient, 16, are in host memory, and Megatron's own fp32 copy, 4, stays on the GPU; not with
-    megatron.use_precision_aware_optimizer. With train.offload=optimizer the state is on the GPU from the build to the
-    first push and in each update; where a step has several updates, in the passes of the later ones too.
+    megatron.use_precision_aware_optimizer. With train.offload=optimizer, several updates a step keep it for the passes.
     """
     if cfg.megatron.get("optimizer_cpu_offload"):
         away = host_stepped(cfg)

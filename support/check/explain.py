@@ -12,11 +12,9 @@ from support.base import files
 from support.base.memory import host_free_bytes
 from support.base.versions import gib
 
-# ---------------------------------------------------------------- remedies, in the order in which to try them
-
 
 class Remedy(NamedTuple):
-    """What sets the memory, and what to turn."""
+    """What sets the memory, and what to turn, in the order in which to try it."""
 
     sign: str
     turn: list[str]
@@ -71,9 +69,6 @@ VLLM_MEMORY = {  # what vLLM says where memory is short → what to turn; it has
         "VLLM_CPU_KVCACHE_SPACE down", "rollout.tp up", "fewer ranks on a machine",
     ],
 }  # fmt: skip
-
-
-# ---------------------------------------------------------------- what an error means, else None
 
 
 LOST_WORDS = ("onnection", "remote process exited", "network error")  # of gloo and NCCL, which have no class for it

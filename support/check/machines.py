@@ -1,7 +1,6 @@
 """What only the machines of a run can tell: launcher, GPUs, disk, host memory, and whether ranks reach each other.
 
-What slows a run down, and why no GPU is seen, python -m tools.doctor says. Each check comes before weights are loaded
-and raises UserError; a failure between ranks is a RankError.
+Each check comes before weights are loaded and raises UserError; a failure between ranks is a RankError.
 """
 
 import os
@@ -87,9 +86,8 @@ def check_without_gpu(cfg: Config) -> None:
 def check_ranks(config: dict, key: str, data: str) -> None:
     """Raises UserError, on every rank, if configuration, data or code differ between ranks: what differs, and where.
 
-    `config` is {section: {key: value}}, as deep as it likes; `data` is the fingerprint of the prompts of `key`, which
-    files of another machine, or rows that a function makes, may change. Prints which ranks are on which of several
-    machines.
+    `config` is {section: {key: value}}; `data` is the fingerprint of the prompts of `key`, which files of another
+    machine, or a function, may change. Prints which ranks are on which of several machines.
     """
     further = {f"prompts of {key}": data, "commit": versions.versions()["commit"]}
     own = {name: str(value) for name, value in dotted_items(config | further)}

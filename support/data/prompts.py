@@ -1,8 +1,7 @@
 """The prompts of a run, and the order in which steps take them. Knows no tensors, no rewards.
 
 `cfg` is the `data` section of the configuration. Invalid data raises a ValueError that names the key, the file and the
-row or column; docs/data.md says what is legal. support/data/tables.py reads files, support/data/tokens.py tokenises
-them, and support/data/mixing.py mixes sets by weight.
+row or column; docs/data.md says what is legal.
 """
 
 import hashlib
@@ -216,11 +215,6 @@ def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
         "rendered by the template (data.chat_template)",
         ValueError,
     )
-
-
-def fingerprint(prompts: PromptSet | Mixture) -> str:
-    """16 hex digits that change with any token id, answer, source, the order of the prompts, or a weight."""
-    return prompts.fingerprint
 
 
 def prompt_batch(prompts: Sequence[Prompt], taken: int, size: int, seed: int) -> list[Prompt]:

@@ -1,7 +1,7 @@
 """Data as tables: the files or the hub data set that a name stands for, read with the `datasets` library.
 
-What is wrong with them is a ValueError that names the key, the file and the line or column. docs/data.md says what is
-legal. datasets and pandas are imported where they are used: they take seconds of each rank's start.
+docs/data.md says what is legal; all else is a ValueError that names the key, the file and the line or column. datasets
+and pandas are imported where they are used: they take seconds of each rank's start.
 """
 
 import glob

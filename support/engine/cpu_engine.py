@@ -14,10 +14,9 @@ from support.engine.push_check import digest
 
 
 def prepare() -> str:
-    """Patch vLLM before it starts; returns the prefix of its files in /dev/shm. All ranks call this together.
+    """Patch vLLM before it starts; returns the prefix, unique to this run, of its files in /dev/shm (field-notes.md).
 
-    The prefix is unique to this run: vLLM 0.32 uses one name in every external-launcher run, so that a second run, or
-    the files of a dead one, break the next.
+    All ranks call this together.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shm
 
@@ -75,10 +74,7 @@ def repack_lm_head(model: torch.nn.Module) -> None:
 
 
 def return_routes(llm) -> None:
-    """Make `llm` return the experts of each answer's tokens. vLLM 0.32 does so with model runner V2 only, not on CPUs.
-
-    Its routers call a capture function, and its scheduler returns the outputs of an `aux_output_connector`.
-    """
+    """Make `llm` return the experts of each answer's tokens: vLLM 0.32 itself does so with model runner V2 only."""
     llm.llm_engine.engine_core.engine_core.scheduler.aux_output_connector = Routes(llm)
 
 

@@ -1,12 +1,7 @@
-"""Proof that vLLM holds the trainer's weights: digests at three places, compared after every push, before sampling.
+"""Proof that vLLM holds the trainer's weights, after every push: docs/dev/checks.md.
 
-The places are the trainer's own shards (support/proof/push_source.py), the full tensors that are pushed, and vLLM's
-weights. A digest is of bits, so one changed bit shows, at any learning rate.
-
-Between shards and pushed tensors the order of elements counts. Between those and vLLM's weights a digest ignores it
-beyond 16 bytes, so that it can be computed for weights that are stacked (query, key, value), split over rollout.tp
-ranks or padded with zeros: it is the sum over the Hugging Face tensors that a weight consists of. There a wrong order
-shows at the first push: it must leave the weights that vLLM read from disk unchanged, bit for bit.
+Between the trainer's shards (support/proof/push_source.py) and pushed tensors the order of elements counts. Between
+those and vLLM's weights a digest ignores it beyond 16 bytes, since weights may be stacked, split or padded there.
 """
 
 import contextlib

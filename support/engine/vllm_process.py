@@ -34,20 +34,14 @@ def set_environment(exact: bool = False, dtype: str = "bf16") -> None:
 
 
 def capture_size(batch: int) -> int:
-    """The largest batch to capture a CUDA graph of, so that `batch` requests have one; at most 512.
-
-    vLLM captures multiples of 8, and above 256 of 16, up to the number that it is given; it cuts others off.
-    """
-    step = 8 if batch <= 256 else 16
+    """The largest batch to capture a CUDA graph of, so that `batch` requests have one; at most 512."""
+    step = 8 if batch <= 256 else 16  # vLLM captures these multiples up to the number that it is given
     return min(math.ceil(batch / step) * step, 512)
 
 
 def let_segments_grow() -> None:
     """Let torch's allocator make expandable segments from now on, unless the user has set it up: rows differ in length,
-    and such segments leave fewer holes.
-
-    To be called when vLLM has started. Its custom all-reduce (rollout.tp above 1) shares the buffers of its CUDA graphs
-    by cudaIpcGetMemHandle, which refuses memory of such segments; what exists stays as it is.
+    and such segments leave fewer holes. To be called when vLLM has started: docs/dev/field-notes.md says why.
     """
     if any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         return

@@ -1,7 +1,4 @@
-"""Run untrusted Python. Knows no rewards; started as a program, this file is the confined process itself.
-
-Killing the process is enough, since it cannot start another. docs/rewards.md says what this guarantees and what not.
-"""
+"""Run untrusted Python: docs/rewards.md says what is guaranteed. As a program, this file is the confined process."""
 
 import contextlib
 import ctypes

@@ -1,10 +1,6 @@
 """Checkpoints that are complete or absent, checked before use, and readable on any layout.
 
-A checkpoint is a folder: `state.json` (the caller's own state), `versions.json` (versions of packages and the commit),
-`rank_*.safetensors` (the shards of each rank, support/model/shards.py) and `manifest.json` (size and SHA-256 of every
-other file), written last. All files are written to a temporary folder and flushed to the disk, then the folder is
-renamed. Tensors are stored as safetensors, the rest as JSON, so that reading runs no code. A thread writes the shards
-while training continues. Every rank must see the same file system.
+docs/resume.md names their files. Tensors are stored as safetensors, the rest as JSON, so that reading runs no code.
 """
 
 import contextlib
@@ -221,11 +217,8 @@ def check_resumed(path: Path, config: dict[str, Any], data: str) -> int:
     if dist.get_rank() == 0:
         print(f"resume:  after step {state['step']}, from {path}")
         was, now = (dict(dotted_items({**tree, "resume": None})) for tree in (state["config"], config))
-        changes = versions.differences(was, now)
-        saved_with = path / "versions.json"  # older checkpoints have none
-        if saved_with.exists():
-            changes += versions.differences(json.loads(saved_with.read_text()), versions.versions())
-        for line in changes:
+        saved_with = json.loads((path / "versions.json").read_text())
+        for line in versions.differences(was, now) + versions.differences(saved_with, versions.versions()):
             print(f"         changed: {line}")
     return state["step"]
 

@@ -1,9 +1,7 @@
 """Makes Megatron-core run on a machine without a GPU, over gloo.
 
 Megatron-core asks torch.cuda for the current device, for streams and for the random state, and writes device="cuda"
-when it allocates small tensors. `install()` answers those questions for the CPU. Where the CPU has no units for bf16 or
-fp16, it also computes matrix products of such tensors in fp32 (`compute_products_in_fp32`). Nothing is touched where a
-GPU is present. Call it once, before `megatron` is imported.
+when it allocates small tensors. `install()` answers for the CPU; call it once, before `megatron` is imported.
 """
 
 import contextlib
@@ -134,8 +132,8 @@ def has_units(dtype: torch.dtype) -> bool:
 def compute_products_in_fp32(dtypes: Collection[torch.dtype]) -> torch.library.Library:
     """Replace torch's CPU kernels of matrix products: tensors in `dtypes` are multiplied in fp32 and rounded once.
 
-    The kernels stay as long as the returned object does. Without units for a type torch 2.13 is 100 times slower; the
-    result is at least as exact as that of a kernel for the type, but its bits differ. Other types go to torch's own.
+    The kernels stay as long as the returned object does. The result is at least as exact as that of a kernel for the
+    type, but its bits differ. Other types go to torch's own.
     """
     kernels = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # torch warns that a kernel is replaced
@@ -168,9 +166,7 @@ def replace_slow_products() -> None:
 
 
 def install() -> None:
-    """Patch torch.cuda and a few spots of Megatron-core. Raises RuntimeError where a GPU is present."""
-    if torch.cuda.is_available():
-        raise RuntimeError("cpu_backend.install() is for machines without a GPU")
+    """Patch torch.cuda and a few spots of Megatron-core, on a machine without a GPU."""
     replace_slow_products()
     cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")

@@ -150,9 +150,8 @@ class RMSNorm(torch.nn.Module):
 class Router(TopKRouter):
     """Megatron's router with a balancing loss that does not depend on tp and cp, and a count of each expert's load.
 
-    Megatron weights the loss by the tokens of the rank, this router by those of the whole micro-batch. `padding_mask`
-    is True where no response token is predicted: loss and load are of the trained tokens only, and the weight matches
-    the denominator of `token_mean`.
+    What Megatron's does: docs/dev/field-notes.md. `padding_mask` is True where no response token is predicted: loss and
+    load are of the trained tokens only, and the weight matches the denominator of `token_mean`.
     """
 
     def __init__(self, config, **kwargs):

@@ -131,10 +131,9 @@ def restore(path: Path, model: list, optimizer, others: Sequence[str] = ()) -> d
 def set_adam_steps(part, steps: int) -> None:
     """Set Adam's step count in one of Megatron's distributed optimizers, and create a state that is missing.
 
-    Each weight gets a tensor of its own: torch increments them in place. With optimizer_cpu_offload Megatron's
-    optimizer wraps two others, for the shards on the host and those on the GPU.
+    Each weight gets a tensor of its own: torch increments them in place.
     """
-    offloads = isinstance(part.optimizer, HybridDeviceOptimizer)
+    offloads = isinstance(part.optimizer, HybridDeviceOptimizer)  # wraps two others, of the host and of the GPU
     inner_optimizers = part.optimizer.sub_optimizers if offloads else [part.optimizer]
     for inner in inner_optimizers:
         for group in inner.param_groups:

@@ -1,9 +1,8 @@
 """Rollout routing replay (R3): the trainer's routers choose the experts that vLLM chose when it sampled.
 
-Wherever the trainer computes the policy's log-probs, each token goes to the experts that it went to in vLLM, so both
-sides run the same weights. Source: Ma et al. (2025), arXiv 2510.11370. Only the choice is replayed: the weight of each
-expert comes from the trainer's own logits of all experts, so the router has a gradient. A row of tokens holds a route
-as k numbers, each an expert's number plus 1; 0 means no route, and the router chooses by itself, as in padding.
+Source: Ma et al. (2025), arXiv 2510.11370. Only the choice is replayed: the weight of each expert comes from the
+trainer's own logits of all experts, so the router has a gradient. A row of tokens holds a route as k numbers, each an
+expert's number plus 1; 0 means no route, and the router chooses by itself, as in padding.
 """
 
 from collections import deque
@@ -18,15 +17,13 @@ from support.model.attention import own_stripe  # before Megatron-core
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 
-# ---------------------------------------------------------------- in Megatron's routers
-
 
 class Replay:
     """The routes that one router replays. Megatron's top-k calls `get_replay_topk` of a router's `router_replay`.
 
-    Megatron's own RouterReplay needs a call before each backward pass, but a pipeline schedule interleaves backward and
-    forward passes. Here a forward pass in training that has no gradients is one that activation recompute will repeat,
-    so its routes are queued for the repetition. All schedules run backward passes in the order of the forward passes.
+    A forward pass in training that has no gradients is one that activation recompute will repeat, so its routes are
+    queued for the repetition. All schedules run backward passes in the order of the forward passes. Why not Megatron's
+    own RouterReplay: docs/dev/field-notes.md.
     """
 
     def __init__(self):
@@ -77,9 +74,6 @@ def set_routes(chunk, mb) -> None:
         replay = router.router_replay = router.router_replay or Replay()
         replay.routes = None if routes is None else routes[router.layer_number - 1]
         replay.training = chunk.training
-
-
-# ---------------------------------------------------------------- metrics
 
 
 def reduce_counts(model: list) -> dict[str, int]:

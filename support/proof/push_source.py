@@ -66,11 +66,13 @@ def part_sums(join: str, words: torch.Tensor, height: int, group: dist.ProcessGr
     block, within = number // sum(heights), number % sum(heights)
     found = []
     for size, first in zip(heights, accumulate(heights, initial=0), strict=False):
-        rows = sums * ((first <= within) & (within < first + size))[:, None]  # of the tensor, others are 0
+        inside = (first <= within) & (within < first + size)
+        rows = sums * inside[:, None]  # those of other tensors are 0
         before = block * size + within - first
         if join == "cols":
             before = within * group.size() + group.rank()
-        in_order = rows[:, 1] + 2 * words.shape[1] * before * rows[:, 0]  # so many rows of the tensor come before
+        words_before = words.shape[1] * before  # of the whole tensor
+        in_order = rows[:, 1] + 2 * words_before * rows[:, 0]
         found.append(torch.stack([rows[:, 0].sum(), in_order.sum()]))
     return found
 

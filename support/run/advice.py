@@ -1,7 +1,6 @@
 """What the metrics of a run ask for: runs that cannot learn, and what makes one slow. No rule changes a key.
 
-`problems` says which rules hold for a step. RULES states for how many steps in a row one has to hold, and what to turn
-then. One of them ends a run: nothing_learnt, after train.patience steps.
+`problems` says which rules hold for a step; RULES states for how many steps in a row one has to, and what to turn then.
 """
 
 import math

@@ -20,9 +20,7 @@ SAME_REQUEST_S = 2.0  # a scheduler may signal every process while torchrun pass
 class StopSignals:
     """Turns SIGTERM and SIGINT into `requested`, the first one's name, on this rank; make it on the main thread."""
 
-    # torchrun starts each rank in a session of its own, so a Ctrl-C reaches the ranks through torchrun only (torch
-    # 2.13). It passes the signal on once, waits --shutdown-timeout (TORCH_ELASTIC_SHUTDOWN_TIMEOUT; 30 s, before torch
-    # 2.12 always), then kills. A second Ctrl-C makes it send SIGTERM, not SIGINT. Its own exit code is 1 either way.
+    # How torchrun passes signals on: docs/dev/field-notes.md.
 
     def __init__(self):
         self.requested: str | None = None

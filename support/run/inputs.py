@@ -18,7 +18,7 @@ from support.base.files import open_output_dir
 from support.base.read_config import override
 from support.check import checks, run_plan
 from support.data.ends import Ends, endless, read_ends
-from support.data.prompts import Mixture, Prompt, check_opening, fingerprint, load_prompts, load_tokenizer
+from support.data.prompts import Mixture, Prompt, check_opening, load_prompts, load_tokenizer
 from support.data.tokens import check_ids
 from support.model import checkpoint, lora
 from support.step import teacher, turns
@@ -127,7 +127,7 @@ def find_resume(cfg: Config, inputs: Inputs) -> Inputs:
     done = 0
     found = checkpoint.find_checkpoint(cfg.resume, out / "checkpoints")
     if found:
-        done = checkpoint.check_resumed(found, cfg.model_dump(), fingerprint(inputs.prompts))
+        done = checkpoint.check_resumed(found, cfg.model_dump(), inputs.prompts.fingerprint)
         was = checkpoint.read_state(found)["config"]
         lora.check_resumed(was.get("lora", {}), cfg.lora, found)  # an old checkpoint may have no such section
     if done == cfg.train.steps:

@@ -21,7 +21,6 @@ from support.base.files import lock_output_dir
 from support.base.processes import REPO
 from support.base.read_config import load_config
 from support.check import checks, explain, machines
-from support.data.prompts import fingerprint
 from support.engine import vllm_process
 from support.model.attention import use_flash_attention_3
 from support.run import evaluation
@@ -38,11 +37,10 @@ def command(
     evaluate: evaluation.Evaluate,
     engine: type,
 ) -> int:
-    """Run the command line `argv`, whose help is `doc`; returns the exit code.
+    """Run the command line `argv`, whose help is `doc`; returns the exit code, as docs/resume.md has it.
 
-    0: done; 2: a mistake the user can mend, found before training; 1: a failure during training. `rehearse(cfg)` runs
-    at every start and raises UserError; `train(cfg, inputs, clock)` runs on every rank unless this is a dry run or,
-    with --evaluate, an evaluation by `evaluate` and an `engine`, the class that samples.
+    `rehearse(cfg)` runs at every start and raises UserError; `train(cfg, inputs, clock)` runs on every rank unless this
+    is a dry run or, with --evaluate, an evaluation by `evaluate` and an `engine`, the class that samples.
     """
     os.environ.update(launchers.environment(os.environ))
     ranks.die_with_torchrun()
@@ -82,7 +80,7 @@ def start_training(
     machines.check_start(cfg)  # before anything is read
     cfg, inputs = prepare(cfg, args.world_size, weights=True)
     with joined(cfg) as clock:
-        machines.check_ranks(cfg.model_dump(), "data.train", fingerprint(inputs.prompts))
+        machines.check_ranks(cfg.model_dump(), "data.train", inputs.prompts.fingerprint)
         ranks.on_first_rank(partial(machines.check_first_host, cfg))
         if os.environ["LOCAL_RANK"] == "0":
             machines.check_host_memory(cfg)
@@ -106,7 +104,7 @@ def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, en
     if ranks.is_first_rank():
         print_prompts(cfg, inputs)
     with joined(cfg) as clock:
-        machines.check_ranks(cfg.model_dump(), "data.eval", fingerprint(inputs.eval_prompts))
+        machines.check_ranks(cfg.model_dump(), "data.eval", inputs.eval_prompts.fingerprint)
         ranks.on_first_rank(partial(machines.check_writable, Path(cfg.output_dir)))
         evaluation.run(cfg, inputs, clock, evaluate, engine)
 

@@ -1,8 +1,4 @@
-"""torch.profiler over a window of steps of a rank; the phases of the clock are ranges in its trace.
-
-output_dir/traces/steps_3_5_rank0.json.gz   for https://ui.perfetto.dev or chrome://tracing
-output_dir/traces/memory_3_5_rank0.pickle   for https://pytorch.org/memory_viz
-"""
+"""torch.profiler over a window of steps of a rank; the phases of the clock are ranges in its trace."""
 
 from pathlib import Path
 

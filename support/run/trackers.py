@@ -25,8 +25,6 @@ FLUSH_S = 10  # until TensorBoard sees a step
 COLUMNS = ["reward", "parts", "advantage", "prompt", "answer"]
 FINISH_S = 60.0  # to send the rest once the run has ended
 
-# ---------------------------------------------------------------- answers on the screen
-
 
 def choose_samples(samples: list[Sample], count: int) -> list[Sample]:
     """Up to `count` samples at evenly spaced ranks of the reward, the lowest and the highest among them."""

@@ -34,9 +34,8 @@ STORE_TIMEOUT_S = 60.0
 class Watchdog:
     """Ends a run in which no rank has finished a phase for `timeout_s`, after printing which ranks lag, and where.
 
-    Every rank makes one after init_process_group; 0 turns it off. All ranks exit with 1, so that torchrun
-    --max-restarts can go on from a checkpoint. A rank that holds Python's lock (GIL) inside a C call cannot answer: the
-    others print the report, have faulthandler write its stacks, and torchrun kills it after 30 s.
+    Every rank makes one after init_process_group; 0 turns it off. All ranks exit with 1. A rank that holds Python's
+    lock (GIL) inside a C call cannot answer: the others print the report and have faulthandler write its stacks.
     """
 
     def __init__(self, timeout_s: float):

@@ -4,7 +4,7 @@ import numpy as np
 from numpy import ndarray
 
 from config import RewardConfig, RewardSpec
-from support.step.named_rewards import OWN_PARTS, is_part
+from support.step.named_rewards import OWN_PARTS, is_part, weights_of
 from support.step.records import Sample
 
 
@@ -30,7 +30,5 @@ def normalize_parts(samples: list[Sample], reward: RewardConfig, overlong_coef: 
 
 
 def weight_of_part(part: str, spec: RewardSpec) -> float:
-    """The weight that a part, "name" or "name/part", has in a reward."""
-    if isinstance(spec, str):
-        return 1.0
-    return next(weight for name, weight in spec.items() if is_part(part, name))
+    """The weight that a part, "name" or "name/part", has in a reward; 1 in a reward of one name, whatever its parts."""
+    return next((weight for name, weight in weights_of(spec).items() if is_part(part, name)), 1.0)

@@ -1,7 +1,6 @@
 """Rewards computed in worker processes, because only a process can be killed.
 
-An answer that takes longer than `timeout_s` loses its own reward and never stops the run. The functions of
-rollout.turns are called in the workers as well. Knows no trainer. Started as a program, this file is the worker.
+The functions of rollout.turns are called there too. Knows no trainer. Started as a program, this file is the worker.
 """
 
 import atexit
@@ -67,12 +66,7 @@ MAX_TURN_BYTES = 100_000  # of the text that a function of rollout.turns returns
 
 
 class GradingPool:
-    """Worker processes that grade answers while the caller does something else.
-
-    `cfg`: the section `reward` of the configuration. A source has the reward in `by_source`, else `default`.
-    `timeout_s`: wall clock per answer, from when a worker starts on it. `memory_gb`: address space of a worker, 0 for
-    no limit.
-    """
+    """Worker processes that grade answers while the caller does something else; `cfg`: the section `reward`."""
 
     def __init__(self, cfg):
         self.timeout_s = cfg.timeout_s

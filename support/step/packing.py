@@ -3,9 +3,6 @@
 A micro-batch is one row; the plan calls the samples that share it a bin. Each position of a row holds a token and its
 target, the next token, so a sample of n tokens has n - 1 positions. The plan is a pure function of the samples of the
 whole step, so every rank computes the same plan and packs its own part of it.
-
-Answers to one prompt share it: neighbours in a row with the same prompt compute its positions once. So the plan deals
-in units: all answers to a prompt, a part of them, or one sample.
 """
 
 import heapq
@@ -84,10 +81,7 @@ def bubble(micro_batches: int, parallel: ParallelConfig) -> float:
 
 def plan_rows(batch: Batch, samples: list[int], max_tokens: int, replicas: int, cfg: Config) -> list[list[int]]:
     """The numbered samples in bins of at most `max_tokens` positions, copies counted as COPY of one; replica r takes
-    bins[r::replicas].
-
-    Where prompts are shared, units of all answers to a prompt, of halves, of quarters, ... and of single samples are
-    planned, and the soonest finished plan is taken. In a bin, the answers to a prompt are side by side.
+    bins[r::replicas]. In a bin, the answers to a prompt are side by side. docs/shared-prompts.md explains the plan.
     """
     samples = np.asarray(samples, dtype=np.int64)
     prompt_N = batch.same_prompt_N[samples] if cfg.shares_prompts else np.arange(len(samples))
@@ -129,10 +123,8 @@ def plan_bins(
     """Assign units to bins of at most `max_tokens` positions, so that the slowest replica finishes soonest.
 
     Returns bins of unit numbers, some perhaps empty, and the planned duration; replica r takes bins[r::replicas]. Up to
-    twice as many bins as the best so far are tried, in steps of a quarter, for the least cost of the slowest replica,
-    pipeline bubble included; a replica has at least as many as there are stages, if units suffice. A bin costs TOKEN
-    for each token plus `attended_N`, twice the number of positions that its tokens attend to. Raises ValueError for a
-    unit beyond `max_tokens`.
+    twice as many bins as the best so far are tried, in steps of a quarter. A bin costs TOKEN for each token plus
+    `attended_N`, twice the number of positions that its tokens attend to. ValueError: a unit beyond `max_tokens`.
     """
     if tokens_N.max(initial=0) > max_tokens:
         raise ValueError(f"a sample of {tokens_N.max()} tokens does not fit a micro-batch of {max_tokens}")

@@ -1,7 +1,6 @@
 """The teacher of on-policy distillation (algo.teacher): another model, or the model itself with a hint in its prompt.
 
-It scores the policy's answers, each after the teacher's own prompt, in the same kind of pass as the reference model. A
-teacher of another size is a second Megatron model on the same layout, without gradients or optimizer.
+It scores the policy's answers, each after the teacher's own prompt, in the same kind of pass as the reference model.
 """
 
 from dataclasses import dataclass, replace

@@ -1,8 +1,7 @@
 """Multi-turn rollouts: an environment, such as a tool or a game, replies to the model's answers.
 
-A conversation ends when the environment ends it, or the token budget. Each turn is sampled from the ids of prompt and
-response so far, so what vLLM sampled is never decoded and tokenised again. All active conversations of an engine take
-their turns in one batch. docs/turns.md is for users.
+Each turn is sampled from the ids of prompt and response so far, so what vLLM sampled is never decoded and tokenised
+again. All active conversations of an engine take their turns in one batch. docs/turns.md is for users.
 """
 
 import inspect
@@ -98,11 +97,7 @@ class Conversations:
         return list(zip(answered, outcomes, strict=True))
 
     def reply(self, talk: Talk, outcome: Outcome, budget: int) -> bool:
-        """Add the environment's reply to the last answer; returns whether the model answers again.
-
-        A reply that leaves no room in the `budget` for one more token is dropped, since a response ends with a token of
-        the model, and the conversation counts as truncated. Budget 0: it was the last turn.
-        """
+        """Add the environment's reply to the last answer; returns whether the model goes on. Budget 0: last turn."""
         said = talk.said
         if outcome.status != "ok":
             error = FAILED + outcome.error if outcome.error else ""
@@ -117,17 +112,16 @@ class Conversations:
         if problem:
             said.failure = Outcome(status="error", error=FAILED + problem)
             return False
-        said.finished = len(said.ids) + len(ids) < budget
+        said.finished = len(said.ids) + len(ids) < budget  # there is room for one more token, of the model
         if said.finished:
             talk.add(ids, [0.0] * len(ids), text)
         return said.finished
 
 
 def reply_ids(text: str, last: int, tokenizer, data) -> list[int]:
-    """The token ids of an environment's text, after the model's end token `last`.
+    """The token ids of an environment's text, or with data.chat_template of the user's next message, after `last`.
 
-    The text is verbatim, or with data.chat_template the user's next message: all that the template writes between the
-    model's end token and its next answer. Where `last` is not the template's end token, the template's follows it.
+    Where `last`, the token that ended the answer, is not the template's end token, the template's follows it.
     """
     if data.chat_template:
         text = after_answer(tokenizer, data, text).removeprefix(tokenizer.decode([last]))

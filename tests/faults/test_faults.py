@@ -77,7 +77,7 @@ def test_a_killed_and_a_stopped_rank(start, check_the_end):
 def test_stop_requests(start, check_the_end):
     job = start(2, *JOB)
     wait_for_step(job, 5)
-    job.ctrl_c()
+    os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
     assert job.end() == 1  # torchrun's own
     assert job.text.count("SIGINT: finishing this phase, then saving; a second Ctrl-C stops at once") == 1
     step = int(re.search(r"stopped after step (\d+), saved in .*; go on with resume=auto", job.text)[1])

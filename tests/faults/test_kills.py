@@ -1,10 +1,4 @@
-"""Kills at random moments change nothing; docs/dev/faults.md has the figures of a longer series (--kills 100).
-
-One run of the tiny job is left alone. Others are killed with SIGKILL, in a random phase of a random step, at a random
-moment after the phase began: either torchrun with all ranks at once, or one rank. After each kill no process may be
-left, and every checkpoint and export must be complete. After the last resume the exported weights, the rollouts, the
-metrics (except times and memory) and the last checkpoint must equal those of the undisturbed run bit for bit.
-"""
+"""Kills at random moments change nothing (docs/dev/faults.md); --kills 100 makes a longer series."""
 
 import collections
 import hashlib

@@ -27,41 +27,35 @@ LORA = ["lora.rank=8", "train.lr=1e-4"]
 TEMPERATURES = (0.7, 1.0, 1.3)
 
 
-def trained_starts() -> dict[str, list[str]]:
-    """{name: overrides} of the runs, each on two ranks."""
-    layouts = {"dp2": [], "pp2": [PP2]}
-    found = {}
-    for dtype, T in itertools.product(("bf16", "fp32"), TEMPERATURES):
-        for layout, keys in layouts.items():
-            found[f"smollm2 {dtype} T{T} {layout} plain"] = keys
-        if dtype == "bf16" or T == 1.0:
-            found[f"smollm2 {dtype} T{T} dp2 kl, two updates"] = KL
-            found[f"smollm2 {dtype} T{T} dp2 lora"] = LORA
-    for family, T, (layout, keys) in itertools.product(FAMILIES, TEMPERATURES, layouts.items()):
-        found[f"{family} bf16 T{T} {layout} plain"] = keys
-    for family in FAMILIES:
-        found[f"{family} fp32 T1.0 dp2 plain"] = []
-        found[f"{family} bf16 T1.0 dp2 kl, two updates"] = KL
-    for dtype in ("bf16", "fp32"):
-        found[f"mixtral {dtype} T1.0 ep2 plain"] = [EP2]
-        found[f"mixtral {dtype} T1.0 ep2 routes"] = [EP2, "algo.replay_routes=true"]
-    for T, (layout, keys) in itertools.product(TEMPERATURES, layouts.items()):
-        found[f"smollm2 fp16 T{T} {layout} plain"] = keys
-    for model, T in itertools.product(FAMILIES, TEMPERATURES):
-        found[f"{model} fp16 T{T} dp2 plain"] = []
-    for model in FAMILIES:
-        found[f"{model} fp16 T1.0 pp2 kl, two updates"] = [PP2, *KL]
-    found["smollm2 fp16 T1.0 dp2 lora"] = LORA
-    found["mixtral fp16 T1.0 ep2 routes"] = [EP2, "algo.replay_routes=true"]
-    return {
-        name: [f"model.dtype={name.split()[1]}", f"rollout.temperature={name.split()[2][1:]}", *keys]
-        for name, keys in found.items()
-    }
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
+SMOL, MIXTRAL = ("smollm2",), ("mixtral",)
+DP2, BOTH = {"dp2 plain": []}, {"dp2 plain": [], "pp2 plain": [PP2]}
+UPDATES, ADAPTERS = {"dp2 kl, two updates": KL}, {"dp2 lora": LORA}
+ROUTES = {"ep2 routes": [EP2, "algo.replay_routes=true"]}
+GRID = [  # models, dtypes, temperatures, {layout and way of training: overrides}
+    (SMOL, ("bf16", "fp32", "fp16"), TEMPERATURES, BOTH),
+    (SMOL, ("bf16",), TEMPERATURES, UPDATES | ADAPTERS),
+    (SMOL, ("fp32",), (1.0,), UPDATES | ADAPTERS),
+    (SMOL, ("fp16",), (1.0,), ADAPTERS),
+    (FAMILIES, ("bf16",), TEMPERATURES, BOTH),
+    (FAMILIES, ("bf16",), (1.0,), UPDATES),
+    (FAMILIES, ("fp32",), (1.0,), DP2),
+    (FAMILIES, ("fp16",), TEMPERATURES, DP2),
+    (FAMILIES, ("fp16",), (1.0,), {"pp2 kl, two updates": [PP2, *KL]}),
+    (MIXTRAL, ("bf16", "fp32"), (1.0,), {"ep2 plain": [EP2], **ROUTES}),
+    (MIXTRAL, ("fp16",), (1.0,), ROUTES),
+]
+STARTS = {  # each on two ranks
+    f"{model} {dtype} T{T} {way}": [f"model.dtype={dtype}", f"rollout.temperature={T}", *keys]
+    for models, dtypes, temperatures, ways in GRID
+    for model, dtype, T in itertools.product(models, dtypes, temperatures)
+    for way, keys in ways.items()
+}
+EVERY = 8
 
 
 # ---------------------------------------------------------------- SmolLM2's weights in other families
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "rms_norm_eps", "max_position_embeddings", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -108,8 +102,6 @@ def write_family(family: str, folder: Path) -> None:
 
 
 # ---------------------------------------------------------------- the runs
-
-STARTS, EVERY = trained_starts(), 8
 
 
 @pytest.fixture(scope="module")

@@ -152,25 +152,7 @@ note("done")
     wait_for_notes(run, "done", restart=1)
 
 
-# ---------------------------------------------------------------- stop requests
-
-
-@pytest.mark.slow
-def test_a_signal_to_torchrun_lets_the_ranks_finish(start):
-    program = """
-stop = StopSignals()
-note("ready")
-while not stop.requested:
-    time.sleep(0.05)
-note(stop.requested)
-time.sleep(1)
-note("done")
-"""
-    run = start(START + program)
-    wait_for_notes(run, "ready")
-    run.process.terminate()
-    assert run.end() == 1  # torchrun's own, whatever the ranks exit with
-    assert all(f"{what}.{rank}.0\n" in run.text for what in ("SIGTERM", "done") for rank in (0, 1))
+# ---------------------------------------------------------------- stop requests; test_faults.py has those that save
 
 
 @pytest.mark.slow

@@ -315,13 +315,6 @@ def test_updates_begin_without_a_gradient(build, monkeypatch):  # noqa: F811
     assert norms[::2] == norms[1::2]
 
 
-def test_an_evaluation_asks_the_engine_with_its_own_settings(build, tiny):  # noqa: F811
-    run = build(f"data.eval={tiny / 'train.jsonl'}", "eval.samples=2", "eval.max_new_tokens=3", "eval.temperature=0.5")
-    run.engine.generate = mock.Mock(side_effect=run.engine.generate)
-    train_grpo.evaluate(run)
-    assert run.engine.generate.call_args.args[2:] == (2, run.cfg.eval, 3)
-
-
 def test_every_prompt_has_its_own_seed_in_vllm():
     asked = []
     engine = object.__new__(Engine)

@@ -1,7 +1,6 @@
 """The steps of a run, once more: from the answers that it sampled, with weights, moments and gradients of our own."""
 
 import itertools
-import json
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import yaml
 from torch import Tensor
 
 from support.proof import formulas
+from tests.compare_runs import read_rows
 from tests.oracle import algorithm
 from tests.oracle.comparison import Comparison
 from tests.oracle.models import Model, end_tokens, initial_factors, merge_factors, read_weights, rounded
@@ -52,11 +52,6 @@ class Recorded:
     def rollouts(self, step: int) -> list[dict]:
         """The answers of a step."""
         return read_rows(self.folder / f"rollouts/step_{step:06d}.jsonl")
-
-
-def read_rows(path: Path) -> list[dict]:
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
 
 
 def read_run(folder: Path) -> Recorded:
@@ -334,6 +329,10 @@ def compare_rewards(rows: list[dict], metrics: dict, config: dict, comparison: C
         "tokens/response_mean": sum(len(sampled_places(row)) for row in rows) / len(rows),
         "tokens/truncated_frac": sum(not row["finished"] for row in rows) / len(rows),
     }
+    if config["rollout"]["turns"]:
+        others = sum(len(row["response_ids"]) - len(sampled_places(row)) for row in rows)
+        found["tokens/environment_mean"] = others / len(rows)
+        found["turns/mean"] = sum(len(row["turns"][::2]) for row in rows) / len(rows)
     for name, value in found.items():
         comparison.check(name, metrics[name], value)
 

@@ -26,4 +26,6 @@ def test_answers_end_at_their_stops(train_forked, tmp_path, tiny, turns):
     answers = [row for step in (1, 2) for row in run.rollouts(step) if row["finished"]]
     assert {row["response_ids"][-1] for row in answers} >= {0, 1, 3, 15, 16}  # <eos>, <pad>, the 1 of 31, =, 7+8
     assert all(row["text"].endswith("7+8") for row in answers if row["response_ids"][-1] == 16)
-    assert any(16 in row["response_ids"][:-1] for row in run.rollouts(2, "eval"))
+    evaluated = run.rollouts(2, "eval")
+    assert any(16 in row["response_ids"][:-1] for row in evaluated)
+    assert any(len(row["turns"]) > 1 for row in evaluated) == (turns != "null")

@@ -26,11 +26,6 @@ from support.run import clock, launch
 from tests.conftest import REPO, tiny_config, tiny_model, wrap
 
 
-def as_rows(samples: list[train_grpo.Sample]) -> list[dict]:
-    """What the files of samples have of them."""
-    return [vars(s) | {name: vars(s)[name].tolist() for name in ("prompt_ids", "response_ids")} for s in samples]
-
-
 class PlainEngine:
     """rollout.Engine with the weights in a model of transformers, one token at a time."""
 
@@ -38,12 +33,11 @@ class PlainEngine:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int | list[int]
+        self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int
     ) -> Iterator[tuple[int, list[Completion]]]:
-        limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
-        for number, (prompt, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True)):
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             generator = torch.Generator().manual_seed(seed)
-            yield number, [self.answer(prompt, generator, sampling.temperature, limit) for _ in range(n)]
+            yield number, [self.answer(prompt, generator, sampling.temperature, max_tokens) for _ in range(n)]
 
     @torch.no_grad()
     def answer(self, prompt: list[int], generator: torch.Generator, temperature: float, max_tokens: int) -> Completion:

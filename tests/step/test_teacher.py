@@ -15,7 +15,7 @@ import megatron_bridge as bridge
 import train_grpo
 from config import AlgoConfig, DataConfig, UserError
 from support.check import checks
-from support.data.prompts import fingerprint, load_prompts
+from support.data.prompts import load_prompts
 from support.run import launch
 from support.step.metrics import teacher_kl
 from support.step.teacher import align_logp, with_teacher_prompts
@@ -89,8 +89,8 @@ def test_hints_count_for_length_and_fingerprint_and_must_be_there(tokenizer, tmp
     assert [len(prompt.asked) for prompt in prompts] == [4, 5] and prompts.dropped == 1
     assert load(rows, max_prompt_tokens=5).dropped == 0
     other = [rows[0], {**rows[1], "hint": "8"}]
-    assert fingerprint(load(other)) == fingerprint(load(rows[:2]))
-    assert fingerprint(load(other, hint_key="hint")) != fingerprint(load(rows[:2], hint_key="hint"))
+    assert load(other).fingerprint == load(rows[:2]).fingerprint
+    assert load(other, hint_key="hint").fingerprint != load(rows[:2], hint_key="hint").fingerprint
     with pytest.raises(ValueError, match=r"a\.jsonl, row 2: 'hint' is null"):
         load([rows[0], {**rows[1], "hint": None}], hint_key="hint")
     with pytest.raises(ValueError, match=r"data\.hint_key='hnt': no such column"):

@@ -1,6 +1,6 @@
 """Conversations: what an environment says enters the sequence and not the loss; a bad environment costs its sample.
 
-oracle/test_pairs.py repeats real runs of them on every layout.
+run/test_stop.py has a real run that the second trainer repeats, oracle/test_pairs.py those on every layout.
 """
 
 import re
@@ -13,16 +13,12 @@ import pytest
 import tiny_turns
 import transformers
 
-import train_grpo
 from rollout import Completion
 from support.data.ends import Ends, endless
 from support.step import turns
 from support.step.grading import GradingPool
 from tests.conftest import Training, tiny_config
-from tests.museum.exhibits import SETTINGS
-from tests.oracle.plain import check_step, sampled
 from tests.pools import pool_of
-from tests.step.test_step import as_rows, build  # noqa: F401, a fixture
 
 # ---------------------------------------------------------------- by hand
 
@@ -215,25 +211,6 @@ def test_what_is_refused_before_the_start(tmp_path, tiny, source, template, mess
     with pytest.raises(ValueError, match=message) as error:
         turns.check(cfg, tokenizer, 15, {"state": 1} if template == "column" else {})
     assert "rollout.turns" in str(error.value)
-
-
-# ---------------------------------------------------------------- against plain transformers
-
-
-def test_a_step_of_conversations_equals_plain_transformers(build, tiny):  # noqa: F811
-    """Of the game of tools/tiny_turns.py."""
-    run = build(*SETTINGS["turns"], "rollout.group_size=16", "algo.entropy_coef=0", "rollout.temperature=0.8")
-    metrics, samples = train_grpo.train_step(run, 1)
-    rows = as_rows(samples)
-    assert {len(row["turns"]) for row in rows} >= {1, 3}
-    check_step(metrics, rows, tiny / "model")
-    assert metrics["tokens/response_mean"] == np.mean([sampled(row).sum().item() for row in rows])
-    assert metrics["tokens/environment_mean"] == np.mean([(~sampled(row)).sum().item() for row in rows])
-    assert metrics["turns/mean"] == np.mean([(len(row["turns"]) + 1) / 2 for row in rows])
-    for s in samples:  # the reward has the state, in which a guess was counted if it was replied to
-        assert s.graded == "ok" and (len(s.turns) == 1 or s.reward >= 0.1)
-    evaluated = train_grpo.sample_and_grade(run, {0: run.inputs.prompts[0]}, 0, 2, run.cfg.eval, 16)[0]
-    assert any(len(s.turns) > 1 for s in evaluated + samples)
 
 
 # ---------------------------------------------------------------- real runs

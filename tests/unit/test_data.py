@@ -11,7 +11,7 @@ import pytest
 
 from config import DataConfig
 from support.data import prompts as data
-from support.data.prompts import fingerprint, load_prompts
+from support.data.prompts import load_prompts
 from tests.conftest import write_rows
 
 # What a careless reader would change: leading zeros, the text "None", a number that is text, commas, line breaks.
@@ -69,11 +69,11 @@ def test_shards_as_list_glob_folder_and_split(tokenizer, tmp_path):
         write(tmp_path / f"hub/data/train-0000{i}-of-00003.parquet", ROWS[2 * i : 2 * i + 2])
     write(tmp_path / "hub/data/test-00000-of-00001.parquet", ROWS[:1])
     (tmp_path / "hub/README.md").write_text("A folder as the hub has it.")
-    wanted = fingerprint(load(tokenizer, tmp_path / "all.parquet"))
+    wanted = load(tokenizer, tmp_path / "all.parquet").fingerprint
     shards = [tmp_path / f"shards/s-{i}.parquet" for i in range(3)]
     for train in (shards, tmp_path / "shards/*.parquet", tmp_path / "shards", tmp_path / "hub"):
-        assert fingerprint(load(tokenizer, train)) == wanted
-    assert fingerprint(load(tokenizer, shards[::-1])) != wanted
+        assert load(tokenizer, train).fingerprint == wanted
+    assert load(tokenizer, shards[::-1]).fingerprint != wanted
     assert len(load(tokenizer, f"{tmp_path / 'hub'}:test")) == 1
     with pytest.raises(ValueError, match=r"no files of the split 'dev'; .*:split with train, test"):
         load(tokenizer, f"{tmp_path / 'hub'}:dev")
@@ -94,7 +94,7 @@ def test_nested_columns_and_a_column_with_a_dot_in_its_name(tokenizer, tmp_path)
     for name in ("verl.parquet", "verl.jsonl"):
         write(tmp_path / name, VERL)
         prompts = load(tokenizer, tmp_path / name, **VERL_KEYS)
-        assert fingerprint(prompts) == fingerprint(load(tokenizer, tmp_path / "plain.parquet"))
+        assert prompts.fingerprint == load(tokenizer, tmp_path / "plain.parquet").fingerprint
         assert prompts[1].row == VERL[1]
     write(tmp_path / "a.jsonl", [{"prompt": "1>", "x": {"y": "inner"}, "x.y": "outer"}])
     assert load(tokenizer, tmp_path / "a.jsonl", answer_key="x.y")[0].answer == "outer"
@@ -256,7 +256,7 @@ def test_large_sets_stay_mapped_and_give_the_same(tokenizer, tmp_path, monkeypat
     monkeypatch.setattr(data, "BLOCK", 4)
     mapped = load(tokenizer, [files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
     assert isinstance(held.table, list) and isinstance(mapped.table, datasets.Dataset)
-    assert list(mapped) == list(held) and len(held) == 12 and fingerprint(mapped) == fingerprint(held)
+    assert list(mapped) == list(held) and len(held) == 12 and mapped.fingerprint == held.fingerprint
     with pytest.raises(ValueError, match=r"^data\.train: .*b\.jsonl, row 7: 'reward_model\.ground_truth' is null"):
         load(tokenizer, files, **VERL_KEYS)
 

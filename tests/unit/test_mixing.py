@@ -8,7 +8,7 @@ import pytest
 
 from config import DataConfig
 from support.data.mixing import block_counts, draw_sets
-from support.data.prompts import Mixture, fingerprint, load_prompts, prompt_batch, sampling_seed, shuffle_epochs
+from support.data.prompts import Mixture, load_prompts, prompt_batch, sampling_seed, shuffle_epochs
 from tests.conftest import tiny_config, write_rows
 
 
@@ -68,7 +68,7 @@ def test_sets_of_other_columns_and_types_mix(tokenizer, tmp_path):
     assert re.findall(r"\S+ of \S+: .*", mixed.describe(400)) == [
         f"0.75 of {a}: 6 prompts, 50 passes", f"0.25 of {b}: 4 prompts, 25 passes",
     ]  # fmt: skip
-    assert len({fingerprint(load(train)) for train in ({a: 3, b: 1}, {b: 1, a: 3}, {a: 1, b: 1}, [a], a)}) == 4
+    assert len({load(train).fingerprint for train in ({a: 3, b: 1}, {b: 1, a: 3}, {a: 1, b: 1}, [a], a)}) == 4
     with pytest.raises(ValueError, match=r"data\.prompt_key='prompt': no such column in .*c\.jsonl"):
         load({a: 1, str(tmp_path / "c.jsonl"): 1})
 

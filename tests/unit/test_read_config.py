@@ -76,7 +76,6 @@ def test_the_tables_of_the_page_name_keys_of_ours():
     [
         ("actor_rollout_ref.rollout.n", "here rollout.group_size"),
         ("algo.credit", "it is in recipes/token_rewards.patch"),
-        ("profile.torch", "leave it out: profile.start and profile.stop"),
         ("algorithm.kl_ctrl.kl_coef", "here algo.kl_coef"),
         ("lr", "here train.lr"), ("tp", "here rollout.tp, parallel.tp"), ("ETP_SIZE", "here parallel.ep, parallel.etp"),
         ("parallel.dp", "here none"),
