@@ -98,7 +98,7 @@ class Checks(graded.RewardChecks):
         require(
             not wrong,
             f"the export {folder} does not hold the trainer's weights: {shorten(wrong)} were lost, old, exchanged or "
-            "converted as they were written. A fork that exports something else says so in `exported` of "
+            "converted as they were written. A fork that exports something else says so in exported of "
             "support/proof/checks.py",
             TrainingError,
         )

@@ -37,7 +37,7 @@ class RewardChecks:
         require(
             checksum([(p.ids, p.answer, p.source) for p in answered]) == self.evaluates,
             f"the {len(answered)} prompts of an evaluation are not those of data.eval={cfg.data.eval}. A fork that "
-            "takes others says so in `evaluated` of support/proof/graded.py",
+            "takes others says so in evaluated of support/proof/graded.py",
             TrainingError,
         )
 

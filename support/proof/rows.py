@@ -72,6 +72,7 @@ def check_requests(
     Completion.requests is judged by the prompts alone.
     """
     ids = {group: np.array(prompt.ids, "i4") for group, prompt in prompts.items()}
+    seeds = {group: seed_of(cfg.seed, step, group) for group in prompts}
     limit = sampling.max_new_tokens or cfg.rollout.max_new_tokens
     wanted = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "stop")}
     if sampling.temperature == 0:
@@ -86,12 +87,11 @@ def check_requests(
         numbers[s.group] += 1
         if not np.array_equal(s.prompt_ids, ids[s.group]) or len(s.requests) not in (0, len(s.turns[::2])):
             raise TrainingError(f"step {step}: group {s.group} has answers to another prompt, or other turns")
-        first = seed_of(cfg.seed, step, s.group)
         for turn, request in enumerate(s.requests):
             said = s.response_ids[: sum(s.turns[: 2 * turn])]  # before this turn
             wanted["prompt"] = zlib.crc32(np.append(ids[s.group], said))
             wanted["max_tokens"] = limit - len(said)
-            wanted["seed"] = seed_of(first, number, turn) if turn else first + number
+            wanted["seed"] = seed_of(seeds[s.group], number, turn) if turn else seeds[s.group] + number
             given = request | {"stop_token_ids": own_ends.union(request["stop_token_ids"])}
             wrong = [f"{name}={given[name]}, not {right}" for name, right in wanted.items() if given[name] != right]
             if wrong:
