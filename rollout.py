@@ -17,14 +17,14 @@ from numpy import ndarray
 from config import ModelConfig, RankError, RolloutConfig
 from support.engine import cpu_engine
 from support.engine.push_check import PushCheck, Shards
-from support.engine.vllm_process import capture_size, let_segments_grow, set_environment
+from support.engine.vllm_process import capture_size, let_segments_grow, requests_of, set_environment
 
 
 @dataclasses.dataclass
 class Completion:
     """One sampled answer: token ids (the end token included), their log-probs, and whether it ended by itself.
 
-    With rollout.turns it is a whole conversation, and support/step/turns.py fills the last three fields.
+    With rollout.turns it is a whole conversation, and support/step/turns.py fills the last four fields.
     """
 
     ids: list[int]
@@ -34,6 +34,7 @@ class Completion:
     turns: list[int] = dataclasses.field(default_factory=list)  # tokens of the model, the environment, the model, ...
     columns: dict = dataclasses.field(default_factory=dict)  # added to the row of the data that the reward gets
     failure: object | None = None  # of the environment, a grading.Outcome; such an answer is not graded
+    requests: list[dict] = dataclasses.field(default_factory=list)  # as vLLM had them, for each turn of the model one
 
 
 class Engine:
@@ -125,6 +126,7 @@ class Engine:
         if sampling.stop:  # else vLLM decodes each token once more, alone, to show it beside its log-prob
             for state in engine.output_processor.request_states.values():
                 state.logprobs_processor.tokenizer = None
+        requests = requests_of(engine)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if not output.finished:
@@ -135,7 +137,12 @@ class Engine:
                         raise RankError("vLLM returned no routes, which algo.replay_routes needs; set it to false")
                     ids = list(answer.token_ids)
                     logps = [at[token].logprob for at, token in zip(answer.logprobs, ids, strict=True)]
-                    answers.append(Completion(ids, logps, answer.finish_reason == "stop", answer.routed_experts))
+                    answers.append(
+                        Completion(
+                            ids, logps, answer.finish_reason == "stop", answer.routed_experts,
+                            requests=[requests[int(output.request_id), answer.index]],
+                        )
+                    )  # fmt: skip
                 yield int(output.request_id), answers
 
     def load_weights(

@@ -117,7 +117,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         teacher=teacher.build_teacher(model, cfg) if cfg.algo.teacher else None,
         grading=grading.GradingPool(cfg.reward),
         writer=checkpoint.CheckpointWriter(f"{cfg.output_dir}/checkpoints", t.keep_last, t.keep_every),
-        checks=Checks(model, optimizer, inputs, Passes(score, run_schedule, forward_backward, grpo_loss)),
+        checks=Checks(inputs, cfg, model, optimizer, Passes(score, run_schedule, forward_backward, grpo_loss)),
     )
     push_weights(run)  # vLLM has read the same weights from disk, so this checks the mapping of names
     if inputs.checkpoint:
@@ -140,6 +140,7 @@ def save(run: Run, step: int) -> None:
         "updates": optimizer_state.optimizer_steps(run.optimizer),
         "prompts_taken": run.prompts_taken,
         "skipped": run.checks.skipped,
+        "checks": run.checks.order.kept(step + 1, run.prompts_taken, config_at(run.cfg, step + 1), update_order),
         "loss_scale": fp16.scaler_state(run.optimizer),
         "data": run.inputs.prompts.fingerprint,
         "ranks": dist.get_world_size(),
@@ -203,6 +204,7 @@ def export_and_save(run: Run, step: int) -> None:
             run.writer.finish()  # of the previous checkpoint
         if step == t.steps or (t.export_every and step % t.export_every == 0):
             bridge.export(run.model, run.inputs.model_path, run.cfg, step)
+            run.checks.exported(step)
         if t.save_every and (step % t.save_every == 0 or step == t.steps):
             save(run, step)
 
@@ -256,8 +258,7 @@ def collect(run: Run, cfg: Config, step: int) -> Collected:
         penalize_length(samples, cfg.algo, r.max_new_tokens)  # afterwards: it makes no group a mixed one
     with run.clock("sleep"):
         run.engine.sleep()
-    trained = [s for s in samples if s.group in (groups or prompts)]
-    return Collected(samples, trained, rounds, rank_seconds)
+    return Collected(samples, [s for s in samples if s.group in (groups or prompts)], rounds, rank_seconds)
 
 
 def sample_and_grade(

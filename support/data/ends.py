@@ -16,9 +16,10 @@ MARK = "⟦answer⟧"  # stands for the model's answer, to find what the chat te
 class Ends:
     """Tokens and texts, each of which ends an answer."""
 
-    tokens: set[int]
+    tokens: frozenset[int]
     texts: list[str]
     tokenizer: object  # of transformers
+    own: frozenset[int] = frozenset()  # the model's tokens among these
 
     def are_in(self, ids: ndarray) -> bool:
         """Whether one of the tokens is among the ids, or one of the texts in what they say, special tokens included."""
@@ -41,8 +42,9 @@ def read_ends(path: str, tokenizer, sampling: RolloutConfig | EvalConfig) -> End
         found = transformers.GenerationConfig.from_pretrained(path)
     except OSError:  # there is no generation_config.json
         found = config
-    own = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
-    return Ends({tokenizer.eos_token_id, *own, *ids} - {None}, sampling.stop, tokenizer)
+    eos = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
+    own = frozenset({tokenizer.eos_token_id, *eos} - {None})
+    return Ends(own.union(ids), sampling.stop, tokenizer, own)
 
 
 def after_answer(tokenizer, data: DataConfig, reply: str | None = None) -> str:

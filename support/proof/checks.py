@@ -4,21 +4,26 @@ A check ends the run on what rounding cannot be, and warns of what it may be. Wh
 """
 
 import math
-from collections import Counter, deque
+from collections import ChainMap, Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 from config import Config, RankError, TrainingError
+from support.base import ranks
+from support.base.hf_folder import safetensor_files
 from support.base.require import require
-from support.data.prompts import Prompt, prompt_batch
+from support.data.prompts import Prompt
+from support.engine.push_check import digest, shorten, to_host
 from support.model.checkpoint import read_state
-from support.proof import graded, rows
+from support.proof import graded, order, rows
 from support.proof.gap import GapCheck
 from support.proof.overflow import check_finite
+from support.proof.push_source import read_shards
 from support.proof.update import FirstUpdate, Passes
 from support.step import metrics
 from support.step.records import Batch, MicroBatch, Sample
@@ -28,9 +33,9 @@ from support.step.records import Batch, MicroBatch, Sample
 class Checks(graded.RewardChecks):
     """The checks of a run, the same calls in the same order on every rank. Every method may raise, on every rank."""
 
+    cfg: Config
     model: list
     optimizer: object
-    inputs: object  # support.run.inputs.Inputs: tokenizer, prompts, and the checkpoint that this start resumed from
     passes: Passes
     skipped: int = 0  # updates in a row that were skipped because loss or gradient was NaN or infinite
     untrained: int = 0  # answers of the last step that no update has had so far
@@ -40,8 +45,7 @@ class Checks(graded.RewardChecks):
         self.first_update = FirstUpdate(self.model, self.optimizer, checkpoint)
         self.gap = GapCheck(self.model, self.passes.score)
         self.initial = some_entries(bridge.trainable_weights(self.model))  # before a checkpoint is restored
-        self.taken = read_state(checkpoint)["prompts_taken"] if checkpoint else 0  # prompts so far
-        self.seeds: deque[set[int]] = deque(maxlen=8)  # of the last rounds
+        self.order = order.Order(self.inputs.prompts, self.cfg, read_state(checkpoint) if checkpoint else order.NEW)
         own = bridge.named_weights(self.model, factors=True) or bridge.named_weights(self.model)
         still = [name for name, weight in own.items() if not weight.requires_grad]
         if 0 < len(still) < len(own) and bridge.mpu.get_data_parallel_rank() == 0:  # a stage may have no adapter
@@ -50,17 +54,8 @@ class Checks(graded.RewardChecks):
     def sampled(self, step: int, answers: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
         """Check a round of sampling: prompts, seeds, ends of answers, grades. `prompts`: {group: prompt}."""
         self.rewards(answers, prompts, cfg)
-        drawn = prompt_batch(self.inputs.prompts, self.taken, len(prompts), cfg.seed)
-        self.taken += len(prompts)
-        require(
-            [p.ids for p in drawn] == [p.ids for p in prompts.values()],
-            f"step {step}: its prompts are not those that follow in the data: is run.prompts_taken lost between steps, "
-            "or at a resume? A draw of your own goes into prompt_batch",
-            TrainingError,
-        )
-        seeds = {answer.seed for answer in answers if answer.seed is not None}
-        rows.check_seeds(step, seeds, len(prompts), set().union(*self.seeds))
-        self.seeds.append(seeds)
+        rows.check_requests(step, answers, prompts, cfg.rollout, cfg, self.inputs.ends.own)
+        self.order.drawn += prompts.values()
         if cfg.rollout.turns is None:
             warning = rows.check_ends(answers, cfg.rollout.max_new_tokens, self.inputs.ends)
             if warning and "ends" not in self.errors_shown and dist.get_rank() == 0:
@@ -73,6 +68,7 @@ class Checks(graded.RewardChecks):
     ) -> "UpdateChecks":
         """Check answers, rewards, advantages and the reference. Returns the checks of this step's updates."""
         require(self.untrained == 0, f"{self.untrained} answers of the step before were in no update", TrainingError)
+        self.order.take(step, cfg)
         rows.check_samples(samples, cfg)
         rows.check_credit(samples, batch, cfg)
         weights = bridge.named_weights(self.model) if cfg.lora.rank else {}
@@ -85,6 +81,27 @@ class Checks(graded.RewardChecks):
             require(same, "the reference is not the initial model: it was moved, or copied after a resume", RankError)
             moved = (some_entries(bridge.trainable_weights(self.model)) != self.initial).float().mean().item()
         return UpdateChecks(self, step, samples, batch, cfg, moved=moved > 0.5)
+
+    def exported(self, step: int) -> None:
+        """TrainingError unless the export of `step`, read back, has the weights of the trainer's shards, bit for bit.
+
+        The ranks share the files. A shard in an odd layout has no digest (push_source).
+        """
+        folder = Path(self.cfg.output_dir, f"hf/step_{step:06d}")
+        held = dict(ChainMap(*ranks.gather(to_host(read_shards(self.model).digests))))
+        files = safetensor_files(str(folder))
+        wrong = held.keys() - files.keys()
+        for path in sorted({*files.values()})[dist.get_rank() :: dist.get_world_size()]:
+            digests = to_host({name: digest(tensor, ordered=True)[::2] for name, tensor in load_file(path).items()})
+            wrong |= {name for name, sums in digests.items() if (sums != held.get(name, sums)).any()}
+        wrong = set().union(*ranks.gather(wrong))
+        require(
+            not wrong,
+            f"the export {folder} does not hold the trainer's weights: {shorten(wrong)} were lost, old, exchanged or "
+            "converted as they were written. A fork that exports something else says so in exported of "
+            "support/proof/checks.py",
+            TrainingError,
+        )
 
 
 def some_entries(weights: list[torch.Tensor]) -> torch.Tensor:
@@ -115,6 +132,7 @@ class UpdateChecks:
         run, cfg = self.run, self.cfg
         self.chosen = chosen
         self.trained.update(chosen)
+        run.order.compare({f"update {self.number}": chosen})
         run.untrained = len(self.samples) - len(self.trained)
         if not math.isfinite(report["loss"]):
             return False

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from config import Config, RewardConfig, TrainingError, UserError
-from support.data.prompts import Prompt
+from support.base.require import require
+from support.data.prompts import Prompt, load_set
 from support.proof import rows
+from support.proof.order import checksum
 from support.step import turns
 from support.step.named_rewards import is_part
 from support.step.records import Sample
@@ -17,19 +19,33 @@ from support.step.records import Sample
 class RewardChecks:
     """The checks of a run's rewards, which an evaluation without a trainer has too."""
 
+    inputs: object  # support.run.inputs.Inputs: tokenizer, prompts, and the checkpoint that this start resumed from
     errors_shown: set[str] = field(default_factory=set, kw_only=True)  # kinds of errors; rewards known to apply
+    evaluates: int | None = field(default=None, kw_only=True)  # checksum of data.eval, read again
 
     def evaluated(self, samples: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
-        """The checks of an evaluation, which has its own number of answers and their own length, and of its rewards."""
+        """The checks of an evaluation: all of data.eval, its own number of answers, what vLLM was asked, rewards."""
         self.rewards(samples, prompts, cfg)
         rows.check_sizes(samples, cfg.eval.samples, "eval.samples")
-        rows.check_longest(samples, cfg.eval.max_new_tokens or cfg.rollout.max_new_tokens, "eval.max_new_tokens")
+        rows.check_requests(0, samples, prompts, cfg.eval, cfg, self.inputs.ends.own)
+        if self.evaluates is None:
+            data, rest = cfg.data.model_copy(update={"hint_key": None}), (self.inputs.tokenizer, self.inputs.vocab_size)
+            self.evaluates = checksum(
+                [(p.ids, p.answer, p.source) for p in load_set(data.eval, data, *rest, "data.eval")]
+            )
+        answered = [prompts[group] for group in sorted({s.group for s in samples})]
+        require(
+            checksum([(p.ids, p.answer, p.source) for p in answered]) == self.evaluates,
+            f"the {len(answered)} prompts of an evaluation are not those of data.eval={cfg.data.eval}. A fork that "
+            "takes others says so in evaluated of support/proof/graded.py",
+            TrainingError,
+        )
 
     def rewards(self, samples: list[Sample], prompts: dict[int, Prompt], cfg: Config) -> None:
         """Raise UserError, on every rank, if the reward failed for too many samples; else warn once a kind of error."""
         reward, shown = cfg.reward, self.errors_shown
-        if any(s.reward for s in samples if s.graded != "ok"):
-            raise TrainingError("an answer that was not graded, by a timeout or an error, has a reward other than 0")
+        for s in samples:
+            rows.check_reward(s, cfg, penalty={})
         failed = [s for s in samples if s.graded == "error"]
         if failed:
             report_failed(failed, len(samples), prompts, reward.max_error_frac, shown)

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from config import AlgoConfig, Config, UserError
+from config import AlgoConfig, Config, RewardConfig, UserError
 from support.base import ranks
 from support.base.read_config import override
 from support.proof import formulas, rows
@@ -54,7 +54,8 @@ def run(
         used = config_at(courses, step)
         check_course("lr", used.train.lr, lr, step)
         check_course("kl_coef", used.algo.kl_coef, kl_coef, step)
-    cfg = override(config_at(cfg, 1), SMALL | {"algo.overlong_buffer": min(cfg.algo.overlong_buffer, 4)})
+    cfg = config_at(cfg, 1).model_copy(update={"reward": RewardConfig()})  # of one part
+    cfg = override(cfg, SMALL | {"algo.overlong_buffer": min(cfg.algo.overlong_buffer, 4)})
     algo = cfg.algo
     samples = make_samples(cfg)
     if algo.overlong_buffer:
@@ -87,15 +88,14 @@ def check_course(name: str, found: float, wanted: float, step: int) -> None:
 
 def make_samples(cfg: Config) -> list[Sample]:
     """Nine answers, with rewards of one part."""
-    spec = cfg.reward.default
-    part = spec if isinstance(spec, str) else next(iter(spec))
     samples = []
     for number, (length, reward) in enumerate(zip(LENGTHS, REWARDS, strict=True)):
         group = number // 3
         logp = [-0.4 - 0.3 * i for i in range(length)]
         finished = length < cfg.rollout.max_new_tokens
         sample = Sample(group, [1, 2 + group], [10 + number] * length, logp, finished, "", "", reward=reward)
-        sample.reward_parts[part] = reward
+        sample.reward_parts["reward"] = reward
+        sample.raw = {cfg.reward.default: {"reward": reward}}
         samples.append(sample)
     return samples
 

@@ -3,6 +3,7 @@
 A mistake between the samples and the rows that Megatron gets trains in silence: losses stay finite, log-probs agree.
 """
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from config import AlgoConfig, Config, RankError, TrainingError
+from config import AlgoConfig, Config, EvalConfig, RankError, RolloutConfig, TrainingError
 from support.base.require import require
 from support.data.ends import Ends
 from support.data.prompts import Prompt
@@ -34,6 +35,7 @@ def match_outcomes(
                 f"the reward of another answer was given to the answer {sample.text[:80]!r}, or it was graded against "
                 f"another row's answer than {str(prompts[sample.group].answer)[:80]!r}"
             )
+        sample.raw = outcome.raw
         yield sample, outcome
 
 
@@ -42,11 +44,7 @@ def check_samples(samples: list[Sample], cfg: Config) -> None:
     algo, r = cfg.algo, cfg.rollout
     check_sizes(samples, r.group_size, "rollout.group_size")
     for s in samples:
-        parts = s.reward_parts | formulas.length_penalty(len(s.response_ids), r.max_new_tokens, algo)
-        if s.reward_parts and abs(s.reward - sum(parts.values())) > 1e-6 * (1 + abs(s.reward)):
-            raise TrainingError(
-                f"an answer of {len(s.response_ids)} tokens has the reward {s.reward:g}, its parts are {parts}"
-            )
+        check_reward(s, cfg, formulas.length_penalty(len(s.response_ids), r.max_new_tokens, algo))
     different = set()  # without the penalty on length, which makes no group a mixed one
     for s in samples:
         different.add((s.group, sum(value for name, value in s.reward_parts.items() if name not in OWN_PARTS)))
@@ -64,24 +62,79 @@ def check_sizes(samples: list[Sample], size: int, key: str) -> None:
     require(sizes == {size}, f"groups have {sorted(sizes)} answers, {key} is {size}", TrainingError)
 
 
-def check_seeds(step: int, seeds: set[int], groups: int, before: set[int]) -> None:
-    """Raise TrainingError where groups share a seed, or a seed of an earlier round `before`, beyond chance.
+def check_requests(
+    step: int, samples: list[Sample], prompts: dict[int, Prompt], sampling: RolloutConfig | EvalConfig, cfg: Config,
+    own_ends: frozenset[int],
+) -> None:  # fmt: skip
+    """TrainingError unless answers are to their groups' prompts, and vLLM was asked for each turn as `sampling` says.
 
-    Seeds have 32 bits: of 100 groups two are equal by chance once in a million steps, never several pairs.
+    `step`: 0 for an evaluation; `own_ends`: the model's end tokens, some of which vLLM adds. An engine without
+    Completion.requests is judged by the prompts alone.
     """
-    again = len(seeds & before)
-    again += groups - len(seeds) if seeds else 0
-    require(
-        again <= min(1, groups - 1) + groups // 100,
-        f"step {step}: {again} of {groups} seeds are those of another group or of an earlier step, so vLLM samples the "
-        "same random numbers again",
-        TrainingError,
-    )
+    ids = {group: np.array(prompt.ids, "i4") for group, prompt in prompts.items()}
+    seeds = {group: seed_of(cfg.seed, step, group) for group in prompts}
+    limit = sampling.max_new_tokens or cfg.rollout.max_new_tokens
+    wanted = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "stop")}
+    if sampling.temperature == 0:
+        wanted |= {"top_p": 1.0, "top_k": 0}
+    elif sampling.temperature < 0.01:
+        wanted["temperature"] = 0.01  # the least in vLLM
+    wanted["stop_token_ids"] = own_ends.union(sampling.stop_token_ids)
+    wanted["repetition_penalty"] = 1.0
+    numbers = Counter()  # of answers so far, by group
+    for s in samples:
+        number = numbers[s.group]
+        numbers[s.group] += 1
+        if not np.array_equal(s.prompt_ids, ids[s.group]) or len(s.requests) not in (0, len(s.turns[::2])):
+            raise TrainingError(f"step {step}: group {s.group} has answers to another prompt, or other turns")
+        for turn, request in enumerate(s.requests):
+            said = s.response_ids[: sum(s.turns[: 2 * turn])]  # before this turn
+            wanted["prompt"] = zlib.crc32(np.append(ids[s.group], said))
+            wanted["max_tokens"] = limit - len(said)
+            wanted["seed"] = seed_of(seeds[s.group], number, turn) if turn else seeds[s.group] + number
+            given = request | {"stop_token_ids": own_ends.union(request["stop_token_ids"])}
+            wrong = [f"{name}={given[name]}, not {right}" for name, right in wanted.items() if given[name] != right]
+            if wrong:
+                raise TrainingError(
+                    f"step {step} (0: an evaluation): vLLM was asked for answer {number} of group {s.group}, turn "
+                    f"{turn + 1}, with {'; '.join(wrong)} (prompt: a checksum). Is it lost before the engine, or "
+                    "another section's? A fork that asks otherwise says so in check_requests of support/proof/rows.py"
+                )
+
+
+def seed_of(*numbers: int) -> int:
+    """The seed in vLLM of a group, from (seed, step, group), and of a later turn, from (that, answer, turn)."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def check_reward(s: Sample, cfg: Config, penalty: dict[str, float]) -> None:
+    """TrainingError unless the reward is what its functions returned, each times its weight in the configuration.
+
+    `penalty`: the part of the reward that length adds.
+    """
+    spec = cfg.reward.by_source.get(s.source, cfg.reward.default)
+    weights = {spec: 1.0} if isinstance(spec, str) else spec
+    raw = s.raw if s.graded == "ok" else {name: {} for name in weights}
+    parts = dict(penalty)
+    for name, returned in raw.items():
+        for part, number in returned.items():
+            if isinstance(spec, dict):
+                part = name if part == "reward" else f"{name}/{part}"
+            if number is not None:
+                parts[part] = weights.get(name, np.nan) * number
+    given = s.reward_parts | {"": s.reward}
+    parts[""] = sum(parts.values())
+    same = given.keys() == parts.keys() and raw.keys() == weights.keys()
+    if not same or not all(abs(given[part] - parts[part]) <= 1e-6 * (1 + abs(parts[part])) for part in parts):
+        raise TrainingError(
+            f"an answer of {len(s.response_ids)} tokens has the reward {s.reward:g}, its parts are {s.reward_parts}: "
+            f"its functions returned {s.raw} ({s.graded}), by reward={spec} the parts {parts} ('': the sum). A fork "
+            "that weighs them otherwise says so in check_reward of support/proof/rows.py"
+        )
 
 
 def check_ends(samples: list[Sample], limit: int, ends: Ends) -> str | None:
-    """TrainingError for an answer beyond `limit` or truncated at one of `ends`; returns what to warn of, or None."""
-    check_longest(samples, limit, "rollout.max_new_tokens")
+    """TrainingError for an answer that is truncated at one of `ends`; returns what to warn of, or None."""
     what = str(sorted(ends.tokens))
     if ends.texts:
         what += f" or text {ends.texts}"
@@ -104,12 +157,6 @@ def check_ends(samples: list[Sample], limit: int, ends: Ends) -> str | None:
     cause = "truncated answers count as finished" if is_cut else "their end token is dropped"
     many = f"{len(unlike)} of {len(samples)} answers"
     return f"{many} count as finished, but no end token ({what}) is their last: {cause}"
-
-
-def check_longest(samples: list[Sample], limit: int, key: str) -> None:
-    """Raise TrainingError where an answer is longer than `key` says."""
-    longest = max(len(s.response_ids) for s in samples)
-    require(longest <= limit, f"an answer has {longest} tokens, {key} is {limit}", TrainingError)
 
 
 def check_texts(samples: list[Sample], tokenizer) -> None:
@@ -151,9 +198,6 @@ def check_update(
     loss and the advantage that the batch has there, unless the position computed for it has its token and place, and
     unless every trained token was counted once and the loss is made of the parts that are reported.
     """
-    prompts = {s.group: s.prompt_ids for s in samples}
-    same = all(np.array_equal(s.prompt_ids, prompts[s.group]) for s in samples)
-    require(same, "a group holds answers to different prompts, so its mean is no baseline", TrainingError)
     masks = cfg.algo.mask_truncated
     trained_N = np.array([0 if masks and not s.finished else sum(s.turns[::2]) for s in samples])  # the model's own
     counted = trained_N[chosen].sum()

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ class Evaluation:
     inputs: Inputs
     engine: object  # rollout.Engine, or a fork's own
     grading: GradingPool
-    checks: RewardChecks = field(default_factory=RewardChecks)
+    checks: RewardChecks
 
 
 Evaluate = Callable[[Evaluation], tuple[dict[str, float], list[Sample]]]  # the script's `evaluate`
@@ -59,7 +59,7 @@ def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: t
     clock.enter("build")
     awake = engine(inputs.model_path, cfg.model, cfg.rollout, checks.longest_sample(cfg), asleep=False)
     grading = GradingPool(cfg.reward)
-    found, samples = evaluate(Evaluation(cfg, clock, inputs, awake, grading))
+    found, samples = evaluate(Evaluation(cfg, clock, inputs, awake, grading, RewardChecks(inputs)))
     grading.close()
     if dist.get_rank() > 0:
         return

@@ -40,6 +40,7 @@ class Outcome:
     status: str = "ok"
     error: str = ""
     graded: int | None = field(default=None, compare=False)  # checksum of what a worker graded
+    raw: dict = field(default_factory=dict, compare=False)  # {name of a reward: {part: what it returned}}
 
 
 class RewardKind:
@@ -234,8 +235,8 @@ def serve_requests(descriptor: int) -> None:
         pipe.send_bytes(b"")
         if not failure:
             value, failure = attempt(function, *request["arguments"])
-        fields = (failure or {"parts": value}) | {"graded": checksum(*request["arguments"][:2])}
-        pipe.send_bytes(json.dumps(fields).encode())
+        fields = (failure or value) | {"graded": checksum(*request["arguments"][:2])}
+        pipe.send_bytes(json.dumps(fields, default=float).encode())
 
 
 def attempt(function: Callable, *args) -> tuple:
@@ -258,7 +259,7 @@ def load(spec: Spec, cfg: SimpleNamespace) -> Callable:
 
 
 def load_turn_function(place: str) -> Callable:
-    """The function of rollout.turns, returning {"reply", "state"}; TypeError or ValueError for an illegal one."""
+    """The function of rollout.turns, giving {"parts": {"reply", "state"}}; TypeError, ValueError for an illegal one."""
     function = user_code.load_function(TURNS, place)
 
     def take_turn(text: str, row: dict, state: dict) -> dict:
@@ -268,7 +269,7 @@ def load_turn_function(place: str) -> Callable:
         for what, size in (("the text", len((reply or "").encode())), ("the state", len(json.dumps(state)))):
             if size > MAX_TURN_BYTES:
                 raise ValueError(f"{what} that it returned has {size} bytes; at most {MAX_TURN_BYTES} are legal")
-        return {"reply": reply, "state": state}
+        return {"parts": {"reply": reply, "state": state}}
 
     return take_turn
 

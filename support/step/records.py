@@ -33,7 +33,9 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)
     advantage: float = 0.0
     tokens: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each response token, for rollouts/
-    seed: int | None = None  # of its group, as vLLM got it; of a conversation that of the first turn
+    seed: int | None = None  # of its group; of a conversation that of the first turn
+    requests: list[dict] = field(default_factory=list)  # what vLLM was asked, one for each turn of the model; or none
+    raw: dict[str, dict] = field(default_factory=dict)  # {name of a reward: {part: what it returned}}
 
     @property
     def positions(self) -> int:
@@ -58,6 +60,7 @@ class Sample:
             source=prompt.source,
             seed=seed,
             turns=completion.turns,
+            requests=completion.requests,
             asked=prompt.asked,
             routes=completion.routes,
         )

@@ -33,6 +33,9 @@ SETTINGS = {
     "chat": ("model.path={folder}/chat", "data.chat_template=true", "data.max_prompt_tokens=16"),
     "failing reward": ("reward.custom={folder}/failing.py:reward",),
     "resumed": ("train.warmup_steps=10",),
+    "two epochs": ("data.train={folder}/few.jsonl", "rollout.prompts_per_step=8"),
+    "weighted": ("reward.by_source={reverse: {custom: 0.5, length: 0.25}}", "reward.options={length: {limit: 3}}"),
+    "evaluated": ("data.eval={folder}/few.jsonl", "train.eval_every=2", "eval.temperature=0.5"),
 }  # fmt: skip
 
 # What errors say of an update, of loss and advantages at the start, of the gap between trainer and vLLM.
@@ -40,6 +43,7 @@ UPDATE = "the update is not what its formulas say"
 LOSS = "grpo_loss computes something else, which it does not without"
 CREDIT = "advantages are not those of the rewards by algo.advantage=grpo"
 GAP = "trainer and vLLM disagree"
+ASKED = "vLLM was asked for answer"
 FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
 
 EXHIBITS = {exhibit.name: exhibit for exhibit in [
@@ -114,7 +118,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
     Exhibit("truncated_trained", "truncated answers are trained though algo.mask_truncated leaves them out",
         "train_grpo:flatten", "s.finished or not mask_truncated", "True", setting="no truncated"),
     Exhibit("top_k_mass", "vLLM samples from the top k, the trainer's log-probs are of all tokens",
-        "rollout:Engine.generate", "top_k=sampling.top_k", "top_k=5", message=GAP, where="trl#6789"),
+        "rollout:Engine.generate", "top_k=sampling.top_k", "top_k=5", message="top_k=5, not -1", where="trl#6789"),
     Exhibit("temperature_missing", "the trainer's log-probs lack the temperature",
         "megatron_bridge:token_logprobs", "targets_M, temperature, with", "targets_M, 1.0, with",
         message=GAP, where="trl#4159", setting="temperature"),
@@ -146,9 +150,13 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         "support.step.packing:share_positions", "source_T[starts_S[s - 1] :][: shared_S[s]]",
         "source_T[: shared_S[s]]"),
     Exhibit("one_seed", "the seed does not reach vLLM",
-        "rollout:Engine.generate", "n=n, seed=seed", "n=n, seed=0", seen="test",
-        message="tests/museum/test_museum.py::test_every_prompt_has_its_own_seed_in_vllm",
-        where="trl#7040, vllm#11953"),
+        "rollout:Engine.generate", "n=n, seed=seed", "n=n, seed=0", message=ASKED, where="trl#7040, vllm#11953"),
+    Exhibit("seed_of_the_first_turn", "every turn of a conversation is sampled with the seed of its first",
+        "support.step.turns:Conversations.generate", "turn_seed(seeds[talk.prompt], talk.number, turn)",
+        "seeds[talk.prompt]", message=ASKED, setting="turns"),
+    Exhibit("evaluated_as_trained", "an evaluation samples as training does",
+        "train_grpo:evaluate", "options.samples, options, length", "options.samples, run.cfg.rollout, length",
+        seen="start", message="temperature=1.0, not 0.5", setting="evaluated"),
     # groups, rewards and data
     Exhibit("groups_exchanged", "answers are shuffled, and groups are taken from their old places",
         "train_grpo:group_advantages", 'order = np.argsort(groups_N, kind="stable")',
@@ -173,7 +181,16 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         setting="failing reward"),
     Exhibit("data_replayed", "every step takes the same prompts",
         "train_grpo:collect", "run.prompts_taken = taken", "run.prompts_taken = 0",
-        message="its prompts are not those that follow", where="open-instruct#1523"),
+        message="of the data comes again", where="open-instruct#1523"),
+    Exhibit("epochs_alike", "every epoch has the same order",
+        "support.data.prompts:shuffle_epochs", "[seed, epoch, chosen]", "[seed, 0, chosen]",
+        message="of the data comes again, or the epoch is not shuffled, or as the one before", setting="two epochs"),
+    Exhibit("weights_of_rewards_lost", "the weights of a sum of rewards do not reach the graders",
+        "support.step.grading:GradingPool.__init__", "RewardKind(spec, cfg) for",
+        "RewardKind({**spec, 'custom': 1.0}, cfg) for", message="its functions returned", setting="weighted"),
+    Exhibit("trained_data_evaluated", "an evaluation is on the training data",
+        "support.data.prompts:load_prompts", "value = getattr(cfg, key)", "value = cfg.train",
+        seen="start", message="prompts of an evaluation are not those of data.eval", setting="evaluated"),
     Exhibit("weights_of_all", "an update is divided by the answers of the whole step",
         "train_grpo:loss_weights", "answers = (tokens_N > 0).sum().clamp(min=1)",
         "answers = (trained_N > 0).sum().clamp(min=1)", setting="two updates"),
@@ -213,6 +230,13 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
     Exhibit("reference_follows", "the reference model is the policy itself",
         "megatron_bridge:copy_weights", "return [weight.clone() for weight in weights]", "return weights",
         setting="kl"),
+    Exhibit("export_rounded", "an export has rounded weights",
+        "megatron_bridge:export", "export_hf(hf_weights(model), base",
+        "export_hf(((name, w.half().to(w.dtype)) for name, w in hf_weights(model)), base",
+        message="does not hold the trainer's weights"),
+    Exhibit("step_repeated", "a resumed run makes the last step again",
+        "train_grpo:train", "range(inputs.done + 1, ", "range(inputs.done, ",
+        message="the first step after a resume has another step", setting="resumed"),
     Exhibit("moments_lost", "a resume loses Adam's moments",
         "support.model.optimizer_state:load_state", "for moment in MOMENTS:", 'for moment in ("param",):',
         where="molt#130", setting="resumed"),

@@ -46,6 +46,7 @@ def write_models(folder: Path) -> None:
     (folder / "chat/chat_template.jinja").write_text(CHAT)
     rows = make_tiny.reversal_rows(3, 200, seed=0)
     write_rows(folder / "train.jsonl", rows)
+    write_rows(folder / "few.jsonl", rows[-10:])
     write_rows(folder / "long.jsonl", [{**row, "prompt": row["prompt"] * 50} for row in rows[:4]])
     (folder / "failing.py").write_text(FAILING)
 
@@ -75,7 +76,7 @@ class Museum:
         """The checkpoint of a healthy run, made once."""
         folder = self.folder / "saved/checkpoints/step_000003"
         if not folder.exists():
-            outcome = self.train("saved", [*SETTINGS["resumed"], "train.save_every=3"], "")
+            outcome = self.train("saved", [*SETTINGS["resumed"], "train.save_every=3", "train.steps=6"], "")
             assert outcome.seen == "nothing", outcome.text
         return folder
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+import zlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,13 +13,12 @@ import torch
 
 import train_grpo
 from config import TrainingError, UserError
-from rollout import Engine
 from support.data import prompts
 from support.data.ends import Ends
 from support.data.prompts import Prompt
 from support.proof import graded
 from support.proof.checks import UpdateChecks
-from support.proof.rows import check_ends, check_samples, check_update, match_outcomes
+from support.proof.rows import check_ends, check_requests, check_samples, check_update, match_outcomes, seed_of
 from support.step import grading
 from support.step.grading import Outcome
 from support.step.packing import pack
@@ -87,8 +87,10 @@ def test_a_mistake_in_any_branch_is_refused_at_the_start(monkeypatch, message):
 
 
 STEPS = {  # what a run says in its first or second step → the same, and how it is stopped
-    "step 2: 4 of 4 seeds are": ("support.data.prompts:sampling_seed", "[seed, step, group]", "[seed, group]", ""),
-    "step 1: 2 of 4 seeds are": ("support.data.prompts:sampling_seed", "step, group]", "step, group // 2]", ""),
+    "step 1: after 1 prompts of an epoch row": (
+        "support.data.prompts:prompt_batch", "in range(taken, taken + size)]", "in [taken] * size]", ""),
+    "its functions returned .'custom': .* by reward=custom the parts": (
+        "train_grpo:sample_and_grade", "= sum(outcome.parts.values())", "= 2 * sum(outcome.parts.values())", ""),
     "4 answers of the step before were in no update": (
         "train_grpo:update_order", "np.array_split(order, updates)", "np.array_split(order[1:], updates)", ""),
     "the text that was graded has special tokens in it": (
@@ -190,9 +192,10 @@ ANSWERS = {  # what the check says of it → index of the answer, attributes of 
     "": (0, {}),
     r"1 answers shorter than rollout.max_new_tokens=4 count as truncated": (0, {"finished": False}),
     "an answer of 3 tokens has the reward 3, its parts are": (0, {"reward": 3.0}),
-    "an answer of 4 tokens has the reward 0.5, its parts are": (3, {"reward": 0.5, "reward_parts": {"r": 0.5}}),
-    "a group of equal rewards is trained on": (2, {"reward": 1.0, "reward_parts": {"r": 1.0}}),
-}
+    "an answer of 4 tokens has the reward 0.75, its parts are": (3, {"reward_parts": {"r": 0.5, "overlong": 0.25}}),
+    "a group of equal rewards is trained on": (
+        2, {"reward": 1.0, "reward_parts": {"r": 1.0, "overlong": 0.0}, "raw": {"custom": {"r": 1.0}}}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", ANSWERS)
@@ -205,7 +208,7 @@ def test_answers_end_and_are_rewarded_as_they_say(message):
         penalty = -0.25 if length == 4 else 0.0
         parts = {"r": reward, "overlong": penalty}
         sample = Sample(number // 2, [5], ids, [-1.0] * length, length < 4, "", "", reward=reward + penalty)
-        samples.append(dataclasses.replace(sample, reward_parts=parts))
+        samples.append(dataclasses.replace(sample, reward_parts=parts, raw={"custom": {"r": reward}}))
     wrong, attributes = ANSWERS[message]
     samples[wrong] = dataclasses.replace(samples[wrong], **attributes)
     with pytest.raises(TrainingError, match=message) if message else contextlib.nullcontext():
@@ -255,9 +258,6 @@ def test_counts_and_groups_are_checked():
         check_update({"trained": report["trained"] + 1}, rows, batch, samples, chosen, cfg)
     with pytest.raises(TrainingError, match=r"groups have \[2, 3\] answers, rollout.group_size is 3"):
         check_samples(samples[:5], tiny_config("rollout.group_size=3"))
-    samples[1].group = 1
-    with pytest.raises(TrainingError, match="a group holds answers to different prompts"):
-        check_update(report, rows, batch, samples, chosen, cfg)
 
 
 def test_a_reward_of_another_answer_is_found():
@@ -273,8 +273,8 @@ def test_a_reward_of_another_answer_is_found():
     with pytest.raises(TrainingError, match="graded against another row's answer than '2'"):
         list(match_outcomes(samples, {0: Prompt([5], "2", "", {})}, outcomes))
     samples[1].graded = "timeout"
-    with pytest.raises(TrainingError, match="an answer that was not graded"):
-        graded.RewardChecks().rewards(samples, {}, tiny_config())
+    with pytest.raises(TrainingError, match=r"has the reward 1, .*: its functions returned .* \(timeout\)"):
+        graded.RewardChecks(None).rewards(samples[1:], {}, tiny_config())
 
 
 # ---------------------------------------------------------------- the start, against the data
@@ -315,18 +315,42 @@ def test_updates_begin_without_a_gradient(build, monkeypatch):  # noqa: F811
     assert norms[::2] == norms[1::2]
 
 
-def test_every_prompt_has_its_own_seed_in_vllm():
-    asked = []
-    engine = object.__new__(Engine)
-    engine.has_weights, engine.final_only, engine.sampling_params = True, None, SimpleNamespace
-    added = SimpleNamespace(
-        add_request=lambda number, prompt, params: asked.append(params), has_unfinished_requests=int
-    )
-    engine.llm = SimpleNamespace(llm_engine=added)
-    sampling = tiny_config("eval.temperature=0.5", "eval.top_p=0.9", "eval.top_k=3").eval
-    assert list(engine.generate([[1], [2], [3]], [7, 8, 9], 2, sampling, [4, 5, 6])) == []
-    told = [(p.seed, p.n, p.temperature, p.top_p, p.top_k, p.max_tokens) for p in asked]
-    assert told == [(seed, 2, 0.5, 0.9, 3, limit) for seed, limit in ((7, 4), (8, 5), (9, 6))]
+# ---------------------------------------------------------------- what vLLM was asked
+
+
+REQUEST = {
+    "prompt": zlib.crc32(np.array([5, 6], "i4")), "seed": 5, "temperature": 0.5, "top_k": -1, "max_tokens": 9,
+    "stop": ["b"], "stop_token_ids": [3, 0], "top_p": 1.0, "repetition_penalty": 1.0,
+}  # fmt: skip
+WRONG_REQUESTS = {  # what the check says → what vLLM was asked
+    "": {},
+    "seed=7, not 6": {"seed": 7},
+    "temperature=1.0, not 0.5": {"temperature": 1.0},
+    r"stop_token_ids=frozenset\(\{0, 4\}\), not frozenset\(\{0, 3\}\)": {"stop_token_ids": [4, 0]},
+    r"stop=\[\], not \['b'\]": {"stop": []},
+    "max_tokens=16, not 9": {"max_tokens": 16},
+    "repetition_penalty=1.1, not 1.0": {"repetition_penalty": 1.1},
+    "prompt=.*, not": {"prompt": 1},
+}
+
+
+@pytest.mark.parametrize("message", WRONG_REQUESTS)
+def test_what_vllm_was_asked_is_compared_with_the_configuration(message):
+    """Two answers, the second a conversation; the model's own end token 0, which vLLM adds, does not count."""
+    cfg = tiny_config("eval.temperature=0.5", "eval.max_new_tokens=9", "eval.stop=b", "eval.stop_token_ids=[3]")
+    first = seed_of(cfg.seed, 4, 0)
+    one, two = ({**REQUEST, "seed": first + number} for number in (0, 1))
+    said = {"max_tokens": 6, "prompt": zlib.crc32(np.array([5, 6, 7, 0, 8], "i4"))}
+    again = {**two, "seed": seed_of(first, 1, 1), **said}
+    given = WRONG_REQUESTS[message]
+    two |= given | ({"seed": first + 2} if "seed" in given else {})
+    samples = [
+        Sample(0, [5, 6], [7], [-1.0], True, "", "", requests=[one]),
+        Sample(0, [5, 6], [7, 0, 8, 0], [-1.0] * 4, True, "", "", [2, 1, 1], requests=[two, again]),
+    ]
+    message = message and re.sub("7, not 6", f"{first + 2}, not {first + 1}", message)
+    with pytest.raises(TrainingError, match=message) if message else contextlib.nullcontext():
+        check_requests(4, samples, {0: Prompt([5, 6], "", "", {})}, cfg.eval, cfg, frozenset({0}))
 
 
 # ---------------------------------------------------------------- runs

@@ -390,11 +390,11 @@ def never(text, answer, row):
 
 
 def check_outcomes(outcomes: list[Outcome], config: RewardConfig, found: set[str], source: str = "s") -> None:
-    samples = [
-        Sample(0, [1], [2], [0.0], True, "a", source, graded=o.status, error=o.error, reward_parts=o.parts)
-        for o in outcomes
-    ]
-    checks = graded.RewardChecks(errors_shown=found)
+    samples = []
+    for o in outcomes:
+        graded_as = {"graded": o.status, "error": o.error, "reward": sum(o.parts.values()), "raw": o.raw}
+        samples.append(Sample(0, [1], [2], [0.0], True, "a", source, reward_parts=o.parts, **graded_as))
+    checks = graded.RewardChecks(None, errors_shown=found)
     checks.rewards(samples, {0: SimpleNamespace(row={"id": 7})}, SimpleNamespace(reward=config))
 
 
