@@ -65,8 +65,8 @@ class Quantity:
 class Comparison:
     """Collects comparisons. A value parts where the difference is beyond absolute + relative · |ours|."""
 
-    def __init__(self, dtype: str):
-        self.bounds = BOUNDS[dtype]
+    def __init__(self, dtype: str, bounds: dict | None = None):
+        self.bounds = BOUNDS[dtype] | (bounds or {})
         self.step = 0
         self.quantities: dict[str, Quantity] = {}
         self.first: str | None = None  # the first value that parts, in words

@@ -93,8 +93,6 @@ def test_hints_count_for_length_and_fingerprint_and_must_be_there(tokenizer, tmp
     assert load(other, hint_key="hint").fingerprint != load(rows[:2], hint_key="hint").fingerprint
     with pytest.raises(ValueError, match=r"a\.jsonl, row 2: 'hint' is null"):
         load([rows[0], {**rows[1], "hint": None}], hint_key="hint")
-    with pytest.raises(ValueError, match=r"data\.hint_key='hnt': no such column"):
-        load(rows, hint_key="hnt")
     assert load(rows, "eval", hint_key="hnt")[0].asked is None  # nobody is taught there
 
 
