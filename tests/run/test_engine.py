@@ -32,17 +32,19 @@ TIGHT = {  # of fp32, below what rounding makes of longer runs
     "token: rollout_logp": (1e-4, 0.0), "loss/": (1e-7, 1e-4), "grad_norm": (0.0, 1e-4),
     "sample: advantage": (1e-12, 1e-9),
 }  # fmt: skip
-# How a step deals answers to updates, and values that change with the steps; a KL is shown at the coefficient 0 too.
-COURSES = (
+# How a step deals answers to updates, and values that change with the steps; a KL is shown at the coefficient 0 too. A
+# teacher is asked with a hint; truncated answers are not trained.
+CAPABILITIES = (
     "train.updates_per_step=2", "train.epochs_per_step=2", "algo.kl_coef=0.05", "schedule.kl_coef={to: 0}",
-    "schedule.temperature={to: 0.7}", "schedule.entropy_coef={to: 0.02, shape: constant}",
+    "schedule.temperature={to: 0.7}", "schedule.entropy_coef={to: 0.02, shape: constant}", "algo.mask_truncated=true",
+    "algo.teacher=self", "data.hint_key=answer", "algo.teacher_coef=2.0",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("arch", "layout"),
     [
-        ("qwen3_moe", ["parallel.ep=2", "rollout.tp=2", *COURSES]),
+        ("qwen3_moe", ["parallel.ep=2", "rollout.tp=2", *CAPABILITIES]),
         pytest.param("qwen3", ["parallel.tp=2", "rollout.tp=1"], marks=pytest.mark.slow),
         pytest.param("llama", ["parallel.pp=2", UNEVEN, "rollout.tp=2"], marks=pytest.mark.slow),
         pytest.param("mistral", ["parallel.cp=2", "rollout.tp=1"], marks=pytest.mark.slow),

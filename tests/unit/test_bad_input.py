@@ -168,8 +168,8 @@ def test_a_model_without_a_counterpart_is_refused(dry_run, tiny, tmp_path, chang
     assert code == 2 and message in text, text
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, train_forked, tiny, tmp_path):
-    """In a prompt of a real start, and as an end of answers; a model that never meets the token is none the worse."""
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, tiny, tmp_path):
+    """In a prompt, and as an end of answers; a model that never meets the token is none the worse."""
     folder = shutil.copytree(tiny / "model", tmp_path / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<tool>"])
@@ -177,8 +177,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, train_for
     assert dry_run(f"model.path={folder}")[0] == 0
     said = "the token '<tool>' has the id 16, but the embedding of model.path has 16 rows"
     write_rows(tmp_path / "tool.jsonl", [{"prompt": f"{token}12>", "answer": "21"} for token in ("", "<tool>")])
-    run = train_forked(2, f"model.path={folder}", f"data.train={tmp_path / 'tool.jsonl'}")
-    assert run.text.startswith(f"error: data.train: {tmp_path}/tool.jsonl, row 2: 'prompt': {said}"), run.text
+    code, text = dry_run(f"model.path={folder}", f"data.train={tmp_path / 'tool.jsonl'}")
+    assert code == 2 and text.startswith(f"error: data.train: {tmp_path}/tool.jsonl, row 2: 'prompt': {said}"), text
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 16]}')
     code, text = dry_run(f"model.path={folder}")
     assert code == 2 and re.search(f"eos_token_id of .*generation_config.*: {said}", text), text
