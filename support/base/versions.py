@@ -69,9 +69,6 @@ def check_versions() -> list[str]:
     return [*filter(None, (untested(name, version) for name, version in versions_here.items()))]
 
 
-# ---------------------------------------------------------------- the versions of a run
-
-
 def commit() -> str:
     """The commit of this checkout, with "+changes" where a file that git knows differs; "unknown" if it is none."""
 

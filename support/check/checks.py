@@ -1,8 +1,4 @@
-"""What can be known wrong before a process group, a model or an engine exists.
-
-Keys that do not go together, a layout that does not divide the model, a model or weights that cannot be built: each
-check raises UserError with the key and what is legal.
-"""
+"""What can be known wrong before a process group, a model or an engine exists: UserError with key and legal values."""
 
 import importlib.util
 import math
@@ -102,10 +98,7 @@ def check_logs(cfg: Config, world_size: int) -> None:
         bool(p.start) or not (p.stop or p.memory),
         "profile.start=0: no step is profiled, so profile.stop and memory do nothing; set it",
     )
-    require(
-        max(p.ranks or [0]) < world_size,
-        f"profile.ranks={p.ranks}: there are only ranks 0 to {world_size - 1}",
-    )
+    require(max(p.ranks or [0]) < world_size, f"profile.ranks={p.ranks}: there are only ranks 0 to {world_size - 1}")
 
 
 def check_world_size(cfg: Config, world_size: int) -> None:
@@ -245,8 +238,7 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
     for attribute, value in SUPPORTED.items():
         found = getattr(hf, attribute, None)
         require(
-            found in (None, value),
-            f"{model}: {attribute}={found!r} in its config.json is not supported, only {value}",
+            found in (None, value), f"{model}: {attribute}={found!r} in its config.json is not supported, only {value}"
         )
     dtype = cfg.model.dtype
     width = bridge.head_dim(hf)
@@ -326,10 +318,7 @@ def check_layout(hf, parallel, rollout_tp: int) -> None:
 
 
 def check_divides(key: str, by: int, sizes: dict[str, int], kv_heads: int = 1) -> None:
-    """See that `by`, the value of `key`, divides each of the model's sizes, and `kv_heads` unless these divide it.
-
-    Raises UserError.
-    """
+    """UserError unless `by`, of `key`, divides each of the model's sizes, and `kv_heads` unless these divide it."""
     common = math.gcd(*sizes.values())
     legal = [n for n in range(1, common + 1) if common % n == 0 and 0 in (kv_heads % n, n % kv_heads)]
     if by not in legal:

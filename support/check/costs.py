@@ -1,7 +1,4 @@
-"""What weights and state cost a run: one table for GPU, host and disk.
-
-The check of the disk, the warning of host memory and tools/plan.py read it: what keeps further weights adds a row.
-"""
+"""What weights and state cost a run: one table for GPU, host and disk; what keeps further weights adds a row."""
 
 from dataclasses import dataclass, replace
 

@@ -22,10 +22,7 @@ class Remedy(NamedTuple):
 
 LESS, MORE = "rollout.gpu_memory_utilization down", "rollout.gpu_memory_utilization up"
 FEWER = "rollout.vllm.max_num_seqs down"
-SAMPLING = Remedy(
-    "rollout.gpu_memory_utilization",
-    [LESS, FEWER, "rollout.tp up", "train.offload=optimizer"],
-)
+SAMPLING = Remedy("rollout.gpu_memory_utilization", [LESS, FEWER, "rollout.tp up", "train.offload=optimizer"])
 MEMORY = {  # phase → its remedy
     "build": Remedy("parallel.*", ["parallel.tp up", "parallel.pp up", "parallel.ep up", LESS, FEWER]),
     "rollout": SAMPLING,

@@ -150,8 +150,8 @@ def check_host_memory(cfg: Config) -> None:
 def check_groups(groups: dict[str, dist.ProcessGroup | None], timeout_s: float) -> None:
     """One all-reduce in each process group, on all ranks in the same order; None where this rank is in no such group.
 
-    Raises RankError for one that fails, gives a wrong sum or takes more than `timeout_s`. Where it is one of
-    GPUs, leave with os._exit then: a thread may still hang in it.
+    RankError for one that fails, gives a wrong sum or takes more than `timeout_s`. Where it is one of GPUs, leave with
+    os._exit then: a thread may still hang in it.
     """
     for name, group in groups.items():
         problem = group and try_all_reduce(group, timeout_s)

@@ -1,7 +1,6 @@
-"""Options that go to Megatron-core and vLLM as they are: which may be given, by the names in options.yaml.
+"""Options that go to Megatron-core and vLLM as they are: options.yaml has their names, docs/options.md says why.
 
-A key under `megatron` or `rollout.vllm` that would be ignored, or that would break what the trainer relies on, is
-refused by its name before anything is built. docs/options.md says what works and why the rest does not.
+One that would be ignored, or break what the trainer relies on, is refused before anything is built.
 """
 
 import dataclasses
@@ -65,10 +64,7 @@ def check_type(key: str, value: Any, hint: Any) -> None:
 
 
 def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: str) -> None:
-    """Check that `options` are fields of Megatron's config `classes` that do what they say here.
-
-    `dtype`: model.dtype. Raises UserError.
-    """
+    """UserError unless `options` are fields of Megatron's config `classes` that have an effect at this model.dtype."""
     types = {field.name: field.type for cls in classes for field in dataclasses.fields(cls)}
     works = f"the fields that may be set are {', '.join(TABLES['megatron_works'])}"
     for name, value in options.items():

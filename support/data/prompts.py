@@ -1,7 +1,6 @@
 """The prompts of a run, and the order in which steps take them. Knows no tensors, no rewards.
 
-`cfg` is the `data` section of the configuration. Invalid data raises a ValueError that names the key, the file and the
-row or column; docs/data.md says what is legal.
+`cfg`: the section `data`. Invalid data raises a ValueError that names key, file and row or column (docs/data.md).
 """
 
 import hashlib
@@ -19,16 +18,7 @@ from config import DataConfig
 from support.base.require import require
 from support.data import mixing
 from support.data.tables import Table, check_text, concatenate, read_tables, rows_between
-from support.data.tokens import (
-    answer_text,
-    check_columns,
-    check_ids,
-    hinted_text,
-    lookup,
-    source_of,
-    to_ids,
-    tokenise,
-)
+from support.data.tokens import answer_text, check_columns, check_ids, hinted_text, lookup, source_of, to_ids, tokenise
 
 LARGE_BYTES = 16 * 2**20  # a rank reads rows of such tables where they are mapped, and holds the rows of smaller ones
 BLOCK = 2000  # rows tokenised at once
@@ -145,10 +135,7 @@ def load_prompts(cfg, tokenizer, vocab_size: int, key: str = "train") -> PromptS
 
 
 def load_set(value: str | list[str], cfg, tokenizer, vocab_size: int, key: str) -> PromptSet:
-    """The prompts of the files or data sets that `value`, given at `key`, names.
-
-    Raises ValueError, for the first invalid row too, and where all prompts are too long.
-    """
+    """The prompts of the files or data sets `value`, given at `key`. ValueError: a row is invalid, or all too long."""
     import pyarrow
 
     tables = read_tables(cfg, value, key)

@@ -20,7 +20,6 @@ LEGAL = f"a file ending in {', '.join(KINDS)}, a glob, a folder, a hub name like
 # name, name:split or name:config:split, where the split may be a slice such as train[:100]
 HUB_NAME = re.compile(r"([\w-]+|\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+)(?=:))?(?::([\w.-]+(?:\[.*\])?))?")
 
-
 Table = Any  # a datasets.Dataset, or a list of rows that a function of the user's has made
 Source = tuple[str, dict]  # name of a file or hub data set, arguments of datasets.load_dataset
 

@@ -111,9 +111,6 @@ def source_of(row: dict, key: str) -> str:
     return "default" if source is None else str(source)
 
 
-# ---------------------------------------------------------------- many rows
-
-
 def check_columns(cfg, table: Table, name: str) -> None:
     """Raises ValueError for a key that no row of the table `name` has, but for `source_key` at its default."""
     columns = columns_of(table)

@@ -1,7 +1,4 @@
-"""Patches of vLLM 0.32 on the CPU: unique names in shared memory, packed weights that take up a push, routes.
-
-Nothing here is called where there is a GPU.
-"""
+"""Patches of vLLM 0.32, for the CPU alone: unique names in shared memory, pushes into packed weights, routes."""
 
 import functools
 import uuid
@@ -14,10 +11,7 @@ from support.engine.push_check import digest
 
 
 def prepare() -> str:
-    """Patch vLLM before it starts; returns the prefix, unique to this run, of its files in /dev/shm (field-notes.md).
-
-    All ranks call this together.
-    """
+    """Patch vLLM before it starts, on all ranks; returns the prefix, unique to this run, of its files in /dev/shm."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shm
 
     note_packed_weights()
@@ -79,10 +73,7 @@ def return_routes(llm) -> None:
 
 
 class Routes:
-    """The experts of every token in the KV cache, in place of vLLM's AuxOutputSchedulerConnector.
-
-    They are stored by the blocks of the cache, so those of cached prefixes are there too.
-    """
+    """The experts of every token in the KV cache, by its blocks, in place of vLLM's AuxOutputSchedulerConnector."""
 
     def __init__(self, llm):
         engine = llm.llm_engine

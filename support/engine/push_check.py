@@ -1,8 +1,4 @@
-"""Proof that vLLM holds the trainer's weights, after every push: docs/dev/checks.md.
-
-Between the trainer's shards (support/proof/push_source.py) and pushed tensors the order of elements counts. Between
-those and vLLM's weights a digest ignores it beyond 16 bytes, since weights may be stacked, split or padded there.
-"""
+"""Proof that vLLM holds the trainer's weights, after every push: docs/dev/checks.md."""
 
 import contextlib
 import re
@@ -38,9 +34,6 @@ def vllm_name(name: str) -> str:
     for pattern, new in RENAMED:
         name = pattern.sub(new, name)
     return name
-
-
-# ---------------------------------------------------------------- digests
 
 
 @torch.no_grad()

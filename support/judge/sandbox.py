@@ -23,7 +23,6 @@ class TooLong(Exception):
 
 READY = b"ready\n"  # what the confined process writes to its standard error before it runs the program
 
-
 # The kernel's numbers, by the names of its headers.
 PR_SET_PDEATHSIG = 1
 PR_SET_SECCOMP = 22

@@ -1,8 +1,4 @@
-"""Attention inside the sequences of a packed row, on the CPU and on GPUs, and how context-parallel ranks split a row.
-
-`attend_varlen` and `attend_padded` compute the same from plain tensors: by torch's FlashAttention, for bf16 and fp16 on
-a GPU, and by its scaled_dot_product_attention. PackedAttention goes into Megatron's layer spec.
-"""
+"""Attention inside the sequences of a packed row, on CPU and GPUs, and how context-parallel ranks split a row."""
 
 import dataclasses
 import functools

@@ -1,7 +1,4 @@
-"""Checkpoints that are complete or absent, checked before use, and readable on any layout.
-
-docs/resume.md names their files. Tensors are stored as safetensors, the rest as JSON, so that reading runs no code.
-"""
+"""Checkpoints that are complete or absent, checked before use, read on any layout and without running code."""
 
 import contextlib
 import json

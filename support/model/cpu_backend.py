@@ -1,8 +1,4 @@
-"""Makes Megatron-core run on a machine without a GPU, over gloo.
-
-Megatron-core asks torch.cuda for the current device, for streams and for the random state, and writes device="cuda"
-when it allocates small tensors. `install()` answers for the CPU; call it once, before `megatron` is imported.
-"""
+"""Makes Megatron-core run over gloo, without a GPU: call `install()` once, before `megatron` is imported."""
 
 import contextlib
 import importlib
@@ -56,16 +52,10 @@ class _TorchWithoutCuda(types.ModuleType):
 FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "empty_like", "zeros_like")
 # Those modules of Megatron-core that write device="cuda" or wait for streams.
 MODULES = (
-    "pipeline_parallel.schedules",
-    "optimizer.optimizer",
-    "optimizer.clip_grads",
-    "optimizer.grad_scaler",
-    "optimizer.cpu_offloading.hybrid_optimizer",
-    "distributed.param_and_grad_buffer",
-    "transformer.moe.moe_utils",
+    "pipeline_parallel.schedules", "optimizer.optimizer", "optimizer.clip_grads", "optimizer.grad_scaler", "utils",
+    "optimizer.cpu_offloading.hybrid_optimizer", "distributed.param_and_grad_buffer", "transformer.moe.moe_utils",
     "transformer.moe.token_dispatcher",
-    "utils",
-)
+)  # fmt: skip
 
 
 def _even_splits(mappings) -> None:

@@ -26,10 +26,7 @@ def experts_for(config: TransformerConfig, rank: int = 0) -> type[SequentialMLP]
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron's sequential experts, with their weights, names and checkpoints; on the CPU the same bit for bit.
-
-    D tokens are dispatched to this rank's experts: a token counts once for each expert that its router chose.
-    """
+    """Megatron's sequential experts, with their weights, names and checkpoints; on the CPU the same bit for bit."""
 
     def forward(self, hidden_D, tokens_per_expert, probs_D):
         """hidden_D [D, h] sorted by expert, tokens_per_expert [E] with the sum D, probs_D [D] → [D, h], None."""

@@ -1,8 +1,6 @@
 """Layers of a Megatron-core model that need no Transformer Engine, on the CPU and on GPUs alike.
 
-Norm, activation, router and, from support/model/attention.py, attention (which also applies RoPE) go into Megatron's
-layer spec (megatron_bridge.layer_spec). Importing this file prepares the process for Megatron-core, so this file
-imports Megatron-core first.
+Importing this file prepares the process for Megatron-core, which it imports first.
 """
 
 import warnings
@@ -16,15 +14,10 @@ from support.model import cpu_backend
 
 # Warnings of every run without Transformer Engine and Apex, which need no action.
 for message in (
-    "Transformer Engine and Apex are not installed",
-    "Apex is not installed",
-    "full scope is deprecated",
-    "The .grad attribute of a Tensor that is not a leaf",
-    r"\s*The 'megatron.core.transformer.custom_layers",
-    "absl.logging is not installed",
-    "MimoModelConfig is experimental",
-    "`torch.distributed",
-):
+    "Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf", r"\s*The 'megatron.core.transformer.custom_layers",
+    "absl.logging is not installed", "MimoModelConfig is experimental", "`torch.distributed",
+):  # fmt: skip
     warnings.filterwarnings("ignore", message)
 
 if torch.cuda.device_count() == 0:  # by NVML: is_available starts CUDA, which then reads no variable any more

@@ -1,7 +1,4 @@
-"""What differs between the tested versions of Megatron-core: 0.16.1, for Python 3.11, and 0.19.2, from 3.12 on.
-
-layers.py imports it after it has prepared the process for Megatron-core.
-"""
+"""What differs between the tested Megatron-core 0.16.1 (Python 3.11) and 0.19.2 (3.12 on); layers.py imports it."""
 
 import functools
 import importlib.util

@@ -1,8 +1,4 @@
-"""Offload gradients and optimizer state while vLLM samples, when nothing reads them.
-
-Gradients are empty then, so their memory is just freed. Main weights and Adam's moments are copied to the host; the
-tensors stay the same objects, with an empty storage. On the CPU the same copies run and change no bit.
-"""
+"""Offload gradients, which are just freed, and optimizer state while vLLM samples, when nothing reads them."""
 
 from collections.abc import Iterator
 

@@ -1,8 +1,4 @@
-"""The training state that a checkpoint holds: main weights and Adam's moments, on any layout.
-
-Megatron's distributed optimizer shards each weight's state over the replicas. This file describes it as Megatron's
-sharded tensors, which say where in the whole tensor a rank's shard is, and loads it from those of a checkpoint.
-"""
+"""The training state of a checkpoint: main weights and Adam's moments, as Megatron's sharded tensors, on any layout."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

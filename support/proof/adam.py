@@ -1,8 +1,4 @@
-"""Compare what Megatron's optimizer did in one update with AdamW, computed in float64 from the same gradient.
-
-On sampled entries of this rank's shards: main weights and both moments, with clipping, learning rate and weight decay.
-On all entries: the model's weights are the rounded main weights.
-"""
+"""Compare what Megatron's optimizer did in one update with AdamW, computed in float64 from the same gradient."""
 
 import functools
 import math
@@ -108,9 +104,6 @@ def norm_of(parts: Iterable[Tensor]) -> float:
     return math.sqrt(sum_over_ranks(squares))
 
 
-# ---------------------------------------------------------------- AdamW
-
-
 def adamw(state: dict[str, Tensor], gradient: Tensor, steps: int, eps: float, train: TrainConfig) -> dict[str, Tensor]:
     """The state, [n] float64 each, after a step on a clipped gradient and `steps` before: arXiv 1711.05101, alg. 2."""
     beta1, beta2 = train.adam_beta1, train.adam_beta2
@@ -145,14 +138,11 @@ def check_state(shards: list[Shard], updates: int) -> list[str]:
     return found[:1]
 
 
-def sample_state(shards: list[Shard]) -> list[Sampled]:
-    """Sample the optimizer's state and the gradient before an update."""
-    sampled = []
-    for shard in shards:
-        count = len(shard.before)
-        entries = torch.linspace(0, count - 1, min(ENTRIES, count), dtype=torch.float64).long()
-        sampled.append(Sampled(shard, entries, read_state(shard, entries), read_entries(shard.gradient, entries)))
-    return sampled
+def sample_state(shard: Shard) -> Sampled:
+    """Sample the optimizer's state and the gradient of a shard before an update."""
+    count = len(shard.before)
+    entries = torch.linspace(0, count - 1, min(ENTRIES, count), dtype=torch.float64).long()
+    return Sampled(shard, entries, read_state(shard, entries), read_entries(shard.gradient, entries))
 
 
 def read_state(shard: Shard, entries: Tensor) -> dict[str, Tensor]:
@@ -167,15 +157,13 @@ def read_entries(values: Tensor, entries: Tensor) -> Tensor:
 
 def check_step(sampled: list[Sampled], updates: int, norm: float, train: TrainConfig) -> list[str]:
     """What differs from AdamW after the update, [] if nothing. norm: before clipping; train: that of this step."""
-    scale = 1.0
-    if train.clip_grad and norm > train.clip_grad:
-        scale = train.clip_grad / (norm + 1e-6)  # as in torch's clip_grad_norm_
+    scale = min(train.clip_grad / (norm + 1e-6), 1.0) if train.clip_grad else 1.0  # as in torch's clip_grad_norm_
     differs, unequal = [], []
     for sample in sampled:
         differs += differences(sample, sample.gradient * scale, updates, train)
-        values = sample.shard.values
-        if not torch.equal(values, sample.shard.state["param"].to(values)):
-            unequal.append(f"{sample.shard.name} of the model is not its fp32 main weight, rounded")
+        shard = sample.shard
+        if not torch.equal(shard.values, shard.state["param"].to(shard.values)):
+            unequal.append(f"{shard.name} of the model is not its fp32 main weight, rounded")
     return differs[:1] + unequal[:1]
 
 

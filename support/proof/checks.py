@@ -18,10 +18,11 @@ from support.base import ranks
 from support.base.hf_folder import safetensor_files
 from support.base.require import require
 from support.data.prompts import Prompt
-from support.engine.push_check import digest, shorten, to_host
+from support.engine.push_check import differing, digest, shorten, to_host
 from support.model.checkpoint import read_state
-from support.proof import graded, order, rows
+from support.proof import graded, rows
 from support.proof.gap import GapCheck
+from support.proof.order import Order
 from support.proof.overflow import check_finite
 from support.proof.push_source import read_shards
 from support.proof.update import FirstUpdate, Passes
@@ -45,7 +46,7 @@ class Checks(graded.RewardChecks):
         self.first_update = FirstUpdate(self.model, self.optimizer, checkpoint)
         self.gap = GapCheck(self.model, self.passes.score)
         self.initial = some_entries(bridge.trainable_weights(self.model))  # before a checkpoint is restored
-        self.order = order.Order(self.inputs.prompts, self.cfg, read_state(checkpoint) if checkpoint else order.NEW)
+        self.order = Order(self.inputs.prompts, self.cfg, read_state(checkpoint) if checkpoint else {})
         own = bridge.named_weights(self.model, factors=True) or bridge.named_weights(self.model)
         still = [name for name, weight in own.items() if not weight.requires_grad]
         if 0 < len(still) < len(own) and bridge.mpu.get_data_parallel_rank() == 0:  # a stage may have no adapter
@@ -73,8 +74,11 @@ class Checks(graded.RewardChecks):
         rows.check_credit(samples, batch, cfg)
         weights = bridge.named_weights(self.model) if cfg.lora.rank else {}
         scales = {weight.adapter.scale for weight in weights.values() if hasattr(weight, "adapter")}
-        right = {cfg.lora.alpha / max(cfg.lora.rank, 1)}
-        require(scales <= right, f"adapters have the scales {scales}, lora.alpha / lora.rank is {right}", TrainingError)
+        require(
+            scales <= {cfg.lora.alpha / max(cfg.lora.rank, 1)},
+            f"adapters have the scales {scales}, not lora.alpha={cfg.lora.alpha} / lora.rank={cfg.lora.rank}",
+            TrainingError,
+        )
         moved = 0.0
         if reference is not None:
             same = torch.equal(some_entries(reference), self.initial)
@@ -88,13 +92,11 @@ class Checks(graded.RewardChecks):
         The ranks share the files. A shard in an odd layout has no digest (push_source).
         """
         folder = Path(self.cfg.output_dir, f"hf/step_{step:06d}")
-        held = dict(ChainMap(*ranks.gather(to_host(read_shards(self.model).digests))))
-        files = safetensor_files(str(folder))
-        wrong = held.keys() - files.keys()
-        for path in sorted({*files.values()})[dist.get_rank() :: dist.get_world_size()]:
-            digests = to_host({name: digest(tensor, ordered=True)[::2] for name, tensor in load_file(path).items()})
-            wrong |= {name for name, sums in digests.items() if (sums != held.get(name, sums)).any()}
-        wrong = set().union(*ranks.gather(wrong))
+        digests = {}
+        for path in sorted({*safetensor_files(str(folder)).values()})[dist.get_rank() :: dist.get_world_size()]:
+            digests |= {name: digest(tensor, ordered=True) for name, tensor in load_file(path).items()}
+        written = dict(ChainMap(*ranks.gather(to_host(digests))))
+        wrong = set().union(*ranks.gather(differing(read_shards(self.model).digests, written)))
         require(
             not wrong,
             f"the export {folder} does not hold the trainer's weights: {shorten(wrong)} were lost, old, exchanged or "

@@ -1,10 +1,7 @@
 """The gap: trainer and vLLM must give the sampled tokens the same log-probs, up to the rounding of the model at hand.
 
-How far rounding moves a log-prob depends on the model: in bf16 by 0.005 nats in a random model of two layers, by 0.04
-in a trained one of thirty. So it is measured. The trainer scores some answers twice, the second time with each element
-of the token embeddings moved by one unit in its last place. Every rounding after that falls anew, as it does in an
-engine with other kernels. A gap of STOP times that size, or one that is proportional to the log-prob, as under another
-temperature, is no rounding: the run ends. A gap of WARN times that size is a warning.
+How far rounding moves a log-prob depends on the model (bf16: by 0.005 nats in a random one of two layers, 0.04 in a
+trained one of thirty), so it is measured: docs/dev/checks.md.
 """
 
 import math
@@ -22,7 +19,6 @@ from torch import Tensor
 import megatron_bridge as bridge
 from config import Config, TrainingError
 from support.base.require import require
-from support.proof.rows import check_reference
 from support.step.records import Batch, Sample
 
 # Times the model's own rounding. In fp32 more: kernels differ by approximations too, such as that of exp.
@@ -62,10 +58,7 @@ def gap_of(difference_M: Tensor, outliers: int = 0) -> Gap:
 
 @dataclass
 class GapCheck:
-    """The check of each update whose weights are those that vLLM sampled with, and what it keeps since this start.
-
-    It finds what the digests of push_check cannot: other kernels, temperature or positions.
-    """
+    """The check of each update whose weights are those that vLLM sampled with, and what it keeps since this start."""
 
     model: list
     score: Callable[[list, Batch, Config], Tensor]  # the trainer's log-probs [F] under the present weights
@@ -106,7 +99,13 @@ class GapCheck:
                 TrainingError,
             )
         if is_first and step == 1 and batch.ref_logp is not None and not cfg.algo.replay_routes:
-            check_reference(report, STOP[cfg.model.dtype] ** 2 * self.rounding.k3)
+            difference, bound = report["k2"] / tokens, STOP[cfg.model.dtype] ** 2 * self.rounding.k3
+            require(
+                difference <= bound,
+                "before the first update policy and reference are the same model, but their log-probs differ: mean "
+                f"(ref - logp)² / 2 = {difference:.1e}, bound {bound:.0e}; is dropout on in one of the passes?",
+                TrainingError,
+            )
         slope = slope_of(logp_F[some.mask], some.rollout_logp[some.mask]) if is_first else 0.0
         if gap.over(self.rounding) <= limit and not slope:
             return

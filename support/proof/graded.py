@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from config import Config, RewardConfig, TrainingError, UserError
+from config import Config, TrainingError, UserError
 from support.base.require import require
 from support.data.prompts import Prompt, load_set
 from support.proof import rows
-from support.proof.order import checksum
 from support.step import turns
-from support.step.named_rewards import is_part
+from support.step.grading import checksum
+from support.step.metrics import by_source
 from support.step.records import Sample
 
 
@@ -29,10 +29,9 @@ class RewardChecks:
         rows.check_sizes(samples, cfg.eval.samples, "eval.samples")
         rows.check_requests(0, samples, prompts, cfg.eval, cfg, self.inputs.ends.own)
         if self.evaluates is None:
-            data, rest = cfg.data.model_copy(update={"hint_key": None}), (self.inputs.tokenizer, self.inputs.vocab_size)
-            self.evaluates = checksum(
-                [(p.ids, p.answer, p.source) for p in load_set(data.eval, data, *rest, "data.eval")]
-            )
+            data = cfg.data.model_copy(update={"hint_key": None})
+            read = load_set(data.eval, data, self.inputs.tokenizer, self.inputs.vocab_size, "data.eval")
+            self.evaluates = checksum([(p.ids, p.answer, p.source) for p in read])
         answered = [prompts[group] for group in sorted({s.group for s in samples})]
         require(
             checksum([(p.ids, p.answer, p.source) for p in answered]) == self.evaluates,
@@ -47,45 +46,31 @@ class RewardChecks:
         for s in samples:
             rows.check_reward(s, cfg, penalty={})
         failed = [s for s in samples if s.graded == "error"]
-        if failed:
-            report_failed(failed, len(samples), prompts, reward.max_error_frac, shown)
-        if any(isinstance(spec, dict) for spec in (reward.default, *reward.by_source.values())):
-            check_applied([s for s in samples if s.graded == "ok"], reward, shown)
-
-
-def check_applied(samples: list[Sample], reward: RewardConfig, found: set[str]) -> None:
-    """UserError for a name of a weighted sum that is None for every sample of a source that is not in `found` yet."""
-    for source in sorted({s.source for s in samples}):
-        spec = reward.by_source.get(source, reward.default)
-        if isinstance(spec, str) or f"rewards of {source!r}" in found:  # a single one that is None is an error already
-            continue
-        graded = [s for s in samples if s.source == source]
-        parts = {part for s in graded for part in s.reward_parts}
-        for name in spec:
-            if not any(is_part(part, name) for part in parts):
+        messages = {}  # {kind of an error: of its first sample}
+        for s in failed:
+            what = "" if s.error.startswith(turns.FAILED) else f"the reward of source {s.source!r} failed: "
+            row = json.dumps(prompts[s.group].row, default=str)
+            kind = s.error.partition(":")[0]
+            messages.setdefault(kind, f"{what}{s.error}\n  row: {row}\n  response: {s.text!r}")
+        if len(failed) > reward.max_error_frac * len(samples):
+            raise UserError(
+                f"{next(iter(messages.values()))}\n  {len(failed)} of {len(samples)} samples failed, more than "
+                f"reward.max_error_frac={reward.max_error_frac:g} allows; mend the function or the row, or choose "
+                "another reward for the source (reward.by_source)"
+            )
+        for kind, message in messages.items():
+            if kind not in shown and dist.get_rank() == 0:
+                print(f"warning: {message}\n  it counts as reward 0, as do further ones of this kind", flush=True)
+        shown.update(messages)
+        for source, own in by_source([s for s in samples if s.graded == "ok"]).items():
+            spec = reward.by_source.get(source, reward.default)
+            if isinstance(spec, str) or f"rewards of {source!r}" in shown:  # a single None is an error already
+                continue
+            unused = [name for name in spec if all(part is None for s in own for part in s.raw[name].values())]
+            if unused:
                 raise UserError(
-                    f"the reward {name!r} of source {source!r} is None for all {len(graded)} answers; legal is a finite"
-                    " number for those to which it applies. Leave it out of the reward, or give rows that it is not for"
-                    " a source of their own (reward.by_source)"
+                    f"the reward {unused[0]!r} of source {source!r} is None for all {len(own)} answers; legal is a "
+                    "finite number for those to which it applies. Leave it out of the reward, or give rows that it is "
+                    "not for a source of their own (reward.by_source)"
                 )
-        found.add(f"rewards of {source!r}")
-
-
-def report_failed(failed: list[Sample], count: int, prompts: dict[int, Prompt], bound: float, shown: set[str]) -> None:
-    """Print the warning, or raise the UserError, of RewardChecks for the `failed` ones of `count` samples."""
-    messages = {}
-    for s in failed:
-        what = "" if s.error.startswith(turns.FAILED) else f"the reward of source {s.source!r} failed: "
-        row = json.dumps(prompts[s.group].row, default=str)
-        kind = s.error.partition(":")[0]
-        messages.setdefault(kind, f"{what}{s.error}\n  row: {row}\n  response: {s.text!r}")
-    if len(failed) > bound * count:
-        raise UserError(
-            f"{next(iter(messages.values()))}\n  {len(failed)} of {count} samples failed, more than "
-            f"reward.max_error_frac={bound:g} allows; mend the function or the row, or choose another reward for the "
-            "source (reward.by_source)"
-        )
-    for kind, message in messages.items():
-        if kind not in shown and dist.get_rank() == 0:
-            print(f"warning: {message}\n  it counts as reward 0, as do further ones of this kind", flush=True)
-    shown.update(messages)
+            shown.add(f"rewards of {source!r}")

@@ -1,7 +1,6 @@
 """What a weight push has to bring: digests of the Hugging Face tensors, computed from this rank's own shards.
 
-They are those of push_check (the sums of x_i and of (2i + 1) x_i over the words x_i of 8 bytes of a tensor), so the
-order of elements counts. Of hf_weights nothing is used, neither its buckets nor its views of them: only the table
+They are those of push_check, in which the order of elements counts. Of hf_weights nothing is used, only the table
 FAMILIES, the layout of the shards, and the merge of adapters, which is made again.
 """
 

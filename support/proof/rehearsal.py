@@ -1,9 +1,4 @@
-"""The rehearsal before a start: the algorithm on synthetic answers that reach its branches, against its formulas.
-
-Ratios lie within, above and below both clip bounds, weights within and beyond their caps, differences beyond the
-clamps; answers are short, long and truncated, rewards mixed and equal; schedules are read at their start, middle and
-end. So a mistake shows in a second, also in a branch that a run reaches late.
-"""
+"""The rehearsal before a start: the algorithm on synthetic answers that reach its branches, against its formulas."""
 
 import math
 from collections.abc import Callable
@@ -16,6 +11,7 @@ from torch import Tensor
 from config import AlgoConfig, Config, RewardConfig, UserError
 from support.base import ranks
 from support.base.read_config import override
+from support.base.require import require
 from support.proof import formulas, rows
 from support.step.packing import pack
 from support.step.records import Batch, MicroBatch, Sample
@@ -47,13 +43,21 @@ def run(
     loss_weights: Callable, grpo_loss: Callable,
 ) -> None:  # fmt: skip
     """Run the functions of the script that have these names. Raises UserError, TrainingError."""
-    if cfg.algo.kl_coef == 0 and config_at(cfg, cfg.train.steps).algo.kl_coef > 0:
-        raise UserError("algo.kl_coef=0 keeps no reference model, but config_at raises it; start above 0")
+    require(
+        cfg.algo.kl_coef > 0 or config_at(cfg, cfg.train.steps).algo.kl_coef == 0,
+        "algo.kl_coef=0 keeps no reference model, but config_at raises it; start above 0",
+    )
     courses = override(cfg.model_copy(update={"schedule": type(cfg.schedule)()}), COURSES)
     for step, (lr, kl_coef) in BY_HAND.items():
         used = config_at(courses, step)
-        check_course("lr", used.train.lr, lr, step)
-        check_course("kl_coef", used.algo.kl_coef, kl_coef, step)
+        for name, found, wanted in (("lr", used.train.lr, lr), ("kl_coef", used.algo.kl_coef, kl_coef)):
+            require(
+                math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-12),
+                f"config_at gives {name}={found:g} in place of {wanted:g} at step {step} of 5, where it has the course "
+                f"{COURSES[f'schedule.{name}']}, and lr a warm-up of 2 steps: does a schedule or the warm-up begin or "
+                "end elsewhere? A course of your own needs a shape of its own; another warm-up goes into BY_HAND of "
+                "support/proof/rehearsal.py as well",
+            )
     cfg = config_at(cfg, 1).model_copy(update={"reward": RewardConfig()})  # of one part
     cfg = override(cfg, SMALL | {"algo.overlong_buffer": min(cfg.algo.overlong_buffer, 4)})
     algo = cfg.algo
@@ -75,17 +79,6 @@ def run(
             check_loss(partial(difference, grpo_loss, row, logp_T, has_value=times == 1), algo)
 
 
-def check_course(name: str, found: float, wanted: float, step: int) -> None:
-    """Raise UserError unless config_at gives what a course by hand has in a step."""
-    if not math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-12):
-        raise UserError(
-            f"config_at gives {name}={found:g} in place of {wanted:g} at step {step} of 5, where it has the course "
-            f"{COURSES[f'schedule.{name}']}, and lr a warm-up of 2 steps: does a schedule or the warm-up begin or end "
-            "elsewhere? A course of your own needs a shape of its own; another warm-up goes into BY_HAND of "
-            "support/proof/rehearsal.py as well"
-        )
-
-
 def make_samples(cfg: Config) -> list[Sample]:
     """Nine answers, with rewards of one part."""
     samples = []
@@ -94,9 +87,8 @@ def make_samples(cfg: Config) -> list[Sample]:
         logp = [-0.4 - 0.3 * i for i in range(length)]
         finished = length < cfg.rollout.max_new_tokens
         sample = Sample(group, [1, 2 + group], [10 + number] * length, logp, finished, "", "", reward=reward)
-        sample.reward_parts["reward"] = reward
-        sample.raw = {cfg.reward.default: {"reward": reward}}
-        samples.append(sample)
+        raw = {cfg.reward.default: {"reward": reward}}
+        samples.append(replace(sample, reward_parts={"reward": reward}, raw=raw))
     return samples
 
 

@@ -1,7 +1,4 @@
-"""What must be true of an update whatever code made it, computed again from the samples, in the plainest way.
-
-A mistake between the samples and the rows that Megatron gets trains in silence: losses stay finite, log-probs agree.
-"""
+"""What must be true of an update whatever code made it, computed again from the samples, in the plainest way."""
 
 import zlib
 from collections import Counter
@@ -17,10 +14,12 @@ from support.data.ends import Ends
 from support.data.prompts import Prompt
 from support.proof import formulas
 from support.step.grading import Outcome, checksum
-from support.step.named_rewards import OWN_PARTS
+from support.step.named_rewards import OWN_PARTS, weights_of
 from support.step.records import Batch, MicroBatch, Sample
 
 FIELDS = ("tokens", "targets", "mask", "position_ids", "rollout_logp", "advantages", "weights")  # of a packed row
+LEAST = 0.01  # temperature in vLLM, but for 0
+CLOSE = 1e-4  # advantages and weights in fp32, relative
 PARTS = 1e-5  # of a token and of the parts of the loss, which fp32 rounds
 OWN_NAME = "; a formula of your own needs a name of its own in algo (docs/forking.md)"
 
@@ -30,10 +29,11 @@ def match_outcomes(
 ) -> Iterator[tuple[Sample, Outcome]]:
     """Yield samples with their outcomes; RankError for one computed for another text or against another answer."""
     for sample, outcome in zip(samples, outcomes, strict=True):
-        if outcome.graded not in (None, checksum(sample.text, prompts[sample.group].answer)):
+        answer = prompts[sample.group].answer
+        if outcome.graded not in (None, checksum(sample.text, answer)):
             raise RankError(
                 f"the reward of another answer was given to the answer {sample.text[:80]!r}, or it was graded against "
-                f"another row's answer than {str(prompts[sample.group].answer)[:80]!r}"
+                f"another row's answer than {str(answer)[:80]!r}"
             )
         sample.raw = outcome.raw
         yield sample, outcome
@@ -74,13 +74,10 @@ def check_requests(
     ids = {group: np.array(prompt.ids, "i4") for group, prompt in prompts.items()}
     seeds = {group: seed_of(cfg.seed, step, group) for group in prompts}
     limit = sampling.max_new_tokens or cfg.rollout.max_new_tokens
-    wanted = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "stop")}
-    if sampling.temperature == 0:
-        wanted |= {"top_p": 1.0, "top_k": 0}
-    elif sampling.temperature < 0.01:
-        wanted["temperature"] = 0.01  # the least in vLLM
+    wanted = {"stop": sampling.stop, "repetition_penalty": 1.0, "temperature": sampling.temperature}
     wanted["stop_token_ids"] = own_ends.union(sampling.stop_token_ids)
-    wanted["repetition_penalty"] = 1.0
+    if sampling.temperature:  # else vLLM takes the likeliest token, whatever top_p and top_k say
+        wanted |= {"temperature": max(sampling.temperature, LEAST), "top_p": sampling.top_p, "top_k": sampling.top_k}
     numbers = Counter()  # of answers so far, by group
     for s in samples:
         number = numbers[s.group]
@@ -108,12 +105,9 @@ def seed_of(*numbers: int) -> int:
 
 
 def check_reward(s: Sample, cfg: Config, penalty: dict[str, float]) -> None:
-    """TrainingError unless the reward is what its functions returned, each times its weight in the configuration.
-
-    `penalty`: the part of the reward that length adds.
-    """
+    """TrainingError unless the reward is what its functions returned × weights, and `penalty`, its part for length."""
     spec = cfg.reward.by_source.get(s.source, cfg.reward.default)
-    weights = {spec: 1.0} if isinstance(spec, str) else spec
+    weights = weights_of(spec)
     raw = s.raw if s.graded == "ok" else {name: {} for name in weights}
     parts = dict(penalty)
     for name, returned in raw.items():
@@ -173,30 +167,19 @@ def check_credit(samples: list[Sample], batch: Batch, cfg: Config) -> None:
     advantages_N = expected_advantages(samples, batch, cfg.algo)
     if advantages_N is None:
         return
-    given_F = batch.advantages.numpy()[batch.trained.numpy()]
-    expected_F = advantages_N[batch.seq_id.numpy()][batch.trained.numpy()]
-    wrong = ~np.isclose(given_F, expected_F, rtol=1e-4, atol=1e-5) & np.isfinite(given_F)  # check_finite: the others
-    if wrong.any():
-        first = np.flatnonzero(wrong)[0]
-        raise TrainingError(
-            f"advantages are not those of the rewards by algo.advantage={cfg.algo.advantage}: {given_F[first]:g} in "
-            f"place of {expected_F[first]:g}{OWN_NAME}"
-        )
+    judged = (batch.trained & batch.advantages.isfinite()).numpy()  # check_finite judges the others
+    what = f"advantages are not those of the rewards by algo.advantage={cfg.algo.advantage}"
+    check_equal(what, batch.advantages.numpy()[judged], advantages_N[batch.seq_id.numpy()][judged], CLOSE)
 
 
 def check_update(
-    report: dict[str, float],
-    micro_batches: list[MicroBatch],
-    batch: Batch,
-    samples: list[Sample],
-    chosen: list[int],
+    report: dict[str, float], micro_batches: list[MicroBatch], batch: Batch, samples: list[Sample], chosen: list[int],
     cfg: Config,
-) -> None:
+) -> None:  # fmt: skip
     """Check the update on the `chosen` numbers of `samples`: this replica's rows, and the report of all replicas.
 
-    Raises TrainingError unless each position has the token, target, mask and log-prob of its sample, its weight in the
-    loss and the advantage that the batch has there, unless the position computed for it has its token and place, and
-    unless every trained token was counted once and the loss is made of the parts that are reported.
+    TrainingError unless each position has what FIELDS names of its sample and the batch, and the position computed for
+    it its token and place; unless trained tokens were counted once, and the reported parts make the loss.
     """
     masks = cfg.algo.mask_truncated
     trained_N = np.array([0 if masks and not s.finished else sum(s.turns[::2]) for s in samples])  # the model's own
@@ -259,16 +242,19 @@ def expected_row(
 def check_row(held: dict[str, ndarray], expected: dict[str, ndarray]) -> None:
     """Compare the fields that a packed row has with what is expected of it. Raises RankError."""
     for name, values in expected.items():
-        row = held[name][: len(values)]
-        wrong = row != values
-        if name == "weights":
-            wrong = ~np.isclose(row, values, rtol=1e-4, atol=1e-5)
-        if wrong.any():
-            first = np.flatnonzero(wrong)[0]
-            raise RankError(
-                f"{name} of the update are not those of the samples: {row[first]:g} in place of "
-                f"{values[first]:g} at position {first} of a row, and {wrong.sum() - 1} more{OWN_NAME}"
-            )
+        what = f"{name} of the update are not those of the samples"
+        check_equal(what, held[name][: len(values)], values, CLOSE if name == "weights" else 0.0)
+
+
+def check_equal(what: str, given: ndarray, right: ndarray, tolerance: float) -> None:
+    """RankError with `what` and the first of the numbers that differ by more than `tolerance`, relative."""
+    wrong = np.flatnonzero(~np.isclose(given, right, rtol=tolerance, atol=tolerance / 10))
+    if len(wrong):
+        first = wrong[0]
+        raise RankError(
+            f"{what}: {given[first]:g} in place of {right[first]:g} at position {first}, and {len(wrong) - 1} "
+            f"more{OWN_NAME}"
+        )
 
 
 def expected_advantages(samples: list[Sample], batch: Batch, algo: AlgoConfig) -> ndarray | None:
@@ -295,16 +281,3 @@ def parts_of_loss(report: dict[str, float], algo: AlgoConfig) -> list[float]:
         return []
     kl = report[algo.kl.removesuffix("+")] if algo.kl_in == "loss" else 0.0
     return [report["policy"], algo.kl_coef * kl, -algo.entropy_coef * report["entropy"]]
-
-
-def check_reference(report: dict[str, float], bound: float) -> None:
-    """Raise TrainingError where reference and policy, one model before the first update, differ beyond `bound`.
-
-    `bound`: of the mean (ref - logp)² / 2, which rounding alone does not reach.
-    """
-    difference = report["k2"] / max(report["tokens"], 1)
-    if difference > bound:
-        raise TrainingError(
-            f"before the first update policy and reference are the same model, but their log-probs differ: mean "
-            f"(ref - logp)² / 2 = {difference:.1e}, bound {bound:.0e}; is dropout on in one of the passes?"
-        )

@@ -1,24 +1,17 @@
 """A live check of the first update of a start: its gradient is that of the loss, and its optimizer step is AdamW's.
 
 The gradient is compared on a sixteenth of the answers, before the update computes its own by the same function; once
-more in a step that the seed draws. AdamW's step is compared again each 50 updates.
+more in a step that the seed draws. AdamW's step is compared again each 50 updates. docs/dev/checks.md has the bounds.
 
 The loss holds stop-gradients, so its value is not what the gradient integrates. The check makes it linear: with
 c = ∂loss/∂logp and e = ∂loss/∂entropy of each of the N trained tokens at the present weights w, the gradient of
 S(w) = sum(c logp(w) + e entropy(w)) / N is that of the loss. Forward passes give S at weights w+ and w-, moved a little
 up and down and rounded to the model's dtype. S(w+) - S(w-) must equal the sum of gradient · (w+ - w-) over all weights,
-each counted once. There are three kinds of moves:
-
-  along the gradient          shows a wrong scale: summed twice, a wrong divisor, scaled by accumulation
-  in a random direction       shows a part that is missing or wrong, unless the direction is nearly orthogonal to it;
-                              a second one is tried where rounding does not hide the first
-  of weights with gradient 0  must not change the log-prob of a trained token: shows a weight that gets no gradient
+each counted once.
 
 The bound comes from the passes: u = S(w+) + S(w-) - 2 S(w) at a token holds the rounding of three passes, of variance 6
 where that of S(w+) - S(w-) is 2. So the bound is SIGMAS · sqrt(sum u² / 3) / N, plus the share NONLINEAR of the change
-for its third order. The root of the sum of squares of all differences, each over its bound, must not exceed 1, so that
-parts of a fault in several directions add up. In fp32 on a CPU a larger one ends the run; elsewhere, where the false
-alarms of the bound are not counted or are known, it is a warning.
+for its third order.
 """
 
 import math
@@ -37,6 +30,7 @@ from torch import Tensor
 import megatron_bridge as bridge
 from config import AlgoConfig, Config, TrainingError
 from support.base import ranks
+from support.base.require import require
 from support.model.checkpoint import read_state
 from support.model.offload import take_back_state
 from support.proof import adam, formulas
@@ -142,12 +136,6 @@ class Probe:
         gather_weights(self.model)
         return self.forward(loss_func=values), predicted
 
-    def restore(self) -> None:
-        """Give the model its own weights again."""
-        for shard in self.shards:
-            shard.values.copy_(shard.before)
-        gather_weights(self.model)
-
     def compare(self, higher: list[Tensor], lower: list[Tensor], predicted: Tensor) -> Change:
         """The change between the values of two moves, where the gradient predicts `predicted` (this rank's part)."""
         sums = predicted.new_zeros(5)
@@ -210,9 +198,6 @@ def linearise(
     return Probe(
         model, shards, forward, rows, tokens, sum_over_ranks(slope2).item(), NONLINEAR[cfg.model.dtype], smooth
     )
-
-
-# ---------------------------------------------------------------- moves of a shard
 
 
 def round_at_random_(moved: Tensor, shard: Shard) -> Tensor:
@@ -279,8 +264,7 @@ class FirstUpdate:
     def compare_gradient(self, batch: Batch, cfg: Config, step: int, passes: Passes) -> None:
         """Compare the gradient of some answers of `batch`, whose weights are above 0 at trained tokens, with the loss.
 
-        Called before each update computes its own gradient. Weights and state keep their bits. Raises TrainingError on
-        every rank, or warns.
+        Weights and state keep their bits. Raises TrainingError on every rank, or warns.
         """
         if not cfg.train.check_update or (self.compared and not self.compared < step == second_step(cfg)):
             return
@@ -299,7 +283,9 @@ class FirstUpdate:
             self.compared = step
             probe = linearise(self.model, shards, batch, some, cfg, passes)
             found, causes = check_gradient(probe, norm, cfg.model.dtype)
-            probe.restore()
+            for shard in shards:  # the model has its own weights again
+                shard.values.copy_(shard.before)
+            gather_weights(self.model)
             is_counted = cfg.model.dtype == "fp32" and bridge.device().type == "cpu"
             report_together(step, found, causes, is_error=is_counted)
         if self.model[0].config.num_moe_experts:
@@ -318,19 +304,15 @@ class FirstUpdate:
         if cfg.train.offload == "optimizer":
             take_back_state(self.optimizer)
         report_together(step, adam.check_state(shards, self.updates), "a resume that left out a part of the state")
-        self.sampled = adam.sample_state(shards)
+        self.sampled = [adam.sample_state(shard) for shard in shards]
 
     def after_step(self, cfg: Config, step: int, norm: float) -> None:
-        """Compare the step that before_step prepared with AdamW. Raises TrainingError, on every rank.
-
-        norm: of the gradient, by which the optimizer skips an update.
-        """
+        """Compare the step that before_step noted with AdamW. `norm`: of the gradient. TrainingError, on all ranks."""
         if self.sampled is not None:
             if self.model[0].ddp_config.overlap_param_gather:  # otherwise the optimizer has gathered them
                 gather_weights(self.model)
-            found = adam.check_step(self.sampled, self.updates, self.norm, cfg.train)
+            report_together(step, adam.check_step(self.sampled, self.updates, self.norm, cfg.train))
             self.sampled = None
-            report_together(step, found)
         if math.isfinite(norm) and norm > 0:
             self.updates += 1
 
@@ -466,8 +448,7 @@ def report_together(step: int, found: list[str], causes: str = "", is_error: boo
     shown = "\n  ".join(lines[:8])
     likely = f"  likely cause: {causes}. " if causes else "  "
     message = f"step {step}: the update is not what its formulas say\n  {shown}\n{likely}"
-    if is_error:
-        raise TrainingError(f"{message}train.check_update=false turns the check off")
+    require(not is_error, f"{message}train.check_update=false turns the check off", TrainingError)
     if dist.get_rank() == 0:
         why = "rounding, or a device that the bound was not tried on, may do this as well: the run goes on"
         print(f"warning: {message}{why}; model.dtype=fp32 on a CPU decides", flush=True)

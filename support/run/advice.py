@@ -1,7 +1,4 @@
-"""What the metrics of a run ask for: runs that cannot learn, and what makes one slow. No rule changes a key.
-
-`problems` says which rules hold for a step; RULES states for how many steps in a row one has to, and what to turn then.
-"""
+"""What the metrics of a run ask for: runs that cannot learn, and what makes one slow. No rule changes a key."""
 
 import math
 from collections import Counter
@@ -108,9 +105,6 @@ def is_idle(step: dict, run: Advice) -> bool:
     only_kl = run.cfg.algo.kl_coef > 0 and entropy_coef == 0 and not run.has_signal
     no_update = step["update/applied"] == 0 and not step.get("update/overflow")  # fp16: a lower loss scale comes next
     return step["lr"] == 0 or no_update or only_kl
-
-
-# ---------------------------------------------------------------- the rules
 
 
 def problems(step: dict, run: Advice) -> Iterator[tuple[str, str]]:

@@ -30,13 +30,9 @@ from support.run.profiler import Profiler
 
 
 def command(
-    argv: list[str],
-    doc: str,
-    rehearse: Callable[[Config], None],
-    train: Callable[[Config, Inputs, Clock], None],
-    evaluate: evaluation.Evaluate,
-    engine: type,
-) -> int:
+    argv: list[str], doc: str, rehearse: Callable[[Config], None], train: Callable[[Config, Inputs, Clock], None],
+    evaluate: evaluation.Evaluate, engine: type,
+) -> int:  # fmt: skip
     """Run the command line `argv`, whose help is `doc`; returns the exit code, as docs/resume.md has it.
 
     `rehearse(cfg)` runs at every start and raises UserError; `train(cfg, inputs, clock)` runs on every rank unless this

@@ -26,10 +26,7 @@ RECENT = 20  # steps from which the time left is estimated
 
 
 class Log:
-    """What a run says of its steps, on rank 0: metrics.jsonl, rollouts/, a line a step, some answers, trackers.
-
-    `inputs`: what the run goes on from; `clock`: asked to stop where the run is dead.
-    """
+    """What a run says of its steps, on rank 0: metrics.jsonl, rollouts/, a line a step, some answers, trackers."""
 
     def __init__(self, cfg: Config, inputs: Any, rollouts: RolloutWriter, clock: Clock):
         self.cfg = cfg
@@ -142,9 +139,6 @@ def step_line(m: dict, steps: int) -> str:
         f"  grad {m['grad_norm']:.3f}{kl}  entropy {m['entropy']:.2f}  length {m['tokens/response_mean']:.1f}"
         f"  gap {m['logp_gap/max']:.0e}  {m['time/step']:.2f} s"
     )
-
-
-# ---------------------------------------------------------------- how far the run is, how busy its GPU
 
 
 class Progress:

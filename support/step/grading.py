@@ -1,7 +1,4 @@
-"""Rewards computed in worker processes, because only a process can be killed.
-
-The functions of rollout.turns are called there too. Knows no trainer. Started as a program, this file is the worker.
-"""
+"""Rewards and functions of rollout.turns in processes, which can be killed. As a program, this file is one of them."""
 
 import atexit
 import contextlib
@@ -52,9 +49,9 @@ class RewardKind:
         self.takes_ids = any(map(named_rewards.takes_ids, functions))  # one of its functions asks for token ids
 
 
-def checksum(text: str, answer: object) -> int:
-    """A number that changes with the text that is graded and the answer of its row, as JSON brings them to a worker."""
-    return zlib.crc32(json.dumps([text, answer], default=str).encode())
+def checksum(*values: object) -> int:
+    """A number that changes with values, as JSON brings them to a worker."""
+    return zlib.crc32(json.dumps(values, default=str).encode())
 
 
 # Whether others come first, its number, its request as JSON, what its Outcome is given to
@@ -86,14 +83,9 @@ class GradingPool:
         atexit.register(self.close)  # a run that ends with an error removes its temporary files too
 
     def submit(
-        self,
-        source: str,
-        text: str,
-        answer: Answer,
-        row: dict,
-        ids: list[int] | None = None,
+        self, source: str, text: str, answer: Answer, row: dict, ids: list[int] | None = None,
         failure: Outcome | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Queue an answer for grading, unless a `failure` of its environment is its Outcome; returns at once."""
         kind = self.by_source.get(source, self.default)
         if failure:

@@ -255,9 +255,6 @@ def idle_seconds(rank_seconds: list[dict[str, float]], bubble: float) -> dict[st
     }
 
 
-# ---------------------------------------------------------------- samples, and evaluations
-
-
 def rewards_by_group(samples: list[Sample]) -> dict[int, list[float]]:
     """The rewards of each group's answers."""
     rewards = {s.group: [] for s in samples}

@@ -1,7 +1,4 @@
-"""The teacher of on-policy distillation (algo.teacher): another model, or the model itself with a hint in its prompt.
-
-It scores the policy's answers, each after the teacher's own prompt, in the same kind of pass as the reference model.
-"""
+"""The teacher of on-policy distillation (algo.teacher): another model, or the same one with a hint in its prompt."""
 
 from dataclasses import dataclass, replace
 

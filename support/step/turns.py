@@ -1,7 +1,6 @@
-"""Multi-turn rollouts: an environment, such as a tool or a game, replies to the model's answers.
+"""Multi-turn rollouts: an environment, such as a tool or a game, replies to the model's answers (docs/turns.md).
 
-Each turn is sampled from the ids of prompt and response so far, so what vLLM sampled is never decoded and tokenised
-again. All active conversations of an engine take their turns in one batch. docs/turns.md is for users.
+Each turn is sampled from the ids of prompt and response so far: what vLLM sampled is never tokenised again.
 """
 
 import inspect

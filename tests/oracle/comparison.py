@@ -15,40 +15,21 @@ EXACT = {  # what goes through no model, in every dtype
     "schedule/": (0.0, 1e-9),
     "update/skipped": (0.0, 0.0),
 }
-# dtype → {beginning of a quantity: (absolute, relative) difference that rounding may make}; the longest beginning
-# holds. They are 2.5 (bf16) to 10 times (fp32) the largest differences in the runs of test_pairs.py, or more.
+# Beginning of a quantity → (absolute, relative) difference that rounding may make in fp32, fp16 and bf16; the longest
+# beginning holds. They are 2.5 (bf16) to 10 times (fp32) the largest differences in the runs of test_pairs.py, or more.
+ROUNDED = {
+    "": ((2e-5, 2e-4), (4e-3, 0.03), (2e-2, 0.1)),
+    "sample: advantage": ((5e-4, 1e-3), (0.05, 0.1), (0.2, 0.4)),  # with algo.kl_in=reward; else through no model
+    "token: rollout_logp": ((5e-4, 0.0), (0.1, 0.0), (0.45, 0.0)),
+    "logp_gap/": ((5e-4, 0.0), (0.1, 0.0), (0.45, 0.0)),  # our weights, not those of the run, against vLLM
+    "grad_norm": ((1e-6, 3e-4), (2e-3, 0.1), (1e-2, 0.5)),
+    "mismatch/cut_frac": ((2e-5, 2e-4), (0.1, 0.0), (0.1, 0.0)),
+    "ratio/clip_frac": ((2e-5, 2e-4), (0.1, 0.0), (0.1, 0.0)),
+    "export: weights": ((4e-3, 0.0), (0.2, 0.0), (0.5, 0.0)),
+}
 BOUNDS = {
-    "fp32": EXACT
-    | {
-        "": (2e-5, 2e-4),
-        "sample: advantage": (5e-4, 1e-3),
-        "token: rollout_logp": (5e-4, 0.0),
-        "logp_gap/": (5e-4, 0.0),  # our weights, not those of the run, against vLLM
-        "grad_norm": (1e-6, 3e-4),
-        "export: weights": (4e-3, 0.0),
-    },
-    "fp16": EXACT
-    | {
-        "": (4e-3, 0.03),
-        "sample: advantage": (0.05, 0.1),
-        "token: rollout_logp": (0.1, 0.0),
-        "logp_gap/": (0.1, 0.0),
-        "grad_norm": (2e-3, 0.1),
-        "mismatch/cut_frac": (0.1, 0.0),
-        "ratio/clip_frac": (0.1, 0.0),
-        "export: weights": (0.2, 0.0),
-    },
-    "bf16": EXACT
-    | {
-        "": (2e-2, 0.1),
-        "sample: advantage": (0.2, 0.4),  # with algo.kl_in=reward; otherwise they go through no model
-        "token: rollout_logp": (0.45, 0.0),
-        "logp_gap/": (0.45, 0.0),
-        "grad_norm": (1e-2, 0.5),
-        "mismatch/cut_frac": (0.1, 0.0),
-        "ratio/clip_frac": (0.1, 0.0),
-        "export: weights": (0.5, 0.0),
-    },
+    dtype: EXACT | {name: bounds[number] for name, bounds in ROUNDED.items()}
+    for number, dtype in enumerate(("fp32", "fp16", "bf16"))
 }
 
 
@@ -65,8 +46,8 @@ class Quantity:
 class Comparison:
     """Collects comparisons. A value parts where the difference is beyond absolute + relative · |ours|."""
 
-    def __init__(self, dtype: str):
-        self.bounds = BOUNDS[dtype]
+    def __init__(self, dtype: str, bounds: dict | None = None):
+        self.bounds = BOUNDS[dtype] | (bounds or {})
         self.step = 0
         self.quantities: dict[str, Quantity] = {}
         self.first: str | None = None  # the first value that parts, in words

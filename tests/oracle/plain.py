@@ -1,10 +1,7 @@
 """One update of plain transformers in float64, one unpadded sequence at a time, and the log-probs of answers."""
 
-import itertools
-import operator
 from collections.abc import Callable
 
-import pytest
 import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
@@ -75,30 +72,6 @@ def hf_gradients(model) -> dict[str, torch.Tensor]:
     own = model.named_parameters()
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in own}
     return {f"grad.{name}": grad for name, grad in revert_weight_conversion(model, gradients).items()}
-
-
-def check_step(metrics: dict, rows: list[dict], folder) -> None:
-    """The step's loss and gradient norm on the samples `rows`, without KL and entropy, are those of plain transformers
-    in fp32 at the first update, in which nothing has moved: the ratio is 1. So are advantages and vLLM's log-probs.
-    """
-    policy = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = sum(sampled(row).sum().item() for row in rows)
-    loss = 0.0
-    for _, group in itertools.groupby(rows, operator.itemgetter("group")):
-        members = [*group]
-        advantages = formulas.compare([row["reward"] for row in members], "grpo")
-        assert [row["advantage"] for row in members] == pytest.approx(advantages.tolist(), rel=1e-9, abs=1e-12)
-        for row in members:
-            mine, recorded = sampled(row), torch.tensor(row["rollout_logp"])  # an environment's tokens do not count
-            logp = response_logps(policy, row)[mine]
-            assert (logp - recorded[mine]).abs().max() < 1e-4 and not recorded[~mine].any()
-            part = (-row["advantage"] * (logp - logp.detach()).exp()).sum() / tokens
-            part.backward()
-            loss += part.item()
-    norm = torch.stack([p.grad.double().norm() for p in policy.parameters()]).norm().item()
-    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-7)
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert metrics["logp_gap/max"] < 1e-5
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -37,7 +37,7 @@ HARMLESS = (  # options of vLLM and fields of Megatron-core that change memory a
     "max_num_seqs max_num_batched_tokens enforce_eager enable_prefix_caching enable_chunked_prefill swap_space "
     "block_size kv_cache_memory_bytes disable_custom_all_reduce recompute_granularity recompute_method "
     "recompute_num_layers recompute_modules overlap_grad_reduce overlap_param_gather moe_grouped_gemm bucket_size "
-    "optimizer_cpu_offload optimizer_offload_fraction"
+    "optimizer_cpu_offload optimizer_offload_fraction num_layers_in_first_pipeline_stage"
 )
 
 
@@ -245,9 +245,12 @@ def sampled_places(row: dict) -> list[int]:
 # ---------------------------------------------------------------- a run
 
 
-def repeat(run: Recorded) -> Comparison:
-    """Repeat every step of a run and compare all that it recorded, in the order in which a step computes it."""
-    comparison = Comparison(run.config["model"]["dtype"])
+def repeat(run: Recorded, bounds: dict | None = None) -> Comparison:
+    """Repeat every step of a run and compare all that it recorded, in the order in which a step computes it.
+
+    `bounds` replace those of comparison.BOUNDS.
+    """
+    comparison = Comparison(run.config["model"]["dtype"], bounds)
     trainer = Trainer(run.config)
     for step, metrics in enumerate(run.metrics, start=1):
         rows = run.rollouts(step)

@@ -94,16 +94,6 @@ def weights(run) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in bridge.hf_weights(run.model)}
 
 
-@pytest.mark.gpu
-def test_a_step_agrees_with_the_engine_and_moves_the_weights(build):
-    run = build("train.lr=0.01")
-    for step in (1, 2):
-        before = weights(run)
-        metrics, samples = train_grpo.train_step(run, step)
-        assert metrics["logp_gap/max"] < 1e-5 and len(samples) == 16 and metrics["update/skipped"] == 0
-        assert all(not torch.equal(before[name], weight) for name, weight in weights(run).items() if "mlp" in name)
-
-
 @pytest.mark.parametrize(("longer", "room"), [(2, 12), (60, 68)])
 def test_the_engine_has_room_for_the_answers_of_an_evaluation(build, monkeypatch, longer, room):
     """Beside prompts of 8 tokens; else it would cut them off without a word."""
@@ -157,7 +147,8 @@ def test_replayed_routes_close_the_gap_of_an_engine_that_routes_otherwise(build,
 def test_a_push_that_is_lost_is_caught(build, monkeypatch):
     run = build("train.lr=0.01")
     monkeypatch.setattr(train_grpo, "push_weights", lambda *_: None)
-    train_grpo.train_step(run, 1)
+    metrics, _ = train_grpo.train_step(run, 1)
+    assert metrics["logp_gap/max"] < 1e-5
     with pytest.raises(TrainingError, match="did not take up the last weight push"):
         train_grpo.train_step(run, 2)
 
@@ -323,16 +314,6 @@ def test_budgets_reach_their_own_phase(build, monkeypatch):
     # Old and reference log-probs; then two updates, and at the first the rounding of eight answers.
     packed = [(len(samples), max_tokens) for _, samples, max_tokens, _ in (call.args for call in cut.mock_calls)]
     assert packed == [(16, 48), (16, 48), (8, 64), (8, 48), (8, 48), (8, 64)]
-
-
-def test_the_kl_is_shown_where_its_coefficient_has_reached_zero(build):
-    """The reference is there and its pass is made, so what it tells is not left out."""
-    run = build("train.lr=0.01", "algo.kl_coef=0.1", "schedule.kl_coef={to: 0, steps: 2}")
-    found = [train_grpo.train_step(run, step)[0] for step in (1, 2)]
-    assert [numbers["schedule/kl_coef"] for numbers in found] == [0.1, 0.0]
-    for name in ("kl/ref", "kl/k1", "kl/k2"):
-        assert found[0][name] == 0
-        assert found[1][name] is not None and found[1][name] != 0, name
 
 
 # The files of support/ that a default step on a CPU does not enter, whatever folder they are in.

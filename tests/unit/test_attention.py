@@ -5,7 +5,6 @@ torch's kernel without padding needs a GPU. Here a function of its signature sta
 """
 
 import inspect
-import itertools
 
 import make_tiny
 import numpy as np
@@ -40,6 +39,7 @@ OPTIONS = {  # of varlen_attn, by version of torch
 
 def stand_in(version: str, dtype: torch.dtype):
     """varlen_attn of that torch, but for the device and the type; `sequences` has how many each call had."""
+    assert REAL.keys() >= {*OPTIONS["2.13"]}
 
     def kernel(query, key, value, cu_q, cu_k, max_q, max_k, **options):
         for x, cu, longest in ((query, cu_q, max_q), (key, cu_k, max_k), (value, cu_k, max_k)):
@@ -141,15 +141,6 @@ def test_the_gradients_of_copies_are_added_up_in_fp32():
     taken = attention.Copies.of(np.zeros(257, dtype=np.int64), 1, ones.device).take(ones)
     (found,) = torch.autograd.grad(taken.float().sum(), ones)
     assert found.tolist() == [[torch.tensor(257.0).bfloat16().item()] * 8]
-
-
-def test_torch_has_the_options_and_refuses_the_cpu():
-    assert REAL.keys() >= {*OPTIONS["2.13"]}
-    with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
-        attend_varlen(*tensors(5, 5, torch.bfloat16), segments([3, 2]))
-    half = (torch.bfloat16, torch.float16)
-    for on, dtype in itertools.product(("cpu", "cuda"), (*half, torch.float32)):
-        assert attention.uses_varlen(torch.device(on), dtype) == (on == "cuda" and dtype in half)
 
 
 @pytest.mark.parametrize(

@@ -66,12 +66,7 @@ VLLM = {
         ("reward.functions.x.type=math", ["functions.x={'type': 'math'}: legal is file.py:function, or the name"]),
         ("parallel.tp=two", ["parallel.tp", "two"]),
         *((f"model.dtype={name}", [f"{name!r}: must be 'bf16', 'fp16' or 'fp32'"]) for name in ("float16", "half")),
-        ("model.dtype=16", ["model.dtype=16: must be 'bf16', 'fp16' or 'fp32'"]),
-        ("fp16_params=true", ["unknown key 'fp16_params'; here model.dtype"]),
         ("actor.megatron.override_transformer_config.fp16=true", ["here model.dtype"]),
-        ("dynamic_loss_scale=true", ["here megatron.initial_loss_scale, megatron.loss_scale"]),
-        ("apex_amp=O2", ["here model.dtype"]),
-        ("gradient_clipping=1.0", ["here train.clip_grad"]),
         ("train", ["section.key=value"]),
         ("parallel.tp=3", ["parallel.tp=3", "world size 4", "--world-size"]),
         ("rollout.tp=3", ["rollout.tp=3", "world size 4"]),
@@ -80,7 +75,6 @@ VLLM = {
         ("rollout.group_size=1", ["rollout.group_size=1", "greater than or equal to 2"]),
         ("rollout.top_p=0.9", ["rollout.top_p=0.9", "rollout.max_logp_gap=inf"]),
         ("rollout.stop=['</answer>', '']", ["rollout.stop='': String should have at least 1 character"]),
-        ("eval.stop=['']", ["eval.stop='': String should have at least 1 character"]),
         ("rollout.stop_token_ids=[</s>]", ["rollout.stop_token_ids='</s>': must be a valid integer"]),
         ("rollout.stop_token_ids=[-1]", ["rollout.stop_token_ids=-1: must be greater than or equal to 0"]),
         ("rollout.stop_token_ids=[15, 16]", ["stop_token_ids=[15, 16]: legal are the tokens 0 to 15 of model.path="]),
@@ -97,7 +91,6 @@ VLLM = {
         ("megatron.recompute_granularty=full", ["megatron.recompute_granularty", "recompute_granularity"]),
         ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
         ("model.path=nowhere", ["there is no folder /", "/nowhere, and the hub does not give", "model.path=FOLDER"]),
-        ("model.path=build/no/model", ["/build/no/model, and the hub does not give a model", "model.path=FOLDER"]),
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
         ("profile.start=4", ["profile.start=4 is after profile.stop=0"]),
         ("profile.memory=true", ["profile.start=0: no step is profiled"]),
@@ -121,7 +114,6 @@ VLLM = {
         ("algo.loss=sapo", ["ppo_clip | gspo | cispo | ipo | dppo_tv | reinforce"]),
         ("algo.loss_norm=mean", ["token_mean | seq_mean_token_mean | seq_mean_token_sum | seq_mean_token_sum_norm"]),
         ("algo.kl=k4", ["k1 | k2 | k3 | k3+"]),
-        ("algo.kl=k4; algo.kl_in=reward", ["k1 | k2 | k3 | k3+"]),
         ("algo.correction=mis", ["none | tis | icepop | seq_mask"]),
         ("algo.correction_low=3", ["above algo.correction_high=2"]),
         # options of Megatron-core and vLLM
@@ -176,8 +168,8 @@ def test_a_model_without_a_counterpart_is_refused(dry_run, tiny, tmp_path, chang
     assert code == 2 and message in text, text
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, train_forked, tiny, tmp_path):
-    """In a prompt of a real start, and as an end of answers; a model that never meets the token is none the worse."""
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, tiny, tmp_path):
+    """In a prompt, and as an end of answers; a model that never meets the token is none the worse."""
     folder = shutil.copytree(tiny / "model", tmp_path / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<tool>"])
@@ -185,8 +177,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, train_for
     assert dry_run(f"model.path={folder}")[0] == 0
     said = "the token '<tool>' has the id 16, but the embedding of model.path has 16 rows"
     write_rows(tmp_path / "tool.jsonl", [{"prompt": f"{token}12>", "answer": "21"} for token in ("", "<tool>")])
-    run = train_forked(2, f"model.path={folder}", f"data.train={tmp_path / 'tool.jsonl'}")
-    assert run.text.startswith(f"error: data.train: {tmp_path}/tool.jsonl, row 2: 'prompt': {said}"), run.text
+    code, text = dry_run(f"model.path={folder}", f"data.train={tmp_path / 'tool.jsonl'}")
+    assert code == 2 and text.startswith(f"error: data.train: {tmp_path}/tool.jsonl, row 2: 'prompt': {said}"), text
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 16]}')
     code, text = dry_run(f"model.path={folder}")
     assert code == 2 and re.search(f"eos_token_id of .*generation_config.*: {said}", text), text

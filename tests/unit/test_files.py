@@ -154,10 +154,3 @@ def test_a_full_disk_is_told_by_the_next_call(writer, tmp_path):
         with pytest.raises(OSError, match="No space left on device") as raised:
             call()
     assert raised.value.errno == errno.ENOSPC and list(tmp_path.iterdir()) == []
-
-
-def test_a_field_of_a_fork_that_is_no_json_leaves_no_half_file(writer, tmp_path):
-    writer.write(tmp_path / "a", [SimpleNamespace(field=object())])
-    with pytest.raises(AttributeError):
-        writer.finish()
-    assert not list(tmp_path.iterdir())

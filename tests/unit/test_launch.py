@@ -78,7 +78,7 @@ def test_flash_attention_can_be_turned_off(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     asked = []
-    for options in ([], ["model.flash_attention=false"], ["model.dtype=fp32"], []):
+    for options in ([], ["model.flash_attention=false"], ["model.dtype=fp32"], ["model.dtype=fp16"]):
         cfg = tiny_config("model.dtype=bf16", *options)
         launch.prepare_process(cfg)
         asked.append(attention.uses_varlen(bridge.device(), bridge.DTYPES[cfg.model.dtype]))

@@ -175,20 +175,6 @@ def test_loss_weights_by_hand_and_by_the_formulas(kind, want):
     np.testing.assert_allclose(formulas.answer_weights([3, 1, 0, 0, 2, 0], kind, 10), want, rtol=1e-12)
 
 
-def test_every_epoch_deals_all_groups_anew():
-    groups = [group for group in range(10) for _ in range(3)]  # of each sample
-    parts = train_grpo.update_order(groups, updates=3, epochs=2, seed=5, step=7)
-    assert [len(part) for part in parts] == [12, 9, 9] * 2
-    for epoch in (parts[:3], parts[3:]):
-        assert sorted(n for part in epoch for n in part) == list(range(30))
-    for part in parts:
-        dealt = {groups[n] for n in part}
-        assert part == [n for n in range(30) if groups[n] in dealt]  # whole groups
-    assert parts[:3] != parts[3:] and parts == train_grpo.update_order(groups, 3, 2, 5, 7)
-    assert parts != train_grpo.update_order(groups, 3, 2, 5, 8)
-    assert train_grpo.update_order([4], updates=3, epochs=1, seed=0, step=1) == [[0]]
-
-
 # ---------------------------------------------------------------- names and forks
 
 
