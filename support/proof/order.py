@@ -62,8 +62,9 @@ class Order:
             if again:
                 raise TrainingError(
                     f"step {step}: after {before} prompts of an epoch row {row + 1} of the data comes again, or the "
-                    "epoch is not shuffled, or as the one before. Is run.prompts_taken lost between steps, or at a "
-                    "resume? A fork that takes prompts otherwise says so in IN_EPOCHS of support/proof/order.py"
+                    "epoch is not shuffled, or as the one before, or at its end lacks a row. Is run.prompts_taken "
+                    "lost between steps, or at a resume? A fork that takes prompts otherwise says so in IN_EPOCHS of "
+                    "support/proof/order.py"
                 )
 
     def kept(self, step: int, taken: int, cfg: Config, update_order: Callable) -> dict:
