@@ -66,7 +66,8 @@ def untested(package: str, version: str | None) -> str | None:
 def check_versions() -> list[str]:
     """A warning for each package whose version was never tested, or that is missing. Imports none of them."""
     versions_here = {name: installed(name) for name in TESTED} | {"python": platform.python_version()}
-    return [*filter(None, (untested(name, version) for name, version in versions_here.items()))]
+    warnings = [untested(name, version) for name, version in versions_here.items()]
+    return [warning for warning in warnings if warning is not None]
 
 
 def commit() -> str:

@@ -67,7 +67,6 @@ VLLM_MEMORY = {  # what vLLM says where memory is short → what to turn; it has
     ],
 }  # fmt: skip
 
-
 LOST_WORDS = ("onnection", "remote process exited", "network error")  # of gloo and NCCL, which have no class for it
 
 

@@ -23,7 +23,8 @@ def draw_sets(weights: list[float], taken: int, size: int, seed: int) -> list[tu
         mine = sets == chosen
         numbers[mine] = before + np.arange(mine.sum())
     start = taken - first * BLOCK
-    return list(zip(sets.tolist(), numbers.tolist(), strict=True))[start : start + size]
+    window = slice(start, start + size)
+    return list(zip(sets[window].tolist(), numbers[window].tolist(), strict=True))
 
 
 def block_counts(weights: list[float], blocks: int) -> ndarray:
