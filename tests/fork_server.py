@@ -19,13 +19,14 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
 from support.base import processes
 from support.engine import vllm_process
-from tests import museum
+from tests import link, museum
 
 SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -51,16 +52,23 @@ class ForkServer:
         self.process = subprocess.Popen([sys.executable, "-u", __file__], cwd=processes.REPO, env=env, **pipes)
 
     def run(
-        self, printed: Path, script: str | Path, *arguments: str, nproc: int, seconds: float = 600, **env: str
-    ) -> int:
-        """Run `script` on `nproc` ranks with what torchrun tells them, and `env`; see run_ranks."""
+        self, printed: Path, script: str | Path, *arguments: str, nproc: int, seconds: float = 600,
+        machines: Sequence[int] = (0,), **env: str,
+    ) -> int:  # fmt: skip
+        """Run `script` on `nproc` ranks with what torchrun tells them, and `env`; see run_ranks.
+
+        `machines`: processes in whose network the ranks are, an equal share in each; then rank 0 holds the store.
+        """
         port = free_port()
+        local, here = nproc // len(machines), len(machines) == 1
         world = {
-            "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+            "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(local), "MASTER_PORT": str(port),
+            "MASTER_ADDR": "127.0.0.1" if here else link.ADDRESSES[0], "TORCHELASTIC_USE_AGENT_STORE": str(here),
+            "TORCHELASTIC_RESTART_COUNT": "0",
         }  # fmt: skip
-        ranks = [{**os.environ, **world, "RANK": str(n), "LOCAL_RANK": str(n), **env} for n in range(nproc)]
-        return self.run_ranks(printed, [str(script), *arguments], ranks, port, seconds)
+        places = [{"LOCAL_RANK": str(n % local), "MACHINE": str(machines[n // local])} for n in range(nproc)]
+        ranks = [{**os.environ, **world, "RANK": str(n), **place, **env} for n, place in enumerate(places)]
+        return self.run_ranks(printed, [str(script), *arguments], ranks, port if here else None, seconds)
 
     def run_ranks(
         self, printed: Path, command: list[str], ranks: list[dict[str, str]], port: int | None, seconds: float = 600
@@ -138,6 +146,8 @@ def start_rank(command: list[str], env: dict[str, str], output: int) -> int:
     processes.die_with_parent()
     os.environ.clear()
     os.environ.update(env)
+    if int(env.get("MACHINE", 0)):
+        link.enter(int(env["MACHINE"]), "net", "uts")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import socket
 import time
 import uuid
 from collections import defaultdict
@@ -94,6 +95,16 @@ def fresh_store(rank: int, world_size: int) -> dist.Store:
         waiting = {r for r in waiting if not store.check([f"heard/{name}/{r}"])}
         time.sleep(0.02)
     return dist.PrefixStore(name, store)
+
+
+def is_first_to_fail() -> bool:
+    """Whether no other rank of this machine has failed yet, in this start; also where the store does not answer."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(datetime.timedelta(seconds=5))  # a machine may be gone
+    try:
+        return store.add(f"failed/{socket.gethostname()}", 1) == 1
+    except dist.DistError:
+        return True
 
 
 # ---------------------------------------------------------------- collectives; all ranks call these at the same place

@@ -3,46 +3,30 @@
 import errno
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from support.base import files
 from support.base.memory import host_free_bytes
 from support.base.versions import gib
 
-
-class Remedy(NamedTuple):
-    """What sets the memory, and what to turn, in the order in which to try it."""
-
-    sign: str
-    turn: list[str]
-
-
 LESS, MORE = "rollout.gpu_memory_utilization down", "rollout.gpu_memory_utilization up"
 FEWER = "rollout.vllm.max_num_seqs down"
-SAMPLING = Remedy("rollout.gpu_memory_utilization", [LESS, FEWER, "rollout.tp up", "train.offload=optimizer"])
-MEMORY = {  # phase → its remedy
-    "build": Remedy("parallel.*", ["parallel.tp up", "parallel.pp up", "parallel.ep up", LESS, FEWER]),
+SAMPLING = [LESS, FEWER, "rollout.tp up", "train.offload=optimizer"]
+MEMORY = {  # phase → what to turn, in the order in which to try it
+    "build": ["parallel.tp up", "parallel.pp up", "parallel.ep up", LESS, FEWER],
     "rollout": SAMPLING,
     "eval": SAMPLING,
-    "logprob": Remedy(
-        "train.logprob_max_tokens_per_micro_batch",
-        ["train.logprob_max_tokens_per_micro_batch down", "algo.reference_on=host", "parallel.tp up"],
-    ),
-    "train": Remedy(
-        "train.max_tokens_per_micro_batch",
-        [
-            "train.max_tokens_per_micro_batch down",
-            "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1",
-            "parallel.tp up",
-            "parallel.cp up",
-            "megatron.optimizer_cpu_offload=true megatron.use_precision_aware_optimizer=true",
-        ],
-    ),
-    "sync": Remedy("rollout.sync_bucket_mb", ["rollout.sync_bucket_mb down", LESS, "parallel.tp up"]),
-    "save": Remedy("parallel.*", ["parallel.tp up", "parallel.pp up", LESS]),
+    "logprob": ["train.logprob_max_tokens_per_micro_batch down", "algo.reference_on=host", "parallel.tp up"],
+    "train": [
+        "train.max_tokens_per_micro_batch down",
+        "megatron.recompute_granularity=full megatron.recompute_method=uniform megatron.recompute_num_layers=1",
+        "parallel.tp up",
+        "parallel.cp up",
+        "megatron.optimizer_cpu_offload=true megatron.use_precision_aware_optimizer=true",
+    ],
+    "sync": ["rollout.sync_bucket_mb down", LESS, "parallel.tp up"],
+    "save": ["parallel.tp up", "parallel.pp up", LESS],
 }
 
 HOST_MEMORY = [
@@ -70,26 +54,23 @@ VLLM_MEMORY = {  # what vLLM says where memory is short → what to turn; it has
 LOST_WORDS = ("onnection", "remote process exited", "network error")  # of gloo and NCCL, which have no class for it
 
 
-def lost_rank(phase: str, error: Exception) -> str | None:
+def lost_rank(error: Exception) -> str | None:
     """What an error means if it comes from a lost connection; else None."""
     if not isinstance(error, RuntimeError) or not any(word in str(error) for word in LOST_WORDS):
         return None
     text = str(error).splitlines()[0]
-    return (
-        f"rank {dist.get_rank()}, in the phase {phase}: another rank is gone ({text}). torchrun's report says which "
-        "one; go on with resume=auto"
-    )
+    return f"another rank is gone ({text}). torchrun's report says which one; go on with resume=auto"
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
-def disk_error(phase: str, error: Exception, folder: Path) -> str | None:
+def disk_error(error: Exception, folder: Path) -> str | None:
     """What an error means if a small file cannot be written to output_dir (torch raises no OSError then); else None."""
     known = getattr(error, "errno", None) in DISK_ERRORS or "I/O error" in str(error)
     reason = error if known else files.try_to_write(folder)
     return reason and (
-        f"a file could not be written in the phase {phase}: {reason}; the disk of output_dir={folder} has "
+        f"a file could not be written: {reason}; the disk of output_dir={folder} has "
         f"{gib(shutil.disk_usage(files.nearest_existing(folder)).free)} free. Make room, then go on with resume=auto"
     )
 
@@ -106,16 +87,12 @@ def out_of_memory(phase: str, error: BaseException) -> str | None:
     text = str(error)
     vllm = next((keys for words, keys in VLLM_MEMORY.items() if words in text), None)
     if isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS):
-        kind = "host memory"
-        remedy = Remedy(f"what is free on the machine ({gib(host_free_bytes())})", HOST_MEMORY)
+        kind, turn = f"host memory, of which {gib(host_free_bytes())} are free", HOST_MEMORY
     elif vllm is not None:
-        kind = "memory for vLLM"
-        remedy = Remedy("rollout.gpu_memory_utilization", vllm)
+        kind, turn = "memory for vLLM", vllm
     elif isinstance(error, torch.OutOfMemoryError) or any(words in text for words in GPU_WORDS):
-        kind = "GPU memory"
-        remedy = MEMORY.get(phase, MEMORY["build"])
+        kind, turn = "GPU memory", MEMORY.get(phase, MEMORY["build"])
     else:
         return None
     reason = (text or type(error).__name__).splitlines()[0]
-    told = f"out of {kind} in the phase {phase}, whose budget is {remedy.sign}: {reason}"
-    return f"{told}\n  turn one of: {'; '.join(remedy.turn)}"
+    return f"out of {kind}: {reason}\n  turn one of: {'; '.join(turn)}"

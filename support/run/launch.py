@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import runpy
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -157,14 +158,16 @@ def joined(cfg: Config) -> Iterator[Clock]:
         yield clock
         if profiler:
             profiler.close()
-    except (RuntimeError, ValueError, AssertionError, MemoryError, OSError, SafetensorError) as error:
-        message = (
-            explain.out_of_memory(clock.phase, error)
-            or explain.lost_rank(clock.phase, error)
-            or explain.disk_error(clock.phase, error, Path(cfg.output_dir))
-        )
-        if message is None:
+    except (RankError, RuntimeError, ValueError, AssertionError, MemoryError, OSError, SafetensorError) as error:
+        first = ranks.is_first_to_fail()
+        if isinstance(error, RankError):
             raise
-        raise RankError(message) from error
+        lost = explain.lost_rank(error)
+        meaning = explain.out_of_memory(clock.phase, error) or lost or explain.disk_error(error, Path(cfg.output_dir))
+        if meaning is None:
+            raise
+        if meaning == lost and not first:
+            sys.exit(1)  # else each rank would tell that one is gone
+        raise RankError(f"rank {dist.get_rank()}, in the phase {clock.phase}: {meaning}") from error
     finally:
         clock.stop()

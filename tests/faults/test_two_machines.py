@@ -1,6 +1,7 @@
 """Two machines on this one: two network namespaces, each with a host name and an address, and a cable with a delay.
 
 Real runs of two ranks on each, what breaks between them, and what the user sees (docs/dev/faults.md has the messages).
+And one of eight ranks on each.
 """
 
 import os
@@ -18,6 +19,8 @@ import pytest
 from tests import link
 from tests.conftest import ForkedTraining, Training
 from tests.faults.test_kills import check_complete
+from tests.run.test_many_ranks import JOB as LARGE_JOB
+from tests.run.test_many_ranks import check_equal, need_memory
 
 pytestmark = pytest.mark.slow
 
@@ -134,3 +137,13 @@ def test_a_cut_cable(machines, start, on_one_machine):
         assert re.search(silent, first.text), first.text
     assert re.search(r"resume:  after step [24], from ", first.text), first.text
     assert result(first) == on_one_machine
+
+
+def test_eight_ranks_on_each_train_as_two_do(machines, train_forked, tmp_path):
+    need_memory()
+    north, south, _ = machines
+    few = train_forked(2, *LARGE_JOB, out=tmp_path / "few")
+    pids = (north.holder.pid, south.holder.pid)
+    many = train_forked(16, *LARGE_JOB, out=tmp_path / "many", machines=pids, GLOO_SOCKET_IFNAME=link.DEVICE)
+    assert "machines: north on rank 0, 1, 2, 3, 4, 5, 6, 7; south on rank 8, 9, 10, " in many.text, many.text
+    check_equal(few, many)

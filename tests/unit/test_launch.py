@@ -138,8 +138,11 @@ def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
-        (ValueError("No available memory for the cache blocks."), "out of memory for vLLM in the phase train, whose"),
-        (OSError(errno.ENOSPC, "No space left on device"), "could not be written in the phase train: .*No space left"),
+        (
+            ValueError("No available memory for the cache blocks."),
+            "^rank 1, in the phase train: out of memory for",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "train: a file could not be written: .*No space left"),
         (
             RuntimeError("pair.cc:553] Connection closed by peer [10.0.0.2]:643. This\nmore"),
             r"^rank 1, in the phase train: another rank is gone \(.*This\)\. torchrun's report says",
@@ -151,6 +154,7 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, messa
     clock = mock.Mock(phase="train")
     monkeypatch.setattr(launch, "Clock", lambda stall_timeout_s, profiler: clock)
     monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
+    monkeypatch.setattr(launch.ranks, "is_first_to_fail", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     cfg = tiny_config(f"output_dir={tmp_path}")
     with pytest.raises(RankError, match=message), launch.joined(cfg):

@@ -83,15 +83,15 @@ TORCH_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: 
         ("build", ValueError(CACHE), ["memory for vLLM", "rollout.gpu_memory_utilization up", "rollout.tp up"]),
         ("build", RuntimeError(WARM), ["rollout.vllm.max_num_seqs down"]),
         ("build", AssertionError("Error in memory profiling. Initial free"), ["nvidia-smi"]),
-        ("sync", RuntimeError(WAKE), ["memory for vLLM in the phase sync", "rollout.gpu_memory_utilization down"]),
-        ("build", MemoryError(), ["out of host memory", "GiB)", "MemoryError", "rollout.tp up", "Slurm: --mem"]),
-        ("save", RuntimeError(TORCH_CPU), ["out of host memory in the phase save", "reward.workers down"]),
+        ("sync", RuntimeError(WAKE), ["out of memory for vLLM: ", "rollout.gpu_memory_utilization down"]),
+        ("build", MemoryError(), ["out of host memory", "are free: ", "MemoryError", "rollout.tp up", "Slurm: --mem"]),
+        ("save", RuntimeError(TORCH_CPU), ["out of host memory, of which ", "reward.workers down"]),
         ("reward", OSError(errno.ENOMEM, "Cannot allocate memory"), ["out of host memory", "reward.workers down"]),
     ],
 )
 def test_out_of_memory(phase, error, said):
     text = explain.out_of_memory(phase, error)
-    assert f"in the phase {phase}, whose budget is " in text and "second line" not in text
+    assert "second line" not in text
     assert 3 <= len(text.partition("turn one of: ")[2].split("; ")) <= 5
     assert all(part in text for part in said), text
 
