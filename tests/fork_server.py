@@ -1,7 +1,7 @@
 """Forks the ranks of a test from one process that has imported torch, Megatron-core and vLLM.
 
 Those imports take each rank of a torchrun ten seconds and more of a core; most runs of the tests take less. What is
-under test runs as ever: the script, its process group, vLLM. Only the start differs, so tests of a start, of signals
+under test runs as ever: the script, its process group, vLLM. Only the start and gloo's threads differ, so tests of a start, of signals
 and of torchrun's report use processes.Torchrun.
 
 As a program, this file is that process. It reads a job a line from standard input, the arguments of run_job in JSON,
@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from support.base import processes
 from support.engine import vllm_process
@@ -137,6 +138,22 @@ def run_job(printed: str, command: list[str], ranks: list[dict[str, str]], port:
     return code
 
 
+def share_device() -> None:
+    """Give the groups of gloo one device: each has a thread that wakes a hundred times a second, and 64 ranks 1,900."""
+    gloo = distributed_c10d.ProcessGroupGloo
+    devices = []
+
+    class OneDevice(gloo):
+        def __init__(self, store, rank, size, timeout):
+            if not devices:
+                devices.append(gloo.create_default_device())
+            options = gloo._Options()
+            options._devices, options._timeout = devices, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OneDevice
+
+
 def start_rank(command: list[str], env: dict[str, str], output: int) -> int:
     """Fork a process that runs the script as its main program; returns its id."""
     pid = os.fork()
@@ -155,6 +172,8 @@ def start_rank(command: list[str], env: dict[str, str], output: int) -> int:
     code = 0
     try:
         museum.put_in(env)
+        if "GLOO_SOCKET_IFNAME" not in env:
+            share_device()
         runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
         code = int(end.code or 0)

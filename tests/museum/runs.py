@@ -85,7 +85,7 @@ class Museum:
         out = self.folder / re.sub(r"\W", "_", name)
         settings = {"script": REPO / "tests/museum/announced.py", "nproc": 2, VARIABLE: mutant}
         run = ForkedTraining(self.server, self.folder, out, *COMMON, *options, **settings)
-        return read_outcome(run.code, run.text)
+        return read_outcome(run.code, run.text.replace(f"{self.folder}/", ""))
 
 
 def read_outcome(code: int, text: str) -> Outcome:
