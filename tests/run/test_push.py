@@ -22,8 +22,7 @@ from tests.conftest import tiny_config, tiny_model
 def test_a_faulty_push_ends_the_run_at_once(train_forked):
     """Before the step is logged. The museum has more of them."""
     keys = ("rollout.prompts_per_step=4", "train.warmup_steps=0", "model.dtype=bf16", "train.lr=1e-6")
-    run = train_forked(2, *keys, "parallel.pp=2", "rollout.tp=2", MUTANT="half_a_push")
-    assert run.code == 1, run.text
+    run = train_forked(2, *keys, "parallel.pp=2", "rollout.tp=2", MUTANT="half_a_push", code=1)
     assert re.search(r"error: .*did not take up .*: on ranks \[0, 1\] \d+ of 17 ", run.text), run.text
     assert "Traceback" not in run.text and not run.metrics
 
