@@ -15,12 +15,10 @@ import train_grpo
 from config import TrainingError, UserError
 from support.data import prompts
 from support.data.ends import Ends
-from support.data.prompts import Prompt
 from support.proof import graded
 from support.proof.checks import UpdateChecks
 from support.proof.rows import check_ends, check_requests, check_samples, check_update, match_outcomes, seed_of
-from support.step import grading
-from support.step.grading import Outcome
+from support.step.grading import Outcome, checksum
 from support.step.packing import pack
 from support.step.records import Batch, Sample
 from tests.conftest import tiny_config, wrap
@@ -263,15 +261,15 @@ def test_counts_and_groups_are_checked():
 def test_a_reward_of_another_answer_is_found():
     samples = make_samples()[:2]
     samples[0].text, samples[1].text = "one", "two"
-    rows = {0: Prompt([5], "1", "", {})}
-    outcomes = [Outcome({"r": 1.0}, graded=grading.checksum(text, "1")) for text in ("one", "two")]
+    rows = {0: prompts.Prompt([5], "1", "", {})}
+    outcomes = [Outcome({"r": 1.0}, graded=checksum(text, "1")) for text in ("one", "two")]
     assert [outcome for _, outcome in match_outcomes(samples, rows, outcomes)] == outcomes
     late = Outcome(status="timeout")  # nobody graded it
     assert len(list(match_outcomes(samples, rows, [late, outcomes[1]]))) == 2
     with pytest.raises(TrainingError, match="the reward of another answer was given to the answer 'one'"):
         list(match_outcomes(samples, rows, outcomes[::-1]))
     with pytest.raises(TrainingError, match="graded against another row's answer than '2'"):
-        list(match_outcomes(samples, {0: Prompt([5], "2", "", {})}, outcomes))
+        list(match_outcomes(samples, {0: prompts.Prompt([5], "2", "", {})}, outcomes))
     samples[1].graded = "timeout"
     with pytest.raises(TrainingError, match=r"has the reward 1, .*: its functions returned .* \(timeout\)"):
         graded.RewardChecks(None).rewards(samples[1:], {}, tiny_config())
@@ -290,10 +288,10 @@ def test_a_template_applied_twice_is_refused(tmp_path, offline):
         with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
             prompts.check_opening(found[0], data, tokenizer)
     with pytest.raises(ValueError, match="begins with '1', not with the chat template's opening '<'"):
-        prompts.check_opening(Prompt(tokenizer("12")["input_ids"], "", "", {"prompt": "12"}), data, tokenizer)
+        prompts.check_opening(prompts.Prompt(tokenizer("12")["input_ids"], "", "", {"prompt": "12"}), data, tokenizer)
     tokenizer.bos_token = "<eos>"
     with pytest.raises(ValueError, match="begins with two '<eos>'"):
-        prompts.check_opening(Prompt([0, 0, 5], "", "", {}), data, tokenizer)
+        prompts.check_opening(prompts.Prompt([0, 0, 5], "", "", {}), data, tokenizer)
 
 
 # ---------------------------------------------------------------- tests that exhibits name as what notices them
@@ -350,7 +348,7 @@ def test_what_vllm_was_asked_is_compared_with_the_configuration(message):
     ]
     message = message and re.sub("7, not 6", f"{first + 2}, not {first + 1}", message)
     with pytest.raises(TrainingError, match=message) if message else contextlib.nullcontext():
-        check_requests(4, samples, {0: Prompt([5, 6], "", "", {})}, cfg.eval, cfg, frozenset({0}))
+        check_requests(4, samples, {0: prompts.Prompt([5, 6], "", "", {})}, cfg.eval, cfg, frozenset({0}))
 
 
 # ---------------------------------------------------------------- runs

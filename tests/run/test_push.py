@@ -12,8 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import megatron_bridge as bridge
 from config import ParallelConfig, RankError, TrainingError
 from rollout import Engine
-from support.engine import push_check
-from support.engine.push_check import Held, PushCheck, differing, digest, engine_digests, pushed_sums, to_host
+from support.engine.push_check import FAULTS, Held, PushCheck, differing, digest, engine_digests, pushed_sums, to_host
 from support.proof.push_source import part_sums, read_shards
 from tests.conftest import tiny_config, tiny_model
 
@@ -109,7 +108,7 @@ def test_a_digest_is_the_sum_over_parts_and_sees_any_bit(dtype):
 def test_chunks_do_not_change_a_digest(monkeypatch):
     whole = torch.randn(1024)
     expected = digest(whole), digest(whole, ordered=True)
-    monkeypatch.setattr(push_check, "CHUNK", {"cpu": 64})
+    monkeypatch.setattr("support.engine.push_check.CHUNK", {"cpu": 64})
     assert torch.equal(digest(whole), expected[0]) and torch.equal(digest(whole, ordered=True), expected[1])
 
 
@@ -155,7 +154,7 @@ def test_copies_of_key_value_heads_are_found_out_and_held_to():
 
 
 def test_a_warning_names_weights_that_vllm_keeps_in_a_layout_of_its_own(monkeypatch, capsys):
-    monkeypatch.setattr(push_check.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr("support.engine.push_check.dist.get_rank", lambda: 0)
     check, hf = PushCheck(tp=2), weights(0)
     other = weights(0, norm=torch.full((32,), 3.0))
     compared(check, hf, [other, other])
@@ -168,7 +167,7 @@ def test_a_push_with_other_names_or_a_fault_on_one_rank_is_refused():
     hf = weights(0)
     with pytest.raises(TrainingError, match=r"vLLM has no layer\.o_proj\.weight"):
         compared(PushCheck(tp=2), weights(0, o_proj=torch.ones(8, 8)), [hf, hf])
-    for fault in push_check.FAULTS:
+    for fault in FAULTS:
         with pytest.raises(TrainingError, match=r"on ranks \[1\]:? .*layer\.norm\.weight"):
             compared(PushCheck(tp=2), hf, [hf, hf], fault)
 

@@ -12,7 +12,6 @@ import time
 import psutil
 import pytest
 
-from support.step import grading
 from support.step.grading import Outcome
 from tests.conftest import REPO
 from tests.pools import JUDGE, fenced, grade, grade_with, pool_of
@@ -232,7 +231,7 @@ def test_import_that_never_ends_and_import_that_fails(tmp_path, monkeypatch, not
     for name, line in (("slow", "import time; time.sleep(1000)"), ("fails", "1 / 0")):
         judge = f"import sys\nif 'pytest' not in sys.modules:\n    {line}\ndef judge(text, answer, row): return 1.0"
         (tmp_path / f"{name}.py").write_text(judge)
-    monkeypatch.setattr(grading, "LOAD_S", 1.0)
+    monkeypatch.setattr("support.step.grading.LOAD_S", 1.0)
     for name, message in (("slow", "loading the reward took more than 1 s"), ("fails", "ZeroDivisionError")):
         jobs = [("s", "", "", {}), ("good", "a", "a", {})]
         failed, graded = grade_with("custom", jobs, by_source={"good": "exact"}, custom=f"{tmp_path}/{name}.py:judge")

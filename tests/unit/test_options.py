@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 import megatron_bridge as bridge
 from config import ParallelConfig, UserError
 from support.check import options
-from support.check.options import TABLES
 from support.engine.vllm_process import engine_options
 from support.model.optimizer_state import main_weights
 from support.step.packing import pack
@@ -27,11 +26,11 @@ from train_grpo import Sample, flatten
 def test_the_tables_are_of_the_libraries_here():
     """Each name is a field of Megatron-core, each pattern one of vLLM's options; all others of Megatron are refused."""
     fields = bridge.megatron_fields()
-    assert {*TABLES["megatron_works"], *TABLES["megatron_owned"], *options.MEGATRON_TYPES} <= fields
-    for name in fields - {*TABLES["megatron_works"]}:
+    assert {*options.TABLES["megatron_works"], *options.TABLES["megatron_owned"], *options.MEGATRON_TYPES} <= fields
+    for name in fields - {*options.TABLES["megatron_works"]}:
         with pytest.raises(UserError, match=rf"megatron\.{name} may not be set"):
             options.check_megatron({name: None}, bridge.CONFIG_CLASSES, "bf16")
-    for pattern in (pattern for patterns in TABLES["vllm_owned"].values() for pattern in patterns):
+    for pattern in (pattern for patterns in options.TABLES["vllm_owned"].values() for pattern in patterns):
         assert fnmatch.filter(engine_options(), pattern), pattern
 
 
@@ -46,7 +45,7 @@ def test_what_the_engine_sets_is_refused_or_left_to_the_user():
 
 
 def test_the_document_names_what_works():
-    assert all(f"`{name}`" in (REPO / "docs/options.md").read_text() for name in TABLES["megatron_works"])
+    assert all(f"`{name}`" in (REPO / "docs/options.md").read_text() for name in options.TABLES["megatron_works"])
 
 
 # ---------------------------------------------------------------- the same update with and without
