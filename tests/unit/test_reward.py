@@ -284,12 +284,10 @@ def test_models_beside_other_rewards(reward_model):
     functions = {"first": FILES["model"], "second": FILES["model"]}
     spec = {"first": 2.0, "second": 3.0, "length": 1.0}
     named = {"by_source": {"plain": "exact", "one": "first"}, "options": options, "functions": functions}
-    pool = pool_of(spec, **named, memory_gb=0.0)
     texts = ["123", "8", "12345678", "312", "5", "77"]
     row = {"prompt": "12", "question": "81"}
     jobs = [("scored", text, "", row) for text in texts] + [("plain", "x", "x", {}), ("scored", "123", "", {})]
-    outcomes = grade(pool, [*jobs, ("one", "35", "", {"prompt": "12"})])
-    pool.close()
+    outcomes = grade_with(spec, [*jobs, ("one", "35", "", {"prompt": "12"})], **named, memory_gb=0.0)
     scorer = transformers.AutoModelForSequenceClassification.from_pretrained(reward_model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(reward_model)
 
