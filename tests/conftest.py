@@ -223,7 +223,7 @@ def offline(monkeypatch):
 
 @pytest.fixture
 def world(monkeypatch):
-    """This process is a world of one rank, for what needs neither torchrun nor vLLM; a test may build one layout."""
+    """This process is a world of one rank, for what needs neither torchrun nor vLLM; see build_model."""
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -232,6 +232,15 @@ def world(monkeypatch):
     bridge.mpu.destroy_model_parallel()
     dist.destroy_process_group()
     gc.collect()  # threads of a group that is still referred to wake a hundred times a second
+
+
+def build_model(cfg: Config) -> list:
+    """The chunks of a configuration's model, in a `world`, of whose layout no earlier model can be used any more."""
+    bridge.mpu.destroy_model_parallel()
+    bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    m = cfg.model
+    dtype = bridge.DTYPES[m.dtype]
+    return bridge.build_model(m.path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, trained=cfg.lora)
 
 
 # ---------------------------------------------------------------- runs that many quick tests read

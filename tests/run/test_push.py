@@ -10,11 +10,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import megatron_bridge as bridge
-from config import ParallelConfig, RankError, TrainingError
+from config import RankError, TrainingError
 from rollout import Engine
 from support.engine.push_check import FAULTS, Held, PushCheck, differing, digest, engine_digests, pushed_sums, to_host
 from support.proof.push_source import part_sums, read_shards
-from tests.conftest import tiny_config, tiny_model
+from tests.conftest import build_model, tiny_config, tiny_model
 
 
 @pytest.mark.gpu(ranks=2)
@@ -45,9 +45,8 @@ SOURCES = [(arch, dtype, 0) for arch in make_tiny.ARCHITECTURES for dtype in ("f
 def test_the_digests_of_shards_are_those_of_the_tensors_they_give(world, tmp_path, arch, dtype, rank):
     """With adapters as well, and not when one element has changed since."""
     tiny_model(tmp_path, arch)
-    cfg = tiny_config(f"model.path={tmp_path}", "data.train=none", f"lora.rank={rank}")
-    bridge.init_model_parallel(cfg.parallel, 0)
-    model = bridge.build_model(str(tmp_path), cfg.parallel, bridge.DTYPES[dtype], {}, trained=cfg.lora)
+    cfg = tiny_config(f"model.path={tmp_path}", f"model.dtype={dtype}", f"lora.rank={rank}")
+    model = build_model(cfg)
     optimizer = bridge.build_optimizer(model, cfg.train, {})
     for weight in bridge.trainable_weights(model):
         weight.data.add_(torch.randn_like(weight) / 100)
@@ -179,9 +178,7 @@ def test_a_push_with_other_names_or_a_fault_on_one_rank_is_refused():
 def test_a_push_holds_one_bucket_at_a_time(world, tmp_path, monkeypatch, arch):
     """What a consumer still holds of a bucket, the last tensor, is no view of it."""
     tiny_model(tmp_path / "model", arch)
-    parallel = ParallelConfig()
-    bridge.init_model_parallel(parallel, 0)
-    model = bridge.build_model(str(tmp_path / "model"), parallel, torch.float32, {})
+    model = build_model(tiny_config(f"model.path={tmp_path / 'model'}"))
     gather_bucket, buckets = bridge.gather_bucket, []
 
     def counted(*args) -> torch.Tensor:

@@ -8,14 +8,15 @@ import torch
 from safetensors.torch import load_file
 
 import megatron_bridge as bridge
-from config import ParallelConfig, UserError
+from config import UserError
+from support.base.read_config import override
 from support.check import options
 from support.engine.vllm_process import engine_options
 from support.model.optimizer_state import main_weights
 from support.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
 from tests.compare_runs import lasting
-from tests.conftest import REPO, tiny_model
+from tests.conftest import REPO, build_model, tiny_config, tiny_model
 from tests.layout_worker import one_layout
 from tests.oracle.plain import relative
 from tests.oracle.test_layouts import make_plan, run_worker
@@ -114,16 +115,18 @@ OFFLOADS = {
 
 @pytest.fixture
 def small(tmp_path):
-    return tiny_model(tmp_path / "model", layers=4)
+    """The configuration of a model of four layers in bf16."""
+    return tiny_config(f"model.path={tiny_model(tmp_path / 'model', layers=4)}", "model.dtype=bf16")
 
 
 def test_adam_on_the_host_makes_the_same_updates(world, small):
     def trained(extra: dict) -> dict[str, torch.Tensor]:
-        bridge.init_model_parallel(ParallelConfig(), seed=0)
-        model = bridge.build_model(small, ParallelConfig(), torch.bfloat16, extra)
-        optimizer = bridge.build_optimizer(model, TRAIN, extra, small)
+        model = build_model(override(small, {"megatron": extra}))
+        optimizer = bridge.build_optimizer(model, TRAIN, extra, small.model.path)
         _, embedding = main_weights(model, optimizer)[bridge.named_weights(model)["embedding.word_embeddings.weight"]]
-        assert embedding.equal(load_file(f"{small}/model.safetensors")["model.embed_tokens.weight"].flatten())
+        assert embedding.equal(
+            load_file(f"{small.model.path}/model.safetensors")["model.embed_tokens.weight"].flatten()
+        )
         for number in range(3):
             made_up_update(model, optimizer, number)
         names = {weight: name for name, weight in bridge.named_weights(model).items()}
@@ -132,7 +135,6 @@ def test_adam_on_the_host_makes_the_same_updates(world, small):
             assert weight.detach().flatten().equal(found[name].bfloat16()), name
         hosts = [part.optimizer for part in optimizer.chained_optimizers if extra]
         assert all(host.cpu_optimizers and bool(host.gpu_optimizer) == ("pin_cpu_grads" in extra) for host in hosts)
-        bridge.mpu.destroy_model_parallel()
         return found
 
     plain = trained({})
@@ -162,8 +164,7 @@ def test_an_fp32_head_rounds_no_logits(world, small):
     batch = flatten([Sample(0, [1, 2, 3], [4, 5, 6, 7], [-1.0] * 4, True, "", "s")])
     off = {}
     for fp32_head in (False, True):
-        bridge.init_model_parallel(ParallelConfig(), seed=0)
-        (chunk,) = bridge.build_model(small, ParallelConfig(), torch.bfloat16, {}, fp32_head)
+        (chunk,) = build_model(override(small, {"model.fp32_head": fp32_head}))
         mb = pack(batch, [0], 6, "cpu")
         hidden = bridge.hidden_states(chunk, mb)
         logp_T, _ = bridge.token_logprobs(chunk, hidden, mb, 1.0)
@@ -173,5 +174,4 @@ def test_an_fp32_head_rounds_no_logits(world, small):
         off[fp32_head] = (logp_T - exact_T).abs().max().item()
         logp_T.sum().backward()
         assert chunk.module.embedding.word_embeddings.weight.main_grad.abs().sum() > 0
-        bridge.mpu.destroy_model_parallel()
     assert off[True] < 2e-6 < 5e-4 < off[False], off
