@@ -172,6 +172,7 @@ WRONG = {  # what the check says of it → numbers of the report, columns of the
     "the old log-probs of an update are not those": ({}, {"old_logp": torch.zeros(27)}, [0, 1, 2, 3, 4, 5]),
     "the entropy of a token is 3, above": ({"entropy": 3.0 * 16}, {}, [0, 1, 2, 3, 4, 5]),
     "its policy, KL and entropy make 1": ({"loss": 1.1}, {}, [0, 1, 2, 3, 4, 5]),
+    "the loss counts 17 tokens, the answers have 16 to train on": ({"trained": 17.0}, {}, [0, 1, 2, 3, 4, 5]),
 }
 
 
@@ -190,6 +191,7 @@ ANSWERS = {  # what the check says of it → index of the answer, attributes of 
     "": (0, {}),
     r"1 answers shorter than rollout.max_new_tokens=4 count as truncated": (0, {"finished": False}),
     "an answer of 3 tokens has the reward 3, its parts are": (0, {"reward": 3.0}),
+    r"groups have \[1, 3\] answers, rollout.group_size is 2": (0, {"group": 1}),
     "an answer of 4 tokens has the reward 0.75, its parts are": (3, {"reward_parts": {"r": 0.5, "overlong": 0.25}}),
     "a group of equal rewards is trained on": (
         2, {"reward": 1.0, "reward_parts": {"r": 1.0, "overlong": 0.0}, "raw": {"custom": {"r": 1.0}}}),
@@ -247,15 +249,6 @@ def test_a_reference_that_moves_or_is_not_used_is_found(build, monkeypatch):  # 
     run.reference[0][0] += 0.1
     with pytest.raises(TrainingError, match="the reference is not the initial model"):
         train_grpo.train_step(run, 4)
-
-
-def test_counts_and_groups_are_checked():
-    cfg, samples, chosen = tiny_config(), make_samples(), [0, 1, 2, 3, 4, 5]
-    report, rows, batch = make_update(samples, chosen, cfg)
-    with pytest.raises(TrainingError, match="the loss counts 17 tokens, the answers have 16 to train on"):
-        check_update({"trained": report["trained"] + 1}, rows, batch, samples, chosen, cfg)
-    with pytest.raises(TrainingError, match=r"groups have \[2, 3\] answers, rollout.group_size is 3"):
-        check_samples(samples[:5], tiny_config("rollout.group_size=3"))
 
 
 def test_a_reward_of_another_answer_is_found():
