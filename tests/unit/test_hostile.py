@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 
 import psutil
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from support.step.grading import Outcome
 from tests.conftest import REPO
 from tests.pools import JUDGE, fenced, grade, grade_with, pool_of
+from tests.processes import wait_until
 
 EXPRESSIONS = {
     "tower": "\\boxed{9^{9^{9^{9}}}}",
@@ -253,13 +253,6 @@ def test_workers_end_with_the_program_that_started_them(tmp_path):
         process.kill()
     assert workers
     wait_until(lambda: not any(alive(worker) for worker in workers))
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(tmp_path, monkeypatch):

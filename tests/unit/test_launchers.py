@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 
@@ -13,6 +12,7 @@ from support.base import versions
 from support.base.launchers import MASTER_NAMES, PORTS, RANK_NAMES, environment, port
 from support.check import machines
 from tests.conftest import REPO, command_line, read_rows, tiny_config
+from tests.processes import wait_until
 
 TORCHRUN = {
     "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "gpu01",
@@ -167,9 +167,7 @@ def test_the_sbatch_example(tmp_path, stopped):
         (tmp_path / name).chmod(0o755)
     env = clean() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
     script = subprocess.Popen(["bash", REPO / "docs/train_grpo.sbatch", "--config", "x.yaml"], cwd=tmp_path, env=env)
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until((tmp_path / "ready").exists)
     if stopped:
         script.send_signal(signal.SIGUSR1)
     code = script.wait(30)
