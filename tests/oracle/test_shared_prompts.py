@@ -14,10 +14,9 @@ from tests.layout_worker import one_layout
 from tests.oracle.test_layouts import make_model, make_plan, make_samples, whole_error
 
 
-def score(batch, folder, *overrides: str) -> torch.Tensor:
+def score(batch, folder) -> torch.Tensor:
     """Log-probs of the batch under the model of `folder`, all of it in one row."""
-    given = [f"model.path={folder}", "data.train=unused", "train.logprob_max_tokens_per_micro_batch=4096", *overrides]
-    cfg = tiny_config(*given)
+    cfg = tiny_config(f"model.path={folder}", "data.train=unused", "train.logprob_max_tokens_per_micro_batch=4096")
     return train_grpo.score(build_model(cfg), batch, cfg)
 
 

@@ -50,10 +50,10 @@ def scale_gradient(monkeypatch, factor: float, piece: str = "") -> None:
 
 
 def train_on_other_micro_batches(monkeypatch) -> None:
-    def exchanged(forward_backward, model, optimizer, micro_batches, cfg) -> dict:
-        return forward_backward(model, optimizer, [micro_batches[0], *micro_batches[:-1]], cfg)
-
-    wrap(monkeypatch, train_grpo, "forward_backward", exchanged)
+    wrap(
+        monkeypatch, train_grpo, "forward_backward",
+        lambda train, model, optimizer, rows, cfg: train(model, optimizer, [rows[0], *rows[:-1]], cfg),
+    )  # fmt: skip
 
 
 def scale_loss(monkeypatch, factor) -> None:

@@ -19,14 +19,13 @@ from support.base.read_config import load_config
 from support.step.packing import to_micro_batches
 from tests import hub_models
 from tests.conftest import REPO, build_model, tiny_config
-from tests.layout_worker import held_bytes
+from tests.layout_worker import KINDS, held_bytes
 from tools import plan
 
 QWEN = str(REPO / "configs/qwen7b.yaml")
 FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
 OFFLOAD = "megatron.optimizer_cpu_offload=true"
 PRECISE = "megatron.use_precision_aware_optimizer=true"
-KINDS = ("weights", "gradients", "optimizer", "reference")
 
 
 # ---------------------------------------------------------------- what is held
