@@ -148,16 +148,20 @@ class Training(Outputs, Torchrun):
 
 
 class ForkedTraining(Outputs):
-    """The same on ranks of the fork server, ended: its exit `code` and what it printed, `text`."""
+    """The same on ranks of the fork server, ended: its exit `code` and what it printed, `text`.
+
+    Raises AssertionError where it ended with another code than the one given, if any.
+    """
 
     def __init__(
         self, server: ForkServer, tiny: Path, out: Path, *overrides: str, script="train_grpo.py", config="tiny",
-        **settings,
+        code: int | None = None, **settings,
     ):  # fmt: skip
         self.out, self.overrides = out, overrides
         printed = next_printed(out)
         self.code = server.run(printed, script, *command_line(tiny, out, overrides, config), **settings)
         self.text = printed.read_text(errors="replace")
+        assert code in (None, self.code), self.text
 
 
 @pytest.fixture
@@ -189,7 +193,7 @@ def start_fork_server_early(request):
 
 @pytest.fixture
 def train_forked(fork_server, tiny, tmp_path):
-    """train_forked(nproc, ...) → ForkedTraining: in seconds, for what does not depend on torchrun."""
+    """train_forked(nproc, ..., code=0) → ForkedTraining: in seconds, for what does not depend on torchrun."""
 
     def run(nproc: int, *overrides: str, out: Path = tmp_path / "out", **settings) -> ForkedTraining:
         return ForkedTraining(fork_server, tiny, out, *overrides, nproc=nproc, **settings)
@@ -219,7 +223,7 @@ def offline(monkeypatch):
 
 @pytest.fixture
 def world(monkeypatch):
-    """This process is a world of one rank, for what needs neither torchrun nor vLLM; a test may build one layout."""
+    """This process is a world of one rank, for what needs neither torchrun nor vLLM; see build_model."""
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -228,6 +232,15 @@ def world(monkeypatch):
     bridge.mpu.destroy_model_parallel()
     dist.destroy_process_group()
     gc.collect()  # threads of a group that is still referred to wake a hundred times a second
+
+
+def build_model(cfg: Config) -> list:
+    """The chunks of a configuration's model, in a `world`, of whose layout no earlier model can be used any more."""
+    bridge.mpu.destroy_model_parallel()
+    bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    m = cfg.model
+    dtype = bridge.DTYPES[m.dtype]
+    return bridge.build_model(m.path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, trained=cfg.lora)
 
 
 # ---------------------------------------------------------------- runs that many quick tests read
@@ -264,9 +277,7 @@ def shared(fork_server, tiny, tmp_path_factory) -> ForkedTraining:
     write_rows(folder / "train.jsonl", rows)
     write_rows(folder / "eval.jsonl", rows[:5])
     (folder / "shaky.py").write_text(SHAKY)
-    training = ForkedTraining(
+    return ForkedTraining(
         fork_server, tiny, folder / "out", *SHARED, f"data.train={folder / 'train.jsonl'}",
-        f"data.eval={folder / 'eval.jsonl'}", f"reward.custom={folder / 'shaky.py'}:reward", nproc=2,
+        f"data.eval={folder / 'eval.jsonl'}", f"reward.custom={folder / 'shaky.py'}:reward", nproc=2, code=0,
     )  # fmt: skip
-    assert training.code == 0, training.text
-    return training

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 import transformers
 
-import train_grpo
 from support.base import ranks
 from support.base.read_config import load_config
 from support.step import critic
 from support.step.packing import to_micro_batches
-from train_grpo import Sample, add_advantages, bridge, flatten, loss_weights, replace
+from train_grpo import Sample, add_advantages, bridge, flatten, loss_weights, replace, run_schedule, score
 
 CLIP = 0.3
 
@@ -54,10 +53,10 @@ def main(model: str) -> None:
     head = torch.from_numpy(rng.normal(size=(1, 64))).float() / 10
     bridge.unwrap_model(chunks[0]).output_layer.weight.data.copy_(head)
     values_F, gradients = reference_loss(model, head, batch, samples)
-    assert (train_grpo.score(chunks, batch, cfg) - values_F).abs().max() < 1e-5
+    assert (score(chunks, batch, cfg) - values_F).abs().max() < 1e-5
     bridge.zero_gradients(chunks, optimizer)
     assert len(micro_batches) > 1
-    train_grpo.run_schedule(chunks, micro_batches, 1.0, partial(critic.value_loss, clip=CLIP))
+    run_schedule(chunks, micro_batches, 1.0, partial(critic.value_loss, clip=CLIP))
     own = dict(bridge.unwrap_model(chunks[0]).named_parameters())
     for name, theirs in {
         "embedding.word_embeddings.weight": "model.embed_tokens.weight",

@@ -1,8 +1,8 @@
 """Forks the ranks of a test from one process that has imported torch, Megatron-core and vLLM.
 
 Those imports take each rank of a torchrun ten seconds and more of a core; most runs of the tests take less. What is
-under test runs as ever: the script, its process group, vLLM. Only the start and gloo's threads differ, so tests of a start, of signals
-and of torchrun's report use processes.Torchrun.
+under test runs as ever: the script, its process group, vLLM. Only the start and gloo's threads differ, so tests of a
+start, of signals and of torchrun's report use processes.Torchrun.
 
 As a program, this file is that process. It reads a job a line from standard input, the arguments of run_job in JSON,
 and answers each with its exit code.

@@ -41,6 +41,7 @@ from support.step import metrics
 from support.step.packing import pack, to_micro_batches
 
 EPS, STEP = 1e8, 1e4  # a step moves a weight by STEP · gradient
+KINDS = ("weights", "gradients", "optimizer", "reference")  # of what a rank holds
 EXACT = ("train.clip_grad=0", f"megatron.adam_eps={EPS:.0f}", "algo.loss_norm_length=32")
 
 
@@ -63,7 +64,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def held_bytes(model: list, optimizer) -> list[int]:
-    """Bytes of weights, gradients, optimizer state and a reference on this rank, read off the tensors themselves.
+    """Bytes of each of KINDS on this rank, the reference a copy of the weights, read off the tensors themselves.
 
     Not the optimizer's scalars, its numbers of steps, nor what stands for the host's with optimizer_cpu_offload.
     """

@@ -17,7 +17,7 @@ def pool_of(default="exact", timeout_s: float = 30.0, **keys) -> GradingPool:
 
 
 def grade(pool: GradingPool, jobs: list[tuple[str, str, str, dict]]) -> list[Outcome]:
-    """The outcomes of (source, text, answer, row, perhaps token ids), in their order."""
+    """The outcomes of (source, text, answer, row, perhaps token ids and a failure), in their order."""
     for job in jobs:
         pool.submit(*job)
     return pool.collect()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,14 @@ import psutil
 from support.base.processes import REPO
 
 TAG = "TORCHRUN_TAG"  # environment variable of all processes that a torchrun starts
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20) -> None:
+    """Raises AssertionError where the condition does not hold in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 class Torchrun:

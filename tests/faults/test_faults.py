@@ -31,9 +31,8 @@ def wait_for_step(job: Training, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(fork_server, tiny, tmp_path_factory) -> dict:
-    run = ForkedTraining(fork_server, tiny, tmp_path_factory.mktemp("undisturbed") / "out", *JOB, nproc=2)
-    assert run.code == 0, run.text
-    return run.result(STEPS)
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    return ForkedTraining(fork_server, tiny, out, *JOB, nproc=2, code=0).result(STEPS)
 
 
 @pytest.fixture

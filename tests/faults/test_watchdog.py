@@ -33,19 +33,17 @@ def wait_for_notes(run: Torchrun, name: str, count: int = 2, restart: int = 0) -
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, request):
     """start(program, options of torchrun, ...) → a Torchrun of two ranks; whatever is left is killed afterwards."""
-    runs = []
 
     def one(program: str, *options: str, **settings) -> Torchrun:
         (tmp_path / "program.py").write_text(program)
-        chosen = options or ("--standalone",)
-        runs.append(Torchrun(tmp_path / "output.txt", tmp_path / "program.py", options=chosen, **settings))
-        return runs[-1]
+        options = options or ("--standalone",)
+        run = Torchrun(tmp_path / "output.txt", tmp_path / "program.py", options=options, **settings)
+        request.addfinalizer(run.kill)
+        return run
 
-    yield one
-    for run in runs:
-        run.kill()
+    return one
 
 
 @pytest.fixture
@@ -168,17 +166,7 @@ def test_a_second_ctrl_c_stops_at_once_even_in_a_collective(start):
     assert run.end() == 1 and time.monotonic() - began < 10
 
 
-@pytest.mark.slow
-def test_no_rank_outlives_torchrun(start):
-    run = start(START + "note('ready')\ntime.sleep(100)")
-    wait_for_notes(run, "ready")
-    run.process.kill()
-    run.end()
-
-
-@pytest.mark.slow
-def test_torchrun_may_end_before_a_rank_is_tied_to_it(start):
-    program = """
+TIED_LATE = """
 torchrun = os.getppid()
 note("ready")
 while os.getppid() == torchrun:
@@ -187,8 +175,17 @@ ranks.die_with_torchrun()
 note("alive")
 time.sleep(100)
 """
-    run = start(START.replace("ranks.die_with_torchrun()", "") + program, nproc=1)
-    wait_for_notes(run, "ready", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program",
+    [START + "note('ready')\ntime.sleep(100)", START.replace("ranks.die_with_torchrun()", "") + TIED_LATE],
+    ids=["tied to it at once", "tied when it has ended"],
+)
+def test_no_rank_outlives_torchrun(start, program):
+    run = start(program)
+    wait_for_notes(run, "ready")
     run.process.kill()
     run.end()
     assert "alive" not in run.text

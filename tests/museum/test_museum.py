@@ -15,12 +15,10 @@ import train_grpo
 from config import TrainingError, UserError
 from support.data import prompts
 from support.data.ends import Ends
-from support.data.prompts import Prompt
 from support.proof import graded
 from support.proof.checks import UpdateChecks
 from support.proof.rows import check_ends, check_requests, check_samples, check_update, match_outcomes, seed_of
-from support.step import grading
-from support.step.grading import Outcome
+from support.step.grading import Outcome, checksum
 from support.step.packing import pack
 from support.step.records import Batch, Sample
 from tests.conftest import tiny_config, wrap
@@ -174,6 +172,7 @@ WRONG = {  # what the check says of it → numbers of the report, columns of the
     "the old log-probs of an update are not those": ({}, {"old_logp": torch.zeros(27)}, [0, 1, 2, 3, 4, 5]),
     "the entropy of a token is 3, above": ({"entropy": 3.0 * 16}, {}, [0, 1, 2, 3, 4, 5]),
     "its policy, KL and entropy make 1": ({"loss": 1.1}, {}, [0, 1, 2, 3, 4, 5]),
+    "the loss counts 17 tokens, the answers have 16 to train on": ({"trained": 17.0}, {}, [0, 1, 2, 3, 4, 5]),
 }
 
 
@@ -192,6 +191,7 @@ ANSWERS = {  # what the check says of it → index of the answer, attributes of 
     "": (0, {}),
     r"1 answers shorter than rollout.max_new_tokens=4 count as truncated": (0, {"finished": False}),
     "an answer of 3 tokens has the reward 3, its parts are": (0, {"reward": 3.0}),
+    r"groups have \[1, 3\] answers, rollout.group_size is 2": (0, {"group": 1}),
     "an answer of 4 tokens has the reward 0.75, its parts are": (3, {"reward_parts": {"r": 0.5, "overlong": 0.25}}),
     "a group of equal rewards is trained on": (
         2, {"reward": 1.0, "reward_parts": {"r": 1.0, "overlong": 0.0}, "raw": {"custom": {"r": 1.0}}}),
@@ -251,27 +251,18 @@ def test_a_reference_that_moves_or_is_not_used_is_found(build, monkeypatch):  # 
         train_grpo.train_step(run, 4)
 
 
-def test_counts_and_groups_are_checked():
-    cfg, samples, chosen = tiny_config(), make_samples(), [0, 1, 2, 3, 4, 5]
-    report, rows, batch = make_update(samples, chosen, cfg)
-    with pytest.raises(TrainingError, match="the loss counts 17 tokens, the answers have 16 to train on"):
-        check_update({"trained": report["trained"] + 1}, rows, batch, samples, chosen, cfg)
-    with pytest.raises(TrainingError, match=r"groups have \[2, 3\] answers, rollout.group_size is 3"):
-        check_samples(samples[:5], tiny_config("rollout.group_size=3"))
-
-
 def test_a_reward_of_another_answer_is_found():
     samples = make_samples()[:2]
     samples[0].text, samples[1].text = "one", "two"
-    rows = {0: Prompt([5], "1", "", {})}
-    outcomes = [Outcome({"r": 1.0}, graded=grading.checksum(text, "1")) for text in ("one", "two")]
+    rows = {0: prompts.Prompt([5], "1", "", {})}
+    outcomes = [Outcome({"r": 1.0}, graded=checksum(text, "1")) for text in ("one", "two")]
     assert [outcome for _, outcome in match_outcomes(samples, rows, outcomes)] == outcomes
     late = Outcome(status="timeout")  # nobody graded it
     assert len(list(match_outcomes(samples, rows, [late, outcomes[1]]))) == 2
     with pytest.raises(TrainingError, match="the reward of another answer was given to the answer 'one'"):
         list(match_outcomes(samples, rows, outcomes[::-1]))
     with pytest.raises(TrainingError, match="graded against another row's answer than '2'"):
-        list(match_outcomes(samples, {0: Prompt([5], "2", "", {})}, outcomes))
+        list(match_outcomes(samples, {0: prompts.Prompt([5], "2", "", {})}, outcomes))
     samples[1].graded = "timeout"
     with pytest.raises(TrainingError, match=r"has the reward 1, .*: its functions returned .* \(timeout\)"):
         graded.RewardChecks(None).rewards(samples[1:], {}, tiny_config())
@@ -290,10 +281,10 @@ def test_a_template_applied_twice_is_refused(tmp_path, offline):
         with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
             prompts.check_opening(found[0], data, tokenizer)
     with pytest.raises(ValueError, match="begins with '1', not with the chat template's opening '<'"):
-        prompts.check_opening(Prompt(tokenizer("12")["input_ids"], "", "", {"prompt": "12"}), data, tokenizer)
+        prompts.check_opening(prompts.Prompt(tokenizer("12")["input_ids"], "", "", {"prompt": "12"}), data, tokenizer)
     tokenizer.bos_token = "<eos>"
     with pytest.raises(ValueError, match="begins with two '<eos>'"):
-        prompts.check_opening(Prompt([0, 0, 5], "", "", {}), data, tokenizer)
+        prompts.check_opening(prompts.Prompt([0, 0, 5], "", "", {}), data, tokenizer)
 
 
 # ---------------------------------------------------------------- tests that exhibits name as what notices them
@@ -350,7 +341,7 @@ def test_what_vllm_was_asked_is_compared_with_the_configuration(message):
     ]
     message = message and re.sub("7, not 6", f"{first + 2}, not {first + 1}", message)
     with pytest.raises(TrainingError, match=message) if message else contextlib.nullcontext():
-        check_requests(4, samples, {0: Prompt([5, 6], "", "", {})}, cfg.eval, cfg, frozenset({0}))
+        check_requests(4, samples, {0: prompts.Prompt([5, 6], "", "", {})}, cfg.eval, cfg, frozenset({0}))
 
 
 # ---------------------------------------------------------------- runs

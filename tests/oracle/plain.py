@@ -27,12 +27,8 @@ def token_logps(model, row: dict, temperature: float) -> torch.Tensor:
     return (model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / temperature).log_softmax(-1)
 
 
-def response_logps(model, row: dict, temperature: float = TEMPERATURE) -> torch.Tensor:
-    """Log-probs of the response tokens, [response]."""
-    return chosen(token_logps(model, row, temperature), row)
-
-
 def chosen(logps: torch.Tensor, row: dict) -> torch.Tensor:
+    """Of those of all tokens, the log-probs of the response tokens, [response]."""
     return logps.gather(-1, torch.tensor(row["response_ids"])[:, None])[:, 0]
 
 

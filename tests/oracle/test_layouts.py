@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import megatron_bridge as bridge
 from support.proof import formulas
 from tests.conftest import REPO, tiny_config
-from tests.layout_worker import one_layout
+from tests.layout_worker import KINDS, one_layout
 from tests.oracle.plain import ALGO, TEMPERATURE, float64_model, hf_gradients, reference, relative, worst_gradient
 from tools.plan import count as count_memory
 
@@ -34,7 +34,6 @@ CONFIGS = {
 }  # fmt: skip
 OVERLAP = ["megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true"]
 FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
-SELECTIVE = ["megatron.recompute_granularity=selective"]
 STAGES = "megatron.pipeline_model_parallel_layout"
 LAYOUTS = {  # on 4 ranks
     "DP4": [],
@@ -51,7 +50,7 @@ LAYOUTS = {  # on 4 ranks
     "PP2·VPP2·DP2": ["parallel.pp=2", "parallel.vpp=2"],
     "PP2·VPP2·DP2, 2 + 1 and 0 + 1 layers": ["parallel.pp=2", "parallel.vpp=2", f"{STAGES}=Ett||t|tL"],
     "TP2·PP2·VPP2, overlap, full recompute": ["parallel.tp=2", "parallel.pp=2", "parallel.vpp=2", *OVERLAP, *FULL],
-    "CP2·DP2, overlap, selective recompute": ["parallel.cp=2", *OVERLAP, *SELECTIVE],
+    "CP2·DP2, overlap, selective recompute": ["parallel.cp=2", *OVERLAP, "megatron.recompute_granularity=selective"],
 }
 DENSE_LAYOUTS = {"TP2·DP2, without SP": ["parallel.tp=2", "parallel.sp=false"]}
 MOE_LAYOUTS = {
@@ -152,8 +151,7 @@ def check_held(held: torch.Tensor, plan: dict, layout: str) -> None:
     """--dry-run plans what each of the 4 ranks holds; [ranks, 4]."""
     cfg = tiny_config(*plan["overrides"], *plan["layouts"][layout])
     planned = [count_memory(cfg, 4, rank).gpu for rank in range(4)]
-    kinds = ("weights", "gradients", "optimizer", "reference")
-    assert held.tolist() == [[gpu.get(kind, 0) for kind in kinds] for gpu in planned]
+    assert held.tolist() == [[gpu.get(kind, 0) for kind in KINDS] for gpu in planned]
 
 
 @pytest.fixture(scope="module")

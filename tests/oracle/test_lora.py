@@ -171,8 +171,7 @@ RUN = (
 @pytest.mark.slow
 def test_a_run_pushes_exports_and_resumes(train_forked, tiny, tmp_path):
     """Two replicas, at once and in two parts, the second also on other layouts."""
-    run = train_forked(2, *RUN, out=tmp_path / "straight")
-    assert run.code == 0, run.text
+    run = train_forked(2, *RUN, out=tmp_path / "straight", code=0)
     assert max(metrics["logp_gap/max"] for metrics in run.metrics) < 1e-5
     assert {metrics["sync/checked"] for metrics in run.metrics} == {1.0}
     base, exported = load_file(tiny / "model/model.safetensors"), run.weights(3)
@@ -191,13 +190,12 @@ def test_a_run_pushes_exports_and_resumes(train_forked, tiny, tmp_path):
     assert size < 12 * sum(weight.numel() for weight in base.values()) / 2  # the adapters alone
 
     for name, nproc, overrides in (("same", 2, []), ("tp2pp2", 4, ["parallel.tp=2", "parallel.pp=2"])):
-        resumed = train_forked(nproc, *RUN, *overrides, f"resume={first}", out=tmp_path / name)
-        assert resumed.code == 0, resumed.text
+        resumed = train_forked(nproc, *RUN, *overrides, f"resume={first}", out=tmp_path / name, code=0)
         for weight, now in resumed.weights(3).items():
             alike = name != "same" and relative(now, exported[weight]) < 1e-4
             assert torch.equal(now, exported[weight]) or alike  # biases, not trained, are 0
-    other = train_forked(2, *RUN, "lora.rank=4", f"resume={first}", out=tmp_path / "again")
-    assert other.code == 1 and "lora.rank=4, but" in other.text, other.text
+    other = train_forked(2, *RUN, "lora.rank=4", f"resume={first}", out=tmp_path / "again", code=1)
+    assert "lora.rank=4, but" in other.text, other.text
 
 
 def test_a_resume_with_other_adapters_is_refused(tiny, tmp_path):

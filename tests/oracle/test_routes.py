@@ -18,7 +18,6 @@ from tests.conftest import tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle import test_layouts
 from tests.oracle.plain import float64_model, reference
-from tests.oracle.test_layouts import check_update, make_plan, make_samples, run_worker
 
 LAYERS, EXPERTS, K = 4, 4, 2
 RECOMPUTE_MOE = ["megatron.recompute_granularity=selective", "megatron.recompute_modules=[moe]"]
@@ -110,7 +109,7 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
 def routed_samples() -> list[dict]:
     """The samples of test_layouts.py, each token sent to two experts at random in every layer, those of a prompt alike
     in most answers to it; every third sample has no routes of its first two tokens."""
-    rng, samples = np.random.default_rng(5), make_samples()
+    rng, samples = np.random.default_rng(5), test_layouts.make_samples()
     of_prompt = rng.random((4, 8, LAYERS, EXPERTS)).argsort(-1)[..., :K]  # of each group
     for n, s in enumerate(samples):
         prompt, tokens = len(s["prompt_ids"]), len(s["prompt_ids"]) + len(s["response_ids"]) - 1
@@ -144,7 +143,7 @@ def forced_model(folder, samples: list[dict]):
 
 
 def routed_plan(folder, **plan) -> dict:
-    plan = make_plan(folder, "qwen3_moe", **plan)
+    plan = test_layouts.make_plan(folder, "qwen3_moe", **plan)
     (folder / "samples.json").write_text(json.dumps(routed_samples()))
     return plan
 
@@ -157,15 +156,15 @@ def test_forced_routes_equal_plain_transformers(world, tmp_path):
     wanted = reference(tmp_path / "model", samples, found["plain"], partial(forced_model, samples=samples))
     for each in found.values():
         assert each["shared"] > 0
-        check_update(each, wanted)
-    (tmp_path / "samples.json").write_text(json.dumps(make_samples()))
+        test_layouts.check_update(each, wanted)
+    (tmp_path / "samples.json").write_text(json.dumps(test_layouts.make_samples()))
     assert (one_layout(plan, "plain")["logp"] - wanted["logp"]).abs().max() > 0.1
 
 
 @pytest.mark.slow
 def test_forced_routes_on_every_layout(fork_server, tmp_path):
-    (found,) = run_worker(fork_server, tmp_path, 4, routed_plan(tmp_path, layouts=LAYOUTS))
+    (found,) = test_layouts.run_worker(fork_server, tmp_path, 4, routed_plan(tmp_path, layouts=LAYOUTS))
     samples, given = routed_samples(), next(iter(found.values()))
     wanted = reference(tmp_path / "model", samples, given, partial(forced_model, samples=samples))
     for each in found.values():
-        check_update(each, wanted)
+        test_layouts.check_update(each, wanted)

@@ -8,22 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-import megatron_bridge as bridge
 import train_grpo
-from tests.conftest import tiny_config
+from tests.conftest import build_model, tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle.test_layouts import make_model, make_plan, make_samples, whole_error
 
 
-def score(batch, folder, *overrides: str) -> torch.Tensor:
+def score(batch, folder) -> torch.Tensor:
     """Log-probs of the batch under the model of `folder`, all of it in one row."""
-    given = [f"model.path={folder}", "data.train=unused", "train.logprob_max_tokens_per_micro_batch=4096", *overrides]
-    cfg = tiny_config(*given)
-    bridge.init_model_parallel(cfg.parallel, cfg.seed)
-    model = bridge.build_model(folder, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron, trained=cfg.lora)
-    logp_F = train_grpo.score(model, batch, cfg)
-    bridge.mpu.destroy_model_parallel()
-    return logp_F
+    cfg = tiny_config(f"model.path={folder}", "data.train=unused", "train.logprob_max_tokens_per_micro_batch=4096")
+    return train_grpo.score(build_model(cfg), batch, cfg)
 
 
 @pytest.mark.gpu

@@ -15,8 +15,13 @@ from safetensors.torch import save_file
 from config import UserError
 from support.base import versions
 from support.base.files import open_output_dir
-from support.model import checkpoint, shards
-from support.model.checkpoint import CheckpointWriter
+from support.model.checkpoint import (
+    CheckpointWriter,
+    check_resumed,
+    find_damage,
+    find_valid_checkpoint,
+    list_checkpoints,
+)
 from support.model.shards import CheckpointError, check_coverage, read_sharded
 from tests.compare_runs import lasting
 from tests.conftest import tiny_model
@@ -84,8 +89,7 @@ def test_a_resume_while_the_loss_scale_is_searched_is_exact(train_forked, tmp_pa
         f"model.path={tmp_path / 'model'}", "model.dtype=fp16", "parallel.ep=2", "megatron.initial_loss_scale=16384",
         "train.steps=9", "train.save_every=1", "train.keep_last=0", "rollout.prompts_per_step=4", "train.max_skipped=1",
     )  # fmt: skip
-    whole = train_forked(2, *keys, out=tmp_path / "whole")
-    assert whole.code == 0, whole.text
+    whole = train_forked(2, *keys, out=tmp_path / "whole", code=0)
     scales = [m["loss_scale"] for m in whole.metrics]
     overflows = sum(m["update/overflow"] for m in whole.metrics)
     assert 3 <= overflows < 9 and scales[: overflows + 1] == [2.0 ** (14 - n) for n in range(overflows + 1)]
@@ -123,15 +127,15 @@ def test_damage_is_found_and_the_one_before_is_taken(world, tmp_path, harm, mess
     newest = saved(tmp_path, 2, "weight")
     (tmp_path / "step_000003.tmp").mkdir()  # the rest of a save that was killed
     harm(newest)
-    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step_000002", "step_000001"]
-    found = checkpoint.find_damage(newest)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002", "step_000001"]
+    found = find_damage(newest)
     assert found is None if message is None else message in found
-    assert checkpoint.find_valid_checkpoint(tmp_path).name == ("step_000002" if message is None else "step_000001")
+    assert find_valid_checkpoint(tmp_path).name == ("step_000002" if message is None else "step_000001")
     assert (tmp_path / "step_000002.damaged").exists() == (message is not None)
     (tmp_path / "step_000001/state.json").unlink()
     if message is not None:
         with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
-            checkpoint.find_valid_checkpoint(tmp_path)
+            find_valid_checkpoint(tmp_path)
         assert (tmp_path / "step_000001").exists()
 
 
@@ -139,14 +143,14 @@ def test_what_a_resumed_run_must_share(world, tmp_path, capsys):
     now = {"data": {"train": "a.jsonl"}, "train": {"steps": 9, "lr": 2.0}}
     path = saved(tmp_path, 3, "weight", data="abc", config={**now, "train": {"steps": 9, "lr": 1.0}})
     (path / "versions.json").write_text(json.dumps({**versions.versions(), "torch": "2.12.0"}))
-    assert checkpoint.check_resumed(path, now, "abc") == 3
+    assert check_resumed(path, now, "abc") == 3
     assert capsys.readouterr().out.splitlines()[1:] == [
         "         changed: train.lr: 1.0 → 2.0", f"         changed: torch: 2.12.0 → {versions.versions()['torch']}",
     ]  # fmt: skip
     with pytest.raises(UserError, match=r"data.train=a.jsonl: not the prompts that"):
-        checkpoint.check_resumed(path, now, "another")
+        check_resumed(path, now, "another")
     with pytest.raises(UserError, match=r"train.steps=2, but .* is already after step 3"):
-        checkpoint.check_resumed(path, {**now, "train": {"steps": 2, "lr": 2.0}}, "abc")
+        check_resumed(path, {**now, "train": {"steps": 2, "lr": 2.0}}, "abc")
 
 
 def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp_path):
@@ -188,11 +192,9 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(world, tmp
     saved(tmp_path, 1, "weight")
     writer.start(2, {"step": 2}, sharded("weight"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoint.shutil, "rmtree", killed_midway)
+        patch.setattr(shutil, "rmtree", killed_midway)
         writer.finish()
-    assert [(path.name, checkpoint.find_damage(path)) for path in checkpoint.list_checkpoints(tmp_path)] == [
-        ("step_000002", None)
-    ]
+    assert [(path.name, find_damage(path)) for path in list_checkpoints(tmp_path)] == [("step_000002", None)]
     writer.start(3, {"step": 3}, sharded("weight"))
     writer.finish()
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_000003"]
@@ -248,7 +250,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told(world, tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     writer = CheckpointWriter(tmp_path / "checkpoints", keep_last=1, keep_every=0)
-    monkeypatch.setattr(shards, "sync", full)  # on the thread
+    monkeypatch.setattr("support.model.shards.sync", full)  # on the thread
     writer.start(1, {}, sharded("w"))
     with pytest.raises(CheckpointError, match=r"OSError: .*No space left on device \(rank 0\); .* Make room"):
         writer.finish()

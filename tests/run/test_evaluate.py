@@ -16,8 +16,7 @@ from train_grpo import Sample
 def test_it_equals_the_evaluation_before_the_first_step(shared, train_forked):
     """On two engines, as there; it needs no data.train."""
     own = [override for override in shared.overrides if not override.startswith("data.train=")]
-    run = train_forked(2, "--evaluate", *own, "data.train=nowhere.jsonl")
-    assert run.code == 0, run.text
+    run = train_forked(2, "--evaluate", *own, "data.train=nowhere.jsonl", code=0)
     assert [path.name for path in run.out.iterdir()] == ["evaluation.jsonl"]
     rows = read_rows(run.out / "evaluation.jsonl")
     assert rows == shared.rollouts(0, kind="eval")

@@ -10,20 +10,18 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import megatron_bridge as bridge
-from config import ParallelConfig, RankError, TrainingError
+from config import RankError, TrainingError
 from rollout import Engine
-from support.engine import push_check
-from support.engine.push_check import Held, PushCheck, differing, digest, engine_digests, pushed_sums, to_host
+from support.engine.push_check import FAULTS, Held, PushCheck, differing, digest, engine_digests, pushed_sums, to_host
 from support.proof.push_source import part_sums, read_shards
-from tests.conftest import tiny_config, tiny_model
+from tests.conftest import build_model, tiny_config, tiny_model
 
 
 @pytest.mark.gpu(ranks=2)
 def test_a_faulty_push_ends_the_run_at_once(train_forked):
     """Before the step is logged. The museum has more of them."""
     keys = ("rollout.prompts_per_step=4", "train.warmup_steps=0", "model.dtype=bf16", "train.lr=1e-6")
-    run = train_forked(2, *keys, "parallel.pp=2", "rollout.tp=2", MUTANT="half_a_push")
-    assert run.code == 1, run.text
+    run = train_forked(2, *keys, "parallel.pp=2", "rollout.tp=2", MUTANT="half_a_push", code=1)
     assert re.search(r"error: .*did not take up .*: on ranks \[0, 1\] \d+ of 17 ", run.text), run.text
     assert "Traceback" not in run.text and not run.metrics
 
@@ -47,9 +45,8 @@ SOURCES = [(arch, dtype, 0) for arch in make_tiny.ARCHITECTURES for dtype in ("f
 def test_the_digests_of_shards_are_those_of_the_tensors_they_give(world, tmp_path, arch, dtype, rank):
     """With adapters as well, and not when one element has changed since."""
     tiny_model(tmp_path, arch)
-    cfg = tiny_config(f"model.path={tmp_path}", "data.train=none", f"lora.rank={rank}")
-    bridge.init_model_parallel(cfg.parallel, 0)
-    model = bridge.build_model(str(tmp_path), cfg.parallel, bridge.DTYPES[dtype], {}, trained=cfg.lora)
+    cfg = tiny_config(f"model.path={tmp_path}", f"model.dtype={dtype}", f"lora.rank={rank}")
+    model = build_model(cfg)
     optimizer = bridge.build_optimizer(model, cfg.train, {})
     for weight in bridge.trainable_weights(model):
         weight.data.add_(torch.randn_like(weight) / 100)
@@ -110,7 +107,7 @@ def test_a_digest_is_the_sum_over_parts_and_sees_any_bit(dtype):
 def test_chunks_do_not_change_a_digest(monkeypatch):
     whole = torch.randn(1024)
     expected = digest(whole), digest(whole, ordered=True)
-    monkeypatch.setattr(push_check, "CHUNK", {"cpu": 64})
+    monkeypatch.setattr("support.engine.push_check.CHUNK", {"cpu": 64})
     assert torch.equal(digest(whole), expected[0]) and torch.equal(digest(whole, ordered=True), expected[1])
 
 
@@ -156,7 +153,7 @@ def test_copies_of_key_value_heads_are_found_out_and_held_to():
 
 
 def test_a_warning_names_weights_that_vllm_keeps_in_a_layout_of_its_own(monkeypatch, capsys):
-    monkeypatch.setattr(push_check.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr("support.engine.push_check.dist.get_rank", lambda: 0)
     check, hf = PushCheck(tp=2), weights(0)
     other = weights(0, norm=torch.full((32,), 3.0))
     compared(check, hf, [other, other])
@@ -169,7 +166,7 @@ def test_a_push_with_other_names_or_a_fault_on_one_rank_is_refused():
     hf = weights(0)
     with pytest.raises(TrainingError, match=r"vLLM has no layer\.o_proj\.weight"):
         compared(PushCheck(tp=2), weights(0, o_proj=torch.ones(8, 8)), [hf, hf])
-    for fault in push_check.FAULTS:
+    for fault in FAULTS:
         with pytest.raises(TrainingError, match=r"on ranks \[1\]:? .*layer\.norm\.weight"):
             compared(PushCheck(tp=2), hf, [hf, hf], fault)
 
@@ -181,9 +178,7 @@ def test_a_push_with_other_names_or_a_fault_on_one_rank_is_refused():
 def test_a_push_holds_one_bucket_at_a_time(world, tmp_path, monkeypatch, arch):
     """What a consumer still holds of a bucket, the last tensor, is no view of it."""
     tiny_model(tmp_path / "model", arch)
-    parallel = ParallelConfig()
-    bridge.init_model_parallel(parallel, 0)
-    model = bridge.build_model(str(tmp_path / "model"), parallel, torch.float32, {})
+    model = build_model(tiny_config(f"model.path={tmp_path / 'model'}"))
     gather_bucket, buckets = bridge.gather_bucket, []
 
     def counted(*args) -> torch.Tensor:

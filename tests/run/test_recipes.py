@@ -12,7 +12,7 @@ from config import UserError
 from tests.compare_runs import lasting
 from tests.conftest import read_rows, write_rows
 from tests.layout_worker import equal
-from tests.oracle.plain import response_logps
+from tests.oracle.plain import chosen, token_logps
 from tests.run.test_forks import fork, server_of, train_fork  # noqa: F401, a fixture
 
 # ---------------------------------------------------------------- past weights and a reference that follows
@@ -59,7 +59,7 @@ def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layou
     for (kind, step), folder in sampled_with.items():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for row in straight.rollouts(step, kind):
-            logp = response_logps(model, row, temperature=1.0)
+            logp = chosen(token_logps(model, row, temperature=1.0), row)
             assert (logp - torch.tensor(row["rollout_logp"])).abs().max() < 1e-4, (kind, step)
     steps = [line for line in straight.metrics if line["step"] > 0]  # the first line is an evaluation alone
     assert all(line["logp_gap/max"] < 1e-5 for line in steps)

@@ -17,6 +17,7 @@ from support.run import trackers
 from support.step.metrics import PHASES
 from support.step.records import Sample
 from tests.conftest import tiny_config
+from tests.processes import wait_until
 from tests.unit.test_profiler import ranges
 
 
@@ -84,9 +85,7 @@ def test_wandb_without_a_key_is_offline_and_has_the_numbers(tmp_path, monkeypatc
     metrics = feed(tmp_path, "wandb", 0, [0, 1, 2, 3, 4])
     assert capfd.readouterr().err.count("this run is written offline") == 1
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 20
-    while b"answers" not in path.read_bytes() and time.monotonic() < deadline:  # by its own process
-        time.sleep(0.1)
+    wait_until(lambda: b"answers" in path.read_bytes())  # by its own process
     written = path.read_bytes()  # each number as JSON
     assert all(json.dumps(numbers["reward/mean"]).encode() in written for numbers in metrics)
     assert b"tokens/response_histogram" in written

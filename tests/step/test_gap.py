@@ -17,7 +17,6 @@ from tests.conftest import tiny_config
 from tests.step.test_step import build  # noqa: F401, a fixture
 
 ROUNDING = 0.04  # nats
-BF16 = "model.dtype=bf16"
 new = partial(gap.GapCheck, [], None)  # the check of a run that begins
 
 
@@ -37,7 +36,7 @@ def check(monkeypatch):
     monkeypatch.setattr(gap.dist, "get_rank", lambda: 0)
 
     def run(difference_T: torch.Tensor, *overrides: str, gaps: gap.GapCheck | None = None) -> None:
-        cfg = tiny_config(BF16, *overrides)
+        cfg = tiny_config("model.dtype=bf16", *overrides)
         rollout_logp = -torch.rand(len(difference_T), generator=torch.Generator().manual_seed(1)) * 4
         mask = torch.ones(len(difference_T), dtype=torch.bool)
         batch = SimpleNamespace(ref_logp=None, old_logp=None, rollout_logp=rollout_logp, mask=mask)

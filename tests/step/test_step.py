@@ -61,11 +61,10 @@ class PlainEngine:
 
 
 @pytest.fixture
-def build(world, tiny, tmp_path, monkeypatch):
+def build(world, tiny, tmp_path, monkeypatch, request):
     """build("section.key=value", ...) → a run for `train_step(run, step)`."""
     monkeypatch.setattr(train_grpo, "Engine", PlainEngine)
     monkeypatch.setattr(clock, "StopSignals", lambda: SimpleNamespace(requested=None, ended=False))
-    built = []
 
     def one(*overrides: str) -> train_grpo.Run:
         cfg = tiny_config(
@@ -76,15 +75,13 @@ def build(world, tiny, tmp_path, monkeypatch):
         checks.check_config(cfg, world_size=1)
         train_grpo.rehearse(cfg)
         cfg, inputs = launch.prepare(cfg, world_size=1, weights=True)
-        if built:  # a test may build one run after the other
-            bridge.mpu.destroy_model_parallel()
+        bridge.mpu.destroy_model_parallel()  # a test may build one run after the other
         bridge.init_model_parallel(cfg.parallel, cfg.seed)
-        built.append(train_grpo.build(cfg, inputs, clock.Clock(0)))
-        return built[-1]
+        run = train_grpo.build(cfg, inputs, clock.Clock(0))
+        request.addfinalizer(run.grading.close)
+        return run
 
-    yield one
-    for run in built:
-        run.grading.close()
+    return one
 
 
 EQUAL = ("reward.default=length", "reward.options={length: {limit: 1000}}")  # one reward for all answers

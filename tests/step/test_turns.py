@@ -18,7 +18,7 @@ from support.data.ends import Ends, endless
 from support.step import turns
 from support.step.grading import GradingPool
 from tests.conftest import Training, tiny_config
-from tests.pools import pool_of
+from tests.pools import grade_with, pool_of
 
 # ---------------------------------------------------------------- by hand
 
@@ -44,9 +44,8 @@ class Script:
 
 
 @pytest.fixture
-def converse(world, tokenizer, tmp_path):
+def converse(world, tokenizer, tmp_path, request):
     """converse("a function's body", max_new_tokens, rows, ...) → (the conversations of each prompt, what was asked)."""
-    pools = []
 
     def run(body: str, budget: int, rows: list[dict], n=2, **rollout):
         (tmp_path / "play.py").write_text(f"import os, time, sys\ndef play(text, row, state):\n    {body}\n")
@@ -54,18 +53,17 @@ def converse(world, tokenizer, tmp_path):
             f"rollout.turns={tmp_path / 'play.py'}:play", "reward.timeout_s=1", "reward.memory_gb=2",
             *(f"rollout.{key}={value}" for key, value in rollout.items()),
         )  # fmt: skip
-        pools.append(GradingPool(cfg.reward))
+        pool = GradingPool(cfg.reward)
+        request.addfinalizer(pool.close)
         engine = Script(tokenizer)
         prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
         seeds = [100 + 10 * p for p in range(len(rows))]
         inputs = SimpleNamespace(tokenizer=tokenizer, vocab_size=15)  # a row for every token but "="
-        conversations = turns.Conversations(engine, pools[-1], inputs, cfg, rows)
+        conversations = turns.Conversations(engine, pool, inputs, cfg, rows)
         found = dict(conversations.generate(prompts, seeds, n, None, budget))
         return [found[p] for p in range(len(rows))], engine.asked
 
-    yield run
-    for pool in pools:
-        pool.close()
+    return run
 
 
 def test_a_conversation_by_hand(converse, tokenizer):
@@ -127,11 +125,7 @@ def test_a_hostile_function_costs_one_sample(converse, name):
     assert bad.turns == [3] and bad.failure.status == status and not bad.failure.parts
     assert bad.failure.error == "" if status == "timeout" else bad.failure.error.startswith("rollout.turns failed: ")
     assert re.search(message, bad.failure.error)
-    pool = pool_of()
-    pool.submit("s", "5", "5", {})
-    pool.submit("s", "5", "5", {}, failure=bad.failure)
-    graded = pool.collect()
-    pool.close()
+    graded = grade_with("exact", [("s", "5", "5", {}), ("s", "5", "5", {}, None, bad.failure)])
     assert [(o.status, sum(o.parts.values())) for o in graded] == [("ok", 1), (status, 0)]
 
 

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 import megatron_bridge as bridge
 import train_grpo
 from config import TrainingError
-from support.proof import update
-from support.proof.update import Change, FirstUpdate, Probe
+from support.proof.update import Change, FirstUpdate, Probe, second_step
 from tests.conftest import tiny_model, wrap
 from tests.step.test_step import EQUAL, build, weights  # noqa: F401, a fixture
 
@@ -51,10 +50,10 @@ def scale_gradient(monkeypatch, factor: float, piece: str = "") -> None:
 
 
 def train_on_other_micro_batches(monkeypatch) -> None:
-    def exchanged(forward_backward, model, optimizer, micro_batches, cfg) -> dict:
-        return forward_backward(model, optimizer, [micro_batches[0], *micro_batches[:-1]], cfg)
-
-    wrap(monkeypatch, train_grpo, "forward_backward", exchanged)
+    wrap(
+        monkeypatch, train_grpo, "forward_backward",
+        lambda train, model, optimizer, rows, cfg: train(model, optimizer, [rows[0], *rows[:-1]], cfg),
+    )  # fmt: skip
 
 
 def scale_loss(monkeypatch, factor) -> None:
@@ -126,7 +125,7 @@ def test_a_step_is_watched_once_and_after_a_resume_its_state_is_compared(build):
 
 def test_a_later_step_is_compared_with_adamw_again(build, monkeypatch):  # noqa: F811
     """Healthy steps are those of torch's AdamW, which Megatron-core takes here."""
-    monkeypatch.setattr(update, "EVERY", 2)
+    monkeypatch.setattr("support.proof.update.EVERY", 2)
     run = build("train.lr=0.01", "train.weight_decay=0.2", "train.adam_beta2=0.99")
     for step in (1, 2, 3):
         train_grpo.train_step(run, step)
@@ -171,7 +170,7 @@ def test_a_wrong_gradient_is_a_warning_in_bf16(build, monkeypatch, capsys):  # n
 def test_a_loss_that_goes_wrong_later_is_found_in_the_step_that_the_seed_draws(build, monkeypatch):  # noqa: F811
     run = build("train.lr=0.01", "train.steps=2")
     train_grpo.train_step(run, 1)
-    assert update.second_step(run.cfg) == 2
+    assert second_step(run.cfg) == 2
     scale_loss(monkeypatch, 2)
     cause = "(?s)moved along the gradient, .*, 2 times that.*the whole gradient is 2 times what it should be"
     with pytest.raises(TrainingError, match=cause):

@@ -13,9 +13,7 @@ import torch
 import transformers
 from torch.nn.attention import varlen as flash
 
-from support.model import attention
-from support.model.attention import Segments, attend_padded, attend_varlen
-from support.step import packing
+from support.model.attention import Copies, Segments, attend_padded, attend_varlen, make_buckets, sliding_window
 from tests.gpu_rehearsal.flash import attended
 from tests.layout_worker import one_layout
 from tests.oracle.plain import reference, relative, worst_gradient
@@ -130,15 +128,15 @@ def test_flash_attention_is_the_formula(where, head_dim, record_property):
 
 
 def test_segments_of_similar_length_are_padded_together():
-    assert attention.make_buckets(np.array([50, 100, 3, 91, 79])) == [(2, 100), (1, 79), (1, 50), (1, 3)]
-    assert attention.make_buckets(np.array([9, 1, 16])) == [(3, 16)]  # a call costs more than so few positions
+    assert make_buckets(np.array([50, 100, 3, 91, 79])) == [(2, 100), (1, 79), (1, 50), (1, 3)]
+    assert make_buckets(np.array([9, 1, 16])) == [(3, 16)]  # a call costs more than so few positions
     assert segments([7, 7]).slots == (None, None)  # the row as it is
 
 
 def test_the_gradients_of_copies_are_added_up_in_fp32():
     """257 copies of 1 in bf16: added up in bf16, the sum would stop at 256."""
     ones = torch.ones(1, 8, dtype=torch.bfloat16, requires_grad=True)
-    taken = attention.Copies.of(np.zeros(257, dtype=np.int64), 1, ones.device).take(ones)
+    taken = Copies.of(np.zeros(257, dtype=np.int64), 1, ones.device).take(ones)
     (found,) = torch.autograd.grad(taken.float().sum(), ones)
     assert found.tolist() == [[torch.tensor(257.0).bfloat16().item()] * 8]
 
@@ -162,17 +160,17 @@ def test_the_window_of_a_model(arch, settings, window):
     hf = getattr(transformers, f"{name}Config")(num_hidden_layers=2, **{**options, **settings})
     if isinstance(window, str):
         with pytest.raises(ValueError, match=window):
-            attention.sliding_window(hf)
+            sliding_window(hf)
     else:
-        assert attention.sliding_window(hf) == window
+        assert sliding_window(hf) == window
 
 
 def test_an_update_without_padding_equals_plain_transformers(world, tmp_path, monkeypatch):
     """The path of a GPU in bf16, here in fp32: rows that are planned without padding, with a window of 8."""
     kernel = stand_in("2.13", torch.float32)
     monkeypatch.setattr(flash, "varlen_attn", kernel)
-    for module in (attention, packing):
-        monkeypatch.setattr(module, "uses_varlen", lambda on, dtype: True)
+    for module in ("support.model.attention", "support.step.packing"):
+        monkeypatch.setattr(f"{module}.uses_varlen", lambda on, dtype: True)
     found = one_layout(make_plan(tmp_path, "mistral", layouts={"one": []}), "one")
     wanted = reference(tmp_path / "model", make_samples(), found)
     assert len(set(kernel.sequences)) > 1  # rows of several sequences, none laid out with another's length

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from config import DataConfig
-from support.data import prompts as data
 from support.data.prompts import load_prompts
 from tests.conftest import write_rows
 
@@ -251,8 +250,8 @@ def test_large_sets_stay_mapped_and_give_the_same(tokenizer, tmp_path, monkeypat
         write_rows(tmp_path / name, rows)
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     held = load(tokenizer, [files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
-    monkeypatch.setattr(data, "LARGE_BYTES", 0)
-    monkeypatch.setattr(data, "BLOCK", 4)
+    monkeypatch.setattr("support.data.prompts.LARGE_BYTES", 0)
+    monkeypatch.setattr("support.data.prompts.BLOCK", 4)
     mapped = load(tokenizer, [files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
     assert isinstance(held.table, list) and isinstance(mapped.table, datasets.Dataset)
     assert list(mapped) == list(held) and len(held) == 12 and mapped.fingerprint == held.fingerprint

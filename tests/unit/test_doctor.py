@@ -12,8 +12,8 @@ import pytest
 from support.base import versions
 from support.base.files import write_versions
 from tests.conftest import REPO
-from tools import doctor, machine
-from tools.doctor import STOP, WARN
+from tools import machine
+from tools.doctor import OK, STOP, WARN, main, rows
 
 # What nvidia-smi answers on a machine with two H100s.
 SMI = "NVIDIA H100 80GB HBM3, 580.65.06, 81559, 1, 9.0, Disabled, Default\n" * 2
@@ -118,13 +118,13 @@ def changed(values: dict) -> dict:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_told_and_nothing_else(fault, monkeypatch, capsys):
     values, *wanted = FAULTS[fault]
-    monkeypatch.setattr(doctor, "facts", lambda output_dir: changed(values))
-    told = [row for row in doctor.rows(changed(values)) if row.verdict != doctor.OK]
+    monkeypatch.setattr("tools.doctor.facts", lambda output_dir: changed(values))
+    told = [row for row in rows(changed(values)) if row.verdict != OK]
     assert [(row.item, row.verdict) for row in told] == [row[:2] for row in wanted]
     for row, (_, _, pattern) in zip(told, wanted, strict=True):
         assert re.search(pattern, f"{row.found} → {row.remedy}"), row
     stops = sum(verdict == STOP for _, verdict, _ in wanted)
-    assert doctor.main([]) == int(stops > 0)
+    assert main([]) == int(stops > 0)
     assert f"rows: {stops} would stop a run" in capsys.readouterr().out
 
 
@@ -151,7 +151,7 @@ def test_this_machine(monkeypatch, tmp_path, capsys):
     assert found["requires"]["megatron-core"]["torch"]
     assert machine.fastest_dtype(found["torch"]["products"]) in ("bf16", "fp16", "fp32")
     assert found["folders"]["output_dir"]["writable"] and found["memory"]["total"] > found["memory"]["free"] > 0
-    assert doctor.main(["--output-dir", str(tmp_path)]) == int(STOP in capsys.readouterr().out)
+    assert main(["--output-dir", str(tmp_path)]) == int(STOP in capsys.readouterr().out)
 
 
 def test_it_answers_where_nothing_is_installed():

@@ -81,6 +81,7 @@ def test_an_fp32_model_has_fp32_products_in_vllms_attention(told, monkeypatch):
 
 def test_keys_reach_vllm_and_what_the_user_set_stays(told, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert told({"rollout.vllm": {"enable_sleep_mode": False}})[1] == []  # nothing sleeps
     args, slept = told({
         "rollout.sleep_level": 1, "rollout.exact": True, "model.fp32_head": True, "rollout.prompts_per_step": 4096,
         "rollout.vllm": {"quantization": "fp8", "enable_chunked_prefill": False},
@@ -94,11 +95,6 @@ def test_keys_reach_vllm_and_what_the_user_set_stays(told, monkeypatch):
 def test_the_fullest_batch_of_a_step_has_a_cuda_graph(batch, size):
     """vLLM captures multiples of 8, and above 256 of 16, and cuts off what is above the last of them."""
     assert vllm_process.capture_size(batch) == size
-
-
-def test_without_sleep_mode_nothing_sleeps(told):
-    _, slept = told({"rollout.vllm": {"enable_sleep_mode": False}})
-    assert slept == []
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)

@@ -10,7 +10,7 @@ import torch
 import megatron_bridge as bridge
 from support.model.experts import GroupedExperts, GroupedLinear, SequentialMLP, linear, stack_weights
 from support.model.lora import Adapter
-from tests.conftest import tiny_config
+from tests.conftest import build_model, tiny_config
 from tests.layout_worker import one_layout
 from tests.oracle.test_layouts import make_plan
 
@@ -59,10 +59,9 @@ def test_experts_without_a_token_ask_for_no_product(monkeypatch, adapters):
 def test_what_waits_for_weights_is_called_before_they_are_read(world, tmp_path):
     """Megatron's overlap_param_gather gathers what the replicas updated as late as a module with the weights is called,
     by a hook of the module; missed, a second update of a step computes with experts from before the first."""
-    cfg = tiny_config(*make_plan(tmp_path, "qwen3_moe")["overrides"])
-    bridge.init_model_parallel(cfg.parallel, cfg.seed)
-    model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, {"overlap_param_gather": True})
-    experts, waited = bridge.unwrap_model(model[0]).decoder.layers[0].mlp.experts, []
+    cfg = tiny_config(*make_plan(tmp_path, "qwen3_moe")["overrides"], "megatron.overlap_param_gather=true")
+    (chunk,) = build_model(cfg)
+    experts, waited = bridge.unwrap_model(chunk).decoder.layers[0].mlp.experts, []
     for number, expert in enumerate(experts.local_experts):
         for name, module in expert.named_children():
             module.register_forward_pre_hook(lambda *_, what=(number, name): waited.append(what))

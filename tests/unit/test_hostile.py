@@ -7,15 +7,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 
 import psutil
 import pytest
 
-from support.step import grading
 from support.step.grading import Outcome
 from tests.conftest import REPO
 from tests.pools import JUDGE, fenced, grade, grade_with, pool_of
+from tests.processes import wait_until
 
 EXPRESSIONS = {
     "tower": "\\boxed{9^{9^{9^{9}}}}",
@@ -232,7 +231,7 @@ def test_import_that_never_ends_and_import_that_fails(tmp_path, monkeypatch, not
     for name, line in (("slow", "import time; time.sleep(1000)"), ("fails", "1 / 0")):
         judge = f"import sys\nif 'pytest' not in sys.modules:\n    {line}\ndef judge(text, answer, row): return 1.0"
         (tmp_path / f"{name}.py").write_text(judge)
-    monkeypatch.setattr(grading, "LOAD_S", 1.0)
+    monkeypatch.setattr("support.step.grading.LOAD_S", 1.0)
     for name, message in (("slow", "loading the reward took more than 1 s"), ("fails", "ZeroDivisionError")):
         jobs = [("s", "", "", {}), ("good", "a", "a", {})]
         failed, graded = grade_with("custom", jobs, by_source={"good": "exact"}, custom=f"{tmp_path}/{name}.py:judge")
@@ -254,13 +253,6 @@ def test_workers_end_with_the_program_that_started_them(tmp_path):
         process.kill()
     assert workers
     wait_until(lambda: not any(alive(worker) for worker in workers))
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_modules_of_the_working_directory_do_not_shadow_those_of_the_worker(tmp_path, monkeypatch):

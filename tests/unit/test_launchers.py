@@ -4,15 +4,15 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 
 from config import UserError
-from support.base import launchers, versions
-from support.base.launchers import environment
+from support.base import versions
+from support.base.launchers import MASTER_NAMES, PORTS, RANK_NAMES, environment, port
 from support.check import machines
 from tests.conftest import REPO, command_line, read_rows, tiny_config
+from tests.processes import wait_until
 
 TORCHRUN = {
     "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "gpu01",
@@ -30,13 +30,13 @@ OPEN_MPI = {
 INTEL_MPI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 
 
-PORT = launchers.port(SRUN)
+PORT = port(SRUN)
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "1234"}
 
 
 def world(*values: int | str) -> dict[str, str]:
     """Rank, size, local rank, local size, address, port, or the first of these, as variables."""
-    return dict(zip((*launchers.RANK_NAMES, *launchers.MASTER_NAMES), map(str, values), strict=False))
+    return dict(zip((*RANK_NAMES, *MASTER_NAMES), map(str, values), strict=False))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def world(*values: int | str) -> dict[str, str]:
     [
         # torchrun's are left alone, under srun too
         (TORCHRUN, {}), (TORCHRUN | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, {}),
-        ({name: TORCHRUN[name] for name in (*launchers.RANK_NAMES[:3], "MASTER_ADDR")} | SRUN,
+        ({name: TORCHRUN[name] for name in (*RANK_NAMES[:3], "MASTER_ADDR")} | SRUN,
          {"LOCAL_WORLD_SIZE": "8", "MASTER_PORT": PORT}),
         # srun
         (SRUN, world(9, 16, 1, 8, "gpu03", PORT)),
@@ -72,7 +72,7 @@ def test_what_follows_from_the_variables_of_a_launcher(given, wanted):
 
 
 def test_the_port_is_that_of_the_job():
-    assert int(PORT) in launchers.PORTS and launchers.port(SRUN | {"SLURM_STEP_ID": "1"}) != PORT
+    assert int(PORT) in PORTS and port(SRUN | {"SLURM_STEP_ID": "1"}) != PORT
     named = OPEN_MPI | {"PMIX_NAMESPACE": "prterun-laptop-17@1"}
     assert environment(named)["MASTER_PORT"] == environment(named | {"OMPI_COMM_WORLD_RANK": "4"})["MASTER_PORT"]
 
@@ -127,7 +127,7 @@ SMALL = ("train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4")
 
 def clean() -> dict[str, str]:
     """The environment without any launcher's variables."""
-    launcher = (*launchers.RANK_NAMES, *launchers.MASTER_NAMES, "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
+    launcher = (*RANK_NAMES, *MASTER_NAMES, "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
     ours = {k: v for k, v in os.environ.items() if not k.startswith(launcher)}
     return ours | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -167,9 +167,7 @@ def test_the_sbatch_example(tmp_path, stopped):
         (tmp_path / name).chmod(0o755)
     env = clean() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
     script = subprocess.Popen(["bash", REPO / "docs/train_grpo.sbatch", "--config", "x.yaml"], cwd=tmp_path, env=env)
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until((tmp_path / "ready").exists)
     if stopped:
         script.send_signal(signal.SIGUSR1)
     code = script.wait(30)

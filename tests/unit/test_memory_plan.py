@@ -18,15 +18,14 @@ from support.base import ranks
 from support.base.read_config import load_config
 from support.step.packing import to_micro_batches
 from tests import hub_models
-from tests.conftest import REPO, tiny_config
-from tests.layout_worker import held_bytes
+from tests.conftest import REPO, build_model, tiny_config
+from tests.layout_worker import KINDS, held_bytes
 from tools import plan
 
 QWEN = str(REPO / "configs/qwen7b.yaml")
 FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform", "num_layers=1")]
 OFFLOAD = "megatron.optimizer_cpu_offload=true"
 PRECISE = "megatron.use_precision_aware_optimizer=true"
-KINDS = ("weights", "gradients", "optimizer", "reference")
 
 
 # ---------------------------------------------------------------- what is held
@@ -45,10 +44,9 @@ def test_the_count_is_that_of_a_real_rank_in_bf16(world, tiny):
     found = {}
     for name, more in BF16.items():
         cfg = tiny_config(*options, *more)
-        bridge.init_model_parallel(cfg.parallel, cfg.seed)
-        model = bridge.build_model(cfg.model.path, cfg.parallel, torch.bfloat16, cfg.megatron)
+        model = build_model(cfg)
         found[name] = held_bytes(model, bridge.build_optimizer(model, cfg.train, cfg.megatron))
-        bridge.mpu.destroy_model_parallel()
+    bridge.mpu.destroy_model_parallel()
     train_grpo.dist.destroy_process_group()
     for name, more in BF16.items():
         gpu = plan.count(tiny_config(*options, *more), 1, 0).gpu
@@ -82,8 +80,7 @@ class Live(TorchDispatchMode):
 
 def peaks(cfg, prompt: int, answer: int) -> tuple[int, int]:
     """Bytes of scoring and of an update beyond weights and gradients, of one row: four answers to a prompt."""
-    bridge.init_model_parallel(cfg.parallel, cfg.seed)
-    model = bridge.build_model(cfg.model.path, cfg.parallel, torch.float32, cfg.megatron)
+    model = build_model(cfg)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
     weights, gradients, *_ = held_bytes(model, optimizer)
     ids = np.random.default_rng(0).integers(2, 4000, (4, answer)).tolist()
@@ -97,15 +94,15 @@ def peaks(cfg, prompt: int, answer: int) -> tuple[int, int]:
     (row,) = to_micro_batches(batch, [0, 1, 2, 3], 512, cfg)
     with Live() as training:
         train_grpo.forward_backward(model, optimizer, [row], cfg)
-    bridge.mpu.destroy_model_parallel()
     return scoring.peak - weights, training.peak - weights - gradients
 
 
 SLOW = [("qwen2", FULL), ("qwen3", []), ("qwen3_moe", []), ("qwen2_moe", FULL)]
-CASES = [("qwen2", []), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
-@pytest.mark.parametrize(("family", "more"), CASES)
+@pytest.mark.parametrize(
+    ("family", "more"), [("qwen2", []), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_the_formulas_are_near_a_real_update(world, tmp_path, monkeypatch, family, more):
     """One stage on a CPU, a vocabulary of 4,096: the peak is while the last logits and all activations are there."""
     alphabet = make_tiny.char_tokenizer("".join(chr(0x4E00 + n) for n in range(4094)))

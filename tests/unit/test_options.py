@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import load_file
 
 import megatron_bridge as bridge
-from config import ParallelConfig, UserError
+from config import UserError
+from support.base.read_config import override
 from support.check import options
-from support.check.options import TABLES
 from support.engine.vllm_process import engine_options
 from support.model.optimizer_state import main_weights
 from support.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
 from tests.compare_runs import lasting
-from tests.conftest import REPO, tiny_model
+from tests.conftest import REPO, build_model, tiny_config, tiny_model
 from tests.layout_worker import one_layout
 from tests.oracle.plain import relative
 from tests.oracle.test_layouts import make_plan, run_worker
@@ -27,11 +27,11 @@ from train_grpo import Sample, flatten
 def test_the_tables_are_of_the_libraries_here():
     """Each name is a field of Megatron-core, each pattern one of vLLM's options; all others of Megatron are refused."""
     fields = bridge.megatron_fields()
-    assert {*TABLES["megatron_works"], *TABLES["megatron_owned"], *options.MEGATRON_TYPES} <= fields
-    for name in fields - {*TABLES["megatron_works"]}:
+    assert {*options.TABLES["megatron_works"], *options.TABLES["megatron_owned"], *options.MEGATRON_TYPES} <= fields
+    for name in fields - {*options.TABLES["megatron_works"]}:
         with pytest.raises(UserError, match=rf"megatron\.{name} may not be set"):
             options.check_megatron({name: None}, bridge.CONFIG_CLASSES, "bf16")
-    for pattern in (pattern for patterns in TABLES["vllm_owned"].values() for pattern in patterns):
+    for pattern in (pattern for patterns in options.TABLES["vllm_owned"].values() for pattern in patterns):
         assert fnmatch.filter(engine_options(), pattern), pattern
 
 
@@ -46,7 +46,7 @@ def test_what_the_engine_sets_is_refused_or_left_to_the_user():
 
 
 def test_the_document_names_what_works():
-    assert all(f"`{name}`" in (REPO / "docs/options.md").read_text() for name in TABLES["megatron_works"])
+    assert all(f"`{name}`" in (REPO / "docs/options.md").read_text() for name in options.TABLES["megatron_works"])
 
 
 # ---------------------------------------------------------------- the same update with and without
@@ -115,16 +115,18 @@ OFFLOADS = {
 
 @pytest.fixture
 def small(tmp_path):
-    return tiny_model(tmp_path / "model", layers=4)
+    """The configuration of a model of four layers in bf16."""
+    return tiny_config(f"model.path={tiny_model(tmp_path / 'model', layers=4)}", "model.dtype=bf16")
 
 
 def test_adam_on_the_host_makes_the_same_updates(world, small):
     def trained(extra: dict) -> dict[str, torch.Tensor]:
-        bridge.init_model_parallel(ParallelConfig(), seed=0)
-        model = bridge.build_model(small, ParallelConfig(), torch.bfloat16, extra)
-        optimizer = bridge.build_optimizer(model, TRAIN, extra, small)
+        model = build_model(override(small, {"megatron": extra}))
+        optimizer = bridge.build_optimizer(model, TRAIN, extra, small.model.path)
         _, embedding = main_weights(model, optimizer)[bridge.named_weights(model)["embedding.word_embeddings.weight"]]
-        assert embedding.equal(load_file(f"{small}/model.safetensors")["model.embed_tokens.weight"].flatten())
+        assert embedding.equal(
+            load_file(f"{small.model.path}/model.safetensors")["model.embed_tokens.weight"].flatten()
+        )
         for number in range(3):
             made_up_update(model, optimizer, number)
         names = {weight: name for name, weight in bridge.named_weights(model).items()}
@@ -133,7 +135,6 @@ def test_adam_on_the_host_makes_the_same_updates(world, small):
             assert weight.detach().flatten().equal(found[name].bfloat16()), name
         hosts = [part.optimizer for part in optimizer.chained_optimizers if extra]
         assert all(host.cpu_optimizers and bool(host.gpu_optimizer) == ("pin_cpu_grads" in extra) for host in hosts)
-        bridge.mpu.destroy_model_parallel()
         return found
 
     plain = trained({})
@@ -153,8 +154,7 @@ def test_its_state_is_saved_and_loaded(fork_server, small, tmp_path):
 def test_an_exact_run_is_repeated_and_says_what_gap_remains(train_forked, tmp_path):
     """With torch's deterministic kernels, which exist for all that runs on the CPU."""
     options = ("rollout.exact=true", "parallel.tp=2", "rollout.tp=2", "train.steps=2", "train.save_every=0")
-    first, second = (train_forked(2, *options, out=tmp_path / name) for name in "ab")
-    assert first.code == second.code == 0, first.text
+    first, second = (train_forked(2, *options, out=tmp_path / name, code=0) for name in "ab")
     assert lasting(first.metrics) == lasting(second.metrics) and equal(first.weights(2), second.weights(2))
     assert "a log-prob gap of at most" in first.text
 
@@ -164,8 +164,7 @@ def test_an_fp32_head_rounds_no_logits(world, small):
     batch = flatten([Sample(0, [1, 2, 3], [4, 5, 6, 7], [-1.0] * 4, True, "", "s")])
     off = {}
     for fp32_head in (False, True):
-        bridge.init_model_parallel(ParallelConfig(), seed=0)
-        (chunk,) = bridge.build_model(small, ParallelConfig(), torch.bfloat16, {}, fp32_head)
+        (chunk,) = build_model(override(small, {"model.fp32_head": fp32_head}))
         mb = pack(batch, [0], 6, "cpu")
         hidden = bridge.hidden_states(chunk, mb)
         logp_T, _ = bridge.token_logprobs(chunk, hidden, mb, 1.0)
@@ -175,5 +174,4 @@ def test_an_fp32_head_rounds_no_logits(world, small):
         off[fp32_head] = (logp_T - exact_T).abs().max().item()
         logp_T.sum().backward()
         assert chunk.module.embedding.word_embeddings.weight.main_grad.abs().sum() > 0
-        bridge.mpu.destroy_model_parallel()
     assert off[True] < 2e-6 < 5e-4 < off[False], off

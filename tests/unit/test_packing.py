@@ -10,7 +10,6 @@ import torch
 from config import AlgoConfig, ParallelConfig
 from support.model.attention import make_buckets
 from support.step import packing
-from support.step.packing import ROW_TOKENS, TOKEN, bubble, measure_rows, pack, shared_positions
 from tests.conftest import tiny_config
 from train_grpo import Sample, flatten, grpo_loss
 
@@ -73,7 +72,7 @@ def test_attention_pads_little_replicas_work_alike_and_planning_is_fast(lengths,
     assert time.process_time() - start < 0.4  # of a busy machine; else 0.1
     padded = sum(count * longest**2 for members in bins for count, longest in make_buckets(lengths_N[members]))
     assert padded <= 1.15 * (lengths_N**2).sum()
-    cost_B = np.array([(TOKEN * lengths_N[members] + lengths_N[members] ** 2).sum() for members in bins])
+    cost_B = np.array([(packing.TOKEN * lengths_N[members] + lengths_N[members] ** 2).sum() for members in bins])
     costs = cost_B.reshape(-1, replicas).sum(0)
     assert costs.max() <= 1.05 * costs.min()
 
@@ -96,7 +95,7 @@ def test_every_field_stands_on_the_position_that_predicts():
     batch = flatten([talk, Sample(1, [15], [5, 6], [-0.5, -0.6], True, "", "s")])
     assert batch.lengths_N.tolist() == [6, 2]
     batch = replace(batch, advantages=torch.tensor([1.5, 0.5])[batch.seq_id])
-    mb = pack(batch, [1, 0], 15, "cpu")
+    mb = packing.pack(batch, [1, 0], 15, "cpu")
     assert mb.tokens.tolist() == [[15, 5, 11, 12, 1, 2, 13, 14] + [0] * 7]
     assert mb.targets.tolist() == [[5, 6, 12, 1, 2, 13, 14, 3] + [0] * 7]
     assert mb.mask.tolist() == [[1, 1, 0, 1, 1, 0, 0, 1] + [0] * 7]
@@ -111,8 +110,8 @@ def test_every_field_stands_on_the_position_that_predicts():
 def test_an_empty_micro_batch_counts_nothing():
     batch = flatten(answers([[1, 2, 3]], 2))
     batch = replace(batch, advantages=torch.ones(4), weights=torch.ones(4))
-    assert pack(batch, [], 300, "cpu").sizes.tolist() == [128, 128, 44]
-    mb = pack(batch, [], 2, "cpu")
+    assert packing.pack(batch, [], 300, "cpu").sizes.tolist() == [128, 128, 44]
+    mb = packing.pack(batch, [], 2, "cpu")
     assert mb.tokens.shape == (1, 2) and mb.mask.sum() == 0
     loss, denominator, _ = grpo_loss(mb, torch.zeros(2, requires_grad=True), torch.zeros(2), AlgoConfig())
     assert loss.item() == 0 and denominator.item() == 0
@@ -124,13 +123,13 @@ def test_a_row_that_shares_its_prompts_by_hand():
     The second answer keeps one position of its own, since each sequence has a query.
     """
     batch = flatten(answers([[1, 2, 3]], 2, 1, 2))
-    mb = pack(batch, [0, 1, 2], 7, "cpu", shares=True)
+    mb = packing.pack(batch, [0, 1, 2], 7, "cpu", shares=True)
     assert mb.tokens.tolist() == [[1, 2, 3, 100, 1, 2, 3, 1, 2, 3, 102, 0]]  # all positions, and one of padding
     assert mb.kept.tolist() == [0, 1, 2, 3, 6, 10, 11] and mb.queries.tolist() == [4, 1, 1, 1]
     assert mb.place.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 4, 5, 6]
     assert mb.computed(mb.tokens).tolist() == [[1, 2, 3, 100, 3, 102, 0]] and mb.width == 7
     assert mb.at_any_copy(mb.mask).tolist() == [[False, False, True, True, True, True, False]]
-    alone = pack(batch, [0, 1, 2], 12, "cpu")
+    alone = packing.pack(batch, [0, 1, 2], 12, "cpu")
     assert torch.equal(alone.tokens, mb.tokens) and (alone.kept, alone.place, alone.width) == (None, None, 12)
 
 
@@ -178,7 +177,9 @@ def test_sharing_saves_what_prompts_repeat_and_replicas_still_work_alike():
         bins = plan_rows(batch, CAPS[0], replicas)
         assert sorted(n for members in bins for n in members) == list(range(1024))
         rows = [
-            pack(batch, m, int((batch.lengths_N[m] - shared_positions(batch, m, True)).sum()), "cpu", True)
+            packing.pack(
+                batch, m, int((batch.lengths_N[m] - packing.shared_positions(batch, m, True)).sum()), "cpu", True
+            )
             for m in bins
         ]
         widths = np.array([mb.width for mb in rows])
@@ -191,12 +192,12 @@ def test_more_bins_where_stages_would_idle_but_no_small_ones_for_it():
     plans = {pp: len(plan_bins(lengths_N, 64 * 512, 1, ParallelConfig(pp=pp))) for pp in (1, 2, 4, 8)}
     assert plans[1] == 1  # one row holds all
     for pp in (2, 4, 8):
-        assert plans[pp] >= 2 * pp - 2 and 64 * 512 / plans[pp] >= ROW_TOKENS
+        assert plans[pp] >= 2 * pp - 2 and 64 * 512 / plans[pp] >= packing.ROW_TOKENS
     assert len(plan_bins(lengths_N[:8], 64 * 512, 1, ParallelConfig(pp=4))) == 4  # as many as stages in any case
     assert len(plan_bins(lengths_N[:3], 64 * 512, 1, ParallelConfig(pp=4))) == 3  # or samples
     # By hand, 4 stages: 3 of 3 + 1 slots idle with one row, 3 of 3 + 9 with nine; two chunks a stage halve it.
-    assert [bubble(m, ParallelConfig(pp=4)) for m in (1, 9)] == [0.75, 0.25]
-    assert bubble(3, ParallelConfig(pp=4, vpp=2)) == 3 / 9 and bubble(5, ParallelConfig()) == 0
+    assert [packing.bubble(m, ParallelConfig(pp=4)) for m in (1, 9)] == [0.75, 0.25]
+    assert packing.bubble(3, ParallelConfig(pp=4, vpp=2)) == 3 / 9 and packing.bubble(5, ParallelConfig()) == 0
 
 
 def test_measures_of_rows_by_hand(monkeypatch):
@@ -206,10 +207,10 @@ def test_measures_of_rows_by_hand(monkeypatch):
     """
     samples = answers([[1]], 30, 2) + answers([[*range(9)]], 12, 12)
     batch, cfg = flatten(samples), tiny_config("train.max_tokens_per_micro_batch=64")
-    rows = [pack(batch, [0, 1], 32, "cpu", True), pack(batch, [2, 3], 32, "cpu", True)]
+    rows = [packing.pack(batch, [0, 1], 32, "cpu", True), packing.pack(batch, [2, 3], 32, "cpu", True)]
     counts = {"real": 62, "positions": 64, "shared": 10, "micro_batches": 2, "fill": 64 / 128, "bubble": 0}
     work = 30**2 + 2**2 + 2 * 20**2
     counts["attended"] = work - 1**2 - 9**2
-    assert measure_rows(rows, cfg) == {**counts, "attention_waste": (work + 5) / work}
+    assert packing.measure_rows(rows, cfg) == {**counts, "attention_waste": (work + 5) / work}
     monkeypatch.setattr(packing, "attention_pads", lambda dtype: False)
-    assert measure_rows(rows, cfg) == {**counts, "attention_waste": 1}
+    assert packing.measure_rows(rows, cfg) == {**counts, "attention_waste": 1}

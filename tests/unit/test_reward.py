@@ -10,6 +10,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
 
 import reward
 from config import RewardConfig, UserError
@@ -258,8 +260,6 @@ def test_remote_tries_again_then_says_why(endpoint):
 
 @pytest.fixture(scope="module")
 def reward_model(tiny, tmp_path_factory):
-    import transformers
-
     folder = str(tmp_path_factory.mktemp("reward_model"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny / "model")
     tokenizer.chat_template = None
@@ -274,9 +274,6 @@ def reward_model(tiny, tmp_path_factory):
 @pytest.mark.slow
 def test_models_beside_other_rewards(reward_model):
     """Two models, one of them with pairs of texts, and a reward that is none, each graded as alone."""
-    import torch
-    import transformers
-
     options = {
         "first": {"path": reward_model}, "length": {"limit": 1, "buffer": 20},
         "second": {"path": reward_model, "pairs": True, "prompt_key": "question"},
@@ -284,12 +281,10 @@ def test_models_beside_other_rewards(reward_model):
     functions = {"first": FILES["model"], "second": FILES["model"]}
     spec = {"first": 2.0, "second": 3.0, "length": 1.0}
     named = {"by_source": {"plain": "exact", "one": "first"}, "options": options, "functions": functions}
-    pool = pool_of(spec, **named, memory_gb=0.0)
     texts = ["123", "8", "12345678", "312", "5", "77"]
     row = {"prompt": "12", "question": "81"}
     jobs = [("scored", text, "", row) for text in texts] + [("plain", "x", "x", {}), ("scored", "123", "", {})]
-    outcomes = grade(pool, [*jobs, ("one", "35", "", {"prompt": "12"})])
-    pool.close()
+    outcomes = grade_with(spec, [*jobs, ("one", "35", "", {"prompt": "12"})], **named, memory_gb=0.0)
     scorer = transformers.AutoModelForSequenceClassification.from_pretrained(reward_model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(reward_model)
 

@@ -32,10 +32,7 @@ def test_the_tree_is_plain():
     assert not structure.check_legend(REPO), "every shape suffix is in the legend"
     assert not structure.uncalled(REPO), "public functions of support have a caller"
     assert not structure.check_floors(REPO), "every import leads down: the floors are in tests/structure.py"
-
-
-def test_no_wing_is_above_its_budget():
-    assert not structure.over_budget(structure.weights(REPO))
+    assert not structure.over_budget(structure.weights(REPO)), "no wing is above its budget"
 
 
 def test_every_wing_has_a_line_on_the_page_of_forks():
