@@ -141,14 +141,12 @@ def run_job(printed: str, command: list[str], ranks: list[dict[str, str]], port:
 def share_device() -> None:
     """Give the groups of gloo one device: each has a thread that wakes a hundred times a second, and 64 ranks 1,900."""
     gloo = distributed_c10d.ProcessGroupGloo
-    devices = []
+    device = gloo.create_default_device()
 
     class OneDevice(gloo):
         def __init__(self, store, rank, size, timeout):
-            if not devices:
-                devices.append(gloo.create_default_device())
             options = gloo._Options()
-            options._devices, options._timeout = devices, timeout
+            options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = OneDevice

@@ -7,6 +7,7 @@ The table in docs/dev/layouts.md is written by this file when all of it runs (`m
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 
 import make_tiny
 import numpy as np
@@ -105,11 +106,13 @@ def make_plan(folder, family: str, *overrides: str, dtype: str = "fp32", **plan)
     return {"samples": str(folder / "samples.json"), "out": str(folder), "overrides": [*common, *overrides], **plan}
 
 
-def run_worker(server, folder, nproc: int, *plans: dict) -> list[dict[str, dict[str, torch.Tensor]]]:
+def run_worker(
+    server, folder, nproc: int, *plans: dict, script="tests/layout_worker.py", **env: str
+) -> list[dict[str, dict[str, torch.Tensor]]]:
     """Of each plan, layout → what tests/layout_worker.py found on it; `server` is the fork_server."""
     file, printed = folder / "plans.json", folder / "printed.txt"
     file.write_text(json.dumps(plans))
-    assert server.run(printed, "tests/layout_worker.py", str(file), nproc=nproc, seconds=1800) == 0, printed.read_text()
+    assert server.run(printed, script, str(file), nproc=nproc, seconds=1800, **env) == 0, printed.read_text()
     return [{name: load_file(f"{plan['out']}/{name}.safetensors") for name in plan["layouts"]} for plan in plans]
 
 
@@ -348,3 +351,38 @@ def write_table(known: Results) -> None:
                 cells[number] = f"{worst_gradient(found[layout], wanted)[0]:.0e}"
         lines.append(f"| {layout} | {' | '.join(cells)} |")
     page.write_text(page.read_text().rpartition("| | ")[0] + "\n".join(lines) + "\n")
+
+
+# tests/layout_worker.py on the kernels of vLLM's batch-invariant mode for a FAMILY of GPUs, put under a CPU.
+INVARIANT = """
+import os, runpy
+from types import SimpleNamespace
+from vllm.model_executor.determinism import batch_invariant
+
+batch_invariant.softmax = lambda x, dim=-1: (x - x.logsumexp(dim, keepdim=True)).exp()
+batch_invariant.log_softmax = lambda x, dim=-1: x - x.logsumexp(dim, keepdim=True)
+batch_invariant.mean_dim = lambda x, dim, keepdim: x.sum(dim, keepdim=keepdim) / x.shape[dim]
+batch_invariant.bmm_batch_invariant = lambda a, b: (a[:, :, :, None] * b[:, None]).sum(2)
+batch_invariant.matmul_persistent = lambda a, b, bias=None: (a[:, :, None] * b).sum(1)
+batch_invariant._resolve_block_sizes = lambda: None
+batch_invariant.current_platform = SimpleNamespace(
+    dispatch_key="CPU", is_cuda_alike=lambda: True, is_rocm=lambda: False, is_xpu=lambda: False, is_cuda=lambda: False,
+    is_device_capability_family=lambda family: family == int(os.environ["FAMILY"]),
+)
+batch_invariant.enable_batch_invariant_mode()
+runpy.run_path("tests/layout_worker.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_vllms_batch_invariance_keeps_gradients_from_capability_9_on(fork_server, tmp_path):
+    """Below, rollout.exact=true is refused."""
+    (tmp_path / "invariant.py").write_text(INVARIANT)
+    plan = make_plan(tmp_path, "qwen3_moe", layouts={"tp2": ["parallel.tp=2"]})
+    make_model(tmp_path / "model", "qwen3_moe")
+    (tmp_path / "samples.json").write_text(json.dumps(make_samples()))
+    run = partial(run_worker, fork_server, tmp_path, 2, plan, script=tmp_path / "invariant.py")
+    with pytest.raises(AssertionError, match="matmul_batch_invariant requires both inputs be at least 2D"):
+        run(FAMILY="80")
+    ((found,),) = (each.values() for each in run(FAMILY="90"))
+    check_update(found, reference(tmp_path / "model", make_samples(), found))

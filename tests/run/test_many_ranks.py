@@ -84,7 +84,6 @@ sys.exit(launch.command(sys.argv[1:], "", lambda cfg: None, train, None, None))
 )
 def test_a_failure_on_one_of_32_ranks_is_told_once(train_forked, tmp_path, seed, told):
     (tmp_path / "fails.py").write_text(FAILS)
-    run = train_forked(32, f"seed={seed}", "rollout.prompts_per_step=32", script=tmp_path / "fails.py")
-    assert run.code == 1
+    run = train_forked(32, f"seed={seed}", "rollout.prompts_per_step=32", script=tmp_path / "fails.py", code=1)
     (error,) = re.findall("(?m)^error: (.*)", run.text)
     assert re.match(told, error), run.text
