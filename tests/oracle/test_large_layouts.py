@@ -13,7 +13,7 @@ from tests.oracle.plain import reference
 from tests.oracle.test_layouts import check_update, make_model, make_plan, make_samples, run_worker
 from tests.run.test_checkpoint import check_state
 
-EVERY = 6
+EVERY = 9
 WIDE = {"hidden": 256, "kv_heads": 8}  # 8 heads
 EXPERTS = {"num_experts": 8, "kv_heads": 4}
 BOTH = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
