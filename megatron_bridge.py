@@ -815,7 +815,7 @@ def copy_weights(model: list, on: str = "gpu") -> list[torch.Tensor]:
     if on == "gpu":
         return [weight.clone() for weight in weights]
     pinned = torch.cuda.is_available()
-    return [torch.empty_like(weight, device="cpu", pin_memory=pinned).copy_(weight) for weight in weights]
+    return [torch.empty(weight.shape, dtype=weight.dtype, pin_memory=pinned).copy_(weight) for weight in weights]
 
 
 @contextlib.contextmanager

@@ -206,7 +206,8 @@ def compute_indexed(op, args, kwargs):
         WAITS.note(f"{op._opname} by a mask")
     if not all(map(on_gpu, indices)):
         WAITS.note(f"{op._opname} by an index of the host")
-    return args[0] if op._schema.is_mutable else to_gpu(op(*values_of(args), **kwargs))
+    values = op(*values_of(args), **kwargs)  # in any case: what is mutable is changed
+    return args[0] if op._schema.is_mutable else to_gpu(values)
 
 
 def communicate(op, args, kwargs):
