@@ -141,7 +141,9 @@ def test_a_cut_cable(machines, start, on_one_machine):
 def test_eight_ranks_on_each_train_as_two_do(machines, train_forked, tmp_path):
     need_memory()
     few = train_forked(2, *LARGE_JOB, out=tmp_path / "few")
-    pids = [machine.holder.pid for machine in machines[:2]]
-    many = train_forked(16, *LARGE_JOB, out=tmp_path / "many", machines=pids, GLOO_SOCKET_IFNAME=link.DEVICE)
+    many = train_forked(
+        16, *LARGE_JOB, out=tmp_path / "many", machines=[machine.holder.pid for machine in machines[:2]],
+        GLOO_SOCKET_IFNAME=link.DEVICE,
+    )  # fmt: skip
     assert "machines: north on rank 0, 1, 2, 3, 4, 5, 6, 7; south on rank 8, 9, 10, " in many.text, many.text
     check_equal(few, many)
