@@ -377,7 +377,7 @@ def shortage(cfg: Config, found: Plan) -> str | None:
     if over:
         sizes = ", ".join(f"{phase} by {max(size / GB, 0.1):.1f} GB" for phase, size in over.items())
         lines.append(f"the plan does not fit a GPU of {found.gpu / GB:.1f} GB: {sizes}")
-        lines += [f"  {phase}: turn one of {'; '.join(MEMORY[phase].turn)}" for phase in over]
+        lines += [f"  {phase}: turn one of {'; '.join(MEMORY[phase])}" for phase in over]
     if found.sampling.sequences == 0:
         lines.append(f"vLLM's share of the GPU has no room for one sample of {checks.longest_sample(cfg)} tokens")
         lines.append(f"  turn one of {'; '.join(VLLM_MEMORY[NO_CACHE])}")
