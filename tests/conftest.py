@@ -235,7 +235,7 @@ def world(monkeypatch):
 
 
 def build_model(cfg: Config) -> list:
-    """The chunks of a configuration's model, in a `world`, of whose layout no earlier model can be used any more."""
+    """The chunks of a configuration's model, in a `world`; ends the layout of an earlier one."""
     bridge.mpu.destroy_model_parallel()
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     m = cfg.model

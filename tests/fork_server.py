@@ -58,7 +58,8 @@ class ForkServer:
     ) -> int:  # fmt: skip
         """Run `script` on `nproc` ranks with what torchrun tells them, and `env`; see run_ranks.
 
-        `machines`: processes in whose network the ranks are, an equal share in each; then rank 0 holds the store.
+        `machines`: ids of processes whose network and host name the ranks have, an equal share each; 0: this one's.
+        With several rank 0 holds the store.
         """
         port = free_port()
         local, here = nproc // len(machines), len(machines) == 1

@@ -97,8 +97,10 @@ def fresh_store(rank: int, world_size: int) -> dist.Store:
     return dist.PrefixStore(name, store)
 
 
-def is_first_to_fail() -> bool:
-    """Whether no other rank of this machine has failed yet, in this start; also where the store does not answer."""
+def note_failure() -> bool:
+    """Note in the store that this rank has failed. Returns whether it is the first of its machine in this start, which
+    it also is where the store does not answer.
+    """
     store = dist.distributed_c10d._get_default_store()
     store.set_timeout(datetime.timedelta(seconds=5))  # a machine may be gone
     try:

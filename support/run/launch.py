@@ -159,7 +159,7 @@ def joined(cfg: Config) -> Iterator[Clock]:
         if profiler:
             profiler.close()
     except (RankError, RuntimeError, ValueError, AssertionError, MemoryError, OSError, SafetensorError) as error:
-        first = ranks.is_first_to_fail()
+        first = ranks.note_failure()
         if isinstance(error, RankError):
             raise
         lost = explain.lost_rank(error)

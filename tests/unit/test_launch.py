@@ -154,7 +154,7 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, messa
     clock = mock.Mock(phase="train")
     monkeypatch.setattr(launch, "Clock", lambda stall_timeout_s, profiler: clock)
     monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
-    monkeypatch.setattr(launch.ranks, "is_first_to_fail", lambda: True)
+    monkeypatch.setattr(launch.ranks, "note_failure", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     cfg = tiny_config(f"output_dir={tmp_path}")
     with pytest.raises(RankError, match=message), launch.joined(cfg):

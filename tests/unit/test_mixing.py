@@ -91,20 +91,20 @@ def test_the_order_is_checked_over_resumes(tokenizer, tmp_path, shares):
     sets = {str(tmp_path / f"{name}.jsonl"): share for name, share in shares.items()}
     cfg = tiny_config("rollout.prompts_per_step=5")
     prompts = load_prompts(DataConfig(train=sets), tokenizer, 16)
+
+    def resume(step: int, taken: int, state: str) -> Order:
+        order = Order(prompts, cfg, json.loads(state))
+        order.drawn += prompt_batch(prompts, taken, 5, cfg.seed)
+        order.take(step, cfg)
+        return order
+
     state = "{}"
     for step in range(1, 12):
-
-        def resume(taken: int, step=step, state=state) -> Order:
-            order = Order(prompts, cfg, json.loads(state))
-            order.drawn += prompt_batch(prompts, taken, 5, cfg.seed)
-            order.take(step, cfg)
-            return order
-
         taken = 5 * (step - 1)
         for wrong in (-1, 1, 5) if step > 1 else ():
             with pytest.raises(TrainingError, match=r"^the first step after a resume has another prompts than"):
-                resume(taken + wrong)
-        order = resume(taken)
+                resume(step, taken + wrong, state)
+        order = resume(step, taken, state)
         with pytest.raises(TrainingError, match=rf"took {taken} prompts; they took {taken + 5}$"):
             order.kept(step + 1, taken, cfg, update_order)
         state = json.dumps({"checks": order.kept(step + 1, taken + 5, cfg, update_order)})
