@@ -176,7 +176,6 @@ class TrainConfig(Section):
     stall_timeout_s: Seconds = 1800.0  # the run ends if no rank finishes a phase for so long; 0: never
     max_skipped: Count = 3  # updates in a row whose loss or gradient is NaN or inf, before the run stops
     patience: Whole = 50  # steps in a row that learn nothing, before the run ends: docs/troubleshooting.md; 0: never
-    check_update: bool = True  # compare the first update of a start with its loss and AdamW: docs/dev/checks.md
     eval_every: Whole = 0  # steps between evaluations on data.eval, the first before the first step; 0: none
 
 

@@ -38,12 +38,11 @@ import megatron_bridge as bridge
 from config import AlgoConfig, Config, EvalConfig, RewardConfig, RolloutConfig, UserError
 from rollout import Engine
 from support.base.read_config import override
+from support.check import rehearsal
 from support.data.prompts import Prompt, prompt_batch, sampling_seed
 from support.model import checkpoint, fp16, optimizer_state
-from support.proof import push_source, rehearsal
-from support.proof.checks import Checks, Passes
-from support.proof.rows import match_outcomes
-from support.run import launch, logs
+from support.proof import push_source
+from support.run import guard, launch, logs
 from support.run.clock import Clock, StopRequested
 from support.step import gdpo, grading, metrics, schedule, teacher, turns
 from support.step.packing import measure_rows, route_rows, sequence_mean, sequence_sum, to_micro_batches
@@ -66,7 +65,7 @@ class Run:
     teacher: teacher.Teacher | None  # None: no distillation
     grading: grading.GradingPool
     writer: checkpoint.CheckpointWriter
-    checks: Checks
+    guard: guard.Guard
     prompts_taken: int = 0  # of inputs.prompts, an endless stream
 
 
@@ -117,13 +116,13 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         teacher=teacher.build_teacher(model, cfg) if cfg.algo.teacher else None,
         grading=grading.GradingPool(cfg.reward),
         writer=checkpoint.CheckpointWriter(f"{cfg.output_dir}/checkpoints", t.keep_last, t.keep_every),
-        checks=Checks(inputs, cfg, model, optimizer, Passes(score, run_schedule, forward_backward, grpo_loss)),
+        guard=guard.Guard(cfg, model, optimizer, reference, score, run_schedule),
     )
     push_weights(run)  # vLLM has read the same weights from disk, so this checks the mapping of names
     if inputs.checkpoint:
         engine.sleep()
         state = optimizer_state.restore(inputs.checkpoint, model, optimizer)
-        run.prompts_taken, run.checks.skipped = state["prompts_taken"], state["skipped"]
+        run.prompts_taken, run.guard.skipped = state["prompts_taken"], state["skipped"]
         run.writer.step = state["step"]
         push_weights(run)
     return run
@@ -139,8 +138,7 @@ def save(run: Run, step: int) -> None:
         "step": step,
         "updates": optimizer_state.optimizer_steps(run.optimizer),
         "prompts_taken": run.prompts_taken,
-        "skipped": run.checks.skipped,
-        "checks": run.checks.order.kept(step + 1, run.prompts_taken, config_at(run.cfg, step + 1), update_order),
+        "skipped": run.guard.skipped,
         "loss_scale": fp16.scaler_state(run.optimizer),
         "data": run.inputs.prompts.fingerprint,
         "ranks": dist.get_world_size(),
@@ -174,18 +172,16 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     with clock("logprob"):
         batch = with_logprobs(run, samples, batch, cfg, several_updates=len(updates) > 1)
     batch = add_advantages(samples, batch, algo, cfg.reward)
-    checks = run.checks.start_updates(step, samples, batch, cfg, run.reference)
 
     reports = []
-    for chosen in updates:
+    for number, chosen in enumerate(updates):
         with clock("train"):
             weighted = replace(batch, weights=loss_weights(batch, chosen, algo.loss_norm, cfg.norm_length))
             micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
-            checks.gradient(weighted)
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
-            if checks.before_step(report, weighted, chosen, micro_batches):
+            if run.guard.may_step(report, weighted, cfg, step, number):
                 report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
-            checks.after_step(report, micro_batches)
+            run.guard.stepped(report, weighted, micro_batches, step, number)
             reports.append(report)
 
     with clock("sync"):
@@ -204,7 +200,6 @@ def export_and_save(run: Run, step: int) -> None:
             run.writer.finish()  # of the previous checkpoint
         if step == t.steps or (t.export_every and step % t.export_every == 0):
             bridge.export(run.model, run.inputs.model_path, run.cfg, step)
-            run.checks.exported(step)
         if t.save_every and (step % t.save_every == 0 or step == t.steps):
             save(run, step)
 
@@ -217,7 +212,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[Sample]]:
         length = options.max_new_tokens or run.cfg.rollout.max_new_tokens
         # Step 0: always the same seeds.
         samples, _ = sample_and_grade(run, prompts, 0, options.samples, options, length)
-    run.checks.evaluated(samples, prompts, run.cfg)
+    guard.check_rewards(samples, prompts, run.grading)
     return metrics.evaluation(samples, options) | {"time/eval": run.clock.seconds["eval"]}, samples
 
 
@@ -244,7 +239,7 @@ def collect(run: Run, cfg: Config, step: int) -> Collected:
         prompts = dict(enumerate(prompt_batch(run.inputs.prompts, taken, missing, cfg.seed), taken - run.prompts_taken))
         answers, rank_seconds = sample_and_grade(run, prompts, step, r.group_size, r, r.max_new_tokens)
         run.clock.check_stop()  # before errors are judged: a scheduler's signal may have ended grading processes too
-        run.checks.sampled(step, answers, prompts, cfg)
+        guard.check_rewards(answers, prompts, run.grading)
         samples += answers
         rewards = metrics.rewards_by_group(answers)
         mixed = {group for group, values in rewards.items() if min(values) < max(values)}
@@ -288,7 +283,7 @@ def sample_and_grade(
                 samples.append(Sample.of(group, prompt, c, text, seeds[number]))
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.columns, c.ids, c.failure)
     with clock("reward"):
-        for sample, outcome in match_outcomes(samples, prompts, run.grading.collect()):
+        for sample, outcome in zip(samples, run.grading.collect(), strict=True):
             sample.graded, sample.error = outcome.status, outcome.error
             sample.reward, sample.reward_parts = sum(outcome.parts.values()), outcome.parts
     with clock("gather"):
@@ -720,11 +715,10 @@ def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
 
 
 def rehearse(cfg: Config) -> None:
-    """Run the algorithm on synthetic answers before anything is built (support/proof/rehearsal.py). Raises UserError.
-
-    An unknown name in `algo`, or a mistake of a fork, shows at once.
+    """Call advantages and loss once before anything is built, so that an unknown name in `algo` or a fork's slip shows
+    at once. Raises UserError.
     """
-    rehearsal.run(cfg, config_at, penalize_length, flatten, add_advantages, loss_weights, grpo_loss)
+    rehearsal.run(config_at(cfg, 1), flatten, add_advantages, loss_weights, grpo_loss)
 
 
 def main(argv: list[str]) -> int:

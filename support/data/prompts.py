@@ -8,7 +8,7 @@ import itertools
 import json
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,6 @@ class Prompt:
     source: str
     row: dict
     asked: ndarray | None = None  # int32, the prompt with its hint, for the teacher; None without data.hint_key
-    place: tuple[int, int] | None = None  # number of its set in a Mixture, else 0, and of its row in the set's table
 
 
 @dataclass
@@ -46,7 +45,6 @@ class PromptSet(Sequence):
     ids: Any  # pyarrow lists: of each row of the table the token ids of its prompt; empty where it is too long
     rows: ndarray  # int64 [prompts]: the row of the table that each prompt comes from
     fingerprint: str  # 16 hex digits that change with any token id, answer, source, or the order of the prompts
-    number: int = 0  # of the set in a Mixture
 
     @property
     def dropped(self) -> int:
@@ -67,7 +65,7 @@ class PromptSet(Sequence):
         if self.cfg.hint_key is not None:
             (hinted_ids,) = to_ids([hinted_text(row, self.cfg, self.tokenizer)], self.cfg, self.tokenizer)
             asked = np.array(hinted_ids, np.int32)
-        return Prompt(ids, answer, source_of(row, self.cfg.source_key), row, asked, (self.number, number))
+        return Prompt(ids, answer, source_of(row, self.cfg.source_key), row, asked)
 
 
 class Mixture(Sequence):
@@ -75,8 +73,7 @@ class Mixture(Sequence):
 
     def __init__(self, sets: dict[str, tuple[float, PromptSet]]):
         self.names = list(sets)
-        self.weights, sets_ = zip(*sets.values(), strict=True)
-        self.sets = [replace(part, number=number) for number, part in enumerate(sets_)]
+        self.weights, self.sets = zip(*sets.values(), strict=True)
         parts = [[weight, part.fingerprint] for weight, part in sets.values()]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         self.dropped = sum(part.dropped for part in self.sets)

@@ -12,7 +12,6 @@ from config import Config
 from support.base.read_config import load_config, validate
 from support.base.rollout_files import as_row, write_rows
 from support.check import checks, options
-from support.proof.graded import RewardChecks
 from support.run.clock import Clock
 from support.run.inputs import Inputs
 from support.step import metrics
@@ -32,7 +31,6 @@ class Evaluation:
     inputs: Inputs
     engine: object  # rollout.Engine, or a fork's own
     grading: GradingPool
-    checks: RewardChecks
 
 
 Evaluate = Callable[[Evaluation], tuple[dict[str, float], list[Sample]]]  # the script's `evaluate`
@@ -59,7 +57,7 @@ def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: t
     clock.enter("build")
     awake = engine(inputs.model_path, cfg.model, cfg.rollout, checks.longest_sample(cfg), asleep=False)
     grading = GradingPool(cfg.reward)
-    found, samples = evaluate(Evaluation(cfg, clock, inputs, awake, grading, RewardChecks(inputs)))
+    found, samples = evaluate(Evaluation(cfg, clock, inputs, awake, grading))
     grading.close()
     if dist.get_rank() > 0:
         return

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -36,8 +35,6 @@ class Outcome:
     parts: dict[str, float] = field(default_factory=dict)  # as named_rewards.parts_of; for a turn "reply" and "state"
     status: str = "ok"
     error: str = ""
-    graded: int | None = field(default=None, compare=False)  # checksum of what a worker graded
-    raw: dict = field(default_factory=dict, compare=False)  # {name of a reward: {part: what it returned}}
 
 
 class RewardKind:
@@ -47,11 +44,6 @@ class RewardKind:
         functions = [named_rewards.find(name, cfg) for name in named_rewards.weights_of(spec)]
         self.spec = spec
         self.takes_ids = any(map(named_rewards.takes_ids, functions))  # one of its functions asks for token ids
-
-
-def checksum(*values: object) -> int:
-    """A number that changes with values, as JSON brings them to a worker."""
-    return zlib.crc32(json.dumps(values, default=str).encode())
 
 
 # Whether others come first, its number, its request as JSON, what its Outcome is given to
@@ -68,6 +60,8 @@ class GradingPool:
 
     def __init__(self, cfg):
         self.timeout_s = cfg.timeout_s
+        self.max_error_frac = cfg.max_error_frac
+        self.errors_shown: set[str] = set()  # kinds of errors that the user was warned of
         self.default = RewardKind(cfg.default, cfg)
         self.by_source = {source: RewardKind(spec, cfg) for source, spec in cfg.by_source.items()}
         settings = {"custom": cfg.custom, "options": cfg.options, "functions": cfg.functions}
@@ -227,8 +221,7 @@ def serve_requests(descriptor: int) -> None:
         pipe.send_bytes(b"")
         if not failure:
             value, failure = attempt(function, *request["arguments"])
-        fields = (failure or value) | {"graded": checksum(*request["arguments"][:2])}
-        pipe.send_bytes(json.dumps(fields, default=float).encode())
+        pipe.send_bytes(json.dumps(failure or value, default=float).encode())
 
 
 def attempt(function: Callable, *args) -> tuple:

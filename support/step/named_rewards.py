@@ -83,8 +83,7 @@ def check_options(function: Callable, given: dict) -> None:
 
 
 def load(spec: Spec, cfg) -> Callable:
-    """The reward as a function of (text, answer, row, response_ids) that returns {"parts": its parts, weighed, "raw":
-    {name: {part: what the reward of that name returned}}}.
+    """The reward as a function of (text, answer, row, response_ids) that returns {"parts": its parts, weighed}.
 
     All that it needs is loaded here, before an answer's time starts. Parts of a weighted sum are named after rewards.
     """
@@ -93,10 +92,8 @@ def load(spec: Spec, cfg) -> Callable:
 
     def grade(text: str, answer: Answer, row: dict, response_ids: list[int] | None = None) -> dict[str, dict]:
         parts = {}
-        raw = {}
         for name, weight in weights.items():
             value = rewards[name](text, answer, row, response_ids)
-            raw[name] = {str(part): number for part, number in named_parts(value).items()}
             for part, number in parts_of(value, weight).items():
                 if isinstance(spec, dict):
                     part = name if part == "reward" else f"{name}/{part}"
@@ -105,7 +102,7 @@ def load(spec: Spec, cfg) -> Callable:
             raise ValueError(
                 f"the reward is None ({', '.join(weights)}): it does not apply to this row; legal is a finite number"
             )
-        return {"parts": parts, "raw": raw}
+        return {"parts": parts}
 
     return grade
 
@@ -144,15 +141,13 @@ def answers_for(function: Callable, answer: Answer) -> list[str]:
     return [str(one) for one in answer]
 
 
-def named_parts(value: float | dict) -> dict:
-    """What a reward returned, by name; a single value is named "reward"."""
-    return value if isinstance(value, dict) else {"reward": value}
-
-
 def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:
-    """The parts of what a reward returned, times a weight; None is left out. TypeError or ValueError for no number."""
+    """The parts of what a reward returned, times a weight; a single value is named "reward", and None is left out.
+
+    Raises TypeError or ValueError for what is no number.
+    """
     parts = {}
-    for name, part in named_parts(value).items():
+    for name, part in (value if isinstance(value, dict) else {"reward": value}).items():
         if name in OWN_PARTS:
             raise ValueError(f"a reward has a part {name!r}, which is the trainer's own name; choose another")
         if part is None:  # it does not apply to this row

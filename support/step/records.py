@@ -35,7 +35,6 @@ class Sample:
     tokens: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each response token, for rollouts/
     seed: int | None = None  # of its group; of a conversation that of the first turn
     requests: list[dict] = field(default_factory=list)  # what vLLM was asked, one for each turn of the model; or none
-    raw: dict[str, dict] = field(default_factory=dict)  # {name of a reward: {part: what it returned}}
 
     @property
     def positions(self) -> int:

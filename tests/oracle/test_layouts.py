@@ -101,7 +101,7 @@ def make_plan(folder, family: str, *overrides: str, dtype: str = "fp32", **plan)
         f"model.path={folder / 'model'}", "data.train=unused", "data.max_prompt_tokens=8", "rollout.max_new_tokens=32",
         f"rollout.temperature={TEMPERATURE}", *(f"algo.{key}={value}" for key, value in ALGO.items()),
         "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=40",
-        "train.check_update=false", f"model.dtype={dtype}",
+        f"model.dtype={dtype}",
     ]  # fmt: skip
     return {"samples": str(folder / "samples.json"), "out": str(folder), "overrides": [*common, *overrides], **plan}
 
@@ -160,7 +160,7 @@ def check_held(held: torch.Tensor, plan: dict, layout: str) -> None:
 @pytest.fixture(scope="module")
 def results(request, fork_server, tmp_path_factory) -> Results:
     known = run_asked(
-        request, fork_server, tmp_path_factory, watched_layouts,
+        request, fork_server, tmp_path_factory, layouts_of,
         lambda folder, given: reference(folder, make_samples(), given),
     )  # fmt: skip
     if sum(len(found) for found, _, _ in known.values()) == len(CASES):
@@ -173,16 +173,6 @@ QUICK = {
     "qwen2": ("TP2·DP2, without SP", "TP2·CP2", "TP4", "PP2·CP2", "TP2·PP2·VPP2, overlap, full recompute"),
     "qwen3_moe": ("EP4·DP4, overlap", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "PP2·EP2·DP2", "CP2·EP2·DP2"),
 }
-WATCHED = ("mistral", "qwen2", "qwen3_moe")  # a window, biases, experts; in test_engine.py a run of every family is
-
-
-def watched_layouts(family: str) -> dict[str, list[str]]:
-    """The layouts; the live check of a first update, half of the time, watches some that are slow in any case."""
-    quick = QUICK.get(family, ())
-    return {
-        name: [*keys, f"train.check_update={str(family in WATCHED and name not in quick).lower()}"]
-        for name, keys in layouts_of(family).items()
-    }
 
 
 CASES = [

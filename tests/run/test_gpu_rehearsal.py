@@ -19,7 +19,6 @@ pytestmark = [
 SCRIPT = "tests/gpu_rehearsal/rehearse.py"
 ALL = (
     "rollout.max_logp_gap=inf", "rollout.prompts_per_step=4", "rollout.group_size=4", "train.steps=2",
-    "train.check_update=false",  # it waits for its sums, in one update of a start; CHECKED has it
     "train.max_tokens_per_micro_batch=64", "train.logprob_max_tokens_per_micro_batch=64", "train.warmup_steps=0",
 )  # fmt: skip
 KL = ("algo.kl_coef=0.05", "algo.reference_on=host", "train.updates_per_step=2")
@@ -51,7 +50,6 @@ WAITS = {
         ("support/run/clock.py __call__", "synchronize"): (1, "update"),
         ("support/step/metrics.py add_up", "copy from the GPU"): (1, "update"),
         ("support/model/routes.py reduce_counts", "copy from the GPU"): (1, "update"),
-        ("support/proof/rows.py check_update", "copy from the GPU"): (1, "update"),
         ("train_grpo.py score", "copy from the GPU"): (1, "log-prob pass"),  # rounding, at the first update of a start
         ("clip_grads.py get_grad_norm_fp32", "_local_scalar_dense"): (1, "update"),
         ("utils.py local_multi_tensor_l2_norm", "_local_scalar_dense"): (16, "update"),  # 16 weights
@@ -70,7 +68,7 @@ WAITS = {
     },
     "step": {
         ("support/step/metrics.py expert_load", "copy from the GPU"): (1, "step"),
-        ("support/proof/checks.py some_entries", "copy from the GPU"): (2, "step"),  # of the reference
+        ("support/run/guard.py some_entries", "copy from the GPU"): (1, "step"),  # of the reference
     },
 }
 NOT_COUNTED = ("start", "build", "save")  # the start, and files
@@ -80,7 +78,6 @@ NOT_COUNTED = ("start", "build", "save")  # the start, and files
 
 LAYERS = 2
 HOST = ("megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_optimizer=true", "model.dtype=bf16")
-CHECKED = (*KL, "train.check_update=true")
 REPLAY = ("algo.replay_routes=true", *FULL)
 
 
@@ -119,8 +116,6 @@ RUNS = {
     "two ranks, pipeline": Run(2, ("parallel.pp=2",), waits=SHAPES),
     "two ranks, cp": Run(2, ("parallel.cp=2",)),
     "LoRA": Run(overrides=("lora.rank=4",)),
-    "checks of a first update": Run(overrides=CHECKED, waits=None),
-    "the same in bf16": Run(overrides=(*CHECKED, "model.dtype=bf16"), waits=None),
     "fp16, an overflow": Run(overrides=("model.dtype=fp16", "megatron.initial_loss_scale=65536"), waits=None),
 }
 DENSE = RUNS["dense, KL, two updates"]

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from functools import partial
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +11,17 @@ import torch
 import megatron_bridge as bridge
 import train_grpo
 from config import TrainingError
-from support.proof import gap
+from support.run import guard
 from support.step import metrics
 from tests.conftest import tiny_config
 from tests.step.test_step import build  # noqa: F401, a fixture
 
 ROUNDING = 0.04  # nats
-new = partial(gap.GapCheck, [], None)  # the check of a run that begins
+
+
+def new(score=None) -> SimpleNamespace:
+    """What the guard of a run that begins keeps of the gap."""
+    return SimpleNamespace(model=[], score=score, rounding=None, recent=deque(maxlen=20), told=False)
 
 
 def report_of(difference_T: torch.Tensor) -> dict[str, float]:
@@ -28,24 +32,24 @@ def report_of(difference_T: torch.Tensor) -> dict[str, float]:
 
 @pytest.fixture
 def check(monkeypatch):
-    """check(differences [T], "section.key=value", ..., gaps=...) → None, or it raises what GapCheck does.
+    """check(differences [T], "section.key=value", ..., kept=..., spread=...) → None, or it raises what check_gap does.
 
-    The model's rounding is a normal distribution with a mean |Δ| of ROUNDING.
+    The model's rounding is a normal distribution with a mean |Δ| of ROUNDING; log-probs are from -spread to 0.
     """
-    monkeypatch.setattr(gap, "explain_gap", lambda *args: "the table")
-    monkeypatch.setattr(gap.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(guard, "explain_gap", lambda *args: "the table")
+    monkeypatch.setattr(guard.dist, "get_rank", lambda: 0)
 
-    def run(difference_T: torch.Tensor, *overrides: str, gaps: gap.GapCheck | None = None) -> None:
+    def run(difference_T: torch.Tensor, *overrides: str, kept: SimpleNamespace | None = None, spread=4.0) -> None:
         cfg = tiny_config("model.dtype=bf16", *overrides)
-        rollout_logp = -torch.rand(len(difference_T), generator=torch.Generator().manual_seed(1)) * 4
+        rollout_logp = -torch.rand(len(difference_T), generator=torch.Generator().manual_seed(1)) * spread
         mask = torch.ones(len(difference_T), dtype=torch.bool)
         batch = SimpleNamespace(ref_logp=None, old_logp=None, rollout_logp=rollout_logp, mask=mask)
         trainer = rollout_logp + difference_T
-        rounding = gap.gap_of(normal(ROUNDING))
-        monkeypatch.setattr(gap, "measure_rounding", lambda *args: (batch, trainer, rounding))
-        gaps = gaps or new()
-        gaps.score = lambda *args: trainer
-        gaps.check(report_of(difference_T), 1, [], batch, cfg)
+        rounding = guard.gap_of(normal(ROUNDING))
+        monkeypatch.setattr(guard, "measure_rounding", lambda *args: (batch, trainer, rounding))
+        kept = kept or new()
+        kept.score = lambda *args: trainer
+        guard.check_gap(kept, report_of(difference_T), batch, cfg, 1)
 
     return run
 
@@ -59,19 +63,19 @@ def test_k3_of_a_gap_and_of_a_report():
     d = 0.3
     assert report_of(torch.full((100,), d))["gap_k3"] == pytest.approx(100 * (math.exp(d) - d - 1), rel=1e-5)
     assert report_of(torch.tensor([-60.0]))["gap_k3"] == 10  # clamped, as token_kl is
-    found = gap.gap_of(torch.tensor([d, -d, 60.0, math.log(2)]), outliers=1)
+    found = guard.gap_of(torch.tensor([d, -d, 60.0, math.log(2)]), outliers=1)
     assert found.mean == pytest.approx((2 * d + 60 + math.log(2)) / 4)
     assert found.k3 == pytest.approx((math.exp(d) + math.exp(-d) - 2 + 1 - math.log(2)) / 4)
-    assert math.isnan(gap.Gap(math.nan, math.nan).over(gap.Gap(1.0, 1.0)))
+    assert math.isnan(guard.Gap(math.nan, math.nan).over(guard.Gap(1.0, 1.0)))
 
 
 @pytest.mark.parametrize("times, printed, stops", [(2, 0, False), (5, 1, False), (15, 0, True)])
 def test_rounding_passes_a_few_times_it_warns_once_and_many_times_stops(check, capsys, times, printed, stops):
-    gaps = new()
+    kept = new()
     message = "times what rounding moves them in this model"
     for _ in range(2):
         with pytest.raises(TrainingError, match=message) if stops else contextlib.nullcontext():
-            check(normal(times * ROUNDING), gaps=gaps)
+            check(normal(times * ROUNDING), kept=kept)
     assert capsys.readouterr().out.count("warning: step 1: trainer and vLLM disagree") == printed
 
 
@@ -81,6 +85,11 @@ def test_a_difference_that_follows_the_log_prob_stops_however_small_it_is(check)
     with pytest.raises(TrainingError, match="it follows the log-prob"):
         check(normal(ROUNDING) + 0.06 * rollout_logp)
     check(normal(ROUNDING) + 0.01 * rollout_logp)
+
+
+def test_a_slope_that_moves_log_probs_by_less_than_rounding_is_none(check):
+    """Of a model that has learnt nothing: the log-probs of its tokens differ by less than rounding moves them."""
+    check(0.5 * -torch.rand(2000, generator=torch.Generator().manual_seed(1)) * 0.1, spread=0.1)
 
 
 def test_two_tokens_are_no_defect_and_nan_is_one(check):
@@ -96,9 +105,9 @@ def test_two_tokens_are_no_defect_and_nan_is_one(check):
 
 @pytest.mark.parametrize("key", ["rollout.max_logp_gap=inf", "rollout.vllm.quantization=fp8"])
 def test_a_gap_that_the_configuration_intends_is_told_once(check, capsys, key):
-    gaps = new()
+    kept = new()
     for _ in range(2):
-        check(normal(20 * ROUNDING), key, gaps=gaps)
+        check(normal(20 * ROUNDING), key, kept=kept)
     printed = capsys.readouterr().out
     assert printed.count("warning: ") == 1
     assert f"the run goes on, since {key.partition('=')[0]} is set" in printed
@@ -109,11 +118,11 @@ def test_bounds_of_ones_own_stop(check):
         check(normal(0.06), "rollout.max_logp_gap=0.05")
     with pytest.raises(TrainingError, match=r"largest .*, bound 5.0e-02 \(rollout.max_logp_gap\)"):
         check(normal(0.04), "rollout.max_logp_gap=0.05", "model.dtype=fp32")
-    gaps = new()
+    kept = new()
     for _ in range(3):  # missing ones of 4 count as 0
-        check(normal(0.06), "rollout.max_mismatch_kl=0.0025", gaps=gaps)
+        check(normal(0.06), "rollout.max_mismatch_kl=0.0025", kept=kept)
     with pytest.raises(TrainingError, match=r"bound 2.5e-03 \(rollout.max_mismatch_kl\)"):
-        check(normal(0.06), "rollout.max_mismatch_kl=0.0025", gaps=gaps)
+        check(normal(0.06), "rollout.max_mismatch_kl=0.0025", kept=kept)
 
 
 @pytest.mark.parametrize("dtype, low, high", [("fp32", 1e-7, 2e-6), ("fp16", 1e-4, 4e-3), ("bf16", 1e-3, 3e-2)])
@@ -123,12 +132,12 @@ def test_rounding_is_measured_and_leaves_the_model_as_it_was(build, dtype, low, 
     before_F = train_grpo.score(run.model, batch, run.cfg)
     with bridge.nudged_embeddings(run.model):
         nudged_F = train_grpo.score(run.model, batch, run.cfg)
-    assert low < gap.gap_of((nudged_F - before_F)[batch.mask]).mean < high
+    assert low < guard.gap_of((nudged_F - before_F)[batch.mask]).mean < high
     assert torch.equal(before_F, train_grpo.score(run.model, batch, run.cfg))
     first = batch.lengths_N[0]
-    some, logp_F, rounding = gap.measure_rounding(run.model, batch, run.cfg, train_grpo.score)
-    assert len(some.lengths_N) == gap.MEASURED and torch.equal(logp_F[:first], before_F[:first])
-    assert max(low, gap.SMALLEST[dtype]) <= rounding.mean < high
+    some, logp_F, rounding = guard.measure_rounding(run.model, batch, run.cfg, train_grpo.score)
+    assert len(some.lengths_N) == guard.MEASURED and torch.equal(logp_F[:first], before_F[:first])
+    assert max(low, guard.SMALLEST[dtype]) <= rounding.mean < high
 
 
 def test_rotary_embeddings_off_by_a_hundredth_stop_in_fp32(build):  # noqa: F811

@@ -1,18 +1,15 @@
 """Sets mixed by weight: the shares hold early and late, each set is passed evenly, and a resume changes nothing."""
 
-import json
 import re
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from config import DataConfig, TrainingError
+from config import DataConfig
 from support.data.mixing import block_counts, draw_sets
 from support.data.prompts import Mixture, load_prompts, prompt_batch, sampling_seed, shuffle_epochs
-from support.proof.order import Order
 from tests.conftest import tiny_config, write_rows
-from train_grpo import update_order
 
 
 def draw_prompts(sizes: list[int], weights: list[float], taken: int, size: int, seed: int) -> list[tuple[int, int]]:
@@ -81,30 +78,3 @@ def test_an_override_may_give_weights_but_not_none(tokenizer):
     assert cfg.data.train == {"x/a.b.jsonl": 0.7, "hub/x:train": 2}
     with pytest.raises(ValueError, match=r"^data\.train={}: nothing to read"):
         load_prompts(DataConfig(train={}), tokenizer, 16)
-
-
-@pytest.mark.parametrize("shares", [{"all": 1}, {"some": 3, "others": 1}])
-def test_the_order_is_checked_over_resumes(tokenizer, tmp_path, shares):
-    """Steps of 5 prompts, a resume before each: none is stopped, and each that goes on from elsewhere is."""
-    for name in shares:
-        write_rows(tmp_path / f"{name}.jsonl", [{"prompt": f"{i % 10}>", "answer": name} for i in range(12)])
-    sets = {str(tmp_path / f"{name}.jsonl"): share for name, share in shares.items()}
-    cfg = tiny_config("rollout.prompts_per_step=5")
-    prompts = load_prompts(DataConfig(train=sets), tokenizer, 16)
-
-    def resume(step: int, taken: int, state: str) -> Order:
-        order = Order(prompts, cfg, json.loads(state))
-        order.drawn += prompt_batch(prompts, taken, 5, cfg.seed)
-        order.take(step, cfg)
-        return order
-
-    state = "{}"
-    for step in range(1, 12):
-        taken = 5 * (step - 1)
-        for wrong in (-1, 1, 5) if step > 1 else ():
-            with pytest.raises(TrainingError, match=r"^the first step after a resume has another prompts than"):
-                resume(step, taken + wrong, state)
-        order = resume(step, taken, state)
-        with pytest.raises(TrainingError, match=rf"took {taken} prompts; they took {taken + 5}$"):
-            order.kept(step + 1, taken, cfg, update_order)
-        state = json.dumps({"checks": order.kept(step + 1, taken + 5, cfg, update_order)})

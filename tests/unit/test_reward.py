@@ -17,7 +17,7 @@ import reward
 from config import RewardConfig, UserError
 from rewards import code, model, remote
 from support.base import user_code
-from support.proof import graded
+from support.run import guard
 from support.step import named_rewards
 from support.step.grading import Outcome
 from support.step.records import Sample
@@ -384,13 +384,13 @@ def never(text, answer, row):
 """
 
 
-def check_outcomes(outcomes: list[Outcome], config: RewardConfig, found: set[str], source: str = "s") -> None:
+def check_outcomes(outcomes: list[Outcome], shown: set[str], max_error_frac: float = 0.0) -> None:
     samples = []
     for o in outcomes:
-        graded_as = {"graded": o.status, "error": o.error, "reward": sum(o.parts.values()), "raw": o.raw}
-        samples.append(Sample(0, [1], [2], [0.0], True, "a", source, reward_parts=o.parts, **graded_as))
-    checks = graded.RewardChecks(None, errors_shown=found)
-    checks.rewards(samples, {0: SimpleNamespace(row={"id": 7})}, SimpleNamespace(reward=config))
+        graded_as = {"graded": o.status, "error": o.error, "reward": sum(o.parts.values())}
+        samples.append(Sample(0, [1], [2], [0.0], True, "a", "s", reward_parts=o.parts, **graded_as))
+    grading = SimpleNamespace(max_error_frac=max_error_frac, errors_shown=shown)
+    guard.check_rewards(samples, {0: SimpleNamespace(row={"id": 7})}, grading)
 
 
 @pytest.fixture
@@ -409,17 +409,10 @@ def test_a_reward_that_is_none_is_left_out(own):
     jobs = [("s", "abc", "abc", {}), ("s", "ab", "ab", {}), *((source, "x", "", {}) for source in ("p", "n", "both"))]
     outcomes = grade_with(config.default, jobs, **keys)
     assert [o.parts for o in outcomes[:3]] == [{"odd": 1.0, "exact": 1.0}, {"exact": 1.0}, {"b": 1.0}]
-    found = set()
-    check_outcomes(outcomes[:2], config, found)
-    check_outcomes(outcomes[1:2], config, found)  # a later step may lack rows that it is for
-    with pytest.raises(UserError, match=r"'odd' of source 's' is None for all 1 answers; legal is .*reward.by_source"):
-        check_outcomes(outcomes[1:2], config, set())
-    with pytest.raises(UserError, match="'never' of source 'both' is None for all 1 answers"):
-        check_outcomes(outcomes[4:], config, set(), "both")
     assert outcomes[3].status == "error"
     message = r"the reward is None \(never\): it does not apply to this row; legal is a finite number .*\n.*\"id\": 7"
     with pytest.raises(UserError, match=message):
-        check_outcomes(outcomes[3:4], config, set(), "n")
+        check_outcomes(outcomes[3:4], set())
 
 
 def test_functions_and_classes_by_names(own):
