@@ -17,7 +17,10 @@ from numpy import ndarray
 from config import ModelConfig, RankError, RolloutConfig
 from support.engine import cpu_engine
 from support.engine.push_check import PushCheck, Shards
-from support.engine.vllm_process import capture_size, let_segments_grow, requests_of, set_environment
+from support.engine.vllm_process import capture_size, let_segments_grow, set_environment
+
+# Of vLLM's SamplingParams, written beside each answer. With n > 1 answer i is sampled with `seed` + i.
+ASKED = ("seed", "temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids")
 
 
 @dataclasses.dataclass
@@ -34,7 +37,7 @@ class Completion:
     turns: list[int] = dataclasses.field(default_factory=list)  # tokens of the model, the environment, the model, ...
     columns: dict = dataclasses.field(default_factory=dict)  # added to the row of the data that the reward gets
     failure: object | None = None  # of the environment, a grading.Outcome; such an answer is not graded
-    requests: list[dict] = dataclasses.field(default_factory=list)  # as vLLM had them, for each turn of the model one
+    sampling: list[dict] = dataclasses.field(default_factory=list)  # for each turn of the model, what vLLM was asked
 
 
 class Engine:
@@ -114,6 +117,7 @@ class Engine:
             raise RankError("vLLM did not take up the weight push: none came since it slept, so its weights are stale")
         engine = self.llm.llm_engine
         limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
+        asked = []
         for number, (ids, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True)):
             params = self.sampling_params(
                 n=n, seed=seed, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
@@ -122,11 +126,11 @@ class Engine:
                 stop=sampling.stop, detokenize=bool(sampling.stop), skip_special_tokens=False,
                 include_stop_str_in_output=True,
             )  # fmt: skip
+            asked.append({name: getattr(params, name) for name in ASKED})  # read back: the constructor changes values
             engine.add_request(str(number), {"prompt_token_ids": ids}, params)
         if sampling.stop:  # else vLLM decodes each token once more, alone, to show it beside its log-prob
             for state in engine.output_processor.request_states.values():
                 state.logprobs_processor.tokenizer = None
-        requests = requests_of(engine)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if not output.finished:
@@ -140,7 +144,7 @@ class Engine:
                     answers.append(
                         Completion(
                             ids, logps, answer.finish_reason == "stop", answer.routed_experts,
-                            requests=[requests[int(output.request_id), answer.index]],
+                            sampling=[asked[int(output.request_id)]],
                         )
                     )  # fmt: skip
                 yield int(output.request_id), answers

@@ -3,10 +3,8 @@
 import dataclasses
 import math
 import os
-import zlib
 from typing import Any
 
-import numpy as np
 import torch
 
 
@@ -57,21 +55,3 @@ def engine_options() -> dict[str, Any]:
     from vllm import EngineArgs
 
     return {field.name: field.type for field in dataclasses.fields(EngineArgs)}
-
-
-ASKED = ("seed", "temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "repetition_penalty")
-
-
-def requests_of(engine) -> dict[tuple[int, int], dict]:
-    """{(number of the prompt, of its answer): the request}, of all requests that vLLM's scheduler holds.
-
-    A request has what ASKED names of its SamplingParams, which are vLLM's own copy, and the checksum of its prompt.
-    """
-    scheduled = engine.engine_core.engine_core.scheduler.requests
-    found = {}
-    for state in engine.output_processor.request_states.values():
-        request = scheduled[state.request_id]
-        prompt = zlib.crc32(np.array(request.prompt_token_ids, "i4"))
-        number = int(state.external_req_id), state.request_index
-        found[number] = {"prompt": prompt} | {name: getattr(request.sampling_params, name) for name in ASKED}
-    return found

@@ -34,7 +34,7 @@ class Sample:
     advantage: float = 0.0
     tokens: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each response token, for rollouts/
     seed: int | None = None  # of its group; of a conversation that of the first turn
-    requests: list[dict] = field(default_factory=list)  # what vLLM was asked, one for each turn of the model; or none
+    sampling: list[dict] = field(default_factory=list)  # for each turn of the model, what vLLM was asked; for rollouts/
 
     @property
     def positions(self) -> int:
@@ -59,7 +59,7 @@ class Sample:
             source=prompt.source,
             seed=seed,
             turns=completion.turns,
-            requests=completion.requests,
+            sampling=completion.sampling,
             asked=prompt.asked,
             routes=completion.routes,
         )

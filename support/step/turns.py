@@ -87,7 +87,7 @@ class Conversations:
                 talk.add(answer.ids, answer.logps, text)
                 talk.said.routes = answer.routes  # of all tokens up to here
                 talk.said.finished = answer.finished
-                talk.said.requests += answer.requests
+                talk.said.sampling += answer.sampling
                 if answer.finished:
                     answered.append(talk)
                     if is_first:  # while the engine samples the other answers

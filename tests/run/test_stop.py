@@ -3,6 +3,7 @@
 import make_tiny
 import pytest
 
+from support.data.prompts import sampling_seed
 from tests.conftest import EXACT
 from tests.oracle.trainer import read_run, repeat
 
@@ -21,7 +22,8 @@ def test_answers_end_at_their_stops(train_forked, tmp_path, tiny, turns):
         f"data.eval={tiny / 'train.jsonl'}", "eval.stop=[]",
     )  # fmt: skip
     assert run.code == 0 and "warning: step" not in run.text, run.text
-    comparison = repeat(read_run(run.out))
+    recorded = read_run(run.out)
+    comparison = repeat(recorded)
     assert comparison.first is None, comparison.table()
     answers = [row for step in (1, 2) for row in run.rollouts(step) if row["finished"]]
     assert {row["response_ids"][-1] for row in answers} >= {0, 1, 3, 15, 16}  # <eos>, <pad>, the 1 of 31, =, 7+8
@@ -29,3 +31,17 @@ def test_answers_end_at_their_stops(train_forked, tmp_path, tiny, turns):
     evaluated = run.rollouts(2, "eval")
     assert any(16 in row["response_ids"][:-1] for row in evaluated)
     assert any(len(row["turns"]) > 1 for row in evaluated) == (turns != "null")
+    asked(run.rollouts(2), recorded.config["seed"], 2, recorded.config["rollout"])
+    asked(evaluated, recorded.config["seed"], 0, recorded.config["eval"])
+
+
+def asked(rows: list[dict], seed: int, step: int, section: dict) -> None:
+    """Each row says what vLLM was asked for each turn of the model: its own seed, and the tokens that were left."""
+    names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids")
+    for row in rows:
+        before = [sum(row["turns"][:turn]) for turn in range(0, len(row["turns"]), 2)]
+        assert [turn["max_tokens"] for turn in row["sampling"]] == [24 - n for n in before]
+        for turn in row["sampling"]:
+            assert [turn[name] for name in names] == [section[name] for name in names]
+        seeds = [turn["seed"] for turn in row["sampling"]]
+        assert seeds[0] == sampling_seed(seed, step, row["group"]) and len(set(seeds)) == len(before)
