@@ -17,7 +17,7 @@ from support.step.records import Batch, Collected, Sample
 
 
 def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over the response tokens, and the largest gap, for logp_gap/*, mismatch/ess and GapCheck.
+    """Sums over the response tokens, and the largest gap, for logp_gap/*, mismatch/ess and guard.
 
     `difference_T`: the trainer's log-probs minus vLLM's [T]; mask [T]. The gap is |difference|, w = exp(difference),
     and the k3 of vLLM against the trainer w - difference - 1, at most 10.
