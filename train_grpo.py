@@ -474,12 +474,14 @@ def loss_weights(batch: Batch, chosen: list[int], kind: str, length: int) -> Ten
 # ---------------------------------------------------------------- 5. on Megatron, and back to vLLM
 
 
-def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None = None) -> Tensor:
-    """Log-prob of every target under `weights` (None: the current ones), on every rank; [F], 0 where the mask is 0."""
+def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None = None, entropy=False) -> Tensor:
+    """Log-prob of every target, or the `entropy` before it, under `weights` (None: the current ones), on every rank;
+    [F], 0 where the mask is 0.
+    """
     budget = cfg.train.logprob_max_tokens_per_micro_batch
     micro_batches = to_micro_batches(batch, list(range(len(batch.lengths_N))), budget, cfg)
     with bridge.swapped_weights(model, weights):
-        rows = run_schedule(model, micro_batches, cfg.rollout.temperature)
+        rows = run_schedule(model, micro_batches, cfg.rollout.temperature, entropy=entropy)
     logp_F = torch.zeros(len(batch.tokens), device=bridge.device())
     if bridge.reports_loss():  # one rank a replica, on the last stage
         for mb, logp_T in zip(micro_batches, rows, strict=True):
@@ -504,51 +506,52 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
 
 
 def run_schedule(
-    model: list, micro_batches: list[MicroBatch], temperature: float, loss_func=None, backward: bool = True
+    model: list, micro_batches: list[MicroBatch], temperature: float, loss_func=None, entropy: bool = False
 ) -> list:
-    """Run Megatron's pipeline schedule: forward and backward passes, or forward passes alone without a `loss_func` or
-    without `backward`.
+    """Run Megatron's pipeline schedule: forward and backward passes, or forward passes alone without a `loss_func`.
 
-    Returns, on the last pipeline stage only, the report of each micro-batch or, without `loss_func`, its log-probs [T].
+    Returns, on the last pipeline stage only, the report of each micro-batch or, without `loss_func`, its log-probs or
+    its `entropy`, [T].
 
     Megatron sums gradients over micro-batches and replicas and divides them once by the global sum of the denominators
     (calculate_per_token_loss), so neither the split into micro-batches nor the layout changes the result.
     """
-    training = backward and loss_func is not None
+    training = loss_func is not None
     longest = max(mb.width for mb in micro_batches)
     for chunk in model:
         chunk.train(training)
     with torch.set_grad_enabled(training):
         return bridge.get_forward_backward_func()(
-            forward_step_func=partial(forward_step, temperature=temperature, loss_func=loss_func),
+            forward_step_func=partial(forward_step, temperature=temperature, loss_func=loss_func, entropy=entropy),
             data_iterator=[iter(micro_batches) for _ in model],
             model=model,
             num_microbatches=len(micro_batches),
             seq_length=longest,
             micro_batch_size=1,
             forward_only=not training,
-            collect_non_loss_data=loss_func is None,
+            collect_non_loss_data=not training,
         )
 
 
-def forward_step(micro_batches, model, temperature: float, loss_func):
+def forward_step(micro_batches, model, temperature: float, loss_func, entropy: bool):
     """Megatron's forward_step: run the next micro-batch through one model chunk. Returns the output and, on the last
-    stage, a function of it that gives the loss or, without `loss_func`, the log-probs.
+    stage, a function of it that gives the loss or, without `loss_func`, the log-probs or the `entropy`.
     """
     mb = next(micro_batches)
     hidden = bridge.hidden_states(model, mb)  # [T / cp (/ tp under sequence parallelism), 1, h]
     if not bridge.unwrap_model(model).post_process:  # an earlier stage of the pipeline
         return hidden, None
-    logp_T, entropy_T = bridge.token_logprobs(model, hidden, mb, temperature, with_entropy=loss_func is not None)
+    needs_entropy = entropy or loss_func is not None
+    logp_T, entropy_T = bridge.token_logprobs(model, hidden, mb, temperature, needs_entropy)
 
     def loss(logp_T: Tensor):
         loss_sum, denominator, report = loss_func(mb, logp_T, entropy_T)
         return loss_sum, denominator * bridge.first_of_context(), report  # Megatron adds them over cp as well
 
-    def log_probs(logp_T: Tensor, non_loss_data: bool):
-        return logp_T
+    def values(logp_T: Tensor, non_loss_data: bool):
+        return entropy_T if entropy else logp_T
 
-    return logp_T, loss if loss_func else log_probs
+    return logp_T, loss if loss_func else values
 
 
 def push_weights(run: Run) -> None:

@@ -141,6 +141,20 @@ def test_replayed_routes_close_the_gap_of_an_engine_that_routes_otherwise(build,
 
 
 @pytest.mark.gpu
+def test_the_entropy_before_the_updates_is_what_the_update_reports(build, monkeypatch):
+    """Its mean over the response tokens, in a step of one update."""
+    run, means = build("train.lr=0.01"), []
+
+    def note(add_advantages, samples, batch, *args):
+        entropy_F = train_grpo.score(run.model, batch, run.cfg, entropy=True)
+        means.append(entropy_F[batch.mask].mean().item())
+        return add_advantages(samples, batch, *args)
+
+    wrap(monkeypatch, train_grpo, "add_advantages", note)
+    metrics, _ = train_grpo.train_step(run, 1)
+    assert means == pytest.approx([metrics["entropy"]], rel=1e-5)
+
+
 def test_a_push_that_is_lost_is_caught(build, monkeypatch):
     run = build("train.lr=0.01")
     monkeypatch.setattr(train_grpo, "push_weights", lambda *_: None)
