@@ -85,7 +85,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
             run.writer.finish()
             log.stopped(step - 1)
             break
-        if t.eval_every and (step % t.eval_every == 0 or step == t.steps):
+        if t.eval_every and (step % t.eval_every == 0 or step == t.steps):  # the new weights are in vLLM already
             numbers |= log.evaluated(step, *evaluate(run))
         log.write(numbers, samples)
     run.writer.finish()
@@ -168,6 +168,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     collected = collect(run, cfg, step)  # the same on every rank, as is `batch`
     samples = collected.trained
     batch = flatten(samples, algo.mask_truncated)
+    # Whole groups, since the answers of a prompt share its positions in a row.
     updates = update_order([s.group for s in samples], t.updates_per_step, t.epochs_per_step, cfg.seed, step)
     with clock("logprob"):
         batch = with_logprobs(run, samples, batch, cfg, several_updates=len(updates) > 1)
@@ -179,6 +180,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
             weighted = replace(batch, weights=loss_weights(batch, chosen, algo.loss_norm, cfg.norm_length))
             micro_batches = to_micro_batches(weighted, chosen, t.max_tokens_per_micro_batch, cfg)  # of this replica
             report = forward_backward(model, run.optimizer, micro_batches, cfg)
+            # Before the weights move: the log-probs of this pass are of the weights that vLLM sampled with.
             if run.guard.may_step(report, weighted, cfg, step, number):
                 report["grad_norm"] = bridge.optimizer_step(run.optimizer, t.lr, t.offload == "optimizer")
             run.guard.stepped(report, weighted, micro_batches, step, number)
@@ -246,13 +248,14 @@ def collect(run: Run, cfg: Config, step: int) -> Collected:
         groups |= mixed if max_rounds > 1 else set(prompts)
         rounds += 1
         taken += missing
-    run.prompts_taken = taken
+    run.prompts_taken = taken  # only now: a stop gives up the step, and a resume takes its prompts again
     if len(groups) < r.prompts_per_step and dist.get_rank() == 0:
         print(f"step {step}: after {rounds} rounds {len(groups)} of {r.prompts_per_step} groups have mixed rewards")
     if cfg.algo.overlong_buffer:
         penalize_length(samples, cfg.algo, r.max_new_tokens)  # afterwards: it makes no group a mixed one
     with run.clock("sleep"):
         run.engine.sleep()
+    # Without a mixed group the last round is trained on: an update with a KL or an entropy bonus still has a gradient.
     return Collected(samples, [s for s in samples if s.group in (groups or prompts)], rounds, rank_seconds)
 
 
@@ -319,6 +322,7 @@ def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
         parts["mask"] += [np.zeros(predicted, bool), s.sampled]
     rows = {name: torch.from_numpy(np.concatenate(arrays)) for name, arrays in parts.items()}
     lengths_N = np.array([s.positions for s in samples])
+    # Truncated answers stay in `mask`: entropy, KL and the gap are measured on them, though they are not trained.
     kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
     routes_F = None if samples[0].routes is None else route_rows(samples, lengths_N)
     return Batch(**rows, trained=rows["mask"] & torch.from_numpy(kept_F), lengths_N=lengths_N, routes=routes_F)
@@ -454,6 +458,7 @@ def loss_weights(batch: Batch, chosen: list[int], kind: str, length: int) -> Ten
       seq_mean_token_sum       T / N           mean_i sum_t loss
       seq_mean_token_sum_norm  T / (N length)  mean_i (1 / length) sum_t loss     Dr. GRPO, arXiv 2503.20783, appendix
     """
+    # In float64: T is a sum over the tokens of a whole update, and weights must not depend on their order.
     trained_N = torch.bincount(batch.seq_id, weights=batch.trained.double())
     chosen_N = torch.zeros(len(trained_N), dtype=torch.float64)
     chosen_N[chosen] = 1
@@ -482,6 +487,7 @@ def score(model: list, batch: Batch, cfg: Config, weights: list[Tensor] | None =
     micro_batches = to_micro_batches(batch, list(range(len(batch.lengths_N))), budget, cfg)
     with bridge.swapped_weights(model, weights):
         rows = run_schedule(model, micro_batches, cfg.rollout.temperature, entropy=entropy)
+    # Each replica has scored its own micro-batches; where they belong in the batch is in index_T.
     logp_F = torch.zeros(len(batch.tokens), device=bridge.device())
     if bridge.reports_loss():  # one rank a replica, on the last stage
         for mb, logp_T in zip(micro_batches, rows, strict=True):
@@ -558,7 +564,7 @@ def push_weights(run: Run) -> None:
     """Push the trainer's weights to vLLM, as full tensors under Hugging Face names, then allocate its KV cache."""
     if run.cfg.train.offload or torch.cuda.is_available():
         bridge.offload_state(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
-    run.engine.wake("weights")
+    run.engine.wake("weights")  # the KV cache stays away until the trainer's copies of a bucket are gone
     weights = bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20)
     run.engine.load_weights(weights, partial(push_source.read_shards, run.model, run.optimizer))
     run.engine.wake("kv_cache")
