@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 import megatron_bridge as bridge
 from config import Config, RankError, TrainingError, UserError
-from support.base import launchers, ranks, versions
+from support.base import ranks, versions
 from support.base.files import lock_output_dir
 from support.base.processes import REPO
 from support.base.read_config import load_config
@@ -39,7 +39,6 @@ def command(
     `rehearse(cfg)` runs at every start and raises UserError; `train(cfg, inputs, clock)` runs on every rank unless this
     is a dry run or, with --evaluate, an evaluation by `evaluate` and an `engine`, the class that samples.
     """
-    os.environ.update(launchers.environment(os.environ))
     ranks.die_with_torchrun()
     args = parse_args(argv, doc)
     try:
