@@ -214,7 +214,7 @@ assert gather([Answer(0, "d")] if rank else []) == [(0, "d" if rank == 0 else No
 def test_ranks_agree_and_a_clock(forked):
     program = """
 import math
-from support.check import machines
+from support.preflight import machines
 assert ranks.on_any_rank(rank == 1) and not ranks.on_any_rank(False)
 assert ranks.gather(rank) == [0, 1]
 assert ranks.on_first_rank(lambda: "lock") == (None if rank else "lock")

@@ -11,8 +11,8 @@ import torch
 
 from config import TrainingError, UserError
 from support.base import versions
-from support.check import checks
 from support.model import routes
+from support.preflight import configuration
 from support.step import packing
 from tests.conftest import tiny_config
 from tests.layout_worker import one_layout
@@ -91,16 +91,16 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
         return tiny_config(f"model.path={model}", "data.train=unused", "algo.replay_routes=true", *keys)
 
     with pytest.raises(UserError, match=r"algo\.replay_routes=true: model\.path=\S+ has no experts"):
-        checks.check_routes(cfg(tiny / "model"))
+        configuration.check_routes(cfg(tiny / "model"))
     with pytest.raises(UserError, match=r"leave out rollout\.vllm\.enable_prefix_caching"):
-        checks.check_config(cfg(tiny / "model", "rollout.vllm.enable_prefix_caching=false"), 1)
+        configuration.check_config(cfg(tiny / "model", "rollout.vllm.enable_prefix_caching=false"), 1)
     test_layouts.make_model(tmp_path / "model", "qwen3_moe")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setattr(versions, "installed", lambda package: "0.26.0")
     with pytest.raises(UserError, match=r"algo\.replay_routes=true: vLLM 0\.26\.0 .* VLLM_USE_V2_MODEL_RUNNER=0"):
-        checks.check_routes(cfg(tmp_path / "model"))
+        configuration.check_routes(cfg(tmp_path / "model"))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    checks.check_routes(cfg(tmp_path / "model"))
+    configuration.check_routes(cfg(tmp_path / "model"))
 
 
 # ---------------------------------------------------------------- against plain transformers

@@ -7,7 +7,7 @@ import pytest
 
 from config import Config
 from support.base.read_config import override
-from support.check import explain
+from support.preflight import explain
 from support.run.advice import RULES, Advice
 from tests.conftest import REPO, read_rows, write_rows
 from tests.unit.test_knobs import legal_keys

@@ -11,7 +11,7 @@ from tiny_reward import digits_in_place
 
 from config import UserError
 from support.base import memory
-from support.check.checks import check_weights
+from support.preflight.configuration import check_weights
 from tests.conftest import EXACT, REPO, tiny_model
 from tests.oracle import test_layouts
 from tests.oracle.trainer import read_run, repeat

@@ -18,10 +18,10 @@ import megatron_bridge as bridge
 import train_grpo
 from config import TrainingError, UserError
 from rollout import Completion
-from support.check import checks
 from support.model import fp16
 from support.model.offload import is_away, state_shards
 from support.model.optimizer_state import optimizer_steps, restore, sharded_state
+from support.preflight import configuration
 from support.run import clock, launch
 from tests.conftest import REPO, tiny_config, tiny_model, wrap
 
@@ -72,7 +72,7 @@ def build(world, tiny, tmp_path, monkeypatch, request):
             "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0", "train.save_every=0",
             *overrides,
         )  # fmt: skip
-        checks.check_config(cfg, world_size=1)
+        configuration.check_config(cfg, world_size=1)
         train_grpo.rehearse(cfg)
         cfg, inputs = launch.prepare(cfg, world_size=1, weights=True)
         bridge.mpu.destroy_model_parallel()  # a test may build one run after the other

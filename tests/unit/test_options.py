@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 import megatron_bridge as bridge
 from config import UserError
 from support.base.read_config import override
-from support.check import options
 from support.engine.vllm_process import engine_options
 from support.model.optimizer_state import main_weights
+from support.preflight import options
 from support.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
 from tests.compare_runs import lasting

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from config import UserError
 from support.base import ranks, versions
-from support.check import machines
+from support.preflight import machines
 from tests.conftest import tiny_config
 
 

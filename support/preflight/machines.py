@@ -18,8 +18,8 @@ from support.base import files, hf_folder, memory, ranks, versions
 from support.base.read_config import dotted_items
 from support.base.require import require
 from support.base.versions import gib
-from support.check import costs
-from support.check.explain import HOST_MEMORY
+from support.preflight import costs
+from support.preflight.explain import HOST_MEMORY
 from support.step import teacher
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
