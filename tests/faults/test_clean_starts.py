@@ -12,7 +12,7 @@ import pytest
 from support.base.read_config import load_config
 from support.preflight import configuration
 from tests.conftest import REPO
-from tests.oracle.test_layouts import FULL, OVERLAP
+from tests.oracle.layouts import FULL, OVERLAP
 
 COMMON = [
     "train.steps=3", "train.warmup_steps=0", "train.save_every=0", "rollout.prompts_per_step=8", "rollout.group_size=8",

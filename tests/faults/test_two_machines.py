@@ -17,10 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import link
-from tests.conftest import ForkedTraining, Training
-from tests.faults.test_kills import check_complete
-from tests.run.test_many_ranks import JOB as LARGE_JOB
-from tests.run.test_many_ranks import check_equal, need_memory
+from tests.conftest import LARGE_JOB, ForkedTraining, Training, check_complete, check_equal, need_memory
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,8 @@ from support.preflight import configuration
 from support.run import trackers
 from support.step.metrics import PHASES
 from support.step.records import Sample
-from tests.conftest import tiny_config
+from tests.conftest import ranges, tiny_config
 from tests.processes import wait_until
-from tests.unit.test_profiler import ranges
 
 
 def sample(reward: float, text: str, length: int = 1, **fields) -> Sample:
