@@ -38,9 +38,9 @@ import megatron_bridge as bridge
 from config import AlgoConfig, Config, EvalConfig, RewardConfig, RolloutConfig, UserError
 from rollout import Engine
 from support.base.read_config import override
-from support.check import rehearsal
 from support.data.prompts import Prompt, prompt_batch, sampling_seed
 from support.model import checkpoint, fp16, optimizer_state
+from support.preflight import rehearsal
 from support.proof import push_source
 from support.run import guard, launch, logs
 from support.run.clock import Clock, StopRequested

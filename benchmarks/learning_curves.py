@@ -9,8 +9,9 @@ rate and clipping are those of the configuration. TRL samples with transformers,
 weights in fp32. What differs beside: the order of the prompts and the seeds of sampling; 1e-4 beside the standard
 deviation where ours has 1e-6; TRL's warm-up begins with a learning rate of 0 where ours begins with a tenth of it.
 
-A curve that is in the CSV is not trained again. TRL runs in an environment of its own: benchmarks/theirs.py
---setup build/trl-venv makes it.
+A curve that is in the CSV is not trained again. A row of it has the mean reward of the steps since the row before.
+--draw makes docs/pictures/first.svg and learning.svg of what is in docs/bench. TRL runs in an environment of its own:
+benchmarks/theirs.py --setup build/trl-venv makes it.
 """
 
 import argparse
@@ -26,23 +27,23 @@ sys.path.insert(0, str(REPO))
 
 from benchmarks.against_trl import LAUNCH, RANKS, TRL, run  # noqa: E402
 
-SHOWN = (1 / 6, 1 / 3, 2 / 3, 1)  # of the steps, in the table
-WINDOW = 1 / 30  # of the steps, at least 5: a value is the mean over so many up to the one that is named
+SHOWN = (1 / 6, 1 / 3, 2 / 3, 1)  # of the rows, in the table
+WINDOW = 1 / 30  # of the steps, at least 5: the mean reward of so many is a row of the CSV
 NAMES = {"ours": "train_grpo", "trl": "TRL 1.16, transformers"}
-Curve = list[float]  # mean reward of the sampled answers at steps 1, 2, ...
+Curve = dict[int, float]  # step → mean reward of the steps of the window that ends with it
 
 
 # ---------------------------------------------------------------- one run
 
 
-def train_ours(config: str, keys: list[str], folder: Path) -> Curve:
-    """Train the configuration with these keys."""
+def train_ours(config: str, keys: list[str], folder: Path) -> list[float]:
+    """Train the configuration with these keys. Returns the mean reward of the sampled answers of each step."""
     command = [sys.executable, *LAUNCH, "train_grpo.py", "--config", config, *keys]
     start([*command, f"output_dir={folder}", "train.save_every=0", "train.eval_every=0"], folder.name)
     return [json.loads(line)["reward/mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def train_trl(config: str, keys: list[str], folder: Path) -> Curve:
+def train_trl(config: str, keys: list[str], folder: Path) -> list[float]:
     """Train TRL with the same settings, in its own environment."""
     from support.base.read_config import load_config
 
@@ -110,27 +111,115 @@ SYSTEMS = {"ours": train_ours, "trl": train_trl}
 # ---------------------------------------------------------------- all runs
 
 
+def thin(rewards: list[float]) -> Curve:
+    """The means over windows of the rewards of steps 1, 2, ..."""
+    window = max(round(WINDOW * len(rewards)), 5)
+    return {end: mean(rewards[end - window : end]) for end in range(window, len(rewards) + 1, window)}
+
+
 def read_curves(path: Path) -> dict[tuple[str, int], Curve]:
     """{(system, seed): curve} of a CSV, whose columns are system, seed, step, reward."""
     curves = {}
     for line in path.read_text().splitlines()[1:]:
-        system, seed, _, reward = line.split(",")
-        curves.setdefault((system, int(seed)), []).append(float(reward))
+        system, seed, step, reward = line.split(",")
+        curves.setdefault((system, int(seed)), {})[int(step)] = float(reward)
     return curves
 
 
 def table(curves: dict[tuple[str, int], Curve]) -> str:
-    """Mean over the seeds of the reward up to each step in SHOWN, lowest and highest."""
+    """Mean over the seeds of the reward at each row in SHOWN, lowest and highest."""
     lines = ["| step | " + " | ".join(NAMES.values()) + " |", "|---" * (1 + len(NAMES)) + "|"]
-    steps = min(map(len, curves.values()))
-    window = max(round(WINDOW * steps), 5)
-    for step in [round(share * steps) for share in SHOWN]:
+    steps = list(min(curves.values(), key=len))
+    for step in [steps[round(share * len(steps)) - 1] for share in SHOWN]:
         cells = []
         for system in NAMES:
-            values = [mean(curve[max(step - window, 0) : step]) for (of, _), curve in curves.items() if of == system]
+            values = [curve[step] for (of, _), curve in curves.items() if of == system]
             cells.append(f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})")
         lines.append(f"| {step} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- pictures: a path, or the labels of an axis, a line
+
+STYLE = """<style>
+text { font: 12px system-ui, sans-serif; fill: #1c2127; } .title { font-size: 14px; } .middle { text-anchor: middle; }
+.paper { fill: #ffffff; } .axes { stroke: #8a94a0; fill: none; } .grid { stroke: #e3e6ea; } .before { fill: #b9c2cc; }
+.ours { stroke: #2a78c2; } .trl { stroke: #cc3d3d; } .curve { fill: none; stroke-width: 2; }
+.ours-range, .after { fill: #2a78c2; } .trl-range { fill: #cc3d3d; } .range { opacity: 0.2; }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6e9ed; } .paper { fill: #12161b; } .axes { stroke: #6b7580; } .grid { stroke: #2a3139; } }
+</style>"""
+LEFT, WIDTH, HEIGHT = 36, 350, 180  # of a panel's axes
+
+
+def labels(texts: dict[tuple[float, float], object], kind: str = "middle") -> str:
+    """{place: text} as a line of SVG."""
+    return "".join(f'<text x="{x:g}" y="{y:g}" class="{kind}">{text}</text>' for (x, y), text in texts.items())
+
+
+def axes(title: str, columns: dict[float, object], rows: dict[float, object]) -> list[str]:
+    """{share of the width, of the height: label} as the axes of a panel."""
+    heights = {HEIGHT * (1 - share): label for share, label in rows.items()}
+    return [
+        labels({(LEFT + WIDTH / 2, -12): title}, "title middle"),
+        f'<path d="{"".join(f"M{LEFT} {y:g}h{WIDTH}" for y in heights)}" class="grid"/>',
+        f'<path d="M{LEFT} 0v{HEIGHT}h{WIDTH}" class="axes"/>',
+        labels({(LEFT - 16, y + 4): label for y, label in heights.items()}),
+        labels({(LEFT + WIDTH * share, HEIGHT + 18): label for share, label in columns.items()}),
+    ]
+
+
+def curves_panel(title: str, path: Path, systems: dict[str, str], tick: int) -> list[str]:
+    """The mean curve of each of {system: name} over its seeds, and the range of the seeds."""
+    curves = read_curves(path)
+    steps = list(next(iter(curves.values())))
+    columns = {step / steps[-1]: step for step in range(0, steps[-1] + 1, tick)}
+    lines = axes(title, columns, {n / 5: n / 5 for n in range(6)})
+
+    def points(values: list[float]) -> list[str]:
+        places = zip(steps, values, strict=True)
+        return [f"{LEFT + WIDTH * step / steps[-1]:.1f} {HEIGHT * (1 - value):.1f}" for step, value in places]
+
+    for number, (system, name) in enumerate(systems.items()):
+        seeds = [curve.values() for (of, _), curve in curves.items() if of == system]
+        low, high, middle = (points([f(at) for at in zip(*seeds, strict=True)]) for f in (min, max, mean))
+        lines.append(f'<path d="M{"L".join(low + high[::-1])}z" class="range {system}-range"/>')
+        lines.append(f'<path d="M{"L".join(middle)}" class="curve {system}"/>')
+        if len(systems) > 1:
+            y = HEIGHT - 40 + 20 * number
+            lines.append(f'<path d="M250 {y}h24" class="curve {system}"/>' + labels({(280, y + 4): name}, ""))
+    return lines
+
+
+def llm_panel() -> list[str]:
+    """What README.md has of make llm."""
+    bars = {"before": (36, 0.25), "after 30 steps": (58, 0.75)}  # right answers of 64, place
+    lines = axes("make llm: right of 64 questions", {}, {n / 64: n for n in (0, 16, 32, 48, 64)})
+    for (name, (right, place)), kind in zip(bars.items(), ("before", "after"), strict=True):
+        x, y = LEFT + WIDTH * place, HEIGHT * (1 - right / 64)
+        lines.append(f'<path d="M{x - 60:g} {HEIGHT}V{y:.1f}h120V{HEIGHT}z" class="{kind}"/>')
+        lines.append(labels({(x, y - 5): right, (x, HEIGHT + 18): name}))
+    return lines
+
+
+def draw(path: Path, *panels: list[str]) -> None:
+    """Write panels side by side."""
+    across, height = 410 * len(panels), HEIGHT + 70
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{height}">', STYLE]
+    lines.append(f'<rect width="{across}" height="{height}" class="paper"/>')
+    for number, panel in enumerate(panels):
+        lines += [f'<g transform="translate({410 * number} 36)">', *panel, "</g>"]
+    path.write_text("\n".join([*lines, "</svg>"]) + "\n")
+
+
+def draw_all() -> None:
+    bench, pictures = REPO / "docs/bench", REPO / "docs/pictures"
+    demo, ours, both = bench / "learning.csv", {"ours": "train_grpo"}, {"ours": "train_grpo", "trl": "TRL 1.16"}
+    draw(
+        pictures / "first.svg", llm_panel(), curves_panel("make demo: mean reward by step, five seeds", demo, ours, 50)
+    )
+    smollm2 = curves_panel("SmolLM2-135M: mean reward by step, five seeds", bench / "learning-smollm2.csv", both, 5)
+    draw(pictures / "learning.svg", curves_panel("demo: mean reward by step, five seeds", demo, both, 50), smollm2)
 
 
 def main() -> None:
@@ -140,7 +229,11 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=REPO / "docs/bench/learning.csv")
     parser.add_argument("--seeds", type=int, default=5, help="of each system")
     parser.add_argument("--trl", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--draw", action="store_true", help="the pictures, and train nothing")
     args = parser.parse_args()
+    if args.draw:
+        draw_all()
+        return
     if args.trl:
         trl_rank(args.trl)
         return
@@ -150,10 +243,10 @@ def main() -> None:
         for seed, (system, train) in itertools.product(range(args.seeds), SYSTEMS.items()):
             if (system, seed) in read_curves(args.csv):
                 continue
-            curve = train(args.config, [f"seed={seed}", *args.set], Path(folder, f"{system}_{seed}"))
+            rewards = train(args.config, [f"seed={seed}", *args.set], Path(folder, f"{system}_{seed}"))
             with args.csv.open("a") as file:
-                file.writelines(f"{system},{seed},{step},{value:.6f}\n" for step, value in enumerate(curve, 1))
-            print(f"{system}, seed {seed}: {mean(curve[-5:]):.3f}", flush=True)
+                file.writelines(f"{system},{seed},{step},{value:.6f}\n" for step, value in thin(rewards).items())
+            print(f"{system}, seed {seed}: {mean(rewards[-5:]):.3f}", flush=True)
     print(table(read_curves(args.csv)))
 
 

@@ -31,8 +31,8 @@ from benchmarks.works import GROUP, KL, LR, PHASES, PROMPTS, WORKS, Work
 from config import Config, UserError
 from support.base import ranks, versions
 from support.base.read_config import load_config
-from support.check import checks
 from support.data.prompts import prompt_batch
+from support.preflight import configuration
 from support.run import launch
 from support.run.clock import Clock
 from support.step import throughput
@@ -175,7 +175,7 @@ def main() -> int:
     rank, world = dist.get_rank(), dist.get_world_size()  # now: an engine that is given up may end the process group
     try:
         cfg = config(args.folder, work, args.warmup + args.steps, args.overrides)
-        checks.check_config(cfg, world)
+        configuration.check_config(cfg, world)
         rows, lengths = measure(args, work, cfg)
     except UserError as error:
         if rank == 0:

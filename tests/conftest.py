@@ -1,6 +1,8 @@
-"""One tiny model, one way to start a run, and the runs that many quick tests read."""
+"""One tiny model, one way to start a run, the runs that many quick tests read, and what several tests check of runs."""
 
 import gc
+import gzip
+import hashlib
 import json
 import os
 import subprocess
@@ -16,16 +18,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 from config import Config
 from support.base import ranks, rollout_files
-from support.base.read_config import load_config
+from support.base.memory import host_free_bytes
+from support.base.read_config import KEYS, SECTIONS, load_config
+from support.engine.vllm_process import engine_options
 from tests import museum
 from tests.compare_runs import lasting, read_rows
 from tests.fork_server import ForkServer, free_port
 from tests.processes import REPO, Torchrun
+
+pytest_plugins = ["tests.forks", "tests.step.one_rank"]  # fixtures: fork, build
 
 
 def pytest_addoption(parser) -> None:
@@ -281,3 +288,62 @@ def shared(fork_server, tiny, tmp_path_factory) -> ForkedTraining:
         fork_server, tiny, folder / "out", *SHARED, f"data.train={folder / 'train.jsonl'}",
         f"data.eval={folder / 'eval.jsonl'}", f"reward.custom={folder / 'shaky.py'}:reward", nproc=2, code=0,
     )  # fmt: skip
+
+
+def check_complete(out: Path) -> None:
+    """Checkpoints and exports under their final names have what their manifest or index says."""
+    for folder in out.glob("checkpoints/step_??????"):
+        for name, (size, sha) in json.loads((folder / "manifest.json").read_text()).items():
+            data = (folder / name).read_bytes()
+            assert (len(data), hashlib.sha256(data).hexdigest()) == (size, sha), folder / name
+    for folder in out.glob("hf/step_??????"):
+        assert json.loads((folder / "config.json").read_text())
+        files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        for name in set(files.values()):
+            with safe_open(folder / name, framework="numpy") as file:  # checks the length of the file
+                assert set(file.keys()) == {key for key, holder in files.items() if holder == name}, folder / name
+
+
+LARGE_JOB = (
+    "rollout.prompts_per_step=16", "rollout.group_size=4", "train.steps=4", "train.save_every=1", "train.lr=0.003",
+    "train.warmup_steps=0", "train.updates_per_step=2", "algo.kl_coef=0.05", "resume=auto",
+)  # fmt: skip
+SAME = ("loss/total", "kl/ref", "grad_norm", "reward/mean", "entropy", "tokens/response_mean")
+
+
+def need_memory() -> None:
+    if host_free_bytes() < 21e9:
+        pytest.skip("16 ranks with vLLM take 21 GB")
+
+
+def check_equal(few, many) -> None:
+    """Two runs of LARGE_JOB end well and are equal but for rounding."""
+    assert (few.code, many.code) == (0, 0), few.text + many.text
+    for here, there in zip(few.metrics, many.metrics, strict=True):
+        assert {name: here[name] for name in SAME} == pytest.approx({name: there[name] for name in SAME}, rel=1e-4)
+    for name, weight in few.weights(4).items():
+        assert (weight - many.weights(4)[name]).abs().mean() < 1e-5, name  # Adam enlarges rounding of single gradients
+
+
+def check_state(server, folder: Path, dtype: str, layouts: dict[str, dict], nproc: int, adapters: int = 0) -> None:
+    """tests/checkpoint_worker.py with the model in the folder finds the same state on all layouts."""
+    printed = folder / "printed.txt"
+    arguments = (str(folder / "model"), dtype, str(folder / "out"), json.dumps(layouts), str(adapters))
+    code = server.run(printed, "tests/checkpoint_worker.py", *arguments, nproc=nproc)
+    text = printed.read_text()
+    found = [line for line in text.splitlines() if line.split(":")[0] in layouts]
+    assert code == 0 and found == [f"{x}: same" for x in layouts], text
+
+
+def ranges(path: Path) -> list[str]:
+    """The names of the ranges of steps and phases in a trace, in order; one comes before those that it contains."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    found = [
+        e for e in events if e.get("cat") == "user_annotation" and not e["name"].startswith(("gloo:", "Optimizer"))
+    ]
+    return [e["name"] for e in sorted(found, key=lambda e: (e["ts"], -e["dur"]))]
+
+
+def legal_keys() -> set[str]:
+    legal = {*KEYS, *(f"megatron.{key}" for key in bridge.megatron_fields())} - SECTIONS.keys()
+    return legal | {f"rollout.vllm.{key}" for key in engine_options()}

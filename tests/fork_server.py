@@ -56,11 +56,14 @@ class ForkServer:
         self, printed: Path, script: str | Path, *arguments: str, nproc: int, seconds: float = 600,
         machines: Sequence[int] = (0,), **env: str,
     ) -> int:  # fmt: skip
-        """Run `script` on `nproc` ranks with what torchrun tells them, and `env`; see run_ranks.
+        """Run `script` on `nproc` ranks with what torchrun tells them, and `env`; returns 0, or 1 if a rank failed.
 
         `machines`: ids of processes whose network and host name the ranks have, an equal share each; 0: this one's.
-        With several rank 0 holds the store.
+        With several rank 0 holds the store, else the server does, as torchrun. The ranks print into `printed`. Raises
+        AssertionError if they take longer than these seconds.
         """
+        if self.process is None:
+            self.start()
         port = free_port()
         local, here = nproc // len(machines), len(machines) == 1
         world = {
@@ -70,21 +73,10 @@ class ForkServer:
         }  # fmt: skip
         places = [{"LOCAL_RANK": str(n % local), "MACHINE": str(machines[n // local])} for n in range(nproc)]
         ranks = [{**os.environ, **world, "RANK": str(n), **place, **env} for n, place in enumerate(places)]
-        return self.run_ranks(printed, [str(script), *arguments], ranks, port if here else None, seconds)
-
-    def run_ranks(
-        self, printed: Path, command: list[str], ranks: list[dict[str, str]], port: int | None, seconds: float = 600
-    ) -> int:
-        """Run a script with its arguments on ranks with these environments; returns 0, or 1 if a rank failed.
-
-        They print into `printed`. With a port the server holds the store at which they meet, as torchrun does. Raises
-        AssertionError if they take longer than these seconds.
-        """
-        if self.process is None:
-            self.start()
         printed.touch()
+        command = [str(script), *arguments]
         job = {"printed": str(printed), "command": command, "ranks": [{**env, **self.settings} for env in ranks]}
-        self.process.stdin.write(json.dumps({**job, "port": port}) + "\n")
+        self.process.stdin.write(json.dumps({**job, "port": port if here else None}) + "\n")
         self.process.stdin.flush()
         output = select.poll()  # select.select takes no descriptor above 1,023, and a long session of tests has more
         output.register(self.process.stdout, select.POLLIN)

@@ -31,9 +31,9 @@ import megatron_bridge as bridge
 import train_grpo
 from support.base import hf_folder, ranks
 from support.base.read_config import load_config
-from support.check import checks
 from support.engine.push_check import differing, digest
 from support.model import lora
+from support.preflight import configuration
 from support.proof.push_source import read_shards
 from support.step import metrics
 from support.step.packing import pack, to_micro_batches
@@ -86,8 +86,8 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     """What the layout gives, on every rank."""
     cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][name], *EXACT])
     cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"lr": EPS * STEP})})  # above what is legal
-    checks.check_config(cfg, dist.get_world_size())
-    checks.check_model(cfg, cfg.model.path, rollout_tp=1)
+    configuration.check_config(cfg, dist.get_world_size())
+    configuration.check_model(cfg, cfg.model.path, rollout_tp=1)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     with mock.patch.object(lora, "initial_factor", made_up_factor):
         m = cfg.model

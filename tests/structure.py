@@ -19,7 +19,7 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1231,
-    "support/base": 706, "support/check": 560, "support/data": 439, "support/engine": 274, "support/judge": 185,
+    "support/base": 706, "support/preflight": 560, "support/data": 439, "support/engine": 274, "support/judge": 185,
     "support/model": 1133, "support/proof": 1301, "support/run": 958, "support/step": 976,
     "rewards": 179, "tools": 1015, "benchmarks": 632, "tests": 7479, "docs": 2934,
 }  # fmt: skip
@@ -188,8 +188,8 @@ def over_budget(sizes: dict[str, int]) -> list[str]:
 
 # A wing of support/, rewards/ or a top-level file → its floor. An import leads to the same wing or to a lower floor.
 FLOORS = {
-    SCRIPT: 8, "run": 7, "check": 6, "proof": 6, "step": 5, "megatron_bridge.py": 4, "rollout.py": 4, "reward.py": 4,
-    "rewards": 4, "model": 3, "engine": 3, "judge": 3, "data": 3, "base": 2, "config.py": 1,
+    SCRIPT: 8, "run": 7, "preflight": 6, "proof": 6, "step": 5, "megatron_bridge.py": 4, "rollout.py": 4,
+    "reward.py": 4, "rewards": 4, "model": 3, "engine": 3, "judge": 3, "data": 3, "base": 2, "config.py": 1,
 }  # fmt: skip
 
 

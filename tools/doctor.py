@@ -221,7 +221,7 @@ def environment(found: dict) -> Iterator[Row]:
     have = found["environment"]
     left = [f"{name}={have[name]}" for name in RANK_NAMES if name in have]
     if left and "TORCHELASTIC_RUN_ID" not in have:
-        yield Row("RANK and the like", " ".join(left), WARN, "right where srun started this; else unset them")
+        yield Row("RANK and the like", " ".join(left), WARN, "an earlier launcher left them: unset them")
     for name, value in have.items():
         wrong, does, verdict, remedy = SETTINGS.get(name, (lambda value: False, "", OK, ""))
         if name == "OMP_NUM_THREADS" and value.isdigit() and int(value) > found["cores"]:

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import megatron_bridge as bridge
 from config import Config, LoraConfig, ParallelConfig, UserError
 from support.base.read_config import load_config
-from support.check import checks
-from support.check.costs import PHASES, costs, host_bytes, host_stepped
-from support.check.explain import MEMORY, NO_CACHE, VLLM_MEMORY
+from support.preflight import configuration
+from support.preflight.costs import PHASES, costs, host_bytes, host_stepped
+from support.preflight.explain import MEMORY, NO_CACHE, VLLM_MEMORY
 from support.run.inputs import check_models
 
 # isort: split
@@ -263,7 +263,7 @@ def plan_sampling(hf, cfg: Config, weights: int, gpu: int) -> Sampling:
     cache = int(r.gpu_memory_utilization * gpu - asleep - work)
     kv_size = 1 if "fp8" in str(r.vllm.get("kv_cache_dtype")) else size
     blocks = max(cache, 0) // (BLOCK * 2 * hf.num_hidden_layers * kv_heads * bridge.head_dim(hf) * kv_size)
-    longest = math.ceil(checks.longest_sample(cfg) / BLOCK)
+    longest = math.ceil(configuration.longest_sample(cfg) / BLOCK)
     loading = int(layer * (1 + 1 / r.tp))
     return Sampling(int(asleep), int(work), cache, loading, tokens=blocks * BLOCK, sequences=blocks // longest)
 
@@ -365,7 +365,7 @@ def describe(cfg: Config, world_size: int, found: Plan) -> str:
         terms = [f"{what} {value / GB:.1f}" for what, value in parts.items() if value >= GB / 20]
         lines.append(f"{phase:>8s} {' + '.join(terms)} = {total(parts) / GB:.1f}{where}")
     share = f"weights {vllm.weights / GB:.1f} + work {vllm.work / GB:.1f} + cache {vllm.cache / GB:.1f}"
-    at_once = f"{vllm.sequences} samples of {checks.longest_sample(cfg)} at once of the {samples} in a step"
+    at_once = f"{vllm.sequences} samples of {configuration.longest_sample(cfg)} at once of the {samples} in a step"
     lines.append(f"    vLLM {share}: {vllm.tokens} tokens an engine, {at_once}")
     return "\n".join([*lines, f"    host {found.host / GB:.1f} a rank"])
 
@@ -379,7 +379,9 @@ def shortage(cfg: Config, found: Plan) -> str | None:
         lines.append(f"the plan does not fit a GPU of {found.gpu / GB:.1f} GB: {sizes}")
         lines += [f"  {phase}: turn one of {'; '.join(MEMORY[phase])}" for phase in over]
     if found.sampling.sequences == 0:
-        lines.append(f"vLLM's share of the GPU has no room for one sample of {checks.longest_sample(cfg)} tokens")
+        lines.append(
+            f"vLLM's share of the GPU has no room for one sample of {configuration.longest_sample(cfg)} tokens"
+        )
         lines.append(f"  turn one of {'; '.join(VLLM_MEMORY[NO_CACHE])}")
     return "\n".join(lines) or None
 
@@ -401,7 +403,7 @@ def main(argv: list[str]) -> str | int:
     args = parser.parse_intermixed_args(argv)
     try:
         cfg = load_config(args.config, args.overrides)
-        checks.check_config(cfg, args.world_size)
+        configuration.check_config(cfg, args.world_size)
         check_models(cfg)
         short = report(cfg, args.world_size, args.gpu_memory_gb)
     except UserError as error:

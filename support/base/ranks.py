@@ -32,8 +32,7 @@ def say(text: str) -> None:
 def die_with_torchrun() -> None:
     """Have the kernel kill this process as soon as torchrun ends, however it does; call it early.
 
-    Does nothing without torchrun. The parent is then srun's daemon, which ends its ranks itself, or a shell that may
-    end before them.
+    Does nothing without torchrun, as in a dry run: the parent is then a shell, which may end first.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return

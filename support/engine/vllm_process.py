@@ -50,7 +50,7 @@ def let_segments_grow() -> None:
 
 
 def engine_options() -> dict[str, Any]:
-    """Fields of vLLM's EngineArgs and their types; support/check/options.py says which `rollout.vllm` may hold."""
+    """Fields of vLLM's EngineArgs and their types; support/preflight/options.py says which `rollout.vllm` may hold."""
     set_environment()
     from vllm import EngineArgs
 

@@ -71,7 +71,7 @@ class Clock:
     @property
     def phase(self) -> str:
         """The phase of the main thread; after an exception in a timed block, still that block's phase."""
-        return self.watchdog.at[1]
+        return self.watchdog.at[0]
 
     def check_stop(self) -> None:
         """Raises StopRequested on every rank if one was asked to stop. Early ranks wait here, in "wait"."""

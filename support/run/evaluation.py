@@ -11,7 +11,7 @@ import torch.distributed as dist
 from config import Config
 from support.base.read_config import load_config, validate
 from support.base.rollout_files import as_row, write_rows
-from support.check import checks, options
+from support.preflight import configuration, options
 from support.run.clock import Clock
 from support.run.inputs import Inputs
 from support.step import metrics
@@ -39,14 +39,14 @@ Evaluate = Callable[[Evaluation], tuple[dict[str, float], list[Sample]]]  # the 
 def read_config(path: str, overrides: list[str], world_size: int) -> Config:
     """The configuration of an evaluation, checked, without what only training reads. Raises UserError."""
     cfg = load_config(path, [*overrides, "data.train=[]"])
-    checks.require(
+    configuration.require(
         cfg.data.eval is not None, "--evaluate: data.eval is not set; name the data to evaluate on: data.eval=FILE"
     )
     cfg = validate({**cfg.model_dump(exclude=set(UNUSED)), "resume": "none"}, path)
     options.check_vllm(cfg.rollout.vllm)
-    checks.check_evaluation(cfg)
-    checks.check_world_size(cfg, world_size)
-    checks.check_rewards(cfg)
+    configuration.check_evaluation(cfg)
+    configuration.check_world_size(cfg, world_size)
+    configuration.check_rewards(cfg)
     return cfg
 
 
@@ -55,7 +55,7 @@ def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: t
     for number in (signal.SIGINT, signal.SIGTERM):  # which the clock keeps for a run that saves first
         signal.signal(number, signal.SIG_DFL)
     clock.enter("build")
-    awake = engine(inputs.model_path, cfg.model, cfg.rollout, checks.longest_sample(cfg), asleep=False)
+    awake = engine(inputs.model_path, cfg.model, cfg.rollout, configuration.longest_sample(cfg), asleep=False)
     grading = GradingPool(cfg.reward)
     found, samples = evaluate(Evaluation(cfg, clock, inputs, awake, grading))
     grading.close()

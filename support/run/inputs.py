@@ -16,11 +16,11 @@ from config import Config, UserError
 from support.base import hf_folder, ranks
 from support.base.files import open_output_dir
 from support.base.read_config import override
-from support.check import checks, run_plan
 from support.data.ends import Ends, endless, read_ends
 from support.data.prompts import Mixture, Prompt, check_opening, load_prompts, load_tokenizer
 from support.data.tokens import check_ids
 from support.model import checkpoint, lora
+from support.preflight import configuration, run_plan
 from support.step import teacher, turns
 
 
@@ -73,12 +73,12 @@ def read(cfg: Config, parts: list[str], weights: bool) -> Inputs:
             turns.check(cfg, tokenizer, vocab_size, prompts[part][0].row)
         other = teacher.another(cfg)
         if other and weights:
-            checks.check_weights(hf_folder.local_folder(other), key="algo.teacher")
+            configuration.check_weights(hf_folder.local_folder(other), key="algo.teacher")
         if other:
             teacher.check_tokens(cfg, tokenizer)
         if weights:
             folder = hf_folder.local_folder(folder)
-            checks.check_weights(folder)
+            configuration.check_weights(folder)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
     read = prompts.get("train", []), prompts.get("eval", [])
@@ -88,12 +88,12 @@ def read(cfg: Config, parts: list[str], weights: bool) -> Inputs:
 def check_models(cfg: Config) -> None:
     """Check, from config.json, that model and teacher can be built on this layout. Raises UserError."""
     try:
-        checks.check_model(cfg, cfg.model.path, cfg.rollout.tp)
+        configuration.check_model(cfg, cfg.model.path, cfg.rollout.tp)
         other = teacher.another(cfg)
         if other:
-            checks.check_model(cfg, other, rollout_tp=1, key="algo.teacher")
+            configuration.check_model(cfg, other, rollout_tp=1, key="algo.teacher")
             teacher.check_vocabulary(cfg)
-        checks.check_routes(cfg)
+        configuration.check_routes(cfg)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
 

@@ -17,13 +17,13 @@ from safetensors import SafetensorError
 
 import megatron_bridge as bridge
 from config import Config, RankError, TrainingError, UserError
-from support.base import launchers, ranks, versions
+from support.base import ranks, versions
 from support.base.files import lock_output_dir
 from support.base.processes import REPO
 from support.base.read_config import load_config
-from support.check import checks, explain, machines
 from support.engine import vllm_process
 from support.model.attention import use_flash_attention_3
+from support.preflight import configuration, explain, machines
 from support.run import evaluation
 from support.run.clock import Clock
 from support.run.inputs import Inputs, check_models, find_resume, prepare, print_prompts, read, with_steps
@@ -39,7 +39,6 @@ def command(
     `rehearse(cfg)` runs at every start and raises UserError; `train(cfg, inputs, clock)` runs on every rank unless this
     is a dry run or, with --evaluate, an evaluation by `evaluate` and an `engine`, the class that samples.
     """
-    os.environ.update(launchers.environment(os.environ))
     ranks.die_with_torchrun()
     args = parse_args(argv, doc)
     try:
@@ -62,7 +61,7 @@ def start_training(
     """Check and read what a run needs, and train, with output_dir locked; or a dry run. UserError, TrainingError."""
     cfg = load_config(args.config, args.overrides)
     prepare_process(cfg)
-    checks.check_config(cfg, args.world_size)
+    configuration.check_config(cfg, args.world_size)
     rehearse(with_steps(cfg, cfg.rollout.prompts_per_step))  # the data are not read yet: any number will do
     if args.dry_run:
         check_models(cfg)
@@ -83,7 +82,7 @@ def start_training(
             machines.check_host_memory(cfg)
         lock = ranks.on_first_rank(lambda: lock_output_dir(Path(cfg.output_dir)))  # None on the other ranks
         with lock or contextlib.nullcontext():
-            timeout_s = checks.group_timeout_s(cfg)
+            timeout_s = configuration.group_timeout_s(cfg)
             bridge.init_model_parallel(cfg.parallel, cfg.seed, timeout_s)
             machines.check_groups(bridge.process_groups(), min(timeout_s, machines.GROUP_CHECK_S))
             inputs = find_resume(cfg, inputs)
@@ -149,7 +148,7 @@ def joined(cfg: Config) -> Iterator[Clock]:
     if cfg.rollout.exact:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would fill vLLM's KV cache with NaN
-    ranks.join_ranks(checks.group_timeout_s(cfg))
+    ranks.join_ranks(configuration.group_timeout_s(cfg))
     profiler = None
     if cfg.profile.start and (cfg.profile.ranks is None or dist.get_rank() in cfg.profile.ranks):
         profiler = Profiler(Path(cfg.output_dir, "traces"), cfg.profile)

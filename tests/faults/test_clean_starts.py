@@ -10,9 +10,9 @@ import make_tiny
 import pytest
 
 from support.base.read_config import load_config
-from support.check import checks
+from support.preflight import configuration
 from tests.conftest import REPO
-from tests.oracle.test_layouts import FULL, OVERLAP
+from tests.oracle.layouts import FULL, OVERLAP
 
 COMMON = [
     "train.steps=3", "train.warmup_steps=0", "train.save_every=0", "rollout.prompts_per_step=8", "rollout.group_size=8",
@@ -93,7 +93,7 @@ def test_there_are_a_hundred_and_each_is_legal():
     assert len(STARTS) >= 100
     for name, (nproc, keys) in STARTS.items():
         options = [key.replace("{folder}", "build") for key in (*COMMON, *keys)]
-        checks.check_config(load_config(str(REPO / f"configs/{config_of(name)}.yaml"), options), nproc)
+        configuration.check_config(load_config(str(REPO / f"configs/{config_of(name)}.yaml"), options), nproc)
 
 
 @pytest.mark.slow

@@ -65,10 +65,10 @@ def test_a_killed_and_a_stopped_rank(start, check_the_end):
     wait_for_step(job, 7)
     stopped = job.ranks()[1]
     os.kill(stopped, signal.SIGSTOP)
-    job.wait_for(rf"\n   1  .* no answer: stopped \(SIGSTOP\) \(process {stopped} on ")
+    job.wait_for(rf"\n   1  [\d:]+  \w+ +process {stopped} on .*, no answer: stopped, dead or ")
     os.kill(stopped, signal.SIGKILL)  # torchrun would do so after 30 s
     assert job.end() == 1
-    assert "watchdog: no rank has finished a phase for 30 s\nrank  phase       seconds  state\n" in job.text, job.text
+    assert ": no rank has finished a phase for 30 s\nrank  since     phase\n" in job.text, job.text
     check_the_end()
 
 
@@ -118,8 +118,8 @@ def test_a_full_disk(start, check_the_end, tmp_path, request):
 
 
 @pytest.mark.slow
-def test_a_taken_port_without_torchrun(tiny, tmp_path):
-    """As srun starts ranks."""
+def test_the_port_of_rank_0_is_taken(tiny, tmp_path):
+    """TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/machines.md) has rank 0 open a port of its own."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

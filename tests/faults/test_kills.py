@@ -1,17 +1,14 @@
 """Kills at random moments change nothing (docs/dev/faults.md); --kills 100 makes a longer series."""
 
 import collections
-import hashlib
 import json
 import random
 import re
 import shutil
-from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
-from tests.conftest import REPO, Outputs
+from tests.conftest import REPO, Outputs, check_complete
 
 STEPS = 5
 JOB = (
@@ -19,20 +16,6 @@ JOB = (
     "algo.kl_coef=0.01", "train.updates_per_step=2",
 )  # fmt: skip
 TIMES = {"rollout": STEPS, "update": 2 * STEPS, "push": STEPS + 1, "save": 2 * STEPS, "export": 3}  # in one run
-
-
-def check_complete(out: Path) -> None:
-    """Checkpoints and exports under their final names have what their manifest or index says."""
-    for folder in out.glob("checkpoints/step_??????"):
-        for name, (size, sha) in json.loads((folder / "manifest.json").read_text()).items():
-            data = (folder / name).read_bytes()
-            assert (len(data), hashlib.sha256(data).hexdigest()) == (size, sha), folder / name
-    for folder in out.glob("hf/step_??????"):
-        assert json.loads((folder / "config.json").read_text())
-        files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-        for name in set(files.values()):
-            with safe_open(folder / name, framework="numpy") as file:  # checks the length of the file
-                assert set(file.keys()) == {key for key, holder in files.items() if holder == name}, folder / name
 
 
 def result_of(job: Outputs) -> dict:

@@ -17,10 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import link
-from tests.conftest import ForkedTraining, Training
-from tests.faults.test_kills import check_complete
-from tests.run.test_many_ranks import JOB as LARGE_JOB
-from tests.run.test_many_ranks import check_equal, need_memory
+from tests.conftest import LARGE_JOB, ForkedTraining, Training, check_complete, check_equal, need_memory
 
 pytestmark = pytest.mark.slow
 
@@ -124,15 +121,15 @@ def test_a_cut_cable(machines, start, on_one_machine):
     first.wait_for(rf"\] +3/{STEPS} ")
     cable.send_signal(signal.SIGSTOP)
     try:
-        first.wait_for(f"watchdog: no rank has finished a phase for {STALL_S} s\n")
-        second.wait_for(rf"watchdog: rank [23] has been in .* and the store at {north.address} does not answer\n")
+        first.wait_for(rf"watchdog, .*: no rank has finished a phase for {STALL_S} s\n")
+        second.wait_for(r"Timeout \(0:01:05\)!\nThread 0x(.*\n)+?  File .*watchdog\.py\", line \d+ in _watch\n")
         second.kill()
     finally:
         cable.send_signal(signal.SIGCONT)
     again = south.run(start)
     assert first.end() == 0 and again.end() == 0, first.text + again.text
     for rank in (2, 3):
-        silent = rf"\n   {rank}  \w+ +\?  no answer: stopped \(SIGSTOP\), dead, .* \(process \d+ on south\)\n"
+        silent = rf"\n   {rank}  [\d:]+  \w+ +process \d+ on south, no answer: stopped, dead or "
         assert re.search(silent, first.text), first.text
     assert re.search(r"resume:  after step [24], from ", first.text), first.text
     assert result(first) == on_one_machine

@@ -8,10 +8,9 @@ import train_grpo
 from config import TrainingError
 from support.data import prompts
 from tests.conftest import tiny_config, wrap
+from tests.forks import server_of
 from tests.museum import runs
 from tests.museum.exhibits import EXHIBITS, SETTINGS
-from tests.run.test_forks import server_of
-from tests.step.test_step import build  # noqa: F401, a fixture
 
 # ---------------------------------------------------------------- the exhibits
 
@@ -22,7 +21,7 @@ def test_an_exhibit_finds_its_line(exhibit):
     assert exhibit.setting in SETTINGS and exhibit.seen in ("run", "start", "test", "nothing")
 
 
-def test_a_reference_that_moves_is_found(build):  # noqa: F811
+def test_a_reference_that_moves_is_found(build):
     run = build("train.lr=0.01", "algo.kl_coef=0.05")
     for step in (1, 2):
         train_grpo.train_step(run, step)
@@ -53,7 +52,7 @@ def test_a_template_applied_twice_is_refused(tmp_path, offline):
 # ---------------------------------------------------------------- tests that exhibits name as what notices them
 
 
-def test_updates_begin_without_a_gradient(build, monkeypatch):  # noqa: F811
+def test_updates_begin_without_a_gradient(build, monkeypatch):
     """The gradient of the second update of a step is that of its own micro-batches."""
     norms = []
 

@@ -9,9 +9,9 @@ import re
 
 import pytest
 
+from tests.conftest import check_state
+from tests.oracle.layouts import check_update, make_model, make_plan, make_samples, run_worker
 from tests.oracle.plain import reference
-from tests.oracle.test_layouts import check_update, make_model, make_plan, make_samples, run_worker
-from tests.run.test_checkpoint import check_state
 
 EVERY = 9
 WIDE = {"hidden": 256, "kv_heads": 8}  # 8 heads

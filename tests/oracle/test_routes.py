@@ -11,20 +11,20 @@ import torch
 
 from config import TrainingError, UserError
 from support.base import versions
-from support.check import checks
 from support.model import routes
+from support.preflight import configuration
 from support.step import packing
 from tests.conftest import tiny_config
 from tests.layout_worker import one_layout
-from tests.oracle import test_layouts
+from tests.oracle import layouts
 from tests.oracle.plain import float64_model, reference
 
 LAYERS, EXPERTS, K = 4, 4, 2
 RECOMPUTE_MOE = ["megatron.recompute_granularity=selective", "megatron.recompute_modules=[moe]"]
 LAYOUTS = {  # on 4 ranks
-    **{name: test_layouts.MOE_LAYOUTS[name] for name in ("EP4·DP4, overlap", "EP2·TP2·ETP2·DP2", "CP2·EP2·DP2")},
+    **{name: layouts.MOE_LAYOUTS[name] for name in ("EP4·DP4, overlap", "EP2·TP2·ETP2·DP2", "CP2·EP2·DP2")},
     "PP2·EP2·DP2, recompute of experts": ["parallel.pp=2", "parallel.ep=2", *RECOMPUTE_MOE],
-    "TP2·PP2·VPP2, overlap, full recompute": test_layouts.LAYOUTS["TP2·PP2·VPP2, overlap, full recompute"],
+    "TP2·PP2·VPP2, overlap, full recompute": layouts.LAYOUTS["TP2·PP2·VPP2, overlap, full recompute"],
 }
 
 
@@ -91,25 +91,25 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
         return tiny_config(f"model.path={model}", "data.train=unused", "algo.replay_routes=true", *keys)
 
     with pytest.raises(UserError, match=r"algo\.replay_routes=true: model\.path=\S+ has no experts"):
-        checks.check_routes(cfg(tiny / "model"))
+        configuration.check_routes(cfg(tiny / "model"))
     with pytest.raises(UserError, match=r"leave out rollout\.vllm\.enable_prefix_caching"):
-        checks.check_config(cfg(tiny / "model", "rollout.vllm.enable_prefix_caching=false"), 1)
-    test_layouts.make_model(tmp_path / "model", "qwen3_moe")
+        configuration.check_config(cfg(tiny / "model", "rollout.vllm.enable_prefix_caching=false"), 1)
+    layouts.make_model(tmp_path / "model", "qwen3_moe")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setattr(versions, "installed", lambda package: "0.26.0")
     with pytest.raises(UserError, match=r"algo\.replay_routes=true: vLLM 0\.26\.0 .* VLLM_USE_V2_MODEL_RUNNER=0"):
-        checks.check_routes(cfg(tmp_path / "model"))
+        configuration.check_routes(cfg(tmp_path / "model"))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    checks.check_routes(cfg(tmp_path / "model"))
+    configuration.check_routes(cfg(tmp_path / "model"))
 
 
 # ---------------------------------------------------------------- against plain transformers
 
 
 def routed_samples() -> list[dict]:
-    """The samples of test_layouts.py, each token sent to two experts at random in every layer, those of a prompt alike
+    """The samples of layouts.py, each token sent to two experts at random in every layer, those of a prompt alike
     in most answers to it; every third sample has no routes of its first two tokens."""
-    rng, samples = np.random.default_rng(5), test_layouts.make_samples()
+    rng, samples = np.random.default_rng(5), layouts.make_samples()
     of_prompt = rng.random((4, 8, LAYERS, EXPERTS)).argsort(-1)[..., :K]  # of each group
     for n, s in enumerate(samples):
         prompt, tokens = len(s["prompt_ids"]), len(s["prompt_ids"]) + len(s["response_ids"]) - 1
@@ -143,28 +143,28 @@ def forced_model(folder, samples: list[dict]):
 
 
 def routed_plan(folder, **plan) -> dict:
-    plan = test_layouts.make_plan(folder, "qwen3_moe", **plan)
+    plan = layouts.make_plan(folder, "qwen3_moe", **plan)
     (folder / "samples.json").write_text(json.dumps(routed_samples()))
     return plan
 
 
 def test_forced_routes_equal_plain_transformers(world, tmp_path):
     """Log-probs, loss and every gradient; without the routes log-probs are far off."""
-    plan = routed_plan(tmp_path, layouts={"plain": [], "full recompute": test_layouts.FULL})
+    plan = routed_plan(tmp_path, layouts={"plain": [], "full recompute": layouts.FULL})
     found = {name: one_layout(plan, name) for name in plan["layouts"]}
     samples = routed_samples()
     wanted = reference(tmp_path / "model", samples, found["plain"], partial(forced_model, samples=samples))
     for each in found.values():
         assert each["shared"] > 0
-        test_layouts.check_update(each, wanted)
-    (tmp_path / "samples.json").write_text(json.dumps(test_layouts.make_samples()))
+        layouts.check_update(each, wanted)
+    (tmp_path / "samples.json").write_text(json.dumps(layouts.make_samples()))
     assert (one_layout(plan, "plain")["logp"] - wanted["logp"]).abs().max() > 0.1
 
 
 @pytest.mark.slow
 def test_forced_routes_on_every_layout(fork_server, tmp_path):
-    (found,) = test_layouts.run_worker(fork_server, tmp_path, 4, routed_plan(tmp_path, layouts=LAYOUTS))
+    (found,) = layouts.run_worker(fork_server, tmp_path, 4, routed_plan(tmp_path, layouts=LAYOUTS))
     samples, given = routed_samples(), next(iter(found.values()))
     wanted = reference(tmp_path / "model", samples, given, partial(forced_model, samples=samples))
     for each in found.values():
-        test_layouts.check_update(each, wanted)
+        layouts.check_update(each, wanted)

@@ -11,7 +11,7 @@ import torch
 import train_grpo
 from tests.conftest import build_model, tiny_config
 from tests.layout_worker import one_layout
-from tests.oracle.test_layouts import make_model, make_plan, make_samples, whole_error
+from tests.oracle.layouts import make_model, make_plan, make_samples, whole_error
 
 
 def score(batch, folder) -> torch.Tensor:

@@ -7,10 +7,9 @@ import pytest
 
 from config import Config
 from support.base.read_config import override
-from support.check import explain
+from support.preflight import explain
 from support.run.advice import RULES, Advice
-from tests.conftest import REPO, read_rows, write_rows
-from tests.unit.test_knobs import legal_keys
+from tests.conftest import REPO, legal_keys, read_rows, write_rows
 from tools.report import Run
 
 CFG = Config(model={"path": "m"}, data={"train": "d"})

@@ -24,7 +24,7 @@ from support.model.checkpoint import (
 )
 from support.model.shards import CheckpointError, check_coverage, read_sharded
 from tests.compare_runs import lasting
-from tests.conftest import tiny_model
+from tests.conftest import check_state, tiny_model
 from tests.layout_worker import equal
 
 DENSE = {
@@ -47,16 +47,6 @@ def test_state_is_the_same_on_every_layout(fork_server, tmp_path, arch, dtype, l
     """Of the whole model, and of adapters of a rank."""
     tiny_model(tmp_path / "model", arch, layers=4, hidden=128)
     check_state(fork_server, tmp_path, dtype, layouts, 4, adapters)
-
-
-def check_state(server, folder: Path, dtype: str, layouts: dict[str, dict], nproc: int, adapters: int = 0) -> None:
-    """tests/checkpoint_worker.py with the model in the folder finds the same state on all layouts."""
-    printed = folder / "printed.txt"
-    arguments = (str(folder / "model"), dtype, str(folder / "out"), json.dumps(layouts), str(adapters))
-    code = server.run(printed, "tests/checkpoint_worker.py", *arguments, nproc=nproc)
-    text = printed.read_text()
-    found = [line for line in text.splitlines() if line.split(":")[0] in layouts]
-    assert code == 0 and found == [f"{x}: same" for x in layouts], text
 
 
 def test_resume_is_exact(shared, train_forked, tmp_path):

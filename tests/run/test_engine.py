@@ -11,9 +11,9 @@ from tiny_reward import digits_in_place
 
 from config import UserError
 from support.base import memory
-from support.check.checks import check_weights
+from support.preflight.configuration import check_weights
 from tests.conftest import EXACT, REPO, tiny_model
-from tests.oracle import test_layouts
+from tests.oracle import layouts
 from tests.oracle.trainer import read_run, repeat
 
 TABLE = (REPO / "docs/metrics.md").read_text().partition("With `data.eval`")[0]
@@ -22,9 +22,9 @@ METRICS = {name for row in re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE) for
 OTHERS = re.compile(r"reward/.+/|mem/.+_peak_gb|schedule/|moe/load/")
 UNEVEN = "megatron.num_layers_in_first_pipeline_stage=1"  # of 3
 WINDOW = {"sliding_window": 8}  # answers are longer
-CONFIGS = test_layouts.CONFIGS | {
+CONFIGS = layouts.CONFIGS | {
     "mistral": WINDOW,
-    "llama": {"layers": 3, **test_layouts.CONFIGS["llama"]},
+    "llama": {"layers": 3, **layouts.CONFIGS["llama"]},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 0, "kv_heads": 1, **WINDOW},
 }
 

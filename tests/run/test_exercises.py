@@ -11,8 +11,8 @@ import pytest
 
 import train_grpo
 from tests.conftest import REPO
+from tests.forks import EXERCISES
 from tests.museum.exhibits import EXHIBITS
-from tests.run.test_forks import EXERCISES, fork  # noqa: F401, a fixture
 
 PAGE = (REPO / "docs/exercises.md").read_text()
 COMMANDS = dict(re.findall(r"^git apply exercises/([\w-]+)\.patch\n(.+)$", PAGE, re.MULTILINE))  # patch → what grades
@@ -36,7 +36,7 @@ def test_every_patch_is_an_exercise_and_its_bug_has_no_name():
 
 
 @pytest.mark.parametrize("name", GRADED)
-def test_a_command_of_pytest_fails_with_the_patch_and_passes_without(name, fork, monkeypatch):  # noqa: F811
+def test_a_command_of_pytest_fails_with_the_patch_and_passes_without(name, fork, monkeypatch):
     command = [*shlex.split(COMMANDS[name].partition("-m pytest ")[2]), "--tb=no", "-p", "no:faulthandler"]
     assert pytest.main(command) == 0
     forked = fork(name)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.compare_runs import EXCLUDED
 from tests.conftest import Training, tiny_model
-from tests.oracle.test_layouts import FULL
+from tests.oracle.layouts import FULL
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,14 +11,14 @@ import transformers
 from config import UserError
 from tests.compare_runs import lasting
 from tests.conftest import read_rows, write_rows
+from tests.forks import server_of, train_fork
 from tests.layout_worker import equal
 from tests.oracle.plain import chosen, token_logps
-from tests.run.test_forks import fork, server_of, train_fork  # noqa: F401, a fixture
 
 # ---------------------------------------------------------------- past weights and a reference that follows
 
 
-def test_what_a_checkpoint_does_not_have_is_refused(fork, tmp_path):  # noqa: F811
+def test_what_a_checkpoint_does_not_have_is_refused(fork, tmp_path):
     past_weights = fork("stale_samples").past_weights
 
     def check(was: dict, lag: int = 0, every: int = 0) -> None:

@@ -12,13 +12,12 @@ import pytest
 
 from config import Config, UserError
 from support.base import versions
-from support.check import checks
+from support.preflight import configuration
 from support.run import trackers
 from support.step.metrics import PHASES
 from support.step.records import Sample
-from tests.conftest import tiny_config
+from tests.conftest import ranges, tiny_config
 from tests.processes import wait_until
-from tests.unit.test_profiler import ranges
 
 
 def sample(reward: float, text: str, length: int = 1, **fields) -> Sample:
@@ -121,7 +120,7 @@ def test_a_tracker_that_is_not_installed_is_told_before_training(monkeypatch, tm
     (tmp_path / "wandb").mkdir()  # as W&B leaves in a working directory: no package
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(UserError, match=r"pip install wandb==.*, or use log.wandb=false"):
-        checks.check_config(config(tmp_path, "wandb"), world_size=2)
+        configuration.check_config(config(tmp_path, "wandb"), world_size=2)
 
 
 def test_answers_on_the_screen():

@@ -14,7 +14,6 @@ from config import TrainingError
 from support.run import guard
 from support.step import metrics
 from tests.conftest import tiny_config
-from tests.step.test_step import build  # noqa: F401, a fixture
 
 ROUNDING = 0.04  # nats
 
@@ -126,7 +125,7 @@ def test_bounds_of_ones_own_stop(check):
 
 
 @pytest.mark.parametrize("dtype, low, high", [("fp32", 1e-7, 2e-6), ("fp16", 1e-4, 4e-3), ("bf16", 1e-3, 3e-2)])
-def test_rounding_is_measured_and_leaves_the_model_as_it_was(build, dtype, low, high):  # noqa: F811
+def test_rounding_is_measured_and_leaves_the_model_as_it_was(build, dtype, low, high):
     run = build(f"model.dtype={dtype}")
     batch = train_grpo.flatten(train_grpo.collect(run, run.cfg, 1).samples)
     before_F = train_grpo.score(run.model, batch, run.cfg)
@@ -140,7 +139,7 @@ def test_rounding_is_measured_and_leaves_the_model_as_it_was(build, dtype, low, 
     assert max(low, guard.SMALLEST[dtype]) <= rounding.mean < high
 
 
-def test_rotary_embeddings_off_by_a_hundredth_stop_in_fp32(build):  # noqa: F811
+def test_rotary_embeddings_off_by_a_hundredth_stop_in_fp32(build):
     run = build()
     bridge.unwrap_model(run.model[0]).inv_freq.mul_(1.01)
     with pytest.raises(TrainingError, match="times what rounding moves them in this model"):

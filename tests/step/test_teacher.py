@@ -14,12 +14,12 @@ import torch
 import megatron_bridge as bridge
 import train_grpo
 from config import DataConfig, UserError
-from support.check import checks
 from support.data.prompts import load_prompts
+from support.preflight import configuration
 from support.run import launch
 from support.step.teacher import with_teacher_prompts
 from tests.conftest import tiny_config, tiny_model, write_rows
-from tests.step.test_step import build, weights  # noqa: F401, a fixture
+from tests.step.one_rank import weights
 
 Sample = train_grpo.Sample
 
@@ -83,7 +83,7 @@ def larger(tmp_path_factory):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach(build, larger, rank):  # noqa: F811
+def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach(build, larger, rank):
     """With coefficient 0 the run is the one without a teacher, which has no adapters either, wherever it waits."""
     trained, numbers = [], []
     for waits in (None, "gpu", "host"):
@@ -109,7 +109,7 @@ def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach
 def test_who_may_teach(larger, tiny, tmp_path, offline):
     def prepare(*overrides: str) -> None:
         cfg = tiny_config(f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", *overrides)
-        checks.check_config(cfg, world_size=2)
+        configuration.check_config(cfg, world_size=2)
         launch.prepare(cfg, world_size=2, weights=True)
 
     prepare(f"algo.teacher={larger}")

@@ -16,8 +16,8 @@ from torch.nn.attention import varlen as flash
 from support.model.attention import Copies, Segments, attend_padded, attend_varlen, make_buckets, sliding_window
 from tests.gpu_rehearsal.flash import attended
 from tests.layout_worker import one_layout
+from tests.oracle.layouts import make_plan, make_samples
 from tests.oracle.plain import reference, relative, worst_gradient
-from tests.oracle.test_layouts import make_plan, make_samples
 
 
 def by_formula(query, key, value, cu_q, cu_k, left=None):

@@ -8,8 +8,8 @@ import torch
 from config import Config
 from rollout import Engine
 from support.base.read_config import override
-from support.check import run_plan
 from support.engine import vllm_process
+from support.preflight import run_plan
 from tests.conftest import tiny_config
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -12,7 +12,7 @@ from support.model.experts import GroupedExperts, GroupedLinear, SequentialMLP, 
 from support.model.lora import Adapter
 from tests.conftest import build_model, tiny_config
 from tests.layout_worker import one_layout
-from tests.oracle.test_layouts import make_plan
+from tests.oracle.layouts import make_plan
 
 
 @pytest.mark.gpu

@@ -2,12 +2,11 @@
 
 import re
 
-import megatron_bridge as bridge
 from support.base.read_config import KEYS, SECTIONS
-from support.engine.vllm_process import engine_options
-from tests.conftest import REPO
+from tests.conftest import REPO, legal_keys
 
-LOOKS = REPO / "support/check/checks.py"  # only looks at the configuration: a key that nothing else reads is dead
+# only looks at the keys: one that nothing else reads is dead
+LOOKS = REPO / "support/preflight/configuration.py"
 
 
 def test_every_key_is_read():
@@ -23,11 +22,6 @@ QUOTED = {
     name.partition("=")[0]
     for name in re.findall(r"`([a-z_]+[./][\w./]+(?:=[^`]*)?)`", (REPO / "docs/troubleshooting.md").read_text())
 }
-
-
-def legal_keys() -> set[str]:
-    legal = {*KEYS, *(f"megatron.{key}" for key in bridge.megatron_fields())} - SECTIONS.keys()
-    return legal | {f"rollout.vllm.{key}" for key in engine_options()}
 
 
 def test_every_key_of_the_page_exists():

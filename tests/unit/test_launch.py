@@ -10,8 +10,8 @@ import torch
 
 import megatron_bridge as bridge
 from config import RankError, TrainConfig, TrainingError, UserError
-from support.check import run_plan
 from support.model import attention
+from support.preflight import run_plan
 from support.run import launch
 from support.step import packing
 from tests.conftest import REPO, tiny_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.base import memory
-from support.check import costs, explain, machines
+from support.preflight import costs, explain, machines
 from support.run import clock
 from tests.conftest import tiny_config
 

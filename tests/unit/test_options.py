@@ -10,17 +10,16 @@ from safetensors.torch import load_file
 import megatron_bridge as bridge
 from config import UserError
 from support.base.read_config import override
-from support.check import options
 from support.engine.vllm_process import engine_options
 from support.model.optimizer_state import main_weights
+from support.preflight import options
 from support.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
 from tests.compare_runs import lasting
-from tests.conftest import REPO, build_model, tiny_config, tiny_model
-from tests.layout_worker import one_layout
+from tests.conftest import REPO, build_model, check_state, tiny_config, tiny_model
+from tests.layout_worker import equal, one_layout
+from tests.oracle.layouts import make_plan, run_worker
 from tests.oracle.plain import relative
-from tests.oracle.test_layouts import make_plan, run_worker
-from tests.run.test_checkpoint import check_state, equal
 from train_grpo import Sample, flatten
 
 

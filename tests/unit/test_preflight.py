@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from config import UserError
 from support.base import ranks, versions
-from support.check import machines
+from support.preflight import machines
 from tests.conftest import tiny_config
 
 
@@ -83,3 +83,35 @@ def test_a_gpu_is_not_left_unused_by_mistake(monkeypatch):
         refused = pytest.raises(UserError, match=r"^torch sees no GPU, .*: python -m tools\.doctor says why")
         with refused if driver and vllm else contextlib.nullcontext():
             machines.check_without_gpu(tiny_config())
+
+
+GPUS = {"is_available": True, "device_count": 8, "get_device_name": "NVIDIA H100", "get_device_capability": (9, 0)}
+MIG = {"device_count": 1, "get_device_name": "NVIDIA H100 MIG 1g.10gb"}
+STARTED = dict.fromkeys(machines.OF_TORCHRUN, "1") | {"LOCAL_WORLD_SIZE": "8"}
+EXACT = ["rollout.exact=true"]
+
+
+@pytest.mark.parametrize(
+    ("env", "gpus", "header", "keys", "message"),
+    [
+        ({}, {}, None, [], r"^no RANK, WORLD_SIZE, .*: start with torchrun .*docs/train_grpo.sbatch"),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, {}, None, [], r"^no WORLD_SIZE, LOCAL_WORLD_SIZE, .*: start with torchrun "),
+        (STARTED, {}, None, [], None),
+        (STARTED, {}, None, [f"profile.{key}" for key in ("start=1", "stop=1", "memory=true")],
+         r"profile.memory=true: .* there is no GPU here"),
+        (STARTED | {"SLURM_PROCID": "0"}, GPUS | MIG, "Python.h", [],
+         "has 1 GPU: one process a GPU; if srun binds GPUs to tasks, add --gpu-bind=none to it; with MIG one"),
+        (STARTED, GPUS, "Python.h", [], None), (STARTED, GPUS, "Python.h", EXACT, None),
+        (STARTED, GPUS | {"get_device_capability": (8, 0)}, "Python.h", EXACT,
+         r"rollout.exact=true needs GPUs of compute capability 9.0: .* this is NVIDIA"),
+        (STARTED, GPUS, None, [], r"^no Python\.h, which vLLM's kernels need\. .*apt-get install gcc"),
+    ],
+)  # fmt: skip
+def test_what_is_said_where_something_is_missing(monkeypatch, env, gpus, header, keys, message):
+    cfg = tiny_config(*keys)
+    monkeypatch.setattr(machines.os, "environ", env)
+    monkeypatch.setattr(versions, "build_tools", lambda: {"C compiler": "/usr/bin/gcc", "Python.h": header})
+    for name, value in gpus.items():
+        monkeypatch.setattr(machines.torch.cuda, name, lambda *_, value=value: value)
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        machines.check_start(cfg)

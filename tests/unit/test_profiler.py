@@ -1,21 +1,9 @@
 """The profiler: which ranges the trace of a clock has."""
 
-import gzip
-import json
-from pathlib import Path
-
 from config import ProfileConfig
 from support.run.clock import Clock
 from support.run.profiler import Profiler
-
-
-def ranges(path: Path) -> list[str]:
-    """The names of the ranges of steps and phases in a trace, in order; one comes before those that it contains."""
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    found = [
-        e for e in events if e.get("cat") == "user_annotation" and not e["name"].startswith(("gloo:", "Optimizer"))
-    ]
-    return [e["name"] for e in sorted(found, key=lambda e: (e["ts"], -e["dur"]))]
+from tests.conftest import ranges
 
 
 def test_a_window_of_a_clock(world, tmp_path, capfd):

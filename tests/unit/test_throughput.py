@@ -11,7 +11,7 @@ import torch
 import train_grpo
 from benchmarks import works
 from support.base.read_config import load_config
-from support.check import run_plan
+from support.preflight import run_plan
 from support.run import logs
 from support.step import metrics, throughput
 from tests.conftest import REPO, tiny_config

@@ -18,7 +18,7 @@ from config import AlgoConfig, RewardConfig
 from support.base.read_config import override
 from support.step.grading import Outcome
 from tests.conftest import tiny_config
-from tests.run.test_forks import fork, load  # noqa: F401, a fixture
+from tests.forks import load
 
 E = 1e-6
 S = math.sqrt(1 / 3) + E
@@ -26,7 +26,7 @@ U = 0.5 / (math.sqrt(0.3) + E)
 
 
 @pytest.fixture
-def script(fork):  # noqa: F811
+def script(fork):
     """The script with the recipe, as a module; `credit` is the recipe's new file."""
     return fork("token_rewards")
 

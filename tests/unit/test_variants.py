@@ -10,7 +10,7 @@ import torch
 
 import train_grpo
 from config import AlgoConfig, RewardConfig
-from support.check import run_plan
+from support.preflight import run_plan
 from support.proof import formulas
 from support.step import gdpo
 from support.step.records import Sample

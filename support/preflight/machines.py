@@ -1,4 +1,4 @@
-"""What only the machines of a run can tell: launcher, GPUs, disk, host memory, and whether ranks reach each other.
+"""What only the machines of a run can tell: torchrun, GPUs, disk, host memory, and whether ranks reach each other.
 
 Each check comes before weights are loaded and raises UserError; a failure between ranks is a RankError.
 """
@@ -14,30 +14,26 @@ import torch
 import torch.distributed as dist
 
 from config import Config, RankError, UserError
-from support.base import files, hf_folder, launchers, memory, ranks, versions
+from support.base import files, hf_folder, memory, ranks, versions
 from support.base.read_config import dotted_items
 from support.base.require import require
 from support.base.versions import gib
-from support.check import costs
-from support.check.explain import HOST_MEMORY
+from support.preflight import costs
+from support.preflight.explain import HOST_MEMORY
 from support.step import teacher
 
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GROUP_CHECK_S = 120.0  # for the first all-reduce of a process group
 ON_GPUS_ONLY = ("quantization", "enable_expert_parallel", "enable_sleep_mode", "enable_chunked_prefill")
 
 
 def check_start(cfg: Config) -> None:
-    """Check what a dry run need not have: a launcher, and a GPU for each of its processes. Raises UserError."""
-    if "RANK" not in os.environ:
-        message = "start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only"
-        if "SLURM_JOB_ID" in os.environ:
-            message += "; in this Slurm job: srun python train_grpo.py ..."
-        raise UserError(message)
-    missing = [name for name in ("WORLD_SIZE", "LOCAL_RANK", *launchers.MASTER_NAMES) if name not in os.environ]
+    """Check what a dry run need not have: torchrun, and a GPU for each of its processes. Raises UserError."""
+    missing = [name for name in OF_TORCHRUN if name not in os.environ]
     require(
         not missing,
-        f"rank {os.environ['RANK']} was started without {', '.join(missing)}: torchrun and srun set them all; with "
-        "mpirun on several machines add -x MASTER_ADDR=HOST, the host of rank 0",
+        f"no {', '.join(missing)}: start with torchrun --nproc_per_node=N train_grpo.py ..., in a Slurm job as "
+        "docs/train_grpo.sbatch does, or add --dry-run to check only",
     )
     if torch.cuda.is_available():
         check_gpus(cfg)
@@ -47,14 +43,13 @@ def check_start(cfg: Config) -> None:
 
 def check_gpus(cfg: Config) -> None:
     """UserError unless each process here has a GPU that can do what is asked, and Triton what it compiles with."""
-    least = int(os.environ["LOCAL_RANK"]) + 1
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", least))
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()
     if local > gpus:
         machine = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
         message = f"--nproc_per_node={local}, but this machine has {machine}: one process a GPU"
         if "SLURM_PROCID" in os.environ:
-            message += "; if srun binds one GPU to each, add --gpu-bind=none to it"
+            message += "; if srun binds GPUs to tasks, add --gpu-bind=none to it"
         if "MIG" in torch.cuda.get_device_name(0):
             message += f"; with MIG {versions.MIG_REMEDY}"
         raise UserError(message)
@@ -138,7 +133,7 @@ def check_host_memory(cfg: Config) -> None:
     other = teacher.another(cfg)
     of_teacher = hf_folder.count_weights(other) if other else 0
     each = costs.host_bytes(cfg, weights, dist.get_world_size(), torch.cuda.is_available(), of_teacher)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
     needed = each * local
     free = memory.host_free_bytes()
     if needed > free:

@@ -11,9 +11,9 @@ from config import Config, LoraConfig, UserError
 from support.base import versions
 from support.base.hf_folder import check_found, safetensor_files
 from support.base.require import require
-from support.check import options
 from support.model import stages
 from support.model.attention import rotary_embedding, sliding_window
+from support.preflight import options
 from support.step import named_rewards
 from support.step.packing import attention_pads
 
