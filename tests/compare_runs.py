@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from oracle.run import read_rows
+
 # Prefixes of the columns that depend on the machine and its load.
 EXCLUDED = ("time/", "speed/", "idle", "mem/", "gpu/")
 
@@ -75,10 +77,6 @@ def read(run: Path) -> dict[str, Values]:
         "rollouts": values_of(samples),
         "weights": values_of((str(path.parent.relative_to(run)), load_file(path)) for path in weights),
     }
-
-
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.open(encoding="utf-8")]
 
 
 def values_of(rows) -> Values:

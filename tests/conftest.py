@@ -23,12 +23,13 @@ from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 from config import Config
+from oracle.run import read_rows
 from support.base import ranks, rollout_files
 from support.base.memory import host_free_bytes
 from support.base.read_config import KEYS, SECTIONS, load_config
 from support.engine.vllm_process import engine_options
 from tests import museum
-from tests.compare_runs import lasting, read_rows
+from tests.compare_runs import lasting
 from tests.fork_server import ForkServer, free_port
 from tests.processes import REPO, Torchrun
 
@@ -36,7 +37,6 @@ pytest_plugins = ["tests.forks", "tests.step.one_rank"]  # fixtures: fork, build
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption("--run", metavar="OUTPUT_DIR", help="a run that tests/oracle repeats (docs/forking.md)")
     parser.addoption("--museum-page", action="store_true", help="write docs/dev/museum.md after all of tests/museum")
     parser.addoption("--kills", type=int, default=5, help="runs that tests/faults/test_kills.py kills")
     parser.addoption("--all-starts", action="store_true", help="all healthy runs of tests/faults, not some")

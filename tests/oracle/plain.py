@@ -7,7 +7,7 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from config import AlgoConfig
-from support.proof import formulas
+from oracle import formulas
 
 TEMPERATURE = 0.8
 ALGO = {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.05, "entropy_coef": 0.01}

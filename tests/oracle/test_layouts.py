@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.proof import formulas
+from oracle import formulas
 from tests.conftest import REPO
 from tests.layout_worker import one_layout
 from tests.oracle.layouts import (

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config import LoraConfig, UserError
+from oracle.models import initial_factors, merge_factors
 from support.model import lora
 from tests.conftest import tiny_config
 from tests.layout_worker import made_up_factor, one_layout
 from tests.oracle.layouts import Results, check_held, check_update, layouts_of, make_plan, make_samples, run_asked
-from tests.oracle.models import initial_factors, merge_factors
 from tests.oracle.plain import float64_model, reference, relative
 
 RANK, ALPHA = 8, 12.0

@@ -5,9 +5,10 @@ import random
 
 import pytest
 
+from oracle.repeat import repeat
+from oracle.run import read_run
 from tests.conftest import tiny_model
 from tests.museum.exhibits import SETTINGS
-from tests.oracle.trainer import read_run, repeat
 
 COMMON = (
     "train.steps=3", "train.lr=0.003", "train.warmup_steps=2", "train.save_every=0", "train.export_every=1",
@@ -157,4 +158,4 @@ def overrides_of(run: Run, models) -> list[str]:
 def test_a_run_is_what_the_second_trainer_makes_of_it(number, train_forked, models):
     training = train_forked(2, *COMMON, *overrides_of(RUNS[number], models), code=0)
     comparison = repeat(read_run(training.out))
-    assert comparison.first is None, f"{RUNS[number]}\n{comparison.table()}\n{comparison.first}"
+    assert not comparison.parted(), f"{RUNS[number]}\n{comparison.table()}"

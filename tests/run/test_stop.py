@@ -3,9 +3,10 @@
 import make_tiny
 import pytest
 
+from oracle.repeat import repeat
+from oracle.run import read_run
 from support.data.prompts import sampling_seed
 from tests.conftest import EXACT
-from tests.oracle.trainer import read_run, repeat
 
 ALPHABET = [*"0123456789>+-=", "7+8"]  # ids from 2 on; 0 is <eos>, 1 is <pad>, special as well
 # The second text ends inside the token 7+8, the others but the first span two tokens.
@@ -22,9 +23,8 @@ def test_answers_end_at_their_stops(train_forked, tmp_path, tiny, turns):
         f"data.eval={tiny / 'train.jsonl'}", "eval.stop=[]",
     )  # fmt: skip
     assert run.code == 0 and "warning: step" not in run.text, run.text
-    recorded = read_run(run.out)
-    comparison = repeat(recorded)
-    assert comparison.first is None, comparison.table()
+    comparison = repeat(read_run(run.out))
+    assert not comparison.parted(), comparison.table()
     answers = [row for step in (1, 2) for row in run.rollouts(step) if row["finished"]]
     assert {row["response_ids"][-1] for row in answers} >= {0, 1, 3, 15, 16}  # <eos>, <pad>, the 1 of 31, =, 7+8
     assert all(row["text"].endswith("7+8") for row in answers if row["response_ids"][-1] == 16)

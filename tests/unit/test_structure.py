@@ -11,7 +11,7 @@ from tests import structure
 from tests.conftest import REPO, differs_from_upstream
 
 FORK = "in a fork, change the number in tests/structure.py, or move what is no algorithm into a file of your own"
-BESIDE = ("benchmarks", "docs/make", "tests", "tools")
+BESIDE = ("benchmarks", "docs/make", "oracle", "tests", "tools")
 SOURCES = structure.core(REPO) + sorted(path for folder in BESIDE for path in (REPO / folder).rglob("*.py"))
 
 # Import name → distribution, where they differ.

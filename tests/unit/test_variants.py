@@ -1,4 +1,4 @@
-"""Each variant of the algorithm: numbers worked by hand, and the formulas of support/proof/formulas.py."""
+"""Each variant of the algorithm: numbers worked by hand, and the formulas of oracle/formulas.py."""
 
 import math
 from statistics import stdev
@@ -10,8 +10,8 @@ import torch
 
 import train_grpo
 from config import AlgoConfig, RewardConfig
+from oracle import formulas
 from support.preflight import run_plan
-from support.proof import formulas
 from support.step import gdpo
 from support.step.records import Sample
 from tests.conftest import tiny_config

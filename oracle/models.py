@@ -3,6 +3,7 @@
 import math
 import re
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 EXPERT = re.compile(r"(.*\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 TARGETS = {"qkv": ("q_proj", "k_proj", "v_proj"), "proj": ("o_proj",), "fc1": (*GATE, *UP), "fc2": DOWN}
+POSITIONS, LOGITS = 2**13, 2**26  # of a batch, at most
+
+Weights = dict[str, Tensor]
 
 
 def rounded(weight: Tensor, dtype: str) -> Tensor:
@@ -36,25 +40,70 @@ class Model:
     def __init__(self, folder: str):
         config = transformers.AutoConfig.from_pretrained(folder)
         self.module = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+            config, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
         )
         self.module.eval()
         self.module.model.embed_tokens.padding_idx = None  # transformers would drop that row's gradient
         self.config = config
 
-    def answer_logp(
-        self, weights: dict[str, Tensor], prompt: list[int], answer: dict, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy at each response token, [response], after `prompt`."""
-        ids = torch.tensor(prompt + answer["response_ids"])
-        inputs = {"input_ids": ids[None, :-1], "use_cache": False}
-        output = torch.func.functional_call(self.module, module_weights(weights), args=(), kwargs=inputs)
-        logp = (output.logits[0, len(prompt) - 1 :] / temperature).log_softmax(-1)
-        entropy = -(logp.exp() * logp).sum(-1)
-        return logp.gather(-1, ids[len(prompt) :, None])[:, 0], entropy
+    def batches(self, prompts: list[list[int]], responses: list[list[int]]) -> Iterator[list[int]]:
+        """Numbers of the answers that `answers_logp` takes at once: as many as memory holds, of one prompt together."""
+        batch, positions, tokens, last = [], 0, 0, None
+        for n in sorted(range(len(prompts)), key=lambda n: (len(prompts[n]), prompts[n])):
+            tokens += len(responses[n])
+            positions += len(responses[n])
+            if prompts[n] != last:
+                positions += len(prompts[n])
+            if batch and (positions > POSITIONS or tokens * self.config.vocab_size > LOGITS):
+                yield batch
+                batch, tokens = [], len(responses[n])
+                positions = len(prompts[n]) + tokens
+            batch.append(n)
+            last = prompts[n]
+        if batch:
+            yield batch
+
+    def answers_logp(
+        self, weights: Weights, prompts: list[list[int]], responses: list[list[int]], temperature: float
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Log-prob and entropy at each response token, [response] each, of the answers of a batch.
+
+        The answers to a prompt are one row, the prompt once and then each answer, which sees the prompt and itself.
+        """
+        device = next(iter(weights.values())).device
+        rows: dict[tuple, list[int]] = {}  # prompt → numbers of its answers
+        for n, prompt in enumerate(prompts):
+            rows.setdefault(tuple(prompt), []).append(n)
+        ids, places, parts, at = [], [], [], {}  # at: of each answer its row and the positions that predict its tokens
+        for number, (prompt, members) in enumerate(rows.items()):
+            row, place, part = list(prompt), list(range(len(prompt))), [0] * len(prompt)
+            for n in members:
+                *seen, _ = responses[n]
+                at[n] = number, [len(prompt) - 1, *range(len(row), len(row) + len(seen))]
+                row += seen
+                place += range(len(prompt), len(prompt) + len(seen))
+                part += [n + 1] * len(seen)
+            for whole, value in ((ids, row), (places, place), (parts, part)):
+                whole.append(torch.tensor(value, device=device))
+        ids, places, parts = (
+            torch.nn.utils.rnn.pad_sequence(whole, batch_first=True) for whole in (ids, places, parts)
+        )
+        sees = (parts[:, None] == 0) | (parts[:, None] == parts[:, :, None])  # [rows, query, key]
+        inputs = {"input_ids": ids, "position_ids": places, "attention_mask": sees.tril()[:, None], "use_cache": False}
+        own = {name.removeprefix("model."): weight for name, weight in module_weights(weights).items()}
+        head = own.pop("lm_head.weight", own["embed_tokens.weight"])
+        hidden = torch.func.functional_call(self.module.model, own, args=(), kwargs=inputs).last_hidden_state
+        row_M = [at[n][0] for n in range(len(prompts)) for _ in responses[n]]
+        place_M = [position for n in range(len(prompts)) for position in at[n][1]]
+        targets = torch.tensor([token for response in responses for token in response], device=device)
+        logps = (hidden[row_M, place_M] @ head.T / temperature).log_softmax(-1)
+        entropies = -(logps.exp() * logps).sum(-1)
+        chosen = logps.gather(-1, targets[:, None])[:, 0]
+        sizes = list(map(len, responses))
+        return list(zip(chosen.split(sizes), entropies.split(sizes), strict=True))
 
 
-def module_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def module_weights(weights: Weights) -> Weights:
     """The parameters of the module: as in the files, but transformers 5 holds all experts of a layer in two tensors."""
     found = {}
     experts: dict[str, dict[int, dict[str, Tensor]]] = {}
@@ -77,10 +126,10 @@ def module_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def read_weights(folder: str | Path, dtype: str, tied: bool) -> dict[str, Tensor]:
+def read_weights(folder: str | Path, dtype: str, tied: bool, device: torch.device | str = "cpu") -> Weights:
     """The tensors of all safetensors files of a folder, in fp32 but with the values that a model of `dtype` has."""
     held = [item for file in sorted(Path(folder).glob("*.safetensors")) for item in load_file(file).items()]
-    weights = {name: rounded(weight.float(), dtype) for name, weight in held}
+    weights = {name: rounded(weight.to(device, torch.float32), dtype) for name, weight in held}
     if tied:
         weights.pop("lm_head.weight", None)
     return weights
@@ -89,7 +138,7 @@ def read_weights(folder: str | Path, dtype: str, tied: bool) -> dict[str, Tensor
 # ---------------------------------------------------------------- LoRA
 
 
-def initial_factors(weights: dict[str, Tensor], lora: dict) -> dict[str, Tensor]:
+def initial_factors(weights: Weights, lora: dict) -> Weights:
     """The factors A [rank, in] and B [out, rank] of each adapted weight before training; A is drawn by its name."""
     chosen = [part for target in lora["targets"] for part in TARGETS[target]]
     factors = {}
@@ -104,7 +153,7 @@ def initial_factors(weights: dict[str, Tensor], lora: dict) -> dict[str, Tensor]
     return factors
 
 
-def merge_factors(frozen: dict[str, Tensor], factors: dict[str, Tensor], lora: dict, dtype: str) -> dict[str, Tensor]:
+def merge_factors(frozen: Weights, factors: Weights, lora: dict, dtype: str) -> Weights:
     """The weights that the model computes with: W + alpha / rank · B A."""
     merged = dict(frozen)
     for name in factors:

@@ -1,0 +1,64 @@
+"""The checkout's own token weights and loss, on log-probs of plain transformers, an answer at a time.
+
+They are asked where a run parts from the formulas: what a fork did not touch can still be judged then.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import train_grpo
+from config import Config
+from oracle.trainer import Loss, Scored
+from support.step.records import Batch, MicroBatch, Sample
+
+FIELDS = ("group", "prompt_ids", "response_ids", "rollout_logp", "finished", "text", "source", "turns")
+
+
+def sample_of(a: Scored) -> Sample:
+    """The Sample of an answer."""
+    return Sample(**{name: a.row[name] for name in FIELDS})
+
+
+def positions_of(a: Scored) -> Tensor:
+    """The positions, in an answer's row, that predict the tokens that the model sampled."""
+    return torch.tensor(a.sampled) + len(a.row["prompt_ids"]) - 1
+
+
+def own_weights(answers: list[Scored], chosen: list[int], cfg: Config) -> list[Tensor]:
+    """The weight of each token that the model sampled, of the `chosen` answers of a step in an update on these."""
+    batch = train_grpo.flatten([sample_of(a) for a in answers], cfg.algo.mask_truncated)
+    weights_F = train_grpo.loss_weights(batch, chosen, cfg.algo.loss_norm, cfg.norm_length)
+    return [weights_F[int(batch.starts_N[n]) + positions_of(answers[n])] for n in chosen]
+
+
+def own_loss(cfg: Config, step: int) -> Loss:
+    """The loss as grpo_loss computes it with the configuration of a step."""
+    algo = train_grpo.config_at(cfg, step).algo
+
+    def loss(a: Scored, weight: Tensor, logp: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, float]]:
+        batch = train_grpo.flatten([sample_of(a)], algo.mask_truncated)
+        size, at = len(batch.tokens), positions_of(a)
+
+        def spread(values: Tensor | None) -> Tensor | None:
+            return None if values is None else torch.zeros(size).index_put((at,), values.float())
+
+        values = {"advantages": a.advantages, "weights": weight, "old_logp": a.old, "ref_logp": a.ref}
+        mb = micro_batch(replace(batch, **{name: spread(value) for name, value in values.items()}))
+        found, _, report = train_grpo.grpo_loss(mb, spread(logp), spread(entropy), algo)
+        return found.double(), {name: report[name] for name in ("policy", "clipped", "outside")}
+
+    return loss
+
+
+def micro_batch(batch: Batch) -> MicroBatch:
+    """A batch of one answer as a row of its own."""
+    fields = {name: value[None] for name, value in vars(batch).items() if torch.is_tensor(value)}
+    fields = {name: fields.get(name) for name in MicroBatch.__dataclass_fields__ if name in fields}
+    sizes = batch.lengths_N
+    return MicroBatch(
+        **fields, samples=np.array([0]), starts=np.array([0]), lengths=sizes, sizes=sizes,
+        rows=np.flatnonzero(batch.mask.numpy()), cu_seqlens=torch.tensor([0, sizes[0]], dtype=torch.int32),
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""What was compared, item by item: the largest difference and its bound, or the first value that parts."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from oracle.run import Recorded
+
+ITEMS = {  # in the order in which a step makes them
+    "order": "rows of the data that the groups had",
+    "seeds": "seeds of the groups",
+    "sampling": "what vLLM was asked",
+    "answers": "how answers end, and the text that was graded",
+    "rewards": "rewards, graded anew, and their weights",
+    "groups": "sizes of groups, and which are trained",
+    "log-probs": "of vLLM and of the trainer",
+    "reference": "KL to the reference model",
+    "teacher": "KL to the teacher",
+    "advantages": "of the rewards",
+    "token weights": "algo.loss_norm",
+    "loss": "of the first update, and clips",
+    "entropy": "of the first update",
+    "gradient": "its norm",
+    "updates": "what train_step trains on",
+    "lr": "learning rate and schedules",
+    "weights": "AdamW: exports, and the log-probs of later steps",
+    "adapters": "exports of LoRA's factors",
+    "checkpoints": "positions in state.json",
+}
+EXACT = {  # what goes through no model, in every dtype
+    "reward": (1e-6, 1e-6),
+    "reward/": (1e-9, 1e-9),
+    "overlong": (1e-9, 0.0),
+    "groups/": (1e-9, 0.0),
+    "tokens/": (1e-9, 1e-9),
+    "lr": (0.0, 1e-9),
+    "schedule/": (0.0, 1e-9),
+    "update/skipped": (0.0, 0.0),
+    "state: ": (0.0, 0.0),
+}
+# Beginning of a quantity → (absolute, relative) difference that rounding may make in fp32, fp16 and bf16; the longest
+# beginning holds. They are 2.5 (bf16) to 10 times (fp32) the largest differences in the runs of test_pairs.py, or more.
+ROUNDED = {
+    "": ((2e-5, 2e-4), (4e-3, 0.03), (2e-2, 0.1)),
+    "advantage": ((5e-4, 1e-3), (0.05, 0.1), (0.2, 0.4)),  # with algo.kl_in=reward; else through no model
+    "token: rollout_logp": ((5e-4, 0.0), (0.1, 0.0), (0.45, 0.0)),
+    "logp_gap/": ((5e-4, 0.0), (0.1, 0.0), (0.45, 0.0)),  # our weights, not those of the run, against vLLM
+    "grad_norm": ((1e-6, 3e-4), (2e-3, 0.1), (1e-2, 0.5)),
+    "mismatch/cut_frac": ((2e-5, 2e-4), (0.1, 0.0), (0.1, 0.0)),
+    "ratio/clip_frac": ((2e-5, 2e-4), (0.1, 0.0), (0.1, 0.0)),
+    "export: ": ((4e-3, 0.0), (0.2, 0.0), (0.5, 0.0)),
+}
+BOUNDS = {
+    dtype: EXACT | {name: bounds[number] for name, bounds in ROUNDED.items()}
+    for number, dtype in enumerate(("fp32", "fp16", "bf16"))
+}
+
+
+class Difference(NamedTuple):
+    """A quantity of a run against ours: the largest difference in bounds and in words, and the first that parts."""
+
+    share: float = 0.0
+    largest: str = "exactly"
+    parts: str = ""
+
+
+@dataclass
+class Item:
+    """The comparisons of one item so far."""
+
+    count: int = 0  # of values
+    largest: Difference = field(default_factory=Difference)
+    parts: str = ""  # the first value that parts
+    notes: dict[str, int] = field(default_factory=dict)  # what is not judged, or by no formula of ours → since when
+
+
+class Report:
+    """Collects comparisons. A value parts where the difference is beyond absolute + relative · |ours|."""
+
+    def __init__(self, run: Recorded, bounds: dict | None = None):
+        self.bounds = BOUNDS[run.cfg.model.dtype] | (bounds or {})
+        self.step = 0
+        self.items = {name: Item() for name in ITEMS}
+        self.first = ""  # the first value of all that parts
+        self.remarks = list(run.remarks)  # on the run as a whole
+
+    def check(self, item: str, name: str, theirs, own) -> bool:
+        """Compare a number, or numbers, of the run with ours; None in a run is no number. Whether they agree."""
+        found = self.compare(name, theirs, own)
+        if found.share > self.items[item].largest.share:
+            self.items[item].largest = found
+        self.say(item, found.parts and f"{name}: {found.parts}", torch.as_tensor(own).numel())
+        return not found.parts
+
+    def compare(self, name: str, theirs, own) -> Difference:
+        """The difference of a number, or numbers, of the run from ours."""
+        theirs = math.nan if theirs is None else theirs
+        theirs, own = (torch.as_tensor(value, dtype=torch.float64).flatten() for value in (theirs, own))
+        if len(theirs) != len(own):
+            return Difference(math.inf, "", f"the run has {len(theirs)} values, not {len(own)}")
+        absolute, relative = self.bounds[max((k for k in self.bounds if name.startswith(k)), key=len)]
+        bounds = absolute + relative * own.abs()
+        apart = (theirs - own).abs().nan_to_num(nan=math.inf)
+        shares = torch.where(apart == 0, 0.0, apart / bounds)
+        if not len(own) or shares.max() == 0:
+            return Difference()
+        worst, share = int(shares.argmax()), shares.max().item()
+        n = int((shares > 1).nonzero()[0]) if share > 1 else 0
+        text = f"the run has {theirs[n]:.6g}, the oracle {own[n]:.6g}" if share > 1 else ""
+        return Difference(share, f"within {apart[worst]:.1e}, bound {bounds[worst]:.1e}: {name}", text)
+
+    def say(self, item: str, problem: str = "", count: int = 1) -> None:
+        """So many values of an item agree or, with a `problem`, one parts, perhaps not for the first time."""
+        found = self.items[item]
+        found.count += count
+        if problem and not found.parts:
+            found.parts = f"from step {self.step} on: {problem}"
+            self.first = self.first or f"step {self.step}, {item}: {problem}"
+
+    def note(self, item: str, why: str) -> None:
+        """Something of the item is not judged, or by no formula of ours."""
+        self.items[item].notes.setdefault(why, self.step)
+
+    def parted(self) -> list[str]:
+        """The items that part."""
+        return [name for name, item in self.items.items() if item.parts]
+
+    def table(self, mine: Sequence[str] = ()) -> str:
+        """A line for each item that the run has, more where something is not judged; `mine`: what may part."""
+        lines = [*self.remarks]
+        for name, item in self.items.items():
+            notes = [f"{why} (from step {step} on)" if step > 1 else why for why, step in item.notes.items()]
+            if item.parts:
+                notes.insert(0, f"{'yours' if name in mine else 'PARTS'} {item.parts}")
+            elif item.count:
+                notes.insert(0, f"agrees {item.largest.largest} ({item.count} values)")
+            lines += [f"{label:14}{text}" for label, text in zip([name, *[""] * len(notes)], notes, strict=False)]
+        return "\n".join(lines)

@@ -1,0 +1,164 @@
+"""`make check`: a real run, what it says of planted changes, of forks and of what is missing."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import check
+import pytest
+import yaml
+
+from oracle import formulas
+from oracle.repeat import repeat
+from oracle.report import ITEMS
+from oracle.run import read_run
+from tests.conftest import REPO, read_rows, write_rows
+
+
+@pytest.fixture
+def copied(shared, tmp_path):
+    """A copy of a real run's output."""
+    return shutil.copytree(shared.out, tmp_path / "copy")
+
+
+def reconfigure(folder, section: str, **values) -> None:
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config[section] |= values
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def test_a_real_run_is_repeated(shared):
+    report = repeat(read_run(shared.out))
+    assert not report.parted(), report.table()
+    judged = {name for name, item in report.items.items() if item.count}
+    assert judged == ITEMS.keys() - {"sampling", "teacher", "token weights", "updates", "adapters"}
+    assert "from step" not in report.table(), "all of it is judged"
+
+
+CHANGES = {  # items that part → how the row of an answer, or the metrics of step 1, is changed
+    "seeds": lambda row: {"seed": row["seed"] + 1},
+    "sampling": lambda row: {"sampling": [{"stop_token_ids": [], "seed": row["seed"], "temperature": 2.0}]},
+    "answers": lambda row: {"response_ids": [*row["response_ids"][:-1], 0]},
+    "rewards": lambda row: {"reward_parts": {"another": row["reward"]}},
+    "groups": lambda line: {"groups/sampled": line["groups/sampled"] + 1},
+    "log-probs": lambda row: {"rollout_logp": [row["rollout_logp"][0] - 0.1, *row["rollout_logp"][1:]]},
+    "advantages": lambda row: {"advantage": row["advantage"] + 1},
+    "reference": lambda line: {"kl/ref": line["kl/ref"] + 1},
+    "loss": lambda line: {"loss/total": line["loss/total"] + 1},
+    "entropy": lambda line: {"entropy": line["entropy"] + 1},
+    "gradient": lambda line: {"grad_norm": line["grad_norm"] + 1},
+    "lr": lambda line: {"lr": line["lr"] * 1.00001},
+}
+ALSO = {  # what a changed record leads to
+    "answers": {"answers", "rewards", "log-probs", "groups", "updates"},
+    "advantages": {"advantages", "updates"},
+}
+
+
+@pytest.mark.parametrize("item", CHANGES)
+def test_a_changed_record_is_named_and_nothing_else(copied, item):
+    rows = read_rows(copied / "rollouts/step_000001.jsonl")
+    (line,) = (line for line in read_rows(copied / "metrics.jsonl") if line["step"] == 1)
+    is_metric = item in ("groups", "reference", "loss", "entropy", "gradient", "lr")
+    changed = line if is_metric else next(row for row in rows if row["advantage"])
+    changed |= CHANGES[item](changed)
+    write_rows(copied / "rollouts/step_000001.jsonl", rows)
+    write_rows(copied / "metrics.jsonl", [line])
+    report = repeat(read_run(copied, steps=1))
+    assert item in report.parted() and set(report.parted()) <= ALSO.get(item, {item}), report.table()
+
+
+def test_what_a_run_leaves_is_compared(copied, tmp_path, shared):
+    """The order of the data, an export, the positions of a checkpoint, the prompts of an evaluation."""
+    rows = read_rows(copied.parent / "copy/rollouts/eval_000002.jsonl")
+    write_rows(copied / "rollouts/eval_000002.jsonl", [row for row in rows if row["group"]])
+    state = copied / "checkpoints/step_000002/state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"prompts_taken": 3}))
+    shutil.copytree(shared.out / "hf/step_000002", copied / "hf/step_000003", dirs_exist_ok=True)
+    report = repeat(read_run(copied))
+    assert report.parted() == ["order", "weights", "checkpoints"], report.table()
+
+
+# ---------------------------------------------------------------- forks
+
+
+def doubled(function):
+    return lambda *arguments: tuple(2 * value for value in function(*arguments))
+
+
+EDITS = {  # item → (formula, what the oracle takes for it, so that the code seems edited)
+    "advantages": ("compare", lambda rewards, kind: 2 * formulas_before["compare"](rewards, kind)),
+    "loss": ("policy_loss", doubled(formulas.policy_loss)),
+    "token weights": ("answer_weights", lambda *given: 2 * formulas_before["answer_weights"](*given)),
+}
+formulas_before = {name: getattr(formulas, name) for name, _ in EDITS.values()}
+
+
+@pytest.mark.parametrize("item", EDITS)
+def test_an_edited_formula_is_named_and_the_rest_agrees(shared, monkeypatch, item):
+    monkeypatch.setattr(formulas, *EDITS[item])
+    report = repeat(read_run(shared.out))
+    assert report.parted() == [item], report.table()
+    assert report.items["weights"].count == 3, "the exports of all steps are judged"
+
+
+def test_an_update_on_other_answers_is_named_and_judged_anew_after_an_export(shared, monkeypatch):
+    monkeypatch.setattr("oracle.algorithm.updates_of", lambda answers, cfg, step: [[*range(0, len(answers), 2)]] * 2)
+    report = repeat(read_run(shared.out))
+    assert report.parted() == ["updates"], report.table()
+    assert "taken from an export" in report.table() and report.items["log-probs"].count > 100
+
+
+def test_names_without_a_formula(copied):
+    reconfigure(copied, "algo", advantage="mine")
+    report = repeat(read_run(copied))
+    assert not report.parted() and report.items["gradient"].count > 3, report.table()
+    assert "yours (no formula known for algo.advantage=mine)" in report.table()
+    reconfigure(copied, "algo", loss="mine", loss_norm="mine", kl="mine")  # which this checkout does not have
+    report = repeat(read_run(copied))
+    assert not report.parted() and "algo.loss_norm='mine': legal is" in report.table(), report.table()
+
+
+@pytest.mark.parametrize(("mine", "code"), [("loss,order", 1), ("seeds", 0), ("prompts", 2)])
+def test_the_command(copied, capsys, mine, code):
+    reconfigure(copied, "model", path=str(copied))  # deleted; the tokenizer is in the exports
+    rows = read_rows(copied / "rollouts/step_000001.jsonl")
+    write_rows(copied / "rollouts/step_000001.jsonl", [row | {"seed": 7} for row in rows])
+    assert check.main([str(copied), "--mine", mine, "--steps", "1"]) == code
+    said = capsys.readouterr().out
+    if code == 2:
+        assert said.startswith("--mine prompts: there is no such item; legal are order, seeds,")
+    else:
+        assert "gradient      not judged: there is no model" in said and "advantages    agrees" in said
+        assert ("seeds         yours" if code == 0 else "seeds         PARTS") in said
+
+
+# ---------------------------------------------------------------- what is missing
+
+
+def test_what_is_missing_is_said(copied, tmp_path):
+    lines = [line for line in read_rows(copied / "metrics.jsonl") if line["step"] != 1]
+    write_rows(copied / "metrics.jsonl", lines)
+    (copied / "metrics.jsonl").open("a").write('{"half a line')
+    reconfigure(copied, "algo", mine=1)
+    reconfigure(copied, "data", train=str(tmp_path / "gone.jsonl"))
+    report = repeat(read_run(copied, steps=1))
+    assert not report.parted() and report.items["advantages"].count, report.table()
+    for text in ("no line of step 1", "does not know algo.mine=1: ignored", "data.train cannot be read: data.train="):
+        assert text in report.table()
+    shutil.rmtree(copied / "rollouts")
+    with pytest.raises(ValueError, match="has no answers"):
+        read_run(copied)
+    with pytest.raises(ValueError, match=r"has no config\.yaml"):
+        read_run(tmp_path)
+
+
+def test_it_imports_nothing_of_the_trainer():
+    code = "import sys, oracle.repeat; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, capture_output=True, check=True)
+    modules = json.loads(done.stdout.replace("'", '"'))
+    top = {name.split(".")[0] for name in modules}
+    assert "transformers" in top
+    assert not top & {"train_grpo", "megatron_bridge", "rollout", "megatron", "vllm"}
+    assert {name.split(".")[1] for name in modules if name.startswith("support.")} == {"base", "data"}
