@@ -34,13 +34,14 @@ class Answer:
 
 
 def answer_loss(a: Answer, entropy: Tensor, algo: AlgoConfig) -> Tensor:
-    """Of each token: its weighted loss, whether it is clipped, whether out of the correction's bounds; [3, tokens]."""
+    """Of each token: its weighted loss and policy loss, whether it is clipped, and out of bounds; [4, tokens]."""
     policy, held = policy_loss(a.logp, a.old, a.advantages, algo)
     factor, outside = correction(a.logp.detach() if algo.old_logp == "rollout" else a.old, a.rollout, algo)
-    loss = policy * factor - algo.entropy_coef * entropy
+    policy = policy * factor
+    loss = policy - algo.entropy_coef * entropy
     if algo.kl_in == "loss":
         loss = loss + algo.kl_coef * kl(a.logp, a.ref, algo.kl)
-    return torch.stack([a.weights * loss, held, outside])
+    return torch.stack([a.weights * loss, a.weights * policy, held, outside])
 
 
 def policy_loss(logp: Tensor, old: Tensor, advantages: Tensor, algo: AlgoConfig) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 
@@ -33,6 +34,7 @@ def repeat(run: Recorded, bounds: dict | None = None) -> Report:
     """Repeat the steps of a run and compare all that it recorded; `bounds` replace those of report.BOUNDS."""
     report = Report(run, bounds)
     repetition = Repetition(run, report)
+    repetition.compare_evaluation(run.rollouts(0, "eval"))
     for step in run.steps:
         report.step = step
         repetition.repeat_step(step)
@@ -60,7 +62,6 @@ class Repetition:
         mixed = isinstance(prompts, Mixture)
         self.sets = prompts.sets if mixed else [prompts or []]
         self.stream = algorithm.order_of([len(p) for p in self.sets], prompts.weights if mixed else [1], self.cfg.seed)
-        self.by_prompt = {tuple(prompt.ids): prompt for prompt in itertools.chain(*self.sets)}
         has_eval = self.tokenizer and self.cfg.data.eval is not None
         self.eval_prompts = has_eval and self.read("data.eval", lambda: load("eval"))
         self.barred = self.why_barred()  # for good
@@ -78,12 +79,16 @@ class Repetition:
             self.report.remarks.append(f"{what} cannot be read: {' '.join(str(error).split())[:160]}")
             return None
 
+    @cached_property
+    def by_prompt(self) -> dict[tuple[int, ...], Prompt]:
+        """{token ids: prompt} of the data, for groups that have another prompt than ours."""
+        return {tuple(prompt.ids): prompt for prompt in itertools.chain(*self.sets)}
+
     def why_barred(self) -> str | None:
         """Why no log-prob of this run can be computed here."""
         t, other = self.cfg.train, [f"megatron.{name}" for name in self.cfg.megatron if name not in HARMLESS.split()]
-        if self.cfg.algo.replay_routes and (
-            t.updates_per_step * t.epochs_per_step > 1 or self.cfg.model.dtype != "fp32"
-        ):
+        is_plain = t.updates_per_step * t.epochs_per_step == 1 and self.cfg.model.dtype == "fp32"
+        if self.cfg.algo.replay_routes and not is_plain:
             other.append("algo.replay_routes with several updates a step, or not in fp32,")
         if self.trainer is None:
             return "there is no model"
@@ -126,7 +131,7 @@ class Repetition:
         """The rows of the data that groups had, by ours; {group: its prompt, for the rewards}."""
         groups = {row["group"]: tuple(row["prompt_ids"]) for row in rows}
         self.taken += len(groups)
-        if not self.by_prompt or self.run.steps[0] > 1:
+        if not any(map(len, self.sets)) or self.run.steps[0] > 1:
             self.report.note("order", "not judged: there are no data, or no steps before")
             return {group: self.by_prompt.get(ids) for group, ids in groups.items()}
         prompts = {}
@@ -173,7 +178,7 @@ class Repetition:
 
     def compare_requests(self, row: dict, seed: int, number: int, sampling, limit: int) -> None:
         """What SamplingParams said for each turn of an answer, the `number`-th of its group."""
-        if row.get("sampling") is None:
+        if not row.get("sampling"):
             self.report.note("sampling", "not recorded")
             return
         wanted = {"temperature": sampling.temperature, "stop": sampling.stop}
@@ -461,8 +466,8 @@ class Repetition:
         plain = options.temperature and (options.top_p, options.top_k) == (1, -1) and not self.cfg.rollout.vllm
         if plain and not self.unknown:
             answers = [scored(row, self.cfg) for row in rows]
-            ours = torch.cat([logp for logp, _ in self.trainer.score(answers, options.temperature)])
-            report.check("log-probs", "token: rollout_logp", torch.cat([a.rollout for a in answers]), ours)
+            ours, _ = self.trainer.score(answers, options.temperature)
+            report.check("log-probs", "token: rollout_logp", torch.cat([a.rollout for a in answers]), torch.cat(ours))
 
 
 def turns_of(row: dict) -> list[list[int]]:

@@ -9,27 +9,10 @@ import torch
 
 from oracle.run import Recorded
 
-ITEMS = {  # in the order in which a step makes them
-    "order": "rows of the data that the groups had",
-    "seeds": "seeds of the groups",
-    "sampling": "what vLLM was asked",
-    "answers": "how answers end, and the text that was graded",
-    "rewards": "rewards, graded anew, and their weights",
-    "groups": "sizes of groups, and which are trained",
-    "log-probs": "of vLLM and of the trainer",
-    "reference": "KL to the reference model",
-    "teacher": "KL to the teacher",
-    "advantages": "of the rewards",
-    "token weights": "algo.loss_norm",
-    "loss": "of the first update, and clips",
-    "entropy": "of the first update",
-    "gradient": "its norm",
-    "updates": "what train_step trains on",
-    "lr": "learning rate and schedules",
-    "weights": "AdamW: exports, and the log-probs of later steps",
-    "adapters": "exports of LoRA's factors",
-    "checkpoints": "positions in state.json",
-}
+ITEMS = (  # in the order in which a step makes them; "weights" are AdamW's: exports, and what later steps compute
+    "order", "seeds", "sampling", "answers", "rewards", "groups", "log-probs", "reference", "teacher", "advantages",
+    "token weights", "loss", "entropy", "gradient", "updates", "lr", "weights", "adapters", "checkpoints",
+)  # fmt: skip
 EXACT = {  # what goes through no model, in every dtype
     "reward": (1e-6, 1e-6),
     "reward/": (1e-9, 1e-9),

@@ -51,23 +51,21 @@ def read_run(folder: Path, steps: int | None = None) -> Recorded:
     metrics = {line["step"]: line for line in lines if "reward/mean" in line}
     if lacking := [step for step in found if step not in metrics]:
         remarks.append(f"metrics.jsonl has no line of step {lacking[0]}: what it would say of {lacking} is not judged")
-    if gone := [step for step in range(1, found[-1]) if step not in found]:
-        remarks.append(f"rollouts/ has no answers of step {gone[0]}: steps {gone} are not judged")
-    return Recorded(folder, cfg, metrics, found, remarks)
+    steps = [step for number, step in enumerate(found) if step == found[0] + number]
+    if len(steps) < len(found):
+        remarks.append(f"rollouts/ has no answers of step {steps[-1] + 1}: what follows is not judged")
+    return Recorded(folder, cfg, metrics, steps, remarks)
 
 
 def read_config(tree: dict[str, Any]) -> tuple[Config, list[str]]:
     """The configuration of a run, without keys that this commit does not know, and a remark on each such."""
-    remarks = []
-    tree, lacking = {name: value for name, value in tree.items()}, []
-    legal = {"": Config, **SECTIONS}
-    for section, kind in legal.items():
-        held = tree if not section else tree.get(section, {})
+    remarks, lacking = [], []
+    for section, kind in {"": Config, **SECTIONS}.items():
+        held = tree.setdefault(section, {}) if section else tree
         dot = f"{section}." if section else ""
-        if unknown := held.keys() - kind.model_fields.keys():
-            held_by = {name: held.pop(name) for name in sorted(unknown)}
-            remarks += [f"this commit does not know {dot}{name}={value}: ignored" for name, value in held_by.items()]
-        lacking += [f"{dot}{name}" for name in kind.model_fields if name not in held and name not in SECTIONS]
+        for name in sorted(held.keys() - kind.model_fields.keys()):
+            remarks.append(f"this commit does not know {dot}{name}={held.pop(name)}: ignored")
+        lacking += [f"{dot}{name}" for name in kind.model_fields if name not in held]
     if lacking:
-        remarks.append(f"the run knows no {', '.join(sorted(lacking))}: it is of another commit; defaults hold")
+        remarks.append(f"the run knows no {', '.join(lacking)}: it is of another commit; defaults hold")
     return Config.model_validate(tree), remarks

@@ -1,8 +1,9 @@
 """The policy with its optimizer, and the steps that it makes from recorded answers."""
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -31,9 +32,8 @@ class Scored:
     advantages: Tensor | None = None
 
 
-# (answers, weight of each one's tokens, their log-probs and entropies) → the loss of each token [tokens], and what it
-# reports of an answer: sums of "policy", "clipped", "outside"
-Loss = Callable[[Scored, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, float]]]
+# (answer, weight of its tokens, their log-probs and entropies) → its loss, sums of "policy", "clipped", "outside"
+Loss = Callable[[Scored, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Trainer:
@@ -85,21 +85,29 @@ class Trainer:
             return values
         return merge_factors(self.frozen, values, self.cfg.lora.model_dump(), self.dtype)
 
-    @torch.no_grad()
-    def score(
-        self, answers: list[Scored], temperature: float, weights: Weights | None = None, model: Model | None = None,
-        asked: bool = False,
-    ) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
-        """Log-probs and entropies of the answers, by the policy or other weights; `asked`: after the hinted prompt."""
-        weights, model = weights or self.current(), model or self.model
+    def passes(
+        self, answers: list[Scored], temperature: float, weights: Callable[[], Weights] | None = None,
+        model: Model | None = None, asked: bool = False,
+    ) -> Iterator[list[tuple[int, Tensor, Tensor]]]:  # fmt: skip
+        """(number of an answer, its log-probs, its entropies), a batch at a time, by the policy or by other weights.
+
+        `asked`: after the prompt with its hint.
+        """
+        model = model or self.model
         prompts = [(a.row.get("asked") if asked else None) or a.row["prompt_ids"] for a in answers]
         responses = [a.row["response_ids"] for a in answers]
-        found = {}
         for batch in model.batches(prompts, responses):
             chosen = [prompts[n] for n in batch], [responses[n] for n in batch]
-            for n, values in zip(batch, model.answers_logp(weights, *chosen, temperature), strict=True):
-                found[n] = [value[answers[n].sampled].cpu() for value in values]
-        return [found[n] for n in range(len(answers))]
+            found = model.answers_logp(weights() if weights else self.current(), *chosen, temperature)
+            yield [
+                (n, *(value[answers[n].sampled].cpu() for value in both)) for n, both in zip(batch, found, strict=True)
+            ]
+
+    @torch.no_grad()
+    def score(self, answers: list[Scored], *how, **more) -> tuple[list[Tensor], list[Tensor]]:
+        """The log-probs and the entropies of the answers; `how` and `more` as in `passes`."""
+        found = sorted(itertools.chain(*self.passes(answers, *how, **more)), key=lambda part: part[0])
+        return [logp for _, logp, _ in found], [entropy for _, _, entropy in found]
 
     def prepare(self, answers: list[Scored], values: dict[str, float]) -> None:
         """Set the log-probs that the step needs besides those of its first update."""
@@ -107,12 +115,12 @@ class Trainer:
         several = t.updates_per_step * t.epochs_per_step > 1
         found = {}
         if several or algo.teacher or (algo.kl_coef and algo.kl_in == "reward"):
-            found["before"], found["entropy"] = zip(*self.score(answers, temperature), strict=True)
+            found["before"], found["entropy"] = self.score(answers, temperature)
         if algo.kl_coef:
-            found["ref"], _ = zip(*self.score(answers, temperature, self.reference), strict=True)
+            found["ref"], _ = self.score(answers, temperature, lambda: self.reference)
         if algo.teacher:
-            teacher = self.score(answers, temperature, self.teacher_weights, self.teacher, asked=True)
-            found["teacher"], _ = zip(*teacher, strict=True)
+            of_other = self.teacher and (lambda: self.teacher_weights)
+            found["teacher"], _ = self.score(answers, temperature, of_other, self.teacher, asked=True)
         for n, a in enumerate(answers):
             vars(a).update({name: held[n] for name, held in found.items()})
             a.old = a.rollout if algo.old_logp == "rollout" else a.before
@@ -122,14 +130,10 @@ class Trainer:
         leaves = {name: rounded(weight, self.dtype).clone().requires_grad_() for name, weight in self.main.items()}
         trained = int(sum((weight > 0).sum() for weight in weights))
         sums = Counter(trained=trained, tokens=sum(len(a.sampled) for a in answers))
-        prompts, responses = ([a.row[key] for a in answers] for key in ("prompt_ids", "response_ids"))
-        for batch in self.model.batches(prompts, responses):
-            chosen = [prompts[n] for n in batch], [responses[n] for n in batch]
-            found = self.model.answers_logp(self.current(leaves), *chosen, values["temperature"])
+        for batch in self.passes(answers, values["temperature"], lambda: self.current(leaves)):
             total = torch.zeros(())
-            for n, both in zip(batch, found, strict=True):
+            for n, logp, entropy in batch:
                 a = answers[n]
-                logp, entropy = (value[a.sampled].cpu() for value in both)
                 if a.before is None:
                     a.before, a.entropy = logp.detach(), entropy.detach()
                     a.old = a.before if a.old is None else a.old
@@ -178,16 +182,11 @@ def known_loss(cfg: Config, values: dict[str, float]) -> Loss:
     """The loss by our formulas, with the coefficients of a step."""
     algo = SimpleNamespace(**cfg.algo.model_dump() | values)
 
-    def loss(a: Scored, weight: Tensor, logp: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, float]]:
-        policy, clipped = formulas.policy_loss(logp, a.old, a.advantages, algo)
-        trainer = logp.detach() if algo.old_logp == "rollout" else a.old
-        factor, outside = formulas.correction(trainer, a.rollout, algo)
-        policy = policy * factor
-        total = policy - algo.entropy_coef * entropy
-        if a.ref is not None and algo.kl_in == "loss":
-            total = total + algo.kl_coef * formulas.kl(logp, a.ref, algo.kl)
-        report = {"policy": weight * policy, "clipped": clipped, "outside": outside}
-        return (weight * total).double().sum(), {name: value.detach().double().sum() for name, value in report.items()}
+    def loss(a: Scored, weight: Tensor, logp: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        ref = logp.detach() if a.ref is None else a.ref
+        answer = formulas.Answer(logp, a.old, ref, a.rollout, a.advantages, weight)
+        total, *others = formulas.answer_loss(answer, entropy, algo).double().sum(1)
+        return total, dict(zip(("policy", "clipped", "outside"), others, strict=True))
 
     return loss
 

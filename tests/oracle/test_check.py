@@ -32,7 +32,7 @@ def test_a_real_run_is_repeated(shared):
     report = repeat(read_run(shared.out))
     assert not report.parted(), report.table()
     judged = {name for name, item in report.items.items() if item.count}
-    assert judged == ITEMS.keys() - {"sampling", "teacher", "token weights", "updates", "adapters"}
+    assert judged == set(ITEMS) - {"sampling", "teacher", "token weights", "updates", "adapters"}
     assert "from step" not in report.table(), "all of it is judged"
 
 
