@@ -24,8 +24,8 @@ class Exhibit:
     function: str  # "module:function" or "module:Class.method" that has the bug
     before: str  # a piece of its source, once in it
     after: str  # what the bug has there
-    seen: str = "run"  # what notices it: "run", which ends with an error, "start", before any step, "test", "nothing"
-    message: str = ""  # a piece of the error; of a test its id, file::name
+    seen: str = "check"  # who notices it: "run", by an error, "start", before any step, "check", on the folder, "test"
+    message: str = ""  # a piece of the error; of `make check` the first item that parts; of a test its id, file::name
     where: str = ""  # trackers' issues, "owner/name#number" or "name#number"; empty: a class of failures without one
     setting: str = "plain"  # key of SETTINGS: the options of the run
 
@@ -51,11 +51,13 @@ class Exhibit:
 
 
 def put_in(env: Mapping[str, str]) -> None:
-    """Apply the exhibit that the environment variable MUTANT names, if any, to what this process has imported."""
+    """Apply the exhibit or fork that the environment variable MUTANT names, if any, to what this process imported."""
     if env.get(VARIABLE):
-        from tests.museum.exhibits import EXHIBITS  # which imports this file
+        from tests.museum.exhibits import EXHIBITS  # both import this file
+        from tests.museum.forks import FORKS
 
-        EXHIBITS[env[VARIABLE]].apply()
+        for exhibit in [EXHIBITS[env[VARIABLE]]] if env[VARIABLE] in EXHIBITS else FORKS[env[VARIABLE]].exhibits():
+            exhibit.apply()
 
 
 def recompile(function: FunctionType, source: str) -> CodeType:

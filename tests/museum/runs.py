@@ -1,17 +1,23 @@
 """Runs of the museum: each failure in a run of a tiny model, who notices it, and the page that says so."""
 
+import contextlib
 import dataclasses
 import os
 import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import make_tiny
 import pytest
 
+from oracle.repeat import repeat
+from oracle.run import read_run
 from tests.conftest import REPO, ForkedTraining, write_rows
 from tests.fork_server import ForkServer
 from tests.museum import VARIABLE, Exhibit
 from tests.museum.exhibits import COMMON, EXHIBITS, SETTINGS
+from tests.museum.forks import FORKS
 
 PAGE = REPO / "docs/dev/museum.md"
 CHAT = "{% for message in messages %}<{{ message['content'] }}{% endfor %}="  # a template with a header and an end
@@ -22,17 +28,17 @@ def reward(text, answer, row):
         raise KeyError(text)
     return len(set(text)) / 4
 """
-RANKING = ("nothing", "test", "run", "start")  # the later, the sooner a failure is noticed
+RANKING = ("nothing", "test", "check", "run", "start")  # the later, the sooner a failure is noticed
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run said, or the test that its exhibit names."""
+    """Who noticed what: a run, `make check` on its folder, or the test that the exhibit names."""
 
     seen: str  # one of RANKING
     step: int  # of this start, in which the run ended; 0: before any
-    message: str  # of its error; of a test its id
-    text: str = dataclasses.field(default="", repr=False)  # all that the run printed
+    message: str  # of its error; of a check the item and what parts; of a test its id
+    text: str = dataclasses.field(default="", repr=False)  # all that was printed
 
 
 # ---------------------------------------------------------------- runs
@@ -59,8 +65,11 @@ class Museum:
         self.server = server
 
     def visit(self, exhibit: Exhibit) -> Outcome:
-        """Run with the exhibit and, where that notices nothing, the test that it names."""
+        """Run with the exhibit and, where that notices nothing, check its folder, then the test that it names."""
         outcome = self.run(exhibit.setting, exhibit.name)
+        if outcome.seen == "nothing":
+            with planted(exhibit):  # in this process: the checkout that checks has the bug too
+                outcome = self.check(exhibit.setting, exhibit.name)
         if outcome.seen == "nothing" and exhibit.seen == "test" and fails(exhibit):
             return dataclasses.replace(outcome, seen="test", message=exhibit.message)
         return outcome
@@ -69,22 +78,46 @@ class Museum:
         """Train three steps with the options of a setting, and with an exhibit or without."""
         options = [option.replace("{folder}", str(self.folder)) for option in SETTINGS[setting]]
         if setting == "resumed":
-            options += [f"resume={self.checkpoint()}", "train.steps=6"]
-        return self.train(f"{setting}_{mutant}", options, mutant)
+            shutil.copytree(self.saved(), self.out(setting, mutant))
+            options += ["resume=auto", "train.steps=6"]
+        return self.train(setting, options, mutant)
 
-    def checkpoint(self) -> Path:
-        """The checkpoint of a healthy run, made once."""
-        folder = self.folder / "saved/checkpoints/step_000003"
+    def check(self, setting: str, mutant: str = "") -> Outcome:
+        """What `make check` says of the folder of a run."""
+        report = repeat(read_run(self.out(setting, mutant)))
+        seen = "check" if report.parted() else "nothing"
+        return Outcome(seen, 0, f"{report.first}" if report.parted() else "", report.table([]))
+
+    def fork(self, name: str) -> tuple[Outcome, set[str]]:
+        """What stopped a run of a fork of FORKS or its resume, and the items that part by `make check`."""
+        options = [*FORKS[name].options, "train.export_every=1"]
+        outcome = self.train("fork", options, name)
+        if outcome.seen == "nothing" and "train.save_every=2" in options:
+            outcome = self.train("fork", [*options, "train.steps=5", "resume=auto"], name)
+        if outcome.seen != "nothing":
+            return outcome, set()
+        with contextlib.ExitStack() as stack:
+            for exhibit in FORKS[name].exhibits():
+                stack.enter_context(planted(exhibit))
+            report = repeat(read_run(self.out("fork", name)))
+        return dataclasses.replace(outcome, text=report.table([])), set(report.parted())
+
+    def out(self, setting: str, mutant: str) -> Path:
+        """The output folder of a run."""
+        return self.folder / re.sub(r"\W", "_", f"{setting}_{mutant}")
+
+    def saved(self) -> Path:
+        """The folder of a healthy run of three steps, made once."""
+        folder = self.out("saved", "")
         if not folder.exists():
-            outcome = self.train("saved", [*SETTINGS["resumed"], "train.save_every=3", "train.steps=6"], "")
+            outcome = self.train("saved", [*SETTINGS["resumed"], "train.save_every=3"], "")
             assert outcome.seen == "nothing", outcome.text
         return folder
 
-    def train(self, name: str, options: list[str], mutant: str) -> Outcome:
-        """Train into the folder `name` on two ranks."""
-        out = self.folder / re.sub(r"\W", "_", name)
+    def train(self, setting: str, options: list[str], mutant: str) -> Outcome:
+        """Train on two ranks."""
         settings = {"script": REPO / "tests/museum/announced.py", "nproc": 2, VARIABLE: mutant}
-        run = ForkedTraining(self.server, self.folder, out, *COMMON, *options, **settings)
+        run = ForkedTraining(self.server, self.folder, self.out(setting, mutant), *COMMON, *options, **settings)
         return read_outcome(run.code, run.text.replace(f"{self.folder}/", ""))
 
 
@@ -104,15 +137,23 @@ def error_of(text: str) -> str:
     return next((line for line in lines if "another rank is gone" not in line), "")
 
 
-def fails(exhibit: Exhibit) -> bool:
-    """Whether the test that an exhibit names fails with it."""
+@contextlib.contextmanager
+def planted(exhibit: Exhibit) -> Iterator[None]:
+    """Put an exhibit into this process, for a while; tests/conftest.py puts it into those that it starts."""
     function, code = exhibit.find(), exhibit.find().__code__
-    os.environ[VARIABLE] = exhibit.name  # tests/conftest.py puts it in
+    os.environ[VARIABLE] = exhibit.name
+    exhibit.apply()
     try:
-        return pytest.main(["-q", "--tb=no", "-p", "no:faulthandler", exhibit.message]) == 1
+        yield
     finally:
         function.__code__ = code
         del os.environ[VARIABLE]
+
+
+def fails(exhibit: Exhibit) -> bool:
+    """Whether the test that an exhibit names fails with it."""
+    with planted(exhibit):
+        return pytest.main(["-q", "--tb=no", "-p", "no:faulthandler", exhibit.message]) == 1
 
 
 def healthy(setting: str) -> str:
@@ -149,23 +190,23 @@ def score(outcomes: dict[str, Outcome], controls: dict[str, Outcome]) -> str:
     """How many failures are noticed by whom."""
     count = {seen: sum(outcome.seen == seen for outcome in outcomes.values()) for seen in RANKING}
     steps = [outcome.step for outcome in outcomes.values() if outcome.seen == "run"]
-    stopped = sum(outcome.seen != healthy(setting) for setting, outcome in controls.items())
+    other = sum(outcome.seen != healthy(setting) for setting, outcome in controls.items())
     by_run = count["run"] + count["start"]
     return (
         f"**{by_run} of {len(outcomes)} are noticed by the run itself: {count['start']} before the first step, "
-        f"{steps.count(1)} in step 1, {steps.count(2)} in step 2, {sum(step > 2 for step in steps)} later. A test "
-        f"notices {count['test']} more, nothing {count['nothing']}. Of {len(controls)} runs without a bug, "
-        f"{stopped} were stopped.**"
+        f"{steps.count(1)} in step 1, {sum(step > 1 for step in steps)} later. `make check` on the folder notices "
+        f"{count['check']} more, a test {count['test']}, nothing {count['nothing']}. Of {len(controls)} runs without a "
+        f"bug, {other} were stopped or did not agree.**"
     )
 
 
 def table_row(alike: list[tuple[Exhibit, Outcome]]) -> str:
     """The line of some exhibits, with the message of the first."""
     _, outcome = alike[0]
-    by = {"run": f"the run, step {outcome.step}", "start": "the start", "test": "a test", "nothing": "nothing"}
+    by = {"run": f"the run, step {outcome.step}", "start": "the start", "check": "`make check`", "test": "a test"}
     message = outcome.message.replace("|", "\\|")
     if len(message) > 160:
         message = message[:157] + "..."
     shown = f"`{message}`" if message else ""
     names = [f"{exhibit.what} ({exhibit.where})" if exhibit.where else exhibit.what for exhibit, _ in alike]
-    return f"| {'; '.join(names)} | {by[outcome.seen]} | {shown} |\n"
+    return f"| {'; '.join(names)} | {by.get(outcome.seen, 'nothing')} | {shown} |\n"

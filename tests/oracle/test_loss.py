@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import train_grpo
-from support.proof import formulas
+from oracle import formulas
 from support.step.packing import pack
 from support.step.records import Batch, Sample
 from tests.conftest import tiny_config

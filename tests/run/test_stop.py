@@ -5,7 +5,6 @@ import pytest
 
 from oracle.repeat import repeat
 from oracle.run import read_run
-from support.data.prompts import sampling_seed
 from tests.conftest import EXACT
 
 ALPHABET = [*"0123456789>+-=", "7+8"]  # ids from 2 on; 0 is <eos>, 1 is <pad>, special as well
@@ -31,17 +30,3 @@ def test_answers_end_at_their_stops(train_forked, tmp_path, tiny, turns):
     evaluated = run.rollouts(2, "eval")
     assert any(16 in row["response_ids"][:-1] for row in evaluated)
     assert any(len(row["turns"]) > 1 for row in evaluated) == (turns != "null")
-    asked(run.rollouts(2), recorded.config["seed"], 2, recorded.config["rollout"])
-    asked(evaluated, recorded.config["seed"], 0, recorded.config["eval"])
-
-
-def asked(rows: list[dict], seed: int, step: int, section: dict) -> None:
-    """Each row says what vLLM was asked for each turn of the model: its own seed, and the tokens that were left."""
-    names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids")
-    for row in rows:
-        before = [sum(row["turns"][:turn]) for turn in range(0, len(row["turns"]), 2)]
-        assert [turn["max_tokens"] for turn in row["sampling"]] == [24 - n for n in before]
-        for turn in row["sampling"]:
-            assert [turn[name] for name in names] == [section[name] for name in names]
-        seeds = [turn["seed"] for turn in row["sampling"]]
-        assert seeds[0] == sampling_seed(seed, step, row["group"]) and len(set(seeds)) == len(before)
