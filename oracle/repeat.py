@@ -152,7 +152,7 @@ class Repetition:
         for row in rows:
             seed = seed_of(self.cfg.seed, step, row["group"])
             report.say("seeds", f"{row['seed']} of group {row['group']}, not {seed}" if row["seed"] != seed else "")
-            self.compare_requests(row, seed, numbers[row["group"]], sampling, limit)
+            self.compare_requests(row, row["seed"], numbers[row["group"]], sampling, limit)
             numbers[row["group"]] += 1
             if self.tokenizer is None:
                 report.note("answers", "not judged: there is no tokenizer")

@@ -32,8 +32,8 @@ def check_start(cfg: Config) -> None:
     missing = [name for name in OF_TORCHRUN if name not in os.environ]
     require(
         not missing,
-        f"no {', '.join(missing)}: start with torchrun --nproc_per_node=N train_grpo.py ..., in a Slurm job as "
-        "docs/train_grpo.sbatch does, or add --dry-run to check only",
+        "start with torchrun --nproc_per_node=N train_grpo.py ..., or add --dry-run to check only; "
+        f"{', '.join(missing)} are not set; docs/train_grpo.sbatch is for Slurm",
     )
     if torch.cuda.is_available():
         check_gpus(cfg)

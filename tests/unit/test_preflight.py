@@ -94,8 +94,8 @@ EXACT = ["rollout.exact=true"]
 @pytest.mark.parametrize(
     ("env", "gpus", "header", "keys", "message"),
     [
-        ({}, {}, None, [], r"^no RANK, WORLD_SIZE, .*: start with torchrun .*docs/train_grpo.sbatch"),
-        ({"RANK": "0", "LOCAL_RANK": "0"}, {}, None, [], r"^no WORLD_SIZE, LOCAL_WORLD_SIZE, .*: start with torchrun "),
+        ({}, {}, None, [], r"^start with torchrun .*; RANK, WORLD_SIZE, .* are not set; "),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, {}, None, [], r"^start with torchrun .*; WORLD_SIZE, LOCAL_WORLD_SIZE, "),
         (STARTED, {}, None, [], None),
         (STARTED, {}, None, [f"profile.{key}" for key in ("start=1", "stop=1", "memory=true")],
          r"profile.memory=true: .* there is no GPU here"),
