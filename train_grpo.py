@@ -24,6 +24,7 @@ support/ and the bridge also _S per sequence of a row, _M per position with mask
 row dispatched to an expert, _B per bin, _U per unit of a bin.
 """
 
+import gc
 import math
 import sys
 from dataclasses import dataclass, replace
@@ -73,6 +74,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
     """Run all steps, from the first one or from the checkpoint's; every rank calls this."""
     t = cfg.train
     run = build(cfg, inputs, clock)
+    gc.freeze()  # what was built stays to the end: a full collection in a step need not walk through it
     log = logs.Log(cfg, inputs, run.writer.rollouts, clock)
     if t.eval_every and not inputs.checkpoint:
         log.write(log.evaluated(0, *evaluate(run)))
