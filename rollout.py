@@ -15,7 +15,7 @@ import torch
 from numpy import ndarray
 
 from config import ModelConfig, RankError, RolloutConfig
-from support.engine import cpu_engine
+from support.engine import cpu_engine, lean
 from support.engine.push_check import PushCheck, Shards
 from support.engine.vllm_process import capture_size, let_segments_grow, set_environment
 
@@ -94,6 +94,7 @@ class Engine:
         if return_routes and not on_gpu:
             cpu_engine.return_routes(self.llm)
         self.return_routes = return_routes
+        self.collect = lean.own_loop if return_routes else lean.choose_loop(self.llm.llm_engine)
         self.sleeps = on_gpu and rollout.vllm.get("enable_sleep_mode", True)
         self.sleep_level = rollout.sleep_level
         self.push_check = PushCheck(tp, self.llm)
@@ -131,23 +132,18 @@ class Engine:
         if sampling.stop:  # else vLLM decodes each token once more, alone, to show it beside its log-prob
             for state in engine.output_processor.request_states.values():
                 state.logprobs_processor.tokenizer = None
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if not output.finished:
-                    continue
-                answers = []
-                for answer in output.outputs:
-                    if self.return_routes and answer.routed_experts is None:
-                        raise RankError("vLLM returned no routes, which algo.replay_routes needs; set it to false")
-                    ids = list(answer.token_ids)
-                    logps = [at[token].logprob for at, token in zip(answer.logprobs, ids, strict=True)]
-                    answers.append(
-                        Completion(
-                            ids, logps, answer.finish_reason == "stop", answer.routed_experts,
-                            sampling=[asked[int(output.request_id)]],
-                        )
-                    )  # fmt: skip
-                yield int(output.request_id), answers
+        collect = lean.own_loop if sampling.stop else self.collect
+        for output in collect(engine):
+            number = int(output.request_id)
+            answers = []
+            for answer in output.outputs:
+                if self.return_routes and answer.routed_experts is None:
+                    raise RankError("vLLM returned no routes, which algo.replay_routes needs; set it to false")
+                ids, finished = list(answer.token_ids), answer.finish_reason == "stop"
+                answers.append(
+                    Completion(ids, answer.logprobs, finished, answer.routed_experts, sampling=[asked[number]])
+                )
+            yield number, answers
 
     def load_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], source: Callable[[], Shards] | None = None

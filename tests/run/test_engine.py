@@ -67,6 +67,86 @@ def test_trainer_transformers_and_vllm_agree(train_forked, tmp_path, arch, layou
     assert all(m["logp_gap/max"] < 1e-5 for m in run.metrics)
 
 
+LOOPS = """
+import os
+from collections import Counter
+from functools import wraps
+from vllm.v1 import outputs
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.engine.output_processor import OutputProcessor
+from config import Config
+from rollout import Engine
+from support.base import ranks
+from support.engine import lean
+
+calls = Counter()
+def count(cls, name, size):
+    function = getattr(cls, name)
+    @wraps(function)
+    def counted(self, first, *args, **options):
+        calls[name] += size(first)
+        return function(self, first, *args, **options)
+    setattr(cls, name, counted)
+
+count(KVCacheManager, "allocate_slots", lambda request: 1)
+count(OutputProcessor, "process_outputs", len)
+ranks.join_ranks(timeout_s=600)
+model = {"path": MODEL, "dtype": "fp32"}
+cfg = Config(model=model, data={"train": "-"}, rollout={"vllm": {"block_size": 32}})
+engine = Engine(cfg.model.path, cfg.model, cfg.rollout, 128, asleep=False)
+llm, lean_loop = engine.llm.llm_engine, engine.collect
+manager = llm.engine_core.engine_core.scheduler.kv_cache_manager
+lean_slots = manager.allocate_slots
+assert lean_loop is lean.lean_loop and "allocate_slots" in vars(manager)
+
+prompts = [[2 + i % 10] * (1 + 5 * i) for i in range(8)]
+limits = [1, 31, 32, 33, 70, 2, 64, 40]
+
+def sample(temperature):
+    n = 3 if temperature else 1  # vLLM refuses equal answers
+    sampling = cfg.rollout.model_copy(update={"temperature": temperature})
+    first = dict(engine.generate(prompts, range(8), n, sampling, limits))
+    longer = [prompts[i] + first[i][0].ids for i in range(8)]  # as a second turn does: its blocks are cached
+    return first, dict(engine.generate(longer, range(8), 1, sampling.model_copy(update={"stop_token_ids": [5]}), 20))
+
+def both(temperature):
+    found = []
+    for loop, slots in ((lean.own_loop, KVCacheManager.allocate_slots.__get__(manager)), (lean_loop, lean_slots)):
+        assert engine.llm.reset_prefix_cache()
+        engine.collect, manager.allocate_slots = loop, slots
+        calls.clear()
+        found.append((sample(temperature), dict(calls)))
+    return found
+
+for temperature in (0, 1):
+    (own, own_calls), (answers, lean_calls) = both(temperature)
+    assert answers == own
+    assert lean_calls["process_outputs"] == (32 if temperature else 16), lean_calls
+    assert min(own_calls[name] / lean_calls[name] for name in calls) > 3, (own_calls, lean_calls)
+assert {a.finished for turn in own for group in turn.values() for a in group} == {False, True}
+
+left = engine.generate(prompts, range(8), 3, cfg.rollout, 60)  # and nobody takes what is not done
+next(left)
+llm.abort_request([*llm.output_processor.request_states], internal=True)
+assert not llm.has_unfinished_requests() and sample(1) == answers
+
+del manager.allocate_slots, manager.empty_kv_cache_blocks  # the method of the class is left
+assert lean.choose_loop(llm) is lean.own_loop and "allocate_slots" not in vars(manager)
+del outputs.LogprobsLists
+assert lean.choose_loop(llm) is lean.own_loop
+os._exit(0)
+"""
+
+
+def test_the_lean_loop_samples_what_vllms_own_does(fork_server, tiny, tmp_path):
+    """Bit for bit, log-probs too; where vLLM's private parts have moved, its own loop samples, and a line says so."""
+    (tmp_path / "loops.py").write_text(LOOPS.replace("MODEL", repr(str(tiny / "model"))))
+    printed = tmp_path / "output.txt"
+    assert fork_server.run(printed, tmp_path / "loops.py", nproc=1) == 0, printed.read_text()
+    notes = re.findall("^note: vLLM's own loop samples.* in (.*)", printed.read_text(), re.MULTILINE)
+    assert notes[0] == "KVCacheManager.empty_kv_cache_blocks" and "'LogprobsLists'" in notes[1]
+
+
 def test_metrics(shared):
     """Those of docs/metrics.md, and no others."""
     always = {name for name in METRICS if not OTHERS.match(name)}

@@ -37,6 +37,8 @@ def told(monkeypatch, tiny):
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", order.append)
 
     class NotStarted:
+        llm_engine = None
+
         def __init__(self, **settings):
             order.append("start")
             self.args = vllm.EngineArgs(**settings)
@@ -46,6 +48,7 @@ def told(monkeypatch, tiny):
 
     monkeypatch.setattr(vllm, "LLM", NotStarted)
     monkeypatch.setattr("rollout.PushCheck", lambda *_: None)
+    monkeypatch.setattr("rollout.lean.choose_loop", lambda _: None)
 
     def engine(values: dict):
         cfg = override(Config(model={"path": str(tiny / "model")}, data={"train": "d"}), values)
