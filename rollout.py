@@ -17,7 +17,7 @@ from numpy import ndarray
 from config import ModelConfig, RankError, RolloutConfig
 from support.engine import cpu_engine, lean
 from support.engine.push_check import PushCheck, Shards
-from support.engine.vllm_process import capture_size, let_segments_grow, set_environment
+from support.engine.vllm_process import capture_size, let_segments_grow, most_sequences, set_environment
 
 # Of vLLM's SamplingParams, written beside each answer. With n > 1 answer i is sampled with `seed` + i.
 ASKED = ("seed", "temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids")
@@ -82,9 +82,10 @@ class Engine:
             use_tqdm_on_load=False,
             enable_return_routed_experts=return_routes and on_gpu,
         )
+        engines = int(os.environ["WORLD_SIZE"]) // tp
+        batch = math.ceil(rollout.prompts_per_step / engines) * rollout.group_size
+        settings |= most_sequences(batch, tp)
         if on_gpu:  # CUDA graphs up to the largest batch of a step
-            engines = int(os.environ["WORLD_SIZE"]) // tp
-            batch = math.ceil(rollout.prompts_per_step / engines) * rollout.group_size
             settings["compilation_config"] = {"max_cudagraph_capture_size": capture_size(batch)}
         if model.fp32_head:
             settings["hf_overrides"] = {"head_dtype": "float32"}

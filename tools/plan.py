@@ -242,13 +242,13 @@ class Sampling:
     sequences: int  # of the longest there can be, at once
 
 
-def plan_sampling(hf, cfg: Config, weights: int, gpu: int) -> Sampling:
-    """What vLLM does with its share of a GPU of `gpu` bytes, for a model of `weights` weights."""
+def plan_sampling(hf, cfg: Config, weights: int, gpu: int, samples: int) -> Sampling:
+    """What vLLM does with its share of a GPU of `gpu` bytes: `weights` weights, `samples` of an engine in a step."""
     r = cfg.rollout
     size = bridge.DTYPES[cfg.model.dtype].itemsize
     large = gpu >= 70 * 2**30  # vLLM 0.32 takes larger batches then
     batch = r.vllm.get("max_num_batched_tokens") or (16384 if large else 8192)
-    at_once = r.vllm.get("max_num_seqs") or (1024 if large else 256)
+    at_once = r.vllm.get("max_num_seqs") or max(1024 if large else 256, min(samples, 512))
     tables = 4 * at_once * (hf.vocab_size + math.ceil(hf.vocab_size / 32))  # a count of each token, and a bit
     embedding = hf.vocab_size * hf.hidden_size
     ends = (1 if hf.tie_word_embeddings else 2) * embedding
@@ -295,7 +295,8 @@ def plan(cfg: Config, world_size: int, gpu: int) -> Plan:
     stages = sorted({0, *inner.values(), pp - 1})  # inner stages of as many layers are alike
     held = {stage: count(cfg, world_size, stage * world_size // pp) for stage in stages}
     weights = count_weights(cfg.model.path)
-    vllm = plan_sampling(hf, cfg, weights, gpu)
+    r = cfg.rollout
+    vllm = plan_sampling(hf, cfg, weights, gpu, r.prompts_per_step * r.group_size * r.tp // world_size)
     table = {stage: stage_phases(hf, cfg, world_size, stage, held[stage], vllm, gpu) for stage in stages}
     largest = {phase: max(stages, key=lambda stage: total(table[stage][phase])) for phase in table[0]}
     phases = {phase: table[stage][phase] for phase, stage in largest.items()}
