@@ -78,24 +78,14 @@ def mixed_groups(answers: list[dict]) -> set[int]:
     return {group for group, values in rewards.items() if len(values) > 1}
 
 
-def rounds_of(answers: list[dict], cfg: Config) -> list[list[int]]:
-    """The groups of each round of sampling: as many as are missing, until enough are mixed or no round is left."""
-    groups, mixed = sorted({a["group"] for a in answers}), mixed_groups(answers)
-    wanted, rounds, found = cfg.rollout.prompts_per_step, [], 0
-    while groups and found < wanted and len(rounds) < cfg.algo.max_rounds:
-        rounds.append(groups[: wanted - found])
-        groups = groups[wanted - found :]
-        found += len(mixed.intersection(rounds[-1])) if cfg.algo.max_rounds > 1 else wanted
-    return rounds + ([groups] if groups else [])
-
-
 def trained_groups(answers: list[dict], cfg: Config) -> set[int]:
     """The groups that a step trains on: all or, under dynamic sampling, the mixed ones, or if there are none the last
-    round's.
+    round's, which then had as many as the first.
     """
+    groups = sorted({a["group"] for a in answers})
     if cfg.algo.max_rounds == 1:
-        return {a["group"] for a in answers}
-    return mixed_groups(answers) or set(rounds_of(answers, cfg)[-1])
+        return set(groups)
+    return mixed_groups(answers) or set(groups[-cfg.rollout.prompts_per_step :])
 
 
 def updates_of(answers: list[dict], cfg: Config, step: int) -> list[list[int]]:

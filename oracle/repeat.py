@@ -190,7 +190,8 @@ class Repetition:
         for turn, given in enumerate(row["sampling"]):
             wanted |= {"max_tokens": limit - starts[2 * turn], "seed": seed_of(seed, number, turn) if turn else seed}
             given = given | {"stop_token_ids": {*given["stop_token_ids"], *self.ends}}
-            wrong += [f"{name}={given[name]}, not {right}" for name, right in wanted.items() if given[name] != right]
+            asked = ((name, given.get(name), right) for name, right in wanted.items())
+            wrong += [f"{name}={value}, not {right}" for name, value, right in asked if value != right]
         self.report.say("sampling", wrong and f"group {row['group']}, answer {number}: {'; '.join(wrong)}")
 
     # ---------------------------------------------------------------- rewards and groups
@@ -239,7 +240,6 @@ class Repetition:
             "reward/std": rewards.std(correction=0).item(),
             "groups/zero_std_frac": [*different.values()].count(1) / len(sizes),
             "groups/sampled": len(sizes),
-            "groups/rounds": len(algorithm.rounds_of(rows, cfg)),
             "groups/trained": len(groups),
             "tokens/response_mean": sum(tokens) / len(rows),
             "tokens/truncated_frac": sum(not row["finished"] for row in rows) / len(rows),
@@ -392,6 +392,7 @@ class Repetition:
         if problems:
             gap = torch.cat([answers[n].before - answers[n].rollout for n in chosen]).abs().mean()
             self.blame(problems, bool(self.misfits(found, metrics)), gap > 3 * metrics["logp_gap/mean"] + 1e-6)
+            sums = self.gradient(answers, chosen, values, self.own)  # in place of that of the last attempt
         if not self.unknown:
             items = {"entropy": "entropy", "grad_norm": "gradient", "kl": "reference", "loss": "loss"}
             for name, value in (found | losses_of(sums)).items():
@@ -410,7 +411,7 @@ class Repetition:
         """
         if "grad_norm:" not in problems:  # a number alone
             return
-        item, text = "updates", f"{' '.join(next(iter(problems.items())))}, by train_grpo.grpo_loss too"
+        item, text = "updates", f"{' '.join(next(iter(problems.items())))}, and no function of the checkout gives it"
         if self.updates and is_off:
             item = "weights"
         elif len(problems) == 1 and not others:

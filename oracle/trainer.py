@@ -140,7 +140,7 @@ class Trainer:
                 part, report = loss(a, weights[n], logp, entropy)
                 total = total + part
                 for name, value in report.items():
-                    sums[name] += float(value)
+                    sums[name] += value.item()
                 sums["loss"] += part.item()
             if total.requires_grad:
                 (total / max(trained, 1)).backward()
