@@ -123,7 +123,8 @@ class Repetition:
         state = run.has("checkpoints", step)
         if state and run.steps[0] == 1:
             found = json.loads((state / "state.json").read_text())
-            for name, value in (("step", step), ("prompts_taken", self.taken), ("updates", self.updates)):
+            updates = self.updates if metrics else found["updates"]
+            for name, value in (("step", step), ("prompts_taken", self.taken), ("updates", updates)):
                 report.check("checkpoints", f"state: {name}", found[name], value)
         self.compare_evaluation(run.rollouts(step, "eval"))
 
@@ -432,25 +433,26 @@ class Repetition:
         if adapter is not None:
             factors = {n.removeprefix("base_model.model."): w for n, w in trainer.read(adapter, "fp32").items()}
             pairs.append(("adapters", factors, trainer.main, trainer.first))
-        for item, theirs, own, start in pairs:
-            if not self.unknown and not self.compare_weights(item, theirs, own, start):
-                self.unknown = f"{item} part"
+        if not self.unknown:
+            for pair in pairs:
+                self.compare_weights(*pair)
+            return
         _, theirs, _, _ = pairs[-1]
-        if self.unknown and trainer.main.keys() == theirs.keys():
+        if trainer.main.keys() == theirs.keys():
             trainer.restart(theirs)
             self.unknown, self.has_moments = None, False
             self.report.note("weights", "taken from an export, where ours are not the run's")
 
-    def compare_weights(self, item: str, theirs: Weights, own: Weights, start: Weights) -> bool:
-        """Compare two sets of weights; whether they agree."""
+    def compare_weights(self, item: str, theirs: Weights, own: Weights, start: Weights) -> None:
+        """Compare two sets of weights: their distance, by how far ours have moved from the `start`."""
         if theirs.keys() != own.keys():
             self.report.say(item, f"only one side has {sorted(theirs.keys() ^ own.keys())[:3]}")
-            return False
+            return
         apart, moved = (
             math.sqrt(sum((one[name] - own[name]).double().pow(2).sum().item() for name in own))
             for one in (theirs, start)
         )
-        return self.report.check(item, f"export: {item}", apart / moved if moved else apart, 0.0)
+        self.report.check(item, f"export: {item}", apart / moved if moved else apart, 0.0)
 
     def compare_evaluation(self, rows: list[dict]) -> None:
         """The answers of the evaluation after a step, if there was one."""

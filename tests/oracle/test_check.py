@@ -39,7 +39,7 @@ def test_a_real_run_is_repeated(shared):
 CHANGES = {  # items that part → how the row of an answer, or the metrics of step 1, is changed
     "seeds": lambda row: {"seed": row["seed"] + 1},
     "sampling": lambda row: {"sampling": [{"stop_token_ids": [], "seed": row["seed"], "temperature": 2.0}]},
-    "answers": lambda row: {"response_ids": [*row["response_ids"][:-1], 0]},
+    "answers": lambda row: {"text": f"{row['text']}<eos>"},
     "rewards": lambda row: {"reward_parts": {"another": row["reward"]}},
     "groups": lambda line: {"groups/sampled": line["groups/sampled"] + 1},
     "log-probs": lambda row: {"rollout_logp": [row["rollout_logp"][0] - 0.1, *row["rollout_logp"][1:]]},
@@ -51,7 +51,7 @@ CHANGES = {  # items that part → how the row of an answer, or the metrics of s
     "lr": lambda line: {"lr": line["lr"] * 1.00001},
 }
 ALSO = {  # what a changed record leads to
-    "answers": {"answers", "rewards", "log-probs", "groups", "updates"},
+    "answers": {"answers", "rewards"},  # of what was graded
     "advantages": {"advantages", "updates"},
 }
 
