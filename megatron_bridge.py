@@ -742,6 +742,28 @@ def hf_weights(model: list, bucket_bytes=BUCKET_BYTES, factors=False) -> Iterato
         yield from read_bucket(gather_bucket(own, bucket_shapes, stage, dtype), bucket_shapes, hf)  # keeps no bucket
 
 
+def hf_shards(model: list) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Yield (Hugging Face name, number of the part, tensor) of what this rank holds of each weight, adapters merged.
+
+    Ranks with the same name and number hold copies. A joined weight comes whole, under the first of its names, but keys
+    and values come apart from queries, under the name of the keys.
+    """
+    hf = model[0].hf_config
+    queries = hf.num_attention_heads // hf.num_key_value_heads * head_dim(hf)  # rows of a key-value group
+    block = queries + 2 * head_dim(hf)
+    for name, weight in named_weights(model).items():
+        join, parts = rule_of(expert_of(name, hf, mpu.get_expert_model_parallel_rank()), hf)
+        number = 0 if SPLIT_DIM[join] is None else shard_group(name)[0].rank()
+        held = lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach()
+        if join == "qkv":  # the first group may have begun on the rank before
+            starts = range(-(number * len(held) % block), len(held), block)
+            pieces = held.tensor_split([max(0, start + end) for start in starts for end in (queries, block)])
+            yield parts[0], number, torch.cat(pieces[::2])
+            yield parts[1], number, torch.cat(pieces[1::2])
+        else:
+            yield parts[0], number, held
+
+
 def gather_bucket(own: dict, shapes: dict[str, torch.Size], stage: int, dtype: torch.dtype) -> torch.Tensor:
     """All-gather a bucket, the weights in `shapes` of a pipeline stage; on every rank [shards, elements of a shard]."""
     group, _ = shard_group(next(iter(shapes)))

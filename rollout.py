@@ -8,7 +8,7 @@ import dataclasses
 import gc
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from config import ModelConfig, RankError, RolloutConfig
 from support.engine import cpu_engine, lean
-from support.engine.push_check import PushCheck, Shards
+from support.engine.push_check import PushCheck
 from support.engine.vllm_process import capture_size, let_segments_grow, most_sequences, set_environment
 
 # Of vLLM's SamplingParams, written beside each answer. With n > 1 answer i is sampled with `seed` + i.
@@ -147,20 +147,20 @@ class Engine:
             yield number, answers
 
     def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], source: Callable[[], Shards] | None = None
+        self, weights: Iterator[tuple[str, torch.Tensor]], shards: Iterable[tuple[str, int, torch.Tensor]]
     ) -> None:
         """Replace all weights by the (Hugging Face name, full tensor) pairs, in layer order; clear the prefix cache.
 
-        `source` reads the trainer's own shards, which the pairs must be made of. All ranks of the world call this.
+        `shards`: the trainer's own, of which the pairs are made, read after them. All ranks of the world call this.
         Raises TrainingError unless every engine then holds the weights bit for bit, apart from weights that vLLM stores
         in a format of its own.
         """
-        with self.push_check.watch(self.llm, weights, source) as stream:
-            if torch.cuda.device_count() == 0:
-                self.llm.apply_model(cpu_engine.unpack_experts)
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
-            if torch.cuda.device_count() == 0:
-                self.llm.apply_model(cpu_engine.repack_lm_head)
+        if torch.cuda.device_count() == 0:
+            self.llm.apply_model(cpu_engine.unpack_experts)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if torch.cuda.device_count() == 0:
+            self.llm.apply_model(cpu_engine.repack_lm_head)
+        self.push_check.verify(self.llm, weights, shards)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache after a weight push: requests are still running")
         self.has_weights = True

@@ -42,7 +42,6 @@ from support.base.read_config import override
 from support.data.prompts import Prompt, prompt_batch, sampling_seed
 from support.model import checkpoint, fp16, optimizer_state
 from support.preflight import rehearsal
-from support.proof import push_source
 from support.run import guard, launch, logs
 from support.run.clock import Clock, StopRequested
 from support.step import gdpo, grading, metrics, schedule, teacher, turns
@@ -568,7 +567,7 @@ def push_weights(run: Run) -> None:
         bridge.offload_state(run.cfg.train.offload, run.model, run.optimizer)  # what nobody reads while vLLM samples
     run.engine.wake("weights")  # the KV cache stays away until the trainer's copies of a bucket are gone
     weights = bridge.hf_weights(run.model, run.cfg.rollout.sync_bucket_mb << 20)
-    run.engine.load_weights(weights, partial(push_source.read_shards, run.model, run.optimizer))
+    run.engine.load_weights(weights, bridge.hf_shards(run.model))
     run.engine.wake("kv_cache")
 
 

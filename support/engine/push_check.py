@@ -1,10 +1,8 @@
 """Proof that vLLM holds the trainer's weights, after every push: docs/dev/checks.md."""
 
-import contextlib
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -15,9 +13,8 @@ from config import TrainingError
 from support.base import ranks
 from support.base.require import require
 
-# Words of 8 bytes that are digested at once, which bounds the memory of a digest. On the CPU they fit a core's cache;
-# on a GPU there are enough to hide kernel launches.
-CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
+Parts = dict[tuple[str, int, bool], list[int]]  # {(vLLM's name, number, whether keys and values): digest}
+CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # words of 8 bytes digested at once: a core's cache; little memory of a GPU
 WEIGHTS = ("weight", "bias", "w13_weight", "w2_weight")  # vLLM's parameters that come from a checkpoint
 RENAMED = [  # (pattern of a Hugging Face name, or of vLLM 0.32's, what stands there in the names of vLLM's model)
     (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
@@ -52,16 +49,15 @@ def digest(tensor: torch.Tensor, ordered: bool = False) -> torch.Tensor:
     for i, words in enumerate(flat.view(torch.int64).split(chunk)):
         sums += [words.sum(), (words[::2] * words[1::2]).sum()]
         if ordered:
-            first = 2 * chunk * i + 1
-            odd = torch.arange(first, first + 2 * len(words), 2, device=words.device)
+            odd = torch.arange(2 * chunk * i + 1, 2 * (chunk * i + len(words)), 2, device=words.device)
             sums.append((words * odd).sum())
-    return torch.stack(sums).view(-1, 3 if ordered else 2).sum(0)
+    sums = torch.stack(sums).view(-1, 3 if ordered else 2)
+    return sums[0] if len(sums) == 1 else sums.sum(0)
 
 
 def engine_digests(model: torch.nn.Module, ordered: bool = False) -> dict[str, torch.Tensor]:
     """{name: digest} of the weights in this rank's shard of vLLM's model; of those that cpu_engine packs, `packed`."""
-    found = {}
-    seen = set()
+    found, seen = {}, set()
     for path, module in model.named_modules():
         packed = getattr(module, "packed", {})
         for name, weight in module.named_parameters(recurse=False):
@@ -73,47 +69,58 @@ def engine_digests(model: torch.nn.Module, ordered: bool = False) -> dict[str, t
     return found
 
 
-def add_digests(weights: Iterable[tuple[str, torch.Tensor]], found: list) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same pairs; append the (name, ordered digest) of each to `found`."""
-    for name, tensor in weights:
-        found.append((name, digest(tensor, ordered=True)))
-        yield name, tensor
+def shard_digests(shards: Iterable[tuple[str, int, torch.Tensor]]) -> Parts:
+    """The digests of what a rank of the trainer holds (`hf_shards`); those of its experts in a layer are one part."""
+    keys, digests = [], []
+    for name, number, tensor in shards:
+        keys.append((vllm_name(name), number, bool(KEY_VALUE.search(name))))
+        digests.append(digest(tensor))
+    sums = {}
+    for key, found in zip(keys, torch.stack(digests).cpu().numpy(), strict=True):
+        sums[key] = sums.get(key, 0) + found
+    return {key: found.tolist() for key, found in sums.items()}
+
+
+def add_up(names: list[str], everywhere: Iterable[Parts]) -> np.ndarray:
+    """Digests of the W weights `names` from the parts on all ranks, keys and values in the second row; [2, W, 2].
+
+    Copies of a part count once. Raises TrainingError where they differ, and where names do.
+    """
+    parts, differ = {}, defaultdict(set)  # differ: {rank: names}
+    for rank, held in enumerate(everywhere):
+        for key, found in held.items():
+            if parts.setdefault(key, found) != found:
+                differ[rank].add(key[0])
+    stop("copies", differ)
+    sums = defaultdict(lambda: np.zeros((2, 2), np.int64))
+    for (name, _, has_keys_values), found in parts.items():
+        sums[name][int(has_keys_values)] += found
+    if "lm_head.weight" in set(names) - sums.keys():  # tied to the embedding, but packed separately
+        sums["lm_head.weight"] = sums["model.embed_tokens.weight"]
+    lacking, unknown = set(names) - sums.keys(), sums.keys() - set(names)
+    what = f"nothing is pushed into {shorten(lacking)}, and vLLM has no {shorten(unknown)}"
+    require(not lacking | unknown, f"a weight push and vLLM's model differ in names: {what}", TrainingError)
+    return np.stack([sums[name] for name in names], axis=1)
 
 
 # ---------------------------------------------------------------- pushed and held weights compared
 
-
-@dataclass
-class Shards:
-    """What the trainer's shards on a rank say of the Hugging Face tensors that they are part of."""
-
-    digests: dict[str, torch.Tensor]  # sums of x_i and of (2i + 1) x_i, see `digest`, [2]
-    unseen: list[str]  # tensors without a digest: a row of the shard is no multiple of 8 bytes
-    stale: list[str]  # tensors whose shards are not the optimizer's main weights
-
-
-@dataclass
-class Held:
-    """The W weights that one rank of an engine holds after a push."""
-
-    names: list[str]
-    digests: np.ndarray  # [W, 2]
-    pushed: int  # checksum of the weights that were pushed into this rank's engine
-    faults: dict[str, list[str]] = field(default_factory=dict)  # {key of FAULTS: names of weights}
-    unseen: list[str] = field(default_factory=list)  # see Shards
-
-
-FAULTS = {  # what a rank finds in a push → message; "changed" at the first one, "moved" with CUDA graphs
+FAULTS = {  # what is found in a push → message; "changed" at the first one, "moved" with CUDA graphs
     "changed": "the first push changed weights that vLLM had read from disk, on ranks {ranks}: {names}. The trainer's "
     "mapping (FAMILIES in megatron_bridge.py) is wrong, or part of the push was lost",
     "moved": "a weight push moved tensors of vLLM, on ranks {ranks}: {names}. Its CUDA graphs read the old places; use "
     "rollout.vllm.enforce_eager=true or another rollout.sleep_level",
-    "stale": "a weight push would bring old weights: on ranks {ranks} these are not the optimizer's fp32 main weights, "
-    "rounded: {names}",
-    "wrong": "a weight push did not bring the trainer's weights: on ranks {ranks} these tensors are not those of the "
-    "shards: {names}. They were stale, overwritten or exchanged when they were gathered (hf_weights in "
-    "megatron_bridge.py)",
+    "copies": "copies of the trainer's weights differ: ranks {ranks} have others than the ranks before them, of "
+    "{names}. An update did not reach all of them",
+    "lost": "vLLM did not take up the weight push: on ranks {ranks} these weights are not the trainer's: {names}. They "
+    "were stale or exchanged as hf_weights (megatron_bridge.py) gathered them, or lost in load_weights (rollout.py)",
 }
+
+
+def stop(fault: str, found: dict[int, Iterable[str]]) -> None:
+    """Raises TrainingError where a rank found a fault; `found`: {rank: names of weights}."""
+    at = [rank for rank, names in found.items() if names]
+    require(not at, FAULTS[fault].format(ranks=at, names=shorten(set().union(*found.values()))), TrainingError)
 
 
 class PushCheck:
@@ -127,135 +134,63 @@ class PushCheck:
         if llm:
             self.on_disk = read_digests(llm, ordered=True)  # now, since weights do not outlive a sleep of level 2
             if torch.cuda.is_available() and not llm.llm_engine.vllm_config.model_config.enforce_eager:
-                self.places = read_places(llm)
-        self.copies: dict[str, list[tuple[int, int]]] | None = None  # see `compare`; None before the first push
-        self.last: dict[str, bytes] = {}  # of the last push: {vLLM's name: the bytes of its digests}
+                (self.places,) = llm.apply_model(addresses)
+        self.factors = [(1, 1), (tp, tp), *((1, b) for b in range(2, tp + 1))]  # F pairs (a, b), see `compare`
+        self.fits = np.ones((len(self.factors), 1), bool)  # which of them fitted so far, [F, W]
+        self.last: np.ndarray | None = None  # what was pushed last, see add_up
         self.metrics = {"sync/checked": None, "sync/changed": None}
 
-    @contextlib.contextmanager
-    def watch(
-        self, llm, weights: Iterable[tuple[str, torch.Tensor]], source: Callable[[], Shards] | None = None
-    ) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """Give the pairs that `llm` has to load inside the block. Raises TrainingError, on every rank, unless all
-        engines hold them at its end, and where a rank finds one of FAULTS; `source` reads the trainer's shards, then.
+    def verify(self, llm, weights: Iterator, shards: Iterable) -> None:
+        """Compare what `llm` holds, after it loaded the `weights`, with the trainer's `shards`.
+
+        Raises TrainingError, on every rank, where an engine does not hold them, or a rank finds one of FAULTS.
         """
-        found = []
-        stream = add_digests(weights, found)
-        yield stream
-        for _ in stream:  # an engine that left some must not leave the other ranks waiting
+        for _ in weights:  # an engine that left some must not leave the other ranks waiting
             pass
         after = read_digests(llm, ordered=bool(self.on_disk))
-        faults = {"changed": [name for name, sums in self.on_disk.items() if not np.array_equal(sums, after.get(name))]}
+        changed = [name for name, sums in self.on_disk.items() if not np.array_equal(sums, after.get(name))]
         self.on_disk = {}  # later pushes bring other weights
-        places = read_places(llm) if self.places else {}
-        faults["moved"] = [name for name, address in self.places.items() if places.get(name) != address]
-        tensors = to_host(dict(found))
-        pushed = pushed_sums(tensors, set(after))
-        checksum = zlib.crc32(b"".join(name.encode() + sums.tobytes() for name, sums in sorted(pushed.items())))
-        shards = source() if source else Shards({}, [], [])
-        faults |= {"wrong": differing(shards.digests, tensors), "stale": shards.stale}
+        (places,) = llm.apply_model(addresses) if self.places else ({},)
+        moved = [name for name, address in self.places.items() if places.get(name) != address]
         digests = np.stack([sums[:2] for sums in after.values()])
-        held = Held(list(after), digests, checksum, faults, shards.unseen)
-        self.compare(pushed, ranks.gather(held))
+        self.compare(list(after), *zip(*ranks.gather((shard_digests(shards), digests, changed, moved)), strict=True))
 
-    def compare(self, pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
-        """Compare the weights on all ranks with {vLLM's name: digests of what was pushed into it} (pushed_sums).
+    def compare(self, names: list[str], parts: list[Parts], digests: list[np.ndarray], changed=(), moved=()) -> None:
+        """Compare the W weights `names` of all engines with those of the trainer; from each rank its parts, the digests
+        [W, 2] of its shard of vLLM, and names of weights that it found changed or moved.
 
         The digest of a weight, summed over an engine's ranks, is a times that of its tensors and b times that of its
         keys and values; a and b are how many ranks hold a copy. The first push finds them.
         """
-        check_pushed(pushed, everywhere)
-        names = everywhere[0].names
-        first = self.copies is None
-        totals = np.stack([held.digests for held in everywhere]).reshape(-1, self.tp, len(names), 2).sum(1)  # [E, W, 2]
-        possible = [(1, 1), (self.tp, self.tp), *((1, b) for b in range(2, self.tp + 1))]
-        copies, lost = {}, []
-        stale = np.zeros(len(totals), bool)  # engines without some of the push, [E]
-        for i, name in enumerate(names):
-            factors = possible if first else self.copies[name]
-            tensors, key_value = pushed[name]
-            fits = {(a, b): (totals[:, i] == a * tensors + b * key_value).all(1) for a, b in factors}  # {(a, b): [E]}
-            copies[name] = [ab for ab, engines in fits.items() if engines.all()]
-            if fits and not copies[name] and not first:
-                lost.append(name)
-                stale |= ~np.any(list(fits.values()), 0)
-        if lost:
-            behind = [int(e) * self.tp + i for e in stale.nonzero()[0] for i in range(self.tp)]
-            what = f"on ranks {behind} {len(lost)} of {len(names)} weights are not those of the trainer"
-            raise TrainingError(f"vLLM did not take up the weight push: {what}: {shorten(lost)}")
-        self.copies = copies
-        unknown = [name for name in names if not copies[name]]
-        now = {name: sums.tobytes() for name, sums in pushed.items()}
-        changed = [name for name in names if now[name] != self.last.get(name)]
-        self.last = now
-        self.metrics = {"sync/checked": 1 - len(unknown) / len(names), "sync/changed": len(changed) / len(names)}
-        unseen = set().union(*(held.unseen for held in everywhere))
-        if first and unseen:
-            what = "their rows are no multiple of 8 bytes on a rank of the trainer"
-            warn(f"of these only vLLM's copy is checked, as {what}: {shorten(unseen)}")
-        if first and unknown:
-            what = f"{len(unknown)} of {len(names)} weights in a layout of its own"
-            warn(f"vLLM keeps {what}, so only logp_gap shows a push of: {shorten(unknown)}")
+        tensors, keys_values = pushed = add_up(names, parts)
+        stop("changed", dict(enumerate(changed)))
+        stop("moved", dict(enumerate(moved)))
+        held = np.stack(digests).reshape(-1, self.tp, len(names), 2).sum(1)  # of E engines, [E, W, 2]
+        fits = np.stack([(held == a * tensors + b * keys_values).all(-1) for a, b in self.factors])
+        fits &= self.fits[:, None]  # [F, E, W]
+        unfit = ~fits.all(1).any(0)  # [W]
+        if self.last is not None:
+            lost = unfit & self.fits.any(0)
+            held_by = fits[fits.sum(1).argmax(0), :, range(len(names))]  # by the (a, b) that fit most engines, [W, E]
+            behind = np.repeat((~held_by)[lost].any(0), self.tp).nonzero()[0]
+            stop("lost", {int(rank): set(np.array(names)[lost]) for rank in behind})
+        elif unfit.any() and dist.get_rank() == 0:
+            what = f"{unfit.sum()} of {len(names)} weights in a layout of its own, so only logp_gap shows a push of"
+            print(f"warning: vLLM keeps {what}: {shorten(np.array(names)[unfit])}", flush=True)
+        changes = (pushed != self.last).any((0, 2))  # all at the first push, as nothing equals None
+        self.fits, self.last = fits.all(1), pushed
+        self.metrics = {"sync/checked": 1 - float(unfit.mean()), "sync/changed": float(changes.mean())}
 
 
-def differing(shards: dict[str, torch.Tensor], tensors: dict[str, np.ndarray]) -> list[str]:
-    """Names in Shards.digests whose pushed tensor is another or lacks; `tensors`: {name: its ordered digest, [3]}."""
-    lacking = np.empty(0)
-    return [name for name, sums in to_host(shards).items() if not np.array_equal(sums, tensors.get(name, lacking)[::2])]
-
-
-def check_pushed(pushed: dict[str, np.ndarray], everywhere: list[Held]) -> None:
-    """Raises TrainingError where ranks pushed different weights, names differ, or a rank found one of FAULTS."""
-    other = [rank for rank, held in enumerate(everywhere) if held.pushed != everywhere[0].pushed]
-    require(
-        not other or any(held.faults.get("wrong") for held in everywhere),
-        f"ranks {other} gave their vLLM other weights than rank 0: the ranks of the trainer differ",
-        TrainingError,
-    )
-    names = set(everywhere[0].names)
-    if set(pushed) != names:
-        raise TrainingError(
-            "a weight push and vLLM's model differ in names: nothing was pushed into "
-            f"{shorten(names - set(pushed))}, and vLLM has no {shorten(set(pushed) - names)}"
-        )
-    for fault, message in FAULTS.items():
-        found = {rank: held.faults[fault] for rank, held in enumerate(everywhere) if held.faults.get(fault)}
-        if found:
-            raise TrainingError(message.format(ranks=list(found), names=shorten(set().union(*found.values()))))
-
-
-def read_digests(llm, ordered: bool = False) -> dict[str, np.ndarray]:
-    """{name: digest} of the weights of `llm` on this rank."""
+def read_digests(llm, ordered: bool) -> dict[str, np.ndarray]:
+    """{name: digest} of the weights of `llm` on this rank, in one copy from the device."""
     (held,) = llm.apply_model(partial(engine_digests, ordered=ordered))
-    return to_host(held)
+    return dict(zip(held, torch.stack([*held.values()]).cpu().numpy(), strict=True))
 
 
-def read_places(llm) -> dict[str, int]:
-    """{name: address} of the parameters and buffers of `llm` on this rank."""
-
-    def addresses(model: torch.nn.Module) -> dict[str, int]:
-        return {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-
-    (places,) = llm.apply_model(addresses)
-    return places
-
-
-def to_host(digests: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """The digests, all of one length, in one copy from the device."""
-    if not digests:
-        return {}
-    return dict(zip(digests, torch.stack([*digests.values()]).cpu().numpy(), strict=True))
-
-
-def pushed_sums(tensors: dict[str, np.ndarray], names: set[str]) -> dict[str, np.ndarray]:
-    """{vLLM's name: [2, 2]}: the sum of the digests of its tensors, keys and values apart in the second row."""
-    pushed = {}
-    for name, sums in tensors.items():
-        into = pushed.setdefault(vllm_name(name), np.zeros((2, 2), np.int64))
-        into[int(bool(KEY_VALUE.search(name)))] += sums[:2]
-    if "lm_head.weight" in names - set(pushed):  # tied to the embedding, but packed separately
-        pushed["lm_head.weight"] = pushed["model.embed_tokens.weight"]
-    return pushed
+def addresses(model: torch.nn.Module) -> dict[str, int]:
+    """{name: address} of the parameters and buffers."""
+    return {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def shorten(names: Iterable[str]) -> str:
@@ -263,9 +198,3 @@ def shorten(names: Iterable[str]) -> str:
     names = sorted(names)
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"{', '.join(names[:4])}{more}" or "other"
-
-
-def warn(text: str) -> None:
-    """Print a warning on rank 0."""
-    if dist.get_rank() == 0:
-        print(f"warning: {text}", flush=True)

@@ -11,6 +11,7 @@ import transformers
 import megatron_bridge as bridge
 import train_grpo
 from rollout import Completion
+from support.engine.push_check import shard_digests
 
 TOKENS = range(2, 12)  # the digits of the tiny model's tokenizer
 
@@ -37,11 +38,11 @@ class Engine:
             routes = scores.argsort(-1)[..., : self.hf.num_experts_per_tok].astype(np.int32)
         return Completion(ids, logps, True, routes)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], source=None) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], shards) -> None:
         for name, weight in weights:
             if weight.device != bridge.device() or not weight.is_contiguous():
                 raise RuntimeError(f"{name} is pushed from {weight.device}, contiguous: {weight.is_contiguous()}")
-        source()
+        shard_digests(shards)
 
     def metrics(self) -> dict:
         return {}

@@ -1,10 +1,10 @@
 """A weight push that does not arrive whole, on every rank, ends the run at once; and it never holds two buckets."""
 
 import re
-from functools import partial
 from types import SimpleNamespace
 
 import make_tiny
+import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -12,8 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import megatron_bridge as bridge
 from config import RankError, TrainingError
 from rollout import Engine
-from support.engine.push_check import FAULTS, Held, PushCheck, differing, digest, engine_digests, pushed_sums, to_host
-from support.proof.push_source import part_sums, read_shards
+from support.engine.push_check import PushCheck, add_up, digest, engine_digests, shard_digests
 from tests.conftest import build_model, tiny_config, tiny_model
 
 
@@ -22,7 +21,7 @@ def test_a_faulty_push_ends_the_run_at_once(train_forked):
     """Before the step is logged. The museum has more of them."""
     keys = ("rollout.prompts_per_step=4", "train.warmup_steps=0", "model.dtype=bf16", "train.lr=1e-6")
     run = train_forked(2, *keys, "parallel.pp=2", "rollout.tp=2", MUTANT="half_a_push", code=1)
-    assert re.search(r"error: .*did not take up .*: on ranks \[0, 1\] \d+ of 17 ", run.text), run.text
+    assert re.search(r"error: .*did not take up .*: on ranks \[0, 1\] .*layers\.1\..* and \d+ more", run.text), run.text
     assert "Traceback" not in run.text and not run.metrics
 
 
@@ -45,41 +44,41 @@ SOURCES = [(arch, dtype, 0) for arch in make_tiny.ARCHITECTURES for dtype in ("f
 def test_the_digests_of_shards_are_those_of_the_tensors_they_give(world, tmp_path, arch, dtype, rank):
     """With adapters as well, and not when one element has changed since."""
     tiny_model(tmp_path, arch)
-    cfg = tiny_config(f"model.path={tmp_path}", f"model.dtype={dtype}", f"lora.rank={rank}")
-    model = build_model(cfg)
-    optimizer = bridge.build_optimizer(model, cfg.train, {})
+    model = build_model(tiny_config(f"model.path={tmp_path}", f"model.dtype={dtype}", f"lora.rank={rank}"))
     for weight in bridge.trainable_weights(model):
         weight.data.add_(torch.randn_like(weight) / 100)
-    pushed = {name: digest(tensor, ordered=True).cpu().numpy() for name, tensor in bridge.hf_weights(model)}
-    shards = read_shards(model, optimizer)
-    assert shards.digests.keys() == pushed.keys() and not shards.unseen
-    assert differing(shards.digests, pushed) == []
-    assert len(shards.stale) == (0 if dtype == "fp32" else len(list(bridge.hf_weights(model, factors=rank > 0))))
-    pushed.pop("model.norm.weight")
+    pushed = shard_digests((name, 0, tensor) for name, tensor in bridge.hf_weights(model))
+    assert shard_digests(bridge.hf_shards(model)) == pushed
     bridge.named_weights(model)["embedding.word_embeddings.weight"].data[3, 5] += 1
-    wrong = differing(read_shards(model, optimizer).digests, pushed)
-    assert sorted(wrong) == ["model.embed_tokens.weight", "model.norm.weight"]
+    now = shard_digests(bridge.hf_shards(model))
+    assert [key for key in pushed if now[key] != pushed[key]] == [("model.embed_tokens.weight", 0, False)]
 
 
-JOINS = [(join, False, 2) for join, dim in bridge.SPLIT_DIM.items() if dim is not None]
+@pytest.mark.parametrize("tp", [1, 2, 8, 16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_keys_and_values_are_told_from_queries_on_any_number_of_ranks(monkeypatch, tp, bias):
+    """Of 4 groups of two query heads, a key and a value; 8 ranks hold half a group each, 16 one head."""
+    hf = SimpleNamespace(num_attention_heads=8, num_key_value_heads=4, head_dim=8, architectures=["Qwen2ForCausalLM"])
+    parts = [torch.randn(rows, *[24][bias:]).to(torch.bfloat16) for rows in (64, 32, 32)]
+    whole = bridge.merge_parts("qkv", parts, hf)
+    model, everywhere = [SimpleNamespace(hf_config=hf)], []
+    monkeypatch.setattr(bridge.mpu, "get_expert_model_parallel_rank", lambda: 0)
+    kind = "bias" if bias else "weight"
+    name = f"decoder.layers.0.self_attention.linear_qkv.{kind}"
+    for rank, shard in enumerate(whole.chunk(tp)):
+        monkeypatch.setattr(bridge, "named_weights", lambda _: {name: shard})  # noqa: B023
+        monkeypatch.setattr(bridge, "shard_group", lambda _: (SimpleNamespace(rank=lambda: rank), tp))  # noqa: B023
+        everywhere.append(shard_digests(bridge.hf_shards(model)))
+    queries, *keys_values = (digest(part).numpy() for part in parts)
+    found = add_up([f"model.layers.0.self_attn.qkv_proj.{kind}"], everywhere)
+    assert np.array_equal(found[:, 0], [queries, sum(keys_values)])
 
 
-@pytest.mark.parametrize(("join", "bias", "tp"), [*JOINS, ("qkv", True, 2), ("qkv", False, 32), ("qkv", True, 32)])
-def test_sums_of_shards_add_up_to_those_of_the_whole(join, bias, tp):
-    """Where 32 ranks split query, key and value, each holds half a head."""
-    hf = SimpleNamespace(num_attention_heads=8, num_key_value_heads=4, head_dim=8)
-    heights = {"qkv": [64, 32, 32], "gate_up": [96, 96]}.get(join, [96])
-    parts = [torch.randn(height, 1 if bias else 24).to(torch.bfloat16) for height in heights]
-    parts = [part.flatten() for part in parts] if bias else parts
-    whole = bridge.merge_parts(join, parts, hf)
-    total = 0
-    for rank in range(tp):
-        shard = whole.chunk(tp, bridge.SPLIT_DIM[join])[rank].contiguous()
-        width = min(8, len(shard)) if bias else shard.shape[-1]
-        words = shard.view(-1, width).view(torch.int64)
-        group = SimpleNamespace(rank=partial(int, rank), size=partial(int, tp))
-        total += torch.stack(part_sums(join, words, 8 // width if bias else 8, group, hf))
-    assert torch.equal(total, torch.stack([digest(part, ordered=True)[::2] for part in parts]))
+def test_copies_that_differ_are_refused():
+    same, other = {("norm", 0, False): [1, 2]}, {("norm", 0, False): [1, 3]}
+    assert add_up(["norm"], [same, same]).tolist() == [[[1, 2]], [[0, 0]]]
+    with pytest.raises(TrainingError, match=r"differ: ranks \[2\] have others .*norm"):
+        add_up(["norm"], [same, same, other])
 
 
 # ---------------------------------------------------------------- digests, without vLLM
@@ -122,15 +121,13 @@ class Layer(torch.nn.Module):
         self.norm.weight = torch.nn.Parameter(hf["layer.norm.weight"].clone())
 
 
-def compared(check: PushCheck, pushed: dict[str, torch.Tensor], held: list[dict[str, torch.Tensor]], fault="") -> None:
-    """Two ranks, one engine: `check` sees `pushed`, while rank r holds what follows from held[r], and the second rank
-    finds the fault in its norm."""
+def compared(check: PushCheck, pushed: dict[str, torch.Tensor], held: list[dict[str, torch.Tensor]], **faults) -> None:
+    """Two ranks, one engine: the trainer has `pushed`, while rank r of vLLM holds what follows from held[r]."""
     layers = [torch.nn.ModuleDict({"layer": Layer(hf, rank)}) for rank, hf in enumerate(held)]
     digests = [engine_digests(layer) for layer in layers]
-    everywhere = [Held(list(d), torch.stack([*d.values()]).numpy(), 0) for d in digests]
-    everywhere[1].faults[fault] = ["layer.norm.weight"]
-    digests = to_host({name: digest(tensor, ordered=True) for name, tensor in pushed.items()})
-    check.compare(pushed_sums(digests, set(everywhere[0].names)), everywhere)
+    parts = shard_digests((name, 0, tensor) for name, tensor in pushed.items())
+    held = [torch.stack([*found.values()]).numpy() for found in digests]
+    check.compare(list(digests[0]), [parts] * 2, held, **faults)
 
 
 def weights(seed: int, **others: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -145,10 +142,11 @@ def test_copies_of_key_value_heads_are_found_out_and_held_to():
     for hf, changed in ((zero, 1.0), (old, 0.5), (old, 0.0), (new, 0.5)):
         compared(check, hf, [hf, hf])
         assert check.metrics == {"sync/checked": 1, "sync/changed": changed}
-    assert check.copies == {"layer.qkv_proj.weight": [(1, 2)], "layer.norm.weight": [(2, 2)]}
-    with pytest.raises(TrainingError, match=r"ranks \[0, 1\] 1 of 2 weights .*: layer\.qkv_proj\.weight"):
+    factors = [check.factors[f] for f in check.fits.argmax(0)]
+    assert factors == [(1, 2), (2, 2)] and check.fits.sum() == 2  # of qkv_proj and of the norm
+    with pytest.raises(TrainingError, match=r"ranks \[0, 1\] these weights .*: layer\.qkv_proj\.weight"):
         compared(check, old, [old, new])
-    with pytest.raises(TrainingError, match=r"1 of 2 weights .*: layer\.norm\.weight"):
+    with pytest.raises(TrainingError, match=r"these weights .*: layer\.norm\.weight"):
         compared(check, new, [new, weights(1, norm=torch.full((32,), 1.5))])
 
 
@@ -166,9 +164,9 @@ def test_a_push_with_other_names_or_a_fault_on_one_rank_is_refused():
     hf = weights(0)
     with pytest.raises(TrainingError, match=r"vLLM has no layer\.o_proj\.weight"):
         compared(PushCheck(tp=2), weights(0, o_proj=torch.ones(8, 8)), [hf, hf])
-    for fault in FAULTS:
-        with pytest.raises(TrainingError, match=r"on ranks \[1\]:? .*layer\.norm\.weight"):
-            compared(PushCheck(tp=2), hf, [hf, hf], fault)
+    for fault in ("changed", "moved"):
+        with pytest.raises(TrainingError, match=r"on ranks \[1\]: .*layer\.norm\.weight"):
+            compared(PushCheck(tp=2), hf, [hf, hf], **{fault: [[], ["layer.norm.weight"]]})
 
 
 # ---------------------------------------------------------------- memory

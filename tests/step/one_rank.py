@@ -37,7 +37,7 @@ class PlainEngine:
             logps.append(logp_V[ids[-1]].item())
         return Completion(ids, logps, ids[-1] == self.model.config.eos_token_id)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], source=None) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], shards) -> None:
         self.model.load_state_dict(dict(weights), strict=False)
 
     def metrics(self) -> dict:
