@@ -200,11 +200,12 @@ def pack(batch: Batch, samples: list[int], width: int, device, shares: bool = Fa
     padding = width - int((lengths_S - shared_S).sum())
     piece = int(lengths_S.max(initial=0)) or PADDING_PIECE
     sizes_S = np.append(lengths_S, np.diff([*range(0, padding, piece), padding])).astype(np.int64)
-    pieces = [slice(start, start + length) for start, length in zip(starts_S, lengths_S, strict=True)]
+    offsets_S = starts_S - np.cumsum(lengths_S) + lengths_S
+    index = torch.from_numpy(np.arange(lengths_S.sum()) + np.repeat(offsets_S, lengths_S))
 
     def row(values_F: torch.Tensor) -> torch.Tensor:
         zeros = values_F.new_zeros(padding, *values_F.shape[1:])
-        return torch.cat([*(values_F[piece] for piece in pieces), zeros])[None]  # [1, T]
+        return torch.cat([values_F.index_select(0, index), zeros])[None]  # [1, T]
 
     known = {field.name: getattr(batch, field.name) for field in fields(Rows)}
     rows = {name: row(values_F) for name, values_F in known.items() if values_F is not None}
