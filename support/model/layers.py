@@ -23,6 +23,7 @@ for message in (
 if torch.cuda.device_count() == 0:  # by NVML: is_available starts CUDA, which then reads no variable any more
     cpu_backend.install()  # before Megatron-core is imported
 
+from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import MegatronModule, TransformerConfig, attention
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -79,6 +80,8 @@ class Split(torch.autograd.Function):
 
 
 attention.SplitAlongDim = Split.apply  # splits query, key and value; Megatron's own needs Transformer Engine
+# Megatron's own reads each norm back.
+clip_grads.l2_norm_impl = lambda size, flag, lists, *_: (torch.stack(torch._foreach_norm(lists[0])).norm()[None], None)
 
 
 class Rotation(torch.autograd.Function):

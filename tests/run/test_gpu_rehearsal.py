@@ -52,8 +52,6 @@ WAITS = {
         ("support/model/routes.py reduce_counts", "copy from the GPU"): (1, "update"),
         ("train_grpo.py score", "copy from the GPU"): (1, "log-prob pass"),  # rounding, at the first update of a start
         ("clip_grads.py get_grad_norm_fp32", "_local_scalar_dense"): (1, "update"),
-        ("utils.py local_multi_tensor_l2_norm", "_local_scalar_dense"): (16, "update"),  # 16 weights
-        ("utils.py local_multi_tensor_l2_norm", "copy to the GPU"): (1, "update"),
         ("optimizer.py has_grad_norm_group", "_local_scalar_dense"): (1, "update"),  # Megatron 0.19, at the first one
         ("optimizer.py has_grad_norm_group", "copy to the GPU"): (1, "update"),
         ("distributed_data_parallel.py restore_grad_buffers", "synchronize"): (1, "update"),
@@ -82,11 +80,10 @@ HOST = ("megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_opt
 REPLAY = ("algo.replay_routes=true", *FULL)
 
 
-def of_experts(weights: int, forwards: int) -> dict:
-    """Waits of a rank with experts: `weights` of its own, `forwards` of a micro-batch, 2 where it is recomputed."""
+def of_experts(forwards: int) -> dict:
+    """Waits of a rank with experts, which `forwards` times computes a micro-batch, 2 where it is recomputed."""
     layers = LAYERS * forwards
     return {
-        "train": {("utils.py local_multi_tensor_l2_norm", "_local_scalar_dense"): (weights, "update")},
         "train, passes": {
             ("moe_utils.py permute", "masked_select"): (2 * layers, "micro-batch"),
             ("token_dispatcher.py _maybe_dtoh_and_synchronize", "synchronize"): (layers, "micro-batch"),
@@ -109,11 +106,9 @@ ON_HOST = {
 RUNS = {
     "dense, KL, two updates": Run(overrides=KL),
     "the same in bf16, offload": Run(overrides=("model.dtype=bf16", "train.offload=optimizer", *KL)),
-    "experts, replayed routes, recompute": Run(overrides=REPLAY, arch="qwen3_moe", waits=of_experts(32, forwards=2)),
+    "experts, replayed routes, recompute": Run(overrides=REPLAY, arch="qwen3_moe", waits=of_experts(forwards=2)),
     "optimizer on the host, precision-aware": Run(overrides=HOST, waits=ON_HOST),
-    "two ranks, tp and experts": Run(
-        2, ("parallel.tp=2", "parallel.ep=2"), "qwen3_moe", waits=of_experts(24, forwards=1)
-    ),
+    "two ranks, tp and experts": Run(2, ("parallel.tp=2", "parallel.ep=2"), "qwen3_moe", waits=of_experts(forwards=1)),
     "two ranks, pipeline": Run(2, ("parallel.pp=2",), waits=SHAPES),
     "two ranks, cp": Run(2, ("parallel.cp=2",)),
     "LoRA": Run(overrides=("lora.rank=4",)),
