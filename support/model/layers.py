@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from support.base.ranks import device
-from support.model import cpu_backend
+from support.model import cpu_backend, kernels
 
 # Warnings of every run without Transformer Engine and Apex, which need no action.
 for message in (
@@ -39,12 +39,16 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up):
         ctx.save_for_backward(gate_up)
+        if kernels.runs_on(gate_up):
+            return kernels.swiglu(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx, grad):
         (gate_up,) = ctx.saved_tensors
+        if kernels.runs_on(gate_up):
+            return kernels.swiglu_grad(gate_up, grad)
         gate, up = gate_up.chunk(2, -1)
         grads = torch.empty_like(gate_up)
         grad_gate, grad_up = grads.chunk(2, -1)
@@ -93,11 +97,15 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
+        if kernels.runs_on(x):
+            return kernels.rotate(x, cos, sin, 1.0)
         return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
+        if kernels.runs_on(grad):
+            return kernels.rotate(grad, cos, sin, -1.0), None, None
         return torch.addcmul(grad * cos, grad.roll(grad.shape[-1] // 2, -1), sin, value=-1), None, None
 
 

