@@ -134,7 +134,7 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         fp16=dtype is torch.float16,
         calculate_per_token_loss=True,  # gradients are sums, divided once by the global denominator
         use_cpu_initialization=not torch.cuda.is_available(),
-        gradient_accumulation_fusion=False,  # needs Apex or Transformer Engine
+        gradient_accumulation_fusion=torch.cuda.is_available(),  # by add_product, not by Apex
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         use_te_activation_func=not extra.get("bias_activation_fusion"),  # the slot for our Activation

@@ -4,6 +4,7 @@ Importing this file prepares the process for Megatron-core, which it imports fir
 """
 
 import warnings
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ if torch.cuda.device_count() == 0:  # by NVML: is_available starts CUDA, which t
     cpu_backend.install()  # before Megatron-core is imported
 
 from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import layers as linear
 from megatron.core.transformer import MegatronModule, TransformerConfig, attention
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -84,6 +86,22 @@ class Split(torch.autograd.Function):
 
 
 attention.SplitAlongDim = Split.apply  # splits query, key and value; Megatron's own needs Transformer Engine
+
+
+def add_product(x: torch.Tensor, grad: torch.Tensor, main: torch.Tensor) -> None:
+    """Add the gradient of a linear layer's weight, gradᵀ · x, to `main` in the product itself, without a rounding.
+
+    x [M, in], grad [M, out], main [out, in], which may be fp32 where they are bf16 or fp16 (CUDA alone can).
+    """
+    wider = {} if main.dtype is x.dtype else {"out_dtype": main.dtype}
+    torch.addmm(main, grad.t(), x, **wider, out=main)
+
+
+# Megatron calls Apex for gradient_accumulation_fusion, by these names.
+linear.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+    wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product
+)
+linear._grad_accum_fusion_available = True
 # Megatron's own reads each norm back.
 clip_grads.l2_norm_impl = lambda size, flag, lists, *_: (torch.stack(torch._foreach_norm(lists[0])).norm()[None], None)
 

@@ -226,6 +226,13 @@ def grouped_mm(op, args, kwargs):
     return to_gpu(op(*values_of(args), **values_of(kwargs)))
 
 
+def addmm_wider(op, args, kwargs):
+    """torch.addmm with out_dtype, whose `out` is the first argument."""
+    x, y, dtype = values_of(args[1:])
+    value_of(kwargs["out"]).addmm_(x.to(dtype), y.to(dtype))
+    return kwargs["out"]
+
+
 def with_kernel(kernel):
     return lambda op, args, kwargs: compute(op, args, kwargs, kernel)
 
@@ -236,6 +243,7 @@ CASES = {
     aten._to_copy.default: copy_to,
     aten.repeat_interleave.Tensor: repeat_interleave,
     aten._grouped_mm.default: grouped_mm,
+    aten.addmm.dtype_out: addmm_wider,
     aten._flash_attention_forward.default: with_kernel(flash.forward),
     aten._flash_attention_backward.default: with_kernel(flash.backward),
 }

@@ -11,12 +11,13 @@ import megatron_bridge as bridge
 from config import UserError
 from support.base.read_config import override
 from support.engine.vllm_process import engine_options
+from support.model import layers
 from support.model.optimizer_state import main_weights
 from support.preflight import options
 from support.step.packing import pack
 from tests.checkpoint_worker import TRAIN, made_up_update
 from tests.compare_runs import lasting
-from tests.conftest import REPO, build_model, check_state, tiny_config, tiny_model
+from tests.conftest import REPO, build_model, check_state, tiny_config, tiny_model, wrap
 from tests.layout_worker import equal, one_layout
 from tests.oracle.layouts import make_plan, run_worker
 from tests.oracle.plain import relative
@@ -81,6 +82,25 @@ def test_options_change_no_update(world, tmp_path, family, name):
     plan = make_plan(tmp_path, family, layouts={"plain": [], name: EVERYTHING[family][name]})
     with torch.compiler.set_stance("force_eager"):
         check_same(one_layout(plan, "plain"), one_layout(plan, name))
+
+
+@pytest.mark.parametrize("family", EVERYTHING)
+def test_gradients_that_products_add_to_main_grad_are_the_same(world, tmp_path, monkeypatch, family):
+    """As on GPUs; the first family ties its head, whose weight gets the embedding's gradient besides."""
+    plan = make_plan(tmp_path, family, layouts={"plain": [], "overlap": ["megatron.overlap_grad_reduce=true"]})
+    plain = one_layout(plan, "plain")
+
+    def fused(function, *args):
+        config = function(*args)
+        config.gradient_accumulation_fusion = True
+        return config
+
+    wrap(monkeypatch, bridge, "transformer_config", fused)
+    added = []
+    apex = layers.linear.fused_weight_gradient_mlp_cuda
+    wrap(monkeypatch, apex, "wgrad_gemm_accum_fp32", lambda function, *args: added.append(function(*args)))
+    check_same(plain, one_layout(plan, "overlap"))
+    assert added
 
 
 @pytest.mark.slow
