@@ -38,7 +38,16 @@ from support.model.attention import (
     sum_over_context,
 )
 from support.model.experts import experts_for
-from support.model.layers import Activation, HiddenGPT, RMSNorm, Router, submodules  # before Megatron-core
+from support.model.layers import (  # before Megatron-core
+    Activation,
+    HiddenGPT,
+    RMSNorm,
+    Router,
+    add_product,
+    logits_grad,
+    logits_stats,
+    submodules,
+)
 
 # isort: split
 from megatron.core import parallel_state as mpu
@@ -63,7 +72,6 @@ from support.model.stages import stage_layers
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET_BYTES = 512 << 20  # default size of a bucket of weights
 ALL_WEIGHTS = LoraConfig()  # rank 0: all weights are trained, none has adapters
-BLOCK = 1 << 20  # logits that exist in fp32 at a time on a CPU
 LOGITS_CHUNK = 2048  # response tokens whose logits over the full vocabulary exist at a time
 
 
@@ -289,11 +297,8 @@ def build_chunk(hf, config: TransformerConfig, vp_stage: int | None, trained: Lo
     if [layer.layer_number - 1 for layer in model.decoder.layers] != [*layers]:
         raise TrainingError(f"Megatron-core built other layers than {layers} of the model for a pipeline stage")
     model.inv_freq = rotary_embedding(hf).inv_freq.to(device())  # no buffer: safe from dtype casts
-    if model.post_process:  # token_logprobs gathers and reduces once for all its chunks
-        head = model.output_layer
-        head.sequence_parallel = False
-        head.allreduce_dgrad = False
-        head.disable_grad_reduce = True
+    if model.post_process:  # still a module, whose hooks wait for weights that are on their way
+        model.output_layer.forward = HeadLogp.apply
     lora.attach(model, trained)
     for name, parameter in model.named_parameters():
         if is_expert(name):  # Megatron 0.16 does not mark them at ep 1, and would reduce over too few ranks
@@ -446,85 +451,91 @@ def first_of_context() -> bool:
     return mpu.get_context_parallel_rank() == 0
 
 
-class VocabParallelLogp(torch.autograd.Function):
-    """Log-prob of each target and entropy at each position, over a vocabulary split across the tensor-parallel ranks.
+class HeadLogp(torch.autograd.Function):
+    """The head, then the log-prob of each target and the entropy at each position, over a vocabulary that
+    tensor-parallel ranks split.
 
-    logits_M [M, V / tp] as the head gives them, targets_M [M] ids in the full vocabulary → logp_M, entropy_M [M] fp32,
-    both differentiable. With l = logit / temperature:
+    hidden_M [M, h], weight [V / tp, h], targets_M [M] ids in the full vocabulary → logp_M, entropy_M [M] fp32, both
+    differentiable (the entropy has any value if not `with_entropy`). With l = logit / temperature:
 
       d logp / d l_v = [v = target] - p_v          d entropy / d l_v = -p_v (log p_v + entropy)
 
-    All ranks compute one loss from them, so they need an all-reduce in the forward pass and none in the backward.
+    Logits in `dtype` exist for LOGITS_CHUNK positions at a time. The backward pass recomputes them, but for the last
+    chunk's, and rounds their gradient to the weight's type. All ranks compute one loss, so the forward pass all-reduces
+    and the backward pass does not. `fused`: the weight's gradient is added to main_grad here, as Megatron's linear
+    layers do with gradient_accumulation_fusion.
     """
 
     @staticmethod
-    def forward(ctx, logits_M, targets_M, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx, hidden_M, weight, targets_M, temperature: float, with_entropy: bool, dtype, fused: bool):
         ctx.set_materialize_grads(False)  # None for an entropy that is only reported: no pass is spent on its gradient
-        group, vocab = mpu.get_tensor_model_parallel_group(), logits_M.shape[-1]
-        local_M = targets_M - group.rank() * vocab
-        here_M = (local_M >= 0) & (local_M < vocab)
-        local_M = local_M.clamp(0, vocab - 1)[:, None]  # [M, 1]
-        max_M = widened(logits_M.amax(-1)) / temperature
+        group = mpu.get_tensor_model_parallel_group()
+        local_M = targets_M - group.rank() * len(weight)
+        ctx.logits, stats = None, []
+        for hidden, local in zip(hidden_M.split(LOGITS_CHUNK), local_M.split(LOGITS_CHUNK), strict=True):
+            del ctx.logits  # of the chunk before
+            ctx.logits = head_logits(hidden, weight, dtype)
+            stats.append(logits_stats(ctx.logits, local, temperature, with_entropy))
+        own_max_M, exp_sum_M, weighted_sum_M, target_M = torch.cat(stats, dim=1)
+        max_M = own_max_M.clone()
         dist.all_reduce(max_M, dist.ReduceOp.MAX, group=group)
-        sums = []  # of some rows each
-        for shifted, local, here in shifted_rows(logits_M, temperature, max_M, local_M, here_M):
-            target, exp = shifted.gather(-1, local)[:, 0] * here, shifted.exp()
-            exp_sum = exp.sum(-1)
-            weighted = exp.mul_(shifted).sum(-1) if with_entropy else torch.full_like(target, math.nan)
-            sums.append(torch.stack([exp_sum, weighted, target]))
-        sums = torch.cat(sums, dim=1)  # [3, M]
+        shift_M = own_max_M - max_M
+        here_M = (local_M >= 0) & (local_M < len(weight))
+        sums = torch.stack([exp_sum_M, weighted_sum_M + exp_sum_M * shift_M]) * shift_M.exp()
+        sums = torch.cat([sums, (target_M + shift_M * here_M)[None]])  # [3, M]
         dist.all_reduce(sums, group=group)
         exp_sum_M, weighted_sum_M, target_M = sums
         log_z_M = exp_sum_M.log()
         entropy_M = log_z_M - weighted_sum_M / exp_sum_M
-        ctx.temperature = temperature
-        ctx.save_for_backward(logits_M, max_M, log_z_M, entropy_M, local_M, here_M)
+        ctx.options = {"temperature": temperature, "dtype": weight.dtype}
+        ctx.dtype, ctx.fused = dtype, fused
+        ctx.save_for_backward(weight, hidden_M, local_M, max_M, log_z_M, entropy_M)
         return target_M - log_z_M, entropy_M
 
     @staticmethod
     def backward(ctx, grad_logp_M, grad_entropy_M):
-        logits_M, max_M, *saved = ctx.saved_tensors
-        grad_M = torch.empty_like(logits_M)
-        grads = [torch.zeros_like(max_M) if grad_logp_M is None else grad_logp_M]
+        weight, hidden_M, local_M, *saved = ctx.saved_tensors
+        grad_weight, grad_hidden_M = None, torch.empty_like(hidden_M)
+        grads = [torch.zeros_like(saved[0]) if grad_logp_M is None else grad_logp_M]
         grads += [] if grad_entropy_M is None else [grad_entropy_M]
-        rows = shifted_rows(logits_M, ctx.temperature, max_M, *saved, grad_M, *grads)
-        for shifted, log_z, entropy, local, here, grad, grad_logp, *grad_entropy in rows:
-            logp = shifted.sub_(log_z[:, None])  # of each token of the vocabulary
-            factor = -grad_logp[:, None]
-            if grad_entropy:
-                factor = (logp + entropy[:, None]).mul_(-grad_entropy[0][:, None]).add_(factor)
-            of_l = logp.exp_().mul_(factor)  # p_v times its factor; the target's 1 is added to it
-            grad.copy_(of_l.scatter_add_(-1, local, (grad_logp * here)[:, None]).div_(ctx.temperature))
-        return grad_M, None, None, None
+        chunks = zip(*(x.split(LOGITS_CHUNK) for x in (hidden_M, grad_hidden_M, local_M, *saved, *grads)), strict=True)
+        for hidden, grad_hidden, *rows in reversed([*chunks]):
+            logits, ctx.logits = ctx.logits, None
+            if logits is None:
+                logits = head_logits(hidden, weight, ctx.dtype)
+            grad = logits_grad(logits, *rows, **ctx.options)
+            grad_hidden.copy_(grad @ weight)
+            if ctx.needs_input_grad[1] and ctx.fused:
+                add_product(hidden, grad, weight.main_grad)
+            elif ctx.needs_input_grad[1]:
+                product = grad.t() @ hidden
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+            del logits, grad  # before the next chunk's
+        if ctx.needs_input_grad[1] and ctx.fused:  # as Megatron's linear layers, for DDP's hook
+            weight.grad_added_to_main_grad = True
+            is_tied = getattr(weight, "zero_out_wgrad", False)  # the embedding's gradient is added then
+            grad_weight = None if is_tied else torch.empty_like(weight)
+        return grad_hidden_M, grad_weight, *[None] * 5
 
 
-def widened(values: torch.Tensor) -> torch.Tensor:
-    """The values in fp32, or in fp64 where they are."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def shifted_rows(logits_M, temperature: float, max_M, *others_M) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Of some rows at a time: logits / temperature - max, [rows, V / tp] fp32, and these rows of the others.
-
-    On a CPU they are so few that they stay in its cache: large temporaries cost page faults. On a GPU they are all.
-    """
-    rows = len(logits_M) if logits_M.is_cuda else BLOCK // logits_M.shape[-1]
-    parts = (values.split(max(rows, 1)) for values in (logits_M, max_M, *others_M))
-    for logits, shift, *others in zip(*parts, strict=True):
-        yield (widened(logits) / temperature).sub_(shift[:, None]), *others
+def head_logits(hidden_M, weight, dtype: torch.dtype) -> torch.Tensor:
+    """[M, h], [V / tp, h] → [M, V / tp] in `dtype`; fp32 of bf16 or fp16 is summed in fp32, and not rounded (CUDA)."""
+    if dtype is weight.dtype:
+        return hidden_M @ weight.t()
+    return torch.mm(hidden_M, weight.t(), out_dtype=dtype)
 
 
 def token_logprobs(
     model, hidden, mb, temperature: float, with_entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of the target and entropy (NaN if not asked for) at each position, 0 where the mask is 0.
+    """Log-prob of the target and entropy (any value if not asked for) at each position, 0 where the mask is 0.
 
     hidden [C / cp (/ tp under sequence parallelism), 1, h] of the micro-batch → logp_T, entropy_T [T] fp32, on every
-    context-parallel rank. Logits exist for the M masked-in positions only, LOGITS_CHUNK at a time, and are recomputed
-    in the backward pass: a full [T, V] would not fit.
+    context-parallel rank. Logits exist for the M masked-in positions only.
     """
     model = unwrap_model(model)
-    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    head = model.output_layer
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else head.weight
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)  # [C / cp, 1, h]; the backward pass reduce-scatters
     else:
@@ -532,20 +543,11 @@ def token_logprobs(
     rows_M, copies = own_rows(mb)
     hidden_M = copies.take(hidden[:, 0])  # [M, h]
     targets_M = mb.targets[0].index_select(0, rows_M).long()
-    if model.fp32_head:
-        hidden_M = hidden_M.float()
-        weight = (model.output_layer.weight if weight is None else weight).float()
-
-    def chunk_logprobs(hidden_M, targets_M):
-        logits, _ = model.output_layer(hidden_M, weight=weight)  # [M, V / tp]
-        return VocabParallelLogp.apply(logits, targets_M, temperature, with_entropy)
-
-    if len(rows_M) > LOGITS_CHUNK:
-        chunks = zip(hidden_M.split(LOGITS_CHUNK), targets_M.split(LOGITS_CHUNK), strict=True)
-        values = [torch.utils.checkpoint.checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
-        logp_M, entropy_M = map(torch.cat, zip(*values, strict=True))
-    else:
-        logp_M, entropy_M = chunk_logprobs(hidden_M, targets_M)
+    dtype = torch.float32 if model.fp32_head else weight.dtype
+    if not hidden.is_cuda:  # a CPU has no product of bf16 that gives fp32
+        hidden_M, weight = hidden_M.to(dtype), weight.to(dtype)
+    options = (dtype, model.config.gradient_accumulation_fusion)
+    logp_M, entropy_M = head(hidden_M, weight, targets_M, temperature, with_entropy, *options)
     return to_row(logp_M, rows_M, mb), to_row(entropy_M, rows_M, mb)
 
 

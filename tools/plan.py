@@ -40,7 +40,7 @@ GB = 10**9
 GPU_BYTES = 80 * GB  # where there is no GPU to ask
 RESERVE = 0.1  # of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs and fragments: assumed, not measured
 META = torch.device("meta")
-LOGIT = 12  # bytes for each logit of a chunk at the peak of scoring; training has its gradient too
+LOGIT = 12  # bytes for each logit of a chunk at the peak without Triton; its gradient is written over it
 BLOCK = 16  # tokens of a block of vLLM's KV cache
 
 # ---------------------------------------------------------------- what a rank holds, to the byte
@@ -218,16 +218,11 @@ def activation_bytes(hf, cfg: Config, stage: int) -> tuple[int, int]:
     return int(in_flight * kept * row), int(within * row)
 
 
-def head_bytes(hf, cfg: Config, tokens: int, trains: bool) -> int:
+def head_bytes(hf, cfg: Config, tokens: int) -> int:
     """Peak of the log-probs of a row: hidden states gathered and selected, LOGIT bytes for each logit of a chunk."""
     tokens = tokens // cfg.parallel.cp
-    vocabulary = hf.vocab_size // cfg.parallel.tp
     hidden = 4 * hf.hidden_size * bridge.DTYPES[cfg.model.dtype].itemsize
-    logits = min(tokens, bridge.LOGITS_CHUNK) * vocabulary * (LOGIT + 4 * trains)
-    head = 0
-    if cfg.model.fp32_head:  # its weight in fp32 and, in training, the gradient
-        head = vocabulary * hf.hidden_size * (8 if trains else 4)
-    return tokens * hidden + logits + head
+    return tokens * hidden + min(tokens, bridge.LOGITS_CHUNK) * hf.vocab_size // cfg.parallel.tp * LOGIT
 
 
 @dataclass(frozen=True)
@@ -326,8 +321,8 @@ def stage_phases(
     state = {phase: held_in(phase, held, cfg, world_size) for phase in PHASES}
     train_head, score_head = 0, 0
     if stage == cfg.parallel.pp - 1:
-        train_head = head_bytes(hf, cfg, t.max_tokens_per_micro_batch, trains=True)
-        score_head = head_bytes(hf, cfg, t.logprob_max_tokens_per_micro_batch, trains=False)
+        train_head = head_bytes(hf, cfg, t.max_tokens_per_micro_batch)
+        score_head = head_bytes(hf, cfg, t.logprob_max_tokens_per_micro_batch)
     merged = {"merged": held.merged} if held.merged else {}
     kept, within = activation_bytes(hf, cfg, stage)
     row = t.logprob_max_tokens_per_micro_batch // cfg.parallel.cp

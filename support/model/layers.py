@@ -3,7 +3,9 @@
 Importing this file prepares the process for Megatron-core, which it imports first.
 """
 
+import math
 import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
@@ -149,6 +151,74 @@ class Normalization(torch.autograd.Function):
         mean = (product @ weight).unsqueeze(-1) / x.shape[-1]
         torch.mul(grad, weight, out=product).addcmul_(normed, mean, value=-1).mul_(scale)
         return product.to(x.dtype), grad_weight.to(x.dtype), None
+
+
+# ---------------------------------------------------------------- passes over logits
+
+BLOCK = 1 << 20  # logits that exist in fp32 at a time on a CPU
+
+
+def logits_stats(logits_M, local_M, temperature: float, with_entropy: bool) -> torch.Tensor:
+    """Of each row of logits [M, V / tp], with l = logit / temperature and e = exp(l - max l), four values, [4, M] fp32:
+    max l, sum e, sum e (l - max l), which is not computed if not `with_entropy`, and the target's l - max l.
+
+    local_M [M]: the target's column; where it is none of 0 ... V / tp - 1, another rank holds it, and the last is 0.
+    """
+    if kernels.runs_on(logits_M):
+        return kernels.logits_stats(logits_M, local_M, temperature)
+    max_M = widened(logits_M.amax(-1)) / temperature
+    stats = []  # of some rows each
+    for shifted, top, column, here in shifted_rows(logits_M, temperature, max_M, max_M, *columns(logits_M, local_M)):
+        target, exp = shifted.gather(-1, column)[:, 0] * here, shifted.exp()
+        exp_sum = exp.sum(-1)
+        weighted = exp.mul_(shifted).sum(-1) if with_entropy else torch.full_like(target, math.nan)
+        stats.append(torch.stack([top, exp_sum, weighted, target]))
+    return torch.cat(stats, dim=1)
+
+
+def logits_grad(logits_M, local_M, max_M, log_z_M, entropy_M, *grads_M, temperature: float, dtype) -> torch.Tensor:
+    """The gradient by the logits [M, V / tp], in `dtype`, from those by log-prob and, or not, entropy [M]; the formulas
+    are in HeadLogp. It is written over the logits where they are of this type.
+
+    max_M and log_z_M [M]: of l over the whole vocabulary, and log of the sum of exp(l - max l).
+    """
+    if kernels.runs_on(logits_M):
+        options = {"temperature": temperature, "dtype": dtype}
+        return kernels.logits_grad(logits_M, local_M, max_M, log_z_M, entropy_M, *grads_M, **options)
+    grad_M = logits_M if logits_M.dtype is dtype else torch.empty_like(logits_M, dtype=dtype)
+    saved_M = (log_z_M, entropy_M, *columns(logits_M, local_M), grad_M, *grads_M)
+    for shifted, log_z, entropy, column, here, grad, grad_logp, *grad_entropy in shifted_rows(
+        logits_M, temperature, max_M, *saved_M
+    ):
+        logp = shifted.sub_(log_z[:, None])  # of each token of the vocabulary
+        factor = -grad_logp[:, None]
+        if grad_entropy:
+            factor = (logp + entropy[:, None]).mul_(-grad_entropy[0][:, None]).add_(factor)
+        of_l = logp.exp_().mul_(factor)  # p_v times its factor; the target's 1 is added to it
+        grad.copy_(of_l.scatter_add_(-1, column, (grad_logp * here)[:, None]).div_(temperature))
+    return grad_M
+
+
+def columns(logits_M, local_M) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's column in each row, [M, 1], any where this rank has not got it; and whether it has, [M]."""
+    vocab = logits_M.shape[-1]
+    return local_M.clamp(0, vocab - 1)[:, None], (local_M >= 0) & (local_M < vocab)
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """The values in fp32, or in fp64 where they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def shifted_rows(logits_M, temperature: float, max_M, *others_M) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Of some rows at a time: logits / temperature - max, [rows, V / tp] fp32, and these rows of the others.
+
+    On a CPU they are so few that they stay in its cache: large temporaries cost page faults. On a GPU they are all.
+    """
+    rows = len(logits_M) if logits_M.is_cuda else BLOCK // logits_M.shape[-1]
+    parts = (values.split(max(rows, 1)) for values in (logits_M, max_M, *others_M))
+    for logits, shift, *others in zip(*parts, strict=True):
+        yield (widened(logits) / temperature).sub_(shift[:, None]), *others
 
 
 # ---------------------------------------------------------------- layers

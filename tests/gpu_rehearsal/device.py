@@ -226,6 +226,12 @@ def grouped_mm(op, args, kwargs):
     return to_gpu(op(*values_of(args), **values_of(kwargs)))
 
 
+def mm_wider(op, args, kwargs):
+    """torch.mm with out_dtype, which CPUs lack."""
+    x, y, dtype = values_of(args)
+    return to_gpu(x.to(dtype) @ y.to(dtype))
+
+
 def addmm_wider(op, args, kwargs):
     """torch.addmm with out_dtype, whose `out` is the first argument."""
     x, y, dtype = values_of(args[1:])
@@ -243,6 +249,7 @@ CASES = {
     aten._to_copy.default: copy_to,
     aten.repeat_interleave.Tensor: repeat_interleave,
     aten._grouped_mm.default: grouped_mm,
+    aten.mm.dtype: mm_wider,
     aten.addmm.dtype_out: addmm_wider,
     aten._flash_attention_forward.default: with_kernel(flash.forward),
     aten._flash_attention_backward.default: with_kernel(flash.backward),

@@ -105,7 +105,9 @@ ON_HOST = {
 }
 RUNS = {
     "dense, KL, two updates": Run(overrides=KL),
-    "the same in bf16, offload": Run(overrides=("model.dtype=bf16", "train.offload=optimizer", *KL)),
+    "the same in bf16, offload": Run(
+        overrides=("model.dtype=bf16", "model.fp32_head=true", "train.offload=optimizer", *KL)
+    ),
     "experts, replayed routes, recompute": Run(overrides=REPLAY, arch="qwen3_moe", waits=of_experts(forwards=2)),
     "optimizer on the host, precision-aware": Run(overrides=HOST, waits=ON_HOST),
     "two ranks, tp and experts": Run(2, ("parallel.tp=2", "parallel.ep=2"), "qwen3_moe", waits=of_experts(forwards=1)),

@@ -20,6 +20,31 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
+def logits(dtype: torch.dtype, on: str) -> list[float]:
+    """Rows of 5,000, more than a block, with targets that are mostly on other ranks; their gradient, also in bf16."""
+    temperature = 0.7
+    logits_M, grads_M = (3 * torch.randn(9, 5000, device=on)).to(dtype), torch.randn(2, 9, device=on)
+    local_M = torch.tensor([0, 4999, 5000, -1, -3000, 9000, 7, 2048, 4096], device=on)
+    here_M = (local_M >= 0) & (local_M < 5000)
+    exact_M = (logits_M.double() / temperature).requires_grad_()
+    max_M, log_z_M = exact_M.detach().amax(-1), exact_M.logsumexp(-1)
+    probs_M = exact_M.softmax(-1)
+    target_M = exact_M.gather(1, local_M.clamp(0, 4999)[:, None])[:, 0] * here_M
+    entropy_M = log_z_M - (probs_M * exact_M).sum(-1)
+    (wanted,) = torch.autograd.grad((target_M - log_z_M, entropy_M), exact_M, (*grads_M.double(),))
+    top_M, sum_M, weighted_M, found_M = kernels.logits_stats(logits_M, local_M, temperature)
+    of_target = torch.where(here_M, target_M - max_M, 0.0).detach()
+    values = (top_M + sum_M.log(), log_z_M), (sum_M.log() - weighted_M / sum_M, entropy_M), (found_M, of_target)
+    known_M = (local_M, top_M, sum_M.log(), sum_M.log() - weighted_M / sum_M, *grads_M)
+    errors = [relative(found, exact.detach()) for found, exact in values]
+    assert max(errors) < 1e-6, errors
+    half = kernels.logits_grad(logits_M.clone(), *known_M, temperature=temperature, dtype=torch.bfloat16)
+    assert half.dtype is torch.bfloat16 and relative(half, wanted / temperature) < CLOSE[torch.bfloat16]
+    return [
+        relative(kernels.logits_grad(logits_M, *known_M, temperature=temperature, dtype=dtype), wanted / temperature)
+    ]
+
+
 def swiglu(dtype: torch.dtype, on: str) -> list[float]:
     x, grad = torch.randn(33, 1, 600, device=on).to(dtype), torch.randn(33, 1, 300, device=on).to(dtype)
     exact = x.double().requires_grad_()
@@ -42,7 +67,7 @@ def rotation(dtype: torch.dtype, on: str) -> list[float]:
     return [relative(value, exact) for value, exact in zip(found, (forward, back), strict=True)]
 
 
-KERNELS = [swiglu, rotation]
+KERNELS = [logits, swiglu, rotation]
 
 
 def check(of, dtype: torch.dtype, on: str) -> None:

@@ -16,6 +16,7 @@ import megatron_bridge as bridge
 import train_grpo
 from support.base import ranks
 from support.base.read_config import load_config
+from support.model import layers
 from support.step.packing import to_micro_batches
 from tests import hub_models
 from tests.conftest import REPO, build_model, tiny_config
@@ -110,11 +111,11 @@ def test_the_formulas_are_near_a_real_update(world, tmp_path, monkeypatch, famil
     rows = [f"train.{kind}max_tokens_per_micro_batch=512" for kind in ("", "logprob_")]
     cfg = tiny_config(f"model.path={tmp_path}", "data.train=unused", "algo.entropy_coef=0.1", *rows, *more)
     hf = transformers.AutoConfig.from_pretrained(tmp_path)
-    monkeypatch.setattr(bridge, "BLOCK", 1 << 30)  # all logits at a time, as on a GPU
+    monkeypatch.setattr(layers, "BLOCK", 1 << 30)  # all logits at a time, as on a GPU
     scoring, training = peaks(cfg, prompt=1, answer=128)
-    planned = plan.activation_bytes(hf, cfg, 0)[0] + plan.head_bytes(hf, cfg, 512, trains=True)
+    planned = plan.activation_bytes(hf, cfg, 0)[0] + plan.head_bytes(hf, cfg, 512)
     assert planned == pytest.approx(training, rel=0.1)
-    assert plan.head_bytes(hf, cfg, 512, trains=False) == pytest.approx(scoring, rel=0.1)
+    assert plan.head_bytes(hf, cfg, 512) == pytest.approx(scoring, rel=0.1)
     assert np.less(peaks(cfg, prompt=160, answer=72), (scoring, training)).all()  # shared: copies are within the row
 
 
