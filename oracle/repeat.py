@@ -299,7 +299,9 @@ class Repetition:
             found = algorithm.advantages_of(answers, algo, in_reward)
             if report.compare("advantage", [a.row["advantage"] for a in answers], found).parts:
                 answers, found = self.without_left_out(answers, found, in_reward)
-            if not report.check("advantages", "advantage", [a.row["advantage"] for a in answers], found):
+            if not report.check(
+                "advantages", f"advantage by {algo.advantage}", [a.row["advantage"] for a in answers], found
+            ):
                 found = None
         for a, own in zip(answers, [None] * len(answers) if found is None else found, strict=True):
             a.advantages = torch.full((len(a.sampled),), float(a.row["advantage"] if own is None else own))
@@ -362,7 +364,7 @@ class Repetition:
         try:
             if own:
                 from oracle import fork
-            if "token weights" in own:
+            if "token-weights" in own:
                 weights = fork.own_weights(answers, chosen, self.cfg)
             if "loss" in own:
                 loss = fork.own_loss(self.cfg, self.report.step)
@@ -380,7 +382,7 @@ class Repetition:
             report.note("loss", "not judged in a step: it was NaN or infinite")
             return sums
         problems = self.misfits(losses_of(sums), metrics)
-        weighed = self.own | {"token weights"}
+        weighed = self.own | {"token-weights"}
         for own in (weighed, self.own | {"loss"}, weighed | {"loss"}) if problems else ():
             again = None if own == self.own else self.gradient(answers, chosen, values, own)
             if again is not None and not self.misfits(losses_of(again), metrics):
@@ -482,6 +484,6 @@ def turns_of(row: dict) -> list[list[int]]:
 def unknown_names(cfg) -> list[tuple[str, str]]:
     """(item, key=value) of the names that no formula is known for."""
     algo = cfg.algo
-    legal = [("token weights", "loss_norm", formulas.NORMS), ("loss", "loss", formulas.LOSSES)]
+    legal = [("token-weights", "loss_norm", formulas.NORMS), ("loss", "loss", formulas.LOSSES)]
     legal += [("loss", "kl", formulas.KLS), ("loss", "correction", formulas.BOUNDS)]
     return [(item, f"algo.{key}={getattr(algo, key)}") for item, key, names in legal if getattr(algo, key) not in names]

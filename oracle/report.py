@@ -11,7 +11,7 @@ from oracle.run import Recorded
 
 ITEMS = (  # in the order in which a step makes them; "weights" are AdamW's: exports, and what later steps compute
     "order", "seeds", "sampling", "answers", "rewards", "groups", "log-probs", "reference", "teacher", "advantages",
-    "token weights", "loss", "entropy", "gradient", "updates", "lr", "weights", "adapters", "checkpoints",
+    "token-weights", "loss", "entropy", "gradient", "updates", "lr", "weights", "adapters", "checkpoints",
 )  # fmt: skip
 EXACT = {  # what goes through no model, in every dtype
     "reward": (1e-6, 1e-6),

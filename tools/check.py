@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     try:
         run = read_run(args.run, args.steps)
     except ValueError as error:
-        print(error)
+        print(" ".join(str(error).split()))
         return 2
     report = repeat(run)
     print(report.table(mine))

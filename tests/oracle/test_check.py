@@ -32,7 +32,7 @@ def test_a_real_run_is_repeated(shared):
     report = repeat(read_run(shared.out))
     assert not report.parted(), report.table()
     judged = {name for name, item in report.items.items() if item.count}
-    assert judged == set(ITEMS) - {"sampling", "teacher", "token weights", "updates", "adapters"}
+    assert judged == set(ITEMS) - {"sampling", "teacher", "token-weights", "updates", "adapters"}
     assert "from step" not in report.table(), "all of it is judged"
 
 
@@ -90,7 +90,7 @@ def doubled(function):
 EDITS = {  # item → (formula, what the oracle takes for it, so that the code seems edited)
     "advantages": ("compare", lambda rewards, kind: 2 * formulas_before["compare"](rewards, kind)),
     "loss": ("policy_loss", doubled(formulas.policy_loss)),
-    "token weights": ("answer_weights", lambda *given: 2 * formulas_before["answer_weights"](*given)),
+    "token-weights": ("answer_weights", lambda *given: 2 * formulas_before["answer_weights"](*given)),
 }
 formulas_before = {name: getattr(formulas, name) for name, _ in EDITS.values()}
 
