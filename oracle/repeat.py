@@ -57,13 +57,11 @@ class Repetition:
         folder = self.trainer.folder if self.trainer else [*exports, self.cfg.model.path][0]
         self.tokenizer = self.read("the tokenizer", lambda: load_tokenizer(folder))
         self.ends = self.read("the end tokens", lambda: end_tokens(folder, self.tokenizer)) or set()
-        load = lambda key: load_prompts(self.cfg.data, self.tokenizer, LARGEST_ID, key)  # noqa: E731
-        prompts = self.tokenizer and self.read("data.train", lambda: load("train"))
+        prompts = self.prompts_of("train")
         mixed = isinstance(prompts, Mixture)
         self.sets = prompts.sets if mixed else [prompts or []]
         self.stream = algorithm.order_of([len(p) for p in self.sets], prompts.weights if mixed else [1], self.cfg.seed)
-        has_eval = self.tokenizer and self.cfg.data.eval is not None
-        self.eval_prompts = has_eval and self.read("data.eval", lambda: load("eval"))
+        self.eval_prompts = self.prompts_of("eval")
         self.barred = self.why_barred()  # for good
         self.unknown = None  # why our weights are not the run's
         if self.barred or run.steps[0] > 1:
@@ -78,6 +76,12 @@ class Repetition:
         except Exception as error:  # of transformers, the hub, a reader of data, the user's own
             self.report.remarks.append(f"{what} cannot be read: {' '.join(str(error).split())[:160]}")
             return None
+
+    def prompts_of(self, key: str):
+        """The prompts of data.train or data.eval; None where there are none, or no tokenizer."""
+        if self.tokenizer is None or getattr(self.cfg.data, key) is None:
+            return None
+        return self.read(f"data.{key}", lambda: load_prompts(self.cfg.data, self.tokenizer, LARGEST_ID, key))
 
     @cached_property
     def by_prompt(self) -> dict[tuple[int, ...], Prompt]:
