@@ -67,8 +67,10 @@ class Grader:
 
     def grade(self, answer: dict, prompt: Prompt, row: dict) -> dict[str, float]:
         """The parts of the answer's reward, weighed."""
-        spec, parts = self.cfg.reward.by_source.get(answer["source"], self.cfg.reward.default), {}
-        for name, weight in ({spec: 1.0} if isinstance(spec, str) else spec).items():
+        spec = self.cfg.reward.by_source.get(answer["source"], self.cfg.reward.default)
+        weights = {spec: 1.0} if isinstance(spec, str) else spec
+        parts = {}
+        for name, weight in weights.items():
             if name not in self.functions:
                 self.functions[name] = function_of(name, self.cfg.reward)
             found = self.functions[name](answer["text"], prompt.answer, row, answer["response_ids"])

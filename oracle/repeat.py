@@ -307,8 +307,10 @@ class Repetition:
                 "advantages", f"advantage by {algo.advantage}", [a.row["advantage"] for a in answers], found
             ):
                 found = None
-        for a, own in zip(answers, [None] * len(answers) if found is None else found, strict=True):
-            a.advantages = torch.full((len(a.sampled),), float(a.row["advantage"] if own is None else own))
+        if found is None:
+            found = [a.row["advantage"] for a in answers]
+        for a, advantage in zip(answers, found, strict=True):
+            a.advantages = torch.full((len(a.sampled),), float(advantage))
             if a.teacher is not None:
                 a.advantages = a.advantages - algo.teacher_coef * (a.old - a.teacher)
         return answers
@@ -387,7 +389,8 @@ class Repetition:
             return sums
         problems = self.misfits(losses_of(sums), metrics)
         weighed = self.own | {"token-weights"}
-        for own in (weighed, self.own | {"loss"}, weighed | {"loss"}) if problems else ():
+        stages = (weighed, self.own | {"loss"}, weighed | {"loss"}) if problems else ()
+        for own in stages:
             again = None if own == self.own else self.gradient(answers, chosen, values, own)
             if again is not None and not self.misfits(losses_of(again), metrics):
                 for item in own - self.own:
