@@ -1,5 +1,6 @@
 """`make check`: a real run, what it says of planted changes, of forks and of what is missing."""
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -10,9 +11,12 @@ import pytest
 import yaml
 
 from oracle import formulas
+from oracle.algorithm import order_of
 from oracle.repeat import repeat
 from oracle.report import ITEMS
 from oracle.run import read_run
+from support.data.mixing import draw_sets
+from support.data.prompts import shuffle_epochs
 from tests.conftest import REPO, read_rows, write_rows
 
 
@@ -162,3 +166,10 @@ def test_it_imports_nothing_of_the_trainer():
     assert "transformers" in top
     assert not top & {"train_grpo", "megatron_bridge", "rollout", "megatron", "vllm"}
     assert {name.split(".")[1] for name in modules if name.startswith("support.")} == {"base", "data"}
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.7, 0.3], [5, 0.5, 0.013]])
+def test_the_order_of_prompts_is_that_of_the_trainer(weights):
+    sizes = [10, 25, 7][: len(weights)]
+    drawn = draw_sets(weights, 0, 1000, 3) if len(weights) > 1 else [(0, number) for number in range(1000)]
+    assert [*itertools.islice(order_of(sizes, weights, 3), 1000)] == shuffle_epochs(drawn, sizes, 3)
