@@ -89,7 +89,12 @@ class Model:
             torch.nn.utils.rnn.pad_sequence(whole, batch_first=True) for whole in (ids, places, parts)
         )
         sees = (parts[:, None] == 0) | (parts[:, None] == parts[:, :, None])  # [rows, query, key]
-        inputs = {"input_ids": ids, "position_ids": places, "attention_mask": sees.tril()[:, None], "use_cache": False}
+        mask = full = sees.tril()[:, None]
+        if getattr(self.config, "sliding_window", None) is not None:
+            mask = full & (places[:, :, None] - places[:, None] < self.config.sliding_window)[:, None]
+        if getattr(self.config, "layer_types", None):  # some layers may have no window
+            mask = {"full_attention": full, "sliding_attention": mask}
+        inputs = {"input_ids": ids, "position_ids": places, "attention_mask": mask, "use_cache": False}
         own = {name.removeprefix("model."): weight for name, weight in module_weights(weights).items()}
         head = own.pop("lm_head.weight", own["embed_tokens.weight"])
         hidden = torch.func.functional_call(self.module.model, own, args=(), kwargs=inputs).last_hidden_state
