@@ -13,7 +13,7 @@ from config import EvalConfig, RolloutConfig
 from oracle import algorithm, formulas
 from oracle.algorithm import seed_of
 from oracle.grading import Grader
-from oracle.models import Weights, end_tokens
+from oracle.models import Weights, end_tokens, rounded
 from oracle.report import Report
 from oracle.run import Recorded
 from oracle.trainer import Scored, Trainer, known_loss, known_weights, losses_of, means_of, sampled_places, scored
@@ -441,7 +441,8 @@ class Repetition:
         pairs = [("weights", trainer.read(folder, trainer.dtype), trainer.current(), trainer.start())]
         if adapter is not None:
             factors = {n.removeprefix("base_model.model."): w for n, w in trainer.read(adapter, "fp32").items()}
-            pairs.append(("adapters", factors, trainer.main, trainer.first))
+            held = [{n: rounded(w, trainer.dtype) for n, w in own.items()} for own in (trainer.main, trainer.first)]
+            pairs.append(("adapters", factors, *held))
         if not self.unknown:
             for pair in pairs:
                 self.compare_weights(*pair)
