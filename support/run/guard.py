@@ -155,22 +155,21 @@ def check_gap(guard: Guard, report: dict, batch: Batch, cfg: Config, step: int) 
     if not is_first and (gap.over(guard.rounding) <= (stop if guard.told else warn) or (guard.told and meant)):
         return
     some, logp_F, guard.rounding = measure_rounding(guard.model, batch, cfg, guard.score)
-    slope = 0.0
-    if is_first:
-        slope = slope_of(logp_F[some.mask], some.rollout_logp[some.mask], guard.rounding.mean)
+    slope = slope_of(logp_F[some.mask], some.rollout_logp[some.mask], guard.rounding.mean) if is_first else 0.0
     if gap.over(guard.rounding) <= warn and not slope:
         return
     if batch.old_logp is not None and cfg.algo.old_logp == "trainer":
         logp_F = batch.old_logp  # an earlier update of this step has moved the weights
     else:
         logp_F = guard.score(guard.model, batch, cfg)
+    own_mean = gap.mean  # of the update's own pass, which dropout sets apart from a scoring pass
     gap = gap_of((logp_F - batch.rollout_logp)[batch.mask], OUTLIERS)
-    times = gap.over(guard.rounding)
+    times = max(gap.over(guard.rounding), own_mean / guard.rounding.mean)
     if times <= warn and not slope:
         return
     follows = f"; it follows the log-prob, with a slope of {slope:.3f}" if slope else ""
     message = (
-        f"step {step}: trainer and vLLM disagree on sampled tokens: mean |Δ log-prob| = {gap.mean:.2e}, mismatch KL "
+        f"step {step}: trainer and vLLM disagree on sampled tokens: mean |Δ log-prob| = {own_mean:.2e}, mismatch KL "
         f"{gap.k3:.1e}, {times:.1f} times what rounding moves them in this model ({guard.rounding.mean:.1e}, "
         f"{guard.rounding.k3:.1e}){follows}"
     )
