@@ -79,9 +79,12 @@ class Repetition:
 
     def prompts_of(self, key: str):
         """The prompts of data.train or data.eval; None where there are none, or no tokenizer."""
-        if self.tokenizer is None or getattr(self.cfg.data, key) is None:
+        value, data = getattr(self.cfg.data, key), self.cfg.data
+        if self.tokenizer is None or value is None:
             return None
-        return self.read(f"data.{key}", lambda: load_prompts(self.cfg.data, self.tokenizer, LARGEST_ID, key))
+        if key == "eval":  # read as a data.train of its own, so that a mistake between the two shows
+            data = data.model_copy(update={"train": value, "hint_key": None})
+        return self.read(f"data.{key}", lambda: load_prompts(data, self.tokenizer, LARGEST_ID))
 
     @cached_property
     def by_prompt(self) -> dict[tuple[int, ...], Prompt]:
