@@ -12,6 +12,9 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.utils import unwrap_model
 
+from config import TrainingError
+from support.base import ranks
+from support.base.require import require
 from support.model import fp16
 from support.model.checkpoint import read_state
 from support.model.offload import take_back_state
@@ -114,13 +117,22 @@ def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps: i
 def restore(path: Path, model: list, optimizer, others: Sequence[str] = ()) -> dict[str, Any]:
     """Load weights and moments from a checkpoint of any layout; returns its state.
 
-    `others`: first words of keys that somebody else reads. CheckpointError, before any change, also for unread keys.
+    `others`: first words of keys that somebody else reads. CheckpointError, before any change, also for unread keys;
+    TrainingError unless the optimizer then counts the checkpoint's updates and has moments.
     """
     state = read_state(path)
     take_back_state(optimizer)
     loaded = read_sharded(path, sharded_state(model, optimizer, loading=True), others=others)
     load_state(model, optimizer, loaded, state["updates"])
     fp16.set_scaler_state(optimizer, state.get("loss_scale") or {})  # older checkpoints have none
+    owned = [own_slice(part, weight)[1] for part, _, weight, _ in optimizer_weights(model, optimizer)]
+    has_moments = any(bool(own["exp_avg_sq"].any()) for own in owned if own)
+    steps = optimizer_steps(optimizer)
+    require(
+        steps == state["updates"] and (steps == 0 or any(ranks.gather(has_moments))),
+        f"{path} is of {state['updates']} updates, but after its load Adam counts {steps}, or all its moments are 0",
+        TrainingError,
+    )
     return state
 
 

@@ -139,21 +139,24 @@ def error_of(text: str) -> str:
 
 @contextlib.contextmanager
 def planted(exhibit: Exhibit) -> Iterator[None]:
-    """Put an exhibit into this process, for a while; tests/conftest.py puts it into those that it starts."""
+    """Put an exhibit into this process, for a while."""
     function, code = exhibit.find(), exhibit.find().__code__
-    os.environ[VARIABLE] = exhibit.name
     exhibit.apply()
     try:
         yield
     finally:
         function.__code__ = code
-        del os.environ[VARIABLE]
 
 
 def fails(exhibit: Exhibit) -> bool:
     """Whether the test that an exhibit names fails with it."""
-    with planted(exhibit):
+    function, code = exhibit.find(), exhibit.find().__code__
+    os.environ[VARIABLE] = exhibit.name  # tests/conftest.py puts it in
+    try:
         return pytest.main(["-q", "--tb=no", "-p", "no:faulthandler", exhibit.message]) == 1
+    finally:
+        function.__code__ = code
+        del os.environ[VARIABLE]
 
 
 def healthy(setting: str) -> str:
