@@ -146,8 +146,9 @@ def parts_of(value: float | dict, weight: float = 1.0) -> dict[str, float]:
 
     Raises TypeError or ValueError for what is no number.
     """
+    returned = value if isinstance(value, dict) else {"reward": value}
     parts = {}
-    for name, part in (value if isinstance(value, dict) else {"reward": value}).items():
+    for name, part in returned.items():
         if name in OWN_PARTS:
             raise ValueError(f"a reward has a part {name!r}, which is the trainer's own name; choose another")
         if part is None:  # it does not apply to this row

@@ -19,9 +19,9 @@ SLIPS = {  # what is said → function of the script, piece of its source, what 
         "grpo_loss", "loss = (loss_T * weight_T).sum()", "loss = (loss_T * weigth_T).sum()"),
     r"train_grpo.py, line \d+, in policy_loss: RuntimeError: The size of tensor a": (
         "policy_loss", "log_ratio_T = logp_T - old_logp_T", "log_ratio_T = logp_T[1:] - old_logp_T"),
-    r"grpo_loss returns the loss sum in the shape \[27\], .*; legal is": (
+    r"grpo_loss returns the shapes {'the loss sum': \[27\], .*; legal are": (
         "grpo_loss", "loss = (loss_T * weight_T).sum()", "loss = loss_T * weight_T"),
-    r"grpo_loss returns report\['tokens'\] in the shape \[27\], report\['entropy'\]": (
+    r"grpo_loss returns the shapes {'tokens': \[27\], 'entropy': \[27\]": (
         "grpo_loss", "values_T @ mask_T", "values_T * mask_T"),
 }  # fmt: skip
 
