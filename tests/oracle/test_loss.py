@@ -72,10 +72,23 @@ def compare(mb, logp_T: Tensor, algo, has_value: bool) -> None:
     loss, tokens, report = train_grpo.grpo_loss(mb, *inputs, algo)
     gradients = torch.autograd.grad(loss, inputs, materialize_grads=True)
     exact = [values_T.detach().double().requires_grad_() for values_T in inputs]
-    formula, clipped, outside = formulas.row_loss(mb, *exact, algo)
+    formula, clipped, outside = row_loss(mb, *exact, algo)
     close = {"rtol": 3e-4, "atol": 1e-5}
     for found, wanted in zip(gradients, torch.autograd.grad(formula, exact, materialize_grads=True), strict=True):
         torch.testing.assert_close(found.double(), wanted, **close)
     assert (tokens, report["clipped"], report["outside"]) == (mb.weights.count_nonzero(), clipped, outside)
     if has_value:
         torch.testing.assert_close(loss.double(), formula, **close)
+
+
+def row_loss(mb, logp_T: Tensor, entropy_T: Tensor, algo) -> Tensor:
+    """[3] float64 of a row: its loss sum, how many tokens are clipped, how many out of the correction's bounds."""
+    present_T = logp_T.detach()
+    old_T = present_T if mb.old_logp is None else mb.old_logp[0]
+    columns = (logp_T, old_T, mb.ref_logp[0], mb.rollout_logp[0], mb.advantages[0], mb.weights[0], entropy_T)
+    total = torch.zeros(3, dtype=torch.float64)
+    for number in mb.sequence_T.unique():
+        sampled_T = mb.mask[0] & (mb.sequence_T == number)
+        *answer, entropy = (column_T[sampled_T].double() for column_T in columns)
+        total = total + formulas.answer_loss(formulas.Answer(*answer), entropy, algo)[[0, 2, 3]].sum(1)
+    return total
