@@ -10,9 +10,12 @@ import shlex
 import pytest
 
 import train_grpo
+from oracle.repeat import repeat
+from oracle.run import read_run
 from tests.conftest import REPO
 from tests.forks import EXERCISES
 from tests.museum.exhibits import EXHIBITS
+from tests.museum.runs import planted
 
 PAGE = (REPO / "docs/exercises.md").read_text()
 COMMANDS = dict(re.findall(r"^git apply exercises/([\w-]+)\.patch\n(.+)$", PAGE, re.MULTILINE))  # patch → what grades
@@ -28,11 +31,8 @@ def exhibit_of(name: str):
 
 def test_every_patch_is_an_exercise_and_its_bug_has_no_name():
     assert list(COMMANDS) == list(EXERCISES) and len(re.findall(r"^\*\*\d+\. ", PAGE, re.MULTILINE)) == 12
-    for name in EXERCISES:
-        if name.startswith("bug"):
-            exhibit = exhibit_of(name)
-            assert exhibit.name not in PAGE + EXERCISES[name].read_text()
-            assert {"start": "--dry-run", "run": "make demo", "test": "-m pytest"}[exhibit.seen] in COMMANDS[name]
+    for name in RUN:
+        assert exhibit_of(name).name not in PAGE + EXERCISES[name].read_text()
 
 
 @pytest.mark.parametrize("name", GRADED)
@@ -48,9 +48,14 @@ def test_a_command_of_pytest_fails_with_the_patch_and_passes_without(name, fork,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
-def test_the_demo_stops_at_the_bug(name, train_forked):
-    keys = re.search(r'ARGS="(.*) output_dir=.*"', COMMANDS[name])[1].split()
+def test_the_demo_or_its_check_stops_at_the_bug(name, train_forked):
+    keys = re.search(r'ARGS="(.*) output_dir=.*?"', COMMANDS[name])[1].split()
     exhibit = exhibit_of(name)
     # The script calls the one that the exhibit changes.
-    stopped = train_forked(2, *keys, script=REPO / "tests/museum/announced.py", MUTANT=exhibit.name)
-    assert exhibit.message and re.search(f"error: .*{exhibit.message}", stopped.text), stopped.text
+    run = train_forked(2, *keys, script=REPO / "tests/museum/announced.py", MUTANT=exhibit.name)
+    if "make check" not in COMMANDS[name]:
+        assert re.search(f"error: .*{exhibit.message}", run.text), run.text
+        return
+    with planted(exhibit):  # the checkout that checks has the bug too
+        report = repeat(read_run(run.out))
+    assert run.code == 0 and report.parted(), run.text + report.table()

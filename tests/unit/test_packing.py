@@ -107,6 +107,13 @@ def test_every_field_stands_on_the_position_that_predicts():
     assert mb.old_logp is None and mb.ref_logp is None
 
 
+def test_truncated_answers_keep_their_mask_and_need_not_be_trained():
+    cut_off, whole = [Sample(0, [1, 2], [3, 4], [-1.0, -1.0], finished, "", "s") for finished in (False, True)]
+    batch = flatten([cut_off, whole], mask_truncated=True)
+    assert batch.mask.tolist() == [0, 1, 1, 0, 1, 1] and batch.trained.tolist() == [0, 0, 0, 0, 1, 1]
+    assert torch.equal(flatten([cut_off, whole]).trained, batch.mask)
+
+
 def test_an_empty_micro_batch_counts_nothing():
     batch = flatten(answers([[1, 2, 3]], 2))
     batch = replace(batch, advantages=torch.ones(4), weights=torch.ones(4))
