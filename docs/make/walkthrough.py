@@ -106,8 +106,7 @@ def record(shown: int) -> SimpleNamespace:
         return train_grpo.override(used, SMALL) if step == shown else used
 
     def keep_gradient(arguments):
-        if arguments["logp_T"].requires_grad:  # not in a check, which only needs the value
-            arguments["logp_T"].register_hook(lambda gradient_T: tape.calls.update(gradient=[({}, gradient_T)]))
+        arguments["logp_T"].register_hook(lambda gradient_T: tape.calls.update(gradient=[({}, gradient_T)]))
 
     def copy_weights(run):
         return {name: weight.clone() for name, weight in train_grpo.bridge.hf_weights(run.model)}
