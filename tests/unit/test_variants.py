@@ -97,7 +97,7 @@ def test_overlong_penalty_by_hand():
 
 
 # ---------------------------------------------------------------- policy losses
-# The rehearsal compares values, gradients and clips of each loss, correction and KL with the formulas.
+# tests/oracle/test_loss.py compares values, gradients and clips of each loss, correction and KL with the formulas.
 
 
 LN = [math.log(p) for p in (0.8, 0.6, 0.35, 0.2)]
