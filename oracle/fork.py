@@ -5,14 +5,14 @@ They are asked where a run parts from the formulas: what a fork did not touch ca
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import train_grpo
 from config import Config
 from oracle.trainer import Loss, Scored
-from support.step.records import Batch, MicroBatch, Sample
+from support.step.packing import pack
+from support.step.records import Sample
 
 FIELDS = ("group", "prompt_ids", "response_ids", "rollout_logp", "finished", "text", "source", "turns")
 
@@ -46,19 +46,8 @@ def own_loss(cfg: Config, step: int) -> Loss:
             return None if values is None else torch.zeros(size).index_put((at,), values.float())
 
         values = {"advantages": a.advantages, "weights": weight, "old_logp": a.old, "ref_logp": a.ref}
-        mb = micro_batch(replace(batch, **{name: spread(value) for name, value in values.items()}))
-        found, _, report = train_grpo.grpo_loss(mb, spread(logp), spread(entropy), algo)
+        batch = replace(batch, **{name: spread(value) for name, value in values.items()})
+        found, _, report = train_grpo.grpo_loss(pack(batch, [0], size, "cpu"), spread(logp), spread(entropy), algo)
         return found.double(), {name: report[name] for name in ("policy", "clipped", "outside")}
 
     return loss
-
-
-def micro_batch(batch: Batch) -> MicroBatch:
-    """A batch of one answer as a row of its own."""
-    fields = {name: value[None] for name, value in vars(batch).items() if torch.is_tensor(value)}
-    fields = {name: fields.get(name) for name in MicroBatch.__dataclass_fields__ if name in fields}
-    sizes = batch.lengths_N
-    return MicroBatch(
-        **fields, samples=np.array([0]), starts=np.array([0]), lengths=sizes, sizes=sizes,
-        rows=np.flatnonzero(batch.mask.numpy()), cu_seqlens=torch.tensor([0, sizes[0]], dtype=torch.int32),
-    )  # fmt: skip

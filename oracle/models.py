@@ -1,6 +1,7 @@
 """A model of plain transformers, whose weights are given at each call, under the names of the files of its folder."""
 
 import math
+import operator
 import re
 import zlib
 from collections.abc import Iterator
@@ -47,64 +48,35 @@ class Model:
         self.config = config
 
     def batches(self, prompts: list[list[int]], responses: list[list[int]]) -> Iterator[list[int]]:
-        """Numbers of the answers that `answers_logp` takes at once: as many as memory holds, of one prompt together."""
-        batch, positions, tokens, last = [], 0, 0, None
-        for n in sorted(range(len(prompts)), key=lambda n: (len(prompts[n]), prompts[n])):
+        """Numbers of the answers that `answers_logp` takes at once: as many as memory holds, of like length."""
+        batch, tokens = [], 0
+        for n in sorted(range(len(prompts)), key=lambda n: len(prompts[n]) + len(responses[n])):
             tokens += len(responses[n])
-            positions += len(responses[n])
-            if prompts[n] != last:
-                positions += len(prompts[n])
+            positions = (len(batch) + 1) * (len(prompts[n]) + len(responses[n]))  # it is the longest row
             if batch and (positions > POSITIONS or tokens * self.config.vocab_size > LOGITS):
                 yield batch
                 batch, tokens = [], len(responses[n])
-                positions = len(prompts[n]) + tokens
             batch.append(n)
-            last = prompts[n]
-        if batch:
-            yield batch
+        yield batch
 
     def answers_logp(
         self, weights: Weights, prompts: list[list[int]], responses: list[list[int]], temperature: float
     ) -> list[tuple[Tensor, Tensor]]:
-        """Log-prob and entropy at each response token, [response] each, of the answers of a batch.
-
-        The answers to a prompt are one row, the prompt once and then each answer, which sees the prompt and itself.
-        """
+        """Log-prob and entropy at each response token, [response] each, of the answers of a batch; a row for each."""
         device = next(iter(weights.values())).device
-        rows: dict[tuple, list[int]] = {}  # prompt → numbers of its answers
-        for n, prompt in enumerate(prompts):
-            rows.setdefault(tuple(prompt), []).append(n)
-        ids, places, parts, at = [], [], [], {}  # at: of each answer its row and the positions that predict its tokens
-        for number, (prompt, members) in enumerate(rows.items()):
-            row, place, part = list(prompt), list(range(len(prompt))), [0] * len(prompt)
-            for n in members:
-                *seen, _ = responses[n]
-                at[n] = number, [len(prompt) - 1, *range(len(row), len(row) + len(seen))]
-                row += seen
-                place += range(len(prompt), len(prompt) + len(seen))
-                part += [n + 1] * len(seen)
-            for whole, value in ((ids, row), (places, place), (parts, part)):
-                whole.append(torch.tensor(value, device=device))
-        ids, places, parts = (
-            torch.nn.utils.rnn.pad_sequence(whole, batch_first=True) for whole in (ids, places, parts)
-        )
-        sees = (parts[:, None] == 0) | (parts[:, None] == parts[:, :, None])  # [rows, query, key]
-        mask = full = sees.tril()[:, None]
-        if getattr(self.config, "sliding_window", None) is not None:
-            mask = full & (places[:, :, None] - places[:, None] < self.config.sliding_window)[:, None]
-        if getattr(self.config, "layer_types", None):  # some layers may have no window
-            mask = {"full_attention": full, "sliding_attention": mask}
-        inputs = {"input_ids": ids, "position_ids": places, "attention_mask": mask, "use_cache": False}
         own = {name.removeprefix("model."): weight for name, weight in module_weights(weights).items()}
         head = own.pop("lm_head.weight", own["embed_tokens.weight"])
+        rows = [torch.tensor(both) for both in map(operator.add, prompts, responses)]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # a row does not see what is after it
+        inputs = {"input_ids": ids, "use_cache": False}
         hidden = torch.func.functional_call(self.module.model, own, args=(), kwargs=inputs).last_hidden_state
-        row_M = [at[n][0] for n in range(len(prompts)) for _ in responses[n]]
-        place_M = [position for n in range(len(prompts)) for position in at[n][1]]
+        sizes = list(map(len, responses))
+        row_M = [n for n, size in enumerate(sizes) for _ in range(size)]
+        place_M = [len(prompts[n]) - 1 + i for n, size in enumerate(sizes) for i in range(size)]
         targets = torch.tensor([token for response in responses for token in response], device=device)
         logps = (hidden[row_M, place_M] @ head.T / temperature).log_softmax(-1)
         entropies = -(logps.exp() * logps).sum(-1)
         chosen = logps.gather(-1, targets[:, None])[:, 0]
-        sizes = list(map(len, responses))
         return list(zip(chosen.split(sizes), entropies.split(sizes), strict=True))
 
 

@@ -16,7 +16,7 @@ from oracle.grading import Grader
 from oracle.models import Weights, end_tokens, rounded
 from oracle.report import Report
 from oracle.run import Recorded
-from oracle.trainer import Scored, Trainer, known_loss, known_weights, losses_of, means_of, sampled_places, scored
+from oracle.trainer import Scored, Trainer, known_loss, known_weights, losses_of, means_of, scored
 from support.base import user_code
 from support.data.prompts import Mixture, Prompt, load_prompts, load_tokenizer
 
@@ -64,10 +64,8 @@ class Repetition:
         self.eval_prompts = self.prompts_of("eval")
         self.barred = self.why_barred()  # for good
         self.unknown = None  # why our weights are not the run's
-        if self.barred or run.steps[0] > 1:
-            self.lose(self.barred or f"there are no answers of step {run.steps[0] - 1}", ("log-probs", *OF_UPDATE))
-        if run.steps[0] > 1:
-            self.compare_exports(run.steps[0] - 1)
+        if self.barred:
+            self.lose(self.barred, ("log-probs", *OF_UPDATE))
 
     def read(self, what: str, make: Callable):
         """What `make` reads; None, and a remark, where it cannot."""
@@ -128,7 +126,7 @@ class Repetition:
         self.updates += metrics["update/applied"] if metrics else 0
         self.compare_exports(step)
         state = run.has("checkpoints", step)
-        if state and run.steps[0] == 1:
+        if state:
             found = json.loads((state / "state.json").read_text())
             updates = self.updates if metrics else found["updates"]
             for name, value in (("step", step), ("prompts_taken", self.taken), ("updates", updates)):
@@ -139,8 +137,8 @@ class Repetition:
         """The rows of the data that groups had, by ours; {group: its prompt, for the rewards}."""
         groups = {row["group"]: tuple(row["prompt_ids"]) for row in rows}
         self.taken += len(groups)
-        if not any(map(len, self.sets)) or self.run.steps[0] > 1:
-            self.report.note("order", "not judged: there are no data, or no steps before")
+        if not any(map(len, self.sets)):
+            self.report.note("order", "not judged: there are no data")
             return {group: self.by_prompt.get(ids) for group, ids in groups.items()}
         prompts = {}
         for group, ids in sorted(groups.items()):
@@ -219,7 +217,9 @@ class Repetition:
             elif prompt is None:
                 self.report.note("rewards", "some not graded anew: there is no row of the data with their prompt")
             else:
-                found, again = self.grade(row, prompt), f"{row['reward']:g} for {row['text'][:40]!r}"
+                turns, again = turns_of(row), f"{row['reward']:g} for {row['text'][:40]!r}"
+                said = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in turns]
+                found = self.grader.parts(row, prompt, said, self.has_ended(turns[-1], self.cfg.rollout))
                 if isinstance(found, str) and self.grader.has_returned:
                     self.report.say("rewards", f"the run gave {again}, here: {found}")
                 elif isinstance(found, str):  # it cannot run here
@@ -229,34 +229,14 @@ class Repetition:
                 else:
                     self.report.check("rewards", f"reward, {again}", [given[name] for name in found], [*found.values()])
 
-    def grade(self, row: dict, prompt: Prompt) -> dict[str, float] | str:
-        """The parts of an answer's reward, or why there are none."""
-        turns = turns_of(row)
-        said = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in turns]
-        return self.grader.parts(row, prompt, said, self.has_ended(turns[-1], self.cfg.rollout))
-
     def compare_counts(self, rows: list[dict], groups: set[int], metrics: dict) -> None:
-        """Sizes of groups, those that are trained, and what is counted of the answers."""
+        """Sizes of groups, those that are trained, and the mean reward."""
         cfg, report = self.cfg, self.report
         sizes = Counter(row["group"] for row in rows)
         report.check("groups", "groups/size", [*sizes.values()], [cfg.rollout.group_size] * len(sizes))
-        rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
-        different = Counter(group for group, _ in {(row["group"], row["reward"]) for row in rows})
-        tokens = [len(sampled_places(row)) for row in rows]
-        found = {
-            "reward/mean": rewards.mean().item(),
-            "reward/std": rewards.std(correction=0).item(),
-            "groups/zero_std_frac": [*different.values()].count(1) / len(sizes),
-            "groups/sampled": len(sizes),
-            "groups/trained": len(groups),
-            "tokens/response_mean": sum(tokens) / len(rows),
-            "tokens/truncated_frac": sum(not row["finished"] for row in rows) / len(rows),
-        }
-        if cfg.rollout.turns:
-            found["tokens/environment_mean"] = (sum(len(row["response_ids"]) for row in rows) - sum(tokens)) / len(rows)
-            found["turns/mean"] = sum(len(row["turns"][::2]) for row in rows) / len(rows)
-        for name, value in found.items():
-            report.check("rewards" if name.startswith("reward") else "groups", name, metrics.get(name), value)
+        report.check("rewards", "reward/mean", metrics["reward/mean"], sum(row["reward"] for row in rows) / len(rows))
+        for name, value in (("groups/sampled", len(sizes)), ("groups/trained", len(groups))):
+            report.check("groups", name, metrics[name], value)
 
     # ---------------------------------------------------------------- advantages and updates
 
@@ -336,13 +316,7 @@ class Repetition:
         r, count = cfg.rollout, cfg.train.updates_per_step if cfg.algo.old_logp == "trainer" else 1
         compared = [answers[n] for n in sorted({n for chosen in updates[:count] for n in chosen})]
         ours, theirs = (torch.cat([getattr(a, name) for a in compared]).double() for name in ("before", "rollout"))
-        w = torch.exp((ours - theirs).clamp(-20, 20))
-        found = {
-            "logp_gap/mean": (ours - theirs).abs().mean(),
-            "logp_gap/max": (ours - theirs).abs().max(),
-            "mismatch/k3": formulas.kl(theirs, ours, "k3").mean(),
-            "mismatch/ess": w.sum() ** 2 / (w * w).sum() / len(w),
-        }
+        found = {"logp_gap/mean": (ours - theirs).abs().mean(), "logp_gap/max": (ours - theirs).abs().max()}
         other = [f"rollout.vllm.{name}" for name in r.vllm if name not in HARMLESS.split()]
         other += [f"rollout.{name}" for name, plain in (("top_p", 1), ("top_k", -1)) if getattr(r, name) != plain]
         apart = other or report.compare("token: rollout_logp", theirs, ours).parts

@@ -18,7 +18,7 @@ class Recorded:
     folder: Path
     cfg: Config
     metrics: dict[int, dict]  # of each step that has a line
-    steps: list[int]  # with a file of answers
+    steps: list[int]  # with a file of answers, from 1 on
     remarks: list[str] = field(default_factory=list)  # what is missing
 
     def rollouts(self, step: int, kind: str = "step") -> list[dict]:
@@ -44,14 +44,14 @@ def read_run(folder: Path, steps: int | None = None) -> Recorded:
     cfg, remarks = read_config(yaml.safe_load((folder / "config.yaml").read_text()))
     names = sorted(path.stem for path in folder.glob("rollouts/step_*.jsonl"))
     found = [int(name.removeprefix("step_")) for name in names][:steps]
-    if not found:
-        raise ValueError(f"{folder}/rollouts has no answers (step_NNNNNN.jsonl): nothing to repeat")
+    if found[:1] != [1]:
+        raise ValueError(f"{folder}/rollouts has no answers of step 1 (step_000001.jsonl): nothing to repeat")
     log = folder / "metrics.jsonl"
     lines = read_rows(log) if log.exists() else []
     metrics = {line["step"]: line for line in lines if "reward/mean" in line}
     if lacking := [step for step in found if step not in metrics]:
         remarks.append(f"metrics.jsonl has no line of step {lacking[0]}: what it would say of {lacking} is not judged")
-    steps = [step for number, step in enumerate(found) if step == found[0] + number]
+    steps = [step for number, step in enumerate(found, start=1) if step == number]
     if len(steps) < len(found):
         remarks.append(f"rollouts/ has no answers of step {steps[-1] + 1}: what follows is not judged")
     return Recorded(folder, cfg, metrics, steps, remarks)

@@ -152,7 +152,7 @@ def test_what_is_missing_is_said(copied, tmp_path):
     for text in ("no line of step 1", "does not know algo.mine=1: ignored", "data.train cannot be read: data.train="):
         assert text in report.table()
     shutil.rmtree(copied / "rollouts")
-    with pytest.raises(ValueError, match="has no answers"):
+    with pytest.raises(ValueError, match="has no answers of step 1"):
         read_run(copied)
     with pytest.raises(ValueError, match=r"has no config\.yaml"):
         read_run(tmp_path)
