@@ -27,6 +27,14 @@ def test_the_weights_that_a_token_meets_are_those_of_the_bench(name):
     assert throughput.matrix_weights(hf, active=False) == sum(out * inp for out, inp in shapes)
 
 
+def test_operations_of_a_model_by_hand():
+    c = works.QWEN2 | works.sizes(hidden=4, layers=2, heads=2, kv_heads=1, ffn=8, vocab=10, tied=True)
+    layer = 4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 8  # q, k and v, o, feed-forward
+    weights = 2 * layer + 4 * 10
+    attention = 2 * 2 * 2 * (3**2 + 5**2)  # layers, heads, their dimension, tokens of the two sequences
+    assert throughput.train_flops(SimpleNamespace(**c), 3 + 5, 3**2 + 5**2) == 6 * weights * (3 + 5) + 6 * attention
+
+
 def test_rates_by_hand(monkeypatch):
     monkeypatch.setattr(throughput.dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(throughput.bridge.mpu, "get_data_parallel_world_size", lambda: 2)
