@@ -725,10 +725,11 @@ def token_kl(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
 
 
 def rehearse(cfg: Config) -> None:
-    """Call advantages and loss once before anything is built, so that an unknown name in `algo` or a fork's slip shows
+    """Call advantages and loss before anything is built, so that an unknown name in `algo` or a fork's slip shows
     at once. Raises UserError.
     """
-    rehearsal.run(config_at(cfg, 1), flatten, add_advantages, loss_weights, grpo_loss)
+    for step in (1, cfg.train.steps):  # the ends of schedules
+        rehearsal.run(config_at(cfg, step), flatten, add_advantages, loss_weights, grpo_loss)
 
 
 def main(argv: list[str]) -> int:

@@ -174,6 +174,10 @@ def check_what_is_learned(cfg: Config) -> None:
         "algo.replay_routes=true: vLLM keeps routes with cached prefixes; leave out rollout.vllm.enable_prefix_caching",
     )
     require(
+        a.kl_coef > 0 or cfg.schedule.kl_coef is None,
+        "algo.kl_coef=0 keeps no reference model, and schedule.kl_coef cannot bring it back; start above 0",
+    )
+    require(
         bool(r.turns) or r.max_turns == type(r)().max_turns,
         f"rollout.max_turns={r.max_turns} has no effect without rollout.turns; name its function or leave it out",
     )
