@@ -128,7 +128,8 @@ def test_names_without_a_formula(copied):
 def test_the_command(copied, capsys, mine, code):
     reconfigure(copied, "model", path=str(copied))  # deleted; the tokenizer is in the exports
     rows = read_rows(copied / "rollouts/step_000001.jsonl")
-    write_rows(copied / "rollouts/step_000001.jsonl", [row | {"seed": 7} for row in rows])
+    changed = [row | {"seed": 7, "sampling": [row["sampling"][0] | {"seed": 7}]} for row in rows]
+    write_rows(copied / "rollouts/step_000001.jsonl", changed)
     assert check.main([str(copied), "--mine", mine, "--steps", "1"]) == code
     said = capsys.readouterr().out
     if code == 2:
