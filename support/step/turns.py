@@ -101,7 +101,7 @@ class Conversations:
         said = talk.said
         if outcome.status != "ok":
             error = FAILED + outcome.error if outcome.error else ""
-            said.failure = replace(outcome, error=error, graded=None)  # it is of the last turn, not of the answer
+            said.failure = replace(outcome, error=error)
             return False
         text = outcome.parts["reply"]
         said.columns["state"] = outcome.parts["state"]
