@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from config import TrainingError
 from support.base import ranks
-from support.base.require import require
 
 Parts = dict[tuple[str, int, bool], list[int]]  # {(vLLM's name, number, whether keys and values): digest}
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # words of 8 bytes digested at once: a core's cache; little memory of a GPU
@@ -98,8 +97,9 @@ def add_up(names: list[str], everywhere: Iterable[Parts]) -> np.ndarray:
     if "lm_head.weight" in set(names) - sums.keys():  # tied to the embedding, but packed separately
         sums["lm_head.weight"] = sums["model.embed_tokens.weight"]
     lacking, unknown = set(names) - sums.keys(), sums.keys() - set(names)
-    what = f"nothing is pushed into {shorten(lacking)}, and vLLM has no {shorten(unknown)}"
-    require(not lacking | unknown, f"a weight push and vLLM's model differ in names: {what}", TrainingError)
+    if lacking | unknown:
+        what = f"nothing is pushed into {shorten(lacking)}, and vLLM has no {shorten(unknown)}"
+        raise TrainingError(f"a weight push and vLLM's model differ in names: {what}")
     return np.stack([sums[name] for name in names], axis=1)
 
 
@@ -120,7 +120,8 @@ FAULTS = {  # what is found in a push → message; "changed" at the first one, "
 def stop(fault: str, found: dict[int, Iterable[str]]) -> None:
     """Raises TrainingError where a rank found a fault; `found`: {rank: names of weights}."""
     at = [rank for rank, names in found.items() if names]
-    require(not at, FAULTS[fault].format(ranks=at, names=shorten(set().union(*found.values()))), TrainingError)
+    if at:
+        raise TrainingError(FAULTS[fault].format(ranks=at, names=shorten(set().union(*found.values()))))
 
 
 class PushCheck:
