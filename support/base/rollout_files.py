@@ -11,9 +11,8 @@ from support.base.files import sync
 
 
 def as_row(sample) -> dict:
-    """The row of a Sample: its fields that are not None, those in `tokens` beside them, without what is for checks."""
-    written = vars(sample).keys() - {"routes", "raw"}
-    row = {name: value for name, value in vars(sample).items() if value is not None and name in written}
+    """The row of a Sample: its fields that are not None, but for routes; those in `tokens` beside them."""
+    row = {name: value for name, value in vars(sample).items() if value is not None and name != "routes"}
     return row | row.pop("tokens", {})
 
 
