@@ -69,23 +69,19 @@ def scheduled(cfg: Config, step: int) -> dict[str, float]:
     return values
 
 
-def mixed_groups(answers: list[dict]) -> set[int]:
-    """The groups of unequal rewards, before the penalty on length."""
+def trained_groups(answers: list[dict], cfg: Config) -> set[int]:
+    """The groups that a step trains on: all or, under dynamic sampling, those whose rewards differ before the penalty
+    on length, or if there are none the last round's, which then had as many as the first.
+    """
     rewards = {}
     for a in answers:
         plain = sum(value for name, value in a["reward_parts"].items() if name != "overlong")
         rewards.setdefault(a["group"], set()).add(plain)
-    return {group for group, values in rewards.items() if len(values) > 1}
-
-
-def trained_groups(answers: list[dict], cfg: Config) -> set[int]:
-    """The groups that a step trains on: all or, under dynamic sampling, the mixed ones, or if there are none the last
-    round's, which then had as many as the first.
-    """
-    groups = sorted({a["group"] for a in answers})
+    groups = {a["group"] for a in answers}
     if cfg.algo.max_rounds == 1:
-        return set(groups)
-    return mixed_groups(answers) or set(groups[-cfg.rollout.prompts_per_step :])
+        return groups
+    mixed = {group for group, values in rewards.items() if len(values) > 1}
+    return mixed or set(sorted(groups)[-cfg.rollout.prompts_per_step :])
 
 
 def updates_of(answers: list[dict], cfg: Config, step: int) -> list[list[int]]:

@@ -46,38 +46,33 @@ class Grader:
 
         `said`: the texts of the model's turns; `ended`: whether the last of them ended by itself.
         """
+        spec = self.cfg.reward.by_source.get(answer["source"], self.cfg.reward.default)
+        parts = {}
         try:
             row = json.loads(json.dumps(self.converse(prompt.row, said, ended), default=str))
-            return self.grade(answer, prompt, row)
+            for name, weight in ({spec: 1.0} if isinstance(spec, str) else spec).items():
+                if name not in self.functions:
+                    self.functions[name] = function_of(name, self.cfg.reward)
+                found = self.functions[name](answer["text"], prompt.answer, row, answer["response_ids"])
+                self.has_returned = True
+                for part, value in found.items():
+                    if not isinstance(spec, str):
+                        part = name if part == "reward" else f"{name}/{part}"
+                    if value is not None:
+                        parts[str(part)] = weight * float(value)
         except Exception as error:  # of the user's code
             return user_code.last_line(error)
+        return parts
 
     def converse(self, row: dict, said: list[str], ended: bool) -> dict:
         """The row that the reward of a conversation gets: with its turns and its state."""
         if self.cfg.rollout.turns is None:
             return row
         environment = user_code.load_function("rollout.turns", self.cfg.rollout.turns)
+        *before, last = said
         turns, state = [], {}
-        for number, text in enumerate(said, start=1):
-            turns.append(text)
-            reply = environment(text, row, state) if number < len(said) or ended else None
-            if number < len(said):
-                turns.append(reply)
-        return row | {"turns": turns, "state": state}
-
-    def grade(self, answer: dict, prompt: Prompt, row: dict) -> dict[str, float]:
-        """The parts of the answer's reward, weighed."""
-        spec = self.cfg.reward.by_source.get(answer["source"], self.cfg.reward.default)
-        weights = {spec: 1.0} if isinstance(spec, str) else spec
-        parts = {}
-        for name, weight in weights.items():
-            if name not in self.functions:
-                self.functions[name] = function_of(name, self.cfg.reward)
-            found = self.functions[name](answer["text"], prompt.answer, row, answer["response_ids"])
-            self.has_returned = True
-            for part, value in found.items():
-                if not isinstance(spec, str):
-                    part = name if part == "reward" else f"{name}/{part}"
-                if value is not None:
-                    parts[str(part)] = weight * float(value)
-        return parts
+        for text in before:
+            turns += [text, environment(text, row, state)]
+        if ended:  # it is asked for the last time, and what it says is dropped
+            environment(last, row, state)
+        return row | {"turns": [*turns, last], "state": state}

@@ -16,7 +16,7 @@ from oracle.grading import Grader
 from oracle.models import Weights, end_tokens, rounded
 from oracle.report import Report
 from oracle.run import Recorded
-from oracle.trainer import Scored, Trainer, known_loss, known_weights, losses_of, means_of, scored
+from oracle.trainer import Scored, Trainer, known_loss, known_weights, losses_of, scored
 from support.base import user_code
 from support.data.prompts import Mixture, Prompt, load_prompts, load_tokenizer
 
@@ -268,8 +268,6 @@ class Repetition:
         if metrics and self.has_moments:
             clipped = sum(s["clipped"] for s in reports) / sum(s["tokens"] for s in reports)
             report.check("loss", "ratio/clip_frac", metrics["ratio/clip_frac"], clipped)
-            skipped = sum(not s["grad_norm"] > 0 for s in reports)
-            report.check("gradient", "update/skipped", metrics["update/skipped"], skipped)
         if not self.has_moments:
             self.lose("the moments of AdamW are not in an export", ("weights",))
 
@@ -286,10 +284,8 @@ class Repetition:
             found = algorithm.advantages_of(answers, algo, in_reward)
             if report.compare("advantage", [a.row["advantage"] for a in answers], found).parts:
                 answers, found = self.without_left_out(answers, found, in_reward)
-            if not report.check(
-                "advantages", f"advantage by {algo.advantage}", [a.row["advantage"] for a in answers], found
-            ):
-                found = None
+            theirs = [a.row["advantage"] for a in answers]
+            found = found if report.check("advantages", f"advantage by {algo.advantage}", theirs, found) else None
         if found is None:
             found = [a.row["advantage"] for a in answers]
         for a, advantage in zip(answers, found, strict=True):
@@ -329,15 +325,11 @@ class Repetition:
             report.note("log-probs", f"vLLM's not judged: {', '.join(other)} may change them")
         else:
             report.check("log-probs", "token: rollout_logp", theirs, ours)
-        if "loss" not in self.own:
-            outside = torch.cat([formulas.correction(a.before, a.rollout, cfg.algo)[1] for a in compared])
-            found["mismatch/cut_frac"] = outside.double().mean()
+        for name, value in found.items():
+            report.check("log-probs", name, metrics[name], value)
         if answers[0].teacher is not None:
             apart = torch.cat([a.old - a.teacher for a in answers if a.is_trained] or [torch.zeros(1)])
-            found["kl/teacher"] = apart.double().mean()
-        items = {"mismatch/cut_frac": "loss", "kl/teacher": "teacher"}
-        for name, value in found.items():
-            report.check(items.get(name, "log-probs"), name, metrics[name], value)
+            report.check("teacher", "kl/teacher", metrics["kl/teacher"], apart.double().mean())
         return True
 
     def gradient(self, answers: list[Scored], chosen: list[int], values: dict, own: set[str]) -> Counter | None:
@@ -360,50 +352,51 @@ class Repetition:
         self, answers: list[Scored], chosen: list[int], sums: Counter, metrics: dict, values: dict
     ) -> Counter:
         """The first update of a step: its loss and gradient by formulas, else by the checkout's own functions."""
-        report, algo = self.report, self.cfg.algo
+        report, algo, taken = self.report, self.cfg.algo, [answers[n] for n in chosen]
         if metrics["loss/total"] is None or metrics["grad_norm"] is None:
             report.note("loss", "not judged in a step: it was NaN or infinite")
             return sums
-        problems = self.misfits(losses_of(sums), metrics)
-        weighed = self.own | {"token-weights"}
-        stages = (weighed, self.own | {"loss"}, weighed | {"loss"}) if problems else ()
-        for own in stages:
-            again = None if own == self.own else self.gradient(answers, chosen, values, own)
+        before = torch.cat([a.before for a in taken])
+        means = {"entropy": torch.cat([a.entropy for a in taken]).mean()}
+        if taken[0].ref is not None:
+            means["kl/ref"] = formulas.kl(before, torch.cat([a.ref for a in taken]), "k3").mean()
+        first = problems = self.misfits(losses_of(sums), metrics)
+        for more in ({"token-weights"}, {"loss"}, {"token-weights", "loss"}):
+            own = self.own | more
+            if not problems or own == self.own:
+                continue
+            again = self.gradient(answers, chosen, values, own)
             if again is not None and not self.misfits(losses_of(again), metrics):
                 for item in own - self.own:
                     name = algo.loss if item == "loss" else algo.loss_norm
-                    report.say(item, f"differs from {name}: {' '.join(next(iter(problems.items())))}")
-                self.own, sums, problems = own, again, {}
-                break
-        found = means_of([answers[n] for n in chosen])
+                    report.say(item, f"differs from {name}: {first[0]}")
+                self.own, sums, problems = own, again, []
         if problems:
-            gap = torch.cat([answers[n].before - answers[n].rollout for n in chosen]).abs().mean()
-            self.blame(problems, bool(self.misfits(found, metrics)), gap > 3 * metrics["logp_gap/mean"] + 1e-6)
+            gap = (before - torch.cat([a.rollout for a in taken])).abs().mean()
+            self.blame(problems, bool(self.misfits(means, metrics)), gap > 3 * metrics["logp_gap/mean"] + 1e-6)
             sums = self.gradient(answers, chosen, values, self.own)  # in place of that of the last attempt
         if not self.unknown:
-            items = {"entropy": "entropy", "grad_norm": "gradient", "kl": "reference", "loss": "loss"}
-            for name, value in (found | losses_of(sums)).items():
-                report.check(items[name.partition("/")[0]], name, metrics[name], value)
+            items = {"entropy": "entropy", "grad_norm": "gradient", "kl/ref": "reference"}
+            for name, value in (means | losses_of(sums)).items():
+                report.check(items.get(name, "loss"), name, metrics[name], value)
         return sums
 
-    def misfits(self, found: dict[str, float], metrics: dict) -> dict[str, str]:
-        """Of these quantities those that part, in words."""
-        compared = {name: self.report.compare(name, metrics[name], value).parts for name, value in found.items()}
-        return {f"{name}:": text for name, text in compared.items() if text}
+    def misfits(self, found: dict[str, float], metrics: dict) -> list[str]:
+        """Those of these quantities that part, in words."""
+        compared = [(name, self.report.compare(name, metrics[name], value).parts) for name, value in found.items()]
+        return [f"{name}: {text}" for name, text in compared if text]
 
-    def blame(self, problems: dict[str, str], others: bool, is_off: bool) -> None:
+    def blame(self, problems: list[str], others: bool, is_off: bool) -> None:
         """Name the item where neither formulas nor the checkout's functions give the update of the run.
 
         `others`: whether entropy or KL part too; `is_off`: whether our weights are farther from vLLM's than the run's.
         """
-        if "grad_norm:" not in problems:  # a number alone
+        if not problems[-1].startswith("grad_norm"):  # a number alone
             return
-        item, text = "updates", f"{' '.join(next(iter(problems.items())))}, and no function of the checkout gives it"
+        item = "gradient" if len(problems) == 1 and not others else "updates"
         if self.updates and is_off:
             item = "weights"
-        elif len(problems) == 1 and not others:
-            item = "gradient"
-        self.report.say(item, text)
+        self.report.say(item, f"{problems[0]}, and no function of the checkout gives it")
         self.lose(f"{item} part", tuple(name for name in OF_UPDATE if name != item))
 
     # ---------------------------------------------------------------- what a step leaves

@@ -187,7 +187,7 @@ def known_loss(cfg: Config, values: dict[str, float]) -> Loss:
     return loss
 
 
-# ---------------------------------------------------------------- an answer, and what updates report
+# ---------------------------------------------------------------- an answer, and what an update reports
 
 
 def scored(row: dict, cfg: Config) -> Scored:
@@ -202,12 +202,3 @@ def losses_of(sums: Counter) -> dict[str, float]:
     trained = max(sums["trained"], 1)
     means = {"loss/policy": sums["policy"] / trained, "loss/total": sums["loss"] / trained}
     return means | {"grad_norm": sums["grad_norm"]}
-
-
-def means_of(answers: list[Scored]) -> dict[str, float]:
-    """The metrics of an update that are means over its tokens, whatever the loss is."""
-    found = {"entropy": torch.cat([a.entropy for a in answers]).double().mean().item()}
-    if answers[0].ref is not None:
-        ours, ref = (torch.cat([getattr(a, name) for a in answers]).double() for name in ("before", "ref"))
-        found["kl/ref"] = formulas.kl(ours, ref, "k3").mean().item()
-    return found

@@ -40,9 +40,8 @@ def main(argv: list[str]) -> int:
     report = repeat(run)
     print(report.table(mine))
     other = [name for name in report.parted() if name not in mine]
-    verdict = f"{', '.join(other)} part: the first is {report.first}" if other else "all that was judged agrees"
-    if not other and report.parted():
-        verdict = f"all but yours ({', '.join(report.parted())}) agrees"
+    agreeing = "all that was judged agrees" + (", but for yours" if report.parted() else "")
+    verdict = f"{', '.join(other)} part: the first is {report.first}" if other else agreeing
     print(f"\n{args.run}, {len(run.steps)} steps: {verdict}")
     return 1 if other else 0
 
