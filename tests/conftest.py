@@ -25,7 +25,6 @@ import megatron_bridge as bridge
 from config import Config
 from oracle.run import read_rows
 from support.base import ranks, rollout_files
-from support.base.memory import host_free_bytes
 from support.base.read_config import KEYS, SECTIONS, load_config
 from support.engine.vllm_process import engine_options
 from tests import museum
@@ -302,27 +301,6 @@ def check_complete(out: Path) -> None:
         for name in set(files.values()):
             with safe_open(folder / name, framework="numpy") as file:  # checks the length of the file
                 assert set(file.keys()) == {key for key, holder in files.items() if holder == name}, folder / name
-
-
-LARGE_JOB = (
-    "rollout.prompts_per_step=16", "rollout.group_size=4", "train.steps=4", "train.save_every=1", "train.lr=0.003",
-    "train.warmup_steps=0", "train.updates_per_step=2", "algo.kl_coef=0.05", "resume=auto",
-)  # fmt: skip
-SAME = ("loss/total", "kl/ref", "grad_norm", "reward/mean", "entropy", "tokens/response_mean")
-
-
-def need_memory() -> None:
-    if host_free_bytes() < 21e9:
-        pytest.skip("16 ranks with vLLM take 21 GB")
-
-
-def check_equal(few, many) -> None:
-    """Two runs of LARGE_JOB end well and are equal but for rounding."""
-    assert (few.code, many.code) == (0, 0), few.text + many.text
-    for here, there in zip(few.metrics, many.metrics, strict=True):
-        assert {name: here[name] for name in SAME} == pytest.approx({name: there[name] for name in SAME}, rel=1e-4)
-    for name, weight in few.weights(4).items():
-        assert (weight - many.weights(4)[name]).abs().mean() < 1e-5, name  # Adam enlarges rounding of single gradients
 
 
 def check_state(server, folder: Path, dtype: str, layouts: dict[str, dict], nproc: int, adapters: int = 0) -> None:

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from support.base import processes
 from support.engine import vllm_process
-from tests import link, museum
+from tests import museum
 
 SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -53,30 +52,25 @@ class ForkServer:
         self.process = subprocess.Popen([sys.executable, "-u", __file__], cwd=processes.REPO, env=env, **pipes)
 
     def run(
-        self, printed: Path, script: str | Path, *arguments: str, nproc: int, seconds: float = 600,
-        machines: Sequence[int] = (0,), **env: str,
-    ) -> int:  # fmt: skip
+        self, printed: Path, script: str | Path, *arguments: str, nproc: int, seconds: float = 600, **env: str
+    ) -> int:
         """Run `script` on `nproc` ranks with what torchrun tells them, and `env`; returns 0, or 1 if a rank failed.
 
-        `machines`: ids of processes whose network and host name the ranks have, an equal share each; 0: this one's.
-        With several rank 0 holds the store, else the server does, as torchrun. The ranks print into `printed`. Raises
-        AssertionError if they take longer than these seconds.
+        The ranks print into `printed`. Raises AssertionError if they take longer than these seconds.
         """
         if self.process is None:
             self.start()
         port = free_port()
-        local, here = nproc // len(machines), len(machines) == 1
         world = {
-            "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(local), "MASTER_PORT": str(port),
-            "MASTER_ADDR": "127.0.0.1" if here else link.ADDRESSES[0], "TORCHELASTIC_USE_AGENT_STORE": str(here),
-            "TORCHELASTIC_RESTART_COUNT": "0",
+            "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_PORT": str(port),
+            "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         }  # fmt: skip
-        places = [{"LOCAL_RANK": str(n % local), "MACHINE": str(machines[n // local])} for n in range(nproc)]
-        ranks = [{**os.environ, **world, "RANK": str(n), **place, **env} for n, place in enumerate(places)]
+        ranks = [{**os.environ, **world, "RANK": str(n), "LOCAL_RANK": str(n), **env} for n in range(nproc)]
         printed.touch()
         command = [str(script), *arguments]
-        job = {"printed": str(printed), "command": command, "ranks": [{**env, **self.settings} for env in ranks]}
-        self.process.stdin.write(json.dumps({**job, "port": port if here else None}) + "\n")
+        envs = [{**env, **self.settings} for env in ranks]
+        job = {"printed": str(printed), "command": command, "ranks": envs, "port": port}
+        self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         output = select.poll()  # select.select takes no descriptor above 1,023, and a long session of tests has more
         output.register(self.process.stdout, select.POLLIN)
@@ -111,13 +105,12 @@ def serve() -> None:
         print(run_job(**json.loads(line)), flush=True)
 
 
-def run_job(printed: str, command: list[str], ranks: list[dict[str, str]], port: int | None) -> int:
+def run_job(printed: str, command: list[str], ranks: list[dict[str, str]], port: int) -> int:
     """Run the script on all ranks; returns 0, or 1 if a rank failed, which ends the others."""
     with open(printed, "w") as output:
         running = {start_rank(command, env, output.fileno()) for env in ranks}
-    store = None
-    if port is not None:  # after the forks, since it has a thread
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    # After the forks, since it has a thread.
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     code = 0
     while running:
         pid, status = os.wait()
@@ -154,8 +147,6 @@ def start_rank(command: list[str], env: dict[str, str], output: int) -> int:
     processes.die_with_parent()
     os.environ.clear()
     os.environ.update(env)
-    if int(env.get("MACHINE", 0)):
-        link.enter(int(env["MACHINE"]), "net", "uts")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -163,8 +154,7 @@ def start_rank(command: list[str], env: dict[str, str], output: int) -> int:
     code = 0
     try:
         museum.put_in(env)
-        if "GLOO_SOCKET_IFNAME" not in env:
-            share_device()
+        share_device()
         runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
         code = int(end.code or 0)

@@ -26,18 +26,12 @@ IFF_NO_PI = 0x1000  # packets alone, without a header of their own
 MTU = 60000  # long packets, since each one costs this process the same
 
 
-def enter(pid: int, *kinds: str) -> None:
-    """Go into namespaces of the process `pid`, of kinds such as "net"."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for kind in kinds:
-        with open(f"/proc/{pid}/ns/{kind}") as namespace:
-            if libc.setns(namespace.fileno(), 0):
-                raise OSError(ctypes.get_errno(), "setns")
-
-
 def open_device(pid: int, address: str) -> int:
     """Make the device in the network namespace of the process `pid`, which this process enters; a file descriptor."""
-    enter(pid, "net")
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/proc/{pid}/ns/net") as namespace:
+        if libc.setns(namespace.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "setns")
     device = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH", DEVICE.encode(), IFF_TUN | IFF_NO_PI))
     for words in (f"addr add {address}/24 dev {DEVICE}", f"link set {DEVICE} mtu {MTU} up", "link set lo up"):

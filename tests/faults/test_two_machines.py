@@ -1,7 +1,6 @@
 """Two machines on this one: two network namespaces, each with a host name and an address, and a cable with a delay.
 
 Real runs of two ranks on each, what breaks between them, and what the user sees (docs/dev/faults.md has the messages).
-And one of eight ranks on each.
 """
 
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests import link
-from tests.conftest import LARGE_JOB, ForkedTraining, Training, check_complete, check_equal, need_memory
+from tests.conftest import ForkedTraining, Training, check_complete
 
 pytestmark = pytest.mark.slow
 
@@ -133,14 +132,3 @@ def test_a_cut_cable(machines, start, on_one_machine):
         assert re.search(silent, first.text), first.text
     assert re.search(r"resume:  after step [24], from ", first.text), first.text
     assert result(first) == on_one_machine
-
-
-def test_eight_ranks_on_each_train_as_two_do(machines, train_forked, tmp_path):
-    need_memory()
-    few = train_forked(2, *LARGE_JOB, out=tmp_path / "few")
-    many = train_forked(
-        16, *LARGE_JOB, out=tmp_path / "many", machines=[machine.holder.pid for machine in machines[:2]],
-        GLOO_SOCKET_IFNAME=link.DEVICE,
-    )  # fmt: skip
-    assert "machines: north on rank 0, 1, 2, 3, 4, 5, 6, 7; south on rank 8, 9, 10, " in many.text, many.text
-    check_equal(few, many)
