@@ -88,11 +88,9 @@ def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dic
     """The metrics of a step, named as in docs/metrics.md; None where one does not apply. `cfg`: as the step used it."""
     samples = record.collected.samples
     numbers = {"step": record.step, "lr": cfg.train.lr, "moe/load": None}
-    numbers |= dict.fromkeys(("routes/differ_frac", "routes/missing_frac", "routes/prompt_differ_frac"))
     numbers |= sample_metrics(record.collected, has_turns=cfg.rollout.turns is not None)
     numbers |= update_metrics(record.reports, batch, cfg)
-    if cfg.algo.replay_routes:
-        numbers |= route_metrics(samples, record.reports[0])
+    numbers |= route_metrics(samples, record.reports[0], cfg.algo.replay_routes)
     numbers |= time_metrics(record)
     numbers |= throughput.speed_metrics(samples, record.reports, model[0].hf_config, cfg, record.seconds)
     numbers["entropy_frac"] = numbers["entropy"] / math.log(model[0].hf_config.vocab_size)
@@ -121,7 +119,7 @@ def sample_metrics(collected: Collected, has_turns: bool) -> dict[str, float | N
         "tokens/prompt_mean": np.mean([len(s.prompt_ids) for s in samples]),
         "tokens/response_mean": length_N.mean(),
         "tokens/response_max": length_N.max(),
-        "tokens/truncated_frac": np.mean([not s.finished for s in samples]),
+        "tokens/truncated_frac": truncated_share(samples),
         "tokens/environment_mean": None,
         "turns/mean": None,
     }
@@ -144,8 +142,6 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
     own = [sum(r[name] for r in reports) for name in ("real", "positions", "shared")]
     replicas = bridge.mpu.get_data_parallel_world_size()
     real, positions, shared = np.mean(ranks.gather(own), 0) * replicas  # in the rows of all replicas
-    overflows = sum(not math.isfinite(r["grad_norm"]) for r in reports if math.isfinite(r["loss"]))  # in fp16
-    credited_F = (batch.advantages != 0) & batch.trained
     applied = sum(math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in reports)
     numbers = {metric: report_mean(entry, first) for metric, entry in FIRST.items()}
     if batch.ref_logp is None:
@@ -159,22 +155,35 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
         "ratio/clip_frac": report_mean("clipped", reports),
         "logp_gap/max": max(r["gap_max"] for r in compared),
         "mismatch/ess": effective / max(sum(r["tokens"] for r in compared), 1),
-        "advantage/nonzero_frac": (credited_F.sum() / batch.trained.sum().clamp(min=1)).item(),
+        "advantage/nonzero_frac": credited_share(batch),
         "grad_norm": reports[0]["grad_norm"],
         "pack/micro_batches": sum(r["micro_batches"] for r in reports),
         "pack/real_frac": real / max(positions, 1),
         "pack/prompt_tokens_saved": shared,
         "update/applied": applied,
         "update/skipped": len(reports) - applied,
-        "update/overflow": None if reports[0]["loss_scale"] is None else overflows,
+        "update/overflow": overflows(reports),
         "loss_scale": reports[-1]["loss_scale"],
     }
+
+
+def overflows(reports: list[dict[str, float]]) -> int | None:
+    """How many gradients overflowed in fp16; None in another dtype, which has no loss scale."""
+    if reports[0]["loss_scale"] is None:
+        return None
+    return sum(not math.isfinite(r["grad_norm"]) for r in reports if math.isfinite(r["loss"]))
 
 
 def report_mean(name: str, reports: list[dict[str, float]], over: str = "tokens") -> float:
     """The sum of the entry `name` over the reports of updates, divided by that of the entry `over`, a count."""
     count = sum(r[over] for r in reports)
     return sum(r[name] for r in reports) / max(count, 1)
+
+
+def credited_share(batch: Batch) -> float:
+    """The share of the trained tokens whose advantage is not 0; 0 where no token is trained."""
+    credited_F = (batch.advantages != 0) & batch.trained
+    return (credited_F.sum() / batch.trained.sum().clamp(min=1)).item()
 
 
 def teacher_kl(batch: Batch) -> float:
@@ -184,8 +193,10 @@ def teacher_kl(batch: Batch) -> float:
     return mean.item()
 
 
-def route_metrics(samples: list[Sample], report: dict) -> dict[str, float]:
+def route_metrics(samples: list[Sample], report: dict, has_routes: bool) -> dict[str, float | None]:
     """Of algo.replay_routes. `report`: that of the step's first update, which uses the weights of vLLM."""
+    if not has_routes:
+        return {"routes/differ_frac": None, "routes/missing_frac": None, "routes/prompt_differ_frac": None}
     differ = report_mean("routes_differ", [report], over="routes")
     missing = 1 - sum(len(s.routes) for s in samples) / sum(s.positions for s in samples)
     first = {}  # routes of the prompt in the first answer of each group
@@ -262,6 +273,10 @@ def model_lengths(samples: list[Sample]) -> np.ndarray:
     return np.array([sum(s.turns[::2]) for s in samples])
 
 
+def truncated_share(samples: list[Sample]) -> float:
+    return np.mean([not s.finished for s in samples])
+
+
 def failures(samples: list[Sample], prefix: str) -> dict[str, float]:
     """The shares of samples whose grading took too long or failed."""
     return {f"{prefix}/{kind}_frac": np.mean([s.graded == kind for s in samples]) for kind in ("timeout", "error")}
@@ -283,7 +298,7 @@ def evaluation(samples: list[Sample], options: EvalConfig) -> dict[str, float]:
         for k in sorted({2**i for i in range(n.bit_length())} | {n}):
             numbers[f"{start}/pass@{k}"] = np.mean([pass_at_k(n, count, k) for count in passed])
         numbers[f"{start}/response_mean"] = model_lengths(own).mean()
-        numbers[f"{start}/truncated_frac"] = np.mean([not s.finished for s in own])
+        numbers[f"{start}/truncated_frac"] = truncated_share(own)
         numbers |= failures(own, start)
         parts = sorted({name for s in own for name in s.reward_parts})
         if len(parts) > 1:
