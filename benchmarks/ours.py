@@ -84,16 +84,19 @@ def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config
 
 def rate(amount: float, action, seconds: float = 0.5) -> float:
     """`amount` per second of the slowest rank, for an action that all ranks repeat at once; median of repeats."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    on_gpu = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    in_flight = 20 if on_gpu else 1  # one action alone would be timed with its launch
     action()
     wait()
     taken, start = [], time.perf_counter()
     for _ in range(50):
         dist.barrier()
         began = time.perf_counter()
-        action()
+        for _ in range(in_flight):
+            action()
         wait()
-        taken.append(time.perf_counter() - began)
+        taken.append((time.perf_counter() - began) / in_flight)
         if ranks.on_any_rank(time.perf_counter() - start > seconds and len(taken) > 2):
             break
     slowest = torch.tensor(median(taken), dtype=torch.float64, device=bridge.device())
@@ -152,7 +155,8 @@ def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dic
     run.grading.close()
     run.clock.stop()
     run.engine.sleep()
-    peak = matmul_rate(work, min(MICRO_BATCH, 2048))
+    sizes = (2048, 8192) if torch.cuda.is_available() else (min(MICRO_BATCH, 2048),)
+    peak = max(matmul_rate(work, rows) for rows in sizes)
     return [row | {"matmul_flops_per_s": peak} for row in rows], lengths
 
 
