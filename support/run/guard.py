@@ -103,9 +103,9 @@ def check_rewards(samples: list[Sample], prompts: dict[int, Prompt], grading: Gr
             f"reward.max_error_frac={grading.max_error_frac:g} allows; mend the function or the row, or choose "
             "another reward for the source (reward.by_source)"
         )
-    for kind in messages.keys() - grading.errors_shown:
-        if dist.get_rank() == 0:
-            print(f"warning: {messages[kind]}\n  it counts as reward 0, as do further ones of this kind", flush=True)
+    for kind, message in messages.items():
+        if kind not in grading.errors_shown and dist.get_rank() == 0:
+            print(f"warning: {message}\n  it counts as reward 0, as do further ones of this kind", flush=True)
     grading.errors_shown.update(messages)
 
 
