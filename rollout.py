@@ -17,7 +17,7 @@ from numpy import ndarray
 from config import ModelConfig, RankError, RolloutConfig
 from support.engine import cpu_engine, lean
 from support.engine.push_check import PushCheck
-from support.engine.vllm_process import capture_size, let_segments_grow, most_sequences, set_environment
+from support.engine.vllm_process import capture_size, keeps_weights, let_segments_grow, most_sequences, set_environment
 
 # Of vLLM's SamplingParams, written beside each answer. With n > 1 answer i is sampled with `seed` + i.
 ASKED = ("seed", "temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids")
@@ -99,6 +99,7 @@ class Engine:
         self.sleeps = on_gpu and rollout.vllm.get("enable_sleep_mode", True)
         self.sleep_level = rollout.sleep_level
         self.push_check = PushCheck(tp, self.llm)
+        self.loads_plainly = on_gpu and all(self.llm.apply_model(keeps_weights))
         self.has_weights = True  # read from disk or pushed since it last slept
         if shm_prefix:  # every rank has mapped these files by now; unlinked, they cannot outlive the run
             for file in Path("/dev/shm").glob(f"{shm_prefix}*"):
@@ -155,11 +156,14 @@ class Engine:
         Raises TrainingError unless every engine then holds the weights bit for bit, apart from weights that vLLM stores
         in a format of its own.
         """
-        if torch.cuda.device_count() == 0:
-            self.llm.apply_model(cpu_engine.unpack_experts)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if torch.cuda.device_count() == 0:
-            self.llm.apply_model(cpu_engine.repack_lm_head)
+        if self.loads_plainly:
+            self.llm.apply_model(lambda model: model.load_weights(weights))
+        else:
+            if torch.cuda.device_count() == 0:
+                self.llm.apply_model(cpu_engine.unpack_experts)
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if torch.cuda.device_count() == 0:
+                self.llm.apply_model(cpu_engine.repack_lm_head)
         self.push_check.verify(self.llm, weights, shards)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache after a weight push: requests are still running")

@@ -101,6 +101,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     # vLLM measures free memory when it starts, so it comes first; it sleeps until weights are pushed.
     longest = cfg.data.max_prompt_tokens + max(r.max_new_tokens, cfg.eval.max_new_tokens)
     engine = Engine(inputs.model_path, m, r, longest, cfg.algo.replay_routes)
+    clock.memory.leave_out_engine()
     model = bridge.build_model(
         inputs.model_path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head, trained=cfg.lora
     )
@@ -524,7 +525,6 @@ def run_schedule(
     (calculate_per_token_loss), so neither the split into micro-batches nor the layout changes the result.
     """
     training = loss_func is not None
-    longest = max(mb.width for mb in micro_batches)
     for chunk in model:
         chunk.train(training)
     with torch.set_grad_enabled(training):
@@ -533,7 +533,7 @@ def run_schedule(
             data_iterator=[iter(micro_batches) for _ in model],
             model=model,
             num_microbatches=len(micro_batches),
-            seq_length=longest,
+            seq_length=max(mb.width for mb in micro_batches),
             micro_batch_size=1,
             forward_only=not training,
             collect_non_loss_data=not training,

@@ -16,6 +16,7 @@ class Meter:
     """Memory of the phases of a step, in GiB, on this rank: what is held after each, and the peak within it."""
 
     def __init__(self):
+        self.engine = 0.0  # GiB of a GPU that vLLM keeps allocated, even while it sleeps
         self.largest = 0.0  # since the process began
         self.resets = True  # peaks are those of a phase
         self.start_step()
@@ -26,16 +27,21 @@ class Meter:
         self.peaks: dict[str, float] = {}
         self.free_asleep = 0.0
 
+    def leave_out_engine(self) -> None:
+        """Leave out what is allocated on the GPU now, when vLLM has just started: its weights and KV cache."""
+        if torch.cuda.is_available():
+            self.engine = used_gb()[0]
+
     def enter(self, phase: str) -> None:
         """Start the peak of a phase."""
-        self.largest = max(self.largest, used_gb()[1])
+        self.largest = max(self.largest, used_gb()[1] - self.engine)
         if phase == AFTER_SLEEP and torch.cuda.is_available():
             self.free_asleep = torch.cuda.mem_get_info()[0] / GIB
         self.resets = reset_peak()
 
     def leave(self, phase: str) -> None:
         """Note the memory of a phase at its end; of one that comes twice in a step the last, and the larger peak."""
-        self.held[phase], peak = used_gb()
+        self.held[phase], peak = (gb - self.engine for gb in used_gb())
         self.peaks[phase] = max(self.peaks.get(phase, 0.0), peak)
         self.largest = max(self.largest, peak)
 

@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -33,28 +34,34 @@ def vllm_name(name: str) -> str:
 
 
 @torch.no_grad()
-def digest(tensor: torch.Tensor, ordered: bool = False) -> torch.Tensor:
-    """Digest of a tensor's bits: [2] int64 on its device, 0 for zeros; that of a whole is the sum over its parts.
+def digest(tensor: torch.Tensor, ordered: bool = False) -> list[torch.Tensor]:
+    """Digest of a tensor's bits: 2 int64 on its device, 0 for zeros; that of a whole is the sum over its parts.
 
     Over the words x_i of 8 bytes, modulo 2^64: the sum of x_i, and that of x_2i x_2i+1, since two changes can cancel in
-    the first. `ordered`: [3], also the sum of (2i + 1) x_i, in which elements in a wrong order show.
+    the first. `ordered`: 3, also the sum of (2i + 1) x_i, in which elements in a wrong order show.
     """
     flat = tensor.reshape(-1)
     multiple = 16 // flat.element_size()  # elements in two words
     if flat.numel() % multiple or flat.storage_offset() % multiple:
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % multiple)])
-    sums = []
+    sums = []  # a list, as stacking them costs as much host time as the sums
     chunk = CHUNK[flat.device.type]
     for i, words in enumerate(flat.view(torch.int64).split(chunk)):
-        sums += [words.sum(), (words[::2] * words[1::2]).sum()]
+        found = [words.sum(), (words[::2] * words[1::2]).sum()]
         if ordered:
             odd = torch.arange(2 * chunk * i + 1, 2 * (chunk * i + len(words)), 2, device=words.device)
-            sums.append((words * odd).sum())
-    sums = torch.stack(sums).view(-1, 3 if ordered else 2)
-    return sums[0] if len(sums) == 1 else sums.sum(0)
+            found.append((words * odd).sum())
+        sums = [sum(pair) for pair in zip(sums, found, strict=True)] if sums else found
+    return sums
 
 
-def engine_digests(model: torch.nn.Module, ordered: bool = False) -> dict[str, torch.Tensor]:
+def stacked(digests: Iterable[list[torch.Tensor]]) -> np.ndarray:
+    """W digests as an array [W, 2 or 3], in one copy from the device."""
+    digests = list(digests)
+    return torch.stack(list(chain.from_iterable(digests))).view(len(digests), -1).cpu().numpy()
+
+
+def engine_digests(model: torch.nn.Module, ordered: bool = False) -> dict[str, list[torch.Tensor]]:
     """{name: digest} of the weights in this rank's shard of vLLM's model; of those that cpu_engine packs, `packed`."""
     found, seen = {}, set()
     for path, module in model.named_modules():
@@ -75,7 +82,7 @@ def shard_digests(shards: Iterable[tuple[str, int, torch.Tensor]]) -> Parts:
         keys.append((vllm_name(name), number, bool(KEY_VALUE.search(name))))
         digests.append(digest(tensor))
     sums = {}
-    for key, found in zip(keys, torch.stack(digests).cpu().numpy(), strict=True):
+    for key, found in zip(keys, stacked(digests), strict=True):
         sums[key] = sums.get(key, 0) + found
     return {key: found.tolist() for key, found in sums.items()}
 
@@ -184,9 +191,9 @@ class PushCheck:
 
 
 def read_digests(llm, ordered: bool) -> dict[str, np.ndarray]:
-    """{name: digest} of the weights of `llm` on this rank, in one copy from the device."""
+    """{name: digest} of the weights of `llm` on this rank."""
     (held,) = llm.apply_model(partial(engine_digests, ordered=ordered))
-    return dict(zip(held, torch.stack([*held.values()]).cpu().numpy(), strict=True))
+    return dict(zip(held, stacked(held.values()), strict=True))
 
 
 def addresses(model: torch.nn.Module) -> dict[str, int]:

@@ -63,6 +63,18 @@ def let_segments_grow() -> None:
     change("expandable_segments:True")
 
 
+def keeps_weights(model: torch.nn.Module) -> bool:
+    """Whether vLLM holds all weights of `model` as a checkpoint has them, on a GPU: then a push is copied into them.
+
+    Its reload, which quantized weights and experts need, makes each layer anew first: a third of a push's time.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    methods = {type(getattr(module, "quant_method", None)) for module in model.modules()}
+    return methods <= {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
+
+
 def engine_options() -> dict[str, Any]:
     """Fields of vLLM's EngineArgs and their types; support/preflight/options.py says which `rollout.vllm` may hold."""
     set_environment()

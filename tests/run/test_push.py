@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import megatron_bridge as bridge
 from config import RankError, TrainingError
 from rollout import Engine
-from support.engine.push_check import PushCheck, add_up, digest, engine_digests, shard_digests
+from support.engine.push_check import PushCheck, add_up, digest, engine_digests, shard_digests, stacked
 from tests.conftest import build_model, tiny_config, tiny_model
 
 
@@ -69,7 +69,7 @@ def test_keys_and_values_are_told_from_queries_on_any_number_of_ranks(monkeypatc
         monkeypatch.setattr(bridge, "named_weights", lambda _: {name: shard})  # noqa: B023
         monkeypatch.setattr(bridge, "shard_group", lambda _: (SimpleNamespace(rank=lambda: rank), tp))  # noqa: B023
         everywhere.append(shard_digests(bridge.hf_shards(model)))
-    queries, *keys_values = (digest(part).numpy() for part in parts)
+    queries, *keys_values = stacked(map(digest, parts))
     found = add_up([f"model.layers.0.self_attn.qkv_proj.{kind}"], everywhere)
     assert np.array_equal(found[:, 0], [queries, sum(keys_values)])
 
@@ -88,18 +88,18 @@ def test_copies_that_differ_are_refused():
 def test_a_digest_is_the_sum_over_parts_and_sees_any_bit(dtype):
     whole = torch.randn(96, 64).to(dtype)
     for parts in (whole.split([32, 48, 16]), whole.split([16, 48], dim=1)):
-        assert torch.equal(digest(whole), sum(map(digest, parts)))
-    assert torch.equal(digest(torch.zeros(7, dtype=dtype)), torch.zeros(2, dtype=torch.int64))
-    assert torch.equal(digest(whole.flatten()[3:10]), digest(whole.flatten()[3:10].clone()))  # not aligned
+        assert digest(whole) == [sum(sums) for sums in zip(*map(digest, parts), strict=True)]
+    assert digest(torch.zeros(7, dtype=dtype)) == [0, 0]
+    assert digest(whole.flatten()[3:10]) == digest(whole.flatten()[3:10].clone())  # not aligned
     bits = whole.clone().view({torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype])
     bits[5, 7] += 1
-    assert not torch.equal(digest(bits), digest(whole))
+    assert digest(bits) != digest(whole)
     bits[70, 7] -= 1  # the sum is the old one again
-    assert not torch.equal(digest(bits), digest(whole))
+    assert digest(bits) != digest(whole)
     swapped = whole.clone()
     swapped[[3, 5]] = whole[[5, 3]]
-    assert torch.equal(digest(swapped), digest(whole))
-    assert torch.equal(digest(swapped, ordered=True)[:2], digest(whole))
+    assert digest(swapped) == digest(whole)
+    assert digest(swapped, ordered=True)[:2] == digest(whole)
     assert digest(swapped, ordered=True)[2] != digest(whole, ordered=True)[2]
 
 
@@ -107,7 +107,7 @@ def test_chunks_do_not_change_a_digest(monkeypatch):
     whole = torch.randn(1024)
     expected = digest(whole), digest(whole, ordered=True)
     monkeypatch.setattr("support.engine.push_check.CHUNK", {"cpu": 64})
-    assert torch.equal(digest(whole), expected[0]) and torch.equal(digest(whole, ordered=True), expected[1])
+    assert (digest(whole), digest(whole, ordered=True)) == expected
 
 
 class Layer(torch.nn.Module):
@@ -126,7 +126,7 @@ def compared(check: PushCheck, pushed: dict[str, torch.Tensor], held: list[dict[
     layers = [torch.nn.ModuleDict({"layer": Layer(hf, rank)}) for rank, hf in enumerate(held)]
     digests = [engine_digests(layer) for layer in layers]
     parts = shard_digests((name, 0, tensor) for name, tensor in pushed.items())
-    held = [torch.stack([*found.values()]).numpy() for found in digests]
+    held = [stacked(found.values()) for found in digests]
     check.compare(list(digests[0]), [parts] * 2, held, **faults)
 
 

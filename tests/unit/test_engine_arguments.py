@@ -46,6 +46,9 @@ def told(monkeypatch, tiny):
         def sleep(self, level):
             slept.append(level)
 
+        def apply_model(self, function):
+            return [function(torch.nn.Module())]
+
     monkeypatch.setattr(vllm, "LLM", NotStarted)
     monkeypatch.setattr("rollout.PushCheck", lambda *_: None)
     monkeypatch.setattr("rollout.lean.choose_loop", lambda _: None)
@@ -69,6 +72,17 @@ def test_settings_on_a_gpu(told):
     assert told({"algo.replay_routes": True})[0].enable_return_routed_experts
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1" and os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert "VLLM_BATCH_INVARIANT" not in os.environ
+
+
+def test_a_push_is_copied_in_where_vllm_changes_no_weight(told):
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    told({})  # vLLM's variables
+    model = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    model[0].quant_method = UnquantizedLinearMethod()
+    assert vllm_process.keeps_weights(model)
+    model[1].quant_method = object()  # of quantized weights, or of experts
+    assert not vllm_process.keeps_weights(model)
 
 
 def test_an_fp32_model_has_fp32_products_in_vllms_attention(told, monkeypatch):

@@ -63,6 +63,15 @@ def test_memory_of_a_gpu(timer, monkeypatch):
     assert [found[f"mem/{name}_gb"] for name in ("logprob", "logprob_peak", "peak", "free_asleep")] == [3, 4, 4, 7]
 
 
+def test_what_vllm_keeps_on_a_gpu_is_left_out(timer, monkeypatch):
+    allocated = iter([2.0, 3.0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory, "used_gb", lambda: (next(allocated), 5.0))
+    timer.memory.leave_out_engine()
+    timer.memory.leave("train")
+    assert (timer.memory.held, timer.memory.peaks, timer.memory.largest) == ({"train": 1}, {"train": 3}, 3)
+
+
 # ---------------------------------------------------------------- errors
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nsecond line")
