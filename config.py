@@ -5,11 +5,12 @@ rules between keys are in support/preflight/configuration.py. The legal values o
 branches of its function, which `rehearse` in train_grpo.py runs before anything is built.
 """
 
+import datetime
 import math
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 
 class UserError(Exception):
@@ -41,6 +42,7 @@ INF = (Field(strict=True, allow_inf_nan=True), BeforeValidator(lambda value: mat
 NotNegativeOrInf = Annotated[float, Field(ge=0), *INF]
 PositiveOrInf = Annotated[float, Field(gt=0), *INF]
 AboveOneOrInf = Annotated[float, Field(gt=1), *INF]
+Date = Annotated[datetime.date, PlainSerializer(str)]
 RewardSpec = str | dict[str, Number]  # a name of docs/rewards.md, or {name: weight}
 Texts = Annotated[
     list[Annotated[str, Field(min_length=1)]],
@@ -76,6 +78,7 @@ class DataConfig(Section):
     chat_template: bool = True  # write the prompt with the tokenizer's template; a text is a user message
     system_prompt: str | None = None  # put before every prompt that brings no system message of its own
     template_kwargs: dict[str, Any] = {}  # for the chat template, such as enable_thinking
+    date: Date | None = None  # that a chat template gets which asks for today's; null: the day of the first start
     max_prompt_tokens: Count = 1024  # longer prompts are dropped, counted and reported
 
 

@@ -8,6 +8,7 @@ from numpy import ndarray
 
 from config import DataConfig, EvalConfig, RolloutConfig
 from support.base.require import require
+from support.data.tokens import adds_end, render
 
 MARK = "⟦answer⟧"  # stands for the model's answer, to find what the chat template writes after it
 
@@ -54,15 +55,16 @@ def after_answer(tokenizer, data: DataConfig, reply: str | None = None) -> str:
     """
     said = (("user", "?"), ("assistant", MARK), ("user", reply))
     chat = [{"role": role, "content": content} for role, content in said if content is not None]
-    options = {"tokenize": False, "add_generation_prompt": reply is not None, **data.template_kwargs}
-    whole = tokenizer.apply_chat_template(chat, **options)
+    whole = render(tokenizer, chat, data, add_generation_prompt=reply is not None)
     _, found, text = whole.partition(MARK)
     require(bool(found), "it leaves an assistant's message out", ValueError)
     return text
 
 
 def endless(ends: Ends, data: DataConfig) -> Iterator[str]:
-    """A warning where the chat template ends an answer with a token that ends none in vLLM."""
+    """Warnings of an end token that the tokenizer adds, and of one of the chat template that ends none in vLLM."""
+    if adds_end(data, ends.tokenizer):
+        yield f"the tokenizer ends every text with {ends.tokenizer.eos_token!r}: prompts go without it"
     try:
         text = after_answer(ends.tokenizer, data).lstrip() if data.chat_template else ""
     except Exception:  # a template that takes other messages than these fails as code does, with any exception

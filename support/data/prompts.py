@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import inspect
 import itertools
 import json
 import operator
@@ -17,8 +18,18 @@ from numpy import ndarray
 from config import DataConfig
 from support.base.require import require
 from support.data import mixing
-from support.data.tables import Table, check_text, concatenate, read_tables, rows_between
-from support.data.tokens import answer_text, check_columns, check_ids, hinted_text, lookup, source_of, to_ids, tokenise
+from support.data.tables import Table, check_text, concatenate, held, read_tables, rows_between
+from support.data.tokens import (
+    answer_text,
+    check_columns,
+    check_ids,
+    hinted_text,
+    lookup,
+    render,
+    source_of,
+    to_ids,
+    tokenise,
+)
 
 LARGE_BYTES = 16 * 2**20  # a rank reads rows of such tables where they are mapped, and holds the rows of smaller ones
 BLOCK = 2000  # rows tokenised at once
@@ -44,7 +55,7 @@ class PromptSet(Sequence):
     table: Table
     ids: Any  # pyarrow lists: of each row of the table the token ids of its prompt; empty where it is too long
     rows: ndarray  # int64 [prompts]: the row of the table that each prompt comes from
-    fingerprint: str  # 16 hex digits that change with any token id, answer, source, or the order of the prompts
+    fingerprint: str  # 16 hex digits that change with any prompt, hint, answer, source, or the order of the rows
 
     @property
     def dropped(self) -> int:
@@ -57,7 +68,7 @@ class PromptSet(Sequence):
     def __getitem__(self, i: int) -> Prompt:
         number = int(self.rows[operator.index(i)])
         ids = self.ids[number].as_py()
-        row = self.table[number]
+        (row,) = rows_between(self.table, number, number + 1)
         answer = lookup(row, self.cfg.answer_key)
         if not isinstance(answer, (list, dict)):  # a reward gets those by its kind: support/step/named_rewards.py
             answer = answer_text(answer, self.cfg.answer_key)
@@ -120,6 +131,14 @@ def load_prompts(cfg, tokenizer, vocab_size: int, key: str = "train") -> PromptS
         "data.system_prompt and data.template_kwargs have an effect only with data.chat_template=true",
         ValueError,
     )
+    own = {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"tools", "documents", "chat_template"}
+    taken = ", ".join(cfg.template_kwargs.keys() & (own | {"messages", "strftime_now"}))
+    require(
+        not taken,
+        f"data.template_kwargs has {taken}, which the call of the template sets (strftime_now: data.date)"
+        "; legal are the variables of the template",
+        ValueError,
+    )
     if key == "eval":
         cfg = cfg.model_copy(update={"hint_key": None})  # an evaluation has no teacher
     if cfg.system_prompt is not None:
@@ -139,8 +158,7 @@ def load_set(value: str | list[str], cfg, tokenizer, vocab_size: int, key: str) 
     table = concatenate(tables, key)
     check_columns(cfg, table, tables[0][0])
     check_text(tables, key)
-    if not isinstance(table, list) and table.data.nbytes < LARGE_BYTES:
-        table = table.to_list()
+    table = held(table, LARGE_BYTES)
     ids, columns = [], {"length": [], "digest": [], "error": []}
     for start in range(0, len(table), BLOCK):
         block = tokenise(rows_between(table, start, start + BLOCK), cfg, tokenizer, vocab_size)
@@ -159,8 +177,17 @@ def load_set(value: str | list[str], cfg, tokenizer, vocab_size: int, key: str) 
             f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all {len(lengths)} prompts of {value} are longer; the "
             f"shortest has {lengths.min()} tokens"
         )
+    prompts = pyarrow.chunked_array(ids)
+    if len(rows) > 1 and all(prompts[int(row)].equals(prompts[int(rows[0])]) for row in rows):
+        texts = {str(lookup(row, cfg.prompt_key)) for row in rows_between(table, 0, len(table))}
+        require(
+            len(texts) == 1,
+            f"{key}: all {len(rows)} prompts of {value} have the same tokens, {prompts[int(rows[0])].as_py()[:8]}, but "
+            "other texts: the tokenizer of model.path (has it a tokenizer.json?) or its chat template leaves them out",
+            ValueError,
+        )
     digest = hashlib.sha256(b"".join(columns["digest"][row] for row in rows)).hexdigest()[:16]
-    return PromptSet(cfg, tokenizer, table, pyarrow.chunked_array(ids), rows, digest)
+    return PromptSet(cfg, tokenizer, table, prompts, rows, digest)
 
 
 def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
@@ -179,9 +206,7 @@ def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
     if cfg.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": cfg.system_prompt})
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs
-        )
+        text = render(tokenizer, messages, cfg, add_generation_prompt=True)
     except Exception:  # a template that takes other messages than this one fails as code does, with any exception
         return
     opening, _, _ = text.partition(mark)

@@ -1,4 +1,4 @@
-"""Data as tables: the files or the hub data set that a name stands for, read with the `datasets` library.
+"""Data as tables: the files or the hub data set that a name stands for, read with the `datasets` library, JSON apart.
 
 docs/data.md says what is legal; all else is a ValueError that names the key, the file and the line or column. datasets
 and pandas are imported where they are used: they take seconds of each rank's start.
@@ -8,8 +8,13 @@ import glob
 import json
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy import ndarray
 
 from support.base import user_code
 from support.base.read_config import dotted_items
@@ -20,7 +25,7 @@ LEGAL = f"a file ending in {', '.join(KINDS)}, a glob, a folder, a hub name like
 # name, name:split or name:config:split, where the split may be a slice such as train[:100]
 HUB_NAME = re.compile(r"([\w-]+|\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+)(?=:))?(?::([\w.-]+(?:\[.*\])?))?")
 
-Table = Any  # a datasets.Dataset, or a list of rows that a function of the user's has made
+Table = Any  # a datasets.Dataset, JsonLines, or a list of rows: of a JSON list, or of a function of the user's
 Source = tuple[str, dict]  # name of a file or hub data set, arguments of datasets.load_dataset
 
 
@@ -61,10 +66,69 @@ def custom_rows(place: str, name: str, key: str) -> list[dict]:
     return rows
 
 
+class JsonFloat(float):
+    """A number of a JSON file that is not whole; as text it is what the file has: 1.50 stays 1.50."""
+
+    def __new__(cls, text: str):
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    def __str__(self) -> str:
+        return str(self.text)
+
+
+@dataclass
+class JsonLines(Sequence):
+    """The rows of JSON files, each parsed when it is read: a column has no type, so a row is what its line says."""
+
+    files: list[ndarray]  # uint8, mapped
+    places: ndarray  # int64 [rows, 3]: file, and where in it the row's line begins and ends
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, i: int) -> dict:
+        file, start, end = self.places[i]
+        return json.loads(self.files[file][start:end].tobytes().decode(), parse_float=JsonFloat)
+
+
+def read_json(file: str, name: str, key: str) -> Table:
+    """A file of JSON with a list of objects, or an object on each line. Raises ValueError."""
+    content = np.memmap(file, np.uint8, mode="r")
+    begin = 3 if content[:3].tobytes() == b"\xef\xbb\xbf" else 0  # a mark of UTF-8, as Windows writes it
+    if content[begin : begin + 4096].tobytes().lstrip()[:1] == b"[":
+        try:
+            rows = json.loads(content[begin:].tobytes().decode(), parse_float=JsonFloat)
+        except ValueError as error:
+            raise ValueError(f"{key}: {name}: {json_fault(error)}") from None
+        for i, row in enumerate(rows, 1):
+            require(isinstance(row, dict), f"{key}: {name}, row {i}: not a JSON object", ValueError)
+        return rows
+    ends = np.append(np.flatnonzero(content == ord("\n")), len(content))
+    places = np.stack([np.zeros_like(ends), np.append(begin, ends[:-1] + 1), ends], axis=1)
+    lines, filled = JsonLines([content], places), []
+    for number in range(len(lines)):
+        _, start, end = places[number]
+        if content[start:end].tobytes().strip():
+            filled.append(number)
+            try:
+                require(isinstance(lines[number], dict), "not a JSON object", ValueError)
+            except ValueError as error:
+                raise ValueError(f"{key}: {name}, line {number + 1}: {json_fault(error)}") from None
+    require(bool(filled), f"{key}: {name} has no rows", ValueError)
+    return JsonLines([content], places[filled])
+
+
+def json_fault(error: ValueError) -> str:
+    """What is wrong with a JSON text."""
+    return f"not UTF-8, at byte {error.start}" if isinstance(error, UnicodeDecodeError) else str(error)
+
+
 def columns_of(table: Table) -> list[str]:
     """The names of a table's columns, and of those inside dicts with dots."""
-    if isinstance(table, list):
-        names = [key for row in table for key in (*row, *dict(dotted_items(row)))]
+    if isinstance(table, (list, JsonLines)):
+        names = (key for row in table for key in (*row, *dict(dotted_items(row))))
     else:
         names = [*table.features, *table.features.flatten()]
     return list(dict.fromkeys(map(str, names)))
@@ -75,7 +139,10 @@ def concatenate(tables: list[tuple[str, Table]], key: str) -> Table:
     import datasets
 
     parts = [table for _, table in tables]
-    if isinstance(parts[0], list):
+    if all(isinstance(part, JsonLines) for part in parts):
+        places = [part.places + np.array([number, 0, 0]) for number, part in enumerate(parts)]
+        return JsonLines([part.files[0] for part in parts], np.concatenate(places))
+    if isinstance(parts[0], (list, JsonLines)):
         return [row for rows in parts for row in rows]
     try:
         return datasets.concatenate_datasets(parts)
@@ -85,19 +152,44 @@ def concatenate(tables: list[tuple[str, Table]], key: str) -> Table:
 
 def rows_between(table: Table, start: int, stop: int) -> list[dict]:
     """The rows of a table from `start` up to `stop`, or to its end."""
+    numbers = range(start, min(stop, len(table)))
+    if isinstance(table, (list, JsonLines)):
+        return [table[number] for number in numbers]
+    return [own_keys(row) for row in table.select(numbers).to_list()]
+
+
+def own_keys(value: Any) -> Any:
+    """A row of arrow without the nulls in its chat messages, where arrow gives each the keys of all others."""
+    if isinstance(value, list):
+        chat = all(isinstance(item, dict) and "role" in item for item in value)
+        return [without_nulls(item) if chat else item for item in value]
+    return {key: own_keys(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None or key == "content"}
+    return value
+
+
+def held(table: Table, largest: int) -> Table:
+    """The table as a list of its rows, if it takes less than `largest` bytes."""
     if isinstance(table, list):
-        return table[start:stop]
-    return table.select(range(start, min(stop, len(table)))).to_list()
+        return table
+    size = (table.places[:, 2] - table.places[:, 1]).sum() if isinstance(table, JsonLines) else table.data.nbytes
+    return rows_between(table, 0, len(table)) if size < largest else table
 
 
 def check_text(tables: list[tuple[str, Table]], key: str) -> None:
     """Raises ValueError for text that is no UTF-8, which not all readers check."""
     for name, table in tables:
         try:
-            if not isinstance(table, list):
+            if not isinstance(table, (list, JsonLines)):
                 table.data.validate(full=True)
         except ValueError as error:  # pyarrow.ArrowInvalid
-            raise ValueError(f"{key}: {name}{find_fault(name) or f': {error}'}") from None
+            raise ValueError(f"{key}: {name}: {error}") from None
 
 
 def find_sources(name: str, split: str, key: str) -> list[Source]:
@@ -146,19 +238,21 @@ def read_table(name: str, arguments: dict, key: str) -> Any:
 
     file = arguments.get("data_files", "")
     require(not Path(file).is_file() or Path(file).stat().st_size > 0, f"{key}: {name} is empty", ValueError)
+    if arguments["path"] == "json":  # arrow would give a column one type, and all its objects the same keys
+        return read_json(datasets.DownloadManager().download(file) if "://" in file else file, name, key)
     try:
-        if arguments["path"] == "json":  # mixed columns are refused: the library would read the text "007" as 7
-            arguments = {**arguments, "on_mixed_types": None, "parse_agent_traces": False}
-        elif arguments["path"] == "csv":
+        if arguments["path"] == "csv":
             arguments = {**arguments, **csv_options(file)}
         return datasets.load_dataset(**arguments)
     except Exception as error:  # datasets raises many kinds, of its own, pyarrow, pandas, the hub, the file system
         while error.__cause__:
             error = error.__cause__
         library = f": {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if isinstance(error, UnicodeError):
+            library = ": not UTF-8"
         if "corresponds to no data" in library or "BatchSize must be greater than 0" in library:
             library = " has no rows"
-        raise ValueError(f"{key}: {name}{find_fault(file) or library}") from None
+        raise ValueError(f"{key}: {name}{library}") from None
 
 
 def csv_options(file: str) -> dict:
@@ -174,16 +268,3 @@ def csv_options(file: str) -> dict:
     )
     features = datasets.Features({str(column): datasets.Value("string") for column in start.columns})
     return {"features": features, "keep_default_na": False, "na_values": [""]}
-
-
-def find_fault(file: str) -> str:
-    """The first line of a JSON-lines file that is no object, or not UTF-8, as ", line 7: ..."; "" in any other file."""
-    if Path(file).suffix != ".jsonl" or not Path(file).is_file():
-        return ""
-    for number, line in enumerate(Path(file).read_bytes().split(b"\n"), 1):
-        try:
-            if line.strip() and not isinstance(json.loads(line), dict):
-                return f", line {number}: not a JSON object"
-        except ValueError as error:  # of json, or of its UTF-8
-            return f", line {number}: {error}"
-    return ""

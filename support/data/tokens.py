@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ import numpy as np
 from support.base.read_config import nearest
 from support.base.require import require
 from support.data.tables import Table, columns_of
+
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
@@ -27,7 +31,6 @@ def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
             raise ValueError(f"{key!r} is a list of chat messages, which needs data.chat_template=true")
         return hint + value
     chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    # A column gives all its messages the same keys; null stands for one that this message does not have.
     messages = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in chat]
     if hint:
         asked = next((m for m in reversed(messages) if m["role"] == "user" and isinstance(m["content"], str)), None)
@@ -36,12 +39,33 @@ def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
         asked["content"] = hint + asked["content"]
     if cfg.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": cfg.system_prompt})
+    goes_on = messages[-1]["role"] == "assistant"
     try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs
-        )
+        text = render(tokenizer, messages, cfg, add_generation_prompt=not goes_on, continue_final_message=goes_on)
     except Exception as error:  # a template fails as code does, with any exception
         raise ValueError(f"the tokenizer's chat template refuses {key!r} (data.chat_template): {error}") from None
+    for part in parts_of(messages):
+        if str(part) in text and str(part) != json.dumps(part, ensure_ascii=False, default=str):
+            raise ValueError(
+                f"the tokenizer's chat template writes a part of {key!r} as Python does, {str(part)[:60]}: give texts "
+                "in its place, or mend the template of model.path"
+            )
+    return text
+
+
+def render(tokenizer, messages: list[dict], cfg, **options) -> str:
+    """What the chat template writes, which gets `cfg.date` where it asks for today's. Raises what it raises."""
+    if cfg.date is not None:
+        options["strftime_now"] = cfg.date.strftime
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options, **cfg.template_kwargs)
+
+
+def parts_of(value: list | dict) -> Iterator[list | dict]:
+    """The lists and dicts in a list or dict, and in these."""
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, (list, dict)):
+            yield part
+            yield from parts_of(part)
 
 
 def hinted_text(row: dict, cfg, tokenizer) -> str:
@@ -51,8 +75,14 @@ def hinted_text(row: dict, cfg, tokenizer) -> str:
 
 
 def to_ids(texts: list[str], cfg, tokenizer) -> list[list[int]]:
-    """Token ids of texts of `prompt_text`."""
-    return tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]  # a template brings its own
+    """Token ids of texts of `prompt_text`, without an end token: the model goes on from them."""
+    ids = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]  # a template brings its own
+    return [text[:-1] for text in ids] if adds_end(cfg, tokenizer) else ids
+
+
+def adds_end(cfg, tokenizer) -> bool:
+    """Whether the tokenizer puts its end token after each text, as for training on whole texts (add_eos_token)."""
+    return not cfg.chat_template and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
 
 
 def missing_row(source: str, ids: Iterable[int], tokenizer, vocab_size: int, model: str = "model.path") -> str | None:
@@ -84,16 +114,16 @@ def is_chat(value: Any) -> bool:
 
 
 def answer_text(value: Any, key: str) -> str:
-    """A row's reference answer as text: numbers as Python writes them, lists and objects as JSON. Raises ValueError."""
-    if value is None:
-        raise ValueError(f"{key!r} is null")
+    """A row's reference answer as text: numbers as a JSON file or Python writes them, lists and objects as JSON.
+
+    Raises ValueError.
+    """
+    if value is None or value != value:
+        raise ValueError(f"{key!r} is {'null' if value is None else 'not a number (NaN)'}")
     if isinstance(value, (list, dict)):
         return json.dumps(value, ensure_ascii=False, default=str)
-    if not isinstance(value, (str, int, float)):  # a date: the text in the file cannot be recovered
-        raise ValueError(
-            f"{key!r} was read as a {type(value).__name__}; legal are text, numbers, lists and objects. Where a JSON "
-            "file has only dates, its reader turns them into such; parquet keeps them as text"
-        )
+    if not isinstance(value, (str, int, float, Decimal)):  # a date: the text in the file cannot be recovered
+        raise ValueError(f"{key!r} was read as a {type(value).__name__}; legal are text, numbers, lists and objects")
     return str(value)
 
 
@@ -151,7 +181,7 @@ def tokenise(rows: list[dict], cfg, tokenizer, vocab_size: int) -> dict[str, lis
     """Columns with a value for each row.
 
     "ids": int32 array, the prompt; empty where it is too long. "length": tokens of the prompt, with its hint. "digest":
-    16 bytes that change with token ids, answer and source. "error": what is wrong with the row, else None.
+    16 bytes that change with prompt, hint, answer and source, as the row has them. "error": what is wrong, else None.
     """
     texts = []  # (prompt, prompt with the hint, answer) of each row
     errors = []
@@ -160,6 +190,8 @@ def tokenise(rows: list[dict], cfg, tokenizer, vocab_size: int) -> dict[str, lis
             prompt = prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer)
             answer = answer_text(lookup(row, cfg.answer_key), cfg.answer_key)
             with_hint = hinted_text(row, cfg, tokenizer) if cfg.hint_key is not None else ""
+            if SURROGATE.search(prompt + with_hint):
+                raise ValueError(f"{cfg.prompt_key!r} has half of a surrogate pair, which is no text")
             texts.append((prompt, with_hint, answer))
             errors.append(None)
         except ValueError as problem:
@@ -178,9 +210,9 @@ def tokenise(rows: list[dict], cfg, tokenizer, vocab_size: int) -> dict[str, lis
             name = f"{cfg.prompt_key!r}, as the chat template writes it" if cfg.chat_template else repr(cfg.prompt_key)
             problem = missing_row(name, ids, tokenizer, vocab_size)
             errors[i] = problem or missing_row(f"the hint {cfg.hint_key!r}", with_hint, tokenizer, vocab_size)
-        answer, source = texts[i][2], source_of(rows[i], cfg.source_key)
-        read = f"{len(answer)},{len(source)}:{answer}{source}".encode(errors="surrogatepass")
-        inputs = np.array([*ids, *with_hint], np.int32).tobytes() + read
+        keys = [cfg.prompt_key, cfg.answer_key, *[cfg.hint_key] * (cfg.hint_key is not None)]
+        read = [source_of(rows[i], cfg.source_key), *(lookup(rows[i], key) for key in keys)]
+        inputs = json.dumps(read, default=str, sort_keys=True).encode()
         columns["ids"].append(np.array(ids if length <= cfg.max_prompt_tokens else [], np.int32))
         columns["length"].append(length)
         columns["digest"].append(hashlib.blake2b(inputs, digest_size=16).digest())

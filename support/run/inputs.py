@@ -1,5 +1,7 @@
 """What a run starts from: its model and data, checked and read, and the checkpoint that it goes on from."""
 
+import contextlib
+import datetime
 import math
 import os
 from collections.abc import Sequence
@@ -8,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 import transformers
 import yaml
@@ -40,7 +43,7 @@ class Inputs:
 
 def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs]:
     """Check, read and print what a run starts from; returns the configuration, with `train.steps`, and the inputs."""
-    inputs = read(cfg, ["train"] if cfg.data.eval is None else ["train", "eval"], weights)
+    cfg, inputs = read(cfg, ["train"] if cfg.data.eval is None else ["train", "eval"], weights)
     cfg = with_steps(cfg, len(inputs.prompts))
     if ranks.is_first_rank():
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -52,13 +55,18 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs
     return override(cfg, {"train.epochs": None}), inputs
 
 
-def read(cfg: Config, parts: list[str], weights: bool) -> Inputs:
-    """Check the models, their files of `weights` if asked, and read the data of `parts` (train, eval). UserError."""
+def read(cfg: Config, parts: list[str], weights: bool) -> tuple[Config, Inputs]:
+    """Check the models, their files of `weights` if asked, and read the data of `parts` (train, eval). UserError.
+
+    Returns the configuration too, with `data.date` if the chat template asks for one.
+    """
     check_models(cfg)
     folder = cfg.model.path
     prompts, ends = {}, {}
     try:
         tokenizer = load_tokenizer(folder)
+        if cfg.data.date is None and "strftime_now" in str(tokenizer.chat_template):
+            cfg = override(cfg, {"data.date": first_day(cfg)})
         vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
         for part in parts:
             prompts[part] = load_prompts(cfg.data, tokenizer, vocab_size, part)
@@ -82,7 +90,18 @@ def read(cfg: Config, parts: list[str], weights: bool) -> Inputs:
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
     read = prompts.get("train", []), prompts.get("eval", [])
-    return Inputs(tokenizer, *read, vocab_size, model_path=folder, ends=ends[parts[0]])
+    return cfg, Inputs(tokenizer, *read, vocab_size, model_path=folder, ends=ends[parts[0]])
+
+
+def first_day(cfg: Config) -> str:
+    """The day on which the run began: of the checkpoint that it goes on from, else on which torchrun was started."""
+    found = [Path(cfg.resume)] if cfg.resume not in ("none", "auto") else []
+    if cfg.resume == "auto":
+        found = checkpoint.list_checkpoints(Path(cfg.output_dir, "checkpoints"))
+    for folder in found:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # damaged: `find_checkpoint` will say so
+            return checkpoint.read_state(folder)["config"]["data"]["date"]
+    return str(datetime.date.fromtimestamp(psutil.Process().parent().create_time()))
 
 
 def check_models(cfg: Config) -> None:
@@ -117,6 +136,8 @@ def print_prompts(cfg: Config, inputs: Inputs) -> None:
         print(line, flush=True)
         if isinstance(prompts, Mixture):
             print(prompts.describe(cfg.train.steps * cfg.rollout.prompts_per_step), flush=True)
+    if cfg.data.date is not None:
+        print(f"date:    {cfg.data.date}, where the chat template writes today's (data.date)", flush=True)
     for warning in endless(inputs.ends, cfg.data):
         print(f"warning: {warning}", flush=True)
 

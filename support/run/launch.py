@@ -96,7 +96,7 @@ def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, en
     cfg = evaluation.read_config(args.config, args.overrides, args.world_size)
     prepare_process(cfg)
     machines.check_start(cfg)
-    inputs = read(cfg, ["eval"], weights=True)
+    cfg, inputs = read(cfg, ["eval"], weights=True)
     if ranks.is_first_rank():
         print_prompts(cfg, inputs)
     with joined(cfg) as clock:

@@ -158,7 +158,7 @@ def test_the_chat_template_writes_what_stands_between_two_answers():
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, additional_special_tokens=special, chat_template=CHATML
     )
-    data = SimpleNamespace(chat_template=True, template_kwargs={"prefix": "<think>"})
+    data = SimpleNamespace(chat_template=True, template_kwargs={"prefix": "<think>"}, date=None)
     end, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
     between = "\n<|im_start|>user\n 12\n<|im_end|>\n<|im_start|>assistant\n<think>"
     assert tokenizer.decode(turns.reply_ids(" 12\n", end, tokenizer, data)) == between

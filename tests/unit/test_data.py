@@ -1,17 +1,26 @@
 """Data as people have it: every format gives the same prompts, and bad data is refused by file, row or column."""
 
+import datetime
 import json
+import pickle
 from pathlib import Path
 from unittest import mock
 
 import datasets
+import make_tiny
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
+import transformers
 
 from config import DataConfig
+from support.data.ends import Ends, endless
 from support.data.prompts import load_prompts
-from tests.conftest import write_rows
+from support.data.tables import JsonLines
+from support.run.inputs import first_day
+from tests.conftest import tiny_config, write_rows
 
 # What a careless reader would change: leading zeros, the text "None", a number that is text, commas, line breaks.
 ROWS = [
@@ -90,11 +99,14 @@ def test_hub_names(tokenizer, monkeypatch):
 def test_nested_columns_and_a_column_with_a_dot_in_its_name(tokenizer, tmp_path):
     """Data prepared for verl load unchanged; a column of exactly the key's name wins; a list of answers stays one."""
     write(tmp_path / "plain.parquet", ROWS)
+    plain = [(p.ids, p.answer, p.source) for p in load(tokenizer, tmp_path / "plain.parquet")]
+    fingerprints = set()
     for name in ("verl.parquet", "verl.jsonl"):
         write(tmp_path / name, VERL)
         prompts = load(tokenizer, tmp_path / name, **VERL_KEYS)
-        assert prompts.fingerprint == load(tokenizer, tmp_path / "plain.parquet").fingerprint
-        assert prompts[1].row == VERL[1]
+        assert [(p.ids, p.answer, p.source) for p in prompts] == plain and prompts[1].row == VERL[1]
+        fingerprints.add(prompts.fingerprint)
+    assert len(fingerprints) == 1
     write(tmp_path / "a.jsonl", [{"prompt": "1>", "x": {"y": "inner"}, "x.y": "outer"}])
     assert load(tokenizer, tmp_path / "a.jsonl", answer_key="x.y")[0].answer == "outer"
     write(tmp_path / "b.parquet", [{"prompt": "1>", "answer": ["7", "seven"]}])
@@ -118,6 +130,93 @@ def test_chat_template_system_prompt_and_kwargs(tokenizer, tmp_path):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match=r"b\.jsonl, row 1: .*chat template refuses.*roles must alternate"):
         load(tokenizer, tmp_path / "b.jsonl")
+
+
+CALLS = "{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls else m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_a_message_has_its_own_keys_and_not_those_of_other_rows(tmp_path, name):
+    bpe = make_tiny.bpe_tokenizer(["arguments"], 300)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CALLS)
+    calls = [{"flag": [1, 2]}, {"text": "934"}, {"number": {"x": 1}}]
+    chats = [
+        [{"role": "user", "content": "7"}, {"role": "assistant", "content": None, "tool_calls": [{"arguments": call}]}]
+        for call in calls
+    ]
+    chats = [[*chat, {"role": "user", "content": "8"}] for chat in chats]
+    write(tmp_path / name, [{"prompt": chat, "answer": "1"} for chat in chats])
+    said = [tokenizer.decode(p.ids) for p in load(tokenizer, tmp_path / name, 300)]
+    assert said == [f'7[{{"arguments": {json.dumps(call)}}}]8' for call in calls]
+
+
+def test_an_answer_is_the_text_that_a_json_file_has(tokenizer, tmp_path):
+    texts = [str(10**30 + 7), str(10**30 + 8), "126", "0.50", "1e3", "true", '"2024-05-01"', '"007"']
+    rows = "".join(f'{{"prompt": "1", "answer": {text}}}\n' for text in texts)
+    (tmp_path / "a.jsonl").write_text("\ufeff" + rows)
+    prompts = load(tokenizer, tmp_path / "a.jsonl")
+    assert [p.answer for p in prompts] == [*texts[:5], "True", "2024-05-01", "007"]
+    assert (
+        prompts[3].row == {"prompt": "1", "answer": 0.5}
+        and pickle.loads(pickle.dumps(prompts[3].row)) == prompts[3].row
+    )
+
+
+def test_the_model_goes_on_with_an_assistants_message(tokenizer, tmp_path):
+    tokenizer.chat_template = (
+        ROLES.replace("'-'}", "'-', 'assistant': '='}") + "{% if add_generation_prompt %}={% endif %}"
+    )
+    chat = [{"role": "user", "content": "3"}, {"role": "assistant", "content": "+4"}]
+    write(tmp_path / "a.jsonl", [{"prompt": chat[:number], "answer": "1"} for number in (1, 2)])
+    assert [tokenizer.decode(p.ids) for p in load(tokenizer, tmp_path / "a.jsonl")] == ["-3=", "-3=+4"]
+
+
+def test_a_template_that_writes_todays_date_gets_that_of_the_run(tokenizer, tmp_path):
+    tokenizer.chat_template = "{{ strftime_now('%d%m%Y') }}" + ROLES
+    write(tmp_path / "a.jsonl", ROWS)
+    first, second = (load(tokenizer, tmp_path / "a.jsonl", date=date) for date in ("2026-11-27", "2026-11-28"))
+    assert tokenizer.decode(first[0].ids) == "27112026-0+0=>" and first.fingerprint == second.fingerprint
+
+
+def test_the_date_of_a_run_is_that_of_its_first_start(tmp_path):
+    cfg = tiny_config(f"output_dir={tmp_path}", "resume=auto")
+    assert first_day(cfg) == str(datetime.date.fromtimestamp(psutil.Process().parent().create_time()))
+    for step, day in ((2, "2025-01-03"), (1, "2025-01-02")):
+        (tmp_path / f"checkpoints/step_{step:06d}").mkdir(parents=True)
+        state = {"config": {"data": {"date": day}}}
+        (tmp_path / f"checkpoints/step_{step:06d}/state.json").write_text(json.dumps(state))
+    assert first_day(cfg) == "2025-01-03"
+    assert first_day(tiny_config(f"resume={tmp_path}/checkpoints/step_000001")) == "2025-01-02"
+
+
+def test_an_end_token_that_the_tokenizer_adds_is_left_out_of_prompts(tokenizer, tmp_path):
+    write(tmp_path / "a.jsonl", ROWS)
+    plain = [p.ids for p in load(tokenizer, tmp_path / "a.jsonl", chat_template=False)]
+    end = tokenizer.eos_token
+    tokenizer._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+    assert tokenizer("1")["input_ids"][-1] == tokenizer.eos_token_id
+    assert [p.ids for p in load(tokenizer, tmp_path / "a.jsonl", chat_template=False)] == plain
+    (said,) = endless(Ends(frozenset(), [], tokenizer), DataConfig(train="a", chat_template=False))
+    assert f"ends every text with {end!r}" in said
+
+
+def test_templates_and_tokenizers_that_lose_the_prompt_are_refused(tokenizer, tmp_path):
+    write(tmp_path / "a.jsonl", ROWS)
+    for kwargs in ({"tokenize": True}, {"messages": []}):
+        with pytest.raises(ValueError, match=rf"^data.template_kwargs has {next(iter(kwargs))}, which the call"):
+            load(tokenizer, tmp_path / "a.jsonl", template_kwargs=kwargs)
+    tokenizer.chat_template = "12="
+    with pytest.raises(ValueError, match=r"^data.train: all 6 prompts of .* have the same tokens, \[.*tokenizer.json"):
+        load(tokenizer, tmp_path / "a.jsonl")
+    write(tmp_path / "same.jsonl", [ROWS[0]] * 2)
+    assert len(load(tokenizer, tmp_path / "same.jsonl")) == 2
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    chat = [{"role": "user", "content": [{"type": "text", "text": "7"}]}]
+    write(tmp_path / "parts.jsonl", [{"prompt": chat, "answer": "1"}])
+    with pytest.raises(ValueError, match=r"row 1: .* writes a part of 'prompt' as Python does, \[\{'type'"):
+        load(tokenizer, tmp_path / "parts.jsonl")
 
 
 def test_long_prompts_are_counted_and_empty_ones_refused(tokenizer, tmp_path):
@@ -206,17 +305,21 @@ BAD_FILES = {
     "blank.jsonl": (b"\n\n", "blank.jsonl has no rows"),
     "header.csv": (b"prompt,answer\n", "has no rows"),
     "broken.jsonl": (GOOD + b'\n{"prompt": ', "broken.jsonl, line 3: Expecting value"),
-    "broken.json": (b'[{"prompt": "1"},\n{"prompt": ]', "broken.json: .* at position 28"),
+    "broken.json": (b'[{"prompt": "1"},\n{"prompt": ]', "broken.json: Expecting value: line 2 column 12"),
     "scalar.jsonl": (GOOD + b"5\n", "scalar.jsonl, line 2: not a JSON object"),
-    "latin.jsonl": (GOOD + b'{"prompt": "\xfc", "answer": "1"}\n', "latin.jsonl, line 2: 'utf-8' codec"),
-    "latin.csv": (b"prompt,answer\n1,1\n\xfc,1\n", "latin.csv: .*'utf-8' codec"),
+    "latin.jsonl": (GOOD + b'{"prompt": "\xfc", "answer": "1"}\n', "latin.jsonl, line 2: not UTF-8"),
+    "latin.csv": (b"prompt,answer\n1,1\n\xfc,1\n", "latin.csv: not UTF-8"),
     "commas.csv": (b"prompt,answer\n1,2,3\n", "commas.csv.* row 1 has more fields than the header"),
     "ragged.csv": (b"prompt,answer\n1,2\n1,2,3\n", "ragged.csv.*Expected 2 fields in line 3, saw 3"),
     "answer.jsonl": (GOOD + b'{"prompt": "1", "answer": null}\n', "answer.jsonl, row 2: 'answer' is null"),
     "chat.jsonl": (b'{"prompt": [{"role": "user"}], "answer": "1"}\n', "row 1: 'prompt' is neither text nor a list of"),
-    "half.jsonl": (b'{"prompt": "\\ud800", "answer": "1"}\n', "half.jsonl"),
-    "date.jsonl": (b'{"prompt": "1", "answer": "2024-05-01"}\n', "row 1: 'answer' was read as a datetime"),
-    "mixed.jsonl": (GOOD + b'{"prompt": "1", "answer": 1}\n', "mixed.jsonl.*/answer. changed from string to number"),
+    "half.jsonl": (
+        b'{"prompt": "\\ud800", "answer": "1"}\n',
+        "half.jsonl, row 1: 'prompt' has half of a surrogate pair",
+    ),
+    "nan.jsonl": (GOOD + b'{"prompt": "1", "answer": NaN}\n', "nan.jsonl, row 2: 'answer' is not a number"),
+    "utf16.jsonl": (GOOD.decode().encode("utf-16"), "utf16.jsonl, line 1: not UTF-8"),
+    "list.json": (b'[{"prompt": "1", "answer": "1"}, 5]', "list.json, row 2: not a JSON object"),
     "a.txt": (b"1", "a.txt is of no known type.*parquet"),
 }
 
@@ -244,28 +347,29 @@ def test_damaged_parquet_and_arrow(tokenizer, tmp_path):
         load(tokenizer, tmp_path / "b.parquet")
 
 
-def test_large_sets_stay_mapped_and_give_the_same(tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_large_sets_stay_mapped_and_give_the_same(tokenizer, tmp_path, monkeypatch, kind):
     """Rows, ids, and what is said of a mistake, where a block ends inside the second file."""
-    for name, rows in {"a.jsonl": VERL, "b.jsonl": [*VERL, {**VERL[0], "reward_model": None}]}.items():
-        write_rows(tmp_path / name, rows)
-    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for name, rows in {f"a.{kind}": VERL, f"b.{kind}": [*VERL, {**VERL[0], "reward_model": None}]}.items():
+        write(tmp_path / name, rows)
+    files = [tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"]
     held = load(tokenizer, [files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
     monkeypatch.setattr("support.data.prompts.LARGE_BYTES", 0)
     monkeypatch.setattr("support.data.prompts.BLOCK", 4)
     mapped = load(tokenizer, [files[0]] * 2, max_prompt_tokens=5, **VERL_KEYS)
-    assert isinstance(held.table, list) and isinstance(mapped.table, datasets.Dataset)
+    assert isinstance(held.table, list) and isinstance(mapped.table, (datasets.Dataset, JsonLines))
     assert list(mapped) == list(held) and len(held) == 12 and mapped.fingerprint == held.fingerprint
-    with pytest.raises(ValueError, match=r"^data\.train: .*b\.jsonl, row 7: 'reward_model\.ground_truth' is null"):
+    with pytest.raises(ValueError, match=rf"^data\.train: .*b\.{kind}, row 7: 'reward_model\.ground_truth' is null"):
         load(tokenizer, files, **VERL_KEYS)
 
 
 def test_files_that_do_not_go_together(tokenizer, tmp_path):
     write(tmp_path / "a.jsonl", ROWS)
-    write(tmp_path / "number.jsonl", [{"prompt": "1", "answer": 1, "source": "sums"}])
+    write(tmp_path / "number.parquet", [{"prompt": "1", "answer": 1, "source": "sums"}])
     write(tmp_path / "b.parquet", ROWS)
     (tmp_path / "empty").mkdir()
     for names, message in [
-        (["a.jsonl", "number.jsonl"], r": a column must have one type in all files: .*answer.*int64.*string"),
+        (["b.parquet", "number.parquet"], r": a column must have one type in all files: .*answer.*int64.*string"),
         (["a.jsonl", "b.parquet"], r"mixes file types \(.*a\.jsonl, .*b\.parquet\)"),
         ([""], "mixes file types"),
         (["empty"], "the folder .*empty is empty"),
