@@ -3,6 +3,7 @@
 import datetime
 import os
 import socket
+import threading
 import time
 import uuid
 from collections import defaultdict
@@ -52,6 +53,9 @@ def die_with_torchrun() -> None:
 
 # ---------------------------------------------------------------- joining the process group
 
+JOIN = datetime.timedelta(minutes=30)  # to meet: a rank may read its data for long
+TELL_S = 30  # after which it is said who is awaited
+
 
 def join_ranks(timeout_s: float) -> None:
     """Create the process group: gloo, on GPUs NCCL (gloo for objects). RankError where ranks do not meet in time."""
@@ -61,6 +65,8 @@ def join_ranks(timeout_s: float) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
+    if rank >= world_size:
+        raise UserError(f"RANK={rank} with WORLD_SIZE={world_size}: legal is 0 to {world_size - 1}")
     try:
         store = fresh_store(rank, world_size)
         dist.init_process_group(
@@ -80,20 +86,33 @@ def fresh_store(rank: int, world_size: int) -> dist.Store:
     Under --max-restarts torchrun keeps its store (docs/dev/field-notes.md), and its restart count is of one node. So
     rank 0 gives this start a name, and sends it to each rank in reply to a random key that only a living rank waits on.
     """
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size))
-    name = uuid.uuid4().hex
-    if rank:
-        store.set(f"hello/{rank}", name)
-        name = store.get(f"name/{name}").decode()
-        store.set(f"heard/{name}/{rank}", "")
+    holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    waiting = {0} if rank else set(range(1, world_size))
+    tell = threading.Timer(
+        TELL_S, lambda: say(f"rank {rank} waits for rank {', '.join(map(str, sorted(waiting)))} at {address[0]}")
+    )
+    if rank <= 1:  # one of them tells
+        tell.start()
+    try:
+        store = dist.TCPStore(*address, world_size, holds_store, JOIN, wait_for_workers=False, multi_tenant=True)
+        name = uuid.uuid4().hex
+        if rank:
+            store.set(f"hello/{rank}", name)
+            name = store.get(f"name/{name}").decode()
+            store.set(f"heard/{name}/{rank}", "")
+            return dist.PrefixStore(name, store)
+        end = time.monotonic() + JOIN.total_seconds()
+        while waiting:
+            for other in [r for r in waiting if store.check([f"hello/{r}"])]:
+                store.set(f"name/{store.get(f'hello/{other}').decode()}", name)
+            waiting -= {r for r in waiting if store.check([f"heard/{name}/{r}"])}
+            if time.monotonic() > end:
+                raise RankError(f"rank {', '.join(map(str, sorted(waiting)))} did not come within {JOIN}")
+            time.sleep(0.02)
         return dist.PrefixStore(name, store)
-    waiting = set(range(1, world_size))
-    while waiting:
-        for other in [r for r in waiting if store.check([f"hello/{r}"])]:
-            store.set(f"name/{store.get(f'hello/{other}').decode()}", name)
-        waiting = {r for r in waiting if not store.check([f"heard/{name}/{r}"])}
-        time.sleep(0.02)
-    return dist.PrefixStore(name, store)
+    finally:
+        tell.cancel()
 
 
 def note_failure() -> bool:

@@ -107,8 +107,12 @@ def read_override(override: str) -> dict:
         f"override {override!r} is not of the form section.key=value",
     )
     key, _, text = override.partition("=")
+    section, _, name = key.rpartition(".")
+    kind = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
     try:
-        return nest(key, yaml.load(text, Loader))
+        value = yaml.load(text, Loader)
+        takes_text = kind is not None and "dict" not in str(kind.annotation)
+        return nest(key, text if takes_text and isinstance(value, dict) else value)  # it has a colon
     except Exception as error:  # as above
         raise UserError(f"override {override!r}: its value is not YAML: {' '.join(str(error).split())}") from None
 

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +30,23 @@ def load_function(key: str, place: str | None) -> Callable:
 
 @functools.lru_cache
 def load_module(path: str) -> ModuleType:
-    """The module of a file, executed once a process."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    """The module of a file, executed once a process: of its package or, without one, of its folder.
+
+    It finds the modules beside it after all others. Where another module has its name, it is named by its path.
+    """
+    file = Path(path).resolve()
+    folder, name = file.parent, file.stem
+    while (folder / "__init__.py").exists():
+        folder, name = folder.parent, f"{folder.name}.{name}"
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    spec = importlib.util.find_spec(name)
+    if spec and spec.origin == str(file):
+        return importlib.import_module(name)
+    name = str(file).replace(".", "_")
+    spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses and pickle look it up
     spec.loader.exec_module(module)
     return module
 

@@ -250,6 +250,8 @@ def read_table(name: str, arguments: dict, key: str) -> Any:
         library = f": {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if isinstance(error, UnicodeError):
             library = ": not UTF-8"
+        elif str(getattr(error, "filename", "")).startswith(str(datasets.config.HF_CACHE_HOME)):
+            library += ". The library writes what it reads there: set HF_HOME to a folder that can be written"
         if "corresponds to no data" in library or "BatchSize must be greater than 0" in library:
             library = " has no rows"
         raise ValueError(f"{key}: {name}{library}") from None

@@ -100,7 +100,10 @@ class CheckpointWriter:
                 if not (self.keep_every and step_of(path) % self.keep_every == 0):
                     add_suffix(path, "removed")  # first, so that an incomplete folder never has a valid name
         for removed in self.folder.glob("step_*.removed"):
-            shutil.rmtree(removed)
+            try:
+                shutil.rmtree(removed)
+            except OSError as error:  # a file held open on NFS: the new checkpoint is complete
+                print(f"warning: {removed} cannot be removed, and is left: {error}", flush=True)
 
     @contextlib.contextmanager
     def _explain_failure(self) -> Iterator[None]:

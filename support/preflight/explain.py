@@ -44,6 +44,7 @@ VLLM_MEMORY = {  # what vLLM says where memory is short → what to turn; it has
     ],
     "on startup is less than": [LESS, "rollout.tp up", OTHERS],
     "Error in memory profiling": [OTHERS, "start again", LESS],
+    "Memory usage increased after sleeping": [OTHERS, "start again with resume=auto"],
     "when warming up": [FEWER, LESS, "rollout.tp up"],
     "out of memory at": [LESS, "parallel.tp up", "parallel.pp up"],  # its allocator, at wake
     "on kv cache allocation is less than": [  # on a CPU

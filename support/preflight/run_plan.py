@@ -1,6 +1,8 @@
 """What a configuration means before it runs: layout and arithmetic of a step in words, and what will be slow."""
 
 import os
+import re
+from collections.abc import Iterator
 
 from config import Config
 from support.step.packing import bubble
@@ -39,7 +41,18 @@ def describe(cfg: Config, world_size: int) -> str:
         run += f" ({plural(t.epochs, 'epoch')})"
     run += f" = {t.steps * samples} samples, {plural(t.steps * updates, 'update')}"
     run += f"; lr {t.lr:g} after {plural(t.warmup_steps, 'warm-up step')}"
-    return "\n".join([layout, step, run, describe_loss(cfg)])
+    return "\n".join([layout, step, run, describe_loss(cfg), *describe_prompts(cfg)])
+
+
+def describe_prompts(cfg: Config) -> Iterator[str]:
+    """What a file of configs/ may bring that is not meant for other data: the reward, a system prompt, stops."""
+    sources = "".join(f"; of source {source}: {spec}" for source, spec in cfg.reward.by_source.items())
+    custom = f" ({cfg.reward.custom})" if cfg.reward.custom else ""
+    yield f"reward:  {cfg.reward.default}{custom}{sources}"
+    if cfg.data.system_prompt is not None:
+        yield f"system:  {cfg.data.system_prompt!r}"
+    if cfg.rollout.stop:
+        yield f"stops:   {', '.join(map(repr, cfg.rollout.stop))}"
 
 
 def plural(number: float, what: str) -> str:
@@ -96,6 +109,13 @@ def warnings(cfg: Config, world_size: int) -> list[str]:
             f"algo.loss=gspo uses the ratio of an answer, but algo.correction={a.correction} that of each token: "
             "try algo.correction_level=sequence with algo.correction=icepop or tis"
         )
+    for key, stops in (("rollout.stop", cfg.rollout.stop), ("eval.stop", cfg.eval.stop)):
+        for text in stops or []:
+            if re.search(r"\\[nrt]", text):
+                found.append(
+                    f"{key} has {text!r}, a backslash and a letter. For a line break write it in YAML's double quotes; "
+                    f"on a command line '{key}=\"{text}\"'"
+                )
     for key, size in (("parallel.tp", p.tp), ("rollout.tp", cfg.rollout.tp)):
         if local % size:
             found.append(

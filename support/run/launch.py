@@ -40,6 +40,8 @@ def command(
     is a dry run or, with --evaluate, an evaluation by `evaluate` and an `engine`, the class that samples.
     """
     ranks.die_with_torchrun()
+    for stream in (sys.stdout, sys.stderr):  # of a system without UTF-8
+        stream.reconfigure(errors="replace")
     args = parse_args(argv, doc)
     try:
         if args.evaluate:

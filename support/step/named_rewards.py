@@ -59,6 +59,7 @@ def check(spec: Spec, cfg) -> None:
         raise ValueError(f"{spec!r} is no reward; give a name, or {{name: weight, name: weight}}")
     for name in weights_of(spec):
         function = find(name, cfg)
+        check_call(function, name)
         try:
             check_options(function, cfg.options.get(name, {}))
         except ValueError as error:
@@ -77,6 +78,31 @@ def check_options(function: Callable, given: dict) -> None:
         raise ValueError(f"{error}; legal are {', '.join(legal) or 'none'}") from None
     if hasattr(function, "check"):
         function.check(**given)
+
+
+# Names of parameters whose place shows that other arguments are meant, such as those of verl and TRL. Others are free.
+PLACES = {
+    "text": 0, "response": 0, "completion": 0, "solution_str": 0, "answer": 1, "ground_truth": 1, "reference": 1,
+    "row": 2, "data_source": 3, "extra_info": 3, "completions": 3, "prompts": 3,
+}  # fmt: skip
+
+
+def check_call(function: Callable, name: str) -> None:
+    """Raises ValueError unless a call with (text, answer, row) gives a reward's parameters what their names say."""
+    call = function.__call__ if inspect.isclass(function) else function
+    taken = [p for p in inspect.signature(call).parameters.values() if p.name not in ("self", "response_ids")][:3]
+    try:
+        inspect.Signature(taken).bind("text", "answer", {})
+    except TypeError as error:
+        raise ValueError(f"the reward {name!r} is called with (text, answer, row): {error}") from None
+    for place, parameter in enumerate(taken):
+        if PLACES.get(parameter.name, place) != place:
+            gets = ("text", "answer", "row")[place]
+            raise ValueError(
+                f"the reward {name!r} is called with (text, answer, row), so {parameter.name!r} would get the {gets}. "
+                "Wrap verl's: def reward(text, answer, row): return compute_score(row['data_source'], text, answer, "
+                "row.get('extra_info')); or TRL's: return f([text], answer=[answer])[0]"
+            )
 
 
 # ---------------------------------------------------------------- in a grading process

@@ -3,6 +3,8 @@
 import errno
 import os
 import re
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -15,6 +17,7 @@ from support.preflight import run_plan
 from support.run import launch
 from support.step import packing
 from tests.conftest import REPO, tiny_config
+from tests.fork_server import free_port
 
 CONFIG = str(REPO / "configs/tiny.yaml")
 
@@ -94,6 +97,50 @@ def test_the_plan_tells_what_will_be_slow(command):
     code, text = command("--dry-run", "train.max_tokens_per_micro_batch=6145")
     assert code == 0 and re.search("warning: .* at most 3072 tokens a replica.* rollout.prompts_per_step", text), text
     assert "warning" not in command("--dry-run", "train.max_tokens_per_micro_batch=6144")[1]
+
+
+def test_the_plan_prints_what_a_file_for_other_data_may_have_brought():
+    keys = (
+        "data.system_prompt=Think: first.",
+        r"rollout.stop=\n\nQ",
+        "reward.by_source.a=math",
+        "reward.custom=a.py:f",
+    )
+    cfg = tiny_config(*keys, "data.chat_template=true")
+    last = run_plan.describe(cfg, 1).splitlines()[-3:]
+    assert last == ["reward:  custom (a.py:f); of source a: math", "system:  'Think: first.'", r"stops:   '\\n\\nQ'"]
+    assert any(r"rollout.stop has '\\n\\nQ', a backslash" in warning for warning in run_plan.warnings(cfg, 1))
+
+
+def test_a_terminal_without_utf_8(tiny):
+    words = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "--dry-run"]
+    program = [sys.executable, "train_grpo.py", "--config", CONFIG, *words]
+    out = subprocess.check_output(program, cwd=REPO, env={**os.environ, "PYTHONIOENCODING": "ascii"}, text=True)
+    assert "layout:  1 rank = tp 1 ? pp 1" in out
+
+
+MEET = """
+import datetime, sys
+from support.base import ranks
+ranks.TELL_S, ranks.JOIN = 0.1, datetime.timedelta(seconds=2)
+try: ranks.join_ranks(60)
+except Exception as error: print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "said"),
+    [
+        (1, 1, "RANK=1 with WORLD_SIZE=1: legal is 0 to 0"),
+        (0, 3, "rank 0 waits for rank 1, 2 at localhost.*rank 1, 2 did not come within 0:00:02"),
+        (1, 3, "rank 1 waits for rank 0 at localhost.*rank 1 cannot meet the others"),
+    ],
+)
+def test_ranks_that_do_not_come_are_named(rank, size, said):
+    env = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    env |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    done = subprocess.run([sys.executable, "-c", MEET], cwd=REPO, env=env, text=True, capture_output=True)
+    assert re.search(said, done.stderr + done.stdout, re.DOTALL), done
 
 
 @pytest.mark.parametrize(

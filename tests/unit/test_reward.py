@@ -1,6 +1,7 @@
 """Rewards by example, their combination, and the pool of grading processes."""
 
 import http.server
+import importlib
 import json
 import shutil
 import subprocess
@@ -381,6 +382,15 @@ def parts(text, answer, row):
 
 def never(text, answer, row):
     print("and no return")
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+def trl(completions, **kwargs):
+    return [1.0]
+
+def exchanged(answer, text, row):
+    return 1.0
 """
 
 
@@ -432,6 +442,22 @@ def test_functions_and_classes_by_names(own):
     assert user_code.load_module("own.py").made == []  # checked, not made
 
 
+def test_a_file_is_an_ordinary_module_of_its_folder(tmp_path):
+    """With dataclasses and pools of processes, the modules beside it, and a name that another module has."""
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit/__init__.py").touch()
+    (tmp_path / "beside_me.py").write_text("from kit.inner import LIMIT\n")
+    (tmp_path / "kit/inner.py").write_text("from . import __name__ as package\nLIMIT = 7\ndef f(): return package\n")
+    (tmp_path / "code.py").write_text(
+        "from __future__ import annotations\nimport dataclasses, multiprocessing\nfrom beside_me import LIMIT\n"
+        "@dataclasses.dataclass\nclass Pair:\n    x: int = LIMIT\ndef double(x): return 2 * x\n"
+        "def f():\n    with multiprocessing.get_context('fork').Pool(1) as pool: return pool.map(double, [Pair().x])\n"
+    )
+    assert user_code.load_function("reward.custom", f"{tmp_path}/code.py:f")() == [14]
+    assert user_code.load_function("reward.custom", f"{tmp_path}/kit/inner.py:f")() == "kit"
+    assert not hasattr(importlib.import_module("code"), "Pair")  # Python's own
+
+
 @pytest.mark.parametrize(
     ("spec", "keys", "said"),
     [
@@ -447,6 +473,9 @@ def test_functions_and_classes_by_names(own):
         ("nvel", {"functions": {"novel": "own.py:Novelty"}}, "multiple_choice, format, length, custom, novel"),
         ("exact", {"functions": {"math": JUDGE}}, "reward.functions.math: a reward has this name already"),
         ("exact", {"functions": {"overlong": JUDGE}}, "reward.functions.overlong: a reward has this name already"),
+        ("m", {"functions": {"m": "own.py:verl"}}, "so 'data_source' would get the text. Wrap verl's"),
+        ("m", {"functions": {"m": "own.py:trl"}}, "'m' is called with (text, answer, row): too many positional arg"),
+        ("m", {"functions": {"m": "own.py:exchanged"}}, "so 'answer' would get the text"),
     ],
 )  # fmt: skip
 def test_what_is_legal_is_said(spec, keys, said, own, tmp_path):
