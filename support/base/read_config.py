@@ -111,8 +111,10 @@ def read_override(override: str) -> dict:
     kind = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
     try:
         value = yaml.load(text, Loader)
-        takes_text = kind is not None and "dict" not in str(kind.annotation)
-        return nest(key, text if takes_text and isinstance(value, dict) else value)  # it has a colon
+        texts = kind and "str" in str(kind.annotation) and "dict" not in str(kind.annotation)
+        if texts and isinstance(value, dict) and text[0] != "{":
+            value = text  # that has a colon
+        return nest(key, value)
     except Exception as error:  # as above
         raise UserError(f"override {override!r}: its value is not YAML: {' '.join(str(error).split())}") from None
 
