@@ -7,7 +7,8 @@
 # make gpu-check  try this machine's GPU (NPROC=8: all eight); see docs/machines.md
 # make walkthrough  write docs/walkthrough.md from a run of the demo
 PYTHON ?= python3
-NPROC ?= 2
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c "^GPU")
+NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 ARGS ?=
 TESTS ?= tests
 RUN ?= outputs/tiny
@@ -25,8 +26,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 # GPU requirements where an NVIDIA driver answers, else the CPU recipe
-GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
+REQUIREMENTS := $(if $(filter-out 0,$(GPUS)),requirements.txt,requirements-cpu.txt)
 
 .PHONY: setup demo llm test test-all test-other bench check gpu-check walkthrough lint
 setup: $(VENV)/ready
@@ -76,7 +76,7 @@ build/smollm2/model: tools/make_smollm2.py | $(VENV)/ready
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit(f"Python 3.11, 3.12 or 3.13 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.13 ...")'
 	@echo "installing $(REQUIREMENTS) into .venv: torch, Megatron-core, vLLM and what they need (4 GB without a GPU); a few minutes, mostly of download"
 	$(PYTHON) -m venv .venv
-ifeq ($(GPU),)
+ifeq ($(GPUS),0)
 	@# torch first: the other packages then keep its build. The index is given here alone, since an unreachable one costs seconds for
 	@# every package; without it pip takes a local wheel, or fails with the reason.
 	@.venv/bin/pip install --quiet --no-deps --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu $(TORCH) \
@@ -89,7 +89,7 @@ ifeq ($(findstring +cpu,$(TORCH)),)
 endif
 endif
 	.venv/bin/pip install --quiet -r $(REQUIREMENTS)
-ifeq ($(GPU),)
+ifeq ($(GPUS),0)
 	@# vLLM pulls CUDA builds of these, which do not load beside a CPU torch; text models need none of them.
 	.venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 endif

@@ -119,6 +119,14 @@ def test_a_terminal_without_utf_8(tiny):
     assert "layout:  1 rank = tp 1 ? pp 1" in out
 
 
+@pytest.mark.parametrize(("gpus", "nproc"), [(0, 2), (1, 1), (8, 8)])
+def test_the_demo_takes_all_gpus_and_two_ranks_without_one(tmp_path, gpus, nproc):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n" + "echo 'GPU 0: H100 (UUID: x)'\n" * gpus)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert f"--nproc_per_node={nproc} " in subprocess.check_output(["make", "-n", "demo"], cwd=REPO, env=env, text=True)
+
+
 MEET = """
 import datetime, sys
 from support.base import ranks
