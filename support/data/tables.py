@@ -97,32 +97,24 @@ def read_json(file: str, name: str, key: str) -> Table:
     """A file of JSON with a list of objects, or an object on each line. Raises ValueError."""
     content = np.memmap(file, np.uint8, mode="r")
     begin = 3 if content[:3].tobytes() == b"\xef\xbb\xbf" else 0  # a mark of UTF-8, as Windows writes it
-    if content[begin : begin + 4096].tobytes().lstrip()[:1] == b"[":
-        try:
+    where = name
+    try:
+        if content[begin : begin + 4096].tobytes().lstrip()[:1] == b"[":
             rows = json.loads(content[begin:].tobytes().decode(), parse_float=JsonFloat)
-        except ValueError as error:
-            raise ValueError(f"{key}: {name}: {json_fault(error)}") from None
-        for i, row in enumerate(rows, 1):
-            require(isinstance(row, dict), f"{key}: {name}, row {i}: not a JSON object", ValueError)
-        return rows
-    ends = np.append(np.flatnonzero(content == ord("\n")), len(content))
-    places = np.stack([np.zeros_like(ends), np.append(begin, ends[:-1] + 1), ends], axis=1)
-    lines, filled = JsonLines([content], places), []
-    for number in range(len(lines)):
-        _, start, end = places[number]
-        if content[start:end].tobytes().strip():
-            filled.append(number)
-            try:
-                require(isinstance(lines[number], dict), "not a JSON object", ValueError)
-            except ValueError as error:
-                raise ValueError(f"{key}: {name}, line {number + 1}: {json_fault(error)}") from None
-    require(bool(filled), f"{key}: {name} has no rows", ValueError)
-    return JsonLines([content], places[filled])
-
-
-def json_fault(error: ValueError) -> str:
-    """What is wrong with a JSON text."""
-    return f"not UTF-8, at byte {error.start}" if isinstance(error, UnicodeDecodeError) else str(error)
+            kind, numbers = "row", range(len(rows))
+        else:
+            ends = np.append(np.flatnonzero(content == ord("\n")), len(content))
+            places = np.stack([np.zeros_like(ends), np.append(begin, ends[:-1] + 1), ends], axis=1)
+            kind, numbers = "line", [n for n, (_, a, b) in enumerate(places) if content[a:b].tobytes().strip()]
+            rows = JsonLines([content], places[numbers])
+        for i, number in enumerate(numbers):
+            where = f"{name}, {kind} {number + 1}"
+            require(isinstance(rows[i], dict), "not a JSON object", ValueError)
+    except ValueError as error:
+        fault = f"not UTF-8, at byte {error.start}" if isinstance(error, UnicodeDecodeError) else error
+        raise ValueError(f"{key}: {where}: {fault}") from None
+    require(len(rows) > 0, f"{key}: {name} has no rows", ValueError)
+    return rows
 
 
 def columns_of(table: Table) -> list[str]:
@@ -158,19 +150,14 @@ def rows_between(table: Table, start: int, stop: int) -> list[dict]:
     return [own_keys(row) for row in table.select(numbers).to_list()]
 
 
-def own_keys(value: Any) -> Any:
+def own_keys(value: Any, chat: bool = False) -> Any:
     """A row of arrow without the nulls in its chat messages, where arrow gives each the keys of all others."""
     if isinstance(value, list):
-        chat = all(isinstance(item, dict) and "role" in item for item in value)
-        return [without_nulls(item) if chat else item for item in value]
-    return {key: own_keys(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def without_nulls(value: Any) -> Any:
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        chat = chat or all(isinstance(item, dict) and "role" in item for item in value)
+        return [own_keys(item, chat) for item in value]
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None or key == "content"}
+        lacks = {key for key, item in value.items() if chat and item is None and key != "content"}
+        return {key: own_keys(item, chat) for key, item in value.items() if key not in lacks}
     return value
 
 
