@@ -6,6 +6,7 @@ and pandas are imported where they are used: they take seconds of each rank's st
 
 import glob
 import json
+import mmap
 import os
 import re
 from collections.abc import Sequence
@@ -82,7 +83,7 @@ class JsonFloat(float):
 class JsonLines(Sequence):
     """The rows of JSON files, each parsed when it is read: a column has no type, so a row is what its line says."""
 
-    files: list[ndarray]  # uint8, mapped
+    files: list[mmap.mmap]
     places: ndarray  # int64 [rows, 3]: file, and where in it the row's line begins and ends
 
     def __len__(self) -> int:
@@ -90,22 +91,23 @@ class JsonLines(Sequence):
 
     def __getitem__(self, i: int) -> dict:
         file, start, end = self.places[i]
-        return json.loads(self.files[file][start:end].tobytes().decode(), parse_float=JsonFloat)
+        return json.loads(self.files[file][start:end].decode(), parse_float=JsonFloat)
 
 
 def read_json(file: str, name: str, key: str) -> Table:
     """A file of JSON with a list of objects, or an object on each line. Raises ValueError."""
-    content = np.memmap(file, np.uint8, mode="r")
-    begin = 3 if content[:3].tobytes() == b"\xef\xbb\xbf" else 0  # a mark of UTF-8, as Windows writes it
+    with open(file, "rb") as opened:
+        content = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    begin = 3 if content[:3] == b"\xef\xbb\xbf" else 0  # a mark of UTF-8, as Windows writes it
     where = name
     try:
-        if content[begin : begin + 4096].tobytes().lstrip()[:1] == b"[":
-            rows = json.loads(content[begin:].tobytes().decode(), parse_float=JsonFloat)
+        if content[begin : begin + 4096].lstrip()[:1] == b"[":
+            rows = json.loads(content[begin:].decode(), parse_float=JsonFloat)
             kind, numbers = "row", range(len(rows))
         else:
-            ends = np.append(np.flatnonzero(content == ord("\n")), len(content))
+            ends = np.append(np.flatnonzero(np.frombuffer(content, np.uint8) == ord("\n")), len(content))
             places = np.stack([np.zeros_like(ends), np.append(begin, ends[:-1] + 1), ends], axis=1)
-            kind, numbers = "line", [n for n, (_, a, b) in enumerate(places) if content[a:b].tobytes().strip()]
+            kind, numbers = "line", [n for n, (_, a, b) in enumerate(places) if content[a:b].strip()]
             rows = JsonLines([content], places[numbers])
         for i, number in enumerate(numbers):
             where = f"{name}, {kind} {number + 1}"
