@@ -311,6 +311,8 @@ def summary(rows: list[dict]) -> dict[str, float]:
     shares = {"train": ("train_s", 1), "log-probs": ("logprob_s", 1 / 3), "step": ("step_s", 4 / 3)}
     for phase, (seconds, share) in shares.items():
         mfu = [share * row["train_flops"] / row[seconds] / peak for row in rows]
+        if median(mfu) > 1:
+            raise ValueError(f"MFU of {phase} {median(mfu):.0%}: the matmul rate of {peak:.3g} flops/s is too low")
         table[f"MFU of {phase} %"] = 100 * median(mfu)
     table["bare vLLM tokens/s"] = median(values(rows, "bare_tokens_per_s"))
     table["step ÷ bare vLLM"] = table["bare vLLM tokens/s"] / median(values(rows, "tokens_per_s"))
