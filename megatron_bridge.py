@@ -31,11 +31,9 @@ from support.model.attention import (
     Copies,
     PackedAttention,
     Packing,
-    in_own_stripe,
     own_stripe,
     rotary_embedding,
     sliding_window,
-    sum_over_context,
 )
 from support.model.experts import experts_for
 from support.model.layers import (  # before Megatron-core
@@ -59,6 +57,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
+    reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -554,15 +553,18 @@ def token_logprobs(
 def own_rows(mb) -> tuple[torch.Tensor, Copies]:
     """The M positions with mask 1 whose hidden states this context-parallel rank holds, and which of these each has."""
     place = mb.rows if mb.place is None else mb.place[mb.rows]
-    own = in_own_stripe(place)
     cp = mpu.get_context_parallel_world_size()
+    own = place % cp == mpu.get_context_parallel_rank()
     on = mb.tokens.device
     return to_device(torch.from_numpy(mb.rows[own]), on), Copies.of(place[own] // cp, mb.width // cp, on)
 
 
 def to_row(values_M, rows_M, mb) -> torch.Tensor:
     """The values in the row, 0 at other positions, on every context-parallel rank; [M] → [T]."""
-    return sum_over_context(values_M.new_zeros(mb.tokens.shape[1]).index_copy(0, rows_M, values_M))
+    # The gradient passes unchanged: all context-parallel ranks compute the same loss from the sum.
+    return reduce_from_tensor_model_parallel_region(
+        values_M.new_zeros(mb.tokens.shape[1]).index_copy(0, rows_M, values_M), group=mpu.get_context_parallel_group()
+    )
 
 
 # ---------------------------------------------------------------- weights in and out
