@@ -410,18 +410,19 @@ def optimizer_step(optimizer, lr: float, offloaded: bool) -> float:
 def hidden_states(model, mb) -> torch.Tensor:
     """Forward pass of a micro-batch through one model chunk: [C / cp (/ tp under sequence parallelism), 1, h]."""
     chunk = unwrap_model(model)
-    counted = mb.mask if mb.weights is None else mb.weights != 0  # [1, T], what routers count
-    untrained = own_stripe(~mb.at_any_copy(counted))  # [1, C / cp]
-    if chunk.config.sequence_parallel and not chunk.pre_process:  # Megatron 0.16 splits it on the first stage only
-        untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
-        untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
-    tokens = own_stripe(mb.computed(mb.tokens)).long().contiguous()  # [1, C / cp]
-    positions = own_stripe(mb.computed(mb.position_ids))
+    options = {}
+    if chunk.config.num_moe_experts:
+        counted = mb.mask if mb.weights is None else mb.weights != 0  # [1, T], what routers count
+        untrained = own_stripe(~mb.at_any_copy(counted))  # [1, C / cp]
+        if chunk.config.sequence_parallel and not chunk.pre_process:  # Megatron 0.16 splits it on the first stage only
+            untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
+            untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
+        options = {"padding_mask": untrained}
+    tokens, positions = (own_stripe(mb.computed(values)) for values in (mb.tokens, mb.position_ids))  # [1, C / cp]
     packing = Packing.of(mb, chunk.inv_freq, chunk.config)
     if mb.routes is not None:
         routes.set_routes(chunk, mb)
-    options = {"padding_mask": untrained} if chunk.config.num_moe_experts else {}
-    return model(tokens, positions, attention_mask=None, packed_seq_params=packing, **options)
+    return model(tokens.long().contiguous(), positions, attention_mask=None, packed_seq_params=packing, **options)
 
 
 @contextlib.contextmanager
@@ -545,8 +546,9 @@ def token_logprobs(
     dtype = torch.float32 if model.fp32_head else weight.dtype
     if not hidden.is_cuda:  # a CPU has no product of bf16 that gives fp32
         hidden_M, weight = hidden_M.to(dtype), weight.to(dtype)
-    options = (dtype, model.config.gradient_accumulation_fusion)
-    logp_M, entropy_M = head(hidden_M, weight, targets_M, temperature, with_entropy, *options)
+    logp_M, entropy_M = head(
+        hidden_M, weight, targets_M, temperature, with_entropy, dtype, model.config.gradient_accumulation_fusion
+    )
     return to_row(logp_M, rows_M, mb), to_row(entropy_M, rows_M, mb)
 
 

@@ -143,10 +143,9 @@ def uses_varlen(on: torch.device, dtype: torch.dtype) -> bool:
     return on.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and torch.backends.cuda.flash_sdp_enabled()
 
 
-def attend_padded(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
-    """Causal attention inside each segment; query [queries, heads, d], key and value [keys, kv_heads, d] → as query.
-
-    The segments of each bucket are padded to the longest, for scaled_dot_product_attention.
+def attend_padded(query, key, value, segments: Segments) -> torch.Tensor:
+    """Causal attention inside each segment, padded to the longest of its bucket, by scaled_dot_product_attention;
+    query [queries, heads, d], key and value [keys, kv_heads, d] → as query.
     """
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda and groups > 1:  # but for FlashAttention, torch takes grouped heads by storing all scores
@@ -169,10 +168,8 @@ def attend_padded(query, key, value, segments: Segments, scale: float | None = N
         if segments.window is not None and segments.window < longest:
             whole = torch.ones(longest, longest, dtype=torch.bool, device=query.device)
             mask = whole.tril().triu(1 - segments.window)
-        out = F.scaled_dot_product_attention(
-            part_query, part_key, part_value, attn_mask=mask, is_causal=mask is None, scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
+        options = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": query.shape[1] != key.shape[1]}
+        out = F.scaled_dot_product_attention(part_query, part_key, part_value, **options)
         outs.append(out.transpose(1, 2).flatten(0, 1))  # [S * longest, heads, d]
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
     if query_slots is not None:
@@ -180,12 +177,12 @@ def attend_padded(query, key, value, segments: Segments, scale: float | None = N
     return out.to(query.dtype)
 
 
-def attend_varlen(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
+def attend_varlen(query, key, value, segments: Segments) -> torch.Tensor:
     """The same by torch's varlen_attn; its causal mask is aligned to the last query and last key, as Segments are."""
     lengths = (segments.cu_q, segments.cu_k, int(segments.queries_S.max()), int(segments.keys_S.max()))
     left = -1 if segments.window is None else segments.window - 1  # without the query's own token
     # num_splits=1 keeps results independent of the batch. torch 2.11 lacks it, and groups heads without enable_gqa.
-    options = {"window_size": (left, 0), "scale": scale, "enable_gqa": True, "num_splits": 1}
+    options = {"window_size": (left, 0), "enable_gqa": True, "num_splits": 1}
     known = signature_of(flash.varlen_attn).parameters
     return flash.varlen_attn(query, key, value, *lengths, **{name: options[name] for name in options if name in known})
 
@@ -292,9 +289,8 @@ def sliding_window(hf_config) -> int | None:
 class PackedAttention(torch.nn.Module):
     """Megatron's core attention: RoPE, then causal attention inside each sequence of a row, which cp ranks split."""
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **unused):
+    def __init__(self, *unused, **options):
         super().__init__()
-        self.softmax_scale = softmax_scale
 
     def forward(self, query, key, value, attention_mask, packed_seq_params: Packing, **unused) -> torch.Tensor:
         """query [C / cp, 1, heads, d], key and value [C / cp, 1, kv_heads, d] → [C / cp, 1, heads * d]."""
@@ -308,7 +304,7 @@ class PackedAttention(torch.nn.Module):
         if packing.copies:
             key, value = packing.copies.take(key), packing.copies.take(value)
         attend = attend_varlen if uses_varlen(query.device, query.dtype) else attend_padded
-        out = attend(query, key, value, packing.segments, self.softmax_scale)
+        out = attend(query, key, value, packing.segments)
         if splits:
             out = from_heads(out, heads)
         return out.flatten(1).unsqueeze(1)

@@ -65,8 +65,7 @@ class SwiGLU(torch.autograd.Function):
 class Activation(MegatronModule):
     """SwiGLU of every feed-forward block, as Megatron's layer spec takes it; [..., 2 f] → [..., f]."""
 
-    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return SwiGLU.apply(gate_up)
+    forward = staticmethod(SwiGLU.apply)
 
 
 class Split(torch.autograd.Function):
