@@ -347,8 +347,9 @@ def check_stages(layers: int, cfg: Config) -> None:
             fits = [n for n in range(1, layers + 1) if split_defect(layers, sizes | {key: n}) is None]
             legal += [f"{key} {fits[:16]}"] if fits else []
     if cfg.parallel.pp > 1:
-        even = stages.even_layout(layers, cfg.parallel.pp * cfg.parallel.vpp)
-        legal.append(f"megatron.pipeline_model_parallel_layout={even} alone")
+        chunks = cfg.parallel.pp * cfg.parallel.vpp
+        even = "|".join(f"t*{(layers + i) // chunks}" for i in range(chunks))
+        legal.append(f"megatron.pipeline_model_parallel_layout=E{even}L alone")
     given = ", ".join(f"{key}={value}" for key, value in sizes.items())
     raise UserError(f"{given} for {layers} layers: {wrong}; legal is one of these: {'; '.join(legal)}")
 
