@@ -304,7 +304,12 @@ def explain_skipped(guard: Guard, report: dict, path: Path, micro_batches: list[
             print(f"the gradient overflowed: update skipped, loss scale {scales}", flush=True)
         return
     if bridge.reports_loss():
-        write_micro_batches(path, micro_batches)
+        tensors = {}  # "number of the micro-batch.name"
+        for i, mb in enumerate(micro_batches):
+            values = {"seq_id": mb.seq_id, **vars(mb)}
+            tensors |= {f"{i}.{name}": value for name, value in values.items() if torch.is_tensor(value)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, f"{path}_rank_{dist.get_rank():05d}.safetensors")
     guard.skipped += 1
     is_last = guard.skipped >= cfg.train.max_skipped
     count = f"{guard.skipped} in a row, the run stops at train.max_skipped={cfg.train.max_skipped}"
@@ -351,12 +356,3 @@ def layer_of_overflow(model: list, forward: Callable[[], list]) -> str:
     if first == math.inf:
         return "though the outputs of all layers are finite: it began in the head or in the loss"
     return f"first in the output of layer {first}" if first else "first in the embeddings"
-
-
-def write_micro_batches(path: Path, micro_batches: list[MicroBatch]) -> None:
-    """Write this rank's micro-batches to `path`_rank_R.safetensors, each tensor as "number of the micro-batch.name"."""
-    tensors = {f"{i}.seq_id": mb.seq_id for i, mb in enumerate(micro_batches)}
-    for i, mb in enumerate(micro_batches):
-        tensors |= {f"{i}.{name}": value for name, value in vars(mb).items() if torch.is_tensor(value)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, f"{path}_rank_{dist.get_rank():05d}.safetensors")
