@@ -43,7 +43,7 @@ def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: t
     """Start an `engine` on the model, evaluate, print the results and write the answers; every rank calls this."""
     for number in (signal.SIGINT, signal.SIGTERM):  # which the clock keeps for a run that saves first
         signal.signal(number, signal.SIG_DFL)
-    clock.enter("build")
+    clock.watchdog.enter("build")
     awake = engine(inputs.model_path, cfg.model, cfg.rollout, configuration.longest_sample(cfg), asleep=False)
     grading = GradingPool(cfg.reward)
     found, samples = evaluate(SimpleNamespace(cfg=cfg, clock=clock, inputs=inputs, engine=awake, grading=grading))

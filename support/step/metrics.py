@@ -1,7 +1,6 @@
 """What is measured of a step and of an evaluation: the metrics of docs/metrics.md."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -50,16 +49,6 @@ def reduce_report(name: str, values: list[float]) -> float:
     return sum(values)
 
 
-@dataclass
-class StepRecord:
-    """What a training step measured; the same on every rank but for `seconds` and the values of measure_rows."""
-
-    step: int
-    collected: Collected
-    reports: list[dict[str, float]]  # of each update
-    seconds: dict[str, float]  # of each phase, and "step"
-
-
 def compared_updates(cfg: Config) -> int:
     """In how many updates of a step, from the first, the log-probs of trainer and vLLM are compared.
 
@@ -84,24 +73,30 @@ COMPARED = {
 UPDATES = {"pack/fill": "fill", "pack/attention_waste": "attention_waste", "pipeline/bubble": "bubble"}
 
 
-def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dict[str, float | int | None]:
-    """The metrics of a step, named as in docs/metrics.md; None where one does not apply. `cfg`: as the step used it."""
-    samples = record.collected.samples
-    numbers = {"step": record.step, "lr": cfg.train.lr, "moe/load": None}
+def summarize(
+    collected: Collected, reports: list[dict], seconds: dict[str, float], batch: Batch, model: list, cfg: Config
+) -> dict[str, float | int | None]:
+    """The metrics of a step, named as in docs/metrics.md; None where one does not apply. `cfg`: as the step used it.
+
+    `reports`: of each update; `seconds`: of each phase, and "step".
+    """
+    hf = model[0].hf_config
+    numbers = {"lr": cfg.train.lr, "moe/load": None}
     numbers |= {"routes/differ_frac": None, "routes/missing_frac": None, "routes/prompt_differ_frac": None}
-    numbers |= sample_metrics(record.collected, has_turns=cfg.rollout.turns is not None)
-    numbers |= update_metrics(record.reports, batch, cfg)
+    numbers |= sample_metrics(collected, has_turns=cfg.rollout.turns is not None)
+    numbers |= update_metrics(reports, batch, cfg)
     if cfg.algo.replay_routes:
-        numbers |= route_metrics(samples, record.reports[0])
-    numbers |= time_metrics(record)
-    numbers |= speed_metrics(samples, record.reports, model[0].hf_config, cfg, record.seconds)
-    numbers["entropy_frac"] = numbers["entropy"] / math.log(model[0].hf_config.vocab_size)
+        numbers |= route_metrics(collected.samples, reports[0])
+    numbers |= time_metrics(collected, reports, seconds)
+    numbers |= speed_metrics(collected.samples, reports, hf, cfg, seconds)
+    numbers["entropy_frac"] = numbers["entropy"] / math.log(hf.vocab_size)
     if model[0].config.num_moe_experts:
         load = expert_load(model)
         numbers["moe/load"] = max(load)
         numbers |= {f"moe/load/layer_{layer:02d}": value for layer, value in enumerate(load)}
-    if any(course for _, course in cfg.schedule):
-        numbers |= schedule.schedule_metrics(cfg)
+    for name, course in cfg.schedule:
+        if course is not None:
+            numbers[f"schedule/{name}"] = schedule.value_of(cfg, name)
     return numbers
 
 
@@ -145,6 +140,7 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
     replicas = bridge.mpu.get_data_parallel_world_size()
     real, positions, shared = np.mean(ranks.gather(own), 0) * replicas  # in the rows of all replicas
     credited_F = (batch.advantages != 0) & batch.trained
+    trained = batch.trained.sum().clamp(min=1)
     numbers = {metric: report_mean(entry, first) for metric, entry in FIRST.items()}
     if batch.ref_logp is None:
         numbers |= {"kl/ref": None, "kl/k1": None, "kl/k2": None}
@@ -152,11 +148,14 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
     numbers |= {metric: np.mean([r[entry] for r in reports]) for metric, entry in UPDATES.items()}
     numbers["loss/total"] = report_mean("loss", first, over="trained")
     numbers["loss/policy"] = report_mean("policy", first, over="trained")
-    numbers["kl/teacher"] = None if batch.teacher_logp is None else teacher_kl(batch)
+    numbers["kl/teacher"] = None
+    if batch.teacher_logp is not None:  # k1 of KL(policy ‖ teacher) before the updates
+        difference_F = (batch.old_logp - batch.teacher_logp) * batch.trained
+        numbers["kl/teacher"] = (difference_F.double().sum() / trained).item()
     numbers["ratio/clip_frac"] = report_mean("clipped", reports)
     numbers["logp_gap/max"] = max(r["gap_max"] for r in compared)
     numbers["mismatch/ess"] = effective / max(sum(r["tokens"] for r in compared), 1)
-    numbers["advantage/nonzero_frac"] = (credited_F.sum() / batch.trained.sum().clamp(min=1)).item()
+    numbers["advantage/nonzero_frac"] = (credited_F.sum() / trained).item()
     numbers["grad_norm"] = reports[0]["grad_norm"]
     numbers["pack/micro_batches"] = sum(r["micro_batches"] for r in reports)
     numbers["pack/real_frac"] = real / max(positions, 1)
@@ -177,12 +176,6 @@ def report_mean(name: str, reports: list[dict[str, float]], over: str = "tokens"
     return sum(r[name] for r in reports) / max(count, 1)
 
 
-def teacher_kl(batch: Batch) -> float:
-    """The k1 estimate of KL(policy ‖ teacher) before the updates, mean over the trained tokens."""
-    difference_F = (batch.old_logp - batch.teacher_logp) * batch.trained
-    return (difference_F.double().sum() / batch.trained.sum().clamp(min=1)).item()
-
-
 def route_metrics(samples: list[Sample], report: dict) -> dict[str, float]:
     """Of algo.replay_routes. `report`: that of the step's first update, which uses the weights of vLLM."""
     first = {}  # routes of the prompt in the first answer of each group
@@ -198,15 +191,14 @@ def route_metrics(samples: list[Sample], report: dict) -> dict[str, float]:
     }
 
 
-def time_metrics(record: StepRecord) -> dict[str, float]:
+def time_metrics(collected: Collected, reports: list[dict], seconds: dict[str, float]) -> dict[str, float]:
     """Seconds of the phases, samples and tokens a second, and the shares of the step in which ranks idle."""
-    seconds = record.seconds
-    bubble = np.mean([r["bubble"] for r in record.reports])
-    idle = idle_seconds(record.collected.rank_seconds, bubble * seconds.get("train", 0.0))
+    bubble = np.mean([r["bubble"] for r in reports])
+    idle = idle_seconds(collected.rank_seconds, bubble * seconds.get("train", 0.0))
     numbers = {f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES}
     numbers["time/other_frac"] = numbers["time/other"] / seconds["step"]
-    numbers["speed/response_tokens_per_s"] = model_lengths(record.collected.samples).sum() / seconds["step"]
-    numbers["speed/samples_per_s"] = len(record.collected.samples) / seconds["step"]
+    numbers["speed/response_tokens_per_s"] = model_lengths(collected.samples).sum() / seconds["step"]
+    numbers["speed/samples_per_s"] = len(collected.samples) / seconds["step"]
     numbers["idle_frac"] = sum(idle.values()) / seconds["step"]
     return numbers | {f"idle/{cause}": lost / seconds["step"] for cause, lost in idle.items()}
 
