@@ -192,9 +192,20 @@ def route_metrics(samples: list[Sample], report: dict) -> dict[str, float]:
 
 
 def time_metrics(collected: Collected, reports: list[dict], seconds: dict[str, float]) -> dict[str, float]:
-    """Seconds of the phases, samples and tokens a second, and the shares of the step in which ranks idle."""
-    bubble = np.mean([r["bubble"] for r in reports])
-    idle = idle_seconds(collected.rank_seconds, bubble * seconds.get("train", 0.0))
+    """Seconds of the phases, samples and tokens a second, and the shares of the step in which ranks idle.
+
+    Until the slowest rank has sampled and graded, the others wait: for its generation while it samples, then for its
+    grading. "save" is the wait at the start of the step, for ranks that still save, evaluate or log.
+    """
+    rollout_R, reward_R, wait_R = (
+        np.array([own.get(phase, 0.0) for own in collected.rank_seconds]) for phase in ("rollout", "reward", "wait")
+    )
+    work_R = rollout_R + reward_R
+    slowest = work_R.argmax()
+    sampled_R = np.maximum(rollout_R[slowest], work_R)  # until when a rank waits for generation, if it waits
+    idle = {"generation": np.mean(sampled_R - work_R), "grading": np.mean(work_R[slowest] - sampled_R)}
+    idle["bubble"] = np.mean([r["bubble"] for r in reports]) * seconds.get("train", 0.0)
+    idle["save"] = wait_R.mean()
     numbers = {f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES}
     numbers["time/other_frac"] = numbers["time/other"] / seconds["step"]
     numbers["speed/response_tokens_per_s"] = model_lengths(collected.samples).sum() / seconds["step"]
@@ -213,24 +224,6 @@ def expert_load(model: list) -> list[float]:
             layer.mlp.router.load = torch.zeros_like(layer.mlp.router.load)
     dist.all_reduce(load)  # tp and cp split the tokens, dp the samples, pp the layers
     return (load.amax(1) / load.mean(1)).tolist()
-
-
-def idle_seconds(rank_seconds: list[dict[str, float]], bubble: float) -> dict[str, float]:
-    """{cause: seconds, mean over ranks} in which ranks wait for others; `rank_seconds`: those of each rank by phase.
-
-    Until the slowest rank has sampled and graded, the others wait: for its generation while it samples, then for its
-    grading. "save" is the wait at the start of the step, for ranks that still save, evaluate or log.
-    """
-    rollout_R = np.array([seconds.get("rollout", 0.0) for seconds in rank_seconds])
-    work_R = rollout_R + np.array([seconds.get("reward", 0.0) for seconds in rank_seconds])
-    slowest = work_R.argmax()
-    sampled_R = np.maximum(rollout_R[slowest], work_R)  # until when a rank waits for generation, if it waits
-    return {
-        "generation": np.mean(sampled_R - work_R),
-        "grading": np.mean(work_R[slowest] - sampled_R),
-        "bubble": bubble,
-        "save": np.mean([seconds.get("wait", 0.0) for seconds in rank_seconds]),
-    }
 
 
 # ---------------------------------------------------------------- operations and bytes against seconds

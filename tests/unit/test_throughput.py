@@ -78,8 +78,9 @@ def test_rows_of_all_ranks(monkeypatch):
 def test_whom_the_others_wait_for():
     def idle(*notes: tuple[float, float, float]) -> list[float]:
         rows = [{"rollout": rollout, "reward": reward, "wait": wait} for rollout, reward, wait in notes]
-        found = metrics.idle_seconds(rows, bubble=0.125)
-        return [found[cause] for cause in ("generation", "grading", "save", "bubble")]
+        collected = SimpleNamespace(samples=[], rank_seconds=rows)
+        found = metrics.time_metrics(collected, [{"bubble": 0.125}], {"train": 1.0, "other": 0.0, "step": 1.0})
+        return [found[f"idle/{cause}"] for cause in ("generation", "grading", "save", "bubble")]
 
     # The slowest samples until 10, grades until 12; the other is done at 6, waits 4 for the one, 2 for the other.
     assert idle((10, 2, 0), (5, 1, 1)) == [2.0, 1.0, 0.5, 0.125]
