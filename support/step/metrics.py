@@ -73,9 +73,7 @@ COMPARED = {
 UPDATES = {"pack/fill": "fill", "pack/attention_waste": "attention_waste", "pipeline/bubble": "bubble"}
 
 
-def summarize(
-    collected: Collected, reports: list[dict], seconds: dict[str, float], batch: Batch, model: list, cfg: Config
-) -> dict[str, float | int | None]:
+def summarize(collected: Collected, reports: list[dict], seconds: dict, batch: Batch, model: list, cfg: Config) -> dict:
     """The metrics of a step, named as in docs/metrics.md; None where one does not apply. `cfg`: as the step used it.
 
     `reports`: of each update; `seconds`: of each phase, and "step".
@@ -265,9 +263,7 @@ def train_flops(hf, tokens: int, attended: int) -> float:
     return 6.0 * matrix_weights(hf, active=True) * tokens + 6.0 * width * attended
 
 
-def speed_metrics(
-    samples: list[Sample], reports: list[dict[str, float]], hf, cfg: Config, seconds: dict[str, float]
-) -> dict[str, float | None]:
+def speed_metrics(samples: list[Sample], reports: list[dict], hf, cfg: Config, seconds: dict) -> dict:
     """Rates of a step a rank, and its FLOPs utilisation, None without a known GPU; computed tokens of this replica."""
     pushed = matrix_weights(hf, active=False)
     if not hf.tie_word_embeddings:
