@@ -31,11 +31,9 @@ from support.model.attention import (
     Copies,
     PackedAttention,
     Packing,
-    in_own_stripe,
     own_stripe,
     rotary_embedding,
     sliding_window,
-    sum_over_context,
 )
 from support.model.experts import experts_for
 from support.model.layers import (  # before Megatron-core
@@ -59,6 +57,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
+    reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -411,18 +410,19 @@ def optimizer_step(optimizer, lr: float, offloaded: bool) -> float:
 def hidden_states(model, mb) -> torch.Tensor:
     """Forward pass of a micro-batch through one model chunk: [C / cp (/ tp under sequence parallelism), 1, h]."""
     chunk = unwrap_model(model)
-    counted = mb.mask if mb.weights is None else mb.weights != 0  # [1, T], what routers count
-    untrained = own_stripe(~mb.at_any_copy(counted))  # [1, C / cp]
-    if chunk.config.sequence_parallel and not chunk.pre_process:  # Megatron 0.16 splits it on the first stage only
-        untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
-        untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
-    tokens = own_stripe(mb.computed(mb.tokens)).long().contiguous()  # [1, C / cp]
-    positions = own_stripe(mb.computed(mb.position_ids))
+    options = {}
+    if chunk.config.num_moe_experts:
+        counted = mb.mask if mb.weights is None else mb.weights != 0  # [1, T], what routers count
+        untrained = own_stripe(~mb.at_any_copy(counted))  # [1, C / cp]
+        if chunk.config.sequence_parallel and not chunk.pre_process:  # Megatron 0.16 splits it on the first stage only
+            untrained = untrained.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
+            untrained = untrained[mpu.get_tensor_model_parallel_rank()].contiguous()
+        options = {"padding_mask": untrained}
+    tokens, positions = (own_stripe(mb.computed(values)) for values in (mb.tokens, mb.position_ids))  # [1, C / cp]
     packing = Packing.of(mb, chunk.inv_freq, chunk.config)
     if mb.routes is not None:
         routes.set_routes(chunk, mb)
-    options = {"padding_mask": untrained} if chunk.config.num_moe_experts else {}
-    return model(tokens, positions, attention_mask=None, packed_seq_params=packing, **options)
+    return model(tokens.long().contiguous(), positions, attention_mask=None, packed_seq_params=packing, **options)
 
 
 @contextlib.contextmanager
@@ -546,23 +546,27 @@ def token_logprobs(
     dtype = torch.float32 if model.fp32_head else weight.dtype
     if not hidden.is_cuda:  # a CPU has no product of bf16 that gives fp32
         hidden_M, weight = hidden_M.to(dtype), weight.to(dtype)
-    options = (dtype, model.config.gradient_accumulation_fusion)
-    logp_M, entropy_M = head(hidden_M, weight, targets_M, temperature, with_entropy, *options)
+    logp_M, entropy_M = head(
+        hidden_M, weight, targets_M, temperature, with_entropy, dtype, model.config.gradient_accumulation_fusion
+    )
     return to_row(logp_M, rows_M, mb), to_row(entropy_M, rows_M, mb)
 
 
 def own_rows(mb) -> tuple[torch.Tensor, Copies]:
     """The M positions with mask 1 whose hidden states this context-parallel rank holds, and which of these each has."""
     place = mb.rows if mb.place is None else mb.place[mb.rows]
-    own = in_own_stripe(place)
     cp = mpu.get_context_parallel_world_size()
+    own = place % cp == mpu.get_context_parallel_rank()
     on = mb.tokens.device
     return to_device(torch.from_numpy(mb.rows[own]), on), Copies.of(place[own] // cp, mb.width // cp, on)
 
 
 def to_row(values_M, rows_M, mb) -> torch.Tensor:
     """The values in the row, 0 at other positions, on every context-parallel rank; [M] → [T]."""
-    return sum_over_context(values_M.new_zeros(mb.tokens.shape[1]).index_copy(0, rows_M, values_M))
+    # The gradient passes unchanged: all context-parallel ranks compute the same loss from the sum.
+    return reduce_from_tensor_model_parallel_region(
+        values_M.new_zeros(mb.tokens.shape[1]).index_copy(0, rows_M, values_M), group=mpu.get_context_parallel_group()
+    )
 
 
 # ---------------------------------------------------------------- weights in and out

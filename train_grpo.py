@@ -96,7 +96,7 @@ def train(cfg: Config, inputs: launch.Inputs, clock: Clock) -> None:
 
 def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     """Build engine, model and optimizer, restore the checkpoint if there is one, and push the weights to the engine."""
-    clock.enter("build")
+    clock.watchdog.enter("build")
     m, r, t = cfg.model, cfg.rollout, cfg.train
     # vLLM measures free memory when it starts, so it comes first; it sleeps until weights are pushed.
     longest = cfg.data.max_prompt_tokens + max(r.max_new_tokens, cfg.eval.max_new_tokens)
@@ -191,8 +191,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     with clock("sync"):
         push_weights(run)
     export_and_save(run, step)
-    record = metrics.StepRecord(step, collected, reports, clock.end_step())
-    numbers = metrics.summarize(record, batch, model, cfg)
+    numbers = {"step": step} | metrics.summarize(collected, reports, clock.end_step(), batch, model, cfg)
     return numbers | run.engine.metrics() | clock.memory.numbers(), collected.samples
 
 
@@ -362,7 +361,7 @@ def with_logprobs(run: Run, samples: list[Sample], batch: Batch, cfg: Config, se
         # The same answers after the teacher's own prompts.
         seen = flatten(teacher.with_teacher_prompts(samples, is_policy=run.teacher.model is run.model))
         logp_F = score(run.teacher.model, seen, cfg, run.teacher.weights)
-        batch = replace(batch, teacher_logp=teacher.align_logp(batch, seen, logp_F))
+        batch = replace(batch, teacher_logp=torch.zeros(len(batch.mask)).masked_scatter(batch.mask, logp_F[seen.mask]))
     return batch
 
 
@@ -506,7 +505,7 @@ def forward_backward(model: list, optimizer, micro_batches: list[MicroBatch], cf
     report = (
         metrics.add_up(reports)
         | measure_rows(micro_batches, cfg)
-        | {"grad_norm": math.nan, "loss_scale": fp16.loss_scale(optimizer)}
+        | {"grad_norm": math.nan, "loss_scale": fp16.loss_scale(optimizer) if cfg.model.dtype == "fp16" else None}
     )
     if cfg.algo.replay_routes:
         report |= bridge.reduce_counts(model)

@@ -6,7 +6,7 @@
 
 A work is a model with random weights, a dtype, lengths and the most tokens of an answer (works.py). Each
 step has 8 prompts × 8 samples and a KL to a reference; overrides (section.key=value) change anything. Medians over the
-steps after warm-up. MFU is the operations of a phase (support/step/throughput.py) ÷ its seconds ÷ ranks ÷ the rate that
+steps after warm-up. MFU is the operations of a phase (support/step/metrics.py) ÷ its seconds ÷ ranks ÷ the rate that
 matmuls of the model's shapes reach, in the same run with all ranks busy. Bare vLLM: `LLM.generate` on the same engines
 for as many prompts and samples, right after each step, without log-probs, grading or training.
 """
@@ -35,7 +35,7 @@ from support.data.prompts import prompt_batch
 from support.preflight import configuration
 from support.run import launch
 from support.run.clock import Clock
-from support.step import throughput
+from support.step.metrics import train_flops
 
 MICRO_BATCH = 4096  # tokens
 
@@ -168,7 +168,7 @@ def step_results(metrics: dict, samples: list, work: Work) -> dict:
         row[f"{phase}_peak_gib"] = metrics[f"mem/{phase}_peak_gb"] or 0.0
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
     attended = sum(length**2 for length in lengths)
-    row["train_flops"] = throughput.train_flops(SimpleNamespace(**works.MODELS[work.model]), sum(lengths), attended)
+    row["train_flops"] = train_flops(SimpleNamespace(**works.MODELS[work.model]), sum(lengths), attended)
     return row
 
 

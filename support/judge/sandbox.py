@@ -29,14 +29,10 @@ PR_SET_SECCOMP = 22
 PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_MODE_FILTER = 2
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
-LANDLOCK_CREATE_RULESET = 444
-LANDLOCK_ADD_RULE = 445
-LANDLOCK_RESTRICT_SELF = 446
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 LANDLOCK_CREATE_RULESET_VERSION = 1
 LANDLOCK_RULE_PATH_BENEATH = 1
-WRITE_FILE = 1 << 1  # this and the next three: LANDLOCK_ACCESS_FS_...
-REFER = 1 << 13
-TRUNCATE = 1 << 14
+WRITE_FILE, REFER, TRUNCATE = 1 << 1, 1 << 13, 1 << 14  # LANDLOCK_ACCESS_FS_..., as the next is
 REMOVE_AND_MAKE = sum(1 << bit for bit in range(4, 13))  # directories, files, links, devices, sockets, pipes
 SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 1 << 0, 1 << 1
 
@@ -127,18 +123,10 @@ CLONE3 = 435  # its flags are out of a filter's sight; refused with ENOSYS, so t
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000  # in the numbers of calls of x86_64's other interface
 # Instructions of BPF (linux/bpf_common.h): load a word of seccomp_data, jump if equal, jump if at least, and, return.
-LD_ABS = 0x20
-JEQ = 0x15
-JGE = 0x35
-AND = 0x54
-RET = 0x06
+LD_ABS, JEQ, JGE, AND, RET = 0x20, 0x15, 0x35, 0x54, 0x06
 # Offsets in seccomp_data, and what a filter returns: SECCOMP_RET_...
-NUMBER_OFFSET = 0
-ARCH_OFFSET = 4
-ARGUMENTS_OFFSET = 16
-RET_ALLOW = 0x7FFF0000
-RET_ERRNO = 0x50000
-RET_KILL = 0x80000000
+NUMBER_OFFSET, ARCH_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
+RET_ALLOW, RET_ERRNO, RET_KILL = 0x7FFF0000, 0x50000, 0x80000000
 
 
 def confine(folder: str, seconds: float, memory_mb: int, file_mb: int, allow_writes: bool) -> None:

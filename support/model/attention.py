@@ -17,30 +17,18 @@ from support.model.layers import Rotation  # first: it prepares the process for 
 # isort: split
 from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import all_to_all, reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer import TransformerConfig
 
 # ---------------------------------------------------------------- a row in stripes
 
 # Rank r of cp holds the tokens r, r + cp, r + 2 cp, ... of every packed row, in all layers; only attention exchanges
-# tokens (below). Source of the stripes: Striped Attention, arXiv 2311.09431.
+# tokens (below). So token p is number p // cp of rank p % cp. Source: Striped Attention, arXiv 2311.09431.
 
 
 def own_stripe(x: torch.Tensor) -> torch.Tensor:
     """This rank's tokens of a row; [..., T] → [..., T / cp]."""
     return x[..., mpu.get_context_parallel_rank() :: mpu.get_context_parallel_world_size()]
-
-
-def in_own_stripe(positions: np.ndarray) -> np.ndarray:
-    """Which of the given positions of a row this rank holds; bool. Position p is number p // cp of its stripe."""
-    return positions % mpu.get_context_parallel_world_size() == mpu.get_context_parallel_rank()
-
-
-def sum_over_context(x: torch.Tensor) -> torch.Tensor:
-    """The sum over context-parallel ranks, which all compute the same loss from it: the gradient passes unchanged."""
-    if mpu.get_context_parallel_world_size() == 1:
-        return x
-    return reduce_from_tensor_model_parallel_region(x, group=mpu.get_context_parallel_group())
 
 
 # ---------------------------------------------------------------- positions that several samples share
@@ -84,6 +72,7 @@ class TakeRows(torch.autograd.Function):
 
 SIMILAR = 0.9  # of the longest sequence of a bucket: a shorter one opens the next, unless it lacks less than
 FEW_TOKENS = 16
+signature_of = functools.cache(inspect.signature)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +110,7 @@ class Segments:
         buckets = zip(starts[:-1], self.buckets, strict=True)
         sorted_S = np.concatenate([start + longest * np.arange(count) for start, (count, longest) in buckets])
         start_S = np.empty_like(sorted_S)
-        start_S[longest_first(self.keys_S)] = sorted_S  # index of each segment's first key
+        start_S[np.argsort(-self.keys_S, kind="stable")] = sorted_S  # index of each segment's first key
         keys = np.arange(self.keys_S.sum()) + np.repeat(start_S - np.cumsum(self.keys_S) + self.keys_S, self.keys_S)
         if len(keys) == starts[-1] and (np.diff(keys) == 1).all():
             keys = None
@@ -134,15 +123,10 @@ class Segments:
         return tuple(None if slots is None else to_device(torch.from_numpy(slots), to) for slots in (queries, keys))
 
 
-def longest_first(lengths_S: np.ndarray) -> np.ndarray:
-    """The numbers of the segments sorted by length, [S]."""
-    return np.argsort(-lengths_S, kind="stable")
-
-
 def make_buckets(lengths_S: np.ndarray) -> list[tuple[int, int]]:
     """(number, longest) of each bucket that holds segments of similar length, if the longest come first."""
     buckets: list[tuple[int, int]] = []
-    for length in lengths_S[longest_first(lengths_S)].tolist():
+    for length in sorted(lengths_S.tolist(), reverse=True):
         count, longest = buckets[-1] if buckets else (0, 0)
         if buckets and length >= min(SIMILAR * longest, longest - FEW_TOKENS):
             buckets[-1] = (count + 1, longest)
@@ -159,15 +143,10 @@ def uses_varlen(on: torch.device, dtype: torch.dtype) -> bool:
     return on.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and torch.backends.cuda.flash_sdp_enabled()
 
 
-def attend(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
-    """Causal attention inside each segment; query [queries, heads, d], key and value [keys, kv_heads, d] → as query."""
-    if uses_varlen(query.device, query.dtype):
-        return attend_varlen(query, key, value, segments, scale)
-    return attend_padded(query, key, value, segments, scale)
-
-
-def attend_padded(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
-    """`attend` by padding the segments of each bucket to the longest, and scaled_dot_product_attention."""
+def attend_padded(query, key, value, segments: Segments) -> torch.Tensor:
+    """Causal attention inside each segment, padded to the longest of its bucket, by scaled_dot_product_attention;
+    query [queries, heads, d], key and value [keys, kv_heads, d] → as query.
+    """
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda and groups > 1:  # but for FlashAttention, torch takes grouped heads by storing all scores
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -189,10 +168,8 @@ def attend_padded(query, key, value, segments: Segments, scale: float | None = N
         if segments.window is not None and segments.window < longest:
             whole = torch.ones(longest, longest, dtype=torch.bool, device=query.device)
             mask = whole.tril().triu(1 - segments.window)
-        out = F.scaled_dot_product_attention(
-            part_query, part_key, part_value, attn_mask=mask, is_causal=mask is None, scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
+        options = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": query.shape[1] != key.shape[1]}
+        out = F.scaled_dot_product_attention(part_query, part_key, part_value, **options)
         outs.append(out.transpose(1, 2).flatten(0, 1))  # [S * longest, heads, d]
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
     if query_slots is not None:
@@ -200,20 +177,14 @@ def attend_padded(query, key, value, segments: Segments, scale: float | None = N
     return out.to(query.dtype)
 
 
-def attend_varlen(query, key, value, segments: Segments, scale: float | None = None) -> torch.Tensor:
-    """`attend` by torch's varlen_attn; its causal mask is aligned to the last query and last key, as Segments are."""
+def attend_varlen(query, key, value, segments: Segments) -> torch.Tensor:
+    """The same by torch's varlen_attn; its causal mask is aligned to the last query and last key, as Segments are."""
     lengths = (segments.cu_q, segments.cu_k, int(segments.queries_S.max()), int(segments.keys_S.max()))
     left = -1 if segments.window is None else segments.window - 1  # without the query's own token
-    # num_splits=1 keeps results independent of the batch
-    options = {"window_size": (left, 0), "scale": scale, "enable_gqa": True, "num_splits": 1}
-    known = parameters_of(flash.varlen_attn)  # torch 2.11 groups heads without enable_gqa, and has no num_splits
+    # num_splits=1 keeps results independent of the batch. torch 2.11 lacks it, and groups heads without enable_gqa.
+    options = {"window_size": (left, 0), "enable_gqa": True, "num_splits": 1}
+    known = signature_of(flash.varlen_attn).parameters
     return flash.varlen_attn(query, key, value, *lengths, **{name: options[name] for name in options if name in known})
-
-
-@functools.cache
-def parameters_of(function) -> frozenset[str]:
-    """Names of a function's parameters."""
-    return frozenset(inspect.signature(function).parameters)
 
 
 def use_flash_attention_3(dtype: torch.dtype) -> None:
@@ -318,9 +289,8 @@ def sliding_window(hf_config) -> int | None:
 class PackedAttention(torch.nn.Module):
     """Megatron's core attention: RoPE, then causal attention inside each sequence of a row, which cp ranks split."""
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **unused):
+    def __init__(self, *unused, **options):
         super().__init__()
-        self.softmax_scale = softmax_scale
 
     def forward(self, query, key, value, attention_mask, packed_seq_params: Packing, **unused) -> torch.Tensor:
         """query [C / cp, 1, heads, d], key and value [C / cp, 1, kv_heads, d] → [C / cp, 1, heads * d]."""
@@ -333,7 +303,8 @@ class PackedAttention(torch.nn.Module):
             query, key, value = to_heads(query, key, value)
         if packing.copies:
             key, value = packing.copies.take(key), packing.copies.take(value)
-        out = attend(query, key, value, packing.segments, self.softmax_scale)
+        attend = attend_varlen if uses_varlen(query.device, query.dtype) else attend_padded
+        out = attend(query, key, value, packing.segments)
         if splits:
             out = from_heads(out, heads)
         return out.flatten(1).unsqueeze(1)

@@ -1,6 +1,7 @@
 """Makes Megatron-core run over gloo, without a GPU: call `install()` once, before `megatron` is imported."""
 
 import contextlib
+import functools
 import importlib
 import types
 import warnings
@@ -129,30 +130,23 @@ def compute_products_in_fp32(dtypes: Collection[torch.dtype]) -> torch.library.L
     with warnings.catch_warnings(action="ignore"):  # torch warns that a kernel is replaced
         for name in MATRIX_PRODUCTS:
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-            kernels.impl(name, _widened(kernel, dtypes), "CPU", with_keyset=True)
+            kernels.impl(name, functools.partial(_widened, kernel, dtypes), "CPU", with_keyset=True)
     return kernels
 
 
-def _widened(kernel, dtypes: Collection[torch.dtype]):
-    """`kernel` of an operator, with tensors in `dtypes` among its arguments as fp32 and its result in their type."""
-
-    def compute(keyset, first, *others, **options):
-        if first.dtype not in dtypes:
-            return kernel.call_boxed(keyset, first, *others, **options)
-        wide = [x.float() if torch.is_tensor(x) and x.dtype in dtypes else x for x in (first, *others)]
-        return kernel.call_boxed(keyset, *wide, **options).to(first.dtype)
-
-    return compute
+def _widened(kernel, dtypes: Collection[torch.dtype], keyset, first, *others, **options) -> torch.Tensor:
+    """The result of an operator's `kernel`, of whose arguments tensors in `dtypes` are computed with in fp32."""
+    if first.dtype not in dtypes:
+        return kernel.call_boxed(keyset, first, *others, **options)
+    wide = [x.float() if torch.is_tensor(x) and x.dtype in dtypes else x for x in (first, *others)]
+    return kernel.call_boxed(keyset, *wide, **options).to(first.dtype)
 
 
-_kept: list[torch.library.Library] = []  # the replaced kernels, for as long as the process lives
-
-
-def replace_slow_products() -> None:
-    """Compute products of bf16 and fp16 tensors in fp32 where this CPU has no units for the type; once a process."""
+@functools.cache  # once a process, and for as long as it lives
+def replace_slow_products() -> torch.library.Library | None:
+    """Compute products of bf16 and fp16 tensors in fp32 where this CPU has no units for the type."""
     slow = [dtype for dtype in (torch.bfloat16, torch.float16) if not has_units(dtype)]
-    if slow and not _kept:
-        _kept.append(compute_products_in_fp32(slow))
+    return compute_products_in_fp32(slow) if slow else None
 
 
 def install() -> None:

@@ -65,8 +65,7 @@ class SwiGLU(torch.autograd.Function):
 class Activation(MegatronModule):
     """SwiGLU of every feed-forward block, as Megatron's layer spec takes it; [..., 2 f] → [..., f]."""
 
-    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return SwiGLU.apply(gate_up)
+    forward = staticmethod(SwiGLU.apply)
 
 
 class Split(torch.autograd.Function):
@@ -166,9 +165,9 @@ def logits_stats(logits_M, local_M, temperature: float, with_entropy: bool) -> t
     """
     if kernels.runs_on(logits_M):
         return kernels.logits_stats(logits_M, local_M, temperature)
-    max_M = widened(logits_M.amax(-1)) / temperature
+    max_M = logits_M.amax(-1).to(torch.promote_types(logits_M.dtype, torch.float32)) / temperature
     stats = []  # of some rows each
-    for shifted, top, column, here in shifted_rows(logits_M, temperature, max_M, max_M, *columns(logits_M, local_M)):
+    for shifted, column, here, top in shifted_rows(logits_M, local_M, temperature, max_M, max_M):
         target, exp = shifted.gather(-1, column)[:, 0] * here, shifted.exp()
         exp_sum = exp.sum(-1)
         weighted = exp.mul_(shifted).sum(-1) if with_entropy else torch.full_like(target, math.nan)
@@ -186,9 +185,9 @@ def logits_grad(logits_M, local_M, max_M, log_z_M, entropy_M, *grads_M, temperat
         options = {"temperature": temperature, "dtype": dtype}
         return kernels.logits_grad(logits_M, local_M, max_M, log_z_M, entropy_M, *grads_M, **options)
     grad_M = logits_M if logits_M.dtype is dtype else torch.empty_like(logits_M, dtype=dtype)
-    saved_M = (log_z_M, entropy_M, *columns(logits_M, local_M), grad_M, *grads_M)
-    for shifted, log_z, entropy, column, here, grad, grad_logp, *grad_entropy in shifted_rows(
-        logits_M, temperature, max_M, *saved_M
+    others_M = (log_z_M, entropy_M, grad_M, *grads_M)
+    for shifted, column, here, log_z, entropy, grad, grad_logp, *grad_entropy in shifted_rows(
+        logits_M, local_M, temperature, max_M, *others_M
     ):
         logp = shifted.sub_(log_z[:, None])  # of each token of the vocabulary
         factor = -grad_logp[:, None]
@@ -199,26 +198,18 @@ def logits_grad(logits_M, local_M, max_M, log_z_M, entropy_M, *grads_M, temperat
     return grad_M
 
 
-def columns(logits_M, local_M) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's column in each row, [M, 1], any where this rank has not got it; and whether it has, [M]."""
-    vocab = logits_M.shape[-1]
-    return local_M.clamp(0, vocab - 1)[:, None], (local_M >= 0) & (local_M < vocab)
-
-
-def widened(values: torch.Tensor) -> torch.Tensor:
-    """The values in fp32, or in fp64 where they are."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def shifted_rows(logits_M, temperature: float, max_M, *others_M) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Of some rows at a time: logits / temperature - max, [rows, V / tp] fp32, and these rows of the others.
+def shifted_rows(logits_M, local_M, temperature: float, max_M, *others_M) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Of some rows at a time: logits / temperature - max, [rows, V / tp], in the type of the maximum, fp32 or wider;
+    the target's column, [rows, 1], any where this rank has not got it, and whether it has; these rows of the others.
 
     On a CPU they are so few that they stay in its cache: large temporaries cost page faults. On a GPU they are all.
     """
-    rows = len(logits_M) if logits_M.is_cuda else BLOCK // logits_M.shape[-1]
-    parts = (values.split(max(rows, 1)) for values in (logits_M, max_M, *others_M))
-    for logits, shift, *others in zip(*parts, strict=True):
-        yield (widened(logits) / temperature).sub_(shift[:, None]), *others
+    vocab = logits_M.shape[-1]
+    rows = len(logits_M) if logits_M.is_cuda else BLOCK // vocab
+    parts = (values.split(max(rows, 1)) for values in (logits_M, local_M, max_M, *others_M))
+    for logits, local, shift, *others in zip(*parts, strict=True):
+        shifted = (logits.to(shift.dtype) / temperature).sub_(shift[:, None])
+        yield shifted, local.clamp(0, vocab - 1)[:, None], (local >= 0) & (local < vocab), *others
 
 
 # ---------------------------------------------------------------- layers

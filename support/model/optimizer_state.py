@@ -44,12 +44,10 @@ def optimizer_weights(model: list, optimizer) -> Iterator[tuple]:
     In the same order on all ranks of the part's data-parallel group, which shards its state.
     """
     tensors = sharded_weights(model)
-    number = 0
-    for part in optimizer.chained_optimizers:
-        for buffer in part.buffers:
-            for weight in buffer.param_index_map:
-                yield part, number, weight, tensors[weight]
-                number += 1
+    buffers = [(part, buffer) for part in optimizer.chained_optimizers for buffer in part.buffers]
+    weights = [(part, weight) for part, buffer in buffers for weight in buffer.param_index_map]
+    for number, (part, weight) in enumerate(weights):
+        yield part, number, weight, tensors[weight]
 
 
 def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:

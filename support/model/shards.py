@@ -105,8 +105,13 @@ def read_sharded(
     is stored that no rank reads and that is of no such kind.
     """
     loaded = {}
+    stored = {}  # key → (open file, name of a shard, its offset, shape of the whole tensor) of each of its shards
     with fail_together(f"{path}: "):
-        stored = index_shards(path)
+        for file_path in sorted(path.glob("rank_*.safetensors")):
+            file = safe_open(file_path, framework="pt")
+            for name, shape in json.loads(file.metadata()["shapes"]).items():
+                key, _, offset = name.rpartition("@")
+                stored.setdefault(key, []).append((file, name, [int(x) for x in offset.split(",")], tuple(shape)))
         for name, tensor in sharded.items():
             parts = [read_shard(stored, part) for part in expand_factory(tensor)]
             loaded[name] = tensor.merge_fn(parts) if isinstance(tensor, ShardedTensorFactory) else parts[0]
@@ -125,17 +130,6 @@ def kind_of(key: str) -> str:
     return key.partition(".")[0]
 
 
-def index_shards(path: Path) -> dict[str, list[tuple]]:
-    """Key → (open file, name of a shard, its offset, shape of the whole tensor) of every shard in a checkpoint."""
-    stored = {}
-    for file_path in sorted(path.glob("rank_*.safetensors")):
-        file = safe_open(file_path, framework="pt")
-        for name, shape in json.loads(file.metadata()["shapes"]).items():
-            key, _, offset = name.rpartition("@")
-            stored.setdefault(key, []).append((file, name, [int(x) for x in offset.split(",")], tuple(shape)))
-    return stored
-
-
 def read_shard(stored: dict[str, list[tuple]], part: ShardedTensor) -> torch.Tensor:
     """This rank's shard of a tensor, in host memory. Raises ValueError unless each element is stored once."""
     candidates = stored.get(part.key, [])
@@ -150,9 +144,11 @@ def read_shard(stored: dict[str, list[tuple]], part: ShardedTensor) -> torch.Ten
     filled = 0
     for file, name, offset, _ in candidates:
         shard = file.get_slice(name)
-        here, there = overlap(part.global_offset, out.shape, offset, shard.get_shape())
-        if here is not None:
-            out[here] = shard[there]
+        sides = zip(part.global_offset, out.shape, offset, shard.get_shape(), strict=True)
+        common = [(a, b, max(a, b), min(a + n, b + m)) for a, n, b, m in sides]  # of each axis
+        if all(start < end for _, _, start, end in common):
+            here = tuple(slice(start - a, end - a) for a, _, start, end in common)
+            out[here] = shard[tuple(slice(start - b, end - b) for _, b, start, end in common)]
             filled += out[here].numel()
     require(filled == out.numel(), f"{part.key} has {filled} of {out.numel()} elements", ValueError)
     return out.view(part.local_shape)
@@ -161,15 +157,3 @@ def read_shard(stored: dict[str, list[tuple]], part: ShardedTensor) -> torch.Ten
 def shard_shape(tensor: ShardedTensor) -> tuple[int, ...]:
     """Shape of a shard with all axes of the whole tensor: Megatron leaves out leading axes of size 1."""
     return (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
-
-
-def overlap(offset: tuple, shape: tuple, other_offset: tuple, other_shape: tuple) -> tuple:
-    """Slices of the intersection of two shards, in each of them; (None, None) if they do not intersect."""
-    here, there = [], []
-    for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True):
-        start, end = max(a, b), min(a + n, b + m)
-        if start >= end:
-            return None, None
-        here.append(slice(start - a, end - a))
-        there.append(slice(start - b, end - b))
-    return tuple(here), tuple(there)

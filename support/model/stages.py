@@ -55,9 +55,3 @@ def split_layers(layers: int, pp: int, vpp: int, **uneven) -> list[list[range]]:
     stages = stage_layers(config)
     require(len(stages[0]) == vpp, f"the layout is one of parallel.vpp={len(stages[0])}", ValueError)
     return stages
-
-
-def even_layout(layers: int, chunks: int) -> str:
-    """A pipeline_model_parallel_layout of so many chunks, as even as can be."""
-    counts = ((layers + i) // chunks for i in range(chunks))
-    return f"E{'|'.join(f't*{count}' for count in counts)}L"

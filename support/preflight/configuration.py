@@ -12,10 +12,9 @@ from support.base import versions
 from support.base.hf_folder import check_found, safetensor_files
 from support.base.require import require
 from support.model import stages
-from support.model.attention import rotary_embedding, sliding_window
+from support.model.attention import rotary_embedding, sliding_window, uses_varlen
 from support.preflight import options
 from support.step import named_rewards
-from support.step.packing import attention_pads
 
 # ---------------------------------------------------------------- the configuration
 
@@ -246,8 +245,9 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
         )
     dtype = cfg.model.dtype
     width = bridge.head_dim(hf)
+    flash = uses_varlen(bridge.device(), bridge.DTYPES[dtype])
     require(
-        attention_pads(dtype) or (width % 8 == 0 and width <= 256),
+        not flash or (width % 8 == 0 and width <= 256),
         f"{model}: attention on a GPU with model.dtype={dtype} takes heads of 8, 16, ... 256 numbers, "
         f"not {width}; use model.dtype=fp32",
     )
@@ -347,8 +347,9 @@ def check_stages(layers: int, cfg: Config) -> None:
             fits = [n for n in range(1, layers + 1) if split_defect(layers, sizes | {key: n}) is None]
             legal += [f"{key} {fits[:16]}"] if fits else []
     if cfg.parallel.pp > 1:
-        even = stages.even_layout(layers, cfg.parallel.pp * cfg.parallel.vpp)
-        legal.append(f"megatron.pipeline_model_parallel_layout={even} alone")
+        chunks = cfg.parallel.pp * cfg.parallel.vpp
+        even = "|".join(f"t*{(layers + i) // chunks}" for i in range(chunks))
+        legal.append(f"megatron.pipeline_model_parallel_layout=E{even}L alone")
     given = ", ".join(f"{key}={value}" for key, value in sizes.items())
     raise UserError(f"{given} for {layers} layers: {wrong}; legal is one of these: {'; '.join(legal)}")
 

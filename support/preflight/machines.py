@@ -132,9 +132,9 @@ def check_host_memory(cfg: Config) -> None:
     weights = hf_folder.count_weights(cfg.model.path)
     other = teacher.another(cfg)
     of_teacher = hf_folder.count_weights(other) if other else 0
-    each = costs.host_bytes(cfg, weights, dist.get_world_size(), torch.cuda.is_available(), of_teacher)
     local = int(os.environ["LOCAL_WORLD_SIZE"])
-    needed = each * local
+    on_gpu = torch.cuda.is_available()
+    needed = local * costs.host_bytes(cfg, weights, dist.get_world_size(), on_gpu, of_teacher)
     free = memory.host_free_bytes()
     if needed > free:
         held = f"{local} rank(s) on this machine will hold about {gib(needed)} of host memory, {gib(free)} are free"

@@ -64,7 +64,9 @@ def check_type(key: str, value: Any, hint: Any) -> None:
 
 
 def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: str) -> None:
-    """UserError unless `options` are fields of Megatron's config `classes` that have an effect at this model.dtype."""
+    """UserError unless `options` are fields of Megatron's config `classes` that have an effect at this model.dtype, and
+    the minimum of a loss scale is not above its beginning.
+    """
     types = {field.name: field.type for cls in classes for field in dataclasses.fields(cls)}
     works = f"the fields that may be set are {', '.join(TABLES['megatron_works'])}"
     for name, value in options.items():
@@ -81,20 +83,13 @@ def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: st
         other, needed = MEGATRON_NEEDS.get(name, (name, value))
         if options.get(other) != needed:
             raise UserError(f"{key}={value!r} has no effect without megatron.{other}={needed!r}")
-    check_loss_scale(options, dtype)
     if options.get("optimizer_cpu_offload") and dtype == "fp32":
         raise UserError("megatron.optimizer_cpu_offload=True: not for an fp32 model; use model.dtype=bf16")
-
-
-def check_loss_scale(options: dict[str, Any], dtype: str) -> None:
-    """Raises UserError where fields of the loss scale have no effect, or where its minimum is above its beginning."""
-    given = [
-        name for name in options if MEGATRON_TYPES.get(name) is SCALE or name in ("hysteresis", "loss_scale_window")
-    ]
-    keys = ", ".join(f"megatron.{name}" for name in given)
-    if given and dtype != "fp16":
+    scaling = [name for name in options if "loss_scale" in name or name == "hysteresis"]
+    keys = ", ".join(f"megatron.{name}" for name in scaling)
+    if scaling and dtype != "fp16":
         raise UserError(f"{keys}: only fp16 needs a loss scale; leave it out, or use model.dtype=fp16")
-    if "loss_scale" in given and len(given) > 1:
+    if "loss_scale" in scaling and len(scaling) > 1:
         raise UserError(f"{keys}: megatron.loss_scale is a constant one, so the others have no effect; leave them out")
     if options.get("min_loss_scale", 0.0) > options.get("initial_loss_scale", math.inf):
         raise UserError("megatron.min_loss_scale is above megatron.initial_loss_scale, where the scale begins")

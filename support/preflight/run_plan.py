@@ -11,8 +11,8 @@ TRITON = "TRITON_F32_DEFAULT"  # the precision of fp32 products in Triton's kern
 
 
 def describe(cfg: Config, world_size: int) -> str:
-    """The layout and the arithmetic of a step and of the run, in words."""
-    p, r, t = cfg.parallel, cfg.rollout, cfg.train
+    """The layout, the arithmetic of a step and of the run, and the loss, in words."""
+    p, r, t, a = cfg.parallel, cfg.rollout, cfg.train, cfg.algo
     replicas = replica_count(cfg, world_size)
     samples = r.prompts_per_step * r.group_size
     updates = t.updates_per_step * t.epochs_per_step
@@ -30,8 +30,8 @@ def describe(cfg: Config, world_size: int) -> str:
     step = f"a step:  {plural(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples"
     if r.turns:
         step += f", each a conversation of up to {plural(r.max_turns, 'answer')}"
-    if cfg.algo.max_rounds > 1:
-        step += f", up to {cfg.algo.max_rounds} rounds"
+    if a.max_rounds > 1:
+        step += f", up to {a.max_rounds} rounds"
     if t.epochs_per_step > 1:
         step += f" × {plural(t.epochs_per_step, 'epoch')}"
     step += f" → {plural(updates, 'update')} of {samples // t.updates_per_step} samples"
@@ -41,7 +41,18 @@ def describe(cfg: Config, world_size: int) -> str:
         run += f" ({plural(t.epochs, 'epoch')})"
     run += f" = {t.steps * samples} samples, {plural(t.steps * updates, 'update')}"
     run += f"; lr {t.lr:g} after {plural(t.warmup_steps, 'warm-up step')}"
-    return "\n".join([layout, step, run, describe_loss(cfg), *describe_prompts(cfg)])
+    loss = f"loss:    {a.loss} ({a.clip_low:g}, {a.clip_high:g})"
+    if a.kl_coef:
+        loss += f" + {a.kl_coef:g} {a.kl} in the {a.kl_in}"
+    if a.entropy_coef:
+        loss += f" - {a.entropy_coef:g} entropy"
+    loss += f"; {a.advantage} advantages"
+    if a.teacher:
+        loss += f" + {a.teacher_coef:g} log(teacher / policy)"
+    loss += f"; {a.loss_norm} over an update"
+    if a.correction != "none":
+        loss += f"; {a.correction}"
+    return "\n".join([layout, step, run, loss, *describe_prompts(cfg)])
 
 
 def describe_prompts(cfg: Config) -> Iterator[str]:
@@ -63,21 +74,6 @@ def plural(number: float, what: str) -> str:
 def replica_count(cfg: Config, world_size: int) -> int:
     """The data-parallel size."""
     return world_size // (cfg.parallel.tp * cfg.parallel.pp * cfg.parallel.cp)
-
-
-def describe_loss(cfg: Config) -> str:
-    """The loss and its terms."""
-    a = cfg.algo
-    line = f"loss:    {a.loss} ({a.clip_low:g}, {a.clip_high:g})"
-    if a.kl_coef:
-        line += f" + {a.kl_coef:g} {a.kl} in the {a.kl_in}"
-    if a.entropy_coef:
-        line += f" - {a.entropy_coef:g} entropy"
-    line += f"; {a.advantage} advantages"
-    if a.teacher:
-        line += f" + {a.teacher_coef:g} log(teacher / policy)"
-    line += f"; {a.loss_norm} over an update"
-    return line if a.correction == "none" else f"{line}; {a.correction}"
 
 
 def warnings(cfg: Config, world_size: int) -> list[str]:

@@ -86,20 +86,16 @@ def number(step: dict, name: str) -> float:
     return math.nan if value is None else value
 
 
-def is_at_best(step: dict, run: Advice) -> bool:
-    """Whether every answer has the best reward of its source: one reached by learning, or one that passes."""
-    here = sources(step)
-    if not all(is_same(step[f"reward/{source}/mean"], run.best[source]) for source in here):
-        return False
-    return run.has_signal or all(run.best[source] >= run.cfg.eval.pass_reward for source in here)
-
-
 def is_idle(step: dict, run: Advice) -> bool:
     """Whether the step changed no weight, or only as a KL does that began at its minimum, and the run is not done.
 
     A learning rate of 0 that the user has set asks for this.
     """
-    if run.cfg.train.lr == 0 or is_at_best(step, run) or run.has_converged():
+    here = sources(step)
+    # Every answer has the best reward of its source: one reached by learning, or one that passes.
+    at_best = all(is_same(step[f"reward/{source}/mean"], run.best[source]) for source in here)
+    at_best = at_best and (run.has_signal or all(run.best[source] >= run.cfg.eval.pass_reward for source in here))
+    if run.cfg.train.lr == 0 or at_best or run.has_converged():
         return False
     entropy_coef = step.get("schedule/entropy_coef", run.cfg.algo.entropy_coef)
     only_kl = run.cfg.algo.kl_coef > 0 and entropy_coef == 0 and not run.has_signal

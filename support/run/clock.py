@@ -80,10 +80,6 @@ class Clock:
         if stop:
             raise StopRequested
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase that is not timed."""
-        self.watchdog.enter(phase)
-
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the seconds of the block to `seconds[phase]`, its work on the GPU included; note its memory."""

@@ -2,14 +2,16 @@
 
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from config import Config
 from support.base.read_config import load_config, validate
+from support.base.require import require
 from support.base.rollout_files import as_row, write_rows
 from support.preflight import configuration, options
 from support.run.clock import Clock
@@ -22,26 +24,13 @@ FILE = "evaluation.jsonl"  # in the output folder, a line as in rollouts/
 UNUSED = ("parallel", "lora", "algo", "megatron", "schedule", "profile")  # sections that only training reads
 
 
-@dataclass
-class Evaluation:
-    """What an evaluation needs of the script's Run."""
-
-    cfg: Config
-    clock: Clock
-    inputs: Inputs
-    engine: object  # rollout.Engine, or a fork's own
-    grading: GradingPool
-
-
-Evaluate = Callable[[Evaluation], tuple[dict[str, float], list[Sample]]]  # the script's `evaluate`
+Evaluate = Callable[[Any], tuple[dict[str, float], list[Sample]]]  # the script's `evaluate`, of a Run
 
 
 def read_config(path: str, overrides: list[str], world_size: int) -> Config:
     """The configuration of an evaluation, checked, without what only training reads. Raises UserError."""
     cfg = load_config(path, [*overrides, "data.train=[]"])
-    configuration.require(
-        cfg.data.eval is not None, "--evaluate: data.eval is not set; name the data to evaluate on: data.eval=FILE"
-    )
+    require(cfg.data.eval is not None, "--evaluate: data.eval is not set; name the data to evaluate on: data.eval=FILE")
     cfg = validate({**cfg.model_dump(exclude=set(UNUSED)), "resume": "none"}, path)
     options.check_vllm(cfg.rollout.vllm)
     configuration.check_evaluation(cfg)
@@ -54,10 +43,10 @@ def run(cfg: Config, inputs: Inputs, clock: Clock, evaluate: Evaluate, engine: t
     """Start an `engine` on the model, evaluate, print the results and write the answers; every rank calls this."""
     for number in (signal.SIGINT, signal.SIGTERM):  # which the clock keeps for a run that saves first
         signal.signal(number, signal.SIG_DFL)
-    clock.enter("build")
+    clock.watchdog.enter("build")
     awake = engine(inputs.model_path, cfg.model, cfg.rollout, configuration.longest_sample(cfg), asleep=False)
     grading = GradingPool(cfg.reward)
-    found, samples = evaluate(Evaluation(cfg, clock, inputs, awake, grading))
+    found, samples = evaluate(SimpleNamespace(cfg=cfg, clock=clock, inputs=inputs, engine=awake, grading=grading))
     grading.close()
     if dist.get_rank() > 0:
         return

@@ -67,14 +67,20 @@ class Guard:
         return True
 
     def stepped(self, report: dict, weighted: Batch, micro_batches: list[MicroBatch], step: int, number: int) -> None:
-        """Warn of an update without a gradient; of one that is NaN or infinite say where that began, and count it."""
+        """Warn of an update without a gradient; of one that is NaN or infinite say where that began, and count it.
+
+        Only an overflow of the gradient in fp16 that a lower loss scale can end is not counted.
+        """
         if report["grad_norm"] == 0 and dist.get_rank() == 0:
             why = "equal rewards in every group, no KL or entropy"
             if ((weighted.advantages != 0) & (weighted.weights != 0)).any():
                 why = "though rewards differ: all of its tokens are clipped or masked, or the loss reaches no weight"
             print(f"warning: no gradient ({why}): update skipped", flush=True)
-        path = Path(self.cfg.output_dir, "skipped", f"step_{step:06d}_update_{number}")
-        self.skipped = check_finite(self, report, path, micro_batches)
+        if math.isfinite(report["grad_norm"]):
+            self.skipped = 0
+        else:
+            path = Path(self.cfg.output_dir, "skipped", f"step_{step:06d}_update_{number}")
+            explain_skipped(self, report, path, micro_batches)
 
 
 def some_entries(weights: list[Tensor]) -> Tensor:
@@ -147,13 +153,24 @@ def check_gap(guard: Guard, report: dict, batch: Batch, cfg: Config, step: int) 
     """TrainingError where trainer and vLLM differ by more than rounding or the configuration's bounds; or a warning."""
     gap = Gap(report["gap"] / report["tokens"], report["gap_k3"] / report["tokens"])
     guard.recent.append((report["gap_k3"], report["tokens"]))
-    check_bounds(guard, gap, report["gap_max"], batch, cfg, step)
-    warn, stop = WARN[cfg.model.dtype], STOP[cfg.model.dtype]
-    meant = [f"rollout.vllm.{name}" for name in INEXACT if name in cfg.rollout.vllm]  # keys by which a gap is meant
-    meant += [f"rollout.{key}" for key in ("max_logp_gap", "max_mismatch_kl") if getattr(cfg.rollout, key) is not None]
-    is_first = guard.rounding is None
-    if not is_first and (gap.over(guard.rounding) <= (stop if guard.told else warn) or (guard.told and meant)):
+    meant = [f"rollout.{key}" for key in ("max_logp_gap", "max_mismatch_kl") if getattr(cfg.rollout, key) is not None]
+    if meant:
+        check_bounds(guard, gap, report["gap_max"], batch, cfg, step)
+    meant += [f"rollout.vllm.{name}" for name in INEXACT if name in cfg.rollout.vllm]  # keys by which a gap is meant
+    if guard.told and meant:
         return
+    bound = (STOP if guard.told else WARN)[cfg.model.dtype]
+    if guard.rounding is None or not gap.over(guard.rounding) <= bound:
+        judge_gap(guard, gap, meant, batch, cfg, step)
+
+
+def judge_gap(guard: Guard, gap: Gap, meant: list[str], batch: Batch, cfg: Config, step: int) -> None:
+    """Measure rounding anew and compare `gap` with it, as check_gap says; at the first time also see what it follows.
+
+    `meant`: the keys by which a gap is meant, so that it ends no run.
+    """
+    warn, stop = WARN[cfg.model.dtype], STOP[cfg.model.dtype]
+    is_first = guard.rounding is None
     some, logp_F, guard.rounding = measure_rounding(guard.model, batch, cfg, guard.score)
     slope = slope_of(logp_F[some.mask], some.rollout_logp[some.mask], guard.rounding.mean) if is_first else 0.0
     if gap.over(guard.rounding) <= warn and not slope:
@@ -273,27 +290,29 @@ def explain_gap(logp_F: Tensor, batch: Batch, step: int, bound: float, slope: fl
 # ---------------------------------------------------------------- NaN and infinity
 
 
-def check_finite(guard: Guard, report: dict, path: Path, micro_batches: list[MicroBatch]) -> int:
-    """The number of updates in a row, with this one, that were skipped because loss or gradient is NaN or infinite.
+def explain_skipped(guard: Guard, report: dict, path: Path, micro_batches: list[MicroBatch]) -> None:
+    """Count an update that was skipped because loss or gradient is NaN or infinite, write its micro-batches to `path`,
+    and warn.
 
-    Warns of a skipped update and writes its micro-batches to `path`. Two kinds do not count: a gradient of exactly 0
-    sets the number to 0, and an overflow of the gradient in fp16 that a lower loss scale can end leaves it as it was.
     Raises TrainingError at train.max_skipped, or if a dynamic loss scale can fall no lower.
     """
     cfg = guard.cfg
-    if math.isfinite(report["grad_norm"]):
-        return 0
     lower = fp16.loss_scale(guard.optimizer)
     if math.isfinite(report["loss"]) and lower is not None and lower < report["loss_scale"]:
         if dist.get_rank() == 0:
             scales = f"{report['loss_scale']:g} → {lower:g}"
             print(f"the gradient overflowed: update skipped, loss scale {scales}", flush=True)
-        return guard.skipped
+        return
     if bridge.reports_loss():
-        write_micro_batches(path, micro_batches)
-    in_a_row = guard.skipped + 1
-    is_last = in_a_row >= cfg.train.max_skipped
-    count = f"{in_a_row} in a row, the run stops at train.max_skipped={cfg.train.max_skipped}"
+        tensors = {}  # "number of the micro-batch.name"
+        for i, mb in enumerate(micro_batches):
+            values = {"seq_id": mb.seq_id, **vars(mb)}
+            tensors |= {f"{i}.{name}": value for name, value in values.items() if torch.is_tensor(value)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, f"{path}_rank_{dist.get_rank():05d}.safetensors")
+    guard.skipped += 1
+    is_last = guard.skipped >= cfg.train.max_skipped
+    count = f"{guard.skipped} in a row, the run stops at train.max_skipped={cfg.train.max_skipped}"
     what, where = "a gradient is NaN or infinite", f"first that of {weight_of_overflow(guard.model)}"
     if not math.isfinite(report["loss"]):
         passes = partial(guard.forward, guard.model, micro_batches, cfg.rollout.temperature)
@@ -306,7 +325,6 @@ def check_finite(guard: Guard, report: dict, path: Path, micro_batches: list[Mic
     require(not is_last, message, TrainingError)
     if dist.get_rank() == 0:
         print(f"warning: {message}", flush=True)
-    return in_a_row
 
 
 def weight_of_overflow(model: list) -> str:
@@ -338,12 +356,3 @@ def layer_of_overflow(model: list, forward: Callable[[], list]) -> str:
     if first == math.inf:
         return "though the outputs of all layers are finite: it began in the head or in the loss"
     return f"first in the output of layer {first}" if first else "first in the embeddings"
-
-
-def write_micro_batches(path: Path, micro_batches: list[MicroBatch]) -> None:
-    """Write this rank's micro-batches to `path`_rank_R.safetensors, each tensor as "number of the micro-batch.name"."""
-    tensors = {f"{i}.seq_id": mb.seq_id for i, mb in enumerate(micro_batches)}
-    for i, mb in enumerate(micro_batches):
-        tensors |= {f"{i}.{name}": value for name, value in vars(mb).items() if torch.is_tensor(value)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, f"{path}_rank_{dist.get_rank():05d}.safetensors")

@@ -57,9 +57,7 @@ def command(
     return 0
 
 
-def start_training(
-    args: argparse.Namespace, rehearse: Callable[[Config], None], train: Callable[[Config, Inputs, Clock], None]
-) -> None:
+def start_training(args: argparse.Namespace, rehearse: Callable, train: Callable) -> None:
     """Check and read what a run needs, and train, with output_dir locked; or a dry run. UserError, TrainingError."""
     cfg = load_config(args.config, args.overrides)
     prepare_process(cfg)

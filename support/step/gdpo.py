@@ -4,7 +4,7 @@ import numpy as np
 from numpy import ndarray
 
 from config import RewardConfig
-from support.step.named_rewards import OWN_PARTS, is_part, weights_of
+from support.step.named_rewards import OWN_PARTS, weights_of
 from support.step.records import Sample
 
 
@@ -24,7 +24,8 @@ def normalize_parts(samples: list[Sample], reward: RewardConfig, overlong_coef: 
         values = np.array([samples[n].reward_parts[name] for n in numbers])  # w_k r_k
         if values.min() < values.max():
             spec = reward.by_source.get(samples[numbers[0]].source, reward.default)
-            weights = [weight for reward, weight in weights_of(spec).items() if is_part(name, reward)]
+            # A part is named "reward" or "reward/part".
+            weights = [weight for reward, weight in weights_of(spec).items() if f"{name}/".startswith(f"{reward}/")]
             weight = overlong_coef if name in OWN_PARTS else next(iter(weights), 1.0)  # 1: a reward of one name
             rewards_N[numbers] += (values - values.mean()) / (values.std(ddof=1) / abs(weight) + 1e-4)
     return rewards_N

@@ -1,7 +1,6 @@
 """What is measured of a step and of an evaluation: the metrics of docs/metrics.md."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 import megatron_bridge as bridge
 from config import Config, EvalConfig
 from support.base import ranks
-from support.step import schedule, throughput
+from support.step import schedule
 from support.step.records import Batch, Collected, Sample
 
 # ---------------------------------------------------------------- what the updates report
@@ -50,16 +49,6 @@ def reduce_report(name: str, values: list[float]) -> float:
     return sum(values)
 
 
-@dataclass
-class StepRecord:
-    """What a training step measured; the same on every rank but for `seconds` and the values of measure_rows."""
-
-    step: int
-    collected: Collected
-    reports: list[dict[str, float]]  # of each update
-    seconds: dict[str, float]  # of each phase, and "step"
-
-
 def compared_updates(cfg: Config) -> int:
     """In how many updates of a step, from the first, the log-probs of trainer and vLLM are compared.
 
@@ -84,22 +73,28 @@ COMPARED = {
 UPDATES = {"pack/fill": "fill", "pack/attention_waste": "attention_waste", "pipeline/bubble": "bubble"}
 
 
-def summarize(record: StepRecord, batch: Batch, model: list, cfg: Config) -> dict[str, float | int | None]:
-    """The metrics of a step, named as in docs/metrics.md; None where one does not apply. `cfg`: as the step used it."""
-    samples = record.collected.samples
-    numbers = {"step": record.step, "lr": cfg.train.lr, "moe/load": None}
-    numbers |= sample_metrics(record.collected, has_turns=cfg.rollout.turns is not None)
-    numbers |= update_metrics(record.reports, batch, cfg)
-    numbers |= route_metrics(samples, record.reports[0], cfg.algo.replay_routes)
-    numbers |= time_metrics(record)
-    numbers |= throughput.speed_metrics(samples, record.reports, model[0].hf_config, cfg, record.seconds)
-    numbers["entropy_frac"] = numbers["entropy"] / math.log(model[0].hf_config.vocab_size)
+def summarize(collected: Collected, reports: list[dict], seconds: dict, batch: Batch, model: list, cfg: Config) -> dict:
+    """The metrics of a step, named as in docs/metrics.md; None where one does not apply. `cfg`: as the step used it.
+
+    `reports`: of each update; `seconds`: of each phase, and "step".
+    """
+    hf = model[0].hf_config
+    numbers = {"lr": cfg.train.lr, "moe/load": None}
+    numbers |= {"routes/differ_frac": None, "routes/missing_frac": None, "routes/prompt_differ_frac": None}
+    numbers |= sample_metrics(collected, has_turns=cfg.rollout.turns is not None)
+    numbers |= update_metrics(reports, batch, cfg)
+    if cfg.algo.replay_routes:
+        numbers |= route_metrics(collected.samples, reports[0])
+    numbers |= time_metrics(collected, reports, seconds)
+    numbers |= speed_metrics(collected.samples, reports, hf, cfg, seconds)
+    numbers["entropy_frac"] = numbers["entropy"] / math.log(hf.vocab_size)
     if model[0].config.num_moe_experts:
         load = expert_load(model)
         numbers["moe/load"] = max(load)
         numbers |= {f"moe/load/layer_{layer:02d}": value for layer, value in enumerate(load)}
-    if any(course for _, course in cfg.schedule):
-        numbers |= schedule.schedule_metrics(cfg)
+    for name, course in cfg.schedule:
+        if course is not None:
+            numbers[f"schedule/{name}"] = schedule.value_of(cfg, name)
     return numbers
 
 
@@ -119,7 +114,7 @@ def sample_metrics(collected: Collected, has_turns: bool) -> dict[str, float | N
         "tokens/prompt_mean": np.mean([len(s.prompt_ids) for s in samples]),
         "tokens/response_mean": length_N.mean(),
         "tokens/response_max": length_N.max(),
-        "tokens/truncated_frac": truncated_share(samples),
+        "tokens/truncated_frac": np.mean([not s.finished for s in samples]),
         "tokens/environment_mean": None,
         "turns/mean": None,
     }
@@ -142,36 +137,35 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
     own = [sum(r[name] for r in reports) for name in ("real", "positions", "shared")]
     replicas = bridge.mpu.get_data_parallel_world_size()
     real, positions, shared = np.mean(ranks.gather(own), 0) * replicas  # in the rows of all replicas
-    applied = sum(math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in reports)
+    credited_F = (batch.advantages != 0) & batch.trained
+    trained = batch.trained.sum().clamp(min=1)
     numbers = {metric: report_mean(entry, first) for metric, entry in FIRST.items()}
     if batch.ref_logp is None:
         numbers |= {"kl/ref": None, "kl/k1": None, "kl/k2": None}
     numbers |= {metric: report_mean(entry, compared) for metric, entry in COMPARED.items()}
     numbers |= {metric: np.mean([r[entry] for r in reports]) for metric, entry in UPDATES.items()}
-    return numbers | {
-        "loss/total": report_mean("loss", first, over="trained"),
-        "loss/policy": report_mean("policy", first, over="trained"),
-        "kl/teacher": None if batch.teacher_logp is None else teacher_kl(batch),
-        "ratio/clip_frac": report_mean("clipped", reports),
-        "logp_gap/max": max(r["gap_max"] for r in compared),
-        "mismatch/ess": effective / max(sum(r["tokens"] for r in compared), 1),
-        "advantage/nonzero_frac": credited_share(batch),
-        "grad_norm": reports[0]["grad_norm"],
-        "pack/micro_batches": sum(r["micro_batches"] for r in reports),
-        "pack/real_frac": real / max(positions, 1),
-        "pack/prompt_tokens_saved": shared,
-        "update/applied": applied,
-        "update/skipped": len(reports) - applied,
-        "update/overflow": overflows(reports),
-        "loss_scale": reports[-1]["loss_scale"],
-    }
-
-
-def overflows(reports: list[dict[str, float]]) -> int | None:
-    """How many gradients overflowed in fp16; None in another dtype, which has no loss scale."""
-    if reports[0]["loss_scale"] is None:
-        return None
-    return sum(not math.isfinite(r["grad_norm"]) for r in reports if math.isfinite(r["loss"]))
+    numbers["loss/total"] = report_mean("loss", first, over="trained")
+    numbers["loss/policy"] = report_mean("policy", first, over="trained")
+    numbers["kl/teacher"] = None
+    if batch.teacher_logp is not None:  # k1 of KL(policy ‖ teacher) before the updates
+        difference_F = (batch.old_logp - batch.teacher_logp) * batch.trained
+        numbers["kl/teacher"] = (difference_F.double().sum() / trained).item()
+    numbers["ratio/clip_frac"] = report_mean("clipped", reports)
+    numbers["logp_gap/max"] = max(r["gap_max"] for r in compared)
+    numbers["mismatch/ess"] = effective / max(sum(r["tokens"] for r in compared), 1)
+    numbers["advantage/nonzero_frac"] = (credited_F.sum() / trained).item()
+    numbers["grad_norm"] = reports[0]["grad_norm"]
+    numbers["pack/micro_batches"] = sum(r["micro_batches"] for r in reports)
+    numbers["pack/real_frac"] = real / max(positions, 1)
+    numbers["pack/prompt_tokens_saved"] = shared
+    applied = sum(math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in reports)
+    numbers["update/applied"] = applied
+    numbers["update/skipped"] = len(reports) - applied
+    numbers["loss_scale"] = reports[-1]["loss_scale"]
+    numbers["update/overflow"] = None
+    if numbers["loss_scale"] is not None:
+        numbers["update/overflow"] = sum(not math.isfinite(r["grad_norm"]) for r in reports if math.isfinite(r["loss"]))
+    return numbers
 
 
 def report_mean(name: str, reports: list[dict[str, float]], over: str = "tokens") -> float:
@@ -180,25 +174,8 @@ def report_mean(name: str, reports: list[dict[str, float]], over: str = "tokens"
     return sum(r[name] for r in reports) / max(count, 1)
 
 
-def credited_share(batch: Batch) -> float:
-    """The share of the trained tokens whose advantage is not 0; 0 where no token is trained."""
-    credited_F = (batch.advantages != 0) & batch.trained
-    return (credited_F.sum() / batch.trained.sum().clamp(min=1)).item()
-
-
-def teacher_kl(batch: Batch) -> float:
-    """The k1 estimate of KL(policy ‖ teacher) before the updates, mean over the trained tokens."""
-    difference_F = (batch.old_logp - batch.teacher_logp) * batch.trained
-    mean = difference_F.double().sum() / batch.trained.sum().clamp(min=1)
-    return mean.item()
-
-
-def route_metrics(samples: list[Sample], report: dict, has_routes: bool) -> dict[str, float | None]:
+def route_metrics(samples: list[Sample], report: dict) -> dict[str, float]:
     """Of algo.replay_routes. `report`: that of the step's first update, which uses the weights of vLLM."""
-    if not has_routes:
-        return {"routes/differ_frac": None, "routes/missing_frac": None, "routes/prompt_differ_frac": None}
-    differ = report_mean("routes_differ", [report], over="routes")
-    missing = 1 - sum(len(s.routes) for s in samples) / sum(s.positions for s in samples)
     first = {}  # routes of the prompt in the first answer of each group
     unlike = 0
     for s in samples:
@@ -206,21 +183,31 @@ def route_metrics(samples: list[Sample], report: dict, has_routes: bool) -> dict
         if not np.array_equal(own, first.setdefault(s.group, own)):
             unlike += 1
     return {
-        "routes/differ_frac": differ,
-        "routes/missing_frac": missing,
+        "routes/differ_frac": report_mean("routes_differ", [report], over="routes"),
+        "routes/missing_frac": 1 - sum(len(s.routes) for s in samples) / sum(s.positions for s in samples),
         "routes/prompt_differ_frac": unlike / len(samples),
     }
 
 
-def time_metrics(record: StepRecord) -> dict[str, float]:
-    """Seconds of the phases, samples and tokens a second, and the shares of the step in which ranks idle."""
-    seconds = record.seconds
-    bubble = np.mean([r["bubble"] for r in record.reports])
-    idle = idle_seconds(record.collected.rank_seconds, bubble * seconds.get("train", 0.0))
+def time_metrics(collected: Collected, reports: list[dict], seconds: dict[str, float]) -> dict[str, float]:
+    """Seconds of the phases, samples and tokens a second, and the shares of the step in which ranks idle.
+
+    Until the slowest rank has sampled and graded, the others wait: for its generation while it samples, then for its
+    grading. "save" is the wait at the start of the step, for ranks that still save, evaluate or log.
+    """
+    rollout_R, reward_R, wait_R = (
+        np.array([own.get(phase, 0.0) for own in collected.rank_seconds]) for phase in ("rollout", "reward", "wait")
+    )
+    work_R = rollout_R + reward_R
+    slowest = work_R.argmax()
+    sampled_R = np.maximum(rollout_R[slowest], work_R)  # until when a rank waits for generation, if it waits
+    idle = {"generation": np.mean(sampled_R - work_R), "grading": np.mean(work_R[slowest] - sampled_R)}
+    idle["bubble"] = np.mean([r["bubble"] for r in reports]) * seconds.get("train", 0.0)
+    idle["save"] = wait_R.mean()
     numbers = {f"time/{phase}": seconds.get(phase, 0.0) for phase in PHASES}
     numbers["time/other_frac"] = numbers["time/other"] / seconds["step"]
-    numbers["speed/response_tokens_per_s"] = model_lengths(record.collected.samples).sum() / seconds["step"]
-    numbers["speed/samples_per_s"] = len(record.collected.samples) / seconds["step"]
+    numbers["speed/response_tokens_per_s"] = model_lengths(collected.samples).sum() / seconds["step"]
+    numbers["speed/samples_per_s"] = len(collected.samples) / seconds["step"]
     numbers["idle_frac"] = sum(idle.values()) / seconds["step"]
     return numbers | {f"idle/{cause}": lost / seconds["step"] for cause, lost in idle.items()}
 
@@ -237,22 +224,68 @@ def expert_load(model: list) -> list[float]:
     return (load.amax(1) / load.mean(1)).tolist()
 
 
-def idle_seconds(rank_seconds: list[dict[str, float]], bubble: float) -> dict[str, float]:
-    """{cause: seconds, mean over ranks} in which ranks wait for others; `rank_seconds`: those of each rank by phase.
+# ---------------------------------------------------------------- operations and bytes against seconds
 
-    Until the slowest rank has sampled and graded, the others wait: for its generation while it samples, then for its
-    grading. "save" is the wait at the start of the step, for ranks that still save, evaluate or log.
+# Part of a GPU's name → its dense rate in bf16 and in fp16, 10¹² operations a second by NVIDIA's data sheets; the first
+# that fits.
+HALF_RATES = {
+    "GB200": 2500, "B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "GH200": 989, "H200": 989, "H100": 989, "H800": 989,
+    "H20": 148, "A100": 312, "A800": 312, "A40": 150, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71,
+}  # fmt: skip
+
+
+def gpu_rate() -> float | None:
+    """Operations a second of this rank's GPU in bf16 or fp16; None for an unknown GPU."""
+    name = torch.cuda.get_device_name()
+    return next((rate * 1e12 for part, rate in HALF_RATES.items() if part in name), None)
+
+
+def matrix_weights(hf, active: bool) -> int:
+    """Weights of the matrices that a token meets, the output layer included; not `active`: of all experts."""
+    h = hf.hidden_size
+    attention = 2 * h * bridge.head_dim(hf) * (hf.num_attention_heads + hf.num_key_value_heads)
+    block = 3 * h * hf.intermediate_size
+    if getattr(hf, "num_experts_per_tok", None):
+        experts = bridge.num_experts(hf)
+        count = hf.num_experts_per_tok if active else experts
+        shared = getattr(hf, "shared_expert_intermediate_size", 0)
+        block = h * (experts + 3 * count * bridge.expert_width(hf) + 3 * shared)
+    return hf.num_hidden_layers * (attention + block) + hf.vocab_size * h
+
+
+def train_flops(hf, tokens: int, attended: int) -> float:
+    """Floating-point operations of forward and backward; recomputation does not count.
+
+    6 for each of the `tokens` and each weight of a matrix that it meets; for each layer and each dimension of its heads
+    6 for each of `attended`, twice the number of pairs of causal attention: s² of a sequence of s tokens.
     """
-    rollout_R = np.array([seconds.get("rollout", 0.0) for seconds in rank_seconds])
-    work_R = rollout_R + np.array([seconds.get("reward", 0.0) for seconds in rank_seconds])
-    slowest = work_R.argmax()
-    sampled_R = np.maximum(rollout_R[slowest], work_R)  # until when a rank waits for generation, if it waits
-    return {
-        "generation": np.mean(sampled_R - work_R),
-        "grading": np.mean(work_R[slowest] - sampled_R),
-        "bubble": bubble,
-        "save": np.mean([seconds.get("wait", 0.0) for seconds in rank_seconds]),
+    width = hf.num_hidden_layers * hf.num_attention_heads * bridge.head_dim(hf)
+    return 6.0 * matrix_weights(hf, active=True) * tokens + 6.0 * width * attended
+
+
+def speed_metrics(samples: list[Sample], reports: list[dict], hf, cfg: Config, seconds: dict) -> dict:
+    """Rates of a step a rank, and its FLOPs utilisation, None without a known GPU; computed tokens of this replica."""
+    pushed = matrix_weights(hf, active=False)
+    if not hf.tie_word_embeddings:
+        pushed += hf.vocab_size * hf.hidden_size
+    size = dist.get_world_size() // bridge.mpu.get_data_parallel_world_size()  # ranks of a replica
+    tokens, attended = (sum(report[name] for report in reports) / size for name in ("real", "attended"))
+    numbers = {
+        "speed/tokens_per_s_per_rank": sum(s.positions + 1 for s in samples) / dist.get_world_size() / seconds["step"],
+        "speed/computed_tokens_per_s_per_rank": tokens / seconds["train"],
+        "speed/sync_gb_per_s": pushed * bridge.DTYPES[cfg.model.dtype].itemsize / 1e9 / seconds["sync"],
+        "speed/mfu_train": None,
+        "speed/mfu_step": None,
     }
+    rate = gpu_rate() if torch.cuda.is_available() and cfg.model.dtype != "fp32" else None
+    if rate is not None:
+        flops = train_flops(hf, tokens, attended)
+        numbers["speed/mfu_train"] = flops / seconds["train"] / rate
+        numbers["speed/mfu_step"] = flops / seconds["step"] / rate
+    return numbers
+
+
+# ---------------------------------------------------------------- of samples, in training and in an evaluation
 
 
 def rewards_by_group(samples: list[Sample]) -> dict[int, list[float]]:
@@ -271,10 +304,6 @@ def by_source(samples: list[Sample]) -> dict[str, list[Sample]]:
 def model_lengths(samples: list[Sample]) -> np.ndarray:
     """Tokens of each response that the model sampled, [N]; those of an environment do not count."""
     return np.array([sum(s.turns[::2]) for s in samples])
-
-
-def truncated_share(samples: list[Sample]) -> float:
-    return np.mean([not s.finished for s in samples])
 
 
 def failures(samples: list[Sample], prefix: str) -> dict[str, float]:
@@ -298,7 +327,7 @@ def evaluation(samples: list[Sample], options: EvalConfig) -> dict[str, float]:
         for k in sorted({2**i for i in range(n.bit_length())} | {n}):
             numbers[f"{start}/pass@{k}"] = np.mean([pass_at_k(n, count, k) for count in passed])
         numbers[f"{start}/response_mean"] = model_lengths(own).mean()
-        numbers[f"{start}/truncated_frac"] = truncated_share(own)
+        numbers[f"{start}/truncated_frac"] = np.mean([not s.finished for s in own])
         numbers |= failures(own, start)
         parts = sorted({name for s in own for name in s.reward_parts})
         if len(parts) > 1:

@@ -20,11 +20,6 @@ def weights_of(spec: Spec) -> dict[str, float]:
     return {spec: 1.0} if isinstance(spec, str) else spec
 
 
-def is_part(part: str, name: str) -> bool:
-    """Whether a part of a weighted sum is of the reward `name`: "name" or "name/part"."""
-    return f"{part}/".startswith(f"{name}/")
-
-
 def find(name: str, cfg) -> Callable:
     """The function or class of a name. Raises ValueError that says what is legal."""
     kind = cfg.functions.get(name, name)

@@ -30,11 +30,6 @@ COPY = 1 / 8
 PADDING_PIECE = 128  # tokens of a sequence of padding in a row without samples, at most
 
 
-def attention_pads(dtype: str) -> bool:
-    """Whether attention pads the sequences of a row to the longest, on this machine and with model.dtype `dtype`."""
-    return not uses_varlen(bridge.device(), bridge.DTYPES[dtype])
-
-
 def to_micro_batches(batch: Batch, samples: list[int], max_tokens: int, cfg: Config) -> list[MicroBatch]:
     """This replica's micro-batches of the numbered samples, each of at most `max_tokens` computed positions."""
     replicas = bridge.mpu.get_data_parallel_world_size()
@@ -56,7 +51,7 @@ def measure_rows(micro_batches: list[MicroBatch], cfg: Config) -> dict[str, floa
     padding = sum(mb.tokens.shape[1] - int(mb.lengths.sum()) for mb in micro_batches)
     work = done = sum(int((mb.lengths**2).sum()) for mb in micro_batches)
     earlier = [mb.lengths - mb.queries[: len(mb.lengths)] for mb in micro_batches]  # shared positions of each sample
-    if attention_pads(cfg.model.dtype):
+    if not uses_varlen(bridge.device(), bridge.DTYPES[cfg.model.dtype]):  # attention pads sequences to the longest
         done = sum(count * longest**2 for mb in micro_batches for count, longest in make_buckets(mb.sizes))
     return {
         "real": computed - padding,
@@ -210,13 +205,14 @@ def pack(batch: Batch, samples: list[int], width: int, device, shares: bool = Fa
     known = {field.name: getattr(batch, field.name) for field in fields(Rows)}
     rows = {name: row(values_F) for name, values_F in known.items() if values_F is not None}
     kept, place = share_positions(shared_S, sizes_S) if shared_S.any() else (None, None)
+    cu_seqlens = torch.from_numpy(np.cumsum([0, *sizes_S], dtype=np.int32))
     return MicroBatch(
         **{name: to_device(values, device) for name, values in rows.items()},
         rows=np.flatnonzero(rows["mask"]),
         samples=np.array(samples, dtype=np.int32),
         starts=starts_S,
         lengths=lengths_S,
-        cu_seqlens=to_device(torch.from_numpy(np.cumsum([0, *sizes_S], dtype=np.int32)), device),
+        cu_seqlens=to_device(cu_seqlens, device),
         sizes=sizes_S,
         kept=kept,
         place=place,

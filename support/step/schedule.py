@@ -25,11 +25,6 @@ def scheduled_values(cfg: Config, step: int) -> dict[str, float]:
     return values
 
 
-def schedule_metrics(cfg: Config) -> dict[str, float]:
-    """{"schedule/name": value} of the keys that have a schedule, in a step that uses `cfg`."""
-    return {f"schedule/{name}": value_of(cfg, name) for name, course in cfg.schedule if course is not None}
-
-
 def value_of(cfg: Config, name: str) -> float:
     """The value of the key that the schedule `name` is of."""
     return getattr(getattr(cfg, SECTIONS[name]), name)

@@ -9,7 +9,7 @@ import megatron_bridge as bridge
 from config import Config
 from support.base import hf_folder
 from support.data.prompts import load_tokenizer
-from support.step.records import Batch, Sample
+from support.step.records import Sample
 
 SELF = "self"  # algo.teacher: the model's own present weights
 
@@ -47,11 +47,6 @@ def with_teacher_prompts(samples: list[Sample], is_policy: bool) -> list[Sample]
     """
     seen = [sample if sample.asked is None else replace(sample, prompt_ids=sample.asked) for sample in samples]
     return [replace(s, routes=s.routes[:0] if is_policy and s.routes is not None else None) for s in seen]
-
-
-def align_logp(batch: Batch, seen: Batch, logp_F: torch.Tensor) -> torch.Tensor:
-    """The teacher's log-probs at the positions of `batch`, [F], given those of `seen`, which has the same answers."""
-    return torch.zeros(len(batch.mask)).masked_scatter(batch.mask, logp_F[seen.mask])
 
 
 def another(cfg: Config) -> str | None:

@@ -73,9 +73,7 @@ class Conversations:
                 [max_tokens - len(talk.said.ids) for talk in active],
             )
 
-    def take_answers(
-        self, answers: Iterator[tuple[int, list[Completion]]], asked: list[list[Talk]]
-    ) -> list[tuple[Talk, Outcome]]:
+    def take_answers(self, answers: Iterator, asked: list[list[Talk]]) -> list[tuple[Talk, Outcome]]:
         """Add the engine's answers to their conversations; what the environment says to those that are complete."""
         rollout = self.cfg.rollout
         is_first = dist.get_rank() % rollout.tp == 0

@@ -219,5 +219,5 @@ def test_measures_of_rows_by_hand(monkeypatch):
     work = 30**2 + 2**2 + 2 * 20**2
     counts["attended"] = work - 1**2 - 9**2
     assert packing.measure_rows(rows, cfg) == {**counts, "attention_waste": (work + 5) / work}
-    monkeypatch.setattr(packing, "attention_pads", lambda dtype: False)
+    monkeypatch.setattr(packing, "uses_varlen", lambda on, dtype: True)
     assert packing.measure_rows(rows, cfg) == {**counts, "attention_waste": 1}

@@ -13,7 +13,7 @@ from benchmarks import works
 from support.base.read_config import load_config
 from support.preflight import run_plan
 from support.run import logs
-from support.step import metrics, throughput
+from support.step import metrics
 from tests.conftest import REPO, tiny_config
 
 
@@ -21,10 +21,10 @@ from tests.conftest import REPO, tiny_config
 def test_the_weights_that_a_token_meets_are_those_of_the_bench(name):
     c = works.MODELS[name]
     hf = SimpleNamespace(**c)
-    assert throughput.matrix_weights(hf, active=True) == sum(out * inp * times for out, inp, times in works.matmuls(c))
+    assert metrics.matrix_weights(hf, active=True) == sum(out * inp * times for out, inp, times in works.matmuls(c))
     layer = [shape for shape in works.layer_shapes(c, 0).values() if len(shape) == 2]
     shapes = [*layer * c["num_hidden_layers"], (c["vocab_size"], c["hidden_size"])]  # without the embedding's lookup
-    assert throughput.matrix_weights(hf, active=False) == sum(out * inp for out, inp in shapes)
+    assert metrics.matrix_weights(hf, active=False) == sum(out * inp for out, inp in shapes)
 
 
 def test_operations_of_a_model_by_hand():
@@ -32,23 +32,24 @@ def test_operations_of_a_model_by_hand():
     layer = 4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 8  # q, k and v, o, feed-forward
     weights = 2 * layer + 4 * 10
     attention = 2 * 2 * 2 * (3**2 + 5**2)  # layers, heads, their dimension, tokens of the two sequences
-    assert throughput.train_flops(SimpleNamespace(**c), 3 + 5, 3**2 + 5**2) == 6 * weights * (3 + 5) + 6 * attention
+    assert metrics.train_flops(SimpleNamespace(**c), 3 + 5, 3**2 + 5**2) == 6 * weights * (3 + 5) + 6 * attention
 
 
 def test_rates_by_hand(monkeypatch):
-    monkeypatch.setattr(throughput.dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(throughput.bridge.mpu, "get_data_parallel_world_size", lambda: 2)
-    monkeypatch.setattr(throughput, "gpu_rate", lambda dtype: 1e9)
+    monkeypatch.setattr(metrics.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(metrics.bridge.mpu, "get_data_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(metrics.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(metrics, "gpu_rate", lambda: 1e9)
     hf = SimpleNamespace(**works.MODELS["tiny"])
-    cfg = tiny_config("train.epochs_per_step=2")
+    cfg = tiny_config("train.epochs_per_step=2", "model.dtype=bf16")
     samples = [SimpleNamespace(positions=30), SimpleNamespace(positions=50)]
     reports = [{"real": 20, "attended": 200}, {"real": 12, "attended": 100}]
-    found = throughput.speed_metrics(samples, reports, hf, cfg, {"step": 4.0, "train": 2.0, "sync": 0.5})
-    flops = throughput.train_flops(hf, 32, 300) / 2  # of one of the replica's two ranks
+    found = metrics.speed_metrics(samples, reports, hf, cfg, {"step": 4.0, "train": 2.0, "sync": 0.5})
+    flops = metrics.train_flops(hf, 32, 300) / 2  # of one of the replica's two ranks
     assert found == {
         "speed/tokens_per_s_per_rank": 82 / 4 / 4,
         "speed/computed_tokens_per_s_per_rank": 32 / 2 / 2,
-        "speed/sync_gb_per_s": throughput.matrix_weights(hf, active=False) * 4 / 1e9 / 0.5,
+        "speed/sync_gb_per_s": metrics.matrix_weights(hf, active=False) * 2 / 1e9 / 0.5,
         "speed/mfu_train": pytest.approx(flops / 2.0 / 1e9),
         "speed/mfu_step": pytest.approx(flops / 4.0 / 1e9),
     }
@@ -59,10 +60,8 @@ def test_rates_by_hand(monkeypatch):
     [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA L40S", 362)],
 )
 def test_the_rate_of_a_gpu(monkeypatch, name, rate):
-    assert throughput.gpu_rate("bf16") is None  # here is none
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    assert throughput.gpu_rate("bf16") == rate * 1e12 and throughput.gpu_rate("fp32") is None
+    assert metrics.gpu_rate() == rate * 1e12
 
 
 def test_rows_of_all_ranks(monkeypatch):
@@ -79,8 +78,9 @@ def test_rows_of_all_ranks(monkeypatch):
 def test_whom_the_others_wait_for():
     def idle(*notes: tuple[float, float, float]) -> list[float]:
         rows = [{"rollout": rollout, "reward": reward, "wait": wait} for rollout, reward, wait in notes]
-        found = metrics.idle_seconds(rows, bubble=0.125)
-        return [found[cause] for cause in ("generation", "grading", "save", "bubble")]
+        collected = SimpleNamespace(samples=[], rank_seconds=rows)
+        found = metrics.time_metrics(collected, [{"bubble": 0.125}], {"train": 1.0, "other": 0.0, "step": 1.0})
+        return [found[f"idle/{cause}"] for cause in ("generation", "grading", "save", "bubble")]
 
     # The slowest samples until 10, grades until 12; the other is done at 6, waits 4 for the one, 2 for the other.
     assert idle((10, 2, 0), (5, 1, 1)) == [2.0, 1.0, 0.5, 0.125]
