@@ -54,9 +54,9 @@ def reference(folder, samples: list[dict], given: dict, load: Callable = float64
         here = slice(position, position + len(logp))
         old, ref = (given[name][here].double()[mine] for name in ("old_logp", "ref_logp"))
         advantages, rollout = torch.full_like(old, s["advantage"]), torch.tensor(s["rollout_logp"]).double()[mine]
-        answer = formulas.Answer(logp[mine], old, ref, rollout, advantages, torch.full_like(old, weight))
-        entropy = -(all_logp.exp() * all_logp).sum(-1)[mine]
-        part = formulas.answer_loss(answer, entropy, algo)[0].sum() / sum(counts)
+        entropy, weights_T = -(all_logp.exp() * all_logp).sum(-1)[mine], torch.full_like(old, weight)
+        loss_T, *_ = formulas.answer_loss(logp[mine], old, ref, rollout, advantages, weights_T, entropy, algo)
+        part = loss_T.sum() / sum(counts)
         part.backward()
         total, position = total + part.item(), position + len(logp)
         logps += [logp.new_zeros(len(s["prompt_ids"]) - 1), logp.detach() * mine]
