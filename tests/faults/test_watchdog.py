@@ -13,7 +13,6 @@ START = """
 import os, signal, time
 import torch, torch.distributed as dist
 from support.base import ranks
-from support.step.records import gather_samples
 from support.run.clock import Clock, StopRequested, StopSignals
 from support.run.watchdog import Watchdog
 
@@ -187,28 +186,6 @@ def test_no_rank_outlives_torchrun(torchrun, program):
 
 
 # ---------------------------------------------------------------- the clock, and ranks together
-
-
-def test_samples_are_gathered_by_group_with_texts_on_rank_0_alone(forked):
-    program = """
-from dataclasses import dataclass
-
-@dataclass
-class Answer:
-    group: int
-    text: str | None
-
-def gather(samples):
-    found, notes = gather_samples(samples, {"rank": rank})
-    assert notes == [{"rank": 0}, {"rank": 1}]
-    return [(sample.group, sample.text) for sample in found]
-
-shares = [[Answer(2, "a"), Answer(2, ""), Answer(0, "b")], [Answer(1, "c"), Answer(1, "数学")]]
-together = [(0, "b"), (1, "c"), (1, "数学"), (2, "a"), (2, "")]
-assert gather(shares[rank]) == [(group, text if rank == 0 else None) for group, text in together]
-assert gather([Answer(0, "d")] if rank else []) == [(0, "d" if rank == 0 else None)]  # a rank without any
-"""
-    forked(GROUP + program)
 
 
 def test_ranks_agree_and_a_clock(forked):

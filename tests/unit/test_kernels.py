@@ -10,14 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from support.model import kernels
+from tests.oracle.plain import relative
 from tests.processes import REPO
 
 # Relative error: one rounding of the result. The interpreter cuts bf16 off.
 CLOSE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 5e-4}
-
-
-def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((found.double() - exact).norm() / exact.norm()).item()
 
 
 def logits(dtype: torch.dtype, on: str) -> list[float]:

@@ -8,7 +8,7 @@ import pytest
 
 from config import DataConfig
 from support.data.mixing import block_counts, draw_sets
-from support.data.prompts import Mixture, load_prompts, prompt_batch, sampling_seed, shuffle_epochs
+from support.data.prompts import Mixture, load_prompts, prompt_batch, shuffle_epochs
 from tests.conftest import tiny_config, write_rows
 
 
@@ -42,12 +42,6 @@ def test_every_set_is_a_stream_without_gaps():
     steps = [step for taken in range(0, 1000, 8) for step in draw_prompts(sizes, weights, taken, 8, seed=3)]
     assert steps == found  # however they are taken
     assert draw_prompts(sizes, weights, 0, 1000, seed=4) != found
-
-
-def test_seeds_differ_and_one_set_is_the_stream_it_has_always_been():
-    assert len({sampling_seed(s, t, g) for s in range(5) for t in range(5) for g in range(5)}) == 125
-    wanted = [p for epoch in range(3) for p in np.random.default_rng([7, epoch]).permutation(50).tolist()]
-    assert [place for _, place in draw_prompts([50], [1.0], 0, 150, seed=7)] == wanted
 
 
 def test_sets_of_other_columns_and_types_mix(tokenizer, tmp_path):
