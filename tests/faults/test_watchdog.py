@@ -45,19 +45,6 @@ def torchrun(tmp_path, request):
     return one
 
 
-@pytest.fixture
-def forked(fork_server, tmp_path):
-    """forked(program) → what two ranks of the fork server have printed, once they have ended with 0."""
-
-    def run(program: str) -> str:
-        (tmp_path / "program.py").write_text(program)
-        printed = tmp_path / "output.txt"
-        assert fork_server.run(printed, tmp_path / "program.py", nproc=2) == 0, printed.read_text()
-        return printed.read_text()
-
-    return run
-
-
 # ---------------------------------------------------------------- the watchdog
 
 HANG = """
@@ -160,35 +147,18 @@ def test_a_second_ctrl_c_stops_at_once_even_in_a_collective(torchrun):
     assert run.end() == 1 and time.monotonic() - began < 10
 
 
-TIED_LATE = """
-torchrun = os.getppid()
-note("ready")
-while os.getppid() == torchrun:
-    time.sleep(0.05)
-ranks.die_with_torchrun()
-note("alive")
-time.sleep(100)
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [START + "note('ready')\ntime.sleep(100)", START.replace("ranks.die_with_torchrun()", "") + TIED_LATE],
-    ids=["tied to it at once", "tied when it has ended"],
-)
-def test_no_rank_outlives_torchrun(torchrun, program):
-    run = torchrun(program)
+def test_no_rank_outlives_torchrun(torchrun):
+    run = torchrun(START + "note('ready')\ntime.sleep(100)")
     wait_for_notes(run, "ready")
     run.process.kill()
     run.end()
-    assert "alive" not in run.text
 
 
 # ---------------------------------------------------------------- the clock, and ranks together
 
 
-def test_ranks_agree_and_a_clock(forked):
+def test_ranks_agree_and_a_clock(fork_server, tmp_path):
     program = """
 import math
 from support.preflight import machines
@@ -235,7 +205,11 @@ except StopRequested:
 clock.stop()
 assert clock.phase == "ended"
 """
-    text = forked(GROUP + program)
+    script, printed = tmp_path / "program.py", tmp_path / "output.txt"
+    script.write_text(GROUP + program)
+    code = fork_server.run(printed, script, nproc=2)
+    text = printed.read_text()
+    assert code == 0, text
     assert "stopped.0.0" in text and "stopped.1.0" in text
     assert text.count("invalid literal for int()") == 2
     assert text.count("1 of 2 ranks have another configuration than rank 0") == 2

@@ -1,6 +1,6 @@
 """Conversations: what an environment says enters the sequence and not the loss; a bad environment costs its sample.
 
-run/test_stop.py has a real run that the second trainer repeats, oracle/test_pairs.py those on every layout.
+run/test_engine.py has a real run that the second trainer repeats, oracle/test_pairs.py those on every layout.
 """
 
 import re
