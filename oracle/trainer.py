@@ -182,9 +182,6 @@ def known_loss(cfg: Config, values: dict[str, float]) -> Loss:
     return loss
 
 
-# ---------------------------------------------------------------- an answer, and what an update reports
-
-
 def scored(row: dict, cfg: Config) -> Scored:
     """An answer of rollouts/, as a step trains on it; turns of model and environment alternate."""
     places = np.flatnonzero(np.repeat(np.arange(len(row["turns"])) % 2 == 0, row["turns"])).tolist()

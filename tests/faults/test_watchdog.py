@@ -129,9 +129,6 @@ note("done")
     wait_for_notes(run, "done", restart=1)
 
 
-# ---------------------------------------------------------------- stop requests; test_faults.py has those that save
-
-
 @pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once_even_in_a_collective(torchrun):
     run = torchrun(
@@ -155,12 +152,8 @@ def test_no_rank_outlives_torchrun(torchrun):
     run.end()
 
 
-# ---------------------------------------------------------------- the clock, and ranks together
-
-
 def test_ranks_agree_and_a_clock(fork_server, tmp_path):
     program = """
-import math
 from support.preflight import machines
 assert ranks.on_any_rank(rank == 1) and not ranks.on_any_rank(False)
 assert ranks.gather(rank) == [0, 1]
@@ -173,11 +166,9 @@ def say_error(action, *arguments):
         print(f"{error}\\n", end="", flush=True)
 
 say_error(ranks.on_first_rank, lambda: int("x"))
-config = {"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": 3}, "megatron": {"field": 1} if rank else {}}
-machines.check_ranks({"seed": 0, "train": {"lr": 1e-6}, "model": {"lr": math.nan}}, "data.train", "1")
 pair, alone = dist.new_group([0, 1]), dist.new_group([1])
 machines.check_groups({"tp": pair, "pp": alone if rank == 1 else None}, 30)
-say_error(machines.check_ranks, config | {"train": {"lr": 1e-6 if rank == 0 else 1e-5}}, "data.train", "1")
+say_error(machines.check_ranks, {"seed": rank}, "data.train", "1")
 if rank == 0:
     say_error(machines.check_groups, {"tp": pair}, 1)
 dist.barrier()
@@ -213,7 +204,5 @@ assert clock.phase == "ended"
     assert "stopped.0.0" in text and "stopped.1.0" in text
     assert text.count("invalid literal for int()") == 2
     assert text.count("1 of 2 ranks have another configuration than rank 0") == 2
-    assert text.count("  train.lr: 1e-06 on rank 0; 1e-05 on rank 1\n") == 2
-    assert text.count("  megatron.field: not set on rank 0; 1 on rank 1\n") == 2
-    assert "seed:" not in text and "model.lr:" not in text
+    assert text.count("  seed: 0 on rank 0; 1 on rank 1\n") == 2
     assert "the all-reduce of group tp (ranks 0, 1) did not finish within 1 s; likely a rank that died" in text

@@ -10,16 +10,11 @@ from tests.museum import runs
 from tests.museum.exhibits import EXHIBITS, SETTINGS
 from tests.museum.forks import FORKS
 
-# ---------------------------------------------------------------- the exhibits
-
 
 @pytest.mark.parametrize("exhibit", EXHIBITS.values(), ids=EXHIBITS)
 def test_an_exhibit_finds_its_line(exhibit):
     assert exhibit.compile() != exhibit.find().__code__
     assert exhibit.setting in SETTINGS and exhibit.seen in runs.RANKING[1:]
-
-
-# ---------------------------------------------------------------- the start, against the data
 
 
 def test_a_template_applied_twice_is_refused(tmp_path, offline):
@@ -36,9 +31,6 @@ def test_a_template_applied_twice_is_refused(tmp_path, offline):
     tokenizer.bos_token = "<eos>"
     with pytest.raises(ValueError, match="begins with two '<eos>'"):
         prompts.check_opening(prompts.Prompt([0, 0, 5], "", "", {}), data, tokenizer)
-
-
-# ---------------------------------------------------------------- runs
 
 
 @pytest.fixture(scope="module")

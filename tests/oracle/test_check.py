@@ -139,9 +139,6 @@ def test_the_command(copied, capsys, mine, code):
         assert ("seeds         yours" if code == 0 else "seeds         PARTS") in said
 
 
-# ---------------------------------------------------------------- what is missing
-
-
 def test_what_is_missing_is_said(copied, tmp_path):
     lines = [line for line in read_rows(copied / "metrics.jsonl") if line["step"] != 1]
     write_rows(copied / "metrics.jsonl", lines)

@@ -101,9 +101,6 @@ def test_gradients_do_not_depend_on_the_layout(results, family, layout):
     check_held(found[layout]["held"], plan, layout)
 
 
-# ---------------------------------------------------------------- PEFT
-
-
 @pytest.mark.parametrize(("family", "targets"), [("qwen2", ALL), ("qwen3_moe", ("qkv", "proj"))])
 def test_peft_loads_the_export_and_computes_the_same(world, tmp_path, family, targets):
     peft = pytest.importorskip("peft")
@@ -131,9 +128,6 @@ def test_adapters_of_experts_are_not_written(world, tmp_path, capsys):
     assert not (tmp_path / "adapter").exists()
 
 
-# ---------------------------------------------------------------- details
-
-
 def test_a_weight_without_a_difference_keeps_its_bits():
     """The first push must give vLLM what it has read from disk; of both zeros -0.0 is easily lost."""
     weight = torch.tensor([[0.0, -0.0, 1e-40], [-0.0, 3.0, -0.0]])
@@ -148,9 +142,6 @@ def test_a_sum_is_rounded_once():
     weight, a, b = torch.tensor([[256.0]]), torch.tensor([[1.0], [1.0]]), torch.tensor([[0.75, 0.75]])
     assert lora.merge(weight.bfloat16(), a.bfloat16(), b.bfloat16(), 1.0).item() == 258.0
     assert (weight.bfloat16() + 0.75).item() == 256.0
-
-
-# ---------------------------------------------------------------- runs
 
 
 RUN = (

@@ -60,9 +60,6 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
     configuration.check_routes(cfg(tmp_path / "model"))
 
 
-# ---------------------------------------------------------------- against plain transformers
-
-
 def routed_samples() -> list[dict]:
     """The samples of layouts.py, each token sent to two experts at random in every layer, those of a prompt alike
     in most answers to it; every third sample has no routes of its first two tokens."""

@@ -60,8 +60,6 @@ def test_every_file_of_a_real_model_is_on_the_page():
         assert hub_models.world_size(REPO / path) == int(ranks)
 
 
-# ---------------------------------------------------------------- runs, on a CPU with small models
-
 CPU = (
     "model.dtype=fp32", "model.fp32_head=false", "parallel.tp=1", "parallel.pp=1", "rollout.tp=1", "train.steps=2",
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=8", "data.max_prompt_tokens=512",

@@ -143,8 +143,6 @@ def test_the_lean_loop_samples_what_vllms_own_does(fork_server, tiny, tmp_path):
     assert notes[0] == "KVCacheManager.empty_kv_cache_blocks" and "'LogprobsLists'" in notes[1]
 
 
-# ---------------------------------------------------------------- answers that end at a text or a token
-
 ALPHABET = [*"0123456789>+-=", "7+8"]  # ids from 2 on; 0 is <eos>, 1 is <pad>, special as well
 # The second text ends inside the token 7+8, the others but the first span two tokens.
 STOPS = (f"rollout.stop={['<pad>', '7+', *(f'{digit}1' for digit in range(10))]}", "rollout.stop_token_ids=[15]")
@@ -168,9 +166,6 @@ def test_answers_end_at_their_stops(train_forked, tmp_path, tiny, turns):
     evaluated = run.rollouts(2, "eval")
     assert any(16 in row["response_ids"][:-1] for row in evaluated)
     assert any(len(row["turns"]) > 1 for row in evaluated) == (turns != "null")
-
-
-# ---------------------------------------------------------------- the shared run
 
 
 def test_metrics(shared):

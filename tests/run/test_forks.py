@@ -152,9 +152,6 @@ def test_a_critic_goes_on_as_if_it_had_not_been_stopped(critic_server, tiny, tmp
                 assert was[name] == pytest.approx(now[name], rel=1e-4, abs=1e-7), (layout, name)
 
 
-# ---------------------------------------------------------------- past weights and a reference that follows
-
-
 def test_what_a_checkpoint_does_not_have_is_refused(fork, tmp_path):
     past_weights = fork("stale_samples").past_weights
 

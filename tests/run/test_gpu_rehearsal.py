@@ -34,8 +34,6 @@ class Run:
     waits: dict | None = field(default_factory=dict)
 
 
-# ---------------------------------------------------------------- where the host may wait
-
 CLOCK = {("support/run/clock.py __call__", "synchronize"): (1, "step")}
 # phase → {(place, kind): (number, unit)}. "passes" is inside Megatron's schedule: the forward and backward passes.
 WAITS = {
@@ -71,9 +69,6 @@ WAITS = {
     },
 }
 NOT_COUNTED = ("start", "build", "save")  # the start, and files
-
-
-# ---------------------------------------------------------------- runs
 
 LAYERS = 2
 HOST = ("megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_optimizer=true", "model.dtype=bf16")
@@ -171,8 +166,6 @@ def test_a_rehearsed_run(start, options, train_forked, tmp_path, name):
     assert run.waits is None or not unknown_waits(on_gpu, run), "if the wait is meant, it belongs into WAITS"
     assert "the update is not what its formulas say" not in on_gpu.text
 
-
-# ---------------------------------------------------------------- the rehearsal can fail
 
 PLANT = """
 import dataclasses

@@ -19,8 +19,6 @@ from support.run import launch
 from tests.conftest import tiny_config, tiny_model, write_rows
 from tests.step.one_rank import weights
 
-# ---------------------------------------------------------------- hints
-
 
 def test_a_hint_stands_before_what_the_user_asks(tokenizer, tmp_path):
     message = "{{ {'system': '+', 'user': '-'}[m.role] }}{{ m.content }}"
@@ -58,9 +56,6 @@ def test_hints_count_for_length_and_fingerprint_and_must_be_there(tokenizer, tmp
     assert load(rows, "eval", hint_key="hnt")[0].asked is None  # nobody is taught there
 
 
-# ---------------------------------------------------------------- a step
-
-
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory):
     """A teacher of another shape and family for the tiny model."""
@@ -86,9 +81,6 @@ def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach
     for plain, on_gpu, on_host in zip(*numbers, strict=True):
         assert plain["loss/total"] == on_gpu["loss/total"] == on_host["loss/total"]
         assert plain["kl/teacher"] is None and on_gpu["kl/teacher"] == on_host["kl/teacher"] != 0
-
-
-# ---------------------------------------------------------------- who may be one
 
 
 def test_who_may_teach(larger, tiny, tmp_path, offline):

@@ -20,9 +20,6 @@ from support.step.grading import GradingPool
 from tests.conftest import Training, tiny_config
 from tests.pools import grade_with, pool_of
 
-# ---------------------------------------------------------------- by hand
-
-
 EOS = 0
 
 
@@ -144,8 +141,6 @@ def test_the_tools_of_the_examples_as_the_workers_call_them():
     assert replies == {"```output\n42\n```\n", "```output\nit failed\n```\n", None}
 
 
-# ---------------------------------------------------------------- chat templates
-
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{{ prefix }}{% endif %}"
@@ -205,9 +200,6 @@ def test_what_is_refused_before_the_start(tmp_path, tiny, source, template, mess
     with pytest.raises(ValueError, match=message) as error:
         turns.check(cfg, tokenizer, 15, {"state": 1} if template == "column" else {})
     assert "rollout.turns" in str(error.value)
-
-
-# ---------------------------------------------------------------- real runs
 
 
 @pytest.mark.slow

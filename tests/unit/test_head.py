@@ -74,9 +74,6 @@ def test_a_product_is_added_in_fp32(dtype, rows):
     assert (main - 1000 - grad.double().t() @ x.double()).abs().max() < 1e-3
 
 
-# ---------------------------------------------------------------- the norm, and which layers a stage has
-
-
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
 def test_the_norm_is_that_of_torch_in_fp64(dtype, close):
     torch.manual_seed(0)

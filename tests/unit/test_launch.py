@@ -136,22 +136,17 @@ def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
     assert failed(RankError("known to me")) == (1, "error: known to me\n")
 
 
-@pytest.mark.parametrize(
-    ("failure", "message"),
-    [
-        (
-            ValueError("No available memory for the cache blocks."),
-            "^rank 1, in the phase train: out of memory for",
-        ),
-        (OSError(errno.ENOSPC, "No space left on device"), "train: a file could not be written: .*No space left"),
-        (
-            RuntimeError("pair.cc:553] Connection closed by peer [10.0.0.2]:643. This\nmore"),
-            r"^rank 1, in the phase train: another rank is gone \(.*This\)\. torchrun's report says",
-        ),
-        (RuntimeError("NCCL error: remote process exited or a network error"), "another rank is gone"),
-    ],
-)
-def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, message):
+FAILURES = {  # what is said → what was raised
+    "^rank 1, in the phase train: out of memory for": ValueError("No available memory for the cache blocks."),
+    "train: a file could not be written: .*No space left": OSError(errno.ENOSPC, "No space left on device"),
+    r"^rank 1, in the phase train: another rank is gone \(.*This\)\. torchrun's report says":
+        RuntimeError("pair.cc:553] Connection closed by peer [10.0.0.2]:643. This\nmore"),
+    "another rank is gone": RuntimeError("NCCL error: remote process exited or a network error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", FAILURES)
+def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, message):
     clock = mock.Mock(phase="train")
     monkeypatch.setattr(launch, "Clock", lambda stall_timeout_s, profiler: clock)
     monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
@@ -159,13 +154,10 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, messa
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     cfg = tiny_config(f"output_dir={tmp_path}")
     with pytest.raises(RankError, match=message), launch.joined(cfg):
-        raise failure
+        raise FAILURES[message]
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"), launch.joined(cfg):  # a mistake in the code
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert clock.stop.call_count == 2
-
-
-# ---------------------------------------------------------------- the rehearsal of a start
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "grpo_loo", "gdpo", "reinforce_pp", "none"])

@@ -19,9 +19,6 @@ SOURCES = structure.core(REPO) + sorted(path for folder in BESIDE for path in (R
 DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml", "math_verify": "math-verify"}
 
 
-# ---------------------------------------------------------------- the rules
-
-
 @pytest.mark.parametrize("path", structure.core(REPO), ids=lambda path: path.relative_to(REPO).as_posix())
 def test_a_file_of_the_core_is_plain(path):
     found = structure.check_file(REPO, path)
@@ -40,9 +37,6 @@ def test_every_wing_has_a_line_on_the_page_of_forks():
     wings = {path.parent.name for path in REPO.glob("support/*/__init__.py")}
     assert wings == {place for place in structure.FLOORS if not place.endswith(".py")} - {"rewards"}
     assert set(re.findall(r"^  (\w+)/ ", (REPO / "docs/forking.md").read_text(), flags=re.MULTILINE)) == wings
-
-
-# ---------------------------------------------------------------- what lies where, and what documents say of it
 
 
 def test_links_and_paths_that_code_names_lead_to_files_and_headings():
@@ -104,8 +98,6 @@ def test_every_import_is_pinned(file):
     missing = {DISTRIBUTIONS.get(name, name) for name in names - set(sys.stdlib_module_names) - own} - pinned
     assert not missing, f"imported, and not pinned in {file}"
 
-
-# ---------------------------------------------------------------- no dead keys, and documents name those that exist
 
 # only looks at the keys: one that nothing else reads is dead
 LOOKS = REPO / "support/preflight/configuration.py"
