@@ -26,19 +26,18 @@ GROUP = START + "ranks.join_ranks(timeout_s=600)\n"
 WATCHED = GROUP + "watchdog = Watchdog(timeout_s=3)\n"
 
 
-def wait_for_notes(run: Torchrun, name: str, count: int = 2, restart: int = 0) -> None:
-    for rank in range(count):
+def wait_for_notes(run: Torchrun, name: str, restart: int = 0) -> None:
+    for rank in range(2):
         run.wait_for(rf"\b{name}\.{rank}\.{restart}\n")
 
 
 @pytest.fixture
 def torchrun(tmp_path, request):
-    """torchrun(program, options of torchrun, ...) → a Torchrun of two ranks; whatever is left is killed afterwards."""
+    """torchrun(program, ...) → a Torchrun of two ranks; whatever is left is killed afterwards."""
 
-    def one(program: str, *options: str, **settings) -> Torchrun:
+    def one(program: str, **settings) -> Torchrun:
         (tmp_path / "program.py").write_text(program)
-        options = options or ("--standalone",)
-        run = Torchrun(tmp_path / "output.txt", tmp_path / "program.py", options=options, **settings)
+        run = Torchrun(tmp_path / "output.txt", tmp_path / "program.py", **settings)
         request.addfinalizer(run.kill)
         return run
 
@@ -124,16 +123,15 @@ time.sleep(1.2)  # what the first ranks left in the store is no alarm
 watchdog.stop()
 note("done")
 """
-    run = torchrun(early + WATCHED.removeprefix(START) + program, *rendezvous, "--max-restarts=1")
+    run = torchrun(early + WATCHED.removeprefix(START) + program, options=(*rendezvous, "--max-restarts=1"))
     assert run.end() == 0, run.text
     wait_for_notes(run, "done", restart=1)
 
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once_even_in_a_collective(torchrun):
-    run = torchrun(
-        GROUP + "StopSignals()\nnote('ready')\ndist.recv(torch.ones(1), 1) if rank == 0 else time.sleep(100)"
-    )
+    program = "StopSignals()\nnote('ready')\ndist.recv(torch.ones(1), 1) if rank == 0 else time.sleep(100)"
+    run = torchrun(GROUP + program)
     wait_for_notes(run, "ready")
     time.sleep(0.5)
     run.process.send_signal(signal.SIGINT)

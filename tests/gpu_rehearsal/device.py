@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -295,12 +294,7 @@ class Stream:
     def done(self, *args, **kwargs) -> "Stream":
         return self
 
-    record = record_event = wait = wait_event = wait_stream = __enter__ = done
-
-    def __exit__(self, *args) -> None: ...
-
-    def query(self) -> bool:
-        return True
+    record = record_event = wait = wait_event = wait_stream = done
 
     def synchronize(self) -> None:
         synchronize()
@@ -332,15 +326,11 @@ def apply_to_module(module: torch.nn.Module, change, recurse: bool = True) -> to
 
 def patch_cuda() -> None:
     """torch.cuda, as it answers on a machine with a GPU for each of its ranks; each rank sees its own as number 0."""
-    properties = SimpleNamespace(
-        name="NVIDIA H100 (rehearsed)", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132
-    )
     answers = {
         "is_available": True, "is_initialized": True, "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        "current_device": 0, "set_device": None, "get_device_capability": (9, 0), "get_device_name": properties.name,
-        "get_device_properties": properties, "mem_get_info": (70 << 30, 80 << 30), "reset_peak_memory_stats": None,
-        "_lazy_init": None, "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0,
-        "max_memory_reserved": 0,
+        "current_device": 0, "set_device": None, "get_device_capability": (9, 0), "_lazy_init": None,
+        "get_device_name": "NVIDIA H100 (rehearsed)", "mem_get_info": (70 << 30, 80 << 30),
+        "reset_peak_memory_stats": None, "memory_allocated": 0, "max_memory_allocated": 0,
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer: answer)

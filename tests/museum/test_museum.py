@@ -54,9 +54,12 @@ def page(request):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_an_exhibit_is_noticed_as_its_record_says(hall, page, name):
-    outcome = hall.visit(EXHIBITS[name])
+    """Or sooner, whatever is said then."""
+    exhibit = EXHIBITS[name]
+    outcome = hall.visit(exhibit)
     page[0][name] = outcome
-    assert not runs.judge(EXHIBITS[name], outcome), outcome.text
+    assert runs.RANKING.index(outcome.seen) >= runs.RANKING.index(exhibit.seen), outcome.text
+    assert outcome.seen != exhibit.seen or exhibit.message in outcome.message, outcome.text
 
 
 @pytest.mark.slow

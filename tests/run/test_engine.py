@@ -1,21 +1,26 @@
 """Trainer and vLLM hold the same weights, for every family, layout and precision; where they do not, the run stops."""
 
 import itertools
+import math
 import re
 import shutil
 
 import make_tiny
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from config import UserError
+from config import EvalConfig, UserError
 from oracle.repeat import repeat
 from oracle.run import read_run
 from support.base import memory
 from support.preflight.configuration import check_weights
-from tests.conftest import EXACT, REPO, tiny_model
+from support.run import evaluation, launch
+from support.step import metrics as step_metrics
+from tests.conftest import EXACT, REPO, read_rows, tiny_model
 from tests.oracle import layouts
+from train_grpo import Sample
 
 TABLE = (REPO / "docs/metrics.md").read_text().partition("With `data.eval`")[0]
 METRICS = {name for row in re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE) for name in re.findall(r"`(\S+)`", row)}
@@ -65,27 +70,13 @@ def test_trainer_transformers_and_vllm_agree(train_forked, tmp_path, arch, layou
 
 LOOPS = """
 import os
-from collections import Counter
-from functools import wraps
 from vllm.v1 import outputs
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.engine.output_processor import OutputProcessor
 from config import Config
 from rollout import Engine
 from support.base import ranks
 from support.engine import lean
 
-calls = Counter()
-def count(cls, name, size):
-    function = getattr(cls, name)
-    @wraps(function)
-    def counted(self, first, *args, **options):
-        calls[name] += size(first)
-        return function(self, first, *args, **options)
-    setattr(cls, name, counted)
-
-count(KVCacheManager, "allocate_slots", lambda request: 1)
-count(OutputProcessor, "process_outputs", len)
 ranks.join_ranks(timeout_s=600)
 model = {"path": MODEL, "dtype": "fp32"}
 cfg = Config(model=model, data={"train": "-"}, rollout={"vllm": {"block_size": 32}})
@@ -105,20 +96,14 @@ def sample(temperature):
     longer = [prompts[i] + first[i][0].ids for i in range(8)]  # as a second turn does: its blocks are cached
     return first, dict(engine.generate(longer, range(8), 1, sampling.model_copy(update={"stop_token_ids": [5]}), 20))
 
-def both(temperature):
+for temperature in (0, 1):
     found = []
     for loop, slots in ((lean.own_loop, KVCacheManager.allocate_slots.__get__(manager)), (lean_loop, lean_slots)):
         assert engine.llm.reset_prefix_cache()
         engine.collect, manager.allocate_slots = loop, slots
-        calls.clear()
-        found.append((sample(temperature), dict(calls)))
-    return found
-
-for temperature in (0, 1):
-    (own, own_calls), (answers, lean_calls) = both(temperature)
+        found.append(sample(temperature))
+    own, answers = found
     assert answers == own
-    assert lean_calls["process_outputs"] == (32 if temperature else 16), lean_calls
-    assert min(own_calls[name] / lean_calls[name] for name in calls) > 3, (own_calls, lean_calls)
 assert {a.finished for turn in own for group in turn.values() for a in group} == {False, True}
 
 left = engine.generate(prompts, range(8), 3, cfg.rollout, 60)  # and nobody takes what is not done
@@ -218,6 +203,53 @@ def test_evaluation_before_the_first_step_and_on_the_way(shared):
             for k in (1, 2, 4):  # by hand: the share of the k-subsets of the four answers with one that passes
                 subsets = [any(x >= 0.3 for x in part) for r in rewards for part in itertools.combinations(r, k)]
                 assert metrics[f"eval/{source}/pass@{k}"] == pytest.approx(sum(subsets) / len(subsets))
+
+
+def test_it_equals_the_evaluation_before_the_first_step(shared, train_forked):
+    """On two engines, as there; it needs no data.train."""
+    own = [override for override in shared.overrides if not override.startswith("data.train=")]
+    run = train_forked(2, "--evaluate", *own, "data.train=nowhere.jsonl", code=0)
+    assert [path.name for path in run.out.iterdir()] == ["evaluation.jsonl"]
+    rows = read_rows(run.out / "evaluation.jsonl")
+    assert rows == shared.rollouts(0, kind="eval")
+    wanted = next(row for row in shared.metrics if row["step"] == 0 and "time/eval" in row)
+    found = re.findall(r"^  (\w+): accuracy ([\d.]+) ± ([\d.]+).*?(?:pass@4 ([\d.]+))?$", run.text, re.MULTILINE)
+    assert [source for source, *_ in found] == ["even", "reverse", "all"]
+    for source, share, _, best in found[:2]:
+        assert float(share) == pytest.approx(wanted[f"eval/{source}/pass@1"], abs=1e-4)
+        assert float(best) == pytest.approx(wanted[f"eval/{source}/pass@4"], abs=1e-3)
+    assert float(found[2][1]) == pytest.approx(np.mean([row["reward"] >= 0.3 for row in rows]), abs=1e-4)
+    assert f"answers: {run.out / 'evaluation.jsonl'}" in run.text
+
+
+def test_the_error_is_of_prompts_not_of_answers():
+    rewards = [[1, 1], [1, 0], [0, 0], [0.9, 1.1]]  # shares 1, 1/2, 0, 1/2 of answers with a reward of 1
+    samples = [Sample(g, [1], [2], [0.0], True, "", "", reward=r) for g, pair in enumerate(rewards) for r in pair]
+    share, error = evaluation.accuracy(samples, pass_reward=1.0)
+    assert (share, error) == (0.5, pytest.approx(math.sqrt((0.25 + 0.25) / 3 / 4)))
+    assert math.isnan(evaluation.accuracy(samples[:2], pass_reward=1.0)[1])
+
+
+def test_both_parses_of_an_evaluation_by_hand():
+    """Three right answers of four, one of them after "####"; a reward of one part has no shares of parts."""
+    parts = [{"gsm8k": 0.9, "strict": 0.1}, {"gsm8k": 0.9, "strict": 0.0}, {"gsm8k": 0.9, "strict": 0.0}, {}]
+    samples = [
+        Sample(n, [1], [2], [0.0], True, "", "math", reward=sum(p.values()), reward_parts=p)
+        for n, p in enumerate(parts)
+    ]
+    samples.append(Sample(4, [1], [2], [0.0], True, "", "other", reward=1.0, reward_parts={"reward": 1.0}))
+    found = step_metrics.evaluation(samples, EvalConfig(pass_reward=0.9))
+    shares = {name: value for name, value in found.items() if "/part/" in name}
+    assert shares == {"eval/math/part/gsm8k": 0.75, "eval/math/part/strict": 0.25}
+    assert found["eval/math/pass@1"] == 0.75 and found["eval/math/avg@1"] == pytest.approx((0.9 * 3 + 0.1) / 4)
+
+
+def test_without_data_to_evaluate_it_names_the_key(capfd):
+    config = str(REPO / "configs/tiny.yaml")
+    assert launch.command(["--config", config, "--evaluate"], "", None, None, None, None) == 2
+    assert "--evaluate: data.eval is not set" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        launch.command(["--config", config, "--evaluate", "--dry-run"], "", None, None, None, None)
 
 
 def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path):

@@ -10,14 +10,13 @@ from types import SimpleNamespace
 import make_tiny
 import numpy as np
 import pytest
-import tiny_turns
 import transformers
 
 from rollout import Completion
 from support.data.ends import Ends, endless
 from support.step import turns
 from support.step.grading import GradingPool
-from tests.conftest import Training, tiny_config
+from tests.conftest import tiny_config
 from tests.pools import grade_with, pool_of
 
 EOS = 0
@@ -126,12 +125,7 @@ def test_a_hostile_function_costs_one_sample(converse, name):
     assert [(o.status, sum(o.parts.values())) for o in graded] == [("ok", 1), (status, 0)]
 
 
-def test_the_tools_of_the_examples_as_the_workers_call_them():
-    state = {}
-    row = {"prompt": ">", "answer": "5"}
-    assert [tiny_turns.higher_or_lower(text, row, state) for text in ("55", "4", "6", "5")] == [None, "+", "-", None]
-    assert state == {"guesses": 3, "won": True} and tiny_turns.won("", "5", {"state": state}) == 1
-    assert tiny_turns.won("", "5", {"state": {"guesses": 2, "won": False}}) == 0.2
+def test_the_python_tool_of_the_examples_as_the_workers_call_it():
     pool = pool_of()
     programs = ("print(6 * 7)", "1 / 0", "import socket; socket.socket()")
     texts = [*(f"I compute\n```python\n{program}\n```" for program in programs), "It is 42."]
@@ -203,13 +197,10 @@ def test_what_is_refused_before_the_start(tmp_path, tiny, source, template, mess
 
 
 @pytest.mark.slow
-def test_the_game_is_learned(tiny, tmp_path):
+def test_the_game_is_learned(start, tmp_path):
     """From nothing, by reward alone: who does not listen wins at most 2 games of 3."""
     make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>+-="))
-    run = Training(tiny, tmp_path / "out", f"model.path={tmp_path / 'model'}", "data.train='123'", config="tiny_turns")
-    try:
-        assert run.end(1800) == 0, run.text
-    finally:
-        run.kill()
+    run = start(2, f"model.path={tmp_path / 'model'}", "data.train='123'", config="tiny_turns")
+    assert run.end(1800) == 0, run.text
     rewards = [metrics["reward/mean"] for metrics in run.metrics]
     assert rewards[0] < 0.2 and np.mean(rewards[-10:]) > 0.9
