@@ -68,7 +68,15 @@ class Repetition:
         self.sets = prompts.sets if mixed else [prompts or []]
         self.stream = algorithm.order_of([len(p) for p in self.sets], prompts.weights if mixed else [1], self.cfg.seed)
         self.eval_prompts = self.prompts_of("eval")
-        self.barred = self.why_barred()  # for good
+        t, other = self.cfg.train, [f"megatron.{name}" for name in self.cfg.megatron if name not in HARMLESS.split()]
+        is_plain = t.updates_per_step * t.epochs_per_step == 1 and self.cfg.model.dtype == "fp32"
+        if self.cfg.algo.replay_routes and not is_plain:
+            other.append("algo.replay_routes with several updates a step, or not in fp32,")
+        self.barred = ""  # why no log-prob of this run can be computed here
+        if self.trainer is None:
+            self.barred = "there is no model"
+        elif other:
+            self.barred = f"{', '.join(other)} may change what the model computes"
         self.unknown = None  # why our weights are not the run's
         if self.barred:
             self.lose(self.barred, ("log-probs", *OF_UPDATE))
@@ -94,16 +102,6 @@ class Repetition:
     def by_prompt(self) -> dict[tuple[int, ...], Prompt]:
         """{token ids: prompt} of the data, for groups that have another prompt than ours."""
         return {tuple(prompt.ids): prompt for prompt in itertools.chain(*self.sets)}
-
-    def why_barred(self) -> str | None:
-        """Why no log-prob of this run can be computed here."""
-        t, other = self.cfg.train, [f"megatron.{name}" for name in self.cfg.megatron if name not in HARMLESS.split()]
-        is_plain = t.updates_per_step * t.epochs_per_step == 1 and self.cfg.model.dtype == "fp32"
-        if self.cfg.algo.replay_routes and not is_plain:
-            other.append("algo.replay_routes with several updates a step, or not in fp32,")
-        if self.trainer is None:
-            return "there is no model"
-        return f"{', '.join(other)} may change what the model computes" if other else None
 
     def lose(self, why: str, items: tuple[str, ...]) -> None:
         """From here on our weights are not those of the run, until it exports its own."""

@@ -1,7 +1,4 @@
-"""What breaks around a run, done to real ones: what the user sees, and that resume=auto then ends with the same bits.
-
-docs/dev/faults.md has the messages.
-"""
+"""What breaks around a run, done to real ones (docs/dev/faults.md): what the user sees, and that the bits stay."""
 
 import contextlib
 import os

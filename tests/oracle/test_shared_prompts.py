@@ -1,7 +1,4 @@
-"""Answers that share their prompt's positions: no leak between them, and the same update as without sharing.
-
-The updates of tests/oracle/test_layouts.py, on every layout, share prompts too.
-"""
+"""Answers that share their prompt's positions: no leak between them, and the same update as without sharing."""
 
 from dataclasses import replace
 

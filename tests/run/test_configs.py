@@ -1,8 +1,5 @@
-"""Every file in configs/ loads, passes the checks of keys, and dry-runs in its own layout, with the shape of its own
-model where it is on the hub; its plan of memory fits. Some train a small model.
-
-The data sets are on the hub, so one thing stays untested here: whether the real columns are named as the file says.
-"""
+"""Every file in configs/ dry-runs in its own layout, with the shape of its own model where it is on the hub; its plan
+of memory fits. Some train a small model. Whether the columns of the data on the hub are named so stays untested here."""
 
 import math
 import re

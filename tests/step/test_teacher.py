@@ -1,8 +1,4 @@
-"""On-policy distillation: what a teacher is asked, what each token is credited with, and who may be a teacher.
-
-run/test_engine.py and oracle/test_pairs.py repeat real runs of it against plain transformers: what each token is
-credited with, in pairs on every layout, with and without hints.
-"""
+"""On-policy distillation: what a teacher is asked, and who may be one; runs are in test_engine.py and test_pairs.py."""
 
 import json
 

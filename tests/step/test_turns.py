@@ -1,7 +1,4 @@
-"""Conversations: what an environment says enters the sequence and not the loss; a bad environment costs its sample.
-
-run/test_engine.py has a real run that the second trainer repeats, oracle/test_pairs.py those on every layout.
-"""
+"""Conversations: what an environment says enters the sequence, not the loss; a bad environment costs its sample."""
 
 import re
 import shutil
