@@ -1,5 +1,7 @@
-"""Every file in configs/ dry-runs in its own layout, with the shape of its own model where it is on the hub; its plan
-of memory fits. Some train a small model. Whether the columns of the data on the hub are named so stays untested here."""
+"""Every file in configs/ dry-runs in its own layout, with the shape of its own model where it is on the hub, and fits.
+
+Some train a small model. One thing stays untested: whether the columns of the data on the hub are named as it says.
+"""
 
 import math
 import re
