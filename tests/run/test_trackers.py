@@ -126,13 +126,10 @@ def test_a_tracker_that_is_not_installed_is_told_before_training(monkeypatch, tm
 
 
 def test_answers_on_the_screen():
-    samples = [sample(i / 8, f"{i}\x1b[2J" + "x" * 100) for i in range(8)] + [sample(1.0, "ok", advantage=2.0)]
-    samples[8].finished = False
-    samples[8].reward_parts = {"a": 0.75, "b": 0.25}
+    samples = [sample(i / 8, f"{i}\x1b[2J" + "x" * 100) for i in range(9)]
     lines = trackers.format_answers(samples, decode=lambda ids: f"prompt {ids}").splitlines()
     assert len(lines) == 3 and all(line.isprintable() and len(line) < 200 for line in lines)
     assert lines[0].startswith("  reward 0.000  advantage +0.00  'prompt [1 2]' → '0\\x1b[2Jxxx") and " … " in lines[0]
-    assert lines[2] == "  reward 1.000 (a 0.75, b 0.25)  advantage +2.00  'prompt [1 2]' → 'ok'  (cut off)"
 
 
 def test_a_window_of_a_clock(world, tmp_path, capfd):

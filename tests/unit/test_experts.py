@@ -1,12 +1,11 @@
-"""Grouped experts (support/model/experts.py) against Megatron's sequential ones: bit for bit in fp32 on the CPU."""
+"""Grouped experts (support/model/experts.py); tests/unit/test_options.py has an update of sequential ones beside it."""
 
 import pytest
 import torch
 
 import megatron_bridge as bridge
-from support.model.experts import GroupedExperts, GroupedLinear, SequentialMLP, stack_weights
+from support.model.experts import GroupedLinear
 from tests.conftest import build_model, tiny_config
-from tests.layout_worker import one_layout
 from tests.oracle.layouts import make_plan
 
 
@@ -41,24 +40,3 @@ def test_what_waits_for_weights_is_called_before_they_are_read(world, tmp_path):
     x_D = torch.randn(6, experts.config.hidden_size)
     experts(x_D, torch.tensor([6] + [0] * (len(experts.local_experts) - 1)), torch.ones(6))
     assert sorted(waited) == [(e, fc) for e in range(len(experts.local_experts)) for fc in ("linear_fc1", "linear_fc2")]
-
-
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
-def test_update_and_export_are_those_of_sequential_experts(world, tmp_path, family, monkeypatch):
-    layers, build = [], bridge.build_model
-
-    def spied(*args, **options):
-        model = build(*args, **options)
-        layers.append(bridge.unwrap_model(model[0]).decoder.layers[0].mlp.experts)
-        return model
-
-    monkeypatch.setattr(bridge, "build_model", spied)
-    plan = make_plan(tmp_path, family, layouts={"grouped": [], "sequential": ["megatron.moe_grouped_gemm=false"]})
-    grouped, sequential = (one_layout(plan, name) for name in plan["layouts"])
-    assert [type(layer) for layer in layers] == [GroupedExperts, SequentialMLP]
-    weights = [expert.linear_fc1.weight for expert in layers[0].local_experts]
-    assert stack_weights(weights).data_ptr() == weights[0].data_ptr()  # one tensor of the optimizer's buffer
-    assert grouped.keys() == sequential.keys()
-    different = [name for name in grouped if not torch.equal(grouped[name], sequential[name])]
-    assert set(different) <= {"grad_norm"}  # the same squares, added up in another order
-    assert float(grouped["grad_norm"]) == pytest.approx(float(sequential["grad_norm"]), rel=1e-6)
