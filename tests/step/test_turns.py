@@ -23,12 +23,11 @@ class Script:
     """rollout.Engine that plays what it is given: (prompt, seed) → answers, each ending with EOS or cut off."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.asked = tokenizer, []
+        self.tokenizer = tokenizer
 
     def generate(self, prompts, seeds, n, sampling, max_tokens):
         limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
-        for number, (prompt, seed, limit) in reversed([*enumerate(zip(prompts, seeds, limits, strict=True))]):
-            self.asked.append((self.tokenizer.decode(prompt), seed, n, limit))
+        for number, (seed, limit) in reversed([*enumerate(zip(seeds, limits, strict=True))]):
             answers = []
             for i in range(n):
                 ids = [*self.tokenizer(str(seed + i)[-2:])["input_ids"], EOS][:limit]
@@ -38,7 +37,7 @@ class Script:
 
 @pytest.fixture
 def converse(world, tokenizer, tmp_path, request):
-    """converse("a function's body", max_new_tokens, rows, ...) → (the conversations of each prompt, what was asked)."""
+    """converse("a function's body", max_new_tokens, rows, ...) → the conversations of each prompt."""
 
     def run(body: str, budget: int, rows: list[dict], n=2, **rollout):
         (tmp_path / "play.py").write_text(f"import os, time, sys\ndef play(text, row, state):\n    {body}\n")
@@ -48,52 +47,35 @@ def converse(world, tokenizer, tmp_path, request):
         )  # fmt: skip
         pool = GradingPool(cfg.reward)
         request.addfinalizer(pool.close)
-        engine = Script(tokenizer)
         prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
         seeds = [100 + 10 * p for p in range(len(rows))]
         inputs = SimpleNamespace(tokenizer=tokenizer, vocab_size=15)  # a row for every token but "="
-        conversations = turns.Conversations(engine, pool, inputs, cfg, rows)
+        conversations = turns.Conversations(Script(tokenizer), pool, inputs, cfg, rows)
         found = dict(conversations.generate(prompts, seeds, n, None, budget))
-        return [found[p] for p in range(len(rows))], engine.asked
+        return [found[p] for p in range(len(rows))]
 
     return run
 
 
-def test_a_conversation_by_hand(converse, tokenizer):
-    """Answers "00" and "01" to "5>"; the function ends the first and says "+7" to the second, then ends it."""
-    body = 'state["n"] = state.get("n", 0) + 1; return "+" + row["add"] if text == "01" else None'
-    ((first, second),), asked = converse(body, 16, [{"prompt": "5>", "add": "7"}])
-    one, zero, seven, plus = (tokenizer(x)["input_ids"][0] for x in "107+")
-    assert (first.ids, first.turns, first.finished) == ([zero, zero, EOS], [3], True)
-    assert first.columns == {"turns": ["00"], "state": {"n": 1}} and not first.logps.count(0.0)
-    seed = turns.turn_seed(100, 1, 1)  # of the prompt's seed, the answer's number, the turn
-    assert asked == [("5>", 100, 2, 16), ("5>01<eos>+7", seed, 1, 16 - 5)]
-    last = str(seed)[-2:]
-    assert second.ids == [zero, one, EOS, plus, seven, *tokenizer(last)["input_ids"], EOS]
-    assert second.turns == [3, 2, 3] and second.logps == [-1.0] * 3 + [0.0] * 2 + [-1.0] * 3
-    assert second.columns == {"turns": ["01", "+7", last], "state": {"n": 2}} and second.finished
-
-
 def test_what_ends_a_conversation(converse):
     rows = [{"prompt": "1>", "say": "+"}, {"prompt": "2>", "say": "+" * 6}, {"prompt": "3>", "say": ""}]
-    talks, _ = converse('return row["say"]', 10, rows, n=1, max_turns=3)
-    (short,), (long,), (mute,) = talks
+    (short,), (long,), (mute,) = converse('return row["say"]', 10, rows, n=1, max_turns=3)
     assert short.turns == [3, 1, 3, 1, 2] and not short.finished  # by the budget, in the third answer
     assert long.turns == [3, 6, 1] and not long.finished
     assert mute.turns == [3, 0, 3, 0, 3] and mute.finished  # by max_turns: no token budget cut it
-    (((alone,),), _) = converse('state["seen"] = text; return "+" * 7', 10, rows[:1], n=1)
+    ((alone,),) = converse('state["seen"] = text; return "+" * 7', 10, rows[:1], n=1)
     assert alone.turns == [3] and not alone.finished  # no room for an answer: what it said is dropped
-    (((once,),), asked) = converse('state["seen"] = text; return "+"', 10, rows[:1], n=1, max_turns=1)
-    assert once.turns == [3] and once.finished and once.columns["state"] == {"seen": "00"} and len(asked) == 1
+    ((once,),) = converse('state["seen"] = text; return "+"', 10, rows[:1], n=1, max_turns=1)
+    assert once.turns == [3] and once.finished and once.columns["state"] == {"seen": "00"}
 
 
 def test_conversations_do_not_depend_on_each_other(converse):
     """Nor on which engine holds them: each alone is as it is beside the others."""
     rows = [{"prompt": f"{digit}>"} for digit in range(4)]
     body = 'return "+" * int(text[-1])'
-    together, _ = converse(body, 24, rows, n=3)
+    together = converse(body, 24, rows, n=3)
     for p in (0, 3):
-        alone, _ = converse(body, 24, rows[: p + 1], n=3)
+        alone = converse(body, 24, rows[: p + 1], n=3)
         assert alone[p] == together[p]
 
 
@@ -113,7 +95,7 @@ def test_a_hostile_function_costs_one_sample(converse, name):
     """In the second turn; the other answer's conversation goes on as if nothing had been, and grading knows."""
     body, status, message = HOSTILE[name]
     body = f"if text == '00' or 'ok' in state:\n        state['ok'] = 1; return '+'\n    {body}"
-    ((good, bad),), _ = converse(body, 10, [{"prompt": "5>"}], max_turns=2)
+    ((good, bad),) = converse(body, 10, [{"prompt": "5>"}], max_turns=2)
     assert good.failure is None and good.columns["turns"][:2] == ["00", "+"]
     assert bad.turns == [3] and bad.failure.status == status and not bad.failure.parts
     assert bad.failure.error == "" if status == "timeout" else bad.failure.error.startswith("rollout.turns failed: ")

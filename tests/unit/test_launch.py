@@ -52,19 +52,6 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
         command("--dry-run", "--world-size", "0")
 
 
-def test_exact_runs_write_no_nan_into_fresh_memory(monkeypatch):
-    """torch's deterministic mode fills every new tensor, vLLM's KV cache too, which costs time and tells nothing."""
-    monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
-    monkeypatch.setattr(launch, "Clock", mock.Mock())
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    try:
-        with launch.joined(tiny_config("rollout.exact=true")):
-            assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.utils.deterministic.fill_uninitialized_memory
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize(("option", "connections"), [("tp", "1"), ("cp", "1"), ("pp", None)])
 def test_one_queue_where_communication_overlaps(monkeypatch, option, connections):
     """Megatron-core asks for it with tensor or context parallelism; CUDA reads it as it starts."""

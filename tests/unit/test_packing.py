@@ -89,24 +89,6 @@ def answers(prompts: list[list[int]], *lengths: int, **given) -> list[Sample]:
     ]
 
 
-def test_every_field_stands_on_the_position_that_predicts():
-    """Of a conversation, in which an environment has said 13 14, and of an answer; padding makes no longer sequence."""
-    talk = Sample(0, [11, 12], [1, 2, 13, 14, 3], [-0.1, -0.2, 0, 0, -0.3], True, "", "s", [2, 2, 1])
-    batch = flatten([talk, Sample(1, [15], [5, 6], [-0.5, -0.6], True, "", "s")])
-    assert batch.lengths_N.tolist() == [6, 2]
-    batch = replace(batch, advantages=torch.tensor([1.5, 0.5])[batch.seq_id])
-    mb = packing.pack(batch, [1, 0], 15, "cpu")
-    assert mb.tokens.tolist() == [[15, 5, 11, 12, 1, 2, 13, 14] + [0] * 7]
-    assert mb.targets.tolist() == [[5, 6, 12, 1, 2, 13, 14, 3] + [0] * 7]
-    assert mb.mask.tolist() == [[1, 1, 0, 1, 1, 0, 0, 1] + [0] * 7]
-    assert mb.position_ids.tolist() == [[*range(2), *range(6), *range(6), 0]]
-    assert mb.advantages.tolist() == [[0.5] * 2 + [1.5] * 6 + [0] * 7]
-    assert mb.rollout_logp.tolist() == [pytest.approx([-0.5, -0.6, 0, -0.1, -0.2, 0, 0, -0.3] + [0] * 7)]
-    assert mb.seq_id.tolist() == [[1] * 2 + [0] * 6 + [-1] * 7]
-    assert mb.cu_seqlens.tolist() == [0, 2, 8, 14, 15] and mb.sizes.tolist() == [2, 6, 6, 1]
-    assert mb.old_logp is None and mb.ref_logp is None
-
-
 def test_truncated_answers_keep_their_mask_and_need_not_be_trained():
     cut_off, whole = [Sample(0, [1, 2], [3, 4], [-1.0, -1.0], finished, "", "s") for finished in (False, True)]
     batch = flatten([cut_off, whole], mask_truncated=True)
