@@ -86,6 +86,13 @@ def test_the_length_penalty_is_a_part_with_its_coefficient():
     np.testing.assert_allclose(got, [-1 / 1.001 + 0.5 / 1.0001, 0, 1 / 1.001 - 0.5 / 1.0001], rtol=1e-12, atol=1e-12)
 
 
+def test_overlong_penalty_by_hand():
+    samples = [Sample(0, [1], [2] * n, [], True, "", "", reward=1.0) for n in (10, 80, 85, 90, 100)]
+    train_grpo.penalize_length(samples, AlgoConfig(overlong_buffer=20, overlong_coef=2.0), 100)
+    assert [s.reward_parts["overlong"] for s in samples] == [0, 0, -0.5, -1, -2]
+    assert [s.reward for s in samples] == [1, 1, 0.5, 0, -1]
+
+
 # tests/oracle/test_loss.py compares values, gradients and clips of each loss, correction and KL with the formulas.
 
 
