@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -238,10 +239,6 @@ def addmm_wider(op, args, kwargs):
     return kwargs["out"]
 
 
-def with_kernel(kernel):
-    return lambda op, args, kwargs: compute(op, args, kwargs, kernel)
-
-
 # Operations with a case of their own → (operation, args, kwargs) → result.
 CASES = {
     aten.copy_.default: copy_into,
@@ -250,8 +247,8 @@ CASES = {
     aten._grouped_mm.default: grouped_mm,
     aten.mm.dtype: mm_wider,
     aten.addmm.dtype_out: addmm_wider,
-    aten._flash_attention_forward.default: with_kernel(flash.forward),
-    aten._flash_attention_backward.default: with_kernel(flash.backward),
+    aten._flash_attention_forward.default: partial(compute, kernel=flash.forward),
+    aten._flash_attention_backward.default: partial(compute, kernel=flash.backward),
 }
 WAITING = (
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
