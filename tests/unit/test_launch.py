@@ -147,12 +147,6 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, message):
     assert clock.stop.call_count == 2
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "grpo_loo", "gdpo", "reinforce_pp", "none"])
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "reinforce"])
-def test_what_the_script_has_passes(advantage, loss):
-    train_grpo.rehearse(tiny_config(f"algo.advantage={advantage}", f"algo.loss={loss}", "algo.mask_truncated=true"))
-
-
 SLIPS = {  # what is said → function of the script, piece of its source, what a fork has there
     r"train_grpo.py, line \d+, in grpo_loss: NameError: name 'weigth_T'": (
         "grpo_loss", "loss = (loss_T * weight_T).sum()", "loss = (loss_T * weigth_T).sum()"),
