@@ -4,6 +4,8 @@ import contextlib
 
 import pytest
 
+import train_grpo
+from config import TrainingError
 from support.data import prompts
 from tests.conftest import tiny_config
 from tests.museum import runs
@@ -15,6 +17,14 @@ from tests.museum.forks import FORKS
 def test_an_exhibit_finds_its_line(exhibit):
     assert exhibit.compile() != exhibit.find().__code__
     assert exhibit.setting in SETTINGS and exhibit.seen in runs.RANKING[1:]
+
+
+def test_a_reference_that_moves_is_found(build):
+    run = build("train.lr=0.01", "algo.kl_coef=0.05")
+    train_grpo.train_step(run, 1)
+    run.reference[0][0] += 0.1
+    with pytest.raises(TrainingError, match="the reference is not the initial model"):
+        train_grpo.train_step(run, 2)
 
 
 def test_a_template_applied_twice_is_refused(tmp_path, offline):

@@ -3,6 +3,7 @@
 import json
 
 import make_tiny
+import numpy as np
 import pytest
 import torch
 
@@ -12,8 +13,19 @@ from config import DataConfig, UserError
 from support.data.prompts import load_prompts
 from support.preflight import configuration
 from support.run import launch
+from support.step.teacher import with_teacher_prompts
 from tests.conftest import tiny_config, tiny_model, write_rows
 from tests.step.one_rank import weights
+
+
+def test_another_model_gets_no_routes_of_the_policy():
+    """It may have other layers and experts; the policy itself, as its own teacher, replays none."""
+    routes = np.zeros((2, 4, 2), np.uint8)  # of two tokens in four layers, two experts each
+    routes[..., 1] = 1
+    sample = train_grpo.Sample(0, [7], [1, 2], [-1.0, -2.0], True, "", "", routes=routes)
+    assert train_grpo.flatten(with_teacher_prompts([sample], is_policy=False)).routes is None
+    own = train_grpo.flatten(with_teacher_prompts([sample], is_policy=True)).routes
+    assert own.shape == (2, 4, 2) and not own.any()
 
 
 def test_a_hint_stands_before_what_the_user_asks(tokenizer, tmp_path):
