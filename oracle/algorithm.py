@@ -97,8 +97,6 @@ def updates_of(answers: list[dict], cfg: Config, step: int) -> list[list[int]]:
     return updates
 
 
-# ---------------------------------------------------------------- advantages
-
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "grpo_loo", "grpo_batch", "max_rl", "reinforce_pp", "none")
 
 

@@ -4,8 +4,6 @@ Written from the papers that docs/algorithms.md names, apart from the script. Te
 sampled] of one answer; `algo` has the keys of that section.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,30 +16,21 @@ NORMS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_to
 BOUNDS = {"none": (0.0, 2.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mask": (0.999, 1.002)}
 
 
-@dataclass
-class Answer:
-    """What the loss of an answer is made of."""
-
-    logp: Tensor
-    old: Tensor
-    ref: Tensor
-    rollout: Tensor
-    advantages: Tensor
-    weights: Tensor
-
-
 # ---------------------------------------------------------------- the loss of an answer
 
 
-def answer_loss(a: Answer, entropy: Tensor, algo: AlgoConfig) -> Tensor:
+def answer_loss(
+    logp: Tensor, old: Tensor, ref: Tensor, rollout: Tensor, advantages: Tensor, weights: Tensor, entropy: Tensor,
+    algo: AlgoConfig,
+) -> Tensor:  # fmt: skip
     """Of each token: its weighted loss and policy loss, whether it is clipped, and out of bounds; [4, tokens]."""
-    policy, held = policy_loss(a.logp, a.old, a.advantages, algo)
-    factor, outside = correction(a.logp.detach() if algo.old_logp == "rollout" else a.old, a.rollout, algo)
+    policy, held = policy_loss(logp, old, advantages, algo)
+    factor, outside = correction(logp.detach() if algo.old_logp == "rollout" else old, rollout, algo)
     policy = policy * factor
     loss = policy - algo.entropy_coef * entropy
     if algo.kl_in == "loss":
-        loss = loss + algo.kl_coef * kl(a.logp, a.ref, algo.kl)
-    return torch.stack([a.weights * loss, a.weights * policy, held, outside])
+        loss = loss + algo.kl_coef * kl(logp, ref, algo.kl)
+    return torch.stack([weights * loss, weights * policy, held, outside])
 
 
 def policy_loss(logp: Tensor, old: Tensor, advantages: Tensor, algo: AlgoConfig) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from config import EvalConfig, RolloutConfig
 from oracle import algorithm, formulas
 from oracle.algorithm import seed_of
 from oracle.grading import Grader
-from oracle.models import Weights, end_tokens, rounded
+from oracle.models import end_tokens, rounded
 from oracle.report import Report
 from oracle.run import Recorded
 from oracle.trainer import Scored, Trainer, known_loss, known_weights, losses_of, scored
@@ -27,12 +27,15 @@ HARMLESS = (  # options of vLLM and fields of Megatron-core that change memory a
     "optimizer_cpu_offload optimizer_offload_fraction num_layers_in_first_pipeline_stage adam_eps"
 )
 OF_UPDATE = ("loss", "entropy", "gradient", "weights")
-LARGEST_ID = 2**31 - 1
+NAMES = (  # item, key of algo, those of its names that have a formula
+    ("token-weights", "loss_norm", formulas.NORMS), ("loss", "loss", formulas.LOSSES), ("loss", "kl", formulas.KLS),
+    ("loss", "correction", formulas.BOUNDS),
+)  # fmt: skip
 
 
-def repeat(run: Recorded, bounds: dict | None = None) -> Report:
-    """Repeat the steps of a run and compare all that it recorded; `bounds` replace those of report.BOUNDS."""
-    report = Report(run, bounds)
+def repeat(run: Recorded) -> Report:
+    """Repeat the steps of a run and compare all that it recorded."""
+    report = Report(run)
     repetition = Repetition(run, report)
     repetition.compare_evaluation(run.rollouts(0, "eval"))
     for step in run.steps:
@@ -49,9 +52,12 @@ class Repetition:
         self.taken = self.updates = 0
         self.grader = Grader(run.cfg)
         self.has_moments = True  # whether the optimizer's state is the run's
-        self.own = {item for item, _ in unknown_names(run.cfg)}  # what the checkout computes in place of formulas
-        for item, key in unknown_names(run.cfg):
-            report.note(item, f"yours (no formula known for {key})")
+        self.own = set()  # items that the checkout computes in place of formulas
+        for item, key, known in NAMES:
+            name = getattr(run.cfg.algo, key)
+            if name not in known:
+                self.own.add(item)
+                report.note(item, f"yours (no formula known for algo.{key}={name})")
         self.trainer = self.read("the model or the teacher", lambda: Trainer(self.cfg))
         exports = [str(path) for path in sorted(run.folder.glob("hf/step_*"))]  # which have a tokenizer too
         folder = self.trainer.folder if self.trainer else [*exports, self.cfg.model.path][0]
@@ -62,7 +68,15 @@ class Repetition:
         self.sets = prompts.sets if mixed else [prompts or []]
         self.stream = algorithm.order_of([len(p) for p in self.sets], prompts.weights if mixed else [1], self.cfg.seed)
         self.eval_prompts = self.prompts_of("eval")
-        self.barred = self.why_barred()  # for good
+        t, other = self.cfg.train, [f"megatron.{name}" for name in self.cfg.megatron if name not in HARMLESS.split()]
+        is_plain = t.updates_per_step * t.epochs_per_step == 1 and self.cfg.model.dtype == "fp32"
+        if self.cfg.algo.replay_routes and not is_plain:
+            other.append("algo.replay_routes with several updates a step, or not in fp32,")
+        self.barred = ""  # why no log-prob of this run can be computed here
+        if self.trainer is None:
+            self.barred = "there is no model"
+        elif other:
+            self.barred = f"{', '.join(other)} may change what the model computes"
         self.unknown = None  # why our weights are not the run's
         if self.barred:
             self.lose(self.barred, ("log-probs", *OF_UPDATE))
@@ -82,22 +96,12 @@ class Repetition:
             return None
         if key == "eval":  # read as a data.train of its own, so that a mistake between the two shows
             data = data.model_copy(update={"train": value, "hint_key": None})
-        return self.read(f"data.{key}", lambda: load_prompts(data, self.tokenizer, LARGEST_ID))
+        return self.read(f"data.{key}", lambda: load_prompts(data, self.tokenizer, 2**31 - 1))
 
     @cached_property
     def by_prompt(self) -> dict[tuple[int, ...], Prompt]:
         """{token ids: prompt} of the data, for groups that have another prompt than ours."""
         return {tuple(prompt.ids): prompt for prompt in itertools.chain(*self.sets)}
-
-    def why_barred(self) -> str | None:
-        """Why no log-prob of this run can be computed here."""
-        t, other = self.cfg.train, [f"megatron.{name}" for name in self.cfg.megatron if name not in HARMLESS.split()]
-        is_plain = t.updates_per_step * t.epochs_per_step == 1 and self.cfg.model.dtype == "fp32"
-        if self.cfg.algo.replay_routes and not is_plain:
-            other.append("algo.replay_routes with several updates a step, or not in fp32,")
-        if self.trainer is None:
-            return "there is no model"
-        return f"{', '.join(other)} may change what the model computes" if other else None
 
     def lose(self, why: str, items: tuple[str, ...]) -> None:
         """From here on our weights are not those of the run, until it exports its own."""
@@ -118,7 +122,12 @@ class Repetition:
         self.compare_rewards(rows, prompts, cfg.algo.overlong_buffer)
         groups = algorithm.trained_groups(rows, cfg)
         if metrics:
-            self.compare_counts(rows, groups, metrics)
+            sizes = Counter(row["group"] for row in rows)
+            report.check("groups", "groups/size", [*sizes.values()], [cfg.rollout.group_size] * len(sizes))
+            mean = sum(row["reward"] for row in rows) / len(rows)
+            report.check("rewards", "reward/mean", metrics["reward/mean"], mean)
+            for name, value in (("groups/sampled", len(sizes)), ("groups/trained", len(groups))):
+                report.check("groups", name, metrics[name], value)
             for name in ["lr", *(f"schedule/{name}" for name, course in cfg.schedule if course is not None)]:
                 if not report.check("lr", name, metrics.get(name), values[name.removeprefix("schedule/")]):
                     values[name.removeprefix("schedule/")] = metrics.get(name, math.nan)  # the run's own
@@ -228,15 +237,6 @@ class Repetition:
                     self.report.say("rewards", f"the run gave {again}, with the parts {given}, here: {found}")
                 else:
                     self.report.check("rewards", f"reward, {again}", [given[name] for name in found], [*found.values()])
-
-    def compare_counts(self, rows: list[dict], groups: set[int], metrics: dict) -> None:
-        """Sizes of groups, those that are trained, and the mean reward."""
-        cfg, report = self.cfg, self.report
-        sizes = Counter(row["group"] for row in rows)
-        report.check("groups", "groups/size", [*sizes.values()], [cfg.rollout.group_size] * len(sizes))
-        report.check("rewards", "reward/mean", metrics["reward/mean"], sum(row["reward"] for row in rows) / len(rows))
-        for name, value in (("groups/sampled", len(sizes)), ("groups/trained", len(groups))):
-            report.check("groups", name, metrics[name], value)
 
     # ---------------------------------------------------------------- advantages and updates
 
@@ -413,26 +413,22 @@ class Repetition:
             factors = {n.removeprefix("base_model.model."): w for n, w in trainer.read(adapter, "fp32").items()}
             held = [{n: rounded(w, trainer.dtype) for n, w in own.items()} for own in (trainer.main, trainer.first)]
             pairs.append(("adapters", factors, *held))
-        if not self.unknown:
-            for pair in pairs:
-                self.compare_weights(*pair)
+        if self.unknown:
+            _, theirs, _, _ = pairs[-1]
+            if trainer.main.keys() == theirs.keys():
+                trainer.restart(theirs)
+                self.unknown, self.has_moments = None, False
+                self.report.note("weights", "taken from an export, where ours are not the run's")
             return
-        _, theirs, _, _ = pairs[-1]
-        if trainer.main.keys() == theirs.keys():
-            trainer.restart(theirs)
-            self.unknown, self.has_moments = None, False
-            self.report.note("weights", "taken from an export, where ours are not the run's")
-
-    def compare_weights(self, item: str, theirs: Weights, own: Weights, start: Weights) -> None:
-        """Compare two sets of weights: their distance, by how far ours have moved from the `start`."""
-        if theirs.keys() != own.keys():
-            self.report.say(item, f"only one side has {sorted(theirs.keys() ^ own.keys())[:3]}")
-            return
-        apart, moved = (
-            math.sqrt(sum((one[name] - own[name]).double().pow(2).sum().item() for name in own))
-            for one in (theirs, start)
-        )
-        self.report.check(item, f"export: {item}", apart / moved if moved else apart, 0.0)
+        for item, theirs, own, start in pairs:
+            if theirs.keys() != own.keys():
+                self.report.say(item, f"only one side has {sorted(theirs.keys() ^ own.keys())[:3]}")
+                continue
+            apart, moved = (
+                math.sqrt(sum((one[name] - own[name]).double().pow(2).sum().item() for name in own))
+                for one in (theirs, start)
+            )
+            self.report.check(item, f"export: {item}", apart / moved if moved else apart, 0.0)
 
     def compare_evaluation(self, rows: list[dict]) -> None:
         """The answers of the evaluation after a step, if there was one."""
@@ -457,11 +453,3 @@ def turns_of(row: dict) -> list[list[int]]:
     """The tokens of each turn of the model."""
     ends = zip(itertools.accumulate(row["turns"]), row["turns"], strict=True)
     return [row["response_ids"][end - length : end] for end, length in ends][::2]
-
-
-def unknown_names(cfg) -> list[tuple[str, str]]:
-    """(item, key=value) of the names that no formula is known for."""
-    algo = cfg.algo
-    legal = [("token-weights", "loss_norm", formulas.NORMS), ("loss", "loss", formulas.LOSSES)]
-    legal += [("loss", "kl", formulas.KLS), ("loss", "correction", formulas.BOUNDS)]
-    return [(item, f"algo.{key}={getattr(algo, key)}") for item, key, names in legal if getattr(algo, key) not in names]

@@ -14,15 +14,9 @@ ITEMS = (  # in the order in which a step makes them; "weights" are AdamW's: exp
     "token-weights", "loss", "entropy", "gradient", "updates", "lr", "weights", "adapters", "checkpoints",
 )  # fmt: skip
 EXACT = {  # what goes through no model, in every dtype
-    "reward": (1e-6, 1e-6),
-    "reward/": (1e-9, 1e-9),
-    "overlong": (1e-9, 0.0),
-    "groups/": (1e-9, 0.0),
-    "tokens/": (1e-9, 1e-9),
-    "lr": (0.0, 1e-9),
-    "schedule/": (0.0, 1e-9),
-    "state: ": (0.0, 0.0),
-}
+    "reward": (1e-6, 1e-6), "reward/": (1e-9, 1e-9), "overlong": (1e-9, 0.0), "groups/": (1e-9, 0.0),
+    "lr": (0.0, 1e-9), "schedule/": (0.0, 1e-9), "state: ": (0.0, 0.0),
+}  # fmt: skip
 # Beginning of a quantity → (absolute, relative) difference that rounding may make in fp32, fp16 and bf16; the longest
 # beginning holds. They are 2.5 (bf16) to 10 times (fp32) the largest differences in the runs of test_pairs.py, or more.
 ROUNDED = {
@@ -61,8 +55,8 @@ class Item:
 class Report:
     """Collects comparisons. A value parts where the difference is beyond absolute + relative · |ours|."""
 
-    def __init__(self, run: Recorded, bounds: dict | None = None):
-        self.bounds = BOUNDS[run.cfg.model.dtype] | (bounds or {})
+    def __init__(self, run: Recorded):
+        self.bounds = BOUNDS[run.cfg.model.dtype]
         self.step = 0
         self.items = {name: Item() for name in ITEMS}
         self.first = ""  # the first value of all that parts

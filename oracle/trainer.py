@@ -160,11 +160,6 @@ class Trainer:
             self.optimizer.step()
 
 
-def sampled_places(row: dict) -> list[int]:
-    """Places in the response of the model's own tokens; turns of model and environment alternate."""
-    return np.flatnonzero(np.repeat(np.arange(len(row["turns"])) % 2 == 0, row["turns"])).tolist()
-
-
 def known_weights(answers: list[Scored], cfg: Config) -> list[Tensor] | None:
     """The weight of each answer's tokens in an update on these; None: a rule of a fork."""
     counts = [len(a.sampled) if a.is_trained else 0 for a in answers]
@@ -180,19 +175,16 @@ def known_loss(cfg: Config, values: dict[str, float]) -> Loss:
 
     def loss(a: Scored, weight: Tensor, logp: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         ref = logp.detach() if a.ref is None else a.ref
-        answer = formulas.Answer(logp, a.old, ref, a.rollout, a.advantages, weight)
-        total, *others = formulas.answer_loss(answer, entropy, algo).double().sum(1)
+        values = formulas.answer_loss(logp, a.old, ref, a.rollout, a.advantages, weight, entropy, algo)
+        total, *others = values.double().sum(1)
         return total, dict(zip(("policy", "clipped", "outside"), others, strict=True))
 
     return loss
 
 
-# ---------------------------------------------------------------- an answer, and what an update reports
-
-
 def scored(row: dict, cfg: Config) -> Scored:
-    """An answer of rollouts/, as a step trains on it."""
-    places = sampled_places(row)
+    """An answer of rollouts/, as a step trains on it; turns of model and environment alternate."""
+    places = np.flatnonzero(np.repeat(np.arange(len(row["turns"])) % 2 == 0, row["turns"])).tolist()
     is_trained = row["finished"] or not cfg.algo.mask_truncated
     return Scored(row, places, is_trained, torch.tensor(row["rollout_logp"])[places])
 

@@ -63,9 +63,6 @@ def describe(a, b) -> str:
     return f"element {n} of {a.numel()}: A {a.flatten()[n].item()!r}, B {b.flatten()[n].item()!r}"
 
 
-# ---------------------------------------------------------------- what a run wrote
-
-
 def read(run: Path) -> dict[str, Values]:
     """The values of each kind."""
     metrics = lasting(read_rows(run / "metrics.jsonl"))

@@ -65,11 +65,10 @@ class ForkServer:
             "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_PORT": str(port),
             "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         }  # fmt: skip
-        ranks = [{**os.environ, **world, "RANK": str(n), "LOCAL_RANK": str(n), **env} for n in range(nproc)]
+        env = {**os.environ, **world, **env, **self.settings}
+        ranks = [{**env, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(nproc)]
         printed.touch()
-        command = [str(script), *arguments]
-        envs = [{**env, **self.settings} for env in ranks]
-        job = {"printed": str(printed), "command": command, "ranks": envs, "port": port}
+        job = {"printed": str(printed), "command": [str(script), *arguments], "ranks": ranks, "port": port}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         output = select.poll()  # select.select takes no descriptor above 1,023, and a long session of tests has more

@@ -32,28 +32,17 @@ class Torchrun:
     """
 
     def __init__(
-        self,
-        printed: Path,
-        script: str | Path,
-        *arguments: str,
-        nproc: int = 2,
-        options: tuple[str, ...] = ("--standalone", "--local-addr=localhost"),
-        prefix: tuple[str, ...] = (),
-        **env: str,
-    ):
+        self, printed: Path, script: str | Path, *arguments: str, nproc: int = 2, prefix: tuple[str, ...] = (),
+        options: tuple[str, ...] = ("--standalone", "--local-addr=localhost"), **env: str,
+    ):  # fmt: skip
         self.printed = printed
         self.tag = uuid.uuid4().hex
         command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={nproc}"]
         settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        env = {**os.environ, **settings, "PYTHONPATH": str(REPO), TAG: self.tag, **env}
         with printed.open("w") as file:
-            self.process = subprocess.Popen(
-                [*command, str(script), *arguments],
-                cwd=REPO,
-                env={**os.environ, **settings, "PYTHONPATH": str(REPO), TAG: self.tag, **env},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            output = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+            self.process = subprocess.Popen([*command, str(script), *arguments], cwd=REPO, env=env, **output)
 
     @property
     def text(self) -> str:
@@ -65,9 +54,9 @@ class Torchrun:
         """The output so far, without torchrun's error report at the end."""
         return re.split(r"\n[WE]\d{4} .*\btorch/distributed/", self.text)[0]
 
-    def wait_for(self, what: str, seconds: float = 240) -> None:
+    def wait_for(self, what: str) -> None:
         """Wait until the pattern `what` is in the output. Raises AssertionError."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 240
         while True:
             running = self.process.poll() is None  # before reading the output, which may still end with `what`
             if re.search(what, self.text):
@@ -97,12 +86,7 @@ class Torchrun:
     def end(self, seconds: float = 600) -> int:
         """Wait for the exit and return its code. Raises AssertionError if a process is left 10 s later."""
         code = self.process.wait(seconds)
-        deadline = time.monotonic() + 10
-        left = self.family()
-        while left and time.monotonic() < deadline:
-            time.sleep(0.05)
-            left = self.family()
-        assert not left, f"processes left after the exit: {left}"
+        wait_until(lambda: not self.family(), seconds=10)
         return code
 
     def kill(self) -> None:

@@ -192,7 +192,6 @@ FLOORS = {
     "reward.py": 4, "rewards": 4, "model": 3, "engine": 3, "judge": 3, "data": 3, "base": 2, "config.py": 1,
 }  # fmt: skip
 
-
 ABOVE = {"benchmarks", "oracle", "tools", "tests", "rewards"}  # they use the core, and the core imports none
 
 

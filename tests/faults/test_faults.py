@@ -1,7 +1,4 @@
-"""What breaks around a run, done to real ones: what the user sees, and that resume=auto then ends with the same bits.
-
-docs/dev/faults.md has the messages.
-"""
+"""What breaks around a run, done to real ones (docs/dev/faults.md): what the user sees, and that the bits stay."""
 
 import contextlib
 import os
@@ -12,11 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import REPO, ForkedTraining, Training, command_line
+from tests.processes import wait_until
 
 STEPS = 12
 JOB = (
@@ -136,3 +135,73 @@ def test_the_port_of_rank_0_is_taken(tiny, tmp_path):
 def test_the_demo_trains_on_a_bare_debian():
     """A quarter of an hour, mostly of download."""
     subprocess.run(["bash", REPO / "tests/bare_machine.sh"], check=True)
+
+
+# The start of a run, and then, in place of its steps, all-reduces, until one of the ranks fails.
+FAILS = """
+import os, signal, sys
+import torch
+from support.run import launch
+
+def train(cfg, inputs, clock):
+    for step in range(100):
+        if step == 5 and torch.distributed.get_rank() == 17:
+            if cfg.seed == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        torch.distributed.all_reduce(torch.zeros(1))
+
+sys.exit(launch.command(sys.argv[1:], "", lambda cfg: None, train, None, None))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seed", "told"),
+    [(0, "rank 17, in the phase start: out of GPU memory"), (1, r"rank \d+, in the phase start: another rank is gone")],
+)
+def test_a_failure_on_one_of_32_ranks_is_told_once(train_forked, tmp_path, seed, told):
+    (tmp_path / "fails.py").write_text(FAILS)
+    run = train_forked(32, f"seed={seed}", "rollout.prompts_per_step=32", script=tmp_path / "fails.py", code=1)
+    (error,) = re.findall("(?m)^error: (.*)", run.text)
+    assert re.match(told, error), run.text
+
+
+# docs/train_grpo.sbatch with a real torchrun: srun, scancel, scontrol and what the ranks run are stand-ins.
+STANDINS = {
+    "srun": """echo "srun $*" >> calls
+        shift
+        echo $$ > torchrun.pid
+        exec "$@" """,
+    "scancel": 'echo "scancel $*" >> calls; kill -TERM $(cat torchrun.pid)',
+    "scontrol": '[ "$1" = show ] && echo localhost || echo "scontrol $*" >> calls',
+}
+RANK = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: (open("saved." + os.environ["RANK"], "w"), sys.exit(0)))
+open("ready." + os.environ["RANK"], "w")
+signal.pause() if "stops" in sys.argv else sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["stops", "fails"])
+def test_a_job_that_must_stop_saves_and_is_requeued_and_one_that_fails_is_not(tmp_path, how):
+    for name, body in STANDINS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train_grpo.py").write_text(RANK)
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = os.environ | job | {"SLURM_GPUS_ON_NODE": "2", "PATH": path}
+    script = subprocess.Popen(["bash", REPO / "docs/train_grpo.sbatch", how], cwd=tmp_path, env=env)
+    wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 2, 120)
+    if how == "stops":
+        script.send_signal(signal.SIGUSR1)
+    assert script.wait(60) == 1  # torchrun's, of either
+    srun, *calls = (tmp_path / "calls").read_text().splitlines()
+    assert srun.startswith("srun --kill-on-bad-exit=1 torchrun --nnodes=1 --nproc_per_node=2 ")
+    assert srun.endswith(f" --rdzv-endpoint=localhost:29400 train_grpo.py {how} resume=auto")
+    stopped = ["scancel --signal=TERM 4711", "scontrol requeue 4711"]
+    assert calls == (stopped if how == "stops" else [])
+    assert len(list(tmp_path.glob("saved.*"))) == (2 if how == "stops" else 0)

@@ -26,7 +26,6 @@ KL = ["algo.kl_coef=0.05", "train.updates_per_step=2"]
 LORA = ["lora.rank=8", "train.lr=1e-4"]
 TEMPERATURES = (0.7, 1.0, 1.3)
 
-
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
 SMOL, MIXTRAL = ("smollm2",), ("mixtral",)
 DP2, BOTH = {"dp2 plain": []}, {"dp2 plain": [], "pp2 plain": [PP2]}
@@ -52,9 +51,6 @@ STARTS = {  # each on two ranks
     for way, keys in ways.items()
 }
 EVERY = 8
-
-
-# ---------------------------------------------------------------- SmolLM2's weights in other families
 
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -99,9 +95,6 @@ def write_family(family: str, folder: Path) -> None:
             layer.mlp.gate.weight.copy_(0.05 * noise(EXPERTS, config.hidden_size))
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(SMOLLM2).save_pretrained(folder)
-
-
-# ---------------------------------------------------------------- the runs
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Two machines on this one: two network namespaces, each with a host name and an address, and a cable with a delay.
-
-Real runs of two ranks on each, what breaks between them, and what the user sees (docs/dev/faults.md has the messages).
-"""
+Real runs of two ranks on each, what breaks between them, and what the user sees (docs/dev/faults.md)."""
 
 import os
 import re

@@ -13,8 +13,8 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -239,10 +239,6 @@ def addmm_wider(op, args, kwargs):
     return kwargs["out"]
 
 
-def with_kernel(kernel):
-    return lambda op, args, kwargs: compute(op, args, kwargs, kernel)
-
-
 # Operations with a case of their own → (operation, args, kwargs) → result.
 CASES = {
     aten.copy_.default: copy_into,
@@ -251,8 +247,8 @@ CASES = {
     aten._grouped_mm.default: grouped_mm,
     aten.mm.dtype: mm_wider,
     aten.addmm.dtype_out: addmm_wider,
-    aten._flash_attention_forward.default: with_kernel(flash.forward),
-    aten._flash_attention_backward.default: with_kernel(flash.backward),
+    aten._flash_attention_forward.default: partial(compute, kernel=flash.forward),
+    aten._flash_attention_backward.default: partial(compute, kernel=flash.backward),
 }
 WAITING = (
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
@@ -295,12 +291,7 @@ class Stream:
     def done(self, *args, **kwargs) -> "Stream":
         return self
 
-    record = record_event = wait = wait_event = wait_stream = __enter__ = done
-
-    def __exit__(self, *args) -> None: ...
-
-    def query(self) -> bool:
-        return True
+    record = record_event = wait = wait_event = wait_stream = done
 
     def synchronize(self) -> None:
         synchronize()
@@ -332,15 +323,11 @@ def apply_to_module(module: torch.nn.Module, change, recurse: bool = True) -> to
 
 def patch_cuda() -> None:
     """torch.cuda, as it answers on a machine with a GPU for each of its ranks; each rank sees its own as number 0."""
-    properties = SimpleNamespace(
-        name="NVIDIA H100 (rehearsed)", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132
-    )
     answers = {
         "is_available": True, "is_initialized": True, "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        "current_device": 0, "set_device": None, "get_device_capability": (9, 0), "get_device_name": properties.name,
-        "get_device_properties": properties, "mem_get_info": (70 << 30, 80 << 30), "reset_peak_memory_stats": None,
-        "_lazy_init": None, "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0,
-        "max_memory_reserved": 0,
+        "current_device": 0, "set_device": None, "get_device_capability": (9, 0), "_lazy_init": None,
+        "get_device_name": "NVIDIA H100 (rehearsed)", "mem_get_info": (70 << 30, 80 << 30),
+        "reset_peak_memory_stats": None, "memory_allocated": 0, "max_memory_allocated": 0,
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer: answer)

@@ -34,12 +34,19 @@ class Exhibit:
         self.find().__code__ = self.compile()
 
     def compile(self) -> CodeType:
-        """The code of the function with the bug. Raises LookupError."""
+        """The code of the function with the bug; what it has of an enclosing scope stays. Raises LookupError."""
         function = self.find()
         source = textwrap.dedent(inspect.getsource(function))
         if source.count(self.before) != 1:
             raise LookupError(f"{self.name}: {source.count(self.before)} times in {self.function}: {self.before}")
-        return recompile(function, source.replace(self.before, self.after))
+        source, name = source.replace(self.before, self.after), function.__name__
+        enclosed = function.__code__.co_freevars
+        if enclosed:
+            inner = textwrap.indent(source, "    ")
+            source = f"def enclosing({', '.join(enclosed)}):\n{inner}\n    return {name}\n"
+        made = {}
+        exec(compile(source, inspect.getfile(function), "exec"), function.__globals__, made)
+        return unwrapped(made["enclosing"](*enclosed) if enclosed else made[name]).__code__
 
     def find(self) -> FunctionType:
         """The function that has the bug."""
@@ -58,17 +65,6 @@ def put_in(env: Mapping[str, str]) -> None:
 
         for exhibit in [EXHIBITS[env[VARIABLE]]] if env[VARIABLE] in EXHIBITS else FORKS[env[VARIABLE]].exhibits():
             exhibit.apply()
-
-
-def recompile(function: FunctionType, source: str) -> CodeType:
-    """The code of a function with another `source`; what it has of an enclosing scope (`super`) stays."""
-    enclosed = function.__code__.co_freevars
-    if enclosed:
-        names = ", ".join(enclosed)
-        source = f"def enclosing({names}):\n{textwrap.indent(source, '    ')}\n    return {function.__name__}\n"
-    made = {}
-    exec(compile(source, inspect.getfile(function), "exec"), function.__globals__, made)
-    return unwrapped(made["enclosing"](*enclosed) if enclosed else made[function.__name__]).__code__
 
 
 def unwrapped(found) -> FunctionType:

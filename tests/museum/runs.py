@@ -85,8 +85,7 @@ class Museum:
     def check(self, setting: str, mutant: str = "") -> Outcome:
         """What `make check` says of the folder of a run."""
         report = repeat(read_run(self.out(setting, mutant)))
-        seen = "check" if report.parted() else "nothing"
-        return Outcome(seen, 0, f"{report.first}" if report.parted() else "", report.table([]))
+        return Outcome("check" if report.parted() else "nothing", 0, report.first, report.table())
 
     def fork(self, name: str) -> tuple[Outcome, set[str]]:
         """What stopped a run of a fork of FORKS or its resume, and the items that part by `make check`."""
@@ -100,7 +99,7 @@ class Museum:
             for exhibit in FORKS[name].exhibits():
                 stack.enter_context(planted(exhibit))
             report = repeat(read_run(self.out("fork", name)))
-        return dataclasses.replace(outcome, text=report.table([])), set(report.parted())
+        return dataclasses.replace(outcome, text=report.table()), set(report.parted())
 
     def out(self, setting: str, mutant: str) -> Path:
         """The output folder of a run."""
@@ -115,26 +114,18 @@ class Museum:
         return folder
 
     def train(self, setting: str, options: list[str], mutant: str) -> Outcome:
-        """Train on two ranks."""
+        """Train on two ranks; what the run noticed."""
         settings = {"script": REPO / "tests/museum/announced.py", "nproc": 2, VARIABLE: mutant}
         run = ForkedTraining(self.server, self.folder, self.out(setting, mutant), *COMMON, *options, **settings)
-        return read_outcome(run.code, run.text.replace(f"{self.folder}/", ""))
-
-
-def read_outcome(code: int, text: str) -> Outcome:
-    """What a run with this exit code and output noticed."""
-    begun = [int(number) for number in re.findall(r"begins step (\d+)", text)]
-    step = begun[-1] - begun[0] + 1 if begun else 0
-    if code == 0:
-        return Outcome("nothing", step, "", text)
-    return Outcome("run" if begun else "start", step, error_of(text), text)
-
-
-def error_of(text: str) -> str:
-    """The first line of a run's error; of a mistake in the code the end of a traceback."""
-    lines = re.findall(r"^error: (.*)", text, re.MULTILINE)
-    lines = lines or re.findall(r"^(\w+(?:Error|Exception)\b.*)", text, re.MULTILINE)
-    return next((line for line in lines if "another rank is gone" not in line), "")
+        text = run.text.replace(f"{self.folder}/", "")
+        begun = [int(number) for number in re.findall(r"begins step (\d+)", text)]
+        step = begun[-1] - begun[0] + 1 if begun else 0
+        if run.code == 0:
+            return Outcome("nothing", step, "", text)
+        errors = re.findall(r"^error: (.*)", text, re.MULTILINE)
+        errors = errors or re.findall(r"^(\w+(?:Error|Exception)\b.*)", text, re.MULTILINE)  # a mistake in the code
+        message = next((line for line in errors if "another rank is gone" not in line), "")
+        return Outcome("run" if begun else "start", step, message, text)
 
 
 @contextlib.contextmanager
@@ -162,15 +153,6 @@ def fails(exhibit: Exhibit) -> bool:
 def healthy(setting: str) -> str:
     """What notices something in a run of a setting without an exhibit; a failing reward ends it."""
     return "run" if setting == "failing reward" else "nothing"
-
-
-def judge(exhibit: Exhibit, outcome: Outcome) -> str:
-    """What is worse than the exhibit's record; empty: nothing."""
-    if RANKING.index(outcome.seen) < RANKING.index(exhibit.seen):
-        return f"{exhibit.name}: noticed by {outcome.seen}, expected: {exhibit.seen}"
-    if outcome.seen == exhibit.seen and exhibit.message not in outcome.message:
-        return f"{exhibit.name}: {outcome.message!r}, expected: {exhibit.message!r}"
-    return ""
 
 
 # ---------------------------------------------------------------- the page

@@ -1,4 +1,4 @@
-"""The checks that the museum relies on hold healthy steps to be healthy, and each exhibit is still one line away."""
+"""Each exhibit is still one line away, and is noticed as its record says; healthy runs and right forks are not."""
 
 import contextlib
 
@@ -7,12 +7,10 @@ import pytest
 import train_grpo
 from config import TrainingError
 from support.data import prompts
-from tests.conftest import tiny_config, wrap
+from tests.conftest import tiny_config
 from tests.museum import runs
 from tests.museum.exhibits import EXHIBITS, SETTINGS
 from tests.museum.forks import FORKS
-
-# ---------------------------------------------------------------- the exhibits
 
 
 @pytest.mark.parametrize("exhibit", EXHIBITS.values(), ids=EXHIBITS)
@@ -23,14 +21,10 @@ def test_an_exhibit_finds_its_line(exhibit):
 
 def test_a_reference_that_moves_is_found(build):
     run = build("train.lr=0.01", "algo.kl_coef=0.05")
-    for step in (1, 2):
-        train_grpo.train_step(run, step)
+    train_grpo.train_step(run, 1)
     run.reference[0][0] += 0.1
     with pytest.raises(TrainingError, match="the reference is not the initial model"):
-        train_grpo.train_step(run, 3)
-
-
-# ---------------------------------------------------------------- the start, against the data
+        train_grpo.train_step(run, 2)
 
 
 def test_a_template_applied_twice_is_refused(tmp_path, offline):
@@ -47,28 +41,6 @@ def test_a_template_applied_twice_is_refused(tmp_path, offline):
     tokenizer.bos_token = "<eos>"
     with pytest.raises(ValueError, match="begins with two '<eos>'"):
         prompts.check_opening(prompts.Prompt([0, 0, 5], "", "", {}), data, tokenizer)
-
-
-# ---------------------------------------------------------------- tests that exhibits name as what notices them
-
-
-def test_updates_begin_without_a_gradient(build, monkeypatch):
-    """The gradient of the second update of a step is that of its own micro-batches."""
-    norms = []
-
-    def repeated(forward_backward, model, optimizer, *args) -> dict:
-        for _ in range(2):
-            report = forward_backward(model, optimizer, *args)
-            norms.append(sum(parameter.main_grad.norm().item() for chunk in model for parameter in chunk.parameters()))
-        return report
-
-    wrap(monkeypatch, train_grpo, "forward_backward", repeated)
-    train_grpo.train_step(build("train.updates_per_step=2"), 1)
-    assert len(norms) == 4 and min(norms) > 0
-    assert norms[::2] == norms[1::2]
-
-
-# ---------------------------------------------------------------- runs
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +64,12 @@ def page(request):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_an_exhibit_is_noticed_as_its_record_says(hall, page, name):
-    outcome = hall.visit(EXHIBITS[name])
+    """Or sooner, whatever is said then."""
+    exhibit = EXHIBITS[name]
+    outcome = hall.visit(exhibit)
     page[0][name] = outcome
-    assert not runs.judge(EXHIBITS[name], outcome), outcome.text
+    assert runs.RANKING.index(outcome.seen) >= runs.RANKING.index(exhibit.seen), outcome.text
+    assert outcome.seen != exhibit.seen or exhibit.message in outcome.message, outcome.text
 
 
 @pytest.mark.slow

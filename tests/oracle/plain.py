@@ -32,12 +32,6 @@ def chosen(logps: torch.Tensor, row: dict) -> torch.Tensor:
     return logps.gather(-1, torch.tensor(row["response_ids"])[:, None])[:, 0]
 
 
-def sampled(row: dict) -> torch.Tensor:
-    """Which tokens of the response the model sampled, [response]."""
-    turns = row.get("turns") or [len(row["response_ids"])]
-    return torch.cat([torch.full((length,), turn % 2 == 0) for turn, length in enumerate(turns)])
-
-
 def reference(folder, samples: list[dict], given: dict, load: Callable = float64_model, **algo) -> dict:
     """Loss, log-probs [F] and gradients of one update on the samples, of the model that `load` makes of the folder.
 
@@ -45,21 +39,21 @@ def reference(folder, samples: list[dict], given: dict, load: Callable = float64
     """
     algo = AlgoConfig(**ALGO | algo)
     model, position, total, logps = load(folder), 0, 0.0, []
-    counts = [int(sampled(s).sum()) for s in samples]
+    counts = [len(s["response_ids"]) for s in samples]
     weights = formulas.answer_weights(counts, algo.loss_norm, 32)
     for s, weight in zip(samples, weights, strict=True):
-        all_logp, mine = token_logps(model, s, TEMPERATURE), sampled(s)
+        all_logp = token_logps(model, s, TEMPERATURE)
         logp = chosen(all_logp, s)
         position += len(s["prompt_ids"]) - 1
         here = slice(position, position + len(logp))
-        old, ref = (given[name][here].double()[mine] for name in ("old_logp", "ref_logp"))
-        advantages, rollout = torch.full_like(old, s["advantage"]), torch.tensor(s["rollout_logp"]).double()[mine]
-        answer = formulas.Answer(logp[mine], old, ref, rollout, advantages, torch.full_like(old, weight))
-        entropy = -(all_logp.exp() * all_logp).sum(-1)[mine]
-        part = formulas.answer_loss(answer, entropy, algo)[0].sum() / sum(counts)
+        old, ref = (given[name][here].double() for name in ("old_logp", "ref_logp"))
+        advantages, rollout = torch.full_like(old, s["advantage"]), torch.tensor(s["rollout_logp"]).double()
+        entropy, weights_T = -(all_logp.exp() * all_logp).sum(-1), torch.full_like(old, weight)
+        loss_T, *_ = formulas.answer_loss(logp, old, ref, rollout, advantages, weights_T, entropy, algo)
+        part = loss_T.sum() / sum(counts)
         part.backward()
         total, position = total + part.item(), position + len(logp)
-        logps += [logp.new_zeros(len(s["prompt_ids"]) - 1), logp.detach() * mine]
+        logps += [logp.new_zeros(len(s["prompt_ids"]) - 1), logp.detach()]
     return {"loss": total, "logp": torch.cat(logps), **hf_gradients(model)}
 
 

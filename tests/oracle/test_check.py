@@ -87,13 +87,9 @@ def test_what_a_run_leaves_is_compared(copied, tmp_path, shared):
 # ---------------------------------------------------------------- forks
 
 
-def doubled(function):
-    return lambda *arguments: tuple(2 * value for value in function(*arguments))
-
-
 EDITS = {  # item → (formula, what the oracle takes for it, so that the code seems edited)
     "advantages": ("compare", lambda rewards, kind: 2 * formulas_before["compare"](rewards, kind)),
-    "loss": ("policy_loss", doubled(formulas.policy_loss)),
+    "loss": ("policy_loss", lambda *given: tuple(2 * value for value in formulas_before["policy_loss"](*given))),
     "token-weights": ("answer_weights", lambda *given: 2 * formulas_before["answer_weights"](*given)),
 }
 formulas_before = {name: getattr(formulas, name) for name, _ in EDITS.values()}
@@ -137,9 +133,6 @@ def test_the_command(copied, capsys, mine, code):
     else:
         assert "gradient      not judged: there is no model" in said and "advantages    agrees" in said
         assert ("seeds         yours" if code == 0 else "seeds         PARTS") in said
-
-
-# ---------------------------------------------------------------- what is missing
 
 
 def test_what_is_missing_is_said(copied, tmp_path):

@@ -6,6 +6,7 @@ The table in docs/dev/layouts.md is written by this file when all of it runs (`m
 
 import json
 import math
+import re
 from functools import partial
 
 import numpy as np
@@ -13,72 +14,47 @@ import pytest
 import torch
 
 from oracle import formulas
-from tests.conftest import REPO
+from tests.conftest import REPO, check_state
 from tests.layout_worker import one_layout
-from tests.oracle.layouts import (
-    CASES,
-    DENSE_LAYOUTS,
-    FAMILIES,
-    LAYOUTS,
-    MOE,
-    MOE_LAYOUTS,
-    Results,
-    check_held,
-    check_update,
-    layouts_of,
-    make_model,
-    make_plan,
-    make_samples,
-    run_asked,
-    run_worker,
-    whole_error,
-)
+from tests.oracle import layouts
+from tests.oracle.layouts import LAYOUTS, MOE_LAYOUTS, check_update, make_plan, make_samples, run_worker
 from tests.oracle.plain import float64_model, hf_gradients, reference, relative, worst_gradient
-
-NORMS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 
 
 @pytest.fixture(scope="module")
-def results(request, fork_server, tmp_path_factory) -> Results:
-    known = run_asked(
-        request, fork_server, tmp_path_factory, layouts_of,
+def results(request, fork_server, tmp_path_factory) -> layouts.Results:
+    known = layouts.run_asked(
+        request, fork_server, tmp_path_factory, layouts.layouts_of,
         lambda folder, given: reference(folder, make_samples(), given),
     )  # fmt: skip
-    if sum(len(found) for found, _, _ in known.values()) == len(CASES):
+    if sum(len(found) for found, _, _ in known.values()) == len(layouts.CASES):
         write_table(known)
     return known
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize(("family", "layout"), layouts.CASES)
 def test_update_equals_plain_transformers(results, family, layout):
     found, wanted, plan = results[family]
     assert found[layout]["shared"] > 0  # answers shared their prompt
     check_update(found[layout], wanted)
-    check_held(found[layout]["held"], plan, layout)
+    layouts.check_held(found[layout]["held"], plan, layout)
 
 
-HALF_ON_GPU = pytest.mark.gpu(
-    only=True
-)  # FlashAttention and grouped_mm; a token near a tie goes to another expert (0.12)
+ON_HALF = [  # with FlashAttention and grouped_mm; a token near a tie goes to another expert (0.12)
+    ("qwen2", "bf16", 0.05), ("qwen2", "fp16", 0.01), ("mistral", "fp16", 0.01), ("qwen3_moe", "fp16", 0.1),
+    ("mistral", "bf16", 0.05), ("qwen3_moe", "bf16", 0.25),
+]  # fmt: skip
+ONE_RANK = [pytest.param(family, "fp32", 1e-4, marks=pytest.mark.gpu) for family in ("mistral", "qwen3_moe")]
 
 
 @pytest.mark.parametrize(
     ("family", "dtype", "bound"),
-    [
-        pytest.param("mistral", "fp32", 1e-4, marks=pytest.mark.gpu),
-        pytest.param("qwen3_moe", "fp32", 1e-4, marks=pytest.mark.gpu),
-        pytest.param("qwen2", "bf16", 0.05, marks=HALF_ON_GPU),
-        pytest.param("qwen2", "fp16", 0.01, marks=HALF_ON_GPU),
-        pytest.param("mistral", "fp16", 0.01, marks=HALF_ON_GPU),
-        pytest.param("qwen3_moe", "fp16", 0.1, marks=HALF_ON_GPU),
-        pytest.param("mistral", "bf16", 0.05, marks=HALF_ON_GPU),
-        pytest.param("qwen3_moe", "bf16", 0.25, marks=HALF_ON_GPU),
-    ],
+    [*ONE_RANK, *(pytest.param(*case, marks=pytest.mark.gpu(only=True)) for case in ON_HALF)],
 )
 def test_one_rank_equals_plain_transformers(world, tmp_path, family, dtype, bound, record_property):
     """The whole gradient, from weights that are rounded to the dtype."""
     found = one_layout(make_plan(tmp_path, family, dtype=dtype, layouts={"one": []}), "one")
-    error = whole_error(found, reference(tmp_path / "model", make_samples(), found))
+    error = layouts.whole_error(found, reference(tmp_path / "model", make_samples(), found))
     record_property("gradient, relative error", f"{error:.1e}")
     assert error < bound
 
@@ -90,16 +66,16 @@ NO_CLIP = {"clip_low": 100.0, "clip_high": 100.0}  # where rounding moves a rati
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", layouts.FAMILIES)
 def test_half_precision_is_within_its_rounding_on_every_axis(fork_server, tmp_path, family, dtype):
     """Weights are rounded beforehand; activations, and gradients between layers, are in the dtype."""
-    axes = ("TP2·CP2", "PP2·VPP2·DP2", *(["EP2·TP2·ETP2·DP2"] if family in MOE else []))
-    layouts = {name: layouts_of(family)[name] for name in axes}
+    axes = ("TP2·CP2", "PP2·VPP2·DP2", *(["EP2·TP2·ETP2·DP2"] if family in layouts.MOE else []))
+    chosen = {name: layouts.layouts_of(family)[name] for name in axes}
     keys = [f"algo.{key}={value:g}" for key, value in NO_CLIP.items()]
-    (found,) = run_worker(fork_server, tmp_path, 4, make_plan(tmp_path, family, *keys, dtype=dtype, layouts=layouts))
+    (found,) = run_worker(fork_server, tmp_path, 4, make_plan(tmp_path, family, *keys, dtype=dtype, layouts=chosen))
     wanted = reference(tmp_path / "model", make_samples(), found[axes[0]], **NO_CLIP)
-    for layout in layouts:
-        assert whole_error(found[layout], wanted) < HALF[dtype], layout
+    for layout in chosen:
+        assert layouts.whole_error(found[layout], wanted) < HALF[dtype], layout
 
 
 @pytest.mark.slow
@@ -115,23 +91,23 @@ def test_half_precision_is_within_its_rounding_on_every_axis(fork_server, tmp_pa
 def test_sizes_that_a_layout_does_not_divide(fork_server, tmp_path, options, keys):
     """Samples of one position too."""
     plan = make_plan(tmp_path, "qwen2", layouts={"odd": keys})
-    make_model(tmp_path / "model", "qwen2", **options)
+    layouts.make_model(tmp_path / "model", "qwen2", **options)
     ((found,),) = (each.values() for each in run_worker(fork_server, tmp_path, 4, plan))
     check_update(found, reference(tmp_path / "model", make_samples(), found))
-    check_held(found["held"], plan, "odd")
+    layouts.check_held(found["held"], plan, "odd")
 
 
 @pytest.mark.slow
 def test_every_loss_and_normalisation_does_not_depend_on_the_layout(fork_server, tmp_path):
     """On TP2·PP2 with uneven micro-batches, with truncated importance sampling and the straight-through KL."""
     common = {"kl": "k3+", "correction": "tis", "correction_high": 1.1}
-    cases = {f"{loss} {norm}": {"loss": loss, "loss_norm": norm} for loss in formulas.LOSSES for norm in NORMS}
+    cases = {f"{loss} {norm}": {"loss": loss, "loss_norm": norm} for loss in formulas.LOSSES for norm in formulas.NORMS}
     for algo in cases.values():
         if algo["loss"] in ("ipo", "dppo_tv"):
             algo |= {"clip_low": 0.002, "clip_high": 0.002}  # the models' probabilities are small
-    layouts = {name: [f"algo.{key}={value}" for key, value in algo.items()] for name, algo in cases.items()}
+    chosen = {name: [f"algo.{key}={value}" for key, value in algo.items()] for name, algo in cases.items()}
     keys = [f"algo.{key}={value}" for key, value in common.items()]
-    plan = make_plan(tmp_path, "qwen2", *keys, "parallel.tp=2", "parallel.pp=2", layouts=layouts)
+    plan = make_plan(tmp_path, "qwen2", *keys, "parallel.tp=2", "parallel.pp=2", layouts=chosen)
     (found,) = run_worker(fork_server, tmp_path, 4, plan)
     for name, algo in cases.items():
         wanted = reference(tmp_path / "model", make_samples(), found[name], **algo, **common)
@@ -148,16 +124,16 @@ def test_balancing_loss_does_not_depend_on_the_layout(fork_server, tmp_path):
     lengths_N = np.array([len(s["prompt_ids"]) + len(s["response_ids"]) - 1 for s in samples])
     bins, coefficient = [[*range(0, 14, 2)], [*range(1, 14, 2)]], 0.5
     budget = max(math.ceil(lengths_N[members].sum() / 4) * 4 for members in bins)  # a multiple of tp · cp
-    layouts = ("TP2·PP2", "TP2·CP2", "PP2·CP2", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "PP2·EP2·DP2")
+    names = ("TP2·PP2", "TP2·CP2", "PP2·CP2", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "PP2·EP2·DP2")
     plan = make_plan(
         tmp_path, "qwen3_moe", f"megatron.moe_aux_loss_coeff={coefficient}",
         f"train.max_tokens_per_micro_batch={budget}", "train.logprob_max_tokens_per_micro_batch=4096",
-        layouts={name: (LAYOUTS | MOE_LAYOUTS)[name] for name in layouts}, bins=bins,
+        layouts={name: (LAYOUTS | MOE_LAYOUTS)[name] for name in names}, bins=bins,
     )  # fmt: skip
     (found,) = run_worker(fork_server, tmp_path, 4, plan)
     wanted = reference(tmp_path / "model", samples, found["TP2·PP2"])
     balance, load = balance_gradients(tmp_path / "model", samples, bins, coefficient)
-    for layout in layouts:
+    for layout in names:
         assert found[layout]["load"].tolist() == pytest.approx(load, rel=1e-6)
         for name, grad in balance.items():
             assert relative(found[layout][name], wanted[name] + grad) < 1e-5, (layout, name)
@@ -188,13 +164,13 @@ def balance_gradients(folder, samples: list[dict], bins: list[list[int]], coeffi
     return hf_gradients(model), (counts.amax(1) / counts.mean(1)).tolist()
 
 
-def write_table(known: Results) -> None:
+def write_table(known: layouts.Results) -> None:
     """The table in docs/dev/layouts.md: the largest relative error of a parameter's gradient, layouts × families."""
     page = REPO / "docs/dev/layouts.md"
-    lines = [f"| | {' | '.join(FAMILIES)} |", "|---" * (len(FAMILIES) + 1) + "|"]
-    for layout in [*LAYOUTS, *DENSE_LAYOUTS, *MOE_LAYOUTS]:
-        cells = ["–"] * len(FAMILIES)
-        for number, family in enumerate(FAMILIES):
+    lines = [f"| | {' | '.join(layouts.FAMILIES)} |", "|---" * (len(layouts.FAMILIES) + 1) + "|"]
+    for layout in [*LAYOUTS, *layouts.DENSE_LAYOUTS, *MOE_LAYOUTS]:
+        cells = ["–"] * len(layouts.FAMILIES)
+        for number, family in enumerate(layouts.FAMILIES):
             found, wanted, _ = known[family]
             if layout in found:
                 cells[number] = f"{worst_gradient(found[layout], wanted)[0]:.0e}"
@@ -228,10 +204,54 @@ def test_vllms_batch_invariance_keeps_gradients_from_capability_9_on(fork_server
     """Below, rollout.exact=true is refused."""
     (tmp_path / "invariant.py").write_text(INVARIANT)
     plan = make_plan(tmp_path, "qwen3_moe", layouts={"tp2": ["parallel.tp=2"]})
-    make_model(tmp_path / "model", "qwen3_moe")
-    (tmp_path / "samples.json").write_text(json.dumps(make_samples()))
     run = partial(run_worker, fork_server, tmp_path, 2, plan, script=tmp_path / "invariant.py")
     with pytest.raises(AssertionError, match="matmul_batch_invariant requires both inputs be at least 2D"):
         run(FAMILY="80")
     ((found,),) = (each.values() for each in run(FAMILY="90"))
     check_update(found, reference(tmp_path / "model", make_samples(), found))
+
+
+# Layouts of recipes at their own number of ranks, 8 to 64: one in EVERY, all with --all-starts. The models have the
+# recipe's family and as many layers, heads and experts as its layout needs. docs/dev/layouts.md has errors and sources.
+EVERY = 9
+WIDE = {"hidden": 256, "kv_heads": 8}  # 8 heads
+EXPERTS = {"num_experts": 8, "kv_heads": 4}
+BOTH = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+# "ranks: sizes" → (family, entries of its config.json, options of Megatron-core).
+STARTS = {
+    "8: tp2 pp2": ("qwen2", {}, ()),  # configs/qwen7b.yaml and qwen2.5_7b_tools.yaml; verl, Qwen3-8B
+    "8: tp4": ("qwen2", {}, ()),  # configs/qwen2.5_14b.yaml
+    "8: tp4 pp2": ("qwen2", {}, ()),
+    "8: ep8": ("qwen3_moe", EXPERTS, ()),  # configs/qwen3_30b_a3b.yaml; verl, Qwen3-30B-A3B
+    "8: tp4 ep8": ("qwen3_moe", EXPERTS, ()),  # slime, Qwen3-30B-A3B
+    "8: tp4 pp2 vpp2 ep2": ("qwen3_moe", EXPERTS, ()),  # verl, Qwen3-30B-A3B
+    "8: tp2 pp2 cp2 ep4": ("qwen3_moe", EXPERTS, ()),  # verl, Qwen3-30B-A3B with LoRA
+    "16: tp4 pp4": ("qwen2", {}, ()),
+    "16: tp8": ("qwen2", WIDE, ()),  # configs/qwen2.5_32b.yaml
+    "32: tp2 pp2 vpp8 ep4": ("qwen3_moe", {**EXPERTS, "layers": 16}, ()),  # ROLL, Qwen3-30B-A3B
+    "32: pp2 vpp8 cp4 ep4": ("qwen3_moe", {**EXPERTS, "layers": 16}, ()),  # ROLL, Qwen3-30B-A3B
+    "64: tp4 pp2": ("qwen2", {}, ()),
+    "64: tp8 pp2": ("qwen2", WIDE, ()),  # configs/qwen2.5_72b.yaml
+    "64: tp8 pp8": ("qwen2", {**WIDE, "layers": 8}, ()),
+    "64: tp2 ep8": ("qwen3_moe", EXPERTS, ()),  # NeMo-RL, Qwen3-30B-A3B
+    "64: tp4 pp2 ep32": ("qwen3_moe", {**EXPERTS, "num_experts": 32}, ()),  # configs/qwen3_235b_a22b.yaml
+    "64: tp4 pp8 ep8": ("qwen3_moe", {**EXPERTS, "layers": 14}, BOTH),  # the same with 94 layers in 8 stages
+}
+
+
+@pytest.mark.slow
+def test_a_layout_at_its_own_size(fork_server, tmp_path, start, record_property):
+    """An update, the digests of a push, a checkpoint that another layout reads."""
+    family, options, fields = STARTS[start]
+    nproc, sizes = int(start.partition(":")[0]), {key: int(size) for key, size in re.findall(r"([a-z]+)(\d+)", start)}
+    keys = [f"parallel.{key}={size}" for key, size in sizes.items()] + [f"megatron.{field}=true" for field in fields]
+    plan = make_plan(tmp_path, family, layouts={"large": keys})
+    layouts.make_model(tmp_path / "model", family, **options)
+    samples = make_samples() * (1 + nproc // 32)  # so that every replica has some
+    samples = [sample | {"group": n // 4} for n, sample in enumerate(samples)]
+    (tmp_path / "samples.json").write_text(json.dumps(samples))
+    ((found,),) = (each.values() for each in run_worker(fork_server, tmp_path, nproc, plan))
+    error = check_update(found, reference(tmp_path / "model", samples, found))
+    record_property("gradient, relative error", f"{error:.0e}")
+    stored = {"large": sizes | {"megatron": dict.fromkeys(fields, True)}, "other": {"tp": 2, "pp": 2}}
+    check_state(fork_server, tmp_path, "fp32", stored, nproc)

@@ -89,6 +89,6 @@ def row_loss(mb, logp_T: Tensor, entropy_T: Tensor, algo) -> Tensor:
     total = torch.zeros(3, dtype=torch.float64)
     for number in mb.sequence_T.unique():
         sampled_T = mb.mask[0] & (mb.sequence_T == number)
-        *answer, entropy = (column_T[sampled_T].double() for column_T in columns)
-        total = total + formulas.answer_loss(formulas.Answer(*answer), entropy, algo)[[0, 2, 3]].sum(1)
+        answer = (column_T[sampled_T].double() for column_T in columns)
+        total = total + formulas.answer_loss(*answer, algo)[[0, 2, 3]].sum(1)
     return total

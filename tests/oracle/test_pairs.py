@@ -123,8 +123,6 @@ def grow(draw: random.Random, left: set[Pair]) -> Run:
     return {factor: run[factor] for factor in FACTORS}
 
 
-# ---------------------------------------------------------------- the runs
-
 RUNS = cover()
 
 

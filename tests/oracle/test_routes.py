@@ -11,7 +11,6 @@ import torch
 
 from config import TrainingError, UserError
 from support.base import versions
-from support.model import routes
 from support.preflight import configuration
 from support.step import packing
 from tests.conftest import tiny_config
@@ -26,48 +25,6 @@ LAYOUTS = {  # on 4 ranks
     "PP2·EP2·DP2, recompute of experts": ["parallel.pp=2", "parallel.ep=2", *RECOMPUTE_MOE],
     "TP2·PP2·VPP2, overlap, full recompute": layouts.LAYOUTS["TP2·PP2·VPP2, overlap, full recompute"],
 }
-
-
-def replayed(given: list[list[int]], training: bool = False) -> routes.Replay:
-    replay = routes.Replay()
-    replay.routes, replay.training = torch.tensor(given, dtype=torch.uint8), training
-    return replay
-
-
-def choose(scores: torch.Tensor, k: int, num_groups=None, group_topk=None):
-    return scores.topk(k)
-
-
-def test_a_route_by_hand():
-    """Experts 0 and 3 instead of 1 and 2; the second token has no route, the third the router's, in another order."""
-    scores = torch.tensor([[0.1, 0.9, 0.8, 0.2]] * 3, requires_grad=True)
-    replay = replayed([[4, 1], [0, 0], [3, 2]])
-    values, experts = replay.get_replay_topk(scores, 2, None, None, choose)
-    assert experts.tolist() == [[3, 0], [1, 2], [1, 2]]
-    assert torch.equal(values, scores.gather(1, experts))
-    values.softmax(-1)[:, 0].sum().backward()
-    assert (scores.grad[0, [0, 3]] != 0).all() and (scores.grad[0, [1, 2]] == 0).all()  # the chosen ones learn
-    assert replay.counts.tolist() == [2, 1]
-    replay.routes = None
-    assert torch.equal(replay.get_replay_topk(scores, 2, None, None, choose)[1], scores.topk(2).indices)
-
-
-def test_recompute_finds_the_routes_of_its_own_micro_batch():
-    """As a pipeline has it: two forward passes, then the first one again, then the third, then the second one again."""
-    scores = torch.zeros(1, 4, requires_grad=True)
-    replay = replayed([[1, 2]], training=True)
-
-    def run(grad: bool, given: list[int] | None = None) -> list[int]:
-        if given:
-            replay.routes = torch.tensor([given])
-        with torch.set_grad_enabled(grad):
-            return (replay.get_replay_topk(scores, 2, None, None, choose)[1][0].sort().values + 1).tolist()
-
-    assert run(False, [1, 2]) == [1, 2] and run(False, [3, 4]) == [3, 4]
-    assert run(True) == [1, 2] and run(False, [2, 4]) == [2, 4] and run(True) == [3, 4] and run(True) == [2, 4]
-    assert not replay.to_recompute and replay.counts[0] == 3  # each token once
-    replay.training = False
-    assert run(False, [2, 3]) == [2, 3] and not replay.to_recompute  # log-probs alone are never computed again
 
 
 def test_routes_end_to_end():
@@ -101,9 +58,6 @@ def test_what_cannot_be_replayed_is_refused(tiny, tmp_path, monkeypatch):
         configuration.check_routes(cfg(tmp_path / "model"))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     configuration.check_routes(cfg(tmp_path / "model"))
-
-
-# ---------------------------------------------------------------- against plain transformers
 
 
 def routed_samples() -> list[dict]:

@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,14 +15,8 @@ from safetensors.torch import save_file
 
 from config import UserError
 from support.base import versions
-from support.base.files import open_output_dir
-from support.model.checkpoint import (
-    CheckpointWriter,
-    check_resumed,
-    find_damage,
-    find_valid_checkpoint,
-    list_checkpoints,
-)
+from support.model import checkpoint
+from support.model.checkpoint import CheckpointWriter, find_damage, list_checkpoints
 from support.model.shards import CheckpointError, check_coverage, read_sharded
 from tests.compare_runs import lasting
 from tests.conftest import check_state, tiny_model
@@ -60,13 +55,17 @@ def test_resume_is_exact(shared, train_forked, tmp_path):
     file.write_bytes(data)
     with (out / "metrics.jsonl").open("a") as log:
         log.write('{"step": 4, "rew')
+    for name in ("step_000004.jsonl", "eval_000004.jsonl", "step_000002.jsonl.tmp", "my_notes.txt"):
+        (out / "rollouts" / name).touch()
     resumed = train_forked(2, *shared.overrides, "resume=auto", "train.keep_last=2", out=out)
     assert resumed.code == 0 and "has changed since it was written" in resumed.text, resumed.text
     assert "after step 1" in resumed.text and "ends in half a line" in resumed.text
     assert equal(shared.weights(3), resumed.weights(3))
     assert lasting(resumed.metrics) == lasting(shared.metrics)
-    for path in shared.out.glob("rollouts/*.jsonl"):
+    for path in shared.out.glob("rollouts/*"):
         assert (out / "rollouts" / path.name).read_bytes() == path.read_bytes()
+    left = {path.name for path in (out / "rollouts").iterdir()} - {path.name for path in shared.out.glob("rollouts/*")}
+    assert left == {"my_notes.txt"}
     kept = {path.name for path in (out / "checkpoints").iterdir()}
     assert kept == {"step_000002", "step_000003", "step_000003.damaged"}
 
@@ -120,12 +119,12 @@ def test_damage_is_found_and_the_one_before_is_taken(world, tmp_path, harm, mess
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002", "step_000001"]
     found = find_damage(newest)
     assert found is None if message is None else message in found
-    assert find_valid_checkpoint(tmp_path).name == ("step_000002" if message is None else "step_000001")
+    assert checkpoint.find_valid_checkpoint(tmp_path).name == ("step_000002" if message is None else "step_000001")
     assert (tmp_path / "step_000002.damaged").exists() == (message is not None)
     (tmp_path / "step_000001/state.json").unlink()
     if message is not None:
         with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
-            find_valid_checkpoint(tmp_path)
+            checkpoint.find_valid_checkpoint(tmp_path)
         assert (tmp_path / "step_000001").exists()
 
 
@@ -133,26 +132,14 @@ def test_what_a_resumed_run_must_share(world, tmp_path, capsys):
     now = {"data": {"train": "a.jsonl"}, "train": {"steps": 9, "lr": 2.0}}
     path = saved(tmp_path, 3, "weight", data="abc", config={**now, "train": {"steps": 9, "lr": 1.0}})
     (path / "versions.json").write_text(json.dumps({**versions.versions(), "torch": "2.12.0"}))
-    assert check_resumed(path, now, "abc") == 3
+    assert checkpoint.check_resumed(path, now, "abc") == 3
     assert capsys.readouterr().out.splitlines()[1:] == [
         "         changed: train.lr: 1.0 → 2.0", f"         changed: torch: 2.12.0 → {versions.versions()['torch']}",
     ]  # fmt: skip
     with pytest.raises(UserError, match=r"data.train=a.jsonl: not the prompts that"):
-        check_resumed(path, now, "another")
+        checkpoint.check_resumed(path, now, "another")
     with pytest.raises(UserError, match=r"train.steps=2, but .* is already after step 3"):
-        check_resumed(path, {**now, "train": {"steps": 2, "lr": 2.0}}, "abc")
-
-
-def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp_path):
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
-    written = [f"{kind}_{step:06d}.jsonl" for kind in ("step", "eval") for step in (2, 3)]
-    for name in (*written, "step_000001.jsonl.tmp", "my_notes.txt"):  # one was being written at the kill
-        (tmp_path / "rollouts" / name).touch()
-    open_output_dir(tmp_path, "seed: 0\n", "auto", 2)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
-    left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
-    assert left == ["eval_000002.jsonl", "my_notes.txt", "step_000002.jsonl"]
+        checkpoint.check_resumed(path, {**now, "train": {"steps": 2, "lr": 2.0}}, "abc")
 
 
 def test_a_checkpoint_gets_its_name_after_the_samples_before_it(world, slow_disk, tmp_path):
@@ -171,8 +158,6 @@ def test_a_checkpoint_gets_its_name_after_the_samples_before_it(world, slow_disk
 
 
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(world, tmp_path, monkeypatch):
-    """Found by tests/faults/test_kills.py: a checkpoint under its own name without its manifest."""
-
     def killed_midway(path, **_):
         for file in path.glob("manifest.json"):
             file.unlink()
@@ -251,10 +236,8 @@ def test_a_checkpoint_that_cannot_be_written_is_told(world, tmp_path, monkeypatc
     with pytest.raises(CheckpointError, match=r"step 1 could not be written to .*Not a directory.* \(rank 0\)"):
         writer.start(1, {}, sharded("w"))
 
-    def full(path):
-        raise OSError(28, "No space left on device")
-
     writer = CheckpointWriter(tmp_path / "checkpoints", keep_last=1, keep_every=0)
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("support.model.shards.sync", full)  # on the thread
     writer.start(1, {}, sharded("w"))
     with pytest.raises(CheckpointError, match=r"OSError: .*No space left on device \(rank 0\); .* Make room"):

@@ -1,7 +1,6 @@
-"""Every file in configs/ loads, passes the checks of keys, and dry-runs in its own layout, with the shape of its own
-model where it is on the hub; its plan of memory fits. Some train a small model.
+"""Every file in configs/ dry-runs in its own layout, with the shape of its own model where it is on the hub, and fits.
 
-The data sets are on the hub, so one thing stays untested here: whether the real columns are named as the file says.
+Some train a small model. One thing stays untested: whether the columns of the data on the hub are named as it says.
 """
 
 import math
@@ -59,8 +58,6 @@ def test_every_file_of_a_real_model_is_on_the_page():
     for ranks, path in commands:
         assert hub_models.world_size(REPO / path) == int(ranks)
 
-
-# ---------------------------------------------------------------- runs, on a CPU with small models
 
 CPU = (
     "model.dtype=fp32", "model.fp32_head=false", "parallel.tp=1", "parallel.pp=1", "rollout.tp=1", "train.steps=2",

@@ -1,7 +1,4 @@
-"""The exercises of docs/exercises.md: what its patches do, and that the command of the page notices each of them.
-
-That the patches apply is in test_forks.py.
-"""
+"""The exercises of docs/exercises.md: what its patches do, and that the command of the page notices each of them."""
 
 import inspect
 import re

@@ -5,18 +5,24 @@ from upstream's, a patch that does not apply is skipped (docs/forking.md says ho
 """
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
-import types
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
-from tests.conftest import REPO, tiny_config
+from config import UserError
+from tests.compare_runs import lasting
+from tests.conftest import REPO, read_rows, tiny_config, write_rows
 from tests.forks import EXERCISES, PATCHES, apply, changed_files, server_of, train_fork
+from tests.layout_worker import equal
+from tests.oracle.plain import chosen, token_logps
 
 
 @pytest.mark.parametrize("name", PATCHES | EXERCISES)
@@ -101,7 +107,7 @@ def test_the_credit_of_a_critic_by_hand(fork):
     forked = dataclasses.make_dataclass("Batch", added, bases=(module.Batch,), frozen=True, kw_only=True)
     known = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     known |= {"values": torch.tensor([9.0, 1, 9, 2, 3]), "old_logp": logp, "ref_logp": logp - 0.25}
-    algo = types.SimpleNamespace(advantage="gae", gae_gamma=1, gae_lambda=1, kl_coef=1, kl_in="reward", kl="k1")
+    algo = SimpleNamespace(advantage="gae", gae_gamma=1, gae_lambda=1, kl_coef=1, kl_in="reward", kl="k1")
     got = module.add_advantages([talk, short], forked(**known), algo)
     # KL costs each sampled token 1/4. The talk's last one then gets 1, its first that less 1/4; the other 1/4.
     assert got.returns.tolist() == [0, 0.75, 0, 1, 0.25]
@@ -144,3 +150,57 @@ def test_a_critic_goes_on_as_if_it_had_not_been_stopped(critic_server, tiny, tmp
         for was, now in zip(whole.metrics, other.metrics, strict=False):
             for name in ("critic/value_mean", "critic/squared_error", "grad_norm"):
                 assert was[name] == pytest.approx(now[name], rel=1e-4, abs=1e-7), (layout, name)
+
+
+def test_what_a_checkpoint_does_not_have_is_refused(fork, tmp_path):
+    past_weights = fork("stale_samples").past_weights
+
+    def check(was: dict, lag: int = 0, every: int = 0) -> None:
+        (tmp_path / "state.json").write_text(json.dumps({"config": {"rollout": was, "algo": was}}))
+        algo = SimpleNamespace(kl_coef=0.1, reference_every=every)
+        past_weights.check_resumed(tmp_path, SimpleNamespace(rollout=SimpleNamespace(lag=lag), algo=algo))
+
+    check({}, every=3)
+    check({"lag": 4, "reference_every": 3}, lag=2, every=9)
+    with pytest.raises(UserError, match=r"rollout\.lag=2, but .* has no weights of more than 1 steps before"):
+        check({"lag": 1}, lag=2)
+    with pytest.raises(UserError, match=r"algo\.reference_every=0, but the reference in .* is no longer"):
+        check({"reference_every": 5})
+
+
+@pytest.mark.slow
+def test_a_run_with_past_weights_goes_on_with_the_same_bits_and_on_another_layout(tiny, tmp_path):
+    """vLLM sampled with the export of so many steps before and evaluates the present one, where weights are sharded."""
+    write_rows(tmp_path / "eval.jsonl", read_rows(tiny / "train.jsonl")[:2])
+    keys = (
+        "rollout.prompts_per_step=4", "rollout.group_size=8", "train.warmup_steps=0", "train.save_every=2",
+        "megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true", "train.export_every=1",
+        "train.lr=0.01", "algo.entropy_coef=0", "rollout.lag=2", "algo.kl_coef=0.05", "algo.reference_every=3",
+        "algo.teacher=self", "data.hint_key=answer", f"data.eval={tmp_path / 'eval.jsonl'}", "train.eval_every=3",
+        "algo.correction=tis", "train.steps=4",
+    )  # fmt: skip
+    sources = tmp_path / "fork"
+    with server_of("stale_samples", sources) as server:
+        train = partial(train_fork, server, sources, tiny)
+        straight = train(tmp_path / "straight", *keys)
+        resume = f"resume={straight.out}/checkpoints/step_000002"
+        resumed = train(tmp_path / "resumed", *keys, resume)
+        on_stages = train(tmp_path / "stages", *keys, resume, "parallel.pp=2")
+    sampled_with = {
+        ("step", 3): tiny / "model", ("step", 4): straight.out / "hf/step_000001",
+        ("eval", 3): straight.out / "hf/step_000003",
+    }  # fmt: skip
+    for (kind, step), folder in sampled_with.items():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for row in straight.rollouts(step, kind):
+            logp = chosen(token_logps(model, row, temperature=1.0), row)
+            assert (logp - torch.tensor(row["rollout_logp"])).abs().max() < 1e-4, (kind, step)
+    steps = [line for line in straight.metrics if line["step"] > 0]  # the first line is an evaluation alone
+    assert all(line["logp_gap/max"] < 1e-5 for line in steps)
+    assert [line["mismatch/k3"] > 1e-6 for line in steps] == [False, True, True, True]
+    assert [line["kl/k2"] > 1e-9 for line in steps] == [False, True, True, False]  # taken anew at step 4
+    assert lasting(resumed.metrics) == lasting(steps)[2:]
+    assert equal(resumed.weights(4), straight.weights(4))
+    for was, now in zip(steps[2:], on_stages.metrics, strict=True):
+        for key in ("loss/total", "grad_norm", "kl/ref", "kl/teacher", "mismatch/k3", "reward/mean"):
+            assert now[key] == pytest.approx(was[key], rel=1e-4, abs=1e-6), (key, was[key], now[key])

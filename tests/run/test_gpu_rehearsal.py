@@ -34,8 +34,6 @@ class Run:
     waits: dict | None = field(default_factory=dict)
 
 
-# ---------------------------------------------------------------- where the host may wait
-
 CLOCK = {("support/run/clock.py __call__", "synchronize"): (1, "step")}
 # phase → {(place, kind): (number, unit)}. "passes" is inside Megatron's schedule: the forward and backward passes.
 WAITS = {
@@ -71,9 +69,6 @@ WAITS = {
     },
 }
 NOT_COUNTED = ("start", "build", "save")  # the start, and files
-
-
-# ---------------------------------------------------------------- runs
 
 LAYERS = 2
 HOST = ("megatron.optimizer_cpu_offload=true", "megatron.use_precision_aware_optimizer=true", "model.dtype=bf16")
@@ -129,19 +124,13 @@ def options(tmp_path_factory):
 def differences(ours: list[dict], expected: list[dict], run: Run) -> list[str]:
     """What differs in the metrics of two runs, step by step; not what depends on the machine."""
     found = []
-    excluded = EXCLUDED
-    tolerance = 1e-5
+    excluded, tolerance = EXCLUDED, 1e-5
     if {"model.dtype=bf16", "model.dtype=fp16"} & {*run.overrides}:  # they round, and attention pads on the CPU alone
-        excluded += ("pack/",)
-        tolerance = 0.03
+        excluded, tolerance = (*EXCLUDED, "pack/"), 0.03
     for row, other in zip(ours, expected, strict=True):
-        for name in row.keys() | other.keys():
-            if name.startswith(excluded):
-                continue
-            expected = other[name]
-            if expected is not None:
-                expected = pytest.approx(expected, rel=tolerance, abs=tolerance)
-            if row[name] != expected:
+        for name in {name for name in row.keys() | other.keys() if not name.startswith(excluded)}:
+            wanted = other[name]
+            if row[name] != (wanted if wanted is None else pytest.approx(wanted, rel=tolerance, abs=tolerance)):
                 found.append(f"step {row['step']}, {name}: {row[name]} on the GPU, {other[name]} on the CPU")
     return found
 
@@ -171,8 +160,6 @@ def test_a_rehearsed_run(start, options, train_forked, tmp_path, name):
     assert run.waits is None or not unknown_waits(on_gpu, run), "if the wait is meant, it belongs into WAITS"
     assert "the update is not what its formulas say" not in on_gpu.text
 
-
-# ---------------------------------------------------------------- the rehearsal can fail
 
 PLANT = """
 import dataclasses

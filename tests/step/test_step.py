@@ -20,16 +20,16 @@ from support.model.offload import state_shards
 from support.model.optimizer_state import optimizer_steps, restore, sharded_state
 from support.run import clock
 from tests.conftest import REPO, tiny_model, wrap
+from tests.oracle.layouts import FULL
 from tests.step.one_rank import EQUAL, PlainEngine, weights
 
 
-@pytest.mark.parametrize(("longer", "room"), [(2, 12), (60, 68)])
-def test_the_engine_has_room_for_the_answers_of_an_evaluation(build, monkeypatch, longer, room):
+def test_the_engine_has_room_for_the_answers_of_an_evaluation(build, monkeypatch):
     """Beside prompts of 8 tokens; else it would cut them off without a word."""
     engine = mock.Mock(side_effect=PlainEngine)
     monkeypatch.setattr(train_grpo, "Engine", engine)
-    build(f"eval.max_new_tokens={longer}")
-    assert engine.call_args.args[3] == room
+    build("eval.max_new_tokens=60")
+    assert engine.call_args.args[3] == 68
 
 
 class FlippingEngine(PlainEngine):
@@ -60,7 +60,7 @@ def test_replayed_routes_close_the_gap_of_an_engine_that_routes_otherwise(build,
     tiny_model(tmp_path / "moe", "qwen3_moe", tied=False, num_experts=8)
     monkeypatch.setattr(train_grpo, "Engine", FlippingEngine)
     keys = (f"model.path={tmp_path / 'moe'}", "train.epochs_per_step=2", "algo.kl_coef=0.05", "train.lr=0.01")
-    metrics, samples = train_grpo.train_step(build(*keys, "algo.replay_routes=true"), 1)
+    metrics, samples = train_grpo.train_step(build(*keys, *FULL, "algo.replay_routes=true"), 1)
     shared = [min(len(s.prompt_ids), s.positions - 1) for s in samples]  # computed once for a group, so counted once
     own = [(n, i) for n, s in enumerate(samples) for i in range(shared[n], s.positions)]
     computed = {*own, *((f"group {s.group}", i) for n, s in enumerate(samples) for i in range(shared[n]))}

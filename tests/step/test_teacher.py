@@ -1,8 +1,4 @@
-"""On-policy distillation: what a teacher is asked, what each token is credited with, and who may be a teacher.
-
-run/test_engine.py and oracle/test_pairs.py repeat real runs of it against plain transformers: what each token is
-credited with, in pairs on every layout, with and without hints.
-"""
+"""On-policy distillation: what a teacher is asked, and who may be one; runs are in test_engine.py and test_pairs.py."""
 
 import json
 
@@ -21,20 +17,15 @@ from support.step.teacher import with_teacher_prompts
 from tests.conftest import tiny_config, tiny_model, write_rows
 from tests.step.one_rank import weights
 
-Sample = train_grpo.Sample
-
 
 def test_another_model_gets_no_routes_of_the_policy():
     """It may have other layers and experts; the policy itself, as its own teacher, replays none."""
     routes = np.zeros((2, 4, 2), np.uint8)  # of two tokens in four layers, two experts each
     routes[..., 1] = 1
-    sample = Sample(0, [7], [1, 2], [-1.0, -2.0], True, "", "", routes=routes)
+    sample = train_grpo.Sample(0, [7], [1, 2], [-1.0, -2.0], True, "", "", routes=routes)
     assert train_grpo.flatten(with_teacher_prompts([sample], is_policy=False)).routes is None
     own = train_grpo.flatten(with_teacher_prompts([sample], is_policy=True)).routes
     assert own.shape == (2, 4, 2) and not own.any()
-
-
-# ---------------------------------------------------------------- hints
 
 
 def test_a_hint_stands_before_what_the_user_asks(tokenizer, tmp_path):
@@ -73,9 +64,6 @@ def test_hints_count_for_length_and_fingerprint_and_must_be_there(tokenizer, tmp
     assert load(rows, "eval", hint_key="hnt")[0].asked is None  # nobody is taught there
 
 
-# ---------------------------------------------------------------- a step
-
-
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory):
     """A teacher of another shape and family for the tiny model."""
@@ -101,9 +89,6 @@ def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach
     for plain, on_gpu, on_host in zip(*numbers, strict=True):
         assert plain["loss/total"] == on_gpu["loss/total"] == on_host["loss/total"]
         assert plain["kl/teacher"] is None and on_gpu["kl/teacher"] == on_host["kl/teacher"] != 0
-
-
-# ---------------------------------------------------------------- who may be one
 
 
 def test_who_may_teach(larger, tiny, tmp_path, offline):

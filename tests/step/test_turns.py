@@ -1,7 +1,4 @@
-"""Conversations: what an environment says enters the sequence and not the loss; a bad environment costs its sample.
-
-run/test_stop.py has a real run that the second trainer repeats, oracle/test_pairs.py those on every layout.
-"""
+"""Conversations: what an environment says enters the sequence, not the loss; a bad environment costs its sample."""
 
 import re
 import shutil
@@ -10,18 +7,14 @@ from types import SimpleNamespace
 import make_tiny
 import numpy as np
 import pytest
-import tiny_turns
 import transformers
 
 from rollout import Completion
 from support.data.ends import Ends, endless
 from support.step import turns
 from support.step.grading import GradingPool
-from tests.conftest import Training, tiny_config
+from tests.conftest import tiny_config
 from tests.pools import grade_with, pool_of
-
-# ---------------------------------------------------------------- by hand
-
 
 EOS = 0
 
@@ -30,12 +23,11 @@ class Script:
     """rollout.Engine that plays what it is given: (prompt, seed) → answers, each ending with EOS or cut off."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.asked = tokenizer, []
+        self.tokenizer = tokenizer
 
     def generate(self, prompts, seeds, n, sampling, max_tokens):
         limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
-        for number, (prompt, seed, limit) in reversed([*enumerate(zip(prompts, seeds, limits, strict=True))]):
-            self.asked.append((self.tokenizer.decode(prompt), seed, n, limit))
+        for number, (seed, limit) in reversed([*enumerate(zip(seeds, limits, strict=True))]):
             answers = []
             for i in range(n):
                 ids = [*self.tokenizer(str(seed + i)[-2:])["input_ids"], EOS][:limit]
@@ -45,7 +37,7 @@ class Script:
 
 @pytest.fixture
 def converse(world, tokenizer, tmp_path, request):
-    """converse("a function's body", max_new_tokens, rows, ...) → (the conversations of each prompt, what was asked)."""
+    """converse("a function's body", max_new_tokens, rows, ...) → the conversations of each prompt."""
 
     def run(body: str, budget: int, rows: list[dict], n=2, **rollout):
         (tmp_path / "play.py").write_text(f"import os, time, sys\ndef play(text, row, state):\n    {body}\n")
@@ -55,52 +47,35 @@ def converse(world, tokenizer, tmp_path, request):
         )  # fmt: skip
         pool = GradingPool(cfg.reward)
         request.addfinalizer(pool.close)
-        engine = Script(tokenizer)
         prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
         seeds = [100 + 10 * p for p in range(len(rows))]
         inputs = SimpleNamespace(tokenizer=tokenizer, vocab_size=15)  # a row for every token but "="
-        conversations = turns.Conversations(engine, pool, inputs, cfg, rows)
+        conversations = turns.Conversations(Script(tokenizer), pool, inputs, cfg, rows)
         found = dict(conversations.generate(prompts, seeds, n, None, budget))
-        return [found[p] for p in range(len(rows))], engine.asked
+        return [found[p] for p in range(len(rows))]
 
     return run
 
 
-def test_a_conversation_by_hand(converse, tokenizer):
-    """Answers "00" and "01" to "5>"; the function ends the first and says "+7" to the second, then ends it."""
-    body = 'state["n"] = state.get("n", 0) + 1; return "+" + row["add"] if text == "01" else None'
-    ((first, second),), asked = converse(body, 16, [{"prompt": "5>", "add": "7"}])
-    one, zero, seven, plus = (tokenizer(x)["input_ids"][0] for x in "107+")
-    assert (first.ids, first.turns, first.finished) == ([zero, zero, EOS], [3], True)
-    assert first.columns == {"turns": ["00"], "state": {"n": 1}} and not first.logps.count(0.0)
-    seed = turns.turn_seed(100, 1, 1)  # of the prompt's seed, the answer's number, the turn
-    assert asked == [("5>", 100, 2, 16), ("5>01<eos>+7", seed, 1, 16 - 5)]
-    last = str(seed)[-2:]
-    assert second.ids == [zero, one, EOS, plus, seven, *tokenizer(last)["input_ids"], EOS]
-    assert second.turns == [3, 2, 3] and second.logps == [-1.0] * 3 + [0.0] * 2 + [-1.0] * 3
-    assert second.columns == {"turns": ["01", "+7", last], "state": {"n": 2}} and second.finished
-
-
 def test_what_ends_a_conversation(converse):
     rows = [{"prompt": "1>", "say": "+"}, {"prompt": "2>", "say": "+" * 6}, {"prompt": "3>", "say": ""}]
-    talks, _ = converse('return row["say"]', 10, rows, n=1, max_turns=3)
-    (short,), (long,), (mute,) = talks
+    (short,), (long,), (mute,) = converse('return row["say"]', 10, rows, n=1, max_turns=3)
     assert short.turns == [3, 1, 3, 1, 2] and not short.finished  # by the budget, in the third answer
     assert long.turns == [3, 6, 1] and not long.finished
     assert mute.turns == [3, 0, 3, 0, 3] and mute.finished  # by max_turns: no token budget cut it
-    (((alone,),), _) = converse('state["seen"] = text; return "+" * 7', 10, rows[:1], n=1)
+    ((alone,),) = converse('state["seen"] = text; return "+" * 7', 10, rows[:1], n=1)
     assert alone.turns == [3] and not alone.finished  # no room for an answer: what it said is dropped
-    (((once,),), asked) = converse('state["seen"] = text; return "+"', 10, rows[:1], n=1, max_turns=1)
-    assert once.turns == [3] and once.finished and once.columns["state"] == {"seen": "00"} and len(asked) == 1
+    ((once,),) = converse('state["seen"] = text; return "+"', 10, rows[:1], n=1, max_turns=1)
+    assert once.turns == [3] and once.finished and once.columns["state"] == {"seen": "00"}
 
 
 def test_conversations_do_not_depend_on_each_other(converse):
     """Nor on which engine holds them: each alone is as it is beside the others."""
     rows = [{"prompt": f"{digit}>"} for digit in range(4)]
     body = 'return "+" * int(text[-1])'
-    together, _ = converse(body, 24, rows, n=3)
+    together = converse(body, 24, rows, n=3)
     for p in (0, 3):
-        alone, _ = converse(body, 24, rows[: p + 1], n=3)
+        alone = converse(body, 24, rows[: p + 1], n=3)
         assert alone[p] == together[p]
 
 
@@ -120,7 +95,7 @@ def test_a_hostile_function_costs_one_sample(converse, name):
     """In the second turn; the other answer's conversation goes on as if nothing had been, and grading knows."""
     body, status, message = HOSTILE[name]
     body = f"if text == '00' or 'ok' in state:\n        state['ok'] = 1; return '+'\n    {body}"
-    ((good, bad),), _ = converse(body, 10, [{"prompt": "5>"}], max_turns=2)
+    ((good, bad),) = converse(body, 10, [{"prompt": "5>"}], max_turns=2)
     assert good.failure is None and good.columns["turns"][:2] == ["00", "+"]
     assert bad.turns == [3] and bad.failure.status == status and not bad.failure.parts
     assert bad.failure.error == "" if status == "timeout" else bad.failure.error.startswith("rollout.turns failed: ")
@@ -129,12 +104,7 @@ def test_a_hostile_function_costs_one_sample(converse, name):
     assert [(o.status, sum(o.parts.values())) for o in graded] == [("ok", 1), (status, 0)]
 
 
-def test_the_tools_of_the_examples_as_the_workers_call_them():
-    state = {}
-    row = {"prompt": ">", "answer": "5"}
-    assert [tiny_turns.higher_or_lower(text, row, state) for text in ("55", "4", "6", "5")] == [None, "+", "-", None]
-    assert state == {"guesses": 3, "won": True} and tiny_turns.won("", "5", {"state": state}) == 1
-    assert tiny_turns.won("", "5", {"state": {"guesses": 2, "won": False}}) == 0.2
+def test_the_python_tool_of_the_examples_as_the_workers_call_it():
     pool = pool_of()
     programs = ("print(6 * 7)", "1 / 0", "import socket; socket.socket()")
     texts = [*(f"I compute\n```python\n{program}\n```" for program in programs), "It is 42."]
@@ -143,8 +113,6 @@ def test_the_tools_of_the_examples_as_the_workers_call_them():
     pool.close()
     assert replies == {"```output\n42\n```\n", "```output\nit failed\n```\n", None}
 
-
-# ---------------------------------------------------------------- chat templates
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -207,17 +175,11 @@ def test_what_is_refused_before_the_start(tmp_path, tiny, source, template, mess
     assert "rollout.turns" in str(error.value)
 
 
-# ---------------------------------------------------------------- real runs
-
-
 @pytest.mark.slow
-def test_the_game_is_learned(tiny, tmp_path):
+def test_the_game_is_learned(start, tmp_path):
     """From nothing, by reward alone: who does not listen wins at most 2 games of 3."""
     make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer("0123456789>+-="))
-    run = Training(tiny, tmp_path / "out", f"model.path={tmp_path / 'model'}", "data.train='123'", config="tiny_turns")
-    try:
-        assert run.end(1800) == 0, run.text
-    finally:
-        run.kill()
+    run = start(2, f"model.path={tmp_path / 'model'}", "data.train='123'", config="tiny_turns")
+    assert run.end(1800) == 0, run.text
     rewards = [metrics["reward/mean"] for metrics in run.metrics]
     assert rewards[0] < 0.2 and np.mean(rewards[-10:]) > 0.9

@@ -1,17 +1,11 @@
-"""Grouped experts (support/model/experts.py) against Megatron's sequential ones: equal bit for bit in fp32 on the
-CPU.
-"""
-
-from types import SimpleNamespace
+"""Grouped experts (support/model/experts.py); tests/unit/test_options.py has an update of sequential ones beside it."""
 
 import pytest
 import torch
 
 import megatron_bridge as bridge
-from support.model.experts import GroupedExperts, GroupedLinear, SequentialMLP, linear, stack_weights
-from support.model.lora import Adapter
+from support.model.experts import GroupedLinear
 from tests.conftest import build_model, tiny_config
-from tests.layout_worker import one_layout
 from tests.oracle.layouts import make_plan
 
 
@@ -34,28 +28,6 @@ def test_a_grouped_product_is_that_of_each_expert(dtype, tokens_E):
     assert not any(grad.any() for grad, tokens in zip(found[1:], tokens_E, strict=True) if tokens == 0)
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_experts_without_a_token_ask_for_no_product(monkeypatch, adapters):
-    """A rank may get none; whether CUDA's grouped_mm takes 0 rows is not known."""
-
-    def grouped_mm(x, y, offs):
-        assert 0 not in (*x.shape, *y.shape)
-        return torch.einsum("rk,ekn->rn", x, y)
-
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
-    weights = [torch.randn(24, 16).requires_grad_(not adapters) for _ in range(3)]
-    x_R, ends_E = torch.zeros(0, 16, requires_grad=True), torch.zeros(3, dtype=torch.int32)
-    has_row = torch.arange(24)[:, None] // 12 == torch.arange(2)
-    for weight in weights if adapters else []:
-        a, b = torch.randn(2, 4, 16).requires_grad_(), torch.randn(24, 4).requires_grad_()
-        weight.adapter = Adapter(a, b, 1.0, has_row, True, SimpleNamespace(size=lambda: 1))
-    out_R = linear(tuple(weights))(x_R, ends_E, *weights)
-    assert out_R.shape == (0, 24)
-    out_R.sum().backward()
-    for trained in [w.adapter.b for w in weights] if adapters else weights:
-        assert trained.grad is not None and not trained.grad.any()
-
-
 def test_what_waits_for_weights_is_called_before_they_are_read(world, tmp_path):
     """Megatron's overlap_param_gather gathers what the replicas updated as late as a module with the weights is called,
     by a hook of the module; missed, a second update of a step computes with experts from before the first."""
@@ -68,24 +40,3 @@ def test_what_waits_for_weights_is_called_before_they_are_read(world, tmp_path):
     x_D = torch.randn(6, experts.config.hidden_size)
     experts(x_D, torch.tensor([6] + [0] * (len(experts.local_experts) - 1)), torch.ones(6))
     assert sorted(waited) == [(e, fc) for e in range(len(experts.local_experts)) for fc in ("linear_fc1", "linear_fc2")]
-
-
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
-def test_update_and_export_are_those_of_sequential_experts(world, tmp_path, family, monkeypatch):
-    layers, build = [], bridge.build_model
-
-    def spied(*args, **options):
-        model = build(*args, **options)
-        layers.append(bridge.unwrap_model(model[0]).decoder.layers[0].mlp.experts)
-        return model
-
-    monkeypatch.setattr(bridge, "build_model", spied)
-    plan = make_plan(tmp_path, family, layouts={"grouped": [], "sequential": ["megatron.moe_grouped_gemm=false"]})
-    grouped, sequential = (one_layout(plan, name) for name in plan["layouts"])
-    assert [type(layer) for layer in layers] == [GroupedExperts, SequentialMLP]
-    weights = [expert.linear_fc1.weight for expert in layers[0].local_experts]
-    assert stack_weights(weights).data_ptr() == weights[0].data_ptr()  # one tensor of the optimizer's buffer
-    assert grouped.keys() == sequential.keys()
-    different = [name for name in grouped if not torch.equal(grouped[name], sequential[name])]
-    assert set(different) <= {"grad_norm"}  # the same squares, added up in another order
-    assert float(grouped["grad_norm"]) == pytest.approx(float(sequential["grad_norm"]), rel=1e-6)

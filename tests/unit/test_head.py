@@ -1,15 +1,15 @@
-"""Log-probs, entropies and their gradients as HeadLogp has them, in chunks and over two tensor-parallel ranks, against
-float64.
-"""
+"""Log-probs, entropies and their gradients as HeadLogp has them, in chunks, against float64; layers of stages.
 
-import threading
-from types import SimpleNamespace
+tests/oracle/test_layouts.py has them over tensor-parallel ranks, tests/oracle/test_lora.py those of a frozen head.
+"""
 
 import pytest
 import torch
 
 import megatron_bridge as bridge
 from support.model.layers import add_product
+from support.model.stages import split_layers
+from tests.conftest import tiny_config
 
 ON = bridge.device()
 M, H, V, CHUNK, TEMPERATURE = 20, 24, 96, 7, 0.8
@@ -22,51 +22,12 @@ WAYS = [  # type of the weight, of its logits, whether its gradient is added to 
 ]
 
 
-class Ranks:
-    """Two threads as tensor-parallel ranks."""
-
-    def __init__(self, size: int):
-        self.local, self.barrier = threading.local(), threading.Barrier(size)
-        self.parts: list = [None] * size
-
-    def all_reduce(self, x, op=bridge.dist.ReduceOp.SUM, group=None):
-        self.parts[self.local.rank] = x.clone()
-        self.barrier.wait()
-        parts = torch.stack(self.parts)
-        self.barrier.wait()
-        x.copy_(parts.amax(0) if op == bridge.dist.ReduceOp.MAX else parts.sum(0))
-
-    def run(self, function) -> list:
-        results: list = [None] * len(self.parts)
-
-        def call(rank):
-            self.local.rank = rank
-            results[rank] = function(rank)
-
-        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(self.parts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
-
-
-@pytest.fixture(params=[1, 2])
-def ranks(request, monkeypatch):
-    ranks = Ranks(request.param)
-    monkeypatch.setattr(bridge, "LOGITS_CHUNK", CHUNK)
-    monkeypatch.setattr(bridge.dist, "all_reduce", ranks.all_reduce)
-    group = SimpleNamespace(rank=lambda: ranks.local.rank)
-    monkeypatch.setattr(bridge.mpu, "get_tensor_model_parallel_group", lambda: group)
-    return ranks
-
-
 def inputs(dtype: torch.dtype, rows: int = M) -> tuple[torch.Tensor, ...]:
-    """hidden [M, H], weight [V, H], targets [M] with the first and last of each half, gradients of both results [M]."""
+    """hidden [M, H], weight [V, H], targets [M] with the first and the last, gradients of both results [M]."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(M, H, device=ON).to(dtype), (torch.randn(V, H, device=ON) * 0.3).to(dtype)
     targets = torch.randint(V, (M,), device=ON)
-    targets[:4] = torch.tensor([0, V // 2 - 1, V // 2, V - 1])
+    targets[:2] = torch.tensor([0, V - 1])
     return hidden[:rows], weight, targets[:rows], *torch.randn(2, M, device=ON)[:, :rows]
 
 
@@ -80,47 +41,25 @@ def exact(hidden, weight, targets, grad_logp, grad_entropy) -> list[torch.Tensor
 
 @pytest.mark.parametrize("rows", [M, 0])
 @pytest.mark.parametrize(("dtype", "logits", "fused"), WAYS)
-def test_the_head_is_that_of_float64(ranks, dtype, logits, fused, rows):
+def test_the_head_is_that_of_float64(world, monkeypatch, dtype, logits, fused, rows):
+    bridge.init_model_parallel(tiny_config().parallel, seed=0)
+    monkeypatch.setattr(bridge, "LOGITS_CHUNK", CHUNK)
     hidden, weight, targets, *grads = inputs(dtype, rows)
-    size = len(ranks.parts)
-    halves = [half.clone().requires_grad_() for half in weight.chunk(size)]
-    for half in halves:
-        half.main_grad = torch.ones(half.shape, device=ON)
-
-    def run(rank):
-        own = hidden.clone().requires_grad_()
-        results = bridge.HeadLogp.apply(own, halves[rank], targets, TEMPERATURE, True, logits, fused)
-        first = torch.autograd.grad(results, (own, halves[rank]), grads, retain_graph=not fused)
-        if not fused:  # the second time no logits are kept
-            second = torch.autograd.grad(results, (own, halves[rank]), grads)
-            assert all(map(torch.equal, first, second))
-        return [*(x.detach() for x in results), *first]
-
-    found = ranks.run(run)
-    logp, entropy, grad_hidden, grad_weight = zip(*found, strict=True)
+    own = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
+    own[1].main_grad = torch.ones(weight.shape, device=ON)
+    results = bridge.HeadLogp.apply(*own, targets, TEMPERATURE, True, logits, fused)
+    grad_hidden, grad_weight = torch.autograd.grad(results, own, grads, retain_graph=not fused)
     if fused:
-        assert all(half.grad_added_to_main_grad for half in halves)
-        grad_weight = [half.main_grad - 1 for half in halves]
-    close = CLOSE[dtype]
+        assert own[1].grad_added_to_main_grad
+        grad_weight = own[1].main_grad - 1
+    else:  # the second time no logits are kept
+        assert all(map(torch.equal, (grad_hidden, grad_weight), torch.autograd.grad(results, own, grads)))
+    found = (*results, grad_hidden, grad_weight)
     wanted = exact(hidden, weight, targets, *grads)
-    compared = (logp[-1], entropy[-1], sum(x.double() for x in grad_hidden), torch.cat(grad_weight))
-    for name, own, expected in zip(("logp", "entropy", "hidden", "weight"), compared, wanted, strict=True):
+    for name, own, expected in zip(("logp", "entropy", "hidden", "weight"), found, wanted, strict=True):
         error = ((own.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
-        assert error < (1e-6 if logits is torch.float32 and name in ("logp", "entropy") else close), (name, error)
-
-
-def test_a_frozen_head_and_an_entropy_without_a_gradient(ranks):
-    hidden, weight, targets, grad_logp, _ = inputs(torch.float32)
-    halves = weight.chunk(len(ranks.parts))
-
-    def run(rank):
-        own = hidden.clone().requires_grad_()
-        logp_M, _ = bridge.HeadLogp.apply(own, halves[rank], targets, TEMPERATURE, False, torch.float32, True)
-        return torch.autograd.grad(logp_M, own, grad_logp)[0]
-
-    wanted = exact(hidden, weight, targets, grad_logp, torch.zeros(M))[2]
-    assert (sum(ranks.run(run)) - wanted).norm() < 1e-6 * wanted.norm()
-    assert not any(half.requires_grad for half in halves)
+        close = 1e-6 if logits is torch.float32 and name in ("logp", "entropy") else CLOSE[dtype]
+        assert error < close, (name, error)
 
 
 @pytest.mark.gpu(only=True)
@@ -132,3 +71,24 @@ def test_a_product_is_added_in_fp32(dtype, rows):
     main = torch.full((48, 64), 1000.0, device=ON)
     add_product(x, grad, main)
     assert (main - 1000 - grad.double().t() @ x.double()).abs().max() < 1e-3
+
+
+BOTH = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "options", "expected"),
+    [
+        (94, 8, 1, BOTH, [[11], *[[12]] * 6, [11]]),
+        (94, 4, 2, BOTH, [[11, 12], [12, 12], [12, 12], [12, 11]]),
+        (30, 2, 1, {"num_layers_in_first_pipeline_stage": 14}, [[14], [16]]),
+        (16, 3, 2, {"num_layers_in_last_pipeline_stage": 4}, [[3, 3], [3, 3], [2, 2]]),
+        (9, 3, 1, {f"num_layers_in_{x}_pipeline_stage": n for x, n in (("first", 1), ("last", 2))}, [[1], [6], [2]]),
+        (4, 2, 2, {"pipeline_model_parallel_layout": "Ett||t|tL"}, [[2, 1], [0, 1]]),
+    ],
+)
+def test_layers_of_uneven_stages(layers, pp, vpp, options, expected):
+    """Their numbers go on from chunk to chunk over all stages."""
+    stages = split_layers(layers, pp, vpp, **options)
+    assert [[len(chunk) for chunk in stage] for stage in stages] == expected
+    assert [n for chunks in zip(*stages, strict=True) for chunk in chunks for n in chunk] == [*range(layers)]

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import megatron_bridge as bridge
+import train_grpo
 from config import RankError, TrainConfig, TrainingError, UserError
 from support.model import attention
 from support.preflight import run_plan
 from support.run import launch
 from tests.conftest import REPO, tiny_config
 from tests.fork_server import free_port
+from tests.museum import Exhibit
 
 CONFIG = str(REPO / "configs/tiny.yaml")
 
@@ -50,19 +52,6 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
     assert "warning" not in command("--dry-run", "resume=auto")[1]
     with pytest.raises(SystemExit):
         command("--dry-run", "--world-size", "0")
-
-
-def test_exact_runs_write_no_nan_into_fresh_memory(monkeypatch):
-    """torch's deterministic mode fills every new tensor, vLLM's KV cache too, which costs time and tells nothing."""
-    monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
-    monkeypatch.setattr(launch, "Clock", mock.Mock())
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    try:
-        with launch.joined(tiny_config("rollout.exact=true")):
-            assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.utils.deterministic.fill_uninitialized_memory
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(("option", "connections"), [("tp", "1"), ("cp", "1"), ("pp", None)])
@@ -187,22 +176,17 @@ def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
     assert failed(RankError("known to me")) == (1, "error: known to me\n")
 
 
-@pytest.mark.parametrize(
-    ("failure", "message"),
-    [
-        (
-            ValueError("No available memory for the cache blocks."),
-            "^rank 1, in the phase train: out of memory for",
-        ),
-        (OSError(errno.ENOSPC, "No space left on device"), "train: a file could not be written: .*No space left"),
-        (
-            RuntimeError("pair.cc:553] Connection closed by peer [10.0.0.2]:643. This\nmore"),
-            r"^rank 1, in the phase train: another rank is gone \(.*This\)\. torchrun's report says",
-        ),
-        (RuntimeError("NCCL error: remote process exited or a network error"), "another rank is gone"),
-    ],
-)
-def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, message):
+FAILURES = {  # what is said → what was raised
+    "^rank 1, in the phase train: out of memory for": ValueError("No available memory for the cache blocks."),
+    "train: a file could not be written: .*No space left": OSError(errno.ENOSPC, "No space left on device"),
+    r"^rank 1, in the phase train: another rank is gone \(.*This\)\. torchrun's report says":
+        RuntimeError("pair.cc:553] Connection closed by peer [10.0.0.2]:643. This\nmore"),
+    "another rank is gone": RuntimeError("NCCL error: remote process exited or a network error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", FAILURES)
+def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, message):
     clock = mock.Mock(phase="train")
     monkeypatch.setattr(launch, "Clock", lambda stall_timeout_s, profiler: clock)
     monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
@@ -210,7 +194,28 @@ def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, failure, messa
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     cfg = tiny_config(f"output_dir={tmp_path}")
     with pytest.raises(RankError, match=message), launch.joined(cfg):
-        raise failure
+        raise FAILURES[message]
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"), launch.joined(cfg):  # a mistake in the code
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert clock.stop.call_count == 2
+
+
+SLIPS = {  # what is said → function of the script, piece of its source, what a fork has there
+    r"train_grpo.py, line \d+, in grpo_loss: NameError: name 'weigth_T'": (
+        "grpo_loss", "loss = (loss_T * weight_T).sum()", "loss = (loss_T * weigth_T).sum()"),
+    r"train_grpo.py, line \d+, in policy_loss: RuntimeError: The size of tensor a": (
+        "policy_loss", "log_ratio_T = logp_T - old_logp_T", "log_ratio_T = logp_T[1:] - old_logp_T"),
+    r"grpo_loss returns the shapes {'the loss sum': \[27\], .*; legal are": (
+        "grpo_loss", "loss = (loss_T * weight_T).sum()", "loss = loss_T * weight_T"),
+    r"grpo_loss returns the shapes {'tokens': \[27\], 'entropy': \[27\]": (
+        "grpo_loss", "values_T @ mask_T", "values_T * mask_T"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", SLIPS)
+def test_a_slip_of_a_fork_is_told_with_its_line(monkeypatch, message):
+    function, before, after = SLIPS[message]
+    exhibit = Exhibit("", "", f"train_grpo:{function}", before, after)
+    monkeypatch.setattr(exhibit.find(), "__code__", exhibit.compile())
+    with pytest.raises(UserError, match=message):
+        train_grpo.rehearse(tiny_config())

@@ -28,8 +28,6 @@ FULL = [f"megatron.recompute_{k}" for k in ("granularity=full", "method=uniform"
 OFFLOAD = "megatron.optimizer_cpu_offload=true"
 PRECISE = "megatron.use_precision_aware_optimizer=true"
 
-
-# ---------------------------------------------------------------- what is held
 # fp32, on 9 layouts in `make test` and on all of them in `make test-all`: tests/oracle/test_layouts.py
 
 BF16 = {
@@ -186,9 +184,6 @@ def test_recomputed_layers_keep_their_input(kept):
     assert kept() == 24 * layer and kept(*selective) == 24 * (layer - mlp)
     full = [*FULL, "megatron.recompute_num_layers=8"]
     assert kept(*full) == 3 * 896 and kept(*full, "megatron.recompute_method=block") == 8 * 896 + 16 * layer
-
-
-# ---------------------------------------------------------------- what it says
 
 
 def test_config_json_alone_is_enough_for_a_plan(tmp_path, capfd, offline):

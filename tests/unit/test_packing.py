@@ -1,4 +1,4 @@
-"""Packing: bins worked by hand, invariants of every plan, and how little attention pads at real lengths."""
+"""Packing: invariants of every plan, how little attention pads at real lengths, and shared prompts by hand."""
 
 import time
 from dataclasses import replace
@@ -31,16 +31,6 @@ def question_lengths(samples: int) -> np.ndarray:
 def long_lengths(samples: int) -> np.ndarray:
     """Of about 1,100 tokens, with a tail to 8,192."""
     return np.clip(np.random.default_rng(0).lognormal(np.log(700), 1.0, samples), 50, 8192).astype(np.int64)
-
-
-def test_bins_by_hand():
-    # Costliest first, each into the cheapest bin: 5 + 2 + 2 in both.
-    assert plan_bins(np.array([2, 5, 2, 5, 2, 2]), 9, 1) == [[1, 0, 4], [3, 2, 5]]
-    # Three rows of one length cost the same and go one to each replica; a sample is never split.
-    assert plan_bins(np.array([4, 4, 4]), 4, 3) == [[0], [1], [2]]
-    # Two replicas, four bins: the costliest meets the cheapest.
-    assert plan_bins(np.array([9, 8, 7, 1]), 9, 2) == [[0], [1], [3], [2]]
-    assert plan_bins(np.array([3]), 64, 2) == [[0], []] and plan_bins(np.array([], dtype=int), 64, 2) == [[], []]
 
 
 def test_what_every_plan_keeps_to():
@@ -89,24 +79,6 @@ def answers(prompts: list[list[int]], *lengths: int, **given) -> list[Sample]:
     ]
 
 
-def test_every_field_stands_on_the_position_that_predicts():
-    """Of a conversation, in which an environment has said 13 14, and of an answer; padding makes no longer sequence."""
-    talk = Sample(0, [11, 12], [1, 2, 13, 14, 3], [-0.1, -0.2, 0, 0, -0.3], True, "", "s", [2, 2, 1])
-    batch = flatten([talk, Sample(1, [15], [5, 6], [-0.5, -0.6], True, "", "s")])
-    assert batch.lengths_N.tolist() == [6, 2]
-    batch = replace(batch, advantages=torch.tensor([1.5, 0.5])[batch.seq_id])
-    mb = packing.pack(batch, [1, 0], 15, "cpu")
-    assert mb.tokens.tolist() == [[15, 5, 11, 12, 1, 2, 13, 14] + [0] * 7]
-    assert mb.targets.tolist() == [[5, 6, 12, 1, 2, 13, 14, 3] + [0] * 7]
-    assert mb.mask.tolist() == [[1, 1, 0, 1, 1, 0, 0, 1] + [0] * 7]
-    assert mb.position_ids.tolist() == [[*range(2), *range(6), *range(6), 0]]
-    assert mb.advantages.tolist() == [[0.5] * 2 + [1.5] * 6 + [0] * 7]
-    assert mb.rollout_logp.tolist() == [pytest.approx([-0.5, -0.6, 0, -0.1, -0.2, 0, 0, -0.3] + [0] * 7)]
-    assert mb.seq_id.tolist() == [[1] * 2 + [0] * 6 + [-1] * 7]
-    assert mb.cu_seqlens.tolist() == [0, 2, 8, 14, 15] and mb.sizes.tolist() == [2, 6, 6, 1]
-    assert mb.old_logp is None and mb.ref_logp is None
-
-
 def test_truncated_answers_keep_their_mask_and_need_not_be_trained():
     cut_off, whole = [Sample(0, [1, 2], [3, 4], [-1.0, -1.0], finished, "", "s") for finished in (False, True)]
     batch = flatten([cut_off, whole], mask_truncated=True)
@@ -122,22 +94,6 @@ def test_an_empty_micro_batch_counts_nothing():
     assert mb.tokens.shape == (1, 2) and mb.mask.sum() == 0
     loss, denominator, _ = grpo_loss(mb, torch.zeros(2, requires_grad=True), torch.zeros(2), AlgoConfig())
     assert loss.item() == 0 and denominator.item() == 0
-
-
-def test_a_row_that_shares_its_prompts_by_hand():
-    """Prompt 1 2 3 with answers of 2, 1 and 2 tokens: 4, 3 and 4 positions, of which the first 3, 2 and 3 are shared.
-
-    The second answer keeps one position of its own, since each sequence has a query.
-    """
-    batch = flatten(answers([[1, 2, 3]], 2, 1, 2))
-    mb = packing.pack(batch, [0, 1, 2], 7, "cpu", shares=True)
-    assert mb.tokens.tolist() == [[1, 2, 3, 100, 1, 2, 3, 1, 2, 3, 102, 0]]  # all positions, and one of padding
-    assert mb.kept.tolist() == [0, 1, 2, 3, 6, 10, 11] and mb.queries.tolist() == [4, 1, 1, 1]
-    assert mb.place.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 4, 5, 6]
-    assert mb.computed(mb.tokens).tolist() == [[1, 2, 3, 100, 3, 102, 0]] and mb.width == 7
-    assert mb.at_any_copy(mb.mask).tolist() == [[False, False, True, True, True, True, False]]
-    alone = packing.pack(batch, [0, 1, 2], 12, "cpu")
-    assert torch.equal(alone.tokens, mb.tokens) and (alone.kept, alone.place, alone.width) == (None, None, 12)
 
 
 def test_tokens_and_routes_decide_what_is_shared():

@@ -7,8 +7,9 @@ import sys
 import pytest
 from walkthrough import QUOTED, QUOTES, quote
 
+from support.base.read_config import KEYS, SECTIONS
 from tests import structure
-from tests.conftest import REPO, differs_from_upstream
+from tests.conftest import REPO, differs_from_upstream, legal_keys
 
 FORK = "in a fork, change the number in tests/structure.py, or move what is no algorithm into a file of your own"
 BESIDE = ("benchmarks", "docs/make", "oracle", "tests", "tools")
@@ -16,9 +17,6 @@ SOURCES = structure.core(REPO) + sorted(path for folder in BESIDE for path in (R
 
 # Import name → distribution, where they differ.
 DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml", "math_verify": "math-verify"}
-
-
-# ---------------------------------------------------------------- the rules
 
 
 @pytest.mark.parametrize("path", structure.core(REPO), ids=lambda path: path.relative_to(REPO).as_posix())
@@ -39,9 +37,6 @@ def test_every_wing_has_a_line_on_the_page_of_forks():
     wings = {path.parent.name for path in REPO.glob("support/*/__init__.py")}
     assert wings == {place for place in structure.FLOORS if not place.endswith(".py")} - {"rewards"}
     assert set(re.findall(r"^  (\w+)/ ", (REPO / "docs/forking.md").read_text(), flags=re.MULTILINE)) == wings
-
-
-# ---------------------------------------------------------------- what lies where, and what documents say of it
 
 
 def test_links_and_paths_that_code_names_lead_to_files_and_headings():
@@ -102,3 +97,27 @@ def test_every_import_is_pinned(file):
     names = {module.split(".")[0] for node in nodes for module in structure.modules(node)}
     missing = {DISTRIBUTIONS.get(name, name) for name in names - set(sys.stdlib_module_names) - own} - pinned
     assert not missing, f"imported, and not pinned in {file}"
+
+
+# only looks at the keys: one that nothing else reads is dead
+LOOKS = REPO / "support/preflight/configuration.py"
+
+
+def test_every_key_is_read():
+    """As an attribute, or by a name that is handed to getattr."""
+    text = "\n".join(path.read_text() for path in {*REPO.glob("*.py"), *REPO.glob("support/**/*.py")} - {LOOKS})
+    read = {*re.findall(r"\.(\w+)", text), *re.findall(r'"(\w+)"', text)}
+    assert not [key for key in KEYS if key.rpartition(".")[2] not in read]
+
+
+NAMED = {
+    name.partition("=")[0]
+    for name in re.findall(r"`([a-z_]+[./][\w./]+(?:=[^`]*)?)`", (REPO / "docs/troubleshooting.md").read_text())
+}
+
+
+def test_every_key_of_the_page_exists():
+    named = {name for name in NAMED if name.partition(".")[0] in {*SECTIONS, "megatron"} and "/" not in name}
+    assert len(named) >= 40 and named <= legal_keys()
+    files = {name for name in NAMED - named if name.endswith((".py", ".jsonl", ".yaml"))}
+    assert NAMED - named - files <= set(re.findall(r"`([a-z_]+/\w+)`", (REPO / "docs/metrics.md").read_text()))

@@ -1,7 +1,4 @@
-"""The recipe for rewards of single tokens: where they fall, and what each token then answers for.
-
-The recipe applies and dry-runs in test_forks.py.
-"""
+"""The recipe for rewards of single tokens: where they fall, and what each token then answers for."""
 
 import itertools
 import math

@@ -23,9 +23,6 @@ def f64(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-# ---------------------------------------------------------------- advantages
-
-
 @pytest.mark.parametrize(
     ("kind", "want"),
     [
@@ -96,7 +93,6 @@ def test_overlong_penalty_by_hand():
     assert [s.reward for s in samples] == [1, 1, 0.5, 0, -1]
 
 
-# ---------------------------------------------------------------- policy losses
 # tests/oracle/test_loss.py compares values, gradients and clips of each loss, correction and KL with the formulas.
 
 
@@ -126,9 +122,6 @@ def test_policy_losses_by_hand(options, rises, falls):
     torch.testing.assert_close(loss, f64(*rises, *falls), **F64)
 
 
-# ---------------------------------------------------------------- mismatch
-
-
 @pytest.mark.parametrize(
     ("options", "weights", "outside"),
     [
@@ -152,9 +145,6 @@ def test_mismatch_weights_by_hand(options, weights, outside):
     assert cut[1:].tolist() == outside
 
 
-# ---------------------------------------------------------------- normalisation and updates
-
-
 @pytest.mark.parametrize(
     ("kind", "want"),
     [
@@ -172,9 +162,6 @@ def test_loss_weights_by_hand_and_by_the_formulas(kind, want):
     weights = train_grpo.loss_weights(SimpleNamespace(trained=mask, seq_id=sample), [4, 0, 1, 2, 3], kind, 10)
     torch.testing.assert_close(weights, torch.tensor(want)[sample] * mask, rtol=1e-6, atol=0)
     np.testing.assert_allclose(formulas.answer_weights([3, 1, 0, 0, 2, 0], kind, 10), want, rtol=1e-12)
-
-
-# ---------------------------------------------------------------- names and forks
 
 
 @pytest.mark.parametrize(
