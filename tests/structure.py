@@ -18,10 +18,10 @@ FUNCTION_LINES = 60
 # Statements of a wing, docstrings not counted; "docs" is lines of `pages`. These numbers only fall: a commit that
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
-    "top": 1244,
-    "support/base": 663, "support/preflight": 589, "support/data": 436, "support/engine": 287, "support/judge": 185,
-    "support/model": 1320, "support/run": 1093, "support/step": 969,
-    "rewards": 179, "oracle": 983, "tools": 1044, "benchmarks": 687, "tests": 6876, "docs": 2945,
+    "top": 1249,
+    "support/base": 700, "support/preflight": 601, "support/data": 519, "support/engine": 296, "support/judge": 173,
+    "support/model": 1286, "support/run": 1105, "support/step": 967,
+    "rewards": 179, "oracle": 967, "tools": 1044, "benchmarks": 689, "tests": 6653, "docs": 2940,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0
