@@ -328,7 +328,8 @@ def check_divides(key: str, by: int, sizes: dict[str, int], kv_heads: int = 1) -
     if by not in legal:
         wrong = [f"does not divide the model's {what} {size}" for what, size in sizes.items() if size % by]
         wrong.append(f"neither divides the model's key-value heads {kv_heads} nor is a multiple of them")
-        raise UserError(f"{key}={by} {wrong[0]}; legal are {legal[:16]}")
+        pad = f", or pad it: transformers' model.resize_token_embeddings(pad_to_multiple_of={by}), then save_pretrained"
+        raise UserError(f"{key}={by} {wrong[0]}; legal are {legal[:16]}{pad if 'vocabulary' in wrong[0] else ''}")
 
 
 def check_stages(layers: int, cfg: Config) -> None:

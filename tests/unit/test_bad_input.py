@@ -149,6 +149,7 @@ MODELS = [  # what differs in config.json, overrides, what the refusal says
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, f"{key}=4", f"{key}=4 neither divides the model's "
         "key-value heads 3 nor is a multiple of them; legal are [1]") for key in ("parallel.tp", "rollout.tp")
     ),
+    ({"vocab_size": 99}, "parallel.tp=2", "size 99; legal are [1], or pad it: transformers' model.resize_token_em"),
     (DEEP, "parallel.pp=4", f"one of these: parallel.pp [1, 2, 47, 94]; {STAGES}=Et*23|t*23|t*24|t*24L alone"),
     (DEEP, f"parallel.pp=4 {FIRST}=80", f"one of these: parallel.pp [2, 3, 8, 15]; {FIRST} [1, 4, 7, 10, 13, 16, 19,"),
     # Megatron-core builds layers 34 to 59 twice
