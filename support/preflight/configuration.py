@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+from pathlib import Path
 
 import transformers
 
@@ -228,11 +229,22 @@ SUPPORTED = {
     "decoder_sparse_step": 1, "router_jitter_noise": 0.0, "partial_rotary_factor": 1.0,
 }  # fmt: skip
 
+# A file → what a folder is that has it, and no weights of a model.
+OTHER_FOLDERS = {
+    "adapter_config.json": "an adapter. Merge it into its base (PEFT's merge_and_unload, then save_pretrained, and the "
+    "tokenizer's files) and give that; a run here writes it merged too, in hf/, and resume=a checkpoint trains it on",
+    "state.json": "a checkpoint. --export with resume=this folder writes its model to hf/; model.path stays the base",
+    "metrics.jsonl": "the output of a run. Give one of the models in its hf/; --export makes one of a checkpoint",
+}
+
 
 def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path") -> None:
     """UserError unless, by its config, the model of `path`, the value of `key`, can be built and split."""
     model = f"{key}={path}"
     check_found(path, key)
+    for file, what in OTHER_FOLDERS.items():
+        if Path(path, file).exists() and not [*Path(path).glob("model*.safetensors")]:
+            raise UserError(f"{model} is {what}")
     try:
         hf = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:  # a damaged config.json fails as code does, with any exception

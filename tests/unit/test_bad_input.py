@@ -169,6 +169,17 @@ def test_a_model_without_a_counterpart_is_refused(dry_run, tiny, tmp_path, chang
     assert code == 2 and message in text, text
 
 
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("adapter_config.json", "is an adapter. Merge it"), ("state.json", "is a checkpoint. --export with"),
+     ("metrics.jsonl", "is the output of a run. Give one of the models in its hf/")],
+)  # fmt: skip
+def test_a_folder_that_is_no_model_is_told_what_it_is(dry_run, tmp_path, file, message):
+    (tmp_path / file).write_text("{}")
+    code, text = dry_run(f"model.path={tmp_path}")
+    assert code == 2 and text.startswith(f"error: model.path={tmp_path} {message}"), text
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, tiny, tmp_path):
     """In a prompt, and as an end of answers; a model that never meets the token is none the worse."""
     folder = shutil.copytree(tiny / "model", tmp_path / "model")
