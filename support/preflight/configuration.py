@@ -387,9 +387,10 @@ def check_weights(path: str, key: str = "model.path") -> None:
     names += [f"decoder.layers.{i}.{rest}" for i in range(hf.num_hidden_layers) for rest in layer]
     wanted = {part for name in names for part in bridge.rule_of(name, hf)[1]}
     try:
-        found = {name for name in safetensor_files(path) if not name.endswith("rotary_emb.inv_freq")}
-    except FileNotFoundError as error:
+        files = safetensor_files(path)
+    except ValueError as error:
         raise UserError(f"{key}={path}: {error}") from None
+    found = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
     if hf.tie_word_embeddings:
         found.discard("lm_head.weight")  # a copy that some exporters write
     for what, names in (("lacks", wanted - found), ("has tensors this model has no place for:", found - wanted)):

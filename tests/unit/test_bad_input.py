@@ -1,13 +1,18 @@
 """Mistakes a user can make before training: exit code 2, one message with the key and what is legal, no traceback."""
 
+import contextlib
 import json
+import os
 import re
 import shutil
 
 import make_smollm2
 import pytest
 import transformers
+from safetensors.torch import load_file, save_file
 
+from config import UserError
+from support.preflight.configuration import check_weights
 from tests.conftest import REPO, write_rows
 from train_grpo import main
 
@@ -178,6 +183,33 @@ def test_a_folder_that_is_no_model_is_told_what_it_is(dry_run, tmp_path, file, m
     (tmp_path / file).write_text("{}")
     code, text = dry_run(f"model.path={tmp_path}")
     assert code == 2 and text.startswith(f"error: model.path={tmp_path} {message}"), text
+
+
+INDEX = "model.safetensors.index.json"
+CUT = "model-1.safetensors cannot be read (Error while deserializing header: {}): it is missing, cut off, or a pointer"
+FILES = [  # what is done to a folder with two shards and their index, what the refusal says; None: it is as before
+    (lambda folder, shard: shard.write_text("version https://git-lfs"), CUT.format("header too large")),
+    (lambda folder, shard: os.truncate(shard, 9000), CUT.format("incomplete metadata, file not fully covered")),
+    (lambda folder, shard: shard.unlink(), "model-1.safetensors cannot be read (No such file"),
+    (lambda folder, shard: shard.rename(folder / "model.safetensors"), "json, if model.safetensors is the model"),
+    (lambda folder, shard: os.truncate(folder / INDEX, 99), f"{INDEX} cannot be read (Unterminated string"),
+    (lambda folder, shard: (folder / INDEX).unlink(), "it must hold model.safetensors and no others, but has model-0."),
+    (lambda folder, shard: None, None),
+]
+
+
+@pytest.mark.parametrize(("harm", "message"), FILES)
+def test_shards_that_are_not_whole_are_told_by_name(tiny, tmp_path, harm, message):
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shard_of = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(weights)}
+    for shard in ("model-0.safetensors", "model-1.safetensors"):
+        save_file({name: weights[name] for name in weights if shard_of[name] == shard}, folder / shard)
+    (folder / INDEX).write_text(json.dumps({"weight_map": shard_of}))
+    harm(folder, folder / "model-1.safetensors")
+    with pytest.raises(UserError, match=re.escape(message)) if message else contextlib.nullcontext():
+        check_weights(str(folder))
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, tiny, tmp_path):
