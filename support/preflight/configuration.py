@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import transformers
+from safetensors import safe_open
 
 import megatron_bridge as bridge
 from config import Config, LoraConfig, UserError
@@ -397,3 +398,11 @@ def check_weights(path: str, key: str = "model.path") -> None:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise UserError(f"{key}={path} {what} {min(names)}{more}")
+    if hf.tie_word_embeddings and "lm_head.weight" in files:
+        tied = ("lm_head.weight", "model.embed_tokens.weight")
+        head, embedding = (safe_open(files[name], framework="pt").get_tensor(name) for name in tied)
+        require(
+            head.equal(embedding),
+            f"{key}={path}: tie_word_embeddings=true in its config.json, but {' and '.join(tied)} differ, and "
+            "transformers and vLLM use both: set tie_word_embeddings=false, or remove lm_head.weight from the file",
+        )

@@ -212,6 +212,19 @@ def test_shards_that_are_not_whole_are_told_by_name(tiny, tmp_path, harm, messag
         check_weights(str(folder))
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_a_head_that_is_said_to_be_tied_is_the_embedding(tiny, tmp_path, factor):
+    """Where it is another tensor, transformers and vLLM use it, whatever config.json says."""
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    head = weights["model.embed_tokens.weight"] * factor
+    save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    used = transformers.AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
+    assert used.equal(head)
+    with pytest.raises(UserError, match=r"tie_word_emb.* differ") if factor > 1 else contextlib.nullcontext():
+        check_weights(str(folder))
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, tiny, tmp_path):
     """In a prompt, and as an end of answers; a model that never meets the token is none the worse."""
     folder = shutil.copytree(tiny / "model", tmp_path / "model")
