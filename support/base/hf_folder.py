@@ -1,5 +1,6 @@
 """Folders in Hugging Face's format: where a model's files are, what they hold, and the export of a trained one."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from support.base import ranks
 from support.base.files import complete_folder, split_by_bytes
 
 EXPORT_SHARD_BYTES = 4 << 30
@@ -75,6 +77,18 @@ def safetensor_files(path: str) -> dict[str, str]:
             f"(`git lfs pull`, `hf download`){former}"
         ) from None
     return found
+
+
+def digest_weights(path: str) -> str:
+    """Digest of a model's tensors, however files hold them; each rank reads a share, and all return the same."""
+    files = safetensor_files(path)
+    digests = []
+    for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
+        with safe_open(files[name], framework="pt") as file:
+            content = file.get_tensor(name).flatten().view(torch.uint8).numpy()
+            digests.append((name, hashlib.sha256(content).hexdigest()))
+    whole = sorted(pair for part in ranks.gather(digests) for pair in part)
+    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
 
 
 def export_hf(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: Path) -> None:
