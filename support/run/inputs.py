@@ -84,7 +84,7 @@ def read(cfg: Config, parts: list[str], weights: bool) -> Inputs:
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
     read = prompts.get("train", []), prompts.get("eval", [])
-    return Inputs(tokenizer, *read, vocab_size, model_path=folder, ends=ends[parts[0]])
+    return Inputs(tokenizer, *read, vocab_size, model_path=folder, ends=next(iter(ends.values()), None))
 
 
 def check_models(cfg: Config) -> None:

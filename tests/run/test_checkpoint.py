@@ -162,6 +162,17 @@ def test_a_resume_needs_the_same_initial_weights_wherever_they_are(world, tiny, 
         check_base(path, cfg, str(folder))
 
 
+def test_a_checkpoint_is_exported_on_another_layout(shared, train_forked, tmp_path):
+    """The same bits as the run's own export of that step, without its data; nothing happens to later checkpoints."""
+    later = shared.out / "checkpoints/step_000003"
+    run = train_forked(
+        2, "--export", *shared.overrides, f"resume={later.with_name('step_000002')}", "parallel.pp=2",
+        "data.train=nowhere.jsonl", code=0,
+    )  # fmt: skip
+    assert equal(run.weights(2), shared.weights(2)) and later.exists()
+    assert [path.name for path in run.out.iterdir()] == ["hf"]
+
+
 def test_a_resumed_run_drops_what_is_written_of_later_steps_and_nothing_else(tmp_path):
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')

@@ -30,6 +30,12 @@ def test_it_equals_the_evaluation_before_the_first_step(shared, train_forked):
     assert f"answers: {run.out / 'evaluation.jsonl'}" in run.text
 
 
+def test_that_of_a_checkpoint_equals_the_one_after_its_step(shared, train_forked):
+    run = train_forked(2, "--evaluate", *shared.overrides, f"resume={shared.out}/checkpoints/step_000002", code=0)
+    assert read_rows(run.out / "evaluation.jsonl") == shared.rollouts(2, kind="eval")
+    assert f"evaluation of {run.out}/hf/step_000002" in run.text
+
+
 def test_the_error_is_of_prompts_not_of_answers():
     rewards = [[1, 1], [1, 0], [0, 0], [0.9, 1.1]]  # shares 1, 1/2, 0, 1/2 of answers with a reward of 1
     samples = [Sample(g, [1], [2], [0.0], True, "", "", reward=r) for g, pair in enumerate(rewards) for r in pair]
