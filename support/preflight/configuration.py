@@ -398,11 +398,16 @@ def check_weights(path: str, key: str = "model.path") -> None:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise UserError(f"{key}={path} {what} {min(names)}{more}")
-    if hf.tie_word_embeddings and "lm_head.weight" in files:
-        tied = ("lm_head.weight", "model.embed_tokens.weight")
-        head, embedding = (safe_open(files[name], framework="pt").get_tensor(name) for name in tied)
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    rows = safe_open(files[embedding], framework="pt").get_slice(embedding).get_shape()[0]
+    require(
+        rows == hf.vocab_size,
+        f"{key}={path}: vocab_size={hf.vocab_size} in its config.json, but {embedding} has {rows} rows; write {rows}",
+    )
+    if hf.tie_word_embeddings and head in files:
+        tied = [safe_open(files[name], framework="pt").get_tensor(name) for name in (head, embedding)]
         require(
-            head.equal(embedding),
-            f"{key}={path}: tie_word_embeddings=true in its config.json, but {' and '.join(tied)} differ, and "
+            tied[0].equal(tied[1]),
+            f"{key}={path}: tie_word_embeddings=true in its config.json, but {head} and {embedding} differ, and "
             "transformers and vLLM use both: set tie_word_embeddings=false, or remove lm_head.weight from the file",
         )

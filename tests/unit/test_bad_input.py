@@ -225,6 +225,14 @@ def test_a_head_that_is_said_to_be_tied_is_the_embedding(tiny, tmp_path, factor)
         check_weights(str(folder))
 
 
+def test_an_embedding_of_other_rows_than_the_config_says(tiny, tmp_path):
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 14}))
+    with pytest.raises(UserError, match=r"vocab_size=14 in its config.json, but model.embed_tokens.weight has 16 rows"):
+        check_weights(str(folder))
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, tiny, tmp_path):
     """In a prompt, and as an end of answers; a model that never meets the token is none the worse."""
     folder = shutil.copytree(tiny / "model", tmp_path / "model")
