@@ -143,6 +143,7 @@ def save(run: Run, step: int) -> None:
         "skipped": run.guard.skipped,
         "loss_scale": fp16.scaler_state(run.optimizer),
         "data": run.inputs.prompts.fingerprint,
+        "base": run.inputs.base,
         "ranks": dist.get_world_size(),
         "config": run.cfg.model_dump(),
     }

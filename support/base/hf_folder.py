@@ -1,5 +1,6 @@
 """Folders in Hugging Face's format: where a model's files are, what they hold, and the export of a trained one."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from support.base import ranks
 from support.base.files import complete_folder, split_by_bytes
 
 EXPORT_SHARD_BYTES = 4 << 30
@@ -54,15 +56,39 @@ def count_weights(path: str) -> int:
 
 
 def safetensor_files(path: str) -> dict[str, str]:
-    """Tensor name → file, for the safetensors of a folder. Raises FileNotFoundError where there are none."""
-    index = Path(path, "model.safetensors.index.json")
-    if index.exists():
-        return {name: str(Path(path, file)) for name, file in json.loads(index.read_text())["weight_map"].items()}
-    single = Path(path, "model.safetensors")
-    if not single.exists():
-        raise FileNotFoundError(f"{path} holds no model.safetensors")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), str(single))
+    """Tensor name → file, for the safetensors of a folder. Raises ValueError where they are not whole, or not clear."""
+    index, whole = Path(path, "model.safetensors.index.json"), Path(path, "model.safetensors")
+    files = {*Path(path).glob("*.safetensors")}  # vLLM reads them all, if there is no index
+    if not index.exists() and files != {whole}:
+        held = ", ".join(sorted(file.name for file in files)) or "no safetensors"
+        raise ValueError(f"without {index.name} it must hold {whole.name} and no others, but has {held}")
+    found, file = {}, index
+    try:
+        if index.exists():
+            files = {Path(path, name) for name in json.loads(index.read_text())["weight_map"].values()}
+        for file in sorted(files):
+            with safe_open(file, framework="pt") as opened:
+                found |= dict.fromkeys(opened.keys(), str(file))
+    except (OSError, ValueError, SafetensorError) as error:
+        is_former = whole.exists() and file != whole
+        former = f", or remove {index.name}, if {whole.name} is the model" if is_former else ""
+        raise ValueError(
+            f"{file} cannot be read ({error}): it is missing, cut off, or a pointer of git-lfs; fetch it again "
+            f"(`git lfs pull`, `hf download`){former}"
+        ) from None
+    return found
+
+
+def digest_weights(path: str) -> str:
+    """Digest of a model's tensors, however files hold them; each rank reads a share, and all return the same."""
+    files = safetensor_files(path)
+    digests = []
+    for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
+        with safe_open(files[name], framework="pt") as file:
+            content = file.get_tensor(name).flatten().view(torch.uint8).numpy()
+            digests.append((name, hashlib.sha256(content).hexdigest()))
+    whole = sorted(pair for part in ranks.gather(digests) for pair in part)
+    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
 
 
 def export_hf(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: Path) -> None:

@@ -112,11 +112,11 @@ def load_state(model: list, optimizer, loaded: dict[str, torch.Tensor], steps: i
         chunk.start_param_sync(force_sync=True)
 
 
-def restore(path: Path, model: list, optimizer, others: Sequence[str] = ()) -> dict[str, Any]:
+def restore(path: Path, model: list, optimizer, others: Sequence[str] | None = ()) -> dict[str, Any]:
     """Load weights and moments from a checkpoint of any layout; returns its state.
 
-    `others`: first words of keys that somebody else reads. CheckpointError, before any change, also for unread keys;
-    TrainingError unless the optimizer then counts the checkpoint's updates and has moments.
+    `others`: first words of keys that somebody else reads, None: any. CheckpointError, before any change, also for
+    unread keys; TrainingError unless the optimizer then counts the checkpoint's updates and has moments.
     """
     state = read_state(path)
     take_back_state(optimizer)

@@ -3,8 +3,10 @@
 import importlib.util
 import math
 import os
+from pathlib import Path
 
 import transformers
+from safetensors import safe_open
 
 import megatron_bridge as bridge
 from config import Config, LoraConfig, UserError
@@ -227,11 +229,22 @@ SUPPORTED = {
     "decoder_sparse_step": 1, "router_jitter_noise": 0.0, "partial_rotary_factor": 1.0,
 }  # fmt: skip
 
+# A file → what a folder is that has it, and no weights of a model.
+OTHER_FOLDERS = {
+    "adapter_config.json": "an adapter. Merge it into its base (PEFT's merge_and_unload, then save_pretrained, and the "
+    "tokenizer's files) and give that; a run here writes it merged too, in hf/, and resume=a checkpoint trains it on",
+    "state.json": "a checkpoint. --export with resume=this folder writes its model to hf/; model.path stays the base",
+    "metrics.jsonl": "the output of a run. Give one of the models in its hf/; --export makes one of a checkpoint",
+}
+
 
 def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path") -> None:
     """UserError unless, by its config, the model of `path`, the value of `key`, can be built and split."""
     model = f"{key}={path}"
     check_found(path, key)
+    for file, what in OTHER_FOLDERS.items():
+        if Path(path, file).exists() and not [*Path(path).glob("model*.safetensors")]:
+            raise UserError(f"{model} is {what}")
     try:
         hf = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:  # a damaged config.json fails as code does, with any exception
@@ -328,7 +341,8 @@ def check_divides(key: str, by: int, sizes: dict[str, int], kv_heads: int = 1) -
     if by not in legal:
         wrong = [f"does not divide the model's {what} {size}" for what, size in sizes.items() if size % by]
         wrong.append(f"neither divides the model's key-value heads {kv_heads} nor is a multiple of them")
-        raise UserError(f"{key}={by} {wrong[0]}; legal are {legal[:16]}")
+        pad = f", or pad it: transformers' model.resize_token_embeddings(pad_to_multiple_of={by}), then save_pretrained"
+        raise UserError(f"{key}={by} {wrong[0]}; legal are {legal[:16]}{pad if 'vocabulary' in wrong[0] else ''}")
 
 
 def check_stages(layers: int, cfg: Config) -> None:
@@ -375,12 +389,26 @@ def check_weights(path: str, key: str = "model.path") -> None:
     names += [f"decoder.layers.{i}.{rest}" for i in range(hf.num_hidden_layers) for rest in layer]
     wanted = {part for name in names for part in bridge.rule_of(name, hf)[1]}
     try:
-        found = {name for name in safetensor_files(path) if not name.endswith("rotary_emb.inv_freq")}
-    except FileNotFoundError as error:
+        files = safetensor_files(path)
+    except ValueError as error:
         raise UserError(f"{key}={path}: {error}") from None
+    found = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
     if hf.tie_word_embeddings:
         found.discard("lm_head.weight")  # a copy that some exporters write
     for what, names in (("lacks", wanted - found), ("has tensors this model has no place for:", found - wanted)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise UserError(f"{key}={path} {what} {min(names)}{more}")
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    rows = safe_open(files[embedding], framework="pt").get_slice(embedding).get_shape()[0]
+    require(
+        rows == hf.vocab_size,
+        f"{key}={path}: vocab_size={hf.vocab_size} in its config.json, but {embedding} has {rows} rows; write {rows}",
+    )
+    if hf.tie_word_embeddings and head in files:
+        tied = [safe_open(files[name], framework="pt").get_tensor(name) for name in (head, embedding)]
+        require(
+            tied[0].equal(tied[1]),
+            f"{key}={path}: tie_word_embeddings=true in its config.json, but {head} and {embedding} differ, and "
+            "transformers and vLLM use both: set tie_word_embeddings=false, or remove lm_head.weight from the file",
+        )

@@ -1,4 +1,7 @@
-"""The command's --evaluate: data.eval once on model.path, without a trainer. The script hands in how it evaluates."""
+"""The command's --evaluate and --export: data.eval once on a model, and the model of a checkpoint; neither trains.
+
+The script hands in how it evaluates.
+"""
 
 import signal
 from collections.abc import Callable
@@ -9,19 +12,22 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+import megatron_bridge as bridge
 from config import Config
 from support.base.read_config import load_config, validate
 from support.base.require import require
 from support.base.rollout_files import as_row, write_rows
+from support.model import checkpoint, optimizer_state
 from support.preflight import configuration, options
 from support.run.clock import Clock
-from support.run.inputs import Inputs
+from support.run.inputs import Inputs, check_base
 from support.step import metrics
 from support.step.grading import GradingPool
 from support.step.records import Sample
 
 FILE = "evaluation.jsonl"  # in the output folder, a line as in rollouts/
 UNUSED = ("parallel", "lora", "algo", "megatron", "schedule", "profile")  # sections that only training reads
+NOT_EXPORTED = ("data.train=[]", "rollout.tp=1", "algo.kl_coef=0", "algo.teacher=null", "profile.start=0")
 
 
 Evaluate = Callable[[Any], tuple[dict[str, float], list[Sample]]]  # the script's `evaluate`, of a Run
@@ -31,7 +37,7 @@ def read_config(path: str, overrides: list[str], world_size: int) -> Config:
     """The configuration of an evaluation, checked, without what only training reads. Raises UserError."""
     cfg = load_config(path, [*overrides, "data.train=[]"])
     require(cfg.data.eval is not None, "--evaluate: data.eval is not set; name the data to evaluate on: data.eval=FILE")
-    cfg = validate({**cfg.model_dump(exclude=set(UNUSED)), "resume": "none"}, path)
+    cfg = validate(cfg.model_dump(exclude=set(UNUSED)), path)
     options.check_vllm(cfg.rollout.vllm)
     configuration.check_evaluation(cfg)
     configuration.check_world_size(cfg, world_size)
@@ -77,3 +83,37 @@ def accuracy(samples: list[Sample], pass_reward: float) -> tuple[float, float]:
     shares = np.array([np.mean(np.array(rewards) >= pass_reward) for rewards in groups])
     error = shares.std(ddof=1) / np.sqrt(len(shares)) if len(shares) > 1 else np.nan
     return shares.mean(), error
+
+
+# ---------------------------------------------------------------- a checkpoint as a Hugging Face folder
+
+
+def read_export_config(path: str, overrides: list[str], world_size: int) -> Config:
+    """The configuration of an export; its layout need not be the checkpoint's. Raises UserError."""
+    cfg = load_config(path, [*overrides, *NOT_EXPORTED])
+    configuration.check_world_size(cfg, world_size)
+    return cfg
+
+
+def export_checkpoint(cfg: Config, base: str) -> str:
+    """Write the model of the checkpoint `resume`, or else the newest, to output_dir/hf/step_N, adapters as a run does.
+
+    `base`: folder of the initial model. Called on every rank; returns the folder. Raises UserError, CheckpointError.
+    """
+    folder = Path(cfg.output_dir, "checkpoints")
+    found = Path(cfg.resume)
+    if cfg.resume in ("none", "auto"):
+        found = next(iter(checkpoint.list_checkpoints(folder)), folder)
+    problem = checkpoint.find_damage(found)
+    require(problem is None, f"{found} is no checkpoint, or not whole: {problem}; name another one, resume=FOLDER")
+    check_base(found, cfg, base)
+    bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    dtype = bridge.DTYPES[cfg.model.dtype]
+    model = bridge.build_model(base, cfg.parallel, dtype, cfg.megatron, trained=cfg.lora)
+    optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
+    step = optimizer_state.restore(found, model, optimizer, others=None)["step"]
+    bridge.export(model, base, cfg, step)
+    target = f"{cfg.output_dir}/hf/step_{step:06d}"
+    if dist.get_rank() == 0:
+        print(f"export:  {found} → {target}", flush=True)
+    return target

@@ -19,6 +19,7 @@ from config import Config, UserError
 from support.base import hf_folder, ranks
 from support.base.files import open_output_dir
 from support.base.read_config import override
+from support.base.require import require
 from support.data.ends import Ends, endless, read_ends
 from support.data.prompts import Mixture, Prompt, check_opening, load_prompts, load_tokenizer
 from support.data.tokens import check_ids
@@ -39,6 +40,7 @@ class Inputs:
     done: int = 0  # steps of that checkpoint
     model_path: str = ""  # local folder of the initial model
     ends: Ends | None = None  # what ends an answer
+    base: str | None = None  # digest of the initial model's weights, where a resume needs the same
 
 
 def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs]:
@@ -90,7 +92,7 @@ def read(cfg: Config, parts: list[str], weights: bool) -> tuple[Config, Inputs]:
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
     read = prompts.get("train", []), prompts.get("eval", [])
-    return cfg, Inputs(tokenizer, *read, vocab_size, model_path=folder, ends=ends[parts[0]])
+    return cfg, Inputs(tokenizer, *read, vocab_size, model_path=folder, ends=next(iter(ends.values()), None))
 
 
 def first_day(cfg: Config) -> str:
@@ -149,12 +151,30 @@ def find_resume(cfg: Config, inputs: Inputs) -> Inputs:
     found = checkpoint.find_checkpoint(cfg.resume, out / "checkpoints")
     if found:
         done = checkpoint.check_resumed(found, cfg.model_dump(), inputs.prompts.fingerprint)
-        was = checkpoint.read_state(found)["config"]
-        lora.check_resumed(was.get("lora", {}), cfg.lora, found)  # an old checkpoint may have no such section
+    base = check_base(found, cfg, inputs.model_path)
     if done == cfg.train.steps:
         if dist.get_rank() == 0:
             print(f"nothing to do: {found} is after the last step, train.steps={done}", flush=True)
     else:
         text = yaml.safe_dump(cfg.model_dump(), sort_keys=False, allow_unicode=True)
         ranks.on_first_rank(lambda: open_output_dir(out, text, cfg.resume, done))
-    return replace(inputs, checkpoint=found, done=done)
+    return replace(inputs, checkpoint=found, done=done, base=base)
+
+
+def check_base(found: Path | None, cfg: Config, folder: str) -> str | None:
+    """Digest of the initial model in `folder`; None unless adapters are added to it, or a reference keeps it.
+
+    Raises UserError where the checkpoint `found` has other adapters, or was trained on another initial model.
+    """
+    base = hf_folder.digest_weights(folder) if cfg.lora.rank or cfg.algo.kl_coef else None
+    if found:
+        state = checkpoint.read_state(found)
+        was = state["config"]
+        lora.check_resumed(was.get("lora", {}), cfg.lora, found)  # an old checkpoint may have no such section
+        require(
+            base is None or state.get("base") in (None, base),
+            f"model.path={cfg.model.path}: not the weights that {found} was trained on, which its adapters (lora.rank) "
+            f"are added to, or the reference (algo.kl_coef) has; use model.path={was['model']['path']} as it was, or "
+            "start a new run from this model (resume=none)",
+        )
+    return base

@@ -2,12 +2,14 @@
 
 import argparse
 import contextlib
+import gc
 import os
 import re
 import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from config import Config, RankError, TrainingError, UserError
 from support.base import ranks, versions
 from support.base.files import lock_output_dir
 from support.base.processes import REPO
-from support.base.read_config import load_config
+from support.base.read_config import load_config, override
 from support.engine import vllm_process
 from support.model.attention import use_flash_attention_3
 from support.preflight import configuration, explain, machines
@@ -37,14 +39,16 @@ def command(
     """Run the command line `argv`, whose help is `doc`; returns the exit code, as docs/resume.md has it.
 
     `rehearse(cfg)` runs at every start and raises UserError; `train(cfg, inputs, clock)` runs on every rank unless this
-    is a dry run or, with --evaluate, an evaluation by `evaluate` and an `engine`, the class that samples.
+    is a dry run, an export or, with --evaluate, an evaluation by `evaluate` and an `engine`, the class that samples.
     """
     ranks.die_with_torchrun()
     for stream in (sys.stdout, sys.stderr):  # of a system without UTF-8
         stream.reconfigure(errors="replace")
     args = parse_args(argv, doc)
     try:
-        if args.evaluate:
+        if args.export:
+            start_export(args)
+        elif args.evaluate:
             start_evaluation(args, evaluate, engine)
         else:
             start_training(args, rehearse, train)
@@ -96,13 +100,31 @@ def start_evaluation(args: argparse.Namespace, evaluate: evaluation.Evaluate, en
     cfg = evaluation.read_config(args.config, args.overrides, args.world_size)
     prepare_process(cfg)
     machines.check_start(cfg)
+    exported = None
+    if cfg.resume not in ("none", "auto"):  # a checkpoint is evaluated
+        exported = evaluation.read_export_config(args.config, args.overrides, args.world_size)
     cfg, inputs = read(cfg, ["eval"], weights=True)
     if ranks.is_first_rank():
         print_prompts(cfg, inputs)
     with joined(cfg) as clock:
         machines.check_ranks(cfg.model_dump(), "data.eval", inputs.eval_prompts.fingerprint)
         ranks.on_first_rank(partial(machines.check_writable, Path(cfg.output_dir)))
+        if exported:
+            folder = evaluation.export_checkpoint(exported, inputs.model_path)
+            cfg, inputs = override(cfg, {"model.path": folder}), replace(inputs, model_path=folder)
+            gc.collect()  # the model, before vLLM measures free memory
+            torch.cuda.empty_cache()
         evaluation.run(cfg, inputs, clock, evaluate, engine)
+
+
+def start_export(args: argparse.Namespace) -> None:
+    """Check and read what the export of a checkpoint needs, and write it. Raises UserError, TrainingError."""
+    cfg = evaluation.read_export_config(args.config, args.overrides, args.world_size)
+    prepare_process(cfg)
+    machines.check_start(cfg)
+    _, inputs = read(cfg, [], weights=True)
+    with joined(cfg):
+        evaluation.export_checkpoint(cfg, inputs.model_path)
 
 
 def prepare_process(cfg: Config) -> None:
@@ -125,8 +147,10 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     shown = "\n".join(f"{name:20}  {version or '-'}" for name, version in found.items())
     add = parser.add_argument
     add("--config", required=True, help="YAML file, see configs/")
-    add("--dry-run", action="store_true", help="check configuration, model and data, print the plan; needs no GPU")
-    add("--evaluate", action="store_true", help="data.eval once on model.path: accuracy and answers")
+    add_mode = partial(parser.add_mutually_exclusive_group().add_argument, action="store_true")
+    add_mode("--dry-run", help="check configuration, model and data, print the plan; needs no GPU")
+    add_mode("--evaluate", help="data.eval once on model.path, or the checkpoint resume=FOLDER: accuracy, answers")
+    add_mode("--export", help="the newest checkpoint, or resume=FOLDER, as a Hugging Face folder in output_dir/hf")
     add("--world-size", type=int, default=ranks_here, help="ranks that a dry run plans for")
     add("--gpu-memory-gb", type=float, help="GPU that a dry run plans for, in 10⁹ bytes; else this machine's, or 80")
     add("--version", action="version", version=shown, help="print the commit and all versions")
@@ -137,8 +161,6 @@ def parse_args(argv: list[str], doc: str) -> argparse.Namespace:
     args.overrides += [option.removeprefix("--") for option in unknown]  # --train.lr=3e-6, as other trainers write it
     if args.world_size < 1:
         parser.error(f"--world-size {args.world_size}: there is at least one rank")
-    if args.evaluate and args.dry_run:
-        parser.error("--evaluate does not go with --dry-run")
     return args
 
 

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from config import UserError
 from support.base import versions
 from support.model import checkpoint
 from support.model.checkpoint import CheckpointWriter, find_damage, list_checkpoints
 from support.model.shards import CheckpointError, check_coverage, read_sharded
+from support.run.inputs import check_base
 from tests.compare_runs import lasting
-from tests.conftest import check_state, tiny_model
+from tests.conftest import check_state, tiny_config, tiny_model
 from tests.layout_worker import equal
 
 DENSE = {
@@ -140,6 +141,35 @@ def test_what_a_resumed_run_must_share(world, tmp_path, capsys):
         checkpoint.check_resumed(path, now, "another")
     with pytest.raises(UserError, match=r"train.steps=2, but .* is already after step 3"):
         checkpoint.check_resumed(path, {**now, "train": {"steps": 2, "lr": 2.0}}, "abc")
+
+
+@pytest.mark.parametrize("key", ["lora.rank=4", "algo.kl_coef=0.1"])
+def test_a_resume_needs_the_same_initial_weights_wherever_they_are(world, tiny, tmp_path, key):
+    """Adapters are added to them, and the reference has them; the same tensors may be elsewhere, in other files."""
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "all.safetensors")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(weights, "all.safetensors")})
+    )
+    cfg = tiny_config(key, f"model.path={folder}")
+    base = check_base(None, cfg, str(tiny / "model"))
+    path = saved(tmp_path, 3, "weight", base=base, config=cfg.model_dump())
+    assert check_base(path, cfg, str(folder)) == base
+    save_file({name: weight * 1.01 for name, weight in weights.items()}, folder / "all.safetensors")
+    with pytest.raises(UserError, match=r"model.path=.*: not the weights that .*step_000003 was trained on"):
+        check_base(path, cfg, str(folder))
+
+
+def test_a_checkpoint_is_exported_on_another_layout(shared, train_forked, tmp_path):
+    """The same bits as the run's own export of that step, without its data; nothing happens to later checkpoints."""
+    later = shared.out / "checkpoints/step_000003"
+    run = train_forked(
+        2, "--export", *shared.overrides, f"resume={later.with_name('step_000002')}", "parallel.pp=2",
+        "data.train=nowhere.jsonl", code=0,
+    )  # fmt: skip
+    assert equal(run.weights(2), shared.weights(2)) and later.exists()
+    assert [path.name for path in run.out.iterdir()] == ["hf"]
 
 
 def test_a_checkpoint_gets_its_name_after_the_samples_before_it(world, slow_disk, tmp_path):

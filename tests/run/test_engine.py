@@ -230,6 +230,12 @@ def test_the_error_is_of_prompts_not_of_answers():
     assert math.isnan(evaluation.accuracy(samples[:2], pass_reward=1.0)[1])
 
 
+def test_that_of_a_checkpoint_equals_the_one_after_its_step(shared, train_forked):
+    run = train_forked(2, "--evaluate", *shared.overrides, f"resume={shared.out}/checkpoints/step_000002", code=0)
+    assert read_rows(run.out / "evaluation.jsonl") == shared.rollouts(2, kind="eval")
+    assert f"evaluation of {run.out}/hf/step_000002" in run.text
+
+
 def test_both_parses_of_an_evaluation_by_hand():
     """Three right answers of four, one of them after "####"; a reward of one part has no shares of parts."""
     parts = [{"gsm8k": 0.9, "strict": 0.1}, {"gsm8k": 0.9, "strict": 0.0}, {"gsm8k": 0.9, "strict": 0.0}, {}]

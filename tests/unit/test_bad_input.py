@@ -1,13 +1,18 @@
 """Mistakes a user can make before training: exit code 2, one message with the key and what is legal, no traceback."""
 
+import contextlib
 import json
+import os
 import re
 import shutil
 
 import make_smollm2
 import pytest
 import transformers
+from safetensors.torch import load_file, save_file
 
+from config import UserError
+from support.preflight.configuration import check_weights
 from tests.conftest import REPO, write_rows
 from train_grpo import main
 
@@ -149,6 +154,7 @@ MODELS = [  # what differs in config.json, overrides, what the refusal says
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, f"{key}=4", f"{key}=4 neither divides the model's "
         "key-value heads 3 nor is a multiple of them; legal are [1]") for key in ("parallel.tp", "rollout.tp")
     ),
+    ({"vocab_size": 99}, "parallel.tp=2", "size 99; legal are [1], or pad it: transformers' model.resize_token_em"),
     (DEEP, "parallel.pp=4", f"one of these: parallel.pp [1, 2, 47, 94]; {STAGES}=Et*23|t*23|t*24|t*24L alone"),
     (DEEP, f"parallel.pp=4 {FIRST}=80", f"one of these: parallel.pp [2, 3, 8, 15]; {FIRST} [1, 4, 7, 10, 13, 16, 19,"),
     # Megatron-core builds layers 34 to 59 twice
@@ -166,6 +172,65 @@ def test_a_model_without_a_counterpart_is_refused(dry_run, tiny, tmp_path, chang
     (tmp_path / "config.json").write_text(json.dumps(config | changed))
     code, text = dry_run(f"model.path={tmp_path}", *overrides.split())
     assert code == 2 and message in text, text
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("adapter_config.json", "is an adapter. Merge it"), ("state.json", "is a checkpoint. --export with"),
+     ("metrics.jsonl", "is the output of a run. Give one of the models in its hf/")],
+)  # fmt: skip
+def test_a_folder_that_is_no_model_is_told_what_it_is(dry_run, tmp_path, file, message):
+    (tmp_path / file).write_text("{}")
+    code, text = dry_run(f"model.path={tmp_path}")
+    assert code == 2 and text.startswith(f"error: model.path={tmp_path} {message}"), text
+
+
+INDEX = "model.safetensors.index.json"
+CUT = "model-1.safetensors cannot be read (Error while deserializing header: {}): it is missing, cut off, or a pointer"
+FILES = [  # what is done to a folder with two shards and their index, what the refusal says; None: it is as before
+    (lambda folder, shard: shard.write_text("version https://git-lfs"), CUT.format("header too large")),
+    (lambda folder, shard: os.truncate(shard, 9000), CUT.format("incomplete metadata, file not fully covered")),
+    (lambda folder, shard: shard.unlink(), "model-1.safetensors cannot be read (No such file"),
+    (lambda folder, shard: shard.rename(folder / "model.safetensors"), "json, if model.safetensors is the model"),
+    (lambda folder, shard: os.truncate(folder / INDEX, 99), f"{INDEX} cannot be read (Unterminated string"),
+    (lambda folder, shard: (folder / INDEX).unlink(), "it must hold model.safetensors and no others, but has model-0."),
+    (lambda folder, shard: None, None),
+]
+
+
+@pytest.mark.parametrize(("harm", "message"), FILES)
+def test_shards_that_are_not_whole_are_told_by_name(tiny, tmp_path, harm, message):
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shard_of = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(weights)}
+    for shard in ("model-0.safetensors", "model-1.safetensors"):
+        save_file({name: weights[name] for name in weights if shard_of[name] == shard}, folder / shard)
+    (folder / INDEX).write_text(json.dumps({"weight_map": shard_of}))
+    harm(folder, folder / "model-1.safetensors")
+    with pytest.raises(UserError, match=re.escape(message)) if message else contextlib.nullcontext():
+        check_weights(str(folder))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_a_head_that_is_said_to_be_tied_is_the_embedding(tiny, tmp_path, factor):
+    """Where it is another tensor, transformers and vLLM use it, whatever config.json says."""
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    head = weights["model.embed_tokens.weight"] * factor
+    save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    used = transformers.AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
+    assert used.equal(head)
+    with pytest.raises(UserError, match=r"tie_word_emb.* differ") if factor > 1 else contextlib.nullcontext():
+        check_weights(str(folder))
+
+
+def test_an_embedding_of_other_rows_than_the_config_says(tiny, tmp_path):
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 14}))
+    with pytest.raises(UserError, match=r"vocab_size=14 in its config.json, but model.embed_tokens.weight has 16 rows"):
+        check_weights(str(folder))
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, tiny, tmp_path):
