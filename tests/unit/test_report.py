@@ -124,8 +124,12 @@ def write_run(folder: Path, metrics=METRICS, samples=SAMPLES, weights=WEIGHTS) -
 
 def test_runs_that_differ_in_times_alone_are_equal(tmp_path, capsys):
     other = [METRICS[0] | {"time/step": 9.0, "mem/peak_gb": None, "idle/save": 0.5}, METRICS[1]]
-    assert compare_runs.main(write_run(tmp_path / "a"), write_run(tmp_path / "b", other)) == 0
-    assert capsys.readouterr().out.count(": equal, ") == 3
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", other)
+    (tmp_path / "b/hf/step_000001").mkdir()
+    save_file(WEIGHTS, tmp_path / "b/hf/step_000001/model-00000.safetensors")  # it exported once more
+    assert compare_runs.main(a, b) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(": equal, ") == 3 and "only B exported hf/step_000001\n" in printed
 
 
 @pytest.mark.parametrize(
