@@ -341,8 +341,10 @@ def check_divides(key: str, by: int, sizes: dict[str, int], kv_heads: int = 1) -
     if by not in legal:
         wrong = [f"does not divide the model's {what} {size}" for what, size in sizes.items() if size % by]
         wrong.append(f"neither divides the model's key-value heads {kv_heads} nor is a multiple of them")
-        pad = f", or pad it: transformers' model.resize_token_embeddings(pad_to_multiple_of={by}), then save_pretrained"
-        raise UserError(f"{key}={by} {wrong[0]}; legal are {legal[:16]}{pad if 'vocabulary' in wrong[0] else ''}")
+        remedy = f"legal are {legal[:16]}"
+        if "vocabulary" in wrong[0]:
+            remedy += f", or pad it: transformers' model.resize_token_embeddings(pad_to_multiple_of={by})"
+        raise UserError(f"{key}={by} {wrong[0]}; {remedy}")
 
 
 def check_stages(layers: int, cfg: Config) -> None:
@@ -406,9 +408,10 @@ def check_weights(path: str, key: str = "model.path") -> None:
         f"{key}={path}: vocab_size={hf.vocab_size} in its config.json, but {embedding} has {rows} rows; write {rows}",
     )
     if hf.tie_word_embeddings and head in files:
-        tied = [safe_open(files[name], framework="pt").get_tensor(name) for name in (head, embedding)]
+        own = safe_open(files[head], framework="pt").get_tensor(head)
+        shared = safe_open(files[embedding], framework="pt").get_tensor(embedding)
         require(
-            tied[0].equal(tied[1]),
+            own.equal(shared),
             f"{key}={path}: tie_word_embeddings=true in its config.json, but {head} and {embedding} differ, and "
             "transformers and vLLM use both: set tie_word_embeddings=false, or remove lm_head.weight from the file",
         )
