@@ -242,8 +242,9 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
     """UserError unless, by its config, the model of `path`, the value of `key`, can be built and split."""
     model = f"{key}={path}"
     check_found(path, key)
+    has_weights = any(Path(path).glob("model*.safetensors"))
     for file, what in OTHER_FOLDERS.items():
-        if Path(path, file).exists() and not [*Path(path).glob("model*.safetensors")]:
+        if Path(path, file).exists() and not has_weights:
             raise UserError(f"{model} is {what}")
     try:
         hf = transformers.AutoConfig.from_pretrained(path)
