@@ -303,8 +303,9 @@ def check_routes(cfg: Config) -> None:
         f"algo.replay_routes=true: vLLM {found} returns no routes with its second model runner; use vLLM 0.32, "
         "VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or algo.replay_routes=false",
     )
+    hf = transformers.AutoConfig.from_pretrained(cfg.model.path)
     require(
-        not cfg.algo.replay_routes or bridge.is_moe(transformers.AutoConfig.from_pretrained(cfg.model.path)),
+        not cfg.algo.replay_routes or bridge.is_moe(hf),
         f"algo.replay_routes=true: model.path={cfg.model.path} has no experts; use false",
     )
 
