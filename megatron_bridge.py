@@ -248,11 +248,11 @@ def options_for(cls: type, options: dict) -> dict:
 
 
 def build_model(
-    path: str, parallel, dtype: torch.dtype, extra: dict, fp32_head=False, weights=True, trained=ALL_WEIGHTS
+    path: str, parallel, dtype: torch.dtype, extra: dict, fp32_head=False, weights=True, adapters=ALL_WEIGHTS
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or `vpp`), built from the Hugging Face folder `path`, with its `weights`.
 
-    `extra` overrides fields of Megatron's configurations; `fp32_head`: logits in fp32, whatever the `dtype`; `trained`:
+    `extra` overrides fields of Megatron's configurations; `fp32_head`: logits in fp32 for any `dtype`; `adapters`:
     the section `lora` of the configuration (rank 0: all weights are trained), or None for a model without gradients.
     """
     hf = transformers.AutoConfig.from_pretrained(path)
@@ -260,7 +260,7 @@ def build_model(
     vp_stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     chunks = []
     for vp_stage in vp_stages:
-        model = build_chunk(hf, config, vp_stage, trained)
+        model = build_chunk(hf, config, vp_stage, adapters)
         model.fp32_head = fp32_head
         chunks.append(model.to(device(), dtype))
     settings = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
@@ -278,10 +278,10 @@ def build_model(
     return model
 
 
-def build_chunk(hf, config: TransformerConfig, vp_stage: int | None, trained: LoraConfig | None) -> HiddenGPT:
+def build_chunk(hf, config: TransformerConfig, vp_stage: int | None, adapters: LoraConfig | None) -> HiddenGPT:
     """One model chunk of this rank, its weights not loaded; `vp_stage`: which of the `vpp`, None where there is one."""
     layers = stage_layers(config)[mpu.get_pipeline_model_parallel_rank()][vp_stage or 0]
-    spec = layer_spec(hf, config, trained)
+    spec = layer_spec(hf, config, adapters)
     model = HiddenGPT(
         config,
         TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm),
@@ -298,14 +298,14 @@ def build_chunk(hf, config: TransformerConfig, vp_stage: int | None, trained: Lo
     model.inv_freq = rotary_embedding(hf).inv_freq.to(device())  # no buffer: safe from dtype casts
     if model.post_process:  # still a module, whose hooks wait for weights that are on their way
         model.output_layer.forward = HeadLogp.apply
-    lora.attach(model, trained)
+    lora.attach(model, adapters)
     for name, parameter in model.named_parameters():
         if is_expert(name):  # Megatron 0.16 does not mark them at ep 1, and would reduce over too few ranks
             parameter.allreduce = False
     return model
 
 
-def layer_spec(hf, config: TransformerConfig, trained: LoraConfig | None) -> ModuleSpec:
+def layer_spec(hf, config: TransformerConfig, adapters: LoraConfig | None) -> ModuleSpec:
     """Megatron's spec of one transformer layer, with our norm, attention, activation, router and experts."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
@@ -321,7 +321,7 @@ def layer_spec(hf, config: TransformerConfig, trained: LoraConfig | None) -> Mod
     if is_moe(hf):
         mlp.router = Router
         mlp.experts = ModuleSpec(
-            experts_for(config, trained.rank if trained else 0), submodules=submodules(mlp.experts)
+            experts_for(config, adapters.rank if adapters else 0), submodules=submodules(mlp.experts)
         )
         mlp.experts.submodules.activation_func = Activation
         submodules(mlp.shared_experts).activation_func = Activation
@@ -499,7 +499,7 @@ class HeadLogp(torch.autograd.Function):
         grads = [torch.zeros_like(saved[0]) if grad_logp_M is None else grad_logp_M]
         grads += [] if grad_entropy_M is None else [grad_entropy_M]
         chunks = zip(*(x.split(LOGITS_CHUNK) for x in (hidden_M, grad_hidden_M, local_M, *saved, *grads)), strict=True)
-        for hidden, grad_hidden, *rows in reversed([*chunks]):
+        for hidden, grad_hidden, *rows in reversed([*chunks]):  # the last chunk's logits are still there
             logits, ctx.logits = ctx.logits, None
             if logits is None:
                 logits = head_logits(hidden, weight, ctx.dtype)

@@ -103,7 +103,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     engine = Engine(inputs.model_path, m, r, longest, cfg.algo.replay_routes)
     clock.memory.leave_out_engine()
     model = bridge.build_model(
-        inputs.model_path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head, trained=cfg.lora
+        inputs.model_path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head, adapters=cfg.lora
     )
     optimizer = bridge.build_optimizer(model, t, cfg.megatron, inputs.model_path)
     reference = bridge.copy_weights(model, cfg.algo.reference_on) if cfg.algo.kl_coef > 0 else None
@@ -166,10 +166,10 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Sample]]:
     clock.start_step(step)
     cfg = config_at(run.cfg, step)
     algo, t = cfg.algo, cfg.train
-    bridge.seed_step(cfg.seed, step)
+    bridge.seed_step(cfg.seed, step)  # of dropout, so that a resumed run draws the same
 
     collected = collect(run, cfg, step)  # the same on every rank, as is `batch`
-    samples = collected.trained
+    samples = collected.kept
     batch = flatten(samples, algo.mask_truncated)
     # Whole groups, since the answers of a prompt share its positions in a row.
     updates = update_order([s.group for s in samples], t.updates_per_step, t.epochs_per_step, cfg.seed, step)
@@ -247,7 +247,7 @@ def collect(run: Run, cfg: Config, step: int) -> Collected:
         samples += answers
         rewards = metrics.rewards_by_group(answers)
         mixed = {group for group, values in rewards.items() if min(values) < max(values)}
-        groups |= mixed if max_rounds > 1 else set(prompts)
+        groups |= mixed if max_rounds > 1 else set(prompts)  # else those of equal rewards stay, with advantage 0
         rounds += 1
         taken += missing
     run.prompts_taken = taken  # only now: a stop gives up the step, and a resume takes its prompts again
@@ -284,7 +284,7 @@ def sample_and_grade(
                 continue  # the ranks of an engine have the same answers; its first one grades them
             group, prompt = share[number]
             texts = run.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
-            for c, text in zip(completions, texts, strict=True):
+            for c, text in zip(completions, texts, strict=True):  # graders work while vLLM samples on
                 samples.append(Sample.of(group, prompt, c, text, seeds[number]))
                 run.grading.submit(prompt.source, text, prompt.answer, prompt.row | c.columns, c.ids, c.failure)
     with clock("reward"):
@@ -313,12 +313,12 @@ def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
     """The samples end to end, as F positions: each holds a token and its target, the next token of the same sample.
 
     A prompt a b with the answer c d gives tokens a b c, targets b c d, mask 0 1 1. An environment's tokens have mask 0.
-    `mask_truncated`: truncated answers keep their mask, but are not in `trained`.
+    `mask_truncated`: truncated answers keep their mask, but are not in `loss_mask`.
     """
     parts = {"tokens": [], "targets": [], "rollout_logp": [], "mask": []}
     for s in samples:
         predicted = len(s.prompt_ids) - 1  # prompt tokens that are targets
-        parts["tokens"] += [s.prompt_ids, s.response_ids[:-1]]
+        parts["tokens"] += [s.prompt_ids, s.response_ids[:-1]]  # the last token predicts nothing
         parts["targets"] += [s.prompt_ids[1:], s.response_ids]
         parts["rollout_logp"] += [np.zeros(predicted, "f4"), s.rollout_logp]
         parts["mask"] += [np.zeros(predicted, bool), s.sampled]
@@ -327,7 +327,7 @@ def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
     # Truncated answers stay in `mask`: entropy, KL and the gap are measured on them, though they are not trained.
     kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
     routes_F = None if samples[0].routes is None else route_rows(samples, lengths_N)
-    return Batch(**rows, trained=rows["mask"] & torch.from_numpy(kept_F), lengths_N=lengths_N, routes=routes_F)
+    return Batch(**rows, loss_mask=rows["mask"] & torch.from_numpy(kept_F), lengths_N=lengths_N, routes=routes_F)
 
 
 def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:
@@ -378,7 +378,7 @@ def add_advantages(samples: list[Sample], batch: Batch, algo: AlgoConfig, reward
     if algo.kl_coef > 0 and algo.kl_in == "reward":  # an answer's KL is subtracted from its reward, as in verl
         kl_F = token_kl(batch.old_logp, batch.ref_logp, algo.kl) * batch.mask
         rewards_N = rewards_N - algo.kl_coef * batch.sums(kl_F)
-    advantages_N = group_advantages(rewards_N, groups_N, algo.advantage, batch.sums(batch.trained))
+    advantages_N = group_advantages(rewards_N, groups_N, algo.advantage, batch.sums(batch.loss_mask))
     advantages_F = torch.from_numpy(advantages_N).float().index_select(0, batch.seq_id)
     for sample, advantage in zip(samples, advantages_N.tolist(), strict=True):
         sample.advantage = advantage
@@ -461,10 +461,10 @@ def loss_weights(batch: Batch, chosen: list[int], kind: str, length: int) -> Ten
       seq_mean_token_sum_norm  T / (N length)  mean_i (1 / length) sum_t loss     Dr. GRPO, arXiv 2503.20783, appendix
     """
     # In float64: T is a sum over the tokens of a whole update, and weights must not depend on their order.
-    trained_N = torch.bincount(batch.seq_id, weights=batch.trained.double())
-    chosen_N = torch.zeros(len(trained_N), dtype=torch.float64)
+    counts_N = torch.bincount(batch.seq_id, weights=batch.loss_mask.double())
+    chosen_N = torch.zeros(len(counts_N), dtype=torch.float64)
     chosen_N[chosen] = 1
-    tokens_N = trained_N * chosen_N
+    tokens_N = counts_N * chosen_N
     total = tokens_N.sum()
     answers = (tokens_N > 0).sum().clamp(min=1)
     weights_N = {
@@ -475,7 +475,7 @@ def loss_weights(batch: Batch, chosen: list[int], kind: str, length: int) -> Ten
     }
     if kind not in weights_N:
         raise UserError(f"algo.loss_norm={kind!r}: legal is {' | '.join(weights_N)}")
-    return (weights_N[kind] * chosen_N).float().index_select(0, batch.seq_id) * batch.trained
+    return (weights_N[kind] * chosen_N).float().index_select(0, batch.seq_id) * batch.loss_mask
 
 
 # ---------------------------------------------------------------- 5. on Megatron, and back to vLLM
@@ -589,7 +589,7 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     policy_T, clipped_T = policy_loss(logp_T, old_logp_T, mb.advantages[0], mask_T, mb.sequence_T, algo)
     correction_T, outside_T = mismatch_weight(trainer_logp_T, rollout_logp_T, mask_T, mb.sequence_T, algo)
     policy_T = policy_T * correction_T
-    loss_T = policy_T
+    loss_T = policy_T  # entropy and KL are the trainer's own, so no weight corrects them
     if algo.entropy_coef:
         loss_T = loss_T - algo.entropy_coef * entropy_T
     kl = dict.fromkeys(("k1", "k2", "k3"), torch.zeros_like(mask_T))  # for the report
@@ -601,7 +601,7 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     denominator = (weight_T > 0).sum().int()
     per_token = {"tokens": mask_T, "entropy": entropy_T, "clipped": clipped_T, "outside": outside_T, **kl}
     report = {name: values_T @ mask_T for name, values_T in per_token.items()}
-    report |= {"loss": loss, "policy": (policy_T * weight_T).sum(), "trained": denominator}
+    report |= {"loss": loss, "policy": (policy_T * weight_T).sum(), "denominator": denominator}
     report |= metrics.gap_report(trainer_logp_T - rollout_logp_T, mask_T)
     return loss, denominator, {name: value.detach().double() for name, value in report.items()}
 

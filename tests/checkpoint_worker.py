@@ -57,7 +57,7 @@ def main() -> None:
         extra = sizes.pop("megatron", {})
         parallel = ParallelConfig(**sizes)
         bridge.init_model_parallel(parallel, seed=0)
-        model = bridge.build_model(path, parallel, dtype, extra, trained=adapters)
+        model = bridge.build_model(path, parallel, dtype, extra, adapters=adapters)
         optimizer = bridge.build_optimizer(model, TRAIN, extra)
         if first is None:
             for number in range(3):

@@ -246,7 +246,7 @@ def build_model(cfg: Config) -> list:
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     m = cfg.model
     dtype = bridge.DTYPES[m.dtype]
-    return bridge.build_model(m.path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, trained=cfg.lora)
+    return bridge.build_model(m.path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, adapters=cfg.lora)
 
 
 # ---------------------------------------------------------------- runs that many quick tests read

@@ -91,7 +91,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     with mock.patch.object(lora, "initial_factor", made_up_factor):
         m = cfg.model
         dtype = bridge.DTYPES[m.dtype]
-        model = bridge.build_model(m.path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, trained=cfg.lora)
+        model = bridge.build_model(m.path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, adapters=cfg.lora)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
     held = ranks.gather(held_bytes(model, optimizer))
     before = merged = on_host(bridge.hf_weights(model, bucket_bytes=1 << 16))
@@ -137,7 +137,7 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
         "logp": logp_F, "old_logp": batch.old_logp, "ref_logp": batch.ref_logp, "load": torch.tensor(load),
         "held": torch.tensor(held), "shared": torch.tensor(sum(ranks.gather(report["shared"]))),
         "same": torch.tensor(float(same)), "grad_norm": torch.tensor(grad_norm, dtype=torch.float64),
-        "loss": torch.tensor(report["loss"] / report["trained"], dtype=torch.float64),
+        "loss": torch.tensor(report["loss"] / report["denominator"], dtype=torch.float64),
         **{f"grad.{name}": (before[name].double() - after[name].double()) / STEP for name in before},
         **({f"merged.{name}": weight for name, weight in merged.items()} if cfg.lora.rank else {}),
     }  # fmt: skip

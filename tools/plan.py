@@ -85,12 +85,12 @@ def fake_process_groups(parallel: ParallelConfig, world_size: int, rank: int, se
         dist.set_debug_level(level)
 
 
-def build_on_meta(path: str, cfg: Config, trained: LoraConfig | None) -> list:
+def build_on_meta(path: str, cfg: Config, adapters: LoraConfig | None) -> list:
     """The chunks of the model of `path` that this rank of a fake process group holds, without memory or weights."""
     extra = {**cfg.megatron, "perform_initialization": False}
     dtype = bridge.DTYPES[cfg.model.dtype]
     with META, OnMeta():
-        return bridge.build_model(path, cfg.parallel, dtype, extra, weights=False, trained=trained)
+        return bridge.build_model(path, cfg.parallel, dtype, extra, weights=False, adapters=adapters)
 
 
 def count(cfg: Config, world_size: int, rank: int) -> Held:

@@ -155,11 +155,11 @@ def make_table(head: str, rows: list[list]) -> str:
 
 def choose(v: SimpleNamespace) -> None:
     """Add what all parts of the text show to `v`: one group, one answer of it, and the row it is packed in."""
-    v.trained = v.tape.result("collect").trained
-    groups = {s.group for s in v.trained}
-    rewards = {group: {s.reward for s in v.trained if s.group == group} for group in groups}
+    v.kept = v.tape.result("collect").kept
+    groups = {s.group for s in v.kept}
+    rewards = {group: {s.reward for s in v.kept if s.group == group} for group in groups}
     v.group = max(groups, key=lambda group: len(rewards[group]))
-    v.mine = [(n, s) for n, s in enumerate(v.trained) if s.group == v.group]  # (number in the batch, answer)
+    v.mine = [(n, s) for n, s in enumerate(v.kept) if s.group == v.group]  # (number in the batch, answer)
     v.followed, v.answer = max(v.mine, key=lambda pair: pair[1].advantage)
     if not v.answer.advantage > 0:
         raise SystemExit(f"no group of step {v.step} has mixed rewards: choose another --step")
@@ -169,7 +169,7 @@ def choose(v: SimpleNamespace) -> None:
     (v.mb,) = v.tape.argument("forward_backward", "micro_batches")
     answer_T = v.mb.mask[0] > 0
     v.places = {}  # {number in the batch: positions of the answer's targets in the row}
-    for n in range(len(v.trained)):
+    for n in range(len(v.kept)):
         own_T = (v.mb.seq_id[0] == n) & answer_T
         v.places[n] = own_T.nonzero()[:, 0].tolist()
 
@@ -246,7 +246,7 @@ def packing(v: SimpleNamespace) -> dict:
         rows.append([t, *tokens, *whole, *learned])
     head = "place | token | target | position_ids | mask | seq_id | advantages | weights | rollout_logp"
     return {
-        "samples": len(v.trained),
+        "samples": len(v.kept),
         "row_length": mb.tokens.shape[1],
         "width": mb.width,
         "row_table": make_table(head, rows),
@@ -277,11 +277,11 @@ def loss(v: SimpleNamespace) -> dict:
         numbers = [column_T[t].item() for column_T in columns_T]
         tokens.append([v.names[v.mb.targets[0, t]], *numbers])
     answers = []
-    for n, s in enumerate(v.trained):
+    for n, s in enumerate(v.kept):
         places = v.places[n]
         answers.append([n, s.group, s.advantage, len(places), v.loss_T[places].sum().item()])
     head = f"target | log-prob | ratio | A | L | entropy H | L − {v.cfg.algo.entropy_coef:g} H"
-    count = int(v.report["trained"])
+    count = int(v.report["denominator"])
     return {
         "token_table": make_table(head, tokens),
         "loss_table": make_table("answer | group | advantage | tokens | sum of their losses", answers),

@@ -14,7 +14,7 @@ SAVED = 12  # bytes a weight of a checkpoint: the weight in fp32 and Adam's two 
 class Cost:
     """What one kind of weights or state costs: bytes for each weight, and where they lie."""
 
-    of: str  # whose weights are counted: those of the "model", those that are "trained", those of the "teacher"
+    of: str  # whose weights are counted: those of the "model", those that are "trainable", those of the "teacher"
     split: int  # the ranks over which the bytes of GPU and host are spread
     gpu: float = 0.0
     host: float = 0.0
@@ -31,13 +31,13 @@ def costs(cfg: Config, world_size: int, on_gpu: bool = True) -> dict[str, Cost]:
     keeps_asleep = cfg.rollout.sleep_level == 1 or not on_gpu
     table = {
         "weights": Cost("model", share, gpu=size, disk=size),  # on the disk: an export
-        "gradients": Cost("trained", share, gpu=4, phases=gradient_phases),
+        "gradients": Cost("trainable", share, gpu=4, phases=gradient_phases),
         "optimizer": optimizer_cost(cfg, world_size),
-        "checkpoint": Cost("trained", world_size, host=SAVED, disk=SAVED),  # on the host: while it is written
+        "checkpoint": Cost("trainable", world_size, host=SAVED, disk=SAVED),  # on the host: while it is written
         "vLLM": Cost("model", cfg.rollout.tp, host=size if keeps_asleep else 0),  # its weights while it sleeps
     }
     # A further set of weights, which no checkpoint has; one that waits on the host comes for the log-probs.
-    further = Cost("trained", share, gpu=size)
+    further = Cost("trainable", share, gpu=size)
     if cfg.algo.reference_on == "host":
         further = replace(further, host=size, phases=("logprob",), waits=True)
     if cfg.algo.kl_coef > 0:
@@ -62,13 +62,13 @@ def optimizer_cost(cfg: Config, world_size: int) -> Cost:
     if cfg.megatron.get("optimizer_cpu_offload"):
         away = host_stepped(cfg)
         copied = 1 - away if cfg.megatron.get("use_precision_aware_optimizer") else 1
-        return Cost("trained", world_size, gpu=8 * (1 - away) + 4 * copied, host=16 * away)
+        return Cost("trainable", world_size, gpu=8 * (1 - away) + 4 * copied, host=16 * away)
     gpu = 8 if cfg.model.dtype == "fp32" else 12
     if cfg.train.offload != "optimizer":
-        return Cost("trained", world_size, gpu=gpu)
+        return Cost("trainable", world_size, gpu=gpu)
     one_update = cfg.train.updates_per_step * cfg.train.epochs_per_step == 1
     phases = ("build", "update") if one_update else ("build", "train", "update")
-    return Cost("trained", world_size, gpu=gpu, host=gpu, phases=phases, waits=True)
+    return Cost("trainable", world_size, gpu=gpu, host=gpu, phases=phases, waits=True)
 
 
 def host_stepped(cfg: Config) -> float:
@@ -80,16 +80,16 @@ def host_stepped(cfg: Config) -> float:
 
 def host_bytes(cfg: Config, weights: int, world_size: int, on_gpu: bool, teacher: int = 0) -> int:
     """About what a rank holds of host memory, for a model of `weights` weights and a teacher of `teacher`."""
-    numbers = {"model": weights, "trained": trained(cfg, weights), "teacher": teacher}
+    numbers = {"model": weights, "trainable": trainable(cfg, weights), "teacher": teacher}
     return int(sum(numbers[cost.of] * cost.host / cost.split for cost in costs(cfg, world_size, on_gpu).values()))
 
 
 def disk_bytes(cfg: Config, weights: int) -> int:
     """Bytes of a checkpoint and an export, for a model of `weights` weights."""
-    numbers = {"model": weights, "trained": trained(cfg, weights)}
+    numbers = {"model": weights, "trainable": trainable(cfg, weights)}
     return int(sum(numbers[cost.of] * cost.disk for cost in costs(cfg, 1).values() if cost.disk))
 
 
-def trained(cfg: Config, weights: int) -> int:
+def trainable(cfg: Config, weights: int) -> int:
     """The weights that are trained. Adapters are few: they count as none."""
     return weights if cfg.lora.rank == 0 else 0

@@ -109,7 +109,7 @@ def export_checkpoint(cfg: Config, base: str) -> str:
     check_base(found, cfg, base)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
     dtype = bridge.DTYPES[cfg.model.dtype]
-    model = bridge.build_model(base, cfg.parallel, dtype, cfg.megatron, trained=cfg.lora)
+    model = bridge.build_model(base, cfg.parallel, dtype, cfg.megatron, adapters=cfg.lora)
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
     step = optimizer_state.restore(found, model, optimizer, others=None)["step"]
     bridge.export(model, base, cfg, step)

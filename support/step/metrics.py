@@ -109,7 +109,7 @@ def sample_metrics(collected: Collected, has_turns: bool) -> dict[str, float | N
         "reward/std": reward_N.std(),
         "groups/zero_std_frac": np.mean([max(group) == min(group) for group in groups]),
         "groups/sampled": len(groups),
-        "groups/trained": len({s.group for s in collected.trained}),
+        "groups/trained": len({s.group for s in collected.kept}),
         "groups/rounds": collected.rounds,
         "tokens/prompt_mean": np.mean([len(s.prompt_ids) for s in samples]),
         "tokens/response_mean": length_N.mean(),
@@ -137,18 +137,18 @@ def update_metrics(reports: list[dict[str, float]], batch: Batch, cfg: Config) -
     own = [sum(r[name] for r in reports) for name in ("real", "positions", "shared")]
     replicas = bridge.mpu.get_data_parallel_world_size()
     real, positions, shared = np.mean(ranks.gather(own), 0) * replicas  # in the rows of all replicas
-    credited_F = (batch.advantages != 0) & batch.trained
-    trained = batch.trained.sum().clamp(min=1)
+    credited_F = (batch.advantages != 0) & batch.loss_mask
+    trained = batch.loss_mask.sum().clamp(min=1)
     numbers = {metric: report_mean(entry, first) for metric, entry in FIRST.items()}
     if batch.ref_logp is None:
         numbers |= {"kl/ref": None, "kl/k1": None, "kl/k2": None}
     numbers |= {metric: report_mean(entry, compared) for metric, entry in COMPARED.items()}
     numbers |= {metric: np.mean([r[entry] for r in reports]) for metric, entry in UPDATES.items()}
-    numbers["loss/total"] = report_mean("loss", first, over="trained")
-    numbers["loss/policy"] = report_mean("policy", first, over="trained")
+    numbers["loss/total"] = report_mean("loss", first, over="denominator")
+    numbers["loss/policy"] = report_mean("policy", first, over="denominator")
     numbers["kl/teacher"] = None
     if batch.teacher_logp is not None:  # k1 of KL(policy ‖ teacher) before the updates
-        difference_F = (batch.old_logp - batch.teacher_logp) * batch.trained
+        difference_F = (batch.old_logp - batch.teacher_logp) * batch.loss_mask
         numbers["kl/teacher"] = (difference_F.double().sum() / trained).item()
     numbers["ratio/clip_frac"] = report_mean("clipped", reports)
     numbers["logp_gap/max"] = max(r["gap_max"] for r in compared)

@@ -94,7 +94,7 @@ class Collected:
     """What a step has sampled and graded; the same on every rank."""
 
     samples: list[Sample]  # all, also those of groups that were replaced
-    trained: list[Sample]  # of the groups to train on
+    kept: list[Sample]  # of the groups to train on
     rounds: int  # of sampling
     rank_seconds: list[dict[str, float]]  # of each rank: its seconds by phase when all samples were gathered
 
@@ -104,7 +104,7 @@ class Batch(Rows):
     """All samples of a step end to end, F positions."""
 
     lengths_N: np.ndarray  # positions of each sample
-    trained: torch.Tensor  # the mask, but False in answers that are left out of the loss
+    loss_mask: torch.Tensor  # the mask, but False in answers that are left out of the loss
     teacher_logp: torch.Tensor | None = None  # None: no teacher
 
     @cached_property

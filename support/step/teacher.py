@@ -29,7 +29,7 @@ def build_teacher(model: list, cfg: Config) -> Teacher:
         return Teacher(model)
     path = hf_folder.local_folder(algo.teacher)
     dtype = bridge.DTYPES[cfg.model.dtype]
-    chunks = bridge.build_model(path, cfg.parallel, dtype, cfg.megatron, cfg.model.fp32_head, trained=None)
+    chunks = bridge.build_model(path, cfg.parallel, dtype, cfg.megatron, cfg.model.fp32_head, adapters=None)
     if algo.reference_on != "host":
         return Teacher(chunks)
     weights = bridge.copy_weights(chunks, "host")

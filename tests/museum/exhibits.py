@@ -112,7 +112,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
     Exhibit("prompt_trained", "the prompt's tokens are in the mask of the loss", "train_grpo:flatten",
         "np.zeros(predicted, bool)", "np.ones(predicted, bool)", seen="run", message=GAP),
     Exhibit("prompt_counted", "the prompt's tokens count in the denominator of the loss", "train_grpo:flatten",
-        'trained=rows["mask"] & torch.from_numpy(kept_F)', "trained=torch.from_numpy(kept_F)", message="updates: "),
+        'loss_mask=rows["mask"] & torch.from_numpy(kept_F)', "loss_mask=torch.from_numpy(kept_F)", message="updates: "),
     Exhibit("environment_trained", "the tokens of an environment are trained", "support.step.records:Sample.sampled",
         "np.arange(len(self.turns)) % 2 == 0", "np.arange(len(self.turns)) >= 0", setting="turns", seen="run",
         message=GAP),

@@ -34,9 +34,9 @@ FORKS = {
           "    if kind not in weights_N:"),),
         set(), ("algo.loss_norm=first_half",)),
     "half of a group": Fork(
-        "the best and the worst two answers of a group are trained", (("train_step", "samples = collected.trained",
-        "samples = [s for g in sorted({s.group for s in collected.trained}) for s in (lambda m: m[:1] + m[-1:])(sorted("
-        "[s for s in collected.trained if s.group == g], key=lambda s: s.reward))]"),), {"updates"}),
+        "the best and the worst two answers of a group are trained", (("train_step", "samples = collected.kept",
+        "samples = [s for g in sorted({s.group for s in collected.kept}) for s in (lambda m: m[:1] + m[-1:])(sorted("
+        "[s for s in collected.kept if s.group == g], key=lambda s: s.reward))]"),), {"updates"}),
     "a fourth term": Fork(
         "a loss of a new name with a term on the squared log-prob", (
         ("policy_loss", 'if algo.loss == "reinforce":', 'if algo.loss == "squared":\n        return -advantages_T * '
@@ -47,9 +47,9 @@ FORKS = {
         "missing, cfg.seed)", "[run.inputs.prompts[(7 * (taken + i) + step) % 100] for i in range(missing)]"),),
         {"order"}, ("train.save_every=2",)),
     "equal groups skipped": Fork(
-        "groups of equal rewards are not trained", (("train_step", "samples = collected.trained",
-        "samples = [s for s in collected.trained if len({o.reward for o in collected.trained if o.group == s.group}) "
-        "> 1] or collected.trained"),), {"updates"}, ("train.save_every=2",)),
+        "groups of equal rewards are not trained", (("train_step", "samples = collected.kept",
+        "samples = [s for s in collected.kept if len({o.reward for o in collected.kept if o.group == s.group}) "
+        "> 1] or collected.kept"),), {"updates"}, ("train.save_every=2",)),
     # five of other kinds
     "a second model's reward": Fork(
         "a score of the answer's log-prob is added to its reward", (("sample_and_grade", "sample.reward, "

@@ -82,8 +82,8 @@ def answers(prompts: list[list[int]], *lengths: int, **given) -> list[Sample]:
 def test_truncated_answers_keep_their_mask_and_need_not_be_trained():
     cut_off, whole = [Sample(0, [1, 2], [3, 4], [-1.0, -1.0], finished, "", "s") for finished in (False, True)]
     batch = flatten([cut_off, whole], mask_truncated=True)
-    assert batch.mask.tolist() == [0, 1, 1, 0, 1, 1] and batch.trained.tolist() == [0, 0, 0, 0, 1, 1]
-    assert torch.equal(flatten([cut_off, whole]).trained, batch.mask)
+    assert batch.mask.tolist() == [0, 1, 1, 0, 1, 1] and batch.loss_mask.tolist() == [0, 0, 0, 0, 1, 1]
+    assert torch.equal(flatten([cut_off, whole]).loss_mask, batch.mask)
 
 
 def test_an_empty_micro_batch_counts_nothing():

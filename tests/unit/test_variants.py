@@ -159,7 +159,7 @@ def test_loss_weights_by_hand_and_by_the_formulas(kind, want):
     lengths, trained = [4, 2, 1, 6, 2, 3], [3, 1, 0, 0, 2, 3]
     sample = torch.arange(6).repeat_interleave(torch.tensor(lengths))
     mask = torch.cat([(torch.arange(n) >= n - k).float() for n, k in zip(lengths, trained, strict=True)])
-    weights = train_grpo.loss_weights(SimpleNamespace(trained=mask, seq_id=sample), [4, 0, 1, 2, 3], kind, 10)
+    weights = train_grpo.loss_weights(SimpleNamespace(loss_mask=mask, seq_id=sample), [4, 0, 1, 2, 3], kind, 10)
     torch.testing.assert_close(weights, torch.tensor(want)[sample] * mask, rtol=1e-6, atol=0)
     np.testing.assert_allclose(formulas.answer_weights([3, 1, 0, 0, 2, 0], kind, 10), want, rtol=1e-12)
 
