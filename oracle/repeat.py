@@ -413,6 +413,9 @@ class Repetition:
             factors = {n.removeprefix("base_model.model."): w for n, w in trainer.read(adapter, "fp32").items()}
             held = [{n: rounded(w, trainer.dtype) for n, w in own.items()} for own in (trainer.main, trainer.first)]
             pairs.append(("adapters", factors, *held))
+            written = json.loads((adapter / "adapter_config.json").read_text())
+            scale, own = written["lora_alpha"] / written["r"], self.run.cfg.lora.alpha / self.run.cfg.lora.rank
+            self.report.say("adapters", f"alpha / r: {scale:g}, not {own:g}" if scale != own else "")
         if self.unknown:
             _, theirs, _, _ = pairs[-1]
             if trainer.main.keys() == theirs.keys():
