@@ -19,9 +19,9 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1249,
-    "support/base": 719, "support/preflight": 620, "support/data": 521, "support/engine": 296, "support/judge": 173,
+    "support/base": 719, "support/preflight": 619, "support/data": 521, "support/engine": 296, "support/judge": 173,
     "support/model": 1286, "support/run": 1158, "support/step": 967,
-    "rewards": 179, "oracle": 967, "tools": 1044, "benchmarks": 689, "tests": 6728, "docs": 2948,
+    "rewards": 179, "oracle": 970, "tools": 1044, "benchmarks": 689, "tests": 6728, "docs": 2948,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0

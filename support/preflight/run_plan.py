@@ -105,13 +105,12 @@ def warnings(cfg: Config, world_size: int) -> list[str]:
             f"algo.loss=gspo uses the ratio of an answer, but algo.correction={a.correction} that of each token: "
             "try algo.correction_level=sequence with algo.correction=icepop or tis"
         )
-    for key, stops in (("rollout.stop", cfg.rollout.stop), ("eval.stop", cfg.eval.stop)):
-        for text in stops or []:
-            if re.search(r"\\[nrt]", text):
-                found.append(
-                    f"{key} has {text!r}, a backslash and a letter. For a line break write it in YAML's double quotes; "
-                    f"on a command line '{key}=\"{text}\"'"
-                )
+    for text in dict.fromkeys([*cfg.rollout.stop, *(cfg.eval.stop or [])]):
+        if re.search(r"\\[nrt]", text):
+            found.append(
+                f"a stop is {text!r}, with a backslash and a letter. For a line break use YAML's double quotes; "
+                f"on a command line 'rollout.stop=\"{text}\"'"
+            )
     for key, size in (("parallel.tp", p.tp), ("rollout.tp", cfg.rollout.tp)):
         if local % size:
             found.append(

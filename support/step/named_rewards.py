@@ -86,10 +86,6 @@ def check_call(function: Callable, name: str) -> None:
     """Raises ValueError unless a call with (text, answer, row) gives a reward's parameters what their names say."""
     call = function.__call__ if inspect.isclass(function) else function
     taken = [p for p in inspect.signature(call).parameters.values() if p.name not in ("self", "response_ids")][:3]
-    try:
-        inspect.Signature(taken).bind("text", "answer", {})
-    except TypeError as error:
-        raise ValueError(f"the reward {name!r} is called with (text, answer, row): {error}") from None
     for place, parameter in enumerate(taken):
         if PLACES.get(parameter.name, place) != place:
             gets = ("text", "answer", "row")[place]
@@ -98,6 +94,10 @@ def check_call(function: Callable, name: str) -> None:
                 "Wrap verl's: def reward(text, answer, row): return compute_score(row['data_source'], text, answer, "
                 "row.get('extra_info')); or TRL's: return f([text], answer=[answer])[0]"
             )
+    try:
+        inspect.Signature(taken).bind("text", "answer", {})
+    except TypeError as error:
+        raise ValueError(f"the reward {name!r} is called with (text, answer, row): {error}") from None
 
 
 # ---------------------------------------------------------------- in a grading process

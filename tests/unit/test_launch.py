@@ -96,7 +96,7 @@ def test_the_plan_prints_what_a_file_for_other_data_may_have_brought():
     cfg = tiny_config(*keys, "data.chat_template=true")
     last = run_plan.describe(cfg, 1).splitlines()[-3:]
     assert last == ["reward:  custom (a.py:f); of source a: math", "system:  'Think: first.'", r"stops:   '\\n\\nQ'"]
-    assert any(r"rollout.stop has '\\n\\nQ', a backslash" in warning for warning in run_plan.warnings(cfg, 1))
+    assert sum(r"a stop is '\\n\\nQ', with a backslash" in warning for warning in run_plan.warnings(cfg, 1)) == 1
 
 
 def test_a_terminal_without_utf_8(tiny):

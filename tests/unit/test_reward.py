@@ -474,7 +474,7 @@ def test_a_file_is_an_ordinary_module_of_its_folder(tmp_path):
         ("exact", {"functions": {"math": JUDGE}}, "reward.functions.math: a reward has this name already"),
         ("exact", {"functions": {"overlong": JUDGE}}, "reward.functions.overlong: a reward has this name already"),
         ("m", {"functions": {"m": "own.py:verl"}}, "so 'data_source' would get the text. Wrap verl's"),
-        ("m", {"functions": {"m": "own.py:trl"}}, "'m' is called with (text, answer, row): too many positional arg"),
+        ("m", {"functions": {"m": "own.py:trl"}}, "so 'completions' would get the text. Wrap"),
         ("m", {"functions": {"m": "own.py:exchanged"}}, "so 'answer' would get the text"),
     ],
 )  # fmt: skip
