@@ -57,7 +57,7 @@ WAITS = {
     "train, passes": {("finalize_model_grads.py finalize_model_grads", "_local_scalar_dense"): (1, "update")},
     "sync": CLOCK
     | {
-        ("support/engine/push_check.py shard_digests", "copy from the GPU"): (1, "step"),
+        ("support/engine/push_check.py stacked", "copy from the GPU"): (1, "step"),
         ("distributed_data_parallel.py offload_grad_buffers", "synchronize"): (1, "step"),
         ("distributed_data_parallel.py offload_grad_buffers", "empty_cache"): (1, "step"),
         ("support/model/offload.py offload_state", "synchronize"): (1, "step"),
