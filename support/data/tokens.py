@@ -120,10 +120,15 @@ def answer_text(value: Any, key: str) -> str:
 
     Raises ValueError.
     """
-    if value is None or value != value:
-        raise ValueError(f"{key!r} is {'null' if value is None else 'not a number (NaN)'}")
+    if value is None:
+        raise ValueError(f"{key!r} is null")
     if isinstance(value, (list, dict)):
-        return json.dumps(value, ensure_ascii=False, default=str)
+        try:
+            return json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
+        except ValueError:
+            raise ValueError(f"{key!r} holds a NaN or an infinite number: {value}") from None
+    if str(value) in ("nan", "inf", "-inf") and isinstance(value, float):
+        raise ValueError(f"{key!r} is {value}, not a number")
     if not isinstance(value, (str, int, float, Decimal)):  # a date: the text in the file cannot be recovered
         raise ValueError(f"{key!r} was read as a {type(value).__name__}; legal are text, numbers, lists and objects")
     return str(value)

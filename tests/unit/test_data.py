@@ -317,7 +317,11 @@ BAD_FILES = {
         b'{"prompt": "\\ud800", "answer": "1"}\n',
         "half.jsonl, row 1: 'prompt' has half of a surrogate pair",
     ),
-    "nan.jsonl": (GOOD + b'{"prompt": "1", "answer": NaN}\n', "nan.jsonl, row 2: 'answer' is not a number"),
+    "nan.jsonl": (GOOD + b'{"prompt": "1", "answer": NaN}\n', "nan.jsonl, row 2: 'answer' is nan, not a number"),
+    "inf.jsonl": (
+        GOOD + b'{"prompt": "1", "answer": [-Infinity]}\n',
+        "inf.jsonl, row 2: 'answer' holds a NaN or an inf",
+    ),
     "utf16.jsonl": (GOOD.decode().encode("utf-16"), "utf16.jsonl, line 1: not UTF-8"),
     "list.json": (b'[{"prompt": "1", "answer": "1"}, 5]', "list.json, row 2: not a JSON object"),
     "a.txt": (b"1", "a.txt is of no known type.*parquet"),
