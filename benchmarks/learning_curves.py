@@ -10,8 +10,8 @@ weights in fp32. What differs beside: the order of the prompts and the seeds of 
 deviation where ours has 1e-6; TRL's warm-up begins with a learning rate of 0 where ours begins with a tenth of it.
 
 A curve that is in the CSV is not trained again. A row of it has the mean reward of the steps since the row before.
---draw makes docs/pictures/first.svg and learning.svg of what is in docs/bench. TRL runs in an environment of its own:
-benchmarks/theirs.py --setup build/trl-venv makes it.
+--draw makes docs/pictures/first.svg and learning.svg of what is in docs/bench (pip install matplotlib). TRL runs in an
+environment of its own: benchmarks/theirs.py --setup build/trl-venv makes it.
 """
 
 import argparse
@@ -139,87 +139,50 @@ def table(curves: dict[tuple[str, int], Curve]) -> str:
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------- pictures: a path, or the labels of an axis, a line
+# ---------------------------------------------------------------- pictures
 
-STYLE = """<style>
-text { font: 12px system-ui, sans-serif; fill: #1c2127; } .title { font-size: 14px; } .middle { text-anchor: middle; }
-.paper { fill: #ffffff; } .axes { stroke: #8a94a0; fill: none; } .grid { stroke: #e3e6ea; } .before { fill: #b9c2cc; }
-.ours { stroke: #2a78c2; } .trl { stroke: #cc3d3d; } .curve { fill: none; stroke-width: 2; }
-.ours-range, .after { fill: #2a78c2; } .trl-range { fill: #cc3d3d; } .range { opacity: 0.2; }
-@media (prefers-color-scheme: dark) {
-text { fill: #e6e9ed; } .paper { fill: #12161b; } .axes { stroke: #6b7580; } .grid { stroke: #2a3139; } }
-</style>"""
-LEFT, WIDTH, HEIGHT = 36, 350, 180  # of a panel's axes
+GREY = "#808890"  # legible on a light page and on a dark one
+COLOURS = {"ours": "#2a78c2", "trl": "#cc3d3d"}
 
 
-def labels(texts: dict[tuple[float, float], object], kind: str = "middle") -> str:
-    """{place: text} as a line of SVG."""
-    return "".join(f'<text x="{x:g}" y="{y:g}" class="{kind}">{text}</text>' for (x, y), text in texts.items())
-
-
-def axes(title: str, columns: dict[float, object], rows: dict[float, object]) -> list[str]:
-    """{share of the width, of the height: label} as the axes of a panel."""
-    heights = {HEIGHT * (1 - share): label for share, label in rows.items()}
-    return [
-        labels({(LEFT + WIDTH / 2, -12): title}, "title middle"),
-        f'<path d="{"".join(f"M{LEFT} {y:g}h{WIDTH}" for y in heights)}" class="grid"/>',
-        f'<path d="M{LEFT} 0v{HEIGHT}h{WIDTH}" class="axes"/>',
-        labels({(LEFT - 16, y + 4): label for y, label in heights.items()}),
-        labels({(LEFT + WIDTH * share, HEIGHT + 18): label for share, label in columns.items()}),
-    ]
-
-
-def curves_panel(title: str, path: Path, systems: dict[str, str], tick: int) -> list[str]:
+def draw_curves(axes, title: str, path: Path, systems: dict[str, str]) -> None:
     """The mean curve of each of {system: name} over its seeds, and the range of the seeds."""
     curves = read_curves(path)
     steps = list(next(iter(curves.values())))
-    columns = {step / steps[-1]: step for step in range(0, steps[-1] + 1, tick)}
-    lines = axes(title, columns, {n / 5: n / 5 for n in range(6)})
-
-    def points(values: list[float]) -> list[str]:
-        places = zip(steps, values, strict=True)
-        return [f"{LEFT + WIDTH * step / steps[-1]:.1f} {HEIGHT * (1 - value):.1f}" for step, value in places]
-
-    for number, (system, name) in enumerate(systems.items()):
+    for system, name in systems.items():
         seeds = [curve.values() for (of, _), curve in curves.items() if of == system]
-        low, high, middle = (points([f(at) for at in zip(*seeds, strict=True)]) for f in (min, max, mean))
-        lines.append(f'<path d="M{"L".join(low + high[::-1])}z" class="range {system}-range"/>')
-        lines.append(f'<path d="M{"L".join(middle)}" class="curve {system}"/>')
-        if len(systems) > 1:
-            y = HEIGHT - 40 + 20 * number
-            lines.append(f'<path d="M250 {y}h24" class="curve {system}"/>' + labels({(280, y + 4): name}, ""))
-    return lines
+        low, high, middle = ([f(at) for at in zip(*seeds, strict=True)] for f in (min, max, mean))
+        axes.fill_between(steps, low, high, color=COLOURS[system], alpha=0.2, linewidth=0)
+        axes.plot(steps, middle, color=COLOURS[system], label=name)
+    if len(systems) > 1:
+        axes.legend(loc="lower right", frameon=False)
+    axes.set(title=title, xlim=(0, steps[-1]), ylim=(0, 1))
 
 
-def llm_panel() -> list[str]:
+def draw_llm(axes) -> None:
     """What README.md has of make llm."""
-    bars = {"before": (36, 0.25), "after 30 steps": (58, 0.75)}  # right answers of 64, place
-    lines = axes("make llm: right of 64 questions", {}, {n / 64: n for n in (0, 16, 32, 48, 64)})
-    for (name, (right, place)), kind in zip(bars.items(), ("before", "after"), strict=True):
-        x, y = LEFT + WIDTH * place, HEIGHT * (1 - right / 64)
-        lines.append(f'<path d="M{x - 60:g} {HEIGHT}V{y:.1f}h120V{HEIGHT}z" class="{kind}"/>')
-        lines.append(labels({(x, y - 5): right, (x, HEIGHT + 18): name}))
-    return lines
-
-
-def draw(path: Path, *panels: list[str]) -> None:
-    """Write panels side by side."""
-    across, height = 410 * len(panels), HEIGHT + 70
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{height}">', STYLE]
-    lines.append(f'<rect width="{across}" height="{height}" class="paper"/>')
-    for number, panel in enumerate(panels):
-        lines += [f'<g transform="translate({410 * number} 36)">', *panel, "</g>"]
-    path.write_text("\n".join([*lines, "</svg>"]) + "\n")
+    bars = axes.bar(["before", "after 30 steps"], [36, 58], color=[GREY, COLOURS["ours"]])
+    axes.bar_label(bars)
+    axes.set(title="make llm: right of 64 questions", ylim=(0, 64), yticks=[0, 16, 32, 48, 64])
 
 
 def draw_all() -> None:
-    bench, pictures = REPO / "docs/bench", REPO / "docs/pictures"
-    demo, ours, both = bench / "learning.csv", {"ours": "train_grpo"}, {"ours": "train_grpo", "trl": "TRL 1.16"}
-    draw(
-        pictures / "first.svg", llm_panel(), curves_panel("make demo: mean reward by step, five seeds", demo, ours, 50)
-    )
-    smollm2 = curves_panel("SmolLM2-135M: mean reward by step, five seeds", bench / "learning-smollm2.csv", both, 5)
-    draw(pictures / "learning.svg", curves_panel("demo: mean reward by step, five seeds", demo, both, 50), smollm2)
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(dict.fromkeys(("text.color", "axes.edgecolor", "xtick.color", "ytick.color"), GREY))
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "0", "font.family": "sans-serif", "font.size": 9})
+    bench, ours = REPO / "docs/bench", {"ours": "train_grpo"}
+    demo, both = bench / "learning.csv", {**ours, "trl": "TRL 1.16"}
+    for name in ("first", "learning"):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8.2, 2.5), layout="constrained")
+        if name == "first":
+            draw_llm(left)
+            draw_curves(right, "make demo: mean reward by step, five seeds", demo, ours)
+        else:
+            draw_curves(left, "demo: mean reward by step, five seeds", demo, both)
+            smollm2 = bench / "learning-smollm2.csv"
+            draw_curves(right, "SmolLM2-135M: mean reward by step, five seeds", smollm2, both)
+        figure.savefig(REPO / f"docs/pictures/{name}.svg", transparent=True, metadata={"Date": None})
 
 
 def main() -> None:
