@@ -5,7 +5,6 @@ those of smollm2, whose answers end as the model ends them.
 """
 
 import argparse
-import csv
 import datetime
 import json
 import math
@@ -14,7 +13,8 @@ import platform
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+
+import pandas
 
 REPO = Path(__file__).resolve().parent.parent
 PROMPTS, GROUP = 8, 8  # of a step: 8 prompts × 8 samples
@@ -53,22 +53,6 @@ WORKS = {
     "smollm2-long": Work("smollm2", "bf16", "questions", 256, prompt_chars=352),  # prompts of about 128 tokens
 }
 SMOLLM2 = REPO / "build/smollm2/model"
-
-
-@dataclass(frozen=True)
-class TrlSetting:
-    """What TRL's speed depends on beside the work; see theirs.py. Its default: a rank's share at once."""
-
-    micro_batch: int = PROMPTS * GROUP // 2
-    generate: int = PROMPTS * GROUP // 2
-
-    def __str__(self) -> str:
-        return f"micro_batch={self.micro_batch} generate={self.generate}"
-
-    @classmethod
-    def parse(cls, text: str) -> "TrlSetting":
-        pairs = (pair.split("=") for pair in text.split())
-        return cls(**{name: int(value) for name, value in pairs})
 
 
 # Chance that a token ends the answer. So lengths are geometric: all the same, of mean 59 (cut at 192), of mean 199 with
@@ -258,65 +242,38 @@ COLUMNS = [
     "commit", "step", "tokens_per_s", "step_s", "train_flops", "bare_tokens_per_s", *(f"{phase}_s" for phase in PHASES),
     *(f"{phase}_peak_gib" for phase in PHASES), "matmul_flops_per_s",
 ]  # fmt: skip
-TYPES = dict.fromkeys(("model", "dtype", "lengths", "system", "setting", "date", "machine", "commit"), str)
-TYPES |= dict.fromkeys(("max_tokens", "prompt_chars", "round", "ranks", "step"), int)  # of the other columns: float
 
 
-def read_results(path: Path) -> list[dict]:
-    """The rows of a results file, [] where there is none; a column that a system does not measure is left out."""
-    if not path.exists():
-        return []
-    rows = []
-    with path.open(newline="") as file:
-        for cells in csv.DictReader(file):
-            rows.append({name: TYPES.get(name, float)(cell) for name, cell in cells.items() if cell})
-    return rows
+def read_results(path: Path) -> pandas.DataFrame:
+    """The rows of a results file, none where there is no file; NaN is what a system does not measure."""
+    return pandas.read_csv(path) if path.exists() else pandas.DataFrame(columns=COLUMNS)
 
 
 def add_results(path: Path, rows: list[dict]) -> None:
     """Append rows to a results file; numbers get six digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow({name: f"{cell:.6g}" if isinstance(cell, float) else cell for name, cell in row.items()})
-
-
-def work_of(row: dict) -> Work:
-    """The work that a row was measured on."""
-    return Work(row["model"], row["dtype"], row["lengths"], row["max_tokens"], row["prompt_chars"])
-
-
-def values(rows: list[dict], name: str) -> list[float]:
-    """The cells of a column, where there are any."""
-    return [row[name] for row in rows if name in row]
+    table = pandas.DataFrame(rows, columns=COLUMNS)
+    table.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.6g")
 
 
 def summary(rows: list[dict]) -> dict[str, float]:
-    """{name: median} of what a table shows of one run's rows, TRL's too; names are units as well."""
-    table = {"tokens/s": median(values(rows, "tokens_per_s")), "step s": median(values(rows, "step_s"))}
+    """{name: median, of peaks the maximum} of what a table shows of one run of ours; names are units as well."""
+    table = pandas.DataFrame(rows)
+    middle = table.median(numeric_only=True)
+    shown = {"tokens/s": middle.tokens_per_s, "step s": middle.step_s}
     for phase in PHASES:
-        if f"{phase}_s" in rows[0]:
-            table[f"{phase} s"] = median(values(rows, f"{phase}_s"))
-        if f"{phase}_peak_gib" in rows[0]:
-            table[f"{phase} peak GiB"] = max(values(rows, f"{phase}_peak_gib"))
-    if "matmul_flops_per_s" not in rows[0]:  # TRL's
-        return table
-    table["matmul flops/s"] = rows[0]["matmul_flops_per_s"]
-    peak = rows[0]["matmul_flops_per_s"] * rows[0]["ranks"]
+        shown[f"{phase} s"] = middle[f"{phase}_s"]
+        shown[f"{phase} peak GiB"] = table[f"{phase}_peak_gib"].max()
+    shown["matmul flops/s"] = middle.matmul_flops_per_s
     # Operations of the phase ÷ those of forward and backward: the reference makes a forward pass, a third of it.
-    shares = {"train": ("train_s", 1), "log-probs": ("logprob_s", 1 / 3), "step": ("step_s", 4 / 3)}
-    for phase, (seconds, share) in shares.items():
-        mfu = [share * row["train_flops"] / row[seconds] / peak for row in rows]
-        if median(mfu) > 1:
-            raise ValueError(f"MFU of {phase} {median(mfu):.0%}: the matmul rate of {peak:.3g} flops/s is too low")
-        table[f"MFU of {phase} %"] = 100 * median(mfu)
-    table["bare vLLM tokens/s"] = median(values(rows, "bare_tokens_per_s"))
-    table["step ÷ bare vLLM"] = table["bare vLLM tokens/s"] / median(values(rows, "tokens_per_s"))
-    return table
+    for phase, column, share in (("train", "train_s", 1), ("log-probs", "logprob_s", 1 / 3), ("step", "step_s", 4 / 3)):
+        peak = table.matmul_flops_per_s * table.ranks
+        mfu = (share * table.train_flops / table[column] / peak).median()
+        if mfu > 1:
+            raise ValueError(f"MFU of {phase} {mfu:.0%}: the matmul rate of {peak[0]:.3g} flops/s is too low")
+        shown[f"MFU of {phase} %"] = 100 * mfu
+    shown["bare vLLM tokens/s"] = middle.bare_tokens_per_s
+    return shown | {"step ÷ bare vLLM": middle.bare_tokens_per_s / middle.tokens_per_s}
 
 
 def facts() -> dict:
