@@ -180,7 +180,7 @@ def main() -> None:
 
     work = WORKS[args.work]
     micro_batch, generate = (int(pair.partition("=")[2]) for pair in args.setting.split())
-    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[work.dtype]
+    dtype = works.DTYPES[work.dtype]
     if args.vllm:
         from support.engine.vllm_process import set_environment
 

@@ -55,6 +55,7 @@ WORKS = {
 SMOLLM2 = REPO / "build/smollm2/model"
 
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # torch's names
 # Chance that a token ends the answer. So lengths are geometric: all the same, of mean 59 (cut at 192), of mean 199 with
 # the longest of 64 near 1,000.
 END_CHANCE = {"fixed": 1e-9, "natural": 1 / 64, "tail": 1 / 200}
@@ -121,13 +122,6 @@ def layer_shapes(c: dict, layer: int) -> dict[str, tuple[int, ...]]:
     return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
 
 
-def other_shapes(c: dict) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of the tensors that belong to no layer."""
-    table = (c["vocab_size"], c["hidden_size"])
-    head = {} if c["tie_word_embeddings"] else {"lm_head.weight": table}
-    return {"model.embed_tokens.weight": table, "model.norm.weight": table[1:], **head}
-
-
 def matmuls(c: dict) -> list[tuple[int, int, float]]:
     """(outputs, inputs, times a token) of the matrices that a token is multiplied by: layers, then the output layer."""
     experts = c.get("num_experts", 1)
@@ -148,43 +142,25 @@ def make_model(folder: Path, work: Work) -> None:
     is nearly uniform.
     """
     import torch
-    from safetensors.torch import save_file
-    from transformers import PreTrainedTokenizerFast
+    import transformers
 
     from tools import make_tiny
 
     c = MODELS[work.model]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
     large, chance = 1024.0, END_CHANCE[work.lengths]
     bias = math.log(chance / (1 - chance) * (c["vocab_size"] - 1))
-
-    def tensor(name: str, shape: tuple) -> torch.Tensor:
-        if len(shape) == 1:
-            values = torch.full(shape, float(name.endswith("weight")), device=device)  # norms 1, biases 0
-        else:
-            values = torch.empty(shape, device=device).normal_(std=c["initializer_range"])
-        if name in other_shapes(c) and len(shape) == 2:
-            values[:, 0] = large
-            if name == "lm_head.weight" or c["tie_word_embeddings"]:
-                values[c["eos_token_id"], 0] = 0
-        elif name == "model.norm.weight":
-            values[0] = -bias / (large * math.sqrt(c["hidden_size"]))
-        return values.to("cpu", torch.bfloat16 if work.dtype == "bf16" else torch.float32)
-
-    folder.mkdir(parents=True)
-    parts = [other_shapes(c), *(layer_shapes(c, layer) for layer in range(c["num_hidden_layers"]))]
-    index = {}
-    for number, shapes in enumerate(parts):
-        file = f"model-{number:05d}.safetensors"
-        save_file({n: tensor(n, s) for n, s in shapes.items()}, folder / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(shapes, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[work.dtype]
-    (folder / "config.json").write_text(json.dumps({**c, "dtype": dtype}, indent=1))
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.no_grad():
+        config = transformers.AutoConfig.for_model(**c)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[work.dtype]))
+        for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+            embedding.weight[:, 0] = large
+        model.get_output_embeddings().weight[c["eos_token_id"], 0] = 0
+        model.model.norm.weight[0] = -bias / (large * math.sqrt(c["hidden_size"]))
+    model.save_pretrained(folder)
     tokenizer = make_tiny.bpe_tokenizer(TEXTS, vocab_size=min(c["vocab_size"], 1024))
     special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
 # ---------------------------------------------------------------- data and results
@@ -199,10 +175,8 @@ def make_inputs(folder: Path, work: Work) -> tuple[Path, Path]:
 
     Raises SystemExit where SmolLM2 is missing.
     """
-    model, data = (
-        folder / f"{work.model}-{work.dtype}-{work.lengths}",
-        folder / f"{work.lengths}-{work.prompt_chars}.jsonl",
-    )
+    model = folder / f"{work.model}-{work.dtype}-{work.lengths}"
+    data = folder / f"{work.lengths}-{work.prompt_chars}.jsonl"
     prompts = [" ".join(TEXTS[first:])[: work.prompt_chars] for first in range(64)]
     if work.model == "smollm2":
         from tools import make_smollm2
@@ -278,7 +252,7 @@ def summary(rows: list[dict]) -> dict[str, float]:
 
 def facts() -> dict:
     """When and on what this runs."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return {"date": now, "machine": f"{len(os.sched_getaffinity(0))} cores of {cpu}"}

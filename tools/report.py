@@ -20,11 +20,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import yaml
-from huggingface_hub import try_to_load_from_cache
+from transformers import AutoTokenizer
 
 from config import Config, UserError
 from support.base.read_config import SECTIONS, dotted_items, validate
-from support.data.prompts import load_tokenizer
 from support.run.advice import Advice
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -54,14 +53,13 @@ class Run:
     def find_tokenizer(self, given: str | None):
         """The `given` tokenizer, else that of the run's export or of model.path on this disk; None without any."""
         exports = sorted(self.folder.glob("hf/step_*/tokenizer_config.json"))
-        model = str(self.config.get("model", {}).get("path", ""))
-        found = str(exports[-1].parent) if exports else find_local_model(model)
-        if not (given or found):
-            return None
+        own = exports[-1].parent if exports else self.config.get("model", {}).get("path", "")
         try:
-            return load_tokenizer(given or found)
-        except ValueError as error:
-            raise UserError(f"{error}; name another with --tokenizer") from None
+            return AutoTokenizer.from_pretrained(given or own, local_files_only=given is None)
+        except Exception as error:  # a damaged file fails as code does, with any exception
+            if given:
+                raise UserError(f"--tokenizer {given}: {type(error).__name__}: {error}") from None
+            return None
 
     def sample_files(self) -> dict[str, Path]:
         """{"step_000001": file, …}, steps before evaluations."""
@@ -107,16 +105,6 @@ class Run:
             marked = name.startswith("▁") and not text.startswith(" ")  # SentencePiece drops a text's first space
             self.texts[token_id] = " " + text if marked else text
         return self.texts[token_id]
-
-
-def find_local_model(model: str) -> str | None:
-    """The folder of a model, or of a hub name in the cache; None if neither exists. Uses no network."""
-    if Path(model).is_dir():
-        return model
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return None
-    cached = try_to_load_from_cache(model, "tokenizer_config.json")
-    return str(Path(cached).parent) if isinstance(cached, str) else None
 
 
 def read_lines(path: Path) -> list[dict]:
