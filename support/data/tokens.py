@@ -76,8 +76,9 @@ def hinted_text(row: dict, cfg, tokenizer) -> str:
 
 def to_ids(texts: list[str], cfg, tokenizer) -> list[list[int]]:
     """Token ids of texts of `prompt_text`, without an end token: the model goes on from them."""
-    ids = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]  # a template brings its own
-    return [text[:-1] for text in ids] if adds_end(cfg, tokenizer) else ids
+    if adds_end(cfg, tokenizer):
+        return [ids[:-1] for ids in tokenizer(texts)["input_ids"]]
+    return tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]  # a template brings its own
 
 
 def adds_end(cfg, tokenizer) -> bool:
@@ -210,7 +211,7 @@ def tokenise(rows: list[dict], cfg, tokenizer, vocab_size: int) -> dict[str, lis
             name = f"{cfg.prompt_key!r}, as the chat template writes it" if cfg.chat_template else repr(cfg.prompt_key)
             problem = missing_row(name, ids, tokenizer, vocab_size)
             errors[i] = problem or missing_row(f"the hint {cfg.hint_key!r}", with_hint, tokenizer, vocab_size)
-        keys = [cfg.prompt_key, cfg.answer_key, *[cfg.hint_key] * (cfg.hint_key is not None)]
+        keys = filter(None, [cfg.prompt_key, cfg.answer_key, cfg.hint_key])
         read = [source_of(rows[i], cfg.source_key), *(lookup(rows[i], key) for key in keys)]
         inputs = json.dumps(read, default=str, sort_keys=True).encode()
         columns["ids"].append(np.array(ids if length <= cfg.max_prompt_tokens else [], np.int32))
