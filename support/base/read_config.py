@@ -171,24 +171,19 @@ def validate(tree: dict, path: str) -> Config:
 
 
 def explain_unknown(unknown: dict[str, Any]) -> str:
-    """What is right in place of unknown keys, a line each; of a section, a line for each key that it holds, where
-    another trainer has any of them.
-    """
+    """What is right in place of unknown keys, a line each; of a section, a line a key where another trainer has any."""
     foreign = foreign_keys()
-    lines = []
-    from_another = False
+    lines, more = [], []
     for name, value in unknown.items():
         ours = {key: of_other_trainers(key, foreign) for key, _ in dotted_items({name: value})}
         if name in IN_A_RECIPE:
             lines.append(f"unknown key {name!r}; it is in recipes/token_rewards.patch: docs/recipes.md")
         elif any(here is not None for here in ours.values()):
-            from_another = True
+            more = [f"{PAGE} says what else differs"]
             lines += [f"unknown key {key!r}; here {', '.join(here or ['none'])}" for key, here in ours.items()]
         else:
             lines.append(f"unknown key {name!r}; {suggest(name.lower())}")
-    if from_another:
-        lines.append(f"{PAGE} says what else differs")
-    return "\n       ".join(lines)
+    return "\n       ".join([*lines, *more])
 
 
 def foreign_keys() -> dict[str, list[str]]:

@@ -64,8 +64,7 @@ class GradingPool:
         self.errors_shown: set[str] = set()  # kinds of errors that the user was warned of
         self.default = RewardKind(cfg.default, cfg)
         self.by_source = {source: RewardKind(spec, cfg) for source, spec in cfg.by_source.items()}
-        settings = {"custom": cfg.custom, "options": cfg.options, "functions": cfg.functions}
-        settings["memory_gb"] = cfg.memory_gb
+        settings = {name: getattr(cfg, name) for name in ("custom", "options", "functions", "memory_gb")}
         self.workers = [Worker(settings) for _ in range(cfg.workers)]
         self.submitted: list[Future] = []  # since the last `collect`
         self.numbers = itertools.count()  # of the jobs, whose order this is
