@@ -42,7 +42,6 @@ LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RAN
 
 
 def command_of(work: str, system: str, number: int, warmup: int, steps: int) -> list[str]:
-    """The command that times a system on a work and appends its results."""
     options = ["--work", work, "--round", str(number), "--csv", str(RESULTS.relative_to(REPO)),
                "--warmup", str(warmup), "--steps", str(steps)]  # fmt: skip
     if system.startswith("ours"):

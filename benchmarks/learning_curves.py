@@ -44,7 +44,6 @@ def train_ours(config: str, keys: list[str], folder: Path) -> list[float]:
 
 
 def train_trl(config: str, keys: list[str], folder: Path) -> list[float]:
-    """Train TRL with the same settings, in its own environment."""
     from support.base.read_config import load_config
 
     cfg = load_config(str(REPO / config), keys)

@@ -52,7 +52,6 @@ def parse_args() -> argparse.Namespace:
 
 
 def chosen_work(args: argparse.Namespace) -> Work:
-    """The work named, with what the options change."""
     given = {name: getattr(args, name) for name in ("model", "dtype", "lengths", "max_tokens")}
     return replace(WORKS[args.work], **{name: value for name, value in given.items() if value is not None})
 
@@ -161,7 +160,6 @@ def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dic
 
 
 def step_results(metrics: dict, samples: list, work: Work) -> dict:
-    """What a row of results has of one step of ours."""
     row = {"tokens_per_s": metrics["speed/response_tokens_per_s"], "step_s": metrics["time/step"]}
     for phase in PHASES:
         row[f"{phase}_s"] = metrics[f"time/{phase}"]

@@ -76,7 +76,6 @@ def sizes(hidden, layers, heads, kv_heads, ffn, vocab, tied, **more) -> dict:
 
 
 def experts(width: int) -> dict:
-    """The entries of a Qwen3 with 128 experts of this width."""
     return {
         "max_position_embeddings": 40960, "moe_intermediate_size": width, "num_experts": 128, "num_experts_per_tok": 8,
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 128,
@@ -200,7 +199,6 @@ def checksum(text: str, answer: str = "", row: dict | None = None) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that ours.py and theirs.py share."""
     parser.add_argument("--work", choices=WORKS, default="tiny-64", help="what to time")
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=STEPS, help="that are timed")
@@ -251,7 +249,6 @@ def summary(rows: list[dict]) -> dict[str, float]:
 
 
 def facts() -> dict:
-    """When and on what this runs."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -82,7 +82,6 @@ def save_model(
 
 
 def reversal_rows(digits: int, rows: int, seed: int) -> list[dict]:
-    """Return up to `rows` distinct strings of `digits` digits (0-9) with their reversal."""
     strings = ["".join(d) for d in itertools.product("0123456789", repeat=digits)]
     random.Random(seed).shuffle(strings)
     return [{"prompt": f"{s}>", "answer": s[::-1], "source": "reverse"} for s in strings[:rows]]

@@ -57,7 +57,6 @@ class Loader(yaml.SafeLoader):
     """YAML where 1e-6 is a number, a date is text, and no key may stand twice."""
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
-        """The values of a mapping. Raises ConstructorError for a key that stands twice."""
         names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
         for name in names:
             if names.count(name) > 1:

@@ -198,8 +198,8 @@ def folder_files(folder: str, named_split: str, split: str, key: str) -> list[st
     wanted = named_split or (split if len(splits) > 1 else next(iter(splits)))
     # Dataset.save_to_disk and Dataset.map write further files beside the data.
     beside = re.compile(r"state\.json|cache-.*\.arrow")
-    files = [file for file in sorted(splits.get(wanted, [])) if Path(file).suffix in KINDS]
-    files = [file for file in files if not beside.fullmatch(Path(file).name)]
+    found = map(Path, sorted(splits.get(wanted, [])))
+    files = [str(file) for file in found if file.suffix in KINDS and not beside.fullmatch(file.name)]
     require_data(
         bool(files),
         f"{key}: {folder} has no files of the split {wanted!r}; legal is {folder}:split with "

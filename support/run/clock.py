@@ -96,7 +96,6 @@ class Clock:
         self.watchdog.enter("step")
 
     def start_step(self, step: int) -> None:
-        """Begin a step with no seconds and no memory counted."""
         self.seconds = {}
         self.memory.start_step()
         if self.profiler:

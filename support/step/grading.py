@@ -104,7 +104,6 @@ class GradingPool:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the workers and all they started."""
         atexit.unregister(self.close)
         self.closed = True
         for worker in self.workers:
@@ -129,7 +128,6 @@ class GradingPool:
         worker.stop()
 
     def _ask(self, worker: "Worker", request: str) -> Outcome:
-        """Have the worker grade an answer."""
         if not worker.process:
             worker.start()
             if self.closed:  # `close` may not have seen it
@@ -236,7 +234,6 @@ def attempt(function: Callable, *args) -> tuple:
 
 
 def load(spec: Spec, cfg: SimpleNamespace) -> Callable:
-    """The function of a request: of a reward, or of rollout.turns."""
     if isinstance(spec, dict) and TURNS in spec:
         return load_turn_function(spec[TURNS])
     return named_rewards.load(spec, cfg)
