@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,37 +101,18 @@ MODELS = {
 # ---------------------------------------------------------------- models
 
 
-def layer_shapes(c: dict, layer: int) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of one layer's tensors."""
-    h, d = c["hidden_size"], c["head_dim"]
-    q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
-    moe = "num_experts" in c
-    shapes = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
-    shapes |= {f"self_attn.{n}_proj.weight": (size, h) for n, size in (("q", q), ("k", kv), ("v", kv))}
-    shapes |= {"self_attn.o_proj.weight": (h, q)}
-    if moe:
-        shapes |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
-        shapes |= {"mlp.gate.weight": (c["num_experts"], h)}
-    elif c["model_type"] == "qwen2":
-        shapes |= {f"self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
-    width = c["moe_intermediate_size"] if moe else c["intermediate_size"]
-    mlps = [f"mlp.experts.{e}." for e in range(c["num_experts"])] if moe else ["mlp."]
-    for mlp in mlps:
-        shapes |= {f"{mlp}gate_proj.weight": (width, h), f"{mlp}up_proj.weight": (width, h)}
-        shapes |= {f"{mlp}down_proj.weight": (h, width)}
-    return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
-
-
-def matmuls(c: dict) -> list[tuple[int, int, float]]:
+def matmuls(c: dict) -> list[tuple[int, int, int]]:
     """(outputs, inputs, times a token) of the matrices that a token is multiplied by: layers, then the output layer."""
-    experts = c.get("num_experts", 1)
-    share = c.get("num_experts_per_tok", 1) / experts
-    table = {}
-    for name, shape in layer_shapes(c, 0).items():
-        if len(shape) == 2:
-            times = c["num_hidden_layers"] * (share if ".experts." in name else 1)
-            table[shape] = table.get(shape, 0.0) + times
-    return [(*shape, times) for shape, times in table.items()] + [(c["vocab_size"], c["hidden_size"], 1.0)]
+    import torch
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**c))
+    table = Counter()
+    for weight in model.model.layers.parameters():
+        if weight.dim() > 1:  # three: of all experts
+            table[weight.shape[-2:]] += c["num_experts_per_tok"] if weight.dim() == 3 else 1
+    return [(*shape, times) for shape, times in table.items()] + [(c["vocab_size"], c["hidden_size"], 1)]
 
 
 def make_model(folder: Path, work: Work) -> None:
