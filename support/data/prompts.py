@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy import ndarray
+from torch.utils.data import ConcatDataset
 
 from config import DataConfig
 from support.base.require import require_data
@@ -68,25 +69,16 @@ class PromptSet(Sequence):
         return Prompt(ids, answer, tokens.source_of(row, self.cfg.source_key), row, asked)
 
 
-class Mixture(Sequence):
+class Mixture(ConcatDataset):
     """Several sets, concatenated, of which `prompt_batch` takes shares: {name: (weight, prompts)}."""
 
     def __init__(self, sets: dict[str, tuple[float, PromptSet]]):
         self.names = list(sets)
         self.weights, self.sets = zip(*sets.values(), strict=True)
+        super().__init__(self.sets)
         parts = [[weight, part.fingerprint] for weight, part in sets.values()]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         self.dropped = sum(part.dropped for part in self.sets)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.sets))
-
-    def __getitem__(self, i: int) -> Prompt:
-        for part in self.sets:
-            if i < len(part):
-                return part[i]
-            i -= len(part)
-        raise IndexError(f"{i} beyond the last prompt")
 
     def describe(self, taken: int) -> str:
         """Share, prompts and passes of each set in a run that takes so many prompts; a line each."""
@@ -160,10 +152,8 @@ def load_set(value: str | list[str], cfg, tokenizer, vocab_size: int, key: str) 
     lengths = np.array(columns["length"])
     rows = np.flatnonzero(lengths <= cfg.max_prompt_tokens)
     if not len(rows):
-        raise ValueError(
-            f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all {len(lengths)} prompts of {value} are longer; the "
-            f"shortest has {lengths.min()} tokens"
-        )
+        all_longer = f"all {len(lengths)} prompts of {value} are longer; the shortest has {lengths.min()} tokens"
+        raise ValueError(f"data.max_prompt_tokens={cfg.max_prompt_tokens}: {all_longer}")
     prompts = pyarrow.chunked_array(ids)
     if len(rows) > 1 and all(prompts[int(row)].equals(prompts[int(rows[0])]) for row in rows):
         texts = {str(tokens.lookup(row, cfg.prompt_key)) for row in rows_between(table, 0, len(table))}
