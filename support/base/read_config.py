@@ -197,14 +197,9 @@ def foreign_keys() -> dict[str, list[str]]:
 
 
 def of_other_trainers(key: str, foreign: dict[str, list[str]]) -> list[str] | None:
-    """Our keys for a key of another trainer: those of its longest ending in `foreign`, [] if we have none; else None.
-
-    A last name that keys of ours have too does not count without its section, which may be one of ours, misspelt.
-    """
+    """Our keys for a key of another trainer, of its longest ending in `foreign`; [] if we have none, None if unknown."""
     names = key.lower().split(".")
-    endings = [".".join(names[first:]) for first in range(len(names))]
-    if len(names) > 1 and any(known.endswith(f".{names[-1]}") for known in KEYS):
-        endings.pop()
+    endings = (".".join(names[first:]) for first in range(len(names)))
     return next((foreign[ending] for ending in endings if ending in foreign), None)
 
 

@@ -144,10 +144,9 @@ def concatenate(tables: list[tuple[str, Table]], key: str) -> Table:
 
 def rows_between(table: Table, start: int, stop: int) -> list[dict]:
     """The rows of a table from `start` up to `stop`, or to its end."""
-    numbers = range(start, min(stop, len(table)))
     if isinstance(table, (list, JsonLines)):
-        return [table[number] for number in numbers]
-    return [own_keys(row) for row in table.select(numbers).to_list()]
+        return [table[number] for number in range(start, min(stop, len(table)))]
+    return [own_keys(row) for row in table.data.slice(start, stop - start).to_pylist()]
 
 
 def own_keys(value: Any, chat: bool = False) -> Any:
