@@ -197,7 +197,7 @@ def foreign_keys() -> dict[str, list[str]]:
 
 
 def of_other_trainers(key: str, foreign: dict[str, list[str]]) -> list[str] | None:
-    """Our keys for a key of another trainer, of its longest ending in `foreign`; [] if we have none, None if unknown."""
+    """Our keys for one of another trainer, of its longest ending in `foreign`; [] if we have none, None if unknown."""
     names = key.lower().split(".")
     endings = (".".join(names[first:]) for first in range(len(names)))
     return next((foreign[ending] for ending in endings if ending in foreign), None)
