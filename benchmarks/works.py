@@ -57,8 +57,7 @@ SMOLLM2 = REPO / "build/smollm2/model"
 
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # torch's names
-# Chance that a token ends the answer. So lengths are geometric: all the same, of mean 59 (cut at 192), of mean 199 with
-# the longest of 64 near 1,000.
+# Chance that a token ends the answer: lengths are all the same, of mean 59 (cut at 192), of mean 199 (up to 1,000).
 END_CHANCE = {"fixed": 1e-9, "natural": 1 / 64, "tail": 1 / 200}
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}

@@ -4,8 +4,7 @@
     python tools/make_tiny.py build/gsm8k --text train.jsonl         a byte-level BPE tokenizer trained on its questions
 
 Writes OUT/model (config.json, random weights, tokenizer) and, for the reversal task, OUT/train.jsonl with rows like
-{"prompt": "3142>", "answer": "2413", "source": "reverse"}. The model is untrained, so all that it learns comes from the
-reward.
+{"prompt": "3142>", "answer": "2413", "source": "reverse"}. The model is untrained: all it learns is from the reward.
 """
 
 import argparse
