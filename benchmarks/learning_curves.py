@@ -22,6 +22,8 @@ import tempfile
 from pathlib import Path
 from statistics import mean
 
+import pandas
+
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
@@ -30,7 +32,6 @@ from benchmarks.against_trl import LAUNCH, RANKS, TRL, run  # noqa: E402
 SHOWN = (1 / 6, 1 / 3, 2 / 3, 1)  # of the rows, in the table
 WINDOW = 1 / 30  # of the steps, at least 5: the mean reward of so many is a row of the CSV
 NAMES = {"ours": "train_grpo", "trl": "TRL 1.16, transformers"}
-Curve = dict[int, float]  # step → mean reward of the steps of the window that ends with it
 
 
 # ---------------------------------------------------------------- one run
@@ -110,30 +111,20 @@ SYSTEMS = {"ours": train_ours, "trl": train_trl}
 # ---------------------------------------------------------------- all runs
 
 
-def thin(rewards: list[float]) -> Curve:
-    """The means over windows of the rewards of steps 1, 2, ..."""
+def thin(rewards: list[float]) -> dict[int, float]:
+    """{step: mean reward of the window that ends with it}, of the rewards of steps 1, 2, ..."""
     window = max(round(WINDOW * len(rewards)), 5)
     return {end: mean(rewards[end - window : end]) for end in range(window, len(rewards) + 1, window)}
 
 
-def read_curves(path: Path) -> dict[tuple[str, int], Curve]:
-    """{(system, seed): curve} of a CSV, whose columns are system, seed, step, reward."""
-    curves = {}
-    for line in path.read_text().splitlines()[1:]:
-        system, seed, step, reward = line.split(",")
-        curves.setdefault((system, int(seed)), {})[int(step)] = float(reward)
-    return curves
-
-
-def table(curves: dict[tuple[str, int], Curve]) -> str:
+def table(curves: pandas.DataFrame) -> str:
     """Mean over the seeds of the reward at each row in SHOWN, lowest and highest."""
+    found = curves.groupby(["step", "system"]).reward.agg(["mean", "min", "max"])
     lines = ["| step | " + " | ".join(NAMES.values()) + " |", "|---" * (1 + len(NAMES)) + "|"]
-    steps = list(min(curves.values(), key=len))
+    steps = found.index.levels[0]
     for step in [steps[round(share * len(steps)) - 1] for share in SHOWN]:
-        cells = []
-        for system in NAMES:
-            values = [curve[step] for (of, _), curve in curves.items() if of == system]
-            cells.append(f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})")
+        rows = [found.loc[step, system] for system in NAMES]
+        cells = [f"{row['mean']:.3f} ({row['min']:.3f} to {row['max']:.3f})" for row in rows]
         lines.append(f"| {step} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -146,16 +137,14 @@ COLOURS = {"ours": "#2a78c2", "trl": "#cc3d3d"}
 
 def draw_curves(axes, title: str, path: Path, systems: dict[str, str]) -> None:
     """The mean curve of each of {system: name} over its seeds, and the range of the seeds."""
-    curves = read_curves(path)
-    steps = list(next(iter(curves.values())))
+    curves = pandas.read_csv(path)
     for system, name in systems.items():
-        seeds = [curve.values() for (of, _), curve in curves.items() if of == system]
-        low, high, middle = ([f(at) for at in zip(*seeds, strict=True)] for f in (min, max, mean))
-        axes.fill_between(steps, low, high, color=COLOURS[system], alpha=0.2, linewidth=0)
-        axes.plot(steps, middle, color=COLOURS[system], label=name)
+        seeds = curves[curves.system == system].groupby("step").reward
+        axes.fill_between(seeds.mean().index, seeds.min(), seeds.max(), color=COLOURS[system], alpha=0.2, linewidth=0)
+        axes.plot(seeds.mean(), color=COLOURS[system], label=name)
     if len(systems) > 1:
         axes.legend(loc="lower right", frameon=False)
-    axes.set(title=title, xlim=(0, steps[-1]), ylim=(0, 1))
+    axes.set(title=title, xlim=(0, curves.step.max()), ylim=(0, 1))
 
 
 def draw_llm(axes) -> None:
@@ -203,13 +192,14 @@ def main() -> None:
         args.csv.write_text("system,seed,step,reward\n")
     with tempfile.TemporaryDirectory() as folder:
         for seed, (system, train) in itertools.product(range(args.seeds), SYSTEMS.items()):
-            if (system, seed) in read_curves(args.csv):
+            done = pandas.read_csv(args.csv)
+            if ((done.system == system) & (done.seed == seed)).any():
                 continue
             rewards = train(args.config, [f"seed={seed}", *args.set], Path(folder, f"{system}_{seed}"))
             with args.csv.open("a") as file:
                 file.writelines(f"{system},{seed},{step},{value:.6f}\n" for step, value in thin(rewards).items())
             print(f"{system}, seed {seed}: {mean(rewards[-5:]):.3f}", flush=True)
-    print(table(read_curves(args.csv)))
+    print(table(pandas.read_csv(args.csv)))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import pandas
 import yaml
 from transformers import AutoTokenizer
 
@@ -149,7 +150,7 @@ def curve(name: str, runs: list[Run]) -> str:
         x = [WIDTH * (step - min(steps)) / (last - min(steps)) for step, _ in line]
         y = [HEIGHT - 4 - (HEIGHT - 8) * (value - low) / ((high - low) or 1) for _, value in line]
         at = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
-        mean = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, smooth(y), strict=True))
+        mean = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, pandas.Series(y).ewm(alpha=0.1).mean(), strict=True))
         colour = f"r{number % 6}"
         many = len(line) > 40
         paths.append(f'<polyline class="{colour} {"raw" if many else ""}" points="{at}"/>')
@@ -160,17 +161,6 @@ def curve(name: str, runs: list[Run]) -> str:
     ends = f"{low:.4g} to {high:.4g}; last {', '.join(f'{line[-1][1]:.4g}' for line in lines if line)}"
     picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(paths)}</svg>'
     return f"<figure><figcaption><b>{html.escape(name)}</b> {ends}</figcaption>{picture}</figure>\n"
-
-
-def smooth(values: list[float], keep: float = 0.9) -> list[float]:
-    """The moving average with weights keep^age, normalised to sum to 1."""
-    total = weight = 0.0
-    means = []
-    for value in values:
-        total = keep * total + value
-        weight = keep * weight + 1
-        means.append(total / weight)
-    return means
 
 
 def describe(runs: list[Run]) -> str:
