@@ -41,9 +41,8 @@ TIMEOUT_S = 900  # of a run
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
 
 
-def command_of(work: str, system: str, number: int, warmup: int, steps: int) -> list[str]:
-    options = ["--work", work, "--round", str(number), "--csv", str(RESULTS.relative_to(REPO)),
-               "--warmup", str(warmup), "--steps", str(steps)]  # fmt: skip
+def command_of(work: str, system: str, number: int) -> list[str]:
+    options = ["--work", work, "--round", str(number), "--csv", str(RESULTS.relative_to(REPO))]
     if system.startswith("ours"):
         shared = str(system == "ours").lower()
         return [sys.executable, *LAUNCH, "benchmarks/ours.py", *options, f"train.share_prompts={shared}"]
@@ -57,7 +56,7 @@ def run(command: list[str], name: str, timeout_s: int = TIMEOUT_S) -> bool:
     """Run a command, its output in build/bench/NAME.log; whether it ended well."""
     start = time.perf_counter()
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-    log = REPO / "build/bench" / f"{name}.log"
+    log = works.FOLDER / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
         timed = ["timeout", str(timeout_s), *command]
@@ -120,21 +119,18 @@ def main() -> int:
     parser.add_argument("--works", nargs="+", choices=WORKS, default=made)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=works.WARMUP, help="steps before those that are timed")
-    parser.add_argument("--steps", type=int, default=works.STEPS, help="that are timed")
     args = parser.parse_args()
     failed = 0
     if args.rounds and any(system.startswith("trl") for system in args.systems):
         theirs.setup(TRL)
         for work in args.works:
-            works.make_inputs(REPO / "build/bench", WORKS[work])
+            works.make_inputs(WORKS[work])
     for number in range(1, args.rounds + 1):
         for work in args.works:
             for system in args.systems:
                 done = rows_on(RESULTS, work)
                 if not ((done.system == system) & (done["round"] == number)).any():
-                    command = command_of(work, system, number, args.warmup, args.steps)
-                    failed += not run(command, f"{work}.{system}.{number}")
+                    failed += not run(command_of(work, system, number), f"{work}.{system}.{number}")
     print("\n".join(ratio_lines({work: rows_on(RESULTS, work) for work in WORKS})))
     return 1 if failed else 0
 

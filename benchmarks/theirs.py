@@ -187,7 +187,7 @@ def main() -> None:
         set_environment()
         patch_vllm_for_cpu(dtype)
     # against_trl.py has made the inputs already: here both ranks would make them at once.
-    model, data = works.make_inputs(args.folder, work)
+    model, data = works.make_inputs(work)
     rows = train(work, micro_batch, generate, dtype, model, data, args.vllm, args.warmup, args.steps)
     if os.environ["RANK"] == "0":
         system = "trl-vllm" if args.vllm else "trl"

@@ -20,7 +20,7 @@ import pandas
 REPO = Path(__file__).resolve().parent.parent
 PROMPTS, GROUP = 8, 8  # of a step: 8 prompts × 8 samples
 KL, LR = 0.05, 1e-6  # a reference is there; weights hardly move, so that lengths stay what they are
-WARMUP, STEPS = 3, 6
+FOLDER = REPO / "build/bench"  # of models, data and logs
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,10 @@ TEXTS = [
 ]
 
 
-def make_inputs(folder: Path, work: Work) -> tuple[Path, Path]:
-    """(model folder, data file) of a work, made under `folder` where they are not yet there.
-
-    Raises SystemExit where SmolLM2 is missing.
-    """
-    model = folder / f"{work.model}-{work.dtype}-{work.lengths}"
-    data = folder / f"{work.lengths}-{work.prompt_chars}.jsonl"
+def make_inputs(work: Work) -> tuple[Path, Path]:
+    """(model folder, data file) of a work, made where they are missing. Raises SystemExit where SmolLM2 is."""
+    model = FOLDER / f"{work.model}-{work.dtype}-{work.lengths}"
+    data = FOLDER / f"{work.lengths}-{work.prompt_chars}.jsonl"
     prompts = [" ".join(TEXTS[first:])[: work.prompt_chars] for first in range(64)]
     if work.model == "smollm2":
         from tools import make_smollm2
@@ -169,7 +166,7 @@ def make_inputs(folder: Path, work: Work) -> tuple[Path, Path]:
             raise SystemExit(f"{model} is missing: make {model.relative_to(REPO)}")
     elif not (model / "tokenizer.json").exists():  # it is written last
         make_model(model, work)
-    folder.mkdir(parents=True, exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     data.write_text("".join(json.dumps({"prompt": prompt, "answer": "0"}) + "\n" for prompt in prompts))
     return model, data
 
@@ -181,9 +178,8 @@ def checksum(text: str, answer: str = "", row: dict | None = None) -> float:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", choices=WORKS, default="tiny-64", help="what to time")
-    parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before those that are timed")
-    parser.add_argument("--steps", type=int, default=STEPS, help="that are timed")
-    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before those that are timed")
+    parser.add_argument("--steps", type=int, default=6, help="that are timed")
     parser.add_argument("--csv", type=Path, help="file to add this run to")
     parser.add_argument("--round", type=int, default=1, help="number of the run, for --csv")
 
