@@ -62,7 +62,8 @@ def render(tokenizer, messages: list[dict], cfg, **options) -> str:
 
 def parts_of(value: list | dict) -> Iterator[list | dict]:
     """The lists and dicts in a list or dict, and in these."""
-    for part in value.values() if isinstance(value, dict) else value:
+    inside = value.values() if isinstance(value, dict) else value
+    for part in inside:
         if isinstance(part, (list, dict)):
             yield part
             yield from parts_of(part)

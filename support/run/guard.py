@@ -261,8 +261,9 @@ def explain_gap(logp_F: Tensor, batch: Batch, step: int, bound: float, slope: fl
     lines = ["  sample  position   token   trainer      vLLM       |Δ|"]
     for i in gap_F.topk(min(10, len(gap_F))).indices.tolist():
         n = int(batch.seq_id[i])
-        row = f"{n:6d} {position_F[i]:9d} {batch.targets[i]:7d} {logp_F[i]:9.4f} {vllm_F[i]:9.4f} {gap_F[i]:9.2e}"
-        lines.append(f"  {row}")
+        lines.append(
+            f"  {n:6d} {position_F[i]:9d} {batch.targets[i]:7d} {logp_F[i]:9.4f} {vllm_F[i]:9.4f} {gap_F[i]:9.2e}"
+        )
     many = f"{len(batch.seq_id[beyond_F].unique())} of {len(batch.lengths_N)} samples"
     lines.append(
         f"  {share:.1%} of {int(batch.mask.sum())} tokens, in {many}, are beyond the bound; "

@@ -288,6 +288,7 @@ def speed_metrics(samples: list[Sample], reports: list[dict], hf, cfg: Config, s
 
 
 def rewards_by_group(samples: list[Sample]) -> dict[int, list[float]]:
+    """The rewards of each group's answers."""
     rewards = {s.group: [] for s in samples}
     for s in samples:
         rewards[s.group].append(s.reward)
@@ -295,6 +296,7 @@ def rewards_by_group(samples: list[Sample]) -> dict[int, list[float]]:
 
 
 def by_source(samples: list[Sample]) -> dict[str, list[Sample]]:
+    """The samples of each data source."""
     return {source: [s for s in samples if s.source == source] for source in sorted({s.source for s in samples})}
 
 
