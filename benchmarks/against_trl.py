@@ -12,17 +12,20 @@ The works of smollm2 need `make build/smollm2/model` and such settings first; wi
 """
 
 import argparse
+import math
 import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+
+import pandas
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import theirs, works
-from benchmarks.works import REPO, WORKS, TrlSetting, values
+from benchmarks.works import REPO, WORKS
 
 SYSTEMS = {
     "ours": "train_grpo",
@@ -38,24 +41,22 @@ TIMEOUT_S = 900  # of a run
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
 
 
-def command_of(work: str, system: str, number: int, warmup: int, steps: int) -> list[str]:
-    """The command that times a system on a work and appends its results."""
-    options = ["--work", work, "--round", str(number), "--csv", str(RESULTS.relative_to(REPO)),
-               "--warmup", str(warmup), "--steps", str(steps)]  # fmt: skip
+def command_of(work: str, system: str, number: int) -> list[str]:
+    options = ["--work", work, "--round", str(number), "--csv", str(RESULTS.relative_to(REPO))]
     if system.startswith("ours"):
         shared = str(system == "ours").lower()
         return [sys.executable, *LAUNCH, "benchmarks/ours.py", *options, f"train.share_prompts={shared}"]
     if system == "trl-vllm":
         options.append("--vllm")
-    setting = str(fastest_setting(work, system))
-    return [str(TRL / "bin/python"), *LAUNCH, "benchmarks/theirs.py", *options, "--setting", setting]
+    options += ["--setting", fastest_setting(work, system)]
+    return [str(TRL / "bin/python"), *LAUNCH, "benchmarks/theirs.py", *options]
 
 
 def run(command: list[str], name: str, timeout_s: int = TIMEOUT_S) -> bool:
     """Run a command, its output in build/bench/NAME.log; whether it ended well."""
     start = time.perf_counter()
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-    log = REPO / "build/bench" / f"{name}.log"
+    log = works.FOLDER / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
         timed = ["timeout", str(timeout_s), *command]
@@ -67,62 +68,47 @@ def run(command: list[str], name: str, timeout_s: int = TIMEOUT_S) -> bool:
     return code == 0
 
 
-def rows_on(results: Path, work: str) -> list[dict]:
+def rows_on(results: Path, work: str) -> pandas.DataFrame:
     """The rows of a results file that were measured on a work."""
-    return [row for row in works.read_results(results) if works.work_of(row) == WORKS[work]]
+    table, wanted = works.read_results(results), asdict(WORKS[work])
+    return table[(table[[*wanted]] == pandas.Series(wanted)).all(axis=1)]
 
 
-def fastest_setting(work: str, system: str) -> TrlSetting:
+def fastest_setting(work: str, system: str) -> str:
     """TRL's setting with the most tokens a second (median) on a work. Raises SystemExit where none was measured."""
-    rates: dict[str, list[float]] = {}
-    for row in rows_on(SETTINGS, work):
-        if row["system"] == system:
-            rates.setdefault(row["setting"], []).append(row["tokens_per_s"])
-    if not rates:
+    rates = rows_on(SETTINGS, work).query("system == @system").groupby("setting").tokens_per_s.median()
+    if rates.empty:
         raise SystemExit(f"no setting of {system} was measured on {work}: benchmarks/theirs.py --csv {SETTINGS}")
-    return TrlSetting.parse(max(rates, key=lambda setting: median(rates[setting])))
+    return rates.idxmax()
 
 
 # ---------------------------------------------------------------- tables
 
 
-def of_system(rows: list[dict], *systems: str) -> list[dict]:
-    return [row for row in rows if row["system"] in systems]
-
-
-def spread(numbers: list[float], digits: int) -> str:
+def spread(numbers: pandas.Series) -> str:
     """Median and range, as a table's cell has them."""
-    if not numbers:
-        return "–"
-    return f"{median(numbers):.{digits}f} ({min(numbers):.{digits}f}–{max(numbers):.{digits}f})"
+    return "–" if numbers.empty else f"{numbers.median():.0f} ({numbers.min():.0f}–{numbers.max():.0f})"
 
 
-def ratio(above: list[float], below: list[float]) -> str:
-    """The ratio of two medians, as a table's cell has it."""
-    if not above or not below:
-        return "–"
-    return f"{median(above) / median(below):.2f}"
+def ratio(rows: pandas.DataFrame, column: str, systems: list[str]) -> str:
+    """The median of ours ÷ that of other systems, as a table's cell has it."""
+    ours, theirs = (rows[column][rows.system.isin(of)].median() for of in (["ours"], systems))
+    return "–" if math.isnan(ours / theirs) else f"{ours / theirs:.2f}"
 
 
-def phase_rates(rows: list[dict], phase: str) -> list[float]:
-    """Response tokens a second of one phase, so that works with lengths by chance compare too."""
-    return [row["tokens_per_s"] * row["step_s"] / row[f"{phase}_s"] for row in rows if row[f"{phase}_s"]]
-
-
-def ratio_lines(found: dict[str, list[dict]]) -> list[str]:
-    """A table of tokens/s of each system, and of ours ÷ theirs: whole steps, training alone, log-probs alone."""
-    others = {"unshared": ("ours-unshared",), "TRL": ("trl",), "TRL, vLLM": ("trl-vllm",)}
+def ratio_lines(found: dict[str, pandas.DataFrame]) -> list[str]:
+    """A table of tokens/s of each system, and of ours ÷ theirs: whole steps, then training alone."""
+    others = {"unshared": ["ours-unshared"], "TRL": ["trl"], "TRL, vLLM": ["trl-vllm"]}
     names = [*SYSTEMS.values(), *(f"÷ {other}" for other in others), "training ÷ unshared", "training ÷ TRL's"]
     lines = [f"| work | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for work, rows in found.items():
-        if not rows:
+        if rows.empty:
             continue
-        ours = of_system(rows, "ours")
-        cells = [spread(values(of_system(rows, system), "tokens_per_s"), 0) for system in SYSTEMS]
-        for systems in others.values():
-            cells.append(ratio(values(ours, "tokens_per_s"), values(of_system(rows, *systems), "tokens_per_s")))
-        for systems in (("ours-unshared",), ("trl", "trl-vllm")):
-            cells.append(ratio(phase_rates(ours, "train"), phase_rates(of_system(rows, *systems), "train")))
+        # Response tokens a second of training, so that works with lengths by chance compare too.
+        rows = rows.assign(train_rate=rows.tokens_per_s * rows.step_s / rows.train_s)
+        cells = [spread(rows.tokens_per_s[rows.system == system]) for system in SYSTEMS]
+        cells += [ratio(rows, "tokens_per_s", systems) for systems in others.values()]
+        cells += [ratio(rows, "train_rate", systems) for systems in (["ours-unshared"], ["trl", "trl-vllm"])]
         lines.append(f"| {work} | {' | '.join(cells)} |")
     return lines
 
@@ -133,20 +119,18 @@ def main() -> int:
     parser.add_argument("--works", nargs="+", choices=WORKS, default=made)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=works.WARMUP, help="steps before those that are timed")
-    parser.add_argument("--steps", type=int, default=works.STEPS, help="that are timed")
     args = parser.parse_args()
     failed = 0
     if args.rounds and any(system.startswith("trl") for system in args.systems):
         theirs.setup(TRL)
         for work in args.works:
-            works.make_inputs(REPO / "build/bench", WORKS[work])
+            works.make_inputs(WORKS[work])
     for number in range(1, args.rounds + 1):
         for work in args.works:
             for system in args.systems:
-                if (system, number) not in {(row["system"], row["round"]) for row in rows_on(RESULTS, work)}:
-                    command = command_of(work, system, number, args.warmup, args.steps)
-                    failed += not run(command, f"{work}.{system}.{number}")
+                done = rows_on(RESULTS, work)
+                if not ((done.system == system) & (done["round"] == number)).any():
+                    failed += not run(command_of(work, system, number), f"{work}.{system}.{number}")
     print("\n".join(ratio_lines({work: rows_on(RESULTS, work) for work in WORKS})))
     return 1 if failed else 0
 

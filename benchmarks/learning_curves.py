@@ -10,8 +10,8 @@ weights in fp32. What differs beside: the order of the prompts and the seeds of 
 deviation where ours has 1e-6; TRL's warm-up begins with a learning rate of 0 where ours begins with a tenth of it.
 
 A curve that is in the CSV is not trained again. A row of it has the mean reward of the steps since the row before.
---draw makes docs/pictures/first.svg and learning.svg of what is in docs/bench. TRL runs in an environment of its own:
-benchmarks/theirs.py --setup build/trl-venv makes it.
+--draw makes docs/pictures/first.svg and learning.svg of what is in docs/bench (pip install matplotlib). TRL runs in an
+environment of its own: benchmarks/theirs.py --setup build/trl-venv makes it.
 """
 
 import argparse
@@ -22,6 +22,8 @@ import tempfile
 from pathlib import Path
 from statistics import mean
 
+import pandas
+
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
@@ -30,7 +32,6 @@ from benchmarks.against_trl import LAUNCH, RANKS, TRL, run  # noqa: E402
 SHOWN = (1 / 6, 1 / 3, 2 / 3, 1)  # of the rows, in the table
 WINDOW = 1 / 30  # of the steps, at least 5: the mean reward of so many is a row of the CSV
 NAMES = {"ours": "train_grpo", "trl": "TRL 1.16, transformers"}
-Curve = dict[int, float]  # step → mean reward of the steps of the window that ends with it
 
 
 # ---------------------------------------------------------------- one run
@@ -44,7 +45,6 @@ def train_ours(config: str, keys: list[str], folder: Path) -> list[float]:
 
 
 def train_trl(config: str, keys: list[str], folder: Path) -> list[float]:
-    """Train TRL with the same settings, in its own environment."""
     from support.base.read_config import load_config
 
     cfg = load_config(str(REPO / config), keys)
@@ -111,115 +111,66 @@ SYSTEMS = {"ours": train_ours, "trl": train_trl}
 # ---------------------------------------------------------------- all runs
 
 
-def thin(rewards: list[float]) -> Curve:
-    """The means over windows of the rewards of steps 1, 2, ..."""
+def thin(rewards: list[float]) -> dict[int, float]:
+    """{step: mean reward of the window that ends with it}, of the rewards of steps 1, 2, ..."""
     window = max(round(WINDOW * len(rewards)), 5)
     return {end: mean(rewards[end - window : end]) for end in range(window, len(rewards) + 1, window)}
 
 
-def read_curves(path: Path) -> dict[tuple[str, int], Curve]:
-    """{(system, seed): curve} of a CSV, whose columns are system, seed, step, reward."""
-    curves = {}
-    for line in path.read_text().splitlines()[1:]:
-        system, seed, step, reward = line.split(",")
-        curves.setdefault((system, int(seed)), {})[int(step)] = float(reward)
-    return curves
-
-
-def table(curves: dict[tuple[str, int], Curve]) -> str:
+def table(curves: pandas.DataFrame) -> str:
     """Mean over the seeds of the reward at each row in SHOWN, lowest and highest."""
+    found = curves.groupby(["step", "system"]).reward.agg(["mean", "min", "max"])
     lines = ["| step | " + " | ".join(NAMES.values()) + " |", "|---" * (1 + len(NAMES)) + "|"]
-    steps = list(min(curves.values(), key=len))
+    steps = found.index.levels[0]
     for step in [steps[round(share * len(steps)) - 1] for share in SHOWN]:
-        cells = []
-        for system in NAMES:
-            values = [curve[step] for (of, _), curve in curves.items() if of == system]
-            cells.append(f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})")
+        rows = [found.loc[step, system] for system in NAMES]
+        cells = [f"{row['mean']:.3f} ({row['min']:.3f} to {row['max']:.3f})" for row in rows]
         lines.append(f"| {step} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------- pictures: a path, or the labels of an axis, a line
+# ---------------------------------------------------------------- pictures
 
-STYLE = """<style>
-text { font: 12px system-ui, sans-serif; fill: #1c2127; } .title { font-size: 14px; } .middle { text-anchor: middle; }
-.paper { fill: #ffffff; } .axes { stroke: #8a94a0; fill: none; } .grid { stroke: #e3e6ea; } .before { fill: #b9c2cc; }
-.ours { stroke: #2a78c2; } .trl { stroke: #cc3d3d; } .curve { fill: none; stroke-width: 2; }
-.ours-range, .after { fill: #2a78c2; } .trl-range { fill: #cc3d3d; } .range { opacity: 0.2; }
-@media (prefers-color-scheme: dark) {
-text { fill: #e6e9ed; } .paper { fill: #12161b; } .axes { stroke: #6b7580; } .grid { stroke: #2a3139; } }
-</style>"""
-LEFT, WIDTH, HEIGHT = 36, 350, 180  # of a panel's axes
+GREY = "#808890"  # legible on a light page and on a dark one
+COLOURS = {"ours": "#2a78c2", "trl": "#cc3d3d"}
 
 
-def labels(texts: dict[tuple[float, float], object], kind: str = "middle") -> str:
-    """{place: text} as a line of SVG."""
-    return "".join(f'<text x="{x:g}" y="{y:g}" class="{kind}">{text}</text>' for (x, y), text in texts.items())
-
-
-def axes(title: str, columns: dict[float, object], rows: dict[float, object]) -> list[str]:
-    """{share of the width, of the height: label} as the axes of a panel."""
-    heights = {HEIGHT * (1 - share): label for share, label in rows.items()}
-    return [
-        labels({(LEFT + WIDTH / 2, -12): title}, "title middle"),
-        f'<path d="{"".join(f"M{LEFT} {y:g}h{WIDTH}" for y in heights)}" class="grid"/>',
-        f'<path d="M{LEFT} 0v{HEIGHT}h{WIDTH}" class="axes"/>',
-        labels({(LEFT - 16, y + 4): label for y, label in heights.items()}),
-        labels({(LEFT + WIDTH * share, HEIGHT + 18): label for share, label in columns.items()}),
-    ]
-
-
-def curves_panel(title: str, path: Path, systems: dict[str, str], tick: int) -> list[str]:
+def draw_curves(axes, title: str, path: Path, systems: dict[str, str]) -> None:
     """The mean curve of each of {system: name} over its seeds, and the range of the seeds."""
-    curves = read_curves(path)
-    steps = list(next(iter(curves.values())))
-    columns = {step / steps[-1]: step for step in range(0, steps[-1] + 1, tick)}
-    lines = axes(title, columns, {n / 5: n / 5 for n in range(6)})
-
-    def points(values: list[float]) -> list[str]:
-        places = zip(steps, values, strict=True)
-        return [f"{LEFT + WIDTH * step / steps[-1]:.1f} {HEIGHT * (1 - value):.1f}" for step, value in places]
-
-    for number, (system, name) in enumerate(systems.items()):
-        seeds = [curve.values() for (of, _), curve in curves.items() if of == system]
-        low, high, middle = (points([f(at) for at in zip(*seeds, strict=True)]) for f in (min, max, mean))
-        lines.append(f'<path d="M{"L".join(low + high[::-1])}z" class="range {system}-range"/>')
-        lines.append(f'<path d="M{"L".join(middle)}" class="curve {system}"/>')
-        if len(systems) > 1:
-            y = HEIGHT - 40 + 20 * number
-            lines.append(f'<path d="M250 {y}h24" class="curve {system}"/>' + labels({(280, y + 4): name}, ""))
-    return lines
+    curves = pandas.read_csv(path)
+    for system, name in systems.items():
+        seeds = curves[curves.system == system].groupby("step").reward
+        axes.fill_between(seeds.mean().index, seeds.min(), seeds.max(), color=COLOURS[system], alpha=0.2, linewidth=0)
+        axes.plot(seeds.mean(), color=COLOURS[system], label=name)
+    if len(systems) > 1:
+        axes.legend(loc="lower right", frameon=False)
+    axes.set(title=title, xlim=(0, curves.step.max()), ylim=(0, 1))
 
 
-def llm_panel() -> list[str]:
+def draw_llm(axes) -> None:
     """What README.md has of make llm."""
-    bars = {"before": (36, 0.25), "after 30 steps": (58, 0.75)}  # right answers of 64, place
-    lines = axes("make llm: right of 64 questions", {}, {n / 64: n for n in (0, 16, 32, 48, 64)})
-    for (name, (right, place)), kind in zip(bars.items(), ("before", "after"), strict=True):
-        x, y = LEFT + WIDTH * place, HEIGHT * (1 - right / 64)
-        lines.append(f'<path d="M{x - 60:g} {HEIGHT}V{y:.1f}h120V{HEIGHT}z" class="{kind}"/>')
-        lines.append(labels({(x, y - 5): right, (x, HEIGHT + 18): name}))
-    return lines
-
-
-def draw(path: Path, *panels: list[str]) -> None:
-    """Write panels side by side."""
-    across, height = 410 * len(panels), HEIGHT + 70
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{height}">', STYLE]
-    lines.append(f'<rect width="{across}" height="{height}" class="paper"/>')
-    for number, panel in enumerate(panels):
-        lines += [f'<g transform="translate({410 * number} 36)">', *panel, "</g>"]
-    path.write_text("\n".join([*lines, "</svg>"]) + "\n")
+    bars = axes.bar(["before", "after 30 steps"], [36, 58], color=[GREY, COLOURS["ours"]])
+    axes.bar_label(bars)
+    axes.set(title="make llm: right of 64 questions", ylim=(0, 64), yticks=[0, 16, 32, 48, 64])
 
 
 def draw_all() -> None:
-    bench, pictures = REPO / "docs/bench", REPO / "docs/pictures"
-    demo, ours, both = bench / "learning.csv", {"ours": "train_grpo"}, {"ours": "train_grpo", "trl": "TRL 1.16"}
-    draw(
-        pictures / "first.svg", llm_panel(), curves_panel("make demo: mean reward by step, five seeds", demo, ours, 50)
-    )
-    smollm2 = curves_panel("SmolLM2-135M: mean reward by step, five seeds", bench / "learning-smollm2.csv", both, 5)
-    draw(pictures / "learning.svg", curves_panel("demo: mean reward by step, five seeds", demo, both, 50), smollm2)
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(dict.fromkeys(("text.color", "axes.edgecolor", "xtick.color", "ytick.color"), GREY))
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "0", "font.family": "sans-serif", "font.size": 9})
+    bench, ours = REPO / "docs/bench", {"ours": "train_grpo"}
+    demo, both = bench / "learning.csv", {**ours, "trl": "TRL 1.16"}
+    for name in ("first", "learning"):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8.2, 2.5), layout="constrained")
+        if name == "first":
+            draw_llm(left)
+            draw_curves(right, "make demo: mean reward by step, five seeds", demo, ours)
+        else:
+            draw_curves(left, "demo: mean reward by step, five seeds", demo, both)
+            smollm2 = bench / "learning-smollm2.csv"
+            draw_curves(right, "SmolLM2-135M: mean reward by step, five seeds", smollm2, both)
+        figure.savefig(REPO / f"docs/pictures/{name}.svg", transparent=True, metadata={"Date": None})
 
 
 def main() -> None:
@@ -241,13 +192,14 @@ def main() -> None:
         args.csv.write_text("system,seed,step,reward\n")
     with tempfile.TemporaryDirectory() as folder:
         for seed, (system, train) in itertools.product(range(args.seeds), SYSTEMS.items()):
-            if (system, seed) in read_curves(args.csv):
+            done = pandas.read_csv(args.csv)
+            if ((done.system == system) & (done.seed == seed)).any():
                 continue
             rewards = train(args.config, [f"seed={seed}", *args.set], Path(folder, f"{system}_{seed}"))
             with args.csv.open("a") as file:
                 file.writelines(f"{system},{seed},{step},{value:.6f}\n" for step, value in thin(rewards).items())
             print(f"{system}, seed {seed}: {mean(rewards[-5:]):.3f}", flush=True)
-    print(table(read_curves(args.csv)))
+    print(table(pandas.read_csv(args.csv)))
 
 
 if __name__ == "__main__":

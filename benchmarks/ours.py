@@ -43,32 +43,28 @@ MICRO_BATCH = 4096  # tokens
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     works.add_options(parser)
-    parser.add_argument("--model", choices=works.MODELS, help="its shape; this and the next three change --work")
+    parser.add_argument("--model", choices=works.MODELS, help="its shape; this and the next two change --work")
     parser.add_argument("--dtype", choices=bridge.DTYPES)
-    parser.add_argument("--lengths", choices=works.END_CHANCE, help="of the answers")
     parser.add_argument("--tokens", type=int, dest="max_tokens", help="longest answer")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args()
 
 
 def chosen_work(args: argparse.Namespace) -> Work:
-    """The work named, with what the options change."""
-    given = {name: getattr(args, name) for name in ("model", "dtype", "lengths", "max_tokens")}
+    given = {name: getattr(args, name) for name in ("model", "dtype", "max_tokens")}
     return replace(WORKS[args.work], **{name: value for name, value in given.items() if value is not None})
 
 
-def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config:
-    """The benchmark's configuration; rank 0 has made model and data in `folder`."""
-    model, data = works.make_inputs(folder, work) if dist.get_rank() == 0 else (None, None)
-    shared = [str(model), str(data)]
-    dist.broadcast_object_list(shared)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.yaml").touch()
+def config(work: Work, steps: int, overrides: list[str]) -> Config:
+    """The benchmark's configuration; rank 0 makes model and data."""
+    model, data = ranks.gather(works.make_inputs(work) if dist.get_rank() == 0 else None)[0]
+    works.FOLDER.mkdir(parents=True, exist_ok=True)
+    (works.FOLDER / "bench.yaml").touch()
     room = max(MICRO_BATCH, work.prompt_tokens + work.max_tokens)
     chat = str(work.model == "smollm2").lower()
     defaults = [
-        f"output_dir={folder / 'out'}", f"model.path={shared[0]}", f"model.dtype={work.dtype}",
-        f"data.train={shared[1]}", f"data.chat_template={chat}",
+        f"output_dir={works.FOLDER / 'out'}", f"model.path={model}", f"model.dtype={work.dtype}",
+        f"data.train={data}", f"data.chat_template={chat}",
         f"data.max_prompt_tokens={work.prompt_tokens}",
         f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={GROUP}",
         f"rollout.max_new_tokens={work.max_tokens}", "reward.default=custom",
@@ -76,7 +72,7 @@ def config(folder: Path, work: Work, steps: int, overrides: list[str]) -> Config
         f"train.steps={steps + 1}", "train.save_every=0",
         f"train.max_tokens_per_micro_batch={room}", f"train.logprob_max_tokens_per_micro_batch={room}",
     ]  # fmt: skip
-    return load_config(str(folder / "bench.yaml"), [*defaults, *overrides])
+    return load_config(str(works.FOLDER / "bench.yaml"), [*defaults, *overrides])
 
 
 # ---------------------------------------------------------------- ceilings
@@ -161,7 +157,6 @@ def measure(args: argparse.Namespace, work: Work, cfg: Config) -> tuple[list[dic
 
 
 def step_results(metrics: dict, samples: list, work: Work) -> dict:
-    """What a row of results has of one step of ours."""
     row = {"tokens_per_s": metrics["speed/response_tokens_per_s"], "step_s": metrics["time/step"]}
     for phase in PHASES:
         row[f"{phase}_s"] = metrics[f"time/{phase}"]
@@ -178,7 +173,7 @@ def main() -> int:
     ranks.join_ranks(timeout_s=600)
     rank, world = dist.get_rank(), dist.get_world_size()  # now: an engine that is given up may end the process group
     try:
-        cfg = config(args.folder, work, args.warmup + args.steps, args.overrides)
+        cfg = config(work, args.warmup + args.steps, args.overrides)
         configuration.check_config(cfg, world)
         rows, lengths = measure(args, work, cfg)
     except UserError as error:

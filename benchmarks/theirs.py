@@ -29,7 +29,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import works
-from benchmarks.works import GROUP, KL, LR, PROMPTS, WORKS, TrlSetting
+from benchmarks.works import GROUP, KL, LR, PROMPTS, WORKS
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # of CPU builds; the default index is asked as well
 TORCH = "torch==2.13.0"
@@ -111,7 +111,7 @@ def timed_trainer(seconds: Counter):
 
 
 def train(
-    work: works.Work, setting: TrlSetting, dtype: str, model: Path, data: Path, use_vllm: bool,
+    work: works.Work, micro_batch: int, generate: int, dtype: str, model: Path, data: Path, use_vllm: bool,
     warmup: int, timed: int,
 ) -> list[dict]:  # fmt: skip
     """A row of results for each of the `timed` steps, after `warmup` others; `dtype`: torch's name of the model's."""
@@ -136,8 +136,8 @@ def train(
     options = GRPOConfig(
         output_dir=tempfile.mkdtemp(), max_steps=warmup + timed, use_cpu=True, bf16=False, report_to="none",
         save_strategy="no", logging_steps=1, disable_tqdm=True, seed=0, learning_rate=LR, lr_scheduler_type="constant",
-        per_device_train_batch_size=setting.micro_batch, steps_per_generation=setting.generate // setting.micro_batch,
-        gradient_accumulation_steps=PROMPTS * GROUP // ranks // setting.micro_batch,
+        per_device_train_batch_size=micro_batch, steps_per_generation=generate // micro_batch,
+        gradient_accumulation_steps=PROMPTS * GROUP // ranks // micro_batch,
         num_generations=GROUP, beta=KL, temperature=1.0,
         max_completion_length=work.max_tokens, gradient_checkpointing=False, ddp_find_unused_parameters=False,
         model_init_kwargs={"dtype": dtype},
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--setup", type=Path, help="make TRL's environment in this folder, and stop")
     works.add_options(parser)
     parser.add_argument("--vllm", action="store_true", help="sample with colocated vLLM, not with transformers")
-    parser.add_argument("--setting", default="", help="such as 'micro_batch=8 generate=32'")
+    parser.add_argument("--setting", default="micro_batch=32 generate=32", help="by default a rank's share at once")
     args = parser.parse_args()
     if args.setup:
         setup(args.setup)
@@ -179,23 +179,23 @@ def main() -> None:
     import torch.distributed as dist
 
     work = WORKS[args.work]
-    setting = TrlSetting.parse(args.setting)
-    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[work.dtype]
+    micro_batch, generate = (int(pair.partition("=")[2]) for pair in args.setting.split())
+    dtype = works.DTYPES[work.dtype]
     if args.vllm:
         from support.engine.vllm_process import set_environment
 
         set_environment()
         patch_vllm_for_cpu(dtype)
     # against_trl.py has made the inputs already: here both ranks would make them at once.
-    model, data = works.make_inputs(args.folder, work)
-    rows = train(work, setting, dtype, model, data, args.vllm, args.warmup, args.steps)
+    model, data = works.make_inputs(work)
+    rows = train(work, micro_batch, generate, dtype, model, data, args.vllm, args.warmup, args.steps)
     if os.environ["RANK"] == "0":
         system = "trl-vllm" if args.vllm else "trl"
         about = {**asdict(work), "system": system, "round": args.round, "ranks": int(os.environ["WORLD_SIZE"]),
-                 "setting": str(setting), **works.facts()}  # fmt: skip
+                 "setting": args.setting, **works.facts()}  # fmt: skip
         if args.csv:
             works.add_results(args.csv, [about | row for row in rows])
-        print(f"{system}: {median(works.values(rows, 'tokens_per_s')):.0f} tokens/s; {rows}")
+        print(f"{system}: {median(row['tokens_per_s'] for row in rows):.0f} tokens/s; {rows}")
     if dist.is_initialized():  # vLLM has ended it with its engine
         dist.destroy_process_group()  # gloo's threads may abort a process that ends before its groups
 

@@ -5,21 +5,22 @@ those of smollm2, whose answers end as the model ends them.
 """
 
 import argparse
-import csv
 import datetime
 import json
 import math
 import os
 import platform
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+
+import pandas
 
 REPO = Path(__file__).resolve().parent.parent
 PROMPTS, GROUP = 8, 8  # of a step: 8 prompts × 8 samples
 KL, LR = 0.05, 1e-6  # a reference is there; weights hardly move, so that lengths stay what they are
-WARMUP, STEPS = 3, 6
+FOLDER = REPO / "build/bench"  # of models, data and logs
 
 
 @dataclass(frozen=True)
@@ -55,24 +56,8 @@ WORKS = {
 SMOLLM2 = REPO / "build/smollm2/model"
 
 
-@dataclass(frozen=True)
-class TrlSetting:
-    """What TRL's speed depends on beside the work; see theirs.py. Its default: a rank's share at once."""
-
-    micro_batch: int = PROMPTS * GROUP // 2
-    generate: int = PROMPTS * GROUP // 2
-
-    def __str__(self) -> str:
-        return f"micro_batch={self.micro_batch} generate={self.generate}"
-
-    @classmethod
-    def parse(cls, text: str) -> "TrlSetting":
-        pairs = (pair.split("=") for pair in text.split())
-        return cls(**{name: int(value) for name, value in pairs})
-
-
-# Chance that a token ends the answer. So lengths are geometric: all the same, of mean 59 (cut at 192), of mean 199 with
-# the longest of 64 near 1,000.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # torch's names
+# Chance that a token ends the answer: lengths are all the same, of mean 59 (cut at 192), of mean 199 (up to 1,000).
 END_CHANCE = {"fixed": 1e-9, "natural": 1 / 64, "tail": 1 / 200}
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
@@ -91,7 +76,6 @@ def sizes(hidden, layers, heads, kv_heads, ffn, vocab, tied, **more) -> dict:
 
 
 def experts(width: int) -> dict:
-    """The entries of a Qwen3 with 128 experts of this width."""
     return {
         "max_position_embeddings": 40960, "moe_intermediate_size": width, "num_experts": 128, "num_experts_per_tok": 8,
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 128,
@@ -116,44 +100,18 @@ MODELS = {
 # ---------------------------------------------------------------- models
 
 
-def layer_shapes(c: dict, layer: int) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of one layer's tensors."""
-    h, d = c["hidden_size"], c["head_dim"]
-    q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
-    moe = "num_experts" in c
-    shapes = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
-    shapes |= {f"self_attn.{n}_proj.weight": (size, h) for n, size in (("q", q), ("k", kv), ("v", kv))}
-    shapes |= {"self_attn.o_proj.weight": (h, q)}
-    if moe:
-        shapes |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
-        shapes |= {"mlp.gate.weight": (c["num_experts"], h)}
-    elif c["model_type"] == "qwen2":
-        shapes |= {f"self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
-    width = c["moe_intermediate_size"] if moe else c["intermediate_size"]
-    mlps = [f"mlp.experts.{e}." for e in range(c["num_experts"])] if moe else ["mlp."]
-    for mlp in mlps:
-        shapes |= {f"{mlp}gate_proj.weight": (width, h), f"{mlp}up_proj.weight": (width, h)}
-        shapes |= {f"{mlp}down_proj.weight": (h, width)}
-    return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
-
-
-def other_shapes(c: dict) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of the tensors that belong to no layer."""
-    table = (c["vocab_size"], c["hidden_size"])
-    head = {} if c["tie_word_embeddings"] else {"lm_head.weight": table}
-    return {"model.embed_tokens.weight": table, "model.norm.weight": table[1:], **head}
-
-
-def matmuls(c: dict) -> list[tuple[int, int, float]]:
+def matmuls(c: dict) -> list[tuple[int, int, int]]:
     """(outputs, inputs, times a token) of the matrices that a token is multiplied by: layers, then the output layer."""
-    experts = c.get("num_experts", 1)
-    share = c.get("num_experts_per_tok", 1) / experts
-    table = {}
-    for name, shape in layer_shapes(c, 0).items():
-        if len(shape) == 2:
-            times = c["num_hidden_layers"] * (share if ".experts." in name else 1)
-            table[shape] = table.get(shape, 0.0) + times
-    return [(*shape, times) for shape, times in table.items()] + [(c["vocab_size"], c["hidden_size"], 1.0)]
+    import torch
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**c))
+    table = Counter()
+    for weight in model.model.layers.parameters():
+        if weight.dim() > 1:  # three: of all experts
+            table[weight.shape[-2:]] += c["num_experts_per_tok"] if weight.dim() == 3 else 1
+    return [(*shape, times) for shape, times in table.items()] + [(c["vocab_size"], c["hidden_size"], 1)]
 
 
 def make_model(folder: Path, work: Work) -> None:
@@ -164,43 +122,25 @@ def make_model(folder: Path, work: Work) -> None:
     is nearly uniform.
     """
     import torch
-    from safetensors.torch import save_file
-    from transformers import PreTrainedTokenizerFast
+    import transformers
 
     from tools import make_tiny
 
     c = MODELS[work.model]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
     large, chance = 1024.0, END_CHANCE[work.lengths]
     bias = math.log(chance / (1 - chance) * (c["vocab_size"] - 1))
-
-    def tensor(name: str, shape: tuple) -> torch.Tensor:
-        if len(shape) == 1:
-            values = torch.full(shape, float(name.endswith("weight")), device=device)  # norms 1, biases 0
-        else:
-            values = torch.empty(shape, device=device).normal_(std=c["initializer_range"])
-        if name in other_shapes(c) and len(shape) == 2:
-            values[:, 0] = large
-            if name == "lm_head.weight" or c["tie_word_embeddings"]:
-                values[c["eos_token_id"], 0] = 0
-        elif name == "model.norm.weight":
-            values[0] = -bias / (large * math.sqrt(c["hidden_size"]))
-        return values.to("cpu", torch.bfloat16 if work.dtype == "bf16" else torch.float32)
-
-    folder.mkdir(parents=True)
-    parts = [other_shapes(c), *(layer_shapes(c, layer) for layer in range(c["num_hidden_layers"]))]
-    index = {}
-    for number, shapes in enumerate(parts):
-        file = f"model-{number:05d}.safetensors"
-        save_file({n: tensor(n, s) for n, s in shapes.items()}, folder / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(shapes, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[work.dtype]
-    (folder / "config.json").write_text(json.dumps({**c, "dtype": dtype}, indent=1))
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.no_grad():
+        config = transformers.AutoConfig.for_model(**c)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[work.dtype]))
+        for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+            embedding.weight[:, 0] = large
+        model.get_output_embeddings().weight[c["eos_token_id"], 0] = 0
+        model.model.norm.weight[0] = -bias / (large * math.sqrt(c["hidden_size"]))
+    model.save_pretrained(folder)
     tokenizer = make_tiny.bpe_tokenizer(TEXTS, vocab_size=min(c["vocab_size"], 1024))
     special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
 # ---------------------------------------------------------------- data and results
@@ -210,15 +150,10 @@ TEXTS = [
 ]
 
 
-def make_inputs(folder: Path, work: Work) -> tuple[Path, Path]:
-    """(model folder, data file) of a work, made under `folder` where they are not yet there.
-
-    Raises SystemExit where SmolLM2 is missing.
-    """
-    model, data = (
-        folder / f"{work.model}-{work.dtype}-{work.lengths}",
-        folder / f"{work.lengths}-{work.prompt_chars}.jsonl",
-    )
+def make_inputs(work: Work) -> tuple[Path, Path]:
+    """(model folder, data file) of a work, made where they are missing. Raises SystemExit where SmolLM2 is."""
+    model = FOLDER / f"{work.model}-{work.dtype}-{work.lengths}"
+    data = FOLDER / f"{work.lengths}-{work.prompt_chars}.jsonl"
     prompts = [" ".join(TEXTS[first:])[: work.prompt_chars] for first in range(64)]
     if work.model == "smollm2":
         from tools import make_smollm2
@@ -231,7 +166,7 @@ def make_inputs(folder: Path, work: Work) -> tuple[Path, Path]:
             raise SystemExit(f"{model} is missing: make {model.relative_to(REPO)}")
     elif not (model / "tokenizer.json").exists():  # it is written last
         make_model(model, work)
-    folder.mkdir(parents=True, exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     data.write_text("".join(json.dumps({"prompt": prompt, "answer": "0"}) + "\n" for prompt in prompts))
     return model, data
 
@@ -242,11 +177,9 @@ def checksum(text: str, answer: str = "", row: dict | None = None) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that ours.py and theirs.py share."""
     parser.add_argument("--work", choices=WORKS, default="tiny-64", help="what to time")
-    parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before those that are timed")
-    parser.add_argument("--steps", type=int, default=STEPS, help="that are timed")
-    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="for models and data; kept")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before those that are timed")
+    parser.add_argument("--steps", type=int, default=6, help="that are timed")
     parser.add_argument("--csv", type=Path, help="file to add this run to")
     parser.add_argument("--round", type=int, default=1, help="number of the run, for --csv")
 
@@ -258,70 +191,42 @@ COLUMNS = [
     "commit", "step", "tokens_per_s", "step_s", "train_flops", "bare_tokens_per_s", *(f"{phase}_s" for phase in PHASES),
     *(f"{phase}_peak_gib" for phase in PHASES), "matmul_flops_per_s",
 ]  # fmt: skip
-TYPES = dict.fromkeys(("model", "dtype", "lengths", "system", "setting", "date", "machine", "commit"), str)
-TYPES |= dict.fromkeys(("max_tokens", "prompt_chars", "round", "ranks", "step"), int)  # of the other columns: float
 
 
-def read_results(path: Path) -> list[dict]:
-    """The rows of a results file, [] where there is none; a column that a system does not measure is left out."""
-    if not path.exists():
-        return []
-    rows = []
-    with path.open(newline="") as file:
-        for cells in csv.DictReader(file):
-            rows.append({name: TYPES.get(name, float)(cell) for name, cell in cells.items() if cell})
-    return rows
+def read_results(path: Path) -> pandas.DataFrame:
+    """The rows of a results file, none where there is no file; NaN is what a system does not measure."""
+    return pandas.read_csv(path) if path.exists() else pandas.DataFrame(columns=COLUMNS)
 
 
 def add_results(path: Path, rows: list[dict]) -> None:
     """Append rows to a results file; numbers get six digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow({name: f"{cell:.6g}" if isinstance(cell, float) else cell for name, cell in row.items()})
-
-
-def work_of(row: dict) -> Work:
-    """The work that a row was measured on."""
-    return Work(row["model"], row["dtype"], row["lengths"], row["max_tokens"], row["prompt_chars"])
-
-
-def values(rows: list[dict], name: str) -> list[float]:
-    """The cells of a column, where there are any."""
-    return [row[name] for row in rows if name in row]
+    table = pandas.DataFrame(rows, columns=COLUMNS)
+    table.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.6g")
 
 
 def summary(rows: list[dict]) -> dict[str, float]:
-    """{name: median} of what a table shows of one run's rows, TRL's too; names are units as well."""
-    table = {"tokens/s": median(values(rows, "tokens_per_s")), "step s": median(values(rows, "step_s"))}
+    """{name: median, of peaks the maximum} of what a table shows of one run of ours; names are units as well."""
+    table = pandas.DataFrame(rows)
+    middle = table.median(numeric_only=True)
+    shown = {"tokens/s": middle.tokens_per_s, "step s": middle.step_s}
     for phase in PHASES:
-        if f"{phase}_s" in rows[0]:
-            table[f"{phase} s"] = median(values(rows, f"{phase}_s"))
-        if f"{phase}_peak_gib" in rows[0]:
-            table[f"{phase} peak GiB"] = max(values(rows, f"{phase}_peak_gib"))
-    if "matmul_flops_per_s" not in rows[0]:  # TRL's
-        return table
-    table["matmul flops/s"] = rows[0]["matmul_flops_per_s"]
-    peak = rows[0]["matmul_flops_per_s"] * rows[0]["ranks"]
+        shown[f"{phase} s"] = middle[f"{phase}_s"]
+        shown[f"{phase} peak GiB"] = table[f"{phase}_peak_gib"].max()
+    shown["matmul flops/s"] = middle.matmul_flops_per_s
     # Operations of the phase ÷ those of forward and backward: the reference makes a forward pass, a third of it.
-    shares = {"train": ("train_s", 1), "log-probs": ("logprob_s", 1 / 3), "step": ("step_s", 4 / 3)}
-    for phase, (seconds, share) in shares.items():
-        mfu = [share * row["train_flops"] / row[seconds] / peak for row in rows]
-        if median(mfu) > 1:
-            raise ValueError(f"MFU of {phase} {median(mfu):.0%}: the matmul rate of {peak:.3g} flops/s is too low")
-        table[f"MFU of {phase} %"] = 100 * median(mfu)
-    table["bare vLLM tokens/s"] = median(values(rows, "bare_tokens_per_s"))
-    table["step ÷ bare vLLM"] = table["bare vLLM tokens/s"] / median(values(rows, "tokens_per_s"))
-    return table
+    for phase, column, share in (("train", "train_s", 1), ("log-probs", "logprob_s", 1 / 3), ("step", "step_s", 4 / 3)):
+        peak = table.matmul_flops_per_s * table.ranks
+        mfu = (share * table.train_flops / table[column] / peak).median()
+        if mfu > 1:
+            raise ValueError(f"MFU of {phase} {mfu:.0%}: the matmul rate of {peak[0]:.3g} flops/s is too low")
+        shown[f"MFU of {phase} %"] = 100 * mfu
+    shown["bare vLLM tokens/s"] = middle.bare_tokens_per_s
+    return shown | {"step ÷ bare vLLM": middle.bare_tokens_per_s / middle.tokens_per_s}
 
 
 def facts() -> dict:
-    """When and on what this runs."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return {"date": now, "machine": f"{len(os.sched_getaffinity(0))} cores of {cpu}"}

@@ -21,8 +21,6 @@ OK, WARN, STOP = "ok", "warn", "STOP"
 
 
 class Row(NamedTuple):
-    """A line of the table."""
-
     item: str
     found: str
     verdict: str = OK
@@ -75,7 +73,6 @@ SETTINGS = {  # variable → (which values are worth a word, what they do, verdi
 
 
 def rows(found: dict) -> list[Row]:
-    """Every row of the table, from what `facts` told."""
     return [row for judge in (software, pairs, cuda, gpus, condition, machine, environment) for row in judge(found)]
 
 
@@ -235,19 +232,13 @@ def environment(found: dict) -> Iterator[Row]:
 # ---------------------------------------------------------------- the command
 
 
-def line(row: Row) -> str:
-    """A row as text: what to do stands below what is wrong."""
-    text = f"{row.verdict:4}  {row.item}: {row.found}"
-    return f"{text}\n      → {row.remedy}" if row.remedy else text
-
-
 def main(argv: list[str]) -> int:
-    """1 if something would stop a run."""
     parser = argparse.ArgumentParser(prog="python -m tools.doctor", description=__doc__.partition("\n")[0])
     parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="where runs will write")
     lines = rows(facts(parser.parse_args(argv).output_dir))
     verdicts = Counter(row.verdict for row in lines)
-    print("\n".join(map(line, lines)))
+    for row in lines:
+        print(f"{row.verdict:4}  {row.item}: {row.found}" + (f"\n      → {row.remedy}" if row.remedy else ""))
     print(f"\n{len(lines)} rows: {verdicts[STOP]} would stop a run, {verdicts[WARN]} deserve a look")
     return 1 if verdicts[STOP] else 0
 

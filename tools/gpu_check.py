@@ -30,8 +30,6 @@ SHOWN = ("tokens/s", "step s", "train s", "sync s", "MFU of train %", "bare vLLM
 
 
 class Row(NamedTuple):
-    """A line of the table."""
-
     what: str
     verdict: str  # ok, failed, skipped
     note: str = ""  # what was measured, why it failed or was skipped
@@ -58,7 +56,6 @@ def ended(part: str, code: int | None, text: str) -> Row:
 
 
 def of_doctor(code: int | None, text: str) -> Iterator[Row]:
-    """What would stop a run."""
     stops = re.findall(r"^STOP +(.*)", text, flags=re.MULTILINE)
     if code == 0:
         yield Row("doctor", "ok", text.splitlines()[-1])
@@ -88,7 +85,6 @@ def of_tests(report: Path, code: int | None, text: str) -> Iterator[Row]:
 
 
 def of_bench(part: str, code: int | None, text: str) -> Iterator[Row]:
-    """What benchmarks/ours.py has measured."""
     table = dict(re.findall(r"^(\S.*?) {2,}(\S+)$", text, flags=re.MULTILINE))
     if code == 0:
         yield Row(part, "ok", ", ".join(f"{name} {table[name]}" for name in SHOWN if name in table))
@@ -120,7 +116,6 @@ def check(args: argparse.Namespace, visible: list[str]) -> Iterator[Row]:
 
 
 def main(argv: list[str], gpus: int) -> int:
-    """1 if something failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, default=1, help="GPUs to use")
     parser.add_argument("-k", help="run only tests with names like this, as pytest has it")

@@ -2,11 +2,9 @@
 
     python tools/make_tiny.py build/tiny                             the reversal task of `make demo`
     python tools/make_tiny.py build/gsm8k --text train.jsonl         a byte-level BPE tokenizer trained on its questions
-    python tools/make_tiny.py build/llama --arch llama --untied      another family, for tests
 
 Writes OUT/model (config.json, random weights, tokenizer) and, for the reversal task, OUT/train.jsonl with rows like
-{"prompt": "3142>", "answer": "2413", "source": "reverse"}. The model is untrained, so all that it learns comes from the
-reward.
+{"prompt": "3142>", "answer": "2413", "source": "reverse"}. The model is untrained: all it learns is from the reward.
 """
 
 import argparse
@@ -16,7 +14,7 @@ import random
 from pathlib import Path
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
-# --arch: (name in transformers, entries of its config beside the sizes common to all)
+# architecture: (name in transformers, entries of its config beside the sizes common to all)
 ARCHITECTURES = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
@@ -83,7 +81,6 @@ def save_model(
 
 
 def reversal_rows(digits: int, rows: int, seed: int) -> list[dict]:
-    """Return up to `rows` distinct strings of `digits` digits (0-9) with their reversal."""
     strings = ["".join(d) for d in itertools.product("0123456789", repeat=digits)]
     random.Random(seed).shuffle(strings)
     return [{"prompt": f"{s}>", "answer": s[::-1], "source": "reverse"} for s in strings[:rows]]
@@ -92,8 +89,6 @@ def reversal_rows(digits: int, rows: int, seed: int) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--arch", choices=ARCHITECTURES, default="qwen2")
-    parser.add_argument("--untied", action="store_true", help="separate input embedding and output layer")
     parser.add_argument("--text", type=Path, help="jsonl whose `question` column trains a BPE tokenizer")
     args = parser.parse_args()
     if args.text:
@@ -101,8 +96,8 @@ def main() -> None:
     else:
         tokenizer = char_tokenizer("0123456789>+-=")
     args.out.mkdir(parents=True, exist_ok=True)
-    size = save_model(args.out / "model", tokenizer, args.arch, not args.untied)
-    print(f"{args.out}/model: untrained {ARCHITECTURES[args.arch][0]}, {size / 1e6:.2f} M parameters")
+    size = save_model(args.out / "model", tokenizer)
+    print(f"{args.out}/model: untrained Qwen2, {size / 1e6:.2f} M parameters")
     if not args.text:
         rows = reversal_rows(digits=3, rows=1000, seed=0)
         (args.out / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

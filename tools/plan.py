@@ -182,7 +182,6 @@ def layer_elements(hf, cfg: Config) -> dict[str, float]:
 
 
 def split_layers(hf, cfg: Config) -> list[list[range]]:
-    """The layers of each chunk of each pipeline stage."""
     return bridge.stage_layers(
         bridge.transformer_config(hf, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
     )
@@ -352,7 +351,6 @@ def gpu_bytes(gb: float | None) -> int:
 
 
 def describe(cfg: Config, world_size: int, found: Plan) -> str:
-    """The plan in words."""
     vllm, r = found.sampling, cfg.rollout
     samples = r.prompts_per_step * r.group_size * r.tp // world_size
     lines = [f"memory:  of a GPU of {found.gpu / GB:.1f} GB (10⁹ bytes), by phase"]
@@ -390,7 +388,6 @@ def report(cfg: Config, world_size: int, gpu_gb: float | None) -> str | None:
 
 
 def main(argv: list[str]) -> str | int:
-    """Run the command; returns the message of an error, or 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("--world-size", type=int, default=1)

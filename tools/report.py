@@ -19,12 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import pandas
 import yaml
-from huggingface_hub import try_to_load_from_cache
+from transformers import AutoTokenizer
 
 from config import Config, UserError
 from support.base.read_config import SECTIONS, dotted_items, validate
-from support.data.prompts import load_tokenizer
 from support.run.advice import Advice
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -54,14 +54,13 @@ class Run:
     def find_tokenizer(self, given: str | None):
         """The `given` tokenizer, else that of the run's export or of model.path on this disk; None without any."""
         exports = sorted(self.folder.glob("hf/step_*/tokenizer_config.json"))
-        model = str(self.config.get("model", {}).get("path", ""))
-        found = str(exports[-1].parent) if exports else find_local_model(model)
-        if not (given or found):
-            return None
+        own = exports[-1].parent if exports else self.config.get("model", {}).get("path", "")
         try:
-            return load_tokenizer(given or found)
-        except ValueError as error:
-            raise UserError(f"{error}; name another with --tokenizer") from None
+            return AutoTokenizer.from_pretrained(given or own, local_files_only=given is None)
+        except Exception as error:  # a damaged file fails as code does, with any exception
+            if given:
+                raise UserError(f"--tokenizer {given}: {type(error).__name__}: {error}") from None
+            return None
 
     def sample_files(self) -> dict[str, Path]:
         """{"step_000001": file, …}, steps before evaluations."""
@@ -109,16 +108,6 @@ class Run:
         return self.texts[token_id]
 
 
-def find_local_model(model: str) -> str | None:
-    """The folder of a model, or of a hub name in the cache; None if neither exists. Uses no network."""
-    if Path(model).is_dir():
-        return model
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return None
-    cached = try_to_load_from_cache(model, "tokenizer_config.json")
-    return str(Path(cached).parent) if isinstance(cached, str) else None
-
-
 def read_lines(path: Path) -> list[dict]:
     """The JSON objects of a file, without an incomplete last line."""
     return [json.loads(line) for line in path.open(encoding="utf-8") if line.endswith("\n")]
@@ -161,7 +150,7 @@ def curve(name: str, runs: list[Run]) -> str:
         x = [WIDTH * (step - min(steps)) / (last - min(steps)) for step, _ in line]
         y = [HEIGHT - 4 - (HEIGHT - 8) * (value - low) / ((high - low) or 1) for _, value in line]
         at = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
-        mean = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, smooth(y), strict=True))
+        mean = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, pandas.Series(y).ewm(alpha=0.1).mean(), strict=True))
         colour = f"r{number % 6}"
         many = len(line) > 40
         paths.append(f'<polyline class="{colour} {"raw" if many else ""}" points="{at}"/>')
@@ -172,17 +161,6 @@ def curve(name: str, runs: list[Run]) -> str:
     ends = f"{low:.4g} to {high:.4g}; last {', '.join(f'{line[-1][1]:.4g}' for line in lines if line)}"
     picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(paths)}</svg>'
     return f"<figure><figcaption><b>{html.escape(name)}</b> {ends}</figcaption>{picture}</figure>\n"
-
-
-def smooth(values: list[float], keep: float = 0.9) -> list[float]:
-    """The moving average with weights keep^age, normalised to sum to 1."""
-    total = weight = 0.0
-    means = []
-    for value in values:
-        total = keep * total + value
-        weight = keep * weight + 1
-        means.append(total / weight)
-    return means
 
 
 def describe(runs: list[Run]) -> str:

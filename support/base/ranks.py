@@ -174,7 +174,6 @@ def gather(value: Any) -> list:
 
 
 def device() -> torch.device:
-    """The device of this rank's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

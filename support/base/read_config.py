@@ -57,7 +57,6 @@ class Loader(yaml.SafeLoader):
     """YAML where 1e-6 is a number, a date is text, and no key may stand twice."""
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
-        """The values of a mapping. Raises ConstructorError for a key that stands twice."""
         names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
         for name in names:
             if names.count(name) > 1:
@@ -171,24 +170,19 @@ def validate(tree: dict, path: str) -> Config:
 
 
 def explain_unknown(unknown: dict[str, Any]) -> str:
-    """What is right in place of unknown keys, a line each; of a section, a line for each key that it holds, where
-    another trainer has any of them.
-    """
+    """What is right in place of unknown keys, a line each; of a section, a line a key where another trainer has any."""
     foreign = foreign_keys()
-    lines = []
-    from_another = False
+    lines, more = [], []
     for name, value in unknown.items():
         ours = {key: of_other_trainers(key, foreign) for key, _ in dotted_items({name: value})}
         if name in IN_A_RECIPE:
             lines.append(f"unknown key {name!r}; it is in recipes/token_rewards.patch: docs/recipes.md")
         elif any(here is not None for here in ours.values()):
-            from_another = True
+            more = [f"{PAGE} says what else differs"]
             lines += [f"unknown key {key!r}; here {', '.join(here or ['none'])}" for key, here in ours.items()]
         else:
             lines.append(f"unknown key {name!r}; {suggest(name.lower())}")
-    if from_another:
-        lines.append(f"{PAGE} says what else differs")
-    return "\n       ".join(lines)
+    return "\n       ".join([*lines, *more])
 
 
 def foreign_keys() -> dict[str, list[str]]:
@@ -203,14 +197,9 @@ def foreign_keys() -> dict[str, list[str]]:
 
 
 def of_other_trainers(key: str, foreign: dict[str, list[str]]) -> list[str] | None:
-    """Our keys for a key of another trainer: those of its longest ending in `foreign`, [] if we have none; else None.
-
-    A last name that keys of ours have too does not count without its section, which may be one of ours, misspelt.
-    """
+    """Our keys for one of another trainer, of its longest ending in `foreign`; [] if we have none, None if unknown."""
     names = key.lower().split(".")
-    endings = [".".join(names[first:]) for first in range(len(names))]
-    if len(names) > 1 and any(known.endswith(f".{names[-1]}") for known in KEYS):
-        endings.pop()
+    endings = (".".join(names[first:]) for first in range(len(names)))
     return next((foreign[ending] for ending in endings if ending in foreign), None)
 
 

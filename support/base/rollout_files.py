@@ -38,8 +38,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 class RolloutWriter:
     """Writes files of samples in a thread, one at a time: `write` waits for the file before.
 
-    The next `write` or `finish` raises a failure. Python waits for the thread at its end, so a run that fails writes
-    its last samples too.
+    The next `write` or `finish` raises a failure. Python waits for the thread, so a run that fails writes its last.
     """
 
     def __init__(self):

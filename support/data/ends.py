@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import transformers
-from numpy import ndarray
 
 from config import DataConfig, EvalConfig, RolloutConfig
-from support.base.require import require
+from support.base.require import require_data
 from support.data.tokens import adds_end, render
 
 MARK = "⟦answer⟧"  # stands for the model's answer, to find what the chat template writes after it
@@ -20,32 +19,22 @@ class Ends:
     tokens: frozenset[int]
     texts: list[str]
     tokenizer: object  # of transformers
-    own: frozenset[int] = frozenset()  # the model's tokens among these
-
-    def are_in(self, ids: ndarray) -> bool:
-        """Whether one of the tokens is among the ids, or one of the texts in what they say, special tokens included."""
-        if self.tokens.intersection(ids.tolist()):
-            return True
-        said = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) if self.texts else ""
-        return any(text in said for text in self.texts)
 
 
 def read_ends(path: str, tokenizer, sampling: RolloutConfig | EvalConfig) -> Ends:
     """End tokens of tokenizer and model, as vLLM reads them, and the stops; ValueError for one without a row."""
     config = transformers.AutoConfig.from_pretrained(path)
     ids = sampling.stop_token_ids
-    require(
+    require_data(
         max(ids, default=0) < config.vocab_size,
         f"rollout or eval.stop_token_ids={ids}: legal are the tokens 0 to {config.vocab_size - 1} of model.path={path}",
-        ValueError,
     )
     try:
         found = transformers.GenerationConfig.from_pretrained(path)
     except OSError:  # there is no generation_config.json
         found = config
     eos = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
-    own = frozenset({tokenizer.eos_token_id, *eos} - {None})
-    return Ends(own.union(ids), sampling.stop, tokenizer, own)
+    return Ends(frozenset({tokenizer.eos_token_id, *eos, *ids} - {None}), sampling.stop, tokenizer)
 
 
 def after_answer(tokenizer, data: DataConfig, reply: str | None = None) -> str:
@@ -57,7 +46,7 @@ def after_answer(tokenizer, data: DataConfig, reply: str | None = None) -> str:
     chat = [{"role": role, "content": content} for role, content in said if content is not None]
     whole = render(tokenizer, chat, data, add_generation_prompt=reply is not None)
     _, found, text = whole.partition(MARK)
-    require(bool(found), "it leaves an assistant's message out", ValueError)
+    require_data(bool(found), "it leaves an assistant's message out")
     return text
 
 

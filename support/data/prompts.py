@@ -14,22 +14,12 @@ from typing import Any
 
 import numpy as np
 from numpy import ndarray
+from torch.utils.data import ConcatDataset
 
 from config import DataConfig
-from support.base.require import require
-from support.data import mixing
-from support.data.tables import Table, check_text, concatenate, held, read_tables, rows_between
-from support.data.tokens import (
-    answer_text,
-    check_columns,
-    check_ids,
-    hinted_text,
-    lookup,
-    render,
-    source_of,
-    to_ids,
-    tokenise,
-)
+from support.base.require import require_data
+from support.data import mixing, tokens
+from support.data.tables import Table, concatenate, held, read_tables, rows_between
 
 LARGE_BYTES = 16 * 2**20  # a rank reads rows of such tables where they are mapped, and holds the rows of smaller ones
 BLOCK = 2000  # rows tokenised at once
@@ -69,35 +59,26 @@ class PromptSet(Sequence):
         number = int(self.rows[operator.index(i)])
         ids = self.ids[number].as_py()
         (row,) = rows_between(self.table, number, number + 1)
-        answer = lookup(row, self.cfg.answer_key)
+        answer = tokens.lookup(row, self.cfg.answer_key)
         if not isinstance(answer, (list, dict)):  # a reward gets those by its kind: support/step/named_rewards.py
-            answer = answer_text(answer, self.cfg.answer_key)
+            answer = tokens.answer_text(answer, self.cfg.answer_key)
         asked = None
         if self.cfg.hint_key is not None:
-            (hinted_ids,) = to_ids([hinted_text(row, self.cfg, self.tokenizer)], self.cfg, self.tokenizer)
+            (hinted_ids,) = tokens.to_ids([tokens.hinted_text(row, self.cfg, self.tokenizer)], self.cfg, self.tokenizer)
             asked = np.array(hinted_ids, np.int32)
-        return Prompt(ids, answer, source_of(row, self.cfg.source_key), row, asked)
+        return Prompt(ids, answer, tokens.source_of(row, self.cfg.source_key), row, asked)
 
 
-class Mixture(Sequence):
+class Mixture(ConcatDataset):
     """Several sets, concatenated, of which `prompt_batch` takes shares: {name: (weight, prompts)}."""
 
     def __init__(self, sets: dict[str, tuple[float, PromptSet]]):
         self.names = list(sets)
         self.weights, self.sets = zip(*sets.values(), strict=True)
+        super().__init__(self.sets)
         parts = [[weight, part.fingerprint] for weight, part in sets.values()]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         self.dropped = sum(part.dropped for part in self.sets)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.sets))
-
-    def __getitem__(self, i: int) -> Prompt:
-        for part in self.sets:
-            if i < len(part):
-                return part[i]
-            i -= len(part)
-        raise IndexError(f"{i} beyond the last prompt")
 
     def describe(self, taken: int) -> str:
         """Share, prompts and passes of each set in a run that takes so many prompts; a line each."""
@@ -126,23 +107,22 @@ def load_prompts(cfg, tokenizer, vocab_size: int, key: str = "train") -> PromptS
 
     Raises ValueError, for a token beyond the `vocab_size` rows of the model's embedding too.
     """
-    require(
+    require_data(
         cfg.chat_template or (cfg.system_prompt is None and not cfg.template_kwargs),
         "data.system_prompt and data.template_kwargs have an effect only with data.chat_template=true",
-        ValueError,
     )
     own = {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"tools", "documents", "chat_template"}
     taken = ", ".join(cfg.template_kwargs.keys() & (own | {"messages", "strftime_now"}))
-    require(
+    require_data(
         not taken,
         f"data.template_kwargs has {taken}, which the call of the template sets (strftime_now: data.date)"
         "; legal are the variables of the template",
-        ValueError,
     )
     if key == "eval":
         cfg = cfg.model_copy(update={"hint_key": None})  # an evaluation has no teacher
     if cfg.system_prompt is not None:
-        check_ids("data.system_prompt", *to_ids([cfg.system_prompt], cfg, tokenizer), tokenizer, vocab_size)
+        (ids,) = tokens.to_ids([cfg.system_prompt], cfg, tokenizer)
+        tokens.check_ids("data.system_prompt", ids, tokenizer, vocab_size)
     value = getattr(cfg, key)
     given = (cfg, tokenizer, vocab_size, f"data.{key}")
     if not isinstance(value, dict) or not value:
@@ -156,12 +136,11 @@ def load_set(value: str | list[str], cfg, tokenizer, vocab_size: int, key: str) 
 
     tables = read_tables(cfg, value, key)
     table = concatenate(tables, key)
-    check_columns(cfg, table, tables[0][0])
-    check_text(tables, key)
+    tokens.check_columns(cfg, table, tables[0][0])
     table = held(table, LARGE_BYTES)
     ids, columns = [], {"length": [], "digest": [], "error": []}
     for start in range(0, len(table), BLOCK):
-        block = tokenise(rows_between(table, start, start + BLOCK), cfg, tokenizer, vocab_size)
+        block = tokens.tokenise(rows_between(table, start, start + BLOCK), cfg, tokenizer, vocab_size)
         ids.append(pyarrow.array(block["ids"], pyarrow.list_(pyarrow.int32())))
         for name, column in columns.items():
             column += block[name]
@@ -173,18 +152,15 @@ def load_set(value: str | list[str], cfg, tokenizer, vocab_size: int, key: str) 
     lengths = np.array(columns["length"])
     rows = np.flatnonzero(lengths <= cfg.max_prompt_tokens)
     if not len(rows):
-        raise ValueError(
-            f"data.max_prompt_tokens={cfg.max_prompt_tokens}: all {len(lengths)} prompts of {value} are longer; the "
-            f"shortest has {lengths.min()} tokens"
-        )
+        all_longer = f"all {len(lengths)} prompts of {value} are longer; the shortest has {lengths.min()} tokens"
+        raise ValueError(f"data.max_prompt_tokens={cfg.max_prompt_tokens}: {all_longer}")
     prompts = pyarrow.chunked_array(ids)
     if len(rows) > 1 and all(prompts[int(row)].equals(prompts[int(rows[0])]) for row in rows):
-        texts = {str(lookup(row, cfg.prompt_key)) for row in rows_between(table, 0, len(table))}
-        require(
+        texts = {str(tokens.lookup(row, cfg.prompt_key)) for row in rows_between(table, 0, len(table))}
+        require_data(
             len(texts) == 1,
             f"{key}: all {len(rows)} prompts of {value} have the same tokens, {prompts[int(rows[0])].as_py()[:8]}, but "
             "other texts: the tokenizer of model.path (has it a tokenizer.json?) or its chat template leaves them out",
-            ValueError,
         )
     digest = hashlib.sha256(b"".join(columns["digest"][row] for row in rows)).hexdigest()[:16]
     return PromptSet(cfg, tokenizer, table, prompts, rows, digest)
@@ -194,10 +170,9 @@ def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
     """Raise ValueError where a prompt begins twice, with the chat template's opening or its first token, or where a
     text begins with less than half of that opening (a date in it may differ).
     """
-    require(
+    require_data(
         prompt.ids[:2] != [tokenizer.bos_token_id] * 2,
         f"a prompt begins with two {tokenizer.bos_token!r}: its text has one already (data.prompt_key)",
-        ValueError,
     )
     if not cfg.chat_template:
         return
@@ -206,26 +181,24 @@ def check_opening(prompt: Prompt, cfg, tokenizer) -> None:
     if cfg.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": cfg.system_prompt})
     try:
-        text = render(tokenizer, messages, cfg, add_generation_prompt=True)
+        text = tokens.render(tokenizer, messages, cfg, add_generation_prompt=True)
     except Exception:  # a template that takes other messages than this one fails as code does, with any exception
         return
     opening, _, _ = text.partition(mark)
-    require(
+    require_data(
         not opening or not tokenizer.decode(prompt.ids).startswith(opening + opening),
         f"a prompt begins with {opening + opening!r}, the chat template's opening twice: the data have been "
         "through a template already; use data.chat_template=false, or their plain messages",
-        ValueError,
     )
     # Both as tokens say them: a tokenizer may change or drop characters.
     begins, opens = (
         "".join(tokenizer.decode(ids).split())
         for ids in (prompt.ids, tokenizer.encode(opening, add_special_tokens=False))
     )
-    require(
+    require_data(
         begins.startswith(opens[: len(opens) // 2 + 1]) or not isinstance(prompt.row.get(cfg.prompt_key), str),
         f"a prompt begins with {begins[: len(opens)]!r}, not with the chat template's opening {opening!r}: it was not "
         "rendered by the template (data.chat_template)",
-        ValueError,
     )
 
 

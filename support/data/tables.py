@@ -19,7 +19,7 @@ from numpy import ndarray
 
 from support.base import user_code
 from support.base.read_config import dotted_items
-from support.base.require import require
+from support.base.require import require_data
 
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 LEGAL = f"a file ending in {', '.join(KINDS)}, a glob, a folder, a hub name like owner/name:split, or a list of these"
@@ -32,15 +32,13 @@ Source = tuple[str, dict]  # name of a file or hub data set, arguments of datase
 
 def read_tables(cfg, value: str | list[str], key: str) -> list[tuple[str, Table]]:
     """(name, table) of all that `value`, given at `key`, stands for. Raises ValueError."""
-    require(bool(value), f"{key}={value}: nothing to read; legal is {LEGAL}", ValueError)
+    require_data(bool(value), f"{key}={value}: nothing to read; legal is {LEGAL}")
     names = [value] if isinstance(value, str) else list(map(str, value))
     if cfg.custom is not None:
         return [(name, custom_rows(cfg.custom, name, key)) for name in names]
     sources = [source for name in names for source in find_sources(name, cfg.split, key)]
     kinds = {arguments["path"]: file for file, arguments in sources if "data_files" in arguments}
-    require(
-        len(kinds) <= 1, f"{key} mixes file types ({', '.join(kinds.values())}); give files of one type", ValueError
-    )
+    require_data(len(kinds) <= 1, f"{key} mixes file types ({', '.join(kinds.values())}); give files of one type")
     import datasets
     import pyarrow
 
@@ -63,7 +61,7 @@ def custom_rows(place: str, name: str, key: str) -> list[dict]:
     for i, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ValueError(f"data.custom={place}: row {i} of {key}={name} is a {type(row).__name__}, not a dict")
-    require(len(rows) > 0, f"data.custom={place}: it yields no rows for {key}={name}", ValueError)
+    require_data(len(rows) > 0, f"data.custom={place}: it yields no rows for {key}={name}")
     return rows
 
 
@@ -111,11 +109,11 @@ def read_json(file: str, name: str, key: str) -> Table:
             rows = JsonLines([content], places[numbers])
         for i, number in enumerate(numbers):
             where = f"{name}, {kind} {number + 1}"
-            require(isinstance(rows[i], dict), "not a JSON object", ValueError)
+            require_data(isinstance(rows[i], dict), "not a JSON object")
     except ValueError as error:
         fault = f"not UTF-8, at byte {error.start}" if isinstance(error, UnicodeDecodeError) else error
         raise ValueError(f"{key}: {where}: {fault}") from None
-    require(len(rows) > 0, f"{key}: {name} has no rows", ValueError)
+    require_data(len(rows) > 0, f"{key}: {name} has no rows")
     return rows
 
 
@@ -146,10 +144,9 @@ def concatenate(tables: list[tuple[str, Table]], key: str) -> Table:
 
 def rows_between(table: Table, start: int, stop: int) -> list[dict]:
     """The rows of a table from `start` up to `stop`, or to its end."""
-    numbers = range(start, min(stop, len(table)))
     if isinstance(table, (list, JsonLines)):
-        return [table[number] for number in numbers]
-    return [own_keys(row) for row in table.select(numbers).to_list()]
+        return [table[number] for number in range(start, min(stop, len(table)))]
+    return [own_keys(row) for row in table.data.slice(start, stop - start).to_pylist()]
 
 
 def own_keys(value: Any, chat: bool = False) -> Any:
@@ -171,16 +168,6 @@ def held(table: Table, largest: int) -> Table:
     return rows_between(table, 0, len(table)) if size < largest else table
 
 
-def check_text(tables: list[tuple[str, Table]], key: str) -> None:
-    """Raises ValueError for text that is no UTF-8, which not all readers check."""
-    for name, table in tables:
-        try:
-            if not isinstance(table, (list, JsonLines)):
-                table.data.validate(full=True)
-        except ValueError as error:  # pyarrow.ArrowInvalid
-            raise ValueError(f"{key}: {name}: {error}") from None
-
-
 def find_sources(name: str, split: str, key: str) -> list[Source]:
     """(name, arguments of datasets.load_dataset) of each file, or of the hub data set, that `name` stands for."""
     folder, _, named_split = (name, "", "") if os.path.exists(name) else name.partition(":")
@@ -193,9 +180,9 @@ def find_sources(name: str, split: str, key: str) -> list[Source]:
         return [(name, {"path": hub[1], "name": hub[2], "split": hub[3] or split})]
     else:
         files = sorted(file for file in glob.glob(name, recursive=True) if Path(file).is_file())
-    require(bool(files), f"{key}={name}: no such file; legal is {LEGAL}", ValueError)
+    require_data(bool(files), f"{key}={name}: no such file; legal is {LEGAL}")
     for file in files:
-        require(Path(file).suffix in KINDS, f"{key}: {file} is of no known type; legal is {LEGAL}", ValueError)
+        require_data(Path(file).suffix in KINDS, f"{key}: {file} is of no known type; legal is {LEGAL}")
     return [(file, {"path": KINDS[Path(file).suffix], "data_files": file, "split": "train"}) for file in files]
 
 
@@ -210,13 +197,12 @@ def folder_files(folder: str, named_split: str, split: str, key: str) -> list[st
     wanted = named_split or (split if len(splits) > 1 else next(iter(splits)))
     # Dataset.save_to_disk and Dataset.map write further files beside the data.
     beside = re.compile(r"state\.json|cache-.*\.arrow")
-    files = [file for file in sorted(splits.get(wanted, [])) if Path(file).suffix in KINDS]
-    files = [file for file in files if not beside.fullmatch(Path(file).name)]
-    require(
+    found = map(Path, sorted(splits.get(wanted, [])))
+    files = [str(file) for file in found if file.suffix in KINDS and not beside.fullmatch(file.name)]
+    require_data(
         bool(files),
         f"{key}: {folder} has no files of the split {wanted!r}; legal is {folder}:split with "
         f"{', '.join(map(str, splits))}, of files that end in {', '.join(KINDS)}",
-        ValueError,
     )
     return files
 
@@ -226,13 +212,15 @@ def read_table(name: str, arguments: dict, key: str) -> Any:
     import datasets
 
     file = arguments.get("data_files", "")
-    require(not Path(file).is_file() or Path(file).stat().st_size > 0, f"{key}: {name} is empty", ValueError)
+    require_data(not Path(file).is_file() or Path(file).stat().st_size > 0, f"{key}: {name} is empty")
     if arguments["path"] == "json":  # arrow would give a column one type, and all its objects the same keys
         return read_json(datasets.DownloadManager().download(file) if "://" in file else file, name, key)
     try:
         if arguments["path"] == "csv":
             arguments = {**arguments, **csv_options(file)}
-        return datasets.load_dataset(**arguments)
+        table = datasets.load_dataset(**arguments)
+        table.data.validate(full=True)  # not all readers check that text is UTF-8
+        return table
     except Exception as error:  # datasets raises many kinds, of its own, pyarrow, pandas, the hub, the file system
         while error.__cause__:
             error = error.__cause__
@@ -252,10 +240,9 @@ def csv_options(file: str) -> dict:
     import pandas
 
     start = pandas.read_csv(file, nrows=1, dtype=str)
-    require(
+    require_data(
         isinstance(start.index, pandas.RangeIndex),
         "row 1 has more fields than the header; a text with commas must stand in quotes",
-        ValueError,
     )
     features = datasets.Features({str(column): datasets.Value("string") for column in start.columns})
     return {"features": features, "keep_default_na": False, "na_values": [""]}

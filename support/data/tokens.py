@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from support.base.read_config import nearest
-from support.base.require import require
+from support.base.require import require_data
 from support.data.tables import Table, columns_of
 
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -105,7 +105,7 @@ def missing_row(source: str, ids: Iterable[int], tokenizer, vocab_size: int, mod
 def check_ids(source: str, *arguments) -> None:
     """Raise ValueError for an id that the model has no row for; with the arguments of `missing_row`."""
     problem = missing_row(source, *arguments)
-    require(problem is None, str(problem), ValueError)
+    require_data(problem is None, str(problem))
 
 
 def is_chat(value: Any) -> bool:
@@ -151,12 +151,9 @@ def source_of(row: dict, key: str) -> str:
 def check_columns(cfg, table: Table, name: str) -> None:
     """Raises ValueError for a key that no row of the table `name` has, but for `source_key` at its default."""
     columns = columns_of(table)
-    options = ["prompt_key", "answer_key", "source_key"]
-    if cfg.hint_key is not None:
-        options.append("hint_key")
-    for option in options:
+    for option in MEANT:
         key = getattr(cfg, option)
-        if key not in columns and (option, key) != ("source_key", "source"):
+        if key not in (None, *columns) and (option, key) != ("source_key", "source"):
             meant = meant_column(option, key, columns)
             raise ValueError(
                 f"data.{option}={key!r}: no such column in {name}; "

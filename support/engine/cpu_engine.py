@@ -89,7 +89,6 @@ class Routes:
         llm.apply_model(self.listen)
 
     def listen(self, model: torch.nn.Module) -> None:
-        """Set the capture function of every router of vLLM's model."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         for module in model.modules():

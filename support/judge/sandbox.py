@@ -145,7 +145,6 @@ def confine(folder: str, seconds: float, memory_mb: int, file_mb: int, allow_wri
     libc.syscall.restype = ctypes.c_long
 
     def check(result: int, what: str) -> int:
-        """The result of a system call. Raises OSError if it failed."""
         if result < 0:
             raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
         return result

@@ -80,16 +80,16 @@ def host_stepped(cfg: Config) -> float:
 
 def host_bytes(cfg: Config, weights: int, world_size: int, on_gpu: bool, teacher: int = 0) -> int:
     """About what a rank holds of host memory, for a model of `weights` weights and a teacher of `teacher`."""
-    numbers = {"model": weights, "trainable": trainable(cfg, weights), "teacher": teacher}
+    numbers = counts(cfg, weights, teacher)
     return int(sum(numbers[cost.of] * cost.host / cost.split for cost in costs(cfg, world_size, on_gpu).values()))
 
 
 def disk_bytes(cfg: Config, weights: int) -> int:
     """Bytes of a checkpoint and an export, for a model of `weights` weights."""
-    numbers = {"model": weights, "trainable": trainable(cfg, weights)}
-    return int(sum(numbers[cost.of] * cost.disk for cost in costs(cfg, 1).values() if cost.disk))
+    numbers = counts(cfg, weights)
+    return int(sum(numbers[cost.of] * cost.disk for cost in costs(cfg, 1).values()))
 
 
-def trainable(cfg: Config, weights: int) -> int:
-    """The weights that are trained. Adapters are few: they count as none."""
-    return weights if cfg.lora.rank == 0 else 0
+def counts(cfg: Config, weights: int, teacher: int = 0) -> dict[str, int]:
+    """The numbers of weights that `Cost.of` names. Adapters are few: they count as none."""
+    return {"model": weights, "trainable": weights if cfg.lora.rank == 0 else 0, "teacher": teacher}

@@ -63,9 +63,7 @@ def check_gpus(cfg: Config) -> None:
 
 
 def check_without_gpu(cfg: Config) -> None:
-    """UserError if a GPU is left unused by mistake (vLLM for CPUs is none), a system library of vLLM's is missing, or
-    what only GPUs have is asked for.
-    """
+    """UserError if a GPU is left unused (but with vLLM for CPUs), a library is missing, or a key needs a GPU."""
     require(
         versions.driver() is None or versions.version_of("vllm") is None,
         "torch sees no GPU, though NVIDIA's driver and vLLM for GPUs are here: python -m tools.doctor says why",

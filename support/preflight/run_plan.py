@@ -67,7 +67,6 @@ def describe_prompts(cfg: Config) -> Iterator[str]:
 
 
 def plural(number: float, what: str) -> str:
-    """A number with its noun: 1 step, 2 steps."""
     return f"{number:.12g} {what}{'' if number == 1 else 's'}"
 
 

@@ -70,7 +70,6 @@ class Advice:
 
 
 def sources(step: dict) -> list[str]:
-    """The data sources with samples in a step."""
     names = [name for name in step if name.startswith("reward/") and name.endswith("/max")]
     return [name.removeprefix("reward/").removesuffix("/max") for name in names]
 

@@ -18,9 +18,10 @@ SAME_REQUEST_S = 2.0  # a scheduler may signal every process while torchrun pass
 
 
 class StopSignals:
-    """Turns SIGTERM and SIGINT into `requested`, the first one's name, on this rank; make it on the main thread."""
+    """Turns SIGTERM and SIGINT into `requested`, the first one's name, on this rank; make it on the main thread.
 
-    # How torchrun passes signals on: docs/dev/field-notes.md.
+    How torchrun passes signals on: docs/dev/field-notes.md.
+    """
 
     def __init__(self):
         self.requested: str | None = None
@@ -96,7 +97,6 @@ class Clock:
         self.watchdog.enter("step")
 
     def start_step(self, step: int) -> None:
-        """Begin a step with no seconds and no memory counted."""
         self.seconds = {}
         self.memory.start_step()
         if self.profiler:

@@ -250,7 +250,8 @@ def slope_of(logp_M: Tensor, rollout_logp_M: Tensor, rounding: float) -> float:
 
 def explain_gap(logp_F: Tensor, batch: Batch, step: int, bound: float, slope: float = 0.0) -> str:
     """A table of the largest differences, their distribution, and the likely cause."""
-    gap_F = (logp_F - batch.rollout_logp).abs() * batch.mask
+    vllm_F = batch.rollout_logp
+    gap_F = (logp_F - vllm_F).abs() * batch.mask
     prompt_F = torch.from_numpy(batch.prompts_N)[batch.seq_id]
     position_F = batch.position_ids + 1 - prompt_F  # of the target within its response
     beyond_F = gap_F > bound
@@ -261,8 +262,7 @@ def explain_gap(logp_F: Tensor, batch: Batch, step: int, bound: float, slope: fl
     for i in gap_F.topk(min(10, len(gap_F))).indices.tolist():
         n = int(batch.seq_id[i])
         lines.append(
-            f"  {n:6d} {position_F[i]:9d} {batch.targets[i]:7d} {logp_F[i]:9.4f} {batch.rollout_logp[i]:9.4f} "
-            f"{gap_F[i]:9.2e}"
+            f"  {n:6d} {position_F[i]:9d} {batch.targets[i]:7d} {logp_F[i]:9.4f} {vllm_F[i]:9.4f} {gap_F[i]:9.2e}"
         )
     many = f"{len(batch.seq_id[beyond_F].unique())} of {len(batch.lengths_N)} samples"
     lines.append(
@@ -291,8 +291,7 @@ def explain_gap(logp_F: Tensor, batch: Batch, step: int, bound: float, slope: fl
 
 
 def explain_skipped(guard: Guard, report: dict, path: Path, micro_batches: list[MicroBatch]) -> None:
-    """Count an update that was skipped because loss or gradient is NaN or infinite, write its micro-batches to `path`,
-    and warn.
+    """Count an update that was skipped for NaN or infinity, write its micro-batches to `path`, and warn.
 
     Raises TrainingError at train.max_skipped, or if a dynamic loss scale can fall no lower.
     """

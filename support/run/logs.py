@@ -90,7 +90,6 @@ class Log:
             self.clock.stop_requested = True
 
     def stopped(self, step: int) -> None:
-        """The run ends after `step`, since it was asked to."""
         if self.speaks:
             saved = f"step {step}, saved in {self.out / 'checkpoints'}; go on with resume=auto"
             print(f"stopped after {saved if step else 'no step: there is nothing to save'}", flush=True)
@@ -106,7 +105,6 @@ class Log:
             raise TrainingError(f"{dead}\n  mend it and go on with resume=auto; train.patience=0 goes on regardless")
 
     def summarize(self) -> None:
-        """Show what the run has reached, and where its outputs are."""
         first = self.history[0]
         last = [metrics["reward/mean"] for metrics in self.history[-10:]]
         print(f"\nreward: {first['reward/mean']:.3f} at step {first['step']}, ", end="")
@@ -131,7 +129,6 @@ def answers_bar(groups: Iterable, count: int) -> Iterable:
 
 
 def step_line(m: dict, steps: int) -> str:
-    """One line of the log, with a bar of the progress."""
     done = round(20 * m["step"] / steps)
     kl = "" if m["kl/ref"] is None else f"  kl {m['kl/ref']:.4f}"
     return (
@@ -154,7 +151,6 @@ class Progress:
         self.start = self.last = time.monotonic()
 
     def add(self, metrics: dict) -> dict[str, float | None]:
-        """The metrics that the step gets from here."""
         now = time.monotonic()
         evaluation = metrics.get("time/eval", 0.0)
         self.walls.append(now - self.last)
@@ -187,7 +183,6 @@ class GpuUse:
                 threading.Thread(target=self.read_always, daemon=True).start()
 
     def read_always(self) -> None:
-        """Add a reading each second, as long as NVML answers."""
         with contextlib.suppress(self.nvml.NVMLError):
             while True:
                 self.readings.append(self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu / 100)

@@ -34,7 +34,6 @@ class Profiler:
                 torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
 
     def close(self) -> None:
-        """Write what is recorded, if anything."""
         if not self.torch:
             return
         self.torch.stop()

@@ -64,8 +64,7 @@ class GradingPool:
         self.errors_shown: set[str] = set()  # kinds of errors that the user was warned of
         self.default = RewardKind(cfg.default, cfg)
         self.by_source = {source: RewardKind(spec, cfg) for source, spec in cfg.by_source.items()}
-        settings = {"custom": cfg.custom, "options": cfg.options, "functions": cfg.functions}
-        settings["memory_gb"] = cfg.memory_gb
+        settings = {name: getattr(cfg, name) for name in ("custom", "options", "functions", "memory_gb")}
         self.workers = [Worker(settings) for _ in range(cfg.workers)]
         self.submitted: list[Future] = []  # since the last `collect`
         self.numbers = itertools.count()  # of the jobs, whose order this is
@@ -105,7 +104,6 @@ class GradingPool:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the workers and all they started."""
         atexit.unregister(self.close)
         self.closed = True
         for worker in self.workers:
@@ -130,7 +128,6 @@ class GradingPool:
         worker.stop()
 
     def _ask(self, worker: "Worker", request: str) -> Outcome:
-        """Have the worker grade an answer."""
         if not worker.process:
             worker.start()
             if self.closed:  # `close` may not have seen it
@@ -237,7 +234,6 @@ def attempt(function: Callable, *args) -> tuple:
 
 
 def load(spec: Spec, cfg: SimpleNamespace) -> Callable:
-    """The function of a request: of a reward, or of rollout.turns."""
     if isinstance(spec, dict) and TURNS in spec:
         return load_turn_function(spec[TURNS])
     return named_rewards.load(spec, cfg)

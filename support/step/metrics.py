@@ -226,8 +226,7 @@ def expert_load(model: list) -> list[float]:
 
 # ---------------------------------------------------------------- operations and bytes against seconds
 
-# Part of a GPU's name → its dense rate in bf16 and in fp16, 10¹² operations a second by NVIDIA's data sheets; the first
-# that fits.
+# Part of a GPU's name → its dense rate in bf16 and fp16, 10¹² a second (NVIDIA's data sheets); the first that fits.
 HALF_RATES = {
     "GB200": 2500, "B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "GH200": 989, "H200": 989, "H100": 989, "H800": 989,
     "H20": 148, "A100": 312, "A800": 312, "A40": 150, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71,

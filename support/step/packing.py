@@ -208,15 +208,9 @@ def pack(batch: Batch, samples: list[int], width: int, device, shares: bool = Fa
     cu_seqlens = torch.from_numpy(np.cumsum([0, *sizes_S], dtype=np.int32))
     return MicroBatch(
         **{name: to_device(values, device) for name, values in rows.items()},
-        rows=np.flatnonzero(rows["mask"]),
-        samples=np.array(samples, dtype=np.int32),
-        starts=starts_S,
-        lengths=lengths_S,
-        cu_seqlens=to_device(cu_seqlens, device),
-        sizes=sizes_S,
-        kept=kept,
-        place=place,
-    )
+        rows=np.flatnonzero(rows["mask"]), samples=np.array(samples, dtype=np.int32), starts=starts_S,
+        lengths=lengths_S, cu_seqlens=to_device(cu_seqlens, device), sizes=sizes_S, kept=kept, place=place,
+    )  # fmt: skip
 
 
 def share_positions(shared_S: np.ndarray, sizes_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

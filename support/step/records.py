@@ -50,19 +50,10 @@ class Sample:
     def of(cls, group: int, prompt, completion, text: str, seed: int) -> "Sample":
         """The completion of a prompt (rollout.Completion, support.data.prompts.Prompt), decoded as `text`."""
         return cls(
-            group=group,
-            prompt_ids=prompt.ids,
-            response_ids=completion.ids,
-            rollout_logp=completion.logps,
-            finished=completion.finished,
-            text=text,
-            source=prompt.source,
-            seed=seed,
-            turns=completion.turns,
-            sampling=completion.sampling,
-            asked=prompt.asked,
-            routes=completion.routes,
-        )
+            group=group, prompt_ids=prompt.ids, response_ids=completion.ids, rollout_logp=completion.logps,
+            finished=completion.finished, text=text, source=prompt.source, seed=seed, turns=completion.turns,
+            sampling=completion.sampling, asked=prompt.asked, routes=completion.routes,
+        )  # fmt: skip
 
     def __post_init__(self):
         self.prompt_ids = np.asarray(self.prompt_ids, "i4")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from config import UserError
 from support.base.rollout_files import write_rows
 from tests import compare_runs
-from tools.report import Run, build_page, curve, main, read_group, smooth
+from tools.report import Run, build_page, curve, main, read_group
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -77,7 +77,6 @@ def test_hints_have_the_step_since_which_they_hold(shared):
 
 
 def test_curves_and_values_of_tokens_by_hand(shared):
-    assert smooth([1, 2, 3], 0.5) == [1, (0.5 + 2) / 1.5, (0.25 + 1 + 3) / 1.75]
     run = Run(shared.out)
     run.rows = [{"step": 1, "x": 0.0}, {"step": 2, "x": None}, {"step": 3, "x": 1.0}]
     assert 'points="0.0,106.0 300.0,4.0"' in curve("x", [run]) and curve("y", [run]) == ""
