@@ -19,9 +19,9 @@ FUNCTION_LINES = 60
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
     "top": 1249,
-    "support/base": 719, "support/preflight": 619, "support/data": 521, "support/engine": 296, "support/judge": 173,
-    "support/model": 1286, "support/run": 1158, "support/step": 967,
-    "rewards": 179, "oracle": 970, "tools": 1044, "benchmarks": 689, "tests": 6728, "docs": 2948,
+    "support/base": 716, "support/preflight": 619, "support/data": 503, "support/engine": 296, "support/judge": 173,
+    "support/model": 1286, "support/run": 1159, "support/step": 966,
+    "rewards": 179, "oracle": 970, "tools": 1024, "benchmarks": 590, "tests": 6730, "docs": 2954,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0
