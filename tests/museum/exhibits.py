@@ -192,7 +192,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
     Exhibit("trained_data_evaluated", "an evaluation is on the training data", "support.data.prompts:load_prompts",
         "value = getattr(cfg, key)", "value = cfg.train", setting="evaluated", message="order: "),
     Exhibit("weights_of_all", "an update is divided by the answers of the whole step", "train_grpo:loss_weights",
-        "answers = (tokens_N > 0).sum().clamp(min=1)", "answers = (trained_N > 0).sum().clamp(min=1)",
+        "answers = (tokens_N > 0).sum().clamp(min=1)", "answers = (counts_N > 0).sum().clamp(min=1)",
         setting="two updates", message="token-weights: "),
     # weights: pushed, exported, resumed
     Exhibit("push_lost", "vLLM never hears of a push", "rollout:Engine.load_weights",
