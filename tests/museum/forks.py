@@ -29,8 +29,9 @@ FORKS = {
         {"updates"}),
     "a norm of its own": Fork(
         "a new loss_norm leaves out the second half of an answer's tokens",
-        (("loss_weights", "    if kind not in weights_N:", "    if kind == 'first_half':\n        half_F = batch."
-          "loss_mask & (batch.position_ids < 5)\n        return chosen_N.float().index_select(0, batch.seq_id) * half_F\n"
+        (("loss_weights", "    if kind not in weights_N:", "    if kind == 'first_half':\n        half_F = "
+          "batch.loss_mask & (batch.position_ids < 5)\n"
+          "        return chosen_N.float().index_select(0, batch.seq_id) * half_F\n"
           "    if kind not in weights_N:"),),
         set(), ("algo.loss_norm=first_half",)),
     "half of a group": Fork(
