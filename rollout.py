@@ -99,7 +99,7 @@ class Engine:
         self.sleeps = on_gpu and rollout.vllm.get("enable_sleep_mode", True)
         self.sleep_level = rollout.sleep_level
         self.push_check = PushCheck(tp, self.llm)
-        self.loads_plainly = on_gpu and all(self.llm.apply_model(keeps_weights))
+        self.keeps_weights = on_gpu and all(self.llm.apply_model(keeps_weights))
         self.has_weights = True  # read from disk or pushed since it last slept
         if shm_prefix:  # every rank has mapped these files by now; unlinked, they cannot outlive the run
             for file in Path("/dev/shm").glob(f"{shm_prefix}*"):
@@ -156,7 +156,7 @@ class Engine:
         Raises TrainingError unless every engine then holds the weights bit for bit, apart from weights that vLLM stores
         in a format of its own.
         """
-        if self.loads_plainly:
+        if self.keeps_weights:  # as a checkpoint has them, so they are copied in
             self.llm.apply_model(lambda model: model.load_weights(weights))
         else:
             if torch.cuda.device_count() == 0:

@@ -84,7 +84,11 @@ def to_ids(texts: list[str], cfg, tokenizer) -> list[list[int]]:
 
 def adds_end(cfg, tokenizer) -> bool:
     """Whether the tokenizer puts its end token after each text, as for training on whole texts (add_eos_token)."""
-    return not cfg.chat_template and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
+    if cfg.chat_template:
+        return False
+    end = [tokenizer.eos_token_id]
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]  # the end token may stand for what is unknown
+    return tokenizer("a")["input_ids"][-1:] == end and bare[-1:] != end
 
 
 def missing_row(source: str, ids: Iterable[int], tokenizer, vocab_size: int, model: str = "model.path") -> str | None:

@@ -51,7 +51,7 @@ def digest(tensor: torch.Tensor, ordered: bool = False) -> list[torch.Tensor]:
         if ordered:
             odd = torch.arange(2 * chunk * i + 1, 2 * (chunk * i + len(words)), 2, device=words.device)
             found.append((words * odd).sum())
-        sums = [sum(pair) for pair in zip(sums, found, strict=True)] if sums else found
+        sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
     return sums
 
 

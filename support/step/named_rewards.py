@@ -77,7 +77,7 @@ def check_options(function: Callable, given: dict) -> None:
 
 # Names of parameters whose place shows that other arguments are meant, such as those of verl and TRL. Others are free.
 PLACES = {
-    "text": 0, "response": 0, "completion": 0, "solution_str": 0, "answer": 1, "ground_truth": 1, "reference": 1,
+    "text": 0, "response": 0, "completion": 0, "solution_str": 0, "ground_truth": 1, "reference": 1,
     "row": 2, "data_source": 3, "extra_info": 3, "completions": 3, "prompts": 3,
 }  # fmt: skip
 

@@ -178,7 +178,8 @@ def test_a_template_that_writes_todays_date_gets_that_of_the_run(tokenizer, tmp_
     assert tokenizer.decode(first[0].ids) == "27112026-0+0=>" and first.fingerprint == second.fingerprint
 
 
-def test_the_date_of_a_run_is_that_of_its_first_start(tmp_path):
+def test_the_date_of_a_run_is_that_of_its_first_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     cfg = tiny_config(f"output_dir={tmp_path}", "resume=auto")
     assert first_day(cfg) == str(datetime.date.fromtimestamp(psutil.Process().parent().create_time()))
     for step, day in ((2, "2025-01-03"), (1, "2025-01-02")):
@@ -200,6 +201,15 @@ def test_an_end_token_that_the_tokenizer_adds_is_left_out_of_prompts(tokenizer, 
     assert [p.ids for p in load(tokenizer, tmp_path / "a.jsonl", chat_template=False)] == plain
     (said,) = endless(Ends(frozenset(), [], tokenizer), DataConfig(train="a", chat_template=False))
     assert f"ends every text with {end!r}" in said
+
+
+def test_an_end_token_that_stands_for_unknown_characters_is_not_one_that_is_added(tmp_path):
+    made = make_tiny.char_tokenizer("12>")
+    made.model = tokenizers.models.WordLevel(made.get_vocab(), unk_token="<eos>")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+    assert tokenizer("a")["input_ids"] == [tokenizer.eos_token_id]
+    write(tmp_path / "a.jsonl", [{"prompt": "12>", "answer": "1"}])
+    assert tokenizer.decode(load(tokenizer, tmp_path / "a.jsonl", chat_template=False)[0].ids) == "12>"
 
 
 def test_templates_and_tokenizers_that_lose_the_prompt_are_refused(tokenizer, tmp_path):

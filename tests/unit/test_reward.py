@@ -478,7 +478,7 @@ def test_a_file_is_an_ordinary_module_of_its_folder(tmp_path):
         ("exact", {"functions": {"overlong": JUDGE}}, "reward.functions.overlong: a reward has this name already"),
         ("m", {"functions": {"m": "own.py:verl"}}, "so 'data_source' would get the text. Wrap verl's"),
         ("m", {"functions": {"m": "own.py:trl"}}, "so 'completions' would get the text. Wrap"),
-        ("m", {"functions": {"m": "own.py:exchanged"}}, "so 'answer' would get the text"),
+        ("m", {"functions": {"m": "own.py:exchanged"}}, "so 'text' would get the answer"),
     ],
 )  # fmt: skip
 def test_what_is_legal_is_said(spec, keys, said, own, tmp_path):
