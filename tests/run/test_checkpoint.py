@@ -205,21 +205,6 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(world, tmp
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_000003"]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_left(world, tmp_path, monkeypatch, capsys):
-    """As on NFS, where a file is held open."""
-    writer = CheckpointWriter(tmp_path, keep_last=1, keep_every=0)
-    saved(tmp_path, 1, "weight")
-    writer.start(2, {"step": 2}, sharded("weight"))
-
-    def busy(path, ignore_errors=False):
-        if not ignore_errors:
-            raise OSError("Device or resource busy")
-
-    monkeypatch.setattr(shutil, "rmtree", busy)
-    assert writer.finish() == tmp_path / "step_000002"
-    assert "step_000001.removed cannot be removed, and is left: Device or resource busy" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "shards, message",
     [

@@ -33,9 +33,9 @@ def test_every_patch_is_an_exercise_and_its_bug_has_no_name():
 
 
 @pytest.mark.parametrize("name", GRADED)
-def test_a_command_of_pytest_fails_with_the_patch_and_passes_without(name, fork, monkeypatch):
+def test_a_command_of_pytest_fails_with_the_patch(name, fork, monkeypatch):
+    """Without it, it is a part of these tests."""
     command = [*shlex.split(COMMANDS[name].partition("-m pytest ")[2]), "--tb=no", "-p", "no:faulthandler"]
-    assert pytest.main(command) == 0
     forked = fork(name)
     for function in vars(train_grpo).values():
         if inspect.isfunction(function) and function.__module__ == "train_grpo":

@@ -16,6 +16,7 @@ from support.engine.push_check import PushCheck, add_up, digest, engine_digests,
 from tests.conftest import build_model, tiny_config, tiny_model
 
 
+@pytest.mark.slow
 @pytest.mark.gpu(ranks=2)
 def test_a_faulty_push_ends_the_run_at_once(train_forked):
     """Before the step is logged. The museum has more of them."""

@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from config import Config, ProfileConfig, UserError
+from config import Config, UserError
 from support.base import versions
 from support.preflight import configuration
 from support.run import trackers
-from support.run.clock import Clock
-from support.run.profiler import Profiler
 from support.step.metrics import PHASES
 from support.step.records import Sample
 from tests.conftest import ranges, tiny_config
@@ -130,31 +128,6 @@ def test_answers_on_the_screen():
     lines = trackers.format_answers(samples, decode=lambda ids: f"prompt {ids}").splitlines()
     assert len(lines) == 3 and all(line.isprintable() and len(line) < 200 for line in lines)
     assert lines[0].startswith("  reward 0.000  advantage +0.00  'prompt [1 2]' → '0\\x1b[2Jxxx") and " … " in lines[0]
-
-
-def test_a_window_of_a_clock(world, tmp_path, capfd):
-    profiler = Profiler(tmp_path / "traces", ProfileConfig(start=2, stop=3))
-    clock = Clock(0, profiler)
-    for step in range(1, 6):
-        clock.start_step(step)
-        for phase in ("rollout", "train", "train"):
-            with clock(phase):
-                pass
-        clock.end_step()
-        with clock("eval"), clock("rollout"):
-            pass
-    (path,) = (tmp_path / "traces").iterdir()
-    assert path.name == "steps_2_3_rank0.json.gz"
-    phases = ["rollout", "train", "train", "eval", "rollout"]
-    assert ranges(path) == ["ProfilerStep#2", *phases, "ProfilerStep#3", *phases]
-
-    path.unlink()
-    path.symlink_to("/dev/full")
-    clock.start_step(2)
-    clock.start_step(3)
-    profiler.close()  # the run has ended
-    assert "warning: profile: [Errno 28] No space left on device\n" in capfd.readouterr().err
-    clock.stop()
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from rollout import Completion
 from support.model import fp16
 from support.model.offload import state_shards
 from support.model.optimizer_state import optimizer_steps, restore, sharded_state
-from support.run import clock
 from tests.conftest import REPO, tiny_model, wrap
 from tests.oracle.layouts import FULL
 from tests.step.one_rank import EQUAL, PlainEngine, weights
@@ -231,21 +230,6 @@ def test_a_reward_that_raises_stops_the_run_with_its_row(build, tmp_path):
         train_grpo.train_step(run, 1)
     assert "the reward of source 'reverse' failed: KeyError: 'bonus' (broken.py, line 2)" in str(error.value)
     assert '"prompt": "' in str(error.value) and "16 of 16 samples failed" in str(error.value)
-
-
-def test_a_stop_comes_before_the_errors_of_grading_processes_that_it_ended(build, tmp_path, monkeypatch):
-    """As where a scheduler signals every process."""
-    (tmp_path / "ended.py").write_text("import os\ndef f(text, answer, row):\n    os.kill(os.getpid(), 15)\n")
-    run = build(f"reward.custom={tmp_path / 'ended.py'}:f")
-
-    def signalled(generate, *args):
-        run.clock.signals.requested = "SIGTERM"
-        yield from generate(*args)
-
-    wrap(monkeypatch, run.engine, "generate", signalled)
-    with pytest.raises(clock.StopRequested):
-        train_grpo.train_step(run, 1)
-    assert run.prompts_taken == 0
 
 
 def test_budgets_reach_their_own_phase(build, monkeypatch):

@@ -70,13 +70,12 @@ def larger(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("larger"), "qwen3", tied=False, hidden=128, layers=3, seed=5)
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach(build, larger, rank):
+def test_a_teacher_has_no_gradients_and_changes_no_bit_of_what_it_does_not_teach(build, larger):
     """With coefficient 0 the run is the one without a teacher, which has no adapters either, wherever it waits."""
     trained, numbers = [], []
     for waits in (None, "gpu", "host"):
         teacher = [f"algo.teacher={larger}", "algo.teacher_coef=0", f"algo.reference_on={waits}"] if waits else []
-        run = build("train.lr=0.01", "train.updates_per_step=2", f"lora.rank={rank}", *teacher)
+        run = build("train.lr=0.01", "train.updates_per_step=2", "lora.rank=4", *teacher)
         numbers.append([train_grpo.train_step(run, step)[0] for step in (1, 2)])
         trained.append(weights(run))
         if waits:

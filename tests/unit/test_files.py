@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -115,24 +114,6 @@ def test_a_file_of_samples_is_what_json_makes_of_lists(writer, tmp_path):
     plain = {"ids": [5, 150_000], "logp": made_up().logp.tolist()}
     rows = [json.loads(line) for line in written.split("\n")[:-1]]
     assert rows == [{**plain, "text": text, "parts": {"x": 0.1}, "group": 3} for text in texts]
-
-
-def test_a_slow_disk_holds_the_loop_up_from_the_second_file_on(writer, slow_disk, tmp_path):
-    files = [tmp_path / f"step_{number:06d}.jsonl" for number in range(3)]
-    sample = made_up("as it was")
-    writer.write(files[0], [sample])  # being written
-    sample.text = "changed later"
-    second = threading.Thread(target=writer.write, args=(files[1], [sample]))
-    second.start()
-    second.join(0.3)
-    assert second.is_alive() and not files[0].exists()
-    slow_disk.set()
-    second.join()
-    writer.finish()
-    assert [json.loads(file.read_text())["text"] for file in files[:2]] == ["as it was", "changed later"]
-    writer.write(files[2], [])
-    writer.finish()
-    assert files[2].read_text() == "" and sorted(tmp_path.iterdir()) == files
 
 
 def test_a_run_that_fails_writes_its_last_samples(tmp_path):

@@ -139,22 +139,6 @@ def test_what_leaves_the_gpu(tmp_path):
     assert letters("train.offload=optimizer")[3] == "wgor"  # the update takes more than the activations
 
 
-def test_a_reference_and_a_teacher(tmp_path):
-    """Where they wait, and that of those on the host the largest alone comes for the log-probs."""
-    small, large = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
-    folders = {name: hub_models.model_folder(name, tmp_path) for name in (small, large)}
-    size = {name: 2 * plan.count_weights(str(folder)) for name, folder in folders.items()}
-    keys = [f"model.path={folders[large]}", f"algo.teacher={folders[small]}", "parallel.tp=1", "parallel.pp=1"]
-
-    def further(*more: str) -> list[dict[str, int]]:
-        found = on_gpu(*keys, *more).values()
-        return [{kind: parts[kind] for kind in ("reference", "teacher") if kind in parts} for parts in found]
-
-    assert further() == [{"reference": size[large], "teacher": size[small]}] * 6
-    assert further("algo.reference_on=host") == [{}, {}, {"reference": size[large]}, {}, {}, {}]
-    assert further("algo.reference_on=host", "algo.kl_coef=0")[2] == {"teacher": size[small]}
-
-
 @pytest.fixture
 def kept(tmp_path):
     """kept("section.key=value", ..., stage=...) → elements that a stage of the 0.5B keeps of each token of a row."""

@@ -54,21 +54,6 @@ def test_another_configuration_commit_and_other_data_of_a_machine_are_refused(mo
     ]
 
 
-def test_what_triton_compiles_with_is_found_as_triton_looks_for_it(monkeypatch, tmp_path):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert versions.build_tools()["C compiler"] is None
-    for name in ("clang", "other"):
-        (tmp_path / name).touch(mode=0o755)
-    assert versions.build_tools()["C compiler"] == str(tmp_path / "clang")
-    monkeypatch.setenv("CC", "other")
-    assert versions.build_tools()["C compiler"] == str(tmp_path / "other")
-    monkeypatch.setattr(versions.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    assert versions.build_tools()["Python.h"] is None
-    (tmp_path / "Python.h").touch()
-    assert versions.build_tools()["Python.h"] == str(tmp_path / "Python.h")
-
-
 def test_a_missing_library_is_named_with_its_package(monkeypatch, tmp_path):
     """A library of torch, which asks for one by a name of the same length."""
     library = Path(torch._C.__file__).read_bytes().replace(b"libtorch_python.so", b"libnot_here3.so.12")

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -57,15 +56,6 @@ def test_rates_by_hand(monkeypatch):
     }
 
 
-@pytest.mark.parametrize(
-    "name, rate",
-    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA L40S", 362)],
-)
-def test_the_rate_of_a_gpu(monkeypatch, name, rate):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    assert metrics.gpu_rate() == rate * 1e12
-
-
 def test_rows_of_all_ranks(monkeypatch):
     monkeypatch.setattr(metrics.ranks, "gather", lambda own: [own, [50, 100, 7]])
     monkeypatch.setattr(metrics.bridge.mpu, "get_data_parallel_world_size", lambda: 2)
@@ -100,16 +90,6 @@ def test_progress_by_hand(monkeypatch):
     found = run.add({"step": 7, "groups/sampled": 10, "time/step": 8.0, "time/eval": 6.5})
     assert found["epoch"] == 1.0 and found["time/between"] == 1.5
     assert found["time/left"] == 5 * 13.0 and found["time/eval_frac"] == 0.25
-
-
-def test_the_readings_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(logs.time, "sleep", lambda seconds: None)
-    gpu = logs.GpuUse()
-    assert gpu.read_mean() is None
-    read = mock.Mock(side_effect=[SimpleNamespace(gpu=20), SimpleNamespace(gpu=60), OSError])
-    gpu.nvml, gpu.handle = SimpleNamespace(NVMLError=OSError, nvmlDeviceGetUtilizationRates=read), None
-    gpu.read_always()  # until the driver does not answer any more
-    assert gpu.read_mean() == pytest.approx(0.4) and gpu.read_mean() is None
 
 
 def test_tensor_parallelism_over_machines_is_told_at_the_start(monkeypatch):

@@ -2,20 +2,15 @@
 
 import itertools
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import make_tiny
 import numpy as np
 import pytest
-import torch
 import transformers
 
 from config import AlgoConfig, RewardConfig
-from support.base.read_config import override
 from support.step.grading import Outcome
-from tests.conftest import tiny_config
-from tests.forks import load
 
 E = 1e-6
 S = math.sqrt(1 / 3) + E
@@ -54,24 +49,6 @@ def test_a_span_counts_at_the_token_with_which_it_is_complete(script):
     cut = [*bpe.encode("ab"), *bpe.encode("日")[:-1]]  # within a letter
     assert places(cut, [[0, 2, 1.0], [2, 3, -1.0]]) == [len(bpe.encode("ab")) - 1, len(cut) - 1]
     assert places([bpe.eos_token_id], [[0, 0, 1.0]]) == [0]  # an answer without a text
-
-
-def test_lists_that_are_rewards_and_lists_that_are_not(script, tmp_path, monkeypatch):
-    parts_of = load("forked_rewards", tmp_path / "fork/support/step/named_rewards.py", monkeypatch).parts_of
-    assert parts_of({"each": [2, 0.5], "span": [(0, np.int64(2), 1)], "whole": 4}, 0.5) == {
-        "each": [1.0, 0.25], "span": [(0, 2, 0.5)], "whole": 2.0,
-    }  # fmt: skip
-    for wrong in ([1.0, float("nan")], [(0.5, 1, 1.0)], ["1"], [(1, 2)]):
-        with pytest.raises((TypeError, ValueError)):
-            parts_of(wrong)
-    sample = SimpleNamespace(response_ids=np.arange(3), text="ab")
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "ab")
-    for part, message in (
-        ([1.0, 2.0], "reward has 2 values for the 3 tokens"), ([[1, 0, 1.0]], "the span 1, 0 is not within the text's"),
-        ([[0, 3, 1.0]], "the span 0, 3 is not"), ([[0, 1, 1.0], 0.5], "mixes numbers and spans"),
-    ):  # fmt: skip
-        outcome, rows = script.credit.locate_rewards(Outcome({"good": 1.0, "reward": part}), sample, tokenizer)
-        assert outcome.status == "error" and message in outcome.error and outcome.parts == {} and rows is None
 
 
 def made(script, group: int, length: int, rows: list | None, **parts: float):
@@ -120,19 +97,6 @@ def test_credit_by_hand(script, keys, want):
         assert all(a == 0 for answer in advantages(script, agreeing, **keys) for a in answer)
 
 
-def test_with_kl_in_the_reward_by_hand(script):
-    samples = [made(script, 0, 4, [(1, 1), (3, 0)]), made(script, 0, 2, None)]
-    batch = script.flatten(samples)
-    kl = torch.full([len(batch.mask)], 9.0)  # of the prompts, which does not count
-    kl[batch.mask] = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
-    batch = replace(batch, old_logp=kl, ref_logp=torch.zeros_like(kl))
-    algo = AlgoConfig(advantage="dr_grpo", kl_in="reward", kl="k1", kl_coef=1.0).model_copy(update={"credit": "to_go"})
-    script.add_advantages(samples, batch, algo)
-    # Steps 1 - 0.3, 0 - 0.7; 0 - 1. To go 0, -0.7; -1. Means -1/2 and, with -1 held, -0.85.
-    assert samples[0].tokens["advantages"].tolist() == pytest.approx([0.5, 0.5, 0.15, 0.15], rel=1e-5)
-    assert samples[1].advantage == pytest.approx(-0.5, rel=1e-6) and not samples[1].tokens
-
-
 @pytest.mark.parametrize("kind", ["grpo", "grpo_loo", "reinforce_pp", "grpo_batch", "gdpo"])
 def test_a_number_is_a_list_of_zeros_that_ends_with_it(script, kind):
     """Bit for bit: credit is finer only where rewards are. grpo_batch and gdpo compare whole answers in any case."""
@@ -144,17 +108,3 @@ def test_a_number_is_a_list_of_zeros_that_ends_with_it(script, kind):
     assert advantages(script, zeros, advantage=kind) == number
     if kind in ("grpo_batch", "gdpo"):
         assert advantages(script, [made(script, g, n, [(0, r)]) for g, n, r in answers], advantage=kind) == number
-
-
-def test_the_numbers_of_tokens_by_hand(script):
-    samples = [made(script, 0, 2, None), made(script, 0, 1, None)]
-    batch = script.flatten(samples)  # positions: a prompt's, then a response's
-    before_F, after_F = torch.tensor([9, -0.5, -0.25, 9, -2.0]), torch.tensor([9, -0.5, -1.25, 9, -2.0])
-    script.credit.note_tokens(samples, batch, before_F, after_F)
-    assert [s.tokens["trainer_logp"].tolist() for s in samples] == [[-0.5, -0.25], [-2.0]]
-    assert samples[0].tokens["ratio"].tolist() == pytest.approx([1.0, math.exp(-1)])
-    cfg = tiny_config()
-    held = replace(batch, old_logp=before_F)
-    assert script.credit.trainer_logp(held, cfg, lambda: after_F) is before_F
-    assert script.credit.trainer_logp(batch, cfg, lambda: after_F) is after_F
-    assert script.credit.trainer_logp(held, override(cfg, {"algo.old_logp": "rollout"}), lambda: after_F) is after_F
