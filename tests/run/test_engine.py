@@ -139,8 +139,8 @@ def test_answers_end_at_their_stops(train_forked, tmp_path, tiny):
     make_tiny.save_model(tmp_path / "model", make_tiny.char_tokenizer(ALPHABET), hidden=64)
     run = train_forked(
         2, *EXACT, *STOPS, "rollout.turns=tools/tiny_turns.py:higher_or_lower", f"model.path={tmp_path / 'model'}",
-        "train.steps=2", "rollout.prompts_per_step=8", "rollout.group_size=8", "rollout.max_new_tokens=24", "train.eval_every=2",
-        f"data.eval={tiny / 'train.jsonl'}", "eval.stop=[]",
+        "train.steps=2", "rollout.prompts_per_step=8", "rollout.group_size=8", "rollout.max_new_tokens=24",
+        "train.eval_every=2", f"data.eval={tiny / 'train.jsonl'}", "eval.stop=[]",
     )  # fmt: skip
     assert run.code == 0 and "warning: step" not in run.text, run.text
     comparison = repeat(read_run(run.out))

@@ -98,9 +98,7 @@ def test_a_hostile_function_costs_one_sample(converse):
     for (good, bad), (_, status, message) in zip(found, HOSTILE.values(), strict=True):
         assert good.failure is None and good.columns["turns"][1] == "+"
         assert bad.turns == [3] and bad.failure.status == status and not bad.failure.parts
-        assert (
-            bad.failure.error == "" if status == "timeout" else bad.failure.error.startswith("rollout.turns failed: ")
-        )
+        assert bad.failure.error.startswith("rollout.turns failed: ") == (status != "timeout")
         assert re.search(message, bad.failure.error)
     jobs = [("s", "5", "5", {}), *(("s", "5", "5", {}, None, bad.failure) for _, bad in found)]
     wanted = [("ok", 1), *((status, 0) for _, status, _ in HOSTILE.values())]

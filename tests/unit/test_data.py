@@ -10,7 +10,6 @@ import datasets
 import make_tiny
 import psutil
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import transformers
@@ -309,7 +308,6 @@ def test_rows_of_a_function(tokenizer, tmp_path):
 
 
 GOOD = b'{"prompt": "1", "answer": "1"}\n'
-BAD_UTF8 = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"1\xff"))
 BAD_FILES = {
     "empty.jsonl": (b"", "empty.jsonl is empty"),
     "blank.jsonl": (b"\n\n", "blank.jsonl has no rows"),
@@ -347,18 +345,12 @@ def test_bad_file(tokenizer, tmp_path, name):
 
 
 def test_damaged_parquet_and_arrow(tokenizer, tmp_path):
-    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
-    with pytest.raises(ValueError, match=r"none\.parquet has no rows"):
-        load(tokenizer, tmp_path / "none.parquet")
     for name in ("a.parquet", "stream.arrow", "file.arrow"):
         write(tmp_path / name, ROWS)
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(content[: len(content) // 2])
         with pytest.raises(ValueError, match=rf"^data\.train: .*{name}: "):
             load(tokenizer, tmp_path / name)
-    pq.write_table(pa.table({"prompt": ["1", "2"], "answer": BAD_UTF8}), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match=r"^data\.train: .*b\.parquet: .*UTF8"):
-        load(tokenizer, tmp_path / "b.parquet")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
