@@ -10,8 +10,7 @@ weights in fp32. What differs beside: the order of the prompts and the seeds of 
 deviation where ours has 1e-6; TRL's warm-up begins with a learning rate of 0 where ours begins with a tenth of it.
 
 A curve that is in the CSV is not trained again. A row of it has the mean reward of the steps since the row before.
---draw makes docs/pictures/first.svg and learning.svg of what is in docs/bench (pip install matplotlib). TRL runs in an
-environment of its own: benchmarks/theirs.py --setup build/trl-venv makes it.
+TRL runs in an environment of its own: benchmarks/theirs.py --setup build/trl-venv makes it.
 """
 
 import argparse
@@ -129,50 +128,6 @@ def table(curves: pandas.DataFrame) -> str:
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------- pictures
-
-GREY = "#808890"  # legible on a light page and on a dark one
-COLOURS = {"ours": "#2a78c2", "trl": "#cc3d3d"}
-
-
-def draw_curves(axes, title: str, path: Path, systems: dict[str, str]) -> None:
-    """The mean curve of each of {system: name} over its seeds, and the range of the seeds."""
-    curves = pandas.read_csv(path)
-    for system, name in systems.items():
-        seeds = curves[curves.system == system].groupby("step").reward
-        axes.fill_between(seeds.mean().index, seeds.min(), seeds.max(), color=COLOURS[system], alpha=0.2, linewidth=0)
-        axes.plot(seeds.mean(), color=COLOURS[system], label=name)
-    if len(systems) > 1:
-        axes.legend(loc="lower right", frameon=False)
-    axes.set(title=title, xlim=(0, curves.step.max()), ylim=(0, 1))
-
-
-def draw_llm(axes) -> None:
-    """What README.md has of make llm."""
-    bars = axes.bar(["before", "after 30 steps"], [36, 58], color=[GREY, COLOURS["ours"]])
-    axes.bar_label(bars)
-    axes.set(title="make llm: right of 64 questions", ylim=(0, 64), yticks=[0, 16, 32, 48, 64])
-
-
-def draw_all() -> None:
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update(dict.fromkeys(("text.color", "axes.edgecolor", "xtick.color", "ytick.color"), GREY))
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "0", "font.family": "sans-serif", "font.size": 9})
-    bench, ours = REPO / "docs/bench", {"ours": "train_grpo"}
-    demo, both = bench / "learning.csv", {**ours, "trl": "TRL 1.16"}
-    for name in ("first", "learning"):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(8.2, 2.5), layout="constrained")
-        if name == "first":
-            draw_llm(left)
-            draw_curves(right, "make demo: mean reward by step, five seeds", demo, ours)
-        else:
-            draw_curves(left, "demo: mean reward by step, five seeds", demo, both)
-            smollm2 = bench / "learning-smollm2.csv"
-            draw_curves(right, "SmolLM2-135M: mean reward by step, five seeds", smollm2, both)
-        figure.savefig(REPO / f"docs/pictures/{name}.svg", transparent=True, metadata={"Date": None})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/tiny.yaml")
@@ -180,11 +135,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=REPO / "docs/bench/learning.csv")
     parser.add_argument("--seeds", type=int, default=5, help="of each system")
     parser.add_argument("--trl", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
-    parser.add_argument("--draw", action="store_true", help="the pictures, and train nothing")
     args = parser.parse_args()
-    if args.draw:
-        draw_all()
-        return
     if args.trl:
         trl_rank(args.trl)
         return
