@@ -1,37 +1,28 @@
 """Plan the memory of a run, phase by phase, before anything is built; config.json of the model is enough.
 
-    python tools/plan.py --config configs/qwen7b.yaml --world-size 8 [--gpu-memory-gb 80] [section.key=value ...]
-
-`--dry-run` of train_grpo.py runs it too. What a rank holds is counted to the byte: Megatron's own model, buffers and
+`--dry-run` of train_grpo.py runs it. What a rank holds is counted to the byte: Megatron's own model, buffers and
 distributed optimizer are built on torch's meta device, where tensors take no memory, in a fake process group. Transient
 memory follows from formulas, RESERVE stands for what has none. Sizes are bytes until they
 are printed. docs/dev/memory-plan.md is about it.
 """
 
-import argparse
 import contextlib
 import math
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch.overrides import TorchFunctionMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import megatron_bridge as bridge
 from config import Config, LoraConfig, ParallelConfig, UserError
-from support.base.read_config import load_config
 from support.preflight import configuration
 from support.preflight.costs import PHASES, costs, host_bytes, host_stepped
 from support.preflight.explain import MEMORY, NO_CACHE, VLLM_MEMORY
-from support.run.inputs import check_models
 
 # isort: split
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -385,24 +376,3 @@ def report(cfg: Config, world_size: int, gpu_gb: float | None) -> str | None:
     found = plan(cfg, world_size, gpu_bytes(gpu_gb))
     print(describe(cfg, world_size, found), flush=True)
     return shortage(cfg, found)
-
-
-def main(argv: list[str]) -> str | int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--world-size", type=int, default=1)
-    parser.add_argument("--gpu-memory-gb", type=float, help="in 10⁹ bytes; else this machine's, or 80")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args(argv)
-    try:
-        cfg = load_config(args.config, args.overrides)
-        configuration.check_config(cfg, args.world_size)
-        check_models(cfg)
-        short = report(cfg, args.world_size, args.gpu_memory_gb)
-    except UserError as error:
-        short = str(error)
-    return f"error: {short}" if short else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
