@@ -26,18 +26,15 @@ def wait_until(condition: Callable[[], object], seconds: float = 20) -> None:
 
 
 class Torchrun:
-    """A running torchrun of `script` with `arguments` in a new session. Its output goes to the file `printed`.
-
-    `prefix` is a command that execs the rest of its command line, such as nsenter.
-    """
+    """A running torchrun of `script` with `arguments` in a new session. Its output goes to the file `printed`."""
 
     def __init__(
-        self, printed: Path, script: str | Path, *arguments: str, nproc: int = 2, prefix: tuple[str, ...] = (),
+        self, printed: Path, script: str | Path, *arguments: str, nproc: int = 2,
         options: tuple[str, ...] = ("--standalone", "--local-addr=localhost"), **env: str,
     ):  # fmt: skip
         self.printed = printed
         self.tag = uuid.uuid4().hex
-        command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={nproc}"]
+        command = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={nproc}"]
         settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
         env = {**os.environ, **settings, "PYTHONPATH": str(REPO), TAG: self.tag, **env}
         with printed.open("w") as file:

@@ -211,24 +211,27 @@ def test_shards_that_are_not_whole_are_told_by_name(tiny, tmp_path, harm, messag
         check_weights(str(folder))
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.1])
-def test_a_head_that_is_said_to_be_tied_is_the_embedding(tiny, tmp_path, factor):
-    """Where it is another tensor, transformers and vLLM use it, whatever config.json says."""
-    folder = shutil.copytree(tiny / "model", tmp_path / "model")
-    weights = load_file(folder / "model.safetensors")
-    head = weights["model.embed_tokens.weight"] * factor
-    save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
-    used = transformers.AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
-    assert used.equal(head)
-    with pytest.raises(UserError, match=r"tie_word_emb.* differ") if factor > 1 else contextlib.nullcontext():
-        check_weights(str(folder))
+EMBEDDING, HEAD, UP = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
+BIAS = "model.layers.0.self_attn.o_proj.bias"
 
 
-def test_an_embedding_of_other_rows_than_the_config_says(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        ({}, lambda weights: weights | {HEAD: weights[EMBEDDING].clone()}, None),
+        # Where the head of a tied model is another tensor, transformers and vLLM use it, whatever config.json says.
+        ({}, lambda weights: weights | {HEAD: weights[EMBEDDING] * 1.1}, "tie_word_emb.* differ"),
+        ({}, lambda weights: weights | {BIAS: weights[UP][0].clone()}, f"no place for: {BIAS}"),
+        ({}, lambda weights: {name: weights[name] for name in weights if name != UP}, f"lacks {UP}"),
+        ({"vocab_size": 14}, dict, f"vocab_size=14 in its config.json, but {EMBEDDING} has 16 rows"),
+    ],
+)
+def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path, config, change, message):
     folder = shutil.copytree(tiny / "model", tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 14}))
-    with pytest.raises(UserError, match=r"vocab_size=14 in its config.json, but model.embed_tokens.weight has 16 rows"):
+    weights, known = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    save_file(change(weights), folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(known | config))
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
         check_weights(str(folder))
 
 

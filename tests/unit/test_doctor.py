@@ -202,7 +202,7 @@ BENCH = "tokens/s                         812.5\ntrain s                        
 def command(monkeypatch, tmp_path, capsys):
     """command(part="shell command", ...) → (exit code, the table) with these in place of what the parts run."""
     monkeypatch.setattr(gpu_check.machine, "smi_facts", lambda: {"gpus": [{"total_mib": "51200"}]})
-    monkeypatch.setattr(gpu_check, "TIMES_S", {"doctor": 9, "tests": 9, "bench": 2})
+    monkeypatch.setattr(gpu_check, "TIMES_S", {"doctor": 9, "tests": 9, "bench": 0.5})
     real = gpu_check.run
 
     def run(doctor="echo 9 rows", tests=f"echo '{REPORT}' > {tmp_path}/tests.xml; exit 1", bench=f"echo '{BENCH}'"):

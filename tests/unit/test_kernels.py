@@ -131,5 +131,5 @@ def test_a_product_is_that_of_fp32_rounded_once(widened, name, dtype):
 
 if __name__ == "__main__":
     for of in KERNELS:
-        for dtype in CLOSE:
+        for dtype in (torch.float32, torch.bfloat16):
             check(of, dtype, "cpu")
