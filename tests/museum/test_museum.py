@@ -27,20 +27,21 @@ def test_a_reference_that_moves_is_found(build):
         train_grpo.train_step(run, 2)
 
 
-def test_a_template_applied_twice_is_refused(tmp_path, offline):
-    runs.write_models(tmp_path)
-    (tmp_path / "twice.jsonl").write_text('{"prompt": "<12=", "answer": "1"}\n')
-    tokenizer = prompts.load_tokenizer(str(tmp_path / "chat"))
-    data = tiny_config("data.chat_template=true").data
-    for file, error in (("train", None), ("twice", "a prompt begins with '<<', the chat template's opening twice")):
-        found = prompts.load_prompts(data.model_copy(update={"train": str(tmp_path / f"{file}.jsonl")}), tokenizer, 99)
-        with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
-            prompts.check_opening(found[0], data, tokenizer)
-    with pytest.raises(ValueError, match="begins with '1', not with the chat template's opening '<'"):
-        prompts.check_opening(prompts.Prompt(tokenizer("12")["input_ids"], "", "", {"prompt": "12"}), data, tokenizer)
+OPENINGS = {  # text of a prompt → what is refused
+    "+12=": None,
+    "++12==": r"a prompt begins with '\+\+', the chat template's opening twice",
+    "12": r"a prompt begins with '1', not with the chat template's opening '\+'",
+    "<eos><eos>5": "a prompt begins with two '<eos>'",
+}
+
+
+def test_a_template_applied_twice_is_refused(tokenizer):
+    tokenizer.chat_template = "+{{ messages[0]['content'] }}="
     tokenizer.bos_token = "<eos>"
-    with pytest.raises(ValueError, match="begins with two '<eos>'"):
-        prompts.check_opening(prompts.Prompt([0, 0, 5], "", "", {}), data, tokenizer)
+    for text, error in OPENINGS.items():
+        prompt = prompts.Prompt(tokenizer(text)["input_ids"], "", "", {"prompt": text})
+        with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
+            prompts.check_opening(prompt, tiny_config("data.chat_template=true").data, tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from config import UserError
 from support.preflight.configuration import check_weights
-from tests.conftest import REPO, write_rows
+from tests.conftest import REPO
 from train_grpo import main
 
 
@@ -236,16 +236,13 @@ def test_weights_that_do_not_fit_the_model_are_refused(tiny, tmp_path, config, c
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(dry_run, tiny, tmp_path):
-    """In a prompt, and as an end of answers; a model that never meets the token is none the worse."""
+    """As an end of answers; in a prompt, tests/unit/test_data.py. A model that never meets the token trains."""
     folder = shutil.copytree(tiny / "model", tmp_path / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<tool>"])
     tokenizer.save_pretrained(folder)
     assert dry_run(f"model.path={folder}")[0] == 0
     said = "the token '<tool>' has the id 16, but the embedding of model.path has 16 rows"
-    write_rows(tmp_path / "tool.jsonl", [{"prompt": f"{token}12>", "answer": "21"} for token in ("", "<tool>")])
-    code, text = dry_run(f"model.path={folder}", f"data.train={tmp_path / 'tool.jsonl'}")
-    assert code == 2 and text.startswith(f"error: data.train: {tmp_path}/tool.jsonl, row 2: 'prompt': {said}"), text
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 16]}')
     code, text = dry_run(f"model.path={folder}")
     assert code == 2 and re.search(f"eos_token_id of .*generation_config.*: {said}", text), text
