@@ -167,8 +167,9 @@ def test_code(text, tests, options, value):
     """Tests in columns of the row, as JSON in the reference answer, and in the column of verl's data sets."""
     columns = tests if isinstance(tests, dict) else {"tests": tests}
     found = json.dumps(columns if isinstance(tests, str) else tests)
-    for answer, row in (("", columns), (found, {}), ("", {"reward_model": {"ground_truth": found}})):
-        assert code.code(text, answer, row, **options) == value
+    for answer, row in ((found, {}), ("", {"reward_model": {"ground_truth": found}})):
+        assert code.find_tests(row, answer) == code.find_tests(columns, "")
+    assert code.code(text, "", columns, **options) == value
 
 
 @pytest.mark.parametrize(
