@@ -82,7 +82,6 @@ def patch_vllm_for_cpu(dtype: str) -> None:
 
 def timed_trainer(seconds: Counter):
     """GRPOTrainer that adds the seconds of its parts to `seconds`, and the tokens it sampled on this rank."""
-    import torch
     from trl import GRPOTrainer
 
     def timed(key: str, function, *args, **kwargs):
@@ -99,13 +98,6 @@ def timed_trainer(seconds: Counter):
             ids, logps = timed("rollout", super()._generate_single_turn, *args, **kwargs)
             seconds["tokens"] += sum(map(len, ids))
             return ids, logps
-
-        def _calculate_rewards(self, *args, **kwargs):
-            return timed("reward", super()._calculate_rewards, *args, **kwargs)
-
-        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-            part = "forward" if torch.is_grad_enabled() else "logprob"
-            return timed(part, super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
     return Timed
 
@@ -162,7 +154,7 @@ def train(
     rows = []
     for number, (step, n) in enumerate(zip(steps, tokens, strict=True), 1):
         row = {"step": number, "tokens_per_s": n / step["step"], "step_s": step["step"]}
-        rows.append(row | {f"{part}_s": float(step.get(part, 0)) for part in ("rollout", "reward", "logprob", "train")})
+        rows.append(row | {f"{part}_s": float(step.get(part, 0)) for part in ("rollout", "train")})
     return rows
 
 
