@@ -14,9 +14,7 @@ import pytest
 import train_grpo
 from support.base.read_config import load_config
 from tests import hub_models
-from tests.compare_runs import lasting
 from tests.conftest import REPO, tiny_model
-from tests.layout_worker import equal
 
 CONFIGS = sorted((REPO / "configs").rglob("*.yaml"))
 EVEN = "megatron.account_for_embedding_in_pipeline_split=true megatron.account_for_loss_in_pipeline_split=true"
@@ -81,32 +79,3 @@ def test_a_config_trains_a_small_model(stem, train_forked, tiny, tmp_path):
     assert (last["turns/mean"] is not None) == bool(cfg.rollout.turns)
     assert (last["kl/teacher"] is not None) == bool(cfg.algo.teacher)
     assert ("eval/reverse/part/strict" in last) == isinstance(cfg.reward.default, dict)
-
-
-@pytest.mark.slow
-def test_the_options_of_the_largest_moe_resume_bit_for_bit(train_forked, tmp_path):
-    """Read from the file, so one that is added there is tested here: Adam on the host with precision-aware state, full
-    recompute, replayed routes, fp32 routers and head, IcePop; with experts on two ranks."""
-    recipe = load_config(str(REPO / "configs/qwen3_30b_a3b.yaml"), [])
-    names = {"moe_router_dtype", "optimizer_cpu_offload", "use_precision_aware_optimizer", "recompute_granularity"}
-    assert recipe.megatron.keys() >= names and recipe.algo.replay_routes
-    keys = {
-        **{f"megatron.{name}": value for name, value in recipe.megatron.items()},
-        **{f"algo.{name}": getattr(recipe.algo, name) for name in ("correction", "correction_level", "advantage")},
-        **{f"train.{name}": getattr(recipe.train, name) for name in ("adam_beta2", "weight_decay")},
-        "algo.replay_routes": True, "model.dtype": "bf16", "model.fp32_head": recipe.model.fp32_head,
-    }  # fmt: skip
-    model = tiny_model(tmp_path / "model", "qwen3_moe", tied=False, num_experts=8)
-    chosen = (
-        *(f"{key}={str(value).lower()}" for key, value in keys.items()), f"model.path={model}", "parallel.ep=2",
-        "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_logp_gap=inf",
-        "train.warmup_steps=0", "train.save_every=1", "algo.overlong_buffer=2",
-    )  # fmt: skip
-    straight = train_forked(2, *chosen, "train.steps=4", out=tmp_path / "straight", code=0)
-    half = train_forked(2, *chosen, "train.steps=2", code=0)
-    resumed = train_forked(2, *chosen, "train.steps=4", "resume=auto", code=0)
-    assert "after step 2" in resumed.text
-    assert lasting(resumed.metrics) == lasting(straight.metrics)
-    assert equal(resumed.weights(4), straight.weights(4)) and not equal(straight.weights(4), half.weights(2))
-    for line in straight.metrics:
-        assert line["sync/checked"] == 1 and line["routes/missing_frac"] == 0 and line["update/skipped"] == 0
