@@ -187,24 +187,6 @@ def test_a_checkpoint_gets_its_name_after_the_samples_before_it(world, slow_disk
     assert json.loads((named / "state.json").read_text()) == {"step": 2, "of a fork": [float(np.float32(0.1)), 2.0]}
 
 
-def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_one(world, tmp_path, monkeypatch):
-    def killed_midway(path, **_):
-        for file in path.glob("manifest.json"):
-            file.unlink()
-            raise KeyboardInterrupt
-
-    writer = CheckpointWriter(tmp_path, keep_last=1, keep_every=0)
-    saved(tmp_path, 1, "weight")
-    writer.start(2, {"step": 2}, sharded("weight"))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shutil, "rmtree", killed_midway)
-        writer.finish()
-    assert [(path.name, find_damage(path)) for path in list_checkpoints(tmp_path)] == [("step_000002", None)]
-    writer.start(3, {"step": 3}, sharded("weight"))
-    writer.finish()
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_000003"]
-
-
 @pytest.mark.parametrize(
     "shards, message",
     [
