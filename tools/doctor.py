@@ -37,7 +37,6 @@ def row_if(wrong: bool, item: str, found: str, remedy: str, verdict: str = WARN)
 INSTALL = "make setup, or pip install -r requirements.txt"
 BUSY = "end the other processes (nvidia-smi shows them), or turn rollout.gpu_memory_utilization down"
 HIDDEN = "see CUDA_VISIBLE_DEVICES; start a container with --gpus all"
-NO_SLICE = "nvidia-smi mig -cgi 0 -C makes one, CUDA_VISIBLE_DEVICES=MIG-... names it; -mig 0 gives whole GPUs"
 UNEQUAL = "ranks wait for the slowest and must fit into the smallest: name equal ones in CUDA_VISIBLE_DEVICES"
 NVLINK = "keep parallel.tp and rollout.tp within GPUs that NVLink joins (nvidia-smi topo -m), else at 1"
 SHARED = "docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with medium: Memory on /dev/shm"
@@ -164,9 +163,7 @@ def gpus(found: dict) -> Iterator[Row]:
         unfit = lowest[0] * 10 + lowest[1] < max(oldest, 80)
         yield row_if(unfit, "compute capability", text, "a GPU of capability 8.0 (A100) or later", STOP)
     cut = sum(gpu["mig"] == "Enabled" for gpu in there)
-    if cut and not seen:
-        yield Row("MIG", f"on for {cut} of {len(there)} GPUs, and no slice can be used", STOP, NO_SLICE)
-    elif cut:
+    if cut:
         yield Row("MIG", f"on for {cut} of {len(there)} GPUs: a process sees one slice", WARN, versions.MIG_REMEDY)
     apart = Counter(kind for kind in found["smi"]["links"] if not kind.startswith("NV"))
     if apart:
@@ -174,17 +171,14 @@ def gpus(found: dict) -> Iterator[Row]:
 
 
 def condition(found: dict) -> Iterator[Row]:
-    """Each GPU's memory in use, and its compute mode."""
+    """Each GPU's memory in use."""
     share = found["vllm_share"]
     for number, gpu in enumerate(found["smi"]["gpus"]):
-        item = f"GPU {number}"
         if gpu["used_mib"].isdigit() and gpu["total_mib"].isdigit() and gpu["mig"] != "Enabled":
             used, total = int(gpu["used_mib"]) << 20, int(gpu["total_mib"]) << 20
             if used > 0.02 * total:
                 text = f"{gib(used)} of {gib(total)} are in use; vLLM takes {share:.0%} of it all"
-                yield Row(item, text, STOP if total - used < share * total else WARN, BUSY)
-        if gpu["mode"] == "Prohibited":
-            yield Row(item, "compute mode Prohibited", STOP, "nvidia-smi -c DEFAULT as root")
+                yield Row(f"GPU {number}", text, STOP if total - used < share * total else WARN, BUSY)
 
 
 def machine(found: dict) -> Iterator[Row]:
@@ -221,9 +215,7 @@ def environment(found: dict) -> Iterator[Row]:
         yield Row("RANK and the like", " ".join(left), WARN, "an earlier launcher left them: unset them")
     for name, value in have.items():
         wrong, does, verdict, remedy = SETTINGS.get(name, (lambda value: False, "", OK, ""))
-        if name == "OMP_NUM_THREADS" and value.isdigit() and int(value) > found["cores"]:
-            yield Row(name, f"{value}, on {found['cores']} cores", WARN, "cores ÷ ranks at most; torchrun sets 1")
-        elif wrong(value):
+        if wrong(value):
             yield Row(name, f"{value or 'empty'}: {does}", verdict, remedy)
         elif name not in (*RANK_NAMES, "TORCHELASTIC_RUN_ID"):
             yield Row(name, value)

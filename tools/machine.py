@@ -24,7 +24,7 @@ NAMES = (*RANK_NAMES, "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME", "TORCHELAS
 
 ASKED = {  # name here → field of nvidia-smi --query-gpu
     "name": "name", "driver": "driver_version", "total_mib": "memory.total", "used_mib": "memory.used",
-    "capability": "compute_cap", "mig": "mig.mode.current", "mode": "compute_mode",
+    "capability": "compute_cap", "mig": "mig.mode.current",
 }  # fmt: skip
 
 

