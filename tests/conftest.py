@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import subprocess
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from safetensors.torch import load_file
 import megatron_bridge as bridge
 from config import Config
 from oracle.run import read_rows
-from support.base import ranks, rollout_files
+from support.base import ranks
 from support.base.read_config import KEYS, SECTIONS, load_config
 from support.engine.vllm_process import engine_options
 from tests import museum
@@ -205,19 +204,6 @@ def train_forked(fork_server, tiny, tmp_path):
         return ForkedTraining(fork_server, tiny, out, *overrides, nproc=nproc, **settings)
 
     return run
-
-
-@pytest.fixture
-def slow_disk(monkeypatch) -> threading.Event:
-    """No file of samples is written before this event is set."""
-    released = threading.Event()
-
-    def write_slowly(write_at_once, *job):
-        released.wait()
-        write_at_once(*job)
-
-    wrap(monkeypatch, rollout_files, "write_rows", write_slowly)
-    return released
 
 
 @pytest.fixture

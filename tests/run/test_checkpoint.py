@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -14,13 +14,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from safetensors.torch import load_file, save_file
 
 from config import UserError
-from support.base import versions
+from support.base import rollout_files, versions
 from support.model import checkpoint
 from support.model.checkpoint import CheckpointWriter, find_damage, list_checkpoints
 from support.model.shards import CheckpointError, check_coverage, read_sharded
 from support.run.inputs import check_base
 from tests.compare_runs import lasting
-from tests.conftest import check_state, tiny_config, tiny_model
+from tests.conftest import check_state, tiny_config, tiny_model, wrap
 from tests.layout_worker import equal
 
 DENSE = {
@@ -172,19 +172,20 @@ def test_a_checkpoint_is_exported_on_another_layout(shared, train_forked, tmp_pa
     assert [path.name for path in run.out.iterdir()] == ["hf"]
 
 
-def test_a_checkpoint_gets_its_name_after_the_samples_before_it(world, slow_disk, tmp_path):
-    writer, file = CheckpointWriter(tmp_path / "checkpoints", keep_last=0, keep_every=0), tmp_path / "step_000002.jsonl"
+def test_a_checkpoint_gets_its_name_after_the_samples_before_it(world, tmp_path, monkeypatch):
+    writer, named = CheckpointWriter(tmp_path, keep_last=0, keep_every=0), []
+
+    def write_slowly(write_at_once, *job):
+        time.sleep(0.3)
+        named.append((tmp_path / "step_000002").exists())
+        write_at_once(*job)
+
+    wrap(monkeypatch, rollout_files, "write_rows", write_slowly)
     writer.start(2, {"step": 2, "of a fork": np.array([0.1, 2.0], np.float32)}, sharded("weight"))
-    writer.rollouts.write(file, [])
-    naming = threading.Thread(target=writer.finish)
-    naming.start()
-    naming.join(0.3)
-    named = writer.folder / "step_000002"
-    assert naming.is_alive() and not file.exists() and not named.exists()
-    slow_disk.set()
-    naming.join()
-    assert file.exists() and named.exists()
-    assert json.loads((named / "state.json").read_text()) == {"step": 2, "of a fork": [float(np.float32(0.1)), 2.0]}
+    writer.rollouts.write(tmp_path / "samples.jsonl", [])
+    state = json.loads((writer.finish() / "state.json").read_text())
+    assert named == [False] and (tmp_path / "samples.jsonl").exists()
+    assert state == {"step": 2, "of a fork": [float(np.float32(0.1)), 2.0]}
 
 
 @pytest.mark.parametrize(
