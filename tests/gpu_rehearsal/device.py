@@ -2,7 +2,7 @@
 
 A tensor "on the GPU" is a FakeTensor, so torch gives every result the shape, type and device that it would have, and
 refuses what CUDA refuses, such as two devices in one operation. A dispatch mode below autograd computes the values.
-They belong to storages: views, `.data =`, in-place operations and storage.resize_ work as they do on a GPU.
+They belong to storages: views, `.data =` and in-place operations work as they do on a GPU.
 
 Modelled besides: which operations make the host wait (`WAITS`), which host tensors are pinned, and which of them wait
 for a copy from the GPU. Not modelled: kernels, streams, the allocator, the speed of anything.
@@ -73,15 +73,7 @@ def value_of(x):
     """The values of a tensor on the GPU, as a view of them on the host; anything else as it is."""
     if not on_gpu(x):
         return x
-    storage = x.untyped_storage()
-    values = VALUES.get(storage)
-    if values is None:
-        if storage.nbytes():
-            raise RuntimeError(f"rehearsal: {x} has no values")
-        values = torch.UntypedStorage(0)
-        VALUES[storage] = values
-    if values.nbytes() != storage.nbytes():  # after storage.resize_
-        values.resize_(storage.nbytes())
+    values = VALUES[x.untyped_storage()]
     return torch.empty(0, dtype=x.dtype).set_(values, x.storage_offset(), x.size(), x.stride())
 
 
@@ -303,7 +295,7 @@ def synchronize(*args) -> None:
 
 
 def apply_to_module(module: torch.nn.Module, change, recurse: bool = True) -> torch.nn.Module:
-    """Module._apply, which would exchange FakeTensors as objects and fails where others refer to them."""
+    """Module._apply of weights, which would exchange FakeTensors as objects and fails where others refer to them."""
     for child in module.children() if recurse else ():
         child._apply(change)
     for name, parameter in module._parameters.items():
@@ -316,8 +308,6 @@ def apply_to_module(module: torch.nn.Module, change, recurse: bool = True) -> to
         else:
             module._parameters[name] = torch.nn.Parameter(changed, parameter.requires_grad)
             module._parameters[name].__dict__.update(parameter.__dict__)
-    for name, buffer in module._buffers.items():
-        module._buffers[name] = None if buffer is None else change(buffer)
     return module
 
 
