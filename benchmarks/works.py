@@ -217,7 +217,10 @@ def summary(rows: list[dict]) -> dict[str, float]:
     # Operations of the phase ÷ those of forward and backward: the reference makes a forward pass, a third of it.
     for phase, column, share in (("train", "train_s", 1), ("log-probs", "logprob_s", 1 / 3), ("step", "step_s", 4 / 3)):
         peak = table.matmul_flops_per_s * table.ranks
-        shown[f"MFU of {phase} %"] = 100 * (share * table.train_flops / table[column] / peak).median()
+        mfu = (share * table.train_flops / table[column] / peak).median()
+        if mfu > 1:
+            raise ValueError(f"MFU of {phase} {mfu:.0%}: the matmul rate of {peak[0]:.3g} flops/s is too low")
+        shown[f"MFU of {phase} %"] = 100 * mfu
     shown["bare vLLM tokens/s"] = middle.bare_tokens_per_s
     return shown | {"step ÷ bare vLLM": middle.bare_tokens_per_s / middle.tokens_per_s}
 
