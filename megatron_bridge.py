@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 from safetensors import safe_open
 
 from config import Config, LoraConfig, TrainingError
@@ -36,6 +35,7 @@ from support.model.attention import (
     sliding_window,
 )
 from support.model.experts import experts_for
+from support.model.gated_delta import GatedDeltaNet
 from support.model.layers import (  # before Megatron-core
     Activation,
     HiddenGPT,
@@ -64,7 +64,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.utils import unwrap_model
 
 from support.model.offload import offload_state, take_back_state  # noqa: F401, the first for the script
-from support.model.optimizer_state import main_weights, set_adam_steps, trainable_weights
+from support.model.optimizer_state import main_weights, number_weights, set_adam_steps, trainable_weights
 from support.model.routes import reduce_counts  # noqa: F401, for the script
 from support.model.stages import stage_layers
 
@@ -157,10 +157,10 @@ def architecture_options(hf) -> dict:
     """Fields of TransformerConfig that follow from the architecture alone, those of experts aside."""
     rules = FAMILIES[hf.architectures[0]]
     window = sliding_window(hf)
-    return dict(
+    options = dict(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.intermediate_size,
+        ffn_hidden_size=getattr(hf, "intermediate_size", None) or expert_width(hf),
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
         kv_channels=head_dim(hf),
@@ -173,6 +173,11 @@ def architecture_options(hf) -> dict:
         add_qkv_bias="self_attention.linear_qkv.bias" in rules,
         qk_layernorm="self_attention.q_layernorm.weight" in rules,
     )
+    if not has_linear_attention(hf):
+        return options
+    shapes = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+    options |= {f"linear_{name}": getattr(hf, f"linear_{name}") for name in shapes}
+    return options | {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
 
 
 def parallel_options(parallel) -> dict:
@@ -219,6 +224,12 @@ def head_dim(hf) -> int:
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
+def has_linear_attention(hf, layer: int | None = None) -> bool:
+    """Whether a layer, or any, is one of linear attention (support/model/gated_delta.py)."""
+    kinds = getattr(hf, "layer_types", None) or []
+    return "linear_attention" in (kinds if layer is None else kinds[layer : layer + 1])
+
+
 def is_moe(hf) -> bool:
     """Whether the layers hold experts instead of one feed-forward block."""
     return "mlp.router.weight" in FAMILIES[hf.architectures[0]]
@@ -255,7 +266,7 @@ def build_model(
     `extra` overrides fields of Megatron's configurations; `fp32_head`: logits in fp32 for any `dtype`; `adapters`:
     the section `lora` of the configuration (rank 0: all weights are trained), or None for a model without gradients.
     """
-    hf = transformers.AutoConfig.from_pretrained(path)
+    hf = hf_folder.read_config(path)
     config = transformer_config(hf, parallel, dtype, extra)
     vp_stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     chunks = []
@@ -281,10 +292,10 @@ def build_model(
 def build_chunk(hf, config: TransformerConfig, vp_stage: int | None, adapters: LoraConfig | None) -> HiddenGPT:
     """One model chunk of this rank, its weights not loaded; `vp_stage`: which of the `vpp`, None where there is one."""
     layers = stage_layers(config)[mpu.get_pipeline_model_parallel_rank()][vp_stage or 0]
-    spec = layer_spec(hf, config, adapters)
+    specs = [layer_spec(hf, config, adapters, has_linear_attention(hf, layer)) for layer in layers]
     model = HiddenGPT(
         config,
-        TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm),
+        TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -305,8 +316,10 @@ def build_chunk(hf, config: TransformerConfig, vp_stage: int | None, adapters: L
     return model
 
 
-def layer_spec(hf, config: TransformerConfig, adapters: LoraConfig | None) -> ModuleSpec:
-    """Megatron's spec of one transformer layer, with our norm, attention, activation, router and experts."""
+def layer_spec(hf, config: TransformerConfig, adapters: LoraConfig | None, is_linear: bool) -> ModuleSpec:
+    """Megatron's spec of one transformer layer, with our norm, attention, activation, router and experts; `is_linear`:
+    with linear attention.
+    """
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -317,6 +330,8 @@ def layer_spec(hf, config: TransformerConfig, adapters: LoraConfig | None) -> Mo
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
+    if is_linear:
+        spec.submodules.self_attention = ModuleSpec(GatedDeltaNet)
     mlp = submodules(spec.submodules.mlp)
     if is_moe(hf):
         mlp.router = Router
@@ -360,6 +375,7 @@ def build_optimizer(model: list, train, extra: dict, path: str | None = None):
     if config.fp16:
         model[0].config.grad_scale_func = optimizer.scale_loss
     for part in optimizer.chained_optimizers:
+        number_weights(part)
         set_adam_steps(part, 0)  # torch makes the state at the first update; a checkpoint needs it before
     # Where the folder has the model's dtype, nothing was rounded but adapters, which are drawn in fp32.
     if path and (model[0].hf_config.dtype is not dtype or named_weights(model, factors=True)):
@@ -575,6 +591,8 @@ def to_row(values_M, rows_M, mb) -> torch.Tensor:
 #   copy     one tensor, the same on every tensor-parallel rank
 #   rows     one tensor, split by output rows        cols  one tensor, split by input columns
 #   qkv      query, key, value interleaved by key-value group, split by rows, also within a group
+#   gated_qkv  the same, with a gate for each query head, after the queries of a group
+#   delta    what goes into linear attention, interleaved by key head, split by rows; conv: its convolution, likewise
 #   gate_up  gate above up, each split by rows
 #   stack    several, the same on every rank: LoRA's A
 # "{e}" stands for the number of an expert.
@@ -583,6 +601,14 @@ COMMON = {
     "self_attention.linear_qkv.weight": ("qkv", [f"self_attn.{x}_proj.weight" for x in "qkv"]),
     "self_attention.linear_proj.weight": ("cols", ["self_attn.o_proj.weight"]),
     "pre_mlp_layernorm.weight": ("copy", ["post_attention_layernorm.weight"]),
+}
+LINEAR_ATTENTION = {  # in place of those of self_attention
+    "self_attention.linear_qkv.weight": ("delta", [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")]),
+    "self_attention.conv": ("conv", ["linear_attn.conv1d.weight"]),
+    "self_attention.A_log": ("rows", ["linear_attn.A_log"]),
+    "self_attention.dt_bias": ("rows", ["linear_attn.dt_bias"]),
+    "self_attention.norm": ("copy", ["linear_attn.norm.weight"]),
+    "self_attention.linear_proj.weight": ("cols", ["linear_attn.out_proj.weight"]),
 }
 QKV_BIAS = {"self_attention.linear_qkv.bias": ("qkv", [f"self_attn.{x}_proj.bias" for x in "qkv"])}
 QK_NORM = {f"self_attention.{x}_layernorm.weight": ("copy", [f"self_attn.{x}_norm.weight"]) for x in "qk"}
@@ -607,6 +633,7 @@ def expert_rules(block: str, gate: str, up: str, down: str) -> dict:
     }
 
 
+GATED_QKV = {"self_attention.linear_qkv.weight": ("gated_qkv", [f"self_attn.{x}_proj.weight" for x in "qkv"])}
 QWEN_EXPERTS = expert_rules("mlp", "gate_proj", "up_proj", "down_proj")
 # Architecture in config.json → the rules of its layer, from which transformer_config reads some of Megatron's options.
 FAMILIES = {
@@ -617,13 +644,18 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": COMMON | QKV_BIAS | QWEN_EXPERTS | SHARED_EXPERT,
     "Qwen3ForCausalLM": COMMON | QK_NORM | DENSE,
     "Qwen3MoeForCausalLM": COMMON | QK_NORM | QWEN_EXPERTS,
+    "Qwen3_5ForCausalLM": COMMON | GATED_QKV | QK_NORM | DENSE,
+    "Qwen3_5MoeForCausalLM": COMMON | GATED_QKV | QK_NORM | QWEN_EXPERTS | SHARED_EXPERT,
 }
+# Folders with images, whose language model is trained; its weights have a longer prefix.
+FAMILIES |= {f"{x}ForConditionalGeneration": FAMILIES[f"{x}ForCausalLM"] for x in ("Qwen3_5", "Qwen3_5Moe")}
 TOP_RULES = {
     "embedding.word_embeddings.weight": ("rows", ["model.embed_tokens.weight"]),
     "decoder.final_layernorm.weight": ("copy", ["model.norm.weight"]),
     "output_layer.weight": ("rows", ["lm_head.weight"]),
 }
-SPLIT_DIM = {"copy": None, "stack": None, "rows": 0, "cols": 1, "qkv": 0, "gate_up": 1}  # of the merged view
+BY_HEADS = ("qkv", "gated_qkv", "delta", "conv")  # interleaved by groups of heads
+SPLIT_DIM = {"copy": None, "stack": None, "rows": 0, "cols": 1, "gate_up": 1} | dict.fromkeys(BY_HEADS, 0)
 EXPERT = re.compile(r"(?<=local_experts\.)\d+")  # an expert's number in a Megatron name
 
 
@@ -635,15 +667,24 @@ def rule_of(name: str, hf) -> tuple[str, list[str]]:
     if name.endswith(lora.FACTORS):
         return lora.factor_rule(name, *rule_of(lora.weight_of(name), hf))
     if name == "output_layer.weight" and hf.tie_word_embeddings:  # the last stage's copy of the embedding
-        return TOP_RULES["embedding.word_embeddings.weight"]
+        name = "embedding.word_embeddings.weight"
     if name in TOP_RULES:
-        return TOP_RULES[name]
+        join, parts = TOP_RULES[name]
+        return join, [re.sub("^model", hf.prefix, part) for part in parts]
     _, _, layer, rest = name.split(".", 3)  # decoder.layers.7.rest
-    join, parts = FAMILIES[hf.architectures[0]][EXPERT.sub("{e}", rest)]
+    join, parts = layer_rules(hf, int(layer))[EXPERT.sub("{e}", rest)]
     expert = EXPERT.search(rest)
     if expert:
         parts = [part.replace("{e}", expert[0]) for part in parts]
-    return join, [f"model.layers.{layer}.{part}" for part in parts]
+    return join, [f"{hf.prefix}.layers.{layer}.{part}" for part in parts]
+
+
+def layer_rules(hf, layer: int) -> dict:
+    """The rules of a layer's weights."""
+    rules = FAMILIES[hf.architectures[0]]
+    if not has_linear_attention(hf, layer):
+        return rules
+    return {name: rule for name, rule in rules.items() if not name.startswith("self_attention.")} | LINEAR_ATTENTION
 
 
 def shard_group(name: str) -> tuple:
@@ -661,20 +702,39 @@ def expert_of(name: str, hf, ep_rank: int) -> str:
     return EXPERT.sub(lambda local: str(ep_rank * experts_per_rank + int(local[0])), name)
 
 
+def row_blocks(join: str, hf) -> tuple[int, list[list[int]]]:
+    """How many groups of heads the rows of a merged weight have, and the rows in a group of each block of each part."""
+    if join in ("delta", "conv"):  # q, k and v; z; b; a
+        repeat = hf.linear_num_value_heads // hf.linear_num_key_heads
+        d, e = hf.linear_key_head_dim, repeat * hf.linear_value_head_dim
+        return hf.linear_num_key_heads, [[d, d, e], [e], [repeat], [repeat]][: 1 if join == "conv" else None]
+    d = head_dim(hf)
+    queries = hf.num_attention_heads // hf.num_key_value_heads * d
+    return hf.num_key_value_heads, [[2 * queries if join == "gated_qkv" else queries], [d], [d]]
+
+
 def merge_parts(join: str, parts: list[torch.Tensor], hf) -> torch.Tensor:
     """The full merged tensor of the Hugging Face `parts`; tensor-parallel ranks split it along SPLIT_DIM[join]."""
-    if join == "qkv":  # [groups * (heads per group + 2) * head_dim, ...]
-        return torch.cat([part.unflatten(0, (hf.num_key_value_heads, -1)) for part in parts], dim=1).flatten(0, 1)
+    if join in BY_HEADS:
+        groups, rows = row_blocks(join, hf)
+        split = (part.split([groups * size for size in sizes]) for part, sizes in zip(parts, rows, strict=True))
+        blocks = [block.unflatten(0, (groups, -1)) for part in split for block in part]
+        if join == "gated_qkv":  # query and gate of each head → the queries, then the gates
+            blocks[0] = blocks[0].unflatten(1, (-1, 2, head_dim(hf))).transpose(1, 2).flatten(1, 3)
+        return torch.cat(blocks, dim=1).flatten(0, 1)
     return torch.stack(parts) if join in ("gate_up", "stack") else parts[0]  # gate_up: [2, ffn, hidden]
 
 
 def split_parts(join: str, whole: torch.Tensor, hf) -> list[torch.Tensor]:
     """Inverse of `merge_parts`: the Hugging Face tensors of a merged one."""
-    if join == "qkv":
-        width = head_dim(hf)
-        heads = hf.num_attention_heads // hf.num_key_value_heads
-        parts = whole.unflatten(0, (hf.num_key_value_heads, -1)).split([heads * width, width, width], dim=1)
-        return [part.flatten(0, 1) for part in parts]
+    if join in BY_HEADS:
+        groups, rows = row_blocks(join, hf)
+        blocks = iter(whole.unflatten(0, (groups, -1)).split([*itertools.chain(*rows)], dim=1))
+        parts = [[next(blocks).flatten(0, 1) for _ in sizes] for sizes in rows]
+        if join == "gated_qkv":
+            queries = parts[0][0].unflatten(0, (groups, 2, -1, head_dim(hf)))
+            parts[0] = [queries.transpose(1, 2).flatten(0, 3)]
+        return [blocks[0] if len(blocks) == 1 else torch.cat(blocks) for blocks in parts]
     return list(whole) if join in ("gate_up", "stack") else [whole]
 
 
@@ -738,12 +798,13 @@ def hf_weights(model: list, bucket_bytes=BUCKET_BYTES, factors=False) -> Iterato
         if chunk.ddp_config.overlap_param_gather:  # otherwise gathered only when the next forward pass reads them
             chunk.start_param_sync(force_sync=True)
     hf = model[0].hf_config
-    dtype = model[0].config.params_dtype
+    dtypes = model[0].config.params_dtype, torch.float32
     own = named_weights(model, factors)
     shapes = {name: weight.shape for name, weight in own.items()}
     stages = [None] * mpu.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(stages, shapes, group=mpu.get_pipeline_model_parallel_group())
-    for stage, names in buckets(stages, hf, bucket_bytes // dtype.itemsize):
+    for stage, names in buckets(stages, hf, bucket_bytes // dtypes[0].itemsize):
+        dtype = dtypes[is_fp32(names[0])]
         bucket_shapes = {name: stages[stage][name] for name in names}
         yield from read_bucket(gather_bucket(own, bucket_shapes, stage, dtype), bucket_shapes, hf)  # keeps no bucket
 
@@ -751,21 +812,22 @@ def hf_weights(model: list, bucket_bytes=BUCKET_BYTES, factors=False) -> Iterato
 def hf_shards(model: list) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Yield (Hugging Face name, number of the part, tensor) of what this rank holds of each weight, adapters merged.
 
-    Ranks with the same name and number hold copies. A joined weight comes whole, under the first of its names, but keys
-    and values come apart from queries, under the name of the keys.
+    Ranks with the same name and number hold copies. A joined weight comes whole, under the first of its names; but keys
+    and values come apart from queries, and b and a from the others of linear attention, under the first of their names.
     """
     hf = model[0].hf_config
-    queries = hf.num_attention_heads // hf.num_key_value_heads * head_dim(hf)  # rows of a key-value group
-    block = queries + 2 * head_dim(hf)
     for name, weight in named_weights(model).items():
         join, parts = rule_of(expert_of(name, hf, mpu.get_expert_model_parallel_rank()), hf)
         number = 0 if SPLIT_DIM[join] is None else shard_group(name)[0].rank()
         held = lora.merged_weight(weight) if hasattr(weight, "adapter") else weight.detach()
-        if join == "qkv":  # the first group may have begun on the rank before
-            starts = range(-(number * len(held) % block), len(held), block)
-            pieces = held.tensor_split([max(0, start + end) for start in starts for end in (queries, block)])
+        if join in BY_HEADS and len(parts) > 1:
+            _, rows = row_blocks(join, hf)
+            first = 2 if join == "delta" else 1  # parts of the first piece of a group
+            block, end = (sum(sum(sizes) for sizes in some) for some in (rows, rows[:first]))
+            starts = range(-(number * len(held) % block), len(held), block)  # the first may be on the rank before
+            pieces = held.tensor_split([max(0, start + place) for start in starts for place in (end, block)])
             yield parts[0], number, torch.cat(pieces[::2])
-            yield parts[1], number, torch.cat(pieces[1::2])
+            yield parts[first], number, torch.cat(pieces[1::2])
         else:
             yield parts[0], number, held
 
@@ -806,13 +868,13 @@ def read_bucket(flat: torch.Tensor, shapes: dict[str, torch.Size], hf) -> Iterat
 def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]]]:
     """Group the weights of all stages, in layer order, into (stage, names) of at most `limit` gathered elements.
 
-    A bucket holds one tensor at least, and either experts or other weights.
+    A bucket holds one tensor at least, and either experts, weights that are always fp32, or others.
     """
     owners = {name: stage for stage, weights in enumerate(stages) for name in weights}
     if hf.tie_word_embeddings:
         owners.pop("output_layer.weight", None)
     in_order = sorted(owners, key=lambda name: position(name, hf))
-    for (stage, _), names in itertools.groupby(in_order, key=lambda name: (owners[name], is_expert(name))):
+    for (stage, *_), names in itertools.groupby(in_order, lambda name: (owners[name], is_expert(name), is_fp32(name))):
         bucket, elements = [], 0
         for name in names:
             group, _ = shard_group(name)
@@ -826,10 +888,19 @@ def buckets(stages: list[dict], hf, limit: int) -> Iterator[tuple[int, list[str]
 
 
 def position(name: str, hf) -> tuple[int, bool]:
-    """Sort key of a Megatron weight: (layer, whether it is an expert's); the embedding first, the head last."""
+    """Sort key of a Megatron weight: (layer, whether it is an expert's); the embedding first, the head last, but those
+    that are always fp32 before all, so that they share buckets.
+    """
+    if is_fp32(name):
+        return -2, False
     if name.startswith("decoder.layers."):
         return int(name.split(".")[2]), is_expert(name)
     return (-1 if name.startswith("embedding.") else hf.num_hidden_layers), False
+
+
+def is_fp32(name: str) -> bool:
+    """Whether a Megatron weight is fp32 in a model of any dtype, as in vLLM's."""
+    return name.endswith(".A_log")
 
 
 def is_expert(name: str) -> bool:

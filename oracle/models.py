@@ -14,7 +14,8 @@ from torch import Tensor
 
 EXPERT = re.compile(r"(.*\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
-TARGETS = {"qkv": ("q_proj", "k_proj", "v_proj"), "proj": ("o_proj",), "fc1": (*GATE, *UP), "fc2": DOWN}
+IN = ("q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+TARGETS = {"qkv": IN, "proj": ("o_proj", "out_proj"), "fc1": (*GATE, *UP), "fc2": DOWN}
 POSITIONS, LOGITS = 2**13, 2**26  # of a batch, at most
 
 Weights = dict[str, Tensor]
@@ -39,7 +40,7 @@ class Model:
     """Log-probs and entropies of answers. It has no weights of its own; `weights` are {name in the files: tensor}."""
 
     def __init__(self, folder: str):
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
         self.module = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
         )
@@ -64,7 +65,8 @@ class Model:
     ) -> list[tuple[Tensor, Tensor]]:
         """Log-prob and entropy at each response token, [response] each, of the answers of a batch; a row for each."""
         device = next(iter(weights.values())).device
-        own = {name.removeprefix("model."): weight for name, weight in module_weights(weights).items()}
+        named = module_weights(weights).items()
+        own = {name.removeprefix("model.").removeprefix("language_model."): weight for name, weight in named}
         head = own.pop("lm_head.weight", own["embed_tokens.weight"])
         rows = [torch.tensor(both) for both in map(operator.add, prompts, responses)]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # a row does not see what is after it
@@ -106,6 +108,7 @@ def module_weights(weights: Weights) -> Weights:
 def read_weights(folder: str | Path, dtype: str, tied: bool, device: torch.device | str = "cpu") -> Weights:
     """The tensors of all safetensors files of a folder, in fp32 but with the values that a model of `dtype` has."""
     held = [item for file in sorted(Path(folder).glob("*.safetensors")) for item in load_file(file).items()]
+    held = [(name, weight) for name, weight in held if not name.startswith(("model.visual.", "mtp."))]
     weights = {name: rounded(weight.to(device, torch.float32), dtype) for name, weight in held}
     if tied:
         weights.pop("lm_head.weight", None)

@@ -14,6 +14,10 @@ import random
 from pathlib import Path
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
+LINEAR = {  # attention, of heads whose first quarter turns, in every other layer
+    "full_attention_interval": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 48,
+}  # fmt: skip
 # architecture: (name in transformers, entries of its config beside the sizes common to all)
 ARCHITECTURES = {
     "llama": ("Llama", {}),
@@ -23,6 +27,8 @@ ARCHITECTURES = {
     "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 160}),
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
+    "qwen3_5_text": ("Qwen3_5", LINEAR),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", {**LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 160}),
 }
 
 
@@ -67,7 +73,7 @@ def save_model(
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     wrapped.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     name, options = ARCHITECTURES[arch]
-    config = getattr(transformers, f"{name}Config")(
+    config = getattr(transformers, f"{name}{'TextConfig' if arch.endswith('_text') else 'Config'}")(
         vocab_size=len(wrapped), hidden_size=hidden, intermediate_size=ffn * hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // 32, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=2048,
         tie_word_embeddings=tied, initializer_range=std, eos_token_id=wrapped.eos_token_id,

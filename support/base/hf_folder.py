@@ -3,8 +3,10 @@
 import hashlib
 import json
 import math
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -16,6 +18,10 @@ from support.base import ranks
 from support.base.files import complete_folder, split_by_bytes
 
 EXPORT_SHARD_BYTES = 4 << 30
+UNTRAINED = ("model.visual.", "mtp.")  # weights for images and of multi-token prediction, which an export copies
+# Of all experts of a layer, where they are one tensor.
+JOINED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def check_found(path: str, key: str) -> None:
@@ -34,6 +40,18 @@ def check_found(path: str, key: str) -> None:
             f"({said}). Give the folder of a model on this machine, {key}=FOLDER, with config.json, the tokenizer's "
             "files and safetensors, or a name such as Qwen/Qwen2.5-0.5B-Instruct"
         ) from None
+
+
+def read_config(path: str):
+    """The configuration of a model's language model, with the whole's architecture and the `prefix` of its weights."""
+    import transformers
+
+    whole = transformers.AutoConfig.from_pretrained(path)
+    config = whole.get_text_config()
+    config.architectures = whole.architectures
+    config.dtype = config.dtype or whole.dtype
+    config.prefix = "model" if config is whole else "model.language_model"
+    return config
 
 
 def local_folder(path: str) -> str:
@@ -56,7 +74,10 @@ def count_weights(path: str) -> int:
 
 
 def safetensor_files(path: str) -> dict[str, str]:
-    """Tensor name → file, for the safetensors of a folder. Raises ValueError where they are not whole, or not clear."""
+    """Tensor name → file, for the safetensors of a folder; experts that are one tensor have the names of each.
+
+    Raises ValueError where they are not whole, or not clear.
+    """
     index, whole = Path(path, "model.safetensors.index.json"), Path(path, "model.safetensors")
     files = {*Path(path).glob("*.safetensors")}  # vLLM reads them all, if there is no index
     if not index.exists() and files != {whole}:
@@ -68,7 +89,12 @@ def safetensor_files(path: str) -> dict[str, str]:
             files = {Path(path, name) for name in json.loads(index.read_text())["weight_map"].values()}
         for file in sorted(files):
             with safe_open(file, framework="pt") as opened:
-                found |= dict.fromkeys(opened.keys(), str(file))
+                for name in opened.keys():  # noqa: SIM118
+                    block, _, last = name.rpartition(".")
+                    is_joined = block.endswith(".experts") and last in JOINED and not name.startswith(UNTRAINED)
+                    experts = range(opened.get_slice(name).get_shape()[0] if is_joined else 0)
+                    names = [f"{block}.{e}.{part}_proj.weight" for e in experts for part in JOINED[last]]
+                    found |= dict.fromkeys(names or [name], str(file))
     except (OSError, ValueError, SafetensorError) as error:
         is_former = whole.exists() and file != whole
         former = f", or remove {index.name}, if {whole.name} is the model" if is_former else ""
@@ -79,23 +105,44 @@ def safetensor_files(path: str) -> dict[str, str]:
     return found
 
 
+def read_tensor(file, name: str) -> torch.Tensor:
+    """A tensor of an open file, by a name of `safetensor_files`."""
+    match = EXPERT.fullmatch(name)
+    if not match or name in file.keys():  # noqa: SIM118
+        return file.get_tensor(name)
+    block, expert, part = match.groups()
+    if part == "down":
+        return file.get_slice(f"{block}.down_proj")[int(expert)]
+    whole = file.get_slice(f"{block}.gate_up_proj")
+    half = whole.get_shape()[1] // 2
+    return whole[int(expert), :half] if part == "gate" else whole[int(expert), half:]
+
+
 def digest_weights(path: str) -> str:
     """Digest of a model's tensors, however files hold them; each rank reads a share, and all return the same."""
     files = safetensor_files(path)
     digests = []
     for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
         with safe_open(files[name], framework="pt") as file:
-            content = file.get_tensor(name).flatten().view(torch.uint8).numpy()
+            content = read_tensor(file, name).flatten().view(torch.uint8).numpy()
             digests.append((name, hashlib.sha256(content).hexdigest()))
     whole = sorted(pair for part in ranks.gather(digests) for pair in part)
     return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
 
 
+def untrained(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The (name, tensor) pairs of a folder that are no part of the model that is trained."""
+    for name, path_of in safetensor_files(path).items():
+        if name.startswith(UNTRAINED):
+            with safe_open(path_of, framework="pt") as file:
+                yield name, read_tensor(file, name)
+
+
 def export_hf(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: Path) -> None:
     """Write (Hugging Face name, full tensor) pairs to the folder `target` so that transformers and vLLM load it.
 
-    Config and tokenizer come from `source`. Called on every rank, written by rank 0, which holds one file of
-    EXPORT_SHARD_BYTES at most in memory; `target` is complete or absent.
+    Config, tokenizer and what is UNTRAINED come from `source`. Called on every rank, written by rank 0, which holds one
+    file of EXPORT_SHARD_BYTES at most in memory; `target` is complete or absent.
     """
     if dist.get_rank() == 0:
         with complete_folder(target) as folder:
@@ -104,7 +151,7 @@ def export_hf(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: 
                     shutil.copy(file, folder)
             weight_map = {}
             on_host = ((name, tensor.cpu()) for name, tensor in weights)
-            for shard in split_by_bytes(on_host, EXPORT_SHARD_BYTES):
+            for shard in split_by_bytes(chain(on_host, untrained(source)), EXPORT_SHARD_BYTES):
                 file = f"model-{len(set(weight_map.values())):05d}.safetensors"
                 save_file(dict(shard), folder / file, metadata={"format": "pt"})
                 weight_map |= dict.fromkeys(dict(shard), file)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import transformers
 
 from config import DataConfig, EvalConfig, RolloutConfig
+from support.base.hf_folder import read_config
 from support.base.require import require_data
 from support.data.tokens import adds_end, render
 
@@ -23,7 +24,7 @@ class Ends:
 
 def read_ends(path: str, tokenizer, sampling: RolloutConfig | EvalConfig) -> Ends:
     """End tokens of tokenizer and model, as vLLM reads them, and the stops; ValueError for one without a row."""
-    config = transformers.AutoConfig.from_pretrained(path)
+    config = read_config(path)
     ids = sampling.stop_token_ids
     require_data(
         max(ids, default=0) < config.vocab_size,

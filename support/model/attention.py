@@ -42,6 +42,11 @@ class Copies:
     order: torch.Tensor  # [T], the positions sorted by their place
     counts: torch.Tensor  # [C], how many positions are each of them
 
+    @property
+    def kept(self) -> torch.Tensor:
+        """The first position that each is, [C]."""
+        return self.order[self.counts.cumsum(0) - self.counts]
+
     @classmethod
     def of(cls, place: np.ndarray, computed: int, to: torch.device) -> "Copies":
         """From the place of each position, [T], on the device `to`."""
@@ -214,7 +219,12 @@ def to_heads(query, key, value) -> tuple[torch.Tensor, ...]:
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     if missing:
         query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
-    xs = (query, key, value)
+    return scatter_heads(query, key, value)
+
+
+def scatter_heads(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same of any tensors whose numbers of heads cp divides."""
+    cp = mpu.get_context_parallel_world_size()
     parts = torch.cat([x.unflatten(1, (cp, -1)).transpose(0, 1) for x in xs], dim=2)  # [cp, T / cp, sum of n / cp, d]
     stripes = all_to_all(mpu.get_context_parallel_group(), parts.flatten(0, 1))  # concatenated rank by rank
     row = stripes.unflatten(0, (cp, -1)).transpose(0, 1).flatten(0, 1)
@@ -236,17 +246,19 @@ def from_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 class Packing(PackedSeqParams):
     """What core attention needs to know of a packed row; Megatron's layers pass it on."""
 
-    cos: torch.Tensor | None = None  # [C / cp, 1, 1, head_dim], of each query's position, as Rotation takes them
+    cos: torch.Tensor | None = None  # [C / cp, 1, 1, rotated], of each query's position, as Rotation takes them
     sin: torch.Tensor | None = None
     segments: Segments | None = None  # the sequences of the whole row
     copies: Copies | None = None  # which computed position each key of the row is; None: all are computed
+    position_T: torch.Tensor | None = None  # [T], of each token in its sequence
 
     @classmethod
     def of(cls, mb, inv_freq: torch.Tensor, config: TransformerConfig) -> "Packing":
-        """That of a micro-batch; `inv_freq` [head_dim / 2] as transformers computes it."""
+        """That of a micro-batch; `inv_freq` [rotated / 2] as transformers computes it."""
         window = config.window_size and config.window_size[0] + 1
         on = mb.tokens.device
-        angles = torch.outer(own_stripe(mb.computed(mb.position_ids[0])).float(), inv_freq)[:, None, None]
+        position_T = mb.position_ids[0]
+        angles = torch.outer(own_stripe(mb.computed(position_T)).float(), inv_freq)[:, None, None]
         cos, sin = angles.cos(), angles.sin()
         return cls(
             qkv_format="sbhd",  # with "thd" Megatron would loop over the sequences itself
@@ -254,14 +266,19 @@ class Packing(PackedSeqParams):
             sin=torch.cat((-sin, sin), -1).to(config.params_dtype),
             segments=Segments.of(mb.sizes, mb.queries, window, on),
             copies=None if mb.place is None else Copies.of(mb.place, mb.width, on),
+            position_T=position_T,
         )
 
 
 def rotary_embedding(hf_config) -> torch.nn.Module:
     """transformers' rotary embedding, for its frequencies; ValueError if it scales attention or varies by length."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
-    rope = LlamaRotaryEmbedding(hf_config)
+    is_partial = hf_config.model_type.startswith("qwen3_5")  # its three axes are one for text
+    rope = (Qwen3_5TextRotaryEmbedding if is_partial else LlamaRotaryEmbedding)(hf_config)
+    if not is_partial and getattr(hf_config, "partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor={hf_config.partial_rotary_factor} is not supported, only 1.0")
     if rope.rope_type not in ("default", "linear", "llama3") or rope.attention_scaling != 1.0:
         raise ValueError(f"rope type {rope.rope_type!r} is not supported; supported are default, linear, llama3")
     return rope
@@ -286,6 +303,13 @@ def sliding_window(hf_config) -> int | None:
     )
 
 
+def rotate(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """Rotary embedding of the first numbers of each head, or of all; [C / cp, 1, heads, d] → the same."""
+    rotated = packing.cos.shape[-1]
+    turned = Rotation.apply(x[..., :rotated], packing.cos, packing.sin)
+    return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), -1)
+
+
 class PackedAttention(torch.nn.Module):
     """Megatron's core attention: RoPE, then causal attention inside each sequence of a row, which cp ranks split."""
 
@@ -295,7 +319,7 @@ class PackedAttention(torch.nn.Module):
     def forward(self, query, key, value, attention_mask, packed_seq_params: Packing, **unused) -> torch.Tensor:
         """query [C / cp, 1, heads, d], key and value [C / cp, 1, kv_heads, d] → [C / cp, 1, heads * d]."""
         packing = packed_seq_params
-        query, key = (Rotation.apply(x, packing.cos, packing.sin) for x in (query, key))
+        query, key = (rotate(x, packing) for x in (query, key))
         query, key, value = (x.squeeze(1) for x in (query, key, value))
         heads = query.shape[1]
         splits = mpu.get_context_parallel_world_size() > 1

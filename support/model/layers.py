@@ -149,7 +149,7 @@ class Normalization(torch.autograd.Function):
         grad_weight = product.flatten(0, -2).sum(0)
         mean = (product @ weight).unsqueeze(-1) / x.shape[-1]
         torch.mul(grad, weight, out=product).addcmul_(normed, mean, value=-1).mul_(scale)
-        return product.to(x.dtype), grad_weight.to(x.dtype), None
+        return product.to(x.dtype), grad_weight.to(ctx.saved_tensors[1].dtype), None
 
 
 # ---------------------------------------------------------------- passes over logits
@@ -216,15 +216,21 @@ def shifted_rows(logits_M, local_M, temperature: float, max_M, *others_M) -> Ite
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm that works with sequence parallelism, which Megatron's own torch norm refuses."""
+    """RMS norm that works with sequence parallelism, which Megatron's own torch norm refuses.
+
+    With layernorm_zero_centered_gamma it multiplies by 1 + weight.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused):
         super().__init__()
         self.eps = eps
+        self.is_centered = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device()))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_centered:  # 1 + weight is not rounded
+            return Normalization.apply(x, 1 + self.weight.float(), self.eps)
         if x.is_cuda:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return Normalization.apply(x, self.weight, self.eps)

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from config import Config, LoraConfig, UserError
 from support.base.files import complete_folder
+from support.base.hf_folder import read_tensor
 from support.model import layers  # noqa: F401, first: it prepares the process for Megatron-core
 
 # isort: split
@@ -69,8 +70,10 @@ def adapt(linear: torch.nn.Module, target: str, cfg: LoraConfig) -> None:
     """Add factors to one of Megatron's parallel linear layers, which then computes with the merged weight."""
     out, width = linear.weight.shape
     config = linear.config
-    heads = config.num_attention_heads // config.num_query_groups * config.kv_channels
-    rows = {"qkv": [heads, config.kv_channels, config.kv_channels], "fc1": [out // 2, out // 2]}.get(target, [out])
+    queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
+    queries *= 2 if config.attention_output_gate else 1
+    rows = {"qkv": [queries, config.kv_channels, config.kv_channels], "fc1": [out // 2, out // 2]}.get(target, [out])
+    rows = getattr(linear, "parts", rows)  # of linear attention
     number = (torch.arange(out, device=linear.weight.device) + linear.tp_group.rank() * out) % sum(rows)
     ends = itertools.accumulate(rows)  # the whole weight repeats such blocks
     has_row = torch.stack([(end - size <= number) & (number < end) for size, end in zip(rows, ends, strict=True)], 1)
@@ -212,7 +215,7 @@ def factor_rule(name: str, join: str, parts: list[str]) -> tuple[str, list[str]]
 def read_part(name: str, opened: dict, shape: torch.Size) -> torch.Tensor:
     """A Hugging Face tensor from its file in `opened`, or a factor [this rank's `shape`] as it is before training."""
     if name in opened:
-        return opened[name].get_tensor(name)
+        return read_tensor(opened[name], name)
     weight = weight_of(name)
     out, width = opened[weight].get_slice(weight).get_shape()
     return initial_factor(name, (out, shape[-1]) if name.endswith("lora_B.weight") else (shape[-2], width))

@@ -33,7 +33,8 @@ def sharded_weights(model: list) -> dict[torch.nn.Parameter, ShardedTensor | Sha
     """Megatron's sharded tensor of each of this rank's weights."""
     tensors = {}
     for chunk in model:
-        sharded, _ = extract_sharded_tensors_and_factories(unwrap_model(chunk).sharded_state_dict(metadata={}))
+        metadata = {"non_homogeneous_layers": bool(unwrap_model(chunk).config.linear_num_key_heads)}
+        sharded, _ = extract_sharded_tensors_and_factories(unwrap_model(chunk).sharded_state_dict(metadata=metadata))
         tensors |= {tensor.data: tensor for tensor in sharded.values()}
     return tensors
 
@@ -48,6 +49,15 @@ def optimizer_weights(model: list, optimizer) -> Iterator[tuple]:
     weights = [(part, weight) for part, buffer in buffers for weight in buffer.param_index_map]
     for number, (part, weight) in enumerate(weights):
         yield part, number, weight, tensors[weight]
+
+
+def number_weights(part) -> None:
+    """Mend where a distributed optimizer looks for a weight's state: in a group, weights that are fp32 in a model of
+    another dtype come first, but Megatron-core counts them where they are in the buffers.
+    """
+    for index, group in enumerate(part.opt_group_ranges):
+        in_order = sorted(group["params"], key=lambda weight: weight.dtype is not torch.float32)
+        part.model_param_group_index_map |= {weight: (index, place) for place, weight in enumerate(in_order)}
 
 
 def own_slice(part, weight) -> tuple[slice, dict[str, torch.Tensor]]:

@@ -5,17 +5,17 @@ import math
 import os
 from pathlib import Path
 
-import transformers
 from safetensors import safe_open
 
 import megatron_bridge as bridge
 from config import Config, LoraConfig, UserError
 from support.base import versions
-from support.base.hf_folder import check_found, safetensor_files
+from support.base.hf_folder import UNTRAINED, check_found, read_config, safetensor_files
+from support.base.ranks import is_first_rank, say
 from support.base.require import require
 from support.model import stages
 from support.model.attention import rotary_embedding, sliding_window, uses_varlen
-from support.preflight import options
+from support.preflight import linear_attention, options
 from support.step import named_rewards
 
 # ---------------------------------------------------------------- the configuration
@@ -226,7 +226,7 @@ def longest_sample(cfg: Config) -> int:
 # Attributes of a config.json that change the computation and have no counterpart here, each with its one legal value.
 SUPPORTED = {
     "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "qkv_bias": True, "mlp_only_layers": [],
-    "decoder_sparse_step": 1, "router_jitter_noise": 0.0, "partial_rotary_factor": 1.0,
+    "decoder_sparse_step": 1, "router_jitter_noise": 0.0, "attn_output_gate": True, "output_gate_type": "swish",
 }  # fmt: skip
 
 # A file → what a folder is that has it, and no weights of a model.
@@ -247,11 +247,13 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
         if Path(path, file).exists() and not has_weights:
             raise UserError(f"{model} is {what}")
     try:
-        hf = transformers.AutoConfig.from_pretrained(path)
+        hf = read_config(path)
     except Exception as error:  # a damaged config.json fails as code does, with any exception
         raise UserError(f"{model}: {' '.join(str(error).split())[:300]}") from None
     family = (hf.architectures or ["?"])[0]
     require(family in bridge.FAMILIES, f"{model} is a {family}; supported are {', '.join(bridge.FAMILIES)}")
+    if bridge.has_linear_attention(hf):
+        linear_attention.check_layers(hf, model, cfg.model.dtype)
     for attribute, value in SUPPORTED.items():
         found = getattr(hf, attribute, None)
         require(
@@ -303,7 +305,7 @@ def check_routes(cfg: Config) -> None:
         f"algo.replay_routes=true: vLLM {found} returns no routes with its second model runner; use vLLM 0.32, "
         "VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or algo.replay_routes=false",
     )
-    hf = transformers.AutoConfig.from_pretrained(cfg.model.path)
+    hf = read_config(cfg.model.path)
     require(
         not cfg.algo.replay_routes or bridge.is_moe(hf),
         f"algo.replay_routes=true: model.path={cfg.model.path} has no experts; use false",
@@ -326,6 +328,8 @@ def check_layout(hf, parallel, rollout_tp: int) -> None:
     if shared:
         heads["shared expert's feed-forward size"] = shared
     kv_heads = hf.num_key_value_heads
+    if bridge.has_linear_attention(hf):
+        heads |= linear_attention.check_split(hf, parallel)
     rows = (hf.num_attention_heads + 2 * kv_heads) * bridge.head_dim(hf)
     others = {"rows of queries, keys and values": rows, "vocabulary size": hf.vocab_size}
     check_divides("parallel.tp", parallel.tp, heads | others, kv_heads)
@@ -384,26 +388,29 @@ def split_defect(layers: int, sizes: dict) -> str | None:
 
 def check_weights(path: str, key: str = "model.path") -> None:
     """See that the safetensors of the folder `path` hold just the tensors the model is made of. Raises UserError."""
-    hf = transformers.AutoConfig.from_pretrained(path)
-    layer = []
-    for rest in bridge.FAMILIES[hf.architectures[0]]:
-        experts = bridge.num_experts(hf) if "{e}" in rest else 1
-        layer += [rest.format(e=e) for e in range(experts)]
-    names = list(bridge.TOP_RULES)
-    names += [f"decoder.layers.{i}.{rest}" for i in range(hf.num_hidden_layers) for rest in layer]
+    hf = read_config(path)
+    experts = range(bridge.num_experts(hf) if bridge.is_moe(hf) else 1)
+    names = {*bridge.TOP_RULES}
+    for layer in range(hf.num_hidden_layers):
+        rules = bridge.layer_rules(hf, layer)
+        names |= {f"decoder.layers.{layer}.{name.format(e=e)}" for name in rules for e in experts}
     wanted = {part for name in names for part in bridge.rule_of(name, hf)[1]}
     try:
         files = safetensor_files(path)
     except ValueError as error:
         raise UserError(f"{key}={path}: {error}") from None
-    found = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
+    found = {name for name in files if not name.endswith("rotary_emb.inv_freq") and not name.startswith(UNTRAINED)}
     if hf.tie_word_embeddings:
         found.discard("lm_head.weight")  # a copy that some exporters write
     for what, names in (("lacks", wanted - found), ("has tensors this model has no place for:", found - wanted)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise UserError(f"{key}={path} {what} {min(names)}{more}")
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    others = sum(name.startswith(UNTRAINED) for name in files)
+    if others and is_first_rank():
+        what = "are for images or multi-token prediction: not trained, and exported as they are"
+        say(f"note: {others} tensors of {key}={path} {what}")
+    head, embedding = "lm_head.weight", f"{hf.prefix}.embed_tokens.weight"
     rows = safe_open(files[embedding], framework="pt").get_slice(embedding).get_shape()[0]
     require(
         rows == hf.vocab_size,

@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import torch.distributed as dist
-import transformers
 import yaml
 
 from config import Config, UserError
@@ -24,7 +23,7 @@ from support.data.ends import Ends, endless, read_ends
 from support.data.prompts import Mixture, Prompt, check_opening, load_prompts, load_tokenizer
 from support.data.tokens import check_ids
 from support.model import checkpoint, lora
-from support.preflight import configuration, run_plan
+from support.preflight import configuration, linear_attention, run_plan
 from support.step import teacher, turns
 
 
@@ -63,13 +62,15 @@ def read(cfg: Config, parts: list[str], weights: bool) -> tuple[Config, Inputs]:
     Returns the configuration too, with `data.date` if the chat template asks for one.
     """
     check_models(cfg)
+    if weights and parts:
+        linear_attention.check_cpu(cfg)
     folder = cfg.model.path
     prompts, ends = {}, {}
     try:
         tokenizer = load_tokenizer(folder)
         if cfg.data.date is None and "strftime_now" in str(tokenizer.chat_template):
             cfg = override(cfg, {"data.date": first_day(cfg)})
-        vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
+        vocab_size = hf_folder.read_config(folder).vocab_size
         for part in parts:
             prompts[part] = load_prompts(cfg.data, tokenizer, vocab_size, part)
             ends[part] = read_ends(folder, tokenizer, cfg.rollout if part == "train" else cfg.eval)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 import torch
-import transformers
 
 import megatron_bridge as bridge
 from config import Config
@@ -57,7 +56,7 @@ def another(cfg: Config) -> str | None:
 def check_vocabulary(cfg: Config) -> None:
     """See from its config.json that the teacher has a row for every token of the model. Raises ValueError."""
     path = cfg.algo.teacher
-    rows, needed = (transformers.AutoConfig.from_pretrained(name).vocab_size for name in (path, cfg.model.path))
+    rows, needed = (hf_folder.read_config(name).vocab_size for name in (path, cfg.model.path))
     if rows < needed:
         raise ValueError(
             f"algo.teacher={path}: its vocabulary has {rows} rows, that of model.path={cfg.model.path} {needed}; an id "

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from config import AlgoConfig
 from oracle import formulas
@@ -13,11 +15,28 @@ TEMPERATURE = 0.8
 ALGO = {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.05, "entropy_coef": 0.01}
 
 
+def delta_by_steps(query, key, value, g, beta, **options) -> tuple[torch.Tensor, None]:
+    """The gated delta rule position by position (arXiv 2412.06464, eq. 10), in place of transformers', which is in fp32
+    whatever the type; query and key [1, T, H, d], value [1, T, H, e], g and beta [1, T, H] → [1, T, H, e].
+    """
+    query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
+    state, out = 0.0, []
+    for t in range(query.shape[1]):
+        q, k, v, decay, rate = (x[0, t, :, None] for x in (query, key, value, g.exp(), beta))
+        state = decay[..., None] * (state + torch.zeros_like(k.mT @ v))
+        state = state + k.mT @ (rate[..., None] * (v - k @ state))
+        out.append(q @ state * q.shape[-1] ** -0.5)
+    return torch.stack(out)[None, :, :, 0], None
+
+
 def float64_model(folder):
+    for family in (modeling_qwen3_5, modeling_qwen3_5_moe):
+        family.torch_chunk_gated_delta_rule = delta_by_steps
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
     model.model.embed_tokens.padding_idx = None  # transformers would drop that row's gradient
+    model.config.use_cache = False
     return model
 
 

@@ -61,7 +61,8 @@ def test_one_rank_equals_plain_transformers(world, tmp_path, family, dtype, boun
 
 # Relative errors of the whole gradient, at most; measured on all layouts: docs/dev/layouts.md.
 HALF = {"fp16": 0.01, "bf16": 0.2}
-NO_CLIP = {"clip_low": 100.0, "clip_high": 100.0}  # where rounding moves a ratio over a bound, the gradient jumps
+# Where rounding moves a ratio, or a KL of the kind k3, over a bound, the gradient jumps.
+NO_CLIP = {"clip_low": 100.0, "clip_high": 100.0, "kl": "k2"}
 
 
 @pytest.mark.slow
@@ -71,7 +72,7 @@ def test_half_precision_is_within_its_rounding_on_every_axis(fork_server, tmp_pa
     """Weights are rounded beforehand; activations, and gradients between layers, are in the dtype."""
     axes = ("TP2·CP2", "PP2·VPP2·DP2", *(["EP2·TP2·ETP2·DP2"] if family in layouts.MOE else []))
     chosen = {name: layouts.layouts_of(family)[name] for name in axes}
-    keys = [f"algo.{key}={value:g}" for key, value in NO_CLIP.items()]
+    keys = [f"algo.{key}={value}" for key, value in NO_CLIP.items()]
     (found,) = run_worker(fork_server, tmp_path, 4, make_plan(tmp_path, family, *keys, dtype=dtype, layouts=chosen))
     wanted = reference(tmp_path / "model", make_samples(), found[axes[0]], **NO_CLIP)
     for layout in chosen:

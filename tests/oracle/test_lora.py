@@ -59,7 +59,7 @@ def check(found: dict, wanted: dict) -> None:
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
-        ("qwen2", ALL), ("qwen2_moe", ALL), ("qwen3", ("qkv", "fc2")),
+        ("qwen2", ALL), ("qwen2_moe", ALL), ("qwen3", ("qkv", "fc2")), ("qwen3_5_text", ALL),
         ("qwen3_moe", ("fc1", "fc2")), ("qwen3_moe", ("qkv", "fc1")),
     ],
 )  # fmt: skip
@@ -81,6 +81,7 @@ SLOW = {
     ),
     "qwen2_moe": ("EP2·DP4", "EP2·TP2·ETP1·DP2", "EP2·TP2·ETP2·DP2", "ETP2·DP4"),
     "qwen3_moe": ("EP4·DP4, overlap", "PP2·EP2·DP2", "TP2·PP2·VPP2, overlap, full recompute"),
+    "qwen3_5_moe_text": ("TP2·CP2", "EP2·TP2·ETP2·DP2", "TP2·PP2·VPP2, overlap, full recompute"),
 }  # fmt: skip
 CASES = [
     *(pytest.param(family, layout) for family, layouts in QUICK.items() for layout in layouts),

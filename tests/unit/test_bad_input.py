@@ -7,12 +7,14 @@ import re
 import shutil
 
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from config import UserError
 from support.preflight.configuration import check_weights
-from tests.conftest import REPO
+from support.preflight.linear_attention import check_cpu
+from tests.conftest import REPO, tiny_config
 from train_grpo import main
 
 
@@ -145,6 +147,12 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_pos
 DEEP = {"num_hidden_layers": 94, "layer_types": None}  # as many as those of Qwen3-235B-A22B
 FIRST, LAST = (f"megatron.num_layers_in_{stage}_pipeline_stage" for stage in ("first", "last"))
 STAGES = "megatron.pipeline_model_parallel_layout"
+LINEAR = {  # attention in every other layer
+    "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": None, "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+SLIDING = {"layer_types": ["linear_attention", "sliding_attention"]}
 MODELS = [  # what differs in config.json, overrides, what the refusal says
     ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "", "is a GPT2LMHeadModel; supported are LlamaFor"),
     ({"hidden_act": "gelu"}, "", "hidden_act='gelu'"),
@@ -154,6 +162,9 @@ MODELS = [  # what differs in config.json, overrides, what the refusal says
         "key-value heads 3 nor is a multiple of them; legal are [1]") for key in ("parallel.tp", "rollout.tp")
     ),
     ({"vocab_size": 99}, "parallel.tp=2", "size 99; legal are [1], or pad it: transformers' model.resize_token_em"),
+    (LINEAR, "parallel.tp=4", "does not divide the model's key heads of linear attention 2; legal are [1, 2]"),
+    (LINEAR, "parallel.tp=2 parallel.cp=2", "of linear attention, which parallel.tp=2 splits first; legal are [1]"),
+    (LINEAR | SLIDING, "", "layer_types has 'sliding_attention' in its config.json; beside linear_attention only full"),
     (DEEP, "parallel.pp=4", f"one of these: parallel.pp [1, 2, 47, 94]; {STAGES}=Et*23|t*23|t*24|t*24L alone"),
     (DEEP, f"parallel.pp=4 {FIRST}=80", f"one of these: parallel.pp [2, 3, 8, 15]; {FIRST} [1, 4, 7, 10, 13, 16, 19,"),
     # Megatron-core builds layers 34 to 59 twice
@@ -171,6 +182,22 @@ def test_a_model_without_a_counterpart_is_refused(dry_run, tiny, tmp_path, chang
     (tmp_path / "config.json").write_text(json.dumps(config | changed))
     code, text = dry_run(f"model.path={tmp_path}", *overrides.split())
     assert code == 2 and message in text, text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "has_units", "message"),
+    [("fp32", 128, True, "model.dtype=fp32: vLLM's linear attention on a CPU needs bf16; use model.dtype=bf16, or a"),
+     ("bf16", 64, True, "needs key and value heads of 128 numbers, not (64, 128); use a GPU"),
+     ("bf16", 128, False, "needs AVX-512 BF16 or AMX, which this CPU lacks; use another machine, or a GPU")],
+)  # fmt: skip
+def test_what_linear_attention_needs_on_a_cpu(tiny, tmp_path, monkeypatch, dtype, width, has_units, message):
+    config = json.loads((tiny / "model/config.json").read_text()) | LINEAR | {"linear_key_head_dim": width}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_units)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_cpu(tiny_config(f"model.path={tmp_path}", f"model.dtype={dtype}"))
 
 
 @pytest.mark.parametrize(

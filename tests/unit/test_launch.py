@@ -15,9 +15,9 @@ import megatron_bridge as bridge
 import train_grpo
 from config import RankError, TrainConfig, TrainingError, UserError
 from support.model import attention
-from support.preflight import run_plan
+from support.preflight import configuration, run_plan
 from support.run import launch
-from tests.conftest import REPO, tiny_config
+from tests.conftest import REPO, tiny_config, tiny_model
 from tests.fork_server import free_port
 from tests.museum import Exhibit
 
@@ -53,6 +53,22 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
     assert "warning" not in command("--dry-run", "resume=auto")[1]
     with pytest.raises(SystemExit):
         command("--dry-run", "--world-size", "0")
+
+
+def test_linear_attention_on_a_gpu_needs_its_kernels(monkeypatch, tmp_path):
+    """In bf16, as pip installs them; a machine without a GPU, as of a dry run, needs none."""
+    model = str(tiny_model(tmp_path, "qwen3_5_text"))
+    bf16, fp32 = tiny_config("model.dtype=bf16"), tiny_config("model.dtype=fp32")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    configuration.check_model(bf16, model, rollout_tp=1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    configuration.check_model(fp32, model, rollout_tp=1)
+    monkeypatch.setattr(configuration.versions, "installed", {"fla-core": "0.6.0"}.get)
+    configuration.check_model(bf16, model, rollout_tp=1)
+    monkeypatch.setattr(configuration.versions, "installed", {}.get)
+    with pytest.raises(UserError, match=r"pip install fla-core==0\.6\.0, or use model\.dtype=fp32"):
+        configuration.check_model(bf16, model, rollout_tp=1)
 
 
 @pytest.mark.parametrize(("option", "connections"), [("tp", "1"), ("cp", "1"), ("pp", None)])

@@ -1,0 +1,126 @@
+"""Linear attention (support/model/gated_delta.py): the rule in chunks, the convolution, the layer, fla's kernels."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from transformers.models.qwen3_5 import modeling_qwen3_5 as hf_model
+
+import megatron_bridge as bridge
+from config import ParallelConfig
+from support.model import gated_delta as delta
+from support.model.attention import Copies, Packing, Segments
+from tests.oracle.plain import delta_by_steps, relative
+
+HF = hf_model.Qwen3_5TextConfig(
+    hidden_size=64, num_hidden_layers=1, layer_types=["linear_attention"], linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=48, architectures=["Qwen3_5ForCausalLM"],
+)  # fmt: skip
+
+
+def packing(lengths, copies=None) -> Packing:
+    positions = torch.cat([*map(torch.arange, lengths)]).to(bridge.device())
+    segments = Segments.of(np.array(lengths), np.array(lengths), window=None, to=bridge.device())
+    return Packing(segments=segments, position_T=positions, copies=copies)
+
+
+def arguments(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """q, k, v, g and beta of 2 heads: the first keeps most of its state from token to token, the second little."""
+    torch.manual_seed(0)
+    shapes = [(tokens, 2, 16), (tokens, 2, 16), (tokens, 2, 24), (tokens, 2), (tokens, 2)]
+    q, k, v, a, b = (torch.randn(shape, dtype=dtype) for shape in shapes)
+    return [x.requires_grad_() for x in (q, k, v, -F.softplus(a) * torch.tensor([0.02, 8.0]), b.sigmoid())]
+
+
+def in_chunks(q, k, v, g, beta, lengths) -> torch.Tensor:
+    return delta.gated_delta(delta.unit(q), delta.unit(k), v, g, beta, np.array(lengths))
+
+
+def with_gradients(out: torch.Tensor, xs) -> list[torch.Tensor]:
+    grad = torch.arange(out.numel(), device=out.device).sin().view_as(out)
+    return [out, *torch.autograd.grad(out, xs, grad.to(out.dtype))]
+
+
+@pytest.mark.parametrize("lengths", [[200], [1, 63, 64, 65, 3], [7] * 30])
+def test_the_rule_in_chunks_is_the_rule_by_steps(lengths):
+    xs = arguments(sum(lengths), torch.float64)
+    sequences = zip(*(x[None].split(lengths, 1) for x in xs), strict=True)
+    wanted = torch.cat([delta_by_steps(*sequence)[0][0] for sequence in sequences])
+    errors = map(relative, with_gradients(in_chunks(*xs, lengths), xs), with_gradients(wanted, xs))
+    assert max(errors) < 1e-12
+
+
+def test_a_sequence_gives_the_same_bits_in_any_row():
+    lengths = [65, 3, 130]
+    xs = arguments(sum(lengths), torch.float32)
+    sequences = zip(*(x.split(lengths) for x in xs), lengths, strict=True)
+    apart = torch.cat([in_chunks(*sequence, [length]) for *sequence, length in sequences])
+    pairs = zip(with_gradients(in_chunks(*xs, lengths), xs), with_gradients(apart, xs), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_the_convolution_is_that_of_torch():
+    torch.manual_seed(0)
+    lengths = [1, 3, 30, 4, 2]
+    xs = x, weight = [torch.randn(sum(lengths), 10, 1).requires_grad_(), torch.randn(10, 1, 4).requires_grad_()]
+    found = delta.causal_conv(x, weight, packing(lengths).position_T.cpu())
+    rows = [F.conv1d(F.pad(one[..., 0].mT, (3, 0)), weight, groups=10).mT for one in x.split(lengths)]
+    wanted = F.silu(torch.cat(rows))[..., None]
+    assert max(map(relative, with_gradients(found, xs), with_gradients(wanted, xs))) < 1e-6
+
+
+def ours_of(theirs: dict) -> dict:
+    """The weights of transformers' layer, or their gradients, as our layer has them."""
+    rows = bridge.merge_parts("delta", [theirs[f"in_proj_{name}.weight"] for name in ("qkv", "z", "b", "a")], HF)
+    same = {"A_log": theirs["A_log"], "dt_bias": theirs["dt_bias"], "norm": theirs["norm.weight"]}
+    same |= {"linear_qkv.weight": rows, "linear_proj.weight": theirs["out_proj.weight"]}
+    return same | {"conv": bridge.merge_parts("conv", [theirs["conv1d.weight"]], HF)}
+
+
+@pytest.fixture
+def layers(world):
+    """A layer of transformers, and ours with its weights."""
+    torch.manual_seed(0)
+    bridge.init_model_parallel(ParallelConfig(), seed=0)
+    theirs = hf_model.Qwen3_5GatedDeltaNet(HF, layer_idx=0).to(bridge.device())
+    for weight in theirs.parameters():
+        weight.data += 0.2 * torch.randn_like(weight)
+    theirs.A_log.data -= 3  # a state that lasts
+    config = bridge.transformer_config(HF, ParallelConfig(), torch.float32, {"gradient_accumulation_fusion": False})
+    ours = delta.GatedDeltaNet(config, 1, ProcessGroupCollection.use_mpu_process_groups()).to(bridge.device())
+    ours.load_state_dict(ours_of(theirs.state_dict()), strict=False)
+    return theirs, ours
+
+
+def test_the_layer_is_that_of_transformers(layers):
+    theirs, ours = layers
+    lengths = [70, 1, 130]
+    hidden = torch.randn(201, 1, 64, device=bridge.device()).requires_grad_()
+    wanted = torch.cat([theirs(one.transpose(0, 1))[0] for one in hidden.split(lengths)])[:, None]
+    out, grad, *grads = with_gradients(wanted, [hidden, *theirs.parameters()])
+    grads = ours_of(dict(zip(dict(theirs.named_parameters()), grads, strict=True)))
+    found = with_gradients(ours(hidden, packing(lengths))[0], [hidden, *map(ours.get_parameter, grads)])
+    assert max(map(relative, found, [out, grad, *grads.values()])) < 1e-5
+
+
+def test_answers_that_share_a_prompt_give_what_they_give_apart(layers):
+    """Three answers of 5, 64 and 1 tokens to 70: the last 70 of 140 positions are theirs."""
+    ours = layers[1]
+    place = np.r_[0:70, 70:75, 0:70, 75:139, 0:70, 139:140]
+    copies, lengths = Copies.of(place, 140, bridge.device()), [75, 134, 71]
+    xs = [torch.randn(140, 1, 64, device=bridge.device()).requires_grad_(), *ours.parameters()]
+    shared = with_gradients(ours(xs[0], packing(lengths, copies))[0], xs)
+    apart = with_gradients(ours(xs[0][place], packing(lengths))[0][copies.kept], xs)
+    assert max(map(relative, shared, apart)) < 1e-6
+
+
+@pytest.mark.gpu(only=True)
+def test_the_kernels_of_fla_are_the_plain_form(layers, monkeypatch):
+    """Output and gradients in bf16; in Triton's interpreter they are 0.6 to 1.5% apart, which is rounding."""
+    ours = layers[1].bfloat16()
+    xs = [torch.randn(201, 1, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(), *ours.parameters()]
+    found = with_gradients(ours(xs[0], packing([70, 1, 130]))[0], xs)
+    monkeypatch.setattr(delta, "uses_fla", lambda on, dtype: False)
+    plain = with_gradients(ours(xs[0], packing([70, 1, 130]))[0], xs)
+    assert max(map(relative, found, plain)) < 3e-2
