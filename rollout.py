@@ -17,7 +17,14 @@ from numpy import ndarray
 from config import ModelConfig, RankError, RolloutConfig
 from support.engine import cpu_engine, lean
 from support.engine.push_check import PushCheck
-from support.engine.vllm_process import capture_size, keeps_weights, let_segments_grow, most_sequences, set_environment
+from support.engine.vllm_process import (
+    capture_size,
+    keeps_weights,
+    let_segments_grow,
+    most_sequences,
+    prepare_linear_attention,
+    set_environment,
+)
 
 # Of vLLM's SamplingParams, written beside each answer. With n > 1 answer i is sampled with `seed` + i.
 ASKED = ("seed", "temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids")
@@ -84,7 +91,7 @@ class Engine:
         )
         engines = int(os.environ["WORLD_SIZE"]) // tp
         batch = math.ceil(rollout.prompts_per_step / engines) * rollout.group_size
-        settings |= most_sequences(batch, tp)
+        settings |= most_sequences(batch, tp) | prepare_linear_attention(path)
         if on_gpu:  # CUDA graphs up to the largest batch of a step
             settings["compilation_config"] = {"max_cudagraph_capture_size": capture_size(batch)}
         if model.fp32_head:

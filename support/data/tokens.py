@@ -32,6 +32,11 @@ def prompt_text(value: Any, cfg, tokenizer, hint: str = "") -> str:
         return hint + value
     chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
     messages = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in chat]
+    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
+    kinds = {part.get("type", "text") for part in parts if isinstance(part, dict)} - {"text"}
+    if kinds:
+        what = f"a part of type {min(kinds)!r}"
+        raise ValueError(f"{key!r} has {what}, and models are trained on text alone: leave such rows out")
     if hint:
         asked = next((m for m in reversed(messages) if m["role"] == "user" and isinstance(m["content"], str)), None)
         if asked is None:
@@ -195,6 +200,8 @@ def tokenise(rows: list[dict], cfg, tokenizer, vocab_size: int) -> dict[str, lis
     errors = []
     for row in rows:
         try:
+            if row.get("images"):
+                raise ValueError("'images' is not empty, and models are trained on text alone: leave such rows out")
             prompt = prompt_text(lookup(row, cfg.prompt_key), cfg, tokenizer)
             answer = answer_text(lookup(row, cfg.answer_key), cfg.answer_key)
             with_hint = hinted_text(row, cfg, tokenizer) if cfg.hint_key is not None else ""

@@ -76,12 +76,18 @@ class Routes:
     """The experts of every token in the KV cache, by its blocks, in place of vLLM's AuxOutputSchedulerConnector."""
 
     def __init__(self, llm):
+        from vllm.v1.kv_cache_interface import AttentionSpec
+
         engine = llm.llm_engine
-        model, cache = engine.vllm_config.model_config, engine.vllm_config.cache_config
-        self.manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+        model = engine.vllm_config.model_config
+        scheduler = engine.engine_core.engine_core.scheduler
+        self.manager = scheduler.kv_cache_manager
+        groups = scheduler.kv_cache_config.kv_cache_groups  # linear attention has groups of its own, of states
+        self.group = [isinstance(group.kv_cache_spec, AttentionSpec) for group in groups].index(True)
+        self.attention = groups[self.group].layer_names[0]
         self.experts = torch.zeros(
-            cache.num_gpu_blocks,  # on the CPU too
-            cache.block_size,
+            scheduler.kv_cache_config.num_blocks,
+            groups[self.group].kv_cache_spec.block_size,
             model.get_total_num_hidden_layers(),
             model.get_num_experts_per_tok(),
             dtype=torch.uint8 if model.get_num_experts() <= 256 else torch.int16,
@@ -101,7 +107,7 @@ class Routes:
 
         slots = get_forward_context().slot_mapping  # {name of an attention layer: [tokens]}; {} in a profiling run
         if slots:
-            slots = next(iter(slots.values()))
+            slots = slots[self.attention]
             self.experts.flatten(0, 1)[slots, layer] = experts[: len(slots)].to(self.experts.dtype)
 
     def take_output(self, request, unused) -> numpy.ndarray | None:
@@ -109,7 +115,7 @@ class Routes:
 
         vLLM joins them. A text of rollout.stop ends an answer outside of the scheduler, where no request finishes.
         """
-        (blocks,) = self.manager.get_block_ids(request.request_id)
+        blocks = self.manager.get_block_ids(request.request_id)[self.group]
         first = 0 if request.num_output_tokens == 1 else request.num_tokens - 2
         return self.experts[blocks].flatten(0, 1)[first : request.num_tokens - 1].numpy()
 

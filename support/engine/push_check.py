@@ -15,9 +15,13 @@ from support.base import ranks
 
 Parts = dict[tuple[str, int, bool], list[int]]  # {(vLLM's name, number, whether keys and values): digest}
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # words of 8 bytes digested at once: a core's cache; little memory of a GPU
-WEIGHTS = ("weight", "bias", "w13_weight", "w2_weight")  # vLLM's parameters that come from a checkpoint
+# vLLM's parameters that come from a checkpoint.
+WEIGHTS = ("weight", "bias", "w13_weight", "w2_weight", "A_log", "dt_bias")
 RENAMED = [  # (pattern of a Hugging Face name, or of vLLM 0.32's, what stands there in the names of vLLM's model)
+    (re.compile(r"^model\.language_model\."), "model."),
     (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
+    (re.compile(r"\.in_proj_(qkv|z)\."), ".in_proj_qkvz."),
+    (re.compile(r"\.in_proj_[ba]\."), ".in_proj_ba."),
     (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight"), ".experts.w13_weight"),
     (re.compile(r"\.experts\.\d+\.(down_proj|w2)\.weight"), ".experts.w2_weight"),
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
@@ -55,6 +59,11 @@ def digest(tensor: torch.Tensor, ordered: bool = False) -> list[torch.Tensor]:
     return sums
 
 
+def in_words(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The weight; of linear attention's vectors of heads, of which a rank may hold one number, two words for each."""
+    return weight.double().repeat_interleave(2) if name.endswith(("A_log", "dt_bias")) else weight
+
+
 def stacked(digests: Iterable[list[torch.Tensor]]) -> np.ndarray:
     """W digests as an array [W, 2 or 3], in one copy from the device."""
     digests = list(digests)
@@ -70,7 +79,7 @@ def engine_digests(model: torch.nn.Module, ordered: bool = False) -> dict[str, l
             if name in packed:
                 found[vllm_name(f"{path}.{name}")] = packed[name] if ordered else packed[name][:2]
             elif name in WEIGHTS and weight.data_ptr() not in seen:  # tied weights are one tensor
-                found[vllm_name(f"{path}.{name}")] = digest(weight, ordered)
+                found[vllm_name(f"{path}.{name}")] = digest(in_words(name, weight), ordered)
                 seen.add(weight.data_ptr())
     return found
 
@@ -80,7 +89,7 @@ def shard_digests(shards: Iterable[tuple[str, int, torch.Tensor]]) -> Parts:
     keys, digests = [], []
     for name, number, tensor in shards:
         keys.append((vllm_name(name), number, bool(KEY_VALUE.search(name))))
-        digests.append(digest(tensor))
+        digests.append(digest(in_words(name, tensor)))
     sums = {}
     for key, found in zip(keys, stacked(digests), strict=True):
         sums[key] = sums.get(key, 0) + found

@@ -1,11 +1,17 @@
 """Environment variables that vLLM reads, set before it is imported, and the options of its engine."""
 
 import dataclasses
+import importlib.util
 import math
 import os
+import sys
+from types import ModuleType
 from typing import Any
 
 import torch
+import transformers
+
+from support.base.hf_folder import read_config
 
 
 def set_environment(exact: bool = False, dtype: str = "bf16") -> None:
@@ -81,3 +87,33 @@ def engine_options() -> dict[str, Any]:
     from vllm import EngineArgs
 
     return {field.name: field.type for field in dataclasses.fields(EngineArgs)}
+
+
+def prepare_linear_attention(path: str) -> dict[str, Any]:
+    """Let vLLM make of a Qwen3.5 in the folder `path` its language model alone, and not ask for torchvision, which only
+    the image processors need that it imports.
+
+    Returns options of the engine: with prefix caching vLLM wants chunked prefill.
+    """
+    if not read_config(path).model_type.startswith("qwen3_5"):
+        return {}
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # of its image processors, it says that they lack torchvision
+    parts = ("", ".io", ".transforms", ".transforms.v2", ".transforms.v2.functional")
+    absent = [] if importlib.util.find_spec("torchvision") else [f"torchvision{part}" for part in parts]
+    for name in absent:
+        sys.modules[name] = ModuleType(name)
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import qwen3_5
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    for name in absent:
+        del sys.modules[name]
+    transformers.logging.set_verbosity(level)
+    for name in ("Qwen3_5", "Qwen3_5Moe"):
+        family = getattr(qwen3_5, f"{name}ForCausalLM")
+        ModelRegistry.register_model(f"{name}ForCausalLM", family)
+        mapper = family.hf_to_vllm_mapper | WeightsMapper(orig_to_new_prefix={"model.visual.": None})
+        text_alone = type(f"{name}LanguageModel", (family,), {"hf_to_vllm_mapper": mapper})
+        ModelRegistry.register_model(f"{name}ForConditionalGeneration", text_alone)
+    return {"enable_prefix_caching": False}

@@ -330,6 +330,14 @@ BAD_FILES = {
         GOOD + b'{"prompt": "1", "answer": [-Infinity]}\n',
         "inf.jsonl, row 2: 'answer' holds a NaN or an inf",
     ),
+    "image.jsonl": (
+        b'{"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1"}]}], "answer": "1"}',
+        "image.jsonl, row 1: 'prompt' has a part of type 'image', and models are trained on text alone",
+    ),
+    "images.jsonl": (
+        GOOD + b'{"prompt": "1", "answer": "1", "images": ["a"]}',
+        "row 2: 'images' is not empty",
+    ),
     "utf16.jsonl": (GOOD.decode().encode("utf-16"), "utf16.jsonl, line 1: not UTF-8"),
     "list.json": (b'[{"prompt": "1", "answer": "1"}, 5]', "list.json, row 2: not a JSON object"),
     "a.txt": (b"1", "a.txt is of no known type.*parquet"),
