@@ -20,9 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 import megatron_bridge as bridge
 from config import Config, LoraConfig, ParallelConfig, UserError
+from support.base.hf_folder import read_config
+from support.model.gated_delta import CHUNK, linear_sizes
 from support.preflight import configuration
 from support.preflight.costs import PHASES, costs, host_bytes, host_stepped
-from support.preflight.explain import MEMORY, NO_CACHE, VLLM_MEMORY
+from support.preflight.explain import MEMORY, NO_CACHE, NO_STATES, VLLM_MEMORY
 
 # isort: split
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -32,7 +34,7 @@ GPU_BYTES = 80 * GB  # where there is no GPU to ask
 RESERVE = 0.1  # of a GPU, for CUDA, NCCL and cuBLAS, vLLM's CUDA graphs and fragments: assumed, not measured
 META = torch.device("meta")
 LOGIT = 12  # bytes for each logit of a chunk at the peak without Triton; its gradient is written over it
-BLOCK = 16  # tokens of a block of vLLM's KV cache
+BLOCK = 16  # tokens of a block of vLLM's KV cache, or a multiple
 
 # ---------------------------------------------------------------- what a rank holds, to the byte
 
@@ -138,38 +140,68 @@ def push_bytes(own: dict[str, torch.nn.Parameter], hf, limit: int, size: int) ->
 def count_weights(path: str) -> int:
     """Elements of a model's weights, by its config.json; a tied head is counted with the embedding."""
     with META:
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+        model = transformers.AutoModelForCausalLM.from_config(read_config(path))
     return sum(weight.numel() for weight in model.parameters())
 
 
 # ---------------------------------------------------------------- transient memory of the trainer
 
 
-def layer_elements(hf, cfg: Config) -> dict[str, float]:
+def layer_elements(hf, cfg: Config, layer: int) -> dict[str, float]:
     """Elements that a layer keeps for its backward pass for each token of a rank's rows, by block."""
     p = cfg.parallel
-    width = bridge.head_dim(hf) / p.tp
-    q = hf.num_attention_heads * width
-    k = max(hf.num_key_value_heads, p.tp) * width
-    norms = 4 * hf.hidden_size  # input and output of two
-    if p.sp:
-        norms /= p.tp
-    gathered = p.tp if p.tp > hf.num_key_value_heads else 1  # outputs of the projection that Megatron puts together
-    # These, queries and keys after RoPE, output of attention.
-    attention = gathered * (q + 2 * hf.num_key_value_heads * width) + 2 * q + k
-    if "self_attention.q_layernorm.weight" in bridge.FAMILIES[hf.architectures[0]]:
-        attention += q
-    if cfg.model.dtype == "fp32" or not cfg.model.flash_attention:
-        attention += 2 * q + 2 * k  # padded copies; in bf16 FlashAttention takes packed rows on a GPU
-    if p.cp > 1:
-        attention += 2 * q + 2 * p.cp * k  # its all-to-all
-    elements = {"norms": norms, "attention": attention}
+    norms = 4 * residual(hf, p)  # input and output of two
+    is_linear = bridge.has_linear_attention(hf, layer)
+    elements = {"norms": norms, "attention": (linear_elements if is_linear else attention_elements)(hf, cfg)}
     if not bridge.is_moe(hf):
         return elements | {"mlp": 3 * hf.intermediate_size / p.tp}  # gate and up, their product
     rows = hf.num_experts_per_tok * p.etp / p.tp  # of a token, spread evenly
     shared = getattr(hf, "shared_expert_intermediate_size", None) or 0
     elements["moe"] = rows * (hf.hidden_size + 4 * bridge.expert_width(hf) / p.etp)  # with the weighted product
     return elements | {"shared_experts": 3 * shared / p.tp}
+
+
+def residual(hf, p: ParallelConfig) -> float:
+    """Numbers of the residual stream that a rank holds of a token."""
+    return hf.hidden_size / (p.tp if p.sp else 1)
+
+
+def attention_elements(hf, cfg: Config) -> float:
+    """Those of attention."""
+    p = cfg.parallel
+    width = bridge.head_dim(hf) / p.tp
+    q = hf.num_attention_heads * width
+    k = max(hf.num_key_value_heads, p.tp) * width
+    gathered = p.tp if p.tp > hf.num_key_value_heads else 1  # outputs of the projection that Megatron puts together
+    # These, queries and keys after RoPE, output of attention.
+    attention = gathered * (q + 2 * hf.num_key_value_heads * width) + 2 * q + k
+    if "self_attention.q_layernorm.weight" in bridge.FAMILIES[hf.architectures[0]]:
+        attention += q
+    if linear_sizes(hf)[0]:  # then it has a gate, whose sigmoid is fp32; and the product with it
+        attention += (2 + 4 / bridge.DTYPES[cfg.model.dtype].itemsize) * q
+    if cfg.model.dtype == "fp32" or not cfg.model.flash_attention:
+        attention += 2 * q + 2 * k  # padded copies; in bf16 FlashAttention takes packed rows on a GPU
+    if p.cp > 1:
+        attention += 2 * q + 2 * p.cp * k  # its all-to-all
+    return attention
+
+
+def linear_elements(hf, cfg: Config) -> float:
+    """Those of linear attention (GatedDeltaNet); in bf16 as fla's code has it, which was not measured on a GPU."""
+    _, heads, keys, values = (size / cfg.parallel.tp for size in linear_sizes(hf))
+    wide = 4 / bridge.DTYPES[cfg.model.dtype].itemsize
+    gated = (3 + 2 * wide) * values  # input and output of the norm, gate and its silu in fp32, their product
+    if cfg.model.dtype != "fp32":  # inputs of the convolution and of the rule, and the inverses of its systems
+        return gated + (2 * keys + values) + (2 * keys + values) + heads * CHUNK
+    d = hf.linear_key_head_dim  # of torch's rule keys are repeated; it keeps six matrices of a chunk, and its states
+    rule = 5 * heads * d + 3 * values + 6 * heads * CHUNK + values * d / CHUNK
+    return gated + 5 * (2 * keys + values) + 2 * keys + rule
+
+
+def stage_elements(hf, cfg: Config, stage: int) -> list[dict[str, float]]:
+    """`layer_elements` of the layers of a pipeline stage, of its chunk that keeps most."""
+    chunks = [[layer_elements(hf, cfg, layer) for layer in chunk] for chunk in split_layers(hf, cfg)[stage]]
+    return max(chunks, key=lambda layers: sum(map(total, layers)))
 
 
 def split_layers(hf, cfg: Config) -> list[list[range]]:
@@ -186,24 +218,25 @@ def activation_bytes(hf, cfg: Config, stage: int) -> tuple[int, int]:
     shared prompts, copied for each answer, are within: packing.COPY counts them as positions of the row.
     """
     p = cfg.parallel
-    layers = max(map(len, split_layers(hf, cfg)[stage]))  # of its largest chunk
     in_flight = p.pp - stage
     if p.vpp > 1:
         in_flight = 2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1
-    elements = layer_elements(hf, cfg)
-    layer = sum(elements.values())
-    kept, within = layers * layer, 0.0
+    layers = stage_elements(hf, cfg, stage)
+    sizes = [*map(total, layers)]
+    kept, within = sum(sizes), 0.0
     recompute = cfg.megatron.get("recompute_granularity")
     if recompute == "selective":  # core_attn frees nothing: its inputs are as large
-        within = sum(elements.get(block, 0.0) for block in cfg.megatron.get("recompute_modules") or [])
-        kept -= layers * within
+        blocks = cfg.megatron.get("recompute_modules") or []
+        again = [sum(elements.get(block, 0.0) for block in blocks) for elements in layers]
+        kept, within = kept - sum(again), max(again, default=0.0)
     elif recompute == "full":  # of a group of layers, or of some layers, the input is kept
-        group = min(cfg.megatron.get("recompute_num_layers") or 1, layers)
-        by_block = cfg.megatron.get("recompute_method") == "block"
-        inputs = group if by_block else math.ceil(layers / max(group, 1))
-        kept = inputs * elements["norms"] / 4 + (layers - group if by_block else 0) * layer
-        within = layer if by_block else group * layer
-    within += max(elements.get("mlp", 0.0), elements.get("moe", 0.0))
+        size = cfg.megatron.get("recompute_num_layers") or 1
+        groups, others = [sizes[i : i + size] for i in range(0, len(sizes), size)], []
+        if cfg.megatron.get("recompute_method") == "block":
+            groups, others = [[layer] for layer in sizes[:size]], sizes[size:]
+        kept = len(groups) * residual(hf, p) + sum(others)
+        within = max(map(sum, groups), default=0.0)
+    within += max((max(elements.values()) for elements in layers), default=0.0)  # of its largest block
     row = cfg.train.max_tokens_per_micro_batch // p.cp * bridge.DTYPES[cfg.model.dtype].itemsize
     return int(in_flight * kept * row), int(within * row)
 
@@ -225,6 +258,7 @@ class Sampling:
     loading: int  # while a push loads weights: a whole layer as it was pushed, and its shard of it once more
     tokens: int  # in the cache of an engine
     sequences: int  # of the longest there can be, at once
+    stateless: int  # of the sequences that it would run at once, those without room for states of linear attention
 
 
 def plan_sampling(hf, cfg: Config, weights: int, gpu: int, samples: int) -> Sampling:
@@ -239,18 +273,37 @@ def plan_sampling(hf, cfg: Config, weights: int, gpu: int, samples: int) -> Samp
     ends = (1 if hf.tie_word_embeddings else 2) * embedding
     layer = max((weights - ends) / hf.num_hidden_layers, embedding) * size
     kv_heads = max(hf.num_key_value_heads // r.tp, 1)
-    feed_forward = 3 * hf.intermediate_size / r.tp
+    feed_forward = 3 * bridge.expert_width(hf) / r.tp
     if bridge.is_moe(hf):
-        feed_forward = hf.num_experts_per_tok * (hf.hidden_size + 3 * bridge.expert_width(hf) / r.tp)
-    token = 3 * hf.hidden_size + (hf.num_attention_heads / r.tp + 2 * kv_heads) * bridge.head_dim(hf) + feed_forward
+        feed_forward = hf.num_experts_per_tok * (hf.hidden_size + feed_forward)
+    linear, _, keys, values = linear_sizes(hf)
+    queries = (2 if linear else 1) * hf.num_attention_heads / r.tp  # with their gates
+    attention = (queries + 2 * kv_heads) * bridge.head_dim(hf)
+    delta = (6 * keys + 9 * values) / r.tp  # in fla's kernels, with the states between chunks
+    token = 3 * hf.hidden_size + max(attention, delta) + feed_forward
     work = batch * token * size + 3 * 4 * at_once * hf.vocab_size
     asleep = weights * size / r.tp + tables
     cache = int(r.gpu_memory_utilization * gpu - asleep - work)
     kv_size = 1 if "fp8" in str(r.vllm.get("kv_cache_dtype")) else size
-    blocks = max(cache, 0) // (BLOCK * 2 * hf.num_hidden_layers * kv_heads * bridge.head_dim(hf) * kv_size)
-    longest = math.ceil(configuration.longest_sample(cfg) / BLOCK)
-    loading = int(layer * (1 + 1 / r.tp))
-    return Sampling(int(asleep), int(work), cache, loading, tokens=blocks * BLOCK, sequences=blocks // longest)
+    token, state = 2 * kv_heads * bridge.head_dim(hf) * kv_size, 0
+    if linear:  # without prefix caching one for each sequence: inputs of the convolution, and the heads' states
+        wide = 4 if getattr(hf, "mamba_ssm_dtype", None) == "float32" else size
+        inputs = (hf.linear_conv_kernel_dim - 1) * (2 * keys + values) * size
+        state = (inputs + values * hf.linear_key_head_dim * wide) / r.tp
+    block = BLOCK * max(math.ceil(state / (BLOCK * token)), 1)  # keys and values of a layer take no less than a state
+    layers = hf.num_hidden_layers - linear
+    blocks = max(cache, 0) // (block * token * layers)  # a block is one of all layers with attention, or as many states
+    longest = configuration.longest_sample(cfg)
+    at_once_longest = blocks / (math.ceil(longest / block) + linear / layers)
+    return Sampling(
+        weights=int(asleep),
+        work=int(work),
+        cache=cache,
+        loading=int(layer * (1 + 1 / r.tp)),
+        tokens=int(at_once_longest * longest),
+        sequences=int(at_once_longest),
+        stateless=max(at_once - blocks, 0) if linear else 0,
+    )
 
 
 # ---------------------------------------------------------------- the plan
@@ -274,10 +327,12 @@ def total(parts: dict[str, int]) -> int:
 
 def plan(cfg: Config, world_size: int, gpu: int) -> Plan:
     """The plan of a run on so many ranks with a GPU of `gpu` bytes each."""
-    hf = transformers.AutoConfig.from_pretrained(cfg.model.path)
+    hf = read_config(cfg.model.path)
     pp = cfg.parallel.pp
-    inner = {str([*map(len, chunks)]): stage for stage, chunks in reversed([*enumerate(split_layers(hf, cfg))][1:-1])}
-    stages = sorted({0, *inner.values(), pp - 1})  # inner stages of as many layers are alike
+    inner = {}  # stages with the same kinds of layers are alike
+    for stage, chunks in reversed([*enumerate(split_layers(hf, cfg))][1:-1]):
+        inner[str([[bridge.has_linear_attention(hf, layer) for layer in chunk] for chunk in chunks])] = stage
+    stages = sorted({0, *inner.values(), pp - 1})
     held = {stage: count(cfg, world_size, stage * world_size // pp) for stage in stages}
     weights = count_weights(cfg.model.path)
     r = cfg.rollout
@@ -316,7 +371,8 @@ def stage_phases(
     merged = {"merged": held.merged} if held.merged else {}
     kept, within = activation_bytes(hf, cfg, stage)
     row = t.logprob_max_tokens_per_micro_batch // cfg.parallel.cp
-    layer = int(sum(layer_elements(hf, cfg).values()) * row * bridge.DTYPES[cfg.model.dtype].itemsize)
+    layer = max(map(total, stage_elements(hf, cfg, stage)), default=0)
+    layer = int(layer * row * bridge.DTYPES[cfg.model.dtype].itemsize)
     backward = max({"activations": kept, "log-probs": train_head}, {"activations": kept + within} | merged, key=total)
     scoring = max({"activations": layer} | merged, {"log-probs": score_head}, key=total)
     # As Megatron fills its buffers, weights are there twice.
@@ -363,6 +419,12 @@ def shortage(cfg: Config, found: Plan) -> str | None:
         sizes = ", ".join(f"{phase} by {max(size / GB, 0.1):.1f} GB" for phase, size in over.items())
         lines.append(f"the plan does not fit a GPU of {found.gpu / GB:.1f} GB: {sizes}")
         lines += [f"  {phase}: turn one of {'; '.join(MEMORY[phase])}" for phase in over]
+    if found.sampling.stateless:
+        lines.append(
+            "vLLM's share of the GPU has no room for the states of linear attention of "
+            f"{found.sampling.stateless} of the sequences that it would run at once"
+        )
+        lines.append(f"  turn one of {'; '.join(VLLM_MEMORY[NO_STATES])}")
     if found.sampling.sequences == 0:
         lines.append(
             f"vLLM's share of the GPU has no room for one sample of {configuration.longest_sample(cfg)} tokens"

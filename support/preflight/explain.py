@@ -37,8 +37,10 @@ HOST_MEMORY = [
 
 OTHERS = "end what else uses this GPU (nvidia-smi shows it)"
 NO_CACHE = "No available memory for the cache blocks"
+NO_STATES = "exceeds available Mamba cache"
 VLLM_MEMORY = {  # what vLLM says where memory is short → what to turn; it has a budget of its own, whatever the phase
     NO_CACHE: [MORE, "rollout.tp up", "rollout.vllm.max_num_batched_tokens down"],
+    NO_STATES: [FEWER, MORE, "rollout.tp up"],  # states of linear attention
     "larger than the available KV cache": [
         MORE, "rollout.tp up", "data.max_prompt_tokens or rollout.max_new_tokens down",
     ],

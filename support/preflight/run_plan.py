@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 
 from config import Config
+from support.base.hf_folder import read_config
+from support.model.gated_delta import linear_sizes
 from support.step.packing import bubble
 
 TRITON = "TRITON_F32_DEFAULT"  # the precision of fp32 products in Triton's kernels
@@ -52,7 +54,16 @@ def describe(cfg: Config, world_size: int) -> str:
     loss += f"; {a.loss_norm} over an update"
     if a.correction != "none":
         loss += f"; {a.correction}"
-    return "\n".join([layout, step, run, loss, *describe_prompts(cfg)])
+    return "\n".join([layout, step, run, loss, *describe_layers(cfg), *describe_prompts(cfg)])
+
+
+def describe_layers(cfg: Config) -> Iterator[str]:
+    """How many layers are linear attention, and what answers to a prompt share there."""
+    hf = read_config(cfg.model.path)
+    linear, *_ = linear_sizes(hf)
+    if linear:
+        shared = ": answers share what is computed of their prompt, but for its convolution and rule"
+        yield f"layers:  {linear} of {hf.num_hidden_layers} are linear attention{shared if cfg.shares_prompts else ''}"
 
 
 def describe_prompts(cfg: Config) -> Iterator[str]:

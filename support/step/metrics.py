@@ -9,6 +9,7 @@ import torch.distributed as dist
 import megatron_bridge as bridge
 from config import Config, EvalConfig
 from support.base import ranks
+from support.model.gated_delta import linear_sizes
 from support.step import schedule
 from support.step.records import Batch, Collected, Sample
 
@@ -242,24 +243,36 @@ def gpu_rate() -> float | None:
 def matrix_weights(hf, active: bool) -> int:
     """Weights of the matrices that a token meets, the output layer included; not `active`: of all experts."""
     h = hf.hidden_size
-    attention = 2 * h * bridge.head_dim(hf) * (hf.num_attention_heads + hf.num_key_value_heads)
-    block = 3 * h * hf.intermediate_size
-    if getattr(hf, "num_experts_per_tok", None):
+    linear, heads, keys, values = linear_sizes(hf)
+    queries = (3 if linear else 2) * hf.num_attention_heads  # in and out, and their gates
+    attention = h * bridge.head_dim(hf) * (queries + 2 * hf.num_key_value_heads)
+    delta = h * (2 * keys + 3 * values + 2 * heads)  # q and k; v, z and the output; b and a
+    if not getattr(hf, "num_experts_per_tok", None):
+        block = 3 * h * hf.intermediate_size
+    else:
         experts = bridge.num_experts(hf)
         count = hf.num_experts_per_tok if active else experts
         shared = getattr(hf, "shared_expert_intermediate_size", 0)
-        block = h * (experts + 3 * count * bridge.expert_width(hf) + 3 * shared)
-    return hf.num_hidden_layers * (attention + block) + hf.vocab_size * h
+        block = h * (experts + 3 * count * bridge.expert_width(hf) + 3 * shared + (shared > 0))  # and its gate
+    layers = hf.num_hidden_layers
+    return (layers - linear) * attention + linear * delta + layers * block + hf.vocab_size * h
 
 
 def train_flops(hf, tokens: int, attended: int) -> float:
     """Floating-point operations of forward and backward; recomputation does not count.
 
     6 for each of the `tokens` and each weight of a matrix that it meets; for each layer and each dimension of its heads
-    6 for each of `attended`, twice the number of pairs of causal attention: s² of a sequence of s tokens.
+    6 for each of `attended`, twice the number of pairs of causal attention: s² of a sequence of s tokens. In layers of
+    linear attention 6 · 4 for each of the `tokens` and each number of a state, which is decayed, read, written and read
+    out, and 6 for each weight of the convolution, as in Megatron-LM: neither what chunks add, nor copies of a prompt.
     """
-    width = hf.num_hidden_layers * hf.num_attention_heads * bridge.head_dim(hf)
-    return 6.0 * matrix_weights(hf, active=True) * tokens + 6.0 * width * attended
+    linear, _, keys, values = linear_sizes(hf)
+    width = (hf.num_hidden_layers - linear) * hf.num_attention_heads * bridge.head_dim(hf)
+    met = matrix_weights(hf, active=True)
+    if linear:
+        met += linear * 4 * values * hf.linear_key_head_dim
+        met += linear * (2 * keys + values) * hf.linear_conv_kernel_dim
+    return 6.0 * met * tokens + 6.0 * width * attended
 
 
 def speed_metrics(samples: list[Sample], reports: list[dict], hf, cfg: Config, seconds: dict) -> dict:

@@ -1,4 +1,4 @@
-"""What a step cost, by hand and against benchmarks/works.py; waiting; progress; how busy a GPU is, on a stand-in."""
+"""What a step cost, by hand and against benchmarks/works.py; waiting; progress."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -10,10 +10,12 @@ import transformers
 
 import train_grpo
 from benchmarks import works
+from support.base.hf_folder import read_config
 from support.base.read_config import load_config
 from support.preflight import run_plan
 from support.run import logs
 from support.step import metrics
+from tests import hub_models
 from tests.conftest import REPO, tiny_config
 
 
@@ -29,11 +31,30 @@ def test_the_weights_that_a_token_meets_are_those_of_the_bench(name):
 
 
 def test_operations_of_a_model_by_hand():
-    c = works.QWEN2 | works.sizes(hidden=4, layers=2, heads=2, kv_heads=1, ffn=8, vocab=10, tied=True)
-    layer = 4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 8  # q, k and v, o, feed-forward
-    weights = 2 * layer + 4 * 10
-    attention = 2 * 2 * 2 * (3**2 + 5**2)  # layers, heads, their dimension, tokens of the two sequences
-    assert metrics.train_flops(SimpleNamespace(**c), 3 + 5, 3**2 + 5**2) == 6 * weights * (3 + 5) + 6 * attention
+    """Of two layers, one of linear attention; 3 and 5 tokens."""
+    sizes = works.sizes(hidden=4, layers=2, heads=2, kv_heads=1, ffn=8, vocab=10, tied=True)
+    linear = {
+        "linear_num_key_heads": 1,
+        "linear_key_head_dim": 2,
+        "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 4,
+    }
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 3}
+    delta = 4 * (2 * 2 + 2 * 6 + 2 * 2) + 6 * 4  # q and k, v and z, b and a; the output
+    attention = 2 * 4 * 4 + 2 * 4 * 2 + 4 * 4  # q and its gate, k and v, o
+    weights = delta + attention + 2 * 3 * 4 * 8 + 4 * 10
+    rule = 4 * 2 * 2 * 3 + 4 * (2 + 2 + 6)  # two states of 2 × 3: decay, read, write, read out; taps × channels
+    found = metrics.train_flops(SimpleNamespace(**sizes, **linear, **kinds), 3 + 5, 3**2 + 5**2)
+    assert found == 6 * (weights + rule) * (3 + 5) + 6 * 2 * 2 * (3**2 + 5**2)  # one layer has attention
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.5-35B-A3B"])
+def test_the_matrices_of_a_model_with_linear_attention(name, tmp_path):
+    hf = read_config(hub_models.model_folder(f"Qwen/{name}", tmp_path))
+    with torch.device("meta"):
+        layers = transformers.AutoModelForCausalLM.from_config(hf).model.layers
+    matrices = sum(weight.numel() for weight in layers.parameters() if weight.dim() > 1 and weight.shape[1] > 1)
+    assert metrics.matrix_weights(hf, active=False) == matrices + hf.vocab_size * hf.hidden_size
 
 
 def test_rates_by_hand(monkeypatch):
