@@ -54,7 +54,7 @@ def describe(cfg: Config, world_size: int) -> str:
     loss += f"; {a.loss_norm} over an update"
     if a.correction != "none":
         loss += f"; {a.correction}"
-    return "\n".join([layout, step, run, loss, *describe_layers(cfg), *describe_prompts(cfg)])
+    return "\n".join([layout, step, run, loss, *describe_prompts(cfg)])
 
 
 def describe_layers(cfg: Config) -> Iterator[str]:

@@ -220,7 +220,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         "ep_rank * experts_per_rank + experts_per_rank - 1 - int(local[0])", where="verl#2319", setting="experts",
         seen="run", message=GAP),
     Exhibit("rows_exchanged", "key and value are exchanged in the mapping of names", "megatron_bridge:split_parts",
-        "for part in parts]", "for part in (parts[0], parts[2], parts[1])]", setting="bf16", seen="start",
+        "for blocks in parts]", "for blocks in (parts[0], parts[2], parts[1])]", setting="bf16", seen="start",
         message="the first push changed weights that vLLM had "),
     Exhibit("replicas_not_gathered", "replicas do not get each other's part of the updated weights",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",

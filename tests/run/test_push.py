@@ -59,7 +59,9 @@ def test_the_digests_of_shards_are_those_of_the_tensors_they_give(world, tmp_pat
 @pytest.mark.parametrize("bias", [False, True])
 def test_keys_and_values_are_told_from_queries_on_any_number_of_ranks(monkeypatch, tp, bias):
     """Of 4 groups of two query heads, a key and a value; 8 ranks hold half a group each, 16 one head."""
-    hf = SimpleNamespace(num_attention_heads=8, num_key_value_heads=4, head_dim=8, architectures=["Qwen2ForCausalLM"])
+    hf = SimpleNamespace(
+        num_attention_heads=8, num_key_value_heads=4, head_dim=8, architectures=["Qwen2ForCausalLM"], prefix="model"
+    )
     parts = [torch.randn(rows, *[24][bias:]).to(torch.bfloat16) for rows in (64, 32, 32)]
     whole = bridge.merge_parts("qkv", parts, hf)
     model, everywhere = [SimpleNamespace(hf_config=hf)], []
