@@ -370,7 +370,8 @@ def build_optimizer(model: list, train, extra: dict, path: str | None = None):
         pin_cpu_grads=torch.cuda.is_available(),
     )
     config = OptimizerConfig(**settings | options_for(OptimizerConfig, extra))
-    optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
+    with torch.no_grad():  # else shards of fp32 weights have a history, and Adam on the host refuses them
+        optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
     optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if part.optimizer]  # with weights
     if config.fp16:
         model[0].config.grad_scale_func = optimizer.scale_loss

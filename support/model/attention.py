@@ -42,7 +42,7 @@ class Copies:
     order: torch.Tensor  # [T], the positions sorted by their place
     counts: torch.Tensor  # [C], how many positions are each of them
 
-    @property
+    @functools.cached_property
     def kept(self) -> torch.Tensor:
         """The first position that each is, [C]."""
         return self.order[self.counts.cumsum(0) - self.counts]

@@ -125,8 +125,9 @@ class GatedDeltaNet(MegatronModule):
         state: dict = {}
         self._save_to_state_dict(state, "", keep_vars=True)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        split = dict.fromkeys(("conv", "A_log", "dt_bias"), 0)
-        state = make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets, **groups)
+        state = make_sharded_tensors_for_checkpoint(
+            state, prefix, {"conv": 0, "A_log": 0, "dt_bias": 0}, sharded_offsets, **groups
+        )
         for name, module in self.named_children():
             state |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
         return state

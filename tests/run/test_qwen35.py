@@ -49,7 +49,7 @@ def publish(folder, arch: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("arch", "keys"),
     [
-        ("qwen3_5_text", ["parallel.tp=2", "rollout.tp=2", "algo.kl_coef=0.01"]),
+        ("qwen3_5_text", ["parallel.tp=2", "rollout.tp=2", "algo.kl_coef=0.01", "megatron.optimizer_cpu_offload=true"]),
         ("qwen3_5_text", ["parallel.pp=2", "lora.rank=4", "train.lr=0.01"]),
         ("qwen3_5_moe_text", ["parallel.ep=2", "algo.replay_routes=true"]),
     ],
