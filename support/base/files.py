@@ -73,7 +73,7 @@ def open_output_dir(path: Path, config_yaml: str, resume: str, step: int) -> Non
         (path / "rollouts").mkdir(parents=True, exist_ok=True)
         (path / "config.yaml").write_text(config_yaml)
         drop_later_steps(path, step)
-        write_versions(path / "versions.json", step)
+        write_synced(path / "versions.json", json.dumps(versions(), indent=1) + "\n")
     except (OSError, ValueError) as error:
         raise UserError(f"output_dir={path}: {error}") from None
 
@@ -94,15 +94,6 @@ def drop_later_steps(path: Path, step: int) -> None:
         ours = re.fullmatch(r"(step|eval)_(\d+)\.jsonl(\.tmp)?", file.name)
         if ours and (int(ours[2]) > step or step == 0 or ours[3]):
             file.unlink()
-
-
-def write_versions(path: Path, step: int) -> None:
-    """Write the versions of this run. Those it ran with until `step` stay under "earlier"."""
-    previous = json.loads(path.read_text()) if step and path.exists() else {}
-    earlier = previous.pop("earlier", [])
-    if previous and previous != versions():
-        earlier.append({"until_step": step, **previous})
-    write_synced(path, json.dumps({**versions(), "earlier": earlier}, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------- writing to the disk

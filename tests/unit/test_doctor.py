@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from support.base import versions
-from support.base.files import write_versions
 from tests.conftest import REPO
 from tools import gpu_check, machine
 from tools.doctor import OK, STOP, WARN, main, rows
@@ -162,22 +161,9 @@ def test_it_answers_where_nothing_is_installed():
 # ---------------------------------------------------------------- versions
 
 
-def test_a_folder_keeps_the_versions_of_before_a_resume(tmp_path):
-    path, now = tmp_path / "versions.json", versions.versions()
-    write_versions(path, 0)
-    write_versions(path, 2)
-    assert json.loads(path.read_text()) == {**now, "earlier": []}
-    path.write_text(json.dumps({**now, "torch": "2.12.0", "earlier": []}))
-    write_versions(path, 4)
-    write_versions(path, 6)
-    assert json.loads(path.read_text()) == {**now, "earlier": [{"until_step": 4, **now, "torch": "2.12.0"}]}
-    write_versions(path, 0)
-    assert json.loads(path.read_text())["earlier"] == []
-
-
 def test_a_run_and_its_checkpoints_say_what_made_them(shared):
     now = versions.versions()
-    assert json.loads((shared.out / "versions.json").read_text()) == {**now, "earlier": []}
+    assert json.loads((shared.out / "versions.json").read_text()) == now
     for step in (1, 2, 3):
         folder = shared.out / f"checkpoints/step_{step:06d}"
         assert json.loads((folder / "versions.json").read_text()) == now
