@@ -4,7 +4,6 @@
 """
 
 import hashlib
-import inspect
 import itertools
 import json
 import operator
@@ -110,13 +109,6 @@ def load_prompts(cfg, tokenizer, vocab_size: int, key: str = "train") -> PromptS
     require_data(
         cfg.chat_template or (cfg.system_prompt is None and not cfg.template_kwargs),
         "data.system_prompt and data.template_kwargs have an effect only with data.chat_template=true",
-    )
-    own = {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"tools", "documents", "chat_template"}
-    taken = ", ".join(cfg.template_kwargs.keys() & (own | {"messages", "strftime_now"}))
-    require_data(
-        not taken,
-        f"data.template_kwargs has {taken}, which the call of the template sets (strftime_now: data.date)"
-        "; legal are the variables of the template",
     )
     if key == "eval":
         cfg = cfg.model_copy(update={"hint_key": None})  # an evaluation has no teacher

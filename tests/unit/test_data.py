@@ -213,9 +213,6 @@ def test_an_end_token_that_stands_for_unknown_characters_is_not_one_that_is_adde
 
 def test_templates_and_tokenizers_that_lose_the_prompt_are_refused(tokenizer, tmp_path):
     write(tmp_path / "a.jsonl", ROWS)
-    for kwargs in ({"tokenize": True}, {"messages": []}):
-        with pytest.raises(ValueError, match=rf"^data.template_kwargs has {next(iter(kwargs))}, which the call"):
-            load(tokenizer, tmp_path / "a.jsonl", template_kwargs=kwargs)
     tokenizer.chat_template = "12="
     with pytest.raises(ValueError, match=r"^data.train: all 6 prompts of .* have the same tokens, \[.*tokenizer.json"):
         load(tokenizer, tmp_path / "a.jsonl")
