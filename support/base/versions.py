@@ -18,7 +18,7 @@ TESTED = {
     "python": ("3.11", "3.13"), "torch": ("2.13",), "megatron-core": ("0.16", "0.19"), "vllm": ("0.32",),
     "transformers": ("5.19",),
 }  # fmt: skip
-OPTIONAL = ("transformer-engine", "flash-attn", "deep-ep", "fla-core")  # few runs need one of them
+OPTIONAL = ("transformer-engine", "flash-attn", "fla-core")  # few runs need one of them
 FLA_CORE = "0.6.0"  # the version of fla-core that Qwen3.5 takes on a GPU in bf16 or fp16
 TRACKERS = {"tensorboard": "2.21.0", "wandb": "0.31.0"}  # the versions that are tested, for log.tensorboard, log.wandb
 OTHERS = (

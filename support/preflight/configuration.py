@@ -1,6 +1,5 @@
 """What can be known wrong before a process group, a model or an engine exists: UserError with key and legal values."""
 
-import importlib.util
 import math
 import os
 from pathlib import Path
@@ -279,10 +278,6 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
         longest <= hf.max_position_embeddings,
         "data.max_prompt_tokens + the larger of rollout.max_new_tokens and eval.max_new_tokens = "
         f"{longest} is beyond max_position_embeddings={hf.max_position_embeddings} of {model}",
-    )
-    require(
-        cfg.megatron.get("moe_token_dispatcher_type") != "flex" or importlib.util.find_spec("deep_ep") is not None,
-        "megatron.moe_token_dispatcher_type=flex needs DeepEP (deep_ep), which is not installed",
     )
     for name in cfg.megatron:
         require(

@@ -36,7 +36,6 @@ MEGATRON_TYPES = {
     "optimizer_offload_fraction": Annotated[float, Field(gt=0, le=1)],
     "pipeline_model_parallel_layout": str | list | None,
     "recompute_num_layers": COUNT | None,
-    "moe_token_dispatcher_type": Literal["alltoall", "flex"],
     "recompute_modules": list[Literal["core_attn", "mlp", "moe", "shared_experts"]],  # without Transformer Engine
 }
 
