@@ -349,36 +349,21 @@ def check_divides(key: str, by: int, sizes: dict[str, int], kv_heads: int = 1) -
 
 
 def check_stages(layers: int, cfg: Config) -> None:
-    """See that each layer is on just one pipeline stage. Raises UserError naming the keys and the legal values."""
-    sizes = {"parallel.pp": cfg.parallel.pp, "parallel.vpp": cfg.parallel.vpp}
-    for name in stages.UNEVEN:
-        value = cfg.megatron.get(name)
-        if value is not None and value is not False:
-            sizes[f"megatron.{name}"] = value
-    wrong = split_defect(layers, sizes)
-    if wrong is None:
-        return
-    legal = []
-    for key, value in sizes.items():
-        if type(value) is int:
-            fits = [n for n in range(1, layers + 1) if split_defect(layers, sizes | {key: n}) is None]
-            legal += [f"{key} {fits[:16]}"] if fits else []
-    if cfg.parallel.pp > 1:
-        chunks = cfg.parallel.pp * cfg.parallel.vpp
-        even = "|".join(f"t*{(layers + i) // chunks}" for i in range(chunks))
-        legal.append(f"megatron.pipeline_model_parallel_layout=E{even}L alone")
-    given = ", ".join(f"{key}={value}" for key, value in sizes.items())
-    raise UserError(f"{given} for {layers} layers: {wrong}; legal is one of these: {'; '.join(legal)}")
-
-
-def split_defect(layers: int, sizes: dict) -> str | None:
-    """Why `sizes`, keys with their values, do not put each of so many layers on just one pipeline stage, or None."""
-    split = {key.partition(".")[2]: value for key, value in sizes.items()}
+    """See that each layer is on just one pipeline stage. Raises UserError with a split that is legal."""
+    pp, vpp = cfg.parallel.pp, cfg.parallel.vpp
+    given = {name: cfg.megatron.get(name) for name in stages.UNEVEN}
+    uneven = {name: value for name, value in given.items() if value not in (None, False)}
     try:
-        stages.split_layers(layers, **split)
+        stages.split_layers(layers, pp, vpp, **uneven)
     except (ArithmeticError, AssertionError, LookupError, NotImplementedError, ValueError) as error:
-        return " ".join(str(error).split())
-    return None
+        keys = [f"parallel.pp={pp}", f"parallel.vpp={vpp}", *(f"megatron.{name}={uneven[name]}" for name in uneven)]
+        legal = f"parallel.pp · parallel.vpp that divides {layers}"
+        if pp > 1:
+            even = "|".join(f"t*{(layers + i) // (pp * vpp)}" for i in range(pp * vpp))
+            legal += f", or megatron.pipeline_model_parallel_layout=E{even}L alone"
+        raise UserError(
+            f"{', '.join(keys)} for {layers} layers: {' '.join(str(error).split())}; legal is {legal}"
+        ) from None
 
 
 def check_weights(path: str, key: str = "model.path") -> None:

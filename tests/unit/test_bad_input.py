@@ -76,7 +76,7 @@ VLLM = {
         ("parallel.tp=3", ["parallel.tp=3", "world size 4", "--world-size"]),
         ("rollout.tp=3", ["rollout.tp=3", "world size 4"]),
         ("parallel.tp=4", ["parallel.tp=4", "attention heads 2", "[1, 2]"]),
-        ("parallel.pp=4", ["parallel.pp=4", "for 2 layers", "parallel.pp [1, 2]; megatron.pipeline_model_par"]),
+        ("parallel.pp=4", ["parallel.pp=4", "for 2 layers", "parallel.pp · parallel.vpp that divides 2, or megatron."]),
         ("rollout.group_size=1", ["rollout.group_size=1", "greater than or equal to 2"]),
         ("rollout.top_p=0.9", ["rollout.top_p=0.9", "rollout.max_logp_gap=inf"]),
         ("rollout.stop=['</answer>', '']", ["rollout.stop='': String should have at least 1 character"]),
@@ -91,7 +91,7 @@ VLLM = {
         ("rollout.vllm.max_num_seq=8", ["the nearest option of vLLM is 'rollout.vllm.max_num_seqs'"]),
         ("rollout.vllm.halt=8", ["unknown key 'rollout.vllm.halt'; legal are vLLM's EngineArgs"]),
         ("megatron.halt=8", ["unknown key 'megatron.halt'; the fields that may be set are adam_eps, "]),
-        ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1", "parallel.vpp [1]"]),
+        ("parallel.vpp=2", ["parallel.vpp=2", "needs parallel.pp above 1"]),
         ("megatron.recompute_granularty=full", ["megatron.recompute_granularty", "recompute_granularity"]),
         ("reward.by_source.math=custm", ["reward.by_source.math", "custm"]),
         ("model.path=nowhere", ["there is no folder /", "/nowhere, and the hub does not give", "model.path=FOLDER"]),
@@ -163,14 +163,14 @@ MODELS = [  # what differs in config.json, overrides, what the refusal says
     (LINEAR, "parallel.tp=4", "does not divide the model's key heads of linear attention 2; legal are [1, 2]"),
     (LINEAR, "parallel.tp=2 parallel.cp=2", "of linear attention, which parallel.tp=2 splits first; legal are [1]"),
     (LINEAR | SLIDING, "", "layer_types has 'sliding_attention' in its config.json; beside linear_attention only full"),
-    (DEEP, "parallel.pp=4", f"one of these: parallel.pp [1, 2, 47, 94]; {STAGES}=Et*23|t*23|t*24|t*24L alone"),
-    (DEEP, f"parallel.pp=4 {FIRST}=80", f"one of these: parallel.pp [2, 3, 8, 15]; {FIRST} [1, 4, 7, 10, 13, 16, 19,"),
+    (DEEP, "parallel.pp=4", f"that divides 94, or {STAGES}=Et*23|t*23|t*24|t*24L alone"),
+    (DEEP, f"parallel.pp=4 {FIRST}=80", f"{FIRST}=80 for 94 layers: "),
     # Megatron-core builds layers 34 to 59 twice
     (DEEP, f"parallel.pp=4 {FIRST}=60 {LAST}=60", "[range(34, 94)]], which are not each of the 94 once"),
-    (DEEP, f"parallel.pp=2 parallel.vpp=2 {FIRST}=46 {LAST}=48", "by zero; legal is one of these: parallel.vpp [1]; "),
-    (DEEP, f"parallel.pp=2 {STAGES}=Et*24|t*24|t*23|t*23L", "the layout is one of parallel.vpp=2; legal is one of"),
+    (DEEP, f"parallel.pp=2 parallel.vpp=2 {FIRST}=46 {LAST}=48", "by zero; legal is parallel.pp · "),
+    (DEEP, f"parallel.pp=2 {STAGES}=Et*24|t*24|t*23|t*23L", "the layout is one of parallel.vpp=2; legal is"),
     (DEEP, f"parallel.pp=2 {STAGES}='|Et*94L'", "the embedding E is in the first stage and the loss L in the last"),
-    (DEEP, f"{FIRST}=47", "needs parallel.pp above 1; legal is one of these: parallel.pp [2, 48]"),
+    (DEEP, f"{FIRST}=47", "needs parallel.pp above 1; legal is parallel.pp · parallel.vpp that"),
 ]  # fmt: skip
 
 
