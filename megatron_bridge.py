@@ -753,17 +753,9 @@ def named_weights(model: list, factors: bool = False) -> dict[str, torch.nn.Para
 
 
 def load_weights(model: list, path: str) -> None:
-    """Fill this rank's shard from the safetensors of `path`, rounded to the model's dtype.
-
-    Raises UserError, on every rank, where fp16 cannot hold a weight.
-    """
-    names = {weight: name for name, weight in (named_weights(model) | named_weights(model, factors=True)).items()}
-    defects = []
+    """Fill this rank's shard from the safetensors of `path`, rounded to the model's dtype."""
     for weight, shard in read_weights(model, path):
         weight.data.copy_(shard)
-        if weight.dtype is torch.float16:
-            defects.append(fp16.rounding_defect(names[weight], shard))
-    fp16.report_rounding([defect for defect in defects if defect], path)
 
 
 def read_weights(model: list, path: str, chosen: Container | None = None) -> Iterator[tuple]:

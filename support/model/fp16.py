@@ -1,14 +1,8 @@
-"""What fp16 needs and bf16 does not: Megatron's loss scale, and a look at weights that the type cannot hold."""
+"""What fp16 needs and bf16 does not: Megatron's loss scale."""
 
 import math
 
 import torch
-import torch.distributed as dist
-
-from support.base import ranks
-from support.base.require import require
-
-LOST = 0.01  # share of a weight's numbers that may become 0
 
 
 def initial_scale(tokens: int, least: float) -> float:
@@ -40,29 +34,3 @@ def set_scaler_state(optimizer, state: dict[str, float]) -> None:
     if state:
         for scaler in loss_scalers(optimizer):
             scaler.load_state_dict({**state, "scale": torch.tensor([state["scale"]])})
-
-
-def rounding_defect(name: str, shard: torch.Tensor) -> tuple[str, str] | None:
-    """(kind, text) of what a `shard` of a weight loses in fp16; None: no more than precision."""
-    rounded = shard.half()
-    if rounded.isinf().any():
-        return "large", f"{name} (up to {shard.abs().max():.3g})"
-    lost = ((shard != 0) & (rounded == 0)).float().mean().item()
-    return ("small", f"{name} ({lost:.0%})") if lost > LOST else None
-
-
-def report_rounding(found: list[tuple[str, str]], path: str) -> None:
-    """Raise UserError, on every rank, if rounding made a weight of the folder `path` infinite; warn of many zeros."""
-    everywhere = dict.fromkeys(defect for part in ranks.gather(found) for defect in part)
-    texts = {kind: [text for which, text in everywhere if which == kind] for kind in ("large", "small")}
-    require(
-        not texts["large"],
-        f"model.dtype=fp16: it holds numbers up to 65504, and {path} has larger ones in "
-        f"{', '.join(texts['large'][:4])}; use model.dtype=bf16",
-    )
-    if texts["small"] and dist.get_rank() == 0:
-        print(
-            f"warning: fp16 rounds numbers below 2^-25 to 0; these weights of {path} lose a share of theirs: "
-            f"{', '.join(texts['small'][:4])}; try model.dtype=bf16",
-            flush=True,
-        )

@@ -162,12 +162,6 @@ def test_activations_that_overflow_stop_the_run_with_the_layer(build):
         train_grpo.train_step(run, 1)
 
 
-def test_what_fp16_cannot_hold_is_said_by_name():
-    large, small, right = (torch.tensor([1.0, value]) for value in (70000.0, 1e-8, 0.25))
-    found = [fp16.rounding_defect("w", shard) for shard in (large, small, right)]
-    assert found == [("large", "w (up to 7e+04)"), ("small", "w (50%)"), None]
-
-
 @pytest.fixture
 def repeatable(monkeypatch):
     """Kernels of a GPU add up in one order."""
