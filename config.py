@@ -222,7 +222,6 @@ class ProfileConfig(Section):
     start: Whole = 0  # first step that torch.profiler records, in output_dir/traces; 0: none
     stop: Whole = 0  # its last step
     ranks: Annotated[list[Whole], Field(min_length=1)] | None = None  # ranks that it records; null: all
-    memory: bool = False  # a snapshot of GPU memory at the end, one file per rank
 
 
 class Config(Section):

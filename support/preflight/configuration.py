@@ -95,8 +95,8 @@ def check_logs(cfg: Config, world_size: int) -> None:
         p.start <= p.stop, f"profile.start={p.start} is after profile.stop={p.stop}, the last step that is profiled"
     )
     require(
-        bool(p.start) or not (p.stop or p.memory),
-        "profile.start=0: no step is profiled, so profile.stop and memory do nothing; set it",
+        bool(p.start) or not p.stop,
+        "profile.start=0: no step is profiled, so profile.stop does nothing; set it",
     )
     require(max(p.ranks or [0]) < world_size, f"profile.ranks={p.ranks}: there are only ranks 0 to {world_size - 1}")
 

@@ -71,8 +71,6 @@ def check_without_gpu(cfg: Config) -> None:
     missing = versions.missing_libraries()
     require(missing is None, missing)
     asked = [f"rollout.vllm.{name}={cfg.rollout.vllm[name]}" for name in ON_GPUS_ONLY if cfg.rollout.vllm.get(name)]
-    if cfg.profile.memory:
-        asked.append("profile.memory=true")
     require(not asked, f"{', '.join(asked)}: works on GPUs only, and there is no GPU here; leave it out")
 
 

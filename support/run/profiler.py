@@ -9,8 +9,6 @@ from torch.profiler import ProfilerAction
 from config import ProfileConfig
 from support.base import ranks
 
-MAX_MEMORY_EVENTS = 1_000_000  # allocations in a snapshot, at most
-
 
 class Profiler:
     """A rank makes one where `profile` has it. A file that cannot be written is a warning and does not end the run."""
@@ -30,23 +28,17 @@ class Profiler:
             self.torch = torch.profiler.profile(schedule=lambda step: ProfilerAction.RECORD)  # so a step is a range
             self.torch.step_num = step
             self.torch.start()
-            if self.profile.memory:
-                torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
 
     def close(self) -> None:
         if not self.torch:
             return
         self.torch.stop()
-        name = f"{self.profile.start}_{self.torch.step_num}_rank{dist.get_rank()}"
-        path = self.folder / f"steps_{name}.json.gz"
+        path = self.folder / f"steps_{self.profile.start}_{self.torch.step_num}_rank{dist.get_rank()}.json.gz"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.torch.export_chrome_trace(str(path))
             if dist.get_rank() == min(self.profile.ranks or [0]):
                 print(f"profile: {path}, for https://ui.perfetto.dev", flush=True)
-            if self.profile.memory:
-                torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_{name}.pickle"))
-                torch.cuda.memory._record_memory_history(enabled=None)
         except (OSError, RuntimeError) as error:
             ranks.say(f"warning: profile: {error}")
         self.torch = None

@@ -97,7 +97,7 @@ VLLM = {
         ("model.path=nowhere", ["there is no folder /", "/nowhere, and the hub does not give", "model.path=FOLDER"]),
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
         ("profile.start=4", ["profile.start=4 is after profile.stop=0"]),
-        ("profile.memory=true", ["profile.start=0: no step is profiled"]),
+        ("profile.stop=4", ["profile.start=0: no step is profiled"]),
         ("profile.ranks=[0,4]", ["there are only ranks 0 to 3"]),
         (f"data.max_prompt_tokens=4000; {ROOM}", ["beyond max_position_embeddings=2048"]),
         # schedules
