@@ -143,11 +143,8 @@ def problems(step: dict, run: Advice) -> Iterator[tuple[str, str]]:
     if ratio >= 6 and number(step, "time/rollout") >= 0.5 * number(step, "time/step"):
         longest = f"the longest answer has {ratio:.0f} times the mean length"
         yield "long_tail", f"{longest}, and sampling takes half of a step or more"
-    # The GPU waits for the host, for other pipeline stages, for messages or for few long answers.
     if number(step, "pipeline/bubble") >= 0.2:
-        yield "idle_gpu", f"pipeline stages idle {step['pipeline/bubble']:.0%} of an update"
-    elif number(step, "gpu/busy") <= 0.4:
-        yield "idle_gpu", f"rank 0's GPU runs a kernel in {step['gpu/busy']:.0%} of the time"
+        yield "idle_stages", f"pipeline stages idle {step['pipeline/bubble']:.0%} of an update"
 
 
 def why_idle(step: dict, patience: int) -> str:
@@ -179,5 +176,5 @@ RULES = {  # rule → for how many steps in a row it has to hold, what to turn; 
     "nothing_learnt": (5, [EASIER, ROUNDS, "a larger rollout.group_size", "train.patience=0, which never ends it"]),
     "clipped_ratios": (20, ["a lower train.lr", "fewer train.updates_per_step", "fewer train.epochs_per_step"]),
     "long_tail": (20, ["a smaller rollout.max_new_tokens", "more rollout.prompts_per_step", "algo.overlong_buffer"]),
-    "idle_gpu": (20, ["more rollout.prompts_per_step", "parallel.vpp=2", "a higher rollout.gpu_memory_utilization"]),
+    "idle_stages": (20, ["more rollout.prompts_per_step", "parallel.vpp=2"]),
 }

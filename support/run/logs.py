@@ -1,7 +1,5 @@
 """What a run says of its steps: lines on the screen, files, trackers."""
 
-import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -10,7 +8,6 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -146,7 +143,6 @@ class Progress:
         self.prompts = prompts
         self.sampled = sampled
         self.walls = deque(maxlen=RECENT)  # seconds from one logged step to the next
-        self.gpu = GpuUse()
         self.eval_seconds = 0.0
         self.start = self.last = time.monotonic()
 
@@ -161,34 +157,6 @@ class Progress:
             "time/between": max(self.walls[-1] - metrics["time/step"] - evaluation, 0.0),
             "time/left": (self.steps - metrics["step"]) * fmean(self.walls),
             "time/eval_frac": self.eval_seconds / max(now - self.start, 1e-9),
-            "gpu/busy": self.gpu.read_mean(),
         }
         self.last = now
         return numbers
-
-
-class GpuUse:
-    """The share of time in which this process's GPU runs a kernel, as NVML reports it, read once a second."""
-
-    def __init__(self):
-        self.readings: list[float] = []
-        self.nvml = None
-        if torch.cuda.is_available():
-            from vllm.third_party import pynvml
-
-            with contextlib.suppress(pynvml.NVMLError):  # no NVML, no right to it, or a part of a GPU: no metric
-                pynvml.nvmlInit()
-                self.handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
-                self.nvml = pynvml
-                threading.Thread(target=self.read_always, daemon=True).start()
-
-    def read_always(self) -> None:
-        with contextlib.suppress(self.nvml.NVMLError):
-            while True:
-                self.readings.append(self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu / 100)
-                time.sleep(1.0)
-
-    def read_mean(self) -> float | None:
-        """The mean since the last call; None where there is no reading."""
-        readings, self.readings = self.readings, []
-        return fmean(readings) if readings else None
