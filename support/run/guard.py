@@ -10,13 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 import megatron_bridge as bridge
@@ -66,7 +64,7 @@ class Guard:
             check_gap(self, report, weighted, cfg, step)
         return True
 
-    def stepped(self, report: dict, weighted: Batch, micro_batches: list[MicroBatch], step: int, number: int) -> None:
+    def stepped(self, report: dict, weighted: Batch, micro_batches: list[MicroBatch]) -> None:
         """Warn of an update without a gradient; of one that is NaN or infinite say where that began, and count it.
 
         Only an overflow of the gradient in fp16 that a lower loss scale can end is not counted.
@@ -79,8 +77,7 @@ class Guard:
         if math.isfinite(report["grad_norm"]):
             self.skipped = 0
         else:
-            path = Path(self.cfg.output_dir, "skipped", f"step_{step:06d}_update_{number}")
-            explain_skipped(self, report, path, micro_batches)
+            explain_skipped(self, report, micro_batches)
 
 
 def some_entries(weights: list[Tensor]) -> Tensor:
@@ -290,8 +287,8 @@ def explain_gap(logp_F: Tensor, batch: Batch, step: int, bound: float, slope: fl
 # ---------------------------------------------------------------- NaN and infinity
 
 
-def explain_skipped(guard: Guard, report: dict, path: Path, micro_batches: list[MicroBatch]) -> None:
-    """Count an update that was skipped for NaN or infinity, write its micro-batches to `path`, and warn.
+def explain_skipped(guard: Guard, report: dict, micro_batches: list[MicroBatch]) -> None:
+    """Count an update that was skipped for NaN or infinity, and warn.
 
     Raises TrainingError at train.max_skipped, or if a dynamic loss scale can fall no lower.
     """
@@ -302,13 +299,6 @@ def explain_skipped(guard: Guard, report: dict, path: Path, micro_batches: list[
             scales = f"{report['loss_scale']:g} → {lower:g}"
             print(f"the gradient overflowed: update skipped, loss scale {scales}", flush=True)
         return
-    if bridge.reports_loss():
-        tensors = {}  # "number of the micro-batch.name"
-        for i, mb in enumerate(micro_batches):
-            values = {"seq_id": mb.seq_id, **vars(mb)}
-            tensors |= {f"{i}.{name}": value for name, value in values.items() if torch.is_tensor(value)}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, f"{path}_rank_{dist.get_rank():05d}.safetensors")
     guard.skipped += 1
     is_last = guard.skipped >= cfg.train.max_skipped
     count = f"{guard.skipped} in a row, the run stops at train.max_skipped={cfg.train.max_skipped}"
@@ -320,7 +310,7 @@ def explain_skipped(guard: Guard, report: dict, path: Path, micro_batches: list[
         is_last, count = True, f"the loss scale is at megatron.min_loss_scale={lower:g} and can fall no lower"
     if cfg.model.dtype == "fp16":
         where += f"; fp16 holds numbers up to 65504 (loss scale {report['loss_scale']:g}): try model.dtype=bf16"
-    message = f"{what}, {where}; the update was skipped, its micro-batches are in {path}_rank_*.safetensors; {count}"
+    message = f"{what}, {where}; the update was skipped; {count}"
     require(not is_last, message, TrainingError)
     if dist.get_rank() == 0:
         print(f"warning: {message}", flush=True)

@@ -9,7 +9,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import megatron_bridge as bridge
 import train_grpo
@@ -95,7 +94,7 @@ def test_a_push_that_is_lost_is_caught(build, monkeypatch):
         train_grpo.train_step(run, 2)
 
 
-def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, tmp_path, capsys):
+def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, capsys):
     run = build("train.max_skipped=2")
 
     def with_nan(group_advantages, *args):
@@ -109,8 +108,6 @@ def test_updates_that_are_no_numbers_are_skipped(build, monkeypatch, tmp_path, c
         metrics, _ = train_grpo.train_step(run, 1)
     assert metrics["update/skipped"] == 1 and all(torch.equal(before[n], w) for n, w in weights(run).items())
     assert "1 in a row, the run stops at train.max_skipped=2" in capsys.readouterr().out
-    dumped = load_file(tmp_path / "out/skipped/step_000001_update_0_rank_00000.safetensors")
-    assert any(name.endswith(".advantages") and values.isnan().any() for name, values in dumped.items())
     metrics, _ = train_grpo.train_step(run, 2)
     assert metrics["update/skipped"] == 0 and any(not torch.equal(before[n], w) for n, w in weights(run).items())
     wrap(monkeypatch, train_grpo, "group_advantages", with_nan)
