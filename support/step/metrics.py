@@ -240,8 +240,8 @@ def gpu_rate() -> float | None:
     return next((rate * 1e12 for part, rate in HALF_RATES.items() if part in name), None)
 
 
-def matrix_weights(hf, active: bool) -> int:
-    """Weights of the matrices that a token meets, the output layer included; not `active`: of all experts."""
+def matrix_weights(hf) -> int:
+    """Weights of the matrices that a token meets, the output layer included."""
     h = hf.hidden_size
     linear, heads, keys, values = linear_sizes(hf)
     queries = (3 if linear else 2) * hf.num_attention_heads  # in and out, and their gates
@@ -250,10 +250,9 @@ def matrix_weights(hf, active: bool) -> int:
     if not getattr(hf, "num_experts_per_tok", None):
         block = 3 * h * hf.intermediate_size
     else:
-        experts = bridge.num_experts(hf)
-        count = hf.num_experts_per_tok if active else experts
         shared = getattr(hf, "shared_expert_intermediate_size", 0)
-        block = h * (experts + 3 * count * bridge.expert_width(hf) + 3 * shared + (shared > 0))  # and its gate
+        experts = 3 * hf.num_experts_per_tok * bridge.expert_width(hf)
+        block = h * (bridge.num_experts(hf) + experts + 3 * shared + (shared > 0))  # and its gate
     layers = hf.num_hidden_layers
     return (layers - linear) * attention + linear * delta + layers * block + hf.vocab_size * h
 
@@ -268,7 +267,7 @@ def train_flops(hf, tokens: int, attended: int) -> float:
     """
     linear, _, keys, values = linear_sizes(hf)
     width = (hf.num_hidden_layers - linear) * hf.num_attention_heads * bridge.head_dim(hf)
-    met = matrix_weights(hf, active=True)
+    met = matrix_weights(hf)
     if linear:
         met += linear * 4 * values * hf.linear_key_head_dim
         met += linear * (2 * keys + values) * hf.linear_conv_kernel_dim
@@ -277,15 +276,11 @@ def train_flops(hf, tokens: int, attended: int) -> float:
 
 def speed_metrics(samples: list[Sample], reports: list[dict], hf, cfg: Config, seconds: dict) -> dict:
     """Rates of a step a rank, and its FLOPs utilisation, None without a known GPU; computed tokens of this replica."""
-    pushed = matrix_weights(hf, active=False)
-    if not hf.tie_word_embeddings:
-        pushed += hf.vocab_size * hf.hidden_size
     size = dist.get_world_size() // bridge.mpu.get_data_parallel_world_size()  # ranks of a replica
     tokens, attended = (sum(report[name] for report in reports) / size for name in ("real", "attended"))
     numbers = {
         "speed/tokens_per_s_per_rank": sum(s.positions + 1 for s in samples) / dist.get_world_size() / seconds["step"],
         "speed/computed_tokens_per_s_per_rank": tokens / seconds["train"],
-        "speed/sync_gb_per_s": pushed * bridge.DTYPES[cfg.model.dtype].itemsize / 1e9 / seconds["sync"],
         "speed/mfu_train": None,
         "speed/mfu_step": None,
     }
