@@ -23,9 +23,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from config import Config, LoraConfig, UserError
+from config import Config, LoraConfig
 from support.base.files import complete_folder
 from support.base.hf_folder import read_tensor
+from support.base.require import require
 from support.model import layers  # noqa: F401, first: it prepares the process for Megatron-core
 
 # isort: split
@@ -232,16 +233,12 @@ def initial_factor(name: str, shape: tuple[int, int]) -> torch.Tensor:
 
 def check_resumed(was: dict, cfg: LoraConfig, path: Path) -> None:
     """Raise UserError unless the checkpoint in `path`, of a run with the `lora` section `was`, has cfg's adapters."""
-    there = LoraConfig(**was)
-    for key in LoraConfig.model_fields:
-        asked, stored = getattr(cfg, key), getattr(there, key)
-        if key == "targets":
-            asked, stored = (f"[{','.join(sorted(set(targets)))}]" for targets in (asked, stored))
-        if asked != stored:
-            raise UserError(
-                f"lora.{key}={asked}, but {path} was saved with lora.{key}={stored}: other adapters are another model; "
-                f"use lora.{key}={stored}, or start a new run (resume=none) with model.path=its export in hf/"
-            )
+    asked, stored = ({**section, "targets": sorted(section["targets"])} for section in (cfg.model_dump(), was))
+    require(
+        asked == stored,
+        f"lora={asked}, but {path} was saved with lora={stored}: other adapters are another model; use its section, "
+        "or start a new run (resume=none) with model.path=its export in hf/",
+    )
 
 
 def export_adapter(weights: Iterable[tuple[str, torch.Tensor]], base: str, cfg: Config, step: int) -> None:

@@ -173,7 +173,7 @@ def check_base(found: Path | None, cfg: Config, folder: str) -> str | None:
     if found:
         state = checkpoint.read_state(found)
         was = state["config"]
-        lora.check_resumed(was.get("lora", {}), cfg.lora, found)  # an old checkpoint may have no such section
+        lora.check_resumed(was["lora"], cfg.lora, found)
         require(
             base is None or state.get("base") in (None, base),
             f"model.path={cfg.model.path}: not the weights that {found} was trained on, which its adapters (lora.rank) "

@@ -178,12 +178,6 @@ def test_a_resume_with_other_adapters_is_refused(tiny, tmp_path):
     was = LoraConfig(rank=8, alpha=16.0).model_dump()
     path = Path("step_000004")
     lora.check_resumed(was, LoraConfig(rank=8, alpha=16.0, targets=["fc2", "fc1", "proj", "qkv"]), path)  # any order
-    lora.check_resumed({}, LoraConfig(), path)
-    for saved, asked, told in (
-        (was, {"rank": 4}, r"lora\.rank=4, but step_000004 was saved with lora\.rank=8: .*use lora"),
-        (was, {"rank": 8, "alpha": 32.0}, r"lora\.alpha=32\.0, but step_000004 was saved with lora\.alpha=16\.0"),
-        (was, {"rank": 8, "targets": ["qkv"]}, r"lora\.targets=\[qkv\], but .* lora\.targets=\[fc1,fc2,proj,qkv\]"),
-        ({}, {"rank": 8}, r"lora\.rank=8, but step_000004 was saved with lora\.rank=0"),
-    ):
-        with pytest.raises(UserError, match=told):
-            lora.check_resumed(saved, LoraConfig(**asked), path)
+    for asked in ({"rank": 4}, {"rank": 8, "alpha": 32.0}, {"rank": 8, "targets": ["qkv"]}):
+        with pytest.raises(UserError, match=r"^lora=.*, but step_000004 was saved with lora=.*'rank': 8, 'alpha'"):
+            lora.check_resumed(was, LoraConfig(**asked), path)
