@@ -8,7 +8,6 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,20 +34,8 @@ def die_with_torchrun() -> None:
 
     Does nothing without torchrun, as in a dry run: the parent is then a shell, which may end first.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    processes.die_with_parent()
-    if os.getsid(0) != os.getpid():
-        return  # a wrapper script is in between
-    parent = os.getppid()
-    try:
-        maps = Path(f"/proc/{parent}/maps").read_text(errors="replace")
-        gone = bool(maps) and "libtorch" not in maps
-    except OSError as error:
-        gone = isinstance(error, PermissionError) and parent == 1  # an init of another user; torchrun can be read
-    if gone:  # torchrun ended before this call, and this process has another parent now
-        say("torchrun has ended, so this rank ends too")
-        os._exit(1)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        processes.die_with_parent()
 
 
 # ---------------------------------------------------------------- joining the process group
@@ -65,8 +52,6 @@ def join_ranks(timeout_s: float) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    if rank >= world_size:
-        raise UserError(f"RANK={rank} with WORLD_SIZE={world_size}: legal is 0 to {world_size - 1}")
     try:
         store = fresh_store(rank, world_size)
         dist.init_process_group(
