@@ -277,8 +277,6 @@ def rotary_embedding(hf_config) -> torch.nn.Module:
 
     is_partial = hf_config.model_type.startswith("qwen3_5")  # its three axes are one for text
     rope = (Qwen3_5TextRotaryEmbedding if is_partial else LlamaRotaryEmbedding)(hf_config)
-    if not is_partial and getattr(hf_config, "partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor={hf_config.partial_rotary_factor} is not supported, only 1.0")
     if rope.rope_type not in ("default", "linear", "llama3") or rope.attention_scaling != 1.0:
         raise ValueError(f"rope type {rope.rope_type!r} is not supported; supported are default, linear, llama3")
     return rope

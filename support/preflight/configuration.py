@@ -13,7 +13,7 @@ from support.base.hf_folder import UNTRAINED, check_found, read_config, safetens
 from support.base.ranks import is_first_rank, say
 from support.base.require import require
 from support.model import stages
-from support.model.attention import rotary_embedding, sliding_window, uses_varlen
+from support.model.attention import rotary_embedding, sliding_window
 from support.preflight import linear_attention, options
 from support.step import named_rewards
 
@@ -258,14 +258,6 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
         require(
             found in (None, value), f"{model}: {attribute}={found!r} in its config.json is not supported, only {value}"
         )
-    dtype = cfg.model.dtype
-    width = bridge.head_dim(hf)
-    flash = uses_varlen(bridge.device(), bridge.DTYPES[dtype])
-    require(
-        not flash or (width % 8 == 0 and width <= 256),
-        f"{model}: attention on a GPU with model.dtype={dtype} takes heads of 8, 16, ... 256 numbers, "
-        f"not {width}; use model.dtype=fp32",
-    )
     try:
         rotary_embedding(hf)
         sliding_window(hf)
@@ -285,7 +277,7 @@ def check_model(cfg: Config, path: str, rollout_tp: int, key: str = "model.path"
             f"megatron.{name}: {model} is a {family}, which has no experts",
         )
     try:
-        bridge.transformer_config(hf, cfg.parallel, bridge.DTYPES[dtype], cfg.megatron)
+        bridge.transformer_config(hf, cfg.parallel, bridge.DTYPES[cfg.model.dtype], cfg.megatron)
     except (AssertionError, TypeError, ValueError) as error:
         given = ", ".join(f"megatron.{name}" for name in cfg.megatron) or "empty"
         raise UserError(f"{model}: Megatron-core refuses this layout or megatron section ({given}): {error}") from None
