@@ -140,8 +140,6 @@ def find_damage(path: Path) -> str | None:
     try:
         with fail_together("manifest.json: "):
             files = json.loads((path / "manifest.json").read_text())
-            if not files or not isinstance(files, dict):
-                raise ValueError("it names no files")
         with fail_together():
             mine = sorted(files)[dist.get_rank() :: dist.get_world_size()]
             own_digests = {name: digest_file(path / name) for name in mine}

@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import fnmatch
 import json
-import math
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -63,9 +62,7 @@ def check_type(key: str, value: Any, hint: Any) -> None:
 
 
 def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: str) -> None:
-    """UserError unless `options` are fields of Megatron's config `classes` that have an effect at this model.dtype, and
-    the minimum of a loss scale is not above its beginning.
-    """
+    """UserError unless `options` are fields of Megatron's config `classes` that have an effect at this model.dtype."""
     types = {field.name: field.type for cls in classes for field in dataclasses.fields(cls)}
     works = f"the fields that may be set are {', '.join(TABLES['megatron_works'])}"
     for name, value in options.items():
@@ -84,14 +81,9 @@ def check_megatron(options: dict[str, Any], classes: tuple[type, ...], dtype: st
             raise UserError(f"{key}={value!r} has no effect without megatron.{other}={needed!r}")
     if options.get("optimizer_cpu_offload") and dtype == "fp32":
         raise UserError("megatron.optimizer_cpu_offload=True: not for an fp32 model; use model.dtype=bf16")
-    scaling = [name for name in options if "loss_scale" in name or name == "hysteresis"]
-    keys = ", ".join(f"megatron.{name}" for name in scaling)
+    scaling = [f"megatron.{name}" for name in options if "loss_scale" in name or name == "hysteresis"]
     if scaling and dtype != "fp16":
-        raise UserError(f"{keys}: only fp16 needs a loss scale; leave it out, or use model.dtype=fp16")
-    if "loss_scale" in scaling and len(scaling) > 1:
-        raise UserError(f"{keys}: megatron.loss_scale is a constant one, so the others have no effect; leave them out")
-    if options.get("min_loss_scale", 0.0) > options.get("initial_loss_scale", math.inf):
-        raise UserError("megatron.min_loss_scale is above megatron.initial_loss_scale, where the scale begins")
+        raise UserError(f"{', '.join(scaling)}: only fp16 needs a loss scale; leave it out, or use model.dtype=fp16")
 
 
 def check_vllm(options: dict[str, Any]) -> None:

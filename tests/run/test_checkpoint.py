@@ -109,7 +109,6 @@ def saved(folder: Path, step: int, *tensors: str, **state) -> Path:
         (lambda p: (p / "state.json").write_text('{"step": 3}'), "state.json has changed"),
         (lambda p: (p / "rank_00000_000.safetensors").unlink(), "No such file"),
         (lambda p: (p / "manifest.json").unlink(), "manifest.json"),
-        (lambda p: (p / "manifest.json").write_text("{}"), "names no files"),
     ],
 )
 def test_damage_is_found_and_the_one_before_is_taken(world, tmp_path, harm, message):

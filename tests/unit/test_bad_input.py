@@ -40,8 +40,6 @@ MEGATRON = {
     "fp16=true": "may not be set: use model.dtype",
     "loss_scale=0; model.dtype=fp16": "megatron.loss_scale=0: must be greater than 0",
     "loss_scale=8": "only fp16 needs a loss scale; leave it out, or use model.dtype=fp16",
-    "hysteresis=2; megatron.loss_scale=8; model.dtype=fp16": "loss_scale is a constant one",
-    "min_loss_scale=8; megatron.initial_loss_scale=4; model.dtype=fp16": "is above megatron.initial_loss_scale",
     "moe_token_dispatcher_type=flex": "see docs/options.md; the fields that may be set are adam_eps, ",
     "optimizer_offload_fraction=0.5": "no effect without megatron.optimizer_cpu_offload=True",
     "optimizer_cpu_offload=true": "use model.dtype=bf16",
