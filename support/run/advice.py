@@ -26,12 +26,10 @@ class Advice:
         self.idle_steps = 0  # in a row, in which nothing could be learnt although the run is not at its best
 
     def add(self, step: dict) -> dict[str, str]:
-        """{rule: what is wrong, what to turn} after a step with these metrics; none for metrics of older versions.
+        """{rule: what is wrong, what to turn} after a step with these metrics.
 
         Where the run has to end, every rule that holds is among them, for however few steps it does.
         """
-        if "advantage/nonzero_frac" not in step:
-            return {}
         self.rewards.append(step["reward/mean"])
         self.spreads.append(step["reward/std"])
         for source in sources(step):

@@ -10,7 +10,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 import yaml
 
@@ -97,16 +96,14 @@ def read(cfg: Config, parts: list[str], weights: bool) -> tuple[Config, Inputs]:
 
 
 def first_day(cfg: Config) -> str:
-    """The day on which the run began: of the checkpoint that it goes on from, else of the start of torchrun."""
+    """The day on which the run began: of the checkpoint that it goes on from, else today."""
     found = [Path(cfg.resume)] if cfg.resume not in ("none", "auto") else []
     if cfg.resume == "auto":
         found = checkpoint.list_checkpoints(Path(cfg.output_dir, "checkpoints"))
     for folder in found:
         with contextlib.suppress(OSError, ValueError, KeyError):  # damaged: `find_checkpoint` will say so
             return checkpoint.read_state(folder)["config"]["data"]["date"]
-    # torchrun is one for all ranks of a machine, and lives on over --max-restarts.
-    starter = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    return str(datetime.date.fromtimestamp(psutil.Process(starter).create_time()))
+    return str(datetime.date.today())
 
 
 def check_models(cfg: Config) -> None:
