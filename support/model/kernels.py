@@ -4,14 +4,9 @@ All compute in fp32 and round once. TRITON_INTERPRET=1 runs them on a CPU. `voca
 rank holds, `f` the width of a feed-forward block. The block sizes and warps are the fastest of those tried on an H200.
 """
 
-import functools
-import os
-import shutil
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
-
-from support.base.ranks import is_first_rank, say
 
 try:
     import triton
@@ -23,17 +18,7 @@ except ImportError:  # torch for CPUs comes without it; nothing calls the kernel
 
 def runs_on(x: torch.Tensor) -> bool:
     """Whether these kernels compute on the tensor's device; else torch's own do."""
-    return x.is_cuda and compiles()
-
-
-@functools.cache
-def compiles() -> bool:
-    """Whether Triton can compile on this machine, for which it needs a C compiler; says so once where it cannot."""
-    if isinstance(triton, ModuleType) and (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return True
-    if is_first_rank():
-        say("note: training on the GPU is slower without Triton and a C compiler (gcc, clang or CC), which it calls")
-    return False
+    return x.is_cuda
 
 
 @triton.jit
