@@ -28,7 +28,7 @@ def check_config(cfg: Config, world_size: int) -> None:
     check_what_is_learned(cfg)
     check_length_of_run(cfg)
     check_sampling(cfg)
-    check_logs(cfg, world_size)
+    check_logs(cfg)
     check_world_size(cfg, world_size)
     check_batch(cfg)
     check_rewards(cfg)
@@ -83,7 +83,7 @@ def check_sampling(cfg: Config) -> None:
         )
 
 
-def check_logs(cfg: Config, world_size: int) -> None:
+def check_logs(cfg: Config) -> None:
     """Keys of trackers and of the profiler."""
     for name, version in versions.TRACKERS.items():
         require(
@@ -98,7 +98,6 @@ def check_logs(cfg: Config, world_size: int) -> None:
         bool(p.start) or not p.stop,
         "profile.start=0: no step is profiled, so profile.stop does nothing; set it",
     )
-    require(max(p.ranks or [0]) < world_size, f"profile.ranks={p.ranks}: there are only ranks 0 to {world_size - 1}")
 
 
 def check_world_size(cfg: Config, world_size: int) -> None:
@@ -330,7 +329,8 @@ def check_layout(hf, parallel, rollout_tp: int) -> None:
 def check_divides(key: str, by: int, sizes: dict[str, int], kv_heads: int = 1) -> None:
     """UserError unless `by`, of `key`, divides each of the model's sizes, and `kv_heads` unless these divide it."""
     common = math.gcd(*sizes.values())
-    legal = [n for n in range(1, common + 1) if common % n == 0 and 0 in (kv_heads % n, n % kv_heads)]
+    divisors = [n for n in range(1, common + 1) if common % n == 0]
+    legal = [n for n in divisors if 0 in (kv_heads % n, n % kv_heads)]
     if by not in legal:
         wrong = [f"does not divide the model's {what} {size}" for what, size in sizes.items() if size % by]
         wrong.append(f"neither divides the model's key-value heads {kv_heads} nor is a multiple of them")
@@ -343,18 +343,20 @@ def check_divides(key: str, by: int, sizes: dict[str, int], kv_heads: int = 1) -
 def check_stages(layers: int, cfg: Config) -> None:
     """See that each layer is on just one pipeline stage. Raises UserError with a split that is legal."""
     pp, vpp = cfg.parallel.pp, cfg.parallel.vpp
-    given = {name: cfg.megatron.get(name) for name in stages.UNEVEN}
-    uneven = {name: value for name, value in given.items() if value not in (None, False)}
+    fields = {name: cfg.megatron.get(name) for name in stages.UNEVEN}
+    uneven = {name: value for name, value in fields.items() if value not in (None, False)}
     try:
         stages.split_layers(layers, pp, vpp, **uneven)
     except (ArithmeticError, AssertionError, LookupError, NotImplementedError, ValueError) as error:
-        keys = [f"parallel.pp={pp}", f"parallel.vpp={vpp}", *(f"megatron.{name}={uneven[name]}" for name in uneven)]
+        why = " ".join(str(error).split())
+        given = "".join(f", megatron.{name}={value}" for name, value in uneven.items())
         legal = f"parallel.pp · parallel.vpp that divides {layers}"
         if pp > 1:
-            even = "|".join(f"t*{(layers + i) // (pp * vpp)}" for i in range(pp * vpp))
+            chunks = pp * vpp
+            even = "|".join(f"t*{(layers + i) // chunks}" for i in range(chunks))
             legal += f", or megatron.pipeline_model_parallel_layout=E{even}L alone"
         raise UserError(
-            f"{', '.join(keys)} for {layers} layers: {' '.join(str(error).split())}; legal is {legal}"
+            f"parallel.pp={pp}, parallel.vpp={vpp}{given} for {layers} layers: {why}; legal is {legal}"
         ) from None
 
 

@@ -96,7 +96,6 @@ VLLM = {
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
         ("profile.start=4", ["profile.start=4 is after profile.stop=0"]),
         ("profile.stop=4", ["profile.start=0: no step is profiled"]),
-        ("profile.ranks=[0,4]", ["there are only ranks 0 to 3"]),
         (f"data.max_prompt_tokens=4000; {ROOM}", ["beyond max_position_embeddings=2048"]),
         # schedules
         ("schedule.lr={shape: cubic}", ["schedule.lr", "'constant', 'linear' or 'cosine'"]),
@@ -213,7 +212,7 @@ FILES = [  # what is done to a folder with two shards and their index, what the 
     (lambda folder, shard: shard.write_text("version https://git-lfs"), CUT.format("header too large")),
     (lambda folder, shard: os.truncate(shard, 9000), CUT.format("incomplete metadata, file not fully covered")),
     (lambda folder, shard: shard.unlink(), "model-1.safetensors cannot be read (No such file"),
-    (lambda folder, shard: shard.rename(folder / "model.safetensors"), "json, if model.safetensors is the model"),
+    (lambda folder, shard: shard.rename(folder / "model.safetensors"), "json if it is of another model"),
     (lambda folder, shard: os.truncate(folder / INDEX, 99), f"{INDEX} cannot be read (Unterminated string"),
     (lambda folder, shard: (folder / INDEX).unlink(), "it must hold model.safetensors and no others, but has model-0."),
     (lambda folder, shard: None, None),
