@@ -5,11 +5,7 @@ import re
 from collections.abc import Iterator
 
 from config import Config
-from support.base.hf_folder import read_config
-from support.model.gated_delta import linear_sizes
 from support.step.packing import bubble
-
-TRITON = "TRITON_F32_DEFAULT"  # the precision of fp32 products in Triton's kernels
 
 
 def describe(cfg: Config, world_size: int) -> str:
@@ -27,8 +23,6 @@ def describe(cfg: Config, world_size: int) -> str:
     if p.ep * p.etp > 1:
         layout += f"; experts: ep {p.ep} × etp {p.etp} × pp {p.pp} × dp {world_size // (p.etp * p.ep * p.pp)}"
     layout += f"; rollout: {plural(world_size // r.tp, 'vLLM engine')} of tp {r.tp}"
-    if cfg.model.dtype == "fp32" and TRITON in os.environ:  # on GPUs
-        layout += f", its attention in fp32 by {os.environ[TRITON]} products"
     step = f"a step:  {plural(r.prompts_per_step, 'prompt')} × {r.group_size} = {samples} samples"
     if r.turns:
         step += f", each a conversation of up to {plural(r.max_turns, 'answer')}"
@@ -55,15 +49,6 @@ def describe(cfg: Config, world_size: int) -> str:
     if a.correction != "none":
         loss += f"; {a.correction}"
     return "\n".join([layout, step, run, loss, *describe_prompts(cfg)])
-
-
-def describe_layers(cfg: Config) -> Iterator[str]:
-    """How many layers are linear attention, and what answers to a prompt share there."""
-    hf = read_config(cfg.model.path)
-    linear, *_ = linear_sizes(hf)
-    if linear:
-        shared = ": answers share what is computed of their prompt, but for its convolution and rule"
-        yield f"layers:  {linear} of {hf.num_hidden_layers} are linear attention{shared if cfg.shares_prompts else ''}"
 
 
 def describe_prompts(cfg: Config) -> Iterator[str]:
@@ -95,11 +80,6 @@ def warnings(cfg: Config, world_size: int) -> list[str]:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, 8)))  # a dry run plans for machines of eight GPUs
     more_samples = "try a larger rollout.prompts_per_step, fewer train.updates_per_step"
     found = []
-    if cfg.model.dtype == "fp32" and os.environ.get(TRITON, "ieee") != "ieee":
-        found.append(
-            f"{TRITON}={os.environ[TRITON]} lets vLLM's attention multiply fp32 tensors in less: its log-probs differ "
-            "from the trainer's by hundreds of times their rounding, and the run stops: unset it"
-        )
     if samples < p.pp:
         found.append(
             f"an update has {samples} samples a replica for parallel.pp={p.pp} stages, which idle at least "
@@ -131,11 +111,6 @@ def warnings(cfg: Config, world_size: int) -> list[str]:
         found.append(
             f"algo.loss={a.loss} masks by how far probabilities are from the old ones, which are the same in a first "
             "update of algo.old_logp=trainer: try algo.old_logp=rollout, which masks by the difference from vLLM"
-        )
-    if t.share_prompts and not cfg.shares_prompts:
-        found.append(
-            "megatron.moe_aux_loss_coeff counts every token, so each answer computes its prompt: try "
-            "megatron.moe_aux_loss_coeff=0, or train.share_prompts=false, which says that it is meant"
         )
     if tokens < t.max_tokens_per_micro_batch / 2:
         found.append(

@@ -50,7 +50,7 @@ def prepare(cfg: Config, world_size: int, weights: bool) -> tuple[Config, Inputs
         if restarts != "0" and cfg.resume != "auto":
             print(f"warning: --max-restarts={restarts}: each restart begins from resume={cfg.resume} again; use auto")
         warnings = (f"warning: {warning}" for warning in run_plan.warnings(cfg, world_size))
-        print(run_plan.describe(cfg, world_size), *run_plan.describe_layers(cfg), *warnings, sep="\n")
+        print(run_plan.describe(cfg, world_size), *warnings, sep="\n")
         print_prompts(cfg, inputs)
     return override(cfg, {"train.epochs": None}), inputs
 

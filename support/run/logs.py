@@ -143,20 +143,17 @@ class Progress:
         self.prompts = prompts
         self.sampled = sampled
         self.walls = deque(maxlen=RECENT)  # seconds from one logged step to the next
-        self.eval_seconds = 0.0
-        self.start = self.last = time.monotonic()
+        self.last = time.monotonic()
 
     def add(self, metrics: dict) -> dict[str, float | None]:
         now = time.monotonic()
         evaluation = metrics.get("time/eval", 0.0)
         self.walls.append(now - self.last)
         self.sampled += metrics["groups/sampled"]
-        self.eval_seconds += evaluation
         numbers = {
             "epoch": self.sampled / self.prompts,
             "time/between": max(self.walls[-1] - metrics["time/step"] - evaluation, 0.0),
             "time/left": (self.steps - metrics["step"]) * fmean(self.walls),
-            "time/eval_frac": self.eval_seconds / max(now - self.start, 1e-9),
         }
         self.last = now
         return numbers

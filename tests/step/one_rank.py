@@ -53,7 +53,7 @@ class PlainEngine:
 def build(world, tiny, tmp_path, monkeypatch, request):
     """build("section.key=value", ...) → a run for `train_step(run, step)`."""
     monkeypatch.setattr(train_grpo, "Engine", PlainEngine)
-    monkeypatch.setattr(clock, "StopSignals", lambda: SimpleNamespace(requested=None, ended=False))
+    monkeypatch.setattr(clock, "StopSignals", lambda: SimpleNamespace(requested=None))
 
     def one(*overrides: str) -> train_grpo.Run:
         cfg = tiny_config(

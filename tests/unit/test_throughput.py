@@ -103,11 +103,11 @@ def test_progress_by_hand(monkeypatch):
     monkeypatch.setattr(logs.time, "monotonic", lambda: next(now))
     run = logs.Progress(steps=12, prompts=40, sampled=20)
     assert run.add({"step": 6, "groups/sampled": 10, "time/step": 8.0}) == {
-        "epoch": 0.75, "time/between": 2.0, "time/left": 60.0, "time/eval_frac": 0.0,
+        "epoch": 0.75, "time/between": 2.0, "time/left": 60.0,
     }  # fmt: skip
     found = run.add({"step": 7, "groups/sampled": 10, "time/step": 8.0, "time/eval": 6.5})
     assert found["epoch"] == 1.0 and found["time/between"] == 1.5
-    assert found["time/left"] == 5 * 13.0 and found["time/eval_frac"] == 0.25
+    assert found["time/left"] == 5 * 13.0
 
 
 def test_tensor_parallelism_over_machines_is_told_at_the_start(monkeypatch):
