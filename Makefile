@@ -4,7 +4,7 @@
 # make test MEGATRON=0.19.2  the same on another Megatron-core, in an environment of its own in front of .venv; demo takes it too
 # make bench  time ours and TRL (build/trl-venv, made for it) on the works of benchmarks/works.py, into docs/bench/rounds.csv
 # make check RUN=outputs/x  repeat a run by an independent trainer: what agrees, what parts (ARGS="--mine loss,order --steps 5")
-# make gpu-check  try this machine's GPU (NPROC=8: all eight); see docs/machines.md
+# make gpu-check  try this machine's GPUs; see docs/machines.md
 # make walkthrough  write docs/walkthrough.md from a run of the demo
 PYTHON ?= python3
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c "^GPU")
@@ -50,7 +50,11 @@ bench: $(VENV)/ready
 check: $(VENV)/ready
 	$(BIN)/python tools/check.py $(RUN) $(ARGS)
 gpu-check: $(VENV)/ready build/tiny/train.jsonl
-	$(BIN)/python tools/gpu_check.py $(if $(filter-out file,$(origin NPROC)),--nproc=$(NPROC)) $(ARGS)
+	$(BIN)/python -m tools.doctor
+	$(BIN)/python -m pytest -m gpu -q -ra --junitxml=build/gpu-check.xml $(ARGS) tests
+	$(TORCHRUN) --nproc_per_node=1 benchmarks/ours.py --model qwen2.5-0.5b --dtype bf16 --tokens 256 --warmup 1 --steps 2 \
+		rollout.prompts_per_step=32 rollout.gpu_memory_utilization=0.4 train.max_tokens_per_micro_batch=16384 \
+		train.logprob_max_tokens_per_micro_batch=16384
 walkthrough: $(VENV)/ready build/tiny/train.jsonl
 	$(TORCHRUN) --nproc_per_node=1 docs/make/walkthrough.py
 lint: .venv/ready
