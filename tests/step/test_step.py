@@ -22,14 +22,6 @@ from tests.oracle.layouts import FULL
 from tests.step.one_rank import EQUAL, PlainEngine, weights
 
 
-def test_the_engine_has_room_for_the_answers_of_an_evaluation(build, monkeypatch):
-    """Beside prompts of 8 tokens; else it would cut them off without a word."""
-    engine = mock.Mock(side_effect=PlainEngine)
-    monkeypatch.setattr(train_grpo, "Engine", engine)
-    build("eval.max_new_tokens=60")
-    assert engine.call_args.args[3] == 68
-
-
 class FlippingEngine(PlainEngine):
     """Every third token of a sequence goes to the best and the third best expert instead of the two best. The answers
     bring their routes where they are asked for, as vLLM's do."""

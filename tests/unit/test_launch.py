@@ -1,6 +1,5 @@
 """The command without its algorithm: exit codes, who speaks, and what failures of machines mean."""
 
-import errno
 import os
 import re
 import socket
@@ -124,14 +123,6 @@ def test_a_terminal_without_utf_8(tiny):
     assert "layout:  1 rank = tp 1 ? pp 1" in out
 
 
-@pytest.mark.parametrize(("gpus", "nproc"), [(0, 2), (1, 1), (8, 8)])
-def test_the_demo_takes_all_gpus_and_two_ranks_without_one(tmp_path, gpus, nproc):
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n" + "echo 'GPU 0: H100 (UUID: x)'\n" * gpus)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    assert f"--nproc_per_node={nproc} " in subprocess.check_output(["make", "-n", "demo"], cwd=REPO, env=env, text=True)
-
-
 MEET = """
 import datetime, sys
 from support.base import ranks
@@ -198,30 +189,6 @@ def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):
     monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
     assert failed(UserError("known to all")) == (2, "")
     assert failed(RankError("known to me")) == (1, "error: known to me\n")
-
-
-FAILURES = {  # what is said → what was raised
-    "^rank 1, in the phase train: out of memory for": ValueError("No available memory for the cache blocks."),
-    "train: a file could not be written: .*No space left": OSError(errno.ENOSPC, "No space left on device"),
-    r"^rank 1, in the phase train: another rank is gone \(.*This\)\. torchrun's report says":
-        RuntimeError("pair.cc:553] Connection closed by peer [10.0.0.2]:643. This\nmore"),
-    "another rank is gone": RuntimeError("NCCL error: remote process exited or a network error"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", FAILURES)
-def test_what_a_failure_of_a_machine_means(monkeypatch, tmp_path, message):
-    clock = mock.Mock(phase="train")
-    monkeypatch.setattr(launch, "Clock", lambda stall_timeout_s, profiler: clock)
-    monkeypatch.setattr(launch.ranks, "join_ranks", lambda timeout_s: None)
-    monkeypatch.setattr(launch.ranks, "note_failure", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    cfg = tiny_config(f"output_dir={tmp_path}")
-    with pytest.raises(RankError, match=message), launch.joined(cfg):
-        raise FAILURES[message]
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"), launch.joined(cfg):  # a mistake in the code
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    assert clock.stop.call_count == 2
 
 
 SLIPS = {  # what is said → function of the script, piece of its source, what a fork has there

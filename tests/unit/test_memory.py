@@ -46,22 +46,6 @@ def test_memory_by_phase(timer):
     assert again["mem/rollout_gb"] == 0 and again["mem/peak_gb"] >= found["mem/peak_gb"]
 
 
-def test_memory_of_a_gpu(timer, monkeypatch):
-    """With torch's counters made up: free memory is noted as the first phase after vLLM's sleep begins, and what vLLM
-    held before, 1 GiB, is left out."""
-    gpu = {"is_available": True, "mem_get_info": (7 * memory.GIB, 0), "memory_allocated": 3 * memory.GIB}
-    gpu |= {"max_memory_allocated": 4 * memory.GIB, "reset_peak_memory_stats": None, "synchronize": None}
-    for name, value in gpu.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    with monkeypatch.context() as before:
-        before.setattr(torch.cuda, "memory_allocated", lambda: memory.GIB)
-        timer.memory.leave_out_engine()
-    with timer("logprob"):
-        pass
-    found = timer.memory.numbers()
-    assert [found[f"mem/{name}_gb"] for name in ("logprob", "logprob_peak", "peak", "free_asleep")] == [2, 3, 3, 7]
-
-
 # ---------------------------------------------------------------- errors
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nsecond line")
