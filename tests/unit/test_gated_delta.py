@@ -60,16 +60,6 @@ def test_a_sequence_gives_the_same_bits_in_any_row():
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-def test_the_convolution_is_that_of_torch():
-    torch.manual_seed(0)
-    lengths = [1, 3, 30, 4, 2]
-    xs = x, weight = [torch.randn(sum(lengths), 10, 1).requires_grad_(), torch.randn(10, 1, 4).requires_grad_()]
-    found = delta.causal_conv(x, weight, packing(lengths).position_T.cpu())
-    rows = [F.conv1d(F.pad(one[..., 0].mT, (3, 0)), weight, groups=10).mT for one in x.split(lengths)]
-    wanted = F.silu(torch.cat(rows))[..., None]
-    assert max(map(relative, with_gradients(found, xs), with_gradients(wanted, xs))) < 1e-6
-
-
 def ours_of(theirs: dict) -> dict:
     """The weights of transformers' layer, or their gradients, as our layer has them."""
     rows = bridge.merge_parts("delta", [theirs[f"in_proj_{name}.weight"] for name in ("qkv", "z", "b", "a")], HF)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import megatron_bridge as bridge
-from support.model.layers import add_product
 from support.model.stages import split_layers
 from tests.conftest import tiny_config
 
@@ -60,17 +59,6 @@ def test_the_head_is_that_of_float64(world, monkeypatch, dtype, logits, fused, r
         error = ((own.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
         close = 1e-6 if logits is torch.float32 and name in ("logp", "entropy") else CLOSE[dtype]
         assert error < close, (name, error)
-
-
-@pytest.mark.gpu(only=True)
-@pytest.mark.parametrize("rows", [300, 0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_product_is_added_in_fp32(dtype, rows):
-    torch.manual_seed(0)
-    x, grad = torch.randn(rows, 64, device=ON).to(dtype), torch.randn(rows, 48, device=ON).to(dtype)
-    main = torch.full((48, 64), 1000.0, device=ON)
-    add_product(x, grad, main)
-    assert (main - 1000 - grad.double().t() @ x.double()).abs().max() < 1e-3
 
 
 BOTH = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}

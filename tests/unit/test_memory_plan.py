@@ -174,21 +174,6 @@ def test_recomputed_layers_keep_their_input(kept):
     assert kept(*full) == 3 * 896 and kept(*full, "megatron.recompute_method=block") == 8 * 896 + 16 * layer
 
 
-def test_stages_of_linear_attention_by_hand(tmp_path):
-    """Of 24 layers every fourth has attention: of six layers on a stage one or two."""
-    folder = hub_models.model_folder("Qwen/Qwen3.5-0.8B", tmp_path)
-    keys = [f"model.path={folder}", "parallel.pp=4"]
-    cfg = load_config(str(REPO / "configs/qwen3.5_0.8b_1gpu.yaml"), keys)
-    common, values = 4 * 1024 + 3 * 3584, 16 * 128  # norms and feed-forward; of keys there are as many
-    linear = (
-        3 * values + 3 * values + 16 * 64 + (1 + 1 + 2 + 2 + 1) * values
-    )  # convolution; rule; its norm, gate, product
-    attention = (2048 + 2 * 512 + 2 * 2048 + 512 + 2048) + (1 + 2 + 1) * 2048  # with norms of queries; gates
-    for stage, (rows, full) in enumerate([(4, 1), (3, 2), (2, 1), (1, 2)]):
-        kept, _ = plan.activation_bytes(read_config(folder), cfg, stage)
-        assert kept == rows * 2 * 4096 * (6 * common + (6 - full) * linear + full * attention)
-
-
 def test_states_of_linear_attention_in_vllms_cache(tmp_path):
     """vLLM logs 528 tokens for a block of this shape: as many as hold a state, in multiples of 16."""
     folder = hub_models.model_folder("Qwen/Qwen3.5-4B", tmp_path)
