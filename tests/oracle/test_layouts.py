@@ -7,7 +7,6 @@ The table in docs/dev/layouts.md is written by this file when all of it runs (`m
 import json
 import math
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -177,39 +176,6 @@ def write_table(known: layouts.Results) -> None:
                 cells[number] = f"{worst_gradient(found[layout], wanted)[0]:.0e}"
         lines.append(f"| {layout} | {' | '.join(cells)} |")
     page.write_text(page.read_text().rpartition("| | ")[0] + "\n".join(lines) + "\n")
-
-
-# tests/layout_worker.py on the kernels of vLLM's batch-invariant mode for a FAMILY of GPUs, put under a CPU.
-INVARIANT = """
-import os, runpy
-from types import SimpleNamespace
-from vllm.model_executor.determinism import batch_invariant
-
-batch_invariant.softmax = lambda x, dim=-1: (x - x.logsumexp(dim, keepdim=True)).exp()
-batch_invariant.log_softmax = lambda x, dim=-1: x - x.logsumexp(dim, keepdim=True)
-batch_invariant.mean_dim = lambda x, dim, keepdim: x.sum(dim, keepdim=keepdim) / x.shape[dim]
-batch_invariant.bmm_batch_invariant = lambda a, b: (a[:, :, :, None] * b[:, None]).sum(2)
-batch_invariant.matmul_persistent = lambda a, b, bias=None: (a[:, :, None] * b).sum(1)
-batch_invariant._resolve_block_sizes = lambda: None
-batch_invariant.current_platform = SimpleNamespace(
-    dispatch_key="CPU", is_cuda_alike=lambda: True, is_rocm=lambda: False, is_xpu=lambda: False, is_cuda=lambda: False,
-    is_device_capability_family=lambda family: family == int(os.environ["FAMILY"]),
-)
-batch_invariant.enable_batch_invariant_mode()
-runpy.run_path("tests/layout_worker.py", run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_vllms_batch_invariance_keeps_gradients_from_capability_9_on(fork_server, tmp_path):
-    """Below, rollout.exact=true is refused."""
-    (tmp_path / "invariant.py").write_text(INVARIANT)
-    plan = make_plan(tmp_path, "qwen3_moe", layouts={"tp2": ["parallel.tp=2"]})
-    run = partial(run_worker, fork_server, tmp_path, 2, plan, script=tmp_path / "invariant.py")
-    with pytest.raises(AssertionError, match="matmul_batch_invariant requires both inputs be at least 2D"):
-        run(FAMILY="80")
-    ((found,),) = (each.values() for each in run(FAMILY="90"))
-    check_update(found, reference(tmp_path / "model", make_samples(), found))
 
 
 # Layouts of recipes at their own number of ranks, 8 to 64: one in EVERY, all with --all-starts. The models have the

@@ -77,13 +77,6 @@ def test_keys_and_values_are_told_from_queries_on_any_number_of_ranks(monkeypatc
     assert np.array_equal(found[:, 0], [queries, sum(keys_values)])
 
 
-def test_copies_that_differ_are_refused():
-    same, other = {("norm", 0, False): [1, 2]}, {("norm", 0, False): [1, 3]}
-    assert add_up(["norm"], [same, same]).tolist() == [[[1, 2]], [[0, 0]]]
-    with pytest.raises(TrainingError, match=r"differ: ranks \[2\] have others .*norm"):
-        add_up(["norm"], [same, same, other])
-
-
 # ---------------------------------------------------------------- digests, without vLLM
 
 

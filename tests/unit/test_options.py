@@ -1,6 +1,5 @@
 """What goes to Megatron-core and vLLM as it is: every option that may be given works, every other one is refused."""
 
-import ast
 import fnmatch
 
 import pytest
@@ -33,16 +32,6 @@ def test_the_tables_are_of_the_libraries_here():
             options.check_megatron({name: None}, bridge.CONFIG_CLASSES, "bf16")
     for pattern in (pattern for patterns in options.TABLES["vllm_owned"].values() for pattern in patterns):
         assert fnmatch.filter(engine_options(), pattern), pattern
-
-
-def test_what_the_engine_sets_is_refused_or_left_to_the_user():
-    free = {"enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "enable_sleep_mode"}
-    free |= {"disable_log_stats", "use_tqdm_on_load"}
-    calls = [node for node in ast.walk(ast.parse((REPO / "rollout.py").read_text())) if isinstance(node, ast.Call)]
-    (settings,) = [call for call in calls if {"logprobs_mode"} <= {keyword.arg for keyword in call.keywords}]
-    for name in {keyword.arg for keyword in settings.keywords if keyword.arg} - free:
-        with pytest.raises(UserError, match="is settled by"):
-            options.check_vllm({name: 1})
 
 
 def test_the_document_names_what_works():
