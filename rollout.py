@@ -103,6 +103,7 @@ class Engine:
             cpu_engine.return_routes(self.llm)
         self.return_routes = return_routes
         self.collect = lean.own_loop if return_routes else lean.choose_loop(self.llm.llm_engine)
+        self.asked = {}  # {number of a request: what vLLM was asked}
         self.sleeps = on_gpu and rollout.vllm.get("enable_sleep_mode", True)
         self.sleep_level = rollout.sleep_level
         self.push_check = PushCheck(tp, self.llm)
@@ -115,20 +116,28 @@ class Engine:
             self.sleep()
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int | list[int]
+        self, prompts: list[list[int]], seeds: list[int], n: int, sampling, max_tokens: int
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yield (index of a prompt, its `n` answers) as they finish; `prompts` are token ids, with one seed each.
 
         The same prompt and seed give the same answers on any engine. `sampling`: a section with temperature, top_p,
-        top_k, stop and stop_token_ids; `max_tokens`: of an answer, or a list. An answer has all tokens up to the one in
-        which a text of `stop` ends. Raises RankError if no weights were pushed since `sleep`.
+        top_k, stop and stop_token_ids; `max_tokens`: of an answer, which has all tokens up to the one in which a text
+        of `stop` ends. Raises RankError if no weights were pushed since `sleep`.
         """
+        self.ask([(i, *asked, max_tokens) for i, asked in enumerate(zip(prompts, seeds, strict=True))], n, sampling)
+        steps = self.steps(sampling)
+        left = len(prompts)
+        while left:
+            ended = next(steps)
+            yield from ended
+            left -= len(ended)
+
+    def ask(self, requests: Iterable[tuple[int, list[int], int, int]], n: int, sampling) -> None:
+        """Let the engine sample `n` answers to each (number, prompt, seed, max_tokens) too; see `generate`."""
         if not self.has_weights:
             raise RankError("vLLM did not take up the weight push: none came since it slept, so its weights are stale")
         engine = self.llm.llm_engine
-        limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
-        asked = []
-        for number, (ids, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True)):
+        for number, ids, seed, limit in requests:
             params = self.sampling_params(
                 n=n, seed=seed, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
                 max_tokens=limit, logprobs=0, output_kind=self.final_only, stop_token_ids=sampling.stop_token_ids,
@@ -136,23 +145,32 @@ class Engine:
                 stop=sampling.stop, detokenize=bool(sampling.stop), skip_special_tokens=False,
                 include_stop_str_in_output=True,
             )  # fmt: skip
-            asked.append({name: getattr(params, name) for name in ASKED})  # read back: the constructor changes values
+            # Read back: the constructor changes values.
+            self.asked[number] = {name: getattr(params, name) for name in ASKED}
             engine.add_request(str(number), {"prompt_token_ids": ids}, params)
         if sampling.stop:  # else vLLM decodes each token once more, alone, to show it beside its log-prob
             for state in engine.output_processor.request_states.values():
                 state.logprobs_processor.tokenizer = None
+
+    def steps(self, sampling) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """Yield the (number, answers) of the requests that end in each step of the engine, also if none is left.
+
+        Between two steps `ask` may add others. `sampling` is that of all requests.
+        """
         collect = lean.own_loop if sampling.stop else self.collect
-        for output in collect(engine):
-            number = int(output.request_id)
-            answers = []
-            for answer in output.outputs:
-                if self.return_routes and answer.routed_experts is None:
-                    raise RankError("vLLM returned no routes, which algo.replay_routes needs; set it to false")
-                ids, finished = list(answer.token_ids), answer.finish_reason == "stop"
-                answers.append(
-                    Completion(ids, answer.logprobs, finished, answer.routed_experts, sampling=[asked[number]])
-                )
-            yield number, answers
+        for outputs in collect(self.llm.llm_engine):
+            ended = []
+            for output in outputs:
+                number = int(output.request_id)
+                asked = self.asked.pop(number)
+                answers = []
+                for answer in output.outputs:
+                    if self.return_routes and answer.routed_experts is None:
+                        raise RankError("vLLM returned no routes, which algo.replay_routes needs; set it to false")
+                    ids, finished = list(answer.token_ids), answer.finish_reason == "stop"
+                    answers.append(Completion(ids, answer.logprobs, finished, answer.routed_experts, sampling=[asked]))
+                ended.append((number, answers))
+            yield ended
 
     def load_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], shards: Iterable[tuple[str, int, torch.Tensor]]

@@ -201,9 +201,10 @@ class Repetition:
             wanted |= {"temperature": max(sampling.temperature, 0.01), "top_p": sampling.top_p, "top_k": sampling.top_k}
         wanted["stop_token_ids"] = {*sampling.stop_token_ids, *self.ends}  # vLLM adds some of the model's own
         starts = [0, *itertools.accumulate(row["turns"])]
+        first = seed + number if self.cfg.rollout.turns else seed  # without turns it is asked for the whole group
         wrong = [] if len(row["sampling"]) == len(row["turns"][::2]) else [f"{len(row['sampling'])} requests"]
         for turn, given in enumerate(row["sampling"]):
-            wanted |= {"max_tokens": limit - starts[2 * turn], "seed": seed_of(seed, number, turn) if turn else seed}
+            wanted |= {"max_tokens": limit - starts[2 * turn], "seed": seed_of(seed, number, turn) if turn else first}
             given = given | {"stop_token_ids": {*given["stop_token_ids"], *self.ends}}
             asked = ((name, given.get(name), right) for name, right in wanted.items())
             wrong += [f"{name}={value}, not {right}" for name, value, right in asked if value != right]

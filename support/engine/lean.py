@@ -52,21 +52,21 @@ def lacking(engine) -> list[str]:
     return [f"{part}.{name}" for part, (there, names) in needed.items() for name in names.split() if name not in there]
 
 
-def own_loop(engine) -> Iterator:
-    """Yield the RequestOutput of each request at its end, with the log-probs of its answers as floats."""
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            for answer in output.outputs:
-                pairs = zip(answer.logprobs, answer.token_ids, strict=True)
-                answer.logprobs = [at[token].logprob for at, token in pairs]
-            yield output
+def own_loop(engine) -> Iterator[list]:
+    """Yield, at each step, the RequestOutputs of those that end in it, with the log-probs of answers as floats."""
+    while True:
+        ended = engine.step()
+        for answer in (answer for output in ended for answer in output.outputs):
+            pairs = zip(answer.logprobs, answer.token_ids, strict=True)
+            answer.logprobs = [at[token].logprob for at, token in pairs]
+        yield ended
 
 
-def lean_loop(engine) -> Iterator:
+def lean_loop(engine) -> Iterator[list]:
     """What `own_loop` yields, if requests have no stop texts, which need each token decoded, and return no routes."""
     processor = engine.output_processor
     ids, logps = defaultdict(list), defaultdict(list)
-    while engine.has_unfinished_requests():
+    while True:
         ended = []
         for output in engine.engine_core.get_output().outputs:
             ids[output.request_id] += output.new_token_ids
@@ -76,7 +76,7 @@ def lean_loop(engine) -> Iterator:
                 state.logprobs_processor.logprobs = logps.pop(output.request_id)
                 output.new_token_ids, output.new_logprobs = ids.pop(output.request_id), None
                 ended.append(output)
-        yield from processor.process_outputs(ended).request_outputs
+        yield processor.process_outputs(ended).request_outputs
 
 
 def skip_no_ops(scheduler) -> None:

@@ -5,6 +5,8 @@ Each turn is sampled from the ids of prompt and response so far: what vLLM sampl
 
 import inspect
 from collections.abc import Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -48,54 +50,70 @@ class Conversations:
     def generate(
         self, prompts: list[list[int]], seeds: list[int], n: int, sampling: RolloutConfig | EvalConfig, max_tokens: int
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yield (number of the prompt, its `n` conversations of at most `max_tokens`) once all of them have ended."""
+        """Yield (number of the prompt, its `n` conversations of at most `max_tokens`) once all of them have ended.
+
+        Each goes on as soon as its reply is there, while the engine samples the answers of others.
+        """
         talks = [
-            [Talk(p, i, Completion([], [], False, columns={"turns": [], "state": {}})) for i in range(n)]
+            Talk(p, i, Completion([], [], False, columns={"turns": [], "state": {}}))
             for p in range(len(prompts))
+            for i in range(n)
         ]
-        asked = talks  # to which conversations the engine's answers belong
-        answers = self.engine.generate(prompts, seeds, n, sampling, max_tokens)
-        unfinished = set(range(len(prompts)))  # prompts with active conversations
-        for turn in range(1, self.cfg.rollout.max_turns + 1):
-            budget = max_tokens if turn < self.cfg.rollout.max_turns else 0
-            active = [talk for talk, outcome in self.take_answers(answers, asked) if self.reply(talk, outcome, budget)]
-            for p in sorted(unfinished - {talk.prompt for talk in active}):
-                unfinished.remove(p)
-                yield p, [talk.said for talk in talks[p]]
-            if not active:
-                return
-            asked = [[talk] for talk in active]
-            answers = self.engine.generate(
-                [prompts[talk.prompt] + talk.said.ids for talk in active],
-                [turn_seed(seeds[talk.prompt], talk.number, turn) for talk in active],
-                1,
-                sampling,
-                [max_tokens - len(talk.said.ids) for talk in active],
-            )
-
-    def take_answers(self, answers: Iterator, asked: list[list[Talk]]) -> list[tuple[Talk, Outcome]]:
-        """Add the engine's answers to their conversations; what the environment says to those that are complete."""
-        rollout = self.cfg.rollout
-        is_first = dist.get_rank() % rollout.tp == 0
-        answered = []
-        calls = []
-        for number, completions in answers:
-            texts = self.inputs.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
-            for talk, answer, text in zip(asked[number], completions, texts, strict=True):
-                talk.add(answer.ids, answer.logps, text)
-                talk.said.routes = answer.routes  # of all tokens up to here
-                talk.said.finished = answer.finished
-                talk.said.sampling += answer.sampling
+        active = {*range(len(talks))}  # numbers of the conversations that have not ended
+        asked = range(len(talks))  # of those whose next answer is to be sampled
+        calls = {}  # {number: call of the environment} of those that await a reply
+        steps = self.engine.steps(sampling)
+        while active:
+            requests = []
+            for number in asked:
+                p, i, said = talks[number]
+                seed = turn_seed(seeds[p], i, len(said.turns) // 2)
+                requests.append((number, prompts[p] + said.ids, seed, max_tokens - len(said.ids)))
+            self.engine.ask(requests, 1, sampling)
+            asked, ended = [], []
+            for number, (answer,) in next(steps):
+                self.add_answer(talks[number], answer)
                 if answer.finished:
-                    answered.append(talk)
-                    if is_first:  # while the engine samples the other answers
-                        state = talk.said.columns["state"]
-                        calls.append(self.pool.submit_turn(rollout.turns, text, self.rows[talk.prompt], state))
-        outcomes = broadcast_in_engine([call.result() for call in calls], rollout.tp)
-        return list(zip(answered, outcomes, strict=True))
+                    calls[number] = self.call(talks[number])
+                else:
+                    ended.append(number)
+            for number, outcome in self.take_replies(calls, wait=len(calls) + len(ended) == len(active)):
+                goes_on = self.reply(talks[number], outcome, max_tokens)
+                (asked if goes_on else ended).append(number)
+            active -= {*ended}
+            for p in sorted({talks[number].prompt for number in ended}):
+                group = range(p * n, p * n + n)
+                if active.isdisjoint(group):
+                    yield p, [talks[number].said for number in group]
 
-    def reply(self, talk: Talk, outcome: Outcome, budget: int) -> bool:
-        """Add the environment's reply to the last answer; returns whether the model goes on. Budget 0: last turn."""
+    def add_answer(self, talk: Talk, answer: Completion) -> None:
+        talk.add(answer.ids, answer.logps, self.inputs.tokenizer.decode(answer.ids, skip_special_tokens=True))
+        talk.said.routes = answer.routes  # of all tokens up to here
+        talk.said.finished = answer.finished
+        talk.said.sampling += answer.sampling
+
+    def call(self, talk: Talk) -> Future | None:
+        """Queue the environment's reply to the last answer; None on the engine's ranks that call no functions."""
+        rollout, columns = self.cfg.rollout, talk.said.columns
+        if dist.get_rank() % rollout.tp:
+            return None
+        return self.pool.submit_turn(rollout.turns, columns["turns"][-1], self.rows[talk.prompt], columns["state"])
+
+    def take_replies(self, calls: dict[int, Future | None], wait: bool) -> list[tuple[int, Outcome]]:
+        """Take the calls that are done out of `calls`, the same on all ranks of the engine; `wait` for one of them."""
+        replies = []
+        if dist.get_rank() % self.cfg.rollout.tp == 0:
+            if wait:  # nothing is left to sample meanwhile
+                futures.wait(calls.values(), return_when=futures.FIRST_COMPLETED)
+            replies = [(number, call.result()) for number, call in calls.items() if call.done()]
+        if calls:
+            replies = broadcast_in_engine(replies, self.cfg.rollout.tp)
+        for number, _ in replies:
+            del calls[number]
+        return replies
+
+    def reply(self, talk: Talk, outcome: Outcome, max_tokens: int) -> bool:
+        """Add the environment's reply to the last answer; returns whether the model goes on."""
         said = talk.said
         if outcome.status != "ok":
             error = FAILED + outcome.error if outcome.error else ""
@@ -103,14 +121,14 @@ class Conversations:
             return False
         text = outcome.parts["reply"]
         said.columns["state"] = outcome.parts["state"]
-        if text is None or not budget:
+        if text is None or len(said.turns[::2]) == self.cfg.rollout.max_turns:
             return False
         ids = reply_ids(text, said.ids[-1], self.inputs.tokenizer, self.cfg.data)
         problem = missing_row("its reply", ids, self.inputs.tokenizer, self.inputs.vocab_size)
         if problem:
             said.failure = Outcome(status="error", error=FAILED + problem)
             return False
-        said.finished = len(said.ids) + len(ids) < budget  # there is room for one more token, of the model
+        said.finished = len(said.ids) + len(ids) < max_tokens  # there is room for one more token, of the model
         if said.finished:
             talk.add(ids, [0.0] * len(ids), text)
         return said.finished
@@ -127,8 +145,8 @@ def reply_ids(text: str, last: int, tokenizer, data) -> list[int]:
 
 
 def turn_seed(seed: int, answer: int, turn: int) -> int:
-    """Seed of the turn after `turn`, of a prompt's answer; the first turn has the prompt's own `seed`."""
-    return int(np.random.SeedSequence([seed, answer, turn]).generate_state(1)[0])
+    """Seed of a turn of a prompt's answer; that of the first, turn 0, is as vLLM seeds several answers."""
+    return seed + answer if turn == 0 else int(np.random.SeedSequence([seed, answer, turn]).generate_state(1)[0])
 
 
 def broadcast_in_engine(value: Any, tp: int) -> Any:

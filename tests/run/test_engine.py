@@ -89,7 +89,11 @@ limits = [1, 31, 32, 33, 70, 2, 64, 40]
 def sample(temperature):
     n = 3 if temperature else 1  # vLLM refuses equal answers
     sampling = cfg.rollout.model_copy(update={"temperature": temperature})
-    first = dict(engine.generate(prompts, range(8), n, sampling, limits))
+    engine.ask([(i, prompts[i], i, limits[i]) for i in range(8)], n, sampling)
+    steps, first = engine.steps(sampling), {}
+    while len(first) < 8:
+        first |= next(steps)
+    assert next(steps) == []
     longer = [prompts[i] + first[i][0].ids for i in range(8)]  # as a second turn does: its blocks are cached
     return first, dict(engine.generate(longer, range(8), 1, sampling.model_copy(update={"stop_token_ids": [5]}), 20))
 

@@ -20,19 +20,23 @@ EOS = 0
 
 
 class Script:
-    """rollout.Engine that plays what it is given: (prompt, seed) → answers, each ending with EOS or cut off."""
+    """rollout.Engine that plays what it is given: seed → answer, ending with EOS or cut off; one a step, the last."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
+        self.asked = []
 
-    def generate(self, prompts, seeds, n, sampling, max_tokens):
-        limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
-        for number, (seed, limit) in reversed([*enumerate(zip(seeds, limits, strict=True))]):
-            answers = []
-            for i in range(n):
-                ids = [*self.tokenizer(str(seed + i)[-2:])["input_ids"], EOS][:limit]
-                answers.append(Completion(ids, [-1.0] * len(ids), ids[-1] == EOS))
-            yield number, answers
+    def ask(self, requests, n, sampling):
+        self.asked += requests
+
+    def steps(self, sampling):
+        while True:
+            ended = []
+            if self.asked:
+                number, _, seed, limit = self.asked.pop()
+                ids = [*self.tokenizer(str(seed)[-2:])["input_ids"], EOS][:limit]
+                ended = [(number, [Completion(ids, [-1.0] * len(ids), ids[-1] == EOS)])]
+            yield ended
 
 
 @pytest.fixture
