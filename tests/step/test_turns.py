@@ -83,6 +83,76 @@ def test_conversations_do_not_depend_on_each_other(converse):
         assert alone[p] == together[p]
 
 
+PATIENT = """
+import os, random, time
+
+def play(text, row, state):
+    while row["prompt"] == "0>" and not os.path.exists("ENDED"):  # in each of its turns
+        time.sleep(0.01)
+    time.sleep(random.random() / 20)
+    state["said"] = state.get("said", "") + text[:2]
+    return state["said"] if len(state["said"]) < 7 else None
+"""
+ALONE = """
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from config import Config
+from oracle.algorithm import seed_of
+from rollout import Engine
+from support.base import ranks, user_code
+from support.data.prompts import load_tokenizer
+from support.step.grading import GradingPool
+from support.step.turns import Conversations
+
+ranks.join_ranks(timeout_s=600)
+cfg = Config(
+    model={"path": "MODEL", "dtype": "fp32"}, data={"train": "-", "chat_template": False},
+    rollout={"turns": "PLAY:play", "tp": 2}, reward={"workers": 4, "timeout_s": 100},
+)
+engine = Engine("MODEL", cfg.model, cfg.rollout, 128, asleep=False)
+tokenizer = load_tokenizer("MODEL")
+play = user_code.load_function("rollout.turns", "PLAY:play")
+rows = [{"prompt": f"{p}>"} for p in range(4)]
+prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
+
+def alone(p, i):
+    ids, logps, state = [], [], {}
+    for turn in range(cfg.rollout.max_turns):
+        seed = seed_of(p, i, turn) if turn else p + i
+        ((_, (answer,)),) = engine.generate([prompts[p] + ids], [seed], 1, cfg.rollout, 100 - len(ids))
+        ids, logps = ids + answer.ids, logps + answer.logps
+        text = play(tokenizer.decode(answer.ids, skip_special_tokens=True), rows[p], state) if answer.finished else None
+        reply = tokenizer(text or "", add_special_tokens=False)["input_ids"]
+        if text is None or turn + 1 == cfg.rollout.max_turns or len(ids + reply) >= 100:
+            return ids, logps
+        ids, logps = ids + reply, logps + [0.0] * len(reply)
+
+inputs = SimpleNamespace(tokenizer=tokenizer, vocab_size=len(tokenizer))
+together = Conversations(engine, GradingPool(cfg.reward), inputs, cfg, rows)
+found = {}
+for p, group in together.generate(prompts, range(4), 8, cfg.rollout, 100):
+    found[p] = [(talk.ids, talk.logps) for talk in group]
+    if len(found) == 3:
+        Path("ENDED").touch()
+assert [*found][-1] == 0
+assert found == {p: [alone(p, i) for i in range(8)] for p in range(4)}
+assert {len(talk.turns) for talk in group} > {1, 3}
+os._exit(0)
+"""
+
+
+def test_they_do_not_wait_for_each_other(fork_server, tiny, tmp_path):
+    """One prompt's environment replies once the others' conversations have ended. Each has the bits of one alone."""
+    names = {"MODEL": tiny / "model", "PLAY": tmp_path / "play.py", "ENDED": tmp_path / "ended"}
+    for file, text in (("play.py", PATIENT), ("alone.py", ALONE)):
+        for name, path in names.items():
+            text = text.replace(name, str(path))
+        (tmp_path / file).write_text(text)
+    printed = tmp_path / "output.txt"
+    assert fork_server.run(printed, tmp_path / "alone.py", nproc=2) == 0, printed.read_text()
+
+
 HOSTILE = {
     "hangs": ("time.sleep(1000)", "timeout", ""),
     "raises": ('return row["nothing"]', "error", r"rollout.turns failed: KeyError: 'nothing' \(play.py, line \d+\)"),
