@@ -120,6 +120,16 @@ def test_the_credit_of_a_critic_by_hand(fork):
     assert talk.advantage == pytest.approx(white[0], rel=1e-6)
 
 
+def test_a_conversation_of_several_samples_counts_once_in_its_group(fork):
+    module = fork("template_history")
+    samples = [module.Sample(0, [1], [2], [-1.0], True, "", "", reward=r) for r in (1.0, 1.0, 1.0, 0.0)]
+    for sample, turn in zip(samples, (0, 1, 2, 0), strict=True):
+        sample.turn = turn
+    algo = SimpleNamespace(advantage="dr_grpo", kl_coef=0)
+    got = module.add_advantages(samples, module.flatten(samples), algo)
+    assert got.advantages.tolist() == [0.5, 0.5, 0.5, -0.5]  # less the mean of 1 and 0, not of 1, 1, 1 and 0
+
+
 @pytest.mark.slow
 def test_a_critic_goes_on_as_if_it_had_not_been_stopped(tiny, tmp_path):
     """And learns the same on one rank, and on two that share a layer or the layers, as on two replicas."""
