@@ -26,6 +26,7 @@ def rows(task: str, config: str = "{}") -> Iterator[dict]:
 
 @functools.cache
 def dataset_of(task: str, config: str):
+    """The task's ProceduralDataset. Raises ValueError that names the nearest tasks."""
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=5, cutoff=0.4) or sorted(DATASETS)
         raise ValueError(f"reasoning-gym has no task {task!r}; the nearest are {', '.join(near)}")

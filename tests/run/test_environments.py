@@ -1,19 +1,18 @@
 """Environments of reasoning-gym and verifiers, which only these tests install: bad input, and runs that learn."""
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
-from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPO
-from tests.pools import grade, grade_with, pool_of
 
 pytestmark = pytest.mark.slow
 
-LIBRARIES = ("reasoning-gym==0.1.25", "verifiers==0.4.0")
 GUESS = """
 import verifiers.v1 as vf
 
@@ -55,6 +54,20 @@ __all__ = ["Numbers", "HigherOrLower"]
 """
 
 
+TALK = """
+import json, sys
+from of_verifiers import play, score
+
+for file, *answers in json.loads(sys.argv[1]):
+    row, state = {"env": file, "task": {"prompt": ">", "number": 3}}, {}
+    try:
+        replies = [play(answer, row, state) for answer in answers]
+        print(json.dumps([replies, score("", "", {**row, "state": state, "turns": state["turns"][:-1]})]))
+    except RuntimeError as error:
+        print(json.dumps(str(error)))
+"""
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
     """The PYTHONPATH with both libraries, what they need beside our environment, and the taskset above."""
@@ -63,54 +76,40 @@ def path(tmp_path_factory) -> str:
     (site,) = folder.glob("lib/*/site-packages")
     (site / "ours.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})")
     pip = [sys.executable, "-m", "pip", "--quiet", "--python", folder / "bin/python"]
-    subprocess.run([*pip, "install", *LIBRARIES], check=True)
+    subprocess.run([*pip, "install", "reasoning-gym==0.1.25", "verifiers==0.4.0"], check=True)
     (site / "guess.py").write_text(GUESS)
-    return f"{REPO}:{site}"
+    return f"{REPO}:{REPO / 'rewards'}:{site}"
 
 
-def puzzles(path: str, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "rewards/of_reasoning_gym.py", *arguments]
-    return subprocess.run(command, cwd=REPO, env={"PYTHONPATH": path}, capture_output=True, text=True)
+def python(path: str, *arguments: str) -> subprocess.CompletedProcess:
+    settings = {"cwd": REPO, "env": {**os.environ, "PYTHONPATH": path}, "text": True}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, **settings)
 
 
-def test_puzzles_have_the_score_of_their_task(path, monkeypatch):
-    """The scorer of rearc compares tuples, and gives its right answer 0.05 where they are lists."""
-    monkeypatch.setenv("PYTHONPATH", path)
-    row = json.loads(puzzles(path, "rearc", '{"size": 1}').stdout)
-    texts = (f"<answer>{row['answer']}</answer>", row["answer"])
-    jobs = [("", text, "", row) for text in texts]
-    right, untagged = grade_with("custom", jobs, custom="rewards/of_reasoning_gym.py:score")
-    assert right.parts == {"reward": 1.0} and untagged.parts == {"reward": 0.0}
-    said = puzzles(path, "chainsum").stderr
+def test_puzzles_have_the_score_of_their_task(path):
+    """The scorer of rearc compares tuples: as lists, its own answers have 0.05."""
+    row = json.loads(python(path, "rewards/of_reasoning_gym.py", "rearc", '{"size": 1}').stdout)
+    texts = [f"<answer>{row['answer']}</answer>", row["answer"]]
+    code = f"from of_reasoning_gym import score; print([score(text, '', {row!r}) for text in {texts!r}])"
+    assert python(path, "-c", code).stdout == "[1.0, 0.0]\n"
+    said = python(path, "rewards/of_reasoning_gym.py", "chainsum").stderr
     assert said.startswith("reasoning-gym has no task 'chainsum'; the nearest are chain_sum,") and said.count("\n") == 1
 
 
-def test_a_conversation_is_that_of_the_environment(path, monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", path)
-
-    def talk(settings: str, *answers: str) -> list:
-        """The replies to the answers, by their errors where they fail, and the outcome of the reward."""
-        (tmp_path / "guess.toml").write_text(f'[env]\ntaskset = {{id = "guess", task = {{{settings}}}}}\n')
-        row = {"env": str(tmp_path / "guess.toml"), "task": {"prompt": ">", "number": 3}, "turns": []}
-        found, state = [], {}
-        with closing(pool_of("custom", custom="rewards/of_verifiers.py:score")) as pool:
-            for text in answers:
-                outcome = pool.submit_turn("rewards/of_verifiers.py:play", text, row, state).result()
-                found.append(outcome.parts.get("reply", outcome.error))
-                row["turns"] += [text, found[-1]]
-                state = outcome.parts.get("state", {})
-            return [*found, *grade(pool, [("", "", "", row | {"turns": row["turns"][:-1], "state": state})])]
-
-    *replies, outcome = talk("", "1", "5", "3")
-    assert replies == ["+", "-", None] and outcome.parts == {"right": 2.0, "guesses": pytest.approx(0.3)}
-    *_, outcome = talk("", "1", "5")  # cut off: what verifiers gives at max_turns
-    assert outcome.parts == {"right": 0.0, "guesses": pytest.approx(0.2)}
-    reply, _ = talk("says = 3", "1")
-    assert "HigherOrLower.run(): TypeError: 'int' object" in reply
-    reply, _ = talk('says = [{role = "user", content = [{type = "text", text = "+"}]}]', "1")
-    assert "it returned a list; legal are a text and None" in reply
-    *_, outcome = talk('wrong = "no"', "x")
-    assert "task Guess scoring: ValueError: could not convert string to float: 'no'" in outcome.error
+def test_a_conversation_is_that_of_the_environment(path, tmp_path):
+    """Its rewards at the end and where it was cut off, and a line for what is no text and no number."""
+    files = []
+    for number, settings in enumerate(("", "says = 3", 'wrong = "no"')):
+        files.append(f"{tmp_path}/{number}.toml")
+        Path(files[-1]).write_text(f'[env]\ntaskset = {{id = "guess", task = {{{settings}}}}}\n')
+    talks = [(files[0], "1", "5", "3"), (files[0], "1", "5"), (files[1], "1"), (files[2], "x")]
+    found = python(path, "-c", TALK, json.dumps(talks))
+    assert list(map(json.loads, found.stdout.splitlines())) == [
+        [["+", "-", None], {"guesses": 0.3, "right": 2.0}],
+        [["+", "-"], {"guesses": 0.2, "right": 0.0}],
+        "HigherOrLower.run(): TypeError: 'int' object is not iterable",
+        "task Guess scoring: ValueError: could not convert string to float: 'no'",
+    ], found.stderr
 
 
 GYM = ("reward.custom=rewards/of_reasoning_gym.py:score", 'reward.options.custom={tag: ""}', "data.max_prompt_tokens=8")
@@ -122,10 +121,13 @@ VERIFIERS = (
 
 @pytest.mark.parametrize(("config", "keys"), [("tiny", GYM), ("tiny_turns", VERIFIERS)], ids=["gym", "verifiers"])
 def test_the_reward_of_a_run_rises(config, keys, path, start, tmp_path):
-    rows = puzzles(path, "chain_sum", '{"size": 100, "min_terms": 1, "max_terms": 1, "max_digits": 1}').stdout
-    (tmp_path / "one.jsonl").write_text(rows)
-    (tmp_path / "guess.toml").write_text('[env]\ntaskset = {id = "guess"}\n')
-    data = tmp_path / {"tiny": "one.jsonl", "tiny_turns": "guess.toml"}[config]
+    """In 20 steps: the model copies a digit; it learns to guess digits, and to guess again."""
+    data = tmp_path / "data.toml"
+    data.write_text('[env]\ntaskset = {id = "guess"}\n')
+    if config == "tiny":
+        task = ("chain_sum", '{"size": 100, "min_terms": 1, "max_terms": 1, "max_digits": 1}')
+        data = tmp_path / "data.jsonl"
+        data.write_text(python(path, "rewards/of_reasoning_gym.py", *task).stdout)
     run = start(2, f"data.train={data}", *keys, "train.steps=20", config=config, PYTHONPATH=path)
     assert run.process.wait(600) == 0, run.text
     rewards = [line["reward/mean"] for line in run.metrics]
