@@ -1,0 +1,96 @@
+"""The recipes for losses of the last year: numbers worked by hand, and formulas written once more, as loops."""
+
+import math
+
+import pytest
+import torch
+
+from config import AlgoConfig
+
+F64 = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def f64(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def losses(script, kind: str, p: torch.Tensor, old: torch.Tensor, advantages, mask, sequence, **keys) -> tuple:
+    """The loss of each token, its gradient by log p, and what counts as clipped."""
+    logp = p.log().requires_grad_()
+    algo = AlgoConfig(loss=kind, **keys)
+    loss, clipped = script.policy_loss(logp, old.log(), advantages, mask, torch.tensor(sequence), algo)
+    return loss.detach(), torch.autograd.grad(loss.sum(), logp)[0], clipped
+
+
+def test_drpo_by_hand(fork):
+    """p from 1/2 to 0.8, so its ratio is 1.6: a gradient of -1.6 A w, w = 1 -+ 0.3 / delta."""
+    script, p, old = fork("drpo"), f64(0.8, 0.8), f64(0.5, 0.5)
+    for delta, loss, gradient in ((0.5, [-1.42, 1.78], [-0.64, 2.56]), (0.2, [-1.15, 2.05], [0.8, 4.0])):
+        got = losses(script, "drpo", p, old, f64(1, -1), torch.ones(2), [0, 1], clip_high=delta)
+        torch.testing.assert_close(got[0], f64(*loss), **F64)
+        torch.testing.assert_close(got[1], f64(*gradient), **F64)
+
+
+def test_vespo_by_hand(fork):
+    """An answer of ratios 2, (an environment's token) and 1, one of ratio 1/2, and one whose ratio is beyond floats."""
+    p, old = f64(0.8, 0.9, 0.3, 0.2, 1.0), f64(0.4, 0.1, 0.3, 0.4, 1e-320)
+    mask, advantages = f64(1, 0, 1, 1, 1), f64(1, 1, 1, -1, -1)
+    _, gradient, _ = losses(fork("vespo"), "vespo", p, old, advantages, mask, [0, 0, 0, 1, 2])
+    above, below = 2**2 * math.exp(3 * (1 - 2)), 0.5**3 * math.exp(2 * (1 - 0.5))
+    torch.testing.assert_close(gradient[[0, 2, 3, 4]], f64(-above, -above, below, 0), **F64)
+
+
+def test_cppo_by_hand(fork):
+    """Weights 1, 0.9, 0.8. The first token's drift of 0.1 is within 0.15, and leaves 0.15 + 0.015 - 0.1 = 0.065 to the
+    second's 0.09; the third has -0.0115. A token that moves back stays, and the next answer begins anew."""
+    script, old = fork("cppo"), f64(0.5, 0.5, 0.5, 0.5, 0.5, 0.5)
+    p, mask, sequence = f64(0.6, 0.1, 0.6, 0.6, 0.6, 0.66), f64(1, 0, 1, 1, 1, 1), [0, 0, 0, 0, 1, 2]
+    out = [(1, [0, 0, 1, 1, 0, 1]), (-1, [0] * 6)]
+    for sign, want in out:
+        loss, _, clipped = losses(script, "cppo", p, old, sign * torch.ones(6), mask, sequence, clip_high=0.15)
+        assert clipped.tolist() == want
+        torch.testing.assert_close(loss, -sign * p / old * (1 - f64(*want)), **F64)
+
+
+def test_cppo_is_its_algorithm_1(fork):
+    """A loop over the tokens of three answers, which drift ever more, with the sums as the paper writes them."""
+    sizes, want = (250, 1, 149), []
+    generator = torch.Generator().manual_seed(0)
+    drift, advantages = torch.randn(2, 400, generator=generator, dtype=torch.float64)
+    drift = drift * 0.05 * torch.cat([torch.linspace(0, 1, size) for size in sizes])
+    for size in sizes:
+        spent = total = 0.0
+        for t in range(size):
+            moved, a = drift[len(want)], advantages[len(want)]
+            w = 1 - 0.2 * t / max(size - 1, 1)
+            allowed = min(0.04, 0.04 + 0.015 * total - spent)
+            want.append(float(a * moved > 0 and w * abs(moved) > allowed))
+            spent, total = spent + w * abs(moved), total + w
+    old, sequence = (
+        torch.full((400,), 0.5, dtype=torch.float64),
+        [n for n, size in enumerate(sizes) for _ in range(size)],
+    )
+    got = losses(fork("cppo"), "cppo", old + drift, old, advantages, torch.ones(400), sequence, clip_high=0.04)[2]
+    assert got.tolist() == want and 20 < sum(want) < 200
+
+
+def test_fipo_by_hand(fork):
+    """Each token by the double sum over those after it in its answer; then what is clipped or left out."""
+    script, generator = fork("fipo"), torch.Generator().manual_seed(0)
+    x = 0.005 * torch.rand(40, generator=generator, dtype=torch.float64)
+    sequence = torch.tensor([0] * 27 + [1] * 13)
+    mask = (torch.rand(40, generator=generator) > 0.2).double()
+    want = [
+        sum(2 ** ((t - k) / 32) * x[k] * mask[k] for k in range(t, 40) if sequence[k] == sequence[t]) for t in range(40)
+    ]
+    got = script.future_weight(x, torch.ones(40), mask, sequence)
+    torch.testing.assert_close(got, torch.stack(want).exp(), **F64)
+    # Ratios 1.01, 11 and 1.1. Where A < 0 the 11 does not count, and has weight 1. No weight is below 1.
+    x, half = f64(1.01, 11, 1.1).log(), 2 ** (-1 / 32)
+    for sign, want in ((1, [1.2, 1.2, 1.1]), (-1, [1.01 * 1.1 ** (half**2), 1, 1.1])):
+        got = script.future_weight(x, sign * torch.ones(3), torch.ones(3), torch.zeros(3))
+        torch.testing.assert_close(got, f64(*want), **F64)
+    assert script.future_weight(f64(-1), torch.ones(1), torch.ones(1), torch.zeros(1)).tolist() == [1]
+    # The weight is a factor of the advantage, before the clip; it has no gradient.
+    loss, gradient, _ = losses(script, "fipo", f64(0.55), f64(0.5), torch.ones(1), torch.ones(1), [0], clip_high=0.28)
+    assert (loss.item(), gradient.item()) == pytest.approx((-1.1 * 1.1, -1.1 * 1.1), rel=1e-12)
