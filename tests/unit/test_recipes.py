@@ -1,7 +1,9 @@
 """The recipes for losses of the last year: numbers worked by hand, and formulas written once more, as loops."""
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,3 +96,19 @@ def test_fipo_by_hand(fork):
     # The weight is a factor of the advantage, before the clip; it has no gradient.
     loss, gradient, _ = losses(script, "fipo", f64(0.55), f64(0.5), torch.ones(1), torch.ones(1), [0], clip_high=0.28)
     assert (loss.item(), gradient.item()) == pytest.approx((-1.1 * 1.1, -1.1 * 1.1), rel=1e-12)
+
+
+def test_pass_at_k_by_hand(fork):
+    """One right of four: half of the 6 pairs fail, two thirds of a wrong answer's. So (1/2 - 2/3) / (1/2)."""
+    advantages, group = fork("pass_k").group_advantages, np.zeros(4)
+    np.testing.assert_allclose(advantages(np.array([0, 1.0, 0, 0]), group, "pass@2"), [-1 / 3, 1, -1 / 3, -1 / 3])
+    assert advantages(np.array([1, 1.0, 1, 0]), group, "pass@2").tolist() == [0] * 4  # every pair passes
+    assert advantages(np.array([1, 2.0, 1, 1]), group, "pass@2").tolist() == [0] * 4
+    r = np.array([1.0, 0, 0, 1, 0, 0, 0])
+    np.testing.assert_allclose(advantages(r, np.zeros(7), "pass@1"), (r - r.mean()) / r.std())
+    # All groups of 3 of the 7, GRPO among them, and the mean of those that an answer is in.
+    sets = list(itertools.combinations(range(7), 3))
+    best = np.array([r[list(members)].max() for members in sets])
+    white = (best - best.mean()) / best.std()
+    want = [np.mean([a for a, members in zip(white, sets, strict=True) if i in members]) for i in range(7)]
+    np.testing.assert_allclose(advantages(r, np.zeros(7), "pass@3"), want)
