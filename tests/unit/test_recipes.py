@@ -1,13 +1,18 @@
 """The recipes for losses of the last year: numbers worked by hand, and formulas written once more, as loops."""
 
+import dataclasses
 import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import megatron_bridge as bridge
 from config import AlgoConfig
+from tests.conftest import build_model, tiny_config, tiny_model
+from tests.oracle.plain import chosen, token_logps
 
 F64 = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -112,3 +117,33 @@ def test_pass_at_k_by_hand(fork):
     white = (best - best.mean()) / best.std()
     want = [np.mean([a for a, members in zip(white, sets, strict=True) if i in members]) for i in range(7)]
     np.testing.assert_allclose(advantages(r, np.zeros(7), "pass@3"), want)
+
+
+def test_echo_by_hand_and_by_plain_transformers(world, fork, tmp_path):
+    """Replies of two tokens, of one and of none, in an update of 6 sampled tokens and without a reward: loss and
+    gradient are those of the replies' cross-entropy, and no other number of the report knows the replies."""
+    cfg, script = tiny_config(f"model.path={tiny_model(tmp_path / 'model')}", "algo.entropy_coef=0"), fork("echo")
+    model = build_model(cfg)
+    optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
+    talks = [([3, 4], [5, 6, 7, 8], [1, 2, 1]), ([3, 4], [9, 2, 3], [1, 1, 1]), ([5], [6, 7], [2])]
+    samples = [script.Sample(0, ids, answer, [-1.0] * len(answer), True, "", "", turns) for ids, answer, turns in talks]
+    batch = script.flatten(samples)
+    batch = dataclasses.replace(batch, weights=batch.mask.float(), advantages=torch.zeros(len(batch.tokens)))
+    trained = script.with_replies(batch, [0, 1, 2])
+    # Targets 4 | 5 6 7 8, 4 | 9 2 3 and 6 7; 0.05 * 6 / (3 * 2) for a token of two, twice that for the one alone.
+    want = torch.tensor([0, 1, -0.05, -0.05, 1, 0, 1, -0.1, 1, 1, 1])
+    torch.testing.assert_close(trained.weights, want)
+    was, now = [
+        script.forward_backward(model, optimizer, script.to_micro_batches(rows, [0, 1, 2], 64, cfg), cfg)
+        for rows in (batch, trained)
+    ]
+    assert was.keys() == now.keys() and was["loss"] == 0 and was["tokens"] == was["denominator"] == 6
+    assert {key for key in was if was[key] != now[key] and not math.isnan(was[key] or 0)} == {"loss"}
+    plain, loss = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), 0.0
+    for (ids, answer, _), replies in zip(talks, ([1, 2], [1], []), strict=True):
+        row = {"prompt_ids": ids, "response_ids": answer}
+        loss -= 0.05 / 3 * chosen(token_logps(plain, row, 1.0), row)[replies].sum() / max(len(replies), 1)
+    loss.backward()
+    assert now["loss"] / now["denominator"] == pytest.approx(loss.item(), rel=1e-5)
+    (norm,) = [w for name, w in model[0].named_parameters() if name.endswith("final_layernorm.weight")]
+    torch.testing.assert_close(norm.main_grad, plain.model.norm.weight.grad, rtol=1e-4, atol=1e-8)
