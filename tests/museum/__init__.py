@@ -24,7 +24,7 @@ class Exhibit:
     function: str  # "module:function" or "module:Class.method" that has the bug
     before: str  # a piece of its source, once in it
     after: str  # what the bug has there
-    seen: str = "check"  # who notices it: "run", by an error, "start", before any step, "check", on the folder, "test"
+    seen: str = "check"  # who notices it, of runs.RANKING: the "run", by an error, its "start", "check", on its folder
     message: str = ""  # a piece of the error; of `make check` the first item that parts; of a test its id, file::name
     where: str = ""  # trackers' issues, "owner/name#number" or "name#number"; empty: a class of failures without one
     setting: str = "plain"  # key of SETTINGS: the options of the run
