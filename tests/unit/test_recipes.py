@@ -59,28 +59,6 @@ def test_cppo_by_hand(fork):
         torch.testing.assert_close(loss, -sign * p / old * (1 - f64(*want)), **F64)
 
 
-def test_cppo_is_its_algorithm_1(fork):
-    """A loop over the tokens of three answers, which drift ever more, with the sums as the paper writes them."""
-    sizes, want = (250, 1, 149), []
-    generator = torch.Generator().manual_seed(0)
-    drift, advantages = torch.randn(2, 400, generator=generator, dtype=torch.float64)
-    drift = drift * 0.05 * torch.cat([torch.linspace(0, 1, size) for size in sizes])
-    for size in sizes:
-        spent = total = 0.0
-        for t in range(size):
-            moved, a = drift[len(want)], advantages[len(want)]
-            w = 1 - 0.2 * t / max(size - 1, 1)
-            allowed = min(0.04, 0.04 + 0.015 * total - spent)
-            want.append(float(a * moved > 0 and w * abs(moved) > allowed))
-            spent, total = spent + w * abs(moved), total + w
-    old, sequence = (
-        torch.full((400,), 0.5, dtype=torch.float64),
-        [n for n, size in enumerate(sizes) for _ in range(size)],
-    )
-    got = losses(fork("cppo"), "cppo", old + drift, old, advantages, torch.ones(400), sequence, clip_high=0.04)[2]
-    assert got.tolist() == want and 20 < sum(want) < 200
-
-
 def test_fipo_by_hand(fork):
     """Each token by the double sum over those after it in its answer; then what is clipped or left out."""
     script, generator = fork("fipo"), torch.Generator().manual_seed(0)
