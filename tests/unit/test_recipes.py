@@ -70,23 +70,23 @@ def test_fipo_by_hand(fork):
     ]
     got = script.future_weight(x, torch.ones(40), mask, sequence)
     torch.testing.assert_close(got, torch.stack(want).exp(), **F64)
-    # Ratios 1.01, 11 and 1.1. Where A < 0 the 11 does not count, and has weight 1. No weight is below 1.
-    x, half = f64(1.01, 11, 1.1).log(), 2 ** (-1 / 32)
-    for sign, want in ((1, [1.2, 1.2, 1.1]), (-1, [1.01 * 1.1 ** (half**2), 1, 1.1])):
-        got = script.future_weight(x, sign * torch.ones(3), torch.ones(3), torch.zeros(3))
+    # Where A < 0 a ratio of 11 does not count, and has weight 1. No weight is below 1.
+    ratios, two_on = f64(1.01, 11, 1.1, 0.5), 2 ** (-2 / 32)
+    for sign, want in ((1, [1.2, 1.2, 1.1, 1]), (-1, [1.01 * 1.1**two_on, 1, 1.1, 1])):
+        got = script.future_weight(ratios.log(), sign * torch.ones(4), torch.ones(4), torch.tensor([0, 0, 0, 1]))
         torch.testing.assert_close(got, f64(*want), **F64)
-    assert script.future_weight(f64(-1), torch.ones(1), torch.ones(1), torch.zeros(1)).tolist() == [1]
     # The weight is a factor of the advantage, before the clip; it has no gradient.
     loss, gradient, _ = losses(script, "fipo", f64(0.55), f64(0.5), torch.ones(1), torch.ones(1), [0], clip_high=0.28)
     assert (loss.item(), gradient.item()) == pytest.approx((-1.1 * 1.1, -1.1 * 1.1), rel=1e-12)
 
 
 def test_pass_at_k_by_hand(fork):
-    """One right of four: half of the 6 pairs fail, two thirds of a wrong answer's. So (1/2 - 2/3) / (1/2)."""
-    advantages, group = fork("pass_k").group_advantages, np.zeros(4)
-    np.testing.assert_allclose(advantages(np.array([0, 1.0, 0, 0]), group, "pass@2"), [-1 / 3, 1, -1 / 3, -1 / 3])
-    assert advantages(np.array([1, 1.0, 1, 0]), group, "pass@2").tolist() == [0] * 4  # every pair passes
-    assert advantages(np.array([1, 2.0, 1, 1]), group, "pass@2").tolist() == [0] * 4
+    """One right of four: half of the 6 pairs fail, two thirds of a wrong answer's: (1/2 - 2/3) / (1/2).
+    Where every pair passes it is 0."""
+    advantages = fork("pass_k").group_advantages
+    hands = {(0, 1, 0, 0): [-1 / 3, 1, -1 / 3, -1 / 3], (1, 1, 1, 0): [0] * 4, (1, 2, 1, 1): [0] * 4}
+    for rewards, want in hands.items():
+        np.testing.assert_allclose(advantages(np.array(rewards, float), np.zeros(4), "pass@2"), want)
     r = np.array([1.0, 0, 0, 1, 0, 0, 0])
     np.testing.assert_allclose(advantages(r, np.zeros(7), "pass@1"), (r - r.mean()) / r.std())
     # All groups of 3 of the 7, GRPO among them, and the mean of those that an answer is in.
