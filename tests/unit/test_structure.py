@@ -94,6 +94,7 @@ def test_every_import_is_pinned(file):
     own |= {"triton"}  # a part of torch's CUDA build
     own |= {"tensorboard", "wandb"}  # optional: log.tensorboard and log.wandb say how to install them
     own |= {"fla"}  # optional: a Qwen3.5 on a GPU says it
+    own |= {"reasoning_gym", "verifiers"}  # optional: docs/turns.md says how to install them
     nodes = [node for path in SOURCES for node in ast.walk(structure.parse(path))]
     names = {module.split(".")[0] for node in nodes for module in structure.modules(node)}
     missing = {DISTRIBUTIONS.get(name, name) for name in names - set(sys.stdlib_module_names) - own} - pinned
