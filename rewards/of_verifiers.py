@@ -22,6 +22,7 @@ class Answers(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        """Add the next answer to the trace. Where none is left: raise if the conversation `goes_on`, else stop."""
         messages, turns = opening(data), ctx.sampling.turns
         said, place = messages[-1].content, 2 * trace.num_turns
         if 0 < place < len(turns) and said != turns[place - 1]:
