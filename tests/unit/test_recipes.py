@@ -48,15 +48,15 @@ def test_vespo_by_hand(fork):
 
 
 def test_cppo_by_hand(fork):
-    """Weights 1, 0.9, 0.8. The first token's drift of 0.1 is within 0.15, and leaves 0.15 + 0.015 - 0.1 = 0.065 to the
-    second's 0.09; the third has -0.0115. A token that moves back stays, and the next answer begins anew."""
-    script, old = fork("cppo"), f64(0.5, 0.5, 0.5, 0.5, 0.5, 0.5)
-    p, mask, sequence = f64(0.6, 0.1, 0.6, 0.6, 0.6, 0.66), f64(1, 0, 1, 1, 1, 1), [0, 0, 0, 0, 1, 2]
-    out = [(1, [0, 0, 1, 1, 0, 1]), (-1, [0] * 6)]
-    for sign, want in out:
-        loss, _, clipped = losses(script, "cppo", p, old, sign * torch.ones(6), mask, sequence, clip_high=0.15)
+    """Weights 1, 0.95, 0.9, 0.85, 0.8 around an environment's token. Their bounds are 0.15, 0.15, since what the first
+    token saves does not count, 0.0175, 0.0139 and 0.00965; each of two more answers begins anew with 0.15."""
+    drift, mask = f64(0.005, 0.165, 0.4, 0.019, 0.02, 0.0125, 0.14, 0.16), f64(1, 1, 0, 1, 1, 1, 1, 1)
+    script, old, sequence = fork("cppo"), torch.full_like(drift, 0.5), [0, 0, 0, 0, 0, 0, 1, 2]
+    for a, way, want in ((1, 1, [0, 1, 0, 0, 1, 1, 0, 1]), (-1, -1, [0, 1, 0, 0, 1, 1, 0, 1]), (1, -1, [0] * 8)):
+        p = old + way * drift
+        loss, _, clipped = losses(script, "cppo", p, old, a * torch.ones(8), mask, sequence, clip_high=0.15)
         assert clipped.tolist() == want
-        torch.testing.assert_close(loss, -sign * p / old * (1 - f64(*want)), **F64)
+        torch.testing.assert_close(loss, -a * p / old * (1 - f64(*want)), **F64)
 
 
 def test_fipo_by_hand(fork):
@@ -70,10 +70,10 @@ def test_fipo_by_hand(fork):
     ]
     got = script.future_weight(x, torch.ones(40), mask, sequence)
     torch.testing.assert_close(got, torch.stack(want).exp(), **F64)
-    # Where A < 0 a ratio of 11 does not count, and has weight 1. No weight is below 1.
-    ratios, two_on = f64(1.01, 11, 1.1, 0.5), 2 ** (-2 / 32)
-    for sign, want in ((1, [1.2, 1.2, 1.1, 1]), (-1, [1.01 * 1.1**two_on, 1, 1.1, 1])):
-        got = script.future_weight(ratios.log(), sign * torch.ones(4), torch.ones(4), torch.tensor([0, 0, 0, 1]))
+    # Where A < 0 a ratio of 11 does not count, and has weight 1; that of 9 does. No weight is below 1 or above 1.2.
+    ratios, sequence, two_on = f64(1.01, 11, 1.1, 0.5, 9), torch.tensor([0, 0, 0, 1, 2]), 2 ** (-2 / 32)
+    for sign, want in ((1, [1.2, 1.2, 1.1, 1, 1.2]), (-1, [1.01 * 1.1**two_on, 1, 1.1, 1, 1.2])):
+        got = script.future_weight(ratios.log(), sign * torch.ones(5), torch.ones(5), sequence)
         torch.testing.assert_close(got, f64(*want), **F64)
     # The weight is a factor of the advantage, before the clip; it has no gradient.
     loss, gradient, _ = losses(script, "fipo", f64(0.55), f64(0.5), torch.ones(1), torch.ones(1), [0], clip_high=0.28)
