@@ -52,6 +52,8 @@ def join_ranks(timeout_s: float) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
+    if rank >= world_size:
+        raise UserError(f"RANK={rank} with WORLD_SIZE={world_size}: legal is 0 to {world_size - 1}")
     try:
         store = fresh_store(rank, world_size)
         dist.init_process_group(

@@ -133,7 +133,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
     Exhibit("raw_log_probs", "vLLM returns log-probs from before the temperature", "rollout:Engine.__init__",
         'logprobs_mode="processed_logprobs"', 'logprobs_mode="raw_logprobs"', where="verl#6240", setting="temperature",
         seen="run", message=GAP),
-    Exhibit("log_prob_nan", "vLLM's log-prob of a token is not a number", "rollout:Engine.generate",
+    Exhibit("log_prob_nan", "vLLM's log-prob of a token is not a number", "rollout:Engine.steps",
         "answer.logprobs, finished", "[math.nan, *answer.logprobs[1:]], finished", where="trl#6166", seen="run",
         message=GAP),
     Exhibit("attention_in_tf32", "vLLM's attention multiplies fp32 in TF32, as its Triton kernels do by default",
