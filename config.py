@@ -104,6 +104,11 @@ class RolloutConfig(Section):
     exact: bool = False  # deterministic sampling and training on GPUs, slower: docs/resume.md
     vllm: dict[str, Any] = {}  # options of vllm.LLM that no other key sets
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a token is drawn from some of the vocabulary alone, its nucleus."""
+        return (self.top_p, self.top_k) != (1, -1)
+
 
 class EvalConfig(Section):
     samples: Count = 1  # answers per prompt of data.eval

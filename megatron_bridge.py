@@ -2,8 +2,8 @@
 
 It knows nothing of rewards, groups, advantages or prompts. Of a micro-batch `mb` it reads `tokens, targets, mask,
 position_ids` (each [1, T]), `weights` ([1, T] or None; 0 where a token has no part in the loss), `rows` [M], where the
-mask is 1, and `sizes` [S]: a row of T tokens packs S sequences, one after another. Where these share a prompt, C of the
-T positions are computed; see MicroBatch in support/step/records.py.
+mask is 1, `sizes` [S] and `nuclei`: a row of T tokens packs S sequences, one after another. Where these share a prompt,
+C of the T positions are computed; see MicroBatch in support/step/records.py.
 
 Weights are exchanged as (Hugging Face name, full tensor) pairs: `load_weights` reads them, `hf_weights` yields them,
 for vLLM and for the export alike. One table, `FAMILIES`, maps each weight of a Megatron layer to Hugging Face weights.
@@ -25,7 +25,7 @@ from safetensors import safe_open
 from config import Config, LoraConfig, TrainingError
 from support.base import hf_folder
 from support.base.ranks import device, to_device
-from support.model import fp16, lora, routes
+from support.model import fp16, lora, nucleus, routes
 from support.model.attention import (
     Copies,
     PackedAttention,
@@ -480,18 +480,23 @@ class HeadLogp(torch.autograd.Function):
     Logits in `dtype` exist for LOGITS_CHUNK positions at a time. The backward pass recomputes them, but for the last
     chunk's, and rounds their gradient to the weight's type. All ranks compute one loss, so the forward pass all-reduces
     and the backward pass does not. `fused`: the weight's gradient is added to main_grad here, as Megatron's linear
-    layers do with gradient_accumulation_fusion.
+    layers do with gradient_accumulation_fusion. `cuts`: for each chunk, the places of the logits that have a
+    probability (nucleus.places); without it all have one.
     """
 
     @staticmethod
-    def forward(ctx, hidden_M, weight, targets_M, temperature: float, with_entropy: bool, dtype, fused: bool):
+    def forward(ctx, hidden_M, weight, targets_M, temperature, with_entropy: bool, dtype, fused: bool, cuts=None):
         ctx.set_materialize_grads(False)  # None for an entropy that is only reported: no pass is spent on its gradient
         group = mpu.get_tensor_model_parallel_group()
         local_M = targets_M - group.rank() * len(weight)
         ctx.logits, stats = None, []
-        for hidden, local in zip(hidden_M.split(LOGITS_CHUNK), local_M.split(LOGITS_CHUNK), strict=True):
+        hiddens = hidden_M.split(LOGITS_CHUNK)
+        ctx.cuts = cuts or [None] * len(hiddens)
+        for hidden, local, cut in zip(hiddens, local_M.split(LOGITS_CHUNK), ctx.cuts, strict=True):
             del ctx.logits  # of the chunk before
             ctx.logits = head_logits(hidden, weight, dtype)
+            if cut is not None:
+                nucleus.cut_logits(ctx.logits, cut)
             stats.append(logits_stats(ctx.logits, local, temperature, with_entropy))
         own_max_M, exp_sum_M, weighted_sum_M, target_M = torch.cat(stats, dim=1)
         max_M = own_max_M.clone()
@@ -515,11 +520,14 @@ class HeadLogp(torch.autograd.Function):
         grad_weight, grad_hidden_M = None, torch.empty_like(hidden_M)
         grads = [torch.zeros_like(saved[0]) if grad_logp_M is None else grad_logp_M]
         grads += [] if grad_entropy_M is None else [grad_entropy_M]
-        chunks = zip(*(x.split(LOGITS_CHUNK) for x in (hidden_M, grad_hidden_M, local_M, *saved, *grads)), strict=True)
-        for hidden, grad_hidden, *rows in reversed([*chunks]):  # the last chunk's logits are still there
+        parts = (x.split(LOGITS_CHUNK) for x in (hidden_M, grad_hidden_M, local_M, *saved, *grads))
+        chunks = [*zip(ctx.cuts, *parts, strict=True)]
+        for cut, hidden, grad_hidden, *rows in reversed(chunks):  # the last chunk's logits are still there
             logits, ctx.logits = ctx.logits, None
             if logits is None:
                 logits = head_logits(hidden, weight, ctx.dtype)
+                if cut is not None:
+                    nucleus.cut_logits(logits, cut)
             grad = logits_grad(logits, *rows, **ctx.options)
             grad_hidden.copy_(grad @ weight)
             if ctx.needs_input_grad[1] and ctx.fused:
@@ -532,7 +540,7 @@ class HeadLogp(torch.autograd.Function):
             weight.grad_added_to_main_grad = True
             is_tied = getattr(weight, "zero_out_wgrad", False)  # the embedding's gradient is added then
             grad_weight = None if is_tied else torch.empty_like(weight)
-        return grad_hidden_M, grad_weight, *[None] * 5
+        return grad_hidden_M, grad_weight, *[None] * 6
 
 
 def head_logits(hidden_M, weight, dtype: torch.dtype) -> torch.Tensor:
@@ -557,25 +565,28 @@ def token_logprobs(
         hidden = gather_from_sequence_parallel_region(hidden)  # [C / cp, 1, h]; the backward pass reduce-scatters
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)  # the backward pass all-reduces
-    rows_M, copies = own_rows(mb)
+    rows_M, copies, own_M = own_rows(mb)
     hidden_M = copies.take(hidden[:, 0])  # [M, h]
     targets_M = mb.targets[0].index_select(0, rows_M).long()
     dtype = torch.float32 if model.fp32_head else weight.dtype
     if not hidden.is_cuda:  # a CPU has no product of bf16 that gives fp32
         hidden_M, weight = hidden_M.to(dtype), weight.to(dtype)
-    logp_M, entropy_M = head(
-        hidden_M, weight, targets_M, temperature, with_entropy, dtype, model.config.gradient_accumulation_fusion
-    )
+    fused = model.config.gradient_accumulation_fusion
+    first = mpu.get_tensor_model_parallel_rank() * len(weight)  # id of this rank's first row
+    cuts = None if mb.nuclei is None else nucleus.places(mb, own_M, first, len(weight), LOGITS_CHUNK)
+    logp_M, entropy_M = head(hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, cuts)
     return to_row(logp_M, rows_M, mb), to_row(entropy_M, rows_M, mb)
 
 
-def own_rows(mb) -> tuple[torch.Tensor, Copies]:
-    """The M positions with mask 1 whose hidden states this context-parallel rank holds, and which of these each has."""
+def own_rows(mb) -> tuple:
+    """The M positions with mask 1 whose hidden states this context-parallel rank holds, a tensor; which of these each
+    has, Copies; and which of mb.rows they are, an array of bool.
+    """
     place = mb.rows if mb.place is None else mb.place[mb.rows]
     cp = mpu.get_context_parallel_world_size()
     own = place % cp == mpu.get_context_parallel_rank()
     on = mb.tokens.device
-    return to_device(torch.from_numpy(mb.rows[own]), on), Copies.of(place[own] // cp, mb.width // cp, on)
+    return to_device(torch.from_numpy(mb.rows[own]), on), Copies.of(place[own] // cp, mb.width // cp, on), own
 
 
 def to_row(values_M, rows_M, mb) -> torch.Tensor:

@@ -9,7 +9,6 @@ import gc
 import math
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 from numpy import ndarray
@@ -41,6 +40,7 @@ class Completion:
     logps: list[float]  # 0 at an environment's tokens
     finished: bool
     routes: ndarray | None = None  # [tokens, layers, k], experts of all tokens but the last; None without replay_routes
+    nuclei: list[int] | None = None  # the ids that each token of the model was drawn from, -1 after each; None: all
     turns: list[int] = dataclasses.field(default_factory=list)  # tokens of the model, the environment, the model, ...
     columns: dict = dataclasses.field(default_factory=dict)  # added to the row of the data that the reward gets
     failure: object | None = None  # of the environment, a grading.Outcome; such an answer is not graded
@@ -94,24 +94,24 @@ class Engine:
         settings |= most_sequences(batch, tp) | prepare_linear_attention(path)
         if on_gpu:  # CUDA graphs up to the largest batch of a step
             settings["compilation_config"] = {"max_cudagraph_capture_size": capture_size(batch)}
+        self.returns_nuclei = rollout.is_cut and hasattr(vllm.EngineArgs, "return_sampling_mask")
+        if self.returns_nuclei and on_gpu:
+            settings["return_sampling_mask"] = True
         if model.fp32_head:
             settings["hf_overrides"] = {"head_dtype": "float32"}
         self.llm = vllm.LLM(**settings | rollout.vllm)
         if on_gpu:
             let_segments_grow()
-        if return_routes and not on_gpu:
-            cpu_engine.return_routes(self.llm)
         self.return_routes = return_routes
-        self.collect = lean.own_loop if return_routes else lean.choose_loop(self.llm.llm_engine)
+        self.collect = lean.own_loop if return_routes or self.returns_nuclei else lean.choose_loop(self.llm.llm_engine)
         self.asked = {}  # {number of a request: what vLLM was asked}
         self.sleeps = on_gpu and rollout.vllm.get("enable_sleep_mode", True)
         self.sleep_level = rollout.sleep_level
         self.push_check = PushCheck(tp, self.llm)
         self.keeps_weights = on_gpu and all(self.llm.apply_model(keeps_weights))
         self.has_weights = True  # read from disk or pushed since it last slept
-        if shm_prefix:  # every rank has mapped these files by now; unlinked, they cannot outlive the run
-            for file in Path("/dev/shm").glob(f"{shm_prefix}*"):
-                file.unlink(missing_ok=True)
+        if not on_gpu:
+            cpu_engine.patch_started(self.llm, shm_prefix, return_routes, self.returns_nuclei)
         if asleep:
             self.sleep()
 
@@ -137,6 +137,8 @@ class Engine:
         if not self.has_weights:
             raise RankError("vLLM did not take up the weight push: none came since it slept, so its weights are stale")
         engine = self.llm.llm_engine
+        if self.returns_nuclei:
+            engine.model_config.return_sampling_mask = False  # else no greedy request, and none without top_k, is taken
         for number, ids, seed, limit in requests:
             params = self.sampling_params(
                 n=n, seed=seed, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
@@ -158,6 +160,10 @@ class Engine:
         Between two steps `ask` may add others. `sampling` is that of all requests.
         """
         collect = lean.own_loop if sampling.stop else self.collect
+        wants_nuclei = self.returns_nuclei and isinstance(sampling, RolloutConfig)  # nobody trains on an evaluation
+        if self.returns_nuclei:
+            worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+            worker.model_runner.sampler.return_sampling_mask = wants_nuclei
         for outputs in collect(self.llm.llm_engine):
             ended = []
             for output in outputs:
@@ -168,7 +174,11 @@ class Engine:
                     if self.return_routes and answer.routed_experts is None:
                         raise RankError("vLLM returned no routes, which algo.replay_routes needs; set it to false")
                     ids, finished = list(answer.token_ids), answer.finish_reason == "stop"
-                    answers.append(Completion(ids, answer.logprobs, finished, answer.routed_experts, sampling=[asked]))
+                    masks = answer.sampling_mask.token_ids if wants_nuclei else None
+                    nuclei = masks and [each for mask in masks for each in (*mask, -1)]
+                    answers.append(
+                        Completion(ids, answer.logprobs, finished, answer.routed_experts, nuclei, sampling=[asked])
+                    )
                 ended.append((number, answers))
             yield ended
 

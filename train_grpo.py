@@ -327,7 +327,10 @@ def flatten(samples: list[Sample], mask_truncated: bool = False) -> Batch:
     # Truncated answers stay in `mask`: entropy, KL and the gap are measured on them, though they are not trained.
     kept_F = np.repeat([s.finished or not mask_truncated for s in samples], lengths_N)
     routes_F = None if samples[0].routes is None else route_rows(samples, lengths_N)
-    return Batch(**rows, loss_mask=rows["mask"] & torch.from_numpy(kept_F), lengths_N=lengths_N, routes=routes_F)
+    nuclei = None if samples[0].nuclei is None else [s.nuclei for s in samples]
+    return Batch(
+        **rows, loss_mask=rows["mask"] & torch.from_numpy(kept_F), lengths_N=lengths_N, routes=routes_F, nuclei=nuclei
+    )
 
 
 def update_order(groups: list[int], updates: int, epochs: int, seed: int, step: int) -> list[list[int]]:

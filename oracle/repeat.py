@@ -70,6 +70,8 @@ class Repetition:
         self.eval_prompts = self.prompts_of("eval")
         t, other = self.cfg.train, [f"megatron.{name}" for name in self.cfg.megatron if name not in HARMLESS.split()]
         is_plain = t.updates_per_step * t.epochs_per_step == 1 and self.cfg.model.dtype == "fp32"
+        if self.cfg.rollout.is_cut:
+            other.append("the cut of rollout.top_p or top_k, which is not in rollouts/,")
         if self.cfg.algo.replay_routes and not is_plain:
             other.append("algo.replay_routes with several updates a step, or not in fp32,")
         self.barred = ""  # why no log-prob of this run can be computed here
@@ -315,7 +317,6 @@ class Repetition:
         ours, theirs = (torch.cat([getattr(a, name) for a in compared]).double() for name in ("before", "rollout"))
         found = {"logp_gap/mean": (ours - theirs).abs().mean(), "logp_gap/max": (ours - theirs).abs().max()}
         other = [f"rollout.vllm.{name}" for name in r.vllm if name not in HARMLESS.split()]
-        other += [f"rollout.{name}" for name, plain in (("top_p", 1), ("top_k", -1)) if getattr(r, name) != plain]
         apart = other or report.compare("token: rollout_logp", theirs, ours).parts
         gap = next((text for name in found if (text := report.compare(name, metrics[name], found[name]).parts)), "")
         if self.updates and apart and gap:

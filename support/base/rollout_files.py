@@ -11,8 +11,8 @@ from support.base.files import sync
 
 
 def as_row(sample) -> dict:
-    """The row of a Sample: its fields that are not None, but for routes; those in `tokens` beside them."""
-    row = {name: value for name, value in vars(sample).items() if value is not None and name != "routes"}
+    """The row of a Sample: its fields that are not None, but for routes and nuclei; those in `tokens` beside them."""
+    row = {key: value for key, value in vars(sample).items() if value is not None and key not in ("routes", "nuclei")}
     return row | row.pop("tokens", {})
 
 

@@ -1,7 +1,8 @@
-"""Patches of vLLM 0.32, for the CPU alone: unique names in shared memory, pushes into packed weights, routes."""
+"""Patches of vLLM 0.32, for the CPU alone: unique names in shared memory, pushes into packed weights, routes, masks."""
 
 import functools
 import uuid
+from pathlib import Path
 
 import numpy
 import torch
@@ -67,9 +68,40 @@ def repack_lm_head(model: torch.nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-def return_routes(llm) -> None:
-    """Make `llm` return the experts of each answer's tokens: vLLM 0.32 itself does so with model runner V2 only."""
-    llm.llm_engine.engine_core.engine_core.scheduler.aux_output_connector = Routes(llm)
+def patch_started(llm, prefix: str, return_routes: bool, return_masks: bool) -> None:
+    """Unlink its files in /dev/shm; make it return the experts of each answer's tokens, and the ids that each was drawn
+    from. vLLM 0.32 itself returns them with model runner V2 only.
+    """
+    for file in Path("/dev/shm").glob(f"{prefix}*"):  # every rank has mapped them, and they cannot outlive the run now
+        file.unlink(missing_ok=True)
+    core = llm.llm_engine.engine_core.engine_core
+    if return_routes:
+        core.scheduler.aux_output_connector = Routes(llm)
+    if return_masks:
+        core.scheduler.return_sampling_mask = True
+        add_masks(core.model_executor.driver_worker.model_runner)
+
+
+def add_masks(runner) -> None:
+    """Put into the runner's output the ids that have a log-prob in the distribution that is sampled from."""
+    from vllm.v1.outputs import SamplingMaskLists
+
+    sample, sample_tokens = runner.sampler.sample, runner.sample_tokens
+    found = []  # the tokens sampled last, and their distributions, [rows, vocab]
+
+    def note(*args):
+        found[:] = sample(*args)
+        return found
+
+    def with_masks(*args):
+        output = sample_tokens(*args)
+        if runner.sampler.return_sampling_mask:
+            rows, ids = torch.where(found[1].isfinite())
+            starts = numpy.searchsorted(rows.numpy(), numpy.arange(len(found[1]) + 1))
+            output.sampling_masks = SamplingMaskLists(ids.int().numpy(), starts)
+        return output
+
+    runner.sampler.sample, runner.sample_tokens = note, with_masks
 
 
 class Routes:

@@ -76,11 +76,20 @@ def check_sampling(cfg: Config) -> None:
         a.overlong_buffer <= r.max_new_tokens,
         f"algo.overlong_buffer={a.overlong_buffer} is beyond rollout.max_new_tokens={r.max_new_tokens}",
     )
-    if (r.top_p != 1 or r.top_k != -1) and not r.max_logp_gap:
-        raise UserError(
-            f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}: vLLM's log-probs are then those of the cut "
-            "distribution, the trainer's of the full one. Use 1 and -1, or set rollout.max_logp_gap=inf to train anyway"
-        )
+    if not r.is_cut:
+        return
+    found = versions.installed("vllm") or "1"  # where there is none, the start says so
+    cut = f"rollout.top_p={r.top_p}, rollout.top_k={r.top_k}"
+    require(
+        versions.numbers(found) >= (0, 32) or r.max_logp_gap is not None,
+        f"{cut}: vLLM {found} does not say which tokens it draws from, so its log-probs are of the cut distribution "
+        "and the trainer's of the full one. Use vLLM 0.32, 1 and -1, or rollout.max_logp_gap=inf to train anyway",
+    )
+    require(
+        a.teacher is None,
+        f"{cut}: the policy's log-probs are of the tokens it draws from, those of algo.teacher={a.teacher} of all, so "
+        "that their difference is no KL. Use 1 and -1",
+    )
 
 
 def check_logs(cfg: Config) -> None:

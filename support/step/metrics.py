@@ -86,6 +86,9 @@ def summarize(collected: Collected, reports: list[dict], seconds: dict, batch: B
     numbers |= update_metrics(reports, batch, cfg)
     if cfg.algo.replay_routes:
         numbers |= route_metrics(collected.samples, reports[0])
+    if batch.nuclei is not None:
+        length = sum(map(len, batch.nuclei))  # with the -1 after each
+        numbers["nucleus/size"] = length / batch.mask.sum().item() - 1
     numbers |= time_metrics(collected, reports, seconds)
     numbers |= speed_metrics(collected.samples, reports, hf, cfg, seconds)
     numbers["entropy_frac"] = numbers["entropy"] / math.log(hf.vocab_size)

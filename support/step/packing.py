@@ -210,6 +210,7 @@ def pack(batch: Batch, samples: list[int], width: int, device, shares: bool = Fa
         **{name: to_device(values, device) for name, values in rows.items()},
         rows=np.flatnonzero(rows["mask"]), samples=np.array(samples, dtype=np.int32), starts=starts_S,
         lengths=lengths_S, cu_seqlens=to_device(cu_seqlens, device), sizes=sizes_S, kept=kept, place=place,
+        nuclei=batch.nuclei,
     )  # fmt: skip
 
 

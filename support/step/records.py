@@ -27,6 +27,7 @@ class Sample:
     turns: list[int] = field(default_factory=list)  # lengths of the response's parts: model, environment, model, ...
     asked: np.ndarray | None = None  # int32, ids of the prompt with its hint, for the teacher; None: prompt_ids
     routes: np.ndarray | None = None  # [tokens, layers, k], experts that vLLM chose; None without algo.replay_routes
+    nuclei: np.ndarray | None = None  # int32, ids that the model's tokens were drawn from, -1 after each; None: all
     graded: str = "ok"  # ok | timeout | error; the last two have reward 0
     error: str = ""
     reward: float = 0.0
@@ -53,6 +54,7 @@ class Sample:
             group=group, prompt_ids=prompt.ids, response_ids=completion.ids, rollout_logp=completion.logps,
             finished=completion.finished, text=text, source=prompt.source, seed=seed, turns=completion.turns,
             sampling=completion.sampling, asked=prompt.asked, routes=completion.routes,
+            nuclei=completion.nuclei and np.array(completion.nuclei, "i4"),
         )  # fmt: skip
 
     def __post_init__(self):
@@ -97,6 +99,7 @@ class Batch(Rows):
     lengths_N: np.ndarray  # positions of each sample
     loss_mask: torch.Tensor  # the mask, but False in answers that are left out of the loss
     teacher_logp: torch.Tensor | None = None  # None: no teacher
+    nuclei: list[np.ndarray] | None = None  # those of each sample; None: log-probs are of the whole vocabulary
 
     @cached_property
     def starts_N(self) -> np.ndarray:
@@ -135,7 +138,8 @@ class Batch(Rows):
         pieces = [slice(start, start + length) for start, length in zip(self.starts_N, self.lengths_N, strict=True)]
         values = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
         taken = {name: torch.cat([value[pieces[n]] for n in samples]) for name, value in values.items()}
-        return replace(self, **taken, lengths_N=self.lengths_N[samples])
+        nuclei = self.nuclei and [self.nuclei[n] for n in samples]
+        return replace(self, **taken, lengths_N=self.lengths_N[samples], nuclei=nuclei)
 
     def sums(self, values_F: torch.Tensor) -> np.ndarray:
         """The sum over each sample's positions, [F] → [N] float64."""
@@ -158,6 +162,7 @@ class MicroBatch(Rows):
     sizes: np.ndarray  # positions of each sequence, [S]
     kept: np.ndarray | None = None  # [C] int64, the positions that are computed; None: all
     place: np.ndarray | None = None  # [T] int64, which of these each position is
+    nuclei: list[np.ndarray] | None = None  # those of the Batch
 
     @property
     def width(self) -> int:

@@ -88,6 +88,8 @@ class Conversations:
 
     def add_answer(self, talk: Talk, answer: Completion) -> None:
         talk.add(answer.ids, answer.logps, self.inputs.tokenizer.decode(answer.ids, skip_special_tokens=True))
+        if answer.nuclei is not None:
+            talk.said.nuclei = (talk.said.nuclei or []) + answer.nuclei
         talk.said.routes = answer.routes  # of all tokens up to here
         talk.said.finished = answer.finished
         talk.said.sampling += answer.sampling
