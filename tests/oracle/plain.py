@@ -41,9 +41,19 @@ def float64_model(folder):
 
 
 def token_logps(model, row: dict, temperature: float) -> torch.Tensor:
-    """Log-probs of all tokens at each place of the response, [response, vocabulary]."""
+    """Log-probs of all tokens at each place of the response, [response, vocabulary]; -1e9 for those that are not in its
+    nucleus, whose probability is thus exactly 0."""
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-    return (model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / temperature).log_softmax(-1)
+    logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / temperature
+    if "nuclei" in row:
+        is_out, place = torch.ones_like(logits, dtype=torch.bool), 0
+        for token in row["nuclei"]:
+            if token < 0:
+                place += 1
+            else:
+                is_out[place, token] = False
+        logits = logits.masked_fill(is_out, -1e9)
+    return logits.log_softmax(-1)
 
 
 def chosen(logps: torch.Tensor, row: dict) -> torch.Tensor:

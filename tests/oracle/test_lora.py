@@ -29,7 +29,7 @@ def made_up_factors(weights: dict[str, torch.Tensor], targets: tuple[str, ...]) 
     return {name: made_up_factor(name, factor.shape).double() for name, factor in shapes.items()}
 
 
-def lora_reference(folder, given: dict, targets: tuple[str, ...] = ALL) -> dict:
+def lora_reference(folder, given: dict, targets: tuple[str, ...] = ALL, samples: list | None = None) -> dict:
     """`reference` of the model with W + alpha / rank · B A for W; by the chain rule dA = s Bᵀ dW and dB = s dW Aᵀ."""
     weights = {name: weight.double() for name, weight in load_file(folder / "model.safetensors").items()}
     factors = made_up_factors(weights, targets)
@@ -38,7 +38,7 @@ def lora_reference(folder, given: dict, targets: tuple[str, ...] = ALL) -> dict:
     target.mkdir(exist_ok=True)
     (target / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(merged, target / "model.safetensors", metadata={"format": "pt"})
-    found = reference(target, make_samples(), given)
+    found = reference(target, samples or make_samples(), given)
     wanted = {name: found[name] for name in ("loss", "logp")} | {f"merged.{name}": w for name, w in merged.items()}
     for name in factors:
         if name.endswith("lora_A.weight"):

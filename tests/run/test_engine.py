@@ -21,8 +21,8 @@ from train_grpo import Sample
 
 TABLE = (REPO / "docs/metrics.md").read_text().partition("With `data.eval`")[0]
 METRICS = {name for row in re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE) for name in re.findall(r"`(\S+)`", row)}
-# Names that stand for several, or are of experts or of a schedule, which this run has not.
-OTHERS = re.compile(r"reward/.+/|mem/.+_peak_gb|schedule/|moe/load/")
+# Names that stand for several, or are of experts, a schedule or a cut, which this run has not.
+OTHERS = re.compile(r"reward/.+/|mem/.+_peak_gb|schedule/|moe/load/|nucleus/")
 UNEVEN = "megatron.num_layers_in_first_pipeline_stage=1"  # of 3
 WINDOW = {"sliding_window": 8}  # answers are longer
 CONFIGS = layouts.CONFIGS | {

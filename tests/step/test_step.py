@@ -226,7 +226,7 @@ def test_budgets_reach_their_own_phase(build, monkeypatch):
 
 
 # The files of support/ that a default step on a CPU does not enter, whatever folder they are in.
-OFF = {"gdpo", "lora", "mixing", "offload", "routes", "schedule", "teacher", "turns"}
+OFF = {"gdpo", "lora", "mixing", "nucleus", "offload", "routes", "schedule", "teacher", "turns"}
 
 
 def test_a_default_step_enters_no_capability_that_is_off(build):

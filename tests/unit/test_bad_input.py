@@ -76,7 +76,7 @@ VLLM = {
         ("parallel.tp=4", ["parallel.tp=4", "attention heads 2", "[1, 2]"]),
         ("parallel.pp=4", ["parallel.pp=4", "for 2 layers", "parallel.pp · parallel.vpp that divides 2, or megatron."]),
         ("rollout.group_size=1", ["rollout.group_size=1", "greater than or equal to 2"]),
-        ("rollout.top_p=0.9", ["rollout.top_p=0.9", "rollout.max_logp_gap=inf"]),
+        ("rollout.top_p=0.9; algo.teacher=m", ["rollout.top_p=0.9, rollout.top_k=-1: the policy's", "algo.teacher=m"]),
         ("rollout.stop=['</answer>', '']", ["rollout.stop='': String should have at least 1 character"]),
         ("rollout.stop_token_ids=[</s>]", ["rollout.stop_token_ids='</s>': must be a valid integer"]),
         ("rollout.stop_token_ids=[-1]", ["rollout.stop_token_ids=-1: must be greater than or equal to 0"]),

@@ -3,10 +3,15 @@
 tests/oracle/test_layouts.py has them over tensor-parallel ranks, tests/oracle/test_lora.py those of a frozen head.
 """
 
+import math
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 import megatron_bridge as bridge
+from support.model import nucleus
 from support.model.stages import split_layers
 from tests.conftest import tiny_config
 
@@ -30,23 +35,35 @@ def inputs(dtype: torch.dtype, rows: int = M) -> tuple[torch.Tensor, ...]:
     return hidden[:rows], weight, targets[:rows], *torch.randn(2, M, device=ON)[:, :rows]
 
 
-def exact(hidden, weight, targets, grad_logp, grad_entropy) -> list[torch.Tensor]:
-    """Log-probs, entropies, the gradients of hidden states and weight, in float64 by autograd."""
+def exact(hidden, weight, targets, grad_logp, grad_entropy, is_out=None) -> list[torch.Tensor]:
+    """Log-probs, entropies, the gradients of hidden states and weight, in float64 by autograd; `is_out` [M, V]: tokens
+    without a probability."""
     hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
-    logp_MV = torch.log_softmax(hidden @ weight.t() / TEMPERATURE, -1)
+    logits_MV = hidden @ weight.t() / TEMPERATURE
+    logp_MV = torch.log_softmax(logits_MV if is_out is None else logits_MV.masked_fill(is_out, -1e9), -1)
     results = logp_MV.gather(1, targets[:, None])[:, 0], -(logp_MV.exp() * logp_MV).sum(-1)
     return [*results, *torch.autograd.grad(results, (hidden, weight), (grad_logp.double(), grad_entropy.double()))]
 
 
-@pytest.mark.parametrize("rows", [M, 0])
+def nuclei_of(targets: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """1 to V ids for each target, which is one of them, -1 after each; and which of all are not among them, [M, V]."""
+    is_out = torch.rand(len(targets), V) < torch.linspace(0, 1, len(targets))[:, None]
+    is_out = is_out.scatter(1, targets.cpu()[:, None], False)
+    return [i for out in is_out for i in (*(~out).nonzero()[:, 0].tolist(), -1)], is_out.to(ON)
+
+
+@pytest.mark.parametrize(("rows", "is_cut"), [(M, False), (0, False), (M, True), (0, True)])
 @pytest.mark.parametrize(("dtype", "logits", "fused"), WAYS)
-def test_the_head_is_that_of_float64(world, monkeypatch, dtype, logits, fused, rows):
+def test_the_head_is_that_of_float64(world, monkeypatch, dtype, logits, fused, rows, is_cut):
     bridge.init_model_parallel(tiny_config().parallel, seed=0)
     monkeypatch.setattr(bridge, "LOGITS_CHUNK", CHUNK)
     hidden, weight, targets, *grads = inputs(dtype, rows)
     own = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
     own[1].main_grad = torch.ones(weight.shape, device=ON)
-    results = bridge.HeadLogp.apply(*own, targets, TEMPERATURE, True, logits, fused)
+    nuclei, is_out = nuclei_of(targets) if is_cut else ([], None)
+    row = SimpleNamespace(nuclei=[np.array(nuclei, "i4")], samples=[0], tokens=targets)
+    cuts = nucleus.places(row, np.ones(rows, bool), 0, V, CHUNK) if is_cut else None
+    results = bridge.HeadLogp.apply(*own, targets, TEMPERATURE, True, logits, fused, cuts)
     grad_hidden, grad_weight = torch.autograd.grad(results, own, grads, retain_graph=not fused)
     if fused:
         assert own[1].grad_added_to_main_grad
@@ -54,11 +71,27 @@ def test_the_head_is_that_of_float64(world, monkeypatch, dtype, logits, fused, r
     else:  # the second time no logits are kept
         assert all(map(torch.equal, (grad_hidden, grad_weight), torch.autograd.grad(results, own, grads)))
     found = (*results, grad_hidden, grad_weight)
-    wanted = exact(hidden, weight, targets, *grads)
+    wanted = exact(hidden, weight, targets, *grads, is_out)
     for name, own, expected in zip(("logp", "entropy", "hidden", "weight"), found, wanted, strict=True):
         error = ((own.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
         close = 1e-6 if logits is torch.float32 and name in ("logp", "entropy") else CLOSE[dtype]
         assert error < close, (name, error)
+
+
+@pytest.mark.gpu
+def test_a_cut_by_hand(world):
+    """Probabilities 0.1, 0.2, 0.3, 0.4, of which the last two are left: 3/7 and 4/7."""
+    bridge.init_model_parallel(tiny_config().parallel, seed=0)
+    weight = torch.tensor([[0.1], [0.2], [0.3], [0.4]], device=ON).log().requires_grad_()
+    target, cuts = torch.tensor([3], device=ON), [torch.tensor([2, 3], device=ON)]
+    logp, entropy = bridge.HeadLogp.apply(
+        torch.ones(1, 1, device=ON), weight, target, 1.0, True, torch.float32, False, cuts
+    )
+    assert [logp.exp().item(), entropy.item()] == pytest.approx(
+        [4 / 7, math.log(7) - (3 * math.log(3) + 4 * math.log(4)) / 7]
+    )
+    logp.sum().backward()
+    assert weight.grad[:, 0].tolist() == pytest.approx([0, 0, -3 / 7, 3 / 7], abs=1e-6)
 
 
 BOTH = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}

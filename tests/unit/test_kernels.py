@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from support.model import cpu_backend, kernels
+from support.model import cpu_backend, kernels, nucleus
 from tests.oracle.plain import relative
 from tests.processes import REPO
 
@@ -21,6 +21,7 @@ def logits(dtype: torch.dtype, on: str) -> list[float]:
     """Rows of 5,000, more than a block, with targets that are mostly on other ranks; their gradient, also in bf16."""
     temperature = 0.7
     logits_M, grads_M = (3 * torch.randn(9, 5000, device=on)).to(dtype), torch.randn(2, 9, device=on)
+    logits_M[7, 2049:] = logits_M[8, :4096] = nucleus.LOW  # the first or the last block of a row, as a cut has it
     local_M = torch.tensor([0, 4999, 5000, -1, -3000, 9000, 7, 2048, 4096], device=on)
     here_M = (local_M >= 0) & (local_M < 5000)
     exact_M = (logits_M.double() / temperature).requires_grad_()
