@@ -25,6 +25,8 @@ class Answers(vf.Harness[vf.HarnessConfig]):
         """Add the next answer to the trace. Where none is left: raise if the conversation `goes_on`, else stop."""
         messages, turns = opening(data), ctx.sampling.turns
         said, place = messages[-1].content, 2 * trace.num_turns
+        if place and len(messages) != len(trace.messages) + 1:
+            raise ValueError("the environment sent several messages at once; legal is one a turn")
         if 0 < place < len(turns) and said != turns[place - 1]:
             raise ValueError(f"after the same answers the environment said {turns[place - 1]!r} and then {said!r}")
         if place < len(turns):
