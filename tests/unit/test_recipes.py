@@ -106,7 +106,7 @@ def test_echo_by_hand_and_by_plain_transformers(world, fork, tmp_path):
     talks = [([3, 4], [5, 6, 7, 8], [1, 2, 1]), ([3, 4], [9, 2, 3], [1, 1, 1]), ([5], [6, 7], [2])]
     samples = [script.Sample(0, ids, answer, [-1.0] * len(answer), True, "", "", turns) for ids, answer, turns in talks]
     batch = script.flatten(samples)
-    batch = dataclasses.replace(batch, weights=batch.mask.float(), advantages=torch.zeros(len(batch.tokens)))
+    batch = dataclasses.replace(batch, weights=batch.mask.float(), advantages=1.0 - batch.mask.float())
     trained = script.with_replies(batch, [0, 1, 2])
     # Targets 4 | 5 6 7 8, 4 | 9 2 3 and 6 7; 0.05 * 6 / (3 * 2) for a token of two, twice that for the one alone.
     want = torch.tensor([0, 1, -0.05, -0.05, 1, 0, 1, -0.1, 1, 1, 1])
