@@ -5,7 +5,9 @@ token's log-prob is of these. `nuclei` of a sample are those of the tokens that 
 import numpy as np
 import torch
 
+from config import TrainingError
 from support.base.ranks import to_device
+from support.base.require import require
 
 LOW = -6e4  # a logit of probability 0, in fp16 too; finite, so that 0 times it is 0
 
@@ -16,6 +18,7 @@ def places(mb, own_M: np.ndarray, first: int, vocab: int, chunk: int) -> list[to
     """
     ids = np.concatenate([np.zeros(0, "i4"), *(mb.nuclei[n] for n in mb.samples)])
     is_end = ids < 0
+    require(is_end.sum() == len(own_M), "a token in the mask was not drawn by vLLM: it has no nucleus", TrainingError)
     row = is_end.cumsum() - is_end  # of each id, among mb.rows
     column = ids - first
     is_here = own_M[row] & (column >= 0) & (column < vocab)
