@@ -77,7 +77,7 @@ class Conversations:
                     calls[number] = self.call(talks[number])
                 else:
                     ended.append(number)
-            for number, outcome in self.take_replies(calls, wait=len(calls) + len(ended) == len(active)):
+            for number, outcome in self.take_replies(calls, wait=len(calls) == len(active)):
                 goes_on = self.reply(talks[number], outcome, max_tokens)
                 (asked if goes_on else ended).append(number)
             active -= {*ended}
