@@ -138,7 +138,7 @@ for p, group in together.generate(prompts, range(8), 2, cfg.rollout, 100):
         Path("ENDED").touch()
 assert [*found][-1] == 0
 assert found == {p: [alone(p, i) for i in range(2)] for p in range(8)}
-assert turns > {1, 3}
+assert max(turns) >= 5  # three answers
 os._exit(0)
 """
 
