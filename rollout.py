@@ -92,11 +92,10 @@ class Engine:
         engines = int(os.environ["WORLD_SIZE"]) // tp
         batch = math.ceil(rollout.prompts_per_step / engines) * rollout.group_size
         settings |= most_sequences(batch, tp) | prepare_linear_attention(path)
+        self.returns_nuclei = rollout.is_cut and hasattr(vllm.EngineArgs, "return_sampling_mask")
         if on_gpu:  # CUDA graphs up to the largest batch of a step
             settings["compilation_config"] = {"max_cudagraph_capture_size": capture_size(batch)}
-        self.returns_nuclei = rollout.is_cut and hasattr(vllm.EngineArgs, "return_sampling_mask")
-        if self.returns_nuclei and on_gpu:
-            settings["return_sampling_mask"] = True
+            settings |= {"return_sampling_mask": True} if self.returns_nuclei else {}
         if model.fp32_head:
             settings["hf_overrides"] = {"head_dtype": "float32"}
         self.llm = vllm.LLM(**settings | rollout.vllm)
