@@ -119,16 +119,16 @@ VERIFIERS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "keys"), [("tiny", GYM), ("tiny_turns", VERIFIERS)], ids=["gym", "verifiers"])
-def test_the_reward_of_a_run_rises(config, keys, path, start, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "data", "keys"), [("tiny", "rows.jsonl", GYM), ("tiny_turns", "env.toml", VERIFIERS)]
+)
+def test_the_reward_of_a_run_rises(config, data, keys, path, start, tmp_path):
     """In 20 steps: the model copies a digit; it learns to guess digits, and to guess again."""
-    data = tmp_path / "data.toml"
-    data.write_text('[env]\ntaskset = {id = "guess"}\n')
-    if config == "tiny":
-        task = ("chain_sum", '{"size": 100, "min_terms": 1, "max_terms": 1, "max_digits": 1}')
-        data = tmp_path / "data.jsonl"
-        data.write_text(python(path, "rewards/of_reasoning_gym.py", *task).stdout)
-    run = start(2, f"data.train={data}", *keys, "train.steps=20", config=config, PYTHONPATH=path)
+    digits = '{"size": 100, "min_terms": 1, "max_terms": 1, "max_digits": 1}'
+    rows = python(path, "rewards/of_reasoning_gym.py", "chain_sum", digits).stdout
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "env.toml").write_text('[env]\ntaskset = {id = "guess"}\n')
+    run = start(2, f"data.train={tmp_path / data}", *keys, "train.steps=20", config=config, PYTHONPATH=path)
     assert run.process.wait(600) == 0, run.text
     rewards = [line["reward/mean"] for line in run.metrics]
     assert sum(rewards[-5:]) > 2 * sum(rewards[:5])

@@ -252,16 +252,6 @@ def test_a_token_that_the_model_has_no_row_for(tokenizer, tmp_path, key, options
         load_prompts(cfg, tokenizer, 15, key)
 
 
-def test_evaluation_data_follow_the_same_rules(tokenizer, tmp_path):
-    """Of two files, one of which lacks the column of the source."""
-    write(tmp_path / "a.jsonl", ROWS)
-    write(tmp_path / "b.jsonl", [{"prompt": "1>", "answer": "1"}])
-    cfg = DataConfig(train="unused.jsonl", eval=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
-    assert [p.source for p in load_prompts(cfg, tokenizer, 16, "eval")] == ["sums"] * len(ROWS) + ["default"]
-    with pytest.raises(ValueError, match=r"data\.eval=nowhere\.jsonl: no such file"):
-        load_prompts(cfg.model_copy(update={"eval": "nowhere.jsonl"}), tokenizer, 16, "eval")
-
-
 CUSTOM = """
 import json
 

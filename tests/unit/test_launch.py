@@ -12,7 +12,7 @@ import torch
 
 import megatron_bridge as bridge
 import train_grpo
-from config import RankError, TrainConfig, TrainingError, UserError
+from config import RankError, TrainingError, UserError
 from support.model import attention
 from support.preflight import configuration, run_plan
 from support.run import launch
@@ -92,7 +92,7 @@ def test_flash_attention_can_be_turned_off(monkeypatch):
     assert asked == [True, False, False, True]
 
 
-def test_the_plan_tells_what_will_be_slow(command):
+def test_the_plan_tells_what_will_be_slow(command, monkeypatch):
     """16 × 16 samples of up to 12 tokens."""
     few = ("rollout.prompts_per_step=1", "rollout.group_size=3", "train.max_tokens_per_micro_batch=64")
     (line,) = run_plan.warnings(tiny_config("parallel.pp=4", *few), world_size=4)
@@ -100,6 +100,10 @@ def test_the_plan_tells_what_will_be_slow(command):
     code, text = command("--dry-run", "train.max_tokens_per_micro_batch=6145")
     assert code == 0 and re.search("warning: .* at most 3072 tokens a replica.* rollout.prompts_per_step", text), text
     assert "warning" not in command("--dry-run", "train.max_tokens_per_micro_batch=6144")[1]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert any(
+        "rollout.tp=16 spans machines of 8" in text for text in run_plan.warnings(tiny_config("rollout.tp=16"), 16)
+    )
 
 
 def test_the_plan_prints_what_a_file_for_other_data_may_have_brought():
@@ -169,12 +173,6 @@ def test_epochs_stand_for_steps(command, options, plan):
     code, text = command("--dry-run", *options, rehearse=rehearsed.append)
     assert code == (2 if "say how long" in plan else 0) and plan in text
     assert all(cfg.train.steps for cfg in rehearsed)
-
-
-def test_what_is_trained_with_says_steps_alone(tiny):
-    options = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", "train.steps=null"]
-    cfg, _ = launch.prepare(tiny_config(*options, "train.epochs=2"), 1, weights=True)
-    assert (cfg.train.steps, cfg.train.epochs) == (25, None) == (TrainConfig().steps // 4, TrainConfig().epochs)
 
 
 def test_a_mistake_ends_with_2_and_a_failure_with_1(command, monkeypatch):

@@ -66,16 +66,6 @@ def test_a_run_that_goes_on_or_lacks_files_is_read(shared, tmp_path, capsys):
     assert main([str(tmp_path)]) == 2 and "error: " in capsys.readouterr().err
 
 
-def test_hints_have_the_step_since_which_they_hold(shared):
-    run = Run(shared.out)
-    calm = run.steps[-1] | {"reward/mean": 0.5, "groups/zero_std_frac": 0.2, "ratio/clip_frac": 0.01}
-    run.steps = [calm | {"step": i + 1} for i in range(60)]
-    for step in run.steps[40:]:
-        step["ratio/clip_frac"] = 0.5
-    (since,) = [since for text, since in run.find_hints().items() if "train.lr" in text]
-    assert since == "since step 60"  # the twentieth such step
-
-
 def test_curves_and_values_of_tokens_by_hand(shared):
     run = Run(shared.out)
     run.rows = [{"step": 1, "x": 0.0}, {"step": 2, "x": None}, {"step": 3, "x": 1.0}]
