@@ -1,5 +1,6 @@
 """The command without its algorithm: exit codes, who speaks, and what failures of machines mean."""
 
+import contextlib
 import os
 import re
 import socket
@@ -54,20 +55,20 @@ def test_a_dry_run_rehearses_and_prints_the_plan(command, monkeypatch):
         command("--dry-run", "--world-size", "0")
 
 
-def test_linear_attention_on_a_gpu_needs_its_kernels(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "gpu", "found", "refused"),
+    [("bf16", False, {}, False), ("fp32", True, {}, False), ("bf16", True, {"fla-core": "0.6.0"}, False),
+     ("bf16", True, {}, True)],
+)  # fmt: skip
+def test_linear_attention_on_a_gpu_needs_its_kernels(monkeypatch, tmp_path, dtype, gpu, found, refused):
     """In bf16, as pip installs them; a machine without a GPU, as of a dry run, needs none."""
-    model = str(tiny_model(tmp_path, "qwen3_5_text"))
-    bf16, fp32 = tiny_config("model.dtype=bf16"), tiny_config("model.dtype=fp32")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    configuration.check_model(bf16, model, rollout_tp=1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    configuration.check_model(fp32, model, rollout_tp=1)
-    monkeypatch.setattr(configuration.versions, "installed", {"fla-core": "0.6.0"}.get)
-    configuration.check_model(bf16, model, rollout_tp=1)
-    monkeypatch.setattr(configuration.versions, "installed", {}.get)
-    with pytest.raises(UserError, match=r"pip install fla-core==0\.6\.0, or use model\.dtype=fp32"):
-        configuration.check_model(bf16, model, rollout_tp=1)
+    monkeypatch.setattr(configuration.versions, "installed", found.get)
+    message = r"pip install fla-core==0\.6\.0, or use model\.dtype=fp32"
+    with pytest.raises(UserError, match=message) if refused else contextlib.nullcontext():
+        model = str(tiny_model(tmp_path, "qwen3_5_text"))
+        configuration.check_model(tiny_config(f"model.dtype={dtype}"), model, rollout_tp=1)
 
 
 @pytest.mark.parametrize(("option", "connections"), [("tp", "1"), ("cp", "1"), ("pp", None)])

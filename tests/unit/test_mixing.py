@@ -52,13 +52,12 @@ def test_sets_of_other_columns_and_types_mix(tokenizer, tmp_path):
     assert re.findall(r"\S+ of \S+: .*", mixed.describe(400)) == [
         f"0.75 of {a}: 6 prompts, 50 passes", f"0.25 of {b}: 4 prompts, 25 passes",
     ]  # fmt: skip
+    assert tiny_config("data.train={x/a.b.jsonl: 0.7, hub/x:train: 2}").data.train == {
+        "x/a.b.jsonl": 0.7,
+        "hub/x:train": 2,
+    }
     assert len({load(train).fingerprint for train in ({a: 3, b: 1}, {b: 1, a: 3}, {a: 1, b: 1}, [a], a)}) == 4
+    with pytest.raises(ValueError, match=r"^data\.train={}: nothing to read"):
+        load({})
     with pytest.raises(ValueError, match=r"data\.prompt_key='prompt': no such column in .*c\.jsonl"):
         load({a: 1, str(tmp_path / "c.jsonl"): 1})
-
-
-def test_an_override_may_give_weights_but_not_none(tokenizer):
-    cfg = tiny_config("data.train={x/a.b.jsonl: 0.7, hub/x:train: 2}")
-    assert cfg.data.train == {"x/a.b.jsonl": 0.7, "hub/x:train": 2}
-    with pytest.raises(ValueError, match=r"^data\.train={}: nothing to read"):
-        load_prompts(DataConfig(train={}), tokenizer, 16)

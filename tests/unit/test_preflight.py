@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from config import UserError
 from support.base import ranks, versions
@@ -23,18 +22,6 @@ def test_the_output_folder_and_its_disk(tiny, tmp_path, monkeypatch):
         machines.check_first_host(cfg)
     with pytest.raises(UserError, match=r"output_dir=/proc/out: cannot write in /proc "):
         machines.check_writable(Path("/proc/out"))
-
-
-@pytest.mark.parametrize("number", [0, 2])
-def test_machines_are_named_once(number, monkeypatch, capfd):
-    gathered = [("north", {}), ("north", {}), ("south", {})]
-    monkeypatch.setattr(ranks, "gather", lambda own: gathered)
-    monkeypatch.setattr(dist, "get_rank", lambda: number)
-    machines.check_ranks({}, "data.train", "1")
-    assert capfd.readouterr().out == ("machines: north on rank 0, 1; south on rank 2\n" if number == 0 else "")
-    del gathered[2]
-    machines.check_ranks({}, "data.train", "1")
-    assert capfd.readouterr() == ("", "")
 
 
 def test_another_configuration_commit_and_other_data_of_a_machine_are_refused(monkeypatch):
