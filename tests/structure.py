@@ -18,10 +18,10 @@ FUNCTION_LINES = 60
 # Statements of a wing, docstrings not counted; "docs" is lines of `pages`. These numbers only fall: a commit that
 # deletes lowers them to what is left, a raise needs a deletion of the same size elsewhere in the same commit.
 BUDGET = {
-    "top": 1293,
-    "support/base": 750, "support/preflight": 663, "support/data": 515, "support/engine": 330, "support/judge": 173,
-    "support/model": 1461, "support/run": 1161, "support/step": 975,
-    "rewards": 179, "oracle": 973, "tools": 1031, "benchmarks": 550, "tests": 6419, "docs": 2951,
+    "top": 1319,
+    "support/base": 730, "support/preflight": 626, "support/data": 511, "support/engine": 353, "support/judge": 173,
+    "support/model": 1449, "support/run": 1111, "support/step": 996,
+    "rewards": 275, "oracle": 975, "tools": 934, "benchmarks": 550, "tests": 6449, "docs": 2941,
 }  # fmt: skip
 TOP_DENSITY = 15.5  # mean ast nodes of a simple statement
 SUPPORT_DENSITY = 17.0
