@@ -41,15 +41,19 @@ class Grader:
         self.functions: dict[str, Callable] = {}
         self.has_returned = False
 
-    def parts(self, answer: dict, prompt: Prompt, said: list[str], ended: bool) -> dict[str, float] | str:
+    def parts(self, answer: dict, prompt: Prompt, turns: list[str], ended: bool) -> dict[str, float] | str:
         """The parts of the answer's reward, weighed; a text where the user's code raised, its last line.
 
-        `said`: the texts of the model's turns; `ended`: whether the last of them ended by itself.
+        `turns`: the texts of model, environment, model, ...; `ended`: whether the last ended by itself.
         """
         spec = self.cfg.reward.by_source.get(answer["source"], self.cfg.reward.default)
         parts = {}
         try:
-            row = json.loads(json.dumps(self.converse(prompt.row, said, ended), default=str))
+            row = json.loads(json.dumps(self.converse(prompt.row, turns[::2], ended), default=str))
+            for reply, heard in zip(row["turns"][1::2] if self.cfg.rollout.turns else [], turns[1::2], strict=True):
+                if "".join(reply.split()) not in "".join(heard.split()):  # with what the chat template adds
+                    self.has_returned = True
+                    return f"the environment says {reply!r}, its tokens {heard!r}"
             for name, weight in ({spec: 1.0} if isinstance(spec, str) else spec).items():
                 if name not in self.functions:
                     self.functions[name] = function_of(name, self.cfg.reward)

@@ -175,7 +175,7 @@ class Repetition:
                 report.note("answers", "not judged: there is no tokenizer")
                 continue
             text = self.tokenizer.decode(row["response_ids"], skip_special_tokens=True)
-            *before, last = (self.has_ended(ids, sampling) for ids in turns_of(row))
+            *before, last = (self.has_ended(ids, sampling) for ids in turns_of(row)[::2])
             length, free = len(row["response_ids"]), self.cfg.rollout.turns  # the budget may cut what replies
             problem = "a turn before the last did not end" if False in before else ""
             if length > limit or (not row["finished"] and not free and length < limit):
@@ -455,6 +455,6 @@ class Repetition:
 
 
 def turns_of(row: dict) -> list[list[int]]:
-    """The tokens of each turn of the model."""
+    """The tokens of each turn, of model, environment, model, ..."""
     ends = zip(itertools.accumulate(row["turns"]), row["turns"], strict=True)
-    return [row["response_ids"][end - length : end] for end, length in ends][::2]
+    return [row["response_ids"][end - length : end] for end, length in ends]
