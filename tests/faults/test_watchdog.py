@@ -60,7 +60,7 @@ if __name__ == "__main__":
     if where == "rollout":
         from vllm.v1.engine.llm_engine import LLMEngine
         lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
-        LLMEngine.has_unfinished_requests = lambda _: lock(mutex) or lock(mutex)  # never returns, and holds the GIL
+        LLMEngine.add_request = lambda *_: lock(mutex) or lock(mutex)  # never returns, and holds the GIL
     sys.exit(train_grpo.main(sys.argv[1:]))
 """
 
