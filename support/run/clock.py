@@ -25,6 +25,7 @@ class StopSignals:
 
     def __init__(self):
         self.requested: str | None = None
+        self.ended = False  # the run has ended: a signal does not make it save
         read, write = os.pipe()
         os.set_blocking(write, False)
         # A handler waits until the main thread is back in Python; the pipe is written at once, even in a collective.
@@ -42,7 +43,7 @@ class StopSignals:
             if first is None:
                 first, since = number, time.monotonic()
                 self.requested = signal.Signals(number).name
-                if ranks.is_first_rank():
+                if ranks.is_first_rank() and not self.ended:
                     ranks.say(f"{self.requested}: finishing this phase, then saving; a second Ctrl-C stops at once")
             elif signal.SIGINT in (first, number) and time.monotonic() - since >= SAME_REQUEST_S:
                 os._exit(130)
@@ -108,5 +109,6 @@ class Clock:
         return self.seconds | {"other": step - sum(self.seconds.values()), "step": step}
 
     def stop(self) -> None:
-        """Stop the watchdog: the rest may take any time."""
+        """Stop the watchdog: the rest may take any time, and a signal does not save the run any more."""
+        self.signals.ended = True
         self.watchdog.stop()
