@@ -96,9 +96,11 @@ def safetensor_files(path: str) -> dict[str, str]:
                     names = [f"{block}.{e}.{part}_proj.weight" for e in experts for part in JOINED[last]]
                     found |= dict.fromkeys(names or [name], str(file))
     except (OSError, ValueError, SafetensorError) as error:
+        is_former = whole.exists() and file != whole
+        former = f", or remove {index.name}, if {whole.name} is the model" if is_former else ""
         raise ValueError(
             f"{file} cannot be read ({error}): it is missing, cut off, or a pointer of git-lfs; fetch it again "
-            f"(`git lfs pull`, `hf download`), or remove {index.name} if it is of another model"
+            f"(`git lfs pull`, `hf download`){former}"
         ) from None
     return found
 

@@ -212,7 +212,7 @@ FILES = [  # what is done to a folder with two shards and their index, what the 
     (lambda folder, shard: shard.write_text("version https://git-lfs"), CUT.format("header too large")),
     (lambda folder, shard: os.truncate(shard, 9000), CUT.format("incomplete metadata, file not fully covered")),
     (lambda folder, shard: shard.unlink(), "model-1.safetensors cannot be read (No such file"),
-    (lambda folder, shard: shard.rename(folder / "model.safetensors"), "json if it is of another model"),
+    (lambda folder, shard: shard.rename(folder / "model.safetensors"), "json, if model.safetensors is the model"),
     (lambda folder, shard: os.truncate(folder / INDEX, 99), f"{INDEX} cannot be read (Unterminated string"),
     (lambda folder, shard: (folder / INDEX).unlink(), "it must hold model.safetensors and no others, but has model-0."),
     (lambda folder, shard: None, None),
