@@ -63,6 +63,7 @@ class ModelConfig(Section):
     )
     flash_attention: bool = True  # for bf16 and fp16 on a GPU; false: torch's other kernels, sequences padded, slower
     fp32_head: bool = False  # logits of a bf16 or fp16 model in fp32, in the trainer and in vLLM
+    match_engine: bool = False
 
 
 class DataConfig(Section):

@@ -24,8 +24,9 @@ from safetensors import safe_open
 
 from config import Config, LoraConfig, TrainingError
 from support.base import hf_folder
+from support.base.by_row import product
 from support.base.ranks import device, to_device
-from support.model import fp16, lora, nucleus, routes
+from support.model import fp16, lora, matched, nucleus, routes
 from support.model.attention import (
     Copies,
     PackedAttention,
@@ -126,7 +127,7 @@ def token_multiple(parallel) -> int:
 # ---------------------------------------------------------------- model
 
 
-def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> TransformerConfig:
+def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict, match_engine=False) -> TransformerConfig:
     """The Megatron configuration of a Hugging Face `hf` config; `extra` overrides any field.
 
     Megatron raises on what it refuses.
@@ -149,6 +150,8 @@ def transformer_config(hf, parallel, dtype: torch.dtype, extra: dict) -> Transfo
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+    if match_engine:
+        settings |= matched.OPTIONS
     settings |= options_for(TransformerConfig, extra)
     return TransformerConfig(**settings)
 
@@ -259,7 +262,14 @@ def options_for(cls: type, options: dict) -> dict:
 
 
 def build_model(
-    path: str, parallel, dtype: torch.dtype, extra: dict, fp32_head=False, weights=True, adapters=ALL_WEIGHTS
+    path: str,
+    parallel,
+    dtype: torch.dtype,
+    extra: dict,
+    fp32_head=False,
+    weights=True,
+    adapters=ALL_WEIGHTS,
+    match_engine=False,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or `vpp`), built from the Hugging Face folder `path`, with its `weights`.
 
@@ -267,12 +277,14 @@ def build_model(
     the section `lora` of the configuration (rank 0: all weights are trained), or None for a model without gradients.
     """
     hf = hf_folder.read_config(path)
-    config = transformer_config(hf, parallel, dtype, extra)
+    config = transformer_config(hf, parallel, dtype, extra, match_engine)
     vp_stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
     chunks = []
     for vp_stage in vp_stages:
         model = build_chunk(hf, config, vp_stage, adapters)
-        model.fp32_head = fp32_head
+        model.fp32_head, model.matches = fp32_head, match_engine
+        if match_engine:
+            matched.attach(model)
         chunks.append(model.to(device(), dtype))
     settings = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     ddp_config = DistributedDataParallelConfig(**settings | options_for(DistributedDataParallelConfig, extra))
@@ -306,7 +318,8 @@ def build_chunk(hf, config: TransformerConfig, vp_stage: int | None, adapters: L
     )
     if [layer.layer_number - 1 for layer in model.decoder.layers] != [*layers]:
         raise TrainingError(f"Megatron-core built other layers than {layers} of the model for a pipeline stage")
-    model.inv_freq = rotary_embedding(hf).inv_freq.to(device())  # no buffer: safe from dtype casts
+    # A copy is no buffer, which a cast of the model would round: torch knows a buffer by a mark on its tensor.
+    model.inv_freq = rotary_embedding(hf).inv_freq.clone().to(device())
     if model.post_process:  # still a module, whose hooks wait for weights that are on their way
         model.output_layer.forward = HeadLogp.apply
     lora.attach(model, adapters)
@@ -485,34 +498,27 @@ class HeadLogp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_M, weight, targets_M, temperature, with_entropy: bool, dtype, fused: bool, cuts=None):
+    def forward(ctx, hidden_M, weight, targets_M, temperature, with_entropy: bool, dtype, fused: bool, cuts, matches):
         ctx.set_materialize_grads(False)  # None for an entropy that is only reported: no pass is spent on its gradient
         group = mpu.get_tensor_model_parallel_group()
         local_M = targets_M - group.rank() * len(weight)
         ctx.logits, stats = None, []
         hiddens = hidden_M.split(LOGITS_CHUNK)
+        targets = (targets_M if matches else local_M).split(LOGITS_CHUNK)
         ctx.cuts = cuts or [None] * len(hiddens)
-        for hidden, local, cut in zip(hiddens, local_M.split(LOGITS_CHUNK), ctx.cuts, strict=True):
+        for hidden, target, cut in zip(hiddens, targets, ctx.cuts, strict=True):
             del ctx.logits  # of the chunk before
-            ctx.logits = head_logits(hidden, weight, dtype)
+            ctx.logits = head_logits(hidden, weight, dtype, matches)
             if cut is not None:
                 nucleus.cut_logits(ctx.logits, cut)
-            stats.append(logits_stats(ctx.logits, local, temperature, with_entropy))
-        own_max_M, exp_sum_M, weighted_sum_M, target_M = torch.cat(stats, dim=1)
-        max_M = own_max_M.clone()
-        dist.all_reduce(max_M, dist.ReduceOp.MAX, group=group)
-        shift_M = own_max_M - max_M
-        here_M = (local_M >= 0) & (local_M < len(weight))
-        sums = torch.stack([exp_sum_M, weighted_sum_M + exp_sum_M * shift_M]) * shift_M.exp()
-        sums = torch.cat([sums, (target_M + shift_M * here_M)[None]])  # [3, M]
-        dist.all_reduce(sums, group=group)
-        exp_sum_M, weighted_sum_M, target_M = sums
-        log_z_M = exp_sum_M.log()
-        entropy_M = log_z_M - weighted_sum_M / exp_sum_M
+            stats_of = matched.logp_stats if matches else logits_stats
+            stats.append(stats_of(ctx.logits, target, temperature, with_entropy))
+        stats = torch.cat(stats, dim=1)
+        logp_M, entropy_M, max_M, log_z_M = stats if matches else join_stats(stats, local_M, len(weight), group)
         ctx.options = {"temperature": temperature, "dtype": weight.dtype}
-        ctx.dtype, ctx.fused = dtype, fused
+        ctx.dtype, ctx.fused, ctx.matches = dtype, fused, matches
         ctx.save_for_backward(weight, hidden_M, local_M, max_M, log_z_M, entropy_M)
-        return target_M - log_z_M, entropy_M
+        return logp_M, entropy_M
 
     @staticmethod
     def backward(ctx, grad_logp_M, grad_entropy_M):
@@ -525,7 +531,7 @@ class HeadLogp(torch.autograd.Function):
         for cut, hidden, grad_hidden, *rows in reversed(chunks):  # the last chunk's logits are still there
             logits, ctx.logits = ctx.logits, None
             if logits is None:
-                logits = head_logits(hidden, weight, ctx.dtype)
+                logits = head_logits(hidden, weight, ctx.dtype, ctx.matches)
                 if cut is not None:
                     nucleus.cut_logits(logits, cut)
             grad = logits_grad(logits, *rows, **ctx.options)
@@ -540,11 +546,29 @@ class HeadLogp(torch.autograd.Function):
             weight.grad_added_to_main_grad = True
             is_tied = getattr(weight, "zero_out_wgrad", False)  # the embedding's gradient is added then
             grad_weight = None if is_tied else torch.empty_like(weight)
-        return grad_hidden_M, grad_weight, *[None] * 6
+        return grad_hidden_M, grad_weight, *[None] * 7
 
 
-def head_logits(hidden_M, weight, dtype: torch.dtype) -> torch.Tensor:
+def join_stats(stats, local_M, rows: int, group) -> tuple[torch.Tensor, ...]:
+    """`logits_stats` [4, M] of each rank's rows of the vocabulary → log-prob, entropy, max l and log Z, [M] each."""
+    own_max_M, exp_sum_M, weighted_sum_M, target_M = stats
+    max_M = own_max_M.clone()
+    dist.all_reduce(max_M, dist.ReduceOp.MAX, group=group)
+    shift_M = own_max_M - max_M
+    here_M = (local_M >= 0) & (local_M < rows)
+
+    sums = torch.stack([exp_sum_M, weighted_sum_M + exp_sum_M * shift_M]) * shift_M.exp()
+    sums = torch.cat([sums, (target_M + shift_M * here_M)[None]])  # [3, M]
+    dist.all_reduce(sums, group=group)
+    exp_sum_M, weighted_sum_M, target_M = sums
+    log_z_M = exp_sum_M.log()
+    return target_M - log_z_M, log_z_M - weighted_sum_M / exp_sum_M, max_M, log_z_M
+
+
+def head_logits(hidden_M, weight, dtype: torch.dtype, matches: bool) -> torch.Tensor:
     """[M, h], [V / tp, h] → [M, V / tp] in `dtype`; fp32 of bf16 or fp16 is summed in fp32, and not rounded (CUDA)."""
+    if matches:
+        return product(hidden_M, weight)
     if dtype is weight.dtype:
         return hidden_M @ weight.t()
     return torch.mm(hidden_M, weight.t(), out_dtype=dtype)
@@ -574,7 +598,7 @@ def token_logprobs(
     fused = model.config.gradient_accumulation_fusion
     first = mpu.get_tensor_model_parallel_rank() * len(weight)  # id of this rank's first row
     cuts = None if mb.nuclei is None else nucleus.places(mb, own_M, first, len(weight), LOGITS_CHUNK)
-    logp_M, entropy_M = head(hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, cuts)
+    logp_M, entropy_M = head(hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, cuts, model.matches)
     return to_row(logp_M, rows_M, mb), to_row(entropy_M, rows_M, mb)
 
 

@@ -103,7 +103,13 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
     engine = Engine(inputs.model_path, m, r, longest, cfg.algo.replay_routes)
     clock.memory.leave_out_engine()
     model = bridge.build_model(
-        inputs.model_path, cfg.parallel, bridge.DTYPES[m.dtype], cfg.megatron, m.fp32_head, adapters=cfg.lora
+        inputs.model_path,
+        cfg.parallel,
+        bridge.DTYPES[m.dtype],
+        cfg.megatron,
+        m.fp32_head,
+        adapters=cfg.lora,
+        match_engine=m.match_engine,
     )
     optimizer = bridge.build_optimizer(model, t, cfg.megatron, inputs.model_path)
     reference = bridge.copy_weights(model, cfg.algo.reference_on) if cfg.algo.kl_coef > 0 else None
