@@ -63,7 +63,8 @@ class ModelConfig(Section):
     )
     flash_attention: bool = True  # for bf16 and fp16 on a GPU; false: torch's other kernels, sequences padded, slower
     fp32_head: bool = False  # logits of a bf16 or fp16 model in fp32, in the trainer and in vLLM
-    match_engine: bool = False
+    # the forward pass in vLLM's arithmetic, so that log-probs have equal bits; null: on a CPU wherever it costs little
+    match_engine: bool | None = None
 
 
 class DataConfig(Section):

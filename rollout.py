@@ -206,6 +206,17 @@ class Engine:
             raise RuntimeError("vLLM kept its prefix cache after a weight push: requests are still running")
         self.has_weights = True
 
+    def layers(self) -> dict[int, torch.nn.Module]:
+        """The layers of vLLM's model on this rank, by their number."""
+        (layers,) = self.llm.apply_model(lambda model: dict(enumerate(model.model.layers)))
+        return layers
+
+    def compute(self, ids: list[int]) -> None:
+        """Run one forward pass over a prompt, as vLLM prefills it."""
+        self.llm.reset_prefix_cache()
+        params = self.sampling_params(max_tokens=1, detokenize=False)
+        self.llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+
     def metrics(self) -> dict[str, float | None]:
         """What the engine adds to the metrics of a step: "sync/checked", of the last weight push."""
         return self.push_check.metrics

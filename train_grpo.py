@@ -124,7 +124,7 @@ def build(cfg: Config, inputs: launch.Inputs, clock: Clock) -> Run:
         teacher=teacher.build_teacher(model, cfg) if cfg.algo.teacher else None,
         grading=grading.GradingPool(cfg.reward),
         writer=checkpoint.CheckpointWriter(f"{cfg.output_dir}/checkpoints", t.keep_last, t.keep_every),
-        guard=guard.Guard(cfg, model, optimizer, reference, score, run_schedule),
+        guard=guard.Guard(cfg, model, optimizer, reference, engine, score, run_schedule),
     )
     push_weights(run)  # vLLM has read the same weights from disk, so this checks the mapping of names
     if inputs.checkpoint:
@@ -612,6 +612,7 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     report = {name: values_T @ mask_T for name, values_T in per_token.items()}
     report |= {"loss": loss, "policy": (policy_T * weight_T).sum(), "denominator": denominator}
     report |= metrics.gap_report(trainer_logp_T - rollout_logp_T, mask_T)
+    report["old_gap_max"] = ((old_logp_T - rollout_logp_T) * mask_T).abs().max()
     return loss, denominator, {name: value.detach().double() for name, value in report.items()}
 
 

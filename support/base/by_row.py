@@ -42,7 +42,7 @@ def split_queries(queries_S: np.ndarray, keys_S: np.ndarray, most: int) -> tuple
 
 
 def queries_of_a_piece(isa: str, heads: int, kv_heads: int) -> int:
-    """How many queries fill the registers of vLLM's kernel once: 8 heads, with AMX 32; those of a group are together."""
+    """How many queries vLLM's kernel holds in registers: of 8 heads, with AMX 32; the heads of a group go together."""
     most = 32 if isa == "amx" else 8
     group = heads // kv_heads
     return most // group if most % group == 0 else most

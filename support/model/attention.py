@@ -301,11 +301,15 @@ def sliding_window(hf_config) -> int | None:
     )
 
 
-def rotate(x: torch.Tensor, packing: Packing, rotation=Rotation.apply) -> torch.Tensor:
+class Rotary(torch.nn.Module):
     """Rotary embedding of the first numbers of each head, or of all; [C / cp, 1, heads, d] → the same."""
-    rotated = packing.cos.shape[-1]
-    turned = rotation(x[..., :rotated], packing.cos, packing.sin)
-    return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), -1)
+
+    rotation = staticmethod(Rotation.apply)
+
+    def forward(self, x: torch.Tensor, packing: Packing) -> torch.Tensor:
+        rotated = packing.cos.shape[-1]
+        turned = self.rotation(x[..., :rotated], packing.cos, packing.sin)
+        return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), -1)
 
 
 class PackedAttention(torch.nn.Module):
@@ -313,13 +317,13 @@ class PackedAttention(torch.nn.Module):
 
     def __init__(self, *unused, **options):
         super().__init__()
-        self.rotation = Rotation.apply
+        self.rotary = Rotary()
         self.attend = None  # attention inside the segments; None: one of the two above
 
     def forward(self, query, key, value, attention_mask, packed_seq_params: Packing, **unused) -> torch.Tensor:
         """query [C / cp, 1, heads, d], key and value [C / cp, 1, kv_heads, d] → [C / cp, 1, heads * d]."""
         packing = packed_seq_params
-        query, key = (rotate(x, packing, self.rotation) for x in (query, key))
+        query, key = (self.rotary(x, packing) for x in (query, key))
         query, key, value = (x.squeeze(1) for x in (query, key, value))
         heads = query.shape[1]
         splits = mpu.get_context_parallel_world_size() > 1

@@ -9,9 +9,10 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from support.base.by_row import product, queries_of_a_piece, split_queries
-from support.model import layers  # first: it prepares the process for Megatron-core
+from support.model import layers, lora  # first: it prepares the process for Megatron-core
 from support.model.attention import PackedAttention, Segments, attend_padded
 
 # isort: split
@@ -23,6 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
     _reduce,
     _reduce_scatter_along_first_dim,
 )
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 # Between layers the sum of residual and output is fp32: vLLM normalizes it before it is rounded.
 OPTIONS = {"fp32_residual_connection": True, "pipeline_dtype": torch.float32}
@@ -37,12 +39,14 @@ def attach(chunk: torch.nn.Module) -> None:
         if isinstance(module, layers.RMSNorm):
             module.normalize = Normalization.apply
         elif isinstance(module, PackedAttention):
-            module.rotation, module.attend = Rotation.apply, Attention.apply
-        elif isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            module.rotary.rotation, module.attend = Rotation.apply, Attention.apply
+        elif isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert:
             is_adapted = hasattr(module.weight, "adapter")
             module._forward_impl = partial(module._forward_impl, product=product) if is_adapted else linear
             if isinstance(module, RowParallelLinear) and module.tp_group.size() > 1:
                 module.forward = partial(row_parallel, module)
+        elif isinstance(module, MoELayer):
+            module.forward = partial(experts, module, module.forward)
 
 
 # ---------------------------------------------------------------- linear layers
@@ -200,6 +204,95 @@ class Attention(torch.autograd.Function):
             inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
             out = attend_padded(*inputs, ctx.segments)
         return *torch.autograd.grad(out, inputs, grad), None
+
+
+# ---------------------------------------------------------------- experts
+
+
+class EngineValue(torch.autograd.Function):
+    """The value that vLLM's operations gave, with the gradient of `ours`."""
+
+    @staticmethod
+    def forward(ctx, ours, value):
+        return value
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Chosen:
+    """The choice of a router, for which Megatron's top-k asks: the numbers of each token's experts, [tokens, k]."""
+
+    def __init__(self, experts: torch.Tensor):
+        self.experts = experts
+
+    def get_replay_topk(self, scores, k, num_groups, group_topk, choose) -> tuple[torch.Tensor, torch.Tensor]:
+        return scores.gather(-1, self.experts), self.experts
+
+
+def experts(layer: MoELayer, forward, hidden: torch.Tensor, *args, **options) -> tuple[torch.Tensor, None]:
+    """MoELayer.forward with the value of vLLM's kernel, which adds up a token's experts in fp32; [T (/ tp), 1, h].
+
+    For it each rank gathers the weights of all experts of the layer. The gradient is that of Megatron's own `forward`.
+    """
+    tp, router = layer.tp_group, layer.router
+    is_sharded = layer.config.sequence_parallel
+    with torch.no_grad():
+        rows = _gather_along_first_dim(hidden, tp) if is_sharded else hidden
+        rows = rows.flatten(0, -2)
+        weight_N, expert_N = choose_experts(product(rows, router.weight.to(rows.dtype)), router)
+        value = run_experts(
+            rows, *(whole_experts(layer, name) for name in ("linear_fc1", "linear_fc2")), weight_N, expert_N, tp
+        )
+    if is_sharded:
+        value, expert_N = (x.chunk(tp.size())[tp.rank()] for x in (value, expert_N))
+    replay = router.router_replay
+    if replay is None or isinstance(replay, Chosen) or replay.routes is None:  # else those of vLLM, as recorded
+        router.router_replay = Chosen(expert_N.long())
+    ours, bias = forward(hidden, *args, **options)
+    return EngineValue.apply(ours, value.view_as(ours)), bias
+
+
+def choose_experts(logits: torch.Tensor, router: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights, fp32, and the numbers of each token's k experts as vLLM's router chooses; [T, E] → [T, k] each."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import select_experts
+
+    renormalize = not router.config.moe_router_pre_softmax
+    return select_experts(logits, logits, router.topk, use_grouped_topk=False, renormalize=renormalize)
+
+
+def whole_experts(layer: MoELayer, name: str) -> torch.Tensor:
+    """The weights `name` of all experts of a layer, [E, out, in], from the ranks that hold them."""
+    weights = [getattr(expert, name).weight for expert in layer.experts.local_experts]
+    held = [lora.merged_weight(weight) if hasattr(weight, "adapter") else weight for weight in weights]
+    own = torch.stack(held)  # [experts of this rank, out, in], of which etp ranks hold parts
+    group, etp = mpu.get_expert_tensor_and_model_parallel_group(), mpu.get_expert_tensor_parallel_world_size()
+    if group.size() == 1:
+        return own
+    parts = _gather_along_first_dim(own, group).unflatten(0, (-1, etp, len(own)))  # [ep, etp, experts of a rank, ...]
+    if name == "linear_fc2":  # split by columns
+        return parts.permute(0, 2, 3, 1, 4).flatten(3, 4).flatten(0, 1)
+    gate_up = parts.unflatten(3, (2, -1))  # each split by rows
+    return gate_up.permute(0, 2, 3, 1, 4, 5).flatten(2, 4).flatten(0, 1)
+
+
+def run_experts(rows, fc1, fc2, weight_N, expert_N, tp) -> torch.Tensor:
+    """vLLM's kernel on the rows [T, h], where each of `tp` ranks has a part of every expert; the sum over ranks."""
+    from vllm import _custom_ops as ops
+    from vllm.distributed import tensor_model_parallel_all_reduce
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, X86CPUUnquantizedExperts
+
+    has_tiles = torch.cpu._is_amx_tile_supported() and rows.dtype is torch.bfloat16
+    kernel = X86CPUUnquantizedExperts if has_tiles else CPUUnquantizedExperts
+    gate_up = fc1.unflatten(1, (2, -1)).chunk(tp.size(), 2)[tp.rank()]  # [E, 2, ffn / tp, h]
+    down = fc2.chunk(tp.size(), 2)[tp.rank()]
+    missing = -down.shape[2] % kernel._intermediate_alignment()
+    gate_up, down = F.pad(gate_up, (0, 0, 0, missing)).flatten(1, 2), F.pad(down, (0, missing))
+    packed = [ops.cpu_prepack_moe_weight(weight.contiguous(), kernel.isa) for weight in (gate_up, down)]
+    out = torch.empty_like(rows)
+    ops.cpu_fused_moe(out, rows.contiguous(), *packed, None, None, weight_N, expert_N, "silu", kernel.isa)
+    return tensor_model_parallel_all_reduce(out) if tp.size() > 1 else out
 
 
 # ---------------------------------------------------------------- the head

@@ -1,61 +1,121 @@
 """Where the trainer's forward pass first has other bits than vLLM's: one sequence through both, layer by layer."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 
 import megatron_bridge as bridge
+from config import Config
+from rollout import Engine
 from support.base import ranks
 from support.model.attention import own_stripe
+from support.step.packing import pack
+from support.step.records import Batch
 
-# Of a layer, in the order of the forward pass: what it is called, Megatron's module, vLLM's.
+# The operations of a layer in their order: what each is called, Megatron's module, vLLM's.
 OPERATIONS = (
-    ("norm before attention", "input_layernorm", "input_layernorm"),
-    ("product with the weights of query, key and value", "self_attention.linear_qkv", "self_attn.qkv_proj"),
-    ("norm of the queries", "self_attention.q_layernorm", "self_attn.q_norm"),
-    ("norm of the keys", "self_attention.k_layernorm", "self_attn.k_norm"),
-    ("rotary embedding", "self_attention.core_attention.rotation", "self_attn.rotary_emb"),
+    ("the norm before attention", "input_layernorm", "input_layernorm"),
+    ("the product that gives query, key and value", "self_attention.linear_qkv", "self_attn.qkv_proj"),
+    ("the norm of the query", "self_attention.q_layernorm", "self_attn.q_norm"),
+    ("the norm of the key", "self_attention.k_layernorm", "self_attn.k_norm"),
+    ("the rotary embedding", "self_attention.core_attention.rotary", "self_attn.rotary_emb"),
     ("attention", "self_attention.core_attention", "self_attn.attn"),
-    ("product with the output weights of attention", "self_attention.linear_proj", "self_attn.o_proj"),
-    ("norm before the feed-forward block", "pre_mlp_layernorm", "post_attention_layernorm"),
-    ("product with the gate and up weights", "mlp.linear_fc1", "mlp.gate_up_proj"),
+    ("the product after attention", "self_attention.linear_proj", "self_attn.o_proj"),
+    ("the norm before the feed-forward block", "pre_mlp_layernorm", "post_attention_layernorm"),
+    ("the product that gives gate and up", "mlp.linear_fc1", "mlp.gate_up_proj"),
     ("SwiGLU", "mlp.activation_func", "mlp.act_fn"),
-    ("product with the down weights", "mlp.linear_fc2", "mlp.down_proj"),
-    ("experts", "mlp", "mlp"),
-    ("experts", "mlp", "block_sparse_moe"),
+    ("the product after SwiGLU", "mlp.linear_fc2", "mlp.down_proj"),
+    ("router and experts", "mlp", "mlp"),
+    ("router and experts", "mlp", "block_sparse_moe"),
 )
+Outputs = dict[tuple[int, int], torch.Tensor]  # (layer from 0, number of the operation) → what it gave
 
 
-@contextmanager
-def recorded(modules: dict[tuple, torch.nn.Module], found: dict) -> Iterator[None]:
-    """Note the first output of each module in `found`, by its key; of a shared module that of each call, in order."""
-    with ExitStack() as stack:
-        for key, module in modules.items():
+def explain(engine: Engine, model: list, batch: Batch, cfg: Config, forward: Callable[..., list]) -> str:
+    """The first operation whose bits differ in the sequence of a batch of one, in a sentence; all ranks call this.
 
-            def note(module, args, output, key=key):
-                while isinstance(output, tuple):
-                    output = output[0]
-                found.setdefault(key, []).append(output.detach().clone())
+    `forward(model, micro-batches, temperature)` runs passes without a gradient. The engine has the trainer's weights.
+    """
+    tokens, multiple = len(batch.tokens), bridge.token_multiple(cfg.parallel)
+    row = pack(batch, [0], -(-tokens // multiple) * multiple, bridge.device())
+    with outputs(modules_of(engine.layers(), vllm=True)) as theirs:
+        engine.compute(batch.tokens.tolist())
+    layers = {layer.layer_number - 1: layer for chunk in model for layer in bridge.unwrap_model(chunk).decoder.layers}
+    with outputs(modules_of(layers, vllm=False)) as ours:
+        forward(model, [row] * cfg.parallel.pp, cfg.rollout.temperature)  # interleaved stages want so many
 
-            stack.enter_context(module.register_forward_hook(note))
-        yield
+    found = []
+    for key in sorted(ours.keys() & theirs.keys()):
+        other, total, largest = compare(key, ours[key], theirs[key], row.width, tokens, model[0].hf_config)
+        if other:
+            found.append((key, other, total, largest))
+    everywhere = [part for part in ranks.gather(found[:1]) if part]
+    if not everywhere:
+        return (
+            "alone, the sequence has equal bits in all layers: it was packed into its row otherwise, vLLM sampled it "
+            "with other weights, or head, temperature or cut differ"
+        )
+    (layer, number), other, total, largest = min(everywhere)[0]
+    what = f"{OPERATIONS[number][0]} of layer {layer} is the first that differs"
+    return f"{what}: {other} of {total} values, by {largest:.1e} at most"
 
 
-def own_modules(model: list) -> dict[tuple, torch.nn.Module]:
-    """{(layer from 0, number of the operation): module} of this rank's chunks."""
+def modules_of(layers: dict[int, torch.nn.Module], vllm: bool) -> dict[tuple[int, int], torch.nn.Module]:
+    """{(layer, number of the operation): module} of those that there are; Megatron puts an IdentityOp for a norm."""
     found = {}
-    for chunk in map(bridge.unwrap_model, model):
-        for layer in chunk.decoder.layers:
-            for number, (_, name, _) in enumerate(OPERATIONS):
-                module = find(layer, name)
-                if module is not None:
-                    found[layer.layer_number - 1, number] = module
+    for layer, module in layers.items():
+        for number, (_, *names) in enumerate(OPERATIONS):
+            part = module
+            for name in names[vllm].split("."):
+                part = getattr(part, name, None)
+            if isinstance(part, torch.nn.Module) and type(part).__name__ != "IdentityOp":
+                found[layer, number] = part
     return found
 
 
-def find(module: torch.nn.Module, path: str) -> torch.nn.Module | None:
-    """The submodule, or None; Megatron puts an IdentityOp where there is none."""
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module if isinstance(module, torch.nn.Module) and type(module).__name__ != "IdentityOp" else None
+@contextmanager
+def outputs(modules: dict[tuple[int, int], torch.nn.Module]) -> Iterator[Outputs]:
+    """What each module gives first; where vLLM's layers share one, its calls are theirs in order."""
+    keys, found = defaultdict(list), {}
+    for key, module in modules.items():
+        keys[module].append(key)
+
+    def note(module, args, output) -> None:
+        while isinstance(output, tuple):
+            output = output[0]
+        if keys[module]:
+            found[keys[module].pop(0)] = output.detach().clone()  # vLLM changes some in place
+
+    hooks = [module.register_forward_hook(note) for module in keys]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def compare(key: tuple[int, int], own: torch.Tensor, theirs: torch.Tensor, width: int, tokens: int, hf) -> tuple:
+    """How many values of an operation differ, of how many, and by how much; of what this rank of the trainer holds.
+
+    Of `width` tokens, the last of them padding, a context-parallel rank has a stripe, and under sequence parallelism a
+    rank of that a part.
+    """
+    own = own.flatten(0, 1).flatten(1)
+    if OPERATIONS[key[1]][1] == "self_attention.linear_qkv":  # by groups of heads; vLLM: queries, keys, values
+        _, (queries, *others) = bridge.row_blocks("qkv", hf)
+        sizes = [*queries, *(size for other in others for size in other)]
+        if own.shape[1] % sum(sizes):  # a rank with a part of a group: not judged
+            return 0, 0, 0.0
+        parts = own.unflatten(1, (-1, sum(sizes))).split(sizes, 2)
+        own = torch.cat([part.flatten(1) for part in parts], 1)
+    theirs = own_stripe(F.pad(theirs.reshape(tokens, -1), (0, 0, 0, width - tokens)).T).T
+    real = own_stripe(torch.arange(width, device=own.device)) < tokens
+    if len(theirs) > len(own):
+        tp = bridge.mpu.get_tensor_model_parallel_group()
+        theirs, real = (x.chunk(tp.size())[tp.rank()] for x in (theirs, real))
+    own, theirs = own[real], theirs[real]
+    differ = own != theirs
+    return int(differ.sum()), own.numel(), float((own.float() - theirs.float()).abs().max()) if own.numel() else 0.0

@@ -19,10 +19,12 @@ from torch import Tensor
 
 import megatron_bridge as bridge
 from config import Config, RankError, TrainingError, UserError
+from rollout import Engine
 from support.base import ranks
 from support.base.require import require
 from support.data.prompts import Prompt
 from support.model import fp16
+from support.run import first_difference
 from support.step import metrics, turns
 from support.step.grading import GradingPool
 from support.step.records import Batch, MicroBatch, Sample
@@ -39,6 +41,7 @@ class Guard:
     model: list
     optimizer: object
     reference: list[Tensor] | None
+    engine: Engine
     score: Callable[[list, Batch, Config], Tensor]  # the trainer's log-probs [F] under the present weights
     forward: Callable[[list, list[MicroBatch], float], list]  # passes over micro-batches, without a gradient
     rounding: "Gap | None" = None  # of the model's log-probs, as last measured
@@ -53,14 +56,17 @@ class Guard:
         """Whether the optimizer may step: not where the loss is NaN or infinite.
 
         RankError for a reference that moved; TrainingError where trainer and vLLM give the sampled tokens log-probs
-        that rounding does not explain. They are compared in the updates whose log-probs are of vLLM's weights.
+        that rounding does not explain, or with model.match_engine any that differ. They are compared in the updates
+        whose log-probs are of vLLM's weights.
         """
         if not math.isfinite(report["loss"]):
             return False
         if self.reference is not None and number == 0:
             same = torch.equal(some_entries(self.reference), self.initial)
             require(same, "the reference is not the initial model: it was moved, or copied after a resume", RankError)
-        if number < metrics.compared_updates(cfg) and report["tokens"]:
+        if cfg.model.match_engine:
+            check_equal(self, report, weighted, cfg, step, number)
+        elif number < metrics.compared_updates(cfg) and report["tokens"]:
             check_gap(self, report, weighted, cfg, step)
         return True
 
@@ -110,6 +116,37 @@ def check_rewards(samples: list[Sample], prompts: dict[int, Prompt], grading: Gr
         if kind not in grading.errors_shown and dist.get_rank() == 0:
             print(f"warning: {message}\n  it counts as reward 0, as do further ones of this kind", flush=True)
     grading.errors_shown.update(messages)
+
+
+# ---------------------------------------------------------------- equal bits
+
+
+def check_equal(guard: Guard, report: dict, batch: Batch, cfg: Config, step: int, number: int) -> None:
+    """TrainingError where a log-prob of the first update has other bits than vLLM's, or an old log-prob of any update.
+
+    It names the answer, the token, and the operation of the forward pass that differs first.
+    """
+    if report["old_gap_max"] != 0:  # also for NaN
+        what = f"update {number + 1}: old log-probs are not those that vLLM sampled with"
+        raise TrainingError(f"step {step}, {what}: they differ by up to {report['old_gap_max']:.1e}")
+    if number > 0 or report["gap_max"] == 0:
+        return
+    logp_F = guard.score(guard.model, batch, cfg)
+    differs_F = (logp_F != batch.rollout_logp) & batch.mask
+    told = f"step {step}: trainer and vLLM disagree on sampled tokens, though model.match_engine gives them equal bits"
+    if not differs_F.any():
+        raise TrainingError(f"{told}: a scoring pass agrees, the training pass differs by {report['gap_max']:.1e}")
+    first = int(differs_F.nonzero()[0])
+    n = int(batch.seq_id[first])
+    token = int(batch.position_ids[first]) + 1 - int(batch.prompts_N[n])
+    where = first_difference.explain(guard.engine, guard.model, batch.take([n]), cfg, guard.forward)
+    answers = len(batch.seq_id[differs_F].unique())
+    raise TrainingError(
+        f"{told}: {int(differs_F.sum())} of {int(batch.mask.sum())} differ, in {answers} of {len(batch.lengths_N)} "
+        f"answers\n  the first: answer {n}, to prompt {batch.same_prompt_N[n]}, token {token} "
+        f"(id {int(batch.targets[first])}): trainer {logp_F[first]:.7f}, vLLM {batch.rollout_logp[first]:.7f}\n"
+        f"  {where}\n  model.match_engine=false computes without vLLM's operations, within rounding"
+    )
 
 
 # ---------------------------------------------------------------- the gap between trainer and vLLM

@@ -22,7 +22,7 @@ from support.data.ends import Ends, endless, read_ends
 from support.data.prompts import Mixture, Prompt, check_opening, load_prompts, load_tokenizer
 from support.data.tokens import check_ids
 from support.model import checkpoint, lora
-from support.preflight import configuration, linear_attention, run_plan
+from support.preflight import configuration, equal_bits, linear_attention, run_plan
 from support.step import teacher, turns
 
 
@@ -63,6 +63,7 @@ def read(cfg: Config, parts: list[str], weights: bool) -> tuple[Config, Inputs]:
     check_models(cfg)
     if weights and parts:
         linear_attention.check_cpu(cfg)
+        cfg = equal_bits.resolve(cfg)
     folder = cfg.model.path
     prompts, ends = {}, {}
     try:
