@@ -81,6 +81,12 @@ def held_bytes(model: list, optimizer) -> list[int]:
     return [sum(table.values()) for table in (weights, gradients, own, reference)]
 
 
+def sum_over_tp(x: torch.Tensor) -> torch.Tensor:
+    """In place of vLLM's sum over the ranks of an engine: here is none."""
+    dist.all_reduce(x, group=bridge.mpu.get_tensor_model_parallel_group())
+    return x
+
+
 def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     """What the layout gives, on every rank."""
     cfg = load_config("configs/tiny.yaml", [*plan["overrides"], *plan["layouts"][name], *EXACT])
@@ -88,10 +94,16 @@ def one_layout(plan: dict, name: str) -> dict[str, torch.Tensor]:
     configuration.check_config(cfg, dist.get_world_size())
     configuration.check_model(cfg, cfg.model.path, rollout_tp=1)
     bridge.init_model_parallel(cfg.parallel, cfg.seed)
+    if cfg.model.match_engine:
+        from vllm import distributed
+
+        distributed.tensor_model_parallel_all_reduce = sum_over_tp
     with mock.patch.object(lora, "initial_factor", made_up_factor):
         m = cfg.model
         dtype = bridge.DTYPES[m.dtype]
-        model = bridge.build_model(m.path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, adapters=cfg.lora)
+        model = bridge.build_model(
+            m.path, cfg.parallel, dtype, cfg.megatron, m.fp32_head, adapters=cfg.lora, match_engine=m.match_engine
+        )
     optimizer = bridge.build_optimizer(model, cfg.train, cfg.megatron)
     held = ranks.gather(held_bytes(model, optimizer))
     before = merged = on_host(bridge.hf_weights(model, bucket_bytes=1 << 16))

@@ -186,7 +186,7 @@ class Attention(torch.autograd.Function):
         table = torch.from_numpy((first_S[segment_P, None] + np.arange(pages_S.max())).astype(np.int32))
         starts = torch.from_numpy(np.cumsum([0, *queries_P], dtype=np.int32))
         sizes = torch.from_numpy(keys_P.astype(np.int32))
-        window = -1 if segments.window is None else segments.window - 1
+        window = segments.window or -1
         keys, values = torch.zeros(pages_S.sum(), kv_heads, PAGE * 2, d, dtype=dtype).chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(key.contiguous(), value.contiguous(), keys, values, slots, isa)
         plan = ops.cpu_attn_get_scheduler_metadata(

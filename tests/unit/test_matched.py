@@ -1,0 +1,146 @@
+"""The trainer's operations in vLLM's arithmetic: the same bits as vLLM's own, whatever else is in the batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from support.base.by_row import product, queries_of_a_piece, split_queries
+from support.model import attention, layers, matched
+from support.model.attention import Segments
+from support.preflight import equal_bits
+from tests.conftest import tiny_config
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+needs_avx512 = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX-512 BF16")
+
+
+def normal(*shape: int, dtype=torch.float32, seed=0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_queries_are_cut_into_pieces_that_end_at_their_last_key():
+    """5 queries at the end of 7 keys in pieces of 2, and one query of a segment of 3 keys."""
+    segment_P, queries_P, keys_P = split_queries(np.array([5, 1]), np.array([7, 3]), 2)
+    assert segment_P.tolist() == [0, 0, 0, 1]
+    assert queries_P.tolist() == [2, 2, 1, 1]
+    assert keys_P.tolist() == [4, 6, 7, 3]
+
+
+@pytest.mark.parametrize("isa, heads, kv_heads, queries", [("vec", 4, 2, 4), ("vec", 9, 3, 8), ("amx", 8, 1, 4)])
+def test_a_piece_fills_the_registers_of_the_kernel(isa, heads, kv_heads, queries):
+    """Heads of a group go together where their number divides the registers."""
+    assert queries_of_a_piece(isa, heads, kv_heads) == queries
+
+
+@needs_avx512
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [128, 1536])
+def test_a_product_is_vllms_for_any_number_of_rows(dtype, width):
+    """For one row torch and oneDNN add up otherwise; 1,536 numbers are SmolLM2's."""
+    from vllm import _custom_ops as ops
+
+    x, weight = normal(70, width, dtype=dtype), normal(96, width, dtype=dtype, seed=1)
+    theirs = equal_bits.weight_times(ops, weight, x)
+    for rows in (1, 2, 5, 70):
+        assert torch.equal(product(x[:rows], weight), theirs[:rows])
+
+
+@needs_avx512
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_have_the_bits_of_vllms_with_a_residual_that_is_not_rounded_first(dtype):
+    from vllm.ir.ops.layernorm import fused_add_rms_norm
+
+    x, residual, weight = normal(9, 64, dtype=dtype), normal(9, 64, dtype=dtype, seed=1), 1 + normal(64, dtype=dtype)
+    native = fused_add_rms_norm.impls["native"].impl_fn
+    normed, total = native(x, residual, weight, 1e-6)
+    stream = matched.ResidualSum.apply(x, residual)
+    assert torch.equal(matched.Normalization.apply(stream, weight, 1e-6), normed)
+    assert torch.equal(stream.to(dtype), total)
+
+
+@needs_avx512
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 33])
+def test_a_query_attends_to_the_same_bits_alone_and_among_others(dtype, window):
+    """2,300 tokens as vLLM prefills a prompt, the last 40 as it decodes them, and as a prompt with a cached prefix."""
+    tokens, to = 2300, torch.device("cpu")
+    query = normal(tokens, 4, 32, dtype=dtype)
+    key, value = (normal(tokens, 2, 32, dtype=dtype, seed=seed) for seed in (1, 2))
+
+    def attend(first: int, last: int) -> torch.Tensor:
+        keys, queries = np.array([last]), np.array([last - first])
+        segments = Segments.of(keys, queries, window, to)
+        return matched.Attention.apply(query[first:last], key[:last], value[:last], segments)
+
+    whole = attend(0, tokens)
+    for position in range(tokens - 40, tokens):
+        assert torch.equal(attend(position, position + 1), whole[position : position + 1])
+    assert torch.equal(attend(1024, tokens), whole[1024:])
+    lengths = np.array([tokens])
+    exact = attention.attend_padded(query, key, value, Segments.of(lengths, lengths, window, to))
+    assert (whole.float() - exact.float()).abs().max() < {torch.float32: 1e-5}.get(dtype, 0.02)
+
+
+@needs_avx512
+def test_gradients_are_those_of_the_trainers_own_operations():
+    """In fp32, where the values of the two differ by rounding alone."""
+    to = torch.device("cpu")
+    lengths = np.array([7, 4])
+    segments = Segments.of(lengths, lengths, None, to)
+    x, w = normal(11, 1, 64), normal(64)
+    half = [normal(11, 1, 1, 16, seed=seed) for seed in (1, 2)]
+    cos, sin = torch.cat((half[0], half[0]), -1), torch.cat((-half[1], half[1]), -1)
+    heads = [normal(11, n, 32, seed=n) for n in (4, 2, 2)]
+
+    def product_of(x, weight):
+        return matched.Linear.apply(x, weight, None, None, False, False)
+
+    pairs = [
+        (matched.Normalization.apply, layers.Normalization.apply, (x, w), (1e-6,)),
+        (product_of, torch.nn.functional.linear, (x, normal(5, 64)), ()),
+        (matched.Attention.apply, attention.attend_padded, heads, (segments,)),
+        (matched.ResidualSum.apply, torch.add, (x, normal(11, 1, 64, seed=3)), ()),
+        (matched.Rotation.apply, layers.Rotation.apply, (heads[0][:, None],), (cos, sin)),
+    ]  # fmt: skip
+    for engine, own, inputs, others in pairs:
+        grads = []
+        for function in (engine, own):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            out = function(*leaves, *others)
+            grads.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+        for a, b in zip(*grads, strict=True):
+            assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (["rollout.tp=2"], "rollout.tp=2 and parallel.tp=1"),
+        (["algo.correction=tis"], "algo.correction=tis"),
+        (["rollout.vllm.quantization=fp8"], "rollout.vllm.quantization=fp8"),
+        (["megatron.hidden_dropout=0.1"], "megatron.hidden_dropout=0.1"),
+        (["rollout.max_logp_gap=inf"], "rollout.max_logp_gap=inf"),
+    ],
+)
+def test_what_stands_against_equal_bits_is_named_by_its_key(tiny, overrides, says):
+    cfg = tiny_config(f"model.path={tiny}/model", *overrides)
+    hf = equal_bits.read_config(cfg.model.path)
+    assert says in equal_bits.why_not(cfg, hf)
+
+
+@needs_avx512
+def test_they_are_on_by_default_and_make_vllms_log_probs_the_old_ones(tiny, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    cfg = equal_bits.resolve(tiny_config(f"model.path={tiny}/model"))
+    assert cfg.model.match_engine is True and cfg.algo.old_logp == "rollout"
+    off = equal_bits.resolve(tiny_config(f"model.path={tiny}/model", "rollout.tp=2"))
+    assert off.model.match_engine is False and off.algo.old_logp == "trainer"
+
+
+@needs_avx512
+def test_a_kernel_that_depends_on_the_batch_is_named(tiny, monkeypatch):
+    """As a CPU would have it whose product of one row adds up otherwise."""
+    cfg = tiny_config(f"model.path={tiny}/model", "model.dtype=bf16", "model.match_engine=true")
+    monkeypatch.setattr(equal_bits, "product", lambda x, w: x @ w.t() * (1.1 if len(x) == 1 else 1))
+    with pytest.raises(equal_bits.UserError, match=r"on this CPU a product over 64 numbers depends"):
+        equal_bits.resolve(cfg)
