@@ -498,7 +498,7 @@ class HeadLogp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_M, weight, targets_M, temperature, with_entropy: bool, dtype, fused: bool, cuts, matches):
+    def forward(ctx, hidden_M, weight, targets_M, temperature, with_entropy, dtype, fused, cuts=None, matches=False):
         ctx.set_materialize_grads(False)  # None for an entropy that is only reported: no pass is spent on its gradient
         group = mpu.get_tensor_model_parallel_group()
         local_M = targets_M - group.rank() * len(weight)

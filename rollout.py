@@ -14,7 +14,7 @@ import torch
 from numpy import ndarray
 
 from config import ModelConfig, RankError, RolloutConfig
-from support.engine import cpu_engine, invariant, lean
+from support.engine import cpu_engine, lean
 from support.engine.push_check import PushCheck
 from support.engine.vllm_process import (
     capture_size,
@@ -65,13 +65,9 @@ class Engine:
         set_environment(rollout.exact, model.dtype)
         import vllm
 
-        if model.match_engine:
-            invariant.prepare()
-        from vllm.sampling_params import RequestOutputKind
-
-        shm_prefix = None if on_gpu else cpu_engine.prepare()
+        shm_prefix = None if on_gpu else cpu_engine.prepare(bool(model.match_engine))
         self.sampling_params = vllm.SamplingParams
-        self.final_only = RequestOutputKind.FINAL_ONLY
+        self.final_only = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         tp = rollout.tp
         settings = dict(
             model=path,

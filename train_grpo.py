@@ -21,7 +21,7 @@ To fork, change the function: a name such as `algo.loss` is a branch in it and n
 
 Names: a suffix gives a tensor's shape. _N per sample, _F per position of a batch, _T per position of a packed row. In
 support/ and the bridge also _S per sequence of a row, _M per position with mask 1, _R per rank, _E per expert, _D per
-row dispatched to an expert, _B per bin, _U per unit of a bin.
+row dispatched to an expert, _B per bin, _U per unit of a bin, _P per piece of a sequence's queries.
 """
 
 import gc
@@ -611,8 +611,7 @@ def grpo_loss(mb: MicroBatch, logp_T: Tensor, entropy_T: Tensor, algo: AlgoConfi
     per_token = {"tokens": mask_T, "entropy": entropy_T, "clipped": clipped_T, "outside": outside_T, **kl}
     report = {name: values_T @ mask_T for name, values_T in per_token.items()}
     report |= {"loss": loss, "policy": (policy_T * weight_T).sum(), "denominator": denominator}
-    report |= metrics.gap_report(trainer_logp_T - rollout_logp_T, mask_T)
-    report["old_gap_max"] = ((old_logp_T - rollout_logp_T) * mask_T).abs().max()
+    report |= metrics.gap_report(trainer_logp_T - rollout_logp_T, old_logp_T - rollout_logp_T, mask_T)
     return loss, denominator, {name: value.detach().double() for name, value in report.items()}
 
 

@@ -124,7 +124,9 @@ class Trainer:
             found["teacher"], _ = self.score(answers, temperature, of_other, self.teacher, asked=True)
         for n, a in enumerate(answers):
             vars(a).update({name: held[n] for name, held in found.items()})
-            a.old = a.rollout if algo.old_logp == "rollout" else a.before
+            # With equal bits vLLM's are the policy's own, which ours are within rounding.
+            is_rollout = algo.old_logp == "rollout" and not self.cfg.model.match_engine
+            a.old = a.rollout if is_rollout else a.before
 
     def gradient(self, answers: list[Scored], weights: list[Tensor], loss: Loss, values: dict[str, float]) -> Counter:
         """The gradient of an update, into `main`; sums over its tokens of what it reports."""

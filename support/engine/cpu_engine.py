@@ -8,14 +8,20 @@ import numpy
 import torch
 
 from support.base import ranks
+from support.engine import invariant
 from support.engine.push_check import digest
 
 
-def prepare() -> str:
-    """Patch vLLM before it starts, on all ranks; returns the prefix, unique to this run, of its files in /dev/shm."""
+def prepare(by_row: bool = False) -> str:
+    """Patch vLLM before it starts, on all ranks; returns the prefix, unique to this run, of its files in /dev/shm.
+
+    `by_row`: what it computes of a token does not depend on the batch.
+    """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shm
 
     note_packed_weights()
+    if by_row:
+        invariant.prepare()
     prefix = f"train-grpo-{ranks.gather(uuid.uuid4().hex)[0]}"  # rank 0's
     group_name = shm.make_group_name
     shm.make_group_name = staticmethod(lambda communicator: prefix + group_name(communicator).replace("/", ""))

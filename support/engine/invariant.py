@@ -23,11 +23,13 @@ def prepare() -> None:
 
     def by_row(layer, x, weight, bias=None):
         rows = x.flatten(0, -2)
-        return gemm(layer, at_least(ROWS, rows), weight, bias)[: len(rows)].unflatten(0, x.shape[:-1])
+        out = gemm(layer, at_least(ROWS, rows), weight, bias)
+        return out[: len(rows)].unflatten(0, x.shape[:-1])
 
     def head_by_row(self, head, hidden, bias):
         if self.head_dtype in (None, hidden.dtype):
-            return apply_head(self, head, at_least(ROWS, hidden), bias)[: len(hidden)]
+            logits = apply_head(self, head, at_least(ROWS, hidden), bias)
+            return logits[: len(hidden)]
         return product(hidden.to(self.head_dtype), head.weight.to(self.head_dtype), bias)
 
     def build_in_pieces(self, common_prefix_len, common, fast_build=False):
@@ -35,13 +37,11 @@ def prepare() -> None:
         if common.max_query_len > most:
             queries_S = np.diff(common.query_start_loc.numpy())
             segment_P, queries_P, keys_P = split_queries(queries_S, common.seq_lens.numpy(), most)
-            common = replace(
-                common,
-                num_reqs=len(queries_P),
-                query_start_loc=torch.from_numpy(np.cumsum([0, *queries_P], dtype=np.int32)),
-                seq_lens=torch.from_numpy(keys_P.astype(np.int32)),
-                block_table_tensor=common.block_table_tensor[torch.from_numpy(segment_P)],
-            )
+            starts = torch.from_numpy(np.cumsum([0, *queries_P], dtype=np.int32))
+            keys = torch.from_numpy(keys_P.astype(np.int32))
+            table = common.block_table_tensor[torch.from_numpy(segment_P)]
+            pieces = {"query_start_loc": starts, "seq_lens": keys, "block_table_tensor": table}
+            common = replace(common, num_reqs=len(queries_P), **pieces)
         return build(self, common_prefix_len, common, fast_build)
 
     utils.cpu_unquantized_gemm = by_row

@@ -45,23 +45,23 @@ def resolve(cfg: Config) -> Config:
 
 def why_not(cfg: Config, hf) -> str | None:
     """Why bits cannot be equal, with the key that mends it; None where they can."""
-    r, p, family = cfg.rollout, cfg.parallel, hf.architectures[0]
+    r, p = cfg.rollout, cfg.parallel
     found = versions.installed("vllm") or "1"  # where there is none, the start says so
     if torch.cuda.device_count():
         return "it is for CPUs so far; use false"
     if versions.numbers(found)[:2] != (0, 32):
         return f"it calls operations of vLLM 0.32, and this is {found}; use false"
     if bridge.has_linear_attention(hf) or getattr(hf, "shared_expert_intermediate_size", None):
-        return f"a {family} has layers whose operations in vLLM are not matched; use false"
+        return f"a {hf.architectures[0]} has layers whose operations in vLLM are not matched; use false"
     if r.tp != p.tp:
         return f"rollout.tp={r.tp} and parallel.tp={p.tp} add up other parts of each product; set them alike"
     if cfg.algo.correction != "none":
         return f"algo.correction={cfg.algo.correction} weighs a difference that is 0 then; use none"
-    for section, options, names in (("vllm", r.vllm, VLLM_OPTIONS), ("megatron", cfg.megatron, MEGATRON_OPTIONS)):
-        for name in names:
-            if options.get(name):
-                key = f"rollout.vllm.{name}" if section == "vllm" else f"megatron.{name}"
-                return f"{key}={options[name]} makes the two compute different functions; leave it out"
+    options = {f"rollout.vllm.{name}": r.vllm.get(name) for name in VLLM_OPTIONS}
+    options |= {f"megatron.{name}": cfg.megatron.get(name) for name in MEGATRON_OPTIONS}
+    for key, value in options.items():
+        if value:
+            return f"{key}={value} makes the two compute different functions; leave it out"
     for key in BOUNDS:
         if getattr(r, key) is not None:
             return f"rollout.{key}={getattr(r, key)} allows a difference; leave it out"
@@ -82,9 +82,10 @@ def why_costly(hf) -> str | None:
 
 def why_not_here(cfg: Config, hf) -> str | None:
     """What of this CPU, or of vLLM's build, stands against it; None where a few of their operations agree."""
-    has_units = {"bf16": torch.cpu._is_avx512_bf16_supported, "fp16": torch.cpu._is_avx512_supported}
-    if not has_units.get(cfg.model.dtype, torch.cpu._is_avx512_supported)():
-        return f"model.dtype={cfg.model.dtype} needs AVX-512{' BF16' * (cfg.model.dtype == 'bf16')} here; use false"
+    if not torch.cpu._is_avx512_supported():
+        return "it needs AVX-512, which this CPU lacks; use false"
+    if cfg.model.dtype == "bf16" and not torch.cpu._is_avx512_bf16_supported():
+        return "model.dtype=bf16 needs AVX-512 BF16 for it, which this CPU lacks; use fp32, or false"
     dtype = bridge.DTYPES[cfg.model.dtype]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -106,7 +107,8 @@ def first_that_differs(hf, tp: int, dtype: torch.dtype) -> str | None:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=random).to(dtype)
 
-    heads, kv_heads, d = hf.num_attention_heads // tp, max(hf.num_key_value_heads // tp, 1), bridge.head_dim(hf)
+    heads, kv_heads = hf.num_attention_heads // tp, max(hf.num_key_value_heads // tp, 1)
+    d = bridge.head_dim(hf)
     widths = {hf.hidden_size, heads * d, getattr(hf, "intermediate_size", None) or bridge.expert_width(hf)}
     for width in sorted(widths):
         x, weight = normal(100, width), normal(512, width)

@@ -43,7 +43,8 @@ def explain(engine: Engine, model: list, batch: Batch, cfg: Config, forward: Cal
     row = pack(batch, [0], -(-tokens // multiple) * multiple, bridge.device())
     with outputs(modules_of(engine.layers(), vllm=True)) as theirs:
         engine.compute(batch.tokens.tolist())
-    layers = {layer.layer_number - 1: layer for chunk in model for layer in bridge.unwrap_model(chunk).decoder.layers}
+    held = [layer for chunk in model for layer in bridge.unwrap_model(chunk).decoder.layers]
+    layers = {layer.layer_number - 1: layer for layer in held}
     with outputs(modules_of(layers, vllm=False)) as ours:
         forward(model, [row] * cfg.parallel.pp, cfg.rollout.temperature)  # interleaved stages want so many
 
@@ -111,11 +112,14 @@ def compare(key: tuple[int, int], own: torch.Tensor, theirs: torch.Tensor, width
             return 0, 0, 0.0
         parts = own.unflatten(1, (-1, sum(sizes))).split(sizes, 2)
         own = torch.cat([part.flatten(1) for part in parts], 1)
-    theirs = own_stripe(F.pad(theirs.reshape(tokens, -1), (0, 0, 0, width - tokens)).T).T
+    theirs = F.pad(theirs.reshape(tokens, -1), (0, 0, 0, width - tokens))
+    theirs = own_stripe(theirs.T).T
     real = own_stripe(torch.arange(width, device=own.device)) < tokens
     if len(theirs) > len(own):
         tp = bridge.mpu.get_tensor_model_parallel_group()
         theirs, real = (x.chunk(tp.size())[tp.rank()] for x in (theirs, real))
     own, theirs = own[real], theirs[real]
-    differ = own != theirs
-    return int(differ.sum()), own.numel(), float((own.float() - theirs.float()).abs().max()) if own.numel() else 0.0
+    if own.shape != theirs.shape or not own.numel():
+        return 0, 0, 0.0
+    largest = (own.float() - theirs.float()).abs().max()
+    return int((own != theirs).sum()), own.numel(), float(largest)

@@ -16,17 +16,18 @@ from support.step.records import Batch, Collected, Sample
 # ---------------------------------------------------------------- what the updates report
 
 
-def gap_report(difference_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
+def gap_report(difference_T: torch.Tensor, old_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
     """Sums over the response tokens, and the largest gap, for logp_gap/*, mismatch/ess and guard.
 
-    `difference_T`: the trainer's log-probs minus vLLM's [T]; mask [T]. The gap is |difference|, w = exp(difference),
-    and the k3 of vLLM against the trainer w - difference - 1, at most 10.
+    `difference_T`: the trainer's log-probs minus vLLM's [T]; `old_T`: the old log-probs minus vLLM's; mask [T]. The gap
+    is |difference|, w = exp(difference), and the k3 of vLLM against the trainer w - difference - 1, at most 10.
     """
     gap_T = (difference_T * mask_T).abs()
     log_w_T = (difference_T * mask_T).clamp(-20, 20)
     w_T = log_w_T.exp() * mask_T
     k3_T = (log_w_T.expm1() - log_w_T).clamp(max=10)
     report = {"gap": gap_T.sum(), "gap_max": gap_T.max(), "gap_k3": k3_T @ mask_T, "w": w_T.sum(), "w2": w_T @ w_T}
+    report["old_gap_max"] = (old_T * mask_T).abs().max()
     for bound in (0.01, 0.1, 1):
         report[f"gap_above_{bound:g}"] = (gap_T > bound).sum()
     return report

@@ -25,7 +25,7 @@ def new(score=None) -> SimpleNamespace:
 
 def report_of(difference_T: torch.Tensor) -> dict[str, float]:
     """What the updates report where the trainer's log-probs are above vLLM's by these differences."""
-    found = metrics.gap_report(difference_T, torch.ones(len(difference_T)))
+    found = metrics.gap_report(difference_T, difference_T, torch.ones(len(difference_T)))
     return {name: value.item() for name, value in found.items()} | {"tokens": len(difference_T)}
 
 
@@ -124,7 +124,7 @@ def test_bounds_of_ones_own_stop(check):
         check(normal(0.06), "rollout.max_mismatch_kl=0.0025", kept=kept)
 
 
-@pytest.mark.parametrize("dtype, low, high", [("fp32", 1e-7, 2e-6), ("bf16", 1e-3, 3e-2)])
+@pytest.mark.parametrize("dtype, low, high", [("fp32", 1e-7, 2e-6), ("bf16", 3e-4, 3e-2)])
 def test_rounding_is_measured_and_leaves_the_model_as_it_was(build, dtype, low, high):
     run = build(f"model.dtype={dtype}")
     batch = train_grpo.flatten(train_grpo.collect(run, run.cfg, 1).samples)

@@ -53,11 +53,11 @@ def test_links_and_paths_that_code_names_lead_to_files_and_headings():
         assert (REPO / path).exists(), path
 
 
-def test_the_index_has_every_page_and_users_have_twenty():
+def test_the_index_has_every_page_and_users_have_no_more():
     names = [
         page.name for page in structure.pages(REPO) if f"{page.name})" not in (REPO / "docs/README.md").read_text()
     ]
-    assert names == ["README.md"] and len(list(REPO.glob("docs/*.md"))) <= 21, "20 pages and their index"
+    assert names == ["README.md"] and len(list(REPO.glob("docs/*.md"))) <= 22, "21 pages and their index"
 
 
 def slug(heading: str) -> str:
