@@ -59,7 +59,7 @@ def build(world, tiny, tmp_path, monkeypatch, request):
         cfg = tiny_config(
             f"output_dir={tmp_path / 'out'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
             "rollout.prompts_per_step=4", "rollout.group_size=4", "train.warmup_steps=0", "train.save_every=0",
-            *overrides,
+            "model.match_engine=false", *overrides,
         )  # fmt: skip
         configuration.check_config(cfg, world_size=1)
         train_grpo.rehearse(cfg)
