@@ -37,7 +37,7 @@ def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def compare(name: str, theirs: Callable, ours: Callable, *rows: torch.Tensor) -> None:
-    """Print the shares of values that depend on the number of rows (TOKENS) on either side, and that differ between them."""
+    """Print the shares of values that depend on the number of rows (TOKENS) on either side, or differ between them."""
     try:
         found = {
             side: [run(*(x[:n] for x in rows)) for n in TOKENS] for side, run in (("vLLM", theirs), ("ours", ours))

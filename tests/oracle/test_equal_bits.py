@@ -5,6 +5,7 @@ float64 on every layout; and in real runs no log-prob has other bits than vLLM's
 import pytest
 import torch
 
+from tests.conftest import tiny_model
 from tests.oracle import layouts
 from tests.oracle.layouts import check_update, make_samples
 from tests.oracle.plain import reference
