@@ -127,18 +127,24 @@ def merged_weight(weight: torch.nn.Parameter) -> torch.Tensor:
     return merge(weight, a[0], b[0], weight.adapter.scale)
 
 
-def adapted_linear(input, weight, bias, *, allreduce_dgrad, sequence_parallel, tp_group, **unused) -> torch.Tensor:
-    """Replaces Megatron's linear functions and has their arguments; [T, 1, in] → [T, 1, out]."""
+def adapted_linear(
+    input, weight, bias, *, allreduce_dgrad, sequence_parallel, tp_group, product=None, **unused
+) -> torch.Tensor:
+    """Replaces Megatron's linear functions and has their arguments; [T, 1, in] → [T, 1, out].
+
+    `product(x, weight, bias)`: in place of torch's, for the merged weight.
+    """
     a, b = stack_factors([weight])
     if allreduce_dgrad:
         input = copy_to_tensor_model_parallel_region(input, group=tp_group)  # the backward pass all-reduces
-    output = AdaptedLinear.apply(input, None, a[0], b[0], weight.adapter, sequence_parallel, weight)
-    return output if bias is None else output + bias
+    whole = None if product is None else partial(product, bias=bias)  # adapters leave the bias as it is
+    output = AdaptedLinear.apply(input, None, a[0], b[0], weight.adapter, sequence_parallel, whole, weight)
+    return output if bias is None or whole else output + bias
 
 
 def grouped_linear(x_D: torch.Tensor, ends_E: torch.Tensor, *weights: torch.nn.Parameter) -> torch.Tensor:
     """The linear layer of E experts: x_D [D, in] sorted by expert, the end of each one's rows [E] int32 → [D, out]."""
-    return AdaptedLinear.apply(x_D, ends_E, *stack_factors(weights), weights[0].adapter, False, *weights)
+    return AdaptedLinear.apply(x_D, ends_E, *stack_factors(weights), weights[0].adapter, False, None, *weights)
 
 
 class AdaptedLinear(torch.autograd.Function):
@@ -149,14 +155,15 @@ class AdaptedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, ends_E, a, b, adapter, sequence_parallel, *weights):
+    def forward(ctx, x, ends_E, a, b, adapter, sequence_parallel, product, *weights):
         ctx.adapter = adapter
         ctx.sequence_parallel = sequence_parallel
         ctx.save_for_backward(x, ends_E, a, b, *weights)
         if ends_E is not None and len(x) == 0:  # no token for these experts: on a GPU grouped_mm may refuse it
             return x.new_empty(0, weights[0].shape[0])
         rows = _gather_along_first_dim(x, adapter.group) if sequence_parallel else x
-        return matmul(rows, merge_all(weights, a, b, adapter.scale).mT, ends_E)
+        merged = merge_all(weights, a, b, adapter.scale)
+        return matmul(rows, merged.mT, ends_E) if product is None else product(rows, merged)
 
     @staticmethod
     def backward(ctx, grad):
@@ -177,7 +184,7 @@ class AdaptedLinear(torch.autograd.Function):
             grad_b = matmul(grad.mT, matmul(rows, a.mT, ends_E) * adapter.scale, ends_E)
         if adapter.group.size() > 1:  # partial sums, from this rank's rows or columns
             dist.all_reduce(grad_a if adapter.split_rows else grad_b, group=adapter.group)
-        return grad_x, None, grad_a, grad_b, None, None, *[None] * len(weights)
+        return grad_x, None, grad_a, grad_b, None, None, None, *[None] * len(weights)
 
 
 def merge_all(weights: Sequence[torch.Tensor], a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

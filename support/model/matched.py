@@ -31,6 +31,12 @@ OPTIONS = {"fp32_residual_connection": True, "pipeline_dtype": torch.float32}
 PAGE = 128  # tokens of a block of keys and values
 
 
+def supports(hf) -> bool:
+    """Whether all operations of the model of a Hugging Face config are here: no linear attention, no shared expert."""
+    is_linear = "linear_attention" in (getattr(hf, "layer_types", None) or [])
+    return not is_linear and not getattr(hf, "shared_expert_intermediate_size", None)
+
+
 def attach(chunk: torch.nn.Module) -> None:
     """Let a model chunk compute as vLLM does."""
     for layer in chunk.decoder.layers:
@@ -241,15 +247,14 @@ def experts(layer: MoELayer, forward, hidden: torch.Tensor, *args, **options) ->
     with torch.no_grad():
         rows = _gather_along_first_dim(hidden, tp) if is_sharded else hidden
         rows = rows.flatten(0, -2)
-        weight_N, expert_N = choose_experts(product(rows, router.weight.to(rows.dtype)), router)
-        value = run_experts(
-            rows, *(whole_experts(layer, name) for name in ("linear_fc1", "linear_fc2")), weight_N, expert_N, tp
-        )
+        weights_T, experts_T = choose_experts(product(rows, router.weight.to(rows.dtype)), router)
+        fc1, fc2 = (whole_experts(layer, name) for name in ("linear_fc1", "linear_fc2"))
+        value = run_experts(rows, fc1, fc2, weights_T, experts_T, tp)
     if is_sharded:
-        value, expert_N = (x.chunk(tp.size())[tp.rank()] for x in (value, expert_N))
+        value, experts_T = (x.chunk(tp.size())[tp.rank()] for x in (value, experts_T))
     replay = router.router_replay
     if replay is None or isinstance(replay, Chosen) or replay.routes is None:  # else those of vLLM, as recorded
-        router.router_replay = Chosen(expert_N.long())
+        router.router_replay = Chosen(experts_T.long())
     ours, bias = forward(hidden, *args, **options)
     return EngineValue.apply(ours, value.view_as(ours)), bias
 
@@ -277,7 +282,7 @@ def whole_experts(layer: MoELayer, name: str) -> torch.Tensor:
     return gate_up.permute(0, 2, 3, 1, 4, 5).flatten(2, 4).flatten(0, 1)
 
 
-def run_experts(rows, fc1, fc2, weight_N, expert_N, tp) -> torch.Tensor:
+def run_experts(rows, fc1, fc2, weights_T, experts_T, tp) -> torch.Tensor:
     """vLLM's kernel on the rows [T, h], where each of `tp` ranks has a part of every expert; the sum over ranks."""
     from vllm import _custom_ops as ops
     from vllm.distributed import tensor_model_parallel_all_reduce
@@ -291,7 +296,7 @@ def run_experts(rows, fc1, fc2, weight_N, expert_N, tp) -> torch.Tensor:
     gate_up, down = F.pad(gate_up, (0, 0, 0, missing)).flatten(1, 2), F.pad(down, (0, missing))
     packed = [ops.cpu_prepack_moe_weight(weight.contiguous(), kernel.isa) for weight in (gate_up, down)]
     out = torch.empty_like(rows)
-    ops.cpu_fused_moe(out, rows.contiguous(), *packed, None, None, weight_N, expert_N, "silu", kernel.isa)
+    ops.cpu_fused_moe(out, rows.contiguous(), *packed, None, None, weights_T, experts_T, "silu", kernel.isa)
     return tensor_model_parallel_all_reduce(out) if tp.size() > 1 else out
 
 

@@ -9,8 +9,8 @@ from support.base.by_row import ROWS, product
 from support.base.hf_folder import read_config
 from support.base.ranks import is_first_rank
 from support.base.read_config import override
+from support.model import matched
 from support.model.attention import Segments, attend_padded
-from support.model.matched import Attention
 
 # Options that let vLLM compute, or Megatron-core train, another function than the model's.
 VLLM_OPTIONS = ("quantization", "kv_cache_dtype", "enable_expert_parallel", "dtype", "logprobs_mode")
@@ -38,8 +38,11 @@ def resolve(cfg: Config) -> Config:
     if reason:
         return override(cfg, {"model.match_engine": False})
     if torch.get_num_threads() > 1:
-        print("note: model.match_engine=true sets one thread a rank: with more, sums depend on the batch", flush=True)
         torch.set_num_threads(1)
+        if is_first_rank():
+            print(
+                "note: model.match_engine=true sets one thread a rank: with more, sums depend on the batch", flush=True
+            )
     return override(cfg, {"model.match_engine": True, "algo.old_logp": "rollout"})
 
 
@@ -51,7 +54,7 @@ def why_not(cfg: Config, hf) -> str | None:
         return "it is for CPUs so far; use false"
     if versions.numbers(found)[:2] != (0, 32):
         return f"it calls operations of vLLM 0.32, and this is {found}; use false"
-    if bridge.has_linear_attention(hf) or getattr(hf, "shared_expert_intermediate_size", None):
+    if not matched.supports(hf):
         return f"a {hf.architectures[0]} has layers whose operations in vLLM are not matched; use false"
     if r.tp != p.tp:
         return f"rollout.tp={r.tp} and parallel.tp={p.tp} add up other parts of each product; set them alike"
@@ -119,8 +122,8 @@ def first_that_differs(hf, tp: int, dtype: torch.dtype) -> str | None:
     tokens = 200
     query, key, value = normal(tokens, heads, d), normal(tokens, kv_heads, d), normal(tokens, kv_heads, d)
     lengths = torch.tensor([tokens]).numpy()
-    whole = Attention.apply(query, key, value, Segments.of(lengths, lengths, None, query.device))
-    last = Attention.apply(query[-1:], key, value, Segments.of(lengths, lengths * 0 + 1, None, query.device))
+    whole = matched.Attention.apply(query, key, value, Segments.of(lengths, lengths, None, query.device))
+    last = matched.Attention.apply(query[-1:], key, value, Segments.of(lengths, lengths * 0 + 1, None, query.device))
     if not torch.equal(whole[-1:], last):
         return "attention"
     exact = attend_padded(query, key, value, Segments.of(lengths, lengths, None, query.device))

@@ -8,6 +8,7 @@ import megatron_bridge as bridge
 from config import Config
 from support.base import hf_folder
 from support.data.prompts import load_tokenizer
+from support.model import matched
 from support.step.records import Sample
 
 SELF = "self"  # algo.teacher: the model's own present weights
@@ -28,7 +29,10 @@ def build_teacher(model: list, cfg: Config) -> Teacher:
         return Teacher(model)
     path = hf_folder.local_folder(algo.teacher)
     dtype = bridge.DTYPES[cfg.model.dtype]
-    chunks = bridge.build_model(path, cfg.parallel, dtype, cfg.megatron, cfg.model.fp32_head, adapters=None)
+    match_engine = bool(cfg.model.match_engine) and matched.supports(hf_folder.read_config(path))
+    chunks = bridge.build_model(
+        path, cfg.parallel, dtype, cfg.megatron, cfg.model.fp32_head, adapters=None, match_engine=match_engine
+    )
     if algo.reference_on != "host":
         return Teacher(chunks)
     weights = bridge.copy_weights(chunks, "host")

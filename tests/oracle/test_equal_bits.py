@@ -5,7 +5,6 @@ float64 on every layout; and in real runs no log-prob has other bits than vLLM's
 import pytest
 import torch
 
-from tests.conftest import tiny_model
 from tests.oracle import layouts
 from tests.oracle.layouts import check_update, make_samples
 from tests.oracle.plain import reference
@@ -60,8 +59,7 @@ SMALL = ("train.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", 
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_no_log_prob_of_a_run_has_other_bits_than_vllms(train_forked, tmp_path, name):
     ranks, family, options = (RUNS | SLOW)[name]
-    window = {"sliding_window": 8, "kv_heads": 4} if family == "mistral" else {}
-    tiny_model(tmp_path / "model", family, **{"tied": False, "hidden": 128, "layers": 4, **window})
+    layouts.make_model(tmp_path / "model", family)
     keys = (*SMALL, f"model.path={tmp_path / 'model'}", "model.match_engine=true", *options)
     run = train_forked(ranks, *keys, code=0)
     assert [m["logp_gap/max"] for m in run.metrics] == [0.0] * 3
