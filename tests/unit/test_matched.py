@@ -14,6 +14,15 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 needs_avx512 = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX-512 BF16")
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As a rank has it, whatever the tests before have set."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def normal(*shape: int, dtype=torch.float32, seed=0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
