@@ -133,7 +133,7 @@ def check_equal(guard: Guard, report: dict, batch: Batch, cfg: Config, step: int
         return
     logp_F = guard.score(guard.model, batch, cfg)
     differs_F = (logp_F != batch.rollout_logp) & batch.mask
-    told = f"step {step}: trainer and vLLM disagree on sampled tokens, though model.match_engine gives them equal bits"
+    told = f"step {step}: trainer and vLLM disagree on sampled tokens, which with model.match_engine have equal bits"
     if not differs_F.any():
         raise TrainingError(f"{told}: a scoring pass agrees, the training pass differs by {report['gap_max']:.1e}")
     first = int(differs_F.nonzero()[0])
@@ -142,10 +142,10 @@ def check_equal(guard: Guard, report: dict, batch: Batch, cfg: Config, step: int
     where = first_difference.explain(guard.engine, guard.model, batch.take([n]), cfg, guard.forward)
     answers = len(batch.seq_id[differs_F].unique())
     raise TrainingError(
-        f"{told}: {int(differs_F.sum())} of {int(batch.mask.sum())} differ, in {answers} of {len(batch.lengths_N)} "
-        f"answers\n  the first: answer {n}, to prompt {batch.same_prompt_N[n]}, token {token} "
+        f"{told}: {where}\n  {int(differs_F.sum())} of {int(batch.mask.sum())} log-probs differ, in {answers} of "
+        f"{len(batch.lengths_N)} answers; the first: answer {n}, to prompt {batch.same_prompt_N[n]}, token {token} "
         f"(id {int(batch.targets[first])}): trainer {logp_F[first]:.7f}, vLLM {batch.rollout_logp[first]:.7f}\n"
-        f"  {where}\n  model.match_engine=false computes without vLLM's operations, within rounding"
+        "  model.match_engine=false computes without vLLM's operations, within rounding"
     )
 
 
