@@ -59,6 +59,9 @@ class Guard:
         that rounding does not explain, or with model.match_engine any that differ. They are compared in the updates
         whose log-probs are of vLLM's weights.
         """
+        numbers = int((~weighted.rollout_logp.isfinite()).sum())
+        told = f"step {step}: trainer and vLLM disagree: {numbers} log-probs of vLLM are no numbers"
+        require(numbers == 0, told, TrainingError)
         if not math.isfinite(report["loss"]):
             return False
         if self.reference is not None and number == 0:
