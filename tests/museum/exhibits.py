@@ -38,8 +38,9 @@ SETTINGS = {
     "evaluated": ("data.eval={folder}/few.jsonl", "train.eval_every=2", "eval.temperature=0.5"),
 }  # fmt: skip
 
-# What errors say of the gap between trainer and vLLM, of a push, of the trainer's own copies of a weight.
+# What errors say of the gap between trainer and vLLM, of old log-probs, a push, the trainer's own copies of a weight.
 GAP = "trainer and vLLM disagree"
+OLD = "old log-probs are not those that vLLM sampled with"  # with model.match_engine, the default on a CPU
 LOST = "did not take up the weight push"
 COPIES = "copies of the trainer's weights differ"
 FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
@@ -76,7 +77,7 @@ EXHIBITS = {exhibit.name: exhibit for exhibit in [
         message="loss: "),
     Exhibit("ratio_to_the_present", "old log-probs are of the weights that are trained, not of those that sampled",
         "train_grpo:grpo_loss", "if mb.old_logp is None else", "if True else", where="miles#1829",
-        setting="two updates", seen="run", message=GAP),
+        setting="two updates", seen="run", message=OLD),
     Exhibit("importance_weights_ignored", "the loss ignores the importance weights", "train_grpo:grpo_loss",
         "policy_T = policy_T * correction_T", "policy_T = policy_T * 1", where="Liger-Kernel#1082", setting="tis",
         message="loss: "),
